@@ -16,6 +16,10 @@ from m2flow.errors import OptionError, did_you_mean, lone_surrogate
 Dtype = Literal["float32", "bfloat16", "float16"]
 Init = Literal["pretrained", "random"]
 Head = Literal["lm", "value", "score"]
+AdvantageName = Literal["grpo", "grpo_population", "dr_grpo", "rloo"]
+"""The functions of `m2flow.algorithms.advantages.BY_NAME`, listed here for flows, which load no torch."""
+KlEstimator = Literal["k1", "k2", "k3"]
+Denominator = Literal["tokens", "sequences"]
 
 # ---- argument checks: each raises `OptionError`, which names the option, and `m2flow.macro.session` adds the line.
 
@@ -327,7 +331,7 @@ class Loss:
     """Of `logprobs` (with gradient), `entropy` (with gradient), `values` (of a critic, with gradient), `behaviour_logprobs`,
     `reference_logprobs`, `advantages`, `sequence_lengths` (of the sample that the token belongs to), and the names of per-token or
     per-sample columns."""
-    denominator: Literal["tokens", "sequences"] | Callable[[Counts], float] = "tokens"
+    denominator: Denominator | Callable[[Counts], float] = "tokens"
     """What the sum over a mini-batch is divided by: a count, or a function of the counts of the whole mini-batch."""
     options: tuple[tuple[str, float | int | str | bool], ...] = field(default=())
     """Further keywords."""
@@ -338,7 +342,7 @@ class Loss:
             raise OptionError(f"function={self.function!r:.60}; it must be a function, or its place as 'module:name'")
         check_names("needs", self.needs, example=("logprobs", "advantages"))
         if not callable(self.denominator):
-            check_choice("denominator", self.denominator, ("tokens", "sequences"), "or a function of the mini-batch's Counts")
+            check_choice("denominator", self.denominator, Denominator, "or a function of the mini-batch's Counts")
         options: object = self.options
         if not isinstance(options, tuple) or not all(isinstance(one, tuple) and len(one) == 2 for one in options):
             raise OptionError(f"options={options!r:.60}; it must be a tuple of pairs", now="Write options=(('eps', 0.2),).")

@@ -139,10 +139,11 @@ def _spread(per_group: Tensor, sizes: Tensor) -> Tensor:
     return per_group.repeat_interleave(sizes)
 
 
+Advantages = Callable[[Tensor, Sequence[int]], Tensor]
 OnArrays = Callable[[npt.NDArray[np.floating], Sequence[tuple[int, int]]], npt.NDArray[np.float32]]
 
 
-def _on_arrays(function: Callable[[Tensor, Sequence[int]], Tensor]) -> OnArrays:
+def _on_arrays(function: Advantages) -> OnArrays:
     def advantages(rewards: npt.NDArray[np.floating], bounds: Sequence[tuple[int, int]]) -> npt.NDArray[np.float32]:
         sizes = [end - start for start, end in bounds]
         result = function(torch.from_numpy(np.ascontiguousarray(rewards, np.float64)), sizes)
@@ -155,7 +156,10 @@ def _on_arrays(function: Callable[[Tensor, Sequence[int]], Tensor]) -> OnArrays:
     return advantages
 
 
-BY_NAME: Mapping[str, OnArrays] = MappingProxyType(
-    {function.__name__: _on_arrays(function) for function in (grpo, grpo_population, dr_grpo, rloo)}
+ADVANTAGES: Mapping[str, Advantages] = MappingProxyType(
+    {function.__name__: function for function in (grpo, grpo_population, dr_grpo, rloo)}
 )
+"""Each function by its name; `m2flow.recipe.AdvantageName` lists the names."""
+
+BY_NAME: Mapping[str, OnArrays] = MappingProxyType({name: _on_arrays(function) for name, function in ADVANTAGES.items()})
 """The same on a batch's columns: rewards [N] and `Batch.group_bounds()` to advantages float32 [N]."""

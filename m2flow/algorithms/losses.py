@@ -20,14 +20,13 @@ gradient of the reverse divergence KL(reference || policy). Used on tokens that 
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from m2flow.errors import OptionError, ShapeError, did_you_mean
-
-Estimator = Literal["k1", "k2", "k3"]
+from m2flow.recipe import KlEstimator
 
 MOST_LOG_RATIO = 20.0
 """Log-ratios are clamped to this before they are exponentiated, and have no gradient beyond: float32 has no exp(89), and the gradient of
@@ -37,7 +36,7 @@ Source: verl, `compute_policy_loss_vanilla` and `kl_penalty` in core_algos.py, w
 """
 
 
-def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: Estimator = "k3") -> Tensor:
+def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: KlEstimator = "k3") -> Tensor:
     """Per-token KL estimates, differentiable in both arguments.
 
     Args:
@@ -65,7 +64,7 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: Estimat
         log_ratio = log_ratio.clamp(max=MOST_LOG_RATIO)
         # expm1 keeps small divergences, where exp(r) - 1 loses every digit.
         return log_ratio.expm1() - log_ratio
-    raise OptionError(f"there is no KL estimator {estimator!r}", now=did_you_mean(str(estimator), get_args(Estimator)))
+    raise OptionError(f"there is no KL estimator {estimator!r}", now=did_you_mean(str(estimator), get_args(KlEstimator)))
 
 
 # Shapes: T tokens under the loss mask, samples one after the other.
@@ -83,7 +82,7 @@ def ppo_clip(
     eps_high: float = 0.2,
     dual_clip: float = 0.0,
     kl_coef: float = 0.0,
-    kl: Estimator = "k3",
+    kl: KlEstimator = "k3",
     sequence_lengths: Tensor | None = None,
 ) -> Terms:
     """The clipped surrogate of PPO, per token, with an optional penalty for leaving a reference.

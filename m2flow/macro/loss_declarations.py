@@ -13,14 +13,12 @@ fine-tuning on filtered samples of the policy's own, say.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
 
 from m2flow.errors import OptionError, TraceError
 from m2flow.macro.graph import Call, MacroGraph
 from m2flow.macro.oversampling import is_cut, timeout_of
-from m2flow.recipe import Counts, Loss, check_choice, check_names, check_number
+from m2flow.recipe import Counts, Denominator, KlEstimator, Loss, check_choice, check_names, check_number
 
-Denominator = Literal["tokens", "sequences"]
 AnyDenominator = Denominator | Callable[[Counts], float]
 
 
@@ -30,7 +28,7 @@ def ppo_clip(
     eps_high: float = 0.2,
     dual_clip: float = 0.0,
     kl_coef: float = 0.0,
-    kl: Literal["k1", "k2", "k3"] = "k3",
+    kl: KlEstimator = "k3",
     denominator: Denominator = "tokens",
 ) -> Loss:
     """The clipped surrogate of PPO on group or any other advantages; with `kl_coef` a penalty against a reference.
@@ -50,7 +48,7 @@ def ppo_clip(
     check_number("dual_clip", dual_clip, low=0)
     if 0 < dual_clip <= 1:
         raise OptionError(f"dual_clip is {dual_clip}; it must be 0 (off) or above 1")
-    check_choice("kl", kl, ("k1", "k2", "k3"))
+    check_choice("kl", kl, KlEstimator)
     needs = ["logprobs", "behaviour_logprobs", "advantages"]
     options: list[tuple[str, float | int | str | bool]] = [("eps_low", eps_low), ("eps_high", eps_high)]
     options += [("dual_clip", dual_clip)] if dual_clip else []

@@ -34,6 +34,7 @@ from m2flow.recipe import (
     COMPUTED,
     HEAD_OUTPUTS,
     AdamW,
+    AdvantageName,
     Lora,
     Loss,
     Model,
@@ -265,9 +266,6 @@ class Passes:
         if not isinstance(self.loss, Loss):
             raise OptionError(f"loss={self.loss!r:.60} is no loss", now="Pass ppo_clip(), nll(), or a function under @loss(...).")
         check_optimizer(self.optimizer)
-
-
-AdvantageName = Literal["grpo", "grpo_population", "dr_grpo", "rloo"]
 
 
 _WITH_ADVANTAGES, _WITHOUT = ppo_clip(), nll()

@@ -6,6 +6,7 @@ import inspect
 import itertools
 import math
 from collections.abc import Callable
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -16,11 +17,12 @@ from torch import Tensor
 
 from m2flow.algorithms import advantages, losses
 from m2flow.algorithms.gae import gae
-from m2flow.algorithms.losses import Estimator, kl_estimate
+from m2flow.algorithms.losses import kl_estimate
 from m2flow.errors import OptionError, RewardError, ShapeError
+from m2flow.recipe import AdvantageName, KlEstimator
 
-ALL = [advantages.grpo, advantages.grpo_population, advantages.dr_grpo, advantages.rloo]
-ESTIMATORS: list[Estimator] = ["k1", "k2", "k3"]
+ALL = list(advantages.ADVANTAGES.values())
+ESTIMATORS: tuple[KlEstimator, ...] = get_args(KlEstimator)
 
 EVERY_OPTION: dict[str, list[dict[str, float | str]]] = {
     "ppo_clip": [{}, {"dual_clip": 3.0}, *({"kl_coef": 0.1, "kl": estimator} for estimator in ESTIMATORS)],
@@ -36,6 +38,10 @@ reward_groups = st.lists(st.lists(st.floats(-100, 100, width=32), min_size=2, ma
 
 def flatten(groups: list[list[float]]) -> tuple[Tensor, list[int]]:
     return torch.tensor([r for group in groups for r in group]), [len(group) for group in groups]
+
+
+def test_the_names_of_advantages_that_a_flow_may_use_are_those_of_the_functions() -> None:
+    assert tuple(advantages.ADVANTAGES) == tuple(advantages.BY_NAME) == get_args(AdvantageName)
 
 
 def test_grpo_scales_by_the_standard_deviation_of_a_sample_as_trl_and_verl_do() -> None:
@@ -129,14 +135,14 @@ def test_estimators_agree_with_numbers_worked_out_by_hand() -> None:
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
-def test_unbiased_estimators_average_to_the_divergence(estimator: Estimator) -> None:
+def test_unbiased_estimators_average_to_the_divergence(estimator: KlEstimator) -> None:
     p, q = torch.tensor([0.7, 0.2, 0.1]).double(), torch.tensor([0.3, 0.3, 0.4]).double()
     expected = (p * (p / q).log()).sum()
     torch.testing.assert_close((p * kl_estimate(p.log(), q.log(), estimator)).sum(), expected)
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_gradients_of_estimators_are_their_finite_differences(estimator: Estimator) -> None:
+def test_gradients_of_estimators_are_their_finite_differences(estimator: KlEstimator) -> None:
     generator = torch.Generator().manual_seed(1)
     policy = torch.randn(7, generator=generator, dtype=torch.float64).requires_grad_()
     reference = torch.randn(7, generator=generator, dtype=torch.float64).requires_grad_()
@@ -287,7 +293,7 @@ def test_every_loss_of_the_module_is_tried_at_extreme_inputs() -> None:
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_an_estimate_of_the_divergence_and_its_gradient_are_finite_at_extreme_inputs(estimator: Estimator) -> None:
+def test_an_estimate_of_the_divergence_and_its_gradient_are_finite_at_extreme_inputs(estimator: KlEstimator) -> None:
     for count in (0, 1, 49):
         inputs = extreme_tokens(count, ["logprobs", "reference_logprobs"])
         estimate = kl_estimate(inputs["logprobs"].requires_grad_(), inputs["reference_logprobs"].requires_grad_(), estimator)
@@ -297,7 +303,7 @@ def test_an_estimate_of_the_divergence_and_its_gradient_are_finite_at_extreme_in
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_clamping_changes_no_estimate_of_a_moderate_ratio(estimator: Estimator) -> None:
+def test_clamping_changes_no_estimate_of_a_moderate_ratio(estimator: KlEstimator) -> None:
     r = torch.linspace(-19, 19, 101, dtype=torch.float64)
     expected = {"k1": -r, "k2": r.square() / 2, "k3": r.exp() - 1 - r}[estimator]
     torch.testing.assert_close(kl_estimate(torch.zeros_like(r), r, estimator), expected)
