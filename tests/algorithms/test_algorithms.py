@@ -289,7 +289,7 @@ def test_a_loss_and_its_gradient_are_finite_at_extreme_inputs(name: str, count: 
 
 def test_every_loss_of_the_module_is_tried_at_extreme_inputs() -> None:
     public = {name for name, found in vars(losses).items() if inspect.isfunction(found) and found.__module__ == losses.__name__}
-    assert {name for name in public if not name.startswith("_")} == set(EVERY_OPTION)
+    assert {name for name in public if not name.startswith("_")} == {*EVERY_OPTION, "kl_estimate"}  # The estimators are tried below.
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)

@@ -144,6 +144,7 @@ OTHERS = {
     "informative": "a function for keep=, called on samples",
     "log": "any name, with a number: tests/macro/test_flow.py",
     "traceparent": "has no option",
+    "AdamW.rate, AdamW.in_loop": "ours",
     "Dataset.return_rest": "of a refill",
     "Rows.batch, Rows.with_columns, Rows.within, Metrics.items": "have no option, or handles alone",
     "Rows.check, Rows.like, Rows.mask, Rows.metrics_of, Rows.observe, Rows.operand, Rows.operate, Rows.reduce, Rows.result_of": "ours",
