@@ -1,1 +1,1 @@
-"""What a run came to: analysis of its records, the pages that show it, and exports."""
+"""Analyse a run from its records, compare runs, and show them as pages in the browser."""

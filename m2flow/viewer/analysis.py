@@ -1,34 +1,27 @@
-"""What a run came to, step by step: against its bounds, its critical path, its memory, and why devices were idle.
+"""Analyse a run step by step: against its lower bounds, along its critical path, by idle time of devices and by peak memory.
 
-RunTrace --measured_decode--> t0 + t1 b of its decode steps;  step_bounds --> seconds by the bound's name
+    RunTrace, idle time, ledger --analysis_of--> Analysis
+    RunTrace --measured_decode--> t0 + t1 b of its decode steps;  step_bounds --> seconds by the bound's name
+    RunTrace --CriticalPath.of(step)--> Link ... from the step's beginning to its end
+    counters "peak ... bytes" (m2flow.micro.worker.engine_host), Plan.choice --memory_of--> WorkerMemory, ...
 
-The bounds are those of the simulator (`m2flow.rollout_scheduling.lower_bounds`), with constants fitted to this run's own spans instead
-of a cost
-model, and with the work that was really done. Measured times scatter, so such a bound is as good as the fit; a step may come out a
-little faster. Only tokens of samples whose lives lie in the step count. Prefill, switches and syncs are left out.
+Bounds. They are those of the simulator (`m2flow.rollout_scheduling.lower_bounds`), with constants fitted to the run's own spans instead of
+a cost model, and with the work that was really done; a simulated run has the bounds of its own report. Measured times scatter, so a bound
+is as good as the fit, and a step may come out a little faster. Only tokens of samples that ran within the step count. Prefill, switches and
+weight syncs are left out.
 
     longest_sample   (t0 + t1) L of the longest sample
     work             device seconds of all tokens at the best rate and of all training, by all devices
     k_longest, no_migration     of the rollout
 
-RunTrace --CriticalPath.of(step)--> Link ... from the step's beginning to its end
+Critical path. It is followed backwards from the last work of a step: a task can't begin before its worker is free, its samples are there
+and the weights that it needs are there. Of these, the one that ended last is the link before it. Time between two links is nobody's work:
+a message in flight, Python, or a program that waited.
 
-From the last work of a step backwards: a task could not begin before its worker was free, nor before its samples were there, nor before
-the weights that it needed. Of what held it up, what ended last is the link before it. Time between a link and the next is nobody's work:
-a message on its way, Python, or a program that waited.
-
-counters "peak ... bytes" (m2flow.micro.worker.engine_host), Plan.choice --memory_of--> WorkerMemory, ...
-
-A peak is of the process from its start on, so a step's is that of all steps up to it, and it rises where a step needs more than those
-before.
-
-Limits: of a trainer of several ranks the first; the host's has Python and libraries in it, which the plan does not count; of an engine
-whose model is in processes of its own (SGLang) only the worker beside them, so nothing is predicted there.
-
-RunTrace, idle time, ledger --analysis_of--> Analysis
-
-For a simulated run the bounds are those of its own report; for a real one they are made from what it measured
-(`m2flow.viewer.analysis`).
+Memory. A peak is that of the process since its start, so a step's peak is that of all steps up to it, and rises where a step needs more
+than those before. Limits: a trainer of several ranks shows its first rank; the host's memory includes Python and libraries, which the plan
+does not count; where an engine's model is in processes of its own (SGLang), only the worker beside them is measured and nothing is
+predicted.
 """
 
 from __future__ import annotations
@@ -58,13 +51,15 @@ from m2flow.viewer.idle import Device, IdleTime
 from m2flow.viewer.run_trace import FUNCTION, LIFE, SYNC, TRAIN, WAIT, RunTrace, Step
 
 IntArray = npt.NDArray[np.int64]
+# ---- lower bounds from measured decode steps
+
 _LEAST_STEPS = 8
-"""Decode steps that a fit needs."""
+"""The least number of decode steps for a fit."""
 
 
 @dataclass(frozen=True)
 class MeasuredDecode:
-    """The decode steps of a run."""
+    """The cost of decode steps, fitted to those that a run recorded."""
 
     model: DecodeModel
     num_steps: int
@@ -74,7 +69,7 @@ class MeasuredDecode:
 
 
 def measured_decode(trace: RunTrace) -> MeasuredDecode | None:
-    """The fit over all instances; None where too few steps were recorded one by one."""
+    """Fit the decode cost over all instances; None where too few steps were recorded one by one."""
     columns = trace.columns
     if SpanName.ROLLOUT_STEP not in columns.names.texts:
         return None
@@ -92,7 +87,7 @@ def measured_decode(trace: RunTrace) -> MeasuredDecode | None:
 
 
 def step_bounds(trace: RunTrace, step: Step, devices: list[Device], decode: MeasuredDecode | None) -> dict[str, float]:
-    """Seconds by name; empty where nothing can be said."""
+    """Compute the lower bounds of a step in seconds, by name; empty where the trace does not allow any."""
     columns = trace.columns
     found: dict[str, float] = {}
     inside = np.minimum(columns["end"], step.end) - np.maximum(columns["start"], step.start)
@@ -115,12 +110,14 @@ def step_bounds(trace: RunTrace, step: Step, devices: list[Device], decode: Meas
     return found
 
 
+# ---- critical path
+
 _MOST_LINKS = 20_000
 
 
 @dataclass(frozen=True)
 class Link:
-    """Work on the path; ns, cut at the step's ends."""
+    """One piece of work on the critical path; times in ns, cut at the step's ends."""
 
     span: int
     kind: int
@@ -131,7 +128,7 @@ class Link:
 
 @final
 class CriticalPath:
-    """Of one trace, as it is now."""
+    """Find critical paths in a trace, as far as it has been read."""
 
     def __init__(self, trace: RunTrace, devices: Sequence[Device]) -> None:
         columns = trace.columns
@@ -156,7 +153,7 @@ class CriticalPath:
         self._syncs = np.flatnonzero(trace.group == SYNC)
 
     def of(self, step: Step) -> list[Link]:
-        """In order of time."""
+        """Return the critical path of a step, in order of time."""
         mine = self._work[(self._trace.step[self._work] == step.step) & (self._end[self._work] <= step.end)]
         if not len(mine):
             return []
@@ -174,7 +171,7 @@ class CriticalPath:
         return links[::-1]
 
     def _before(self, span: int) -> int:
-        """What held a span up; -1: nothing that is known."""
+        """Return the span that delayed this one, or -1 if none is known."""
         columns, group, start = self._trace.columns, int(self._trace.group[span]), int(self._start[span])
         found = [self._last_on(int(columns["worker"][span]), start, span)]
         if group in (TRAIN, FUNCTION):
@@ -189,12 +186,12 @@ class CriticalPath:
         elif group == LIFE:
             same = self._syncs[(columns["worker"][self._syncs] == columns["worker"][span]) & (self._end[self._syncs] <= start)]
             found += same[-1:].tolist()
-        # What began no earlier can't have held it up, whatever the clocks say; so the way back ends.
+        # A span that began no earlier can't have delayed this one, whatever the clocks say; this ensures that the search ends.
         found = [other for other in found if other >= 0 and self._start[other] < start and self._end[other] <= start + _SLACK_NS]
         return max(found, key=lambda other: int(self._end[other]), default=-1)
 
     def _last_on(self, worker: int, before: int, span: int) -> int:
-        """The last work on the worker's device that had ended."""
+        """Return the last work on the worker's device that had ended."""
         mine = self._by_worker[worker]
         at = int(np.searchsorted(self._end[mine], before, side="right")) - 1
         while at >= 0 and mine[at] == span:
@@ -202,7 +199,7 @@ class CriticalPath:
         return int(mine[at]) if at >= 0 else -1
 
     def _latest(self, keys: IntArray, values: IntArray, samples: IntArray, before: int) -> list[int]:
-        """Of the spans of these samples that had ended, the last."""
+        """Return the last span of these samples that had ended."""
         if not len(keys) or not len(samples):
             return []
         first, last = np.searchsorted(keys, samples, side="left"), np.searchsorted(keys, samples, side="right")
@@ -212,25 +209,28 @@ class CriticalPath:
 
 
 _SLACK_NS = 500_000
-"""By which the clocks of two processes of a busy host may seem to differ: each is read once against the time of day."""
+"""Tolerance between the clocks of two processes of a busy host: each is compared once with the time of day."""
+
+
+# ---- peak memory
 
 
 @final
 class WorkerMemory(msgspec.Struct):
-    """Of one process, in bytes."""
+    """The memory of one process, planned and measured, in bytes."""
 
     worker: str
     of: str
     """`host` or `GPU`."""
     predicted: int | None
-    """What its engines need at once, by the plan; None: the plan was not searched for, or does not know."""
+    """What its engines need at once by the plan; None where the plan was made by rule or does not predict it."""
     peak: int
     steps: list[int | None]
-    """The peak at the end of each step; None before the first was said."""
+    """The peak at the end of each step; None before the first one was recorded."""
 
 
 def memory_of(trace: RunTrace) -> list[WorkerMemory]:
-    """Of each worker that said so."""
+    """Return the memory of each worker that recorded its peak."""
     planned = {worker.name: worker for worker in trace.plan.workers} if trace.plan else {}
     choice = trace.plan.choice if trace.plan else None
     found = []
@@ -247,7 +247,7 @@ def memory_of(trace: RunTrace) -> list[WorkerMemory]:
 
 
 def predicted_bytes(worker: WorkerPlan, choice: Choice) -> int | None:
-    """What the engines of a process need at once: all of those that work in a turn, and what the others keep there meanwhile."""
+    """Predict what the engines of a process need at once: those that work in a turn, and what the others keep on the device meanwhile."""
     seats: list[tuple[EngineSlot, Seat]] = []
     for slot in worker.engines:
         if slot.kind == "function":
@@ -262,7 +262,7 @@ def predicted_bytes(worker: WorkerPlan, choice: Choice) -> int | None:
 
 
 def _bytes(slot: EngineSlot, seat: Seat, turn: str, device: str) -> int:
-    """Of one engine while a turn lasts, in its process: that of one GPU, or of all of a CPU's cores."""
+    """Return the memory of an engine in one process during a turn: on one GPU, or on all cores of a CPU."""
     need = seat.footprint
     if device.startswith("cpu"):
         works = need.device_bytes + need.host
@@ -272,23 +272,25 @@ def _bytes(slot: EngineSlot, seat: Seat, turn: str, device: str) -> int:
     return 0 if seat.is_swapped else need.kept_bytes
 
 
+# ---- the analysis of a run
+
 OVERHEAD = "nobody's work"
 
 
 @final
 class PathShare(msgspec.Struct):
-    """A call on the critical path."""
+    """The share of a call in the critical path."""
 
     label: str
     line: str
     seconds: float
     share: float
-    """Of the step."""
+    """Share of the step."""
 
 
 @final
 class StepAnalysis(msgspec.Struct):
-    """One step. Device seconds are summed over all devices."""
+    """The analysis of one step. Device seconds are summed over all devices."""
 
     step: int
     start: int
@@ -301,39 +303,39 @@ class StepAnalysis(msgspec.Struct):
     busy_s: float
     path: list[PathShare]
     tokens: int
-    """Generated by samples whose lives ended in the step."""
+    """Generated by samples that stopped running in the step."""
     staleness: dict[str, int]
-    """Versions behind -> samples that a first update of the step trained on."""
+    """Versions behind -> number of samples that a first update of the step trained on."""
 
 
 @final
 class DeviceAnalysis(msgspec.Struct):
-    """One device over the whole run, but for what only writes its last checkpoint."""
+    """The use of one device over the whole run, without the time that only writes the final checkpoint."""
 
     name: str
     kinds: str
     num_devices: int
-    """The seconds are of each of them."""
+    """The devices of a pool; the seconds are those of each of them."""
     busy_s: float
     idle_s: dict[str, float]
 
 
 @final
 class StageAnalysis(msgspec.Struct):
-    """What a part of a step took, beside what the plan said of it: a call, several that the plan reckons together, or machinery."""
+    """Measured and predicted time of a stage of a step: a call, several calls that the plan predicts together, or machinery."""
 
     label: str
     line: str
-    """`flows/grpo.py:23`; of several calls all, with commas."""
+    """`flows/grpo.py:23`; the lines of several calls, separated by commas."""
     seconds: float
-    """On the critical path, mean over the steps in which it is there."""
+    """Seconds on the critical path, mean over the steps in which the stage is on it."""
     predicted_s: float | None
-    """None where the plan says nothing of it."""
+    """None where the plan predicts nothing for it."""
 
 
 @final
 class ClassShown(msgspec.Struct):
-    """Of samples of one class (`m2flow.micro.records.length_bias`)."""
+    """Mean length and reward of one class of samples (`m2flow.micro.records.length_bias`)."""
 
     name: str
     num: int
@@ -343,28 +345,28 @@ class ClassShown(msgspec.Struct):
 
 @final
 class Analysis(msgspec.Struct):
-    """A run's."""
+    """The analysis of a run."""
 
     steps: list[StepAnalysis]
     devices: list[DeviceAnalysis]
     stages: list[StageAnalysis]
     path: list[PathShare]
-    """Over all steps."""
+    """The shares of the critical path over all steps."""
     makespan_s: float
     efficiency: float | None
     decode: str
-    """What the decode bounds come from."""
+    """The fit that the decode bounds come from, in words."""
     length_bias: list[ClassShown]
     trained_tokens: int
-    """Generated, of samples that some update trained on; each once."""
+    """Generated tokens of samples that some update trained on; each sample counts once."""
     other_tokens: dict[str, int]
-    """Of all others, by how they ended; `unused` are those of evaluations too."""
+    """Generated tokens of all other samples, by how they ended; `unused` includes evaluations."""
     predicted_step_s: float | None
-    """By the plan, or by what was foreseen of one that nobody searched for."""
+    """By the plan's search, or by the forecast of a plan made by rule."""
     prediction_note: str
-    """Why there is no such prediction, or what it does not reckon with."""
+    """Why there is no prediction, or what it leaves out."""
     memory: list[WorkerMemory]
-    """What each worker took at most."""
+    """The peak memory of each worker."""
 
 
 class _SimulatedStep(msgspec.Struct):
@@ -376,7 +378,7 @@ class _Simulated(msgspec.Struct):
 
 
 def analysis_of(trace: RunTrace, devices: Sequence[IdleTime]) -> Analysis:
-    """As far as the run has come."""
+    """Analyse a run as far as it has come."""
     decode = measured_decode(trace)
     simulated = _simulated_bounds(trace)
     paths = CriticalPath(trace, [one.device for one in devices]) if trace.columns.num_spans else None
@@ -465,7 +467,7 @@ def _together(shares: Sequence[PathShare], whole_s: float) -> list[PathShare]:
 
 
 def _stages(choice: Choice | None, steps: Sequence[StepAnalysis], path: Sequence[PathShare]) -> list[StageAnalysis]:
-    """The parts of the plan with what they came to, then what it does not know of."""
+    """List the parts of the plan with their measured times, then the stages that the plan does not have."""
     left = [(share.label, share.line) for share in path]
     found: dict[str, tuple[float, list[tuple[str, str]]]] = {}
     for part in choice.parts if choice else ():
@@ -494,8 +496,9 @@ def _note(trace: RunTrace) -> str:
 
 
 def _is_of(what: str, label: str, line: str, path: Sequence[PathShare]) -> bool:
-    """Whether a part of a plan is about a stage. Parts are `policy.generate@47`, `policy.update` where that is called in one place,
-    `weight sync of policy`, `switch to train`."""
+    """Test whether a part of a plan describes a stage.
+
+    Parts are `policy.generate@47`, `policy.update` where that is called in one place, `weight sync of policy`, `switch to train`."""
     if not line:
         machinery = {"weight": "weights.", "switch": "switch"}.get(what.partition(" ")[0])
         return machinery is not None and label.startswith(machinery)
@@ -513,7 +516,7 @@ def _mean_s(steps: Sequence[StepAnalysis], keys: Sequence[tuple[str, str]]) -> f
 
 
 def _staleness(trace: RunTrace) -> dict[int, dict[int, int]]:
-    """By step: versions behind -> samples that an update of it trained on, each once."""
+    """Count trained samples by step and by versions behind; each sample counts once a step."""
     columns = trace.columns
     if SpanName.TRAIN_APPLY not in columns.names.texts or not len(columns.touches):
         return {}

@@ -1,16 +1,13 @@
-"""Two runs beside each other: how much longer one's steps took, where that time went, and their metrics over steps.
+"""Compare two runs: how much longer one's steps took, where that time went, and their metrics over steps.
 
-metrics.jsonl --read_series--> name -> (steps, values)
-    Analysis.steps --series_of_steps--> the same of what the schedule made of each step
+    RunTrace, Analysis of each --comparison_of--> Comparison
+    metrics.jsonl --read_series--> name -> (steps, values)
+    Analysis.steps --series_of_steps--> the same for efficiency, tokens a second and staleness
 
-A value that was not finite is a gap, and is counted by name.
-
-RunTrace, Analysis of each --comparison_of--> Comparison
-
-Only steps that both have are compared, so that what a warm-up or a longer training does to one is not held against the other. Two
-accounts say where the difference of a step lies, and each of them adds up to it. Along the critical path: seconds a step by line of the
-flow; lines are matched by what is called there and how often that was called above them, so a flow that was edited in between still
-matches. Over all devices: device seconds a step at work, and idle by cause.
+Only steps that both runs have are compared, so that the warm-up or a longer training of one does not count. The difference of a step is
+decomposed in two ways, each of which adds up to it. Along the critical path: seconds a step by line of the flow; lines are matched by the
+call and by how often it was called above them, so that a flow that was edited in between still matches. Over all devices: device seconds a
+step at work, and idle by cause. A metric's value that was not finite is a gap, and is counted by name.
 """
 
 from __future__ import annotations
@@ -30,10 +27,12 @@ from m2flow.planner.explaining import differences
 from m2flow.viewer.analysis import Analysis, PathShare, StepAnalysis
 from m2flow.viewer.run_trace import LIFE, RunTrace
 
+# ---- metrics over steps
+
 
 @final
 class Series(msgspec.Struct):
-    """Of one metric; a later value of a step replaces an earlier one."""
+    """The values of one metric over steps; a later value of a step replaces an earlier one."""
 
     steps: list[int]
     values: list[float | None]
@@ -41,7 +40,7 @@ class Series(msgspec.Struct):
 
 @final
 class Training(msgspec.Struct):
-    """Of one run."""
+    """The metrics of one run over steps."""
 
     series: dict[str, Series]
     time_s: Series
@@ -56,7 +55,7 @@ class _Line(msgspec.Struct):
 
 
 def read_series(run_dir: Path) -> Training:
-    """What is there so far; a line that is being written is left for the next time."""
+    """Read the metrics written so far; a line that is being written is left for the next time."""
     found: dict[str, dict[int, float | None]] = {}
     times: dict[int, float] = {}
     non_finite: dict[str, int] = {}
@@ -81,7 +80,7 @@ def read_series(run_dir: Path) -> Training:
 
 
 def series_of_steps(steps: Sequence[StepAnalysis]) -> dict[str, Series]:
-    """How near each step came to its bound, generated tokens a second, and how many versions behind its samples were, on average."""
+    """Make series of each step's efficiency, generated tokens a second, and mean staleness of its samples."""
     found: dict[str, dict[int, float | None]] = {"schedule/efficiency": {}, "schedule/tokens_per_s": {}, "schedule/staleness": {}}
     for one in steps:
         if one.efficiency is not None:
@@ -99,6 +98,8 @@ def _series(values: dict[int, float | None]) -> Series:
     return Series(steps, [values[step] for step in steps])
 
 
+# ---- comparison
+
 BUSY = "at work"
 IntArray = npt.NDArray[np.int64]
 
@@ -107,28 +108,28 @@ _QUANTILES = (("median", 0.5), ("90%", 0.9), ("longest", 1.0))
 
 @final
 class Pair(msgspec.Struct):
-    """The same number of both runs; None where one has none."""
+    """A number of both runs; None where a run does not have it."""
 
     what: str
     one: float | None
     other: float | None
     line: str = ""
-    """`flows/grpo.py:23`, of the run that has it; of both, the other's."""
+    """`flows/grpo.py:23` in the run that has it; in the second run if both have it."""
 
     @property
     def more(self) -> float:
-        """That the other has more than the one."""
+        """The second run's value minus the first's."""
         return (self.other or 0.0) - (self.one or 0.0)
 
 
 @final
 class MetricPair(msgspec.Struct):
-    """A metric of both runs, over the steps in which both wrote it."""
+    """A metric of both runs, over the steps in which both recorded it."""
 
     name: str
     num_steps: int
     one: float
-    """Mean."""
+    """Mean over the steps."""
     other: float
     one_last: float
     other_last: float
@@ -151,42 +152,42 @@ class Side(msgspec.Struct):
 
 @final
 class Comparison(msgspec.Struct):
-    """Of two runs. Seconds are means over the steps that both have."""
+    """The comparison of two runs. Seconds are means over the steps that both have."""
 
     one: Side
     other: Side
     steps: list[int]
     settings: list[str]
-    """What was asked for differently: `batch: 32 -> 64`."""
+    """Differences of the configurations: `batch: 32 -> 64`."""
     plans: list[str]
-    """What was decided differently, as `m2flow diff` has it."""
+    """Differences of the plans, as `m2flow diff` prints them."""
     path: list[Pair]
-    """Seconds a step on the critical path, by call; what differs most first. Sums up to the steps' difference."""
+    """Seconds a step on the critical path, by call, the largest difference first. They sum up to the difference of the steps."""
     idle: list[Pair]
-    """Device seconds a step at work, and idle by cause; what differs most first."""
+    """Device seconds a step at work, and idle by cause, the largest difference first."""
     lengths: list[Pair]
     """Tokens of a response."""
     staleness: list[Pair]
     """Share of the samples of first updates, by versions behind."""
     tokens: list[Pair]
-    """Generated, over the whole runs: trained on, and by how else they ended."""
+    """Generated tokens over the whole runs: trained on, and by how else their samples ended."""
     metrics: list[MetricPair]
 
     explained: list[str]
-    """The difference in words; the largest parts of it first."""
+    """The difference in words, its largest parts first."""
 
 
 _ALIKE = 0.03
-"""Of a step: below that, two runs are alike."""
+"""Two runs whose steps differ by a smaller share are called alike."""
 _PART = 0.1
-"""Of the difference: parts below that are not said in words."""
+"""Parts below this share of the difference are not put in words."""
 _MOST_PARTS = 4
 _LENGTH = 0.05
-"""By which mean lengths differ when it is said."""
+"""Mean lengths that differ by a smaller share are not put in words."""
 
 
 def comparison_of(one: tuple[RunTrace, Analysis], other: tuple[RunTrace, Analysis], names: tuple[str, str]) -> Comparison:
-    """As far as both have come.
+    """Compare two runs as far as both have come.
 
     Args:
         names: what the runs are called.
@@ -255,19 +256,22 @@ def _side(trace: RunTrace, analysis: Analysis, name: str, steps: Sequence[int]) 
         step_s=whole_s / len(mine) if mine else 0.0,
         efficiency=min(bound_s / whole_s, 1.0) if whole_s and bound_s else None,
         tokens_per_s=sum(step.tokens for step in mine) / whole_s if whole_s else 0.0,
-        num_samples=len(_lives(trace, steps)),
+        num_samples=len(_sample_spans(trace, steps)),
     )
 
 
-def _lives(trace: RunTrace, steps: Sequence[int]) -> IntArray:
+def _sample_spans(trace: RunTrace, steps: Sequence[int]) -> IntArray:
     if not trace.columns.num_spans:
         return np.zeros(0, np.int64)
     return np.flatnonzero((trace.group == LIFE) & np.isin(trace.step, steps) & (trace.columns["num_tokens"] > 0))
 
 
 def _lengths(trace: RunTrace, steps: Sequence[int]) -> dict[str, float]:
-    """A sample that ran in several places has a life in each: the last of them has all of its tokens."""
-    lives = _lives(trace, steps)
+    """Compute mean and quantiles of the lengths of samples.
+
+    A sample that ran in several places has a span in each: the last of them has all of its tokens.
+    """
+    lives = _sample_spans(trace, steps)
     if not len(lives):
         return {}
     most: dict[int, int] = {}
@@ -278,7 +282,7 @@ def _lengths(trace: RunTrace, steps: Sequence[int]) -> dict[str, float]:
 
 
 def _path(analysis: Analysis, steps: Sequence[int]) -> list[PathShare]:
-    """Seconds a step by call."""
+    """Return the seconds a step on the critical path, by call."""
     found: dict[tuple[str, str], float] = {}
     mine = [step for step in analysis.steps if step.step in set(steps)]
     for step in mine:
@@ -298,7 +302,7 @@ def _paths(one: Sequence[PathShare], other: Sequence[PathShare]) -> list[Pair]:
 
 
 def _numbered(shares: Iterable[PathShare]) -> Iterable[tuple[tuple[str, int], PathShare]]:
-    """By the call, and which one of its name it is from the top of the flow's file."""
+    """Key the shares by their call and by its number among the calls of that name, from the top of the flow's file."""
     seen: Counter[str] = Counter()
     for share in sorted(shares, key=lambda share: (share.line.rpartition(":")[0], _line_number(share.line))):
         yield (share.label, seen[share.label]), share
@@ -311,7 +315,7 @@ def _line_number(line: str) -> int:
 
 
 def _idle(analysis: Analysis, steps: Sequence[int]) -> dict[str, float]:
-    """Device seconds a step."""
+    """Return the device seconds a step at work, and idle by cause."""
     mine = [step for step in analysis.steps if step.step in set(steps)]
     found = {BUSY: sum(step.busy_s for step in mine) / len(mine)} if mine else {}
     for step in mine:
@@ -351,7 +355,7 @@ def _metrics(one: Path, other: Path) -> list[MetricPair]:
 
 
 def _settings(one: Path, other: Path) -> list[str]:
-    """What the two configurations say differently, by its place in them."""
+    """List the differences of the two configurations, each with its path."""
     flat = [dict(_flat("", {key: value for key, value in _config(path).items() if key in _ASKED})) for path in (one, other)]
     names = dict.fromkeys([*flat[0], *flat[1]])
     return [f"{name}: {_said(flat[0].get(name))} -> {_said(flat[1].get(name))}" for name in names if flat[0].get(name) != flat[1].get(name)]

@@ -1,6 +1,7 @@
-"""How the processes of a run are: what they last said, what was lost and started again, how full their channels are, what they printed.
+"""Report the health of a run's processes: last spans, losses and restarts, channels and their credits, counters and logs.
 
 RunTrace, ledger.db, logs/ --health_of--> Health
+ledger.db, the run's lock --state_of--> State
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _MOST_LOG_BYTES = 256 * 1024
 
 @final
 class WorkerHealth(msgspec.Struct):
-    """A process."""
+    """The health of one worker process."""
 
     name: str
     device: str
@@ -39,22 +40,22 @@ class WorkerHealth(msgspec.Struct):
     engines: list[str]
     num_spans: int
     last_us: int | None
-    """When its last span ended, since the run's first; None: it has said nothing."""
+    """When its last span ended, since the run's first; None: it has recorded none."""
     num_losses: int
     has_log: bool
     cpu_cores: float | None
-    """That it used on average; None here and below: it has not said."""
+    """CPU cores used on average; None here and below: not recorded."""
     memory_bytes: float | None
-    """At most."""
+    """Peak."""
     gpu_use: float | None
-    """0 to 1, on average, by whomever."""
+    """Utilisation, 0 to 1, on average, by all processes on it."""
     gpu_memory_bytes: float | None
-    """At most, by whomever."""
+    """Peak, by all processes on it."""
 
 
 @final
 class ChannelHealth(msgspec.Struct):
-    """What a worker has sent to another."""
+    """Traffic from one worker to another."""
 
     source: str
     target: str
@@ -65,16 +66,16 @@ class ChannelHealth(msgspec.Struct):
 
 
 @final
-class Room(msgspec.Struct):
-    """The credits of a channel: what may be under way from one call to one worker, and what is."""
+class ChannelCredits(msgspec.Struct):
+    """The credits of a channel from one call to one worker: the limit on what is in flight, and what is."""
 
     producer: str
     target: str
     samples: float
     most_samples: float
-    """That there were at once."""
+    """The most samples in flight at once."""
     room_samples: int
-    """0: the plan says no limit."""
+    """The limit; 0: the plan has none."""
     num_bytes: float
     most_bytes: float
     room_bytes: int
@@ -82,7 +83,7 @@ class Room(msgspec.Struct):
 
 @final
 class CounterShown(msgspec.Struct):
-    """A counter, thinned to what a small picture needs."""
+    """A counter, thinned to the points that a small plot needs."""
 
     worker: str
     name: str
@@ -96,7 +97,7 @@ class CounterShown(msgspec.Struct):
 
 @final
 class Happened(msgspec.Struct):
-    """Something that happened to a worker, or an attempt's beginning or end. Unix seconds."""
+    """An event of a worker (lost, restarted), or the beginning or end of an attempt. Unix seconds."""
 
     at_s: float
     kind: str
@@ -106,11 +107,11 @@ class Happened(msgspec.Struct):
 
 @final
 class Health(msgspec.Struct):
-    """Of one run."""
+    """The health of one run."""
 
     workers: list[WorkerHealth]
     channels: list[ChannelHealth]
-    rooms: list[Room]
+    rooms: list[ChannelCredits]
     counters: list[CounterShown]
     happened: list[Happened]
     failed_calls: list[tuple[int, str, str, str]]
@@ -121,7 +122,7 @@ class Health(msgspec.Struct):
 
 @final
 class State(msgspec.Struct):
-    """Of one run."""
+    """The state of one run, and why it ended."""
 
     name: str
     """`running`, `done`, `stopped`, `simulated`, `unknown`."""
@@ -132,7 +133,7 @@ class State(msgspec.Struct):
 
 
 def state_of(run_dir: Path) -> State:
-    """Whether a run goes on: by the ledger's attempts, and by the process that holds it."""
+    """Tell whether a run goes on, from the ledger's attempts and from the process that holds its lock."""
     if not (run_dir / "ledger.db").is_file():
         name = "simulated" if (run_dir / "report.json").is_file() else "unknown"
         return State(name, "", (run_dir / "config.json").stat().st_mtime, None, 0)
@@ -151,7 +152,7 @@ def state_of(run_dir: Path) -> State:
 
 
 def health_of(run_dir: Path, trace: RunTrace) -> Health:
-    """What is known by now."""
+    """Collect the health of a run as far as it is known."""
     incidents = []
     failed: list[tuple[int, str, str, str]] = []
     attempts: list[Happened] = []
@@ -182,13 +183,13 @@ def health_of(run_dir: Path, trace: RunTrace) -> Health:
 
 
 def log_names(run_dir: Path) -> list[str]:
-    """A link that leads out of the run's directory is no log of it."""
+    """List the workers that have a log. A link that leads out of the run's directory is not one."""
     inside = run_dir.resolve()
     return sorted(path.stem for path in (run_dir / "logs").glob("*.log") if path.is_file() and path.resolve().is_relative_to(inside))
 
 
 def log_text(run_dir: Path, worker: str) -> str:
-    """The end of what a worker printed. Raises KeyError: it has no log."""
+    """Return the end of a worker's log. Raises KeyError: it has none."""
     if worker not in log_names(run_dir):
         raise KeyError(worker)
     with (run_dir / "logs" / f"{worker}.log").open("rb") as file:
@@ -243,7 +244,7 @@ def _channels(trace: RunTrace) -> list[ChannelHealth]:
     ]
 
 
-def _rooms(trace: RunTrace) -> list[Room]:
+def _rooms(trace: RunTrace) -> list[ChannelCredits]:
     found: dict[tuple[str, str], dict[str, CounterColumn]] = {}
     for (_, name), counter in trace.columns.counters.items():
         told = _ROOM.fullmatch(name)
@@ -256,7 +257,7 @@ def _rooms(trace: RunTrace) -> list[Room]:
         samples, num_bytes, route = of.get("samples", none), of.get("bytes", none), routes.get((producer, target))
         limits = (route.capacity, route.capacity_bytes) if route else (0, 0)
         rooms.append(
-            Room(
+            ChannelCredits(
                 producer, target, samples.values[-1], max(samples.values), limits[0], num_bytes.values[-1], max(num_bytes.values), limits[1]
             )
         )
@@ -264,7 +265,7 @@ def _rooms(trace: RunTrace) -> list[Room]:
 
 
 def _counters(trace: RunTrace) -> list[CounterShown]:
-    """All but those that have a table of their own; not finite values are left out."""
+    """List the counters without those that have a table of their own; values that are not finite are left out."""
     found = []
     for (track, name), counter in sorted(trace.columns.counters.items()):
         known = [(at, value) for at, value in zip(counter.at_ns, counter.values, strict=True) if math.isfinite(value)]
@@ -272,14 +273,14 @@ def _counters(trace: RunTrace) -> list[CounterShown]:
             continue
         values = [value for _, value in known]
         every = -(-len(known) // _MOST_POINTS)
-        shown = known[::-1][::every][::-1]  # The last one stays.
+        shown = known[::-1][::every][::-1]  # The last point stays.
         at = [(moment - trace.start) // 1000 for moment, _ in shown]
         found.append(CounterShown(track.partition("/")[0], name, at, [value for _, value in shown], min(values), max(values), values[-1]))
     return found[:_MOST_COUNTERS]
 
 
 def is_held(run_dir: Path) -> bool:
-    """Whether the process that wrote its number into the run's lock still lives. The lock itself is left alone: a run may want it now."""
+    """Test whether the process whose number is in the run's lock is alive, without taking the lock, which a run may want now."""
     try:
         os.kill(int((run_dir / "run.lock").read_text().strip()), 0)
     except (OSError, ValueError) as error:

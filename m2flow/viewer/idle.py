@@ -1,10 +1,10 @@
-"""When each device of a run did nothing, and why: by the rule that the simulator goes by.
+"""Attribute the idle time of each device of a run to causes, by the rule that the simulator uses.
 
     RunTrace --idle_of--> for each device its idle stretches, each with one cause
 
-Devices that the same workers have are one; engines that take turns with a lease are one too. A cause holds for all idle devices of a
-kind at a moment (`m2flow.simulator.simulation`). One cause more than in a simulation: `host`, when an engine has samples and does not
-decode, because Python works between two of its steps.
+Devices that the same workers have count as one; so do engines that take turns under a lease. At any moment one cause holds for all idle
+devices of a kind (`m2flow.simulator.simulation`). There is one cause more than in a simulation: `host`, when an engine has samples and does
+not decode, because Python works between two of its steps.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ IntArray = npt.NDArray[np.int64]
 CAUSES = (*SIMULATED, "host")
 _HOST = CAUSES.index("host")
 _INSTANCES = 3
-"""Levels of generating: nobody, some, all."""
+"""Levels of generating: no instance, some, all."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """What the same workers have."""
+    """A device, or several that the same workers have."""
 
     name: str
     workers: tuple[str, ...]
     kinds: tuple[str, ...]
-    """Of its engines: `rollout`, `train`."""
+    """The kinds of its engines: `rollout`, `train`."""
     num_devices: int = 1
-    """Of a pool; what a plan made by rule gives a worker counts as one."""
+    """The devices of a pool; those that a plan made by rule gives a worker count as one."""
 
 
 @dataclass(frozen=True, eq=False)
 class IdleTime:
-    """Of one device, in ns; stretches in order and disjoint."""
+    """The idle stretches of one device in ns, ordered and disjoint."""
 
     device: Device
     start: IntArray
@@ -53,7 +53,7 @@ class IdleTime:
     busy_end: IntArray
 
     def seconds(self, start: int, end: int) -> dict[str, float]:
-        """Idle seconds by cause between two moments, of one of its devices; what is zero is left out."""
+        """Return the idle seconds by cause between two moments, for one of its devices; causes with zero are left out."""
         inside = np.maximum(np.minimum(self.end, end) - np.maximum(self.start, start), 0)
         sums = np.bincount(self.cause, weights=inside, minlength=len(CAUSES)) / 1e9
         return {cause: float(sums[at]) for at, cause in enumerate(CAUSES) if sums[at] > 0}
@@ -63,7 +63,7 @@ class IdleTime:
 
 
 def devices_of(trace: RunTrace) -> list[Device]:
-    """Those that rollout and training have: of the plan, or as the trace shows them."""
+    """List the devices of rollout and training, from the plan, or from the trace where there is none."""
     workers = trace.columns.workers.texts
     found: dict[str, list[str]] = {}
     kinds: dict[str, dict[str, None]] = {}
@@ -86,7 +86,7 @@ def devices_of(trace: RunTrace) -> list[Device]:
 
 
 def _num_devices(place: str) -> int:
-    """`gpus[0:4]` are four.
+    """Count the devices in a name: `gpus[0:4]` are four.
 
     >>> _num_devices("gpus[0:4]"), _num_devices("gpus[3]"), _num_devices("cpu")
     (4, 1, 1)
@@ -96,7 +96,10 @@ def _num_devices(place: str) -> int:
 
 
 def idle_of(trace: RunTrace) -> list[IdleTime]:
-    """Of every device that rollout or training has, from the run's first span until `worked_until`; not where the run had stopped."""
+    """Compute the idle time of the devices of rollout and training, from the run's first span until `worked_until`.
+
+    Time in which the run was stopped does not count.
+    """
     if not trace.columns.num_spans:
         return []
     start, end, worker, until = trace.columns["start"], trace.columns["end"], trace.columns["worker"], trace.worked_until
@@ -135,7 +138,7 @@ def idle_of(trace: RunTrace) -> list[IdleTime]:
 
 
 def union(start: IntArray, end: IntArray) -> tuple[IntArray, IntArray]:
-    """Disjoint intervals in order that cover the same time."""
+    """Merge intervals into ordered, disjoint ones that cover the same time."""
     order = np.argsort(start, kind="stable")
     start, end = start[order], end[order]
     reach = np.maximum.accumulate(end) if len(end) else end
@@ -147,13 +150,13 @@ def union(start: IntArray, end: IntArray) -> tuple[IntArray, IntArray]:
 
 
 def _covered(times: IntArray, intervals: tuple[IntArray, IntArray]) -> npt.NDArray[np.bool_]:
-    """Whether each time is in one of the disjoint intervals."""
+    """Test for each time whether it is in one of the disjoint intervals."""
     at = np.searchsorted(intervals[0], times, side="right") - 1
     return (at >= 0) & (times < np.append(intervals[1], 0)[at])
 
 
 def _causes(trace: RunTrace, instances: Sequence[tuple[IntArray, IntArray]]) -> tuple[IntArray, IntArray]:
-    """Moments [M] at which something changes, and from each on the cause for idle devices of both kinds, [2, M]."""
+    """Return the moments [M] of changes, and the cause that holds from each on for idle devices of both kinds, [2, M]."""
     start, end = trace.columns["start"], trace.columns["end"]
     states = [union(start[trace.group == group], end[trace.group == group]) for group in (SYNC, TRAIN, FUNCTION, SWITCH)]
     moments = np.unique(np.concatenate([[trace.start], *(edge for pair in (*states, *instances) for edge in pair)]))
@@ -182,7 +185,7 @@ def _causes(trace: RunTrace, instances: Sequence[tuple[IntArray, IntArray]]) -> 
 
 
 def _owner(trace: RunTrace, mine: npt.NDArray[np.bool_], device: Device) -> tuple[IntArray, IntArray]:
-    """Whose a device is from which moment on: 0 rollout, 1 train."""
+    """Return the moments at which a device changes its owner, and the owner from each on: 0 rollout, 1 train."""
     first = np.array([np.iinfo(np.int64).min])
     if len(device.kinds) == 1:
         return first, np.array([int(device.kinds[0] == "train")])
@@ -196,7 +199,7 @@ def _owner(trace: RunTrace, mine: npt.NDArray[np.bool_], device: Device) -> tupl
 
 
 def _joined(start: IntArray, end: IntArray, cause: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-    """Neighbours of one cause as one."""
+    """Merge neighbouring stretches of one cause."""
     keep = end > start
     start, end, cause = start[keep], end[keep], cause[keep]
     if not len(start):

@@ -1,13 +1,12 @@
-"""A run's trace with what the ledger adds: for each span the step and call it belongs to, and what kind of work it is.
+"""Join a run's trace with its ledger: the step, the call and the kind of work of each span.
 
-ledger.db, or spans that name their call --KnownCalls.refresh--> ordinal -> KnownCall
+    ledger.db, or spans that name their call --KnownCalls.refresh--> ordinal -> KnownCall
+    TraceColumns, KnownCalls, plan.json --RunTrace.refresh--> step, kind, group [S]; steps, versions
 
-Read while the run goes on. A simulated run has no ledger; there the spans say all but what a call was given.
+Both are read while the run goes on. A simulated run has no ledger; its spans have everything but the inputs of calls.
 
-TraceColumns, KnownCalls, plan.json --RunTrace.refresh--> step, kind, group [S]; steps, versions
-
-A kind is what a viewer gives a colour: a line of the flow, or a kind of machinery (switches, weights on their way, sending). A decode step
-does not say for whom it decodes; it is counted to the call of the sample that was admitted last before it ended.
+A kind is what the viewer gives a colour: a line of the flow, or a kind of machinery (switches, weight sync, sending). A decode step does
+not name the samples that it decodes; it counts for the call of the sample that was admitted last before it ended.
 """
 
 from __future__ import annotations
@@ -29,10 +28,12 @@ from m2flow.observe.spans import SpanName
 from m2flow.observe.store import TraceColumns
 from m2flow.planner.planning import read_prediction
 
+# ---- calls
+
 
 @dataclass(frozen=True)
 class KnownCall:
-    """A call of the program."""
+    """A call of the program, with its step, line and inputs."""
 
     ordinal: int
     step: int
@@ -50,7 +51,7 @@ class KnownCall:
 
 @final
 class KnownCalls:
-    """Follows the calls of one run."""
+    """The calls of one run, read from its ledger or its spans as they come."""
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / "ledger.db"
@@ -58,9 +59,9 @@ class KnownCalls:
         self.has_ledger = False
 
     def refresh(self, columns: TraceColumns) -> None:
-        """Take in what is new, in the ledger or in spans."""
+        """Read the new calls from the ledger or from spans."""
         if self._path.is_file():
-            with contextlib.suppress(sqlite3.Error):  # It is being made.
+            with contextlib.suppress(sqlite3.Error):  # The ledger is being created.
                 self._read()
                 self.has_ledger = True
         if not self.has_ledger:
@@ -95,7 +96,7 @@ class KnownCalls:
 IntArray = npt.NDArray[np.int64]
 
 GROUPS = ("rollout", "train", "function", "other", "sync", "switch", "wait", "life")
-"""What a span is work of, or what it is instead of work."""
+"""The groups of spans: kinds of engines that work, and what is no engine's work."""
 ROLLOUT, TRAIN, FUNCTION, OTHER, SYNC, SWITCH, WAIT, LIFE = range(len(GROUPS))
 _BY_NAME = {
     SpanName.WEIGHTS_PUBLISH: SYNC,
@@ -109,13 +110,13 @@ _BY_NAME = {
     SpanName.SAMPLE: LIFE,
 }
 _UPKEEP = (SpanName.TRAIN_SAVE, SpanName.TRAIN_PROBE, SpanName.ROLLOUT_PROBE)
-"""Work that no line of the flow asks for."""
+"""Work that no line of the flow calls for."""
 _BY_ENGINE = {"rollout": ROLLOUT, "train": TRAIN, "function": FUNCTION}
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What has one colour."""
+    """A kind of work, which has one colour in the viewer."""
 
     label: str
     line: str
@@ -128,7 +129,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Step:
-    """From the end of the step before it to the end of its last work; times in ns."""
+    """A step, from the end of the step before it to the end of its last work; times in ns."""
 
     step: int
     start: int
@@ -137,7 +138,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Version:
-    """When weights were first published, or loaded where nobody publishes."""
+    """A weight version, and when it was first published, or loaded where it is not published."""
 
     version: int
     role: str
@@ -146,7 +147,7 @@ class Version:
 
 @final
 class RunTrace:
-    """Follows one run; one thread at a time."""
+    """The trace of one run with derived columns; for one thread at a time."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
@@ -154,7 +155,7 @@ class RunTrace:
         self.calls = KnownCalls(run_dir)
         self.plan: Plan | None = None
         self.predicted: Choice | None = None
-        """What the plan should take, where it was searched for or foreseen."""
+        """The predicted times of the plan, where it was searched for or a forecast was made."""
         self.kinds: list[Kind] = []
         none = np.zeros(0, np.int64)
         self.kind: IntArray = none
@@ -162,18 +163,18 @@ class RunTrace:
         self.group: IntArray = none
         """[S], positions in `GROUPS`."""
         self.step: IntArray = none
-        """[S]; -1: of no step, or not known."""
+        """[S]; -1: no step, or not known."""
         self.call: IntArray = none
-        """[S]; -1: of no call, or not known."""
+        """[S]; -1: no call, or not known."""
         self.steps: list[Step] = []
         self.versions: list[Version] = []
         self.stops: tuple[IntArray, IntArray] = (none, none)
-        """Where the run had stopped and where it was resumed, in order; between the two it took no time."""
+        """When the run stopped and when it was resumed, in order; the time between does not count."""
         self.worked_until = 0
-        """ns: where the accounts of devices end. While a last checkpoint is written nothing is left to do, nobody is idle for a cause."""
+        """ns: the end of the accounting of devices. While the final checkpoint is written, idle time has no cause."""
 
     def refresh(self, most_bytes: int = 1 << 62) -> bool:
-        """Take in what is new. Answers whether there was any."""
+        """Read what is new; returns whether there was anything."""
         if self.plan is None:
             self.plan = read_plan_of(self.run_dir)
             self.predicted = read_prediction(self.run_dir, self.plan)
@@ -213,7 +214,7 @@ class RunTrace:
         self.worked_until = self._find_last_work()
 
     def _calls(self) -> IntArray:
-        """The call of each span; of decode steps, by the lives beside them."""
+        """Find the call of each span; for decode steps, from the spans of the samples that ran beside them."""
         columns = self.columns
         call = columns["call"].copy()
         unknown = (call < 0) & (self.group == ROLLOUT)
@@ -228,7 +229,7 @@ class RunTrace:
         return call
 
     def _derive_kinds(self, num_calls: int) -> None:
-        """Calls by their line, in the order of the program; then machinery; then waiting."""
+        """Number the kinds: calls by their line, in the order of the program; then machinery; then waiting."""
         columns, found = self.columns, dict[tuple[str, str], int]()
         self.kinds = []
 
@@ -247,7 +248,7 @@ class RunTrace:
         self.kind = of_call[self.call]
         self.kind[np.isin(self.group, (SYNC, SWITCH, WAIT))] = -1
         rest = np.flatnonzero(self.kind < 0)
-        # What is left says what it is by its name, or by its label and line: a few combinations, however many spans.
+        # The other spans are classified by name, or by label and line: a few combinations, however many spans.
         width = len(columns.labels.texts) + 1
         high = len(columns.sites.texts) + 1
         keys = ((columns["name"][rest] * width + columns["label"][rest] + 1) * high + columns["site"][rest] + 1) * len(GROUPS)
@@ -280,14 +281,14 @@ class RunTrace:
         return [Step(*row) for row in zip(numbers.tolist(), begins.tolist(), ends.tolist(), strict=True)]
 
     def seconds(self, start: int, end: int) -> float:
-        """Between two moments, as far as the run went on."""
+        """Return the seconds between two moments without those in which the run was stopped."""
         stops, resumes = self.stops
         inside = np.maximum(np.minimum(resumes, end) - np.maximum(stops, start), 0)
         return float(end - start - inside.sum()) / 1e9
 
     def _find_stops(self) -> tuple[IntArray, IntArray]:
         resumes = (np.array(read_beginnings(self.run_dir)[1:], np.float64) * 1e9).astype(np.int64)
-        if not len(resumes):  # Nearly every run, and each look at one that goes on.
+        if not len(resumes):  # Nearly every run was never resumed.
             return resumes, resumes
         ends = np.sort(self.columns["end"])
         before = np.searchsorted(ends, resumes) - 1
@@ -317,7 +318,7 @@ class RunTrace:
 
 
 def read_plan_of(run_dir: Path) -> Plan | None:
-    """The plan of a run; None if it has none that can be read."""
+    """Read the plan of a run; None if it has none that can be read."""
     try:
         return msgspec.json.decode((run_dir / "plan.json").read_bytes(), type=Plan)
     except (OSError, msgspec.DecodeError):

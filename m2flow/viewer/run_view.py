@@ -1,13 +1,12 @@
-"""One run as the viewer knows it: read once in the background, then followed; with its calls as a graph.
+"""Follow one run for the viewer: read its trace in the background, then answer what the page asks, with its calls as a graph.
 
-KnownCalls, plan.json, RunTrace --graph_of--> Graph
+    run directory --RunView--> the answers that the page asks for
+    KnownCalls, plan.json, RunTrace --graph_of--> Graph
 
-The calls of all steps at one line of the flow are one node, so the picture has the size of the program and not of the run.
+The calls of all steps at one line of the flow are one node of the graph, so that its size is that of the program and not of the run.
 
-run directory --RunView--> the answers that the page asks for
-
-Everything here may be called from several threads: one at a time is let in. What is expensive is done anew only when there is news, and
-not more often than a few times the time that it takes.
+All methods of `RunView` may be called from several threads; a lock lets one in at a time. Expensive answers are computed anew only when the
+trace has grown, and at intervals of a few times their own duration.
 """
 
 from __future__ import annotations
@@ -33,54 +32,56 @@ from m2flow.viewer.run_trace import FUNCTION, LIFE, TRAIN, KnownCall, RunTrace
 from m2flow.viewer.sample_pages import Columns, SamplePage, sample_page, samples_table
 from m2flow.viewer.schedule import Lane, LaneWindow, Marks, Schedule
 
+# ---- graph of the calls
+
 _RECENT_NS = 10_000_000_000
 _EFFECT = re.compile(r"(reads|writes) ((\S+\.weights)@\d+)")
 
 
 @final
 class Node(msgspec.Struct):
-    """A call site."""
+    """A call site: all calls of one line of the flow."""
 
     name: str
     line: str
     text: str
     engine: str
-    """`source`, `rollout`, `function`, `train`; empty: the plan does not name it."""
+    """`source`, `rollout`, `function`, `train`; empty: the plan does not have the call."""
     unit: str
     is_barrier: bool
     workers: list[str]
     steps: list[int]
-    """The first and the last step in which it was made."""
+    """The first and the last step in which it was called."""
     num_calls: int
     num_samples: int
-    """That it was done on."""
+    """The samples that it has finished."""
     busy_s: float
     per_s: float
-    """Samples a second: in the last ten seconds of the work."""
+    """Samples a second, in the last ten seconds of its work."""
     kind: int
-    """Position among the schedule's kinds; -1: it has no span."""
+    """Position among the schedule's kinds; -1: it has no span yet."""
 
 
 @final
 class Edge(msgspec.Struct):
-    """What one call gives to another."""
+    """Data or weights that one call gives to another."""
 
     source: int
     target: int
     what: str
-    """The parameter; of weights the resource."""
+    """The parameter's name; for weights, the resource."""
     is_effect: bool
     transport: str = ""
     capacity: int = 0
     per_s: float = 0.0
-    """Samples a second that the first has finished lately."""
+    """Samples a second that the producer has finished recently."""
     waiting: int = 0
-    """Samples that the first has finished and the second has not begun."""
+    """Samples that the producer has finished and the consumer has not begun."""
 
 
 @final
 class Graph(msgspec.Struct):
-    """A run's."""
+    """The graph of a run's calls."""
 
     nodes: list[Node]
     edges: list[Edge]
@@ -89,7 +90,7 @@ class Graph(msgspec.Struct):
 
 
 def graph_of(trace: RunTrace) -> Graph:
-    """As far as the run has come."""
+    """Make the graph of the calls as far as the run has come."""
     sites: dict[tuple[str, str], int] = {}
     nodes: list[Node] = []
     members: list[list[KnownCall]] = []
@@ -117,7 +118,7 @@ def graph_of(trace: RunTrace) -> Graph:
 
 
 def _stages(trace: RunTrace) -> dict[int, tuple[str, str, bool, list[str]]]:
-    """By ordinal: a plan lists the calls of the steps that it was made from in the order of the program."""
+    """Map ordinals of calls to their stages; a plan lists the calls of the steps that it was made from in program order."""
     found: dict[int, tuple[str, str, bool, list[str]]] = {}
     by_name: dict[str, tuple[str, str, bool, list[str]]] = {}
     stages = trace.plan.stages if trace.plan else ()
@@ -151,7 +152,7 @@ def _edges(trace: RunTrace, sites: dict[tuple[str, str], int], members: list[lis
     found: dict[tuple[int, int, str], Edge] = {}
     writers: dict[str, set[int]] = {}
     readers: dict[str, set[int]] = {}
-    """By a version of some role's weights."""
+    """The call sites that read each version of some role's weights."""
     done, begun = _progress(trace)
     routes = {(route.producer, route.consumer): route for route in reversed(trace.plan.routes)} if trace.plan else {}
     for at, calls in enumerate(members):
@@ -179,12 +180,12 @@ def _edges(trace: RunTrace, sites: dict[tuple[str, str], int], members: list[lis
 
 
 def _whose(version: str) -> str:
-    """`policy.weights` of `policy.weights@3`."""
+    """Strip the version: `policy.weights` of `policy.weights@3`."""
     return version.partition("@")[0]
 
 
 def _progress(trace: RunTrace) -> tuple[dict[int, int], dict[int, int]]:
-    """By call: samples that it has finished, and samples that it has begun."""
+    """Count by call the samples that it has finished, and those that it has begun."""
     columns = trace.columns
     if not columns.num_spans:
         return {}, {}
@@ -196,17 +197,19 @@ def _progress(trace: RunTrace) -> tuple[dict[int, int], dict[int, int]]:
     return {**begun, **dict(zip(lives[0].tolist(), lives[1].tolist(), strict=True))}, begun
 
 
+# ---- one run, followed
+
 _Answer = TypeVar("_Answer")
 _PART_BYTES = 4 << 20
-"""Of the trace, between two looks at how far reading has come."""
+"""Bytes of the trace read between two updates of the progress of loading."""
 _EVERY_S = 0.8
 _REST = 3.0
-"""Times as long as reading news took, before it is done again."""
+"""Pause before reading again, as a multiple of the time that the last reading took."""
 
 
 @final
 class KindShown(msgspec.Struct):
-    """A colour's meaning."""
+    """A kind of work, as the legend shows it."""
 
     label: str
     line: str
@@ -216,23 +219,23 @@ class KindShown(msgspec.Struct):
 
 @final
 class Predicted(msgspec.Struct):
-    """What the plan said of a step."""
+    """What the plan predicted for a step."""
 
     step_s: float
     bound_s: float
     parts: list[tuple[str, float, bool, list[str]]]
-    """What, seconds, whether it is on the critical path, and the workers that do it."""
+    """Name, seconds, whether it is on the critical path, and its workers."""
 
 
 @final
 class Summary(msgspec.Struct):
-    """What every view needs. Times in microseconds since the run's first span."""
+    """The part of a run that every view needs. Times in microseconds since the run's first span."""
 
     name: str
     flow: str
     state: State
     revision: int
-    """Grows when the trace does."""
+    """Increases when the trace grows."""
     origin_s: float
     """Unix time of the first span."""
     total: int
@@ -253,7 +256,7 @@ class Summary(msgspec.Struct):
 
 
 def _workers_of(what: str, plan: Plan) -> list[str]:
-    """Who does a part of what a plan predicts: `policy.generate, judge.score / 2 steps under way`, `weight sync of policy`."""
+    """List the workers of a predicted part: `policy.generate, judge.score / 2 steps under way`, `weight sync of policy`."""
     calls = set(what.partition(" / ")[0].split(", "))
     role = what.removeprefix("weight sync of ").partition(" / ")[0] if what.startswith("weight sync of ") else ""
     stages = [stage for stage in plan.stages if stage.call in calls] or [s for s in plan.stages if _bare(s.call) in set(map(_bare, calls))]
@@ -263,13 +266,13 @@ def _workers_of(what: str, plan: Plan) -> list[str]:
 
 
 def _bare(call: str) -> str:
-    """`policy.generate` of `policy.generate@47#2`: a prediction may know of further lines than the plan does."""
+    """Strip the line: `policy.generate` of `policy.generate@47#2`. A prediction may have lines that the plan does not have."""
     return call.partition("#")[0].partition("@")[0]
 
 
 @final
 class RunView:
-    """Of one run directory."""
+    """A run directory, followed while the run goes on."""
 
     def __init__(self, run_dir: Path, name: str) -> None:
         self.run_dir = run_dir
@@ -286,10 +289,10 @@ class RunView:
         self._steps: tuple[int, dict[str, Series]] | None = None
 
     def loading(self, patience_s: float = 0.0) -> float | None:
-        """The share of the trace that has been read, or None when all of it has; the first call begins it.
+        """Return the share of the trace that has been read, or None when all of it has; the first call starts the reading.
 
         Raises:
-            whatever reading it raised.
+            the exception with which reading failed.
         """
         if not self._is_loaded and self._loader is None:
             self._loader = threading.Thread(target=self._load, name=f"read {self.name}", daemon=True)
@@ -344,7 +347,7 @@ class RunView:
             )
 
     def window(self, start: int, end: int, width: int, lanes: Collection[int], expanded: Collection[int]) -> list[LaneWindow]:
-        """`m2flow.viewer.schedule.Schedule.window`, as things are after the last summary."""
+        """Return `m2flow.viewer.schedule.Schedule.window` for the trace as it was at the last summary."""
         with self._lock:
             return self._schedule.window(start, end, width, lanes, expanded)
 
@@ -370,7 +373,7 @@ class RunView:
         return self._asked(lambda: analysis_of(self._trace, self._schedule.devices))
 
     def training(self) -> Training:
-        """The run's metrics, and, once its trace has been read, what the schedule made of each step."""
+        """Return the run's metrics and, once its trace has been read, series of efficiency, speed and staleness."""
         found = read_series(self.run_dir)
         if self._failure is not None or self.loading() is not None:
             return found
@@ -432,8 +435,8 @@ class RunView:
 
 
 def compared(one: RunView, other: RunView) -> Comparison:
-    """Two runs beside each other, neither of which moves meanwhile."""
+    """Compare two runs, holding the locks of both."""
     with contextlib.ExitStack() as held:
-        for view in sorted({one, other}, key=lambda view: view.name):  # In one order, whoever asks.
+        for view in sorted({one, other}, key=lambda view: view.name):  # Always in the same order, to avoid a deadlock.
             held.enter_context(view._fresh())
         return comparison_of((one.trace, one.analysis()), (other.trace, other.analysis()), (one.name, other.name))

@@ -1,13 +1,11 @@
-"""Samples as pages show them: all of them as columns, and one with its tokens, rewards and life.
+"""Prepare samples for pages: all of them as columns (`samples_table`), and one with its tokens, rewards and events (`sample_page`).
 
-ledger.db, RunTrace --samples_table--> Columns [N]
+    ledger.db, RunTrace --samples_table--> Columns [N]
+    SampleQuery, the run's tokenizer --sample_page--> SamplePage
 
-No text is read, so a hundred thousand samples are a few megabytes, and a page can sort and filter them by itself. Of a run without a
-ledger, a simulated one, there is what its trace says.
-
-SampleBook, the run's tokenizer --sample_page--> SamplePage
-
-A token's text is found with the tokenizer of a checkpoint in the run directory; before there is one, tokens are shown as numbers.
+The table reads no text, so that a hundred thousand samples are a few megabytes, which a page can sort and filter by itself. A simulated
+run has no ledger; its table comes from the trace. A token's text is decoded with the tokenizer of a checkpoint in the run directory; before
+there is one, tokens are shown as numbers.
 """
 
 from __future__ import annotations
@@ -33,8 +31,10 @@ if TYPE_CHECKING:
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
+# ---- the table of all samples
+
 MOST = 200_000
-"""Samples that a page gets; of more, the newest."""
+"""The most samples that a page gets; of more, the newest."""
 FINISHES = [finish.name.lower() for finish in sorted(Finish)]
 _CALL_SHIFT = 42
 _ASKED = ("step", "prompt_tokens", "response_tokens", "finish", "reward", "num_updates", "ending")
@@ -42,7 +42,7 @@ _ASKED = ("step", "prompt_tokens", "response_tokens", "finish", "reward", "num_u
 
 @final
 class Columns(msgspec.Struct):
-    """One entry a sample; None where nothing is known. Times in microseconds since the run's first span."""
+    """The table of samples: one entry a sample, None where a value is not known. Times in microseconds since the run's first span."""
 
     call: list[int]
     prompt: list[int]
@@ -59,7 +59,7 @@ class Columns(msgspec.Struct):
     start: list[int | None]
     end: list[int | None]
     scored: list[int | None]
-    """When its first reward or op was done."""
+    """When its first reward or op ended."""
     trained: list[int | None]
     """When the first micro-batch with it began."""
     wait: list[int | None]
@@ -67,14 +67,13 @@ class Columns(msgspec.Struct):
     worker: list[int]
     """Positions in `workers`; -1: not known."""
     version: list[int]
-    """Of the weights that it was admitted at; -1: not known."""
+    """The weight version at its admission; -1: not known."""
     staleness: list[int | None]
-    """Versions that the first update that trained on it was ahead of that."""
+    """How many versions the first update that trained on it was ahead of `version`."""
     advantage: list[float | None]
-    """(reward - mean of its group) / standard deviation of its group; of groups of two or more."""
+    """(reward - mean of its group) / standard deviation of its group, for groups of two or more."""
     lives: dict[str, list[tuple[int, int, int, int]]]
-    """Of samples that ran more than once, because they were aborted, moved or resumed: start, end, worker and version of each life, by the
-    sample's position in the columns."""
+    """Position of a sample that ran more than once (aborted, moved, resumed) -> start, end, worker and version of each time."""
     workers: list[str]
     finishes: list[str]
     endings: list[str]
@@ -82,7 +81,8 @@ class Columns(msgspec.Struct):
 
 
 def samples_table(run_dir: Path, trace: RunTrace) -> Columns:
-    """
+    """Make the table of a run's samples.
+
     Raises:
         SpecError: the ledger can't be read.
     """
@@ -150,7 +150,9 @@ def _from_trace(trace: RunTrace) -> list[tuple]:  # type: ignore[type-arg]
     columns = trace.columns
     lives = np.flatnonzero((trace.group == LIFE) & (columns["sample"] >= 0)) if columns.num_spans else np.zeros(0, np.int64)
     lives = lives[np.lexsort((columns["end"][lives], columns["sample"][lives]))]
-    lives = lives[np.append(np.diff(columns["sample"][lives]) != 0, True)] if len(lives) else lives  # The last life has all tokens.
+    lives = (
+        lives[np.append(np.diff(columns["sample"][lives]) != 0, True)] if len(lives) else lives
+    )  # The last span of a sample has all of its tokens.
     used = (
         set(trace.columns.touches[trace.group[trace.columns.touches[:, 1]] == TRAIN, 0].tolist()) if len(trace.columns.touches) else set()
     )
@@ -163,7 +165,7 @@ def _from_trace(trace: RunTrace) -> list[tuple]:  # type: ignore[type-arg]
 
 
 def _life_of(trace: RunTrace, ids: IntArray) -> IntArray:
-    """The last life of each sample, as a span's position; -1: none."""
+    """Find the last span in which each sample ran, as its position; -1: none."""
     if not trace.columns.num_spans or not len(ids):
         return np.full(len(ids), -1, np.int64)
     lives = np.flatnonzero((trace.group == LIFE) & (trace.columns["sample"] >= 0))
@@ -189,7 +191,7 @@ def _several(trace: RunTrace, ids: IntArray) -> dict[str, list[tuple[int, int, i
 
 
 def _touched(trace: RunTrace, ids: IntArray, group: int) -> IntArray:
-    """The first task of a group that was done on each sample, as a span's position; -1: none."""
+    """Find the first task of a group on each sample, as a span's position; -1: none."""
     touches = trace.columns.touches
     if not len(touches) or not len(ids):
         return np.full(len(ids), -1, np.int64)
@@ -199,7 +201,7 @@ def _touched(trace: RunTrace, ids: IntArray, group: int) -> IntArray:
 
 
 def _last_of(keys: IntArray, values: IntArray, wanted: IntArray) -> IntArray:
-    """For each wanted key the last value among sorted keys; -1: there is none."""
+    """Return for each wanted key the last value among sorted keys; -1: there is none."""
     if not len(keys):
         return np.full(len(wanted), -1, np.int64)
     at = np.searchsorted(keys, wanted, side="right") - 1
@@ -207,7 +209,7 @@ def _last_of(keys: IntArray, values: IntArray, wanted: IntArray) -> IntArray:
 
 
 def _written_by(trace: RunTrace) -> dict[int, int]:
-    """Update call -> the version that it writes."""
+    """Map update calls to the versions that they write."""
     columns = trace.columns
     if SpanName.TRAIN_APPLY not in columns.names.texts:
         return {}
@@ -230,15 +232,17 @@ def _advantages(ids: IntArray, rewards: list[float | None]) -> list[float | None
     return [round(value, 4) if told else None for value, told in zip(advantage.tolist(), is_told.tolist(), strict=True)]
 
 
+# ---- the page of one sample
+
 MOST_TOKENS = 20_000
-"""That one answer has; a page says how many more there are."""
+"""The most tokens in one answer; a page says how many more there are."""
 _BEFORE = 6
-"""Tokens that a token's text is read beside."""
+"""Tokens before a token with which its text is decoded."""
 
 
 @final
 class SamplePage(msgspec.Struct):
-    """Lists of tokens have one entry a token."""
+    """One sample with its texts, tokens, rewards and events. Lists of tokens have one entry a token."""
 
     call: int
     prompt: int
@@ -254,31 +258,32 @@ class SamplePage(msgspec.Struct):
     life: list[str]
     rewards: dict[str, float]
     parts: dict[str, dict[str, float]]
-    """What each of these is made of, where its function says so."""
+    """The parts of each reward, where its function returns them."""
     pieces: list[str]
     has_texts: bool
-    """Pieces are texts; else they are the numbers of tokens."""
+    """Whether pieces are texts; otherwise they are token numbers."""
     kinds: list[int]
     """0 prompt, 1 generated, 2 from elsewhere."""
     logprobs: list[float | None]
     versions: list[int | None]
     advantages: list[float | None]
-    """Per token, where the run's rows have them; else empty."""
+    """One value a token, where the run's rows have them; otherwise empty."""
     experts: list[str]
-    """Likewise: of each layer, those that it went to, `3 5 | 0 1`; empty where it is not known."""
+    """One text a token: the experts that each layer routed it to, `3 5 | 0 1`; empty where not known."""
     num_left_out: int
     prompt_tokens: int
     response_tokens: int
 
 
 def sample_page(run_dir: Path, call: int, prompt: int, member: int) -> SamplePage:
-    """
+    """Read one sample for its page.
+
     Raises:
         SpecError: there is no such sample. EngineError: its rows can't be read.
     """
     try:
         wanted = [SampleId(call, prompt, member).pack()]
-    except InternalError:  # There can be no such number.
+    except InternalError:  # No sample can have such a number.
         wanted = []
     page = next(sample_pages(run_dir, wanted), None)
     if page is None:
@@ -287,7 +292,7 @@ def sample_page(run_dir: Path, call: int, prompt: int, member: int) -> SamplePag
 
 
 def sample_pages(run_dir: Path, wanted: Sequence[int]) -> Iterator[SamplePage]:
-    """Some samples, by their packed identities, in that order; those that are not there are passed over.
+    """Read samples by their packed identities, in that order; those that don't exist are skipped.
 
     Raises:
         SpecError: the ledger can't be read. EngineError: rows can't be read.
@@ -333,7 +338,7 @@ def _page(entry: Entry, row: Batch, who: SampleId, tokenizer: Tokenizer | None) 
 
 
 def pieces_of(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
-    """The text of each token, as it is read after those before it; a character that several tokens make is the last one's."""
+    """Decode each token after those before it; a character made of several tokens belongs to the last one."""
     pieces, held = [], 0
     for at in range(len(tokens)):
         first = max(0, min(at - held, at) - _BEFORE)
@@ -357,7 +362,7 @@ def _tokenizer(run_dir: Path) -> Tokenizer | None:
 
     try:
         return Tokenizer.from_file(str(found[-1]))
-    except Exception:  # The library raises Exception itself for a file that it can't read.
+    except Exception:  # The library raises a bare Exception for a file that it can't read.
         return None
 
 
@@ -376,7 +381,7 @@ def _experts(row: Batch) -> list[str]:
 
 
 def _numbers(row: Batch, name: str, generated: npt.NDArray[np.bool_]) -> list[float | None]:
-    """A column's numbers for generated tokens; a number that is not finite is None, as are those of other tokens."""
+    """Return a column's values for generated tokens; None for other tokens and for values that are not finite."""
     if name not in row:
         return []
     values = row.ragged(name).values

@@ -1,18 +1,15 @@
-"""The schedule as a page draws it: lanes, rows without overlap, and of a window what its pixels can show.
+"""Lay out a run's schedule for drawing: lanes, rows without overlap, and the bars of a window at the resolution of its pixels.
 
-starts, ends of new intervals --Rows.add--> rows, each with its intervals in order and disjoint
+    RunTrace, idle time --Schedule.refresh--> lanes; Schedule.window(from, to, width, lanes) --> bars
+    starts, ends of new intervals --Rows.add--> rows, each with its intervals in order and disjoint
+    starts, ends, kinds [N] in order and disjoint --bars_in(window, width)--> Bars, at most about two for each pixel
 
-Intervals that come together are laid as tightly as can be. What comes later and began earlier takes a row that is free since then.
+A lane is a worker: its work, the causes of its device's idle time beneath, what it sends, and how many samples run there. Rows of single
+samples are sent when the page asks for them. Times in answers are microseconds since the run's first span.
 
-starts, ends, kinds [N] in order and disjoint --bars_in(window, width)--> Bars, at most about two for each pixel
-
-What is wider than a pixel is shown as it is. What is narrower is gathered by the pixel in which it begins: the bar has the kind that
-took most of that time, says how many it stands for, and how much of its extent they fill.
-
-RunTrace, idle time --Schedule.refresh--> lanes; Schedule.window(from, to, width, lanes) --> bars
-
-A lane is a worker: its work, the causes of its device's idle time beneath, what it sends, and how many samples run there. The lives of
-single samples are rows that are sent when the page asks for them. Times that leave here are microseconds since the run's first span.
+Rows: intervals that are added together are packed as tightly as can be; a later one that began earlier takes a row that is free since then.
+Bars: an interval wider than a pixel is shown as it is. Narrower ones are gathered by the pixel in which they begin: the bar has the kind
+that took most of that time, the number of its intervals, and the share of its extent that they fill.
 """
 
 from __future__ import annotations
@@ -33,9 +30,12 @@ from m2flow.viewer.run_trace import FUNCTION, LIFE, ROLLOUT, TRAIN, WAIT, RunTra
 IntArray = npt.NDArray[np.int64]
 
 
+# ---- rows
+
+
 @final
 class Rows:
-    """Positions of intervals by row."""
+    """Rows of disjoint intervals, given by their positions."""
 
     def __init__(self) -> None:
         self._rows: list[list[IntArray]] = []
@@ -45,20 +45,21 @@ class Rows:
         return len(self._rows)
 
     def row(self, number: int) -> IntArray:
-        """The positions of a row's intervals, in order of time."""
+        """Return the positions of a row's intervals, in order of time."""
         parts = self._rows[number]
         if len(parts) > 1:
             self._rows[number] = parts = [np.concatenate(parts)]
         return parts[0]
 
     def add(self, positions: IntArray, starts: IntArray, ends: IntArray) -> None:
-        """
+        """Place new intervals in rows.
+
         Args:
             positions, starts, ends: int64 [N] of the new intervals, in any order.
         """
         if not len(positions):
             return
-        # Of those that begin together points come first, then the longest.
+        # Of intervals that begin together points come first, then the longest.
         order = np.lexsort((-ends, ends > starts, starts))
         positions, starts, ends = positions[order], starts[order], ends[order]
         if bool((starts[1:] >= ends[:-1]).all()) and (not self._ends or starts[0] >= self._ends[0]):
@@ -88,12 +89,14 @@ class Rows:
         self._ends[row] = end
 
 
+# ---- bars
+
 FloatArray = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Window:
-    """A stretch of time in ns, and how many pixels wide it is shown; 0: whole, however many bars that are."""
+    """A stretch of time in ns, and its width in pixels; 0: every interval as a bar of its own."""
 
     start: int
     end: int
@@ -102,24 +105,24 @@ class Window:
 
 @dataclass(frozen=True, eq=False)
 class Bars:
-    """[B] each, in order."""
+    """The bars of a row: arrays [B], in order of time."""
 
     start: IntArray
     end: IntArray
     kind: IntArray
     count: IntArray
-    """Intervals that a bar stands for."""
+    """Number of intervals that a bar stands for."""
     filled: FloatArray
     """The share of its extent that they fill."""
     index: IntArray
-    """Of a bar that stands for one interval, its position among those given; else that of the longest of its kind."""
+    """Position of the interval that a bar stands for; of several, that of the longest of its kind."""
 
     def __len__(self) -> int:
         return len(self.start)
 
 
 def bars_in(starts: IntArray, ends: IntArray, kinds: IntArray, window: Window) -> Bars:
-    """The bars of one row.
+    """Make the bars of one row.
 
     Args:
         starts, ends: int64 [N], ns; each interval ends before the next begins.
@@ -162,13 +165,15 @@ def bars_in(starts: IntArray, ends: IntArray, kinds: IntArray, window: Window) -
 
 
 def running_at(starts: IntArray, ends: IntArray, times: IntArray) -> IntArray:
-    """How many intervals run at each time. Both [N] sorted, each by itself; they may overlap."""
+    """Count the intervals that run at each time. `starts` and `ends` [N] are each sorted; intervals may overlap."""
     return np.searchsorted(starts, times, side="right") - np.searchsorted(ends, times, side="right")
 
 
+# ---- lanes
+
 PARTS = ("work", "wait", "life")
 _SENT_WHOLE = 128
-"""Rows of lives that a page gets at most for one lane, whatever it asks; the newest of more are left out."""
+"""The most rows of samples that a page gets for one lane; of more, the newest are left out."""
 _TOLD = ("call", "step", "version", "num_samples", "num_tokens")
 
 
@@ -180,39 +185,41 @@ class Lane(msgspec.Struct):
     num_rows: dict[str, int]
     """By part: `work`, `wait`, `life`."""
     device: str
-    """Of rollout and training; empty for others."""
+    """The device of a rollout or training worker; empty for others."""
     busy_share: float
-    """Of the run's time so far."""
+    """Share of the run's time so far."""
 
 
 class Marks(msgspec.Struct):
-    """What is drawn over all lanes; microseconds."""
+    """Marks that are drawn over all lanes; microseconds."""
 
     steps: list[tuple[int, int, int]]
     versions: list[tuple[int, str, int]]
 
 
 Row = dict[str, list[int] | list[float]]
-"""One entry a bar: `s` start and `d` duration in microseconds, `k` kind, and what is known besides; `n` how many spans a bar stands for and
-`f` the share of it that they fill, where one stands for several."""
+"""The bars of a row, one entry each: `s` start and `d` duration in microseconds, `k` kind, and further columns of spans.
+
+Where bars stand for several spans: `n` their number and `f` the share of the bar that they fill.
+"""
 
 
 class LaneWindow(msgspec.Struct):
-    """What one lane shows of a window."""
+    """One lane in a window."""
 
     lane: int
     work: list[Row]
     wait: list[Row]
     life: list[Row]
     idle: Row | None
-    """`k` are positions among the causes."""
+    """Idle time; `k` are positions among the causes."""
     running: list[int]
-    """Samples that run at each second pixel; empty where none ever does."""
+    """Number of samples that run at every second pixel; empty where none ever runs."""
 
 
 @final
 class Schedule:
-    """Follows the schedule of one run; one thread at a time."""
+    """The schedule of one run, followed as its trace grows; for one thread at a time."""
 
     def __init__(self, trace: RunTrace) -> None:
         self.trace = trace
@@ -229,7 +236,7 @@ class Schedule:
         self._order: list[int] = []
 
     def refresh(self) -> None:
-        """Lay out what the trace has beyond the last time."""
+        """Lay out the spans that are new in the trace."""
         trace, columns = self.trace, self.trace.columns
         if columns.generation != self._generation:
             self._generation = columns.generation
@@ -251,7 +258,7 @@ class Schedule:
 
     @property
     def lanes(self) -> list[Lane]:
-        """In the order in which they are shown."""
+        """The lanes in the order in which they are shown."""
         found = []
         names = self.trace.columns.workers.texts
         begin, until = self.trace.start, self.trace.worked_until
@@ -272,12 +279,12 @@ class Schedule:
         )
 
     def window(self, start_us: int, end_us: int, width: int, lanes: Collection[int], expanded: Collection[int]) -> list[LaneWindow]:
-        """What a window shows.
+        """Return the lanes of a window.
 
         Args:
             width: pixels; 0: everything as it is.
             lanes: positions in `lanes` whose bars are wanted.
-            expanded: those of them whose samples' lives are wanted too.
+            expanded: those of them whose rows of samples are wanted too.
         """
         origin = self.trace.start
         window = Window(origin + start_us * 1000, origin + end_us * 1000, width)
@@ -301,7 +308,7 @@ class Schedule:
         return found
 
     def span_of(self, index: int) -> dict[str, object]:
-        """All that one span says. Raises IndexError: there is no such span."""
+        """Return all fields of one span. Raises IndexError: there is no such span."""
         if not 0 <= index < self.trace.columns.num_spans:
             raise IndexError(index)
         span = self.trace.columns.span(index)
@@ -374,7 +381,7 @@ class Schedule:
         return [f"{slot.kind} {slot.role}" if slot.role != "*" else "functions" for slot in planned.engines] if planned else []
 
     def _rank(self, lane: int) -> tuple[int, str, int, str]:
-        """Devices that generate, then functions, then training; `rollout-10` after `rollout-9`."""
+        """Sort key of lanes: devices that generate, then functions, then training; `rollout-10` after `rollout-9`."""
         columns, name = self.trace.columns, self.trace.columns.workers.texts[lane]
         groups = set(np.unique(self.trace.group[columns["worker"] == lane]).tolist())
         first = next((at for at, group in enumerate((ROLLOUT, LIFE, FUNCTION, TRAIN)) if group in groups), 9)

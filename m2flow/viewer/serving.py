@@ -1,31 +1,28 @@
-"""The viewer's web server, the page that it sends, and a run as one file.
+"""Serve the viewer: a web server for a run or a folder of runs, the page that it sends, and the export of a run as one HTML file.
 
-folder --Folder.listed--> names and states; Folder.find(name) --> RunView
+    folder --Folder.listed--> names and states; Folder.find(name) --> RunView
+    run directory --write_page--> FILE.html
 
-A name is looked up among the directories that are there. What a link in the folder points to outside of it is not shown.
-
-The parts are ES modules that import each other by names of their own (`m2flow/schedule.js`). An import map says where those are: under
-`/page/` when a server sends them, inside the file itself when they are exported. So there is no build step, and the same text runs in
-both. The content policy names the map's checksum; no other script that stands in the page is run.
-
-run directory --write_page--> FILE.html
-
-Bounded, so that it can be mailed: of a long run the schedule is sent at as much detail as some hundred thousand bars have, and texts of
-samples up to some megabytes, evenly over the run. The page says what was left out.
-
-GET /                                  the page
+    GET /                                  the page
     GET /page/NAME                         its script, style and drawing library
     GET /api/runs                          the runs
     GET /api/runs/RUN/summary              lanes, colours, steps, versions; {"loading": share} while the trace is read
     GET /api/runs/RUN/schedule             bars of a window: ?from=&to= in microseconds, &width= in pixels, &lanes=0,1 &expanded=0
-    GET /api/runs/RUN/span/I               one span whole
+    GET /api/runs/RUN/span/I               all fields of one span
     GET /api/runs/RUN/samples[/C/P/M]      all samples as columns; one sample with its texts and tokens
     GET /api/runs/RUN/against/OTHER        what differs between two runs: `m2flow compare RUN OTHER`
     GET /api/runs/RUN/graph | training | health | analysis | log/WORKER
 
-On loopback it asks for nothing but a Host that names loopback, so that no other site's page can reach it by a name of its own. On any
-other address it asks for a token, once by the link that is printed, then by a cookie. A run is found by its name among those listed:
-no path is ever made from what a request says. Nothing is written.
+Security: nothing is written. A run is found by its name among those listed, so that no path is made from a request, and a link in the
+folder that leads out of it is not shown. On loopback a request needs only a Host that names loopback, so that no other site's page can
+reach the server by a name of its own. On any other address it needs a token, first from the link that is printed, then from a cookie.
+
+The page: its parts are ES modules that import each other by names (`m2flow/schedule.js`). An import map says where those are: under
+`/page/` when a server sends them, inside the file itself when they are exported. So there is no build step, and the same text runs in both.
+The content policy names the map's checksum; no other inline script is run.
+
+An exported file is bounded, so that it can be mailed: the schedule of a long run has as much detail as some hundred thousand bars, and
+texts of samples up to some megabytes, evenly over the run. The page says what was left out.
 """
 
 from __future__ import annotations
@@ -64,9 +61,11 @@ from m2flow.viewer.schedule import LaneWindow
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
+# ---- a folder of runs
+
 _MARK = "config.json"
 _MOST_KEPT = 8
-"""Runs whose traces are kept in memory."""
+"""The most runs whose traces are kept in memory."""
 
 
 @final
@@ -77,15 +76,16 @@ class Listed(msgspec.Struct):
     flow: str
     state: State
     num_bytes: int
-    """Of its trace."""
+    """Bytes of its trace."""
 
 
 @final
 class Folder:
-    """Several threads may ask."""
+    """A run, or a directory of runs, by name. Several threads may use it."""
 
     def __init__(self, path: Path) -> None:
-        """
+        """Open a folder.
+
         Args:
             path: a run's directory, or one with several in it.
         Raises:
@@ -99,7 +99,7 @@ class Folder:
         self._lock = threading.Lock()
 
     def listed(self) -> list[Listed]:
-        """The newest first."""
+        """List the runs, the newest first."""
         found = []
         for name, path in self._runs().items():
             with contextlib.suppress(OSError):
@@ -108,7 +108,7 @@ class Folder:
         return sorted(found, key=lambda run: (run.state.began_s, run.name), reverse=True)
 
     def find(self, name: str) -> RunView | None:
-        """A run by the name that `listed` gives."""
+        """Return a run by the name that `listed` gives."""
         path = self._runs().get(name)
         if path is None:
             return None
@@ -138,28 +138,30 @@ def _flow_of(path: Path) -> str:
         return ""
 
 
+# ---- the page
+
 _HERE = Path(__file__).parent / "page"
 _KINDS = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 ASSETS = {path.name: path for folder in (_HERE, _HERE / "vendor") for path in sorted(folder.iterdir()) if path.suffix in _KINDS}
-"""What may be asked for, by name."""
+"""The files of the page that may be requested, by name."""
 _STYLES = ("uPlot.min.css", "style.css")
 
 
 def asset(name: str) -> tuple[bytes, str]:
-    """A part's text and its media type."""
+    """Return the content of a part of the page and its media type."""
     path = ASSETS[name]
     return path.read_bytes(), _KINDS[path.suffix]
 
 
 @functools.cache
 def served_page() -> str:
-    """The page that a server sends."""
+    """Make the page that the server sends."""
     styles = "\n".join(f'<link rel="stylesheet" href="/page/{name}">' for name in _STYLES)
     return _filled(styles, _served_map(), "")
 
 
 def policy() -> str:
-    """The content policy of the page that a server sends."""
+    """Make the content security policy of the page that the server sends."""
     return (
         f"default-src 'none'; script-src 'self' {_checksum(_served_map())}; style-src 'self'; connect-src 'self'; "
         "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -167,7 +169,7 @@ def policy() -> str:
 
 
 def exported_page(data: str) -> str:
-    """One file: the page with its parts and its data.
+    """Make one file of the page, its parts and its data.
 
     Args:
         data: base64 of gzipped JSON.
@@ -206,15 +208,17 @@ def _filled(styles: str, import_map: str, data: str, head: str = "") -> str:
     return text
 
 
+# ---- a run as one file
+
 _MOST_BARS = 150_000
 _MOST_TEXT_BYTES = 4 << 20
 _MOST_TEXTS = 600
 _WIDTHS = (0, 65536, 32768, 16384, 8192, 4096, 2048)
-"""0: every bar as it is."""
+"""Widths in pixels that are tried for the schedule; 0: every bar as it is."""
 
 
 def write_page(run_dir: Path, path: Path) -> None:
-    """Write the file."""
+    """Write a run as one HTML file."""
     view = RunView(run_dir, run_dir.resolve().name)
     while view.loading(60.0) is not None:
         pass
@@ -248,7 +252,7 @@ def _num_bars(window: list[LaneWindow]) -> int:
 
 
 def _texts(view: RunView, samples: Columns) -> Iterator[tuple[str, object]]:
-    """Samples with their texts, evenly over the run, until there is no room for more."""
+    """Yield samples with their texts, evenly over the run, up to the limits of an exported file."""
     if not view.trace.calls.has_ledger:
         return
     room, every = _MOST_TEXT_BYTES, max(1, -(-len(samples.call) // _MOST_TEXTS))
@@ -260,20 +264,22 @@ def _texts(view: RunView, samples: Columns) -> Iterator[tuple[str, object]]:
         yield f"{page.call}/{page.prompt}/{page.member}", page
 
 
+# ---- the server
+
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _LOOPBACK_HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d{1,5})?", re.IGNORECASE | re.ASCII)
 _COOKIE = "m2flow-viewer"
 _PATIENCE_S = 0.3
-"""How long an answer waits for the trace to be read, before it says how far that is."""
+"""How long an answer waits for the trace to be read before it reports the progress of loading."""
 _MOST_WIDTH = 8192
 _encode = msgspec.json.Encoder().encode
 
 _NUMBER = re.compile(r"-?[0-9]{1,15}", re.ASCII)
-"""Fifteen digits of microseconds are thirty years, and an array holds them."""
+"""Fifteen digits of microseconds are thirty years, and fit into an int64 array."""
 
 
 class _Count(Convertor[int]):
-    """A number in a path. A longer one, which no run has and no database takes, is no such path."""
+    """A number in a path. Longer numbers, which no run has and no database takes, do not match."""
 
     regex = "[0-9]{1,18}"
 
@@ -290,7 +296,7 @@ Answer = Callable[["RunView", Request], object]
 
 
 def application(folder: Folder, *, token: str = "") -> Starlette:
-    """The server as an ASGI application.
+    """Make the server as an ASGI application.
 
     Args:
         token: what a request must know; empty: nothing, but its Host must be loopback.
@@ -367,7 +373,7 @@ def _numbers(text: str, name: str) -> list[int]:
 
 
 def _number(text: str, name: str) -> int:
-    """Raises ValueError: it is none, or too long a one."""
+    """Parse a number of a request. Raises ValueError: it is none, or has too many digits."""
     if _NUMBER.fullmatch(text) is None:
         raise ValueError(f"{name} is to be a number of at most 15 digits, and is {text!r:.40}")
     return int(text)
@@ -406,7 +412,7 @@ def _said(status: int, text: str) -> Response:
 
 @final
 class _Guard:
-    """Lets in who may come in, and has every answer say that it is to be taken for what it says it is."""
+    """ASGI middleware that checks the Host or the token of requests and adds security headers to every answer."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app = app
@@ -452,7 +458,7 @@ class _Guard:
 
 
 def open_socket(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0: any that is free.
+    """Open a listening socket; port 0 takes any that is free.
 
     Raises:
         SpecError: it can't be had.
@@ -467,12 +473,12 @@ def open_socket(host: str, port: int) -> socket.socket:
 
 
 def configured(app: Starlette) -> uvicorn.Config:
-    """How uvicorn is to run it: HTTP alone, and no word on the terminal for each request."""
+    """Make uvicorn's configuration: HTTP only, without a log line for each request."""
     return uvicorn.Config(app, log_level="warning", access_log=False, ws="none", lifespan="off", timeout_graceful_shutdown=1)
 
 
 def serve(folder: Folder, listener: socket.socket, *, token: str = "") -> None:
-    """Answer until Ctrl-C."""
+    """Serve until Ctrl-C."""
     config = configured(application(folder, token=token))
-    with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C is how it ends; uvicorn raises it again when it has.
+    with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C ends the server; uvicorn raises it again after shutting down.
         uvicorn.Server(config).run(sockets=[listener])

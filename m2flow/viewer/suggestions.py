@@ -1,12 +1,12 @@
-"""What would make a run faster, and by how much: each answer is a simulation with what the run itself measured.
+"""Suggest what would make a run faster, and by how much, by simulating alternatives with the costs that the run itself measured.
 
     run directory, its flow --suggestions_of--> Suggestion ..., the fastest first
 
-The run's own constants and lengths (`m2flow.runner.probing.measured_run`) go into the simulator; its first steps are simulated as the
-run was placed, in every other placement, with older weights allowed, with more processes for rewards and ops, and with the rollout policies
-that shorten a tail. What comes out is compared with the simulation of the run as it was, not with its clock, so that an error of the model
-that is common to both drops out. How large that error is says the same simulation beside what those steps really took: where the model does
-not reproduce the run, what it says of another one is as doubtful. Nothing is suggested from a rule of thumb.
+The run's own constants and lengths (`m2flow.runner.probing.measured_run`) go into the simulator. Its first steps are simulated as the run
+was placed, in every other placement, with older weights allowed, with more function workers, and with the rollout policies that shorten a
+tail. Alternatives are compared with the simulation of the run as it was, not with its clock, so that an error that both have cancels out.
+That error is measured by comparing the same simulation with the time that those steps really took: where the model does not reproduce the
+run, its suggestions are marked as doubtful. Nothing is suggested by a rule of thumb.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from m2flow.viewer.idle import idle_of
 from m2flow.viewer.run_trace import RunTrace, read_plan_of
 
 NUM_STEPS = 3
-"""Steps that are simulated."""
+"""Number of steps that are simulated."""
 DOUBTFUL = 0.2
-"""By which a simulation of the run as it was may miss what its steps took, before its answers are called doubtful."""
+"""The relative error of the simulation of the run as it was above which suggestions are called doubtful."""
 _WORTH = 0.03
-"""A gain that is said, as a share of the step."""
+"""The least gain that is suggested, as a share of the step."""
 _MORE_PROCESSES = (2, 4)
 _POLICY = "longest-first+repack"
 
 
 @final
 class Suggestion(msgspec.Struct):
-    """Something that could be changed."""
+    """A change that would make the run faster."""
 
     what: str
     changes_mathematics: bool
-    """Older weights train otherwise: a matter of the flow."""
+    """Whether it changes what is trained: older weights, which the flow must allow."""
     step_s: float
-    """Simulated."""
+    """Simulated seconds a step."""
     gain: float
-    """Share of the step, against the simulation of the run as it was."""
+    """Share of the step that is saved, against the simulation of the run as it was."""
 
 
 @final
@@ -62,30 +62,31 @@ class SimulatedStage(msgspec.Struct):
     label: str
     line: str
     seconds: float
-    """Mean over the simulated steps in which it is there."""
+    """Mean over the simulated steps in which it is on the critical path."""
 
 
 @final
 class Suggestions(msgspec.Struct):
-    """Of one run."""
+    """The suggestions for one run, and how well its simulation fits."""
 
     simulated_step_s: float
-    """As the run was placed."""
+    """Simulated seconds a step of the run as it was placed."""
     measured_step_s: float | None
-    """What the same steps took; None where they have not been."""
+    """Measured seconds of the same steps; None where the run has not finished them."""
     error: float | None
-    """Of the simulation against the clock: -0.3, its steps are 30% shorter than those of the run."""
+    """Relative error of the simulation: at -0.3, its steps are 30% shorter than those of the run."""
     is_doubtful: bool
-    """The error is too large, or not known."""
+    """Whether the error is too large, or not known."""
     found: list[Suggestion]
     stages: list[SimulatedStage]
-    """Of the run as it was."""
+    """The stages of the run as it was, simulated."""
 
 
 def suggestions_of(run_dir: Path, flow: Flow, options: Mapping[str, object], makespans_s: Sequence[float]) -> Suggestions:
-    """
+    """Simulate alternatives to a run, and return those that are faster.
+
     Args:
-        options: the flow's, as the run had them.
+        options: the flow's options, as the run had them.
         makespans_s: what the run's steps took, from the first on.
     Raises:
         M2FlowError: the run has no trace of its engines, or its flow can't be simulated.
@@ -124,7 +125,7 @@ def suggestions_of(run_dir: Path, flow: Flow, options: Mapping[str, object], mak
 def _stages(
     scenario: Scenario, plan: Plan, predicted: Choice | None, directory: Path, flow_file: str, options: Mapping[str, object]
 ) -> list[SimulatedStage]:
-    """What the steps wait for when the run is simulated as it was placed, by the same account, in the same parts, as that of the run."""
+    """List the stages on the critical path of the run simulated as it was placed, in the same parts as the run's own analysis."""
     mine = scenario.plans()[plan.mode]
     write_run(directory, scenario, scenario.run(mine), flow_file=flow_file, options=options)
     trace = RunTrace(directory)
@@ -135,14 +136,14 @@ def _stages(
 
 
 def _does_as_well(other: Row, row: Row, now: Row) -> bool:
-    """Whether another way changes less and gains about as much."""
+    """Test whether another suggestion changes less and gains about as much."""
     is_less = other.staleness <= row.staleness and other.placement in (row.placement, now.placement)
     is_other = (other.placement, other.staleness) != (row.placement, row.staleness)
     return is_less and is_other and other.step_s < row.step_s + _WORTH * now.step_s
 
 
 def _other_specs(scenario: Scenario, plan: Plan) -> Iterator[tuple[str, ClusterSpec]]:
-    """What a spec could say otherwise, with the placement as it is."""
+    """List variants of a spec with the same placement."""
     spec = scenario.spec
     if any(stage.engine == "function" for stage in plan.stages):
         for times in _MORE_PROCESSES:
@@ -158,7 +159,7 @@ def _with_functions(spec: ClusterSpec, workers: int) -> ClusterSpec:
 
 
 def _step_s(scenario: Scenario, plan: Plan) -> float | None:
-    """Simulated in the run's own mode; None where that can't be had."""
+    """Simulate in the run's own mode; None where no such plan fits."""
     try:
         mine = scenario.plans().get(plan.mode)
     except (PlanError, SpecError):
