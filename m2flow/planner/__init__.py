@@ -1,1 +1,1 @@
-"""Cost model and placement search: the fastest plan for a flow on given devices, and why."""
+"""Plan a flow: cost model, workload, and the search for the fastest placement and chunking on given devices."""

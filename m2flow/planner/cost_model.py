@@ -1,34 +1,34 @@
-"""The cost model where nothing was measured: times, moves and memory from the models' shapes and the devices' data sheets.
+"""Model costs from data sheets: times, engine switches, weight syncs and memory, from model shapes and devices, without measurements.
 
-ModelShape, Layout, lengths --rollout_footprint, train_footprint--> Footprint
+    ClusterSpec, Workload, ModelShape and Extent of each role --ModelledCosts--> Costs, which search and simulator read
 
-Counted, not measured: weights, gradients, fp32 masters and moments, the cache, and what a decoder layer keeps for its backward pass.
-What allocators waste is in the device list's `usable_memory`.
+Everything is a closed form, computed once for each (engine, pool, layout); `constants` lists the numbers in use with their sources. A
+profile replaces them term by term (`profiles`).
 
-step(b) = step_s + b * sample_s
+Memory (`rollout_footprint`, `train_footprint`) counts weights, gradients, fp32 master weights and moments, the KV cache, and the
+activations that a decoder layer keeps for its backward pass. What allocators waste is in the device list's `usable_memory`.
+
+Decoding (`decode_cost`): step(b) = step_s + b sample_s for a batch of b samples,
 
     step_s   = weights read / (tp * MBU * bandwidth) + launch + layers * (gap + 2 all-reduces)
     sample_s = cache read at the mean context / (its shards * MBU * bandwidth) + operations / (tp * MFU * peak) + bytes of the all-reduces
 
-Limit: of a model with experts, the weights that a step reads grow with the batch until all experts are met. The line takes what a batch
-of the mean size meets, so that a single sample's step is too slow in it. With pp stages, as many batches are under way, each a stage on.
+With pp stages, as many batches are in flight, one in each stage. Limit: the weights that a mixture of experts reads grow with the batch
+until all experts are hit. The line takes those hit by a batch of the mean size, so a single sample's step is too slow in it.
 
-a sample of s tokens   token_s * s + token2_s * s**2        operations / (devices * MFU * peak), and the exposed communication
-                           of adapters: a pass less over the frozen weights, all passes over theirs
+Training (`train_cost`):
+
+    a sample of s tokens   token_s * s + token2_s * s**2        operations / (devices * MFU * peak), and the exposed communication;
+                                                                with adapters one pass less over the frozen weights, all over theirs
     a micro-batch          fixed_s                              launches; ZeRO 2 reduces gradients, ZeRO 3 gathers weights too
-    an optimiser step      optimizer_s                          gradients' reduction, the optimiser's bytes, a pipeline's bubble
+    an optimiser step      optimizer_s                          the gradients' reduction, the optimiser's bytes, a pipeline's bubble
 
-Micro-batches are shared out to the replicas, so a micro-batch costs the whole trainer a dp-th of what it costs a replica. Samples are
-taken to be many and evenly shared; imbalance within a step is the simulator's.
+Micro-batches are distributed over the replicas, so one costs the whole trainer a dp-th of what it costs a replica. Samples are assumed to
+be many and evenly distributed; imbalance within a step is left to the simulator.
 
-A switch goes by class of tensor. Caches and activations are dropped and rebuilt. A rollout engine of a trained model drops its weights too:
-the next sync brings new ones; otherwise they come back from the host's copy. A trainer puts away all that it keeps. Memory of the host is
-pinned as long as half of it is enough, for copies to pinned memory are several times as fast.
-
-ClusterSpec, Workload, ModelShape a role, Extent --ModelledCosts--> what the search and the simulator ask
-
-Everything is a closed form, worked out once for each (engine, pool, layout). What the numbers leave out is said in the files that make
-them; `constants` lists those in use. A profile replaces them term by term.
+Switches (`switch`) go by class of tensor: caches and activations are dropped and rebuilt; a rollout engine of a trained model drops its
+weights too, since the next sync brings new ones, and other weights are loaded from the host's copy; a trainer offloads all that it keeps.
+Host memory is pinned as long as half of it suffices, since copies to pinned memory are several times as fast.
 """
 
 from __future__ import annotations
@@ -57,20 +57,22 @@ from m2flow.planner.workload import Extent, Workload
 from m2flow.recipe import Model
 from m2flow.spec import ClusterSpec
 
+# ---- memory
+
 _PREFILL_TOKENS = 8192
-"""That a rollout engine reads at once."""
+"""Tokens that a rollout engine prefills at once."""
 _MASTER_BYTES = 12
-"""Of a parameter in half precision: a float32 copy, and two moments. Of a float32 one: the moments, 8."""
+"""Optimiser bytes of a parameter in half precision: a float32 copy and two moments. A float32 one has the moments alone, 8."""
 
 
 def shards(shape: ModelShape, layout: Layout) -> tuple[float, float]:
-    """Parameters on a trainer's device of those that all tokens share, and of the experts', before ZeRO shards them."""
+    """Parameters on a trainer's device, before ZeRO shards them: those that all tokens share, and those of the experts."""
     ways = layout.tp * layout.pp
     return (shape.num_parameters - shape.expert_parameters) / ways, shape.expert_parameters / (ways * layout.ep)
 
 
 def trained_shards(shape: ModelShape, layout: Layout) -> tuple[float, float]:
-    """The same of those that are trained: all, or the adapters."""
+    """Trained parameters on a trainer's device (all of them, or the adapters), as in `shards`."""
     if not shape.adapter_parameters:
         return shards(shape, layout)
     ways, experts = layout.tp * layout.pp, shape.expert_adapter_parameters
@@ -78,22 +80,23 @@ def trained_shards(shape: ModelShape, layout: Layout) -> tuple[float, float]:
 
 
 def kv_token_bytes(shape: ModelShape, layout: Layout) -> float:
-    """Of the cache, on a device, for one token. Key/value heads that do not divide are copied; so is a latent."""
+    """Bytes of the KV cache on a device for one token. Key/value heads that do not divide are replicated, and so is a latent vector."""
     return shape.kv_bytes / (min(layout.tp, shape.max_kv_shards) * layout.pp)
 
 
 def rollout_weights(shape: ModelShape, layout: Layout) -> float:
+    """Bytes of the weights on a device of a rollout engine."""
     return shape.weight_bytes / (layout.tp * layout.pp)
 
 
 def rollout_activations(shape: ModelShape, layout: Layout, max_running: int) -> float:
-    """A prefill's layer at a time, and the float32 logits of all that run."""
+    """Bytes of activations on a device: one layer of a prefill, and the float32 logits of all running samples."""
     layer = _PREFILL_TOKENS * (4 * shape.hidden + _kept_width(shape) / layout.tp) * shape.bytes_each
     return layer + max_running * shape.vocab * 4 / layout.tp
 
 
 def rollout_footprint(shape: ModelShape, layout: Layout, extent: Extent, num_running: int) -> Footprint:
-    """With a cache for so many samples of mean length, and for one of the longest at the least."""
+    """Memory of a rollout engine, with a KV cache for so many samples of mean length and at least one of the longest."""
     tokens = max(num_running * extent.sample, float(extent.longest))
     return Footprint(
         weights=math.ceil(rollout_weights(shape, layout)),
@@ -103,14 +106,16 @@ def rollout_footprint(shape: ModelShape, layout: Layout, extent: Extent, num_run
 
 
 def most_running(shape: ModelShape, layout: Layout, extent: Extent, memory_bytes: int, limit: int) -> int:
-    """Samples of mean length whose caches fit the memory beside the weights, up to a limit; 1 at the least, whether it fits or not."""
+    """Samples of mean length whose KV caches fit the memory with the weights, up to a limit; at least 1, whether it fits or not."""
     free = memory_bytes - rollout_weights(shape, layout) - rollout_activations(shape, layout, limit)
     return max(1, min(limit, int(free / (extent.sample * kv_token_bytes(shape, layout))))) if free > 0 else 1
 
 
 def train_footprint(shape: ModelShape, layout: Layout, tokens: float, *, is_trained: bool, recomputes: bool) -> Footprint:
-    """A trainer's, for micro-batches of so many tokens; of a model that is only asked (a reference), its weights and a layer. Of one that
-    trains adapters, gradients and optimiser are theirs; what layers keep for the backward pass is as much, but for the adapters' own.
+    """Memory of a trainer, for micro-batches of so many tokens.
+
+    A model that is not trained (a reference) needs its weights and one layer. One that trains adapters has gradients and optimiser state
+    for these alone; activations for the backward pass are as many, except for the adapters' own.
 
     Source:
         Rajbhandari et al. 2020, arXiv:1910.02054: stage 1 shards the optimiser's state, 2 the gradients too, 3 the weights too.
@@ -119,9 +124,9 @@ def train_footprint(shape: ModelShape, layout: Layout, tokens: float, *, is_trai
     each = shape.bytes_each
     ranks = layout.dp * layout.sp
     weights = gradients = optimizer = 0.0
-    beside = trained_shards(shape, layout) if shape.adapter_parameters else (0.0, 0.0)
+    adapters = trained_shards(shape, layout) if shape.adapter_parameters else (0.0, 0.0)
     groups = ranks, max(1, ranks // layout.ep)
-    for count, more, trained, group in zip(shards(shape, layout), beside, trained_shards(shape, layout), groups, strict=True):
+    for count, more, trained, group in zip(shards(shape, layout), adapters, trained_shards(shape, layout), groups, strict=True):
         weights += each * (count + more) / (group if layout.zero >= 3 else 1)
         gradients += each * trained / (group if layout.zero >= 2 else 1)
         optimizer += (_MASTER_BYTES if each < 4 else 8) * trained / (group if layout.zero >= 1 else 1)
@@ -139,6 +144,7 @@ def train_footprint(shape: ModelShape, layout: Layout, tokens: float, *, is_trai
 
 
 def _activations(shape: ModelShape, layout: Layout, tokens: float, *, is_trained: bool, recomputes: bool) -> float:
+    """Bytes of a trainer's activations on a device, with the weights that ZeRO 3 gathers."""
     each, layers = shape.bytes_each, math.ceil(shape.num_layers / layout.pp)
     layer = tokens * (4 * shape.hidden + _kept_width(shape) / layout.tp) * each
     head = tokens * shape.vocab / layout.tp * (each + 4 * is_trained)
@@ -150,10 +156,10 @@ def _activations(shape: ModelShape, layout: Layout, tokens: float, *, is_trained
 
 
 def _kept_width(shape: ModelShape) -> float:
-    """Numbers that a token's pass through a layer makes and its backward pass needs, and that tensor parallelism shares out.
+    """Activations of one token in a layer that the backward pass needs and that tensor parallelism shards.
 
-    Queries, keys, values and what attention gives; gate, up, their activation and product. Inputs of the blocks and their norms, which
-    each device has whole, are four times the hidden size.
+    Queries, keys, values and the attention output; gate, up, their activation and product. Inputs of the blocks and their norms, which
+    every device has whole, are four times the hidden size.
     """
     active = shape.num_experts_per_token * shape.expert_width + shape.shared_width
     width = max(shape.dense_width if shape.num_dense_layers else 0, active)
@@ -161,14 +167,17 @@ def _kept_width(shape: ModelShape) -> float:
 
 
 def _largest_block(shape: ModelShape, ep: int) -> int:
-    """Parameters that ZeRO 3 gathers at once: a layer, or the embedding table."""
+    """The most parameters that ZeRO 3 gathers at once: a layer, or the embedding table."""
     sparse = shape.num_layers - shape.num_dense_layers
     experts = shape.expert_parameters // sparse // ep if sparse else 0
     return max(shape.attention_parameters + max(3 * shape.hidden * shape.dense_width, experts), shape.vocab * shape.hidden)
 
 
+# ---- decoding
+
+
 def decode_cost(shape: ModelShape, pool: Pool, layout: Layout, extent: Extent, max_running: int) -> DecodeCost:
-    """Of one instance, whose batches have up to so many samples."""
+    """The decode cost of one instance that runs up to `max_running` samples at once."""
     device, tp, each = pool.device, layout.tp, shape.bytes_each
     flops = device.flops(each)
     step_s = (
@@ -191,7 +200,7 @@ def decode_cost(shape: ModelShape, pool: Pool, layout: Layout, extent: Extent, m
 
 
 def weights_read(shape: ModelShape, num_running: int) -> float:
-    """Bytes of the weights that a decode step reads: all but the embedding table, and of the experts those that the batch is routed to.
+    """Bytes of weights that a decode step reads: all but the embedding table, and of the experts those that the batch is routed to.
 
     Source:
         Of E experts, of which a token takes k evenly at random, b tokens miss one with probability (1 - k/E)^b.
@@ -202,7 +211,7 @@ def weights_read(shape: ModelShape, num_running: int) -> float:
 
 
 def decode_constants(shape: ModelShape, pool: Pool, layout: Layout, cost: DecodeCost, extent: Extent) -> dict[str, Constant]:
-    """The numbers of an instance, each with how it comes about."""
+    """The constants of an instance, each with its formula."""
     tp, device = layout.tp, pool.device
     read = weights_read(shape, cost.max_running) / 1e9
     step = f"{read:.3g} GB of weights / ({tp} x {device.decode_mbu:g} x {device.memory_gb_s:g} GB/s) + launch and {shape.num_layers} layers"
@@ -224,16 +233,19 @@ def decode_constants(shape: ModelShape, pool: Pool, layout: Layout, cost: Decode
 
 
 def _reduced_s(shape: ModelShape, pool: Pool, layout: Layout) -> float:
-    """Of a token: what tensor parallelism sums up twice a layer, all-reduced."""
+    """Seconds that a token's bytes take in the two all-reduces of each layer (tensor parallelism)."""
     tp = layout.tp
     return 4 * (tp - 1) / tp * shape.num_layers * shape.hidden * shape.bytes_each / pool.between_bytes_s(tp)
 
 
+# ---- training
+
 _STEP_BYTES = 28
-"""Read and written for a parameter in an optimiser step: the gradient, float32 weights and two moments twice each, the weights."""
+"""Bytes read and written for a parameter in an optimiser step: the gradient, float32 weights and two moments twice each, the weights."""
 
 
 def train_cost(shape: ModelShape, pool: Pool, layout: Layout, *, microbatch_tokens: float, is_trained: bool, recomputes: bool) -> TrainCost:
+    """The cost of a trainer: forward passes, updates and optimiser steps."""
     device = pool.device
     devices = layout.num_devices
     peak = devices * device.flops(shape.bytes_each)
@@ -252,7 +264,7 @@ def train_cost(shape: ModelShape, pool: Pool, layout: Layout, *, microbatch_toke
     if not is_trained:
         return TrainCost(forward, forward, 0.0)
     passes = 4 if recomputes else 3
-    # Frozen weights take no gradient of their own: a pass less. The adapters beside them are multiplied in all passes.
+    # Frozen weights have no gradient, so one pass less. The adapters take part in all passes.
     adapters = 2 * shape.active_adapter_parameters
     trained_work = (passes - 1) * work + passes * adapters if adapters else passes * work
     update = PassCost(
@@ -260,14 +272,14 @@ def train_cost(shape: ModelShape, pool: Pool, layout: Layout, *, microbatch_toke
         token_s=trained_work / (device.train_mfu * peak) + passes * token_comm_s,
         token2_s=passes * work2 / (device.train_mfu * peak),
     )
-    # Of each trained parameter, stages 0 and 1 move the gradients once and something back (the sums, or new weights); 2 the weights alone.
+    # For each trained parameter, stages 0 and 1 move the gradients once and something back (sums or new weights); 2 the weights alone.
     moved_s = {0: 2 * reduce_s, 1: 2 * reduce_s, 2: reduce_s, 3: 0.0}[layout.zero]
     bubble_s = (layout.pp - 1) * microbatch_tokens * update.token_s * layout.dp
     return TrainCost(forward, update, moved_s + _step_s(shape, pool, layout) + bubble_s)
 
 
 def train_constants(shape: ModelShape, pool: Pool, layout: Layout, cost: TrainCost) -> dict[str, Constant]:
-    """The numbers of a trainer, each with how it comes about."""
+    """The constants of a trainer, each with its formula."""
     device, devices = pool.device, layout.num_devices
     peak = device.flops(shape.bytes_each) / 1e12
     rate = f"({devices} x {device.train_mfu:g} x {peak:g} TFLOP/s)"
@@ -287,11 +299,11 @@ def train_constants(shape: ModelShape, pool: Pool, layout: Layout, cost: TrainCo
 
 
 def _token_communication_s(shape: ModelShape, pool: Pool, layout: Layout) -> float:
-    """Of a token on its way forward, for the whole trainer: replicas, stages and sequence shards move theirs at the same time.
+    """Seconds of communication of a token's forward pass, for the whole trainer: replicas, stages and sequence shards work in parallel.
 
     Source:
         Shoeybi et al. 2019, arXiv:1909.08053: two all-reduces a layer. Jacobs et al. 2023, arXiv:2309.14509 (Ulysses): all-to-alls of
-        queries, keys, values and what attention gives. Experts: to them and back.
+        queries, keys, values and the attention output. Experts: to them and back.
     """
     each, tp, sp, ep = shape.bytes_each, layout.tp, layout.sp, layout.ep
     heads = (shape.num_heads + shape.num_kv_heads) * (shape.head_dim + shape.value_dim)
@@ -306,7 +318,7 @@ def _token_communication_s(shape: ModelShape, pool: Pool, layout: Layout) -> flo
 
 
 def _gathers(shape: ModelShape, pool: Pool, layout: Layout) -> tuple[float, float]:
-    """Seconds to gather all weights on every replica, and to reduce all gradients that there are to their shards."""
+    """Seconds to gather all weights on every replica, and to reduce-scatter all gradients."""
     ranks, stride = layout.dp * layout.sp, layout.tp * layout.pp
     gather_s = reduce_s = 0.0
     groups = ranks, max(1, ranks // layout.ep)
@@ -319,6 +331,7 @@ def _gathers(shape: ModelShape, pool: Pool, layout: Layout) -> tuple[float, floa
 
 
 def _step_s(shape: ModelShape, pool: Pool, layout: Layout) -> float:
+    """Seconds of an optimiser step, without communication between devices."""
     ranks = layout.dp * layout.sp
     shared, experts = trained_shards(shape, layout)
     if layout.zero >= 1:
@@ -330,12 +343,14 @@ def _step_s(shape: ModelShape, pool: Pool, layout: Layout) -> float:
     return moved + count * _STEP_BYTES / pool.host_step_bytes_s
 
 
+# ---- switches, weight syncs and hops
+
 _MAY_PIN = 0.5
-"""Of the host's memory: what is pinned can't be swapped out, and the rest of the machine needs some."""
+"""Share of the host's memory that may be pinned: pinned memory can't be swapped out, and the rest of the machine needs some."""
 
 
 def switch(engine: EngineId, pool: Pool, footprint: Footprint, *, is_trained: bool) -> Switch:
-    """Of one engine, by what it has on each device."""
+    """The cost of offloading and onloading an engine, by what it has on each device."""
     if pool.device.shares_host_memory:
         return Switch(0.0, pool.device.switch_s, is_resident=True)
     kept = footprint.kept_bytes
@@ -348,13 +363,13 @@ def switch(engine: EngineId, pool: Pool, footprint: Footprint, *, is_trained: bo
 
 
 def sync_s(num_bytes: float, source: tuple[Pool, Layout], target: tuple[Pool, Layout], *, is_same_devices: bool) -> float:
-    """New weights, so many bytes in all, from a trainer to all rollout instances, and their checksums.
+    """Seconds to send new weights from a trainer to all rollout instances, with their checksums.
 
-    On the same devices each takes what it lacks of its part from its neighbours (CUDA IPC inside a node); one device alone copies. Else
-    they are broadcast in buckets, of which every device sees all: inside a node over its links, else over the network.
+    On the same devices each gets the missing part of its shard from its neighbours (CUDA IPC inside a node); a single device copies.
+    Otherwise weights are broadcast in buckets to every device: inside a node over its links, else over the network.
 
     Source:
-        The broadcast attains what was published of one (`attained_sync`): far less than the links, since receivers wait for loading.
+        The attained rate of a broadcast is a published one (`attained_sync`), far below the links', since receivers wait for loading.
     """
     (giver, given), (taker, taken) = source, target
     part = num_bytes / (taken.tp * taken.pp)
@@ -372,15 +387,15 @@ def sync_s(num_bytes: float, source: tuple[Pool, Layout], target: tuple[Pool, La
     return fixed + num_bytes / (attained * rate)
 
 
-def adding_s(num_bytes: float, target: tuple[Pool, Layout]) -> float:
-    """What rollout instances take to add adapters to weights of so many bytes, which come from the host's pinned memory."""
+def adapter_merge_s(num_bytes: float, target: tuple[Pool, Layout]) -> float:
+    """Seconds in which rollout instances merge adapters into weights of so many bytes, which are loaded from pinned host memory."""
     taker, taken = target
     rate = taker.step_bytes_s if taker.device.shares_host_memory else taker.host_link_bytes_s(is_pinned=True)
     return num_bytes / (taken.tp * taken.pp) / rate
 
 
 def hop_s(num_bytes: float, pools: Sequence[Pool], *, is_same_pool: bool) -> float:
-    """Samples from one process to another: on one host, or over the network between pools and inside one of several nodes."""
+    """Seconds to send samples from one process to another: on one host, or over the network between pools and between nodes."""
     latency = max((pool.device.hop_s for pool in pools), default=0.0)
     rate = min((pool.device.channel_gb_s * 1e9 for pool in pools), default=float("inf"))
     if not is_same_pool or any(pool.num_nodes > 1 for pool in pools):
@@ -388,15 +403,17 @@ def hop_s(num_bytes: float, pools: Sequence[Pool], *, is_same_pool: bool) -> flo
     return latency + num_bytes / rate
 
 
+# ---- the costs of one flow
+
 DEFAULT_LATENCY_S = (0.00005, 0.0001, 0.0002, 0.0005, 0.002)
-"""Of a reward or an op of which the spec says nothing: a rule that checks a text, now and then slowly. An estimate."""
+"""Latency quantiles of a reward or an op that the spec does not name: a rule that checks a text, now and then slowly. An estimate."""
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
-def _once(method: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Answers of an object that is asked the same again and again are kept in it."""
+def _memoised(method: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Memoise a method in its object's `_answers`."""
     name = getattr(method, "__name__", "")
 
     @functools.wraps(method)
@@ -414,13 +431,13 @@ def _once(method: Callable[_P, _T]) -> Callable[_P, _T]:
 
 @final
 class ModelledCosts(Costs):
-    """Costs of one flow on one cluster.
+    """The modelled costs of one flow on one cluster.
 
     Args:
-        shapes: of each role with a model; see `shapes_of`.
-        extents: lengths of the samples, by role; `""` for roles that are not there.
+        shapes: the shape of each role with a model; see `shapes_of`.
+        extents: lengths of the samples by role; `""` for all other roles.
     Raises:
-        SpecError: a device that does not exist, or latencies of a function that are none.
+        SpecError: a device does not exist, or the latencies of a function are invalid.
     """
 
     def __init__(self, spec: ClusterSpec, workload: Workload, shapes: Mapping[str, ModelShape], extents: Mapping[str, Extent]) -> None:
@@ -444,7 +461,7 @@ class ModelledCosts(Costs):
         return self._spec
 
     def for_spec(self, spec: ClusterSpec) -> ModelledCosts:
-        """The same flow on another cluster, or under other settings."""
+        """Costs of the same flow on another cluster, or under other settings."""
         return ModelledCosts(spec, self._workload, self._shapes, self._extents)
 
     def pool(self, name: str) -> Pool:
@@ -455,7 +472,7 @@ class ModelledCosts(Costs):
         return tuple(self._pools)
 
     def shape(self, engine: EngineId) -> ModelShape:
-        """Raises `ModelError`: nothing says how large the role's model is."""
+        """The shape of an engine's model. Raises `ModelError` if it is unknown."""
         if engine.role not in self._shapes:
             now = f"Say which model to plan for: `shapes: {{{engine.role}: Qwen2.5-7B}}` in the cluster spec."
             raise ModelError(f"there is no shape for {engine.role}", now=now)
@@ -467,7 +484,7 @@ class ModelledCosts(Costs):
     def is_trained(self, engine: EngineId) -> bool:
         return engine.role in self._trained
 
-    @_once
+    @_memoised
     def layouts(self, engine: EngineId, pool: str, num_devices: int) -> Sequence[Layout]:
         found = self._pools[pool]
         if not 1 <= num_devices <= found.num_devices:
@@ -476,7 +493,7 @@ class ModelledCosts(Costs):
             return thread_layouts(engine.kind, num_devices, found.per_node, self._spec.train.ranks)
         return legal_layouts(self.shape(engine), self._offers[engine.kind], engine.kind, num_devices, found.per_node)
 
-    @_once
+    @_memoised
     def unit(self, engine: EngineId, pool: str) -> int:
         found = self._pools[pool]
         inside = [count for count in range(1, found.per_node + 1) if found.per_node % count == 0]
@@ -486,7 +503,7 @@ class ModelledCosts(Costs):
         if engine.kind == "rollout":  # Instances have the sizes of replicas, which double.
             doubled = [found.per_node << i for i in range(1, 12) if 1 << i <= found.num_nodes]
             return next((count for count in doubled if self.fits(engine, pool, count)), 0)
-        # What a trainer needs of a device does not grow with the number of nodes, so the smallest number is found by halving.
+        # What a trainer needs of a device does not grow with the number of nodes, so bisection finds the smallest number.
         few, many = 1, found.num_nodes
         if not self.fits(engine, pool, many * found.per_node):
             return 0
@@ -496,7 +513,7 @@ class ModelledCosts(Costs):
         return many * found.per_node
 
     def fits(self, engine: EngineId, pool: str, num_devices: int) -> bool:
-        """Whether some layout on so many devices fits the memory, with nothing else on them."""
+        """Whether some layout on so many devices fits the memory alone."""
         layouts = self.layouts(engine, pool, num_devices)
         most = max((layout.zero for layout in layouts), default=0)
         needs = (self.footprint(engine, pool, layout) for layout in layouts if layout.zero == most)
@@ -505,7 +522,7 @@ class ModelledCosts(Costs):
     def like(self, engine: EngineId) -> EngineId:
         return self._first_like(engine) if engine.kind == "train" else engine
 
-    @_once
+    @_memoised
     def decode(self, engine: EngineId, pool: str, layout: Layout) -> DecodeCost:
         shape, extent = self.shape(engine), self.extent(engine.role)
         return decode_cost(shape, self._pools[pool], layout, extent, self._num_running(engine, pool, layout))
@@ -513,7 +530,7 @@ class ModelledCosts(Costs):
     def train(self, engine: EngineId, pool: str, layout: Layout) -> TrainCost:
         return self._train(self._first_like(engine), pool, layout)
 
-    @_once
+    @_memoised
     def _train(self, engine: EngineId, pool: str, layout: Layout) -> TrainCost:
         return train_cost(
             self.shape(engine),
@@ -524,7 +541,7 @@ class ModelledCosts(Costs):
             recomputes=self._offers["train"].recomputes,
         )
 
-    @_once
+    @_memoised
     def function(self, call: str) -> FunctionCost:
         given = self._spec.functions.latency_s.get(call.partition("@")[0], DEFAULT_LATENCY_S)
         quantiles = given if isinstance(given, tuple) else (given,)
@@ -535,12 +552,12 @@ class ModelledCosts(Costs):
             return self._rollout_footprint(engine, pool, layout)
         return self._train_footprint(self._first_like(engine), layout)
 
-    @_once
+    @_memoised
     def _rollout_footprint(self, engine: EngineId, pool: str, layout: Layout) -> Footprint:
         running = self._num_running(engine, pool, layout)
         return rollout_footprint(self.shape(engine), layout, self.extent(engine.role), running)
 
-    @_once
+    @_memoised
     def _train_footprint(self, engine: EngineId, layout: Layout) -> Footprint:
         return train_footprint(
             self.shape(engine),
@@ -550,9 +567,9 @@ class ModelledCosts(Costs):
             recomputes=self._offers["train"].recomputes,
         )
 
-    @_once
+    @_memoised
     def _first_like(self, engine: EngineId) -> EngineId:
-        """The first trainer that costs the same: a policy's critic has the policy's shape."""
+        """The first trainer with the same costs (a policy's critic has the policy's shape)."""
 
         def what(one: EngineId) -> tuple[ModelShape, float, bool]:
             return self.shape(one), self._microbatch_tokens(one.role), self.is_trained(one)
@@ -569,13 +586,13 @@ class ModelledCosts(Costs):
     def switch(self, engine: EngineId, pool: str, footprint: Footprint) -> Switch:
         return switch(engine, self._pools[pool], footprint, is_trained=self.is_trained(engine))
 
-    @_once
+    @_memoised
     def _sync_s(self, role: str, source: tuple[str, Layout], target: tuple[str, Layout], is_same_devices: bool) -> float:
         shape = self._shapes[role]
         ends = (self._pools[source[0]], source[1]), (self._pools[target[0]], target[1])
         if shape.adapter_parameters and self._sends_adapters and not is_same_devices:
             sent_s = sync_s(shape.adapter_parameters * shape.bytes_each, *ends, is_same_devices=False)
-            return sent_s + adding_s(shape.weight_bytes, ends[1])
+            return sent_s + adapter_merge_s(shape.weight_bytes, ends[1])
         return sync_s(shape.weight_bytes, *ends, is_same_devices=is_same_devices)
 
     def sync_s(self, role: str, source: tuple[str, Layout], target: tuple[str, Layout], *, is_same_devices: bool) -> float:
@@ -587,7 +604,7 @@ class ModelledCosts(Costs):
         )
 
     def constants(self) -> dict[str, Constant]:
-        """Of the devices, and of each engine at its smallest layout; `terms` gives those of another."""
+        """Constants of the devices, and of each engine at its smallest layout; `terms` gives those of another layout."""
         found: dict[str, Constant] = {}
         for name, pool in self._pools.items():
             found |= {f"{name}.{field}": constant for field, constant in pool.device.constants().items()}
@@ -616,23 +633,23 @@ class ModelledCosts(Costs):
         return need.device_bytes <= self.device_bytes(pool) and need.host <= self.host_bytes(pool)
 
     def _num_running(self, engine: EngineId, pool: str, layout: Layout) -> int:
-        """Samples that decode together in an instance: no more than the engine allows, the step has for it, and the cache holds."""
+        """Samples that an instance decodes together: as many as the engine allows, the step has for it, and the KV cache holds."""
         limit = min(self._spec.rollout.max_running, max(1, -(-self._samples.get(engine.role, 1) // layout.dp)))
         return most_running(self.shape(engine), layout, self.extent(engine.role), self._pools[pool].memory_bytes, limit)
 
     def _microbatch_tokens(self, role: str) -> float:
-        """A micro-batch is filled up to its budget; a sample that is longer has one of its own."""
+        """Tokens of a micro-batch: its budget, or the longest sample, which then has one of its own."""
         return max(self._spec.train.token_budget, self.extent(role).longest)
 
 
 def shapes_of(models: Mapping[str, Model], spec: ClusterSpec) -> dict[str, ModelShape]:
-    """The shape of each role's model: what the spec says (`shapes`), else what its directory's config.json says, in the flow's dtype; with
-    its adapters.
+    """Find the shape of each role's model, with its adapters.
 
-    A shape for a role is also that of the roles whose model was made from the same path: a policy's reference and critic.
+    The spec's `shapes` come first, then the config.json of the model's directory, in the flow's dtype. A shape given for a role is also
+    that of the roles whose model has the same path: a policy's reference and critic.
 
     Raises:
-        SpecError: a shape for a role that the flow does not have. ModelError: a name or a directory that is not there.
+        SpecError: `shapes` names a role that the flow does not have. ModelError: an unknown model name or directory.
     """
     for role in spec.shapes:
         if role not in models:

@@ -1,45 +1,45 @@
-"""The search: for every set of calls between two cuts, the plans that no other beats, made of those of its two halves.
+"""Search by dynamic programming: for every set of calls between two cuts, the Pareto front of plans composed of those of its halves.
 
-path    l of what comes before + T + d of what comes after         linked parts never overlap in these
+    F(S) = unbeaten( leaves of S,  { A then B in turns, A and B split : cuts A | B of S,  a in F(A), b in F(B) } )
+
+A row has the devices that a plan needs, its times and its memory, and its ties (`problem`). Combining rows is monotone in every value and
+depends on nothing else but the ties, so a beaten row is part of no plan that an unbeaten one could not replace: F(everything) has an
+optimal plan of the cost model among all trees of leaves, turns and splits. A plan may leave devices idle: splits add up the devices that
+their parts need, turns take the greater need of each pool, and the sum need not be the cluster's.
+
+Exact for all that `Problem.options` offers. Sets that no two cuts enclose never occur. Time grows with the square of the rows.
+
+Bounds (`Limits`). Both hold for every tree, so a row whose bound exceeds the time of a known plan is dropped, whatever its ties:
+
+    path    l of what comes before + T + d of what comes after         linked parts never overlap in these
     work    (its device-seconds + the least of all other calls) / devices
 
-Both hold for every tree: T of two linked parts is at least l of the first + T of the second, and T of the first + d of the second; and
-devices times T is at least the device-seconds of the parts, in turns as in splits. A row whose limit is above the time of a plan that
-is known can be dropped, whatever its ties.
+T of two linked parts is at least l of the first + T of the second, and T of the first + d of the second; and devices times T is at least
+the device-seconds of the parts, in turns as in splits.
 
-Of each set of devices: what is kept there while others work, and the most that is there at once.
+Memory (`Memory`) has for each set of devices what is kept there while others work, and the peak:
 
     turns   kept = kA + kB        most = max(mA + kB, mB + kA)
     split   kept = max(kA, kB)    most = max(mA, mB)
 
-The fullest devices of two parts that take turns are taken to be the same ones. An engine with several calls is in one place in all of
-them, so its devices are a set of their own until the last of its calls is inside: what it keeps is counted once, and what other
-engines keep elsewhere is not added to it. Room on the host for what leaves is reserved for good, by the rule for what is kept.
+The fullest devices of two parts that take turns are assumed to be the same. An engine with several calls is in one place in all of them,
+so its devices are a set of their own until the last of its calls is inside: what it keeps is counted once, and what other engines keep
+elsewhere is not added to it. Host memory for offloaded engines is reserved permanently, by the rule for what is kept. Memory that can't
+run out whatever the rest of the plan is set to 0, so that rows which differ only there compare as equal.
 
-Where memory can't run out any more, whatever the rest of the plan, it is set to 0: rows that differ only there are alike.
+Dominance (`prune_options`). An option is removed if another of the same engine and pool takes no more devices, memory and time. If the
+model is both sampled and trained, the device counts must be equal and no sync may cost more: with any option of the other end where these
+are few, otherwise with some of them, where a better plan may be lost by its syncs.
 
-An option may go if another one of the same engine and pool takes no more devices, memory and time. If the model is both sampled and
-trained, their counts must be equal, and no sync may cost more: with any option of the other end where these are few; where they are many
-with some of them, and then a better plan may be lost by what syncs differ.
+Borrowed devices (`lent_times`). A rollout on R instances uses the trainer's devices (r instances) until x:
 
-rollout on R instances, r of them on the trainer's devices, which it has up to x:
-    T(x) = x + t0 (steps that are left) + t1 (tokens that are left) / (R - r) + moving       end = min_x max(x + T_B, l' + T_B, T(x) + d_B)
+    T(x) = x + t0 (remaining steps) + t1 (remaining tokens) / (R - r) + moving       end = min_x max(x + T_B, l' + T_B, T(x) + d_B)
 
-With the letters of composing.py: A is the rollout, B the training on the devices of r instances. The steps that are left are those of the
-longest sample, or of the rounds that fewer slots need; what is moved has its prefix computed again. Some x are tried: not times, which no
-scheduler knows, but shares of samples that have ended by then; that is taken which suits several steps of the lengths best.
-
-Limits: for steps that do not overlap (staleness 0), one generation and one trainer, linked without a barrier between them. A row of the
-search with fewer devices may beat one with more and leave less to lend: of lent plans the best is not sure to be found.
-
-F(S) = unbeaten( leaves of S,  { A then B in turns, A and B split : cuts A | B of S,  a in F(A), b in F(B) } )
-
-A row has the devices that a plan needs, its times and its memory (composing.py, memory.py), and its ties. Putting rows together is
-monotone in every value and asks nothing else of a row but its ties, so a beaten row is part of no plan that an unbeaten one could not
-replace: F(everything) has an optimal plan of the cost model among all trees of leaves, turns and splits. A plan may leave devices
-idle: splits add up the devices that their parts need, turns take the greater need of each pool, and the sum need not be the cluster's.
-
-Exact for all that `Problem.options` offers. Sets that no two cuts enclose never occur. Time grows with the square of the rows.
+with the letters of `problem`: A is the rollout, B the training on the devices of r instances. The remaining steps are those of the longest
+sample, or of the rounds that fewer slots need; migrated samples repeat their prefill. Candidates for x are shares of ended samples, since
+no scheduler knows times; the share that suits several steps of the lengths best is taken. Limits: only for steps that do not overlap
+(staleness 0), with one generation and one trainer linked without a barrier. A row with fewer devices may beat one with more and leave less
+to lend, so the best of these plans is not sure to be found.
 """
 
 from __future__ import annotations
@@ -74,20 +74,22 @@ from m2flow.planner.problem import (
 )
 from m2flow.planner.workload import Draw, Instances
 
+# ---- lower bounds
+
 
 class Limits:
-    """Of one problem."""
+    """Lower bounds on the step time of any plan of one problem."""
 
     def __init__(self, problem: Problem, *, counts_work: bool = True) -> None:
-        """`counts_work`: a part has all of its devices for all of its time, which is not so where they are lent."""
+        """`counts_work`: whether a part has all of its devices all of its time, which does not hold where devices are lent."""
         self._problem = problem
         self._counts_work = counts_work
         self._outside: dict[int, tuple[float, float]] = {}
-        """By calls: `around_s`, and the least device-seconds of all others."""
+        """Set of calls -> `around_s`, and the least device-seconds of all other calls."""
 
     @cached_property
     def _least(self) -> FloatArray:
-        """[calls, 4]: the least l, T, d and device-seconds of each call, over its options and chunks."""
+        """The least l, T, d and device-seconds of each call over its options and chunks, [calls, 4]."""
         problem = self._problem
         found = []
         for call in problem.graph.device_calls:
@@ -100,7 +102,7 @@ class Limits:
 
     @cached_property
     def _head(self) -> list[float]:
-        """For each call: the least time from the start of the step until its first chunk is out."""
+        """The least time from the start of the step until each call's first chunk is out."""
         found: list[float] = []
         for i, needs in enumerate(self._problem.graph.direct):
             found.append(self._least[i, 0] + max((found[j] for j in range(i) if needs >> j & 1), default=0.0))
@@ -108,7 +110,7 @@ class Limits:
 
     @cached_property
     def _tail(self) -> list[float]:
-        """For each call: the least time from its last sample in to the end of the step."""
+        """The least time from each call's last sample in to the end of the step."""
         direct = self._problem.graph.direct
         found = [0.0] * len(direct)
         for i in reversed(range(len(direct))):
@@ -116,15 +118,15 @@ class Limits:
         return found
 
     def path_s(self) -> float:
-        """The longest path: for some call, what must come before it, all of it, and what must come after it."""
+        """The critical path: the largest sum of a call's time and what must come before and after it."""
         return max(self.around_s(1 << i) + float(self._least[i, 1]) for i in range(len(self._least)))
 
     def work_s(self) -> float:
-        """All device-seconds at their least, on all devices."""
+        """The least device-seconds of all calls over the number of devices."""
         return float(self._least[:, 3].sum()) / sum(self._problem.num_devices)
 
     def around_s(self, calls: int) -> float:
-        """What must come before a set of calls, and after it."""
+        """The least time of what must come before and after a set of calls."""
         direct = self._problem.graph.direct
         inside = [i for i in range(len(direct)) if calls >> i & 1]
         before = max((self._head[j] for i in inside for j in range(i) if direct[i] >> j & 1 and not calls >> j & 1), default=0.0)
@@ -134,7 +136,7 @@ class Limits:
         return before + after
 
     def of_rows(self, calls: int, total: FloatArray, busy: FloatArray, work: FloatArray) -> FloatArray:
-        """[rows]: no step of a plan that has this row for `calls` is shorter.
+        """Lower bounds on the step time of plans that have each row for `calls`, [rows].
 
         Args:
             work: device-seconds of the rows.
@@ -149,14 +151,16 @@ class Limits:
         return np.maximum(least, (work + rest) / sum(self._problem.num_devices)) if self._counts_work else np.asarray(least)
 
 
+# ---- memory of parts
+
 KEPT, MOST, HOST = 0, 1, 2
 _MEMORY_SLACK = 1 / 8
-"""Of all there is."""
+"""Slack in memory, as a share of all of it, in searches that have slack in time."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Rows of [3 (kept, most, host), pools, 1 + placed engines], flat. Set 0 are the devices of no placed engine that is open."""
+    """Memory of rows, flattened [3 (kept, most, host), pools, 1 + placed engines]. Set 0 are the devices of no open placed engine."""
 
     problem: Problem
 
@@ -169,7 +173,7 @@ class Memory:
         return 3 * self.shape[1] * self.shape[2]
 
     def leaf(self, engine: EngineId, options: Sequence[Option], calls: int) -> FloatArray:
-        """[options, width]."""
+        """Memory of an engine's options, [options, width]."""
         place = self._set_of(engine, calls)
         found = np.zeros((len(options), *self.shape))
         for i, option in enumerate(options):
@@ -178,13 +182,13 @@ class Memory:
         return found.reshape(len(options), -1)
 
     def join(self, cut: Cut, a: FloatArray, b: FloatArray, ties: IntArray, *, is_turns: bool) -> FloatArray:
-        """[rows, width] of two parts; `ties` as they are before anything is closed."""
+        """Memory of two parts combined, [rows, width]; `ties` are those before closing."""
         of_a, of_b = (side.reshape(-1, *self.shape) for side in (a, b))
         found = self._turns(cut, of_a, of_b, ties) if is_turns else np.maximum(of_a, of_b)
         return self._closed(cut.first | cut.second, found).reshape(len(a), self.width)
 
     def settled(self, calls: int, rows: FloatArray) -> FloatArray:
-        """The same rows, with 0 for what nothing outside of `calls` can bring to its limit."""
+        """Set to 0 the memory that nothing outside of `calls` can bring to its limit."""
         found = rows.reshape(-1, *self.shape)
         kept, most, host = (number[:, None] for number in self._outside(calls))
         room, host_room = self.problem.room[:, :, None]
@@ -196,16 +200,16 @@ class Memory:
         return settled.reshape(len(rows), self.width)
 
     def _outside(self, calls: int) -> FloatArray:
-        """[3, pools]: the most that other engines may keep, that one of the other calls may need at work, and of the host."""
+        """The most that other engines may keep, need at work and have on the host, [3, pools]."""
         if calls not in self._known_outside:
-            self._known_outside[calls] = self._worked_out_outside(calls)
+            self._known_outside[calls] = self._computed_outside(calls)
         return self._known_outside[calls]
 
     @cached_property
     def _known_outside(self) -> dict[int, FloatArray]:
         return {}
 
-    def _worked_out_outside(self, calls: int) -> FloatArray:
+    def _computed_outside(self, calls: int) -> FloatArray:
         found = np.zeros((3, len(self.problem.pools)))
         for mine, (kept, most, host) in self._largest:
             if mine & ~calls:
@@ -217,7 +221,7 @@ class Memory:
 
     @cached_property
     def _largest(self) -> list[tuple[int, FloatArray]]:
-        """Of each engine: its calls, and the most that any of its options keeps, needs and has on the host, [3, pools]."""
+        """(calls, [3, pools]) of each engine: the most that any of its options keeps, needs and has on the host."""
         problem = self.problem
         found = []
         for engine, options in problem.options.of.items():
@@ -248,7 +252,7 @@ class Memory:
         return found
 
     def _own(self, engine: EngineId, ties: IntArray) -> FloatArray:
-        """[rows, 3, pools]: what both sides have counted."""
+        """The memory of an engine that both sides have counted, [rows, 3, pools]."""
         if engine not in self._kept:
             options = self.problem.options.of[engine]
             table = np.zeros((len(options), 3, len(self.problem.pools)))
@@ -263,7 +267,7 @@ class Memory:
         return {}
 
     def _closed(self, calls: int, found: FloatArray) -> FloatArray:
-        """Devices of an engine all of whose calls are inside are like any others."""
+        """Merge the device sets of engines whose calls are all inside into set 0."""
         for i, engine in enumerate(self.problem.placed, 1):
             if self.problem.calls_of(engine) & ~calls == 0:
                 found[..., 0] = np.maximum(found[..., 0], found[..., i])
@@ -271,7 +275,7 @@ class Memory:
         return found
 
     def _set_of(self, engine: EngineId, calls: int) -> int:
-        """The set in which a part with these calls counts an engine's devices; 0 if it is nothing special (or not there)."""
+        """The set in which a part with these calls counts an engine's devices; 0 if it has no set of its own."""
         problem = self.problem
         if engine not in problem.placed:
             return 0
@@ -280,41 +284,44 @@ class Memory:
 
 
 def memory_slack(problem: Problem, slack_s: float) -> FloatArray:
-    """[3, pools]: what memory may differ by where times may, too."""
+    """Slack in memory where there is slack in times, [3, pools]."""
     room, host = problem.room
     return np.stack([room, room, host]) * _MEMORY_SLACK * (slack_s > 0)
 
 
 def _stacked(a: FloatArray, b: FloatArray) -> FloatArray:
-    """[rows, 3, pools] of two parts whose fullest devices are the same."""
+    """Memory of two parts that take turns on the same fullest devices, [rows, 3, pools]."""
     most = np.maximum(a[:, MOST] + b[:, KEPT], b[:, MOST] + a[:, KEPT])
     found = a + b
     found[:, MOST] = most
     return found
 
 
+# ---- dominated options
+
 _MOST_PAIRS = 4000
 """Pairs of options up to which all syncs are compared."""
 _FEW = 1
+"""Options of the other end that are compared where pairs are more."""
 
 
-def thin(problem: Problem, slack_s: float = 0.0) -> bool:
-    """Take away from the options of a problem those that no plan needs, or that others miss by no more than `slack_s`.
+def prune_options(problem: Problem, slack_s: float = 0.0) -> bool:
+    """Remove dominated options from a problem, and those within `slack_s` of another.
 
     Returns:
-        Whether nothing can have been lost but for the slack.
+        Whether nothing can have been lost except for the slack.
     """
     is_exact = True
     kept = {}
     for engine, options in problem.options.of.items():
         syncs, is_all = _syncs(problem, engine)
         is_exact &= is_all
-        kept[engine] = _needed(problem, engine, options, syncs, slack_s) if len(options) > 1 else list(range(len(options)))
+        kept[engine] = _undominated(problem, engine, options, syncs, slack_s) if len(options) > 1 else list(range(len(options)))
     problem.keep(kept)
     return is_exact
 
 
-def _needed(problem: Problem, engine: EngineId, options: list[Option], syncs: FloatArray, slack_s: float) -> list[int]:
+def _undominated(problem: Problem, engine: EngineId, options: list[Option], syncs: FloatArray, slack_s: float) -> list[int]:
     calls = [problem.graph.bits[call.name] for call in problem.graph.members(problem.calls_of(engine))]
     times = [problem.leaf(call).times.reshape(len(options), -1) for call in calls]
     nums = np.array([[option.num_devices] for option in options], np.float64)
@@ -333,7 +340,7 @@ def _needed(problem: Problem, engine: EngineId, options: list[Option], syncs: Fl
 
 
 def _syncs(problem: Problem, engine: EngineId) -> tuple[FloatArray, bool]:
-    """[options, others]: seconds of the syncs of each option with those of the other end; and whether that is all of them."""
+    """Seconds of the syncs of each option with options of the other end, [options, others], and whether with all of them."""
     options = problem.options.of[engine]
     sync = next((sync for sync in problem.syncs if engine in (sync.source, sync.target)), None)
     if sync is None:
@@ -342,7 +349,7 @@ def _syncs(problem: Problem, engine: EngineId) -> tuple[FloatArray, bool]:
     places = {(option.pool, msgspec.structs.astuple(option.layout)): option for option in others}
     is_all = len(options) * len(places) <= _MOST_PAIRS
     some = list(places.values()) if is_all else list(places.values())[:: -(-len(places) // _FEW)]
-    mine = {(option.pool, msgspec.structs.astuple(option.layout)): option for option in options}  # Swapped or not, it syncs alike.
+    mine = {(option.pool, msgspec.structs.astuple(option.layout)): option for option in options}  # Swapping does not change its syncs.
     rows = {place: row for row, place in enumerate(mine)}
     found = np.empty((len(mine), 2 * len(some)))
     for i, option in enumerate(mine.values()):
@@ -353,33 +360,35 @@ def _syncs(problem: Problem, engine: EngineId) -> tuple[FloatArray, bool]:
     return found[[rows[option.pool, msgspec.structs.astuple(option.layout)] for option in options]], is_all
 
 
+# ---- lending a trainer's devices to rollout
+
 WORTH = 0.02
-"""A plan that lends must be so much shorter, of the step: what moving samples disturbs is not priced to the hair."""
+"""Relative gain that a plan with lent devices must have, since the cost of migrating samples is only estimated."""
 _SHARES = np.array([0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.93, 0.95, 0.97, 0.98, 0.99, 0.995, 0.998, 1.0])
-"""Of a step's samples, that have ended."""
+"""Candidate shares of a step's samples that have ended when the devices are given back."""
 _STEPS = 4
-"""Steps whose lengths a share must suit, on average."""
+"""Steps over which a share is averaged."""
 _MOST_SAMPLES = 1024
-"""Of a step, that are looked at."""
+"""Samples of a step that are considered."""
 
 
 @dataclass(frozen=True, eq=False)
 class Lent:
-    """Rollouts whose trainer's devices are given back after each share of their samples: [steps, shares]."""
+    """Rollouts that give the trainer's devices back after each share of their samples, [steps, shares]."""
 
     given_back_s: FloatArray
-    """From the start of the rollout."""
+    """Seconds from the start of the rollout until the devices are given back."""
     total_s: FloatArray
-    """Its end."""
+    """Seconds until the rollout ends."""
     num_own: int
-    """The first of these steps are those that the rest of the search goes by."""
+    """The number of leading steps that the rest of the search uses."""
 
     def best(self, a: float, fed: tuple[float, float], b: tuple[float, float], slower: tuple[float, float]) -> tuple[float, float]:
         """Seconds until training is done, and the share of samples, chosen for all of the steps.
 
         Args:
-            a: seconds of the rollout where nothing is given back. fed: l' and T' of what training gets. b: T and d of training.
-            slower: how many times as long rollout, and training, take while both work.
+            a: seconds of the rollout if nothing is given back. fed: l' and T' of training's input. b: T and d of training.
+            slower: slowdown factors of rollout and of training while both work.
         """
         both = np.clip(self.total_s - self.given_back_s, 0.0, b[0])
         trained = np.maximum(self.given_back_s, fed[0] * self.total_s / max(a, 1e-12)) + b[0] + (slower[1] - 1) * both
@@ -389,14 +398,14 @@ class Lent:
 
 
 def may_lend(problem: Problem, cut: Cut, first: Option, second: Option) -> bool:
-    """Whether the devices of the second part can be some of those of the first one's instances, and leave others to it."""
+    """Whether the second part's devices can be those of some of the first part's instances, but not of all."""
     size = first.num_devices // first.layout.dp
     is_inside = first.pool == second.pool and second.num_devices < first.num_devices and second.num_devices % size == 0
     return is_inside and may_be_lent(problem, cut)
 
 
 def may_be_lent(problem: Problem, cut: Cut) -> bool:
-    """Whether the first part is a generation and the second one's trainer works on what comes of it, as it comes."""
+    """Whether the first part is a generation whose samples the second part's trainer consumes as they come."""
     graph = problem.graph
     if problem.workload.staleness or cut.waits or not cut.is_linked:
         return False
@@ -407,7 +416,7 @@ def may_be_lent(problem: Problem, cut: Cut) -> bool:
 
 
 def lent_times(problem: Problem, cut: Cut, first: Option, second: Option, a: Times, fed: Times, b: Times) -> tuple[Times, float]:
-    """Of one pair of leaves; and the share of samples after which the devices are given back."""
+    """Times of a pair of leaves with lent devices, and the share of samples after which these are given back."""
     lent = _lent(problem, cut, first, second)
     total, ended = lent.best(float(a.total), (float(fed.first), float(fed.total)), (float(b.total), float(b.last)), problem.slowdowns(cut))
     end = np.asarray(total)
@@ -430,7 +439,7 @@ def _lent(problem: Problem, cut: Cut, first: Option, second: Option) -> Lent:
 
 
 def _of_draw(draw: Draw, ways: Instances, num_lent: int) -> tuple[FloatArray, FloatArray]:
-    """(given back, end) of one step, where so many of its samples have ended."""
+    """Simulate one step: when devices are given back after each share of its samples, and when the rollout then ends."""
     num, slots = float(ways.num[0]), float(ways.slots[0])
     own, step_s, sample_s = num - num_lent, float(ways.step_s[0]), float(ways.sample_s[0])
     lengths = draw.responses.ravel().astype(np.float64)
@@ -463,28 +472,28 @@ APART, TOGETHER, UNKNOWN = 1, 0, -1
 _NUM_TIMES = 4
 _MOST_WHOLE = 100
 _COMPARED = 0.05
-"""Of the pairs of rows that may be looked at: rows that may be compared with each other, which takes longer. Where no plan is known,
-none is dropped for being slower, and they would be too many."""
+"""Rows that may be compared with each other, as a share of the pairs that may be combined, since comparing takes longer. Where no plan is
+known, none is dropped for being slower, and there would be too many."""
 
 
 class TooLarge(Exception):
-    """More pairs of rows than were allowed, or more of them left to be compared with each other."""
+    """Raised when the search would combine or compare more rows than allowed."""
 
 
 @dataclass(frozen=True)
 class Tables:
-    """What `solve` found, for whoever wants the plan of a row."""
+    """The fronts that `solve` found, from which `plan_tree` reads the plan of a row."""
 
     problem: Problem
     fronts: dict[int, Front]
     cuts: dict[int, tuple[Cut, ...]]
     chunks: dict[int, tuple[int, ...]]
     steps_s: FloatArray
-    """[rows of everything]: the time of a step."""
+    """The step time of each row of the whole problem."""
 
 
 class Solver:
-    """Fills the tables of one problem."""
+    """Computes the fronts of one problem, bottom up."""
 
     def __init__(
         self,
@@ -502,9 +511,9 @@ class Solver:
             known_s: the time of a plan that is known; what can't be as fast is dropped.
             slack_s: what is better than another by no more than this in each of its times is dropped, too.
             most_rows: of a front, the most promising of each number of devices; 0: all.
-            most_pairs: of rows that may be looked at before `TooLarge` is raised.
-            hows: ways to put two parts together that may be used.
-            within: of a plan, by calls the cut and the way; only plans put together like this are looked at. None: all.
+            most_pairs: pairs of rows that may be combined before `TooLarge` is raised.
+            hows: allowed ways to combine two parts.
+            within: (cut, way) for each set of calls; only plans of this structure are searched. None: all.
         """
         self.problem = problem
         self.limits = Limits(problem, counts_work=LENT not in hows)
@@ -528,13 +537,13 @@ class Solver:
         self._slack[self._bytes] = (memory_slack(problem, slack_s)[..., None] * sets).reshape(-1)
         exact = list(range(len(problem.tied) + len(problem.pairs)))
         self._compared = [i for i in exact if i < len(problem.placed) or i >= len(problem.tied)] if most_rows else exact
-        """Ties that rows must share to be compared; where rows are few, what syncs cost is left out."""
+        """Ties that rows must share to be compared; where the rows are limited, the costs of syncs are ignored."""
         self._fronts: dict[int, Front] = {}
         self._cuts: dict[int, tuple[Cut, ...]] = {}
         self._chunks: dict[int, tuple[int, ...]] = {}
-        self._over: dict[int, list[int]] = {}
+        self._closing: dict[int, list[int]] = {}
         self._sync_tables: dict[tuple[str, int], FloatArray] = {}
-        """(role, how) -> seconds of the sync between each two options of its ends, as far as they were asked for."""
+        """(role, how) -> seconds of the sync between each two options of its ends, filled on demand."""
 
     def solve(self) -> Tables:
         graph = self.problem.graph
@@ -561,7 +570,7 @@ class Solver:
         return Tables(self.problem, self._fronts, self._cuts, self._chunks, self._steps_s())
 
     def _may(self, cut: Cut, how: int) -> bool:
-        """Calls of one engine are on the same devices."""
+        """Whether a cut may be combined this way; calls of one engine are on the same devices, so they are never split."""
         graph = self.problem.graph
         if how == LENT and not may_be_lent(self.problem, cut):
             return False
@@ -610,7 +619,7 @@ class Solver:
     # ---- two parts
 
     def _join(self, calls: int, cut: Cut, index: int, how: int) -> Front:
-        """All pairs of rows of the two sides that fit together."""
+        """Combine all compatible pairs of rows of the two sides of a cut."""
         a, b = self._fronts[cut.first], self._fronts[cut.second]
         if not len(a) or not len(b):
             return self._nothing()
@@ -645,7 +654,7 @@ class Solver:
         return self._few(calls, found, self._most_rows) if self._most_rows else self._pruned(calls, found)
 
     def _pruned(self, calls: int, front: Front) -> Front:
-        """Of a whole plan only the time of a step matters; some are kept, since not all may have places."""
+        """Prune a front. Of whole plans only the step time matters; several are kept, since not all may have places on the devices."""
         if calls == self.problem.graph.everything and not self._has_ends:
             best = np.argsort(self._objective(self._read(front)), kind="stable")[:_MOST_WHOLE]
             return front.take(np.sort(best))
@@ -669,7 +678,7 @@ class Solver:
         return front if keep.all() else front.take(keep)
 
     def _is_promising(self, calls: int, times: FloatArray, work: FloatArray) -> BoolArray:
-        """Rows that a plan as fast as the one that is known may have."""
+        """Whether each row may be part of a plan as fast as the known one."""
         if self._known_s == np.inf:
             return np.ones(len(times), np.bool_)
         return np.asarray(self.limits.of_rows(calls, times[:, 1], times[:, 3], work) <= self._known_s)
@@ -679,7 +688,7 @@ class Solver:
         return of_a + of_b if how == SPLIT else np.maximum(of_a, of_b)
 
     def _lendable(self, cut: Cut, a: Front, b: Front) -> BoolArray:
-        """[rows of a, rows of b]: both are leaves, and the devices of the second can be lent to the first."""
+        """Whether both rows are leaves and the devices of the second can be lent to the first, [rows of a, rows of b]."""
         found = np.zeros((len(a), len(b)), np.bool_)
         known: dict[tuple[int, int], bool] = {}
         (first,), (second,) = (self.problem.graph.engines(side) for side in (cut.first, cut.second))
@@ -704,7 +713,7 @@ class Solver:
         return times
 
     def _agree(self, cut: Cut, a: Front, b: Front) -> BoolArray:
-        """An engine that has calls on both sides has chosen the same, and what is apart on one side is so on the other."""
+        """Whether rows agree: engines with calls on both sides have one option, and pairs are apart on both sides or on neither."""
         agree = np.ones((len(a), len(b)), np.bool_)
         for column in self._shared(cut):
             agree &= a.ties[:, None, column] == b.ties[None, :, column]
@@ -717,7 +726,7 @@ class Solver:
         return engines + [len(problem.tied) + i for i, pair in enumerate(problem.pairs) if both.issuperset(pair)]
 
     def _ties(self, cut: Cut, a: IntArray, b: IntArray, how: int) -> IntArray:
-        """Of the two together. Engines that this cut brings together first are apart if it is a split."""
+        """Combine ties; engines that this cut brings together first are apart if it is a split."""
         problem = self.problem
         ties = np.maximum(a, b)
         first, second = problem.graph.engines(cut.first), problem.graph.engines(cut.second)
@@ -728,14 +737,14 @@ class Solver:
         return ties
 
     def _closed(self, calls: int, ties: IntArray) -> IntArray:
-        """What no call outside of `calls` asks for is forgotten."""
-        if calls not in self._over:
+        """Reset the ties that no call outside of `calls` needs."""
+        if calls not in self._closing:
             problem = self.problem
             is_open = [problem.is_open(engine, calls) for engine in problem.tied]
             placed = {e for e in problem.placed if problem.calls_of(e) & ~calls}
             is_open += [placed.issuperset(pair) for pair in problem.pairs]
-            self._over[calls] = [column for column, one in enumerate(is_open) if not one]
-        ties[:, self._over[calls]] = UNKNOWN
+            self._closing[calls] = [column for column, one in enumerate(is_open) if not one]
+        ties[:, self._closing[calls]] = UNKNOWN
         return ties
 
     def _pair_times(self, cut: Cut, a: Front, b: Front, ia: IntArray, ib: IntArray, how: int) -> FloatArray:
@@ -756,7 +765,7 @@ class Solver:
         return Times(first, total, last, busy)
 
     def _sync_s(self, cut: Cut, ties: IntArray, how: int) -> FloatArray:
-        """Seconds of the syncs whose calls this cut brings together."""
+        """Seconds of the weight syncs whose calls this cut brings together."""
         problem = self.problem
         found = np.zeros(len(ties))
         for sync in problem.syncs:

@@ -1,28 +1,27 @@
-"""Find the best plan: what `m2flow plan` asks.
+"""Search for the fastest plan of a flow on a cluster: quick searches on a grid, refinement between its points, an exact search if small.
 
-at share p: weights + activations + cache of the samples that are left + what the trainer keeps <= 0.95 memory
+    Workload, lengths, Costs, ClusterSpec --find_plan--> Choice
 
-Of the samples that are left each is counted as long as the longest of all, and each instance has its part of them, rounded up. So the
-trainer's return costs no time of the step, if the rest takes that long; the search itself does not count on it.
+First a quick search keeps the most promising rows of each front (`dynamic_program`), on a grid of device counts where there are many. Then
+refinement searches near the best plans between the counts of the grid: the structure of a plan (its parts, and which of them take turns)
+and the layout of an engine's replicas are kept (`Solver(within=...)`), so a round costs a small part of a search; every engine may have a
+step more or fewer devices than now, in any chunk size. The step begins at half of the gap in the grid and halves from round to round.
+This is a local search: plans of another structure are not found. Where devices and calls are few, an exact search follows that drops what
+can't be as fast as the plan found. It is given up when it grows too large; the choice then says by how much a better plan might be
+faster, from the lower bounds.
 
-Limits: of a lease with one rollout engine of several instances and one trainer, and none of it lent; engines that can give back cache
-meanwhile. One instance on the trainer's own devices is in its process, which does one thing at a time.
+The search also derives from the plan found:
 
-Tables of a quick search --refined--> Tables of plans near its best ones
+- `with_early_onload`: the share p of ended samples at which a trainer may be onloaded beside a co-located rollout,
 
-A grid of device counts has gaps, and of chunk sizes a quick search tries few. Which parts a plan has, and which of them take turns, is
-kept (`Solver(within=...)`), and how an engine's replicas are cut; so a round costs a small part of a search: every engine may have a
-step more or less than now, in any chunk. The step begins at half of the gap in the grid and is halved from round to round. A local
-search: what needs other parts is not found.
+      at share p: weights + activations + cache of the remaining samples + what the trainer keeps <= 0.95 memory
 
-All numbers are those of the plans and of the bounds; the words only say which of them is the largest.
-
-Workload, lengths, Costs, ClusterSpec --find_plan--> Choice
-
-First a quick search: the most promising rows of each front, on a grid of device counts where there are many; near the best plans of
-that, then, between the counts of the grid (refining.py). Where devices and calls are few, an exact one (dynamic.py) follows, that drops
-what can't be as fast as the plan found; it is given up when it grows too large, and the choice then says by how much a better plan might
-be faster, reckoned from the lower bounds.
+  counting each remaining sample as long as the longest, and each instance with its part of them, rounded up. So the onload costs no time of
+  the step if the rest of the rollout takes that long; the search itself does not count on it. Limits: for a lease of one rollout engine
+  with several instances and one trainer, with no lent devices, and engines that can shrink their KV cache meanwhile. A single instance on
+  the trainer's own devices shares its process, which does one thing at a time.
+- `bounds_of`, `advice_of`, `why_lost`: lower bounds, what limits the step, and why other plans are slower. All numbers are those of the
+  plans and of the bounds; the text only names the largest.
 """
 
 from __future__ import annotations
@@ -43,18 +42,22 @@ from m2flow.micro.lowering.capabilities import can_condense, can_move
 from m2flow.micro.lowering.placement import share_a_process
 from m2flow.micro.protocol.cost_terms import Costs
 from m2flow.micro.protocol.plan import Bound, Choice, Loser, Mode, Part, Seat
-from m2flow.planner.dynamic_program import LENT, SPLIT, TURNS, WORTH, Limits, Solver, Tables, TooLarge, thin
+from m2flow.planner.dynamic_program import LENT, SPLIT, TURNS, WORTH, Limits, Solver, Tables, TooLarge, prune_options
 from m2flow.planner.plan_tree import Leaf, Node, Places, leaves_of, mode_of, parts_of, places_of, seats_of, step_s, tree_of, ways_of
 from m2flow.planner.problem import Cut, Options, Problem, instances, options_near, pin_of, pinned_counts
 from m2flow.planner.workload import Draws, Workload
 from m2flow.spec import ClusterSpec
 
+# ---- early onload
+
 _SHARES = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.93, 0.95, 0.97, 0.98, 0.99, 0.995)
+"""Candidate shares of ended samples for an early onload."""
 _FULL = 0.95
+"""The share of a device's memory that may be in use during an early onload."""
 
 
-def coming_ahead(problem: Problem, seats: tuple[Seat, ...]) -> tuple[Seat, ...]:
-    """The seats, of which trainers say when they come."""
+def with_early_onload(problem: Problem, seats: tuple[Seat, ...]) -> tuple[Seat, ...]:
+    """Set on trainers' seats the share of ended samples at which they are onloaded."""
     if not can_condense(problem.spec.rollout.engine):
         return seats
     found = []
@@ -70,7 +73,7 @@ def coming_ahead(problem: Problem, seats: tuple[Seat, ...]) -> tuple[Seat, ...]:
 
 
 def _share(problem: Problem, rollout: Seat, trainer: Seat) -> float:
-    """0: there is no room before the end."""
+    """The least share of ended samples at which the trainer fits; 0 if it does not before the end."""
     generations = [call for call in problem.workload.calls if call.work == "generate" and call.engine == rollout.engine]
     room = _FULL * problem.costs.device_bytes(rollout.pool) - trainer.footprint.kept_bytes
     room -= rollout.footprint.kept_bytes + rollout.footprint.activations
@@ -87,14 +90,16 @@ def _share(problem: Problem, rollout: Seat, trainer: Seat) -> float:
     return 0.0 if not shares or 0.0 in shares else max(shares)
 
 
+# ---- refinement between the counts of the grid
+
 _ROWS = 16
-"""Of a front."""
+"""Rows kept of a front."""
 _MUCH_SLOWER = 1.5
-"""Than the best plan: what so small a change does not bring up."""
+"""Step time relative to the best plan beyond which refinement is not worth trying."""
 
 
 def candidates(tables: Tables, most: int) -> list[int]:
-    """The best rows of as many ways to put parts together."""
+    """The best rows of different structures, at most `most` of them."""
     seen: dict[tuple[tuple[Cut, int], ...], int] = {}
     order = np.argsort(tables.steps_s, kind="stable")
     for row in order:
@@ -106,7 +111,7 @@ def candidates(tables: Tables, most: int) -> list[int]:
 
 
 def refined(tables: Tables, row: int, *, num_rounds: int, slack_s: float) -> Iterator[Tables]:
-    """Round by round, the plans near that of a row, and then near the best one so far; rounds that find nothing better are left out."""
+    """Search near the plan of a row, then near the best so far, round by round; yields the tables of rounds that find a better plan."""
     problem, within = tables.problem, ways_of(tables, row)
     node, step_s = tree_of(tables, row), float(tables.steps_s[row])
     sizes = dict(zip(problem.pools, problem.num_devices, strict=True))
@@ -139,28 +144,30 @@ def _unit(problem: Problem, pool: str) -> int:
 
 
 def _reach(grid: Sequence[int], used: set[int], unit: int) -> int:
-    """Half of the widest gap beside a count in use."""
+    """Half of the widest gap in the grid next to a count in use."""
     gaps = [after - before for before, after in itertools.pairwise(grid) if used & {before, after}]
     return max(gaps, default=0) // 2 // unit * unit
 
 
 def _around(leaf: Leaf, reach: int, size: int) -> list[int]:
-    """An engine's count of devices, and a step more and less."""
+    """An engine's number of devices, and a step more and less."""
     count = leaf.option.num_devices
     return sorted({count} | {near for near in (count - reach, count + reach) if 0 < near <= size})
 
 
+# ---- bounds and explanations
+
 _MOSTLY = 0.75
-"""A share from which on something is what decides."""
+"""The share from which on something counts as the limiting factor."""
 
 
 def bounds_of(problem: Problem) -> tuple[Bound, ...]:
-    """Times that no plan of the options tried can beat.
+    """Lower bounds on the step time of all plans of the options tried.
 
         longest sample   (t0 + t1) L, and what must come after it        work            device-seconds / devices
-        k-longest        the k longest answers, however they move        critical path   the longest chain of calls, each at its best
+        k-longest        the k longest samples, with migration           critical path   the longest chain of calls, each at its best
 
-    With staleness an answer may take as many steps as there are under way: all but `work` are divided by staleness + 1.
+    With staleness a sample may take as many steps as are in flight: all but `work` are divided by staleness + 1.
     """
     limits = Limits(problem)
     steps = problem.workload.staleness + 1
@@ -178,7 +185,7 @@ def bounds_of(problem: Problem) -> tuple[Bound, ...]:
 
 
 def advice_of(problem: Problem, node: Node, parts: Sequence[Part], bounds: Sequence[Bound]) -> str:
-    """What limits the step, and what would help, from the largest numbers."""
+    """Describe what limits the step and what would help."""
     step_s = sum(part.seconds for part in parts if part.on_critical_path)
     by_name = {bound.name: bound.seconds for bound in bounds}
     best = max(by_name.values(), default=0.0)
@@ -213,7 +220,7 @@ def _tp_of(problem: Problem, node: Node) -> str:
 
 
 def why_lost(best: Problem, winner: Node, problem: Problem, loser: Node) -> str:
-    """The parts that differ most between two plans."""
+    """Describe the parts that differ most between two plans."""
     ours, theirs = _seconds(parts_of(best, winner)), _seconds(parts_of(problem, loser))
     more = {what: theirs.get(what, 0.0) - ours.get(what, 0.0) for what in {**ours, **theirs}}
     slower = sorted((what for what in more if more[what] > 0), key=lambda what: -more[what])[:2]
@@ -237,29 +244,31 @@ def _seconds(parts: Iterable[Part]) -> dict[str, float]:
     return found
 
 
+# ---- the search
+
 _MANY_DEVICES = 32
 """Units of devices above which a grid of counts is searched."""
 _MOST_DEVICES = 512
-"""Units above which the first plan found will do."""
+"""Units above which the first plan found is taken."""
 _MOST_CHUNKS = 4
 _MOST_ROWS, _MORE_ROWS = 16, 64
-"""Of a front, in a quick search; where memory is short, fronts need more of them, and where devices are few there is time for it."""
+"""Rows kept of a front in a quick search; more where memory is short, which needs them, and where devices are few."""
 _FEW_ROUNDS, _ROUNDS, _CANDIDATES = 2, 5, 3
-"""Of a search between the counts of the grid: halvings of the step, and ways to put parts together."""
+"""Of the refinement: halvings of the step, and structures to refine."""
 _SLACK = 1e-3
-"""Of the time of the step: what a quick search takes for equal."""
+"""Relative difference in step time that a quick search takes for equal."""
 _ROUNDING = 1e-9
-"""Relative: of two plans that are equal up to so much, one that is known to be the best is taken."""
+"""Relative difference up to which two plans are equal; the one known to be optimal is taken."""
 _NEARLY = 1.02
-"""Times as long as the best plan, at most: what a better chunk may make the best."""
+"""Step time relative to the best plan up to which better chunk sizes may make a plan the best."""
 _MOST_PAIRS = 1e6
 _MOST_OPTIONS = 100
-"""Of rows, and of options of all engines, in an exact search: some seconds."""
+"""Most pairs of rows, and options of all engines, in an exact search: some seconds."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """A plan."""
+    """A plan that a search found, with its tree, its places and its bounds."""
 
     problem: Problem
     node: Node
@@ -267,7 +276,7 @@ class Found:
     step_s: float
     is_exact: bool
     bounds: tuple[Bound, ...]
-    """Of all options that were looked at."""
+    """Bounds over all options searched."""
 
     @property
     def mode(self) -> Mode:
@@ -283,7 +292,7 @@ def find_plan(
     is_alone: bool = False,
     check: Callable[[Choice], object] | None = None,
 ) -> Choice:
-    """The plan with the least predicted time of a step, of all that were looked at and can be run.
+    """Find the plan with the least predicted step time among all that were searched and can be run.
 
     Args:
         workload: the calls of a step.
@@ -322,9 +331,9 @@ def find_plan(
 
 
 def _choice(found: Found) -> Choice:
-    """A plan by itself, not compared with others."""
+    """Describe a plan by itself, not compared with others."""
     problem = found.problem
-    seats, parts = coming_ahead(problem, seats_of(found.node, found.places)), parts_of(problem, found.node)
+    seats, parts = with_early_onload(problem, seats_of(found.node, found.places)), parts_of(problem, found.node)
     gap_s = 0.0 if found.is_exact else max(0.0, found.step_s - max((bound.seconds for bound in found.bounds), default=0.0))
     return Choice(
         flow=problem.workload.flow,
@@ -345,7 +354,7 @@ def _choice(found: Found) -> Choice:
 
 
 def best_plan(problem: Problem, hows: Sequence[int] = (TURNS, SPLIT)) -> Found:
-    """The best plan with these ways to put parts together.
+    """Find the best plan with these ways to combine parts.
 
     Raises:
         PlanError: there is none.
@@ -354,7 +363,7 @@ def best_plan(problem: Problem, hows: Sequence[int] = (TURNS, SPLIT)) -> Found:
 
 
 def best_plans(problem: Problem, hows: Sequence[int] = (TURNS, SPLIT)) -> list[Found]:
-    """The best plans of several searches, the fastest first: a free one, one that is confined to each mode, and one that lends devices.
+    """Find the best plans of several searches, fastest first: unconstrained, confined to each mode, and with lent devices.
 
     A quick search keeps some of the rows only, so that a free one may lose what one that has less to look at finds.
 
@@ -381,11 +390,11 @@ def best_plans(problem: Problem, hows: Sequence[int] = (TURNS, SPLIT)) -> list[F
 
 @dataclass(frozen=True)
 class _Search:
-    """One question, and what all searches for its answer share."""
+    """A problem with the state that its searches share."""
 
     problem: Problem
     rough: Problem
-    """On a grid of device counts, if there are many, with few sizes of chunks, and thinned out."""
+    """The problem on a grid of device counts, with few chunk sizes and without dominated options."""
     bounds: tuple[Bound, ...]
     units: int
     slack_s: float
@@ -402,7 +411,7 @@ class _Search:
         rough.check()
         slack_s = _SLACK * max(Limits(rough).path_s(), 1e-9)
         bounds = bounds_of(rough)
-        thin(rough, slack_s)
+        prune_options(rough, slack_s)
         return cls(problem, rough, bounds, units, slack_s)
 
     @property
@@ -416,7 +425,7 @@ class _Search:
         return spec.lend == "auto" and not self.problem.workload.staleness and can_move(spec.rollout.engine)
 
     def best(self, hows: Sequence[int]) -> Found | None:
-        """The best plan with these ways to put parts together; None: there is none."""
+        """The best plan with these ways to combine parts; None if there is none."""
         quick = None
         for rows in (_MOST_ROWS, _MORE_ROWS, 4 * _MORE_ROWS):
             known_s = quick.step_s if quick else np.inf
@@ -431,7 +440,7 @@ class _Search:
         return exact or quick
 
     def in_all_chunks(self, found: Found, hows: Sequence[int]) -> Found:
-        """The best plan with the same place for each engine, of which all sizes of chunks are tried."""
+        """The best plan with the same place for each engine, over all chunk sizes."""
         if found.is_exact:
             return found
         here = found.problem.with_options(Options({leaf.engine: [leaf.option] for leaf in leaves_of(found.node)}))
@@ -440,7 +449,7 @@ class _Search:
         return more if more and more.mode == found.mode and more.step_s < found.step_s else found
 
     def _exact(self, quick: Found | None, hows: Sequence[int]) -> Found | None:
-        """None where that is too much work, or nothing is better and nothing is known."""
+        """Search exactly; None if that is too much work, or nothing better is found and nothing is known."""
         full, bounds, is_all = self._full
         if sum(map(len, full.options.of.values())) > _MOST_OPTIONS:
             return None
@@ -452,13 +461,13 @@ class _Search:
 
     @cached_property
     def _full(self) -> tuple[Problem, tuple[Bound, ...], bool]:
-        """With all options that a plan may need, their bounds, and whether it is sure that no plan needs another."""
+        """The problem with all undominated options, its bounds, and whether no plan can need another option."""
         full = Problem(self.problem.workload, self.problem.lengths, self.problem.costs, self.problem.spec)
         bounds = bounds_of(full)
-        return full, bounds, thin(full)
+        return full, bounds, prune_options(full)
 
     def mixed(self) -> Found | None:
-        """The best plan in which some engines take turns and others are apart, of those that a quick search keeps; None: there is none."""
+        """The best plan of a quick search that mixes turns and splits; None if there is none."""
         tables = Solver(self.rough, slack_s=self.slack_s, most_rows=_MORE_ROWS).solve()
         tables = _only(tables, lambda hows: hows == {TURNS, SPLIT})
         found = next((one for one in self._found(tables) if one.mode == "hybrid"), None)
@@ -466,14 +475,14 @@ class _Search:
         return near if near and near.mode == "hybrid" else found
 
     def lent(self, known: Found) -> Found | None:
-        """The best plan that lends a trainer's devices to rollout, of those that a quick search keeps; None where it is not worth it."""
+        """The best plan of a quick search that lends a trainer's devices to rollout; None where that is not worth it."""
         worth_s, rows = known.step_s * (1 - WORTH), _MORE_ROWS if self.is_small else _MOST_ROWS
         tables = Solver(self.rough, worth_s, slack_s=self.slack_s, most_rows=rows, hows=(TURNS, SPLIT, LENT)).solve()
         found = next(self._found(_only(tables, lambda hows: LENT in hows)), None)
         return found if found and found.step_s <= worth_s else None
 
     def _found(self, tables: Tables) -> Iterator[Found]:
-        """The plans of all rows that have places, the fastest first."""
+        """Yield the plans of all rows that have places, fastest first."""
         for row in np.argsort(tables.steps_s, kind="stable"):
             if tables.steps_s[row] == np.inf:
                 return
@@ -484,14 +493,14 @@ class _Search:
 
 
 def _only(tables: Tables, is_wanted: Callable[[set[int]], bool]) -> Tables:
-    """The tables, in which plans that are put together in other ways take for ever."""
+    """Give plans of other structures infinite time."""
     hows = ({how for _, how in ways_of(tables, row).values()} for row in range(len(tables.steps_s)))
     wanted = np.fromiter(map(is_wanted, hows), np.bool_, len(tables.steps_s))
     return replace(tables, steps_s=np.where(wanted, tables.steps_s, np.inf))
 
 
 def _near(tables: Tables, found: Found | None, slack_s: float, units: int) -> Found | None:
-    """The best plan between the counts of the grid, near the best ones on it."""
+    """The best plan between the counts of the grid, near the best plans on it."""
     num_rounds, most = (_FEW_ROUNDS, 1) if units > _MOST_DEVICES else (_ROUNDS, _CANDIDATES)
     for row in candidates(tables, most) if found else ():
         best_s = found.step_s if found else np.inf
@@ -514,7 +523,7 @@ def _best_of(tables: Tables, bounds: tuple[Bound, ...], *, is_exact: bool) -> Fo
 
 
 def best_of(tables: Tables) -> tuple[Node, Places, float]:
-    """The best plan that has places for all, and what it takes more than the best without asking for places.
+    """The best plan in which every engine has a place, and its excess over the best without places.
 
     Raises:
         PlanError: there is none.
@@ -528,7 +537,7 @@ def best_of(tables: Tables) -> tuple[Node, Places, float]:
 
 
 def _num_units(problem: Problem) -> int:
-    """Devices of all pools, counted in the least unit of any engine."""
+    """Devices of all pools, in the least units of any engine."""
     num = 0
     for pool, size in zip(problem.pools, problem.num_devices, strict=True):
         units = [unit for engine in problem.workload.engines if (unit := problem.costs.unit(engine, pool))]
@@ -537,7 +546,7 @@ def _num_units(problem: Problem) -> int:
 
 
 def grid_of(problem: Problem) -> dict[str, Sequence[int]]:
-    """Device counts of each pool: halves of halves, what they leave, all but the smallest unit; those of pins, and what these leave."""
+    """The grid of device counts of each pool: repeated halves, their complements, all but the smallest unit; and pins with complements."""
     found: dict[str, Sequence[int]] = {}
     for pool, size in zip(problem.pools, problem.num_devices, strict=True):
         units = [unit for engine in problem.workload.engines if (unit := problem.costs.unit(engine, pool))]
@@ -553,7 +562,7 @@ def grid_of(problem: Problem) -> dict[str, Sequence[int]]:
 
 
 def _losers(plans: Sequence[Found]) -> list[Loser]:
-    """The best plans of the other modes; `plans` begin with the best of all."""
+    """The best plans of the other modes; `plans` starts with the best of all."""
     best, rivals = plans[0], dict[Mode, Found]()
     for plan in plans:
         if plan.mode != best.mode:
@@ -562,7 +571,7 @@ def _losers(plans: Sequence[Found]) -> list[Loser]:
 
 
 def _constraints(found: Found) -> dict[str, float]:
-    """Each constraint of the spec -> what the best plan without it would save."""
+    """Constraint of the spec -> seconds that the best plan without it would save."""
     spec = found.problem.spec
     without = {f"pin {name}": spec.model_copy(update={"pin": {n: p for n, p in spec.pin.items() if n != name}}) for name in spec.pin}
     if not spec.may_offload:
