@@ -45,7 +45,7 @@ from m2flow.micro.worker.worker import Worker
 from m2flow.micro.worker.worker_settings import WorkerSettings
 from m2flow.runner import run as runs
 from m2flow.spec import ChannelSpec, ClusterSpec, FunctionSpec, RolloutSpec, RunSettings, TrainSpec
-from m2flow.testing.looking import Looking
+from m2flow.testing.periodic import Periodically
 
 GROUP = 8
 TOKENS = 8
@@ -235,7 +235,7 @@ def measure(num_workers: int, num_samples: int, num_steps: int) -> dict[str, obj
             run.prepare()
             at_first = me.memory_info().rss
             peak = Peak(me)
-            with Looking(peak.look, every_s=0.1):
+            with Periodically(peak.look, every_s=0.1):
                 summary = run.execute()
             found = audit(Path(summary.run_dir))
             ledger_bytes = (Path(summary.run_dir) / "ledger.db").stat().st_size

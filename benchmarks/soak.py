@@ -24,7 +24,7 @@ from m2flow import Dataset, Policy, Reward, Sample, flow, steps
 from m2flow.micro.records.audit import audit
 from m2flow.runner.run import Run
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, RunSettings, TrainSpec
-from m2flow.testing.looking import Looking
+from m2flow.testing.periodic import Periodically
 
 _PROMPTS, _N = 64, 8
 _EVERY_S = 0.5
@@ -100,7 +100,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as runs:
         run = Run(soak, {"num_steps": num_steps, "carry": asked.carry}, spec, RunSettings(runs_dir=runs))
         watch = Watch(run)
-        with Looking(watch.look, every_s=_EVERY_S):
+        with Periodically(watch.look, every_s=_EVERY_S):
             summary = run.execute()
         total = summary.samples
         start = time.monotonic()

@@ -1,1 +1,1 @@
-"""Conformance suites, fakes, and a whole cluster in one thread: public."""
+"""Test engines, channels and schedules: conformance suites for public use, fake engines, random programs, and a cluster in one thread."""

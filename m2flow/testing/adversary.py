@@ -1,4 +1,4 @@
-"""A rollout policy that orders, places, holds back and moves at random: whatever a policy does, the answer is the same.
+"""Provide rollout policies that decide at random, to test that no policy changes the result.
 
 rollout: {policy: "m2flow/testing/adversary.py:Adversary:seed=3"}
 """
@@ -12,7 +12,7 @@ from m2flow.rollout_scheduling.policy import Move, SchedulingPolicy, Seen
 
 
 class Adversary(SchedulingPolicy):
-    """Draws every answer by its seed, and looks at all that it is shown."""
+    """A policy that orders, places, holds back and moves samples at random, by its seed, and asserts what it is told."""
 
     name = "adversary"
     needs_reports = True
@@ -53,7 +53,7 @@ class Adversary(SchedulingPolicy):
 
 
 class Shuffled(SchedulingPolicy):
-    """Ranks at random, anew each time; for a queue that is composed of several."""
+    """A policy that ranks at random, differently each time; to be combined with others in a composed queue."""
 
     name = "shuffled"
 

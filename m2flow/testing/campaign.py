@@ -1,11 +1,11 @@
-"""Random programs on end, with new seeds: `make fuzz MINUTES=30`.
+"""Run random programs continuously, with new seeds: `make fuzz MINUTES=30`.
 
     python -m m2flow.testing.campaign [--minutes 30] [--jobs 2] [--seed SEED] [--only NUMBER]
 
-Each number stands for a case (`m2flow.testing.random_programs`), which is a function of it and of the seed: programs of every kind under
-channels that are tight or may be, rollout policies, seats, and workers that die. A case whose planned run is not the eager one is made
-shorter and printed as text that makes it again, to be pasted into a test; `--only` runs one. Once in a while it says how many cases there
-have been, and how many in a second. Ends with status 1 if there was a difference.
+Seed and number determine a case (`m2flow.testing.random_programs`): a program of some kind, tight or ample channels, rollout policies,
+shared or separate devices, and workers that die. A case whose planned run differs from the eager one is shrunk and printed as text that
+recreates it, to be pasted into a test; `--only` runs one case. Every minute the number of cases and their rate are printed. The exit status
+is 1 if there was a difference.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from types import FrameType
 from m2flow.errors import UnusedResult
 from m2flow.testing.random_programs import KINDS, Case, Dice, drawn_case, shrunk
 
-_TOLD_EVERY_S = 60.0
+_PRINTED_EVERY_S = 60.0
 _LONGEST_S = 120.0
-"""Of a processor that a case may take."""
+"""Processor time that a case may take."""
 _LONGEST_WAIT_S = 3600
-"""That it may take if it waits for something, on however busy a machine."""
+"""Wall-clock time that a case may take, on however busy a machine."""
 _COLLECTED_EVERY = 200
-"""Cases between two collections of cyclic garbage, which would else be a tenth of the time."""
+"""Cases between two collections of cyclic garbage, which would otherwise take a tenth of the time."""
 _MAX_TURNS = 50_000
-"""Of a run that is no deadlock."""
+"""Turns of a run after which it counts as a deadlock."""
 
 
 def numbered_case(seed: str, number: int) -> Case:
-    """The case that a number stands for."""
+    """Draw the case that a number stands for."""
     dice = Dice(f"{seed}, {number}")
     return drawn_case(dice, KINDS[number % len(KINDS)], is_tight=dice.choice((False, True)), loses=dice.integer(0, 9) == 9)
 
 
 @contextlib.contextmanager
-def quickly() -> Iterator[None]:
-    """Small runs one after the other in this process: a dozen numbers need no threads, files of a run no disk, and garbage can wait."""
+def fast_process() -> Iterator[None]:
+    """Speed up small runs in this process: one thread for torch, run files in shared memory, no automatic garbage collection."""
     import torch
 
     from m2flow.testing import world
@@ -71,7 +71,7 @@ def quickly() -> Iterator[None]:
 
 
 def check(case: Case) -> str | None:
-    """The difference that a case has, if it comes to an end."""
+    """Run a case under time limits; returns its difference, or None."""
     for sent in (signal.SIGALRM, signal.SIGPROF):
         signal.signal(sent, _too_long)
     signal.setitimer(signal.ITIMER_PROF, _LONGEST_S)
@@ -88,9 +88,9 @@ def _too_long(number: int, frame: FrameType | None) -> None:
 
 
 def _work(seed: str, first: int, stride: int, until: float, said: Queue[tuple[int, str]]) -> None:
-    """Run every so manieth case; say how many are done, and what each difference is."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The one who asked for the cases says when it is over.
-    with quickly():
+    """Run every `stride`th case from `first` on; put its number and its difference (or an empty text) into the queue."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent process handles Ctrl-C.
+    with fast_process():
         number = first
         while time.monotonic() < until:
             case = numbered_case(seed, number)
@@ -107,7 +107,7 @@ def _work(seed: str, first: int, stride: int, until: float, said: Queue[tuple[in
 
 
 def campaign(seed: str, minutes: float, jobs: int) -> int:
-    """Run cases for so long; the number of differences."""
+    """Run cases for some minutes in several processes; returns the number of differences."""
     print(f"SEED={seed}", flush=True)
     context = multiprocessing.get_context("spawn")
     said: Queue[tuple[int, str]] = context.Queue()
@@ -126,27 +126,27 @@ def campaign(seed: str, minutes: float, jobs: int) -> int:
                 differences += bool(text)
                 print(text, end="", flush=bool(text))
             now = time.monotonic()
-            if now - told >= _TOLD_EVERY_S:
+            if now - told >= _PRINTED_EVERY_S:
                 told = now
-                print(_account(count, differences, now - begun), flush=True)
+                print(_progress_line(count, differences, now - begun), flush=True)
     except KeyboardInterrupt:
         pass
     for worker in workers:
         worker.terminate()
         worker.join()
-    print(_account(count, differences, time.monotonic() - begun) + f"; SEED={seed}", flush=True)
+    print(_progress_line(count, differences, time.monotonic() - begun) + f"; SEED={seed}", flush=True)
     broken = [worker.exitcode for worker in workers if worker.exitcode not in (0, -signal.SIGTERM)]
     if broken:
         print(f"a process has ended with status {broken[0]}")
     return differences + len(broken)
 
 
-def _account(count: int, differences: int, took_s: float) -> str:
+def _progress_line(count: int, differences: int, took_s: float) -> str:
     return f"{count:,} programs, {differences} differences, {count / took_s:.1f} a second, {took_s / 60:.0f} minutes"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line."""
+    """Run the command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m m2flow.testing.campaign", description="Run random programs planned and eager.")
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--jobs", type=int, default=2, help="processes")
@@ -158,7 +158,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 1 if campaign(seed, given.minutes, given.jobs) else 0
     case = numbered_case(seed, given.only)
     print(case)
-    with quickly():
+    with fast_process():
         found = check(case)
     print(found or "no difference")
     return 1 if found else 0

@@ -1,10 +1,10 @@
-"""What any inbox and outbox must do: checks to run against yours.
+"""Check that a channel conforms: functions to run against any inbox and outbox.
 
     @pytest.mark.parametrize("check", CHANNEL_CHECKS, ids=lambda check: check.__name__)
     def test_my_channel(check):
         check(MyChannel())
 
-A check gets a maker, and makes as many endpoints as it needs.
+A check takes a `Maker`, and makes as many endpoints as it needs.
 """
 
 # ruff: noqa: PT017
@@ -25,7 +25,7 @@ from m2flow.samples import Batch, Column, Ragged, make_ids
 End = TypeVar("End", Inbox, Outbox)
 
 _PATIENCE_S = 240.0
-"""For what must come; a check that passes never waits so long."""
+"""Time-out for parcels that must come; a check that passes never waits so long."""
 
 
 class Maker(ABC):
@@ -33,14 +33,14 @@ class Maker(ABC):
 
     @abstractmethod
     def inbox(self, *, max_parcels: int) -> Inbox:
-        """One that is not open yet."""
+        """Make an inbox that is not open yet."""
 
     @abstractmethod
     def outbox(self, *, max_parcels: int, timeout_s: float) -> Outbox: ...
 
 
 def parcel_of(call: int, *, sender: str = "rollout-0", num_samples: int = 2, num_bytes: int = 64) -> Parcel:
-    """A parcel whose content follows from its call; `payload` has `num_bytes` a sample."""
+    """Make a parcel whose content is a function of its call; `payload` has `num_bytes` a sample."""
     rng = np.random.default_rng(call)
     rows = [rng.integers(0, 50_000, 3 + i) for i in range(num_samples)]
     columns: dict[str, Column] = {
@@ -54,7 +54,7 @@ def parcel_of(call: int, *, sender: str = "rollout-0", num_samples: int = 2, num
 
 
 def assert_same_parcel(received: Parcel, sent: Parcel) -> None:
-    """Bit for bit, types included."""
+    """Assert that two parcels are equal bit for bit, types included."""
     assert (received.call, received.sender) == (sent.call, sent.sender)
     assert list(received.batch.columns) == list(sent.batch.columns)
     _assert_same(received.batch.ids, sent.batch.ids)
@@ -298,7 +298,7 @@ def _pair(maker: Maker, *, max_parcels: int = 100, timeout_s: float = _PATIENCE_
 
 @contextmanager
 def _impatient_pair(maker: Maker, *, max_parcels: int = 100) -> Iterator[tuple[Inbox, str, Outbox, float]]:
-    """One that has come up and passed a parcel on, whose sender waits so long; longer where it takes longer to come up."""
+    """Open a pair with a short time-out for its sender, which has passed one parcel on; longer if connecting took longer."""
     for timeout_s in (0.2, 2.0, 20.0, _PATIENCE_S):
         with _pair(maker, max_parcels=max_parcels, timeout_s=timeout_s) as (inbox, address, outbox):
             try:

@@ -1,4 +1,4 @@
-"""Costs that are written down, for tests of what uses costs: every term can be said, and nothing is modelled.
+"""Provide costs as tables, for tests of what uses costs: every term can be set, and nothing is modelled.
 
 >>> from m2flow.micro.protocol.cost_terms import DecodeCost, EngineId, EngineKind, Footprint, Layout
 >>> policy = EngineId("policy", "rollout")
@@ -34,18 +34,18 @@ NOTHING = PassCost(0.0, 0.0, 0.0)
 
 @dataclass
 class PlainCosts(Costs):
-    """The same for every engine of a kind, on every pool and in every layout."""
+    """Costs that are the same for every engine of a kind, on every pool and in every layout."""
 
     decoding: DecodeCost = field(default_factory=lambda: DecodeCost(1.0, 0.0, 0.0, max_running=1_000_000))
     training: TrainCost = field(default_factory=lambda: TrainCost(NOTHING, NOTHING, 0.0))
     functions: Mapping[str, FunctionCost] = field(default_factory=dict)
-    """By call; others take no time."""
+    """Costs by call; other calls take no time."""
     switching: Switch = field(default_factory=lambda: Switch(0.0, 0.0))
     syncing_s: float = 0.0
     hopping_s: float = 0.0
     messaging_s: float = 0.0
     slower: Mapping[tuple[str, str], float] = field(default_factory=dict)
-    """(kind of engine, kind beside it) -> how many times as long it takes."""
+    """(kind of engine, kind beside it on a host) -> factor by which it is slowed down."""
     bytes_of: Footprint = field(default_factory=Footprint)
 
     def layouts(self, engine: EngineId, pool: str, num_devices: int) -> Sequence[Layout]:
@@ -92,7 +92,7 @@ class PlainCosts(Costs):
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """An engine in one layout."""
+    """The costs of an engine in one layout."""
 
     cost: DecodeCost | TrainCost
     footprint: Footprint = Footprint()
@@ -100,7 +100,7 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 class TableCosts(Costs):
-    """All that is asked is looked up. The unit of an engine is the smallest entry that fits, of which others must be multiples."""
+    """Costs that are looked up in tables. The unit of an engine is the smallest entry that fits; others must be multiples of it."""
 
     def __init__(
         self,

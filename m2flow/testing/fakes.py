@@ -1,21 +1,19 @@
-"""Engines without a model: tokens and gradients are hashes in exact integers, so that schedules can be compared bit by bit.
+"""Provide engines without a model, whose tokens and gradients are hashes in exact integers, so that schedules can be compared bit by bit.
 
-A token is a function of (weights, prompt, seed, position), and of nothing else: not of what else runs, nor of when; where weights changed
-under it, also of which weights its earlier tokens were read by. The weights are one int64 array, `FAKE_WEIGHT`, which
-`m2flow.testing.fakes.FakeTrain` changes. Text is its bytes.
+    FakeRollout   tokens = hash(weights, prompt, seed, position)
+    FakeTrain     accumulate: gradient += hash(weights, sample, what the loss reads of it)   mod 2^61 - 1, for each sample
+                  apply:      weights[i] = hash(weights[i], gradient, denominator, recipe, number of the step)
+    FakeRanks     rank 1, 2, ... --own sums--> rank 0 --the whole--> every rank    at each accumulate, apply, save, load, list of weights
 
-accumulate: gradient += hash(weights, sample, what the loss reads of it)   mod 2^61 - 1, for each sample
-    apply:      weights[i] = hash(weights[i], gradient, denominator, recipe, number of the step)
+The weights are one int64 array, `FAKE_WEIGHT`; a text is its bytes. A token does not depend on what else runs, nor on time; where weights
+changed under a running sample, it also depends on the weights by which its earlier tokens were read. A sum does not show its order: any
+cutting and any order of micro-batches give the same weights, while a sample that is lost, counted twice, given other rewards or trained in
+another mini-batch gives others.
 
-A sum does not show its order: any cutting, any order of micro-batches gives the same weights. A sample that is lost, counted
-twice, given other rewards, or trained in another mini-batch gives others. Torch-free.
-
-rank 1, 2, ... --own sums--> rank 0 --the whole--> every rank        at each accumulate, apply, save, load, and list of weights
-
-Weights and results are bitwise those of `m2flow.testing.fakes.FakeTrain`, on any number of ranks. Like a real one it waits for ever
-for a rank that does not come, and fails when one is gone. Options: `fails: "1@3"`: rank 1 raises at its third micro-batch, and the others
-do not; `dies: "1@3"`: it is killed there; `all_fail: 3`: every rank raises; `room: "1@8"`: rank 1 has no memory for micro-batches of
-more than 8 samples. Torch-free.
+Weights and results of `FakeRanks` are bitwise those of `FakeTrain`, on any number of ranks. Like a real engine it waits forever for a rank
+that does not come, and fails when one is gone. Options: `fails: "1@3"`: rank 1 raises at its third micro-batch, and the others do not;
+`dies: "1@3"`: it is killed there; `all_fail: 3`: every rank raises; `room: "1@8"`: rank 1 has no memory for micro-batches of more than 8
+samples. None of them imports torch.
 """
 
 from __future__ import annotations
@@ -50,18 +48,20 @@ from m2flow.errors import EngineError, ModelError, PromptTooLong
 from m2flow.recipe import HEAD_OUTPUTS, AdamW, Model
 from m2flow.samples import Batch, Finish, Ragged, SampleId
 
+# ---- hashes, weights and texts
+
 FAKE_WEIGHT = "fake.weight"
 FAKE_EOS = 1
 FAKE_CONTEXT = 4096
 
-_FIRST_BYTE = 3  # ids below are <pad>, <eos>, <unk>
+_FIRST_BYTE = 3  # The ids below it are <pad>, <eos>, <unk>.
 _MASK = (1 << 64) - 1
-_PRINTABLE = (32, 95)  # the first, and how many
-_STOP_PERIODS = (4, 16, 64)  # mean lengths of the three kinds of sample: most short, some long
+_PRINTABLE = (32, 95)  # The first id, and their number.
+_STOP_PERIODS = (4, 16, 64)  # Mean lengths of the three kinds of sample: most short, some long.
 
 
 def fake_hash(*parts: int) -> int:
-    """64 bits that depend on every bit of every part, and on their order.
+    """Hash integers to 64 bits, which depend on every bit of every part and on their order.
 
     Source:
         The finaliser of SplitMix64: Steele, Lea and Flood 2014, doi:10.1145/2660193.2660195.
@@ -79,24 +79,27 @@ def fake_hash(*parts: int) -> int:
 
 
 def initial_fake_weights(model: Model) -> npt.NDArray[np.int64]:
-    """The weights that both fakes start from: int64 [8], by `model.seed`."""
+    """Return the weights that all fakes start from: int64 [8], by `model.seed`."""
     return np.array([fake_hash(model.seed, i) >> 33 for i in range(8)], np.int64)
 
 
 def fake_numbers(weights: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64], position: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-    """A number between 0 and 1 for each token, which both fakes give it: a multiple of 1/1024."""
+    """Return a number in 0 to 1 for each token, a multiple of 1/1024; rollout and train engines agree on it."""
     seed = fake_hash(*(value & _MASK for value in weights.tolist())) & 0xFFFF
     return (((tokens * 2654435761 + position * 40503 + seed * 97) % 1021) / 1024).astype(np.float32)
 
 
 def encode_fake(text: str) -> list[int]:
-    """The ids of a text: its bytes, after the special ids."""
+    """Encode a text: its bytes, shifted by the special ids."""
     return [byte + _FIRST_BYTE for byte in text.encode("utf-8", "surrogatepass")]
 
 
 def decode_fake(ids: Iterable[int]) -> str:
-    """The text of these ids, without special ones."""
+    """Decode ids to text, without special ones."""
     return bytes(i - _FIRST_BYTE for i in ids if _FIRST_BYTE <= i < _FIRST_BYTE + 256).decode("utf-8", "replace")
+
+
+# ---- rollout engine
 
 
 @dataclass(eq=False)
@@ -110,9 +113,9 @@ class _Sequence:
     versions: list[int] = field(default_factory=list)
     kv_stale: list[bool] = field(default_factory=list)
     old_cache: int = 0
-    """What older weights have read of it; 0: nothing."""
+    """Hash of what older weights have read of it; 0: nothing."""
     num_read: int = 0
-    """Tokens by then."""
+    """Tokens read by older weights."""
 
     @property
     def finish(self) -> Finish | None:
@@ -123,7 +126,10 @@ class _Sequence:
 
 @final
 class FakeRollout(RolloutEngine):
-    """Requests come and go as in a real one; temperature 0 ignores the seed, other temperatures change nothing."""
+    """A rollout engine that admits and finishes requests as a real one does.
+
+    Temperature 0 ignores the seed; other temperatures change nothing.
+    """
 
     name = "fake"
     capabilities = built_in("fake", "rollout")
@@ -206,7 +212,7 @@ class FakeRollout(RolloutEngine):
         return {sequence.request.id: len(sequence.tokens) for sequence in self._queue + self._running}
 
     def occupancy(self) -> Occupancy:
-        """The cache is as large as `options["kv_capacity"]` says."""
+        """Return the use of the KV cache, whose size is `options["kv_capacity"]`."""
         used = sum(len(sequence.prompt) + len(sequence.tokens) for sequence in self._running)
         return Occupancy(len(self._running), len(self._queue), used, int(str(self._settings.options.get("kv_capacity", 0))))
 
@@ -278,13 +284,15 @@ def _generated(sequence: _Sequence, finish: Finish | None) -> Generated:
     )
 
 
+# ---- train engine
+
 PRIME = (1 << 61) - 1
 _STATE = "fake_train.json"
 _COMPUTED = {"sequence_lengths"}.union(*HEAD_OUTPUTS.values())
 
 
 class FakeTrain(TrainEngine):
-    """Everything that a train engine does, in integers. Log-probabilities, values and scores are multiples of 1/1024."""
+    """A train engine in exact integers. Log-probabilities, values and scores are multiples of 1/1024."""
 
     name = "fake"
     capabilities = built_in("fake", "train")
@@ -331,7 +339,7 @@ class FakeTrain(TrainEngine):
             parts = [_row_bytes(batch, column, row) for column in ("tokens", "loss_mask", *columns.values())]
             value = _digest(self._weights.tobytes(), struct.pack("<q", sample), recipe, *parts)
             self._gradient = (self._gradient + value) % PRIME
-            # Small enough for sums of them to be exact in float64.
+            # Small enough that their sums are exact in float64.
             loss += value % (1 << 20)
         num_tokens = int(np.count_nonzero(mask.values))
         self._num_accumulated += num_tokens
@@ -368,7 +376,7 @@ class FakeTrain(TrainEngine):
         return Batch(batch.ids, {"reward": np.array([_digest(self._weights.tobytes(), text) % 1021 / 1024 for text in said], np.float64)})
 
     def _of_tokens(self, batch: Batch, head: str, column: str, sign: int) -> Batch:
-        """For each token under the mask a number between 0 and the sign, 0 for the others."""
+        """Return a number between 0 and the sign for each token under the mask, 0 for the others."""
         self._check_place(head)
         batch = _tokenised(batch)
         tokens, mask = batch.ragged("tokens"), batch.ragged("loss_mask").values.astype(bool)
@@ -428,12 +436,14 @@ def _digest(*parts: bytes) -> int:
     return int.from_bytes(digest.digest(), "little") % PRIME
 
 
+# ---- train engine of several ranks
+
 _POLL_S = 0.01
 
 
 @final
 class FakeRanks(FakeTrain):
-    """One rank of it."""
+    """One rank of a fake train engine."""
 
     name = "fake-ranks"
     capabilities = built_in("fake-ranks", "train")
@@ -442,7 +452,7 @@ class FakeRanks(FakeTrain):
         super().__init__(model, settings)
         self._rank, self._num_ranks = settings.rank, settings.num_ranks
         self._links: list[Connection] = []
-        """Of rank 0, to each of the others; of another, to rank 0."""
+        """Connections: of rank 0 to each other rank; of another rank to rank 0."""
         self._num_micro_batches = 0
 
     def start(self) -> None:
@@ -494,7 +504,7 @@ class FakeRanks(FakeTrain):
         self._together()
 
     def _together(self, *own: int) -> Sequence[int]:
-        """Numbers below 2^61, each summed over all ranks; all come to this place before any goes on."""
+        """All-reduce numbers below 2^61: each is summed over all ranks, which wait for each other."""
         try:
             if self._rank:
                 self._links[0].send_bytes(struct.pack(f"<{len(own)}Q", *own))

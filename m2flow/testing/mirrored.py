@@ -1,9 +1,9 @@
-"""A train engine of several ranks as one: what is called here is called on every rank, each a process of its own.
+"""Drive a train engine of several ranks as one: each call is made on every rank, and each rank is a process of its own.
 
     Followers(3) ---> Mirrored(MyTrain, model, settings, followers): rank 0 in this process, 1 to 3 in theirs
 
-For the conformance suite, and for looking at a trainer of several ranks without a run. In a run every rank is a worker's process, and the
-controller gives all of them the same tasks.
+It serves the conformance suite, and experiments with a trainer of several ranks without a run. In a run every rank is a worker's process,
+and the controller gives all of them the same tasks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from m2flow.samples import Batch
 
 Factory = Callable[[Model, EngineSettings], TrainEngine]
 _PATIENCE_S = 400.0
-"""A rank loads PyTorch first, on a machine that others may use."""
+"""Time-out for a rank, which has to load PyTorch first, on a machine that may be busy."""
 
 
 class Followers:
@@ -54,7 +54,7 @@ class Followers:
             end.send_bytes(cloudpickle.dumps((rank, engine, method, arguments)))
 
     def wait(self) -> list[str]:
-        """What each raised, or ""."""
+        """Wait for all ranks; returns what each raised, or ""."""
         for end in self._ends:
             if not end.poll(_PATIENCE_S):
                 raise InternalError("a rank is not where the others are: it did not do what the first one did")
@@ -68,7 +68,7 @@ class Followers:
 
 
 def _follow(end: Connection) -> None:
-    """A rank's process: make engines and do with them what it is told."""
+    """Run the process of a rank: make engines, and call their methods as told."""
     engines: dict[int, TrainEngine] = {}
     while True:
         try:
@@ -103,11 +103,11 @@ def _found(engine: TrainEngine | None) -> TrainEngine:
 
 
 class Mirrored(TrainEngine):
-    """Rank 0 of an engine, whose calls the followers make too."""
+    """Rank 0 of a train engine; the followers repeat each of its calls."""
 
     def __init__(self, factory: Factory, model: Model, settings: EngineSettings, followers: Followers) -> None:
         self._place = Path(tempfile.mkdtemp(prefix="m2flow-ranks-"))
-        weakref.finalize(self, shutil.rmtree, self._place, ignore_errors=True)  # Of one that can't start, or is never stopped.
+        weakref.finalize(self, shutil.rmtree, self._place, ignore_errors=True)  # For an engine that can't start, or is never stopped.
         where = f"file://{self._place / 'meet'}"
         settings = replace(settings, num_ranks=followers.count + 1, rendezvous=where)
         self._followers = followers
@@ -200,7 +200,7 @@ class Mirrored(TrainEngine):
         return rows
 
     def _all(self, method: str, *arguments: object) -> Any:
-        """What rank 0 gives; what it raises, if every rank raises."""
+        """Call a method on all ranks; returns rank 0's result, or raises its error if every rank raises."""
         self._followers.tell(self._number, method, *arguments)
         try:
             result = getattr(self._own, method)(*arguments)

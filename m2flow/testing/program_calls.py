@@ -1,8 +1,7 @@
-"""What a random program does: its calls and users' functions, in the order in which Python would come to them.
+"""Interpret random programs inside a flow: user functions, the calls that statements make, and control flow.
 
-A statement names its operands by counting back. One that has nothing to work on makes no call.
-
-Control flow is here; the calls that statements make are in `program_calls`, and what a program counts for itself in `account`.
+`Calls` makes the calls of statements, `Interpreter` runs control flow; what a program counts for itself is in `programs.Account`. A
+statement names its operands by counting back from the newest. One that has nothing to work on makes no call.
 """
 
 from __future__ import annotations
@@ -27,6 +26,8 @@ from m2flow.testing import programs as p
 from m2flow.testing.fakes import fake_hash
 from m2flow.testing.programs import Account, Lag, Leave, Look, OnStep, Program, Repeat, Statement
 
+# ---- user functions: rewards, ops, roles, filters and keeps
+
 
 def digit_share(sample: Sample) -> float:
     text = str(sample.text)
@@ -34,7 +35,7 @@ def digit_share(sample: Sample) -> float:
 
 
 def length_penalty(sample: Sample) -> float | dict[str, float]:
-    """Of some samples it says what it is made of."""
+    """A reward that returns its parts for some samples."""
     penalty = -sample.num_tokens / 64
     return {"reward": penalty, "tokens": sample.num_tokens, "cut": sample.finish is Finish.LENGTH} if _hash(sample) % 3 else penalty
 
@@ -113,12 +114,12 @@ def tied(samples: list[Sample], numbers: list[float], others: list[float], whole
 
 
 def _finite(number: float) -> float:
-    """The mean of no samples is no number."""
+    """Replace NaN, the mean of no samples, by a number."""
     return number if math.isfinite(number) else 0.0
 
 
 BOARD: list[int] = []
-"""A place outside. Those who run a program in this process clear it first."""
+"""State outside of the program. Whoever runs a program in this process clears it first."""
 
 
 @op(writes=["board"])
@@ -134,7 +135,7 @@ def board_digest() -> float:
 
 
 class Keeper(Role):
-    """Remembers what it has seen, so that the order of its calls and of their samples shows in each of its numbers."""
+    """A role that remembers what it has seen, so that each of its numbers shows the order of its calls and samples."""
 
     def __init__(self, first: int, *, fails: bool) -> None:
         self.seen = [first]
@@ -189,20 +190,23 @@ def lengths_differ(samples: list[Sample]) -> bool:
 REWARDS = (digit_share, length_penalty, at_random, raises_on_some, no_number_on_some, raises_on_few)
 KEEPS: tuple[Keep, ...] = (informative, longest_differs, every_second, keep_raises)
 NUM_SAFE = 3
-"""The first rewards and the first keeps raise nothing."""
+"""How many of the first rewards, and of the first keeps, never raise."""
 
 
 MOST_VARIABLES = 3
-"""A program can reach so many results of each kind; older ones are released."""
+"""The number of results of each kind that a program can reach; older ones are released."""
 MOST_SAMPLES = 18
-"""Samples that a generation may have: small enough for thousands of programs."""
+"""The most samples of a generation: small enough to run thousands of programs."""
 
 CARRIED_N = 2
-"""Samples of a prompt in the calls that carry what is late."""
+"""Samples of a prompt in the calls that carry late samples over (partial rollouts)."""
 
 ROWS = [{"prompt": f"{i * 7919 % 1000}=", "target": str(i)} for i in range(5)]
 
 T = TypeVar("T")
+
+
+# ---- the calls that statements make
 
 
 @dataclass(eq=False)
@@ -214,7 +218,7 @@ class _Samples:
     made_by: frozenset[int]
     """Calls that made them."""
     parents: tuple[_Samples, ...] = ()
-    """What they were filtered from: whatever has rows of these has rows of them."""
+    """The samples that these were filtered from: what has rows of these has rows of the parents."""
     is_union: bool = False
 
 
@@ -230,7 +234,7 @@ def _recent() -> deque[T]:
 
 @final
 class Calls:
-    """The roles, datasets and results of one run of a program."""
+    """The roles, datasets and results of one run of a program; makes its calls."""
 
     step = -1
     """The step that the program is in."""
@@ -248,7 +252,7 @@ class Calls:
         self._heldout = Dataset(ROWS[:3], name="heldout", shuffle=False)
         self._datasets = [Dataset(ROWS), self._heldout]
         self._demonstrations = Dataset(ROWS, name="demonstrations", shuffle=False)
-        self._heldout.take(1)  # A flow that makes no call is none.
+        self._heldout.take(1)  # A flow must make at least one call.
         self._reference = Reference(self._policies[0]) if "reference" in uses else None
         has_critic = any(isinstance(s, p.Actor | p.Values) for s in statements)
         self._critic = Critic(self._policies[0]) if has_critic else None
@@ -259,12 +263,12 @@ class Calls:
         self._keepers = [Keeper(place, name=name, fails=program.fails) for place, name in enumerate(names)]  # type: ignore[call-arg]
         BOARD.clear()
         if any(isinstance(s, p.OnStep | p.Lag) for s in statements):
-            len(self._heldout.all())  # What the first step does not use has a place only if it may come after a look.
+            len(self._heldout.all())  # What the first step does not use is placed only if it may be called after a look.
 
     def log_values(self) -> None:
         log(**{f"value_{i}": value for i, value in enumerate(self._values)})
 
-    def make(self, statement: p.Statement) -> None:  # one case a kind
+    def make(self, statement: p.Statement) -> None:  # One case for each kind of statement.
         """Make the calls of a statement that is no control flow."""
         match statement:
             case p.Generate():
@@ -353,7 +357,7 @@ class Calls:
             rows = policy.generate(dataset, count=count, n=n, **options)  # type: ignore[arg-type]
         elif statement.more:
             if statement.carries and may_be_stale:
-                n, late = CARRIED_N, "carry"  # All calls here are of one line, whose groups must be of one size.
+                n, late = CARRIED_N, "carry"  # All calls here are at one line, whose groups must have one size.
             options |= {"oversample": 1 + statement.more / count, "late": late}
             rows = policy.generate(dataset.take(count + statement.more), n=n, **options)  # type: ignore[arg-type]
         else:
@@ -490,7 +494,7 @@ class Calls:
     # Looks
 
     def is_odd(self, what: str, which: int) -> bool:
-        """Look at something; an odd number is true."""
+        """Wait for a value and branch on it; an odd number is true."""
         if what == "mean" and self._values:
             return _odd(float(_back(self._values, which)))
         if what == "value" and self._values:
@@ -504,7 +508,7 @@ class Calls:
         return what == "cursor" and _at(self._datasets, which).cursor % 2 == 1
 
     def is_none_or_odd(self, which: int, steps: int) -> bool:
-        """Look at the metrics of some steps ago."""
+        """Wait for the metrics of some steps ago."""
         if not self._metrics:
             return False
         metrics = _back(self._metrics, which)
@@ -512,13 +516,13 @@ class Calls:
         self._account.lagged(metrics.call.ordinal, steps, found)
         if found is None:
             return True
-        loss = found.get("loss", 0.5)  # An update on no samples has none.
+        loss = found.get("loss", 0.5)  # An update on no samples has no metrics.
         log(lagged=loss)
         return _odd(loss)
 
 
 def _columns(*samples: _Samples) -> set[str]:
-    """Columns that only samples of a refill have."""
+    """Return the columns that only samples of a refill have."""
     return {"reward" for each in samples if each.rows.scored_by is not None}
 
 
@@ -531,8 +535,11 @@ def _at(items: list[T] | tuple[T, ...], which: int) -> T:
 
 
 def _back(items: deque[T] | list[T], which: int) -> T:
-    """Counting from the newest."""
+    """Index from the newest, modulo the number of items."""
     return items[-1 - which % len(items)]
+
+
+# ---- control flow
 
 
 class _Leave(Exception):
@@ -541,7 +548,7 @@ class _Leave(Exception):
 
 
 class Interpreter:
-    """Makes the calls of a program, inside a flow."""
+    """Run a program inside a flow: its control flow here, its calls by `Calls`."""
 
     def __init__(self, program: Program, account: Account) -> None:
         self._program = program

@@ -1,15 +1,14 @@
-"""Small programs as data, and the flow that each of them is: what random tests of schedules run, planned and eager.
+"""Define small programs as data, and the flow of each, for random tests that compare planned and eager runs.
 
-Interpreter --generated, updated, lagged--> Account --wrong--> nothing, or what is not as the program says
+    Program --as_flow--> Flow --run_planned, run_eager--> two Answers --difference--> nothing, or where they differ
+    Interpreter --generated, updated, lagged--> Account --wrong--> nothing, or what is not as the program says
 
-The session stamps calls with versions and finds the calls of earlier steps; if it counted wrongly, it would do so in eager and planned
-runs alike, and they would agree. So a program counts again, with nothing but its own text: the updates of each policy, by step.
+A statement names its operands by counting back (`samples=0` are the newest samples, `1` those before), modulo their number, and does
+nothing where there are none. So every program is legal, however it was drawn or shrunk. What can still go wrong is what goes wrong for
+users: a reward that raises, a refill that finds too few groups. Strategies that draw programs are in `random_programs`.
 
-Program --as_flow--> Flow --run_planned, run_eager--> two Answers --difference--> nothing, or where they differ
-
-A statement names what it works on by counting back (`samples=0` are the newest samples, `1` those before), modulo what there is, and
-does nothing where there is nothing. So every program is legal, however it was drawn or shrunk. What a program may still get wrong is
-what users get wrong: a reward that raises, a refill that finds too few groups. Strategies that draw programs: `random_programs`.
+`Account` is a check that planned and eager runs do not share: the session stamps calls with versions and finds the calls of earlier steps,
+and if it counted wrongly, both kinds of run would agree. So a program counts the updates of each policy by step from its own text.
 """
 
 from __future__ import annotations
@@ -27,54 +26,56 @@ from m2flow.micro.records.segments import Place, read_segment
 from m2flow.observe.spans import SpanBlock
 from m2flow.samples import Batch, SampleId
 
+# ---- answers
+
 
 @dataclass
 class Answer:
-    """What a run came to: everything that must not depend on the plan."""
+    """The result of a run: everything that must not depend on the plan."""
 
     samples: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     """Identity -> token ids, versions."""
     rewards: dict[tuple[int, int], float] = field(default_factory=dict)
     """(call, sample) -> reward."""
     parts: dict[tuple[int, int], Mapping[str, float]] = field(default_factory=dict)
-    """(call, sample) -> what its reward is made of, where the function said so."""
+    """(call, sample) -> the parts of its reward, where the function returns them."""
     consumed: list[tuple[int, int, int]] = field(default_factory=list)
     """(update call, epoch, sample), sorted."""
     logs: list[tuple[int, str, float]] = field(default_factory=list)
     decisions: dict[int, Decision] = field(default_factory=dict)
-    """Sample -> which call gave it and which versions made its tokens, where that depended on time."""
+    """Sample -> the call that gave it and the versions that made its tokens, where that depended on time."""
     weights: dict[str, str] = field(default_factory=dict)
     """Role -> digest of its trained weights."""
     error: str = ""
     """The error that the flow ended with."""
     where: str = ""
-    """The line that it names, and how the program got there."""
+    """The line that the error names, and the calls that led to it."""
 
     def forget(self, failed: Collection[int]) -> None:
-        """Drop what calls made that failed, of which the plan decides how much there is, and not what time decided, which eager needs."""
+        """Drop the results of failed calls, whose number depends on the plan; keep the decisions, which the eager run needs."""
         self.samples = {packed: one for packed, one in self.samples.items() if SampleId.unpack(packed).call not in failed}
         self.rewards = {key: one for key, one in self.rewards.items() if key[0] not in failed}
         self.parts = {key: one for key, one in self.parts.items() if key[0] not in failed}
 
     def rewarded(self, call: int, ids: Sequence[int], values: Sequence[float], parts: Sequence[Mapping[str, float]]) -> None:
-        """A call judged these samples; `parts` is empty where none of its rewards has any."""
+        """Add the rewards that a call gave to samples; `parts` is empty where none of them has any."""
         self.rewards.update(((call, packed), value) for packed, value in zip(ids, values, strict=True))
         self.parts.update(((call, packed), of) for packed, of in zip(ids, parts, strict=False) if of)
 
 
 def samples_of(rows: Batch) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Identity -> token ids, versions."""
+    """Map sample identities to token ids and versions."""
     tokens, versions = rows.ragged("tokens"), rows.ragged("versions")
     return {packed: (tuple(tokens.row(i).tolist()), tuple(versions.row(i).tolist())) for i, packed in enumerate(rows.ids.tolist())}
 
 
 class Notes:
-    """Keeps what an eager run writes down (`m2flow.micro.worker.eager_executor.Notes`, `m2flow.macro.eager.Journal`)."""
+    """Collect the records of an eager run as an `Answer` (`m2flow.micro.worker.eager_executor.Notes`, `m2flow.macro.eager.Journal`)."""
 
     def __init__(self, run_dir: Path) -> None:
         self.answer = Answer()
         self.failed: set[int] = set()
-        """Calls, and those under a refill that is one of them."""
+        """Failed calls, and the calls of failed refills."""
         self._run_dir = run_dir
 
     def call_added(self, call: Call) -> None:
@@ -126,30 +127,33 @@ class Notes:
         pass
 
 
+# ---- the program's own account of versions
+
+
 @dataclass
 class Account:
-    """One run of a program; the next run begins anew."""
+    """Versions and updates of one run, counted from the program's text; each run begins anew."""
 
     windows: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Generate call -> the oldest and the newest version that it may use."""
     lags: list[tuple[int | None, object]] = field(default_factory=list)
-    """Looks at an earlier step's metrics, in program order: the update whose they should be (None: none), and what they were."""
+    """Looks at an earlier step's metrics, in program order: the update that they should be of (None: none), and their value."""
     _updates: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     """(policy, step) -> its updates there."""
     _place_of: dict[int, tuple[str, int, int]] = field(default_factory=dict)
-    """Update -> policy, step, how many of that policy came before it in the step."""
+    """Update -> policy, step, number of that policy's updates before it in the step."""
     _num_updates: dict[str, int] = field(default_factory=dict)
     _before: dict[str, int] = field(default_factory=dict)
     _lines: dict[int, str] = field(default_factory=dict)
-    """Generate call that carries what is late -> the policy, whose next one goes on with it."""
+    """Generate call that carries late samples over -> the policy, whose next such call continues them."""
 
     def begin(self) -> None:
-        """A run of the program begins."""
+        """Reset for a run of the program."""
         for kept in (self.windows, self.lags, self._updates, self._place_of, self._num_updates, self._before, self._lines):
             kept.clear()
 
     def loop_begins(self) -> None:
-        """What was trained before the loop is no older version of anything."""
+        """Record the updates before the loop: calls in the loop use no version from before them."""
         self._before = dict(self._num_updates)
 
     def generated(self, policy: str, call: int, staleness: int, *, carries: bool = False) -> None:
@@ -188,35 +192,35 @@ class Account:
         return None
 
 
-# Statements. Whole numbers that name a role, a dataset or a result are taken modulo what there is.
+# ---- statements; integers that name a role, a dataset or a result are taken modulo their number
 
 
 @dataclass(frozen=True)
 class Generate:
-    """Responses to rows of a dataset, or to samples that are there already."""
+    """Generate responses to rows of a dataset, or to existing samples."""
 
     policy: int
     source: Literal["take", "all", "samples"]
     which: int
-    """The dataset, or the samples."""
+    """Which dataset, or which samples."""
     count: int
     n: int
     longest: int
     more: int = 0
-    """Of prompts that are taken: so many beyond those that are needed. The late ones are dropped."""
+    """Oversampling: this many prompts more than are needed. The late ones are dropped."""
     carries: bool = False
-    """What is late goes on in the next such call of the policy instead, where older weights are allowed."""
+    """Partial rollouts: late samples continue in the policy's next such call instead, where older weights are allowed."""
     defers: bool = False
-    """The late prompts wait for a long round instead, and the dataset itself is drawn from."""
+    """Tail batching: late prompts wait for a long round instead, and the dataset itself is drawn from."""
     keeps: bool = False
-    """Weights may change under running samples, where older ones are allowed."""
+    """Weights may change under running samples, where older weights are allowed."""
     is_exact: bool = False
-    """It asks for the weights of its line, whatever the staleness of the flow."""
+    """Uses the weights of its line exactly, whatever the staleness of the flow."""
 
 
 @dataclass(frozen=True)
 class Refill:
-    """Dynamic sampling."""
+    """Generate until enough groups pass a filter (dynamic sampling)."""
 
     policy: int
     dataset: int
@@ -241,7 +245,7 @@ class ApplyOp:
 
 @dataclass(frozen=True)
 class Logprobs:
-    """The mean of what a policy, with its weights as they are here, says of each token."""
+    """Mean of the log-probabilities of tokens under a policy's weights at this line."""
 
     policy: int
     samples: int
@@ -249,7 +253,7 @@ class Logprobs:
 
 @dataclass(frozen=True)
 class Values:
-    """The mean of what the critic, with its weights as they are here, says of each token."""
+    """Mean of the critic's values of tokens under its weights at this line."""
 
     samples: int
 
@@ -267,7 +271,7 @@ class Mix:
 
 @dataclass(frozen=True)
 class Ask:
-    """A call of a role of the user's own, whose state lives on a worker."""
+    """A call of a user's role, whose state lives on a worker."""
 
     role: int
     how: Literal["note", "digest", "compare", "forget", "plain"]
@@ -276,7 +280,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Post:
-    """An op that writes to a place outside of which both a later one and a digest read, or that digest."""
+    """An op that writes to state outside of the program, or the digest that reads it."""
 
     is_read: bool
     samples: int
@@ -305,20 +309,20 @@ class Union:
 
 @dataclass(frozen=True)
 class Update:
-    """A policy on samples, with rewards or with advantages that were computed."""
+    """An update of a policy on samples, with rewards or with computed advantages."""
 
     policy: int
     samples: int
     numbers: int
     minibatch: int
-    """0: all."""
+    """0: all samples."""
     epochs: int
     form: Literal["rewards", "advantages", "reference"]
 
 
 @dataclass(frozen=True)
 class Demonstrate:
-    """A policy on demonstrations."""
+    """An update of a policy on demonstrations."""
 
     policy: int
     minibatch: int
@@ -350,7 +354,7 @@ class Look:
 
 @dataclass(frozen=True)
 class Lag:
-    """Look at the metrics of some steps ago, and branch on them: the first body if there are none, or they are odd."""
+    """Wait for the metrics of some steps ago and branch on them: the first body if there are none, or they are odd."""
 
     metrics: int
     steps: int
@@ -360,14 +364,14 @@ class Lag:
 
 @dataclass(frozen=True)
 class OnStep:
-    """Every second step."""
+    """A body that runs in every second step."""
 
     body: tuple[Statement, ...]
 
 
 @dataclass(frozen=True)
 class Repeat:
-    """A loop inside a step. With `until` it ends when a value that it looks at is odd."""
+    """A loop inside a step. With `until` it ends when a value that it waits for is odd."""
 
     times: int
     body: tuple[Statement, ...]
@@ -417,12 +421,12 @@ class Program:
     body: tuple[Statement, ...]
     after: tuple[Statement, ...] = ()
     fails: bool = False
-    """One of its rewards, ops and keeps raises on some samples."""
+    """Whether one of its rewards, ops or keeps raises on some samples."""
     staleness: int = 0
 
     def as_flow(self, account: Account | None = None) -> Flow:
-        """The flow; what it counts for itself while it runs goes into the account."""
-        from m2flow.testing.program_calls import Interpreter  # it knows programs, which need not know it
+        """Make the flow of the program; while it runs, it counts into the account."""
+        from m2flow.testing.program_calls import Interpreter  # Imported here, since that module imports this one.
 
         def program() -> None:
             Interpreter(self, account or Account()).run()
@@ -430,7 +434,7 @@ class Program:
         return Flow(program, self.staleness)
 
     def statements(self) -> Iterator[Statement]:
-        """All of them, those in bodies too."""
+        """Return all statements, including those in bodies."""
         todo = [*self.before, *self.body, *self.after]
         while todo:
             statement = todo.pop()

@@ -1,12 +1,12 @@
-"""Random programs, clusters and orders of events, drawn from a seed; and the property that all of them must have.
+"""Draw random programs, clusters and orders of events from a seed, and check that planned and eager runs of them agree.
 
     for number in range(1000):
         case = drawn_case(Dice(f"my seed, {number}"), "plain")
         assert case.difference() is None, str(case)
 
-A case is a program and all that one run of it is subject to. Whoever draws is a `Draws`: dice, whose throws are a function of their seed
-alone and cost next to nothing, or hypothesis, for which `programs`, `timed_programs`, `clusters` and `policies` are strategies. As text a
-case is what makes it again, to be pasted into a test; `shrunk` makes that text short. Many cases on end: `m2flow.testing.campaign`.
+A case is a program with the conditions of one run. Random choices come from `Draws`: `Dice`, a cheap function of a seed, or hypothesis, for
+which `programs`, `timed_programs`, `clusters` and `policies` are strategies. The text of a case recreates it and can be pasted into a test;
+`shrunk` makes that text short. Many cases in a row: `m2flow.testing.campaign`.
 """
 
 from __future__ import annotations
@@ -34,11 +34,14 @@ from m2flow.testing.world import run_eager, run_planned
 T = TypeVar("T")
 
 
+# ---- sources of random choices
+
+
 class Draws(Protocol):
     """Where random choices come from."""
 
     def integer(self, low: int, high: int) -> int:
-        """One of these, both ends included."""
+        """Draw an integer, both ends included."""
 
     def choice(self, items: Sequence[T]) -> T: ...
 
@@ -71,7 +74,7 @@ class _Hypothesis:
         return self._draw(st.sampled_from(items))
 
 
-# Statements. What is named by counting back is one of the latest three.
+# ---- statements; operands that are named by counting back are among the latest three
 
 
 def _any(draws: Draws) -> int:
@@ -178,7 +181,7 @@ def _block(draws: Draws, makers: Sequence[_Maker], most: int) -> tuple[p.Stateme
 
 
 def _inner(draws: Draws, makers: Sequence[_Maker]) -> tuple[p.Statement, ...]:
-    """What a branch or a loop inside a step has; some leave the loop over steps."""
+    """Draw the body of a branch or a loop inside a step; some leave the loop over steps."""
     return tuple(
         p.Leave(how=draws.choice(_LEAVES)) if draws.integer(0, 6) == 6 else draws.choice(makers)(draws) for _ in range(draws.integer(0, 2))
     )
@@ -198,13 +201,13 @@ def _nested(draws: Draws, makers: Sequence[_Maker]) -> p.Statement:
 
 
 def _body(draws: Draws, makers: Sequence[_Maker]) -> tuple[p.Statement, ...]:
-    """Most begin with something to work on, and train on it."""
+    """Draw the body of a step; most begin with a generation and train on it."""
     nested = tuple(_nested(draws, makers) for _ in range(draws.integer(0, 6)))
     return (makers[0](draws), *nested, *_block(draws, (_update,), 1))
 
 
 def make_program(draws: Draws, *, fails: bool = False) -> p.Program:
-    """A program of a few statements; a user's function in it may raise on some samples."""
+    """Draw a program of a few statements; with `fails`, a user's function in it may raise on some samples."""
     return p.Program(
         num_policies=draws.integer(1, 2),
         num_steps=draws.integer(1, 2),
@@ -216,7 +219,7 @@ def make_program(draws: Draws, *, fails: bool = False) -> p.Program:
 
 
 def make_timed_program(draws: Draws) -> p.Program:
-    """A program in which time is part of the meaning: older weights, more prompts than are needed, and what becomes of the late ones."""
+    """Draw a program whose result depends on time: older weights, oversampling, and partial rollouts or tail batching of late samples."""
     return p.Program(
         num_policies=draws.integer(1, 2),
         num_steps=draws.integer(2, 4),
@@ -245,7 +248,7 @@ _PREDICTORS = ("siblings", "earlier-steps", "prompt-buckets")
 
 
 def make_policies(draws: Draws) -> tuple[str, ...]:
-    """Rollout policies that go together, and some that nobody should want."""
+    """Draw rollout policies that can be combined, including random ones (`adversary`)."""
     seed = draws.integer(0, 1000)
     hands_out = draws.choice(("", f"{ADVERSARIES}:Adversary:seed={seed}", *_OWN_QUEUES))
     left, also = [*_MORE_POLICIES, f"{ADVERSARIES}:Shuffled:seed={seed}"], []
@@ -256,12 +259,12 @@ def make_policies(draws: Draws) -> tuple[str, ...]:
 
 
 def scheduled(spec: ClusterSpec, names: tuple[str, ...], predictor: str = "siblings") -> ClusterSpec:
-    """A cluster whose rollouts go by these policies."""
+    """Return the cluster with these rollout policies."""
     return spec.model_copy(update={"rollout": spec.rollout.model_copy(update={"policy": names, "predictor": predictor})})
 
 
 def make_cluster(draws: Draws) -> ClusterSpec:
-    """A placement, worker counts, chunks and budgets that the planner might choose."""
+    """Draw a cluster: a placement, worker counts, chunks and budgets that the planner might choose."""
     return ClusterSpec(
         placement=draws.choice(("time-shared", "split")),
         cores=2,
@@ -274,17 +277,17 @@ def make_cluster(draws: Draws) -> ClusterSpec:
 
 
 def make_tight_cluster(draws: Draws) -> ClusterSpec:
-    """A cluster whose channels have room for a few samples."""
+    """Draw a cluster whose channels have credits for only a few samples."""
     channels = ChannelSpec(max_samples=draws.choice((1, 2, 3, 5, 8, 13)), max_bytes=draws.choice((2**32, 100, 700, 2000, 9000)))
     return make_cluster(draws).model_copy(update={"channels": channels})
 
 
-# The same for hypothesis.
+# ---- strategies for hypothesis
 
 
 @st.composite
 def programs(draw: st.DrawFn, *, fails: bool | None = False) -> p.Program:
-    """Programs of a few statements each.
+    """Strategy for programs of a few statements.
 
     Args:
         fails: whether a user's function in it may raise on some samples; None: in some.
@@ -294,48 +297,49 @@ def programs(draw: st.DrawFn, *, fails: bool | None = False) -> p.Program:
 
 @st.composite
 def timed_programs(draw: st.DrawFn) -> p.Program:
-    """Programs in which time is part of the meaning."""
+    """Strategy for programs whose result depends on time."""
     return make_timed_program(_Hypothesis(draw))
 
 
 @st.composite
 def policies(draw: st.DrawFn) -> tuple[str, ...]:
-    """Rollout policies that go together."""
+    """Strategy for rollout policies that can be combined."""
     return make_policies(_Hypothesis(draw))
 
 
 @st.composite
 def clusters(draw: st.DrawFn) -> ClusterSpec:
-    """Clusters that the planner might choose."""
+    """Strategy for clusters that the planner might choose."""
     return make_cluster(_Hypothesis(draw))
 
 
-# Cases.
+# ---- cases
 
 Kind = Literal["plain", "raising", "timed"]
 KINDS: tuple[Kind, ...] = ("plain", "raising", "timed")
-"""Programs that nothing goes wrong in, whose functions raise on some samples, in which time is part of the meaning."""
+"""Programs without errors, with functions that raise on some samples, and whose result depends on time."""
 Seats = Literal["apart", "lent", "ahead"]
 _SEATS: tuple[Seats, ...] = ("apart", "apart", "lent", "ahead")
 
 
 @dataclass(frozen=True)
 class Case:
-    """A program, and what a planned run of it is subject to."""
+    """A program, and the conditions of its planned run: cluster, seeds, shared devices and lost workers."""
 
     program: p.Program
     spec: ClusterSpec
     order_seed: int
     by_identity: bool = False
     seats: Seats = "apart"
-    """Of a split plan: its trainer lends its devices to all rollout workers but one, or comes to those of all while samples run."""
+    """In a split plan: `lent`, the trainer lends its devices to all rollout workers but one; `ahead`, it loads onto those of all while
+    samples run."""
     share: float = 0.0
-    """Of the samples, at which it does."""
+    """Share of finished samples at which it does."""
     num_losses: int = 0
-    """Workers that die, and come back."""
+    """Number of workers that die and are restarted."""
 
     def difference(self) -> str | None:
-        """Where the planned run is not the eager one, in words; a run that broke down is one too."""
+        """Describe where the planned run differs from the eager one, or return None; an unexpected exception counts as a difference."""
         try:
             return difference(
                 self.program,
@@ -365,7 +369,7 @@ class Case:
 
 
 def _text(value: object) -> str:
-    """A program as text, without what is as it is by default."""
+    """Format a program as code, without fields that have their defaults."""
     if isinstance(value, tuple):
         return f"({''.join(f'{_text(item)}, ' for item in value)})"
     if not dataclasses.is_dataclass(value):
@@ -375,7 +379,7 @@ def _text(value: object) -> str:
 
 
 def drawn_case(draws: Draws, kind: Kind, *, is_tight: bool = False, loses: bool = False) -> Case:
-    """A case whose program is of a kind, under channels that are tight or may be, with workers that die or none."""
+    """Draw a case of a kind, with tight or ample channels, and with or without workers that die."""
     program = make_timed_program(draws) if kind == "timed" else make_program(draws, fails=kind == "raising")
     spec = (make_tight_cluster if is_tight else make_cluster)(draws)
     if draws.integer(0, 2) == 2:
@@ -392,7 +396,7 @@ def drawn_case(draws: Draws, kind: Kind, *, is_tight: bool = False, loses: bool 
 
 
 def shrunk(case: Case, *, most_tries: int = 400) -> Case:
-    """A case that differs too, of fewer statements: whatever can be left out of it is."""
+    """Shrink a case that has a difference: leave out whatever can be left out while it still differs."""
     tries = 0
     while True:
         for smaller in _smaller(case):
@@ -407,7 +411,7 @@ def shrunk(case: Case, *, most_tries: int = 400) -> Case:
 
 
 def _smaller(case: Case) -> Iterator[Case]:
-    """The case without one thing."""
+    """Yield the case with one thing less."""
     program = case.program
     for name in ("after", "before", "body"):
         for block in _without_one(getattr(program, name)):
@@ -425,7 +429,7 @@ def _smaller(case: Case) -> Iterator[Case]:
 
 
 def _without_one(block: tuple[p.Statement, ...]) -> Iterator[tuple[p.Statement, ...]]:
-    """A block without one of its statements, or with what is inside of one in its place, or with less inside."""
+    """Yield a block without one of its statements, or with the body of one in its place, or with a smaller body."""
     for place, statement in enumerate(block):
         before, after = block[:place], block[place + 1 :]
         yield before + after
@@ -438,7 +442,7 @@ def _without_one(block: tuple[p.Statement, ...]) -> Iterator[tuple[p.Statement, 
 
 
 def beside_the_trainer(*names: str, **fields: Mapping[str, object]) -> Callable[[Plan], Plan]:
-    """Of a split plan: these rollout workers are on the trainer's devices, the others have their own; `fields` of slots, by their kind."""
+    """Place these rollout workers of a split plan on the trainer's devices; the others keep their own. `fields` of slots, by their kind."""
 
     def seated(plan: Plan) -> Plan:
         workers = []
@@ -462,8 +466,11 @@ def difference(
     seated: Callable[[Plan], Plan] = lambda plan: plan,
     num_losses: int = 0,
 ) -> str | None:
-    """Run a program in both ways; what differs, in words, or None. Eager is given what time decided in the planned run; `seated` may change
-    who shares devices with whom there, and so many workers die in it. If one dies with what no other has, there is nothing to compare."""
+    """Run a program planned and eager, and describe what differs, or return None.
+
+    The eager run is given what time decided in the planned run. In the planned run `seated` may change which workers share devices, and
+    `num_losses` workers die; if one dies with state that no other has, there is nothing to compare.
+    """
     account = Account()
     flow = program.as_flow(account)
     planned = run_planned(flow, {}, spec, seed=seed, order_seed=order_seed, deterministic=by_identity, seated=seated, num_losses=num_losses)
@@ -481,7 +488,7 @@ def difference(
 
 
 def eager_of(flow: Flow, spec: ClusterSpec, planned: Answer, *, seed: int = 0) -> tuple[Answer, Callable[[int], object]]:
-    """The eager run of a flow, given what time decided in a planned one; and what each call of it came to that has one value."""
+    """Run a flow eagerly, given what time decided in a planned run; also return the function from calls to their single values."""
     backends: list[Backend] = []
 
     def around(backend: Backend) -> Backend:
@@ -493,9 +500,9 @@ def eager_of(flow: Flow, spec: ClusterSpec, planned: Answer, *, seed: int = 0) -
 
 
 def difference_of(planned: Answer, eager: Answer) -> str | None:
-    """What differs between two answers, in words, or None.
+    """Describe what differs between two answers, or return None.
 
-    A run that ends with an error has done what it had to before it was raised; how much else it has done is a matter of time.
+    A run that ends with an error has done all that comes before the error; how much else it has done depends on time.
     """
     for name, answer in (("planned", planned), ("eager", eager)):
         if len(answer.consumed) != len(set(answer.consumed)):
@@ -508,7 +515,7 @@ def difference_of(planned: Answer, eager: Answer) -> str | None:
         if eager.error and field != "logs":
             shared = ours.keys() & theirs.keys()
             ours, theirs = ({key: held[key] for key in shared} for held in (ours, theirs))
-        if repr(ours) != repr(theirs) if field == "logs" else ours != theirs:  # A NaN in a log is no equal of itself.
+        if repr(ours) != repr(theirs) if field == "logs" else ours != theirs:  # A NaN in a log does not equal itself.
             return f"{field}: planned {_brief(ours, theirs)}, eager {_brief(theirs, ours)}"
     return None
 

@@ -1,13 +1,13 @@
-"""What any rollout engine must do: checks to run against yours.
+"""Check that a rollout engine conforms: functions to run against any engine.
 
-Its samples are hundreds of tokens long, so that they still run when something happens to them: the model's context must have room.
-
-@pytest.mark.parametrize("check", ROLLOUT_CHECKS, ids=lambda check: check.__name__)
+    @pytest.mark.parametrize("check", ROLLOUT_CHECKS, ids=lambda check: check.__name__)
     def test_my_engine(check):
         check(lambda settings: MyEngine(model, settings))
 
-A check gets a factory and makes as many engines as it needs. The model should have a context of at least 48 tokens, know the
-characters `0123456789=`, and not yet be sure of anything (random weights do). Checks of what an engine says that it can't do pass at once.
+A check takes a factory and makes as many engines as it needs. The model should have a context of at least 48 tokens, know the characters
+`0123456789=`, and not yet be sure of anything (random weights are not). Checks of capabilities that an engine does not declare pass at
+once. Engines that pace themselves get samples of hundreds of tokens, so that these still run when something happens to them: the model's
+context must have room for them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SAMPLED = Sampling(12, min_new_tokens=6)
 
 
 def assert_same_samples(expected: dict[int, Generated], got: dict[int, Generated], *, is_bitwise: bool = False) -> None:
-    """The same samples: bitwise, or as far as sums in another order allow.
+    """Assert that samples are the same: bitwise, or as far as sums in another order allow.
 
     Then log-probabilities agree to 1e-4 up to the first token that differs, and at most one sample in sixteen has such a token
     (its random number fell on the edge between two)."""
@@ -182,7 +182,7 @@ def check_a_snapshot_is_what_an_abort_would_give_and_disturbs_nothing(factory: F
 
 
 def check_what_goes_on_from_a_snapshot_is_the_same_sample(factory: Factory) -> None:
-    """Another engine goes on where the first was seen last; bit by bit where results are a function of identity."""
+    """Another engine continues from a snapshot of the first; bit by bit where results are a function of identity."""
     for settings in (EngineSettings(), EngineSettings(deterministic=True)):
         requests = group_requests(SAMPLED, num_per_prompt=3)
         with started(factory, settings) as engine:
@@ -242,7 +242,7 @@ def check_weights_travel_and_stamp_their_version(factory: Factory) -> None:
         assert all((sample.versions == 7).all() for sample in after.values())
         assert any(not np.array_equal(after[i].logprobs, before[i].logprobs) for i in before)
         second.load_weights(_in_one_buffer(first.weights()), 7)
-        # Which requests share a pass of an engine that paces itself is a matter of time.
+        # Which requests share a pass of an engine that paces itself depends on time.
         assert_same_samples(after, generate(second, requests), is_bitwise=not first.capabilities.self_paced)
 
 
@@ -263,7 +263,7 @@ def check_weights_that_come_while_it_is_away_are_those_it_computes_with(factory:
 
 
 def _in_one_buffer(tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """As they come in buckets: each is gone when the next is asked for."""
+    """Yield tensors in one reused buffer, as weight sync does: each is overwritten when the next is taken."""
     for name, tensor in tensors:
         passing = tensor * 1
         yield name, passing
@@ -287,7 +287,7 @@ def check_a_resumed_sample_has_the_versions_that_made_it(factory: Factory) -> No
 
 
 def check_what_goes_on_with_new_weights_reads_its_prefix_by_them(factory: Factory) -> None:
-    """What is stopped, and goes on after a change of weights, is what an engine gives that never had other weights."""
+    """A sample that is stopped and resumed after a weight sync equals that of an engine which only ever had the new weights."""
     settings = EngineSettings(deterministic=True)
     requests = group_requests(SAMPLED, num_per_prompt=3)
     with started(factory, settings) as engine:
@@ -371,7 +371,7 @@ def check_weights_do_not_change_under_a_running_request(factory: Factory) -> Non
 
 
 def check_weights_may_change_under_running_requests_that_allow_it(factory: Factory) -> None:
-    """What runs goes on; what had not begun is wholly of the new weights; nothing is read again unless the engine says so."""
+    """Running samples continue; samples not yet begun use the new weights only; nothing is prefilled again unless the engine says so."""
     requests = group_requests(GREEDY)
     with started(factory) as engine:
         if engine.capabilities.self_paced or not engine.capabilities.weights_under_requests:
@@ -423,7 +423,7 @@ def check_what_goes_on_from_a_stale_cache_reads_it_again(factory: Factory) -> No
 
 
 def check_deterministic_samples_depend_on_when_their_weights_changed_alone(factory: Factory) -> None:
-    """Not on what else runs while they do: in the group, alone, or after a change that came while they were read again."""
+    """They do not depend on what else runs: in the group, alone, or after a change of weights during their second prefill."""
     settings = EngineSettings(deterministic=True)
     requests = group_requests(SAMPLED, num_per_prompt=3)
     with started(factory, settings) as engine:
@@ -574,7 +574,7 @@ def check_weights_change_under_what_runs_if_it_is_allowed(factory: Factory) -> N
 
 
 def run_until(engine: RolloutEngine, ids: Iterable[int], num_tokens: int) -> None:
-    """Until each of these has so many tokens, and none has ended."""
+    """Run until each of these requests has `num_tokens` tokens and none has ended."""
     deadline = time.monotonic() + _PATIENCE_S
     while min(engine.progress()[i] for i in ids) < num_tokens:
         assert engine.step() == []
@@ -673,7 +673,7 @@ def check_offload_keeps_what_was_asked(factory: Factory) -> None:
 
 
 def check_a_sample_that_is_whole_when_its_engine_makes_room_is_not_gone_on_with(factory: Factory) -> None:
-    """A server goes on by itself, and says so at the next step."""
+    """A server continues by itself, and returns the sample at the next step."""
     _check_that_what_was_asked_is_kept(factory, lambda engine: engine.offload(), after_s=1.0)
 
 
@@ -725,7 +725,7 @@ def check_a_sample_can_be_asked_for_once_at_a_time(factory: Factory) -> None:
 
 def check_stop_tokens_end_a_sample_but_not_before_its_minimum(factory: Factory) -> None:
     with started(factory) as engine:
-        # All as the checked ones but for their stops: with a minimum, the end token could not be drawn, and others would be.
+        # As in the checked ones but for their stops: with a minimum the end token can't be drawn, so that other tokens would be.
         free = generate(engine, [make_request(0, index, Sampling(12)) for index in range(16)])
         stop = _token_inside(free)
         done = generate(engine, [make_request(0, index, Sampling(12, stop_token_ids=(stop,))) for index in range(16)])
@@ -739,14 +739,14 @@ def check_stop_tokens_end_a_sample_but_not_before_its_minimum(factory: Factory) 
 
 
 def _token_inside(samples: dict[int, Generated]) -> int:
-    """The fourth token of a sample that goes on after it; of shorter ones the last but one."""
+    """Return the fourth token of a sample that continues after it; of shorter ones the last but one."""
     longest = max(samples.values(), key=lambda sample: len(sample.tokens))
     assert len(longest.tokens) > 1, "every sample ends at once; the model is sure of its end token"
     return int(longest.tokens[min(3, len(longest.tokens) - 2)])
 
 
 def _stopped_at(sample: Generated, stop: int) -> Generated:
-    """The same up to its first such token."""
+    """Cut a sample after its first stop token."""
     found = np.flatnonzero(sample.tokens == stop)
     length = int(found[0]) + 1 if len(found) else len(sample.tokens)
     return replace(sample, tokens=sample.tokens[:length], logprobs=sample.logprobs[:length])
@@ -799,4 +799,4 @@ ROLLOUT_CHECKS: tuple[Callable[[Factory], None], ...] = (
     *GOING_ON_CHECKS,
     *SELF_PACED_CHECKS,
 )
-"""Every check: those of this file in their order, then those of samples that stop and go on, and those of engines that pace themselves."""
+"""All checks: those of every engine, then those of samples that stop and resume, and those of engines that pace themselves."""

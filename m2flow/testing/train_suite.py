@@ -1,16 +1,14 @@
-"""The conformance suite of train engines: what a trainer must do whatever it computes with, critics and reward models too.
+"""Check that a train engine conforms: test classes to inherit, for engines of language models, critics and reward models.
 
-class TestMine(TrainEngineSuite):
+    class TestMine(TrainEngineSuite):
         def make(self) -> TrainEngine: ...          # a fresh engine, not started; always the same initial weights
         is_exact = False                            # True: sums and weights agree bit by bit
 
-Every check takes tokens from `vocabulary`, builds its own batches, and compares the engine with itself: no reference values.
+    class TestMyHeads(ScalarHeadSuite):             # for the heads that the engine declares in its capabilities
+        def make(self, head: str) -> TrainEngine: ...
+        is_exact = False                            # True: values, scores and weights agree bit by bit
 
-class TestMine(ScalarHeadSuite):
-        def make(self, head: str) -> TrainEngine: ...          # a fresh engine, not started; always the same initial weights
-        is_exact = False                                       # True: values, scores and weights agree bit by bit
-
-Beside `m2flow.testing.train_suite`, whose engines model language; an engine declares the heads that it has in its capabilities.
+Every check takes tokens from `vocabulary`, builds its own batches, and compares the engine with itself: there are no reference values.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ class TrainEngineSuite:
     is_exact = False
     vocabulary = 32
     tolerance = 1e-4
-    """Norm-relative, between two cuttings, where the engine is not exact."""
+    """Norm-relative tolerance between two cuttings into micro-batches, where the engine is not exact."""
 
     def make(self) -> TrainEngine:
         raise NotImplementedError
@@ -234,7 +232,7 @@ class TrainEngineSuite:
             sums = engine.accumulate(batch, NLL)
         assert len(lengths) == 3
         assert sums.num_context_tokens == lengths.sum()
-        # At least one token for each target, and the end of sequence.
+        # At least one token for each target, and the end of the sequence.
         assert 6 <= sums.num_tokens < sums.num_context_tokens
 
     def test_lengths_of_samples_are_those_of_their_tokens(self) -> None:
@@ -295,7 +293,7 @@ LINEAR = AdamW(lr=1.0, eps=10.0, max_grad_norm=0.0)
 
 
 def samples(vocabulary: int, *, num_prompts: int = 3, n: int = 4, seed: int = 0) -> Batch:
-    """Groups with shared prompts, ragged responses, and a stretch of a tool's text inside some of them."""
+    """Make groups with shared prompts, ragged responses, and a tool's text inside some of them."""
     rng = np.random.default_rng(seed)
     tokens, masks = [], []
     for _ in range(num_prompts):
@@ -346,7 +344,7 @@ def copied(engine: TrainEngine) -> Weights:
 
 
 def distance(found: Mapping[str, npt.NDArray[Any]], expected: Mapping[str, npt.NDArray[Any]]) -> float:
-    """Largest norm of a difference over the norm of what is expected; 0 means equal bits."""
+    """Return the largest norm of a difference, relative to the norm of the expected tensor; 0 means equal bits."""
     assert set(found) == set(expected)
     worst = 0.0
     for name, array in expected.items():
@@ -378,7 +376,7 @@ class ScalarHeadSuite:
     is_exact = False
     vocabulary = 32
     tolerance = 1e-4
-    """Norm-relative, between two cuttings, where the engine is not exact."""
+    """Norm-relative tolerance between two cuttings into micro-batches, where the engine is not exact."""
 
     def make(self, head: str) -> TrainEngine:
         raise NotImplementedError
@@ -469,13 +467,13 @@ class ScalarHeadSuite:
         return batch.with_columns(returns=per_token(), old_values=per_token())
 
     def warm_up(self, engine: TrainEngine) -> None:
-        """Two steps: after the first, a head that started at zero lets the gradient through."""
+        """Take two steps: after the first, a head that started at zero lets the gradient through."""
         for _ in range(2):
             engine.accumulate(self.batch(), VALUE)
             engine.apply(_RECIPE, 1.0)
 
     def after(self, micro_batches: Sequence[Batch]) -> Weights:
-        """The weights after a step on these, from a critic whose head is not zero."""
+        """Return the weights after a step on a batch, from a critic whose head is not zero."""
         with started(self.make("value")) as engine:
             self.warm_up(engine)
             for batch in micro_batches:

@@ -1,4 +1,4 @@
-"""Looks at something now and then while something else goes on, in a thread of its own."""
+"""Call a function periodically in a thread of its own, while a `with` block lasts."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import final
 
 
 @final
-class Looking:
-    """From entry to exit; the last look ends before the exit does."""
+class Periodically:
+    """Call `look` every `every_s` seconds from entry to exit; the last call ends before the exit does."""
 
     def __init__(self, look: Callable[[], None], *, every_s: float) -> None:
         self._look = look
         self._every_s = every_s
         self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._go_on, name="m2flow-looking", daemon=True)
+        self._thread = threading.Thread(target=self._call_periodically, name="m2flow-periodically", daemon=True)
 
-    def __enter__(self) -> Looking:
+    def __enter__(self) -> Periodically:
         self._thread.start()
         return self
 
@@ -25,6 +25,6 @@ class Looking:
         self._is_over.set()
         self._thread.join()
 
-    def _go_on(self) -> None:
+    def _call_periodically(self) -> None:
         while not self._is_over.wait(self._every_s):
             self._look()
