@@ -38,7 +38,7 @@ import numpy as np
 
 from m2flow.errors import PlanError
 from m2flow.macro.session import seldom_collecting
-from m2flow.micro.lowering.capabilities import can_condense, can_move
+from m2flow.micro.lowering.capabilities import can_migrate_samples, can_shrink_kv_cache
 from m2flow.micro.lowering.placement import share_a_process
 from m2flow.micro.protocol.cost_terms import Costs
 from m2flow.micro.protocol.plan import Bound, Choice, Loser, Mode, Part, Seat
@@ -58,7 +58,7 @@ _FULL = 0.95
 
 def with_early_onload(problem: Problem, seats: tuple[Seat, ...]) -> tuple[Seat, ...]:
     """Set on trainers' seats the share of ended samples at which they are onloaded."""
-    if not can_condense(problem.spec.rollout.engine):
+    if not can_shrink_kv_cache(problem.spec.rollout.engine):
         return seats
     found = []
     for seat in seats:
@@ -422,7 +422,7 @@ class _Search:
     def lends(self) -> bool:
         """Whether a trainer's devices may be lent to rollout."""
         spec = self.problem.spec
-        return spec.lend == "auto" and not self.problem.workload.staleness and can_move(spec.rollout.engine)
+        return spec.lend == "auto" and not self.problem.workload.staleness and can_migrate_samples(spec.rollout.engine)
 
     def best(self, hows: Sequence[int]) -> Found | None:
         """The best plan with these ways to combine parts; None if there is none."""

@@ -1,1 +1,1 @@
-"""A run from beginning to end."""
+"""Run a flow from beginning to end, or a few of its steps to measure them."""

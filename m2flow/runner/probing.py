@@ -1,11 +1,11 @@
-"""Runs that are made to be measured: the flow itself, on the workers of its plan, for a few steps of different sizes.
+"""Measure the constants of a flow's cost model by running a few steps of different sizes on the workers of its plan.
 
-    flow --> ProbeBackend (fewer prompts, given lengths) --> the backend that does the work --> a run directory
+    flow --> ProbeBackend (fewer prompts, given response lengths) --> the backend that executes --> a run directory --> Profile
 
-So every constant is measured where it counts: in the plan's processes, with their threads, with the controller and the rewards at work
-beside them. The first steps are the flow's own (one to warm up, then what its lengths are); in the others the number of prompts and the
-tokens of each answer are set, so that small and large batches, short and long contexts are seen. What the flow does before its loop is
-cut to a few mini-batches in all runs but the first; with it the answers of the first steps are those of the real run.
+Every constant is so measured where it counts: in the plan's processes, with their threads, with the controller and the rewards at work
+too. The first steps are the flow's own (one to warm up, then one with its own lengths); in the others the number of prompts and the
+tokens of each response are set, so that small and large batches, short and long contexts are seen. What the flow does before its loop is
+cut to a few mini-batches in all runs but the first; with it the responses of the first steps are those of the real run.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from m2flow.spec import ClusterSpec, RunSettings
 _RECORD = "probe.json"
 _SETUP_MINIBATCHES = 4
 _LONGEST = 512
-"""Tokens that a set answer has at most: what lies beyond is told by the terms, and would take minutes."""
+"""Tokens of a response of set length at most: longer ones follow from the cost terms, and would take minutes."""
 
 
 @dataclass(frozen=True)
 class Round:
-    """One step of a probe."""
+    """The size of one step of a probe."""
 
     share: float = 1.0
-    """Of the step's prompts."""
+    """Share of the step's prompts that are used."""
     length: float | None = None
-    """Of each answer, as a share of its limit; None: as the flow has it."""
+    """Length of each response as a share of its limit; None: as the flow samples it."""
 
     @property
     def is_natural(self) -> bool:
@@ -65,12 +65,12 @@ ROUNDS = (
     Round(0.12, 0.75),
     Round(),
 )
-"""The first warms up. Where time runs out, the last ones are left out."""
+"""The steps of a probe. The first warms up; if time runs out, the last ones are left out."""
 _TINY = Round(0.0, 0.0)
 
 
 class ProbeBackend(Around):
-    """Hands calls on, in the sizes of the rounds."""
+    """A backend that resizes the flow's calls to the rounds of a probe before another backend executes them."""
 
     def __init__(self, live: Backend, rounds: Sequence[Round], cut: Mapping[int, int], *, budget_s: float, num_ahead: int = 1) -> None:
         """
@@ -82,13 +82,13 @@ class ProbeBackend(Around):
         self._cut = cut
         self._budget_s = budget_s
         self._first_timed = num_ahead + 1
-        """The step whose calls come when the first one is over: what lies before the loop is over then, too."""
+        """The step whose calls come when the first step is over, and with it what lies before the loop."""
         self._step = -1
         self._round = Round()
         self.started_s = time.monotonic()
-        """When the workers were ready."""
+        """When the workers were ready, by `time.monotonic`."""
         self._timed_s = float("inf")
-        """When the first step was over."""
+        """When the first step was over, by `time.monotonic`."""
         self.natural_steps: list[int] = []
 
     def submit(self, call: Call) -> None:
@@ -120,7 +120,7 @@ class ProbeBackend(Around):
 def measure(
     flow: Flow, options: Mapping[str, object], spec: ClusterSpec, settings: RunSettings, *, budget_s: float, only: bool
 ) -> tuple[Profile, Path]:
-    """Run the flow's first steps to measure them: on the spec's placement, and, unless `only` that, on the other one.
+    """Run the flow's first steps to measure them: on the spec's placement and, unless `only` is set, on the other one too.
 
     Args:
         budget_s: about the seconds that the steps of one placement may take, from the end of the first one on.
@@ -145,7 +145,7 @@ def measure(
 
 
 def measured_run(run_dir: Path, flow: Flow, options: Mapping[str, object]) -> Profile:
-    """The profile of a run that was made earlier.
+    """Read the profile of an earlier run from its trace.
 
     Raises:
         SpecError: it is no run of this flow, or has no trace.
@@ -189,7 +189,7 @@ def _probe(
 
 
 def setup_rows(graph: MacroGraph) -> dict[int, int]:
-    """How many rows of a dataset the updates before the loop get: those of a few mini-batches."""
+    """Rows of each dataset that the updates before the loop get: those of a few mini-batches."""
     found = {}
     for call in graph.calls:
         source, size = call.input("samples"), call.options.get("minibatch_size")

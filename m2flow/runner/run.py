@@ -1,20 +1,24 @@
-"""One run from beginning to end: trace, lower, run, write down, sum up. What the command line calls, and a program may.
+"""Run a flow from beginning to end: trace it, lower it to a plan, execute the plan, write the records, sum up.
 
-Plan, ClusterSpec --check_engines--> nothing; or an error that says what is missing and how to get it
+    Run(flow, options, spec, settings).prepare() -> Plan;  .execute() -> Summary
 
-An engine with an interpreter of its own is looked for in there, if that is on this host; workers of a Ray cluster look themselves.
+The command line uses this, and programs may.
 
-One process at a time writes a run: it holds a lock on `run.lock`, which the operating system frees when the process ends, however that
-comes. A run whose trainer died is taken up again in the same process, as `m2flow run --resume` would, unless attempt after attempt
-gets no further. One whose trainer's ranks had no room for a micro-batch is, too, with smaller ones; that ends with single samples.
+Engines. Before workers start, each engine of the plan must be installed. An engine with an interpreter of its own is looked for in there,
+if that is on this host; workers of a Ray cluster look themselves.
 
-first signal   --KeyboardInterrupt in the flow's thread--> the updates that have begun are finished, all else is given up
+Failures. One process at a time writes a run: it holds a lock on `run.lock`, which the operating system frees however the process ends. If
+a trainer is lost with state that only a checkpoint has, the run resumes in the same process, as `m2flow run --resume` would, unless
+attempt after attempt gets no further. If a trainer has no memory for a micro-batch, the run resumes with smaller ones, down to single
+samples.
+
+Signals.
+
+    first signal   --KeyboardInterrupt in the flow's thread--> updates that have begun are finished, all else is given up
     second signal  --end_now--> the ledger is written, the workers are killed, the process ends
 
-A signal handler runs in the main thread between two of its instructions, so an eager run's update, which is that thread's own work,
-only notes the first one. Limit: Python hears of a signal when code that is not Python's own returns.
-
-Run(flow, options, spec, settings).prepare() -> plan;  .execute() -> Summary
+A signal handler runs in the main thread between two of its instructions, so an eager run, whose updates are that thread's own work, only
+notes the first signal during an update. Limit: Python sees a signal only when native code returns.
 """
 
 from __future__ import annotations
@@ -77,7 +81,8 @@ from m2flow.spec import ClusterSpec, RunSettings
 
 
 def check_engines(plan: Plan, spec: ClusterSpec) -> None:
-    """
+    """Check that every engine of a plan is installed.
+
     Raises:
         EngineError: the plan names an engine that nobody knows. MissingExtra: what one needs is not installed.
     """
@@ -91,8 +96,8 @@ _LOCK = "run.lock"
 
 
 @contextlib.contextmanager
-def only_writer(run_dir: Path) -> Iterator[None]:
-    """Be the one process that writes a run.
+def hold_run_lock(run_dir: Path) -> Iterator[None]:
+    """Hold the lock of a run directory, so that one process at a time writes the run.
 
     Raises:
         SpecError: another one does.
@@ -112,41 +117,41 @@ def only_writer(run_dir: Path) -> Iterator[None]:
         yield
 
 
-def in_smaller_parts(spec: ClusterSpec) -> ClusterSpec:
-    """The same, but micro-batches go through the trainer in twice as many parts."""
+def with_smaller_microbatches(spec: ClusterSpec) -> ClusterSpec:
+    """The spec with micro-batches split into twice as many parts."""
     return spec.model_copy(update={"train": spec.train.model_copy(update={"parts": 2 * spec.train.parts})})
 
 
 @final
-class Attempts:
-    """How often the run has come to the same place."""
+class RetryLimit:
+    """Counts failures of a run without progress in between, and gives up after too many."""
 
     def __init__(self, settings: RunSettings) -> None:
         self._settings = settings
-        self._num_vain = 0
+        self._num_without_progress = 0
         self._furthest = -1
 
-    def broke(self, error: StateLost, num_done: int) -> float:
-        """The run broke after so many calls were over; how many seconds to wait before it is taken up again.
+    def record_failure(self, error: StateLost, num_done: int) -> float:
+        """Record a failure after `num_done` finished calls, and return the seconds to wait before the run resumes.
 
         Raises:
             StateLost: it has come no further too often.
         """
-        self._num_vain = 1 if num_done > self._furthest else self._num_vain + 1
+        self._num_without_progress = 1 if num_done > self._furthest else self._num_vain + 1
         self._furthest = max(self._furthest, num_done)
-        if self._num_vain >= self._settings.attempts:
-            times = f"{self._num_vain} times" if self._num_vain > 1 else "once"
+        if self._num_without_progress >= self._settings.attempts:
+            times = f"{self._num_without_progress} times" if self._num_vain > 1 else "once"
             what = f"{error.what}; the run has come this far {times}, and no further"
             raise StateLost(what, where=error.where, now=error.now, remote=error.remote) from error
-        return float(self._settings.retry_wait_s * 2 ** (self._num_vain - 1))
+        return float(self._settings.retry_wait_s * 2 ** (self._num_without_progress - 1))
 
 
 _PATIENCE_S = 2.0
 
 
 @final
-class Shielding(Around):
-    """An eager backend whose updates are not broken off: half of one would be made twice when the run is taken up again."""
+class UninterruptedUpdates(Around):
+    """An eager backend whose updates can't be interrupted: half of one would be made twice when the run resumes."""
 
     def __init__(self, live: Backend) -> None:
         super().__init__(live)
@@ -154,7 +159,7 @@ class Shielding(Around):
         self._reason = ""
 
     def interrupt(self, reason: str) -> bool:
-        """Stop at the end of the update that is under way; False if none is. From a signal handler."""
+        """Stop at the end of the update that is under way; False if there is none. For a signal handler."""
         if self._is_updating:
             self._reason = reason
         return self._is_updating
@@ -170,7 +175,7 @@ class Shielding(Around):
 
 
 def end_now(steps: Iterable[Callable[[], None]]) -> None:
-    """Do these one after the other, each as far as it comes in two seconds: a lock that it needs may be held by who was interrupted."""
+    """Run these steps in order, each for two seconds at most: a lock that one needs may be held by the interrupted thread."""
     for step in steps:
         thread = threading.Thread(target=_quietly, args=(step,), daemon=True)
         thread.start()
@@ -180,40 +185,40 @@ def end_now(steps: Iterable[Callable[[], None]]) -> None:
 def _quietly(step: Callable[[], None]) -> None:
     try:
         step()
-    except Exception:  # The process ends; what can't be done now is found by the next run.
+    except Exception:  # The process ends; the next run finds what can't be done now.
         return
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What a run came to."""
+    """Totals of a finished run."""
 
     run_dir: str
     steps: int
     samples: int
-    """Generated, evaluations included."""
+    """Samples generated, evaluations included."""
     tokens: int
-    """Generated."""
+    """Tokens generated."""
     left_out: dict[str, int]
-    """Samples that are in no result, by reason: `late` ones were dropped; `unused` ones carried, and no later turn gave them."""
+    """Samples that are in no result, by reason: `late` ones were dropped; `unused` ones were carried over and never used."""
     calls_failed: int
-    """Whose errors the flow caught; with them counts what needed them."""
+    """Failed calls whose errors the flow caught, and the calls that needed these."""
     reward_first: float | None
-    """Mean reward of the first update that had rewards."""
+    """Mean reward of the first update that had rewards; None: no update had any."""
     reward_last: float | None
     wall_s: float
-    """From the first call to the last, without the workers' start; of a run that was resumed, since then."""
+    """Seconds from the first call to the last, without the start of workers; of a resumed run, since it was resumed."""
     tokens_per_s: float
-    """In that time, as are `samples_per_s` and `busy_s`."""
+    """Generated tokens per second of `wall_s`; `samples_per_s` and `busy_s` are over the same time."""
     samples_per_s: float
     busy_s: dict[str, float]
-    """Seconds that each worker was at work."""
+    """Seconds that each worker was busy."""
     channels: dict[str, dict[str, float]]
-    """Of each way from a worker to another: parcels, samples and bytes, how many of these in shared memory, seconds blocked."""
+    """For each pair of workers: parcels, samples and bytes, how many of these through shared memory, and seconds blocked."""
     calls_lowered: int
-    """Calls that were new to the lowering, or newly wired."""
+    """Calls that were lowered: new ones, and those with a new wiring."""
     calls_reused: int
-    """Calls whose stage was there already; a flow whose steps look alike has these alone after the first."""
+    """Calls whose stage was reused; all calls after the first step, if a flow's steps look alike."""
     samples_sha256: str
     weights_sha256: str
 
@@ -222,12 +227,20 @@ class Summary:
 
 
 class Run:
-    """One run of a flow. With `decisions` of another run (`m2flow.micro.records.ledger.read_decisions`), an eager one repeats what time
-    decided; with a `pinned` plan, processes and sizes are that one's; a `profile` is what a search for a placement goes by. What `around`
-    makes of the backend gets the flow's calls, for `max_steps` of its steps. With `resume`, the directory of a run that stopped, it goes
-    on in there; flow, options and settings must be those of that run (`m2flow.micro.records.rundir.read_config`). One that `foresees`
-    writes
-    what the plan should take (`m2flow.planner.planning`), also where it was not searched for."""
+    """One run of a flow.
+
+    Args:
+        pin_plan, pin_to: hold every step to the structure of the first one, or to the given calls.
+        decisions: of another run (`m2flow.micro.records.ledger.read_decisions`): an eager run repeats what was decided by time there.
+        pinned: a plan whose processes and sizes are used.
+        profile: a file of measured costs, which the search for a placement goes by.
+        around: wraps the backend that gets the flow's calls.
+        max_steps: steps of the flow after which the run ends.
+        resume: the directory of a stopped run, which goes on in there; flow, options and settings must be those of that run
+            (`m2flow.micro.records.rundir.read_config`).
+        foresees: write a forecast of the plan (`m2flow.planner.planning`), also where it was not searched for.
+        warn: tells the user something.
+    """
 
     def __init__(
         self,
@@ -266,28 +279,28 @@ class Run:
         self._warn = warn
         self._past: Past | None = None
         self._start_ns = 0
-        """When its first call was next, Unix time."""
-        self._has_broken = False
-        """An attempt of this process was up, and lost what only a checkpoint has."""
+        """Unix time in ns at which the measured part of the run begins."""
+        self._has_lost_state = False
+        """An attempt of this process had started, and lost state that only a checkpoint has."""
         self._replay: ReplayBackend | None = None
         self._graph: MacroGraph | None = None
-        """What a placement was searched for."""
+        """The graph that a placement was searched for."""
         self._plan: Plan | None = None
         self._num_steps: int | None = None
         self._models: dict[str, Model] = {}
         self._journal: Journal | None = None
         self._controller: Controller | None = None
-        self._shield: Shielding | None = None
+        self._shield: UninterruptedUpdates | None = None
         self._lowering: Lowering | None = None
         self.run_dir = Path()
 
     def prepare(self) -> Plan:
-        """Trace the first step and lower it. Runs no engine; makes no directory.
+        """Trace the first steps and lower them to a plan. Runs no engine; makes no directory.
 
         The search seats the calls that it is shown: for it the flow is followed past the values that it waits for, to the outcomes with
         the most calls. The rules of `split` and `time-shared` leave room for what nobody knows.
         """
-        with prints_muted():  # They come when the flow runs.
+        with prints_muted():  # The flow prints when it runs.
             graph, self._models, num_steps = trace(self.flow, self.options, seed=self.settings.seed, steps=TRACED_STEPS)
         self._num_steps = num_steps
         if self._resume is not None and (self._resume / "ledger.db").exists():
@@ -302,7 +315,7 @@ class Run:
         copies = Copies() if is_whole else copies_made(self.flow, self.options, num_steps=num_steps, seed=self.settings.seed)
         self._models = {**copies.models, **self._models}
         if is_searched(self.spec) and pinned is None:
-            graph = self._anticipated(graph)
+            graph = self._trace_further(graph)
             choice = question_of(graph, self._models, self.spec, profile=self._profile, copies=copies.sources).choose()
             self._graph = graph
         self._plan = lower(
@@ -319,15 +332,16 @@ class Run:
             check_edited(pinned, self._plan, self.spec)
         self._plan = paced(self._plan, graph, self._models, self.spec, self._profile)
         if self._foresees and self._plan.choice is None and not self.settings.eager:
-            if not any(call.method == "update" and call.step >= 0 for call in graph.calls):  # A value was waited for before it.
-                graph = self._anticipated(graph)
+            # The trace ended before it because a value is needed.
+            if not any(call.method == "update" and call.step >= 0 for call in graph.calls):
+                graph = self._trace_further(graph)
             ask = partial(question_of, graph, self._models, profile=self._profile)
             self._forecast = forecast(self._plan, self.spec, ask)
         return self._plan
 
-    def _anticipated(self, graph: MacroGraph) -> MacroGraph:
-        """A graph that goes on past the values that the flow waits for; the given one where that can't be said."""
-        with contextlib.suppress(FlowError):  # Of invented values; the flow's own errors come when it runs.
+    def _trace_further(self, graph: MacroGraph) -> MacroGraph:
+        """The graph traced on past the values that the flow needs; the given one where that is not possible."""
+        with contextlib.suppress(FlowError):  # An error that comes of invented values; the flow's own errors come when it runs.
             exploration = explore(self.flow, self.options, seed=self.settings.seed)
             graph = anticipate(self.flow, self.options, exploration, steps=TRACED_STEPS, seed=self.settings.seed)
             self._models = dict(exploration.models)
@@ -335,17 +349,17 @@ class Run:
 
     @property
     def models(self) -> Mapping[str, Model]:
-        """Of the flow's roles, once it is prepared."""
+        """The models of the flow's roles; empty before `prepare`."""
         return self._models
 
     @property
     def num_steps(self) -> int | None:
-        """Of the program, once it is prepared; None: it is not known."""
+        """Steps of the flow; None before `prepare`."""
         return self._num_steps
 
     @property
     def tally(self) -> Tally:
-        """Counts so far; may be read while the run goes on."""
+        """Counts so far; may be read by another thread during the run."""
         return self._journal.tally if self._journal else Tally()
 
     @property
@@ -361,10 +375,11 @@ class Run:
         """
         plan = self._plan or self.prepare()
         check_engines(plan, self.spec)
-        destinations(self.settings, Path(), self.flow.name, lambda said: None)  # What is missing is said before there is a directory.
+        # Missing packages and accounts are reported before there is a directory.
+        destinations(self.settings, Path(), self.flow.name, lambda said: None)
         with naming_a_full_disk(self.settings.runs_dir):
             self.run_dir = brought_home(self._resume, self.settings.runs_dir) if self._resume else self._new_run_dir()
-            with only_writer(self.run_dir):
+            with hold_run_lock(self.run_dir):
                 if self._resume is None:
                     write_config(
                         self.run_dir,
@@ -384,10 +399,10 @@ class Run:
                 forwarding = Forwarding(destinations(self.settings, self.run_dir, self.flow.name, self._warn), self._warn)
                 forwarding.open()
                 try:
-                    wall_s, digests = self._attempts(plan)
+                    wall_s, digests = self._run_with_retries(plan)
                 finally:
                     forwarding.end()
-                    self._draw()
+                    self._write_pictures()
                     forwarding.close()
             return self._sum_up(wall_s, digests)
 
@@ -397,26 +412,28 @@ class Run:
             share(run_dir, storage.directory, storage.every_s)
         return run_dir
 
-    def _attempts(self, plan: Plan) -> tuple[float, Mapping[str, str]]:
-        """Run to the end; where a worker dies with what only a checkpoint has, or has no room for what can be cut, from there again."""
-        attempts, how = Attempts(self.settings), ""
+    def _run_with_retries(self, plan: Plan) -> tuple[float, Mapping[str, str]]:
+        """Run to the end; resume after a loss of state that only a checkpoint has, or with smaller micro-batches after an out-of-memory
+        error.
+        """
+        attempts, how = RetryLimit(self.settings), ""
         while True:
             try:
-                return self._attempt(plan, how)
+                return self._run_once(plan, how)
             except (StateLost, MicroBatchTooLarge) as error:
-                self._has_broken = True
+                self._has_lost_state = True
                 past, wait_s, how = read_past(self.run_dir, self._warn), 0.0, ""
                 if isinstance(error, MicroBatchTooLarge):
-                    self.spec = in_smaller_parts(self.spec)
+                    self.spec = with_smaller_microbatches(self.spec)
                     move(self.run_dir, self.spec, plan, past.attempt)
                     how = f"every micro-batch goes through in {self.spec.train.parts} parts"
                 else:
-                    wait_s = attempts.broke(error, len(past.done))
+                    wait_s = attempts.record_failure(error, len(past.done))
                 self._warn(f"{error.what}; the run goes on from {past.where}{', and ' if how else ''}{how}")
                 time.sleep(wait_s)
                 self._past = past
 
-    def _attempt(self, plan: Plan, how: str) -> tuple[float, Mapping[str, str]]:
+    def _run_once(self, plan: Plan, how: str) -> tuple[float, Mapping[str, str]]:
         clear_leftovers(self.run_dir)
         alarm, tensorboard = Alarm(self.spec.weights.warn_above, self._warn), has_tensorboard(self.settings)
         self._journal = Journal(self.run_dir, self._past, keeps=not self.settings.eager, tensorboard=tensorboard, alarm=alarm)
@@ -425,13 +442,13 @@ class Run:
             self._journal.incident("out of memory", "controller", how)
         reason = "killed"
         try:
-            wall_s, digests = self._eager(plan) if self.settings.eager else self._planned(plan)
+            wall_s, digests = self._run_eager(plan) if self.settings.eager else self._run_planned(plan)
             reason = DONE
         except BaseException as error:
             reason = f"{type(error).__name__}: {error.what if isinstance(error, M2FlowError) else error}"
             raise
         finally:
-            # What can't be closed must not hide why the run failed.
+            # An error of closing must not hide why the run failed.
             with contextlib.nullcontext() if reason == DONE else contextlib.suppress(M2FlowError, OSError, sqlite3.Error):
                 self._journal.ended(reason)
             with contextlib.nullcontext() if reason == DONE else contextlib.suppress(M2FlowError, OSError, sqlite3.Error):
@@ -443,10 +460,10 @@ class Run:
                 )
         return wall_s, digests
 
-    def _planned(self, plan: Plan) -> tuple[float, Mapping[str, str]]:
+    def _run_planned(self, plan: Plan) -> tuple[float, Mapping[str, str]]:
         assert self._journal is not None
         keeper = self._keeper()
-        outcomes, self._controller = self._assembled(plan, self._journal, keeper)
+        outcomes, self._controller = self._make_controller(plan, self._journal, keeper)
         self._lowering = Lowering(plan, self.spec)
         ahead = RunAhead(self.flow.staleness_for(self.options), self.spec.run_ahead_bytes)
         keeping: CheckpointCoordinator | None = None
@@ -471,34 +488,34 @@ class Run:
             self._controller.close()
 
     def _begin(self) -> float:
-        """The time, monotonic, from which on the run is measured."""
+        """Note the time at which the measured part of the run begins, and return it (`time.monotonic`)."""
         self._start_ns = time.time_ns()
         return time.monotonic()
 
     def _start(self, controller: Controller) -> None:
-        """Have the workers come up. The first time one that dies ends the run; after that it is one more loss."""
+        """Start the workers. In the first attempt a worker that dies ends the run; in a later one it counts as another loss of state."""
         try:
             controller.open()
         except WorkerError as error:
-            if not self._has_broken:
+            if not self._has_lost_state:
                 raise
             raise StateLost(error.what, where=error.where, now=error.now, remote=error.remote) from error
 
-    def _assembled(self, plan: Plan, journal: Journal, keeper: Keeper) -> tuple[CallFutures, Controller]:
+    def _make_controller(self, plan: Plan, journal: Journal, keeper: Keeper) -> tuple[CallFutures, Controller]:
         restored, parts, attempt = self._restored
         launcher = launcher_for(Job(plan, self.spec, self.settings, self._models, self.run_dir, attempt, parts, self._flow_file))
         outcomes = CallFutures()
-        search_anew = None if self._graph is None else partial(self._search_anew, self._graph, plan)
+        search_anew = None if self._graph is None else partial(self._make_replanner, self._graph, plan)
         return outcomes, Controller(plan, self.spec, self.settings, launcher, journal, outcomes, keeper, restored, self._warn, search_anew)
 
-    def _search_anew(self, graph: MacroGraph, plan: Plan) -> Callable[[ClusterSpec], Choice]:
-        """What searches for the best plan, with answers as long as those of the run so far, and with work that takes what it took."""
+    def _make_replanner(self, graph: MacroGraph, plan: Plan) -> Callable[[ClusterSpec], Choice]:
+        """Make what searches for the best plan again, by the response lengths and durations of the run so far."""
         profile = read_profile(self._profile) if self._profile else None
         newer = measured_so_far(self.flow.name, self._models, plan, self.spec, self.run_dir, gather_s=GATHER_S)
         profile = profile.updated(newer) if profile and newer else newer or profile
         return lambda spec: question_of(graph, self._models, spec, lengths=parse_lengths(str(self.run_dir)), profile=profile).choose()
 
-    def _eager(self, plan: Plan) -> tuple[float, Mapping[str, str]]:
+    def _run_eager(self, plan: Plan) -> tuple[float, Mapping[str, str]]:
         assert self._journal is not None
         journal, keeper = self._journal, self._keeper()
         performer = EagerExecutor(plan, self.spec, self.settings, self._models, self.run_dir, journal, self._decisions, self._past)
@@ -510,7 +527,7 @@ class Run:
         try:
             performer.open()
             start = self._begin()
-            backend = self._shield = Shielding(EagerBackend(performer, journal))
+            backend = self._shield = UninterruptedUpdates(EagerBackend(performer, journal))
             keeping = CheckpointCoordinator(self._replayed(backend), keeper, begin=lambda due: None, end=save, num_over=journal.num_well)
             self._run_flow(keeping)
             wall_s = time.monotonic() - start
@@ -525,49 +542,49 @@ class Run:
             performer.close()
 
     def interrupt(self, reason: str) -> bool:
-        """Stop as soon as the update that is under way in this thread is done; False: there is none. From a signal handler."""
+        """Stop as soon as the update that is under way in this thread is done; False: there is none. For a signal handler."""
         return self._shield is not None and self._shield.interrupt(reason)
 
     def end_now(self) -> None:
-        """Write the ledger and end the workers, as far as that is possible at once; the process must end then. From a signal handler."""
+        """Write the ledger and kill the workers, as far as that is possible at once; the process must end then. For a signal handler."""
         steps = [self._journal.make_durable] if self._journal else []
         end_now([*steps, self._controller.abandon] if self._controller else steps)
 
     def _run_flow(self, backend: Backend) -> None:
         with prints_muted(lambda: self._replay is not None and not self._replay.is_live):
-            self.flow.run(self._watched(backend), self.options, seed=self.settings.seed, max_steps=self._max_steps)
+            self.flow.run(self._recorded(backend), self.options, seed=self.settings.seed, max_steps=self._max_steps)
 
     @property
     def _is_live(self) -> bool:
-        """Whether the program is beyond what an earlier attempt did."""
+        """Whether the program is past what earlier attempts recorded."""
         return self._replay is None or self._replay.is_live
 
     @property
     def _restored(self) -> tuple[Mapping[str, int], Mapping[str, str], int]:
-        """Versions and parts that the trainers begin with, and the number of the attempt."""
+        """Weight versions and checkpoint parts that the trainers begin with, and the number of the attempt."""
         return ({}, {}, 0) if self._past is None else (self._past.versions, self._past.parts, self._past.attempt)
 
     def _keeper(self) -> Keeper:
         return Keeper(self.run_dir, self.settings, self._restored[2], None if self._past is None else self._past.checkpoint)
 
     def _replayed(self, live: Backend) -> Backend:
-        """The backend as it goes on from where the run stopped."""
+        """The backend with replay of earlier attempts, if the run is resumed."""
         past = self._past
         if past is None:
             return live
         self._replay = ReplayBackend(past.record, live, reperform=past.redo, logged=past.logged, left=past.left, failed=past.failed)
         return self._replay
 
-    def _watched(self, backend: Backend) -> Backend:
-        """The backend as the flow gets it: what it does is recorded, and held to one structure if that was asked for."""
+    def _recorded(self, backend: Backend) -> Backend:
+        """The backend that the flow gets: it records the calls, and checks their structure if that is pinned."""
         assert self._journal is not None
         recorder: Backend = Recorder(backend if self._around is None else self._around(backend), self._journal.record)
         if not self._is_pinned:
             return recorder
         return PinnedBackend(recorder, self._pin_to, source="the given plan" if self._pin_to is not None else "the first step")
 
-    def _draw(self) -> None:
-        """The pictures and exports of the run, also of one that failed. What can't be drawn must not hide why it failed."""
+    def _write_pictures(self) -> None:
+        """Write pictures and exports of the run, also of a failed one. An error in here must not hide why it failed."""
         try:
             to_otel(self.run_dir)
             write_trace(self.run_dir, self.run_dir / "trace.json.gz", devices=self._plan.device_names if self._plan else None)

@@ -37,7 +37,7 @@ import numpy as np
 import numpy.typing as npt
 
 from m2flow.errors import SpecError
-from m2flow.micro.lowering.capabilities import rollout_abilities
+from m2flow.micro.lowering.capabilities import rollout_capabilities
 from m2flow.micro.protocol.plan import Choice, EngineSlot, Seat, WorkerPlan
 from m2flow.micro.records.audit import read_token_account
 from m2flow.micro.records.length_bias import bias_of_run
@@ -253,7 +253,7 @@ def predicted_bytes(worker: WorkerPlan, choice: Choice) -> int | None:
         if slot.kind == "function":
             continue
         seat = next((seat for seat in choice.seats if (seat.engine.role, seat.engine.kind) == (slot.role, slot.kind)), None)
-        can = rollout_abilities(slot.engine) if slot.kind == "rollout" else None
+        can = rollout_capabilities(slot.engine) if slot.kind == "rollout" else None
         if seat is None or (can is not None and can.self_paced):
             return None
         seats.append((slot, seat))

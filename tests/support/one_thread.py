@@ -137,7 +137,7 @@ class SteppedRun(Run):
         self._order = random.Random(more.pop("order_seed", 0))  # type: ignore[arg-type]
         super().__init__(flow, options, spec, settings, **more)  # type: ignore[arg-type]
 
-    def _assembled(self, plan: Plan, journal: Journal, keeper: Keeper) -> tuple[CallFutures, Controller]:
+    def _make_controller(self, plan: Plan, journal: Journal, keeper: Keeper) -> tuple[CallFutures, Controller]:
         restored, parts, attempt = self._restored
         settings = self.settings.model_copy(update={"hung_after_s": 1e9, "stopped_after_s": 1e9})  # Nobody beats here.
         launcher = LocalLauncher(Job(plan, self.spec, settings, self._models, self.run_dir, attempt, parts))

@@ -1,1 +1,1 @@
-"""From the macro graph to the plan, pass by pass."""
+"""Lower the macro graph of a flow to a plan for worker processes, pass by pass."""

@@ -1,4 +1,7 @@
-"""The arithmetic of a run that people get wrong, each number with its formula: shown by `m2flow plan` and at the start of a run."""
+"""Sizes of a run, each number with its formula: samples, tokens, optimiser steps, gradient accumulation, learning rate.
+
+`m2flow plan` shows these lines, and `m2flow run` shows them at its start, because they are what is easily got wrong.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,11 @@ from m2flow.recipe import AdamW, Sampling
 from m2flow.samples import Batch
 
 TRACED_STEPS = 100
-"""Steps that are traced before a run, for its arithmetic; the plan itself needs the first."""
+"""Steps that are traced before a run for these sizes; the plan itself needs only the first."""
 
 
 def arithmetic(graph: MacroGraph, *, num_steps: int, token_budget: int, num_ranks: int = 1) -> tuple[Line, ...]:
-    """Lines about the step of the flow and about the whole run.
+    """The lines about one step of the flow and about the whole run.
 
     Args:
         graph: as many steps as were traced, with what comes before and after them.
@@ -56,11 +59,11 @@ def arithmetic(graph: MacroGraph, *, num_steps: int, token_budget: int, num_rank
 
 
 class _Rates:
-    """The course of the rate for each recipe that a role is trained with, where it is not one number."""
+    """Collect the learning-rate schedules of a run: one line for each (role, recipe) whose rate is not constant."""
 
     def __init__(self) -> None:
         self._of: dict[tuple[str, AdamW], tuple[Call, list[int]]] = {}
-        """Role and recipe -> the first call, and optimiser steps outside and inside of the loop."""
+        """(role, recipe) -> its first call, and the optimiser steps [outside, inside] of the loop."""
 
     def add(self, call: Call, num_optimizer_steps: int) -> None:
         recipe = call.options["optimizer"]
@@ -70,7 +73,7 @@ class _Rates:
             counts[call.step >= 0] += num_optimizer_steps
 
     def lines(self, num_steps: int, scale: float) -> list[Line]:
-        """Each in words, with the rates at five moments of the run.
+        """One line for each schedule, with the learning rates at five moments of the run.
 
         Args:
             num_steps: of the flow. scale: those over the steps that were traced.
@@ -95,7 +98,7 @@ class _Rates:
 
 
 def _generation(call: Call) -> tuple[int, int, Line]:
-    """Samples, most new tokens, and the line that says so."""
+    """Samples of one generate call, its new tokens at most, and the line that shows them."""
     sampling, n = call.options["sampling"], call.options["n"]
     assert isinstance(sampling, Sampling)
     assert isinstance(n, int)
@@ -105,13 +108,13 @@ def _generation(call: Call) -> tuple[int, int, Line]:
 
 
 def _update(graph: MacroGraph, call: Call, token_budget: int, num_ranks: int) -> tuple[int, Line, Line]:
-    """Optimiser steps of one update, and the lines that say how they and their micro-batches come about."""
+    """Optimiser steps of one update call, and the lines that derive these and its gradient accumulation."""
     size, epochs = call.options["minibatch_size"], call.options["epochs"]
     assert isinstance(epochs, int)
     source = _source(graph, call)
     n = source.options.get("n", 1) if source else 1
     assert isinstance(n, int)
-    prompts = call.most_rows // n  # Fewer than were generated, where those were over-sampled.
+    prompts = call.most_rows // n  # Fewer than were generated if the generation was over-sampled.
     if not isinstance(size, int):
         size = max(prompts, 1)
     minibatches = math.ceil(prompts / size)
@@ -132,13 +135,13 @@ def _update(graph: MacroGraph, call: Call, token_budget: int, num_ranks: int) ->
 
 
 def _source(graph: MacroGraph, call: Call) -> Call | None:
-    """The call whose rows this one works on."""
+    """The call whose rows this one takes as input; None if it is not in the graph."""
     ref = call.input("samples") or call.input("prompts")
     return next((c for c in graph.calls if ref is not None and c.ordinal == ref.call), None)
 
 
 def _longest(graph: MacroGraph, source: Call | None) -> int:
-    """Most tokens of one sample: of the longest prompt (a byte of text being a token at most) and of the longest answer."""
+    """Tokens of a sample at most: of the longest prompt (one token a byte of text) and the longest response."""
     if source is None:
         return 0
     rows, sampling = source.options.get("rows"), source.options.get("sampling")

@@ -1,4 +1,7 @@
-"""Whether the engines of a plan can do what its calls ask of them, beyond running them at all."""
+"""Check the calls of a flow against the capabilities of the engines that a plan gives them.
+
+An engine that lacks what a call must have is an error; where a lack only makes an option useless, the plan gets a note that says so.
+"""
 
 from __future__ import annotations
 
@@ -17,47 +20,49 @@ from m2flow.spec import RolloutSpec
 
 
 @functools.cache
-def rollout_abilities(engine: str) -> Capabilities | None:
-    """What a rollout engine says that it can do; None if nobody knows it."""
+def rollout_capabilities(engine: str) -> Capabilities | None:
+    """Capabilities of a rollout engine; None if no engine of this name is registered."""
     return next((info.capabilities for info in engines() if info.kind == "rollout" and info.name == engine), None)
 
 
-def can_rest(engine: str) -> bool:
-    """Whether a rollout engine's weights can stay on devices that others work on; its cache never does."""
-    can = rollout_abilities(engine)
+def can_stay_resident(engine: str) -> bool:
+    """Whether a rollout engine's weights may stay resident on devices while other engines work there; its KV cache never may."""
+    can = rollout_capabilities(engine)
     return can is not None and can.rests
 
 
-def can_condense(engine: str) -> bool:
-    """Whether a rollout engine can give back cache while samples run."""
-    can = rollout_abilities(engine)
+def can_shrink_kv_cache(engine: str) -> bool:
+    """Whether a rollout engine can shrink its KV cache while samples run."""
+    can = rollout_capabilities(engine)
     return can is not None and can.condenses
 
 
-def can_move(engine: str) -> bool:
-    """Whether a rollout engine's samples can be stopped and go on elsewhere."""
-    can = rollout_abilities(engine)
+def can_migrate_samples(engine: str) -> bool:
+    """Whether samples of a rollout engine can be aborted and resumed from their prefix on another worker."""
+    can = rollout_capabilities(engine)
     return can is not None and can.abort and can.resume_with_prefix
 
 
 def readable_offloaded(engine: str) -> bool:
-    """Whether a trainer's weights can be copied while it is off its devices."""
+    """Whether a trainer's weights can be read while it is offloaded."""
     return any(info.capabilities.readable_offloaded for info in engines() if info.kind == "train" and info.name == engine)
 
 
 def keeps_caches(worker: WorkerPlan) -> frozenset[str]:
-    """The roles whose rollout engine on a worker can take new weights under running requests."""
+    """Roles whose rollout engine on this worker can load new weights under running requests, and so keeps their KV cache."""
     slots = [slot for slot in worker.engines if slot.kind == "rollout"]
-    return frozenset(slot.role for slot in slots if (can := rollout_abilities(slot.engine)) is not None and can.weights_under_requests)
+    return frozenset(slot.role for slot in slots if (can := rollout_capabilities(slot.engine)) is not None and can.weights_under_requests)
 
 
-def adapters_alone(models: Mapping[str, Model], workers: Iterable[WorkerPlan]) -> frozenset[str]:
-    """The roles whose adapters can be sent without the weights beside them: all their rollout engines add them, in the trainer's type."""
+def roles_syncing_adapters_only(models: Mapping[str, Model], workers: Iterable[WorkerPlan]) -> frozenset[str]:
+    """Roles whose LoRA adapters can be synced without the base weights: each of their rollout engines applies adapters, in the trainer's
+    dtype.
+    """
     engines_of: dict[str, list[Capabilities | None]] = {}
     for worker in workers:
         for slot in worker.engines:
             if slot.kind == "rollout":
-                engines_of.setdefault(slot.role, []).append(rollout_abilities(slot.engine))
+                engines_of.setdefault(slot.role, []).append(rollout_capabilities(slot.engine))
     return frozenset(
         role
         for role, all_can in engines_of.items()
@@ -73,8 +78,9 @@ def _takes_turns(worker: WorkerPlan, role: str) -> bool:
     return bool(worker.lease) and any(slot.kind == "train" and slot.role == role for slot in worker.engines)
 
 
-def check_abilities(call: Call, workers: Iterable[WorkerPlan]) -> None:
-    """
+def check_partial_rollouts(call: Call, workers: Iterable[WorkerPlan]) -> None:
+    """Check that every rollout engine of a call's role can resume partial rollouts, if the call carries late samples.
+
     Raises:
         PlanError: a generation carries what is late, and an engine of its role can't stop a sample and go on with it.
     """
@@ -82,7 +88,7 @@ def check_abilities(call: Call, workers: Iterable[WorkerPlan]) -> None:
         return
     for worker in workers:
         for slot in worker.engines:
-            can = rollout_abilities(slot.engine) if slot.kind == "rollout" and slot.role == call.role else None
+            can = rollout_capabilities(slot.engine) if slot.kind == "rollout" and slot.role == call.role else None
             if can is not None and not (can.abort and can.resume_with_prefix):
                 raise PlanError(
                     f"late='carry' needs a rollout engine that can stop a sample and go on from its tokens, and {slot.engine!r} can't",
@@ -92,7 +98,8 @@ def check_abilities(call: Call, workers: Iterable[WorkerPlan]) -> None:
 
 
 def check_lora(models: Mapping[str, Model], workers: Iterable[WorkerPlan]) -> None:
-    """
+    """Check that every role with adapters has a train engine that can train them.
+
     Raises:
         PlanError: a role's adapters can't be trained by its engine. MissingExtra: what adapters need is not installed.
     """
@@ -108,8 +115,8 @@ def check_lora(models: Mapping[str, Model], workers: Iterable[WorkerPlan]) -> No
                 check_adapters()
 
 
-def notes_on_abilities(graph: MacroGraph, workers: Iterable[WorkerPlan]) -> tuple[str, ...]:
-    """What the calls allow and the engines, or where they are, make nothing of; and what stopping costs."""
+def notes_on_capabilities(graph: MacroGraph, workers: Iterable[WorkerPlan]) -> tuple[str, ...]:
+    """Notes for the plan: options of calls that have no effect with these engines, and what preemption costs with them."""
     notes = []
     for call in {str(call.site): call for call in graph.calls if call.engine == "rollout"}.values():
         hosts = [worker for worker in workers if any(slot.kind == "rollout" and slot.role == call.role for slot in worker.engines)]
@@ -120,7 +127,7 @@ def notes_on_abilities(graph: MacroGraph, workers: Iterable[WorkerPlan]) -> tupl
                 "generate and train by turns"
             )
         engines_of = {slot.engine for worker in hosts for slot in worker.engines if slot.kind == "rollout" and slot.role == call.role}
-        unkeyed = sorted(name for name in engines_of if (can := rollout_abilities(name)) is not None and not can.keyed_seeds)
+        unkeyed = sorted(name for name in engines_of if (can := rollout_capabilities(name)) is not None and not can.keyed_seeds)
         if carries(call.options) and unkeyed:
             notes.append(f"what is carried at {call.site} gets other random numbers: {', '.join(unkeyed)} does not key them by sample")
         if unkeyed and any(slot.lent_until for worker in hosts for slot in worker.engines):
@@ -132,7 +139,7 @@ def notes_on_abilities(graph: MacroGraph, workers: Iterable[WorkerPlan]) -> tupl
 
 
 def notes_on_difficulty(graph: MacroGraph, rollout: RolloutSpec) -> tuple[str, ...]:
-    """Why the column that the spec names for how hard prompts are makes no difference, if it makes none."""
+    """A note if the spec's column for the difficulty of prompts has no effect; it says why."""
     if not rollout.difficulty:
         return ()
     columns = {name: 0 for call in graph.calls if isinstance(rows := call.options.get("rows"), Batch) for name in rows.columns}

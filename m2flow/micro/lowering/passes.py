@@ -1,52 +1,45 @@
-"""Lowering: from the macro graph to the plan, pass by pass: legality, packing, ranks and weight syncs here, the larger passes beside it.
+"""Lower a macro graph to a plan: the sequence of passes, and those that are short.
 
-MacroGraph --legality--> Stages without a place
+    legality -> placement -> chunking -> packing -> routing -> weight syncs and switches -> Plan
 
-A call may be chunked down to its declared granularity and no further. An update adds up gradients group by group (advantages
-need whole groups) and steps at the end of its mini-batch, so it is no barrier although it is declared on a batch. A function
-on a batch is one, and so is one that writes a resource: it takes its units in the order of identity.
+Placement and chunking are in `placement`, routing in `routing`. Processes are placed once for a run. The calls of each segment that is
+traced later are lowered onto them by the same passes (`Lowering`): a segment whose structure was seen before reuses its stages, and of a
+changed one only the changed calls are lowered.
 
-A schedule gives the sequential answer because of these rules (kept by the files in brackets):
+Legality. A call may be chunked down to its declared granularity and no further. An update accumulates gradients group by group, since
+advantages need whole groups, and steps at the end of its mini-batch; so it is no barrier although it is declared on a batch. A function on
+a batch is a barrier, and so is one that writes a resource: it takes its units in the order of identity.
 
-- a task of a call has whole units of its granularity, never a part of one (`function_desk`, `tracking`);
-- an update, whose advantages compare siblings, adds up whole groups (`tracking`, `updating`);
-- what is declared on a batch starts when all of its rows are there (`tracking`);
-- which rows are a mini-batch goes by identity, and is fixed before the first is there (`updating`, `tracking`);
-- a read of a resource waits for the write of the version that it reads (`board.add_call`);
-- a write waits for the earlier reads of what it replaces (`board.reads_before`, `train_desk`), and for the write before it;
-- a call ends after all that it waits for, also one that turns out to have no rows: who waits for it waits for those (`board._may_go`);
-- a rollout engine samples for a call only with a version that the call may use (`rollout_desk`);
-- a trainer replaces weights only after every engine that must sample from them has taken them (`rollout_desk.needs_loading`);
-- rows are forgotten when neither the program nor a call can ask for them (`board.forget_unreachable`);
-- a refill judges whole groups, in which the earliest failing sample counts (`refilling`).
+A schedule gives the sequential answer because of these rules (kept by the modules of `m2flow.micro.scheduler` in brackets):
+
+- a task of a call has whole units of its granularity, never a part of one (`function_dispatch`, `call_state`);
+- an update, whose advantages compare siblings, accumulates whole groups (`call_state`);
+- what is declared on a batch starts when all of its rows are there (`call_state`);
+- which rows are a mini-batch goes by identity, and is fixed before the first is there (`call_state`);
+- a read of a resource waits for the write of the version that it reads (`state`);
+- a write waits for the earlier reads of what it replaces, and for the write before it (`call_state`, `train_dispatch`);
+- a call ends after all of its inputs have ended, also one that turns out to have no rows (`state`);
+- a rollout engine samples for a call only with a version that the call may use (`rollout_dispatch`);
+- a trainer replaces weights only after every engine that must sample from them has loaded them (`rollout_dispatch`);
+- rows are forgotten when neither the program nor a call can ask for them (`state`);
+- a refill judges whole groups, in which the earliest failing sample counts (`call_state`).
 
 `tests/micro/lowering/test_legality.py` breaks each of them, and sees a wrong answer.
 
-Stages --packing--> Stages with `token_budget`
+Packing. A micro-batch is filled with whole units (a group, or a sample where siblings do not matter) up to a budget of tokens; a unit that
+is larger than the budget gets a micro-batch of its own. `cut` is that rule in the order of identity, for cuts that must not depend on
+arrival.
 
-A micro-batch is filled with whole units (a group, or a sample where siblings do not matter) up to a budget of tokens; a unit that
-is larger than the budget has one of its own. `cut` is that rule in identity order, used where the cut must not depend on arrival.
+Ranks. On this machine the spec's `train.ranks` says how many a trainer has, since cores can be threads of one rank as well as ranks; in a
+pool each device of the trainer's seat is a rank. All ranks are one worker to the plan and the scheduler.
 
-spec's `train.ranks`, or the layout of a seat --ranks--> WorkerPlan.ranks
-
-On this machine the spec says it, since cores can be threads of one rank as well as ranks; in a pool of devices each device of the trainer's
-seat is a rank. All ranks are one worker to the plan and the scheduler.
-
-workers --syncs--> WeightSyncs, SwitchPlans
-
-The cheapest transport by what moves how often, unless the spec names one: within a process one copy; between processes of a host a copy in
-and one out for each receiver, at the speed of memory; to other hosts a broadcast, in which all receivers share what the trainer's link can
-carry. Files cost both a write and a read of the storage, so they are taken only where the spec says so. Of a policy with adapters, these
-alone go to other processes whose engines can add them; inside a process, and lent on its GPU, the sum is at hand.
-
+Weight syncs. The transport is the cheapest one, unless the spec names one: within a process one copy; between processes of a host a copy
+in and one out for each receiver, at the speed of memory; to other hosts a broadcast, in which all receivers share the bandwidth of the
+trainer's link. Files cost both a write and a read of the storage, so they are taken only if the spec says so. Of a policy with adapters,
+only these are sent to other processes whose engines can apply them; inside a process, and on a borrowed GPU, the merged weights are used.
 The local launcher has one host, so between processes the rule finds shared memory. Workers of a Ray cluster, and of pools with several
-nodes, are on hosts that nobody knows before the run, and a broadcast listens to a network without encryption: there it is m2flow's own
-connections, which are encrypted, unless the spec says otherwise.
-
-legality -> placement -> chunking -> packing -> routing -> weight syncs and switches -> Plan
-
-Processes are placed once for a run. The calls of each segment that is recorded later are lowered onto them by the same passes;
-a segment whose structure was seen before reuses its stages, and of a changed one only what changed is lowered.
+nodes, are on hosts that are unknown before the run, and a broadcast listens to a network without encryption: there the default is
+m2flow's own connections, which are encrypted.
 """
 
 from __future__ import annotations
@@ -64,10 +57,15 @@ from m2flow.errors import InternalError, PlanError
 from m2flow.macro.graph import STRUCTURAL, Call, CallKind, Granularity, MacroGraph, Shape, shape_of, wiring_of
 from m2flow.macro.loss_declarations import asynchrony
 from m2flow.micro.lowering.arithmetic import arithmetic
-from m2flow.micro.lowering.capabilities import adapters_alone, check_abilities, check_lora, notes_on_abilities, notes_on_difficulty
+from m2flow.micro.lowering.capabilities import (
+    check_lora,
+    check_partial_rollouts,
+    notes_on_capabilities,
+    notes_on_difficulty,
+    roles_syncing_adapters_only,
+)
 from m2flow.micro.lowering.placement import (
     Sizes,
-    beside_sources,
     check_degrees,
     check_pins,
     check_place,
@@ -81,8 +79,9 @@ from m2flow.micro.lowering.placement import (
     seat_sizes,
     seat_workers,
     sizes_of,
+    with_weight_copies,
 )
-from m2flow.micro.lowering.routing import as_pinned, check_room, give_rooms, limit, route
+from m2flow.micro.lowering.routing import check_deadlock_freedom, limit, route, with_pinned_capacities, with_rooms
 from m2flow.micro.protocol.plan import Choice, Mode, Plan, Route, Stage, SwitchPlan, SyncTransport, WeightSync, WorkerPlan
 from m2flow.recipe import Model
 from m2flow.rollout_scheduling.policies import make_policies
@@ -90,7 +89,7 @@ from m2flow.spec import ClusterSpec, WeightsSpec
 
 
 def legal_stages(graph: MacroGraph) -> tuple[Stage, ...]:
-    """One stage a call, in program order."""
+    """Make one stage of each call, in program order."""
     return tuple(_stage(call) for call in graph.calls)
 
 
@@ -98,7 +97,7 @@ def _stage(call: Call) -> Stage:
     unit = call.granularity
     name: Literal["sample", "group", "minibatch", "batch"] = unit.value
     if call.is_gated and call.engine == "function":
-        name = "group"  # A refill keeps or rejects whole groups, and an error in one that was not needed must not count.
+        name = "group"  # A refill keeps or rejects whole groups, and an error in a group that was not needed must not count.
     if call.engine == "train" and call.method == "update":
         if not call.writes:
             raise PlanError(f"{call.name} declares no write, so nothing would order what comes after it", where=call.site.describe())
@@ -110,18 +109,18 @@ def _stage(call: Call) -> Stage:
 
 
 def accumulation_unit(call: Call) -> Granularity:
-    """The unit on which an update may add up gradients: groups where advantages compare siblings, else samples."""
+    """The unit by which an update may accumulate gradients: a group where advantages compare siblings, else a sample."""
     return Granularity.GROUP if call.options.get("advantages") else Granularity.SAMPLE
 
 
 def pack(stages: tuple[Stage, ...], spec: ClusterSpec) -> tuple[Stage, ...]:
-    """Each train stage with its budget."""
+    """Give each train stage its token budget."""
     budget = spec.train.token_budget
     return tuple(msgspec.structs.replace(s, token_budget=budget) if s.engine == "train" else s for s in stages)
 
 
 def cut(num_tokens: Sequence[int], budget: int) -> list[int]:
-    """How many units each micro-batch takes, one after the other.
+    """How many units each micro-batch takes, in the given order.
 
     >>> cut([3, 3, 3, 9, 1], budget=8)
     [2, 1, 1, 1]
@@ -139,7 +138,7 @@ def cut(num_tokens: Sequence[int], budget: int) -> list[int]:
 
 
 def most_ranks(layouts: ParallelLayouts) -> int | None:
-    """Of a train engine; None: any number."""
+    """Ranks that a train engine offers at most; None: any number."""
     degrees = (layouts.tp, layouts.pp, layouts.sp, layouts.dp)
     product = 1
     for degree in degrees:
@@ -150,7 +149,8 @@ def most_ranks(layouts: ParallelLayouts) -> int | None:
 
 
 def check_ranks(workers: Iterable[WorkerPlan]) -> None:
-    """
+    """Check that each worker has no more ranks than its train engines offer.
+
     Raises:
         PlanError: a worker has more ranks than one of its train engines offers, or has several and trains nothing.
     """
@@ -178,10 +178,10 @@ _OTHER_HOSTS = "other hosts: encrypted, a stream for each; a broadcast is faster
 def plan_syncs(
     workers: tuple[WorkerPlan, ...], spec: WeightsSpec, *, is_one_host: bool = True, alone: Collection[str] = ()
 ) -> tuple[WeightSync, ...]:
-    """One sync for each pair of a role's trainer and one of its rollout engines.
+    """Plan a weight sync for each pair of a role's trainer and one of its rollout engines.
 
     Args:
-        alone: roles whose adapters go to other processes by themselves (`m2flow.micro.lowering.capabilities.adapters_alone`).
+        alone: roles whose adapters go to other processes by themselves (`m2flow.micro.lowering.capabilities.roles_syncing_adapters_only`).
     Raises:
         PlanError: the spec's transport can't join one of them.
     """
@@ -220,7 +220,7 @@ def plan_syncs(
 def choose_transport(
     spec: WeightsSpec, *, is_same_process: bool, is_same_host: bool = True, num_receivers: int = 1
 ) -> tuple[SyncTransport, str]:
-    """The transport of one sync, and why.
+    """Choose the transport of one weight sync, and say why.
 
     >>> choose_transport(WeightsSpec(), is_same_process=False, is_same_host=False, num_receivers=2)
     ('broadcast', 'another host: one stream for 2 receivers')
@@ -247,9 +247,9 @@ def _receivers(number: int) -> str:
 
 
 _UNCOUNTED = {"rows", "sampling"}
-"""Read for routes alone (their room, and over what), which are planned once for a run."""
+"""Options that only routes read (for capacity and transport), which are planned once for a run."""
 _MOST_SEGMENTS = 10_000
-"""Structures that are remembered at most: a flow may make a new one in each step."""
+"""Structures of segments that are remembered at most: a flow may make a new one in each step."""
 
 
 def lower(
@@ -263,7 +263,7 @@ def lower(
     pinned: Plan | None = None,
     copies: Mapping[str, str] | None = None,
 ) -> Plan:
-    """The plan of a run. Placement, stages and routes come from the first step; the arithmetic from all that was traced.
+    """Make the plan of a run. Placement, stages and routes come from the first step; the sizes (`arithmetic`) from all traced steps.
 
     Processes and sizes are those of a `pinned` plan, which may have been made by hand; else those of a `choice`; else they go by the
     rule of the spec's `placement`. Roles that take the weights of another (`copies`: whose) have their engine beside that one's, wherever
@@ -285,20 +285,21 @@ def lower(
     else:
         workers = place_workers(graph, models, spec, deterministic=deterministic)
     if pinned is None:
-        workers = beside_sources(workers, copies or {})
+        workers = with_weight_copies(workers, copies or {})
     check_ranks(workers)
     check_degrees(workers, spec.weights)
     routes, stages = _stages(first, workers, spec, sizes)
-    # Staleness is what the whole trace says.
+    # Staleness goes by the whole trace.
     routes = limit(first, stages, routes, workers, spec, staleness=graph.staleness)
-    routes = routes if pinned is None else as_pinned(routes, pinned.routes)
-    check_room(routes, stages, workers)
-    stages = give_rooms(first, stages, routes, workers)
+    routes = routes if pinned is None else with_pinned_capacities(routes, pinned.routes)
+    check_deadlock_freedom(routes, stages, workers)
+    stages = with_rooms(first, stages, routes, workers)
     check_lora(models, workers)
     for call in graph.calls:
-        check_abilities(call, workers)
+        check_partial_rollouts(call, workers)
     names = graph.names()
-    first_looks = {(seen.site, seen.why): seen for seen in reversed(graph.observations)}  # Of a loop's line, that of its first turn.
+    # Of a line that a loop repeats, the call of the first turn.
+    first_looks = {(seen.site, seen.why): seen for seen in reversed(graph.observations)}
     notes = tuple(
         f"Python waits for {names.get(seen.call, seen.call)} at {seen.site} ({seen.why}); later calls are placed by the same rules"
         for seen in reversed(first_looks.values())
@@ -315,7 +316,7 @@ def lower(
             workers,
             spec.weights,
             is_one_host=spec.is_one_host,
-            alone=adapters_alone(models, workers) if spec.weights.adapters == "alone" else (),
+            alone=roles_syncing_adapters_only(models, workers) if spec.weights.adapters == "alone" else (),
         ),
         switches=plan_switches(workers),
         arithmetic=arithmetic(
@@ -324,7 +325,7 @@ def lower(
             token_budget=spec.train.token_budget,
             num_ranks=max((worker.ranks for worker in workers), default=1),
         ),
-        notes=notes + asynchrony(graph, names) + notes_on_abilities(graph, workers) + notes_on_difficulty(graph, spec.rollout),
+        notes=notes + asynchrony(graph, names) + notes_on_capabilities(graph, workers) + notes_on_difficulty(graph, spec.rollout),
         choice=choice,
         policies=spec.rollout.policy,
         predictor=spec.rollout.predictor,
@@ -333,7 +334,7 @@ def lower(
 
 
 class Lowering:
-    """Lowers the segments of a running flow onto the plan's workers.
+    """Lowers the segments of a running flow onto the workers of the plan.
 
     The stage of a call depends on its own shape and on which shapes take its result, so that is what is remembered: a segment whose
     structure was seen before is not looked at, and of another one only the calls are lowered that are new, or newly wired.
@@ -346,22 +347,22 @@ class Lowering:
         self._sizes = sizes_of(plan.stages)
         self._shapes: dict[Shape, int] = {}
         self._kinds: dict[CallKind, int] = {}
-        """The numbers of the shapes of kinds of calls."""
+        """Kind of call -> the number of its shape."""
         self._segments: dict[tuple[tuple[int, ...], ...], tuple[Stage, ...]] = {}
         self._calls: dict[tuple[int, ...], Stage] = {}
         """(number of a call's shape, those of its consumers' shapes) -> its stage."""
         self.num_lowered = 0
-        """Calls."""
+        """Calls that were lowered."""
         self.num_reused = 0
-        """Calls whose stage was there already."""
+        """Calls whose stage was reused."""
 
     def check(self, call: Call) -> None:
-        """Raises PlanError: no worker has the engine that a new call needs."""
+        """Raise PlanError if no worker has the engine that a new call needs."""
         check_place(call, self._hosted)
-        check_abilities(call, self._plan.workers)
+        check_partial_rollouts(call, self._plan.workers)
 
     def stages(self, segment: MacroGraph) -> tuple[Stage, ...]:
-        """One stage a call.
+        """The stages of a segment, one for each call.
 
         Raises:
             PlanError: no worker can run one of them.
@@ -375,8 +376,8 @@ class Lowering:
         if key not in self._segments:
             self._segments[key] = self._stages(segment, shapes)
         self.num_reused += len(calls)
-        # Depends on sizes, and on all that lies between two calls: nothing to remember.
-        return give_rooms(segment, self._segments[key], self._plan.routes, self._plan.workers)
+        # Depends on sizes and on all calls in between, so it is not cached.
+        return with_rooms(segment, self._segments[key], self._plan.routes, self._plan.workers)
 
     def _stages(self, segment: MacroGraph, shapes: list[int]) -> tuple[Stage, ...]:
         by_call = dict(zip([call.ordinal for call in segment.calls], shapes, strict=True))
@@ -391,7 +392,7 @@ class Lowering:
         return tuple([self._calls[wires] for wires in wired])
 
     def _number(self, call: Call) -> int:
-        """The number of a call's shape, which all calls of a kind share: what changes among them is no structure."""
+        """The number of a call's shape, which all calls of one kind share: what differs among them is not structure."""
         number = self._kinds.get(call.kind) if call.kind is not None else None
         if number is None:
             number = self._shapes.setdefault(shape_of(call), len(self._shapes))
@@ -402,7 +403,7 @@ class Lowering:
         return number
 
     def _lower(self, segment: MacroGraph, calls: Iterable[Call]) -> list[Stage]:
-        """These calls of a segment, with the consumers that their stages depend on."""
+        """Lower these calls of a segment, together with the consumers that their stages depend on."""
         wanted = {call.ordinal for call in calls}
         needed = wanted | {consumer.ordinal for ordinal in wanted for consumer in segment.consumers(ordinal)}
         part = MacroGraph(segment.flow, tuple(_structural(call) for call in segment.calls if call.ordinal in needed))
@@ -411,7 +412,7 @@ class Lowering:
 
 
 class _Structural(dict[str, object]):
-    """The options of a call that a stage may depend on. Asking for another one is an error, not an absence."""
+    """The options of a call that a stage may depend on. Reading any other is an error, so that no cached stage depends on it."""
 
     def __getitem__(self, name: str) -> object:
         if name not in STRUCTURAL:

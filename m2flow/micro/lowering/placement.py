@@ -1,30 +1,26 @@
-"""Placement: which workers there are, which of them runs each call and in what chunks, by rule from the spec or as the search found.
+"""Place a run on workers: which processes there are, which engines each has, where each call runs, and in what chunks.
 
-pin of the spec, or the layout of a seat --degrees--> EngineSlot.tp, .pp, .ep --EngineSettings--> the server's arguments
+    Stages --chunking--> Stages with `chunk`
+    Stages, ClusterSpec --place_workers--> WorkerPlans        by the rule of the spec's `placement`
+    Choice --seat_workers--> WorkerPlans                      as the search for a plan found
+    Stages, WorkerPlans --place_stages--> Stages with a place
 
-Where workers are placed by rule, the spec pins it (`pin: {policy.rollout: {layout: {tp: 2}}}`); a search chooses it. Found by a search
-among the cores of this machine, degrees are threads of a process, and no server is laid out by them
-(`m2flow.spec.ClusterSpec.planned_pools`).
+Chunks. A rollout engine gets as many samples as decode together well; a function gets a few tens, so that its results can flow on while
+the next ones run. These are upper bounds: the scheduler dispatches what is ready and does not wait for a chunk to fill.
 
-Stages --chunking--> Stages with `chunk`
+By rule. Time-shared (co-located): one worker hosts rollout and training of every model, which take turns with a lease; further rollout
+workers only generate. Split (disaggregated): rollout workers and one trainer run concurrently. Functions have processes of their own
+either way, since they may hang, block or be slow without touching a device. If the trace ended because the program needs a value, the
+calls after it are unknown: each model then gets both kinds of engine, except references, critics and reward models, which are not sampled.
 
-A rollout engine gets as many samples as decode together well; a function gets a few tens, so that its results can flow on
-while the next ones run. These are upper bounds: the scheduler hands on what is ready and does not wait for a chunk to fill.
+By search. A rollout seat of n replicas is n workers; a trainer is one worker, however many devices it has, since its ranks work as one.
+Engines of one kind on the same devices in the same layout share a worker. An engine that generates and one that trains share a worker
+too if they take turns with a single device, so that samples and weights need not leave the process; on more devices they are processes of
+their own, which take turns by the lease. All engines of a kind have one turn, unless their devices can't hold them at once.
 
-Stages, ClusterSpec --placement--> workers, Stages with a place
-
-By rule, from the spec's `placement`. Time-shared: one worker hosts rollout and training of every model, which take turns with a
-lease; further rollout workers only generate. Split: rollout workers and one trainer, side by side. Functions have processes of
-their own either way, since they may hang, block or be slow without touching a device. Where the trace ended because Python waits
-for a value, what comes after it is unknown: each model then gets both kinds of engine, but for references, critics and reward
-models, which are not sampled.
-
-Choice --seating--> WorkerPlans
-
-A rollout seat of n replicas is n workers; a trainer is one worker, however many devices it has, since its ranks work as one. Engines
-of one kind on the same devices in the same layout share a worker. An engine that generates and one that trains share a worker too
-if they take turns with a single device, so that samples and weights need not leave the process; on more devices than one they are
-processes of their own, which take turns by the lease. All engines of a kind have one turn, unless their devices can't hold them at once.
+Degrees of parallelism (`EngineSlot.tp`, `.pp`, `.ep`) become arguments of the inference server. By rule the spec pins them
+(`pin: {policy.rollout: {layout: {tp: 2}}}`); a search chooses them. If it searched the cores of this machine, degrees are threads of a
+process, and no server is laid out by them (`m2flow.spec.ClusterSpec.planned_pools`).
 """
 
 from __future__ import annotations
@@ -39,7 +35,7 @@ import msgspec
 from m2flow.engines.registry import engines
 from m2flow.errors import PlanError, SpecError, did_you_mean
 from m2flow.macro.graph import Call, MacroGraph
-from m2flow.micro.lowering.capabilities import can_rest
+from m2flow.micro.lowering.capabilities import can_stay_resident
 from m2flow.micro.protocol.cost_terms import EngineId
 from m2flow.micro.protocol.plan import Choice, EngineSlot, Seat, Stage, WorkerPlan
 from m2flow.recipe import Model
@@ -49,21 +45,22 @@ _NAMES = ("tp", "pp", "ep")
 
 
 def pinned_degrees(slot: EngineSlot, spec: ClusterSpec) -> EngineSlot:
-    """A rollout engine, laid out as the spec says."""
+    """A rollout engine with the degrees that the spec pins."""
     layout = spec.pin_of(slot.role, "rollout").layout
     found = {name: getattr(layout, name) for name in _NAMES}
     return msgspec.structs.replace(slot, **{name: degree for name, degree in found.items() if degree})
 
 
 def seated_degrees(slot: EngineSlot, seat: Seat, spec: ClusterSpec) -> EngineSlot:
-    """A rollout engine, laid out as the search found."""
+    """A rollout engine with the degrees of its seat."""
     if not spec.pools:
         return slot
     return msgspec.structs.replace(slot, **{name: getattr(seat.layout, name) for name in _NAMES})
 
 
 def check_degrees(workers: Iterable[WorkerPlan], weights: WeightsSpec) -> None:
-    """
+    """Check that each rollout engine can be sharded as planned and takes weights by the spec's transport.
+
     Raises:
         PlanError: a rollout engine is laid over more devices than it can be, or has no server that takes weights as the spec says.
     """
@@ -89,20 +86,20 @@ def check_degrees(workers: Iterable[WorkerPlan], weights: WeightsSpec) -> None:
 
 
 def chunk(stages: tuple[Stage, ...], spec: ClusterSpec) -> tuple[Stage, ...]:
-    """Each stage with its chunk size."""
+    """Give each stage its chunk size."""
     sizes = {"rollout": spec.rollout.max_running, "function": spec.functions.chunk, "train": spec.functions.chunk}
     return tuple(msgspec.structs.replace(stage, chunk=sizes.get(stage.engine, 0)) for stage in stages)
 
 
 class Sizes(NamedTuple):
-    """How much of a call a task takes."""
+    """Sizes of a call's tasks."""
 
     chunk: int
     token_budget: int
 
 
 def sizes_of(stages: tuple[Stage, ...]) -> dict[str, Sizes]:
-    """By the call's name: a later call of the same name has them too."""
+    """Sizes by the name of the call; later calls of the same name use them too."""
     return {stage.call: Sizes(stage.chunk, stage.token_budget) for stage in stages}
 
 
@@ -117,7 +114,8 @@ _COPY_EARLIER = "No trace of the flow came to this line. Make it before the loop
 
 
 def check_pins(graph: MacroGraph, models: Mapping[str, Model], spec: ClusterSpec) -> None:
-    """
+    """Check that pins name roles of the flow.
+
     Raises:
         SpecError: a pin of a role that the flow does not have.
     """
@@ -131,7 +129,7 @@ def check_pins(graph: MacroGraph, models: Mapping[str, Model], spec: ClusterSpec
 
 
 def place_workers(graph: MacroGraph, models: Mapping[str, Model], spec: ClusterSpec, *, deterministic: bool) -> tuple[WorkerPlan, ...]:
-    """The processes of a run."""
+    """Place the workers of a run by the rule of the spec's `placement`."""
     is_partial = bool(graph.observations)
     copied = {str(call.options["source"]) for call in graph.calls if call.method == "copy_of"}
     trained = [role for role in models if is_partial or role in copied or _has(graph, role, "train")]
@@ -141,7 +139,7 @@ def place_workers(graph: MacroGraph, models: Mapping[str, Model], spec: ClusterS
     device = device_of(spec)
     is_shared = spec.placement == "time-shared"
     ranks = spec.train.ranks if train else 1
-    # Time-shared, rank 0 is in a process with a rollout engine; the others have none beside them.
+    # Time-shared: only rank 0 shares its process with a rollout engine.
     num_device_workers = spec.rollout.workers + (ranks - 1 if is_shared or not train else ranks)
     share = max(1, spec.num_cores // max(num_device_workers, 1))
     threads = (1, 1) if deterministic else (spec.rollout.threads or share, spec.train.threads or share)
@@ -160,12 +158,12 @@ def place_workers(graph: MacroGraph, models: Mapping[str, Model], spec: ClusterS
 
 
 def _sampling(number: int, device: str, threads: int, slots: tuple[EngineSlot, ...], spec: ClusterSpec) -> WorkerPlan:
-    """One that only generates."""
+    """A worker that only generates."""
     return WorkerPlan(f"rollout-{number}", device, threads, slots, is_spare=number >= spec.rollout.workers)
 
 
-def beside_sources(workers: tuple[WorkerPlan, ...], copies: Mapping[str, str]) -> tuple[WorkerPlan, ...]:
-    """The workers with an engine for each role that takes another's weights and has none yet: where the other is trained."""
+def with_weight_copies(workers: tuple[WorkerPlan, ...], copies: Mapping[str, str]) -> tuple[WorkerPlan, ...]:
+    """Add an engine for each role that copies another role's weights and has none yet, on the worker that trains the other."""
     for role, source in copies.items():
         hosted = places(workers)
         if (role, "train") not in hosted and (source, "train") in hosted:
@@ -179,7 +177,7 @@ def _with_copy(worker: WorkerPlan, role: str, source: str) -> WorkerPlan:
 
 
 def check_places(graph: MacroGraph, workers: tuple[WorkerPlan, ...]) -> None:
-    """Each call has a worker with its role's engine: one that came later than the traced steps may have none.
+    """Check that each call has a worker with its role's engine; the engine of a call after the traced steps may be missing.
 
     Raises:
         PlanError: a call has none.
@@ -190,12 +188,14 @@ def check_places(graph: MacroGraph, workers: tuple[WorkerPlan, ...]) -> None:
 
 
 def places(workers: Iterable[WorkerPlan]) -> frozenset[tuple[str, str]]:
-    """(role, kind) of every engine that some worker has."""
+    """(role, kind) of every engine of these workers."""
     return frozenset((slot.role, slot.kind) for worker in workers for slot in worker.engines)
 
 
 def check_place(call: Call, hosted: frozenset[tuple[str, str]]) -> None:
-    """The same of one call, when the program makes it: in eager too, which could make the engine but must give the plan's answer."""
+    """Check the place of one call when the program makes it; also in eager mode, which could make the engine but must give the plan's
+    answer.
+    """
     if call.engine in ("rollout", "train") and (call.role, call.engine) not in hosted:
         raise PlanError(
             f"no worker has a {call.engine} engine for {call.role}, which {call.name} needs",
@@ -205,7 +205,7 @@ def check_place(call: Call, hosted: frozenset[tuple[str, str]]) -> None:
 
 
 def place_stages(graph: MacroGraph, stages: tuple[Stage, ...], workers: tuple[WorkerPlan, ...]) -> tuple[Stage, ...]:
-    """Each stage with the workers that host its role's engine; with the one that has the state it works on, if it does."""
+    """Give each stage the workers that host its role's engine; a call on state gets the one worker that holds it."""
     roles = ["*" if call.engine == "function" else call.role for call in graph.calls]
     hosts = {key: _hosts(*key, workers) for key in {(stage.engine, role) for stage, role in zip(stages, roles, strict=True)}}
     found = (hosts[stage.engine, role] for stage, role in zip(stages, roles, strict=True))
@@ -213,7 +213,7 @@ def place_stages(graph: MacroGraph, stages: tuple[Stage, ...], workers: tuple[Wo
 
 
 def _home(role: str, hosts: tuple[str, ...]) -> tuple[str, ...]:
-    """Where a role's state is: the same in every segment, since the name alone decides."""
+    """The worker that holds a role's state: the same in every segment, since it depends on the name alone."""
     return (hosts[zlib.crc32(role.encode()) % len(hosts)],) if hosts else ()
 
 
@@ -226,18 +226,20 @@ def _has(graph: MacroGraph, role: str, kind: str) -> bool:
 
 
 def device_of(spec: ClusterSpec) -> str:
-    """`auto` is the first GPU where the driver shows one. Asked of the driver's device file, since torch is not loaded here."""
+    """The device that `auto` means: the first GPU if the driver shows one. Looks for the driver's device file, since torch is not loaded
+    here.
+    """
     if spec.device != "auto":
         return spec.device
     return "cuda:0" if Path("/dev/nvidia0").exists() else "cpu"
 
 
 _Place = tuple[str, int, int]
-"""A pool, the first device, and the one after the last."""
+"""(pool, first device, one past the last device)."""
 
 
 def seat_workers(choice: Choice, spec: ClusterSpec, device: str, *, deterministic: bool = False) -> tuple[WorkerPlan, ...]:
-    """The processes of a choice, and those for functions.
+    """The workers of a searched placement, and those for functions.
 
     Args:
         device: what a device of this machine is called where the spec has no pools (`cpu`, `cuda:0`).
@@ -252,7 +254,7 @@ def seat_workers(choice: Choice, spec: ClusterSpec, device: str, *, deterministi
     for seat in choice.seats:
         engine = spec.rollout.engine if seat.engine.kind == "rollout" else spec.train.engine
         for place in _replicas(seat):
-            stays = bool(seat.lease) and not seat.is_swapped and (seat.engine.kind == "train" or can_rest(engine))
+            stays = bool(seat.lease) and not seat.is_swapped and (seat.engine.kind == "train" or can_stay_resident(engine))
             lease = seat.lease if _shares(seat, place, choice.seats) else ""
             turn, stays = (turns.get(seat.engine, ""), stays) if lease else ("", False)
             slot = EngineSlot(seat.engine.role, seat.engine.kind, engine, turn, stays, seat.lent_until if lease else 0.0, seat.comes_at)
@@ -265,7 +267,7 @@ def seat_workers(choice: Choice, spec: ClusterSpec, device: str, *, deterministi
         other = ("train" if kind == "rollout" else "rollout", place, lease)
         is_one_process = bool(lease) and other in slots and _has_one_process(place, spec)
         if is_one_process and kind == "train":
-            continue  # Its slots go to the worker of the rollout engines there.
+            continue  # Its engines join the worker of the rollout engines on the same devices.
         name = "device" if is_one_process else kind
         both = own_slots + slots[other] if is_one_process else own_slots
         ranks = _ranks(place, spec) if any(slot.kind == "train" for slot in both) else 1
@@ -279,18 +281,18 @@ def seat_workers(choice: Choice, spec: ClusterSpec, device: str, *, deterministi
 
 
 def _has_one_process(place: _Place, spec: ClusterSpec) -> bool:
-    """Whether engines that generate and train there by turns are in one process."""
+    """Whether engines that generate and train on these devices by turns share a process."""
     return place[2] - place[1] == 1 or not spec.pools
 
 
 def share_a_process(rollout: Seat, trainer: Seat, spec: ClusterSpec) -> bool:
-    """Whether one of the replicas is in the trainer's process, which does one thing at a time, if the two seats take turns."""
+    """Whether a rollout replica and the trainer share a process, which does one thing at a time, if the two seats take turns."""
     place = trainer.pool, trainer.first_device, trainer.devices.stop
     return place in _replicas(rollout) and _has_one_process(place, spec)
 
 
 def _shares(seat: Seat, place: _Place, seats: tuple[Seat, ...]) -> bool:
-    """Whether a replica takes turns: of a rollout engine that has lent devices, those that are on them do."""
+    """Whether a replica takes turns with a trainer; of a rollout engine that borrows devices, only the replicas on these do."""
     if not seat.lent_until:
         return bool(seat.lease)
     others = (other for other in seats if other.engine != seat.engine and other.lease == seat.lease and other.pool == place[0])
@@ -298,7 +300,7 @@ def _shares(seat: Seat, place: _Place, seats: tuple[Seat, ...]) -> bool:
 
 
 def _turns(seats: tuple[Seat, ...]) -> dict[EngineId, str]:
-    """The turns of engines that can't work on their devices while all others of their kind and lease do; nothing for those that can."""
+    """Name turns for engines that don't fit on their devices together with all others of their kind and lease; the others get none."""
     alike: dict[tuple[str, str], dict[EngineId, Seat]] = {}
     for seat in seats:
         if seat.lease:
@@ -317,18 +319,18 @@ def _turns(seats: tuple[Seat, ...]) -> dict[EngineId, str]:
 
 
 def _may_share_a_turn(one: Seat, other: Seat) -> bool:
-    """Without a common device; or in one process, which does one thing at a time, where the devices hold both."""
+    """Whether two seats fit into one turn: they have no common device, or are in one process and the devices hold both."""
     is_apart = one.pool != other.pool or one.devices.stop <= other.first_device or other.devices.stop <= one.first_device
     return is_apart or (_replicas(one) == _replicas(other) and not one.is_swapped and not other.is_swapped)
 
 
 def _ranks(place: _Place, spec: ClusterSpec) -> int:
-    """Of a trainer: in a pool each device is one; on this machine the spec says it."""
+    """Ranks of a trainer: in a pool one for each device; on this machine as the spec says."""
     return place[2] - place[1] if spec.pools else spec.train.ranks
 
 
 def seat_sizes(choice: Choice, stages: tuple[Stage, ...]) -> dict[str, Sizes]:
-    """The sizes that the seats give calls. How many samples decode together is the engine's limit, not a seat's."""
+    """Sizes of calls as the search chose them. How many samples decode together is the limit of an engine, not of a seat."""
     chunks = {call.partition("@")[0]: seat.chunk for seat in choice.seats for call in seat.calls if seat.chunk}
     return {s.call: Sizes(chunks[s.call], s.token_budget) for s in stages if s.engine != "rollout" and s.call in chunks}
 

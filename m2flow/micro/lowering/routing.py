@@ -1,30 +1,26 @@
-"""Routing: which rows go where and over what, how much may be under way, what is spilled, and the proof that nobody waits for everybody.
+"""Route rows between the workers of a plan: targets, transports, capacities, spilling, and a proof that no run can deadlock on them.
 
-Stages, graph --routing--> Routes, Stages with `forward_to`
+    Stages, graph --route--> Routes, Stages with `forward_to`
+    Routes, graph --limit--> Routes with `capacity`, `needs`, `spills`
+    Stages, Routes --with_rooms--> Stages with `rooms`, and without spilled targets in `forward_to`
+    Routes, stages, workers --check_deadlock_freedom--> nothing, or PlanError that names the cycle of waits
 
-A call's rows are forwarded as soon as they are there to each consumer that has a single worker. Where several workers could take
-them, the scheduler has them sent when it knows which one. The way from a worker to another is the same for all that goes between them:
-shared memory, if anything does whose columns are large; else the sockets alone.
+Targets. A call's rows are forwarded as soon as they exist to each consumer with a single worker. Where several workers could take them, the
+scheduler sends them when it knows which. All rows from one worker to another use the same transport: shared memory if any of them has
+large columns; else the sockets alone.
 
-Routes, graph --limit--> Routes with `capacity`, `needs`, `spills`
-    Stages, Routes --give_rooms--> Stages with `rooms`, and without what is spilled in `forward_to`
+Capacity (backpressure). What a generation sends is limited by the samples and bytes of the spec (`channels.max_samples`,
+`channels.max_bytes`): generation takes longest, and all else follows from it. A consumer that takes rows as they come needs room for a
+group. One that can begin only when the whole call is there needs room for all of it; so does an update, which fills its micro-batches, and
+a consumer across a lease, which gets it when the generation has nothing left to run. What does not fit is spilled: rows stay in the segment
+file of the worker that made them, and are sent when a task needs them. Limits of a later segment are those that the plan has for calls of
+the same name; a call that the plan has never seen has none.
 
-What a generation sends on is limited, by the samples and bytes of the spec (`channels.max_samples`, `channels.max_bytes`): it is what
-takes long, and from which all else follows. A consumer that takes rows as they come needs room for a group. One that can begin only
-when the whole call is there needs room for all of it; so does an update, which fills its micro-batches, and whoever is across a lease,
-which comes to it when the generation has nothing left to run. Where all of it does not fit, rows stay with who made them, in its segment
-file, and go when a task needs them.
-
-Limits of a later segment are those that the plan has for calls of the same name. A call that the plan has never seen has none.
-
-Plan.routes, stages, workers --check_room--> the ring of waits is named, or nothing
-
-A call that takes rows waits for those who make them. A channel holds up who fills it, until its taker takes; a taker that needs more
-at once than the channel can hold never does. And a lease stays with generation until that has nothing left to run, which it has as
-long as its samples wait for room: what trains on the same devices must find room for all of them. Everything else that a call waits for
-is an earlier call, so a ring can be closed by a channel alone: the check looks at each that is too small, and names the ring.
-
-It goes by the longest samples that there may be. What is spilled waits nowhere.
+Deadlock. A call waits for the calls that make its rows. A full channel holds up the producer until the consumer takes rows; a consumer that
+needs more at once than the channel can hold never does. And a lease stays with generation until that has nothing left to run, which it has
+while its samples wait for room: what trains on the same devices must find room for all of them. Everything else that a call waits for is
+an earlier call, so only a channel can close a cycle: the check looks at each that is too small, and names the cycle. It assumes samples of
+the greatest length. Spilled rows never wait.
 """
 
 from __future__ import annotations
@@ -45,15 +41,15 @@ from m2flow.samples import Batch
 from m2flow.spec import ClusterSpec
 
 BYTES_PER_TOKEN = 16
-"""Of all of a sample's columns: id, log-probability and version 4 each, two masks, and about 2 of text."""
+"""Bytes of all columns of a sample, for each token: id, log-probability and version 4 each, two masks, and about 2 of text."""
 _TOKEN_BYTES = 4
-"""Of the widest columns: a token's id, its log-probability or its version."""
+"""Bytes of the widest columns for each token: its id, its log-probability or its version."""
 
 
 def route(
     graph: MacroGraph, stages: tuple[Stage, ...], workers: tuple[WorkerPlan, ...], spec: ClusterSpec
 ) -> tuple[tuple[Route, ...], tuple[Stage, ...]]:
-    """The channels, and each stage with where its rows go at once."""
+    """Make the routes, and give each stage the workers that its rows are forwarded to at once."""
     by_call = dict(zip((call.ordinal for call in graph.calls), stages, strict=True))
     routes: list[Route] = []
     routed = []
@@ -79,7 +75,7 @@ def _between(producer: Stage, consumer: Stage, capacity: int) -> Sequence[Route]
 
 
 def longest_rows(graph: MacroGraph) -> dict[int, int]:
-    """Tokens of each call's longest row, if its samples become as long as they may; of prompts as their texts predict."""
+    """Tokens of each call's longest row, if samples get as long as they may; of prompts, as predicted from their texts."""
     longest: dict[int, int] = {}
     for call in graph.calls:
         rows, sampling = call.options.get("rows"), call.options.get("sampling")
@@ -92,8 +88,9 @@ def longest_rows(graph: MacroGraph) -> dict[int, int]:
 
 
 def _large_columns(graph: MacroGraph, stages: Mapping[int, Stage]) -> dict[str, int]:
-    """By the name of a call that gives tokens: bytes of its largest column, if a task's samples leave together and are as long as they may
-    be. Of the other calls nothing is known that could be large."""
+    """Bytes of the largest column that a task of each generation sends, by call name, if its samples leave together and at full length.
+    Other calls are left out: nothing is known of them that could be large.
+    """
     longest = longest_rows(graph)
     found: dict[str, int] = {}
     for call in graph.calls:
@@ -107,7 +104,7 @@ def _large_columns(graph: MacroGraph, stages: Mapping[int, Stage]) -> dict[str, 
 def _with_transports(
     routes: tuple[Route, ...], large: Mapping[str, int], devices: Mapping[str, str], spec: ClusterSpec
 ) -> tuple[Route, ...]:
-    """The routes with the way that each pair of workers has, and why."""
+    """Give each route the transport of its pair of workers, and the reason."""
     largest: dict[tuple[str, str], int] = {}
     for route in routes:
         pair = (route.source, route.target)
@@ -135,18 +132,18 @@ def _with_transport(route: Route, num_bytes: int, devices: Mapping[str, str], sp
 
 
 def _have_gpus(one: str, other: str) -> bool:
-    """Whether each end has one of its own: NCCL joins no two processes on the same."""
+    """Whether the two workers have a GPU each: NCCL can't connect two processes on the same one."""
     return one.startswith("cuda") and other.startswith("cuda") and one != other
 
 
 class _Need(NamedTuple):
-    """What a call's consumers on one worker must be able to have at once."""
+    """Room that the consumers of a call on one worker need at the same time."""
 
     samples: int
-    """Of the whole call."""
+    """Samples of the whole call."""
     at_once: int
     num_bytes: int
-    """Of what must be there at once, each sample as long as it may be."""
+    """Bytes that must be there at once, with samples of the greatest length."""
     is_whole: bool
     takers: int
 
@@ -154,7 +151,7 @@ class _Need(NamedTuple):
 def limit(
     graph: MacroGraph, stages: Sequence[Stage], routes: Iterable[Route], workers: Sequence[WorkerPlan], spec: ClusterSpec, *, staleness: int
 ) -> tuple[Route, ...]:
-    """The routes of the plan with what each may hold and what it must."""
+    """Give each route its capacity and the room that its consumers need."""
     needs = _needs(graph, stages, workers)
     by_name: dict[tuple[str, str, str], _Need] = {}
     names = dict(zip((call.ordinal for call in graph.calls), stages, strict=True))
@@ -171,7 +168,7 @@ def _limited(route: Route, needs: Mapping[tuple[str, str, str], _Need], stalenes
     if route.source == route.target or need is None:
         return msgspec.structs.replace(route, capacity=capacity)
     most = min(capacity, spec.channels.max_samples or capacity)
-    # Of so many steps samples can be there at once: those that staleness lets run, and the next.
+    # Steps whose samples can exist at once: those that staleness lets run, and the next.
     all_bytes = need.num_bytes // max(need.at_once, 1) * need.samples * (2 + staleness)
     is_limited = most < capacity or all_bytes > spec.channels.max_bytes
     return msgspec.structs.replace(
@@ -185,21 +182,21 @@ def _limited(route: Route, needs: Mapping[tuple[str, str, str], _Need], stalenes
     )
 
 
-def as_pinned(routes: Iterable[Route], pinned: Iterable[Route]) -> tuple[Route, ...]:
-    """The routes with the room that a plan which may have been edited gives them."""
+def with_pinned_capacities(routes: Iterable[Route], pinned: Iterable[Route]) -> tuple[Route, ...]:
+    """Take the capacities over from a pinned plan, which may have been edited."""
     known = {(r.producer, r.consumer, r.source, r.target): r for r in pinned}
     found = []
     for route in routes:
         old = known.get((route.producer, route.consumer, route.source, route.target), route)
-        is_of_another_size = old.needs != route.needs and not old.capacity_bytes  # It was room for all, and for fewer samples.
-        if old.is_whole == route.is_whole and not is_of_another_size:  # Else who takes it has changed, and with it what is needed.
+        is_of_another_size = old.needs != route.needs and not old.capacity_bytes  # It had room for all samples, of which there were fewer.
+        if old.is_whole == route.is_whole and not is_of_another_size:  # Otherwise the consumers have changed, and with them what is needed.
             route = msgspec.structs.replace(route, capacity=old.capacity, capacity_bytes=old.capacity_bytes, spills=old.spills)
         found.append(route)
     return tuple(found)
 
 
-def give_rooms(graph: MacroGraph, stages: Sequence[Stage], routes: Sequence[Route], workers: Sequence[WorkerPlan]) -> tuple[Stage, ...]:
-    """The stages of generations with the rooms that their rows have, and without the targets that are spilled.
+def with_rooms(graph: MacroGraph, stages: Sequence[Stage], routes: Sequence[Route], workers: Sequence[WorkerPlan]) -> tuple[Stage, ...]:
+    """Give the stages of generations the rooms of their rows, and remove spilled targets.
 
     Where the plan's routes from a call to a worker differ, the one that holds least counts for all. What would not fit is spilled, also of
     a call that the plan does not have with this consumer; unless the plan says that it is not, which the check must have passed.
@@ -217,7 +214,7 @@ def give_rooms(graph: MacroGraph, stages: Sequence[Stage], routes: Sequence[Rout
 
 
 def _both(one: _Need, other: _Need) -> _Need:
-    """Of two consumers of the same name."""
+    """The needs of two consumers of the same name together."""
     most = _Need(*map(max, one, other))  # type: ignore[arg-type]
     return most._replace(takers=one.takers + other.takers)
 
@@ -235,7 +232,7 @@ def _with_rooms(call: Call, stage: Stage, needs: Mapping[tuple[int, str], Mappin
         num_bytes = min(route.capacity_bytes for route in known.values())
         late = {name: need for name, need in takers.items() if need.is_whole}
         fits = all(need.at_once <= samples and need.num_bytes <= num_bytes for need in late.values())
-        if not fits and not any(name in known and is_too_small(known[name]) for name in late):
+        if not fits and not any(name in known and is_below_need(known[name]) for name in late):
             continue
         forward_to.append(target)
         rooms.append(Room(target, samples, num_bytes, sum(need.takers for need in takers.values()), bool(late), fits))
@@ -245,14 +242,14 @@ def _with_rooms(call: Call, stage: Stage, needs: Mapping[tuple[int, str], Mappin
     return msgspec.structs.replace(stage, forward_to=tuple(forward_to), rooms=tuple(rooms), spills=spills)
 
 
-def is_too_small(route: Route) -> bool:
-    """Whether what must be in it at once does not fit, and is not spilled either: a plan with such a route is refused."""
+def is_below_need(route: Route) -> bool:
+    """Whether what must be there at once neither fits nor is spilled; a plan with such a route is refused."""
     fits = route.needs <= route.capacity and (not route.capacity_bytes or route.needs_bytes <= route.capacity_bytes)
     return route.is_whole and not route.spills and not fits and route.source != route.target
 
 
 def _needs(graph: MacroGraph, stages: Sequence[Stage], workers: Sequence[WorkerPlan]) -> dict[tuple[int, int, str], _Need]:
-    """Of each generation and each of its consumers on each worker."""
+    """The needs of each consumer of each generation, by (generation, consumer, worker)."""
     leases = {worker.name: worker.lease for worker in workers}
     by_call = dict(zip((call.ordinal for call in graph.calls), stages, strict=True))
     longest = longest_rows(graph)
@@ -276,13 +273,14 @@ def _needs(graph: MacroGraph, stages: Sequence[Stage], workers: Sequence[WorkerP
 
 
 def _after_all_of(graph: MacroGraph, producer: Call, stages: Mapping[int, Stage]) -> set[int]:
-    """Consumers of a generation that can take none of its rows before all are there: they wait for all rows of something that follows from
-    it, or for a value or an effect that does, or the generation's result is known only at its end."""
+    """Consumers of a generation that can't begin before all of its rows are there: they need all rows, a value or an effect of something
+    that follows from it, or the generation's result is known only at its end.
+    """
     own = producer.ordinal
     follows = {own}
     late: set[int] = set()
     known_late = {c.ordinal for c in graph.calls if c.drops or (c.engine == "rollout" and (c.is_gated or is_cut(c.options)))}
-    """Which rows are in their results is known at their end."""
+    """Calls that decide at their end which rows are in their result."""
     gated = {call.ordinal: call.is_gated for call in graph.calls}
     effects = {(e.resource, e.version): call.ordinal for call in graph.calls for e in call.writes}
     aligned = {call.ordinal: call.is_aligned for call in graph.calls}
@@ -292,7 +290,7 @@ def _after_all_of(graph: MacroGraph, producer: Call, stages: Mapping[int, Stage]
         if call.ordinal == own or not (inputs | waits) & follows:
             continue
         follows.add(call.ordinal)
-        # An update waits until a micro-batch is full, or its mini-batch complete, and may have several of those.
+        # An update waits until a micro-batch is full or its mini-batch is complete, and may have several of these.
         stage = stages[call.ordinal]
         waits_for_all = stage.is_barrier or stage.unit in ("batch", "minibatch") or call.method == "update"
         on_values = any(ref in follows and not aligned[ref] for ref in inputs)
@@ -303,11 +301,12 @@ def _after_all_of(graph: MacroGraph, producer: Call, stages: Mapping[int, Stage]
 
 
 Step = tuple[str, str]
-"""Who waits, and for what."""
+"""(who waits, what for)."""
 
 
-def check_room(routes: Iterable[Route], stages: Sequence[Stage], workers: Sequence[WorkerPlan]) -> None:
-    """
+def check_deadlock_freedom(routes: Iterable[Route], stages: Sequence[Stage], workers: Sequence[WorkerPlan]) -> None:
+    """Check that no channel can deadlock the run.
+
     Raises:
         PlanError: the run could come to a halt; the ring of waits is named.
     """
@@ -321,11 +320,11 @@ def check_room(routes: Iterable[Route], stages: Sequence[Stage], workers: Sequen
 
 
 def ring_of(route: Route, stages: Sequence[Stage], workers: Sequence[WorkerPlan]) -> list[Step]:
-    """The ring of waits that a channel closes if it is too small for what must be in it at once; empty if there is none.
+    """The cycle of waits that a channel closes if it is too small for what must be there at once; empty if there is none.
 
     A group may overdraw, so a channel into a call that takes groups as they come holds nobody up for ever.
     """
-    if not is_too_small(route):
+    if not is_below_need(route):
         return []
     place = f"{route.source} -> {route.target}"
     room = f"{route.capacity} samples" + (f" or {route.capacity_bytes:,} bytes" if route.capacity_bytes else "")
@@ -341,7 +340,7 @@ def ring_of(route: Route, stages: Sequence[Stage], workers: Sequence[WorkerPlan]
 
 
 def shared_lease(route: Route, stages: Sequence[Stage], workers: Sequence[WorkerPlan]) -> str:
-    """The lease that the taker needs and the maker has, if there is one."""
+    """The lease that consumer and producer share; empty if there is none."""
     leases = {worker.name: worker.lease for worker in workers}
     kinds = {stage.call: stage for stage in stages}
     taker, maker = kinds.get(route.consumer), kinds.get(route.producer)

@@ -119,7 +119,7 @@ def test_an_engine_that_can_not_is_never_asked_and_the_plan_says_so(monkeypatch)
     assert not any(said in note for note in lower(graph, models, SPLIT, num_steps=num_steps).notes)
     time_shared = SPLIT.model_copy(update={"placement": "time-shared", "rollout": RolloutSpec(engine="fake")})
     assert any(said in note for note in lower(graph, models, time_shared, num_steps=num_steps).notes)
-    monkeypatch.setattr(capabilities, "rollout_abilities", lambda engine: Capabilities("rollout"))
+    monkeypatch.setattr(capabilities, "rollout_capabilities", lambda engine: Capabilities("rollout"))
     assert any(said in note for note in lower(graph, models, SPLIT, num_steps=num_steps).notes)
     assert num_stale(run_planned(keeps, OPTIONS, SPLIT)) == 0
 
@@ -127,7 +127,7 @@ def test_an_engine_that_can_not_is_never_asked_and_the_plan_says_so(monkeypatch)
 @pytest.mark.parametrize("lacks", ["abort", "resume_with_prefix", "keyed_seeds"])
 def test_carrying_needs_an_engine_that_stops_and_goes_on(lacks, monkeypatch):
     can = replace(Capabilities("rollout"), **{lacks: False})
-    monkeypatch.setattr(capabilities, "rollout_abilities", lambda engine: can)
+    monkeypatch.setattr(capabilities, "rollout_capabilities", lambda engine: can)
     graph, models, num_steps = trace(sorts_on, {}, steps=1, assume=0.0)
     if lacks == "keyed_seeds":
         notes = lower(graph, models, SPLIT, num_steps=num_steps).notes

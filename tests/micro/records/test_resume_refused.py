@@ -22,7 +22,7 @@ from m2flow.errors import DivergenceError, EngineError, RewardError, SpecError, 
 from m2flow.micro.controller.call_futures import CallFutures
 from m2flow.micro.records.checkpoints import read
 from m2flow.observe.metrics import read_metrics
-from m2flow.runner.run import Attempts, Summary, only_writer
+from m2flow.runner.run import RetryLimit, Summary, hold_run_lock
 from m2flow.spec import RunSettings
 
 SPEC = spec_of()
@@ -109,7 +109,7 @@ def test_a_segment_that_was_deleted_is_said_to_be_missing_before_anything_is_beg
 
 
 def test_two_processes_never_write_one_run(image, tmp_path):
-    with only_writer(image), pytest.raises(SpecError, match=rf"the run in .* goes on by process {os.getpid()}"):
+    with hold_run_lock(image), pytest.raises(SpecError, match=rf"the run in .* goes on by process {os.getpid()}"):
         go_on(image, tmp_path)
     go_on(image, tmp_path)
     with pytest.raises(SpecError, match="has come to its end: there is nothing to resume"):
@@ -227,10 +227,15 @@ def test_a_worker_that_dies_while_all_come_up_again_is_one_more_loss_and_the_fir
 
 def test_attempts_that_come_no_further_end_the_run_and_those_that_do_start_the_count_anew():
     lost = StateLost("the worker train-0 was killed", remote="its last words")
-    attempts = Attempts(RunSettings(attempts=3, retry_wait_s=1.0))
-    assert [attempts.broke(lost, 10), attempts.broke(lost, 10), attempts.broke(lost, 12), attempts.broke(lost, 11)] == [1, 2, 1, 2]
+    attempts = RetryLimit(RunSettings(attempts=3, retry_wait_s=1.0))
+    assert [
+        attempts.record_failure(lost, 10),
+        attempts.record_failure(lost, 10),
+        attempts.record_failure(lost, 12),
+        attempts.record_failure(lost, 11),
+    ] == [1, 2, 1, 2]
     with pytest.raises(StateLost, match="has come this far 3 times, and no further") as caught:
-        attempts.broke(lost, 12)
+        attempts.record_failure(lost, 12)
     assert caught.value.remote == "its last words"
 
 

@@ -13,7 +13,7 @@ from m2flow.errors import InternalError, PlanError
 from m2flow.macro.tracing import trace
 from m2flow.micro.controller.controller import Watchdog
 from m2flow.micro.lowering.passes import lower
-from m2flow.micro.lowering.routing import is_too_small
+from m2flow.micro.lowering.routing import is_below_need
 from m2flow.micro.protocol.plan import Plan
 from m2flow.micro.scheduler.scheduler import Scheduler
 from m2flow.micro.scheduler.waiting import Wait, find_deadlock
@@ -191,7 +191,7 @@ def test_a_plan_in_which_a_lease_closes_the_ring_comes_to_a_halt_when_it_is_forc
 @pytest.mark.parametrize("rollouts", [1, 2])
 def test_a_plan_that_is_refused_does_come_to_a_halt_when_it_is_forced(program, rollouts):
     spec = spec_of(max_samples=4, rollouts=rollouts)
-    assert any(is_too_small(route) for route in forced(plan_of(program, spec)).routes)
+    assert any(is_below_need(route) for route in forced(plan_of(program, spec)).routes)
     assert run_planned(program, {}, spec, order_seed=1).error == ""
     assert "nothing moves any more" in run_planned(program, {}, spec, order_seed=1, seated=forced).error
 

@@ -163,7 +163,7 @@ def test_the_search_lends_where_that_is_predicted_to_be_shorter_and_says_what_by
 
 def test_nothing_is_lent_where_steps_overlap_or_the_engine_can_not_go_on_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(seat.lent_until for seat in simple(staleness=1).seats)
-    monkeypatch.setattr(search, "can_move", lambda engine: False)
+    monkeypatch.setattr(search, "can_migrate_samples", lambda engine: False)
     assert not any(seat.lent_until for seat in simple().seats)
 
 

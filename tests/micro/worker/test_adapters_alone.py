@@ -22,7 +22,7 @@ from m2flow.engines.embedded.rollout_engine import EmbeddedRollout
 from m2flow.engines.embedded.slot_model import Added
 from m2flow.engines.models import lora
 from m2flow.errors import EngineError
-from m2flow.micro.lowering.capabilities import adapters_alone
+from m2flow.micro.lowering.capabilities import roles_syncing_adapters_only
 from m2flow.micro.lowering.passes import plan_syncs
 from m2flow.micro.protocol.plan import EngineSlot, WorkerPlan
 from m2flow.micro.worker.weight_sync import WeightSettings, WeightSyncs, weight_settings
@@ -157,11 +157,11 @@ def test_after_whole_weights_there_is_nothing_to_add_adapters_to(model: Model) -
 
 def test_adapters_go_alone_where_every_engine_adds_them_in_the_trainers_type() -> None:
     adapted = Model("x", lora=Lora())
-    assert adapters_alone({"policy": adapted}, WORKERS) == {"policy"}
-    assert not adapters_alone({"policy": Model("x")}, WORKERS)
-    assert not adapters_alone({"policy": replace(adapted, rollout_dtype="bfloat16")}, WORKERS)
+    assert roles_syncing_adapters_only({"policy": adapted}, WORKERS) == {"policy"}
+    assert not roles_syncing_adapters_only({"policy": Model("x")}, WORKERS)
+    assert not roles_syncing_adapters_only({"policy": replace(adapted, rollout_dtype="bfloat16")}, WORKERS)
     mixed = (*WORKERS, WorkerPlan("rollout-1", "cpu", 1, (EngineSlot("policy", "rollout", "sglang"),)))
-    assert not adapters_alone({"policy": adapted}, mixed)
+    assert not roles_syncing_adapters_only({"policy": adapted}, mixed)
 
 
 def test_within_a_process_or_lent_on_a_gpu_weights_go_with_their_adapters_added() -> None:
