@@ -188,7 +188,7 @@ def imaged(
 
 def _after_each(run: Run, hook: Hook) -> None:
     """Have what an eager run tells its journal followed by the hook."""
-    begin = run._eager
+    begin = run._run_eager
 
     def eager(plan: Plan) -> object:
         journal = run._journal
@@ -197,7 +197,7 @@ def _after_each(run: Run, hook: Hook) -> None:
             setattr(journal, name, _followed(getattr(journal, name), hook))
         return begin(plan)
 
-    run._eager = eager  # type: ignore[method-assign, assignment]
+    run._run_eager = eager  # type: ignore[method-assign, assignment]
 
 
 def _followed(told: Callable[..., None], hook: Hook) -> Callable[..., None]:
