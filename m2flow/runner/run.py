@@ -137,10 +137,10 @@ class RetryLimit:
         Raises:
             StateLost: it has come no further too often.
         """
-        self._num_without_progress = 1 if num_done > self._furthest else self._num_vain + 1
+        self._num_without_progress = 1 if num_done > self._furthest else self._num_without_progress + 1
         self._furthest = max(self._furthest, num_done)
         if self._num_without_progress >= self._settings.attempts:
-            times = f"{self._num_without_progress} times" if self._num_vain > 1 else "once"
+            times = f"{self._num_without_progress} times" if self._num_without_progress > 1 else "once"
             what = f"{error.what}; the run has come this far {times}, and no further"
             raise StateLost(what, where=error.where, now=error.now, remote=error.remote) from error
         return float(self._settings.retry_wait_s * 2 ** (self._num_without_progress - 1))
