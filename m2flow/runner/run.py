@@ -47,7 +47,7 @@ from m2flow.macro.replay import Around, Recorder, ReplayBackend, check_same, pri
 from m2flow.macro.session import Backend
 from m2flow.macro.tracing import Copies, anticipate, copies_made, explore, trace
 from m2flow.micro.controller.call_futures import CallFutures
-from m2flow.micro.controller.checkpoint_coordinator import CheckpointCoordinator, Keeper, keep_eagerly
+from m2flow.micro.controller.checkpoint_coordinator import CheckpointCoordinator, CheckpointingBackend, checkpoint_eagerly
 from m2flow.micro.controller.controller import Controller
 from m2flow.micro.controller.launcher import GATHER_S, Job, launcher_for
 from m2flow.micro.controller.planned_backend import PlannedBackend, RunAhead
@@ -462,27 +462,27 @@ class Run:
 
     def _run_planned(self, plan: Plan) -> tuple[float, Mapping[str, str]]:
         assert self._journal is not None
-        keeper = self._keeper()
-        outcomes, self._controller = self._make_controller(plan, self._journal, keeper)
+        coordinator = self._checkpoint_coordinator()
+        futures, self._controller = self._make_controller(plan, self._journal, coordinator)
         self._lowering = Lowering(plan, self.spec)
         ahead = RunAhead(self.flow.staleness_for(self.options), self.spec.run_ahead_bytes)
-        keeping: CheckpointCoordinator | None = None
-        backend = PlannedBackend(self.flow.name, self._lowering, self._controller, outcomes, self._journal, ahead)
+        checkpointing: CheckpointingBackend | None = None
+        backend = PlannedBackend(self.flow.name, self._lowering, self._controller, futures, self._journal, ahead)
         try:
             self._start(self._controller)
             start = self._begin()
             begin = backend.begin_checkpoint
-            keeping = CheckpointCoordinator(
-                self._replayed(backend), keeper, begin=begin, end=lambda step: None, num_over=lambda: outcomes.num_well
+            checkpointing = CheckpointingBackend(
+                self._replayed(backend), coordinator, begin=begin, end=lambda step: None, num_over=lambda: futures.num_well
             )
-            self._run_flow(keeping)
+            self._run_flow(checkpointing)
             wall_s = time.monotonic() - start
             return wall_s, backend.save(self.run_dir / "checkpoints" / "final")
         except KeyboardInterrupt:
             with contextlib.suppress(M2FlowError):
                 self._controller.wind_down()
-                if keeping is not None and self._is_live:
-                    self._controller.save_last(keeping.begin_last(self._controller.holds))
+                if checkpointing is not None and self._is_live:
+                    self._controller.save_last(checkpointing.begin_last(self._controller.holds))
             raise
         finally:
             self._controller.close()
@@ -501,12 +501,14 @@ class Run:
                 raise
             raise StateLost(error.what, where=error.where, now=error.now, remote=error.remote) from error
 
-    def _make_controller(self, plan: Plan, journal: Journal, keeper: Keeper) -> tuple[CallFutures, Controller]:
+    def _make_controller(self, plan: Plan, journal: Journal, coordinator: CheckpointCoordinator) -> tuple[CallFutures, Controller]:
         restored, parts, attempt = self._restored
         launcher = launcher_for(Job(plan, self.spec, self.settings, self._models, self.run_dir, attempt, parts, self._flow_file))
-        outcomes = CallFutures()
+        futures = CallFutures()
         search_anew = None if self._graph is None else partial(self._make_replanner, self._graph, plan)
-        return outcomes, Controller(plan, self.spec, self.settings, launcher, journal, outcomes, keeper, restored, self._warn, search_anew)
+        return futures, Controller(
+            plan, self.spec, self.settings, launcher, journal, futures, coordinator, restored, self._warn, search_anew
+        )
 
     def _make_replanner(self, graph: MacroGraph, plan: Plan) -> Callable[[ClusterSpec], Choice]:
         """Make what searches for the best plan again, by the response lengths and durations of the run so far."""
@@ -517,24 +519,26 @@ class Run:
 
     def _run_eager(self, plan: Plan) -> tuple[float, Mapping[str, str]]:
         assert self._journal is not None
-        journal, keeper = self._journal, self._keeper()
+        journal, coordinator = self._journal, self._checkpoint_coordinator()
         performer = EagerExecutor(plan, self.spec, self.settings, self._models, self.run_dir, journal, self._decisions, self._past)
-        keeping: CheckpointCoordinator | None = None
+        checkpointing: CheckpointingBackend | None = None
 
         def save(step: int) -> None:
-            keep_eagerly(keeper, step, performer, journal.make_durable)
+            checkpoint_eagerly(coordinator, step, performer, journal.make_durable)
 
         try:
             performer.open()
             start = self._begin()
             backend = self._shield = UninterruptedUpdates(EagerBackend(performer, journal))
-            keeping = CheckpointCoordinator(self._replayed(backend), keeper, begin=lambda due: None, end=save, num_over=journal.num_well)
-            self._run_flow(keeping)
+            checkpointing = CheckpointingBackend(
+                self._replayed(backend), coordinator, begin=lambda due: None, end=save, num_over=journal.num_well
+            )
+            self._run_flow(checkpointing)
             wall_s = time.monotonic() - start
             return wall_s, performer.save(self.run_dir / "checkpoints" / "final")
         except KeyboardInterrupt:
             with contextlib.suppress(M2FlowError):
-                due = keeping.begin_last(performer.versions.__eq__) if keeping is not None and self._is_live else None
+                due = checkpointing.begin_last(performer.versions.__eq__) if checkpointing is not None and self._is_live else None
                 if due is not None:
                     save(due.step)
             raise
@@ -564,8 +568,8 @@ class Run:
         """Weight versions and checkpoint parts that the trainers begin with, and the number of the attempt."""
         return ({}, {}, 0) if self._past is None else (self._past.versions, self._past.parts, self._past.attempt)
 
-    def _keeper(self) -> Keeper:
-        return Keeper(self.run_dir, self.settings, self._restored[2], None if self._past is None else self._past.checkpoint)
+    def _checkpoint_coordinator(self) -> CheckpointCoordinator:
+        return CheckpointCoordinator(self.run_dir, self.settings, self._restored[2], None if self._past is None else self._past.checkpoint)
 
     def _replayed(self, live: Backend) -> Backend:
         """The backend with replay of earlier attempts, if the run is resumed."""

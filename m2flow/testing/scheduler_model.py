@@ -623,7 +623,7 @@ class Model:
         self._impatience = Impatience(random.Random(seed))
         self._shelf = Shelf()
         """What the controller has."""
-        self._census = InflightRecovery()
+        self._recovery = InflightRecovery()
         self._dead: set[str] = set()
         """Processes."""
         self._dying: list[str] = []
@@ -691,7 +691,7 @@ class Model:
             hand = speaking[pick % len(speaking)]
             said = hand.said.popleft()
             if isinstance(said, m.Missing):
-                self._census.answered(hand.name, said)
+                self._recovery.answered(hand.name, said)
                 self._lose_those_known()
             else:
                 if isinstance(said, m.Aborted):
@@ -726,10 +726,10 @@ class Model:
             self._dead.add(hand.tag)
             missing = self._shelf.sever(hand.tag, sent.get(CONTROLLER, {}))
             others = [other.name for other in self.hands.values() if other.tag not in self._dead]
-            for other, message in self._census.begin(name, hand.tag, sent, others).items():
+            for other, message in self._recovery.begin(name, hand.tag, sent, others).items():
                 self.hands[other].inbox.append(message)
             for call, rows in missing.items():
-                self._census.not_sent(name, CONTROLLER, call, rows)
+                self._recovery.not_sent(name, CONTROLLER, call, rows)
             self._lose_those_known()
 
     def come_back(self) -> None:
@@ -741,7 +741,7 @@ class Model:
             self.tell(WorkerJoined(hand.name, incarnation))
 
     def _lose_those_known(self) -> None:
-        for name, missing in self._census.done():
+        for name, missing in self._recovery.done():
             self._away.append(name)
             self.tell(WorkerLost(name, returns=True, missing=missing))
 
@@ -833,7 +833,7 @@ class Model:
                     stopped = {packed: self._stopped[packed] for packed in ids} if call < 0 else {}
                     self._send(Parcel(to, CONTROLLER, tuple((call, row) for row in ids), stopped))
                 case Send(worker, message):
-                    self._census.told(worker, message)
+                    self._recovery.told(worker, message)
                     self._impatience.began(message, self.calls.get(getattr(message, "call", -1)))
                     self._told(worker, message)
                 case Resolve(call, _):

@@ -194,14 +194,14 @@ class Written(NotWritten):
     def __init__(self, run_dir: Path, calls: Mapping[int, Call]) -> None:
         self._calls = calls
         self._journal = Journal(run_dir)
-        self._custody = SampleLifecycle(self._journal, run_dir, calls)
+        self._lifecycle = SampleLifecycle(self._journal, run_dir, calls)
 
     def open(self) -> None:
         self._journal.open()
 
     def close(self, workers: Iterable[str]) -> None:
         for name in workers:
-            self._custody.settle(name, "the run ended")
+            self._lifecycle.settle(name, "the run ended")
         self._journal.close()
 
     def call_added(self, call: Call) -> None:
@@ -209,7 +209,7 @@ class Written(NotWritten):
 
     def told(self, message: m.ToController) -> None:
         if isinstance(message, m.Finished | m.Aborted | m.Flushed | m.GivenUp):
-            self._custody.told(message)
+            self._lifecycle.told(message)
 
     def consumed(self, task: m.Accumulate) -> None:
         self._journal.consumed(self._calls[task.call], task.epoch, task.ids)
@@ -217,9 +217,9 @@ class Written(NotWritten):
     def commanded(self, command: Command) -> None:
         match command:
             case Send(worker, m.Generate() as task):
-                self._custody.begins(worker, task)
+                self._lifecycle.begins(worker, task)
             case Discarded() | Dropped() | Late() | Given() | Expired():
-                self._custody.decided(command)
+                self._lifecycle.decided(command)
             case Resolve(ordinal, value):
                 self._journal.call_done(self._calls[ordinal], value)
             case Reject(ordinal, error, _):
@@ -230,10 +230,10 @@ class Written(NotWritten):
                 pass
 
     def settle(self, worker: str) -> Unsaid:
-        return self._custody.settle(worker, f"{worker} was lost")
+        return self._lifecycle.settle(worker, f"{worker} was lost")
 
     def read_back(self, push: m.Push) -> Batch:
-        return self._custody.read_back(push)
+        return self._lifecycle.read_back(push)
 
 
 class Link:
@@ -333,7 +333,7 @@ class World(Backend):
         self._make = make
         self._workers = {worker.name: make(worker, 0) for worker in plan.workers}
         self._mortality = Mortality(order_seed, num_losses)
-        self._census = InflightRecovery()
+        self._recovery = InflightRecovery()
         self._buried: list[Worker] = []
         self._dead: set[str] = set()
         self._end: M2FlowError | None = None
@@ -502,7 +502,7 @@ class World(Backend):
         """Whether nobody has anything to do, nor ever will."""
         if (
             self._mortality.is_at_work
-            or self._census.is_open
+            or self._recovery.is_open
             or any(link.to_worker or link.to_controller for _, link, _ in self._workers.values())
         ):
             return False
@@ -530,7 +530,7 @@ class World(Backend):
     def _live_and_die(self) -> None:
         """Somebody dies, is missed, or is back."""
         mortality = self._mortality
-        if not (mortality.is_used or self._census.is_open):
+        if not (mortality.is_used or self._recovery.is_open):
             return
         alive = [n for n, (w, _, _) in self._workers.items() if w.settings.tag in self._addresses and n not in mortality.dying]
         if (dies := mortality.dies([n for n in alive if not self._scheduler.is_vital(n)])) is not None:
@@ -541,7 +541,7 @@ class World(Backend):
                 link.to_controller.remove(message)
         if (missed := mortality.is_missed()) is not None:
             self._sever(missed)
-        for name, missing in self._census.done():
+        for name, missing in self._recovery.done():
             mortality.away.append(name)
             unreported = self._written.settle(name)
             self._note(*unreported)
@@ -557,10 +557,10 @@ class World(Backend):
         del self._addresses[tag]
         missing = self._collected.sever(tag, sent.get(CONTROLLER, {}))
         others = [n for n, (w, _, _) in self._workers.items() if w.settings.tag in self._addresses]
-        for other, message in self._census.begin(name, tag, sent, others).items():
+        for other, message in self._recovery.begin(name, tag, sent, others).items():
             self._workers[other][1].to_worker.append(m.encode(message))
         for call, rows in missing.items():
-            self._census.not_sent(name, CONTROLLER, call, rows)
+            self._recovery.not_sent(name, CONTROLLER, call, rows)
 
     def _come_back(self, name: str) -> None:
         worker = self._workers[name][0]
@@ -573,7 +573,7 @@ class World(Backend):
 
     def _received(self, worker: str, message: m.ToController) -> None:
         if isinstance(message, m.Missing):
-            self._census.answered(worker, message)
+            self._recovery.answered(worker, message)
         if isinstance(message, m.Fatal):
             raise error_from_record(message.error)
         self._note(message)
@@ -617,7 +617,7 @@ class World(Backend):
                     elif to in self._addresses:
                         self._outbox.send(self._addresses[to], Parcel(push.call, rows, CONTROLLER))
                 case Send(worker, message):
-                    self._census.told(worker, message)
+                    self._recovery.told(worker, message)
                     self._impatience.began(message, self._calls.get(getattr(message, "call", -1)))
                     self._tell(worker, message)
                 case Discarded(call, last):

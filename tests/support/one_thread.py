@@ -17,7 +17,7 @@ import pytest
 from m2flow.channels.channel import Dropped, MemoryInbox, MemoryOutbox
 from m2flow.macro.flow import Flow, randomness_kept
 from m2flow.micro.controller.call_futures import CallFutures
-from m2flow.micro.controller.checkpoint_coordinator import Keeper
+from m2flow.micro.controller.checkpoint_coordinator import CheckpointCoordinator
 from m2flow.micro.controller.controller import Controller, Post
 from m2flow.micro.controller.launcher import Job, LocalLauncher
 from m2flow.micro.controller.supervisor import Supervisor
@@ -68,18 +68,18 @@ class OneThread(Controller):
         self.order, self.hook = random.Random(0), _nothing
         self._listener = _Listener()  # type: ignore[assignment]
         self._inbox, self._outbox = MemoryInbox(), MemoryOutbox()  # type: ignore[assignment]
-        self._crew = Supervisor(plan, settings, launcher, self._listener, self._outbox, self._scheduler, journal, self._sever, print)
+        self._supervisor = Supervisor(plan, settings, launcher, self._listener, self._outbox, self._scheduler, journal, self._sever, print)
         self._workers: dict[str, Worker] = {}
 
     def open(self) -> None:
         self._listener.order = self.order  # type: ignore[attr-defined]
-        self._crew.set_own_address(self._inbox.open())
+        self._supervisor.set_own_address(self._inbox.open())
         for planned in self._plan.workers:
             link = self._listener.links[planned.name] = Link()  # type: ignore[attr-defined]
             settings = self._launcher.settings_for(planned, "")
             self._workers[planned.name] = Worker(settings, link, MemoryInbox(), MemoryOutbox())
             self._workers[planned.name].open()
-        self._outcomes.wait_ready(60.0)
+        self._futures.wait_ready(60.0)
 
     def post(self, *posts: Post) -> None:
         for post in posts:
@@ -87,7 +87,7 @@ class OneThread(Controller):
 
     def wind_down(self) -> None:
         self.post(Stopping())
-        self._outcomes.wait_wound_down()
+        self._futures.wait_wound_down()
 
     def move(self) -> None:
         """One thing happens somewhere."""
@@ -95,7 +95,7 @@ class OneThread(Controller):
             if self.order.random() < 0.5:
                 self._workers[self.order.choice(list(self._workers))].turn()
             else:
-                self._take_in()
+                self._process_inputs()
         self.hook()
 
     def close(self) -> None:
@@ -108,7 +108,7 @@ class OneThread(Controller):
                 if isinstance(message, m.Spans):
                     self._journal.spans(message.block)
         for name in self._workers:
-            self._custody.settle(name, "the run ended")
+            self._lifecycle.settle(name, "the run ended")
         self._launcher.stop(self._workers)
         self._outbox.close()
         self._inbox.close()
@@ -137,15 +137,15 @@ class SteppedRun(Run):
         self._order = random.Random(more.pop("order_seed", 0))  # type: ignore[arg-type]
         super().__init__(flow, options, spec, settings, **more)  # type: ignore[arg-type]
 
-    def _make_controller(self, plan: Plan, journal: Journal, keeper: Keeper) -> tuple[CallFutures, Controller]:
+    def _make_controller(self, plan: Plan, journal: Journal, coordinator: CheckpointCoordinator) -> tuple[CallFutures, Controller]:
         restored, parts, attempt = self._restored
         settings = self.settings.model_copy(update={"hung_after_s": 1e9, "stopped_after_s": 1e9})  # Nobody beats here.
         launcher = LocalLauncher(Job(plan, self.spec, settings, self._models, self.run_dir, attempt, parts))
-        outcomes = _Moving()
-        controller = OneThread(plan, self.spec, settings, launcher, journal, outcomes, keeper, restored, self._warn)
+        futures = _Moving()
+        controller = OneThread(plan, self.spec, settings, launcher, journal, futures, coordinator, restored, self._warn)
         controller.order, controller.hook = self._order, self._hook
-        outcomes.controller = controller
-        return outcomes, controller
+        futures.controller = controller
+        return futures, controller
 
     def _draw(self) -> None:
         """Pictures are another test's."""

@@ -1,1 +1,1 @@
-"""The controller's process: scheduler, launchers, supervisor, checkpoints."""
+"""The controller: starts and supervises workers, drives the scheduler, and coordinates checkpoints."""

@@ -1,20 +1,19 @@
-"""How many rollout workers a run should have: asked from outside, or from what it has measured.
+"""Scale the number of rollout workers of a running run: on request from outside, or automatically by what the run has measured.
 
-m2flow cluster scale --ask--> RUN/control/<number>.ask --requests--> Controller --answered_by--> <number>.answer
+    m2flow cluster scale --ask--> RUN/control/<number>.ask --requests--> Controller --answered_by--> <number>.answer
+    who is at work, now and then --Autoscaler.saw--> windows --decide--> Change --ScalingLoop--> Supervisor.scale
 
-Whoever may write to the run's directory may ask. The controller looks about once a second.
+Requests are files: whoever may write to the run's directory may ask, and the controller looks about once a second.
 
-who is at work, now and then --Replanning.saw--> windows --decide--> a change of their number, and why --Staffing--> Crew
+The autoscaler measures over windows how long generation alone kept everybody else waiting. Generation is taken to share out over workers,
+so with w of them that part of the time would be w0 / w of what it was with w0. One more joins if the run is then predicted to be shorter
+by `_PAYS`, over several windows in a row, and if what that saves within `_HORIZON_S` is more than a worker took to start. One leaves if
+without it the run is predicted to be hardly longer (`_IDLE`). Between these two, and for some windows after a change, nothing happens
+(hysteresis).
 
-A window says for how long generation alone kept everybody waiting. Generation is taken to share out over workers, so with w of them
-that part of the time would be w0 / w of what it was. One more joins if the run is then predicted to be shorter by `_PAYS`, over several
-windows in a row, and if what that saves within `_HORIZON_S` is more than a worker took to start. One leaves if without it the run is
-predicted to be hardly longer (`_IDLE`). Between these two, and for some windows after a change, nothing happens: what is gained by a
-hair is lost by a hair in the next window.
-
-`Replanning` is pure: told the time. Limits: it changes how many workers generate, and so which samples each of them gets. Who trains, on
-which devices, in which layout, with which chunks and over which transports stays as the plan said; a resumption with another cluster
-spec plans all of that anew.
+`Autoscaler` is pure: it is told the time. Limits: only the number of workers that generate changes, and so which samples each of them gets.
+Which workers train, on which devices, in which layout, with which chunks and over which transports stays as planned; a resume with another
+cluster spec plans all of that anew.
 """
 
 from __future__ import annotations
@@ -38,13 +37,15 @@ from m2flow.micro.records.journal import Journal
 from m2flow.micro.scheduler.scheduler import Scheduler
 from m2flow.spec import ClusterSpec
 
+# ---- requests from outside
+
 _DIRECTORY, _ASK, _ANSWER = "control", ".ask", ".answer"
 _LOOKS_S = 0.1
 
 
 class _Ask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rollout: int
-    """So many more, or fewer."""
+    """Change of the number of rollout workers."""
 
 
 class _Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -55,14 +56,14 @@ class _Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @final
 class Request:
-    """One that is not answered yet."""
+    """A scaling request that is not answered yet."""
 
     def __init__(self, path: Path, change: int) -> None:
         self._path = path
         self._change = change
 
     def answered_by(self, scale: Callable[[int], tuple[list[Event], str]]) -> list[Event]:
-        """Have it done, and say so to who has asked."""
+        """Carry out the request with `scale`, write the answer, and return events for the scheduler."""
         try:
             events, what = scale(self._change)
             answer = _Answer(what)
@@ -73,7 +74,7 @@ class Request:
 
 
 def requests(run_dir: Path) -> Iterator[Request]:
-    """Those that have come; each is given once. What can't be read is passed over."""
+    """Yield the requests that have arrived, each once. Files that can't be read are passed over."""
     for path in sorted((run_dir / _DIRECTORY).glob(f"*{_ASK}")):
         with contextlib.suppress(OSError, msgspec.MsgspecError):
             change = msgspec.json.decode(path.read_bytes(), type=_Ask).rollout
@@ -82,10 +83,10 @@ def requests(run_dir: Path) -> Iterator[Request]:
 
 
 def ask(run_dir: Path, change: int, *, patience_s: float) -> str:
-    """Ask for so many rollout workers more, or fewer; what was answered.
+    """Ask a run for `change` more rollout workers, or fewer if negative; wait for its answer and return that.
 
     Raises:
-        SpecError: it can't be done, or nobody has answered: the run is over, or was killed.
+        SpecError: the request was refused, or nobody has answered: the run is over, or was killed.
     """
     directory = run_dir / _DIRECTORY
     directory.mkdir(exist_ok=True)
@@ -108,25 +109,27 @@ def ask(run_dir: Path, change: int, *, patience_s: float) -> str:
 
 
 def _write(path: Path, body: bytes) -> None:
-    """Whole, or not there."""
+    """Write a file atomically."""
     made = path.with_name(f".{path.name}")
     made.write_bytes(body)
     os.replace(made, path)
 
 
+# ---- automatic scaling
+
 _PAYS = 0.05
-"""A run that would be so much shorter, of its time, is worth a change."""
+"""Predicted saving, as a share of the run's time, from which a worker is added."""
 _IDLE = 0.01
-"""One that would be longer by no more than this is worth a worker."""
+"""Predicted loss, as a share of the run's time, up to which a worker is removed."""
 _IN_A_ROW = 3
-"""Windows that must say the same."""
+"""Windows in a row that must agree."""
 _HORIZON_S = 600.0
-"""A change must have paid by then."""
+"""Time within which an added worker must have saved its start-up time."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """Of the number of workers."""
+    """A change of the number of rollout workers, and the reason in words."""
 
     by: int
     why: str
@@ -134,10 +137,10 @@ class Change:
 
 @final
 class Autoscaler:
-    """Of one run.
+    """Decide when one run should have one rollout worker more or fewer. Pure.
 
     Args:
-        window_s: seconds of a window.
+        window_s: length of a window of measurement, in seconds.
     """
 
     def __init__(self, *, window_s: float = 20.0) -> None:
@@ -148,7 +151,7 @@ class Autoscaler:
         self._num_up = self._num_down = 0
 
     def saw(self, now_s: float, *, generates: bool, trains: bool) -> None:
-        """Whether somebody was generating since the last time, and whether anybody else was at work."""
+        """Note whether anybody has been generating since the last call, and whether anybody has been training."""
         if self._began_s is None:
             self._began_s = self._seen_s = now_s
         if generates and not trains:
@@ -156,10 +159,10 @@ class Autoscaler:
         self._seen_s = now_s
 
     def decide(self, now_s: float, *, num_workers: int, num_spare: int, start_s: float) -> Change | None:
-        """What to change, at the end of a window.
+        """Return the change to make at the end of a window; None for none, or within a window.
 
         Args:
-            num_workers: that generate now. num_spare: that could join.
+            num_workers: workers that generate now. num_spare: workers that could join.
             start_s: seconds that a worker takes to come up.
         """
         if self._began_s is None or now_s - self._began_s < self._window_s:
@@ -181,31 +184,31 @@ class Autoscaler:
 
 
 @final
-class Staffing:
-    """Has the crew carry out what `Replanning` decides. The controller's thread asks it about once a second."""
+class ScalingLoop:
+    """Have the supervisor carry out what `Autoscaler` decides. The controller's thread calls `look` about once a second."""
 
-    def __init__(self, spec: ClusterSpec, plan: Plan, crew: Supervisor, scheduler: Scheduler, journal: Journal) -> None:
-        self._replanning = Autoscaler(window_s=spec.rollout.replan_s) if spec.rollout.scale == "auto" else None
+    def __init__(self, spec: ClusterSpec, plan: Plan, supervisor: Supervisor, scheduler: Scheduler, journal: Journal) -> None:
+        self._autoscaler = Autoscaler(window_s=spec.rollout.replan_s) if spec.rollout.scale == "auto" else None
         kinds = {worker.name: {slot.kind for slot in worker.engines} for worker in plan.workers}
         self._rollouts = {name for name, found in kinds.items() if found == {"rollout"}}
         self._trainers = {name for name, found in kinds.items() if "train" in found}
-        self._crew = crew
+        self._supervisor = supervisor
         self._scheduler = scheduler
         self._journal = journal
 
     def look(self, now_s: float) -> list[Event]:
-        """What the scheduler should know of workers that leave; those that join come up by themselves."""
-        if self._replanning is None or not self._crew.is_ready:
+        """Measure, scale if it is time, and return events of workers that leave; those that join report themselves when they are up."""
+        if self._autoscaler is None or not self._supervisor.is_ready:
             return []
         busy = self._scheduler.running().keys()
-        self._replanning.saw(now_s, generates=not busy.isdisjoint(self._rollouts), trains=not busy.isdisjoint(self._trainers))
-        there = self._crew.rollouts
-        change = self._replanning.decide(now_s, num_workers=there.num_up, num_spare=there.num_away, start_s=there.start_s)
+        self._autoscaler.saw(now_s, generates=not busy.isdisjoint(self._rollouts), trains=not busy.isdisjoint(self._trainers))
+        there = self._supervisor.rollouts
+        change = self._autoscaler.decide(now_s, num_workers=there.num_up, num_spare=there.num_away, start_s=there.start_s)
         if change is None:
             return []
         try:
-            events, what = self._crew.scale(change.by)
-        except SpecError:  # Somebody has left in this moment.
+            events, what = self._supervisor.scale(change.by)
+        except SpecError:  # A worker has left in this moment.
             return []
         self._journal.incident("re-planned", "controller", f"{change.why}: {what}")
         return events

@@ -1,9 +1,9 @@
-"""Where results and errors wait for the flow: filled by the controller's thread, read by the flow's.
+"""Hold results and errors of calls until the flow waits for them: filled by the controller's thread, read by the flow's.
 
-Calls end in any order. The error of a call that failed by itself is certain once every call before it in the program has ended: what
-depends on several failed calls has the error of the earliest, and of the errors that are due the earliest counts. So a later failure
-that comes first hides nothing. Which errors are due, since the program was not raised them, is `m2flow.macro.failures`. Pure; calls are
-added in program order.
+Calls end in any order, but errors are raised in program order (`FirstError`). The error of a failed call is certain once every call
+before it in the program has ended: a call that depends on several failed calls takes the error of the earliest, and of all errors that
+are due the earliest is raised. So a later failure that arrives first hides nothing. Which errors are due, because the program was not
+raised them yet, is `m2flow.macro.failures`'. `FirstError` is pure; calls are added in program order.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from m2flow.samples import Batch
 
 
 class FirstError:
-    """The calls under way, and the errors of those that failed."""
+    """Track calls under way and errors of failed ones, to find the earliest error in program order that is due and certain."""
 
     def __init__(self) -> None:
         self._open: dict[int, None] = {}
@@ -40,16 +40,16 @@ class FirstError:
         return ordinal not in self._open
 
     def failed(self, call: Call, root: int, error: M2FlowError) -> None:
-        """A call failed because of `root`; later perhaps because of an earlier one."""
+        """Note that a call failed because of the call `root`. May be called again with an earlier root."""
         self._open.pop(call.ordinal, None)
         self._failures.failed(call, root, error)
 
     def raised(self, ordinal: int) -> None:
-        """The program is raised the error of this call: if it goes on, it has handled it."""
+        """Note that the program is raised the error of this call: if it goes on, it has handled it."""
         self._failures.raised(ordinal, self._num_ended_steps, self._num_added)
 
     def step_ended(self) -> None:
-        """Errors of the calls so far are due: they come before anything that the program does next."""
+        """Make the errors of all calls so far due: they are raised before anything that the program does next."""
         self._num_ended_steps = self._num_added
 
     @property
@@ -61,7 +61,7 @@ class FirstError:
         return ordinal in self._failures
 
     def has_failed_before(self, num_calls: int) -> bool:
-        """Whether one of the first so many calls has failed, and the program was not raised its error."""
+        """Whether one of the first `num_calls` calls has failed without its error having been raised to the program."""
         return self._failures.is_due_before(num_calls)
 
     def are_well(self, num_calls: int) -> bool:
@@ -86,7 +86,7 @@ class FirstError:
         return self._failures.error_due(due) if due is not None and self._are_over(due) else None
 
     def of(self, ordinal: int) -> M2FlowError | None:
-        """What looking at a failed call raises, if it is certain by now."""
+        """Return the error that reading a failed call's result raises, if it is certain by now."""
         if ordinal not in self._failures:
             return None
         root, error = self._failures.of(ordinal)
@@ -107,15 +107,16 @@ class FirstError:
 
 
 class CallFutures:
-    """Values and errors of calls, and how far the steps are. Every method may be called from both threads."""
+    """Values and errors of calls, and the progress of steps. Every method may be called from both threads."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._awaited: list[Callable[[], bool]] = []
-        """What threads wait for: they are woken when it has come, and not at each change, since each wake takes the interpreter's lock."""
+        """Conditions that threads wait for. They are woken when one is met, not at each change, since each wake takes the interpreter's
+        lock."""
         self._values: Remembered[object] = Remembered()
         self._rows: dict[int, Batch] = {}
-        self._settling = FirstError()
+        self._first_error = FirstError()
         self._num_open: dict[int, int] = {}
         self._end: M2FlowError | None = None
         self._is_ready = False
@@ -125,34 +126,34 @@ class CallFutures:
     # Filled by the controller's thread, except `submitted`.
 
     def submitted(self, call: Call) -> None:
-        """A call is on its way; its step is not over before it is."""
+        """Note that a call is under way; its step is not over before it is."""
         with self._changed:
-            self._settling.added(call.ordinal)
+            self._first_error.added(call.ordinal)
             self._num_open[call.step] = self._num_open.get(call.step, 0) + 1
 
     def resolve(self, call: Call, value: object) -> None:
         with self._changed:
             self._values[call.ordinal] = value
-            self._settling.done(call.ordinal)
+            self._first_error.done(call.ordinal)
             self._close(call)
             self._tell()
 
     def reject(self, call: Call, error: M2FlowError, root: int) -> None:
-        """A call failed because of the call `root`; later perhaps because of an earlier one."""
+        """Note that a call failed because of the call `root`. May be called again with an earlier root."""
         with self._changed:
-            if not self._settling.has_ended(call.ordinal):
+            if not self._first_error.has_ended(call.ordinal):
                 self._close(call)
-            self._settling.failed(call, root, error)
+            self._first_error.failed(call, root, error)
             self._tell()
 
     def deliver(self, ordinal: int, rows: Batch) -> None:
-        """The rows of a call that the program waits for."""
+        """Give the rows of a call that the program waits for."""
         with self._changed:
             self._rows[ordinal] = rows
             self._tell()
 
     def forget(self, call: Call) -> None:
-        """Drop what the program can't ask for any more: all but single values, which `lagged` may for some steps."""
+        """Drop what the program can't ask for any more. Single values are kept for some steps, since `lagged` may ask for them."""
         with self._changed:
             self._rows.pop(call.ordinal, None)
             if call.is_aligned:
@@ -161,13 +162,13 @@ class CallFutures:
                 self._values.let_go(call.ordinal, call.step)
 
     def end(self, error: M2FlowError) -> None:
-        """The run can't go on: everybody who waits gets this."""
+        """End all waits with this error: the run can't go on."""
         with self._changed:
             self._end = self._end or error
             self._tell()
 
     def wound_down(self) -> None:
-        """No call is under way any more, and none will come."""
+        """Note that no call is under way any more, and none will come."""
         with self._changed:
             self._is_wound_down = True
             self._tell()
@@ -190,32 +191,32 @@ class CallFutures:
 
     def has_failed(self, ordinal: int) -> bool:
         with self._changed:
-            return self._settling.has_failed_at(ordinal)
+            return self._first_error.has_failed_at(ordinal)
 
     def has_ended(self, ordinal: int) -> bool:
         with self._changed:
-            return self._settling.has_ended(ordinal)
+            return self._first_error.has_ended(ordinal)
 
     def are_well(self, num_calls: int) -> bool:
         """Whether the first so many calls of the program are over, and none of their errors is due."""
         with self._changed:
-            return self._settling.are_well(num_calls)
+            return self._first_error.are_well(num_calls)
 
     @property
     def num_well(self) -> int:
         """How many calls, from the program's first, are over, and none of their errors is due."""
         with self._changed:
-            return self._settling.num_well
+            return self._first_error.num_well
 
     def wait_until(self, is_met: Callable[[], bool]) -> None:
-        """Until something holds that the controller's thread brings about."""
+        """Wait until a condition holds that the controller's thread brings about."""
         self._wait(is_met)
 
     @property
     def num_ended(self) -> int:
         """Calls of the program up to the last step that has ended."""
         with self._changed:
-            return self._settling.num_ended
+            return self._first_error.num_ended
 
     def number(self, ordinal: int, name: str | None) -> float:
         with self._changed:
@@ -226,16 +227,16 @@ class CallFutures:
             raise WorkerError(f"the workers did not come up in {timeout_s:.0f} s", now="See the logs in the run directory.")
 
     def wait_wound_down(self) -> None:
-        """Until the run has ended what it had to, or can't."""
+        """Wait until the run has finished the updates under way."""
         self._wait(lambda: self._is_wound_down)
 
     def wait_value(self, ordinal: int) -> object:
-        """The value of a call, or None for one with rows. Raises its error, when no earlier call can still fail, and it is due no more."""
-        self._wait(lambda: ordinal in self._values or self._settling.of(ordinal) is not None)
+        """Wait for the value of a call; None for one with rows. Raises its error once that is certain, which then is not due any more."""
+        self._wait(lambda: ordinal in self._values or self._first_error.of(ordinal) is not None)
         with self._changed:
-            error = self._settling.of(ordinal)
+            error = self._first_error.of(ordinal)
             if error is not None:
-                self._settling.raised(ordinal)
+                self._first_error.raised(ordinal)
                 raise error
             return self._values[ordinal]
 
@@ -245,42 +246,43 @@ class CallFutures:
             return self._rows[ordinal]
 
     def wait_step(self, step: int) -> None:
-        """Until every call up to this step is over. Raises the earliest error that is due, when no earlier call can still fail."""
+        """Wait until every call up to this step is over. Raises the earliest error that is due, once no earlier call can still fail."""
 
         def is_met() -> bool:
-            return self._settling.first is not None if self._settling.has_failed else not any(s <= step for s in self._num_open)
+            return self._first_error.first is not None if self._first_error.has_failed else not any(s <= step for s in self._num_open)
 
         self._wait(is_met)
         self.raise_first()
 
     def step_ended(self) -> None:
-        """The errors of the calls so far are due."""
+        """Make the errors of all calls so far due."""
         with self._changed:
-            self._settling.step_ended()
+            self._first_error.step_ended()
 
     def wait_due(self) -> None:
-        """The program has raised something. Raises an error that sequential execution would have raised before, if there is one."""
-        self._wait(lambda: self._settling.is_due_known or self._end is not None)
+        """Wait, when the program itself has raised, for an error that sequential execution would have raised before it; raise that."""
+        self._wait(lambda: self._first_error.is_due_known or self._end is not None)
         with self._changed:
-            if self._settling.due is not None:
-                raise self._settling.due
+            if self._first_error.due is not None:
+                raise self._first_error.due
 
     def wait_ended(self, calls: Iterable[tuple[int, int]]) -> None:
-        """Until these are over: (call, calls of the steps that had ended before). Where one of those has failed, it is not waited for."""
+        """Wait until these calls are over, each given with the number of calls of the steps that had ended before it. A call is not
+        waited for if one of those has failed."""
         waiting = list(calls)
 
         def is_met() -> bool:
             waiting[:] = [
                 (ordinal, before)
                 for ordinal, before in waiting
-                if not self._settling.has_ended(ordinal) and not self._settling.has_failed_before(before)
+                if not self._first_error.has_ended(ordinal) and not self._first_error.has_failed_before(before)
             ]
             return not waiting or self._end is not None
 
         self._wait(is_met)
 
     def wait_all(self) -> None:
-        """Until every call is over. Raises the earliest error that is due."""
+        """Wait until every call is over. Raises the earliest error that is due."""
         self._wait(lambda: not self._num_open)
         self.raise_first()
 
@@ -291,10 +293,10 @@ class CallFutures:
         return self._saved
 
     def raise_first(self) -> None:
-        """The earliest error in program order that the program was not raised."""
+        """Raise the earliest error in program order that was not raised to the program yet, if there is one."""
         with self._changed:
-            if self._settling.first is not None:
-                raise self._settling.first
+            if self._first_error.first is not None:
+                raise self._first_error.first
 
     def _close(self, call: Call) -> None:
         self._num_open[call.step] -= 1
@@ -302,7 +304,8 @@ class CallFutures:
             del self._num_open[call.step]
 
     def _wait(self, is_met: Callable[[], bool], timeout_s: float | None = None) -> bool:
-        """Wait until a condition holds; in slices, so that Ctrl-C reaches the flow's thread. Raises if the run has ended."""
+        """Wait until a condition holds, in slices so that Ctrl-C reaches the flow's thread. False: timed out. Raises if the run has
+        ended."""
         with self._changed:
             left_s = timeout_s
             self._awaited.append(is_met)
@@ -319,6 +322,6 @@ class CallFutures:
                 self._awaited.remove(is_met)
 
     def _tell(self) -> None:
-        """Something has changed: wake those who wait, if one of them has what it waits for."""
+        """Wake waiting threads if one of their conditions is met."""
         if self._end is not None or any(is_met() for is_met in self._awaited):
             self._changed.notify_all()

@@ -1,19 +1,15 @@
-"""Coordinate checkpoints: when they are made, where a stopped run can be saved, and when one is whole.
+"""Coordinate checkpoints: decide when one is due and of which point of the program, gather its parts, and commit it when it is whole.
 
-calls, as the program makes them --SoFar--> at(number of calls that are over) -> Stand (step, versions), or None
+    flow's thread: end of a step --due--> a directory, if it is time
+    whoever does the work:              --begun, saved--> parts gather --finish--> committed once all calls before its point are over
 
-A checkpoint that is due anyway is of the end of a step (`m2flow.micro.controller.checkpoint_coordinator`). This one may be of any
-place, so it must not
-replace weights whose values something after it still needs: what a trainer computed with older weights (log-probabilities, a critic's
-values) is in no record. Pure bookkeeping, on the flow's thread.
+    calls, as the program makes them --ProgramHistory--> at(number of calls that are over) -> ProgramPoint (step, versions), or None
 
-the flow's thread: end of a step --due--> a directory, if it is time
-    whoever does the work:           --begun, saved--> parts gather --finish--> committed when all calls before its point are over
+Periodic checkpoints are of the end of a step, so that a resumed run has no values by older weights to compute again. A run that is stopped
+may be checkpointed at any point (`ProgramHistory`), unless that would replace weights whose values something after it still needs: what a
+trainer computed with older weights (log-probabilities, a critic's values) is in no record.
 
-At the end of a step, so that a run which goes on from there has no values by older weights to make again; and where a run is stopped,
-if it can be (`m2flow.micro.controller.checkpoint_coordinator`). Nobody waits for a checkpoint: while one is under way the next is not
-begun, and a step
-whose evaluation takes long holds up only its own.
+Nobody waits for a checkpoint. While one is under way the next is not begun, and a step whose evaluation takes long delays only its own.
 """
 
 from __future__ import annotations
@@ -37,32 +33,32 @@ from m2flow.micro.records.checkpoints import Checkpoint, Point
 from m2flow.spec import RunSettings
 
 
-class Stand(NamedTuple):
-    """The program so far."""
+class ProgramPoint(NamedTuple):
+    """A point of the program that a run could resume from."""
 
     step: int
-    """Of the last call that trained."""
+    """Step of the last call that trained."""
     versions: dict[str, int]
-    """Of each role's weights."""
+    """Role -> version of its weights."""
 
 
 @dataclass
 class _Unrecorded:
-    """Rows that a resume could only compute again with the weights of then."""
+    """Rows in no record: a resumed run could only recompute them, with the weights of that time."""
 
     read: list[tuple[str, int]]
-    """Roles and versions."""
+    """Roles and weight versions that they were computed with."""
     is_released: bool = False
     users: list[int] = field(default_factory=list)
 
 
 @final
-class SoFar:
-    """The program's calls, as far as they matter here."""
+class ProgramHistory:
+    """Remember weight versions written and unrecorded rows computed by the program's calls, to find points to resume from. Pure."""
 
     def __init__(self) -> None:
         self._writes: list[tuple[int, int, str, int]] = []
-        """Call, step, role and version, in program order; of what is long over, the last of each role."""
+        """Call, step, role and version in program order; of calls that are over, only the last of each role."""
         self._unrecorded: dict[int, _Unrecorded] = {}
 
     def added(self, call: Call) -> None:
@@ -77,28 +73,28 @@ class SoFar:
             self._unrecorded[call.ordinal] = _Unrecorded(read)
 
     def released(self, ordinal: int) -> None:
-        """The program can't reach a call's result any more."""
+        """Note that the program can't reach a call's result any more."""
         if ordinal in self._unrecorded:
             self._unrecorded[ordinal].is_released = True
 
-    def at(self, num_calls: int) -> Stand | None:
-        """After the first so many calls; None if a run could not go on from there."""
-        step, versions = self._stand(num_calls)
+    def at(self, num_calls: int) -> ProgramPoint | None:
+        """Return the point after the first `num_calls` calls; None if a run could not resume from there."""
+        step, versions = self._point(num_calls)
         for ordinal, rows in self._unrecorded.items():
             is_needed = ordinal < num_calls and self._is_needed(rows, num_calls)
             if is_needed and any(version < versions.get(role, 0) for role, version in rows.read):
                 return None
-        return Stand(step, versions)
+        return ProgramPoint(step, versions)
 
     def over(self, num_calls: int) -> None:
-        """The first so many calls are over; earlier points will not be asked for."""
+        """Note that the first `num_calls` calls are over; earlier points will not be asked for."""
         latest = {role: entry for entry in self._writes if entry[0] < num_calls for role in [entry[2]]}
         self._writes = sorted([*latest.values(), *(entry for entry in self._writes if entry[0] >= num_calls)])
         self._unrecorded = {
             ordinal: rows for ordinal, rows in self._unrecorded.items() if ordinal >= num_calls or self._is_needed(rows, num_calls)
         }
 
-    def _stand(self, num_calls: int) -> tuple[int, dict[str, int]]:
+    def _point(self, num_calls: int) -> tuple[int, dict[str, int]]:
         step, versions = -1, {}
         for ordinal, at_step, role, version in self._writes:
             if ordinal < num_calls:
@@ -117,13 +113,13 @@ class _Gathering:
     num_calls: int
     path: Path
     versions: dict[str, int] | None = None
-    """None until those who save have been told."""
+    """None until `begun`, when the trainers are asked to save."""
     digests: dict[str, str] = field(default_factory=dict)
 
 
 @final
-class Keeper:
-    """One run's checkpoints. The flow's thread asks `due`; one other, or the same, does the rest."""
+class CheckpointCoordinator:
+    """Begin, gather and commit one run's checkpoints. The flow's thread calls `due`; the controller's thread, or the same, the rest."""
 
     def __init__(
         self, run_dir: Path, settings: RunSettings, attempt: int, newest: Checkpoint | None, clock: Callable[[], float] = time.monotonic
@@ -139,7 +135,7 @@ class Keeper:
         self._last_s = clock()
 
     def due(self, step: int, num_calls: int) -> CheckpointDue | None:
-        """A step has ended, after so many calls of the program: what to begin now, if it is time."""
+        """Return the checkpoint to begin now that a step has ended after `num_calls` calls of the program; None if none is due."""
         settings = self._settings
         with self._lock:
             if self._gathering is not None or step <= self._last_step:
@@ -154,22 +150,22 @@ class Keeper:
             known = {} if self._newest is None else self._newest.point.versions
             return CheckpointDue(step, str(path), dict(known))
 
-    def last(self, num_calls: int, stand: Stand) -> CheckpointDue | None:
-        """The run ends here, where so many calls are over: what to begin now; None: nothing, but for what is under way."""
+    def last(self, num_calls: int, point: ProgramPoint) -> CheckpointDue | None:
+        """Return the checkpoint to begin where the run stops, with `num_calls` calls over; None if none is needed or one is under way."""
         settings = self._settings
         with self._lock:
             found, newest = self._gathering, self._newest
-            is_known = newest is not None and dict(newest.point.versions) == stand.versions
-            if found is not None and found.versions == stand.versions:
-                found.num_calls = min(found.num_calls, num_calls)  # What was to be over by then never will be.
+            is_known = newest is not None and dict(newest.point.versions) == point.versions
+            if found is not None and found.versions == point.versions:
+                found.num_calls = min(found.num_calls, num_calls)  # Later calls before its point will never be over.
                 return None
             is_wanted = settings.checkpoint_steps is not None or settings.checkpoint_s is not None
-            if is_known or not stand.versions or not is_wanted or (found is not None and found.step == stand.step):
+            if is_known or not point.versions or not is_wanted or (found is not None and found.step == point.step):
                 self._gathering = None
                 return None
-            path = checkpoints.partial_path(self._run_dir, stand.step, self._attempt)
-            self._gathering = _Gathering(stand.step, num_calls, path)
-            return CheckpointDue(stand.step, str(path), {} if newest is None else dict(newest.point.versions), stand.versions)
+            path = checkpoints.partial_path(self._run_dir, point.step, self._attempt)
+            self._gathering = _Gathering(point.step, num_calls, path)
+            return CheckpointDue(point.step, str(path), {} if newest is None else dict(newest.point.versions), point.versions)
 
     @property
     def is_gathering(self) -> bool:
@@ -178,8 +174,10 @@ class Keeper:
             return self._gathering is not None
 
     def begun(self, versions: Mapping[str, int]) -> dict[str, Path]:
-        """The versions are known; what has to be saved, by role, and where to. Parts that the checkpoint before has are linked, and one
-        without a trained role is none."""
+        """Fix the versions of the checkpoint under way; return which roles must be saved, and where to.
+
+        Parts whose version is in the checkpoint before are linked to it. Without a trained role the checkpoint is dropped.
+        """
         with self._lock:
             found = self._gathering
             assert found is not None
@@ -197,17 +195,17 @@ class Keeper:
             return {role: found.path / role for role in versions if role not in found.digests}
 
     def saved(self, step: int, role: str, digest: str) -> None:
-        """A part is on the disk: of the checkpoint of this step, which may have been given up."""
+        """Note that a role's part of the checkpoint of this step is on disk. The checkpoint may have been dropped meanwhile."""
         with self._lock:
             if self._gathering is not None and self._gathering.step == step:
                 self._gathering.digests[role] = digest
 
     def finish(self, are_well: Callable[[int], bool], make_durable: Callable[[], None]) -> Checkpoint | None:
-        """Commit the checkpoint that is under way, if all of it is there.
+        """Commit the checkpoint under way if all its parts are on disk and all calls before its point are over.
 
         Args:
             are_well: whether the first so many calls of the program are over, and none of them failed.
-            make_durable: makes sure that the ledger knows so, first.
+            make_durable: writes the ledger to disk, before the commit.
         """
         with self._lock:
             found = self._gathering
@@ -221,58 +219,58 @@ class Keeper:
             return self._newest
 
 
-class CheckpointCoordinator(Around):
-    """A backend whose program's steps end in checkpoints, where one is due.
+class CheckpointingBackend(Around):
+    """A backend that begins a checkpoint at the end of each step where one is due.
 
     Args:
-        begin: tells who does the work, before the step's end is waited for. end: after it, of this step.
-        num_over: how many of the program's calls, from the first, are over and well.
+        begin: begins a checkpoint, before the end of the step is waited for. end: is told the step, after that wait.
+        num_over: how many calls, from the program's first, are over without an error that is due.
     """
 
     def __init__(
         self,
         live: Backend,
-        keeper: Keeper,
+        coordinator: CheckpointCoordinator,
         *,
         begin: Callable[[CheckpointDue], None],
         end: Callable[[int], None],
         num_over: Callable[[], int],
     ) -> None:
         super().__init__(live)
-        self._keeper = keeper
+        self._coordinator = coordinator
         self._begin = begin
         self._end = end
         self._num_over = num_over
         self._num_calls = 0
-        self._so_far = SoFar()
+        self._history = ProgramHistory()
 
     def submit(self, call: Call) -> None:
         self._num_calls = call.ordinal + 1
-        self._so_far.added(call)
+        self._history.added(call)
         super().submit(call)
 
     def release(self, ordinal: int) -> None:
-        self._so_far.released(ordinal)
+        self._history.released(ordinal)
         super().release(ordinal)
 
     def begin_last(self, holds: Callable[[Mapping[str, int]], bool]) -> CheckpointDue | None:
-        """The run ends where it is: the checkpoint to begin for it, if it can be of this point, and the trainers have its weights."""
+        """Return the checkpoint to begin where the run stops, if it can resume from this point and the trainers hold its weights."""
         num_calls = min(self._num_over(), self._num_calls)
-        stand = self._so_far.at(num_calls)
-        return self._keeper.last(num_calls, stand) if stand is not None and holds(stand.versions) else None
+        point = self._history.at(num_calls)
+        return self._coordinator.last(num_calls, point) if point is not None and holds(point.versions) else None
 
     def end_step(self, step: int) -> None:
-        due = self._keeper.due(step, self._num_calls)
+        due = self._coordinator.due(step, self._num_calls)
         if due is not None:
             self._begin(due)
         super().end_step(step)
-        self._so_far.over(min(self._num_over(), self._num_calls))
+        self._history.over(min(self._num_over(), self._num_calls))
         if due is not None:
             self._end(step)
 
 
 class Saver(Protocol):
-    """An eager run's engines (`m2flow.micro.worker.eager_executor`)."""
+    """What saves the parts of an eager run's checkpoint (`m2flow.micro.worker.eager_executor`)."""
 
     @property
     def versions(self) -> Mapping[str, int]: ...
@@ -280,15 +278,15 @@ class Saver(Protocol):
     def save_part(self, role: str, path: Path) -> str: ...
 
 
-def keep_eagerly(keeper: Keeper, step: int, saver: Saver, make_durable: Callable[[], None]) -> None:
-    """Write the checkpoint that is under way: all calls up to its point are over."""
-    for role, path in keeper.begun(dict(saver.versions)).items():
-        keeper.saved(step, role, saver.save_part(role, path))
-    keeper.finish(lambda num_calls: True, make_durable)
+def checkpoint_eagerly(coordinator: CheckpointCoordinator, step: int, saver: Saver, make_durable: Callable[[], None]) -> None:
+    """Write the checkpoint under way in this thread: in an eager run all calls up to its point are over."""
+    for role, path in coordinator.begun(dict(saver.versions)).items():
+        coordinator.saved(step, role, saver.save_part(role, path))
+    coordinator.finish(lambda num_calls: True, make_durable)
 
 
 def _sync_segments(run_dir: Path) -> None:
-    """What the workers wrote of samples is on the disk after this."""
+    """Flush the workers' segment files to disk."""
     for path in (run_dir / "segments").glob("*.seg"):
         with contextlib.suppress(FileNotFoundError):
             number = os.open(path, os.O_RDONLY)

@@ -1,9 +1,10 @@
-"""What a launcher has on a host that is not its own: starts one worker there, keeps what it prints until that is fetched, and ends it.
+"""Host agent: starts one worker on a host that is not the launcher's, buffers what it prints, and ends it.
 
     launcher --start, follow, kill--> Agent --spawn--> m2flow.micro.worker.worker_process
 
-How it is called is the launcher's business (`m2flow.micro.controller.ray_launcher`: it is a Ray actor). The worker says where it listens
-itself, over m2flow's own link; what goes between workers never comes here. It ends when the agent's process does, whatever ended that.
+The launcher decides how its methods are called (`m2flow.micro.controller.ray_launcher` makes it a Ray actor). The worker reports its own
+address over m2flow's control link, and traffic between workers does not pass the agent. A worker ends when its agent's process does, for
+whatever reason.
 """
 
 from __future__ import annotations
@@ -31,64 +32,64 @@ from m2flow.micro.worker.worker_settings import WorkerSettings
 from m2flow.recipe import Model
 
 _MOST_BYTES = 4 << 20
-"""Of what a rank printed and was not fetched: the newest."""
+"""Bytes of output kept for each rank until they are fetched; the oldest are dropped."""
 _GATHER_S = 0.1
-"""Lines come together."""
+"""Output of so long is answered together."""
 _TAIL_S = 30.0
-"""For what a worker that has ended had printed, and for no more of what it has let go of."""
+"""Limit for reading what a worker had printed before it ended; processes that it has detached may print on for ever."""
 _HELD_S = 1.0
-"""When nothing has come from a pipe of a worker that has ended, who holds it open is a process that the worker has let go of."""
+"""When nothing has come for so long from a pipe of a worker that has ended, a process that the worker has detached holds it open."""
 
 
-class Errand(msgspec.Struct, frozen=True):
-    """What an agent is sent to do."""
+class StartWorker(msgspec.Struct, frozen=True):
+    """A request to an agent: start this worker."""
 
     settings: WorkerSettings
-    """Of the worker, as on the launcher's host."""
+    """The worker's settings, as they are on the launcher's host."""
     token: str
     keys_file: str
-    """Where each host has the cluster's key, if it has one."""
+    """Path of the cluster's key on each host; empty: there is none."""
     flow_directory: str
-    """A copy of it may be where the agent runs: models under it are then found there, if they are not where the launcher has them."""
+    """Directory of the flow on the launcher's host. The agent may run in a copy of it, where models under it are then found."""
     cwd: str
-    """Where the launcher runs. The worker runs there too if there is such a directory on its host."""
+    """Working directory of the launcher, and of the worker too if its host has such a directory."""
     device: str
-    """The worker's, as its host calls it."""
+    """The worker's device, as its host calls it."""
     gpus: str = ""
-    """That it shares with another worker there, as in `CUDA_VISIBLE_DEVICES`; by default those that the agent was given."""
+    """GPUs that it shares with another worker there, as in `CUDA_VISIBLE_DEVICES`; empty: those that the agent was given."""
 
 
 class Started(msgspec.Struct, frozen=True):
-    """A worker's process."""
+    """Answer to `StartWorker`: the worker's process."""
 
     pid: int
     address: str
-    """Of its host."""
+    """Address of its host."""
     gpus: str
-    """That the agent sees, as in `CUDA_VISIBLE_DEVICES`."""
+    """GPUs that the agent sees, as in `CUDA_VISIBLE_DEVICES`."""
 
 
-class Told(msgspec.Struct, frozen=True):
-    """News of a worker."""
+class AgentReport(msgspec.Struct, frozen=True):
+    """News of a worker since the last report."""
 
     printed: dict[int, bytes] = {}
-    """By rank, since the last time."""
+    """Rank -> its output."""
     how: str = ""
-    """It ended, and how."""
+    """How the worker ended; empty while it runs."""
     rank: int = 0
-    """That it ended for."""
+    """The rank whose end ended the worker."""
     stopped: tuple[int, ...] = ()
     """Ranks that a signal has stopped."""
 
 
 @final
 class Agent:
-    """Of one worker's process. Its methods are called from several threads."""
+    """Run one worker on this host. Its methods are called from several threads."""
 
     def __init__(self, find_address: Callable[[], str]) -> None:
         """
         Args:
-            find_address: gives where other hosts of the cluster reach this one, IPv4.
+            find_address: returns the IPv4 address at which other hosts of the cluster reach this one.
         """
         self._address = find_address()
         self._claim: ResourceClaim | None = None
@@ -100,13 +101,13 @@ class Agent:
         self._num_lost: Counter[int] = Counter()
         self._news = threading.Condition()
 
-    def start(self, errand: bytes) -> Started:
-        """Start the worker that an `Errand` in JSON says.
+    def start(self, request: bytes) -> Started:
+        """Start the worker of a `StartWorker` request in JSON.
 
         Raises:
-            SpecError: the cluster's key is not there.
+            SpecError: the cluster's key is not on this host.
         """
-        sent = msgspec.json.decode(errand, type=Errand)
+        sent = msgspec.json.decode(request, type=StartWorker)
         with contextlib.suppress(OSError):  # Ray gives its workers the lowest priorities, for the sake of its own processes.
             os.setpriority(os.PRIO_PROCESS, 0, 0)
         settings = self._here(sent)
@@ -136,8 +137,8 @@ class Agent:
         threading.Thread(target=wait, daemon=True).start()
         return Started(processes.pid, self._address, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
 
-    def follow(self, timeout_s: float) -> Told:
-        """What the worker has printed since the last call, and how it has ended; without news, only after a time."""
+    def follow(self, timeout_s: float) -> AgentReport:
+        """Return what the worker has printed since the last call, and how it has ended; without news, after `timeout_s`."""
         with self._news:
             self._news.wait_for(lambda: self._printed or self._how, timeout_s)
             if not self._how:
@@ -147,10 +148,10 @@ class Agent:
             }
             stopped = self._processes.stopped if self._processes is not None and not self._how else ()
             printed = {rank: missing.get(rank, b"") + bytes(block) for rank, block in self._printed.items()}
-            told = Told(printed, self._how, self._rank, stopped)
+            report = AgentReport(printed, self._how, self._rank, stopped)
             self._printed.clear()
             self._num_lost.clear()
-            return told
+            return report
 
     def kill(self, patience_s: float = 5.0) -> None:
         """End the worker and what it has started, and remove what it may have left on this host."""
@@ -162,8 +163,8 @@ class Agent:
         if self._claim is not None:
             self._claim.close()
 
-    def _here(self, sent: Errand) -> WorkerSettings:
-        """The worker's settings as they are on this host."""
+    def _here(self, sent: StartWorker) -> WorkerSettings:
+        """Translate the worker's settings to this host."""
         settings = sent.settings
         remove_leftovers()
         prefix = f"m2flow-{secrets.token_hex(4)}"
@@ -200,14 +201,14 @@ class Agent:
 
 
 def _has_more(pipe: int) -> bool:
-    """Whether what it holds, or its end, is to be read, or was just now; False: nothing came for a while."""
+    """Wait up to `_HELD_S` for output or the end of file on a pipe; False if neither came."""
     poller = select.poll()
     poller.register(pipe, select.POLLIN)
     return bool(poller.poll(_HELD_S * 1000))
 
 
 def _found(model: Model, flow_directory: str) -> Model:
-    """The model as it is here: where the launcher has it, or in the copy of the flow's directory."""
+    """Find the model on this host: at the launcher's path, or in the copy of the flow's directory."""
     path = Path(model.path)
     if not flow_directory or path.exists() or not path.is_relative_to(flow_directory):
         return model

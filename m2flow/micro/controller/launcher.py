@@ -1,17 +1,12 @@
-"""Launchers: what starts a plan's workers, says which have ended, and cleans up after them. The local one has them as child processes.
+"""Start a plan's workers, report which have ended, and clean up after them: the `Launcher` interface, and the one for this machine.
 
-WorkerSettings, secret --spawn--> m2flow.micro.worker.worker_process
+    Plan, ClusterSpec --Launcher.settings_for--> WorkerSettings
+    WorkerSettings, secret --start--> rank 0: m2flow.micro.worker.worker_process; 1, 2, ...: m2flow.micro.worker.rank_process
+    a rank is killed or fails --how_ended--> the other ranks are killed too; the words name the rank
 
-It leads a group of its own, with the processes that users' functions start in it.
-
-WorkerSettings --start--> rank 0: m2flow.micro.worker.worker_process; 1, 2, ...: m2flow.micro.worker.rank_process
-a rank is killed or fails --how_ended--> the others are killed too; the words name the rank
-
-Plan, ClusterSpec --Launcher.settings_for--> WorkerSettings --> m2flow.micro.worker.worker_process, wherever that runs
-
-A worker gets its settings on standard input and the run's secret in its environment; what it prints goes to the run's `logs/`. It
-ends itself when its parent is gone, so nothing is left behind even if the controller is killed. Workers on other hosts are
-`m2flow.micro.controller.ray_launcher`'s.
+A worker gets its settings on standard input and the run's secret in its environment; what it prints goes to the run's `logs/`. Each
+process leads a process group, with the processes that users' functions start in it. A worker ends itself when its parent is gone, so
+nothing is left behind even if the controller is killed. Workers on other hosts are started by `m2flow.micro.controller.ray_launcher`.
 """
 
 from __future__ import annotations
@@ -52,12 +47,12 @@ from m2flow.spec import ClusterSpec, RunSettings
 def spawn(
     settings: WorkerSettings, token: str, output: IO[bytes] | int, *, path: str, cwd: str | None = None, gpus: str = ""
 ) -> subprocess.Popen[bytes]:
-    """Start a worker, or a rank of one.
+    """Start one process: a worker, or a rank of one.
 
     Args:
-        output: what it prints goes there.
+        output: receives what it prints.
         path: where it finds modules, as in `PYTHONPATH`.
-        gpus: those that it sees, as in `CUDA_VISIBLE_DEVICES`; by default those that this process sees.
+        gpus: GPUs that it sees, as in `CUDA_VISIBLE_DEVICES`; empty: those that this process sees.
     """
     environment = {
         **engine_environment(settings.threads, deterministic=settings.deterministic),
@@ -71,7 +66,7 @@ def spawn(
     }
     module = "m2flow.micro.worker.rank_process" if settings.gang.rank else "m2flow.micro.worker.worker_process"
     process = subprocess.Popen(
-        [sys.executable, "-m", module, rank_tag(settings.tag, settings.gang.rank)],  # The name is for people who look at `ps`.
+        [sys.executable, "-m", module, rank_tag(settings.tag, settings.gang.rank)],  # The name is shown by `ps`.
         stdin=subprocess.PIPE,
         stdout=output,
         stderr=subprocess.STDOUT,
@@ -81,14 +76,14 @@ def spawn(
     )
     if process.stdin is None:
         raise InternalError("a worker has no standard input")
-    with contextlib.suppress(BrokenPipeError):  # It died at once, as will be seen.
+    with contextlib.suppress(BrokenPipeError):  # It died at once, which `how_ended` reports.
         process.stdin.write(msgspec.json.encode(settings))
         process.stdin.close()
     return process
 
 
 def how_ended(code: int) -> str:
-    """A process's exit status in words.
+    """Describe a process's exit status in words.
 
     >>> how_ended(-9), how_ended(1)
     ('was killed by signal 9', 'ended with status 1')
@@ -101,8 +96,8 @@ def engine_environment(threads: int, *, deterministic: bool) -> dict[str, str]:
     environment = {
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
-        # Threads that wait spin for some microseconds, then sleep. A step was up to 1.2 times slower without, where cores are free; with
-        # more, where they are shared with other work, 3 times slower and worse.
+        # Waiting threads spin for some microseconds, then sleep. Without spinning a step took up to 1.2 times as long on free cores; with
+        # more spinning, on cores shared with other work, 3 times as long and worse.
         "OMP_WAIT_POLICY": "PASSIVE",
         "GOMP_SPINCOUNT": "1000",
         "TOKENIZERS_PARALLELISM": "false",
@@ -125,12 +120,12 @@ def start(
     cwd: str | None = None,
     gpus: str = "",
 ) -> Processes:
-    """Start a worker, with all its ranks.
+    """Start a worker with all its ranks.
 
     Args:
-        outputs: what each rank prints goes there.
-        directory: only this user can enter it; ranks meet there, at another place each time that the worker is started.
-        gpus: those that it sees, as in `CUDA_VISIBLE_DEVICES`; by default those that this process sees.
+        outputs: receive what each rank prints.
+        directory: private to this user; ranks rendezvous there, at another path each time that the worker is started.
+        gpus: GPUs that it sees, as in `CUDA_VISIBLE_DEVICES`; empty: those that this process sees.
     Raises:
         EngineError: there are fewer GPUs than ranks.
     """
@@ -146,12 +141,14 @@ def start(
 
 
 def gpus_of_ranks(worker: str, device: str, count: int, seen: str) -> tuple[str, list[str]]:
-    """What each rank calls its device, and the GPU that it is shown: those from the worker's own on, one after the other.
+    """Assign consecutive GPUs to the ranks of a worker, from the worker's own device on.
 
     Args:
-        seen: GPUs that there are, as in `CUDA_VISIBLE_DEVICES`; empty: all of the machine.
+        seen: GPUs of this host, as in `CUDA_VISIBLE_DEVICES`; empty: all of the machine.
+    Returns:
+        What each rank calls its device, and the GPU that each rank is shown.
     Raises:
-        EngineError: there are not so many.
+        EngineError: there are fewer GPUs than ranks.
 
     >>> gpus_of_ranks("train-0", "cuda:1", 2, "4,5,7")
     ('cuda:0', ['5', '7'])
@@ -163,13 +160,13 @@ def gpus_of_ranks(worker: str, device: str, count: int, seen: str) -> tuple[str,
 
 @final
 class Processes:
-    """Of one worker, by rank."""
+    """The processes of one worker, by rank."""
 
     def __init__(self, ranks: Sequence[subprocess.Popen[bytes]]) -> None:
         self._ranks = tuple(ranks)
         self._how = ""
         self.rank = 0
-        """Whose end, or silence, is spoken of."""
+        """The rank to blame for the worker's end or silence; `pid` and logs are this rank's."""
 
     @property
     def pids(self) -> list[int]:
@@ -177,23 +174,25 @@ class Processes:
 
     @property
     def pid(self) -> int:
-        """Of the rank that is spoken of."""
+        """Process id of the rank to blame."""
         return self._ranks[self.rank].pid
 
     @property
     def stopped(self) -> tuple[int, ...]:
-        """Ranks that a signal has stopped, as SIGSTOP does. A debugger's are others, and who only waits for a processor is not stopped."""
+        """Ranks that a signal such as SIGSTOP has stopped. Neither those under a debugger nor those that wait for a processor."""
         return tuple(rank for rank, pid in enumerate(self.pids) if _is_stopped(pid))
 
     def how_ended(self) -> str:
-        """In words; empty while it runs. Ranks after the first end in order when the first has let them go."""
+        """Describe how the worker ended; empty while it runs. Ranks above 0 may end with status 0 when rank 0 dismisses them."""
         if self._how:
             return self._how
         codes = {rank: process.returncode for rank, process in enumerate(self._ranks) if _has_ended(process)}
         faults = {rank: code for rank, code in codes.items() if code}
         if 0 not in codes and not faults:
             return ""
-        self.rank = min(faults, key=lambda rank: (faults[rank] >= 0, rank)) if faults else 0  # Who fails because another is gone says so.
+        self.rank = (
+            min(faults, key=lambda rank: (faults[rank] >= 0, rank)) if faults else 0
+        )  # Killed ranks first: another exits with an error because its peer is gone.
         how = how_ended(codes[self.rank])
         how = f"lost its rank {self.rank}, which {how}" if self.rank else how
         self.kill()
@@ -201,7 +200,7 @@ class Processes:
         return how
 
     def kill(self) -> None:
-        """End all of them, whatever they are doing."""
+        """Kill all ranks, whatever they are doing."""
         for process in self._ranks:
             if not _has_ended(process):
                 kill_group(process.pid)
@@ -209,7 +208,7 @@ class Processes:
         self._how = self._how or "was ended"
 
     def wait(self) -> str:
-        """Until it has ended; how."""
+        """Wait until the worker has ended; return how."""
         if len(self._ranks) == 1:
             os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         while not (how := self.how_ended()):
@@ -225,22 +224,22 @@ def _is_stopped(pid: int) -> bool:
 
 
 def _has_ended(process: subprocess.Popen[bytes]) -> bool:
-    """Whether it has; what it has started is then ended as well."""
+    """Whether a process has ended; if so, kill the rest of its process group."""
     if process.returncode is None and os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
-        kill_group(process.pid)  # As long as nobody has waited for it, the group's number can't be another's.
+        kill_group(process.pid)  # Until it is reaped, its group id can't be reused by another.
         process.wait()
     return process.returncode is not None
 
 
 _LOG_LINES = 12
 GATHER_S = 0.02
-"""Decode steps of a small model take a few milliseconds, and a batch of finished samples about 2 ms on its way through all
-processes. Of a large model every step is longer than this, so nothing waits."""
+"""Time over which a worker gathers finished samples. A decode step of a small model takes a few milliseconds, and a batch of samples spends
+about 2 ms on its way through all processes. Every step of a large model is longer than this, so nothing waits."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One attempt at a run, as far as whoever starts its workers needs to know."""
+    """What a launcher needs to know of one attempt at a run."""
 
     plan: Plan
     spec: ClusterSpec
@@ -249,13 +248,13 @@ class Job:
     run_dir: Path
     attempt: int = 0
     restore: Mapping[str, str] = field(default_factory=dict)
-    """Role -> the checkpoint that its trainer begins with."""
+    """Role -> checkpoint that its trainer starts from."""
     flow_file: str = ""
     """`flows/grpo.py`, or `flows/grpo.py:NAME`; empty: the flow is in no file that could be shipped."""
 
 
 class Launcher(ABC):
-    """Starts the plan's workers, and cleans up after them. All but `connect` and `stop` are called by the controller's thread alone."""
+    """Start a plan's workers and clean up after them. The controller's thread alone calls all methods but `connect` and `stop`."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -270,45 +269,45 @@ class Launcher(ABC):
     @property
     @abstractmethod
     def place(self) -> str:
-        """Where the controller's inboxes listen."""
+        """Address at which the controller's inboxes listen."""
 
     @abstractmethod
     def start(self, controller: str) -> None:
-        """Start every worker but spare ones; they connect to the controller's address by themselves."""
+        """Start every worker that is not spare. They connect to the controller's address themselves."""
 
     @abstractmethod
     def restart(self, worker: str, incarnation: int) -> None:
-        """Start another process for a worker whose last one has ended; it was started so often before."""
+        """Start another process for a worker whose last one has ended, after `incarnation` earlier starts."""
 
     @abstractmethod
     def kill(self, worker: str) -> None:
-        """End a worker's process, whatever it is doing, and what that has started."""
+        """Kill a worker's process, whatever it is doing, and the processes it has started."""
 
-    def give_back(self, worker: str) -> None:  # Who starts processes on its own host has reserved nothing.
-        """A worker was killed that was told to leave: what is reserved for it alone may be others'."""
+    def give_back(self, worker: str) -> None:  # Reserves nothing by default.
+        """Release what is reserved for this worker alone. It was told to leave, and has been killed."""
 
     @abstractmethod
     def ended(self) -> Mapping[str, str]:
-        """How each worker ended that is not running any more. What it has started ends with it."""
+        """Return how each worker that is not running any more ended. Processes that it started end with it."""
 
     @abstractmethod
     def pid(self, worker: str) -> int:
-        """On its host; 0: not known yet."""
+        """Return a worker's process id on its host; 0 if not known yet."""
 
-    def stopped(self, worker: str) -> tuple[int, ...]:  # Who can't look at processes says that none is.
-        """Ranks of a worker that stand still, because a signal has stopped them."""
+    def stopped(self, worker: str) -> tuple[int, ...]:  # Reports none by default.
+        """Return the ranks of a worker that a signal has stopped."""
         return ()
 
     @abstractmethod
     def stop(self, leaving: Iterable[str], *, patience_s: float = 5.0) -> None:
-        """Wait for these workers to end, then end all that do not, and remove what they may have left. May be called twice."""
+        """Wait for the `leaving` workers to end, kill all that do not, and remove what they may have left. May be called twice."""
 
     @property
     def _weights_directory(self) -> str:
         return self._spec.weights.directory or str(shared_dir(self.run_dir) / "weights")
 
     def settings_for(self, worker: WorkerPlan, controller: str, incarnation: int = 0) -> WorkerSettings:
-        """All that a worker must know to start; on this host, if the launcher does not say otherwise."""
+        """Return all that a worker needs to start; on this host, unless a subclass says otherwise."""
         settings, restore = self._job.settings, self._job.restore
         return WorkerSettings(
             name=worker.name,
@@ -346,22 +345,23 @@ class Launcher(ABC):
             weights=weight_settings(worker.name, self._plan.syncs, self._spec.weights, self._weights_directory),
         )
 
-    def blame(self, worker: str, rank: int) -> None:  # Who has one log for all ranks has nothing to do.
-        """It is this rank of a worker that hangs: what is said of its process and its log is about that."""
+    def blame(self, worker: str, rank: int) -> None:  # Has nothing to do by default.
+        """Note which rank of a worker hangs, for messages about its process and its log."""
 
     def has_trainer(self, worker: str) -> bool:
-        """Whether weights are trained there."""
+        """Whether this worker trains weights."""
         return any(slot.kind == "train" for planned in self._plan.workers if planned.name == worker for slot in planned.engines)
 
     def log_path(self, worker: str) -> Path:
-        """Of the rank that is spoken of."""
+        """Return the path of the log of the rank to blame."""
         return self.log_of(worker, 0)
 
     def log_of(self, worker: str, rank: int) -> Path:
+        """Return the path of a rank's log."""
         return self.run_dir / "logs" / (f"{worker}.{rank}.log" if rank else f"{worker}.log")
 
     def log_tail(self, worker: str) -> str:
-        """The last lines that a worker printed."""
+        """Return the last lines that a worker printed."""
         path = self.log_path(worker)
         lines = path.read_text(errors="replace").splitlines() if path.exists() else []
         return "\n".join(lines[-_LOG_LINES:])
@@ -369,7 +369,7 @@ class Launcher(ABC):
 
 @final
 class LocalLauncher(Launcher):
-    """Starts the plan's workers on this machine."""
+    """Start a plan's workers as child processes on this machine."""
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
@@ -383,16 +383,16 @@ class LocalLauncher(Launcher):
 
     @property
     def socket_dir(self) -> str:
-        """A directory for Unix sockets that only this user can enter."""
+        """Directory for Unix sockets, private to this user."""
         return self._sockets.name
 
     @property
     def place(self) -> str:
-        """Where inboxes listen."""
+        """Address at which inboxes listen."""
         return f"tcp:{self._spec.channels.host}" if self._spec.transport == "tcp" else f"ipc:{self.socket_dir}"
 
     def start(self, controller: str) -> None:
-        # What dead runs have left is removed before.
+        # Shared segments and sockets of dead runs.
         remove_leftovers()
         self._claim.open()
         for worker in self._plan.workers:
@@ -444,19 +444,19 @@ class LocalLauncher(Launcher):
 
 
 def keys_of(spec: ClusterSpec) -> Keys | None:
-    """The cluster's key, if the spec names a file with one.
+    """Read the cluster's key, if the spec names a file with one.
 
     Raises:
-        SpecError: there is none, or others can read it.
+        SpecError: the file does not exist, or other users can read it.
     """
     return read_keys(Path(spec.channels.keys).expanduser()) if spec.channels.keys else None
 
 
 def make_keys(path: Path) -> None:
-    """Write the key of a new cluster.
+    """Write the key of a new cluster to a file.
 
     Raises:
-        SpecError: there is one already, or it can't be written.
+        SpecError: the file exists already, or can't be written.
     """
     from m2flow.channels.zeromq import new_keys
 
@@ -464,7 +464,7 @@ def make_keys(path: Path) -> None:
 
 
 def launcher_for(job: Job) -> Launcher:
-    """One that is ready to start the plan's workers.
+    """Return a launcher that is ready to start the plan's workers, by `launcher` of the cluster spec.
 
     Raises:
         SpecError, PlanError: the cluster is not there, or too small.

@@ -1,9 +1,9 @@
-"""Which workers must be on one host, and what they need there: what a launcher asks a cluster's scheduler for.
+"""Group a plan's workers into bundles that must be on one host, with the resources that a launcher asks the cluster for.
 
     Plan, ClusterSpec --bundles--> Bundles (a Ray placement group has one for each)
 
-A bundle is never torn apart. Workers that take turns with a device are in one; so are all that the plan has put on one node of a
-pool, a tensor-parallel group among them. A worker of more than one node is refused: it is one process.
+A bundle is never split over hosts. Co-located workers that take turns on a device share one; so do all workers that the plan has put on one
+node of a pool, such as a tensor-parallel group. A worker that spans nodes is refused: it is one process.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ _PLACE = re.compile(r"(.*)\[(\d+)(?::(\d+))?\]")
 
 
 class Bundle(msgspec.Struct, frozen=True):
-    """What is on one host."""
+    """Workers that must be on one host, and the resources they need there."""
 
     workers: tuple[str, ...]
     cpus: int
     gpus: int
     resource: str = ""
-    """What only hosts of the wanted kind have."""
+    """Custom resource that only hosts of the wanted kind have; empty: any host."""
 
 
 def bundles(plan: Plan, spec: ClusterSpec) -> tuple[Bundle, ...]:
-    """One for each group of workers that belong together, in the order of the plan.
+    """Return one bundle for each group of workers that must be on one host, in the order of the plan.
 
     Raises:
-        PlanError: a worker would be on several nodes.
+        PlanError: a worker would span several nodes.
     """
     groups: dict[tuple[str, object], list[WorkerPlan]] = {}
     for worker in plan.workers:
@@ -50,7 +50,7 @@ def bundles(plan: Plan, spec: ClusterSpec) -> tuple[Bundle, ...]:
 
 
 def num_gpus(workers: list[WorkerPlan], spec: ClusterSpec) -> int:
-    """GPUs that these workers have together; one that several take turns with counts once."""
+    """Count the GPUs that these workers use together; one that several take turns on counts once."""
     devices: set[object] = set()
     for worker in workers:
         pool, first, stop = place_of(worker.device)
@@ -62,7 +62,8 @@ def num_gpus(workers: list[WorkerPlan], spec: ClusterSpec) -> int:
 
 
 def holders(plan: Plan, spec: ClusterSpec) -> dict[str, str]:
-    """Worker -> who is given the GPUs that it uses: itself, or another on the same node that has all of them and takes turns with it."""
+    """Map each worker to the worker that reserves its GPUs: itself, or one on the same node that takes turns with it and has all of
+    them."""
     found = {}
     for bundle in bundles(plan, spec):
         members = [plan.worker(name) for name in bundle.workers]
@@ -73,7 +74,7 @@ def holders(plan: Plan, spec: ClusterSpec) -> dict[str, str]:
 
 
 def part_of(gpus: str, holder: WorkerPlan, worker: WorkerPlan) -> str:
-    """Of the GPUs that the holder was given, those that a worker uses.
+    """Select the GPUs that a worker uses from those that its holder was given.
 
     >>> slots = ()
     >>> part_of("4,5,6,7", WorkerPlan("train-0", "main[4:8]", 1, slots), WorkerPlan("rollout-1", "main[6:8]", 1, slots))
@@ -94,7 +95,7 @@ def _size(worker: WorkerPlan) -> int:
 
 
 def place_of(device: str) -> tuple[str, int, int]:
-    """A pool, the first of its devices and the one after the last, from a worker's device.
+    """Parse a worker's device into its pool, the first device and the one after the last.
 
     >>> place_of("main[0:4]"), place_of("main[7]"), place_of("cpu")
     (('main', 0, 4), ('main', 7, 8), ('cpu', 0, 0))

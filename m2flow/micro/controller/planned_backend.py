@@ -1,11 +1,8 @@
-"""The planned backend: what a flow's calls become when a plan runs them, and how far Python may be ahead.
+"""Run a flow's calls on the workers of a plan: the backend that lowers them segment by segment and hands them to the controller.
 
-With staleness k the next k steps can generate while a step trains, and the calls of the one after them should be known when it can
-start. Samples count at their longest, since nobody knows how long they will be.
-
-Calls gather until Python waits for something or the step ends; then they are lowered as one segment and handed to the controller.
-Python may be some steps ahead of the work (`m2flow.micro.controller.planned_backend`), so that the next calls are known before they
-can start.
+Calls gather until Python waits for a result or the step ends; then they are lowered as one segment. Python may run some steps ahead of the
+workers (`RunAhead`), so that the next calls are known before they can start: with staleness k the next k steps can generate while a step
+trains, and the calls of the step after those should be known by the time it can start.
 """
 
 from __future__ import annotations
@@ -29,11 +26,15 @@ from m2flow.recipe import Sampling
 from m2flow.samples import Batch
 
 _BYTES_PER_TOKEN = 16
-"""Of a sample's columns: id, log-probability and version 4 each, two masks, and about 2 of text."""
+"""Bytes of a sample's columns per token: id, log-probability and version 4 each, two masks, and about 2 of text."""
 
 
 class RunAhead:
-    """Knows the samples of each step, and which step must be over before Python goes on."""
+    """Limit how many steps Python may run ahead, by staleness and by the memory of samples under way.
+
+    Samples are counted at their longest, since their lengths are not known yet. Above staleness 0 their bytes are kept below
+    `budget_bytes`.
+    """
 
     def __init__(self, staleness: int, budget_bytes: int) -> None:
         self._num_ahead = staleness + 1
@@ -43,7 +44,7 @@ class RunAhead:
         """Step -> call -> tokens of its longest row."""
 
     def add(self, call: Call) -> None:
-        """A call of the program."""
+        """Count a call of the program."""
         rows, sampling = call.options.get("rows"), call.options.get("sampling")
         known = self._longest.setdefault(call.step, {})
         if isinstance(rows, Batch):
@@ -56,7 +57,7 @@ class RunAhead:
             self._bytes[call.step] = self._bytes.get(call.step, 0) + size
 
     def due(self, step: int) -> int:
-        """The step that must be over, with all before it, now that `step` is submitted; below 0: none."""
+        """Return the step that must be over, with all before it, before Python goes on after submitting `step`; below 0: none."""
         due = step - self._num_ahead
         while self._budget is not None and due < step and sum(self._bytes.get(s, 0) for s in range(due + 1, step + 1)) > self._budget:
             due += 1
@@ -66,33 +67,33 @@ class RunAhead:
 
 
 class PlannedBackend(Backend):
-    """Runs calls on the workers of a plan."""
+    """Execute a program's calls on the workers of a plan. The flow's thread alone uses it."""
 
     def __init__(
-        self, flow: str, lowering: Lowering, controller: Controller, outcomes: CallFutures, journal: Journal, ahead: RunAhead
+        self, flow: str, lowering: Lowering, controller: Controller, futures: CallFutures, journal: Journal, ahead: RunAhead
     ) -> None:
         self._flow = flow
         self._lowering = lowering
         self._controller = controller
-        self._outcomes = outcomes
+        self._futures = futures
         self._journal = journal
         self._ahead = ahead
         self._segment: list[Call] = []
         self._bodies: dict[int, bytes] = {}
         self._recalled: dict[int, tuple[Batch, Sequence[int]]] = {}
-        """Generations that were over before: their results, and what they left."""
+        """Generate calls that an earlier attempt completed: their results, and samples left to later calls (partial rollouts)."""
         self._lost: dict[int | str, tuple[int, M2FlowError]] = {}
-        """Calls that failed before, with those that need them, and resources that they should have written: the call that failed by
-        itself, and its error. The scheduler never hears of these calls."""
+        """Calls that failed in an earlier attempt, calls that need them, and resources that they should have written -> the call that
+        failed by itself, and its error. The scheduler never hears of these calls."""
         self._later: list[Post] = []
         self._aligned: set[int] = set()
         """Calls with rows that the program can still reach."""
         self._num_steps = 0
-        """Whose calls are all submitted."""
+        """Steps whose calls are all submitted."""
         self._ends: list[tuple[int, int]] = []
-        """Steps that may be under way, and how many calls the program had made at the end of each."""
+        """Steps that may be under way, with the number of calls that the program had made at the end of each."""
         self._logged: list[tuple[int, int]] = []
-        """Calls whose numbers are logged, and how many calls of ended steps there were before."""
+        """Calls whose numbers are logged, with the number of calls of the steps that had ended before."""
 
     def submit(self, call: Call) -> None:
         self._lowering.check(call)
@@ -102,7 +103,7 @@ class PlannedBackend(Backend):
             self._journal.call_added(call)
             self._journal.call_failed(call, lost[1])
             return
-        self._outcomes.submitted(call)
+        self._futures.submitted(call)
         self._bodies[call.ordinal] = call_body(call)
         if call.is_aligned:
             self._aligned.add(call.ordinal)
@@ -117,32 +118,32 @@ class PlannedBackend(Backend):
         lost_with: list[int | str] = [call.ordinal, *(effect.resource for effect in call.writes)]
         for lost in lost_with:
             self._lost[lost] = root, error
-        self._outcomes.submitted(call)
-        self._outcomes.reject(call, error, root)
+        self._futures.submitted(call)
+        self._futures.reject(call, error, root)
 
     def _inherited(self, call: Call) -> tuple[int, M2FlowError] | None:
-        """The error of what this call needs and was lost before; of several the earliest."""
+        """Return the error of an input or resource of this call that an earlier attempt lost; of several the earliest."""
         needed = [*(ref.call for _, ref in call.inputs), *(effect.resource for effect in call.reads)]
         return min((self._lost[one] for one in needed if one in self._lost), key=lambda found: found[0], default=None)
 
     def begin_checkpoint(self, due: CheckpointDue) -> None:
-        """Have a checkpoint made of the calls so far."""
+        """Begin a checkpoint after the calls so far."""
         self._flush()
         self._controller.post(due)
 
     def value(self, ordinal: int) -> object:
         self._flush()
-        value = self._outcomes.wait_value(ordinal)
+        value = self._futures.wait_value(ordinal)
         if ordinal not in self._aligned:
             return value
         self._controller.post(Wanted(ordinal))
-        return self._outcomes.wait_rows(ordinal)
+        return self._futures.wait_rows(ordinal)
 
     def observed(self, observation: Observation) -> None:
         pass
 
     def log(self, step: int, values: Mapping[str, tuple[int, str | None] | float]) -> None:
-        before, where = self._outcomes.num_ended, user_site().describe()
+        before, where = self._futures.num_ended, user_site().describe()
         self._later += [Logged(step, name, source, before, where) for name, source in values.items()]
         self._logged += [(source[0], before) for source in values.values() if not isinstance(source, float)]
 
@@ -152,11 +153,11 @@ class PlannedBackend(Backend):
 
     def end_step(self, step: int) -> None:
         self._flush()
-        self._outcomes.step_ended()
-        self._ends.append((step, self._outcomes.num_ended))
-        self._logged = [(ordinal, before) for ordinal, before in self._logged if not self._outcomes.has_ended(ordinal)]
+        self._futures.step_ended()
+        self._ends.append((step, self._futures.num_ended))
+        self._logged = [(ordinal, before) for ordinal, before in self._logged if not self._futures.has_ended(ordinal)]
         due = self._ahead.due(step)
-        self._outcomes.wait_step(due)
+        self._futures.wait_step(due)
         self._num_steps = step + 1
         self._journal.tally.steps_done(due + 1)
         self._ends = [(ended, num_calls) for ended, num_calls in self._ends if ended > due]
@@ -164,24 +165,24 @@ class PlannedBackend(Backend):
     def raise_due(self) -> None:
         if any(isinstance(post, Logged) for post in self._later):
             self._flush()
-        self._outcomes.wait_ended(self._logged)  # Sequential execution has written them by now.
+        self._futures.wait_ended(self._logged)  # Sequential execution has written them by now.
         for step, num_calls in self._ends:
-            if self._outcomes.are_well(num_calls):
+            if self._futures.are_well(num_calls):
                 self._journal.tally.steps_done(step + 1)
-        self._outcomes.wait_due()
+        self._futures.wait_due()
 
     def finish(self) -> None:
         self._flush()
-        self._outcomes.wait_all()
+        self._futures.wait_all()
         self._journal.tally.steps_done(self._num_steps)
 
     def save(self, path: Path) -> Mapping[str, str]:
-        """Write every role's model; the digest of its weights by role."""
+        """Write every role's model; return role -> digest of its weights."""
         self._controller.post(SaveAll(path))
-        return self._outcomes.wait_saved()
+        return self._futures.wait_saved()
 
     def _flush(self) -> None:
-        """Lower what has gathered, and hand it over; then what may only come after it."""
+        """Lower the gathered calls and post them to the controller, followed by what may only come after them."""
         calls, self._segment = self._segment, []
         posts: list[Post] = []
         if calls:

@@ -1,9 +1,8 @@
-"""A Ray cluster: what is on its nodes, room on them, and agents in that room. The one file that imports Ray.
+"""Connect to a Ray cluster: list its nodes, reserve placement groups, and run agents as actors in them. The only module that imports Ray.
 
-    RayCluster.open -> reserve(bundles) -> agent(bundle) --call--> a reference --wait, result--> what the agent's method gave
+    RayCluster.open -> reserve(bundles) -> agent(bundle) --call--> a reference --wait, result--> the method's result
 
-Ray finds the nodes, starts the actors and carries these calls. What workers say to each other, their samples and their weights never
-pass through it.
+Ray finds the nodes, starts the actors and carries these calls. Messages between workers, samples and weights never pass through it.
 """
 
 from __future__ import annotations
@@ -29,25 +28,25 @@ from m2flow.spec import RaySpec
 
 _NOT_SHIPPED = ["runs", ".git", ".venv*", "__pycache__", "*.safetensors", "*.bin", "*.gguf", "*.pt"]
 _OF_A_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-"""Where Ray says to the entry point of a submitted job what it was submitted with."""
+"""Environment variable in which Ray gives the entry point of a submitted job its configuration."""
 _RAYS_OWN_LOOPBACK = ("localhost", "127.0.0.1", "::1")
-"""Ray takes the node's address for these."""
+"""Ray replaces these by the node's address."""
 _CALLS_AT_ONCE = 4
 _A_LITTLE = 0.001
-"""Of a resource that only says which nodes have it."""
+"""Amount requested of a custom resource that only marks nodes."""
 
 
 class Node(msgspec.Struct, frozen=True):
     """One host of the cluster."""
 
     name: str
-    """Ray's id of it."""
+    """Ray's node id."""
     address: str
     resources: dict[str, float]
 
 
 def require_ray() -> Any:
-    """Ray's module.
+    """Import Ray and return the module.
 
     Raises:
         SpecError: it is not installed.
@@ -63,12 +62,12 @@ def require_ray() -> Any:
 
 
 def check_answer(address: str, wait_s: float = 10.0) -> None:
-    """See whether somebody listens at the `HOST:PORT` of a head: Ray itself asks for minutes before it says that nobody does.
+    """Check that something listens at the `HOST:PORT` of a head node. Ray itself would retry for minutes before it fails.
 
-    Of `auto`, `ray://` and loopback, for which Ray takes an address of its own, nothing is looked at.
+    `auto`, `ray://` and loopback addresses are not checked: Ray replaces them by an address of its own.
 
     Raises:
-        SpecError: nobody does, for so long.
+        SpecError: nothing has listened for `wait_s`.
     """
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
@@ -95,12 +94,12 @@ def _no_cluster(address: str, why: str) -> SpecError:
 
 @final
 class RayCluster:
-    """A connection to it. `open`, then the rest from any thread, then `close`."""
+    """A connection to a Ray cluster. Call `open` first and `close` last; the other methods may be called from any thread."""
 
     def __init__(self, spec: RaySpec, *, flow_directory: str = "") -> None:
         """
         Args:
-            flow_directory: goes to every node, so that what a flow imports from beside it is there.
+            flow_directory: is shipped to every node, so that modules next to the flow can be imported there.
         """
         self._spec = spec
         self._flow_directory = flow_directory
@@ -110,12 +109,12 @@ class RayCluster:
         self._ready: Any = None
 
     def open(self) -> None:
-        """Connect.
+        """Connect to the cluster.
 
         Raises:
             SpecError: Ray is not installed, or there is no such cluster.
         """
-        # Else Ray warns at each start that it will one day leave the variable of the GPUs as it is for actors without any.
+        # Without it Ray warns at each start that it will one day not clear CUDA_VISIBLE_DEVICES for actors without GPUs.
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         self._ray = require_ray()
         if self._ray.is_initialized():
@@ -136,7 +135,8 @@ class RayCluster:
             handler()
 
     def _environment(self) -> dict[str, object]:
-        """What each node gets. Ray adds it to what a submitted job has, and refuses what is in both: there the job's counts."""
+        """Return the runtime environment for each node. Ray merges it with a submitted job's and refuses duplicates: there the job's
+        counts."""
         of_job = json.loads(os.environ.get(_OF_A_JOB, "{}")).get("runtime_env", {})
         found: dict[str, object] = {
             "py_modules": [str(Path(__file__).resolve().parents[2])],
@@ -149,17 +149,17 @@ class RayCluster:
 
     @property
     def own_address(self) -> str:
-        """Where the cluster's nodes reach this process, IPv4."""
-        if self._spec.address.startswith("ray://"):  # Its own host may be a tunnel's end; nodes are where they say.
+        """IPv4 address at which the cluster's nodes reach this process."""
+        if self._spec.address.startswith("ray://"):  # The host in the address may be the end of a tunnel; nodes' own addresses are real.
             return _address_towards(next(node.address for node in self.nodes()))
         return _node_address()
 
     def nodes(self) -> list[Node]:
-        """Those that are alive."""
+        """List the nodes that are alive."""
         return [Node(n["NodeID"], n["NodeManagerAddress"], dict(n["Resources"])) for n in self._ray.nodes() if n["Alive"]]
 
     def reserve(self, wanted: Sequence[Bundle]) -> Any:
-        """Ask for room, a placement group. Does not wait for it."""
+        """Request a placement group without waiting for it."""
         from ray.util.placement_group import placement_group
 
         group = placement_group([_resources(bundle) for bundle in wanted], strategy="PACK")
@@ -168,40 +168,41 @@ class RayCluster:
         return group
 
     def release(self, group: Any) -> None:
-        """Give back what was asked for; whoever is still in there ends."""
+        """Remove a placement group; actors that are still in it end."""
         self._groups.remove(group)
         with contextlib.suppress(Exception):  # The cluster is gone.
             self._ray.util.remove_placement_group(group)
 
     def has_room(self) -> bool:
-        """Whether that which was asked for first is there."""
+        """Whether the first placement group that was requested is ready."""
         return bool(self._ray.wait([self._ready], timeout=0.0)[0])
 
     def agent(self, group: Any, index: int, name: str, *, gpus: int) -> Any:
-        """An actor with an `Agent`, in the room of a group's bundle; it starts when that is there."""
+        """Create an actor with an `Agent` in a bundle of a placement group; it starts when the group is ready."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index, placement_group_capture_child_tasks=True)
         kind = self._ray.remote(Agent)
-        # A processor core of a bundle is for the worker's process, which Ray does not know of.
+        # The bundle's processor cores are for the worker's process, which Ray does not know of.
         options = {"num_cpus": 0, "num_gpus": gpus, "max_restarts": 0, "max_task_retries": 0, "max_concurrency": _CALLS_AT_ONCE}
         return kind.options(name=name, scheduling_strategy=place, **options).remote(_node_address)
 
     def call(self, agent: Any, method: str, *args: object) -> Any:
-        """A reference to what the method will give. Does not wait."""
+        """Call a method of an agent without waiting; return a reference to its result."""
         return getattr(agent, method).remote(*args)
 
     def wait(self, references: Sequence[Any], timeout_s: float) -> list[Any]:
-        """Those that are there, after the first has come or the time is over."""
+        """Wait for the first reference or the timeout; return all that are ready."""
         found, _ = self._ray.wait(list(references), num_returns=1, timeout=timeout_s)
         if found:
             found, _ = self._ray.wait(list(references), num_returns=len(references), timeout=0.0)
         return list(found)
 
     def result(self, reference: Any) -> Any:
-        """
+        """Return the result of a reference that is ready.
+
         Raises:
-            M2FlowError: what the method raised. WorkerError: the agent's process is gone, or could not be started.
+            M2FlowError: the method raised it. WorkerError: the agent's process is gone, or could not be started.
         """
         try:
             return self._ray.get(reference, timeout=5.0)
@@ -214,15 +215,15 @@ class RayCluster:
             raise WorkerError(f"is gone with its Ray actor ({type(error).__name__}: {_first_line(error)})", remote=str(error)) from None
 
     def end(self, agent: Any) -> None:
-        """End an actor, whatever it is doing."""
-        with contextlib.suppress(Exception):  # It is gone already, or the cluster is.
+        """Kill an actor, whatever it is doing."""
+        with contextlib.suppress(Exception):  # The actor or the cluster is gone already.
             self._ray.kill(agent, no_restart=True)
 
     def on_each_node(self, function: Callable[[], Any], *, timeout_s: float) -> list[tuple[Node, Any]]:
-        """What a function gives on every node, or why there is nothing, in words."""
+        """Run a function on every node; return for each its result, or in words why there is none."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        def ask() -> Any:  # Ray takes functions, and not what can be called like one.
+        def ask() -> Any:  # Ray accepts plain functions, not other callables.
             return function()
 
         task = self._ray.remote(ask)
@@ -242,7 +243,7 @@ class RayCluster:
         return found
 
     def close(self) -> None:
-        """Give the room back and disconnect. May be called twice."""
+        """Remove all placement groups and disconnect. May be called twice."""
         if self._ray is None:
             return
         for group in list(self._groups):
@@ -254,7 +255,7 @@ class RayCluster:
 
 
 def _node_address() -> str:
-    """Of the node on which this runs."""
+    """Return the address of the node on which this runs."""
     return str(require_ray().util.get_node_ip_address())
 
 
@@ -264,7 +265,7 @@ def _resources(bundle: Bundle) -> dict[str, float]:
 
 
 def lacking(wanted: Iterable[Bundle], nodes: Sequence[Node]) -> str:
-    """A bundle that no node could ever hold, in words; empty if there is none."""
+    """Describe a bundle that no node could ever hold; empty if there is none."""
     for bundle in wanted:
         needs = _resources(bundle)
         if not any(all(node.resources.get(name, 0.0) >= amount for name, amount in needs.items()) for node in nodes):
@@ -274,7 +275,7 @@ def lacking(wanted: Iterable[Bundle], nodes: Sequence[Node]) -> str:
 
 
 def too_much(wanted: Iterable[Bundle], nodes: Sequence[Node]) -> str:
-    """What all bundles together need more of than the nodes have, in words, whoever else is there; empty if it may be somebody else's."""
+    """Describe resources of which all bundles together need more than all nodes have; empty if the nodes would do when unused by others."""
     together: Counter[str] = Counter()
     for bundle in wanted:
         together.update(_resources(bundle))
@@ -283,7 +284,7 @@ def too_much(wanted: Iterable[Bundle], nodes: Sequence[Node]) -> str:
 
 
 def _sigterm() -> Callable[[], object]:
-    """Ray takes the signal for itself; the caller puts it back."""
+    """Return a function that restores the SIGTERM handler, which Ray replaces."""
     try:
         before = signal.getsignal(signal.SIGTERM)
         return lambda: signal.signal(signal.SIGTERM, before)
@@ -292,7 +293,7 @@ def _sigterm() -> Callable[[], object]:
 
 
 def _address_towards(host: str) -> str:
-    """This host's, on the way to another one. Sends nothing."""
+    """Return this host's address on the route to another one. Sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))
         return str(probe.getsockname()[0])

@@ -1,14 +1,14 @@
-"""The Ray launcher: each worker is a process that an agent, a Ray actor, starts on a node of a Ray cluster.
+"""Launch a plan's workers on a Ray cluster: each is a process that an agent, a Ray actor, starts on its node.
 
     Plan --bundles--> a placement group --> agents --spawn--> m2flow.micro.worker.worker_process
     workers --ZeroMQ--> controller, other workers        agents --Ray--> what workers print, how they ended
 
-Ray finds the nodes and starts the actors; samples, weights and heartbeats do not pass through it. A thread here asks each agent without
-a pause what is new. So a node that is gone or cut off is noticed as soon as its agents do not answer, which is sooner than Ray says so.
-A worker is started again with another actor, in the same room, which Ray makes anew on another node if its node is lost.
+Ray finds the nodes and starts the actors; samples, weights and heartbeats do not pass through it. A thread here polls each agent without
+pause, so a node that is gone or cut off is noticed as soon as its agents do not answer, which is sooner than Ray reports it. A worker is
+restarted with another actor in the same placement group, whose bundle Ray reschedules on another node if its node is lost.
 
-Limits: the run's directory must be one that all nodes see (`m2flow cluster check` says whether it is). What passes through Ray itself (a
-fresh key, if the spec names no file with one) is as safe as the cluster's own connections.
+Limits: all nodes must see the run's directory (`m2flow cluster check` says whether they do). What passes through Ray itself (a fresh key,
+if the spec names no file with one) is as safe as the cluster's own connections.
 """
 
 from __future__ import annotations
@@ -26,41 +26,41 @@ import msgspec
 
 from m2flow.channels.endpoints import is_private
 from m2flow.errors import M2FlowError, PlanError, WorkerError
-from m2flow.micro.controller.host_agent import Errand, Started
+from m2flow.micro.controller.host_agent import Started, StartWorker
 from m2flow.micro.controller.launcher import Job, Launcher
 from m2flow.micro.controller.placement_groups import Bundle, bundles, holders, num_gpus, part_of, place_of
 from m2flow.micro.controller.ray_cluster import RayCluster, lacking, too_much
 from m2flow.micro.protocol.plan import WorkerPlan
 
 _ANSWERS_S = 1.0
-"""An agent answers after so long even if there is nothing new."""
+"""An agent answers a poll after so long even without news."""
 _LOOKS_S = 0.25
 _ENDS_S = 5.0
-"""That agents get to end their workers."""
+"""How long agents get to end their workers."""
 
 
 @dataclass
 class _Hosted:
-    """A process of a worker, and its agent."""
+    """A worker's process and its agent."""
 
     worker: str
     agent: Any
     asked_s: float
-    """When the agent was last asked something that it has not answered."""
+    """When the agent was sent the call that it has not answered yet."""
     started: Started | None = None
     how: str = ""
-    """It ended."""
+    """How it ended; empty while it runs."""
     rank: int = 0
-    """That it ended for, or that hangs."""
+    """Rank that ended it, or that hangs."""
     stopped: tuple[int, ...] = ()
-    """Ranks, when its agent last answered."""
+    """Ranks that a signal had stopped when its agent last answered."""
     pending: Any = None
     closing: list[Any] = field(default_factory=list)
 
 
 @final
 class RayLauncher(Launcher):
-    """Starts the plan's workers on a Ray cluster. `connect` comes before everything else."""
+    """Start a plan's workers on a Ray cluster. `connect` must be called first."""
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
@@ -71,9 +71,9 @@ class RayLauncher(Launcher):
         self._holders: dict[str, str] = {}
         self._begins = tuple(worker for worker in job.plan.workers if not worker.is_spare)
         self._room: dict[str, tuple[Any, int]] = {}
-        """Worker -> a placement group, and which of its bundles."""
+        """Worker -> its placement group, and the index of its bundle."""
         self._given_back: set[str] = set()
-        """Who has left what was reserved for it alone, as soon as its agent has cleaned up."""
+        """Workers whose own placement group is released as soon as their agents have cleaned up."""
         self._host = ""
         self._lock = threading.Lock()
         self._hosted: dict[str, _Hosted] = {}
@@ -83,10 +83,10 @@ class RayLauncher(Launcher):
         self._began_s = 0.0
 
     def connect(self) -> None:
-        """Connect to the cluster, and see that it could hold the plan.
+        """Connect to the cluster and check that it could hold the plan.
 
         Raises:
-            SpecError: there is no Ray, or no such cluster. PlanError: the plan does not fit its nodes.
+            SpecError: Ray is not installed, or there is no such cluster. PlanError: the plan does not fit its nodes.
         """
         self._cluster.open()
         try:
@@ -100,7 +100,7 @@ class RayLauncher(Launcher):
                 )
             host = self._spec.channels.host
             self._host = self._cluster.own_address if is_private(f"tcp://{host}:0") else host
-            if self.keys is None:  # Wherever this process is: workers listen at their nodes' addresses.
+            if self.keys is None:  # Needed even on one host: workers listen at their nodes' addresses.
                 from m2flow.channels.zeromq import new_keys
 
                 self.keys = new_keys()
@@ -132,7 +132,7 @@ class RayLauncher(Launcher):
         self._begin(self._plan.worker(worker), incarnation)
 
     def give_back(self, worker: str) -> None:
-        # Who was there from the start shares one reservation with all others, which Ray does not take back in parts.
+        # Workers that were there from the start share one placement group, which Ray does not release in parts.
         if self._plan.worker(worker).is_spare:
             with self._lock:
                 self._given_back.add(worker)
@@ -190,7 +190,7 @@ class RayLauncher(Launcher):
     # Actors
 
     def _begin(self, worker: WorkerPlan, incarnation: int) -> None:
-        """Have an actor made and a worker started there; neither is waited for."""
+        """Create an actor and have it start the worker, without waiting for either."""
         holder = self._holders[worker.name]
         with self._lock:
             before, holding = self._hosted.get(worker.name), self._hosted.get(holder)
@@ -203,14 +203,14 @@ class RayLauncher(Launcher):
         keys_file = self._spec.channels.keys
         if keys_file:
             settings = msgspec.structs.replace(settings, keys=None)
-        errand = Errand(settings, self.token, keys_file, self._flow_directory, os.getcwd(), self._device_of(worker), gpus)
+        request = StartWorker(settings, self.token, keys_file, self._flow_directory, os.getcwd(), self._device_of(worker), gpus)
         for rank in range(worker.ranks):
             self.log_of(worker.name, rank).touch()
         group, index = self._room[worker.name]
         own_gpus = num_gpus([worker], self._spec) if holder == worker.name else 0
         agent = self._cluster.agent(group, index, f"{self.run_dir.name} {settings.tag} {self._prefix}", gpus=own_gpus)
         hosted = _Hosted(worker.name, agent, time.monotonic())
-        hosted.pending = self._cluster.call(agent, "start", msgspec.json.encode(errand))
+        hosted.pending = self._cluster.call(agent, "start", msgspec.json.encode(request))
         with self._lock:
             self._hosted[worker.name] = hosted
 
@@ -268,7 +268,7 @@ class RayLauncher(Launcher):
         hosted.pending = self._cluster.call(hosted.agent, "follow", _ANSWERS_S)
 
     def _release(self) -> None:
-        """The room of those who have left."""
+        """Release the placement groups of workers that have left."""
         with self._lock:
             for worker in list(self._given_back):
                 closing = self._hosted[worker].closing
@@ -278,7 +278,7 @@ class RayLauncher(Launcher):
                     self._cluster.release(self._room.pop(worker)[0])
 
     def _look_for_silence(self, now_s: float, *, late_s: float) -> None:
-        """Agents that do not answer; how late this thread itself is does not count."""
+        """Give up agents that have not answered for too long. `late_s`, the delay of this thread itself, is not counted."""
         limit_s = self._spec.ray.silent_after_s + _ANSWERS_S
         with self._lock:
             everybody = list(self._hosted.values())

@@ -1,15 +1,14 @@
-"""What becomes of samples, written to the journal; and what a worker that is gone has left of them.
+"""Record what becomes of each sample in the journal, and recover what a dead worker had written of its samples.
 
-known ends of its files, its files, its meter -> messages as it would have said them, and tokens that are written down nowhere
-
-So a sample whose end was written down is finished, though nobody was told. What is neither in a record nor known otherwise is lost,
-and the meter says how many tokens that are, sample by sample.
-
-messages of workers, commands of the scheduler --Custody--> journal
-    a worker is lost --settle--> what it wrote down and could not say, for the scheduler; what it had otherwise is counted as lost
+    messages of workers, commands of the scheduler --SampleLifecycle--> journal
+    a worker is lost --settle--> unreported results from its files, for the scheduler; its other tokens are counted as lost
     rows that nobody else has --read_back--> from the segment files
 
 So every token that was generated is in the ledger: as a sample's, with its ending, or as lost (`m2flow.micro.records.audit`).
+
+A dead worker's segment files are read from the last record that it reported on (`CrashRecovery`), and what they say beyond is turned into
+the messages that it could not send any more: a sample whose end was written is finished although nobody was told. What is in no record is
+lost, and the worker's token meter says how many tokens that are, sample by sample.
 """
 
 from __future__ import annotations
@@ -30,45 +29,51 @@ from m2flow.micro.records.segments import Found, Kind, Place, read_segment, scan
 from m2flow.micro.records.token_accounting import read_meter
 from m2flow.samples import Batch
 
-Unsaid = m.Finished | m.Aborted | m.Flushed | m.GivenUp
+# ---- files of dead workers
+
+UnreportedMessage = m.Finished | m.Aborted | m.Flushed | m.GivenUp
 
 
 @dataclass(frozen=True)
-class Left:
-    """Of the processes of one name."""
+class Leftovers:
+    """What the dead processes of one worker have left in files."""
 
-    messages: list[Unsaid]
-    """In the order in which things happened; their tasks count for nothing."""
+    messages: list[UnreportedMessage]
+    """Messages that were not sent, in the order of the events. Their task numbers have no meaning."""
     running: dict[int, int] = field(default_factory=dict)
-    """Sample -> tokens that it had there."""
+    """Sample -> tokens that it had in the engine."""
     meters: list[str] = field(default_factory=list)
-    """Names of the files that said so."""
+    """Names of the meter files that `running` is from."""
 
 
 @final
 class CrashRecovery:
-    """Knows which records were reported: all before the last one of a file, and of that one perhaps only some rows, since rows of one
-    record may be reported one after the other. What is there when it is made is of earlier attempts at the run, and does not count."""
+    """Reconstruct messages that dead workers did not send from their segment and meter files.
+
+    Of each segment file it knows the last record that was reported; all before it were reported too, and of the record itself perhaps
+    only some rows, since rows of one record may be reported one after the other. Files that exist when it is made are of earlier attempts
+    at the run, and do not count.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._known = {path.name: path.stat().st_size for path in directory.glob("*.seg")}
         self._told: dict[str, set[int]] = {}
-        """Of the last record of a file that was reported: the samples."""
+        """File -> samples of its last reported record that were reported."""
         self._read = set(directory.glob("*.meter"))
-        """Meters of processes that are settled."""
+        """Meter files that have been read."""
 
     def reported(self, place: Place, ids: Iterable[int]) -> None:
-        """These rows of a record are known, and all before it in its file."""
+        """Note that these rows of a record were reported, and so all records before it in its file."""
         name, start = place[0], start_of(place)
         if self._known.get(name) != start or name not in self._told:
             self._known[name], self._told[name] = start, set()
         self._told[name].update(ids)
 
-    def of(self, worker: str, calls: Mapping[int, Call]) -> Left:
-        """What a worker left, that has ended; asked again, nothing."""
-        messages: list[Unsaid] = []
-        # What runs was written down before it ended: read in this order, the end counts.
+    def of(self, worker: str, calls: Mapping[int, Call]) -> Leftovers:
+        """Read what a worker that has ended left in its files. A second call for the same processes returns nothing."""
+        messages: list[UnreportedMessage] = []
+        # A sample's state while running was written before its end: read in this order, the end counts.
         for name in (scratch_name(worker, "running"), worker):
             for found in scan_segments(self._directory, name, self._known):
                 rows, name_of_file = read_segment(self._directory, found.place), found.place[0]
@@ -85,9 +90,9 @@ class CrashRecovery:
                 self._read.add(meter)
                 meters.append(meter.name)
                 running.update(read_meter(meter).running)
-        return Left(messages, running, meters)
+        return Leftovers(messages, running, meters)
 
-    def _message(self, found: Found, rows: Batch, calls: Mapping[int, Call]) -> Unsaid:
+    def _message(self, found: Found, rows: Batch, calls: Mapping[int, Call]) -> UnreportedMessage:
         ids, call = rows.ids.tolist(), calls.get(found.call)
         if found.kind is Kind.GIVEN_UP:
             return m.GivenUp(found.call, ids, [int(count) for count in rows.dense("num_generated")])
@@ -99,22 +104,24 @@ class CrashRecovery:
         return kind(found.call, ids, total, made, version_spans_of(rows), found.place)
 
 
-OfSamples = Discarded | Dropped | Late | Given | Expired
+# ---- lifecycle
+
+SampleDecision = Discarded | Dropped | Late | Given | Expired
 """Commands that only say what becomes of samples."""
 
 
 @final
 class SampleLifecycle:
-    """Of one run. It looks calls up where its owner keeps them."""
+    """Write the lifecycle of one run's samples to its journal. `calls` is the controller's own table of calls."""
 
     def __init__(self, journal: Journal, run_dir: Path, calls: Mapping[int, Call]) -> None:
         self._journal = journal
         self._run_dir = run_dir
         self._calls = calls
-        self._left = CrashRecovery(run_dir / "segments")
+        self._crashes = CrashRecovery(run_dir / "segments")
 
-    def told(self, message: Unsaid) -> None:
-        """A worker says how far samples are, or that rows are done."""
+    def told(self, message: UnreportedMessage) -> None:
+        """Record a worker's message about samples or rows: finished, aborted, flushed or given up."""
         call = self._calls.get(message.call)
         match message:
             case m.GivenUp():
@@ -132,17 +139,17 @@ class SampleLifecycle:
             case _:
                 pass
         if not isinstance(message, m.GivenUp) and message.segment is not None:
-            self._left.reported(message.segment, message.ids)
+            self._crashes.reported(message.segment, message.ids)
             if call is None or call.engine == "rollout":
                 self._journal.taken_in(message.segment[0], start_of(message.segment))
 
     def begins(self, worker: str, task: m.Generate) -> None:
-        """A worker is given samples."""
+        """Record that a worker is given samples; only resumed ones are new to the ledger."""
         if task.had:
             self._journal.samples_went_on(task.call, task.ids, task.had, worker)
 
-    def decided(self, command: OfSamples) -> None:
-        """The scheduler says what becomes of samples."""
+    def decided(self, command: SampleDecision) -> None:
+        """Record the scheduler's decision about samples."""
         call = self._calls[command.call]
         match command:
             case Discarded(_, last):
@@ -158,24 +165,24 @@ class SampleLifecycle:
                 self._journal.make_certain()
 
     def settle(self, worker: str, reason: str) -> tuple[m.Finished | m.Aborted | m.Flushed, ...]:
-        """A worker has ended by itself, or was killed: write down what it could not say any more, and count what is lost with it.
+        """Record what a dead worker could not report any more, and count the tokens that are lost with it.
 
-        To be called before the scheduler hears of the loss. Told again of the same processes, it does nothing.
+        Must be called before the scheduler hears of the loss. A second call for the same processes does nothing.
 
         Returns:
-            What the scheduler should be told with that.
+            Messages that the scheduler should be given together with the loss.
         """
-        left = self._left.of(worker, self._calls)
+        left = self._crashes.of(worker, self._calls)
         for message in left.messages:
             self.told(message)
         self._journal.tokens_lost(left.running, worker, reason)
         for meter in left.meters:
             self._journal.taken_in(meter)
-        self._journal.make_certain()  # What of it is made anew now must not be taken for what was there, by who finds both.
+        self._journal.make_certain()  # Before any of it is generated again, so that a resume which finds both can tell them apart.
         return tuple(message for message in left.messages if not isinstance(message, m.GivenUp))
 
     def read_back(self, push: m.Push) -> Batch:
-        """The rows that are to be sent, which nobody else has."""
+        """Read rows that no worker has any more from the segment files."""
         call = self._calls.get(push.call)
         return self._journal.read_back(self._run_dir, push.call, push.ids, is_reward=call is not None and gives_reward(call))
 

@@ -1,39 +1,32 @@
-"""The supervisor of the workers' processes: who is up, hung, dead or restarted, from their heartbeats; and what is said to whom.
+"""Supervise worker processes: detect hung and dead ones by heartbeat and exit code, find their lost rows, and restart them.
 
-worker       asked_ns ----ask---->  heard_ns       controller
-                 back_ns  <--answer---  answered_ns
+    exit codes, heartbeats --check--> PeerLost to all others --Missing--> WorkerLost --backoff--> a new process --Ready--> WorkerJoined
 
-Half of what the two clocks say of both ways is how far the asker's clock is behind; it errs by at most half of the time that the messages
-were on their way, however that time was spread over the two. So the exchange with the least of it counts, and since clocks drift apart, an
-older one counts for less.
+A worker that has ended is noticed at once; one that hangs is killed first. If it held state that nobody else has (a trainer), the run
+ends or goes back to a checkpoint (`StateLost`). Any other worker is restarted, after a wait that doubles each time, and messages and rows
+of its former process no longer count. One that does not come up again is given up. The parts, in this order:
 
-Source: Mills et al. 2010, RFC 5905 (NTP version 4), sections 8 (offset, delay) and 10 (the clock filter, the 15 ppm of drift).
+Clock offsets (`ClockOffset`). The clock of a worker on another host is not the controller's, so each heartbeat is answered by an `Echo`
+with the controller's time, and spans that the worker recorded are moved by the estimated offset before they are stored
+(`HeartbeatMetrics`).
 
-silent     no beat, which a thread of its own sends: the process is stopped, or something keeps the interpreter's lock
-    stopped    silent, and its host says that a signal stopped it: one that waits for a processor is not, so less patience is enough
-    idle       beats, but its main loop makes no turn, and no thread uses the processor: it waits for what does not come
-    endless    beats and uses the processor, but one turn lasts longer than the run settings allow
+Liveness (`LivenessWatch`). A process counts as hung in one of four ways:
 
-A large micro-batch uses the processor (a thread that waits for a GPU does too), and a slow reward is the user's own, whose time limit
-is the flow's: neither is ever idle or endless. Pure: it is told the time.
+    silent     no heartbeat, which a thread of its own sends: the process is stopped, or something keeps the interpreter's lock
+    stopped    silent, and its host reports that a signal stopped it; since a process that waits for a processor is not
+               reported so, less patience is enough
+    idle       heartbeats, but its main loop makes no turn and no thread uses the processor: it waits for what never comes
+    endless    heartbeats and uses the processor, but one turn lasts longer than the run settings allow
 
-Pulse --heard--> Echo back to the worker, counters to the journal
-    SpanBlock of the worker --recorded--> the same in the controller's time, to the journal
+A large micro-batch uses the processor (a thread that waits for a GPU does too), and a slow reward is user code, whose time limit is the
+flow's: neither is ever idle or endless.
 
-The clock of a worker on another host is not the controller's. A heartbeat asks for the controller's time, the echo says it, and the next
-heartbeat says how that went (`m2flow.micro.controller.supervisor`); what the worker records is moved by the offset when it is stored.
+Recovery of in-flight rows (`InflightRecovery`). On `PeerLost` every peer answers which rows of the dead worker never arrived; it accepts
+nothing from that process afterwards, so its answer stays true. The scheduler hears of the loss (`WorkerLost.missing`) only when all have
+answered; until then it may still count on the dead worker, and what it tells that one to send is missing too. Limit: a process answers
+between two tasks, so a long task delays all who wait for the lost worker.
 
-begin --Severed--> everybody else --Missing--> answered --> done: the worker, and the rows that never came where they were sent
-
-From its `Severed` on, a process takes nothing in of the dead one, so its answer stays true. Only when all have answered the scheduler
-hears of the loss (`WorkerLost.missing`); until then it may still count on the dead, and what it tells it to send never comes either.
-Limit: a process answers between two tasks, so a long one delays what waits for the lost worker. Pure.
-
-beats, exit codes --check--> Severed to the others --Missing--> WorkerLost --backoff--> a new process --Ready--> WorkerJoined
-
-A worker that has ended is missed at once, one that hangs (`m2flow.micro.controller.supervisor`) is killed first. What only it had ends the
-run, or takes it back to a checkpoint (`StateLost`); else it is started again, after a wait that doubles each time, and what its former
-process says or sent does not count. One that does not come up again is gone for good. The controller's thread alone uses it.
+`ClockOffset`, `LivenessWatch` and `InflightRecovery` are pure: they are told the time. The controller's thread alone uses this module.
 """
 
 from __future__ import annotations
@@ -62,14 +55,16 @@ from m2flow.micro.worker.peers import Peers
 from m2flow.observe.spans import SpanBlock, now_ns, unix_anchor_ns
 from m2flow.spec import RunSettings
 
+# ---- clock offsets
+
 _DRIFT = 15e-6
-"""Seconds a second that two clocks may drift apart."""
+"""Assumed drift between two clocks, in seconds per second."""
 _MOST = 64
 """Exchanges that are kept."""
 
 
 class Exchange(NamedTuple):
-    """Unix ns: the outer two by the asker's clock, the inner two by that of who answered."""
+    """One request and its answer, in Unix ns: the outer two times by the asker's clock, the inner two by the answerer's."""
 
     asked_ns: int
     heard_ns: int
@@ -78,18 +73,26 @@ class Exchange(NamedTuple):
 
     @property
     def offset_ns(self) -> int:
-        """What has to be added to the asker's clock to have the other's."""
+        """Nanoseconds to add to the asker's clock to get the answerer's."""
         return (self.heard_ns - self.asked_ns + self.answered_ns - self.back_ns) // 2
 
     @property
     def delay_ns(self) -> int:
-        """On the way, there and back."""
+        """Round-trip time of the messages, without the answerer's own time."""
         return max(self.back_ns - self.asked_ns - (self.answered_ns - self.heard_ns), 0)
 
 
 @final
 class ClockOffset:
-    """Of one process's clock.
+    """Estimate how far one process's clock is behind the controller's.
+
+        asker    asked_ns ----request---->  heard_ns       answerer
+                  back_ns  <----answer---  answered_ns
+
+    The offset is half of what the two clocks say of both directions. It errs by at most half of the round-trip time, however that was
+    spread over the two, so the exchange with the shortest one counts; and since clocks drift apart, an older exchange counts for less.
+
+    Source: Mills et al. 2010, RFC 5905 (NTP version 4), sections 8 (offset, delay) and 10 (the clock filter, the 15 ppm of drift).
 
     >>> clock = ClockOffset()
     >>> clock.add(Exchange(asked_ns=1_000, heard_ns=5_200, answered_ns=5_300, back_ns=1_500))
@@ -100,12 +103,12 @@ class ClockOffset:
     def __init__(self) -> None:
         self._exchanges: deque[Exchange] = deque(maxlen=_MOST)
         self.offset_ns = 0
-        """What has to be added to its times to have ours."""
+        """Nanoseconds to add to its times to get the controller's."""
         self.error_ns: int | None = None
-        """How far off that may be; None: nothing is known."""
+        """Bound on the error of `offset_ns`; None before the first exchange."""
 
     def add(self, exchange: Exchange) -> None:
-        """Take one more into account."""
+        """Take one more exchange into account."""
         self._exchanges.append(exchange)
         now_ns = exchange.back_ns
         best = min(self._exchanges, key=lambda one: _error_ns(one, now_ns))
@@ -113,21 +116,23 @@ class ClockOffset:
 
     @property
     def correction_ns(self) -> int:
-        """What its times are to be moved by: nothing while the clocks may be the same, as those of one host's processes are."""
+        """Nanoseconds to move its times by: 0 while the clocks may be the same, as those of processes on one host are."""
         return self.offset_ns if self.error_ns is not None and abs(self.offset_ns) > self.error_ns else 0
 
 
 def _error_ns(exchange: Exchange, now_ns: int) -> int:
-    return exchange.delay_ns // 2 + round(max(now_ns - exchange.back_ns, 0) * _DRIFT) + 1  # 1: of the division
+    return exchange.delay_ns // 2 + round(max(now_ns - exchange.back_ns, 0) * _DRIFT) + 1  # 1: rounding of the integer division
 
+
+# ---- liveness
 
 _IS_WORKING = 0.005
-"""Processor time of a process that works, as a share of the time; a beat costs a tenth of this."""
+"""Share of one processor above which a process counts as working; heartbeats cost a tenth of this."""
 
 
 @final
 class LivenessWatch:
-    """Of one process, from when it is up."""
+    """Decide from heartbeats and processor time whether one worker hangs. Made when the worker is up."""
 
     def __init__(self, now_s: float, *, hung_after_s: float, turn_limit_s: float | None, num_ranks: int = 1) -> None:
         self._hung_after_s = hung_after_s
@@ -139,11 +144,11 @@ class LivenessWatch:
         self._ranks_cpu_s = dict.fromkeys(range(1, num_ranks), 0.0)
 
     def seen(self, now_s: float) -> None:
-        """Something was heard of it."""
+        """Note that something was received from it."""
         self._seen_s = now_s
 
     def beat(self, now_s: float, num_turns: int, cpu_s: float, *, is_in_users_code: bool) -> None:
-        """Its pulse: the turns of its main loop so far, and the processor time of all its threads."""
+        """Note its heartbeat: the turns of its main loop so far, and the processor time of all its threads."""
         self._seen_s = self._beat_s = now_s
         cpu_s += sum(self._ranks_cpu_s.values())  # A rank may wait for one that works.
         if num_turns != self._num_turns or is_in_users_code:
@@ -153,11 +158,11 @@ class LivenessWatch:
             self._idle_s, self._cpu_s = now_s, cpu_s
 
     def rank_beat(self, now_s: float, rank: int, cpu_s: float) -> None:
-        """The pulse of another rank of its trainer. That one has no turns: it waits for this process, and only its silence counts."""
+        """Note the heartbeat of another rank of its trainer. That one has no turns: it waits for rank 0, and only its silence counts."""
         self._ranks_seen_s[rank], self._ranks_cpu_s[rank] = now_s, cpu_s
 
     def excuse(self, seconds: float) -> None:
-        """For so long nobody could have heard it."""
+        """Do not count these seconds, in which the controller itself was not receiving."""
         self._seen_s += seconds
         self._beat_s += seconds
         self._turn_s += seconds
@@ -166,17 +171,17 @@ class LivenessWatch:
             self._ranks_seen_s[rank] += seconds
 
     def silent_rank(self, now_s: float) -> int:
-        """The rank after the first that is silent; 0: none is."""
+        """Return the rank above 0 that is silent; 0 if none is."""
         quietest = min(self._ranks_seen_s, key=self._ranks_seen_s.__getitem__, default=0)
         return quietest if quietest and now_s - self._ranks_seen_s[quietest] > self._hung_after_s else 0
 
     def silence_s(self, now_s: float, rank: int) -> float:
-        """For how long nothing was heard of a rank."""
+        """Return the seconds since something was received from a rank."""
         return now_s - (self._ranks_seen_s[rank] if rank else self._seen_s)
 
     def why_hung(self, now_s: float) -> str:
-        """How it hangs; empty if it does not."""
-        if rank := self.silent_rank(now_s):  # First: the others wait for it.
+        """Describe how it hangs; empty if it does not."""
+        if rank := self.silent_rank(now_s):  # Checked first, since the other ranks wait for it.
             return f"has a rank {rank} that gave no sign of life for {now_s - self._ranks_seen_s[rank]:.0f} s"
         if now_s - self._seen_s > self._hung_after_s:
             return f"gave no sign of life for {now_s - self._seen_s:.0f} s"
@@ -187,13 +192,14 @@ class LivenessWatch:
         return ""
 
 
+# ---- heartbeat metrics
+
 _PERIOD_NS = 1_000_000_000
 """Between two values of a counter."""
 _CLOCK_PERIOD_NS = 10_000_000_000
-"""The same of the clock's, which changes by drift alone."""
-
-
+"""Between two values of the clock's counters, which change by drift alone."""
 _MOST_HELD = 1000
+"""Blocks of spans that are held back until the clock offset is known."""
 
 
 @dataclass
@@ -201,56 +207,60 @@ class _Process:
     clock: ClockOffset = field(default_factory=ClockOffset)
     counted_ns: int = 0
     cpu_s: float = 0.0
-    """By then."""
+    """Processor time at `counted_ns`."""
     clock_counted_ns: int = 0
     held: list[SpanBlock] = field(default_factory=list)
-    """Came before anything was known of the clock."""
+    """Spans that arrived before the clock offset was known."""
 
 
 @final
 class HeartbeatMetrics:
-    """Of all workers. The controller's thread alone uses it."""
+    """Store counters from heartbeats, and workers' spans in the controller's time. The controller's thread alone uses it.
+
+    Heartbeat --heard--> Echo back to the worker, counters to the journal
+    SpanBlock of the worker --recorded--> the same in the controller's time, to the journal
+    """
 
     def __init__(self, store: Callable[[SpanBlock], None], answer: Callable[[str, bytes], None]) -> None:
         """
         Args:
-            store: takes what is to be in the trace.
-            answer: sends something to a peer of the control link. May raise BrokenChannel.
+            store: takes blocks of spans and counters for the trace.
+            answer: sends a body to a peer of the control link. May raise BrokenChannel.
         """
         self._store = store
         self._answer = answer
         self._anchor_ns = unix_anchor_ns()
         self._processes: dict[str, _Process] = {}
 
-    def heard(self, worker: str, peer: str, pulse: m.Heartbeat) -> None:
-        """A heartbeat has come, from this peer of the link."""
+    def heard(self, worker: str, peer: str, heartbeat: m.Heartbeat) -> None:
+        """Answer a heartbeat from this peer of the link, and store its counters."""
         at_ns = self._now_ns()
-        if pulse.sent_ns:
+        if heartbeat.sent_ns:
             with contextlib.suppress(BrokenChannel):  # It has just ended.
-                self._answer(peer, m.encode(m.Echo(pulse.sent_ns, at_ns, self._now_ns())))
+                self._answer(peer, m.encode(m.Echo(heartbeat.sent_ns, at_ns, self._now_ns())))
         process = self._processes.setdefault(worker, _Process())
-        if pulse.exchange is not None:
-            process.clock.add(Exchange(*pulse.exchange))
+        if heartbeat.exchange is not None:
+            process.clock.add(Exchange(*heartbeat.exchange))
             self._release(process)
-        counts = self._counted(process, pulse, at_ns) + self._clock_counted(process, at_ns)
+        counts = self._counted(process, heartbeat, at_ns) + self._clock_counted(process, at_ns)
         if counts:
             self._store(SpanBlock(worker, 0, [], [(name, value, at_ns) for name, value in counts]))
 
     def recorded(self, worker: str, block: SpanBlock) -> None:
-        """What a worker has recorded is stored in our time, as soon as it is known what that is."""
+        """Store a worker's spans in the controller's time, as soon as its clock offset is known."""
         process = self._processes.setdefault(worker, _Process())
         process.held.append(block)
         if process.clock.error_ns is not None or len(process.held) > _MOST_HELD:
             self._release(process)
 
     def forget(self, worker: str) -> None:
-        """Its process is gone; the next one may have another clock."""
+        """Forget a worker whose process is gone; the next one may have another clock."""
         process = self._processes.pop(worker, None)
         if process is not None:
             self._release(process)
 
     def close(self) -> None:
-        """Nothing more comes."""
+        """Store all that is held back: nothing more will arrive."""
         for worker in list(self._processes):
             self.forget(worker)
 
@@ -259,18 +269,18 @@ class HeartbeatMetrics:
         for block in held:
             self._store(msgspec.structs.replace(block, anchor_ns=block.anchor_ns + process.clock.correction_ns))
 
-    def _counted(self, process: _Process, pulse: m.Heartbeat, at_ns: int) -> list[tuple[str, float]]:
+    def _counted(self, process: _Process, heartbeat: m.Heartbeat, at_ns: int) -> list[tuple[str, float]]:
         passed_ns = at_ns - process.counted_ns
         if passed_ns < _PERIOD_NS:
             return []
-        counts = [("cpu seconds", pulse.cpu_s)]
+        counts = [("cpu seconds", heartbeat.cpu_s)]
         if process.counted_ns:
-            counts.append(("cpu cores", round(max(pulse.cpu_s - process.cpu_s, 0.0) / (passed_ns / 1e9), 3)))
-        process.counted_ns, process.cpu_s = at_ns, pulse.cpu_s
+            counts.append(("cpu cores", round(max(heartbeat.cpu_s - process.cpu_s, 0.0) / (passed_ns / 1e9), 3)))
+        process.counted_ns, process.cpu_s = at_ns, heartbeat.cpu_s
         for name, value in (
-            ("memory bytes", pulse.memory_bytes),
-            ("gpu use", pulse.gpu_use),
-            ("gpu memory bytes", pulse.gpu_memory_bytes),
+            ("memory bytes", heartbeat.memory_bytes),
+            ("gpu use", heartbeat.gpu_use),
+            ("gpu memory bytes", heartbeat.gpu_memory_bytes),
         ):
             if value is not None:
                 counts.append((name, value))
@@ -287,8 +297,10 @@ class HeartbeatMetrics:
         return now_ns() + self._anchor_ns
 
 
+# ---- in-flight rows of dead workers
+
 Sent = Mapping[str, Mapping[int, Iterable[int]]]
-"""Place -> call -> rows."""
+"""Receiver -> call -> rows that a worker was told to send there."""
 
 
 @dataclass
@@ -303,13 +315,16 @@ class _Dead:
 
 @final
 class InflightRecovery:
-    """Of all workers that are dead and not known to be lost yet."""
+    """Find in-flight rows of dead workers by asking their peers which of them never arrived.
+
+    begin --PeerLost--> all others --Missing--> answered --> done: the worker, and the rows that never arrived
+    """
 
     def __init__(self) -> None:
         self._dead: dict[str, _Dead] = {}
 
     def begin(self, worker: str, tag: str, sent: Sent, others: Iterable[str]) -> dict[str, m.PeerLost]:
-        """A worker is dead; what to tell each of the others. Those to which nothing is known to be sent need not answer."""
+        """Begin for a dead worker; return what to tell each of the others. Those that were sent nothing need not answer."""
         asked = {name: m.PeerLost(tag, {call: list(rows) for call, rows in sent.get(name, {}).items()}) for name in others}
         self._dead[worker] = _Dead(tag, {name for name, message in asked.items() if message.rows})
         for dead in self._dead.values():
@@ -318,15 +333,15 @@ class InflightRecovery:
 
     @property
     def is_open(self) -> bool:
-        """Whether some answer is waited for."""
+        """Whether some dead worker is not settled yet."""
         return bool(self._dead)
 
     def not_sent(self, worker: str, to: str, call: int, rows: Iterable[int]) -> None:
-        """A dead worker was told to send these rows."""
+        """Note rows that a dead worker was told to send and never will."""
         self._dead[worker].add(to, call, rows)
 
     def told(self, worker: str, message: m.ToWorker) -> None:
-        """What the scheduler tells a worker that it does not know to be dead: what that would send comes from nobody."""
+        """Note what the scheduler tells a worker that it does not know to be dead: rows that this one should send are missing."""
         if worker in self._dead and isinstance(message, m.Push | m.Reassign):
             for tag in (message.to,) if isinstance(message, m.Push) else message.forward_to:
                 self.not_sent(worker, worker_of(tag), message.call, message.ids)
@@ -339,26 +354,28 @@ class InflightRecovery:
                     dead.add(place, call, rows)
 
     def done(self) -> Iterator[tuple[str, dict[str, dict[int, list[int]]]]]:
-        """The workers of which all is known now, each once. What the scheduler says of one, before the next is asked for, may still
-        count on the next: that is among what never came then."""
+        """Yield the workers for which all have answered, each once, with their missing rows. While the scheduler handles one, it may still
+        count on the next; what it tells that one to send is then among its missing rows."""
         while (worker := next((name for name, dead in self._dead.items() if not dead.waits_for), None)) is not None:
             yield worker, self._dead.pop(worker).missing
 
 
+# ---- the supervisor
+
 BEAT = ".beat"
 _SETTLES_S = 30.0
-"""A worker that dies is missed on its link first, and found to have ended a moment later, which is a long one on a busy machine; on another
-host when its agent says so, or has said nothing for long."""
+"""A dying worker's link breaks first; that its process has ended is known a moment later, which may be long on a busy machine, and on
+another host only when its agent reports it, or has been silent for long."""
 _LONGEST_WAIT_S = 30.0
 _IS_WELL_S = 60.0
-"""A process that has been up for so long does not count with the next one that dies."""
+"""A process that was up for so long resets the count of deaths in a row."""
 _LONGEST_TURN_S = 2.0
-"""Of the controller's thread: what takes longer is no fault of the workers that were not heard."""
+"""Turn of the controller's thread: workers are not blamed for their silence during a longer one."""
 
 
 @dataclass(frozen=True)
 class _End:
-    """Of a process."""
+    """How a process ended, and whether the worker is restarted."""
 
     how: str
     last_words: str
@@ -367,18 +384,18 @@ class _End:
 
 @dataclass(frozen=True)
 class Rollouts:
-    """Workers that do nothing but generate."""
+    """The number of workers that do nothing but generate."""
 
     num_up: int
     num_away: int
-    """May join."""
+    """Spare workers that may join."""
     start_s: float
-    """That one took to come up, at most."""
+    """Longest time that a worker took to come up."""
 
 
 @final
 class Supervisor:
-    """Of one plan. It is told what comes on the link, and asked now and then (`check`) what the scheduler should know."""
+    """Supervise the workers of one plan. `heard` is given what arrives on the control link; `check`, called regularly, returns events."""
 
     def __init__(
         self,
@@ -394,8 +411,9 @@ class Supervisor:
     ) -> None:
         """
         Args:
-            sever: drops what the program waits for and a dead process has sent, but these rows; those of these that have not come.
-            warn: says something to the user.
+            sever: drops rows of a dead process that are still under way to the program; returns those of the given rows that have not
+            arrived.
+            warn: shows the user a warning.
         """
         self._warn = warn
         self._settings = settings
@@ -409,22 +427,22 @@ class Supervisor:
         self._addresses: dict[str, str] = {}
         self._peers = Peers(outbox, self._note_dead)
         self._knows: dict[str, set[int]] = {}
-        """Who is up -> the calls that were defined there."""
+        """Worker that is up -> calls that were defined there."""
         self._watches: dict[str, LivenessWatch] = {}
         self._up_s: dict[str, float] = {}
         self._ends: dict[str, _End] = {}
-        """Dead -> how it ended; until it is up again."""
+        """Dead worker -> how it ended; until it is up again."""
         self._due_s: dict[str, float] = {}
-        """Lost -> when it is to be started again."""
+        """Lost worker -> when it is to be restarted."""
         self._starting_s: dict[str, float] = {}
         self._num_deaths: Counter[str] = Counter()
-        """In a row, none of them after a long life."""
-        self._census = InflightRecovery()
+        """Deaths in a row, none of them after `_IS_WELL_S`."""
+        self._recovery = InflightRecovery()
         self._gone: set[str] = set()
         self._away = {worker.name for worker in plan.workers if worker.is_spare}
-        """May join, and run no process."""
+        """Spare workers: they may join, and run no process."""
         self._leaving: set[str] = set()
-        """Were told to, and are not known to be lost yet."""
+        """Workers that were told to leave, and whose loss the scheduler has not been told yet."""
         self._rollouts = [worker.name for worker in plan.workers if {slot.kind for slot in worker.engines} == {"rollout"}]
         self._samples_elsewhere = any(
             slot.kind == "rollout" for worker in plan.workers if worker.name not in self._rollouts for slot in worker.engines
@@ -433,16 +451,19 @@ class Supervisor:
         self._began_s = time.monotonic()
         self._start_s = 0.0
         self._checked_s = time.monotonic()
-        self.vitals = HeartbeatMetrics(journal.spans, listener.send)
+        self.heartbeats = HeartbeatMetrics(journal.spans, listener.send)
 
     # The link
 
     def set_own_address(self, address: str) -> None:
-        """Where the controller's inbox is."""
+        """Set the address of the controller's inbox."""
         self._addresses[CONTROLLER] = address
 
     def heard(self, peer: str, body: bytes) -> tuple[str, m.ToController] | None:
-        """Something has come: from whom, and what, if it counts. What is no message, or of none of the workers, is dropped and counted."""
+        """Decode what has arrived; return the worker and its message, or None if it is a heartbeat or of a former process.
+
+        What can't be decoded, or comes from no worker of the plan, is dropped and counted.
+        """
         try:
             return self._heard(peer, body)
         except DecodeError as error:
@@ -467,7 +488,7 @@ class Supervisor:
         message = m.decode_to_controller(body)
         if not isinstance(message, m.Heartbeat):
             return worker, message
-        self.vitals.heard(worker, peer, message)
+        self.heartbeats.heard(worker, peer, message)
         if watch is not None and rank:
             watch.rank_beat(now_s, rank, message.cpu_s)
         elif watch is not None:
@@ -475,12 +496,12 @@ class Supervisor:
         return None
 
     def tell(self, worker: str, message: m.ToWorker, body_of: Callable[[int], bytes] = lambda call: b"") -> None:
-        """Say something to a worker; before its first task on a call, what that is. What is said to a dead one is void.
+        """Send a message to a worker; before its first task of a call, that call's definition. Messages to a dead worker are void.
 
         Raises:
-            BrokenChannel: it lives, and takes nothing.
+            BrokenChannel: the worker is alive and accepts nothing.
         """
-        self._census.told(worker, message)
+        self._recovery.told(worker, message)
         if worker not in self._knows:
             return
         new = [call for call in m.calls_of(message) if call not in self._knows[worker]] if isinstance(message, m.Task) else []
@@ -502,7 +523,7 @@ class Supervisor:
             known.discard(ordinal)
 
     def send(self, tag: str, parcel: Parcel) -> None:
-        """Rows from the controller to a process."""
+        """Send rows from the controller to a process."""
         self._peers.send(tag, parcel)
 
     def counts(self, parcel: Parcel) -> bool:
@@ -515,7 +536,7 @@ class Supervisor:
     # Up and down
 
     def came_up(self, worker: str, ready: m.Ready) -> list[Event]:
-        """A worker's engines have loaded."""
+        """Note that a worker's engines have loaded; return events once all are up."""
         self._knows[worker] = set()
         self._up_s[worker] = now_s = time.monotonic()
         self._start_s = max(self._start_s, now_s - self._starting_s.get(worker, self._began_s))
@@ -539,11 +560,11 @@ class Supervisor:
 
     @property
     def is_ready(self) -> bool:
-        """Whether all have come up once."""
+        """Whether all workers have come up once."""
         return self._was_ready
 
     def check(self) -> list[Event]:
-        """What has become of the workers since the last time.
+        """Look for dead and hung workers, restart those that are due, and return what the scheduler should know.
 
         Raises:
             WorkerError: one died before the run began.
@@ -569,7 +590,7 @@ class Supervisor:
         for worker, since_s in list(self._starting_s.items()):
             if now_s - since_s > self._settings.start_timeout_s:
                 events += self._died(worker, f"did not come up in {self._settings.start_timeout_s:.0f} s", is_hung=True)
-        for worker, missing in itertools.islice(self._census.done(), 1):  # What the scheduler says of it may still count on the next.
+        for worker, missing in itertools.islice(self._recovery.done(), 1):  # One at a time: the scheduler's answer may still use the next.
             end = self._ends[worker]
             self._plan_restart(worker, now_s)
             if worker in self._leaving:
@@ -584,26 +605,26 @@ class Supervisor:
         return events
 
     def _stopped(self, worker: str, watch: LivenessWatch, now_s: float) -> tuple[int, float] | None:
-        """A rank of a worker that stands still, and for how long."""
+        """Return a rank of a worker that a signal has stopped, and for how long it has been silent."""
         limit_s = self._settings.stopped_after_s
         silent = [rank for rank in range(self._num_ranks[worker]) if watch.silence_s(now_s, rank) > limit_s]
         found = [rank for rank in self._launcher.stopped(worker) if rank in silent] if silent else []
         return (found[0], watch.silence_s(now_s, found[0])) if found else None
 
     def said_goodbye(self, worker: str) -> list[Event]:
-        """A worker leaves, and nobody has told it to: it failed, and could not say why."""
+        """Handle a worker that leaves without having been told to: it failed, and could not report why."""
         return self._died(worker, "ended", is_hung=True)
 
     @property
     def rollouts(self) -> Rollouts:
-        """Who generates, and who could."""
+        """How many workers generate, and how many more could."""
         return Rollouts(sum(worker in self._knows for worker in self._rollouts), len(self._away), self._start_s)
 
     def scale(self, change: int) -> tuple[list[Event], str]:
-        """Have so many rollout workers join, or leave; what the scheduler should know, and what to say to who asked for it.
+        """Have `change` rollout workers join, or leave if negative; return events for the scheduler, and an answer for who asked.
 
         Raises:
-            SpecError: there are not so many.
+            SpecError: fewer workers than that can join or leave.
         """
         if change >= 0:
             joining = sorted(self._away)[:change]
@@ -630,10 +651,10 @@ class Supervisor:
         return events, f"{', '.join(leaving)} left; what they were at goes on elsewhere"
 
     def answered(self, worker: str, message: m.Missing) -> None:
-        self._census.answered(worker, message)
+        self._recovery.answered(worker, message)
 
     def why(self, error: M2FlowError) -> M2FlowError:
-        """A link is broken: which worker has died, if that is why."""
+        """Explain a broken link: the error of the worker that has died, if one has, else the error itself."""
         ended = [worker for worker in self._launcher.ended() if worker not in self._ends]
         return self._error(ended[0], "ended") if ended else error
 
@@ -660,7 +681,7 @@ class Supervisor:
         for known in (self._watches, self._knows, self._starting_s):
             known.pop(worker, None)
         self._addresses.pop(tag, None)
-        self.vitals.forget(worker)
+        self.heartbeats.forget(worker)
         if not was_up:
             self._plan_restart(worker, time.monotonic())
             return [] if end.returns else [WorkerLost(worker, how=named, last_words=end.last_words)]
@@ -670,13 +691,13 @@ class Supervisor:
         return []
 
     def _ask_for(self, worker: str, tag: str) -> None:
-        """Ask the others what they have of a dead worker's rows."""
+        """Ask the other workers which rows of a dead one have not arrived."""
         sent = self._scheduler.sent_by(worker)
         missing = self._sever(tag, sent.get(CONTROLLER, {}))
-        for other, message in self._census.begin(worker, tag, sent, list(self._knows)).items():
+        for other, message in self._recovery.begin(worker, tag, sent, list(self._knows)).items():
             self._say(other, message)
         for call, rows in missing.items():
-            self._census.not_sent(worker, CONTROLLER, call, rows)
+            self._recovery.not_sent(worker, CONTROLLER, call, rows)
         self._announce()
 
     def _plan_restart(self, worker: str, now_s: float) -> None:
@@ -703,23 +724,23 @@ class Supervisor:
             remote=self._launcher.log_tail(worker),
         )
 
-    # The end
+    # Stopping
 
     def tell_all_to_stop(self) -> None:
         for worker in self._knows:
-            with contextlib.suppress(M2FlowError):  # It is dead already.
+            with contextlib.suppress(M2FlowError):  # It may be dead already.
                 self._listener.send(self._tag(worker), m.encode(m.Stop()))
 
     def has_left(self, worker: str) -> None:
-        """Its last word, as it was told to."""
+        """Note that a worker has said goodbye after it was told to stop."""
         self._gone.add(worker)
 
     @property
     def are_leaving(self) -> bool:
-        """Whether somebody who is up has yet to say goodbye, or to die."""
+        """Whether a worker that is up has neither said goodbye nor ended."""
         return bool(self._knows.keys() - self._gone - self._launcher.ended().keys())
 
     @property
     def leaving(self) -> set[str]:
-        """Who has said goodbye, and ends by itself; the others are to be killed."""
+        """Workers that have said goodbye and end by themselves; the others are to be killed."""
         return self._gone

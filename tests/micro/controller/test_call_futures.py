@@ -27,10 +27,10 @@ def call(ordinal: int, step: int = 0) -> Call:
 
 
 def opened(*calls: Call) -> CallFutures:
-    outcomes = CallFutures()
+    futures = CallFutures()
     for one in calls:
-        outcomes.submitted(one)
-    return outcomes
+        futures.submitted(one)
+    return futures
 
 
 def waiting(target, *args: object) -> tuple[threading.Thread, list[object]]:  # type: ignore[no-untyped-def]
@@ -49,100 +49,100 @@ def waiting(target, *args: object) -> tuple[threading.Thread, list[object]]:  # 
 
 
 def test_a_value_wakes_who_waits_for_it():
-    outcomes = opened(call(3))
-    thread, got = waiting(outcomes.wait_value, 3)
-    outcomes.resolve(call(3), {"loss": 1.0})
+    futures = opened(call(3))
+    thread, got = waiting(futures.wait_value, 3)
+    futures.resolve(call(3), {"loss": 1.0})
     thread.join()
     assert got == [{"loss": 1.0}]
-    assert outcomes.number(3, "loss") == 1.0
+    assert futures.number(3, "loss") == 1.0
 
 
 def test_rows_wake_who_waits_for_them_and_may_be_looked_at_twice():
-    outcomes = opened(call(3))
-    thread, got = waiting(outcomes.wait_rows, 3)
-    outcomes.deliver(3, Batch(np.array([7])))
+    futures = opened(call(3))
+    thread, got = waiting(futures.wait_rows, 3)
+    futures.deliver(3, Batch(np.array([7])))
     thread.join()
-    assert got[0] is outcomes.wait_rows(3)
+    assert got[0] is futures.wait_rows(3)
 
 
 def test_a_failed_call_raises_its_own_error_and_no_other():
-    outcomes = opened(call(1), call(2))
-    outcomes.reject(call(1), RewardError("no"), 1)
-    outcomes.resolve(call(2), None)
-    assert outcomes.wait_value(2) is None
+    futures = opened(call(1), call(2))
+    futures.reject(call(1), RewardError("no"), 1)
+    futures.resolve(call(2), None)
+    assert futures.wait_value(2) is None
     with pytest.raises(RewardError, match="no"):
-        outcomes.wait_value(1)
+        futures.wait_value(1)
 
 
 def test_a_step_is_over_when_its_calls_and_those_of_earlier_steps_are():
-    outcomes = opened(call(0, -1), call(1, 0), call(2, 1))
-    thread, got = waiting(outcomes.wait_step, 0)
-    outcomes.resolve(call(1, 0), None)
+    futures = opened(call(0, -1), call(1, 0), call(2, 1))
+    thread, got = waiting(futures.wait_step, 0)
+    futures.resolve(call(1, 0), None)
     assert thread.is_alive()
-    outcomes.resolve(call(0, -1), None)
+    futures.resolve(call(0, -1), None)
     thread.join()
     assert got == [None]
 
 
 def test_of_several_errors_the_earliest_in_program_order_is_raised():
-    outcomes = opened(call(1), call(2))
-    outcomes.reject(call(2), RewardError("second"), 2)
-    outcomes.reject(call(1), RewardError("first"), 1)
+    futures = opened(call(1), call(2))
+    futures.reject(call(2), RewardError("second"), 2)
+    futures.reject(call(1), RewardError("first"), 1)
     with pytest.raises(RewardError, match="first"):
-        outcomes.wait_all()
+        futures.wait_all()
 
 
 def test_an_error_is_raised_only_when_no_earlier_call_can_fail_any_more():
-    outcomes = opened(call(1), call(2), call(3))
-    waits = [waiting(outcomes.wait_step, 0), waiting(outcomes.wait_value, 3)]
-    outcomes.reject(call(3), RewardError("third"), 3)
-    outcomes.resolve(call(2), None)
+    futures = opened(call(1), call(2), call(3))
+    waits = [waiting(futures.wait_step, 0), waiting(futures.wait_value, 3)]
+    futures.reject(call(3), RewardError("third"), 3)
+    futures.resolve(call(2), None)
     assert all(thread.is_alive() for thread, _ in waits)
-    outcomes.reject(call(1), RewardError("first"), 1)
+    futures.reject(call(1), RewardError("first"), 1)
     for (thread, got), expected in zip(waits, ["first", "third"], strict=True):
         thread.join()
         assert str(got[0]) == expected
 
 
 def test_what_fails_anew_because_of_an_earlier_call_has_that_ones_error():
-    outcomes = opened(call(1), call(2), call(3))
-    outcomes.reject(call(2), RewardError("second"), 2)
-    outcomes.reject(call(3), RewardError("second"), 2)
-    thread, got = waiting(outcomes.wait_value, 3)
-    outcomes.reject(call(3), RewardError("first"), 1)  # In this order, as the scheduler says it.
-    outcomes.reject(call(1), RewardError("first"), 1)
+    futures = opened(call(1), call(2), call(3))
+    futures.reject(call(2), RewardError("second"), 2)
+    futures.reject(call(3), RewardError("second"), 2)
+    thread, got = waiting(futures.wait_value, 3)
+    futures.reject(call(3), RewardError("first"), 1)  # In this order, as the scheduler says it.
+    futures.reject(call(1), RewardError("first"), 1)
     thread.join()
     assert str(got[0]) == "first"
 
 
 def test_an_error_of_a_step_that_has_ended_comes_before_whatever_the_program_does_next():
-    outcomes = opened(call(1), call(2))
-    outcomes.step_ended()
-    outcomes.submitted(call(3, 1))
-    outcomes.reject(call(3, 1), RewardError("third"), 3)
-    thread, got = waiting(outcomes.wait_due)
-    outcomes.resolve(call(2), None)
-    outcomes.reject(call(1), RewardError("first"), 1)
+    futures = opened(call(1), call(2))
+    futures.step_ended()
+    futures.submitted(call(3, 1))
+    futures.reject(call(3, 1), RewardError("third"), 3)
+    thread, got = waiting(futures.wait_due)
+    futures.resolve(call(2), None)
+    futures.reject(call(1), RewardError("first"), 1)
     thread.join()
     assert str(got[0]) == "first"
 
 
 def test_what_the_program_raises_itself_stands_if_nothing_before_it_failed():
-    outcomes = opened(call(1))
-    outcomes.step_ended()
-    outcomes.submitted(call(2, 1))
-    outcomes.reject(call(2, 1), RewardError("second"), 2)
-    thread, got = waiting(outcomes.wait_due)
-    outcomes.resolve(call(1), None)
+    futures = opened(call(1))
+    futures.step_ended()
+    futures.submitted(call(2, 1))
+    futures.reject(call(2, 1), RewardError("second"), 2)
+    thread, got = waiting(futures.wait_due)
+    futures.resolve(call(1), None)
     thread.join()
     assert got == [None]
 
 
 def test_the_end_of_the_run_answers_every_wait_with_its_first_reason():
-    outcomes = opened(call(1))
-    waits = [waiting(outcomes.wait_value, 1), waiting(outcomes.wait_step, 0), waiting(outcomes.wait_saved), waiting(outcomes.wait_rows, 1)]
-    outcomes.end(WorkerError("it died"))
-    outcomes.end(InternalError("a consequence"))
+    futures = opened(call(1))
+    waits = [waiting(futures.wait_value, 1), waiting(futures.wait_step, 0), waiting(futures.wait_saved), waiting(futures.wait_rows, 1)]
+    futures.end(WorkerError("it died"))
+    futures.end(InternalError("a consequence"))
     for thread, got in waits:
         thread.join()
         assert isinstance(got[0], WorkerError)
@@ -154,6 +154,6 @@ def test_workers_that_do_not_come_up_in_time_are_an_error_that_says_how_long_it_
 
 
 def test_the_digests_of_a_save_of_nothing_are_none():
-    outcomes = CallFutures()
-    outcomes.saved({})
-    assert outcomes.wait_saved() == {}
+    futures = CallFutures()
+    futures.saved({})
+    assert futures.wait_saved() == {}

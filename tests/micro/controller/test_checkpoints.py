@@ -9,7 +9,7 @@ import pytest
 
 from m2flow.errors import EngineError, ModelError
 from m2flow.macro.graph import Call, Effect, Granularity, Site
-from m2flow.micro.controller.checkpoint_coordinator import Keeper
+from m2flow.micro.controller.checkpoint_coordinator import CheckpointCoordinator
 from m2flow.micro.records import checkpoints
 from m2flow.micro.records.checkpoints import Point
 from m2flow.micro.scheduler.train_dispatch import Saves
@@ -95,35 +95,35 @@ class Clock:
         return self.now_s
 
 
-def kept(keeper: Keeper, versions: dict[str, int]) -> list[str]:
+def kept(coordinator: CheckpointCoordinator, versions: dict[str, int]) -> list[str]:
     """Carry out the checkpoint that is under way; the roles that were written."""
-    assert keeper._gathering is not None
-    step, todo = keeper._gathering.step, keeper.begun(versions)
+    assert coordinator._gathering is not None
+    step, todo = coordinator._gathering.step, coordinator.begun(versions)
     for role, path in todo.items():
         part(path)
-        keeper.saved(step, role, f"digest of {role}@{versions[role]}")
-    assert keeper.finish(lambda num_calls: False, pytest.fail) is None
+        coordinator.saved(step, role, f"digest of {role}@{versions[role]}")
+    assert coordinator.finish(lambda num_calls: False, pytest.fail) is None
     durable: list[bool] = []
-    assert keeper.finish(lambda num_calls: True, lambda: durable.append(True)) is not None
+    assert coordinator.finish(lambda num_calls: True, lambda: durable.append(True)) is not None
     assert durable
     return list(todo)
 
 
 def test_a_checkpoint_is_due_by_steps_or_by_time_and_none_while_one_is_under_way(tmp_path):
     clock = Clock()
-    keeper = Keeper(tmp_path, RunSettings(checkpoint_steps=3, checkpoint_s=100.0), 0, None, clock)
-    assert keeper.due(0, 5) is None
-    assert keeper.due(1, 10) is None
-    due = keeper.due(2, 15)
+    coordinator = CheckpointCoordinator(tmp_path, RunSettings(checkpoint_steps=3, checkpoint_s=100.0), 0, None, clock)
+    assert coordinator.due(0, 5) is None
+    assert coordinator.due(1, 10) is None
+    due = coordinator.due(2, 15)
     assert due is not None
     assert due.known == {}
-    assert keeper.due(5, 30) is None
-    assert kept(keeper, {"policy": 3, "reference": 1}) == ["policy", "reference"]
+    assert coordinator.due(5, 30) is None
+    assert kept(coordinator, {"policy": 3, "reference": 1}) == ["policy", "reference"]
     clock.now_s = 100.0
-    due = keeper.due(6, 35)
+    due = coordinator.due(6, 35)
     assert due is not None
     assert due.known == {"policy": 3, "reference": 1}
-    assert kept(keeper, {"policy": 7, "reference": 1}) == ["policy"]
+    assert kept(coordinator, {"policy": 7, "reference": 1}) == ["policy"]
     newest = checkpoints.read(tmp_path / "checkpoints" / "step-000007")
     assert newest.point.digests == {"policy": "digest of policy@7", "reference": "digest of reference@1"}
     before = tmp_path / "checkpoints" / "step-000003" / "reference" / "model"
@@ -132,9 +132,9 @@ def test_a_checkpoint_is_due_by_steps_or_by_time_and_none_while_one_is_under_way
 
 
 def test_without_trained_roles_and_with_never_there_is_no_checkpoint(tmp_path):
-    keeper = Keeper(tmp_path, RunSettings(checkpoint_steps=1), 0, None)
-    assert keeper.due(0, 5) is not None
-    assert keeper.begun({}) == {}
+    coordinator = CheckpointCoordinator(tmp_path, RunSettings(checkpoint_steps=1), 0, None)
+    assert coordinator.due(0, 5) is not None
+    assert coordinator.begun({}) == {}
     assert not (tmp_path / "checkpoints").exists()
-    assert keeper.due(1, 10) is not None
-    assert Keeper(tmp_path, RunSettings(checkpoint_s=None), 0, None).due(10**6, 10**7) is None
+    assert coordinator.due(1, 10) is not None
+    assert CheckpointCoordinator(tmp_path, RunSettings(checkpoint_s=None), 0, None).due(10**6, 10**7) is None

@@ -19,7 +19,7 @@ from m2flow.channels.zeromq import LinkListener
 from m2flow.cli.main import cli
 from m2flow.engines.servers.server_process import free_ports
 from m2flow.errors import SpecError
-from m2flow.micro.controller.host_agent import Agent, Errand, Told
+from m2flow.micro.controller.host_agent import Agent, AgentReport, StartWorker
 from m2flow.micro.controller.launcher import Job, LocalLauncher
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.plan import EngineSlot, Plan, WorkerPlan
@@ -42,8 +42,8 @@ def settings(tmp_path: Path, models: dict[str, Model] | None = None, **changes: 
     return msgspec.structs.replace(found, **changes)
 
 
-def errand(sent: WorkerSettings, *, keys_file: str = "", flow_directory: str = "") -> bytes:
-    return msgspec.json.encode(Errand(sent, "secret", keys_file, flow_directory, os.getcwd(), "cpu"))
+def request(sent: WorkerSettings, *, keys_file: str = "", flow_directory: str = "") -> bytes:
+    return msgspec.json.encode(StartWorker(sent, "secret", keys_file, flow_directory, os.getcwd(), "cpu"))
 
 
 def end(agent: Agent, *, when: Callable[[dict[int, str]], object] = lambda printed: False) -> tuple[dict[int, str], str]:
@@ -51,19 +51,19 @@ def end(agent: Agent, *, when: Callable[[dict[int, str]], object] = lambda print
     printed: dict[int, str] = {}
     deadline = time.monotonic() + 240
     while time.monotonic() < deadline:
-        told = agent.follow(1.0)
-        for rank, block in told.printed.items():
+        report = agent.follow(1.0)
+        for rank, block in report.printed.items():
             printed[rank] = printed.get(rank, "") + block.decode()
-        if told.how or when(printed):
-            return printed, told.how
+        if report.how or when(printed):
+            return printed, report.how
     return printed, ""
 
 
 def test_an_agent_starts_a_worker_and_ends_it_with_what_it_leaves(tmp_path: Path) -> None:
     agent = Agent(lambda: "127.0.0.1")
-    started = agent.start(errand(settings(tmp_path)))
+    started = agent.start(request(settings(tmp_path)))
     assert (started.address, psutil.Process(started.pid).ppid()) == ("127.0.0.1", os.getpid())
-    assert agent.follow(0.01) == Told()
+    assert agent.follow(0.01) == AgentReport()
     assert agent._claim is not None
     claim = Path(agent._claim.path)
     assert claim.exists()
@@ -76,7 +76,7 @@ def test_an_agent_starts_a_worker_and_ends_it_with_what_it_leaves(tmp_path: Path
 def assert_told_of_one_that_failed(tmp_path: Path) -> None:
     """How a worker ended whose directory can't be, and its traceback."""
     agent = Agent(lambda: "127.0.0.1")
-    agent.start(errand(settings(tmp_path, run_dir=str(tmp_path / "logs" / "\0"))))
+    agent.start(request(settings(tmp_path, run_dir=str(tmp_path / "logs" / "\0"))))
     printed, how = end(agent)
     agent.kill()
     assert how == "ended with status 1"
@@ -107,7 +107,7 @@ def test_an_agent_that_is_slow_to_read_tells_all_that_a_worker_printed_before_it
 def test_an_agent_tells_what_each_rank_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")  # Every process of Python then has something to say.
     agent = Agent(lambda: "127.0.0.1")
-    agent.start(errand(settings(tmp_path, gang=RankGroupSettings(num_ranks=2))))
+    agent.start(request(settings(tmp_path, gang=RankGroupSettings(num_ranks=2))))
     printed, _ = end(agent, when=lambda printed: len(printed) == 2)
     agent.kill()
     assert all(said.startswith("import time:") for said in printed.values())
@@ -132,20 +132,20 @@ def test_why_a_worker_can_not_start_reaches_a_controller_that_is_slow_to_hear_it
 
 def test_an_agent_tells_whether_a_signal_has_stopped_the_worker(tmp_path: Path) -> None:
     agent = Agent(lambda: "127.0.0.1")
-    worker = psutil.Process(agent.start(errand(settings(tmp_path))).pid)
+    worker = psutil.Process(agent.start(request(settings(tmp_path))).pid)
     worker.suspend()
-    while not (told := agent.follow(0.01)).stopped:  # The signal comes when the system gets to it.
-        assert not told.how
+    while not (report := agent.follow(0.01)).stopped:  # The signal comes when the system gets to it.
+        assert not report.how
     worker.resume()
     is_stopped = agent.follow(0.01).stopped
     agent.kill()
-    assert (told.stopped, is_stopped) == ((0,), ())
+    assert (report.stopped, is_stopped) == ((0,), ())
 
 
 def test_an_agent_without_the_cluster_s_key_says_so_and_starts_nothing(tmp_path: Path) -> None:
     agent = Agent(lambda: "127.0.0.1")
     with pytest.raises(SpecError, match=r"can't read the key .*nowhere\.key"):
-        agent.start(errand(settings(tmp_path), keys_file=str(tmp_path / "nowhere.key")))
+        agent.start(request(settings(tmp_path), keys_file=str(tmp_path / "nowhere.key")))
     agent.kill()
 
 
@@ -156,8 +156,8 @@ def test_settings_of_a_worker_are_those_of_its_host(tmp_path: Path, monkeypatch:
     write_keys(tmp_path / "key", Keys("a" * 40, "b" * 40))
     sent = settings(tmp_path, {"policy": Model(str(elsewhere / "models" / "tiny")), "judge": Model("/nowhere/else")})
     agent = Agent(lambda: "10.0.0.7")
-    body = errand(sent, keys_file=str(tmp_path / "key"), flow_directory=str(elsewhere))
-    here = agent._here(msgspec.json.decode(body, type=Errand))
+    body = request(sent, keys_file=str(tmp_path / "key"), flow_directory=str(elsewhere))
+    here = agent._here(msgspec.json.decode(body, type=StartWorker))
     agent.kill()
     assert (here.inbox, here.weights.host, here.keys) == ("tcp:10.0.0.7", "10.0.0.7", Keys("a" * 40, "b" * 40))
     assert here.shared_prefix != sent.shared_prefix

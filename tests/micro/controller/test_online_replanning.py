@@ -1,4 +1,5 @@
-"""A run's plan is looked at again with the answers that came: what is lent changes at once, other seats are advised, both with patience."""
+"""A run's plan is looked at again with the answers that came: what is lent changes at once, other seats are advised, both with
+hysteresis."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from test_same_answer import plain
 
 from m2flow.cli.cluster_file import load_cluster
 from m2flow.macro.tracing import trace
-from m2flow.micro.controller.online_replanning import BETTER, OnlineReplanning, Opinion, Patience, pinned_to
+from m2flow.micro.controller.online_replanning import BETTER, Comparison, Hysteresis, OnlineReplanning, pinned_to
 from m2flow.micro.lowering.passes import lower
 from m2flow.micro.protocol.events import BorrowThresholds, Event
 from m2flow.micro.protocol.plan import Choice
@@ -39,15 +40,15 @@ def lending(share: float, step_s: float = 10.0) -> Choice:
 
 
 def test_a_share_changes_when_two_looks_in_a_row_say_the_same() -> None:
-    patience = Patience({"policy": 0.9})
-    said = [patience.other_shares(Opinion(lending(share), lending(share))) for share in (0.8, 0.9, 0.8, 0.7, 0.7, 0.7, 0.9)]
+    hysteresis = Hysteresis({"policy": 0.9})
+    said = [hysteresis.other_shares(Comparison(lending(share), lending(share))) for share in (0.8, 0.9, 0.8, 0.7, 0.7, 0.7, 0.9)]
     assert said == [{}, {}, {}, {}, {"policy": 0.7}, {}, {}]
 
 
 def test_another_plan_is_told_of_once_and_only_where_it_saves_a_tenth_twice_in_a_row() -> None:
-    patience = Patience({})
+    hysteresis = Hysteresis({})
     steps_s = (9.5, 8.5, 9.5, 8.5, 8.5, 8.0, 8.0)
-    told = [patience.is_better(Opinion(lending(0.9), lending(0.9, step_s))) for step_s in steps_s]
+    told = [hysteresis.is_better(Comparison(lending(0.9), lending(0.9, step_s))) for step_s in steps_s]
     assert told == [False, False, False, False, True, False, False]
 
 
@@ -69,7 +70,7 @@ def looked(here: Choice, best: Choice, spec: ClusterSpec, run_dir: Path) -> tupl
     for now_s in range(0, 7 * 60, 60):
         events += look.look(float(now_s))
         for thread in threading.enumerate():
-            if thread.name == "second look":
+            if thread.name == "m2flow-replanning":
                 thread.join()
     return events, noted.incidents
 

@@ -80,7 +80,7 @@ def test_what_is_said_to_a_worker_whose_link_is_gone_is_void_however_late_it_is_
     plan = Plan("f", "c", "split", "", (worker,), (), (), (), (), ())
     launcher: Any = SimpleNamespace(ended=ended)
     others: Any = SimpleNamespace(send=send, spans=None)
-    crew = Supervisor(plan, RunSettings(), launcher, others, MemoryOutbox(), others, others, lambda tag, sent: {}, print)
-    crew._knows[worker.name] = set()
-    crew.tell(worker.name, m.Forget(0))
+    supervisor = Supervisor(plan, RunSettings(), launcher, others, MemoryOutbox(), others, others, lambda tag, sent: {}, print)
+    supervisor._knows[worker.name] = set()
+    supervisor.tell(worker.name, m.Forget(0))
     assert next(looks) > 150

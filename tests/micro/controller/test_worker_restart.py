@@ -68,22 +68,22 @@ def test_one_loss_is_always_made_good():
 
 
 def test_what_is_asked_of_a_dead_worker_when_two_are_known_to_be_lost_at_once_is_missing_too():
-    census = InflightRecovery()
-    census.begin("a", "a", {}, ["c"])
-    census.begin("b", "b", {}, ["c"])
-    lost = census.done()
+    recovery = InflightRecovery()
+    recovery.begin("a", "a", {}, ["c"])
+    recovery.begin("b", "b", {}, ["c"])
+    lost = recovery.done()
     assert next(lost) == ("a", {})
-    census.told("b", m.Push(7, [3], "c"))  # The scheduler does not know yet.
+    recovery.told("b", m.Push(7, [3], "c"))  # The scheduler does not know yet.
     assert next(lost) == ("b", {"c": {7: [3]}})
 
 
 def test_what_a_dead_worker_should_take_over_from_an_earlier_call_and_send_on_is_missing_where_it_should_go():
-    census = InflightRecovery()
-    census.begin("a", "a", {"c": {1: [5]}}, ["c", "d"])
-    census.told("a", m.Reassign(2, 1, [5], ["c", "d~1"]))
-    census.told("c", m.Reassign(2, 1, [6], ["d~1"]))  # It lives.
-    census.answered("c", m.Missing("a", {}))
-    assert list(census.done()) == [("a", {"c": {2: [5]}, "d": {2: [5]}})]
+    recovery = InflightRecovery()
+    recovery.begin("a", "a", {"c": {1: [5]}}, ["c", "d"])
+    recovery.told("a", m.Reassign(2, 1, [5], ["c", "d~1"]))
+    recovery.told("c", m.Reassign(2, 1, [6], ["d~1"]))  # It lives.
+    recovery.answered("c", m.Missing("a", {}))
+    assert list(recovery.done()) == [("a", {"c": {2: [5]}, "d": {2: [5]}})]
 
 
 BUGS = {
@@ -107,25 +107,25 @@ def test_what_is_on_its_way_and_lost_is_missed(bug, monkeypatch):
     assert any(is_seen(seed) for seed in range(80))
 
 
-def test_a_census_waits_for_those_who_have_rows_of_the_dead_and_for_nobody_else():
-    census = InflightRecovery()
-    asked = census.begin("a", "a~1", {"b": {1: [5, 6]}, "controller": {1: [5]}}, ["b", "c"])
+def test_recovery_waits_only_for_peers_that_were_sent_rows_of_the_dead_worker():
+    recovery = InflightRecovery()
+    asked = recovery.begin("a", "a~1", {"b": {1: [5, 6]}, "controller": {1: [5]}}, ["b", "c"])
     assert {name: message.rows for name, message in asked.items()} == {"b": {1: [5, 6]}, "c": {}}
-    census.answered("c", m.Missing("a~1", {}))
-    census.not_sent("a", "c", 2, [7])
-    assert not list(census.done())
-    census.answered("b", m.Missing("a", {1: [5]}))
-    assert not list(census.done()), "that was about an earlier process"
-    census.answered("b", m.Missing("a~1", {1: [6]}))
-    assert list(census.done()) == [("a", {"c": {2: [7]}, "b": {1: [6]}})]
-    assert not list(census.done())
+    recovery.answered("c", m.Missing("a~1", {}))
+    recovery.not_sent("a", "c", 2, [7])
+    assert not list(recovery.done())
+    recovery.answered("b", m.Missing("a", {1: [5]}))
+    assert not list(recovery.done()), "that was about an earlier process"
+    recovery.answered("b", m.Missing("a~1", {1: [6]}))
+    assert list(recovery.done()) == [("a", {"c": {2: [7]}, "b": {1: [6]}})]
+    assert not list(recovery.done())
 
 
-def test_a_census_does_not_wait_for_who_dies_in_it():
-    census = InflightRecovery()
-    census.begin("a", "a", {"b": {1: [5]}}, ["b"])
-    census.begin("b", "b", {}, [])
-    assert [worker for worker, _ in census.done()] == ["a", "b"]
+def test_recovery_does_not_wait_for_a_peer_that_dies_during_it():
+    recovery = InflightRecovery()
+    recovery.begin("a", "a", {"b": {1: [5]}}, ["b"])
+    recovery.begin("b", "b", {}, [])
+    assert [worker for worker, _ in recovery.done()] == ["a", "b"]
 
 
 def test_of_a_dead_peer_only_what_was_told_stays():

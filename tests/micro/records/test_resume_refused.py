@@ -209,8 +209,8 @@ def test_a_worker_that_dies_while_all_come_up_again_is_one_more_loss_and_the_fir
     def loses_the_trainer() -> None:
         events.append(1)
         if len(events) == 60:
-            opened[0]._outcomes.end(StateLost("the worker train-0 was killed by signal 9"))
-            CallFutures._wait(opened[0]._outcomes, lambda: False)  # It says so here, as wherever the flow waits.
+            opened[0]._futures.end(StateLost("the worker train-0 was killed by signal 9"))
+            CallFutures._wait(opened[0]._futures, lambda: False)  # It says so here, as wherever the flow waits.
 
     limits = settings(tmp_path, "planned").model_copy(update={"retry_wait_s": 0.0})
     expected = account(SteppedRun(loop, {}, SPEC, settings(tmp_path / "whole", "planned")).execute())

@@ -74,8 +74,8 @@ class Ranks:
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that is slow to answer is not taken for one that does not come."""
-    for module in ("gang", "rank"):
-        monkeypatch.setattr(f"m2flow.micro.work.{module}.GRACE_S", PATIENCE_S)
+    for module in ("rank_group", "rank_process"):
+        monkeypatch.setattr(f"m2flow.micro.worker.{module}.GRACE_S", PATIENCE_S)
 
 
 @contextmanager
