@@ -164,7 +164,7 @@ def test_what_can_not_fail_is_refused(text, said):
 
 
 def test_what_is_not_given_back_is_missed(monkeypatch):
-    monkeypatch.setattr(worker_failure, "_take_back", lambda *args: None)
+    monkeypatch.setattr(worker_failure, "_requeue_task", lambda *args: None)
 
     def run_some() -> None:
         for at_s in range(1, 120, 3):

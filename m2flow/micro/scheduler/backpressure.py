@@ -1,18 +1,19 @@
-"""Credits: what may be under way to each worker, in samples and bytes, so that nobody is sent more than it can hold.
+"""Bound the samples and bytes in flight to each worker by credits, so that nobody is sent more than it can hold.
 
-    a group is begun --reserve (predicted bytes)--> finished --settle (its bytes)--> every taker has taken it --> free
+    a group is begun --reserve (predicted bytes)--> finished --settle (its bytes)--> taken by every consumer --> free
 
-A channel is all that the calls of one name send to one worker. Its room is the plan's (`m2flow.micro.lowering.routing`). Credits are taken
-where samples come from, when a generation begins with them: what is derived of them is small, and there is no more of it than of them. A
-group reserves whole, since its members are no use without each other; of a call whose taker needs all of it, all of it does.
+A channel is all that the calls of one name send to one worker; its room is the plan's (`m2flow.micro.lowering.routing`). Credits are
+taken at the source, when a generation begins samples: what is derived from samples is small and no more numerous. A group reserves as a
+whole, since its members are of no use without each other; a call whose consumer needs all of it reserves all of it.
 
-What would not fit waits, but for one unit in each channel: the first one, in the order of identity, that the earliest call which takes from
-it still lacks. It may overdraw. Calls depend on earlier calls alone, so as far as rows go the earliest taker can go on. But engines take
-weights in the order of the generations: one whose taker is early may have to wait for one before it, whose taker is late. So when nothing
-is under way at all, the earliest generation that was refused and can run begins with one unit more (`let`). Nothing waits for room for
-ever, as long as a unit that is more than a group fits into an empty channel. Plans in which one does not are refused
-(`m2flow.micro.lowering.routing`), and here it is never begun. A sample may turn out larger than predicted; that is settled
-whatever the room, and others wait the longer. Pure: told what happened, it says what may begin.
+A unit (a group, or the whole call) that does not fit waits, except one in each channel: the first, in the order of identity, that the
+earliest consumer still lacks. It may overdraw the channel. Calls depend on earlier calls only, so as far as rows go the earliest consumer
+can always continue. But engines take weights in the order of the generations, so one whose consumer is early may wait for a generation
+whose consumer is late. Therefore, when no task is in flight at all, the earliest blocked generation that can run begins one more unit
+(`allow_overdraft`). So nothing waits for room for ever, provided that a unit of more than a group fits into an empty channel: plans in
+which one does not are refused (`m2flow.micro.lowering.routing`), and here it is never begun.
+
+A sample may turn out larger than predicted; that is settled whatever the room, and others wait the longer.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from m2flow.recipe import Sampling
 from m2flow.samples import by_group, group_key
 
 _WHOLE = -1
-"""The unit of a call that reserves all at once."""
+"""The only unit of a call that reserves all of its rows at once."""
 
 
 @dataclass(eq=False)
 class Channel:
-    """What the calls of one name have under way to one worker."""
+    """The samples in flight from the calls of one name to one worker, and their limits."""
 
     producer: str
     target: str
@@ -45,11 +46,11 @@ class Channel:
     used_samples: int = 0
     used_bytes: int = 0
     num_overdrawn: int = 0
-    """How often a unit was begun beyond the room, so that somebody could go on."""
+    """How often a unit was begun beyond the room to avoid a deadlock."""
     claims: dict[int, _Claim] = field(default_factory=dict)
-    """Call -> what of it is under way."""
+    """Call -> its rows in flight."""
     overdraft: tuple[int, int] | None = None
-    """The call and the unit that is beyond the room now."""
+    """The (call, unit) that exceeds the room now, if there is one."""
 
     def has_room(self, samples: int, num_bytes: int) -> bool:
         return self.used_samples + samples <= self.samples and self.used_bytes + num_bytes <= self.num_bytes
@@ -57,7 +58,7 @@ class Channel:
 
 @dataclass(eq=False)
 class _Claim:
-    """Of one call's rows on one channel."""
+    """The credits that one call's rows hold on one channel."""
 
     state: CallState
     room: Room
@@ -65,21 +66,21 @@ class _Claim:
     held: dict[int, int] = field(default_factory=dict)
     """Row -> bytes."""
     units: set[int] = field(default_factory=set)
-    """That have reserved."""
+    """Units that have reserved."""
     gone: set[int] = field(default_factory=set)
-    """Rows that count no more: taken, or not sent at all."""
+    """Rows that hold no credits any more: taken, or not sent at all."""
     takers: dict[int, set[int]] = field(default_factory=dict)
-    """Call that takes -> the rows that it has taken."""
+    """Consuming call -> rows that it has taken."""
     num_over: int = 0
-    """Takers that are over."""
+    """Consumers that are over."""
     _groups: dict[int, list[int]] = field(default_factory=dict)
     _keys: list[int] = field(default_factory=list)
-    """Of the groups, in order."""
+    """Keys of the groups, in order."""
     _next: int = 0
 
     @property
     def is_free(self) -> bool:
-        """Nobody takes any more."""
+        """Whether no consumer takes rows any more."""
         return self.num_over >= self.room.takers
 
     def unit_of(self, row: int) -> int:
@@ -90,7 +91,7 @@ class _Claim:
 
     @property
     def next_unit(self) -> int | None:
-        """The first unit that has not reserved."""
+        """The first unit, in the order of identity, that has not reserved."""
         if self.room.is_whole:
             return None if _WHOLE in self.units else _WHOLE
         self._by_group()
@@ -99,7 +100,7 @@ class _Claim:
         return self._keys[self._next] if self._next < len(self._keys) else None
 
     def _is_behind(self, unit: int) -> bool:
-        """It has reserved, or was there before anything was handed out."""
+        """Whether a unit has reserved, or was restored from the ledger."""
         return unit in self.units or (self.state.has_restored and self.state.done.issuperset(self._groups[unit]))
 
     def _by_group(self) -> dict[int, list[int]]:
@@ -111,33 +112,33 @@ class _Claim:
 
 @final
 class Credits:
-    """All channels."""
+    """Grants, settles and frees the credits of all channels."""
 
     def __init__(self, calls: Mapping[int, CallState]) -> None:
         self.channels: dict[tuple[str, str], Channel] = {}
         self._calls = calls
         self._claims: dict[int, list[_Claim]] = {}
         self._taking: dict[int, list[_Claim]] = {}
-        """By the call that takes."""
+        """Consuming call -> claims that it takes from."""
         self._blocked: dict[int, CallState] = {}
         self._lost: set[str] = set()
         self._may_be_room = False
-        """Something is free, or another taker is the earliest, since that was last asked."""
+        """Whether something was freed, or the earliest consumer changed, since this was last asked."""
         self._may_overdraw_for: CallState | None = None
-        """The generation that may begin with one unit whatever the room."""
+        """The generation that may begin one unit whatever the room."""
 
     @property
     def blocked(self) -> Mapping[int, CallState]:
-        """Calls of which a worker was refused samples, for want of room, since room last came."""
+        """Calls that were refused samples for lack of room, since room last came."""
         return self._blocked
 
     @property
     def is_used(self) -> bool:
-        """Whether anything is limited."""
+        """Whether any channel is limited."""
         return bool(self.channels)
 
     def added(self, state: CallState, inputs: Iterable[int]) -> None:
-        """A call is there: its channels, if it is a generation, and what it takes."""
+        """Add a call: the channels that it sends on, and the claims that it takes from."""
         for room in state.stage.rooms:
             if room.target in self._lost:
                 continue
@@ -155,7 +156,7 @@ class Credits:
                     self._may_be_room = True
 
     def num_may_begin(self, state: CallState, worker: str, quota: int) -> int:
-        """How many of the rows that are ready, up to a quota, this worker may begin with. The unit that may overdraw is put first."""
+        """Count the ready rows, up to a quota, that this worker may begin. The unit that may overdraw is put first."""
         claims = self._claims.get(state.call.ordinal)
         if not claims or quota <= 0:
             return quota
@@ -169,7 +170,10 @@ class Credits:
         return count
 
     def admit(self, state: CallState, rows: Iterable[int]) -> list[int]:
-        """Of rows that a policy may be shown, those that there is room for: they count from now on, whoever begins with them."""
+        """Reserve room for rows that a policy may be shown, and return those that fit.
+
+        They hold credits from now on, wherever they begin.
+        """
         claims = [claim for claim in self._claims.get(state.call.ordinal, ()) if not claim.is_free]
         admitted: list[int] = []
         for row in sorted(rows):
@@ -181,20 +185,20 @@ class Credits:
         return admitted
 
     def is_limited(self, state: CallState) -> bool:
-        """Whether a generation has channels with limits."""
+        """Whether a generation sends on limited channels."""
         return state.call.ordinal in self._claims
 
     def reserve(self, state: CallState, rows: Iterable[int], worker: str) -> None:
-        """These rows are begun with: they, and what belongs to them, count from now on."""
+        """Take credits for the units of rows that a worker begins."""
         if self._may_overdraw_for is state:
             self._may_overdraw_for = None
         for claim in self._claims.get(state.call.ordinal, ()):
             for unit in dict.fromkeys(map(claim.unit_of, rows)):
                 if unit not in claim.units:
                     claim.units.add(unit)
-                    self._may_be_room = True  # Who was refused others of the unit may have them now.
+                    self._may_be_room = True  # Others of the unit that were refused may begin now.
                     if claim.room.target == worker or claim.is_free:
-                        continue  # What is made there does not travel.
+                        continue  # Rows that are made where they are needed are not sent.
                     members = [row for row in claim.rows_of(unit) if row not in claim.gone]
                     needed = {row: self._predicted(state, row) for row in members}
                     channel = claim.channel
@@ -206,7 +210,7 @@ class Credits:
                     claim.held.update(needed)
 
     def settle(self, state: CallState, num_tokens: Mapping[int, int]) -> None:
-        """These rows are done, and have so many tokens."""
+        """Replace the predicted size of finished rows by their real one."""
         for claim in self._claims.get(state.call.ordinal, ()):
             for row, tokens in num_tokens.items():
                 before = claim.held.get(row)
@@ -215,7 +219,7 @@ class Credits:
                     claim.channel.used_bytes += claim.held[row] - before
 
     def taken(self, taker: int, rows: Iterable[int]) -> None:
-        """A call has taken these rows of what it works on."""
+        """Record the input rows that a call has taken."""
         for claim in self._taking.get(taker, ()):
             taken = claim.takers[taker]
             for row in rows:
@@ -224,7 +228,7 @@ class Credits:
                     self._perhaps_free(claim, row)
 
     def over(self, state: CallState) -> None:
-        """A call is done or failed: it takes nothing more, and of what it made only its result is sent."""
+        """End a call: it takes nothing more, and of what it made only its result is sent."""
         ordinal = state.call.ordinal
         for claim in self._taking.pop(ordinal, ()):
             claim.num_over += 1
@@ -238,7 +242,7 @@ class Credits:
                 self._free(claim, row)
 
     def forget(self, ordinal: int) -> None:
-        """Nobody asks for a call any more."""
+        """Free everything of a call that is forgotten."""
         for claim in self._claims.pop(ordinal, ()):
             for row in list(claim.held):
                 self._free(claim, row)
@@ -246,11 +250,11 @@ class Credits:
         self._blocked.pop(ordinal, None)
 
     def channels_of(self, state: CallState) -> list[Channel]:
-        """Those that a generation sends on."""
+        """Return the limited channels that a generation sends on."""
         return [claim.channel for claim in self._claims.get(state.call.ordinal, ())]
 
     def takers_of(self, channel: Channel) -> list[tuple[CallState, int]]:
-        """The calls that have yet to take what is in a channel, or can take nothing until all of it is there; and how many samples."""
+        """Find the calls that still have samples to take from a channel, or can take none until all are there, with how many."""
         found: dict[int, int] = {}
         for claim in channel.claims.values():
             for taker, taken in claim.takers.items():
@@ -260,7 +264,7 @@ class Credits:
         return [(self._calls[taker], count) for taker, count in found.items() if count and taker in self._calls]
 
     def lost(self, worker: str) -> None:
-        """A worker is gone: nothing is on its way to it."""
+        """Drop the channels to a lost worker."""
         self._lost.add(worker)
         self._may_be_room = True
         for ordinal, claims in self._claims.items():
@@ -270,15 +274,15 @@ class Credits:
             claims[:] = [claim for claim in claims if claim.room.target != worker]
 
     def joined(self, worker: str) -> None:
-        """A worker is here again: what is begun from now on is sent to it."""
+        """Take in a restarted worker: what is begun from now on is sent to it."""
         self._lost.discard(worker)
 
     def allow_overdraft(self, state: CallState | None) -> None:
-        """Nothing is under way: this generation may begin with one unit for which there is no room; or none may any more."""
+        """Let this generation begin one unit without room, since no task is in flight; None: no longer."""
         self._may_overdraw_for = state
 
     def unblocked(self) -> list[CallState]:
-        """The calls that were refused, and may be asked again because something is free now, or they may overdraw."""
+        """Return and reset the blocked calls, if something was freed or one of them may overdraw now."""
         if not self._may_be_room:
             return []
         self._may_be_room = False
@@ -286,7 +290,7 @@ class Credits:
         return [state for state in blocked.values() if not state.is_over]
 
     def _num_in_front(self, ready: Iterable[int], claims: list[_Claim], quota: int, *, may_overdraw: bool = False) -> int:
-        """How many rows can be begun with, from the first on, before one does not fit."""
+        """Count the rows that fit, from the first on."""
         samples = dict.fromkeys(claims, 0)
         num_bytes = dict.fromkeys(claims, 0)
         asked: dict[_Claim, set[int]] = {claim: set() for claim in claims}
@@ -305,7 +309,7 @@ class Credits:
         return quota
 
     def _bring_forward(self, state: CallState, claims: list[_Claim]) -> bool:
-        """Put the unit that may overdraw first, if its rows are ready."""
+        """Move the unit that may overdraw to the front, if its rows are ready."""
         if self._may_overdraw_for is state:
             return True
         for claim in claims:
@@ -322,7 +326,7 @@ class Credits:
         return False
 
     def _may_overdraw(self, claim: _Claim, unit: int) -> bool:
-        """Whether a unit that does not fit is the one that the channel's earliest taker waits for, or nothing else is under way."""
+        """Whether a unit may exceed the room: the earliest consumer waits for it, or no task is in flight."""
         channel = claim.channel
         if unit == _WHOLE and not claim.room.fits:
             return False
@@ -334,7 +338,7 @@ class Credits:
         return (earliest is None or earliest in claim.takers) and claim.next_unit == unit
 
     def _predicted(self, state: CallState, row: int) -> int:
-        """Bytes of a sample that is not done: as if it became as long as it may."""
+        """Predict the bytes of an unfinished sample: as if it became as long as it may."""
         base = self._calls.get(state.aligned_inputs[0]) if state.aligned_inputs else None
         prompt = base.num_tokens.get(state.prompt_of(row), 0) if base is not None else 0
         return (prompt + _most_new(state.call)) * BYTES_PER_TOKEN

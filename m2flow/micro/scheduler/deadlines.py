@@ -1,10 +1,10 @@
-"""Samples that are late by the clock: how long each may take, and what becomes of those that take longer.
+"""Stop samples that exceed their generation's `timeout_s`: deadlines by the host's clock, and what the scheduler does at a deadline.
 
     Generate --began--> Deadlines --due--> TimedOut --time_out--> the sample is stopped, its group is in no result
 
-The scheduler has no clock: the controller and the simulator ask `Deadlines` what is due, each by its own. A sample that goes on elsewhere,
-or begins anew after its worker was lost, keeps the deadline that it had first. Limit: a run that is resumed begins to count anew.
-`m2flow.macro.oversampling` says what the program means by it. Pure.
+The scheduler has no clock: the controller and the simulator each ask `Deadlines` what is due by their own. A sample that continues
+elsewhere, or begins anew after its worker was lost, keeps its first deadline. Limit: a resumed run begins to count anew.
+`m2flow.macro.oversampling` defines what a timeout means for the program.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @final
 class Deadlines:
-    """Of the samples that are generated now."""
+    """Deadlines of the samples in flight."""
 
     def __init__(self) -> None:
         self._known: set[tuple[int, int]] = set()
@@ -33,7 +33,7 @@ class Deadlines:
         """(when, call, sample)."""
 
     def began(self, task: m.Generate, call: Call, now_s: float) -> float | None:
-        """Samples are handed to an engine; the time when those that were not before are due."""
+        """Set the deadlines of samples that an engine gets for the first time; return when these are due, None without a timeout."""
         timeout_s = timeout_of(call.options)
         if timeout_s is None:
             return None
@@ -44,7 +44,7 @@ class Deadlines:
         return now_s + timeout_s
 
     def due(self, now_s: float) -> list[TimedOut]:
-        """What has had its time, done or not: each sample once."""
+        """Pop the samples whose time is up, done or not: each sample once."""
         found: dict[int, list[int]] = {}
         while self._heap and self._heap[0][0] <= now_s:
             _, call, row = heapq.heappop(self._heap)
@@ -54,7 +54,7 @@ class Deadlines:
 
 
 def time_out(scheduler: SchedulerState, event: TimedOut) -> None:
-    """Give up the groups of the samples that are not done."""
+    """Drop the groups of timed-out samples that are not done, and stop what still runs of them."""
     state = scheduler.calls.get(event.call)
     if state is None or state.is_over:
         return

@@ -1,11 +1,11 @@
-"""Functions: rewards and ops, on whatever is ready, as soon as a process is free.
+"""Dispatch rewards and ops on functions: on whatever rows are ready, as soon as a process is free.
 
-A task takes what is ready up to the stage's chunk, and does not wait for more: while it runs, the next rows gather.
+A task takes what is ready up to the stage's chunk and does not wait for more: while it runs, the next rows gather.
 
-A call whose rows a worker is about to make may go there at once, and waits for them in the worker's queue, so that a chain of calls on
-the same rows needs no word from here between one and the next. That is done where nothing is lost by it: all rows of both calls are one
-task each, and nobody else could begin with any of the second one's before, or with another call that waits for the same. Once a worker
-was lost it is not done any more.
+Chained calls: a call whose input rows a worker is about to make may be sent there early, and waits for them in the worker's queue, so
+that a chain of calls on the same rows needs no round trip to the controller between one and the next. That is done only where nothing is
+lost by it: both calls are one task each, nobody else could begin any of the second one's rows before, and no other call waits for the
+same input. After a worker was lost it is not done any more.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from m2flow.micro.scheduler.task_queues import MAX_QUEUED
 
 
 class FunctionDispatch:
-    """Feeds the processes that run users' functions."""
+    """Dispatches calls on functions to the processes that run them."""
 
     def __init__(self, scheduler: SchedulerState) -> None:
         self._state = scheduler
         self._last: dict[str, CallState] = {}
-        """Worker -> the call of its last task."""
+        """Worker -> call of its last task."""
 
     def offer(self, worker: WorkerState, roles: Sequence[str]) -> Offer | None:
-        """The next task that this worker could have."""
+        """Find the next task for this worker."""
         state = self._state.functions.first(worker)
         return None if state is None else lambda: self._start(worker, state)
 
     def hand_out(self) -> None:
-        """Give the earliest calls with work to whoever may take it, the least busy first."""
+        """Start the earliest calls with work on the workers that may take them, the least busy first."""
         self._hand_on()
         while (found := self._state.functions.next()) is not None:
             self._start(*found)
             self._hand_on()
 
     def _hand_on(self) -> None:
-        """Where a worker's tasks have changed: give it the next call of its chain, if no earlier one has work for it."""
+        """Give each worker whose tasks have changed the next call of its chain, unless an earlier call has work for it."""
         functions = self._state.functions
         while (worker := functions.noted()) is not None:
             while (following := self._following(worker)) is not None:
@@ -53,14 +53,14 @@ class FunctionDispatch:
                 self._give(worker, following, following.take_early())
 
     def _following(self, worker: WorkerState) -> CallState | None:
-        """The next call of a chain of which this worker has the last one, if it may wait there."""
+        """Find the next call after the worker's last task's that may wait in its queue."""
         last = self._last.get(worker.name)
         if last is None or worker.num_tasks["function"] >= MAX_QUEUED or self._state.lost_transfers.has_any:
             return None
         return next((user for user in last.users.values() if self._may_wait(user, worker)), None)
 
     def _may_wait(self, state: CallState, worker: WorkerState) -> bool:
-        """Whether a worker may have all of a call, of whose inputs some are still to be made there."""
+        """Whether a worker may get all of a call while some of its inputs are still to be made there."""
         call, stage = state.call, state.stage
         is_plain = call.engine == "function" and not (call.reads or call.writes or state.is_union or state.refill or state.has_restored)
         if not is_plain or worker.name not in stage.workers or not state.has_all_but_rows:
@@ -99,10 +99,10 @@ class FunctionDispatch:
         self._state.start(worker, "function", task)
 
     def _num_next(self, state: CallState) -> int:
-        """Up to a chunk of ready rows, and the rest of the last one's unit."""
-        chunk = 1 if state.refill is not None else state.stage.chunk  # Of a refill one group at a time, which may turn out not to count.
+        """Count the rows of the next task: a chunk of ready rows, and the rest of the last one's unit."""
+        chunk = 1 if state.refill is not None else state.stage.chunk  # A refill goes group by group: later ones may not be needed.
         if state.suspects and next(iter(state.ready)) in state.suspects:
-            chunk = 1  # By itself, so that if it is at fault it is known.
+            chunk = 1  # Alone, so that a row that ends its worker is identified.
         if state.stage.unit == "sample" or chunk >= len(state.ready):
             return min(chunk, len(state.ready))
         rows = itertools.islice(state.ready, chunk - 1, None)
@@ -111,10 +111,10 @@ class FunctionDispatch:
 
 
 def _is_ours(call: Call) -> bool:
-    """Whether a call is arithmetic on columns, which takes next to no time."""
+    """Whether a call is built-in arithmetic on columns, which takes next to no time."""
     return call.options.get("style") == "columns"
 
 
 def _comes_at_once(state: CallState) -> bool:
-    """Whether no row of a task of this call is known before its end: a slow function on samples says what it has by then."""
+    """Whether a task of this call reports all rows at its end; a slow function on samples reports some before."""
     return _is_ours(state.call) or state.call.granularity is not Granularity.SAMPLE or len(state.ids) == 1

@@ -1,20 +1,16 @@
-"""Devices of a trainer that rollout borrows: lent and given back when training is due, and trainers that come back early.
+"""Share a trainer's devices with rollout: borrowed devices are given back when training is due, and trainers may onload early.
 
-plan: an engine with `lent_until` --Lending--> it takes no more of a call, and what it still has goes on elsewhere
+`GpuBorrowing`, for engines with `lent_until` in the plan: a rollout engine on a trainer's devices works under their lease, while other
+instances of its role have devices of their own. When the planned share of a generation's samples has ended, and a trainer of that lease
+has a call to run, the engine gets no more of the generation; its samples are preempted and continue elsewhere from the tokens that they
+have. Then nothing is in flight in rollout's turn, and the lease moves by itself. Where samples run changes no result, so neither does
+this.
 
-A rollout engine on a trainer's devices works under their lease; other instances of its role have devices of their own. When so large a
-share of a generation's samples have ended as the plan says, and a trainer of that lease has something to do or will have, the engine's
-samples are stopped and go on at the others from the tokens that they have. Then nothing is under way in rollout's turn any more, and the
-lease moves by itself. Which samples run where changes no answer, so neither does this. Pure, on the scheduler.
-
-plan: an engine with `comes_at` --Ahead--> the rollout engines give back cache that they do not use, then the trainers come
-
-That is for plans that say so: their search has seen to it that there is room for both. When so large a share of the samples has ended as
-the plan says, all others run, and the trainer has something to do or will have, `Condense` goes to the rollout engines of the lease, and
-`Switch` to the trainers as soon as these have answered. Nothing more begins on the lease before it moves, so that nothing grows into the
-room; if it is rollout's again, the trainers leave first (`Lease.move`). Pure, on the scheduler.
-
-Limit: generations that a policy deals out, and refills, are not looked at: what they begin next is not known.
+`EarlyOnload`, for engines with `comes_at` in the plan, whose search has seen to it that there is memory for both: when the planned share
+of the samples has ended, all others run, and the trainer has a call to run, `ShrinkKVCache` goes to the rollout engines of the lease, and
+`Switch` to the trainers as soon as these have answered. Nothing more begins on the lease before it moves, so nothing grows into the freed
+memory; if the lease goes back to rollout, the trainers leave first (`Lease.move`). Limit: generations under a policy, and refills, are
+never onloaded over early, since it is not known what they begin next.
 """
 
 from __future__ import annotations
@@ -34,41 +30,41 @@ if TYPE_CHECKING:
 
 @final
 class GpuBorrowing:
-    """Of one run."""
+    """Has rollout engines give borrowed devices back when their trainer is due."""
 
     def __init__(self, scheduler: SchedulerState, plan: Plan) -> None:
         self._state = scheduler
         self._until: dict[str, dict[str, float]] = {}
-        """Role -> worker -> the share of a generation that has ended when it gives back its devices."""
+        """Role -> worker -> share of a generation's samples that have ended when it gives its devices back."""
         for worker in plan.workers:
             for slot in worker.engines:
                 if slot.lent_until:
                     self._until.setdefault(slot.role, {})[worker.name] = slot.lent_until
         self._given_back: dict[int, set[str]] = {}
-        """Generation -> workers that have given back their devices, as far as it goes."""
+        """Generation -> workers that get no more of it, since they have given their devices back."""
         self.num_moved = 0
-        """Samples that were stopped to go on elsewhere."""
+        """Samples that were preempted to continue elsewhere."""
 
     @property
     def is_used(self) -> bool:
         return bool(self._until)
 
     def set_until(self, shares: Mapping[tuple[str, str], float]) -> None:
-        """From now on engines, (worker, role), give back their devices at these shares; at 0 they get no sample."""
+        """Change the shares, by (worker, role), at which engines give devices back; at 0 they get no sample."""
         for (worker, role), share in shares.items():
             self._until.setdefault(role, {})[worker] = share
 
     def passes(self, worker: WorkerState, state: CallState) -> bool:
-        """Whether a worker gets no samples of a generation, since its devices are not lent for it any more."""
+        """Whether a worker gets no more samples of a generation, since it has given its devices back."""
         return worker.name in self._given_back.get(state.call.ordinal, ()) and bool(self._others(state))
 
     def ended(self, state: CallState) -> None:
-        """Rows of a call are done: perhaps samples of a generation."""
+        """Note that rows of a call are done: perhaps devices are due."""
         if state.is_generation and state.call.role in self._until:
             self._look(state)
 
     def trains(self) -> None:
-        """A trainer has a new call: what waited for one to give back its devices does so."""
+        """Note that a trainer has a new call: devices whose share was reached are given back now."""
         for state in list(self._state.active.values()):
             self.ended(state)
 
@@ -76,7 +72,7 @@ class GpuBorrowing:
         self._given_back.pop(call, None)
 
     def _look(self, state: CallState) -> None:
-        """Have those give back their devices for whom it is time."""
+        """Have every engine give its devices back for which it is time."""
         if state.is_over or not state.is_prepared:
             return
         num = len(state.ids) if state.refill is None else state.refill.num_allowed * state.num_per_prompt
@@ -87,7 +83,7 @@ class GpuBorrowing:
                 self._give_back(state, name)
 
     def _is_due(self, name: str) -> bool:
-        """Whether a trainer of the worker's lease has a call that is not over."""
+        """Whether a trainer of the worker's lease has an unfinished call."""
         lease = self._state.workers[name].lease
         if lease is None:
             return False
@@ -101,7 +97,7 @@ class GpuBorrowing:
         return any(state.call.engine == "train" and state.call.role in roles for state in self._state.active.values())
 
     def _others(self, state: CallState) -> list[str]:
-        """Workers that are there, whose devices are nobody else's, and that can have the weights for it."""
+        """Find the workers with devices of their own that can run the generation."""
         scheduler = self._state
         own = [scheduler.workers[name] for name in state.stage.workers if name not in self._until[state.call.role]]
         return [worker.name for worker in own if scheduler.can_have_weights(worker, state)]
@@ -123,7 +119,7 @@ class GpuBorrowing:
 
 @final
 class EarlyOnload:
-    """Of one run."""
+    """Has trainers onload while the last samples still run on the same devices."""
 
     def __init__(self, scheduler: SchedulerState, plan: Plan) -> None:
         self._state = scheduler
@@ -136,7 +132,7 @@ class EarlyOnload:
         return bool(self._shares)
 
     def look(self, tell: Callable[[Iterable[str]], None]) -> None:
-        """Have those come for whom it is time; `tell` those that make room for them."""
+        """Begin the early onload on each lease for which it is time; `tell` the rollout workers that must shrink their KV cache."""
         for name, (turn, share) in self._shares.items():
             lease = self._state.leases[name]
             if self._is_time(lease, turn, share):
@@ -161,7 +157,7 @@ class EarlyOnload:
 
 
 def _is_ending(state: CallState, share: float) -> bool:
-    """Whether all samples of a generation that have not ended run, and so many have ended."""
+    """Whether the share of a generation's samples has ended, and all others run."""
     if state.refill is not None or state.policy_dispatch is not None or not state.is_prepared or state.ready:
         return False
     return len(state.done) + len(state.dropped) >= share * len(state.ids)

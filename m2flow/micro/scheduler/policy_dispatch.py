@@ -1,17 +1,17 @@
-"""Hand out a generation's samples as a scheduling policy says: the live side of the policy interface.
+"""Dispatch a generation's samples as a scheduling policy says: the live side of `m2flow.rollout_scheduling.policy`.
 
-rows that are ready --Placing--> policy --> hands: what each worker gets next, when it can take it
+    plan.policies --PolicyDispatches--> a PolicyDispatch for each generate call, or none: first come, first served, whole groups together
+    ready rows --PolicyDispatch--> policy --> queues: what each worker gets next, when it can take it
 
-The policy is asked as in the study: the instance with the fewest samples first, one sample at a time, so that what starts together is
-dealt out evenly, whichever worker can begin first. What is dealt to a worker lies in its hand until the worker holds the right weights
-and has room. Nothing else depends on the policy: who may run what is the desk's, and rows that are gone from `ready` (the call is cut,
-fails, has lost a worker) are gone from every hand. Nothing is dealt to a worker that is gone, has given back its devices, or has newer
-weights than the call may use (`Board.is_away`). A policy that holds back what nobody else works on is overruled (`force`).
-
-plan.policies --Placings--> a Placing for each generate call, or none: first come, first served, whole groups together
+The policy is asked as in the study: the instance with the fewest samples first, one sample at a time, so that samples which start
+together are spread evenly, whichever worker can begin first. A sample that is assigned to a worker waits in the worker's queue until the
+worker holds the right weights and has room. Nothing else depends on the policy: which worker may run what is decided by
+`rollout_dispatch`, and rows that leave `ready` (the call is cut, fails, has lost a worker) leave every queue. Nothing is assigned to a
+worker that is lost, has given back its devices, or has newer weights than the call may use (`SchedulerState.is_away`). A policy that
+holds back samples while no task is in flight is overruled (`force`).
 
 A policy object serves one call at a time. One that is free serves the next call of its role, with what it has learned; calls of a role
-that overlap have one each. Lengths of earlier answers are kept by the prompt's text, for the epochs to come.
+that overlap have one each. Lengths of earlier answers are kept by the prompt's text, for later epochs.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ if TYPE_CHECKING:
     from m2flow.micro.scheduler.state import SchedulerState
 
 _LEAST_STEP_S = 1e-9
-"""A model of decoding has no step that takes no time; costs that were measured may."""
+"""Least step time of a decode model; a measured one may be 0, which the model does not allow."""
 _FEW = 64
-"""With more instances, those that a policy left out are not all asked again whenever a sample ends or begins."""
+"""With more instances than this, those that a policy left out are not all asked again whenever a sample ends or begins."""
 
 
 @final
 class PolicyDispatch:
-    """One call under one policy."""
+    """Assigns the samples of one call to workers, as one policy says."""
 
     def __init__(
         self,
@@ -89,31 +89,34 @@ class PolicyDispatch:
         self._difficulties = difficulties
         self._dealt: set[int] = set()
         self.lengths: dict[int, int] = {}
-        """Row -> tokens generated, of those that are done."""
+        """Finished row -> tokens generated."""
         self._tokens: dict[int, int] = {}
-        """Row -> tokens so far, as its engine said last."""
+        """Row -> tokens so far, as its engine reported last."""
         self._reports: dict[int, Load] = {}
         self._at: dict[int, int] = {}
-        """Row that a worker has -> which."""
+        """Row in flight -> instance that has it."""
         self._lost = {j for j, worker in enumerate(workers) if is_away(worker)}
         self._moving: dict[int, int] = {}
-        """Row that is asked to stop -> the instance where it is to go on."""
+        """Row that is being preempted -> instance where it is to continue."""
         self.num_moved = 0
         self.num_forced = 0
-        """Samples that began against the policy, since nothing else was under way."""
+        """Samples that began against the policy, since no task was in flight."""
         self._is_forced = False
         self._is_begun = False
         self._freed: list[int] = []
-        """Instances where samples have ended."""
+        """Instances where samples have ended since the policy was last asked."""
         self._num_ended = 0
-        """Samples, since all instances were listed."""
+        """Samples that have ended since all instances were listed."""
         self.admits: Callable[[Sequence[int]], Sequence[int]] | None = None
-        """Of rows that could be shown to the policy, those that there is room for (`m2flow.micro.scheduler.backpressure`)."""
+        """Filters rows for the policy to those that channels have room for (`m2flow.micro.scheduler.backpressure`)."""
 
-    # What the desk asks
+    # ---- asked by `RolloutDispatch`
 
     def has_samples_for(self, worker: WorkerState) -> bool:
-        """Whether this worker, which may have room now, is to get something; what others are to get lies ready for them."""
+        """Ask the policy, and return whether this worker, which may have room now, has samples in its queue.
+
+        Others may have got some too.
+        """
         self._refresh()
         j = self._instances[worker.name]
         self._list(j)
@@ -121,13 +124,13 @@ class PolicyDispatch:
         return bool(self._hands[j])
 
     def deal(self) -> list[WorkerState]:
-        """Samples have ended: deal out what may begin now; whose hands have got something."""
+        """Assign what may begin now that samples have ended; return the workers that got some."""
         self._refresh()
         self._deal()
         return self.dealt_to()
 
     def take(self, worker: WorkerState, most: int) -> list[int]:
-        """The next rows for a worker, siblings of the last one too; they are its own from now on."""
+        """Take a worker's next rows from its queue, with the siblings of the last one."""
         hand = self._hands[self._instances[worker.name]]
         rows: list[int] = []
         group = -1
@@ -140,22 +143,22 @@ class PolicyDispatch:
         return rows
 
     def dealt_to(self) -> list[WorkerState]:
-        """Workers whose hands have got something since this was last asked."""
+        """Return the workers that were assigned samples since this was last called."""
         found, self._dealt = self._dealt, set()
         return [self._workers[j] for j in sorted(found)]
 
     def force(self) -> bool:
-        """Let one sample begin whatever the policy says; whether there is one."""
+        """Let one sample begin whatever the policy says; return whether one waits."""
         self._refresh()
         self._is_forced = bool(self.seen.waiting)
         if self._is_forced:
             self._list_all()
         return self._is_forced
 
-    # What has happened
+    # ---- events
 
     def ended(self, row: int, length: int) -> None:
-        """A sample is done; told twice, it is told once."""
+        """Record that a sample is done; a second report is ignored."""
         self.lengths[row] = length
         self._at.pop(row, None)
         self._moving.pop(row, None)
@@ -170,7 +173,7 @@ class PolicyDispatch:
             self.policy.ended(sample, length)
 
     def reported(self, worker: str, load: Load, tokens: Iterable[tuple[int, int]]) -> None:
-        """An engine says how full it is, and how far its samples are."""
+        """Record an engine's load, and how far its samples are."""
         j = self._instances.get(worker)
         if j is None:
             return
@@ -180,7 +183,7 @@ class PolicyDispatch:
             self.policy.reported(j)
 
     def lost(self, worker: str) -> None:
-        """A worker is gone. What it had comes back into `ready`."""
+        """Remove a lost worker, whose samples come back into `ready`."""
         j = self._instances.get(worker)
         if j is not None:
             self._at = {row: there for row, there in self._at.items() if there != j}
@@ -188,14 +191,14 @@ class PolicyDispatch:
             self._ready.is_disturbed = True
 
     def gave_up(self, rows: Iterable[int]) -> None:
-        """These rows are late, and not waited for."""
+        """Drop late rows, which nobody waits for."""
         for row in rows:
             self._at.pop(row, None)
             self._moving.pop(row, None)
         self._ready.is_disturbed = True
 
     def moves(self) -> dict[str, list[int]]:
-        """Worker -> rows that the policy wants to go on elsewhere. Where to is remembered until they have stopped."""
+        """Ask the policy for moves: worker -> rows to preempt. Their targets are remembered until they have stopped."""
         found: dict[str, list[int]] = {}
         self._look()
         for move in self.policy.moves() if self._is_begun else ():
@@ -208,7 +211,7 @@ class PolicyDispatch:
         return found
 
     def preempted(self, row: int) -> WorkerState | None:
-        """A worker has given back a sample that was to move: it is in `ready`, and in the hand of this worker, if that is there."""
+        """Queue a preempted sample at the worker to which it moves, and return that; None if it has no target any more."""
         self._look()
         to = self._moving.pop(row, None)
         self._at.pop(row, None)
@@ -227,15 +230,15 @@ class PolicyDispatch:
         return self._workers[to]
 
     def over(self) -> None:
-        """The call has ended."""
+        """End the call."""
         if self._is_begun:
-            self._is_begun = False  # The policy is another call's from now on, and this one's late samples are nothing to it.
+            self._is_begun = False  # The policy serves another call from now on, and must not see this one's late samples.
             self.policy.end()
 
-    # The policy's view
+    # ---- the policy's view
 
     def _refresh(self) -> None:
-        """Tell the policy what has changed."""
+        """Show the policy what has changed since it was last asked."""
         self._look()
         ready, state = self._ready, self.state
         if not self._is_begun or ready.is_disturbed or len(self._rows) != len(state.ids):
@@ -255,7 +258,7 @@ class PolicyDispatch:
             self._list_all()
 
     def _look(self) -> None:
-        """Find out who is away by now."""
+        """Find out which workers are away now."""
         if self._num_known == self._num_changes():
             return
         self._num_known = self._num_changes()
@@ -266,7 +269,7 @@ class PolicyDispatch:
             self._ready.is_disturbed = True
 
     def _begin(self) -> None:
-        """Make the policy's view from what is known now."""
+        """Build the policy's view from scratch."""
         state, ready = self.state, self._ready
         self._rows = list(state.ids)
         self._index = {row: sample for sample, row in enumerate(self._rows)}
@@ -329,8 +332,7 @@ class PolicyDispatch:
             self._list_all()
 
     def _allowed(self, rows: Sequence[int]) -> Sequence[int]:
-        """Of a refill, those of prompts that may be started by now, and where channels are limited those that there is room for; the others
-        are kept for later."""
+        """Filter rows to prompts that a refill has allowed so far and that channels have room for; keep the others for later."""
         refill = self.state.refill
         shown = rows if refill is None else [row for row in rows if SampleId.unpack(row).prompt < refill.num_allowed]
         if self.admits is not None:
@@ -342,13 +344,13 @@ class PolicyDispatch:
     def _num_rejected(self) -> int:
         return self.state.refill.num_rejected if self.state.refill is not None else 0
 
-    # Dealing
+    # ---- assigning
 
     def _room(self, j: int) -> int:
         return self.state.stage.chunk - self._workers[j].num_running - len(self._hands[j])
 
     def _list(self, j: int) -> None:
-        """An instance may take more."""
+        """List an instance that may take more."""
         if not self._is_open[j] and j not in self._lost and self._room(j) > 0:
             self._is_open[j] = True
             heapq.heappush(self._open, (self.seen.loads[j], j))
@@ -374,12 +376,12 @@ class PolicyDispatch:
         return len(seen.groups) >= seen.num_alive * len(seen.members[seen.groups[sample]])
 
     def _deal(self) -> None:
-        """Hand out what the policy hands out. What it has just said may change what it would say of an instance that it left out."""
+        """Assign samples until the policy assigns none: each assignment may change its mind about instances that it left out."""
         while self._deal_to_open() and self.seen.waiting and len(self._workers) <= _FEW:
             self._list_all()
 
     def _deal_to_open(self) -> bool:
-        """Whether there was anything to hand out to those that are listed."""
+        """Assign samples to the listed instances; return whether there were any."""
         seen = self.seen
         dealt: set[int] = set()
         while self._open and seen.waiting:
@@ -402,7 +404,7 @@ class PolicyDispatch:
             self._is_forced = False
             self._give(sample, j)
             dealt.add(j)
-            while self._keeps_together(sample):  # Even beyond its room, where they wait in the engine.
+            while self._keeps_together(sample):  # Even beyond its room; they wait in the engine.
                 following = self.policy.next_sample(j)
                 if following is None or following not in seen.waiting or seen.groups[following] != seen.groups[sample]:
                     break
@@ -413,12 +415,12 @@ class PolicyDispatch:
 
 
 _ANSWERS_KEPT = 16
-"""Of each prompt, for later epochs."""
+"""Lengths kept for each prompt, for later epochs."""
 
 
 @final
 class PolicyDispatches:
-    """All of a run."""
+    """Creates and keeps the policy dispatch of each generate call of a run."""
 
     def __init__(self, scheduler: SchedulerState, plan: Plan) -> None:
         """
@@ -435,10 +437,10 @@ class PolicyDispatches:
         self._earlier: dict[tuple[str, str], list[int]] = {}
         """Role and prompt -> lengths of its answers."""
         if self._names:
-            make_policies(self._names, plan.predictor)  # What is wrong with them is said at the start.
+            make_policies(self._names, plan.predictor)  # Refuses wrong names at the start.
 
     def begin(self, state: CallState) -> None:
-        """A generation's rows are known."""
+        """Create the policy dispatch of a generation whose rows are known now."""
         if not self._names:
             return
         role = state.call.role
@@ -466,7 +468,7 @@ class PolicyDispatches:
         self._dispatches[state.call.ordinal] = state.policy_dispatch
 
     def over(self, state: CallState) -> None:
-        """A generation has ended, one way or the other."""
+        """End a generation that is done or failed, and remember the lengths of its answers."""
         dispatch = self._dispatches.pop(state.call.ordinal, None)
         if dispatch is None:
             return
@@ -481,7 +483,7 @@ class PolicyDispatches:
                 del known[:-_ANSWERS_KEPT]
 
     def reported(self, worker: str, message: m.Load) -> None:
-        """An engine says how full it is."""
+        """Record an engine's load, and preempt samples that policies want to move."""
         load = Load(message.num_running, message.num_queued, message.kv_used, message.kv_capacity)
         for dispatch in self._dispatches.values():
             if dispatch.state.call.role == message.role:
@@ -490,7 +492,7 @@ class PolicyDispatches:
                     self._state.send(name, m.Preempt(dispatch.state.call.ordinal, rows))
 
     def preempted(self, message: m.Preempted) -> None:
-        """Samples that were to move have stopped. They are handed out again, where their policy wanted them if that is still there."""
+        """Requeue preempted samples: at the worker where their policy wants them, if that is still there, else anywhere."""
         scheduler = self._state
         state = scheduler.calls.get(message.call)
         for row, number in zip(message.ids, message.tasks, strict=True):
@@ -513,24 +515,24 @@ class PolicyDispatches:
             dispatch.lost(worker)
 
     def trained(self, role: str) -> None:
-        """There is a new version of the role's weights; a policy may have waited for it."""
+        """Ask the role's workers again, since a policy may have waited for the new version of the weights."""
         if self._names:
             self._state.ready_workers.wake_role(role)
 
     def deal(self, state: CallState) -> None:
-        """Samples of a generation have ended."""
+        """Assign more samples of a generation of which some have ended."""
         if state.policy_dispatch is not None and state.has_rows_to_begin:
             self._state.ready_workers.wake_all(state.policy_dispatch.deal())
 
     def force(self) -> bool:
-        """Nothing is under way: overrule a policy that holds back; whether one does."""
+        """Overrule policies that hold samples back, since no task is in flight; return whether one did."""
         held = [p for p in self._dispatches.values() if p.state.has_rows_to_begin and p.force()]
         for dispatch in held:
             self._state.ready_workers.wake_role(dispatch.state.call.role)
         return bool(held)
 
     def _said(self, state: CallState, column: str) -> dict[int, str]:
-        """Row of the prompts -> what a dataset has there in this column, as text."""
+        """Read a column of the datasets for each prompt row, as text."""
         found: dict[int, str] = {}
         batches: dict[int, Batch | None] = {}
         for row in state.prompt_rows:

@@ -1,10 +1,12 @@
-"""Rollout: which samples go to which worker, and when an engine takes new weights.
+"""Dispatch samples to rollout engines, and decide when an engine loads new weights (weight sync).
 
-An engine has one set of weights. A generate call runs only where a version of its window is held (`m2flow.micro.protocol.staleness`: one
-version alone, unless the flow allows older ones). An engine takes the newest version that the trainer has, when nothing runs on it and
-the earliest call with samples left may use that one; under running samples if all of their calls may use it, and allow that
-(`kv="keep"`), and the engine can. Samples of a call go where its policy says (`m2flow.micro.scheduler.policy_dispatch`); without
-one they are shared out evenly over its workers, whole groups together where there is room, so that a prompt is prefilled once.
+An engine has one version of the weights. A generate call runs only where a version of its window is held
+(`m2flow.micro.protocol.staleness`): exactly one version, unless the flow allows older ones. An engine loads the newest version that the
+trainer has when nothing runs on it and the earliest call with samples left may use that version; and under running samples if all of
+their calls may use it and allow that (`kv="keep"`), and the engine can.
+
+Samples go where the call's policy says (`m2flow.micro.scheduler.policy_dispatch`). Without one they are shared out evenly over the call's
+workers, whole groups together where there is room, so that a prompt is prefilled once.
 """
 
 from __future__ import annotations
@@ -27,11 +29,11 @@ from m2flow.micro.scheduler.state import SchedulerState
 from m2flow.samples import group_key
 
 Offer = Callable[[], None]
-"""Something that could be done now; calling it does it."""
+"""A task that a worker could start now; calling it starts it."""
 
 
 class RolloutDispatch:
-    """Hands out samples, and asks for weights."""
+    """Dispatches samples and weight loads to rollout engines, and publications of weights to trainers."""
 
     def __init__(self, scheduler: SchedulerState, credits: Credits) -> None:
         self._state = scheduler
@@ -40,13 +42,13 @@ class RolloutDispatch:
         self._publishing: set[str] = set()
         self._num_loads: dict[str, int] = {}
         self._num_holding: dict[str, Counter[int]] = {}
-        """Role -> version -> how many rollout engines hold it."""
+        """Role -> version -> number of rollout engines that hold it."""
         self._loading: dict[tuple[str, str], int] = {}
-        """Worker and role whose engine is told to take weights -> the version."""
+        """(worker, role) of an engine that is loading weights -> version."""
         scheduler.can_have_weights = self.can_have_weights
 
     def offer(self, worker: WorkerState, roles: Sequence[str]) -> Offer | None:
-        """The next thing that this worker's rollout engines of these roles could do."""
+        """Find the next task for this worker's rollout engines of these roles."""
         for role in roles:
             found = self._offer_role(worker, role)
             if found is not None:
@@ -54,13 +56,13 @@ class RolloutDispatch:
         return None
 
     def needs_loading(self, reader: CallState) -> bool:
-        """Whether some rollout engine of the role still has to take weights before it can run this call."""
+        """Whether some rollout engine of the role still has to load weights before it can run this call."""
         if all(worker.is_lost for worker in self._state.ready_workers.hosts("rollout", reader.call.role)):
-            return True  # Who comes back has to take them first.
+            return True  # A restarted worker has to load them first.
         return self._oldest(reader.call.role) < window(reader.call)[0]
 
     def publish_offer(self, worker: WorkerState, roles: Sequence[str]) -> Offer | None:
-        """What this worker's trainers of these roles could lay into shared memory for others that wait for it."""
+        """Find weights of these roles that this worker's trainers should publish, since rollout engines of other workers wait for them."""
         for role in roles:
             if not self._state.ready_workers.has_others("rollout", role, worker):
                 continue
@@ -93,7 +95,7 @@ class RolloutDispatch:
             self._num_loads[message.role] -= 1
 
     def lost(self, worker: WorkerState) -> None:
-        """A worker is gone: nobody waits for it to take weights."""
+        """Remove a lost worker: nobody waits for it to load weights."""
         for role in worker.roles["rollout"]:
             held = self._held(role)
             held[worker.held.get(role, 0)] -= 1
@@ -103,7 +105,7 @@ class RolloutDispatch:
             self._state.ready_workers.wake_trainers(role)
 
     def joined(self, worker: WorkerState) -> None:
-        """A worker is here again, with the weights that it began the run with."""
+        """Take in a restarted worker, which holds the weights that the run began with."""
         for role in worker.roles["rollout"]:
             held = self._held(role)
             held[ANY_VERSION] -= 1
@@ -111,12 +113,12 @@ class RolloutDispatch:
             worker.held[role] = 0
 
     def has_version_for(self, state: CallState) -> bool:
-        """Whether some engine holds, could take, or will be able to take a version that a generation may use."""
+        """Whether some engine holds, or will be able to load, a version that a generation may use."""
         hosts = self._state.ready_workers.hosts("rollout", state.call.role)
         return any(self.can_have_weights(worker, state) for worker in hosts if worker.returns or not worker.is_lost)
 
     def can_have_weights(self, worker: WorkerState, state: CallState) -> bool:
-        """Whether this worker's engine holds or takes a version that a generation may use, or an older one and will be able to take it."""
+        """Whether this worker's engine holds or is loading a version that a generation may use, or will be able to load one."""
         role, (oldest, newest) = state.call.role, window(state.call)
         held = 0 if worker.is_lost else self._loading.get((worker.name, role), worker.held.get(role, 0))
         if held >= oldest:
@@ -126,7 +128,7 @@ class RolloutDispatch:
         return next_trained <= newest or (role in self._published and _may_use(state, self._published[role][0]))
 
     def unloaded(self, message: m.LoadWeights) -> None:
-        """A load will not happen."""
+        """Forget a load that will not happen."""
         if message.manifest is not None:
             self._num_loads[message.role] -= 1
 
@@ -159,8 +161,10 @@ class RolloutDispatch:
         return None
 
     def _first(self, role: str) -> CallState | None:
-        """The earliest call with samples left to hand out. One that no version is there for is passed over: what it waits for may be
-        what later calls make."""
+        """Find the earliest call with samples left whose oldest version exists.
+
+        One without is passed over: the version that it waits for may depend on later calls.
+        """
         known, first = self._state.open.first(role)
         if not known:
             newest = self._state.versions.newest(role)
@@ -173,24 +177,24 @@ class RolloutDispatch:
         return self._num_holding[role]
 
     def _oldest(self, role: str, but: WorkerState | None = None) -> int:
-        """The oldest version that a rollout engine of the role holds, if there is one, of others than `but`."""
+        """Find the oldest version that a rollout engine of the role holds, on workers other than `but`."""
         held = self._held(role)
         mine = but.held.get(role, 0) if but is not None and role in but.roles["rollout"] else None
         return min((version for version, count in held.items() if count > (version == mine)), default=ANY_VERSION)
 
     def _loadable(self, worker: WorkerState, role: str, first: CallState) -> int:
-        """The newest version that this worker could take now and the call may use; the one that it holds if there is none."""
+        """Find the newest version that this worker could load now and the call may use; otherwise the one that it holds."""
         held, found = worker.held.get(role, 0), self._offered_version(worker, role)
         return found if found is not None and found > held and _may_use(first, found) else held
 
     def _offered_version(self, worker: WorkerState, role: str) -> int | None:
-        """The version that this worker could take now."""
+        """Find the version that this worker could load now: its own trainer's, or the published one."""
         if role in worker.roles["train"]:
             return self._state.versions.trained(role)
         return self._published[role][0] if role in self._published else None
 
     def _load_under(self, worker: WorkerState, role: str, first: CallState | None) -> Offer | None:
-        """New weights for an engine with running samples."""
+        """Find new weights to load under an engine's running samples."""
         may_keep = self._state.may_keep and role in worker.keeps_caches and worker.num_running
         version = self._offered_version(worker, role) if may_keep else None
         if version is None or version <= worker.held.get(role, 0):
@@ -201,7 +205,7 @@ class RolloutDispatch:
         return lambda: self._load(worker, role, version, self._manifest(worker, role), under_requests=True)
 
     def _running(self, role: str, worker: str | None = None) -> list[CallState]:
-        """The role's generations that some worker, or this one, has samples of."""
+        """List the role's generations with tasks in flight, on any worker or on this one."""
         calls = [state for state in self._state.active.values() if state.call.engine == "rollout" and state.call.role == role]
         return [state for state in calls if (state.tasks_at if worker is None else worker in state.tasks_at)]
 
@@ -222,12 +226,12 @@ class RolloutDispatch:
 
     def _publish(self, worker: WorkerState, role: str, version: int) -> None:
         self._publishing.add(role)
-        self._published.pop(role, None)  # The new weights are written over the old ones.
+        self._published.pop(role, None)  # The new weights overwrite the old ones in shared memory.
         self._state.changed()
         self._state.start(worker, "train", m.PublishWeights(self._state.next_task(), -1, role, version))
 
     def _awaited(self, role: str) -> int | None:
-        """The trainer's version, if the earliest generate call with samples left may use it, or what runs may take it."""
+        """Find the trainer's version, if the earliest generate call with samples left may use it, or running samples may take it."""
         first, trained = self._first(role), self._state.versions.trained(role)
         if not trained:
             return None
@@ -237,13 +241,13 @@ class RolloutDispatch:
         return trained if may_keep and any(_takes_under(state, trained) for state in self._running(role)) else None
 
     def _quota(self, worker: WorkerState, state: CallState) -> int:
-        """How many samples of a call this worker may take now: its even share of what is left, if there is room."""
+        """Count the samples of a call that this worker may take now: its even share of what is left, if there is room."""
         room = state.stage.chunk - worker.num_running
         quota = min(room, state.num_may_begin, state.share - state.out_at.get(worker.name, 0))
         return self._credits.num_may_begin(state, worker.name, quota)
 
     def _has_samples_for(self, worker: WorkerState, dispatch: PolicyDispatch) -> bool:
-        """Whether a call's policy has something for this worker. What it has for others, they are asked to take."""
+        """Whether a call's policy has samples for this worker. Other workers that it assigned samples to are woken."""
         if dispatch.admits is None and self._credits.is_limited(dispatch.state):
             dispatch.admits = functools.partial(self._credits.admit, dispatch.state)
         found = dispatch.has_samples_for(worker)
@@ -284,14 +288,15 @@ class RolloutDispatch:
         task = m.Generate(scheduler.next_task(), state.call.ordinal, rows, prompts, forward_to, drawn, stopped_by, had, spills)
         scheduler.start(worker, "rollout", task, rows=len(rows))
         if keeps_cache(state.call.options):
-            scheduler.ready_workers.wake_trainers(state.call.role)  # What runs now may take newer weights.
+            scheduler.ready_workers.wake_trainers(state.call.role)  # Its samples may take newer weights while they run.
 
 
 def _takes_under(state: CallState, version: int) -> bool:
-    """Whether running samples of a call may go on with this version."""
+    """Whether running samples of a call may continue with this version."""
     return keeps_cache(state.call.options) and _may_use(state, version)
 
 
 def _may_use(state: CallState, version: int) -> bool:
+    """Whether a version is in the window of a generation."""
     oldest, newest = window(state.call)
     return oldest <= version <= newest

@@ -1,8 +1,8 @@
-"""Where the rows of each call's result are, and rows that were lost on their way.
+"""Track which worker has which rows of each call's result, and send rows again that were lost in transfer.
 
-WorkerLost.missing --never_came--> who has what --send_again--> from another that has them, or from the ledger
+    WorkerLost.missing --never_came--> RowLocations --send_again--> from another worker that has the rows, or from the ledger
 
-Besides: how often a row was with a worker when that was lost. Pure, on the scheduler; until a worker is lost it costs nothing.
+`LostTransfers` also counts how many workers were lost with a row. Until a worker is lost it costs nothing.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 @final
 class RowLocations:
-    """Rows by call and place. A place is a worker's name, the controller's, or the ledger's, which has every row that a worker made."""
+    """Rows by call and place: a worker's name, the controller, or the ledger, which has every row that a worker reported."""
 
     def __init__(self) -> None:
         self._places: dict[int, dict[str, set[int]]] = {}
         self._owners: dict[int, dict[int, str]] = {}
 
     def made(self, call: int, rows: Iterable[int], owner: str, sent_to: Iterable[str]) -> None:
-        """These rows are at `owner`, and on their way to the others."""
+        """Record rows made at `owner` and sent from there to others."""
         owners = self._owners.get(call)
         if owners is None:
             owners = self._owners[call] = {}
@@ -39,11 +39,11 @@ class RowLocations:
             self._at(call, place).update(made)
 
     def introduce(self, call: int, place: str) -> None:
-        """A place learns what the call is, and must be told when to forget that."""
+        """Note that a place knows the call, and must be told when to forget it."""
         self._at(call, place)
 
     def send(self, call: int, rows: Iterable[int], to: str) -> dict[str, list[int]]:
-        """Who has to send which of these rows, so that all are at `to`. They count as there from now on."""
+        """Plan the transfers that bring these rows to `to`: owner -> rows to send. They count as there from now on."""
         there = self._at(call, to)
         missing = [row for row in rows if row not in there]
         if not missing:
@@ -57,14 +57,14 @@ class RowLocations:
         return by_owner
 
     def owners(self, call: int, rows: Iterable[int]) -> dict[str, list[int]]:
-        """Who made which of these rows."""
+        """Group these rows by the place that owns them."""
         found: dict[str, list[int]] = {}
         for row in rows:
             found.setdefault(self._owners[call][row], []).append(row)
         return found
 
     def lost(self, place: str) -> None:
-        """A place is gone. Rows that it made are taken from another that has them, or else from the ledger."""
+        """Remove a lost place. Rows that it owned are taken from another place that has them, or else from the ledger."""
         for call, owners in self._owners.items():
             places = {name: rows for name, rows in self._places.get(call, {}).items() if name not in (place, CONTROLLER)}
             for row in [row for row, owner in owners.items() if owner == place]:
@@ -73,18 +73,18 @@ class RowLocations:
             known.pop(place, None)
 
     def replaced(self, call: int, rows: Iterable[int], owner: str) -> None:
-        """There are newer ones of these rows, at `owner` and nowhere else."""
+        """Record newer versions of these rows, at `owner` and nowhere else."""
         rows = list(rows)
         for there in self._places.get(call, {}).values():
             there.difference_update(rows)
         self.made(call, rows, owner, ())
 
     def never_came(self, call: int, rows: Iterable[int], to: str) -> None:
-        """These rows are not at a place to which they were sent."""
+        """Record that rows did not arrive where they were sent."""
         self._places.get(call, {}).get(to, set()).difference_update(rows)
 
     def sent_by(self, place: str) -> dict[str, dict[int, list[int]]]:
-        """The rows that a place made which others have, as far as is known: by place and call."""
+        """Find the rows owned by a place that were sent elsewhere: destination -> call -> rows."""
         found: dict[str, dict[int, list[int]]] = {}
         for call, owners in self._owners.items():
             made = {row for row, owner in owners.items() if owner == place}
@@ -94,7 +94,7 @@ class RowLocations:
         return found
 
     def forget(self, call: int) -> list[str]:
-        """Drop a call; the workers that know of it, and the controller if it does."""
+        """Drop a call, and return the workers (and controller) that know it."""
         self._owners.pop(call, None)
         return [place for place in self._places.pop(call, {}) if place != LEDGER]
 
@@ -110,25 +110,25 @@ class RowLocations:
 
 @final
 class LostTransfers:
-    """Of one scheduler."""
+    """Sends rows again that never arrived because their sender was lost, and counts the workers lost with each row."""
 
     def __init__(self, scheduler: SchedulerState, rows: RowLocations) -> None:
         self._state = scheduler
         self._rows = rows
         self._num_losses: Counter[tuple[int, int]] = Counter()
-        """(call, row) -> workers that were lost with it."""
+        """(call, row) -> number of workers that were lost with it."""
         self.blamed: set[str] = set()
         """Names of calls on functions that were running when their worker was lost."""
         self.has_any = False
-        """A worker was lost at some time."""
+        """Whether any worker was ever lost."""
 
     def suspected(self, call: int, row: int) -> int:
-        """A worker was lost with this row; how many have been by now."""
+        """Count one more worker lost with this row, and return how many there were."""
         self._num_losses[call, row] += 1
         return self._num_losses[call, row]
 
     def sent_to(self, number: int) -> Iterable[str]:
-        """The workers that have what a task has sent on: of the processes that it names, those that are there still."""
+        """Find the workers that have the rows a task forwarded: of the processes that it names, those still alive."""
         task = self._state.tasks.message(number)
         tags = task.forward_to if isinstance(task, m.Generate | m.RunFunction) else ()
         if not self.has_any:
@@ -137,16 +137,16 @@ class LostTransfers:
         return [worker.name for worker, tag in zip(there, tags, strict=True) if worker.tag == tag and not worker.is_lost]
 
     def sent_by(self, worker: str) -> dict[str, dict[int, list[int]]]:
-        """The rows that a worker made which others have, as far as is known: by place and call."""
+        """Find the rows made by a worker that were sent elsewhere, as far as is known: destination -> call -> rows."""
         return self._rows.sent_by(worker)
 
     def never_came(self, rows: Mapping[int, Sequence[int]], to: str) -> None:
-        """These rows are not at a place to which they were sent."""
+        """Record that rows did not arrive where they were sent."""
         for ordinal, missing in rows.items():
             self._rows.never_came(ordinal, missing, to)
 
     def needs(self, task: m.Task) -> list[tuple[int, int]]:
-        """Call and row of all that a task takes from other calls; of a union more than there is."""
+        """List (call, row) of all input rows of a task; for a union also rows that are in another of its inputs."""
         if isinstance(task, m.Generate):
             if task.aborted_by >= 0:
                 return [(stopped_at(task.aborted_by), row) for row in task.ids]
@@ -158,12 +158,12 @@ class LostTransfers:
         return [(source, row) for source in state.aligned_inputs for row in task.ids]
 
     def send_again(self, place: str, missing: Mapping[int, Sequence[int]]) -> None:
-        """Rows that never came to a place: those that it waits for are sent again."""
+        """Send rows again that never came to a place and that its tasks wait for."""
         scheduler = self._state
         wanted = {ordinal: set(rows) for ordinal, rows in missing.items()}
         if place != CONTROLLER:
             needed = {need for _, task in scheduler.tasks.of(place) for need in self.needs(task.message)}
             wanted = {ordinal: {row for row in rows if (ordinal, row) in needed} for ordinal, rows in wanted.items()}
         for ordinal, rows in wanted.items():
-            if rows and max(ordinal, stopped_at(ordinal)) in scheduler.calls:  # Else it was forgotten meanwhile: nobody waits.
+            if rows and max(ordinal, stopped_at(ordinal)) in scheduler.calls:  # Otherwise it was forgotten meanwhile, and nobody waits.
                 scheduler.bring(ordinal, sorted(rows), place)

@@ -1,14 +1,17 @@
-"""The scheduler: events in, commands out. A pure state machine, without I/O, clock or threads.
+"""Decide what each worker does next: events in, commands out; a pure state machine without I/O, clock or threads.
 
-An update that has begun has consumed samples and changed the trainer's gradient; what has not begun is found by a resume as it was, and
-samples that run are stopped and written down, so that they go on from there.
-Pure, on the scheduler.
+    CallAdded, Sourced, Finished, TaskDone, ... --Scheduler.handle--> Send, Resolve, Reject, ...
 
-CallAdded, Sourced, Finished, TaskDone, ... --Scheduler.handle--> Send, Resolve, Reject
+The controller feeds it what has happened; the simulator and tests feed it what might happen. It decides order, place and time and nothing
+else, within what the plan allows for each call (`m2flow.micro.protocol.plan`).
 
-The controller feeds it what happened; a simulator or a test feeds it what might have. It decides order, place and time and
-nothing else, within what each call's stage allows (`m2flow.micro.protocol.plan`). Each kind of work has a desk that says what could be done
-next; this file turns events into state, and lets the desks speak, lease by lease.
+`Scheduler.handle` turns events into changes of the `SchedulerState`; each change notes the workers that may have something new to do. Then
+these workers are offered work by one dispatch for each kind (rollout, training, functions) until none takes any, and a lease whose owner
+has nothing to do goes to the next turn that has.
+
+When the run is asked to stop (`wind_down`), updates that have begun are finished, since they have consumed samples and changed the
+trainer's gradient. All other calls fail; their running samples are stopped and written to the ledger, so that a resumed run continues
+them.
 """
 
 from __future__ import annotations
@@ -57,7 +60,7 @@ if TYPE_CHECKING:
 
 
 def wind_down(scheduler: SchedulerState) -> None:
-    """Give up what no update that has begun needs."""
+    """Fail every call that no update that has begun depends on."""
     needed: set[int] = set()
     todo = [state for state in scheduler.active.values() if state.update is not None and state.update.has_begun]
     while todo:
@@ -71,19 +74,19 @@ def wind_down(scheduler: SchedulerState) -> None:
 
 
 def _needs(scheduler: SchedulerState, state: CallState) -> list[CallState]:
-    """The calls, not over, that a call waits for."""
+    """Find the unfinished calls that a call waits for."""
     inputs = {ref.call for _, ref in state.call.inputs}
     return [scheduler.active[ordinal] for ordinal in inputs | state.waits_for | set(state.aligned_inputs) if ordinal in scheduler.active]
 
 
 class Dispatch(Protocol):
-    """Says what a worker could do next, of one kind of work, for roles whose engines may work."""
+    """Offers a worker its next task of one kind of work (rollout, training, functions), for the roles whose engines may run now."""
 
     def offer(self, worker: WorkerState, roles: Sequence[str]) -> Offer | None: ...
 
 
 class Scheduler:
-    """Decides what each worker does next."""
+    """Takes events and answers the commands that follow from them."""
 
     def __init__(
         self,
@@ -94,13 +97,19 @@ class Scheduler:
         max_attempts: int = 3,
         ablation: Ablation = NOTHING,
     ) -> None:
-        """`restored` are the versions that the trainers begin with, by role; 0 where none is given."""
+        """
+        Args:
+            deterministic: micro-batches are filled in the order of identity, not of arrival.
+            restored: role -> version of the weights that its trainer begins with; 0 where none is given.
+            max_attempts: workers that may be lost with a row before the run fails.
+            ablation: knowledge and freedom that no real run has, for the simulator.
+        """
         self._state = SchedulerState(
             plan, deterministic=deterministic, restored=restored or {}, max_attempts=max_attempts, ablation=ablation
         )
         self._credits = Credits(self._state.calls)
         self._num_noted = 0
-        """Commands of the event in hand that the credits know of."""
+        """Commands of the current event that `Credits` has been told of."""
         self._rollout = RolloutDispatch(self._state, self._credits)
         self._train = TrainDispatch(self._state, self._rollout)
         self._functions = FunctionDispatch(self._state)
@@ -110,11 +119,11 @@ class Scheduler:
         ]
 
     def handle(self, *events: Event) -> list[Command]:
-        """Take an event, or several that came together; answer what to do now.
+        """Process one event, or several that arrived together, and return the commands that follow.
 
         Raises:
-            M2FlowError: a worker failed at what belongs to no call (weights, a lease, a save), so the run can't go on; or one is lost
-                that nobody can stand in for (`m2flow.micro.scheduler.worker_failure`).
+            M2FlowError: a task that belongs to no call failed (weights, a lease, a save), so the run can't continue; or a worker was lost
+                that no other can replace (`m2flow.micro.scheduler.worker_failure`).
         """
         scheduler = self._state
         scheduler.commands, self._num_noted = [], 0
@@ -158,38 +167,38 @@ class Scheduler:
 
     @property
     def has_calls(self) -> bool:
-        """Whether some call is not over."""
+        """Whether some call is unfinished."""
         return bool(self._state.active)
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is under way."""
+        """Whether no call is unfinished and no task is in flight."""
         return not self._state.active and not self._state.tasks
 
     def num_rows(self, ordinal: int) -> int:
-        """Rows of the result of a call that is done."""
+        """Count the rows in the result of a finished call."""
         return len(self._state.calls[ordinal].result or ())
 
     def sent_by(self, worker: str) -> dict[str, dict[int, list[int]]]:
-        """The rows that a worker made which others have, as far as is known: by place and call."""
+        """Find the rows made by a worker that were sent elsewhere, as far as is known: destination -> call -> rows."""
         return self._state.lost_transfers.sent_by(worker)
 
     def is_vital(self, worker: str) -> bool:
-        """Whether a worker has what no other has: weights that it trains, a role's state."""
+        """Whether losing a worker ends the run, since it alone has trained weights or a role's state."""
         state = self._state.workers[worker]
         return bool(state.roles["train"] or state.states)
 
     def holds(self, versions: Mapping[str, int]) -> bool:
-        """Whether the trainers have just these weights, of all that were trained or copied to."""
+        """Whether the trainers hold exactly these versions, counting every role that was trained or copied to."""
         trained = self._state.versions
         return all(trained.trained(role) == versions.get(role, 0) for role in {*trained.known(), *versions})
 
     def running(self) -> dict[str, str]:
-        """What each worker does now, in words."""
+        """Describe what each busy worker does now."""
         return {worker.name: ", ".join(worker.doing) for worker in self._state.workers.values() if worker.doing}
 
     def waiting(self) -> list[str]:
-        """What each unfinished call waits for, in words."""
+        """Describe what each unfinished call waits for, one line a call."""
         lines = []
         for state in self._state.active.values():
             names = [self._state.calls[c].call.name for c in sorted(state.waits_for) if c in self._state.calls]
@@ -198,11 +207,11 @@ class Scheduler:
         return lines
 
     def waits(self) -> list[Wait]:
-        """Who waits for whom, of all that is not over."""
+        """Build the wait graph of all unfinished calls (`m2flow.micro.scheduler.waiting`)."""
         return waits_of(self._state, self._credits)
 
     def channels(self) -> list[Channel]:
-        """The channels whose room is limited, as they are now."""
+        """Return the channels with a limit, with their current use."""
         return list(self._credits.channels.values())
 
     def _added(self, event: CallAdded | Recalled) -> None:
@@ -214,7 +223,7 @@ class Scheduler:
             self._state.early_onload.look(self._shrink_kv_caches)
 
     def _from_worker(self, name: str, message: m.WorkerReport) -> None:
-        """What comes twice or late changes nothing."""
+        """Process a worker's report. Duplicate and late reports change nothing."""
         scheduler = self._state
         if isinstance(message, m.Load):
             scheduler.policy_dispatches.reported(name, message)
@@ -271,7 +280,7 @@ class Scheduler:
         self._task_done(scheduler.workers[name], ended.message, message)
 
     def _end_task(self, number: int) -> TaskState | None:
-        """Take a task off its worker; None if it has ended before."""
+        """Remove an ended task from its worker; None if it had ended before."""
         ended = self._state.end_task(number)
         if ended is not None and isinstance(ended.message, m.Generate):
             self._state.partial_rollouts.task_ended(ended.message.call)
@@ -320,7 +329,7 @@ class Scheduler:
         self._state.ready_workers.wake_trainers()
 
     def _lost(self, event: WorkerLost) -> None:
-        """A worker is gone; a lease that it was about to hand over does not wait for it."""
+        """Remove a lost worker; a lease that waits for it to switch goes on without it."""
         lose(self._state, self._rollout, event)
         commands = self._state.commands
         self._state.commands = [one for one in commands if not (isinstance(one, Send) and one.worker == event.worker)]
@@ -334,7 +343,10 @@ class Scheduler:
                 self._state.ready_workers.wake_all(self._state.workers[name] for name in lease.workers)
 
     def _joined(self, worker: WorkerState, incarnation: int) -> None:
-        """A worker is here again, its devices as rollout left them at the beginning; if training has them now, it makes room."""
+        """Take in a restarted worker.
+
+        Its rollout engine holds the devices, as at the start; if another turn has them now, it must switch.
+        """
         join(self._state, self._rollout, worker.name, incarnation)
         self._credits.joined(worker.name)
         lease = worker.lease
@@ -345,7 +357,7 @@ class Scheduler:
                 self._switch_engines((worker.name,), to)
 
     def _free_room(self) -> None:
-        """Tell the channels what has ended, and have generations asked again that were refused for want of room."""
+        """Release the credits of calls that have ended, and ask workers again for generations that backpressure had blocked."""
         scheduler = self._state
         if self._credits.is_used:
             for command in scheduler.commands[self._num_noted :]:
@@ -359,7 +371,7 @@ class Scheduler:
                 scheduler.ready_workers.rows_came(state)
 
     def _give_work(self) -> None:
-        """Hand out what can be done now. If nothing is under way, and a policy or a full channel holds samples back, it is overruled."""
+        """Dispatch all that can run now. If no task is in flight and only a full channel or a policy holds samples back, overrule it."""
         self._ask()
         if not self._state.tasks and self._credits.blocked:
             self._overdraw()
@@ -367,7 +379,7 @@ class Scheduler:
             self._ask()
 
     def _overdraw(self) -> None:
-        """Let the earliest generation that was refused room, and can run, begin with one unit."""
+        """Let the earliest blocked generation that can run begin one unit beyond its channel's room."""
         scheduler, credits = self._state, self._credits
         for _, state in sorted(credits.blocked.items()):
             if state.has_rows_to_begin:
@@ -380,10 +392,10 @@ class Scheduler:
                 return
 
     def _ask(self) -> None:
-        """Ask those who may have something new to do; then the leases of which one was asked."""
+        """Offer work to every worker that may have something new to do; then see whether their leases should move."""
         ready_workers = self._state.ready_workers
         self._free_room()
-        while ready_workers.has_any:  # Again if, while a lease was looked at, a policy has dealt something to others.
+        while ready_workers.has_any:  # Looking at a lease may have a policy deal samples to other workers.
             leases: dict[str, Lease] = {}
             while (worker := ready_workers.next()) is not None:
                 self._dispatch(worker)
@@ -392,18 +404,18 @@ class Scheduler:
             for lease in leases.values():
                 self._hand_over(lease)
         self._functions.hand_out()
-        if self._credits.is_used and len(self._state.commands) > self._num_noted:  # Calls without rows end here.
+        if self._credits.is_used and len(self._state.commands) > self._num_noted:  # Calls without rows have ended meanwhile.
             self._free_room()
             if self._state.ready_workers.has_any:
                 self._give_work()
 
     def _dispatch(self, worker: WorkerState) -> None:
-        """Give a worker all that it can take now."""
+        """Give a worker tasks until it takes no more."""
         while (offer := self._offer(worker)) is not None:
             offer()
 
     def _offer(self, worker: WorkerState) -> Offer | None:
-        """The next thing that a worker could do: of all that it hosts, or of what has its lease."""
+        """Find the next task for a worker: from all engines that it hosts or, under a lease, from those whose turn it is."""
         if worker.is_lost:
             return None
         turn = worker.lease.turn if worker.lease is not None else None
@@ -416,18 +428,18 @@ class Scheduler:
         return None
 
     def _hand_over(self, lease: Lease) -> None:
-        """When the owner has no task in hand and none to begin, the lease goes to the next turn that has."""
+        """Move an idle lease to the next turn that has work, if the owner has none."""
         to = self._next_turn(lease)
         if to:
             self._switch_engines(lease.move(to), to)
-            if not lease.is_moving:  # Whoever had to leave is lost, and those who come are there.
+            if not lease.is_moving:  # Those that had to leave are lost, and nobody has to onload.
                 self._state.ready_workers.wake_all(self._state.workers[name] for name in lease.workers)
         elif lease.is_idle and not lease.is_moving:
             for name in lease.workers:
                 self._state.ready_workers.passed_over(self._state.workers[name])
 
     def _next_turn(self, lease: Lease) -> str:
-        """Empty: it stays where it is."""
+        """Find the turn that an idle lease should move to; empty if it stays."""
         if not lease.is_idle or lease.is_moving:
             return ""
         workers = [self._state.workers[name] for name in lease.workers]

@@ -1,12 +1,15 @@
-"""The scheduler's state: the calls under way, the workers, the tasks that they have, and where each row is.
+"""The scheduler's state: unfinished calls, workers and their tasks, weight versions, and where each row is.
 
-Scheduler(plan, ablation=Relaxed(lengths=..., without_groups=True))     rungs of `m2flow.simulator.ablation`
+`SchedulerState` is what the dispatches (`rollout_dispatch`, `train_dispatch`, `function_dispatch`) read to decide, and change only
+through its methods. A change appends the commands that follow from it to `SchedulerState.commands` and notes the workers to ask again
+(`m2flow.micro.scheduler.task_queues`).
 
-Both would need what no run has: the length of a sample before it ends, or an advantage that needs no siblings.
+A generation is open until all of its samples are handed out; a generation or a trainer's call has started once it waits for nothing.
 
-A generation is open until all of its samples are handed out; it and a trainer's call have started when they wait for nothing.
+`Ablation` gives the scheduler what no real run has: the length of a sample before it ends, or advantages that need no siblings. It is for
+the rungs of `m2flow.simulator.ablation`.
 
-The desks (`rollout_desk`, `train_desk`, `function_desk`) read it to decide, and change it only through its methods.
+    Scheduler(plan, ablation=Ablation(lengths=..., without_groups=True))
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ from m2flow.samples import SampleId, by_group, group_key, make_ids
 
 @dataclass(frozen=True)
 class Ablation:
-    """By default nothing."""
+    """Knowledge and freedom that no real run has; by default none."""
 
     lengths: Callable[[int], int] | None = None
     """Row -> tokens that it will generate, for the predictor `oracle`."""
@@ -54,7 +57,7 @@ NOTHING = Ablation()
 
 @final
 class OpenCalls:
-    """Kept up to date by the scheduler; a desk sees each call of interest and no other."""
+    """Indexes, by role, generations with samples left to hand out and calls that wait for nothing: a dispatch sees no others."""
 
     def __init__(self) -> None:
         self._open: dict[str, dict[int, CallState]] = {}
@@ -62,13 +65,13 @@ class OpenCalls:
         self._first: dict[str, CallState | None] = {}
 
     def add(self, state: CallState) -> None:
-        """A new call, which may have to wait."""
+        """Add a new call, which may still have to wait."""
         if state.call.engine == "rollout":
             self._open.setdefault(state.call.role, {})[state.call.ordinal] = state
             self.changed(state.call.role)
 
     def reopen(self, state: CallState) -> None:
-        """A call has something to hand out again."""
+        """Add a call again that has samples to hand out again."""
         if state.call.engine == "rollout":
             known = self._open.setdefault(state.call.role, {})
             known[state.call.ordinal] = state
@@ -76,7 +79,7 @@ class OpenCalls:
             self.changed(state.call.role)
 
     def start(self, state: CallState) -> bool:
-        """A call waits for nothing any more; False if that was known."""
+        """Note that a call waits for nothing any more; False if that was known."""
         started = self._started.setdefault((state.call.engine, state.call.role), [])
         place = bisect.bisect_left(started, state.call.ordinal, key=_ordinal)
         if place < len(started) and started[place] is state:
@@ -85,7 +88,7 @@ class OpenCalls:
         return True
 
     def close(self, state: CallState) -> bool:
-        """Nothing of a call is left to hand out; False if that was known."""
+        """Remove a call with nothing left to hand out; False if that was known."""
         started = self._started.get((state.call.engine, state.call.role), [])
         place = bisect.bisect_left(started, state.call.ordinal, key=_ordinal)
         if place < len(started) and started[place] is state:
@@ -96,19 +99,19 @@ class OpenCalls:
         return True
 
     def changed(self, role: str) -> None:
-        """Which of a role's generations is the first may be another one now."""
+        """Forget which generation of a role is the first: it may have changed."""
         self._first.pop(role, None)
 
     def started(self, kind: str, role: str) -> Sequence[CallState]:
-        """The calls that wait for nothing."""
+        """Return a role's calls of one kind of engine that wait for nothing, in program order."""
         return self._started.get((kind, role), ())
 
     def first(self, role: str) -> tuple[bool, CallState | None]:
-        """Whether `set_first` has said it since the last change; and the earliest open generation that can run."""
+        """Return whether the first is known since the last change, and the earliest open generation that can run."""
         return role in self._first, self._first.get(role)
 
     def set_first(self, role: str, can_run: Callable[[CallState], bool]) -> CallState | None:
-        """Find the earliest open generation that can run."""
+        """Find and remember the earliest open generation that can run."""
         self._first[role] = next((state for state in self._open.get(role, {}).values() if can_run(state)), None)
         return self._first[role]
 
@@ -119,7 +122,7 @@ def _ordinal(state: CallState) -> int:
 
 @final
 class Refills:
-    """Bookkeeping on the scheduler."""
+    """Tracks the refills under way: which candidates are kept, which failed, and when each refill has enough (`m2flow.macro.refill`)."""
 
     def __init__(self, scheduler: SchedulerState) -> None:
         self._state = scheduler
@@ -128,7 +131,7 @@ class Refills:
         """Generate call -> its samples that can't be generated."""
 
     def join(self, state: CallState, num_candidates: int) -> Refill:
-        """The refill that a call is part of: that of its input, or a new one."""
+        """Add a call to the refill of its input, or to a new one."""
         refill = self._state.calls[state.bases[0]].refill
         count = state.call.options["refill"]
         assert isinstance(count, int)
@@ -137,7 +140,7 @@ class Refills:
         return refill
 
     def judge(self, state: CallState, rows: Iterable[int], verdict: bool | M2FlowError) -> None:
-        """These candidates of a refill are kept or not, or judging them failed; end it if that decides it."""
+        """Record whether candidates are kept, dropped or failed to be judged, and end the refill if that decides it."""
         assert state.refill is not None
         generations = [member for member in self._members[state.refill] if member.call.engine == "rollout"]
         shares = [member.share for member in generations]
@@ -152,8 +155,10 @@ class Refills:
             self._end(self._members.pop(state.refill), end, state)
 
     def not_generated(self, state: CallState, task: m.Generate, row: int, error: M2FlowError) -> None:
-        """A candidate can't be generated, which counts if it is needed. Of its task nothing was begun: those of other groups, and those
-        before it, can still be."""
+        """Record that a candidate can't be generated, which is an error only if the refill needs it.
+
+        Its task began nothing, so the task's samples of other groups, and those before it, are requeued.
+        """
         if state.is_over:
             return
         row = row if row in task.ids else min(task.ids)
@@ -162,14 +167,14 @@ class Refills:
         self._judge_failed(state)
 
     def turned_out(self, state: CallState, kept: Iterable[int], dropped: Iterable[int]) -> None:
-        """These rows of a call of a refill are done, or its call has dropped them."""
+        """Record rows that a call of a refill has finished, or dropped."""
         self._judge_failed(state)
         for verdict, judged in ((True, kept), (False, dropped)):
             if state.call.drops and judged and not state.is_over:
                 self.judge(state, judged, verdict)
 
     def _judge_failed(self, state: CallState) -> None:
-        """Judge the groups in which a sample can't be generated and all before it have turned out: the earliest counts."""
+        """Judge each group in which a sample can't be generated and all samples before it are done: the earliest failure counts."""
         failed = self._failed.get(state.call.ordinal, {})
         for rows in by_group(sorted(failed)).values():
             first = rows[0]
@@ -178,7 +183,7 @@ class Refills:
                 self.judge(state, [first], failed[first])
 
     def _end(self, members: list[CallState], end: RefillEnd, judged: CallState) -> None:
-        """Give up what still runs beyond what was needed, and let the calls of the refill end with what it gives."""
+        """Abort what still runs beyond what was needed, and end the calls of the refill with the rows that it keeps."""
         self._state.commands.append(Discarded(members[0].call.ordinal, end.last))
         error = end.error
         if end.is_dry:
@@ -195,7 +200,7 @@ class Refills:
 
 
 class SchedulerState:
-    """The state, and the commands that the event in hand has led to so far."""
+    """All state of a scheduler, and the commands that the current event has led to so far."""
 
     def __init__(
         self, plan: Plan, *, deterministic: bool, restored: Mapping[str, int], max_attempts: int = 3, ablation: Ablation = NOTHING
@@ -203,12 +208,12 @@ class SchedulerState:
         self.deterministic = deterministic
         self.ablation = ablation
         self.max_attempts = max_attempts
-        """Workers that may be lost with a row before that is taken for its fault."""
+        """Workers that may be lost with a row before the run fails because of it."""
         self.calls: dict[int, CallState] = {}
         self.active: dict[int, CallState] = {}
-        """Calls that are not over, in program order."""
+        """Unfinished calls, in program order."""
         self.open = OpenCalls()
-        """Those of engines with a role."""
+        """Calls of rollout and train engines."""
         self.leases = {w.lease: Lease(w.lease) for w in plan.workers if w.lease}
         self.workers: dict[str, WorkerState] = {}
         for place, w in enumerate(plan.workers):
@@ -222,23 +227,23 @@ class SchedulerState:
                 self.leases[w.lease].join(w.name, turns)
         self.tasks = Tasks(self.workers)
         self.may_keep = False
-        """Some generation lets weights change under its samples."""
+        """Some generation lets weights change under its running samples (`kv="keep"`)."""
         self.ready_workers = ReadyWorkers(self.workers)
         self.commands: list[Command] = []
         self.versions = Versions(restored)
         self.rows = RowLocations()
         self.lost_transfers = LostTransfers(self, self.rows)
         self._errors: dict[int, tuple[int, M2FlowError]] = {}
-        """Failed call -> the call that failed by itself, and its error."""
+        """Failed call -> the call that caused it, and its error."""
         self._wanted: set[int] = set()
         self._shown: set[int] = set()
-        """Calls of datasets whose rows the program has looked at."""
+        """Dataset calls whose rows the program has observed."""
         self._waiting_for: dict[int, list[CallState]] = {}
-        """Call -> those that wait until it is done."""
+        """Call -> calls that wait until it is done."""
         self._followers: dict[int, list[CallState]] = {}
         self._perhaps_unreachable: set[int] = set()
         self._empty: deque[CallState] = deque()
-        """Calls without rows that may end."""
+        """Calls without rows that are about to end."""
         self.partial_rollouts = PartialRollouts(self)
         self.refills = Refills(self)
         self.policy_dispatches = PolicyDispatches(self, plan)
@@ -247,16 +252,14 @@ class SchedulerState:
         self.restoring = Restoring(self)
         self.functions = StartQueue(self.workers)
         self.num_changes = 0
-        """How often something changed by which a worker can run a generation, or can't."""
+        """Incremented whenever the set of workers that can run a generation may have changed."""
         self.can_have_weights: Callable[[WorkerState, CallState], bool] = lambda worker, state: True
-        """Whether a worker has weights that a generation may use, or will be able to take them
-        (`m2flow.micro.scheduler.rollout_dispatch`).
-        """
+        """Whether a worker holds weights that a generation may use, or will be able to load them; set by `RolloutDispatch`."""
 
-    # Calls
+    # ---- calls
 
     def add_call(self, call: Call, stage: Stage) -> CallState:
-        """Take a call in: find what it waits for, and count what is there already."""
+        """Add a call: find what it waits for, and count the input rows that are there already."""
         calls = self.calls
         inputs = list(dict.fromkeys([ref.call for _, ref in call.inputs]))
         needed_writers, newer_writers = self.versions.written_for(call) if call.reads else ([], [])
@@ -295,13 +298,13 @@ class SchedulerState:
         return state
 
     def sourced(self, state: CallState, ids: list[int], num_tokens: Iterable[int]) -> None:
-        """The controller has read a dataset call's rows."""
+        """Record the rows of a dataset call, which the controller has read."""
         state.prepare(ids, ids)
         self._prepare_consumers(state)
         self.rows_done(state, CONTROLLER, ids, num_tokens)
 
     def _prepare(self, state: CallState) -> None:
-        """Fix the rows of a call, if those of what it works on are known; and then those of its consumers."""
+        """Fix the rows of a call once those of its inputs are known, and then those of its consumers."""
         if state.is_prepared or state.is_over:
             return
         rows_of: list[int] = []
@@ -342,7 +345,7 @@ class SchedulerState:
         self.restoring.prepared(state)
 
     def _await_inputs(self, state: CallState) -> None:
-        """Have a call that works on no rows wait for its inputs: no row of theirs holds it back, and it must not end before them."""
+        """Have a call without rows wait for its inputs: no row of theirs holds it back, and it must not end before them."""
         for needed in state.aligned_inputs:
             if not self._is_done(needed):
                 state.waits_for.add(needed)
@@ -350,13 +353,13 @@ class SchedulerState:
         self.handed_out(state)
 
     def _rows_for(self, state: CallState, base: CallState) -> list[int] | None:
-        """Which rows a call has from one of its inputs, if that is known. Calls of one refill hand on every candidate."""
+        """Find the rows that a call has from one of its inputs, if they are known. Calls of one refill hand on every candidate."""
         if state.call.is_gated and base.refill is not None:
             return base.ids if base.is_prepared else None
         return base.result
 
     def abandon(self, state: CallState, *, keeps: bool = False) -> None:
-        """Tell workers to give up what they have of a call, or to keep what can go on."""
+        """Tell workers to abort what they have of a call; with `keeps`, to keep the tokens of stopped samples, which will be continued."""
         for worker in state.tasks_at:
             self.send(worker, m.Abort(state.call.ordinal, keeps))
             self.ready_workers.wake(self.workers[worker])  # What else runs there may take newer weights now.
@@ -374,7 +377,7 @@ class SchedulerState:
         dropped: Iterable[int] = (),
         sent_to: Iterable[str] = (),
     ) -> int:
-        """These rows of a call's result are done; they are at `worker` and at those that it sent them to. Answers how many are new."""
+        """Record finished rows of a call's result, at `worker` and at those that it sent them to; return how many are new."""
         if state.carry is not None and state.is_done:
             return self.partial_rollouts.finished_late(state, worker, ids, num_tokens, sent_to)
         if state.is_over:
@@ -401,7 +404,7 @@ class SchedulerState:
         return len(rows)
 
     def cut(self, state: CallState) -> None:
-        """End a generation, if it has enough whole groups; give up the samples of the others, or leave them to the next of its line."""
+        """End a generation that has enough whole groups; abort the other samples, or carry them to the next call of its line."""
         if state.carry is not None:
             state.result = self.partial_rollouts.cut(state)
             if state.result is not None:
@@ -423,7 +426,7 @@ class SchedulerState:
         self.complete(state, None)
 
     def complete(self, state: CallState, value: object) -> None:
-        """A call is done."""
+        """End a call with its result."""
         state.is_done = state.is_over = True
         state.value = value
         self.versions.done(state.call)
@@ -434,7 +437,7 @@ class SchedulerState:
             self.policy_dispatches.trained(state.call.role)
         if state.result is None:
             state.result = sorted(state.done)
-        self.commands.append(Resolve(state.call.ordinal, value, state.chosen))  # Before those of calls that this lets end.
+        self.commands.append(Resolve(state.call.ordinal, value, state.chosen))  # Before the commands of calls that end because of this.
         self._leave(state)
         for other in self._waiting_for.pop(state.call.ordinal, []):
             other.waits_for.discard(state.call.ordinal)
@@ -449,10 +452,13 @@ class SchedulerState:
             self.want(state)
 
     def task_failed(self, state: CallState, task: m.Task, row: int, error: M2FlowError) -> None:
-        """A task of a call failed, at this row if that is known. Of a call's failing samples the earliest counts, whoever came first."""
+        """Record that a task failed, at this row if that is known.
+
+        The call fails with its earliest failing sample, whichever was reported first.
+        """
         rows = getattr(task, "ids", [])
         if isinstance(task, m.Apply) and state.failure is not None:
-            self.accumulated(state)  # It was given out before its micro-batch failed: the reason is there.
+            self.accumulated(state)  # It was dispatched before its micro-batch failed, whose error is recorded.
             return
         if isinstance(task, m.Accumulate) and state.update is not None and not state.is_over:
             row = row if row in rows else min(rows)
@@ -471,14 +477,14 @@ class SchedulerState:
             self._rows_came(state)
 
     def accumulated(self, state: CallState) -> None:
-        """A micro-batch of an update has ended. One that fails does so when no group before its earliest failure is under way."""
+        """Fail an update with a failed micro-batch, once no group before its earliest failure is in flight."""
         if state.failure is not None and state.update is not None and state.update.has_tried_all and not state.tasks_at:
             self.fail(state, state.failure[1])
 
     def fail(self, state: CallState, error: M2FlowError, *, root: int | None = None) -> None:
-        """A call failed, and with it whatever depends on it, by data or by effect.
+        """Fail a call, and whatever depends on it by data or by effect.
 
-        `root` is the call that failed by itself. What has failed already fails anew if this root is earlier than the one known.
+        `root` is the call that caused the failure. A call that has failed already fails anew if this root is earlier than the known one.
         """
         ordinal = state.call.ordinal
         root, known = ordinal if root is None else root, self._errors.get(ordinal)
@@ -495,23 +501,23 @@ class SchedulerState:
         for other in list(self.calls.values()):
             if ordinal in (*other.waits_for, *other.aligned_inputs, *other.fails_with):
                 self.fail(other, error, root=root)
-        # What depends on it comes first: who waits for that must not see this call ended, and a later call's error still there.
+        # After what depends on it: who waits for that must not see this call rejected while a later call's error is still recorded there.
         self.commands.append(Reject(ordinal, error, root))
 
     def want(self, state: CallState) -> None:
-        """Bring a call's rows to the controller, as soon as it is done."""
+        """Send a call's rows to the controller, as soon as it is done."""
         ordinal = state.call.ordinal
         if not state.is_done:
             self._wanted.add(ordinal)
         elif state.call.engine != "source":
             self.bring(ordinal, state.result or (), CONTROLLER)
         elif ordinal not in self._shown:
-            # Its rows are at the controller already, but not where those go that the program waits for.
+            # Its rows are at the controller already, but not yet in the store that the program reads from.
             self._shown.add(ordinal)
             self.send(CONTROLLER, m.Push(ordinal, list(state.result or ()), CONTROLLER))
 
     def release(self, ordinal: int) -> None:
-        """The program can't reach a call's result any more."""
+        """Note that the program can't reach a call's result any more."""
         state = self.calls.get(ordinal)
         if state is not None:
             state.is_released = True
@@ -519,14 +525,14 @@ class SchedulerState:
                 self._perhaps_unreachable.add(ordinal)
 
     def forget_unreachable(self) -> None:
-        """Drop the rows of calls that neither the program nor another call can ask for."""
+        """Forget calls whose rows neither the program nor another call can ask for."""
         if not self._perhaps_unreachable:
             return
         checked, self._perhaps_unreachable = self._perhaps_unreachable, set()
         needed = self.partial_rollouts.needed() if checked else checked
         for ordinal in sorted(checked):
             state = self.calls.get(ordinal)
-            # What failed is kept: an earlier failure may still reach what depends on it.
+            # A failed call is kept: an earlier failure may still reach what depends on it.
             if state is not None and state.is_released and state.is_done and not state.users and ordinal not in needed:
                 self._forget(state)
 
@@ -566,7 +572,7 @@ class SchedulerState:
             self._perhaps_unreachable.add(state.call.ordinal)
 
     def _start_if_ready(self, state: CallState) -> None:
-        """A call's rows are known now, or it waits for one call less."""
+        """Start a call if its rows are known and it waits for nothing; called whenever one of these may have changed."""
         if state.is_prepared and not state.waits_for and not state.is_over:
             if state.call.engine == "rollout":
                 if self.open.start(state):
@@ -579,7 +585,7 @@ class SchedulerState:
         self._rows_came(state)
 
     def _end_empty(self, state: CallState) -> None:
-        """A call has no rows, and waits for nobody any more. One such call may let the next one end: a chain of them is no recursion."""
+        """End a call without rows that waits for nothing. One may let the next one end; a queue keeps a chain of them from recursing."""
         self._empty.append(state)
         if len(self._empty) > 1:
             return
@@ -589,7 +595,7 @@ class SchedulerState:
             self._empty.popleft()
 
     def _rows_came(self, state: CallState) -> None:
-        """Rows of a call may be handed out."""
+        """Note that rows of a call may be handed out."""
         if state.call.engine == "function":
             self.functions.may_start(state)
         elif state.call.engine == "train":
@@ -598,26 +604,26 @@ class SchedulerState:
             self.ready_workers.rows_came(state)
 
     def hand_out(self, state: CallState, count: int) -> list[int]:
-        """The next rows of a call, for a task."""
+        """Take the next rows of a call for a task."""
         rows = state.take(count)
         self.handed_out(state)
         return rows
 
     def handed_out(self, state: CallState) -> None:
-        """Rows of a call are about to go to a worker: perhaps the last ones."""
+        """Close a generation whose last rows are handed out."""
         if state.call.engine == "rollout" and state.is_all_begun and self.open.close(state):
             self.ready_workers.wake_role(state.call.role)
 
     def changed(self) -> None:
-        """Something changed by which a worker can run a generation, or can't."""
+        """Note that the set of workers that can run a generation may have changed."""
         self.num_changes += 1
 
     def is_away(self, worker: WorkerState, state: CallState) -> bool:
-        """Whether a worker can get no samples of a generation."""
+        """Whether a worker can't be given samples of a generation: it is lost, has given back its devices, or can't get the weights."""
         is_lent = self.borrowing.is_used and self.borrowing.passes(worker, state)
         return worker.is_lost or is_lent or not self.can_have_weights(worker, state)
 
-    # Tasks and rows
+    # ---- tasks and rows
 
     def send(self, worker: str, message: m.ToWorker) -> None:
         self.commands.append(Send(worker, message))
@@ -632,17 +638,17 @@ class SchedulerState:
             self.functions.note(worker)
         if task.call >= 0:
             for place in (worker.name, *map(worker_of, task.forward_to if isinstance(task, m.Generate | m.RunFunction) else ())):
-                self.rows.introduce(task.call, place)  # Also if the call fails before it is heard what was sent there.
+                self.rows.introduce(task.call, place)  # Also if the call fails before it is reported what was sent there.
         self.send(worker.name, task)  # type: ignore[arg-type]
 
     def generated(self, number: int, num_rows: int) -> None:
-        """Samples of a generation do not run any more."""
+        """Note that samples of a generation do not run any more."""
         worker = self.tasks.generated(number, num_rows)
         if worker is not None:
             self.ready_workers.wake(worker)
 
     def end_task(self, number: int) -> TaskState | None:
-        """Take a task off its worker, with what an aborted generation had left; None if it has ended before."""
+        """Remove an ended task from its worker, with the samples that an aborted generation had left; None if it had ended before."""
         task = self.tasks.end(number)
         if task is not None:
             worker = self.workers[task.worker]
@@ -652,30 +658,30 @@ class SchedulerState:
                 self.ready_workers.wake(worker)
         return task
 
-    # A worker is lost (`m2flow.micro.scheduler.worker_failure`)
+    # ---- requeueing, and moving rows
 
     def requeue(self, state: CallState, rows: list[int], *, has_more: bool = False) -> None:
-        """Rows that a task had can be handed out again."""
+        """Put rows of a task back, to be handed out again."""
         if rows or has_more:
             state.requeue(rows)
             self.open.reopen(state)
             self._start_if_ready(state)
 
     def perhaps_unreachable(self, calls: Iterable[int]) -> None:
-        """Something that kept these calls from being forgotten is over."""
+        """Check these calls again: something that kept them from being forgotten is over."""
         self._perhaps_unreachable.update(calls)
 
     def introduce(self, call: int, worker: str) -> None:
-        """A worker learns what a call is, and must be told when to forget it."""
+        """Note that a worker learns what a call is, and must be told when to forget it."""
         self.rows.introduce(call, worker)
 
     def bring(self, call: int, ids: Iterable[int], to: str) -> None:
-        """See to it that these rows of a call's result come to a worker."""
+        """Have these rows of a call's result sent to a worker that does not have them yet."""
         for owner, rows in self.rows.send(call, ids, to).items():
             self.send(owner, m.Push(call, rows, self.workers[to].tag if to in self.workers else to))
 
     def bring_inputs(self, state: CallState, ids: Iterable[int], to: str) -> None:
-        """The same for every aligned input of a call on these rows; what is still to be made is made there."""
+        """Have these rows of every aligned input of a call sent to a worker; inputs that are still to be made are made there."""
         rows = list(ids)
         for needed in state.aligned_inputs:
             if state.early is not None and not self.calls[needed].is_done:
@@ -683,5 +689,5 @@ class SchedulerState:
             self.bring(needed, [row for row in rows if state.part_of[row] == needed] if state.is_union else rows, to)
 
     def values_for(self, state: CallState) -> dict[str, object]:
-        """The whole values among a call's inputs, by name."""
+        """Return the inputs of a call that are whole values, by name."""
         return {name: self.calls[ref.call].value for name, ref in state.call.inputs if ref.call not in state.aligned_inputs}

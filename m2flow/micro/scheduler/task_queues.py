@@ -1,14 +1,16 @@
-"""Tasks and who may take them: calls that may have work, the tasks that workers have, and who may have something new to do.
+"""Queues between what has changed and what is dispatched: functions to start, tasks in flight, and workers to ask.
 
-Whoever makes work possible (rows that came in, a call that was waited for) says `may_start`; whoever hands work out asks for the
-first that really has some. Asking costs nothing while that one has more, and does not go by the number of calls or workers.
+`StartQueue`: the calls on functions that may have work, by the set of workers that may run them. Whoever makes work possible says
+`may_start`; whoever hands work out asks for the first call that really has some. Asking again costs nothing while that one has more, and
+the cost does not grow with the number of calls or workers.
 
-the scheduler says what changed --Waking--> the workers to ask, in the order of the plan
+`Tasks`: the tasks in flight, by number, and what each makes its worker count.
 
-A worker is asked when something of its own changed (a row or a task of it ended, it took weights), when a role that it hosts did
-(a generation may begin or is all handed out, there is a new version), or when rows came that it may take. Rows that come one by one
-are offered to workers that still want some, and not again to those that wanted none: such a worker is saturated of that call until
-something of its own changes. So what an event costs does not go by the number of workers, calls or rows.
+`ReadyWorkers`: the workers to ask for something new to do, in the order of the plan. A worker is asked when something of its own has
+changed (a row or a task ended, it loaded weights), when a role that it hosts has (a generation may begin or is all handed out, there is a
+new version), or when rows came that it may take. Rows that come one by one are offered to workers that may want some; a worker that took
+none is saturated with that call, and not asked again until something of its own changes. So the cost of an event does not grow with the
+number of workers, calls or rows.
 """
 
 from __future__ import annotations
@@ -22,31 +24,31 @@ from m2flow.micro.protocol.worker_state import TaskState, WorkerState
 from m2flow.micro.scheduler.call_state import CallState
 
 MAX_QUEUED = 2
-"""Tasks that a process has at a time: one in hand, and one to begin with at once."""
+"""Tasks that a function process has at a time: one running, and one queued to begin at once."""
 
 
 @final
 class _Pool:
-    """The workers that may run some calls, and the calls."""
+    """A set of workers, and the queue of calls that only they may run."""
 
     def __init__(self, workers: Iterable[WorkerState]) -> None:
         self.calls: list[tuple[int, CallState]] = []
         self._workers = {worker.place: worker for worker in workers}
         self._levels: list[list[int]] = [[] for _ in range(MAX_QUEUED)]
-        """By number of tasks, places of the workers that have so many: heaps, in which some may not be there any more."""
+        """Number of tasks -> heap of the places of workers that have so many; entries may be out of date."""
         self._listed: list[set[int]] = [set() for _ in range(MAX_QUEUED)]
         for worker in self._workers.values():
             self.note(worker)
 
     def note(self, worker: WorkerState) -> None:
-        """A worker has more tasks than before, or fewer."""
+        """Note that a worker's number of tasks has changed."""
         level = worker.num_tasks["function"]
         if level < MAX_QUEUED and worker.place not in self._listed[level]:
             self._listed[level].add(worker.place)
             heapq.heappush(self._levels[level], worker.place)
 
     def least_busy(self) -> WorkerState | None:
-        """Who has the fewest tasks; None if all have as many as they may."""
+        """Find the worker with the fewest tasks; None if all have as many as they may."""
         for level, heap in enumerate(self._levels):
             while heap:
                 worker = self._workers[heap[0]]
@@ -58,7 +60,7 @@ class _Pool:
 
 @final
 class StartQueue:
-    """The calls on functions, by the workers that may run them."""
+    """Calls on functions that may have work, by the workers that may run them."""
 
     def __init__(self, workers: Mapping[str, WorkerState]) -> None:
         self._workers = workers
@@ -69,7 +71,7 @@ class StartQueue:
         self._has_changed = False
 
     def may_start(self, state: CallState) -> None:
-        """A call may have work now."""
+        """Note that a call may have work now."""
         ordinal = state.call.ordinal
         self._has_changed = True
         if ordinal not in self._queued:
@@ -77,18 +79,18 @@ class StartQueue:
             heapq.heappush(self._pool(state.planned.workers).calls, (ordinal, state))
 
     def note(self, worker: WorkerState) -> None:
-        """A worker has more tasks than before, or fewer; or another call takes what it makes."""
+        """Note that a worker's number of tasks has changed, or that a new call takes what it makes."""
         self._has_changed = True
         self._noted[worker.name] = worker
         for pool in self._pools_of.get(worker.name, ()):
             pool.note(worker)
 
     def noted(self) -> WorkerState | None:
-        """A worker of which something was noted, each once."""
+        """Pop a worker of which something was noted."""
         return self._noted.pop(next(iter(self._noted))) if self._noted else None
 
     def next(self) -> tuple[WorkerState, CallState] | None:
-        """The earliest call with work that somebody is free for, and the least busy of those."""
+        """Find the earliest call with work for which a worker is free, and the least busy of these workers."""
         if not self._has_changed:
             return None
         found: tuple[WorkerState, CallState] | None = None
@@ -101,7 +103,7 @@ class StartQueue:
         return found
 
     def first(self, worker: WorkerState) -> CallState | None:
-        """The earliest call with work that this worker may take; none of those for which another one is less busy."""
+        """Find the earliest call with work that this worker may take, unless another worker for it is less busy."""
         found: CallState | None = None
         for pool in self._pools_of.get(worker.name, ()):
             least = pool.least_busy()
@@ -129,13 +131,13 @@ class StartQueue:
 
 @final
 class Tasks:
-    """By number, from their start to their end."""
+    """The tasks in flight, by number."""
 
     def __init__(self, workers: Mapping[str, WorkerState]) -> None:
         self._workers = workers
         self._tasks: dict[int, TaskState] = {}
         self._calls: dict[int, CallState] = {}
-        """Of each task on a call."""
+        """Task -> its call, where it has one."""
         self._last = 0
 
     def __bool__(self) -> bool:
@@ -146,7 +148,7 @@ class Tasks:
         return self._last
 
     def start(self, worker: WorkerState, engine: str, task: m.Task, rows: int, state: CallState | None) -> None:
-        """A worker gets a task, on a call or on none."""
+        """Add a task to a worker, on a call or on none."""
         self._tasks[task.number] = TaskState(worker.name, engine, task, rows)
         worker.num_tasks[engine] += 1
         worker.num_running += rows
@@ -161,23 +163,23 @@ class Tasks:
                 state.out_at[worker.name] = state.out_at.get(worker.name, 0) + rows
 
     def message(self, number: int) -> m.Task | None:
-        """What a worker was told; None if the task has ended."""
+        """Return the message of a task; None if the task has ended."""
         task = self._tasks.get(number)
         return task.message if task is not None else None
 
     def of(self, worker: str) -> list[tuple[int, TaskState]]:
-        """What a worker has, the oldest first."""
+        """Return a worker's tasks, the oldest first."""
         return [(number, task) for number, task in self._tasks.items() if task.worker == worker]
 
     def generated(self, number: int, num_rows: int) -> WorkerState | None:
-        """Samples of a generation do not run any more; where."""
+        """Note that samples of a task do not run any more, and return its worker; None if none of it ran."""
         task = self._tasks.get(number)
         if task is None or not task.rows_left:
             return None
         return self._less(task, number, num_rows)
 
     def preempted(self, number: int, row: int) -> bool:
-        """A worker has given a sample back; False if the task has ended, or it was told before."""
+        """Note that a sample of a task was preempted; False if the task has ended, or this was reported before."""
         task = self._tasks.get(number)
         if task is None or row in task.preempted:
             return False
@@ -185,7 +187,7 @@ class Tasks:
         return True
 
     def end(self, number: int) -> TaskState | None:
-        """Take a task off its worker, with what an aborted generation had left; None if it has ended before."""
+        """Remove an ended task from its worker, with the samples that an aborted generation had left; None if it had ended before."""
         task = self._tasks.get(number)
         if task is None:
             return None
@@ -219,12 +221,12 @@ def _take(counts: dict[str, int], key: str) -> None:
 
 @final
 class ReadyWorkers:
-    """The workers that are to be asked."""
+    """The workers that may have something new to do."""
 
     def __init__(self, workers: Mapping[str, WorkerState]) -> None:
         self._workers = list(workers.values())
         self._hosts: dict[tuple[str, str], list[WorkerState]] = {}
-        """(kind, role) -> who has such an engine."""
+        """(kind, role) -> workers with such an engine."""
         for worker in self._workers:
             for kind, roles in worker.roles.items():
                 for role in roles:
@@ -233,20 +235,20 @@ class ReadyWorkers:
         self._awake: list[int] = []
         self._is_awake = [False] * len(self._workers)
         self._came: dict[int, CallState] = {}
-        """Generations whose rows may be handed out now."""
+        """Generations with rows to offer to unsaturated workers."""
         self._offered: tuple[CallState, WorkerState] | None = None
 
     def hosts(self, kind: str, role: str) -> list[WorkerState]:
-        """The workers that have a role's engine of this kind."""
+        """Return the workers that host a role's engine of this kind."""
         return self._hosts.get((kind, role), [])
 
     def has_others(self, kind: str, role: str, than: WorkerState) -> bool:
-        """Whether another worker has such an engine too."""
+        """Whether a worker other than `than` hosts such an engine."""
         hosts = self._hosts.get((kind, role), [])
         return len(hosts) > 1 or (len(hosts) == 1 and hosts[0] is not than)
 
     def wake(self, worker: WorkerState) -> None:
-        """Something of this worker's own changed."""
+        """Ask this worker again: something of its own changed, so it is saturated with no call any more."""
         if not self._is_awake[worker.place]:
             self._is_awake[worker.place] = True
             heapq.heappush(self._awake, worker.place)
@@ -258,7 +260,7 @@ class ReadyWorkers:
             worker.saturated_with.clear()
 
     def passed_over(self, worker: WorkerState) -> None:
-        """A worker whose turn it was not was asked, and others took what there was: it is asked again when there is more."""
+        """Forget that a worker out of turn is saturated with calls that have no rows left: it is asked again when there are more."""
         left = [state for state in worker.saturated_with if worker.place in state.saturated]
         worker.saturated_with = [state for state in left if state.has_rows_to_begin]
         for state in left:
@@ -271,30 +273,30 @@ class ReadyWorkers:
             self.wake(worker)
 
     def wake_role(self, role: str) -> None:
-        """Another version of the role's weights is there, or another of its generations is the earliest to begin."""
+        """Ask the role's workers again: it has a new version of the weights, or another first generation."""
         self.wake_all(self.hosts("rollout", role))
         self.wake_all(self.hosts("train", role))
 
     def wake_trainers(self, role: str | None = None) -> None:
-        """Those of a role, or all."""
+        """Ask the trainers of a role, or all trainers, again."""
         self.wake_all(self._trainers if role is None else self.hosts("train", role))
 
     def rows_came(self, state: CallState) -> None:
-        """Rows of a generation may be handed out."""
+        """Offer rows of a generation to the workers that are not saturated with it."""
         self._came[state.call.ordinal] = state
 
     def feed_all(self, state: CallState) -> None:
-        """Everybody may want rows of this generation."""
+        """Mark every worker of the role as unsaturated with this generation."""
         state.unsaturated = [worker.place for worker in self.hosts("rollout", state.call.role)]
         state.saturated.clear()
 
     @property
     def has_any(self) -> bool:
-        """Whether somebody may have to be asked."""
+        """Whether some worker may have to be asked."""
         return bool(self._awake or self._came)
 
     def next(self) -> WorkerState | None:
-        """Who is to be asked now; what it was given is in the states when this is called again."""
+        """Pop the next worker to ask. By the next call it must have taken what it wants: that decides whether it is saturated."""
         if self._offered is not None:
             state, worker = self._offered
             self._offered = None

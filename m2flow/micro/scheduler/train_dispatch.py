@@ -1,13 +1,14 @@
 """Dispatch training: micro-batches as groups come in, optimiser steps, log-probabilities, weights to publish, checkpoints.
 
-CheckpointDue -> Save to the trainer of each role, when it holds the role's version at that point of the program -> CheckpointSaved
+One worker trains a role. Its updates go in program order, each from the weights that the one before it left. A step that would replace
+weights waits until every earlier reader of them has had them: the rollout engines have loaded them, or hold older ones that suffice, and
+log-probabilities and copies are done.
 
-A checkpoint has each role at one point in program order, though trainers reach it at different times. A role's trainer saves after
-the last write before the point and before the next one; nothing else waits. Pure bookkeeping for `train_desk`.
+A checkpoint has each role at one point in program order, though trainers reach it at different times:
 
-One worker trains a role. Its updates go in program order, each from the weights that the one before it left. A step that would
-replace weights waits until every earlier reader of them has had them: the rollout engines have taken them, or hold older ones that
-will do, and log-probabilities and copies are done.
+    CheckpointDue -> Save to the trainer of each role, when it holds the role's version at that point of the program -> CheckpointSaved
+
+A role's trainer saves after the last write before the point and before the next one; nothing else waits.
 """
 
 from __future__ import annotations
@@ -29,30 +30,30 @@ from m2flow.micro.scheduler.state import SchedulerState
 
 @dataclass(frozen=True)
 class PendingSave:
-    """A role's part of a checkpoint."""
+    """One role's part of a checkpoint that is yet to be saved."""
 
     step: int
     version: int
-    """That it must have."""
+    """The version of the weights to save."""
     path: str
 
 
 @final
 class Saves:
-    """By role, the oldest checkpoint first."""
+    """The checkpoint parts that are yet to be saved, by role, the oldest first."""
 
     def __init__(self) -> None:
         self._due: dict[str, deque[PendingSave]] = {}
         self._running: dict[int, tuple[str, PendingSave]] = {}
-        """By task."""
+        """Task -> role and the part that it saves."""
 
     def add(self, step: int, directory: str, versions: Mapping[str, int]) -> None:
-        """These roles are to save these versions."""
+        """Add a checkpoint: these roles are to save these versions."""
         for role, version in versions.items():
             self._due.setdefault(role, deque()).append(PendingSave(step, version, f"{directory}/{role}"))
 
     def first(self, role: str) -> PendingSave | None:
-        """What a role has to save next."""
+        """Return what a role has to save next."""
         due = self._due.get(role)
         return due[0] if due else None
 
@@ -62,22 +63,22 @@ class Saves:
         return due is not None and any(effect.version > due.version for effect in call.writes)
 
     def begin(self, role: str, number: int) -> m.Save:
-        """The task that saves what is next."""
+        """Create the task that saves the role's next part."""
         due = self._due[role].popleft()
         self._running[number] = role, due
         return m.Save(number, -1, role, due.path, seals=True)
 
     def done(self, number: int) -> tuple[str, PendingSave] | None:
-        """The role and the part that a task has saved; None if it was none of these."""
+        """Return the role and the part that a task has saved; None for any other task."""
         return self._running.pop(number, None)
 
 
 _MAX_QUEUED = 2
-"""Tasks that a trainer has at a time: one in hand, and one to begin with at once."""
+"""Tasks that a trainer has at a time: one running, and one queued to begin at once."""
 
 
 class TrainDispatch:
-    """Feeds the trainers."""
+    """Dispatches training tasks to the trainers."""
 
     def __init__(self, scheduler: SchedulerState, rollout: RolloutDispatch) -> None:
         self._state = scheduler
@@ -85,7 +86,7 @@ class TrainDispatch:
         self.saves = Saves()
 
     def offer(self, worker: WorkerState, roles: Sequence[str]) -> Offer | None:
-        """The next thing that this worker's train engines of these roles could do."""
+        """Find the next task for this worker's train engines of these roles."""
         if worker.num_tasks["train"] >= _MAX_QUEUED:
             return None
         publish = self._rollout.publish_offer(worker, roles)
@@ -101,7 +102,7 @@ class TrainDispatch:
         return None
 
     def _save_offer(self, worker: WorkerState, roles: Sequence[str]) -> Offer | None:
-        """What this worker has to save for a checkpoint, and holds."""
+        """Find a checkpoint part of a version that this worker holds now."""
         for role in roles:
             due = self.saves.first(role)
             if due is not None and self._state.versions.trained(role) == due.version:
@@ -112,7 +113,7 @@ class TrainDispatch:
         self._state.start(worker, "train", self.saves.begin(role, self._state.next_task()))
 
     def _started(self, roles: Sequence[str]) -> Iterable[CallState]:
-        """The calls of these roles that wait for nothing, in program order."""
+        """Iterate over the calls of these roles that wait for nothing, in program order."""
         lists = [self._state.open.started("train", role) for role in roles]
         return lists[0] if len(lists) == 1 else heapq.merge(*lists, key=lambda state: state.call.ordinal)
 
@@ -126,7 +127,7 @@ class TrainDispatch:
     def _update_offer(self, worker: WorkerState, state: CallState) -> Offer | None:
         assert state.update is not None
         if not state.ids:
-            # Nothing to train on: the weights of the new version are those of the old.
+            # No rows to train on: the weights of the new version equal the old.
             return (lambda: self._state.complete(state, UpdateTally().metrics())) if self._may_replace(state) else None
         step = state.update.next(is_idle=worker.num_tasks["train"] == 0)
         if step is None or (isinstance(step, MinibatchEnd) and not self._may_replace(state)):
@@ -134,7 +135,7 @@ class TrainDispatch:
         return lambda: self._update(worker, state, step)
 
     def _may_replace(self, state: CallState) -> bool:
-        """Whether every earlier reader of the weights that the update replaces has had them, and a checkpoint that is due too."""
+        """Whether every earlier reader of the weights that the update replaces has had them, and so has a due checkpoint."""
         if self.saves.holds(state.call):
             return False
         for reader in self._state.versions.reads_before(state.call):
@@ -143,7 +144,7 @@ class TrainDispatch:
         return True
 
     def _may_be_replaced(self, state: CallState) -> bool:
-        """Whether nothing needs the weights any more that a copy replaces: log-probabilities by an older reference, a checkpoint."""
+        """Whether nothing needs the weights that a copy replaces any more: log-probabilities by an older reference, a checkpoint."""
         return not self.saves.holds(state.call) and next(self._state.versions.reads_before(state.call), None) is None
 
     def _update(self, worker: WorkerState, state: CallState, step: MicroBatch | MinibatchEnd) -> None:

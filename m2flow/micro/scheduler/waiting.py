@@ -1,10 +1,10 @@
-"""Who waits for whom: what keeps each unfinished call from going on, and the rings among them. Pure, and without time.
+"""Find deadlocks: build the wait graph of unfinished calls and search it for rings. Pure, and without time.
 
-    Board, Credits --waits_of--> [Wait] --find_deadlock--> a ring that nobody in it can leave, or nothing
+    SchedulerState, Credits --waits_of--> [Wait] --find_deadlock--> a ring that nobody in it can leave, or nothing
 
-A call with a task on a worker waits for nobody here: the worker goes on, or is found to hang by its silence. A call needs all that it
-waits for; of those who could make room in a channel, or give a lease back, one is enough. So a ring counts only among those of whom
-none can go on.
+A call with a task in flight waits for nobody here: its worker continues, or the supervisor finds that it hangs. A call needs all that it
+waits for; of those that could free room in a channel, or give up a lease, one is enough. So a ring counts only among those of which none
+can continue.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 
 class Wait(NamedTuple):
-    """One edge."""
+    """One edge of the wait graph."""
 
     who: str
     on: str
     what: str
-    """What it needs from there."""
+    """What it needs from there, for the message."""
     is_one_of: bool = False
-    """Any of its waits is enough."""
+    """Whether any one of the waits of `who` suffices."""
 
 
 def waits_of(scheduler: SchedulerState, credits: Credits) -> list[Wait]:
-    """Of every call that is not over, and of the channels and leases that they wait for."""
+    """List the waits of every unfinished call, and of the channels and leases that they wait for."""
     waits: list[Wait] = []
     for state in scheduler.active.values():
         if state.tasks_at:
@@ -51,7 +51,7 @@ def waits_of(scheduler: SchedulerState, credits: Credits) -> list[Wait]:
 
 
 def find_deadlock(waits: Iterable[Wait]) -> list[Wait]:
-    """The first ring of those that nobody outside it can free, from the first who is in it on; empty if there is none."""
+    """Find the first ring that nobody outside it can break, starting at its first member; empty if there is none."""
     on: dict[str, list[Wait]] = {}
     for wait in waits:
         on.setdefault(wait.who, []).append(wait)
@@ -66,11 +66,12 @@ def find_deadlock(waits: Iterable[Wait]) -> list[Wait]:
 
 
 def describe_waits(ring: Iterable[Wait]) -> str:
+    """Describe a ring of waits in one line."""
     return "; ".join(f"{wait.who} waits for {wait.on} ({wait.what})" for wait in ring)
 
 
 def name_of(state: CallState) -> str:
-    """A call, so that it can be told from all others: one line of a loop within a step makes many."""
+    """Name a call uniquely: one line of a loop within a step makes many calls."""
     step = f" in step {state.call.step}" if state.call.step >= 0 else ""
     return f"{state.call.name} of {state.call.site}{step} (call {state.call.ordinal})"
 
@@ -107,7 +108,7 @@ def _of_leases(who: str, state: CallState, scheduler: SchedulerState) -> list[Wa
 
 
 def _not_blocked(on: Mapping[str, list[Wait]]) -> set[str]:
-    """Who waits for nobody, and whoever needs only such."""
+    """Find everything that waits for nothing, or only for what can continue."""
     waiting_for: dict[str, list[str]] = {}
     for who, waits in on.items():
         for wait in waits:
@@ -127,7 +128,7 @@ def _not_blocked(on: Mapping[str, list[Wait]]) -> set[str]:
 
 
 def _walk(start: str, on: Mapping[str, list[Wait]], done: set[str]) -> list[Wait]:
-    """Depth first, without recursion: a program may have thousands of calls."""
+    """Search for a ring depth first, without recursion: a program may have thousands of calls."""
     path: list[Wait] = []
     places = {start: 0}
     stack = [iter(on.get(start, ()))]

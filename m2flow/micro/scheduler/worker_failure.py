@@ -1,18 +1,18 @@
-"""A worker's failure: its tasks go to others, rows that only it had are read back from the ledger, and it may come back.
+"""Recover from lost workers, and restore rows of an earlier process: from the ledger, which has every row that a worker has reported.
 
-Restored (the ledger's messages of then) -> done rows, at the ledger; prefixes -> only the rest is handed out
+    WorkerLost --lose--> rows of its tasks are ready again, samples continue from their prefixes; its rows are taken from elsewhere
+    WorkerJoined --join--> it is offered work again, and rows are sent there again
+    Restored (what the ledger recorded) -> done rows, at the ledger; prefixes -> only the rest is handed out
 
-What comes before a call's rows are known waits until they are. Then it is as if a worker had said it, only that the place of the rows is
-the ledger (`m2flow.micro.protocol.events.LEDGER`), from where they are sent to whoever needs them: in the same way as rows of a
-worker that was lost. Pure, on the scheduler.
+Samples and functions' rows are in segment files, rewards as numbers; so nothing that was reported is made again, also of a call that is
+over.
 
-WorkerLost --lose--> its tasks' rows are ready again, samples from their prefixes; rows that it had come from elsewhere
-    WorkerJoined --join--> it is asked again, and rows are sent there again
+What can't be recovered (`StateLost`): a trainer's weights, a role's state, and weights that a generation still needs. The run also ends
+(`WorkerError`) when nobody is left to run a call, or will be restarted to, and when one worker after the other was lost with the same rows.
 
-Every row that a worker has reported is in the ledger: samples and functions' rows in segment files, rewards as numbers. So nothing that
-was reported is made again, also of a call that is over. What can't be made good so (`StateLost`): a trainer's weights, or a role's state;
-and weights that a generation still needs. What ends the run besides: a call that nobody is left to run, or comes back to; and rows that
-were with one worker after the other when it was lost. Pure, on the scheduler.
+Restored rows are treated as if a worker had just reported them, except that their place is the ledger
+(`m2flow.micro.protocol.events.LEDGER`), from which they are sent to whoever needs them. What is restored of a call before its rows are
+known waits until they are.
 """
 
 from __future__ import annotations
@@ -38,32 +38,32 @@ if TYPE_CHECKING:
 
 @final
 class Restoring:
-    """What has yet to be taken in."""
+    """Takes in what the ledger has of unfinished calls, as their rows become known."""
 
     def __init__(self, scheduler: SchedulerState) -> None:
         self._state = scheduler
         self._waiting: dict[int, list[m.Finished | m.Flushed]] = {}
 
     def restore(self, event: Restored) -> None:
-        """Take in what the ledger has, of calls that have been added."""
+        """Take in what the ledger has of calls that have been added."""
         messages: list[m.Finished | m.Flushed] = [*event.finished, *event.flushed]
         for message in messages:
             state = self._state.calls.get(message.call)
             if state is not None and state.carry is not None and state.is_done:
-                self._left(state, message)
+                self._take_late(state, message)
             elif state is not None and not state.is_over:
                 self._waiting.setdefault(message.call, []).append(message)
                 self.prepared(state)
 
     def prepared(self, state: CallState) -> None:
-        """Perhaps a call's rows are known now."""
+        """Take in what waits for a call's rows, if they are known now."""
         if self._waiting and state.is_prepared:
             for message in self._waiting.pop(state.call.ordinal, ()):
                 if not state.is_over:
                     self._take(state, message)
 
-    def _left(self, state: CallState, message: m.Finished | m.Flushed) -> None:
-        """Of samples that a call left which was over before (`m2flow.micro.protocol.events.Recalled`)."""
+    def _take_late(self, state: CallState, message: m.Finished | m.Flushed) -> None:
+        """Take in samples left by a call that was over before (`m2flow.micro.protocol.events.Recalled`)."""
         if isinstance(message, m.Flushed):
             record_prefixes(self._state, state, LEDGER, message)
             return
@@ -90,7 +90,7 @@ class Restoring:
         self._state.rows_done(state, LEDGER, [packed for packed, _ in rows], [tokens for _, tokens in rows], dropped)
 
     def unreported(self, message: m.Finished | m.Aborted | m.Flushed) -> None:
-        """What a worker that is gone had written down, and could not say any more."""
+        """Take in what a lost worker had written to the ledger but not reported."""
         state = self._state.calls.get(message.call)
         if state is None:
             return
@@ -103,14 +103,16 @@ class Restoring:
 
 
 def record_prefixes(scheduler: SchedulerState, state: CallState, place: str, message: m.Flushed | m.Aborted) -> None:
-    """Samples of a generation are in the ledger with their tokens so far, and at this place. What is known by now, or was said before it
-    and comes after it, changes nothing."""
+    """Record the prefixes of samples: their tokens so far are in the ledger, and at this place.
+
+    What is known already, or arrives after a newer report, changes nothing.
+    """
     if state.is_over and state.carry is None:
         return
     told = {packed: prefix for packed, prefix in prefixes_in(message).items() if packed not in state.done}
     known = state.prefixes
     prefixes = {row: new for row, new in told.items() if row not in known or not new.is_within(known[row])}
-    # Whoever had stopped them before is asked for these tokens no more.
+    # The calls whose prefixes these replace may be forgotten now.
     scheduler.perhaps_unreachable({state.prefixes[row].by for row in prefixes.keys() & state.prefixes.keys()})
     state.prefixes.update(prefixes)
     scheduler.rows.replaced(stopped_at(state.call.ordinal), prefixes, place)
@@ -120,10 +122,11 @@ _GO_ON = "What no other has can't be made again from where the run is. `m2flow r
 
 
 def lose(scheduler: SchedulerState, rollout: RolloutDispatch, event: WorkerLost) -> None:
-    """Take a worker out.
+    """Remove a lost worker: requeue its tasks and find its rows elsewhere.
 
     Raises:
-        StateLost: it had what no other has. WorkerError: nobody else can do what it did; or it is not the first that these rows end.
+        StateLost: it had state that no other has.
+        WorkerError: nobody else can run its calls, or too many workers were lost with its rows.
     """
     name = event.worker
     worker = scheduler.workers[name]
@@ -141,7 +144,7 @@ def lose(scheduler: SchedulerState, rollout: RolloutDispatch, event: WorkerLost)
         scheduler.restoring.unreported(message)
     for place, rows in event.missing.items():
         scheduler.lost_transfers.never_came(rows, place)
-    scheduler.rows.lost(name)  # Before tasks end: who takes over then must know where rows are.
+    scheduler.rows.lost(name)  # Before tasks end: whoever takes them over must know where rows are.
     for task in _suspected_tasks(scheduler, name):
         _count_losses(scheduler, task, event)
     for number, task in scheduler.tasks.of(name):
@@ -160,7 +163,7 @@ def lose(scheduler: SchedulerState, rollout: RolloutDispatch, event: WorkerLost)
 
 
 def join(scheduler: SchedulerState, rollout: RolloutDispatch, name: str, incarnation: int) -> None:
-    """Take a worker in again."""
+    """Take in a worker that was restarted."""
     worker = scheduler.workers[name]
     if not worker.is_lost:
         return
@@ -179,10 +182,10 @@ def join(scheduler: SchedulerState, rollout: RolloutDispatch, name: str, incarna
 
 
 def _check_recoverable(worker: WorkerState, event: WorkerLost) -> None:
-    """Raises if it had what no other has."""
+    """Raise `StateLost` if the worker had trained weights or a role's state."""
     trained = ", ".join(worker.roles["train"])
     if not trained and not worker.states:
-        return  # `Scheduler.is_vital` says the same.
+        return  # The same condition as `Scheduler.is_vital`.
     gone = f"the weights that {trained} trained" if trained else f"the state of {', '.join(sorted(worker.states))}"
     raise StateLost(f"the worker {worker.name} is lost, and with it {gone}{_how(event)}", now=_GO_ON, remote=event.last_words)
 
@@ -192,10 +195,10 @@ def _how(event: WorkerLost) -> str:
 
 
 def remove_lost_workers(scheduler: SchedulerState, state: CallState) -> None:
-    """A call has only the workers that are there, and forwards to nobody else.
+    """Reduce a call's stage to workers that are not lost, as places to run and to forward to.
 
     Raises:
-        WorkerError: nobody can run it, now or when those that are started again are up.
+        WorkerError: nobody can run it, now or after a restart.
     """
     state.stage = _without_lost_workers(scheduler, state.planned)
     planned = state.planned.workers
@@ -206,7 +209,7 @@ def remove_lost_workers(scheduler: SchedulerState, state: CallState) -> None:
 
 
 def _without_lost_workers(scheduler: SchedulerState, stage: Stage) -> Stage:
-    """A stage without the workers that are lost; rows are forwarded to the processes that the others are now."""
+    """Copy a stage without lost workers; rows are forwarded to the current processes of the others."""
     there = [scheduler.workers[name] for name in stage.forward_to if not scheduler.workers[name].is_lost]
     return msgspec.structs.replace(
         stage,
@@ -216,17 +219,17 @@ def _without_lost_workers(scheduler: SchedulerState, stage: Stage) -> Stage:
 
 
 def _suspected_tasks(scheduler: SchedulerState, name: str) -> list[TaskState]:
-    """The tasks that may have ended the worker: all generations, which run at the same time, and of others the one in hand."""
+    """Find the tasks that may have ended the worker: all generations, which run at the same time, and the first function task."""
     tasks = [(number, task) for number, task in scheduler.tasks.of(name) if isinstance(task.message, m.Generate | m.RunFunction)]
     first = next((number for number, task in tasks if isinstance(task.message, m.RunFunction)), None)
     return [task for number, task in tasks if isinstance(task.message, m.Generate) or number == first]
 
 
 def _count_losses(scheduler: SchedulerState, task: TaskState, event: WorkerLost) -> None:
-    """Count the workers that these rows were with when they were lost.
+    """Count one more worker lost with each row of a task.
 
     Raises:
-        WorkerError: there were too many.
+        WorkerError: there were too many for a row.
     """
     state = scheduler.calls.get(task.message.call)
     if state is None or state.is_over:
@@ -249,7 +252,7 @@ def _count_losses(scheduler: SchedulerState, task: TaskState, event: WorkerLost)
 
 
 def _requeue_task(scheduler: SchedulerState, rollout: RolloutDispatch, number: int, task: TaskState) -> None:
-    """A task will not be done: its rows that are not done can be handed out again."""
+    """End a task that will not be done, and requeue its rows that are not done."""
     scheduler.end_task(number)
     state = scheduler.calls.get(task.message.call)
     if isinstance(task.message, m.LoadWeights):
@@ -260,6 +263,6 @@ def _requeue_task(scheduler: SchedulerState, rollout: RolloutDispatch, number: i
         scheduler.partial_rollouts.requeued(state, left)
         scheduler.requeue(state, left)
         if not state.ids and not state.call.is_aligned:
-            scheduler.functions.may_start(state)  # It works on nothing, once.
+            scheduler.functions.may_start(state)  # A call on no rows is run once.
     if isinstance(task.message, m.Generate):
         scheduler.partial_rollouts.task_ended(task.message.call)

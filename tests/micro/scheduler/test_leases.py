@@ -135,8 +135,8 @@ def all_switch_at_once(patch: pytest.MonkeyPatch) -> None:
     move = Lease.move
 
     def at_once(self: Lease, to: str) -> tuple[str, ...]:
-        told = (*move(self, to), *self._asked_next)
-        self._asked, self._asked_next = set(told), ()
+        told = (*move(self, to), *self._switching_next)
+        self._switching, self._switching_next = set(told), ()
         return told
 
     patch.setattr(worker_state.Lease, "move", at_once)
@@ -146,7 +146,7 @@ def has_moved_at_the_first_answer(patch: pytest.MonkeyPatch) -> None:
     answered = Lease.switched
 
     def first(self: Lease, worker: str) -> object:
-        self._asked.clear()
+        self._switching.clear()
         return answered(self, worker)
 
     patch.setattr(worker_state.Lease, "switched", first)

@@ -212,13 +212,13 @@ def hurries(lag: int = 2, num_steps: int = 5) -> None:
 
 def test_what_is_too_old_after_all_begins_anew(monkeypatch):
     expired = []
-    adopt = PartialRollouts._adopt
+    adopt = PartialRollouts._reassign
 
     def watched(self: PartialRollouts, *arguments: object) -> None:
         expired.extend(command for command in self._state.commands if isinstance(command, Expired))
         adopt(self, *arguments)
 
-    monkeypatch.setattr(PartialRollouts, "_adopt", watched)
+    monkeypatch.setattr(PartialRollouts, "_reassign", watched)
     for order_seed in range(3):
         answer = run_planned(hurries, {}, SPLIT, order_seed=order_seed)
         check(hurries, {"lag": 2, "num_steps": 5}, answer)
@@ -349,8 +349,8 @@ def test_worker_processes_carry_and_the_ledger_counts_what_is_never_given(tmp_pa
 
 
 def a_finished_member_is_forgotten(patch: pytest.MonkeyPatch) -> None:
-    adopt = PartialRollouts._adopt
-    patch.setattr(PartialRollouts, "_adopt", lambda self, state, before, finished: adopt(self, state, before, finished[1:]))
+    adopt = PartialRollouts._reassign
+    patch.setattr(PartialRollouts, "_reassign", lambda self, state, before, finished: adopt(self, state, before, finished[1:]))
 
 
 def the_prefix_loses_its_logprobs(patch: pytest.MonkeyPatch) -> None:
