@@ -1,1 +1,1 @@
-"""The flow language: roles, handles, ops, the tracer and the eager interpreter."""
+"""The flow language: roles, handles, ops, the tracer that records them, and the eager interpreter."""

@@ -1,9 +1,10 @@
-"""Recording what is calculated from handles: a call whose function runs on columns.
+"""Record calculations on handles as calls whose function runs on columns.
 
     Inputs --rows, whole--> operands --record--> Call(engine="function", style="columns")
 
-Each operand gets a name among the call's inputs. The first input decides which rows the call works on, so the one with the fewest
-comes first; of a further one the column that counts is named in the option `columns`, and the function finds it under the input's name.
+Each operand gets a name among the call's inputs. The first input decides which rows the call works on, so the one with the fewest rows
+comes first. For each further input with rows, the option `columns` names the column that counts, and the function finds it under the
+input's name.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Gives = Literal["column", "rows", "kept", "concat", "table"]
 
 @runtime_checkable
 class Lazy(Protocol):
-    """What is not computed yet, and can be an input of a call."""
+    """A value that is not computed yet and can be an input of a call."""
 
     def operand(self, inputs: Inputs, label: str) -> Operand | Elementwise: ...
 
@@ -38,7 +39,7 @@ class Inputs:
         self._aligned: list[str] = []
 
     def rows(self, ref: Ref, column: str | None, label: str) -> Rowwise:
-        """An input with rows, of which this column counts; None: all of them."""
+        """Add an input with rows, of which one column counts; None: all columns."""
         name = self._name(label)
         self._refs[name] = ref
         self._aligned.append(name)
@@ -47,7 +48,7 @@ class Inputs:
         return Rowwise(name)
 
     def whole(self, ref: Ref, field: str | None, label: str) -> Whole:
-        """An input that is one value, or the field of one. The same call needs only one input."""
+        """Add an input that is one value, or a field of one. The same call needs only one input."""
         known = next((name for name, of in self._refs.items() if of == ref and name not in self._aligned), None)
         name = known or self._name(label)
         self._refs[name] = ref
@@ -55,7 +56,7 @@ class Inputs:
 
     @property
     def single(self) -> tuple[str, ...]:
-        """The inputs of which one column counts: the names that those have in the function's rows."""
+        """Input -> its column's name in the function's rows, for inputs of which one column counts."""
         return tuple(self._columns)
 
     @property
@@ -108,7 +109,7 @@ class Inputs:
 
 
 def as_operand(value: object, inputs: Inputs, label: str) -> Operand | Elementwise | None:
-    """Anything as an operand of a call with these inputs; None if it is nothing to calculate with."""
+    """Convert any value to an operand of a call with these inputs; None if nothing can be calculated with it."""
     if isinstance(value, Lazy):
         return value.operand(inputs, label)
     plain = as_scalar(value)
@@ -116,7 +117,7 @@ def as_operand(value: object, inputs: Inputs, label: str) -> Operand | Elementwi
 
 
 def as_scalar(value: object) -> Scalar | None:
-    """A value that the program has at hand, as an operand; None if it is nothing to calculate with."""
+    """Convert a plain Python value to an operand; None if nothing can be calculated with it."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, int) and not isinstance(value, bool) and not -(2**63) <= value < 2**63:

@@ -1,29 +1,27 @@
-"""Capture what a call takes as it is when the call is made: functions with all that they reach, containers as copies, values as
-fingerprints.
+"""Freeze what a call is given at the moment it is made: functions with all that they reach, containers as copies, values as fingerprints.
 
-limit, ANSWERS = 20, {...}
+    limit, ANSWERS = 20, {...}
     lambda s: s.text in ANSWERS and s.length > limit   ->   ANSWERS (can change), limit (can't)
 
-Read off the code object, so a name that is only an attribute is no global. Limit: what code reaches by `globals()`, `eval` or
-`importlib` is not seen.
+    function --Captures.take--> Snapshot (bytes) --called, here or on a worker--> a copy of the function
+    Session.record --Kinds.of--> CallKind, options
 
-function --Captures.take--> Snapshot (bytes) --called, here or on a worker--> a copy of the function
+Captures. What a function captures is read off its code object, so a name that is only an attribute is no global. Limit: what code
+reaches by `globals()`, `eval` or `importlib` is not seen.
 
-So a value that changes after the call changes nothing, late binding in a loop gives what each turn had, and what a function changes
-in its own captures stays in its copy. A function that captures only what can't change has one copy a process, and its snapshot is
-made once; any other gets a copy for each unit that it is run on, so that no chunking shows in what it gives. Limits: above
-`LARGE_BYTES` one copy serves a whole task; a module is no capture: each process has its own, and what is there is shared by all calls.
+Snapshots. A value that changes after the call changes nothing, late binding in a loop gives what each iteration had, and what a function
+changes in its own captures stays in its copy. A function that captures only what can't change has one copy in each process, and its
+snapshot is made once; any other gets a copy for each unit that it is run on, so that no chunking shows in its results. Limits: above
+`LARGE_BYTES` one copy serves a whole task; a module is no capture: each process has its own, shared by all calls.
 
-Session.record --Kinds.of--> CallKind, options
+Kinds. Two calls are of one kind if the same instruction of the program made them, on inputs of the same names, with options that a
+snapshot would find the same: numbers of one type and value, the same functions, in whose captures nothing has changed. The options of
+such a call are not taken again, and what others derive from a kind (its bytes for the workers, the number of its shape) is made once.
+What is new with each call (a dataset's rows, versions) is `CHANGING`, and belongs to no kind.
 
-Two calls are of one kind if the same instruction of the program made them, on inputs of the same names, with options that a snapshot
-would find the same: numbers of one type and value, the same functions, in whose captures nothing has changed. What such a call is
-given is then not taken anew, and what others make of a kind (its bytes for the workers, the number of its shape) is made once. What
-is new with each call (a dataset's rows, versions) is `CHANGING`, and belongs to no kind.
-
-Numbers of equal value are equal words. Rows are known by a checksum, functions by their bytecode: neither by an address, nor by
-the lines where they stand. Limits: what a function calls may change unseen, and so may an object's inside;
-of a function with large captures only the name is known.
+Fingerprints (`stable_text`). Numbers of equal value give equal text, rows go by a checksum, functions by their bytecode: never by an
+address, nor by the lines where they stand. Limits: what a function calls may change unseen, and so may an object's inside; of a function
+with large captures only the name counts.
 """
 
 from __future__ import annotations
@@ -59,15 +57,17 @@ from m2flow.macro.graph import CallKind, EngineKind, Granularity, Site
 from m2flow.macro.sites import owner
 from m2flow.samples import Batch, Ragged
 
+# ---- what a function captures
+
 EMPTY = object()
-"""Stands for a cell that nothing is in yet."""
+"""Stands for an empty cell."""
 
 _ATOMS = frozenset({int, float, complex, str, bytes, bool, type(None), type(...), type(NotImplemented), range, re.Pattern})
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a code object does with names from outside."""
+    """The outer names that a code object uses."""
 
     globals: tuple[str, ...]
     """Read, by it or by functions inside it."""
@@ -81,7 +81,7 @@ _known: dict[int, tuple[types.CodeType, Facts]] = {}
 
 
 def facts(code: types.CodeType) -> Facts:
-    """What a code object does with names from outside; read once."""
+    """Read which outer names a code object uses; cached."""
     known = _known.get(id(code))
     if known is None:
         if len(_known) >= _MOST_KNOWN:
@@ -105,7 +105,7 @@ def _facts(code: types.CodeType) -> Facts:
 
 
 def is_importable(value: types.FunctionType | type) -> bool:
-    """Whether another process finds this under its name."""
+    """Whether another process can import this by its name."""
     found: object = sys.modules.get(value.__module__) if value.__module__ != "__main__" else None
     for name in value.__qualname__.split("."):
         found = getattr(found, name, None)
@@ -113,12 +113,12 @@ def is_importable(value: types.FunctionType | type) -> bool:
 
 
 def is_users(function: types.FunctionType) -> bool:
-    """Whether it stands in the user's own code, and not in a library's."""
+    """Whether a function is in the user's own code, and not in a library's."""
     return owner(function.__code__.co_filename) == "user"
 
 
 def parts(value: object) -> Iterator[tuple[str, object]]:
-    """What a value is made of, each with its name as the user would write it after the value's own."""
+    """The parts of a value, each with its name as the user would write it after the value's own."""
     match value:
         case types.FunctionType():
             yield from captures(value)
@@ -140,7 +140,7 @@ def parts(value: object) -> Iterator[tuple[str, object]]:
 
 
 def captures(function: types.FunctionType) -> Iterator[tuple[str, object]]:
-    """Cells, globals that are read, and defaults, by name."""
+    """A function's captures by name: cells, globals that it reads, and defaults."""
     code = function.__code__
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         try:
@@ -172,7 +172,7 @@ def is_same(leaves: list[object], others: list[object]) -> bool:
 
 
 class Watch:
-    """Where the parts of a function are that could be exchanged, none of which can change in itself."""
+    """Detect that a captured part of a function was rebound; the parts themselves are immutable."""
 
     __slots__ = ("_cells", "_functions", "_globals")
 
@@ -182,7 +182,7 @@ class Watch:
         self._cells: list[tuple[types.CellType, object]] = []
 
     def holds(self) -> bool:
-        """Whether each is what it was."""
+        """Whether every part is still the same object."""
         for function, code, defaults in self._functions:
             if function.__code__ is not code or function.__defaults__ is not defaults or function.__kwdefaults__ or function.__dict__:
                 return False
@@ -320,7 +320,7 @@ _STATEFUL = (random.Random, np.random.Generator, np.random.RandomState)
 
 
 def kept_state(function: object) -> dict[str, str]:
-    """What a function keeps in its captures, as far as its source shows it: name -> the function that changes it, which it may call.
+    """Find state that a function stores in its captures, as far as its source shows it: name -> the function that changes it.
 
     Sees a name that is set (`global`, `nonlocal`), an item or an attribute that is, and methods that change a container, a generator
     of random numbers, or an object of the user's that sets attributes in them. Limit: not what happens under another name.
@@ -363,7 +363,7 @@ def _is_users_object(value: object) -> bool:
 
 
 def _changed(function: types.FunctionType, captured: dict[str, object]) -> Iterator[str]:
-    """The names of what a function of the user's changes that it has captured."""
+    """The names of captures that a user's function changes."""
     node = _source(function.__code__)
     if node is None:
         return
@@ -405,7 +405,7 @@ def _root(node: ast.expr) -> str:
 
 
 def _source(code: types.CodeType) -> ast.AST | None:
-    """What a function was compiled from; None where that is not to be had."""
+    """The syntax tree of a code object; None if its source is not available."""
     return _functions_of(code.co_filename).get((code.co_name, code.co_firstlineno))
 
 
@@ -421,6 +421,8 @@ def _functions_of(filename: str) -> dict[tuple[str, int], ast.AST]:
                 found.setdefault(("<lambda>", node.lineno), node)
     return found
 
+
+# ---- snapshots
 
 LARGE_BYTES = 65_536
 """Size of a snapshot above which a copy for each unit would cost more than most units do: some 300 microseconds at this size."""
@@ -470,7 +472,7 @@ class Snapshot:
 
 
 class Captures:
-    """Takes what the calls of one session are given."""
+    """Snapshot the options of one session's calls."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, ...], tuple[list[object], Snapshot]] = {}
@@ -480,7 +482,7 @@ class Captures:
         self._looked_at: set[types.CodeType | type] = set()
         """Of functions whose captures can change."""
         self._lost: list[tuple[str, dict[str, str], Site]] = []
-        """Functions that keep something in their captures, and nobody was told so yet."""
+        """Functions that store state in their captures, and that no warning has named yet."""
 
     def options(self, options: Mapping[str, object], site: Site) -> dict[str, object]:
         """The options of a call, so that nothing that is done to them later reaches it.
@@ -495,7 +497,7 @@ class Captures:
         return taken
 
     def _look_at(self, function: object, site: Site) -> None:
-        """Note what a function keeps in its captures; once."""
+        """Note once what state a function stores in its captures."""
         inner = getattr(function, "__func__", function)
         what = inner.__code__ if isinstance(inner, types.FunctionType) else type(function)
         if what not in self._looked_at:
@@ -504,7 +506,7 @@ class Captures:
                 self._lost.append((_names(function)[1], kept, site))
 
     def warn(self) -> None:
-        """Name what functions keep where it is lost."""
+        """Warn of state that functions store where it is lost."""
         lost, self._lost = self._lost, []
         for name, kept, site in lost:
             for what, by in kept.items():
@@ -568,7 +570,7 @@ def fields_of(kind: type) -> tuple[str, ...] | None:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
-    """As cloudpickle does it, but for the user's functions, which go by value with what they read; caches, which go empty; and open
+    """Pickle as cloudpickle does, except for the user's functions, which go by value with what they read; caches, which go empty; and open
     files, which it would read to their end."""
 
     def __init__(self, file: io.BytesIO, *, by_value: bool) -> None:
@@ -614,7 +616,7 @@ def _dumped(function: Callable[..., object], site: Site) -> bytes:
 
 
 def _culprit(value: object, path: str = "", depth: int = 0) -> tuple[str, object]:
-    """The innermost part that can't be snapshot, and how to get there."""
+    """Find the innermost part that can't be snapshot, and the path to it."""
     if depth < _DEEPEST and _kind(value) is None:
         for name, part in parts(value):
             if not _can_be_taken(part):
@@ -634,7 +636,7 @@ def _can_be_taken(value: object) -> bool:
 
 
 def _kind(value: object) -> tuple[str, str] | None:
-    """What it is in words, and what to do about it, of the things that people capture by accident."""
+    """Describe a thing that people capture by accident, and say what to do about it."""
     inside = "Make it inside the function, or in a module of its own that the function imports."
     if type(value).__module__.startswith("m2flow.macro.") and any(hasattr(value, held) for held in ("_session", "_of", "backend")):
         return (
@@ -680,26 +682,28 @@ _loaded = functools.lru_cache(maxsize=64)(_load)
 
 
 def forget_copies() -> None:
-    """Have the next run in this process begin with copies of its own: what a function has cached belongs to the run that is over."""
+    """Drop copies of functions, so that the next run in this process makes its own: what they cached belongs to the run that is over."""
     _loaded.cache_clear()
 
 
+# ---- kinds of calls
+
 CHANGING = frozenset({"rows", "cursor", "repeat", "windows", "carries_from", "num_carried", "updates_since", "loop_step"})
-"""Options that say something of one call alone."""
+"""Options that are new with each call, and so belong to no kind."""
 
 _CONSTANTS = frozenset({str, int, bool, bytes, type(None)})
 
 
 @final
 class _Known:
-    """The last call of a place: what it was given, and what was made of that."""
+    """The last call made at a place of the program: its options as given, and the kind made of them."""
 
     __slots__ = ("given", "kind", "site", "watches")
 
     def __init__(self, kind: CallKind, site: Site, given: dict[str, object], watches: dict[str, Watch]) -> None:
         self.kind = kind
         self.site = site
-        """Held, so that its id is not given anew."""
+        """Kept alive, so that its id is not reused."""
         self.given = given
         """The options as they came, without the changing ones."""
         self.watches = watches
@@ -725,7 +729,7 @@ class _Known:
 
 @final
 class Kinds:
-    """The kinds of one session's calls, by place."""
+    """Find the kind of each call of a session, by its place in the program."""
 
     def __init__(self, captures: Captures) -> None:
         self._captures = captures
@@ -744,7 +748,7 @@ class Kinds:
         writes: tuple[str, ...],
         is_aligned: bool,
     ) -> tuple[CallKind, Mapping[str, object]]:
-        """The kind of a call that is about to be made, and its options as they are now.
+        """Return the kind of a call that is about to be made, and the snapshot of its options.
 
         Raises:
             TraceError: a function captures something that can't be snapshot; it is named.
@@ -776,7 +780,7 @@ class Kinds:
 
 
 def _is_alike(value: object, taken: object) -> bool:
-    """Whether a snapshot of a value would be what was taken before. It may say no where it is."""
+    """Whether a snapshot of a value would equal the one taken before. May return False where it would."""
     if value is taken:  # What can change is copied when it is taken.
         return True
     kind = type(value)
@@ -800,8 +804,11 @@ def _are_alike(values: Collection[object], taken: Collection[object]) -> bool:
     return len(values) == len(taken) and all(_is_alike(one, other) for one, other in zip(values, taken, strict=True))
 
 
-def told(value: object) -> str:
-    """A value in words that are the same in every process: no addresses, functions by their code, rows by a checksum."""
+# ---- fingerprints
+
+
+def stable_text(value: object) -> str:
+    """Describe a value in text that is the same in every process: no addresses, functions by their code, rows by a checksum."""
     if isinstance(value, str | bytes | None):
         return repr(value)
     if isinstance(value, bool | int | float | np.generic):
@@ -811,28 +818,28 @@ def told(value: object) -> str:
     if isinstance(value, type):
         return value.__qualname__
     try:
-        return _told_hashable(value)
+        return _text_of_hashable(value)
     except TypeError:
-        return _told_compound(value)
+        return _text_of_compound(value)
 
 
 @functools.lru_cache(maxsize=256)
-def _told_hashable(value: object) -> str:
-    return _told_compound(value)
+def _text_of_hashable(value: object) -> str:
+    return _text_of_compound(value)
 
 
-def _told_compound(value: object) -> str:
+def _text_of_compound(value: object) -> str:
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{told(key)}: {told(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{stable_text(key)}: {stable_text(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple | set | frozenset):
-        items = [told(item) for item in value]
+        items = [stable_text(item) for item in value]
         return f"[{', '.join(items if isinstance(value, list | tuple) else sorted(items))}]"
     if is_dataclass(value):
-        return f"{type(value).__name__}({', '.join(f'{f.name}={told(getattr(value, f.name))}' for f in fields(value))})"
+        return f"{type(value).__name__}({', '.join(f'{f.name}={stable_text(getattr(value, f.name))}' for f in fields(value))})"
     if isinstance(value, functools.partial):
-        return f"partial({told(value.func)}, {told(value.args)}, {told(value.keywords)})"
+        return f"partial({stable_text(value.func)}, {stable_text(value.args)}, {stable_text(value.keywords)})"
     if isinstance(value, Snapshot):
-        return told(value.fresh()) if len(value.body) <= LARGE_BYTES else value.__qualname__
+        return stable_text(value.fresh()) if len(value.body) <= LARGE_BYTES else value.__qualname__
     code = getattr(value, "__code__", None)
     if isinstance(code, types.CodeType):
         return f"{getattr(value, '__name__', 'function')} (code {_code_digest(code)})"
@@ -842,11 +849,11 @@ def _told_compound(value: object) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def _code_digest(code: types.CodeType) -> str:
-    """Of what a function does: neither its file nor its lines."""
+    """Digest of what a function does, without its file and lines."""
     total = hashlib.sha256(code.co_code)
     total.update(repr((code.co_names, code.co_varnames, code.co_argcount)).encode())
     for constant in code.co_consts:
-        total.update((_code_digest(constant) if isinstance(constant, types.CodeType) else told(constant)).encode())
+        total.update((_code_digest(constant) if isinstance(constant, types.CodeType) else stable_text(constant)).encode())
     return total.hexdigest()[:12]
 
 

@@ -1,13 +1,13 @@
-"""Compute what the algebra on handles means: pure functions on columns, which the workers run and import by their path.
+"""Compute the algebra on handles: pure functions on columns, which workers run and import by path.
 
-rewards - beta * kl      two calls; each is an `Elementwise` on the rows of a chunk
+    rewards - beta * kl      two calls; each is an `Elementwise` on the rows of a chunk
+    rewards.mean()           a `Reduce` of all rows
 
-A column is dense (a value a sample) or ragged (a row of numbers a sample: one a token). Of one dense and one ragged column, each
-sample's value goes with all its numbers. Numbers become int64, float64 or bool first. So a result never depends on how the rows were
-cut into chunks: an operation looks at one sample at a time. As in NumPy, a division by zero gives inf or nan.
-
-Pure functions that the workers run, as those of `m2flow.macro.columns`. Sums are rounded once, from the exact sum (`math.fsum`), so that
-no order of samples and no cut into chunks shows in a result. A per-token column counts where a loss may look: the generated tokens.
+A column is dense (a value for each sample) or ragged (a row of numbers for each sample: one for each token). In an operation on a dense
+and a ragged column, each sample's value goes with all its numbers. Numbers become int64, float64 or bool first. An elementwise operation
+looks at one sample at a time, and a sum is rounded once, from the exact sum (`math.fsum`), so no result depends on the order of samples
+or on how rows were cut into chunks. As in NumPy, a division by zero gives inf or nan. A reduction of a per-token column counts what a
+loss may look at: the generated tokens.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ import numpy.typing as npt
 
 from m2flow.errors import OpError
 from m2flow.samples import Batch, Column, Ragged, SampleId, column_of
+
+# ---- operands and elementwise operations
 
 Array = npt.NDArray[np.generic]
 Scalar = bool | int | float | str
@@ -74,7 +76,7 @@ class Whole:
 
 @dataclass(frozen=True)
 class Given:
-    """An operand: a value that the program had at hand."""
+    """An operand: a plain Python value."""
 
     value: Scalar
 
@@ -84,7 +86,7 @@ Operand = Rowwise | Whole | Given
 
 @dataclass(frozen=True)
 class Elementwise:
-    """One operation on the operands, sample by sample; on whole values alone, once."""
+    """Apply one operation to the operands, sample by sample; once, if all are whole values."""
 
     operation: str
     operands: tuple[Operand | Elementwise, ...]
@@ -113,7 +115,7 @@ def value_of(operand: Operand | Elementwise, rows: Batch, values: Mapping[str, o
 
 
 def metric(value: object, name: str) -> object:
-    """A number by its name. Of an update over no rows, every one that it does not report is a mean over nothing: nan.
+    """Look a metric up by name. Of an update over no rows, every one that it does not report is a mean over nothing: nan.
 
     Raises:
         LookupError: there is none; the message says so.
@@ -133,7 +135,7 @@ def is_of_no_rows(metrics: Mapping[str, object]) -> bool:
 
 
 def whole(value: object, field: str | None) -> Scalar:
-    """A number or text out of a call's value. A worker gets numbers as floats; so this gives them everywhere.
+    """Read a number or text out of a call's value. A worker gets numbers as floats; so this gives them everywhere.
 
     Raises:
         OpError: there is no such field, or it is neither a number nor a text.
@@ -151,7 +153,7 @@ def whole(value: object, field: str | None) -> Scalar:
 
 
 def scalar(operation: str, *operands: Scalar) -> Scalar:
-    """An operation on whole values alone."""
+    """Apply an operation to whole values alone."""
     if operation == "where":
         condition, first, second = operands
         return first if condition else second
@@ -167,7 +169,7 @@ def scalar(operation: str, *operands: Scalar) -> Scalar:
 
 
 def elementwise(operation: str, operands: Sequence[Column | Scalar], rows: Batch) -> Column:
-    """An operation on columns and single values: a column.
+    """Apply an operation to columns and single values. Returns a column.
 
     Raises:
         OpError: two ragged columns of which a sample has more numbers in one; texts or lists where numbers must be.
@@ -186,7 +188,7 @@ def elementwise(operation: str, operands: Sequence[Column | Scalar], rows: Batch
 
 
 def numbers(column: Column | Scalar, wanted_by: str, rows: Batch) -> Column:
-    """A column as int64, float64 or bool. What a user's function gave travels as JSON, and is read here.
+    """Convert a column to int64, float64 or bool. Values of a user's function are stored as JSON, and are decoded here.
 
     Raises:
         OpError: it has something else; the first sample of which that is so is named.
@@ -201,7 +203,7 @@ def numbers(column: Column | Scalar, wanted_by: str, rows: Batch) -> Column:
 
 
 def objects(operand: Column | Scalar, count: int) -> list[object]:
-    """The values one by one, as Python has them."""
+    """The values one by one, as Python objects."""
     if isinstance(operand, Ragged):
         return [operand.item(i) for i in range(len(operand))]
     if isinstance(operand, np.ndarray):
@@ -210,7 +212,7 @@ def objects(operand: Column | Scalar, count: int) -> list[object]:
 
 
 def truths(column: Column | Scalar, wanted_by: str, rows: Batch) -> npt.NDArray[np.bool_]:
-    """A column of True and False, one a sample."""
+    """Convert a column to booleans, one for each sample."""
     found = numbers(column, wanted_by, rows)
     if isinstance(found, Ragged) or found.dtype != np.bool_:
         what = "several values a sample" if isinstance(found, Ragged) else "numbers"
@@ -253,7 +255,7 @@ def _check_truths(operation: str, columns: Sequence[Column | Scalar]) -> None:
 
 
 def _level(operation: str, columns: Sequence[Column | Scalar], rows: Batch) -> tuple[list[Array | Scalar], npt.NDArray[np.int64] | None]:
-    """The columns' numbers, as many of each; and the offsets that they have, if one is ragged."""
+    """Broadcast the columns to a common length. Returns their numbers, and the offsets if one is ragged."""
     ragged = [column for column in columns if isinstance(column, Ragged)]
     if not ragged:
         return list(columns), None  # type: ignore[arg-type]
@@ -303,12 +305,14 @@ def _where(operands: Sequence[Column | Scalar], rows: Batch) -> Column:
     return result if offsets is None else Ragged(result, offsets)
 
 
+# ---- reductions
+
 How = Literal["mean", "sum", "min", "max", "std", "any", "all", "count"]
 
 
 @dataclass(frozen=True)
 class Reduce:
-    """All rows to one number; of no rows, nan where there is none (`mean`, `std`, `min`, `max`)."""
+    """Reduce all rows to one number; of no rows, nan where there is none (`mean`, `std`, `min`, `max`)."""
 
     how: How
     column: str | None
@@ -322,7 +326,7 @@ class Reduce:
 
 @dataclass(frozen=True)
 class ReduceEach:
-    """The same over each sample's own numbers, or over those of its group: a column with one value a sample."""
+    """Reduce each sample's own numbers, or those of its group: a column with one value for each sample."""
 
     how: How
     column: str | None
@@ -341,7 +345,7 @@ class ReduceEach:
 
 @dataclass(frozen=True)
 class ReduceByKey:
-    """All rows of one key to one number: a value by key."""
+    """Reduce the rows of each key to one number: a value by key."""
 
     how: How
     column: str | None
@@ -355,7 +359,7 @@ class ReduceByKey:
 
 @dataclass(frozen=True)
 class TransformByKey:
-    """The same for each row: the number of its key."""
+    """Reduce the rows of each key, and give each row the number of its key."""
 
     how: How
     column: str | None
@@ -384,7 +388,7 @@ class Positions:
 
 @dataclass(frozen=True)
 class Mask:
-    """Rows whose value is true stay."""
+    """Keep the rows whose value is true."""
 
     column: str
 
@@ -394,7 +398,7 @@ class Mask:
 
 @dataclass(frozen=True)
 class Lengths:
-    """How many numbers of each sample count: tokens that it generated, by the mask alone."""
+    """Count the numbers of each sample that the mask selects: its generated tokens."""
 
     mask: str
 
@@ -404,7 +408,7 @@ class Lengths:
 
 
 def reduced(how: How, values: Array) -> float | int | bool:
-    """Numbers to one; whole numbers stay whole where the result is one of them, or their sum.
+    """Reduce numbers to one; integers stay integers where the result is one of them, or their sum.
 
     std is the population's (divided by the count), as that of group advantages.
     """

@@ -1,7 +1,7 @@
-"""Datasets: where prompts come from, with a cursor that the run records.
+"""Datasets: the source of prompts, with a cursor that the run records.
 
-A dataset is a resource of the flow: each `take` reads it at the cursor and moves that on, in program order. What it gives is a
-call like any other (`data()` in the printed graph), so that a replay can answer it.
+A dataset is a resource of the flow: each `take` reads it at the cursor and advances the cursor, in program order. Its result is a call
+like any other (`data()` in the printed graph), so that a replay can answer it.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Dataset:
     def generate(
         cls, make: Callable[[random.Random], Row], size: int, *, seed: int = 0, name: str = "dataset", shuffle: bool = False
     ) -> Dataset:
-        """`size` rows from a function of a random generator; row i depends on (seed, i) alone."""
+        """Make `size` rows by a function of a random generator; row i depends on (seed, i) alone."""
         if not callable(make):
             raise DatasetError(f"Dataset.generate got make={make!r:.60}; it takes a function of a random generator that gives a row")
         check_count("size", size)
@@ -90,7 +90,7 @@ class Dataset:
         return self._cursor
 
     def take(self, count: int) -> Rows:
-        """The next `count` rows; past the end it begins anew."""
+        """Draw the next `count` rows; past the end it starts over."""
         if not is_count(count):
             raise DatasetError(f"take({count!r}) of the dataset {self.name!r}: it takes a whole number of rows, 1 or more")
         session = self._join()
@@ -101,14 +101,14 @@ class Dataset:
         return self._record(session, "take", positions, seeds, {"count": count}, moves_by=count)
 
     def upto(self, count: int) -> Rows:
-        """The next `count` rows, of which some may go back (`return_rest`): for a refill, which does not know yet how many it needs."""
+        """Draw the next `count` rows, of which some may be returned (`return_rest`): a refill does not know yet how many it needs."""
         self._join()
         self._settle()
         self._first_unsure = self._cursor
         return self.take(count)
 
     def return_rest(self, kept: Rows) -> None:
-        """Of the rows that the last `upto` gave, only those up to the one that these samples end with are used."""
+        """Return the rows of the last `upto` that come after the last prompt of these samples."""
         self._refilled = kept
 
     def all(self) -> Rows:

@@ -1,7 +1,7 @@
-"""The reference interpreter: each call is done when the program makes it, whole, one after the other.
+"""The reference interpreter: execute each call when the program makes it, whole, one after the other.
 
-It is the oracle that every plan is compared with, so it shares nothing with the lowering, and is small enough to be read in one
-sitting. What a call *means* on given inputs comes from a `Performer`; when to do it is the program's order.
+It is the oracle that every plan is compared with, so it shares nothing with the lowering and is small enough to be read in one sitting.
+What a call *means* on given inputs comes from a `Performer`; when to do it is the program's order.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from m2flow.samples import Batch
 
 @dataclass(frozen=True)
 class Deferred:
-    """A call under a refill, which is done group by group by the call that keeps groups."""
+    """A call under a refill, which the call that keeps groups executes group by group."""
 
     call: Call
     inputs: Mapping[str, object]
 
 
 class Performer(Protocol):
-    """Does one whole call on whole inputs."""
+    """Execute one whole call on whole inputs."""
 
     def check(self, call: Call) -> None:
-        """Raises PlanError: nothing here can do a call of this kind, which is said when the program makes it."""
+        """Raises PlanError when the program makes a call of a kind that cannot be executed here."""
 
     def perform(self, call: Call, inputs: Mapping[str, object]) -> object: ...
 
     def recall(self, call: Call, inputs: Mapping[str, object], left: Sequence[int]) -> None:
-        """A generation that was over before left these samples to the next of its line."""
+        """Restore a finished generation, which left these samples to the next call of its line."""
 
 
 class Journal(Protocol):
-    """Is told what was done, to write it down."""
+    """Receive what was executed, to record it."""
 
     def call_added(self, call: Call) -> None:
-        """A call that is not done, since what it needs has failed. Of others the performer tells."""
+        """A call is not executed, since what it needs has failed. The performer reports the others."""
 
     def call_done(self, call: Call, value: object) -> None: ...
 
@@ -54,7 +54,7 @@ class Journal(Protocol):
 
 
 class EagerBackend(Backend):
-    """Does each call as it is made."""
+    """Execute each call as it is made."""
 
     def __init__(self, performer: Performer, journal: Journal) -> None:
         self._performer = performer
@@ -96,7 +96,7 @@ class EagerBackend(Backend):
         self._writers.update({effect.resource: call.ordinal for effect in call.writes})
 
     def _inherited(self, call: Call) -> tuple[int, M2FlowError] | None:
-        """The error of what this call depends on, by data or by effect; of several, that of the earliest call that failed by itself."""
+        """The error of what this call depends on, by data or by effect; of several, that of the earliest root cause."""
         needed = {ref.call for _, ref in call.inputs} | {self._writers[e.resource] for e in call.reads if e.resource in self._writers}
         needed |= {call.carries_from} if call.carries_from is not None else set()
         failed = [self._failures.of(ordinal) for ordinal in needed if ordinal in self._failures]
@@ -154,7 +154,7 @@ class EagerBackend(Backend):
 
 
 def number_of(value: object, name: str | None) -> float:
-    """The number that a log entry names in a call's value.
+    """Read the number that a log entry names from a call's value.
 
     Raises:
         TraceError: the value has no number of that name, or is none.

@@ -1,13 +1,13 @@
-"""Which calls of a run have failed, and which of those errors the program has yet to be told of.
+"""Track which calls of a run have failed, and which of their errors the program has not been raised yet.
 
-    call fails --failed--> due --the program looks, and `value` raises--> raised: the program's own business from then on
+    call fails --failed--> due --the program looks, and `value` raises--> raised: the program handles it from then on
                             |
                             +--end of the step, end of the run--> raised there, and the run ends
 
 `try` around a look means what it means in Python: an error that was raised to the program, and that the program survived, is handled. It
-covers every call made so far that failed for the same reason. What comes after, and needs what failed, fails anew. Two errors can't be
+covers every call made so far that failed for the same reason; a later call that needs what failed, fails anew. Two errors can't be
 handled: one that nobody looked at before its step ended (by then Python may be steps ahead, so where it would be raised depends on the
-plan); and one that left a resource without the version that later calls read, such as an update's.
+plan), and one that left a resource without the version that later calls read, such as an update's.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from m2flow.macro.graph import Call
 
 @final
 class Failures:
-    """Pure bookkeeping: the same in eager, where calls end in the order of the program, and under a plan, where they end in any."""
+    """Failed calls of one run. Pure: the same in eager, where calls end in program order, and under a plan, where they end in any order."""
 
     def __init__(self) -> None:
         self._failed: dict[int, tuple[int, M2FlowError]] = {}
         """Failed call -> the call that failed by itself, and its error."""
         self._due: dict[int, Call] = {}
-        """Those whose error was not raised to the program."""
+        """Failed calls whose error was not raised to the program."""
         self._raised: dict[int, list[range]] = {}
         """Call that failed by itself -> the calls whose error was raised with its own."""
 
@@ -34,11 +34,11 @@ class Failures:
         return ordinal in self._failed
 
     def of(self, ordinal: int) -> tuple[int, M2FlowError]:
-        """The call that failed by itself, and its error."""
+        """The root cause of a failed call: the call that failed by itself, and its error."""
         return self._failed[ordinal]
 
     def failed(self, call: Call, root: int, error: M2FlowError) -> None:
-        """A call failed because of `root`; later perhaps because of an earlier one."""
+        """Record that a call failed because of `root`. An earlier root cause that is found later replaces it."""
         ordinal = call.ordinal
         if ordinal in self._failed and self._failed[ordinal][0] <= root:
             return
@@ -49,7 +49,7 @@ class Failures:
             self._due[ordinal] = call
 
     def raised(self, ordinal: int, num_ended: int, num_calls: int) -> None:
-        """The program is raised the error of this call.
+        """Record that the error of this call is raised to the program.
 
         Args:
             num_ended: calls up to the last step that has ended. The errors of those are due for good.
@@ -57,8 +57,8 @@ class Failures:
         """
         root, covered = self._failed[ordinal][0], range(num_ended, num_calls)
         self._raised.setdefault(root, []).append(covered)
-        told = [due for due, call in self._due.items() if due in covered and self._failed[due][0] == root and not call.writes]
-        for due in told:
+        handled = [due for due, call in self._due.items() if due in covered and self._failed[due][0] == root and not call.writes]
+        for due in handled:
             del self._due[due]
 
     @property
@@ -71,7 +71,7 @@ class Failures:
         return any(ordinal < num_calls for ordinal in self._due)
 
     def error_due(self, ordinal: int) -> M2FlowError:
-        """The error of a call that is due, as the run ends with it: with why catching it was not enough, where the program did."""
+        """The due error of a call, as the run ends with it. If the program caught it, it says why that was not enough."""
         (root, error), call = self._failed[ordinal], self._due[ordinal]
         if root not in self._raised:
             return error

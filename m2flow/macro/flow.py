@@ -1,4 +1,4 @@
-"""`@flow`: the decorator, the flow's parameters and randomness, and finding the flow in a file."""
+"""The `@flow` decorator: a flow's parameters, its random state, running it, and loading it from a file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from m2flow.macro.session import Backend, Session, recording
 
 
 def loaded_torch() -> types.ModuleType | None:
-    """Torch, if the program has loaded it. Another thread may be about to (TensorBoard's writer does); then it is no one's yet."""
+    """Return torch if it is fully imported. Another thread may be importing it (TensorBoard's writer does); then None."""
     torch = sys.modules.get("torch")
     return None if getattr(getattr(torch, "__spec__", None), "_initializing", False) else torch
 
@@ -44,7 +44,7 @@ def seed_everything(seed: int) -> None:
 
 @contextlib.contextmanager
 def randomness_kept() -> Iterator[None]:
-    """Work in the flow's own process, by engines and users' functions, that leaves the flow's generators as they were."""
+    """Restore the flow's random generators after engines or users' functions have run in its process."""
     import numpy as np
 
     states, torch = (random.getstate(), np.random.get_state()), loaded_torch()
@@ -60,7 +60,7 @@ def randomness_kept() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Parameter:
-    """An option of a flow, as its signature says."""
+    """A parameter of a flow's function: an option of `m2flow run`."""
 
     name: str
     type: object
@@ -74,7 +74,7 @@ class Parameter:
 
 @dataclass(frozen=True, eq=False)
 class Flow:
-    """A user's function that is an RL loop."""
+    """A user's function under `@flow`: an RL loop."""
 
     function: Callable[..., object]
     staleness: int | str = 0
@@ -181,7 +181,7 @@ def _flow(function: Callable[..., object], staleness: int | str) -> Flow:
 
 
 def load_flow(target: str) -> Flow:
-    """The flow in a file, or `file.py:name` where it has several.
+    """Load the flow in a file, or `file.py:name` where it has several.
 
     Raises:
         FlowLoadError: no such file, it can't be imported, or it has no flow or more than one.

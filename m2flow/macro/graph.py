@@ -1,12 +1,12 @@
-"""The macro graph: the calls of a flow, what each needs, what it reads and writes, and what of them is structure.
+"""The macro graph: the calls of a flow, their inputs, and their effects on versioned resources.
 
-Sizes that rows come in (`n`) and what kind of result a function gives are structure. Functions, their captured values,
-temperatures, token limits and versions are values: a flow that changes them is planned once.
+    flow --(run under a recording session)--> MacroGraph --(m2flow.micro)--> Plan
 
-flow --(run under a recording session)--> MacroGraph --(m2flow.micro)--> Plan
+A call is a node; edges are data (one call's result is another's input) or effects (a write of a versioned resource must follow or
+precede another call on it). The graph is frozen data with a checker (`verify`) and a printed form; executing it is done elsewhere.
 
-A call is a node; edges are data (one call's result is another's input) or effects (a write of a versioned resource must follow
-or precede another call on it). The graph is frozen data with a checker (`verify`) and a printed form; what executes it is elsewhere.
+Sizes of results (`n`) and what kind of result a function gives are structure (`STRUCTURAL`). Functions, their captured values,
+temperatures, token limits and versions are values: a flow that changes only those is planned once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import networkx as nx
 
 STRUCTURAL = frozenset({"advantages", "column", "epochs", "gives", "minibatch_size", "n", "refill", "source", "state", "style"})
-"""The options that a lowering pass may read. The passes get calls without the others, so that none can be forgotten here."""
+"""The options that a lowering pass may read. Passes get calls without the others, so that none can be left out here by mistake."""
 
 _IN_ORDER = tuple(sorted(STRUCTURAL))
 
@@ -37,7 +37,7 @@ Shape = tuple[object, ...]
 
 
 def shape_of(call: Call) -> Shape:
-    """A call by itself: equal shapes with equal consumers are lowered to equal stages."""
+    """The structure of a call by itself: equal shapes with equal consumers are lowered to equal stages."""
     options = call.options
     return (
         call.role,
@@ -53,12 +53,12 @@ def shape_of(call: Call) -> Shape:
 
 
 def wiring_of(call: Call, first: int) -> tuple[int, ...]:
-    """Where a call's inputs are from, counted from the segment's first call; -1 for earlier segments."""
+    """The calls that a call's inputs come from, counted from the segment's first call; -1 for earlier segments."""
     return tuple([max(ref.call - first, -1) for _, ref in call.inputs])
 
 
 def structure_hash(calls: Sequence[Call]) -> str:
-    """The same in every process for calls of the same shapes, wiring and lines."""
+    """Hash the structure of calls: the same in every process for calls of the same shapes, wiring and lines."""
     first = calls[0].ordinal if calls else 0
     text = "\n".join(f"{shape_of(call)!r} {wiring_of(call, first)} {call.site}" for call in calls)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
@@ -79,7 +79,7 @@ EngineKind = Literal["source", "rollout", "train", "function"]
 
 @dataclass(frozen=True)
 class Site:
-    """Where in the user's program a call was made."""
+    """The place in the user's program where a call was made."""
 
     file: str
     line: int
@@ -220,7 +220,7 @@ class Call:
 
     @property
     def only_kind(self) -> CallKind:
-        """A kind of which there is no other call."""
+        """Make a kind for a single call."""
         names = tuple(name for name, _ in self.inputs)
         reads, writes = tuple(e.resource for e in self.reads), tuple(e.resource for e in self.writes)
         return CallKind(
@@ -239,7 +239,7 @@ class Call:
 
     @property
     def under_refill(self) -> tuple[int, ...]:
-        """Of the call that keeps groups, those whose candidates they are: what they made counts as far as this call ends well."""
+        """Of the call that keeps a refill's groups: the calls that made its candidates. Their results count only if this call succeeds."""
         return tuple([ref.call for _, ref in self.inputs]) if self.is_gated and self.drops else ()
 
     @property

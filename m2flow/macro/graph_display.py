@@ -1,17 +1,15 @@
-"""Show the macro graph: as text under the conditions that decide on its calls, and as a picture with the places where Python waits.
+"""Show the macro graph: as a text listing that includes undecided conditions, and as a picture.
 
-Exploration --> nodes (calls, conditions, ends) --> lines
+    Exploration --> nodes (calls, conditions, ends) --> lines                         calls_listing
+    MacroGraph --place--> Drawing (lanes, rows, frames, links) --> .svg or .png       write_picture
+    MacroGraph --> Graphviz's language                                                as_dot
 
-Paths that agree are one: a condition whose outcomes make the same calls is not shown, and what comes after both outcomes alike is
-shown once, below them. A call's place in the listing is decided by what it is and on what it works, not by its number.
+Listing. Paths that agree are merged: a condition whose outcomes make the same calls is not shown, and what follows both outcomes alike
+is shown once, below them. A call's place in the listing depends on what it is and works on, not on its number.
 
-MacroGraph --place--> Drawing (lanes, rows, frames, links) --m2flow.macro.graph_display--> .svg or .png
-
-A row for each call, in the order of the program, and a lane for each role: so boxes never overlap, and a line that runs level meets
-no box but its ends. Lines run down in the gutters left of the lanes, each on a track of its own; those of one call and one kind
-share theirs. Effects that follow from others are left out.
-
-Made for graphs of up to some sixty calls; larger ones become long.
+Picture. A row for each call, in program order, and a lane for each role, so boxes never overlap, and a horizontal line meets no box
+but its ends. Vertical lines run in the gutters left of the lanes, each on a track of its own; those of one call and one kind share
+theirs. Effects that follow from others are left out. Made for graphs of up to some sixty calls; larger ones become long.
 """
 
 from __future__ import annotations
@@ -25,13 +23,15 @@ from typing import Any, Literal
 from m2flow.macro.graph import Call, MacroGraph, Observation, aligned
 from m2flow.macro.tracing import Exploration, ExploredPath, Look
 
+# ---- text listing
+
 _Row = tuple[str, str, str, str, str]
 _INDENT = 4
 
 
 @dataclass(frozen=True)
 class _Line:
-    """A call. Equal if it is the same call in the same place, whatever its number."""
+    """A call in the listing. Equal if it is the same call in the same place, whatever its number."""
 
     key: tuple[object, ...]
     row: _Row = field(compare=False)
@@ -55,12 +55,12 @@ _Node = _Line | _If | _End
 
 
 def calls_listing(exploration: Exploration) -> list[str]:
-    """The calls of all paths, as lines."""
+    """List the calls of all paths, as lines."""
     return _lines(_branch(exploration.paths, 0, 0))
 
 
 def barriers_listing(exploration: Exploration) -> list[str]:
-    """Where Python waits: the line, for what, what that costs, and where its value came from here. Nothing where it waits for nothing."""
+    """List where Python waits: the line, for what, its cost, and where the value came from in this trace. Empty if it never waits."""
     lines: list[str] = []
     for (site, why, text), looks in _barriers(exploration).items():
         path, look = looks[0]
@@ -76,7 +76,7 @@ def barriers_listing(exploration: Exploration) -> list[str]:
 
 
 def bounds_listing(exploration: Exploration) -> list[str]:
-    """What was not followed, and why."""
+    """List what was not explored, and why."""
     lines = []
     if any(path.end == "bound" for path in exploration.paths):
         lines.append("Some paths go on: a loop that asks until a value is right is followed for a few turns only.")
@@ -86,7 +86,7 @@ def bounds_listing(exploration: Exploration) -> list[str]:
 
 
 def _barriers(exploration: Exploration) -> dict[tuple[str, str, str], list[tuple[ExploredPath, Look]]]:
-    """By line and reason. A dataset's rows are no barrier: they are there at once."""
+    """Group the points where Python waits by line and reason. A dataset's rows are no barrier: they are there at once."""
     found: dict[tuple[str, str, str], list[tuple[ExploredPath, Look]]] = {}
     for path in exploration.paths:
         for look in path.looks:
@@ -111,7 +111,7 @@ def _cost(call: Call, look: Look, staleness: int) -> str:
 
 
 def _plain(text: str) -> str:
-    """Without the numbers that tell results of one name apart: `metrics['reward']`, not `metrics.9['reward']`."""
+    """Drop the numbers that tell results of one name apart: `metrics['reward']`, not `metrics.9['reward']`."""
     return re.sub(r"(%?[A-Za-z_]\w*)\.\d+", r"\1", text)
 
 
@@ -187,9 +187,12 @@ def _flat(nodes: Sequence[_Node], indent: int) -> Iterator[tuple[_Row | str, int
                     yield from _flat(no, indent + _INDENT)
 
 
+# ---- layout of the picture
+
+
 @dataclass(frozen=True)
 class Box:
-    """A call."""
+    """The box of a call."""
 
     call: Call
     name: str
@@ -200,7 +203,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Link:
-    """From one call's row to another's, down a track of a gutter. Gutter i is left of lane i."""
+    """A line from one call's row to another's, along a track of a gutter. Gutter i is left of lane i."""
 
     start: int
     end: int
@@ -212,7 +215,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Frame:
-    """The rows of one step."""
+    """The frame around the rows of one step."""
 
     step: int
     first: int
@@ -221,7 +224,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class Wait:
-    """Python waits after a row."""
+    """The mark after a row where Python waits."""
 
     row: int
     text: str
@@ -229,7 +232,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class Drawing:
-    """All of it. Rows and lanes are counted from 0."""
+    """The layout of a picture. Rows and lanes are counted from 0."""
 
     title: str
     lanes: tuple[str, ...]
@@ -243,7 +246,7 @@ class Drawing:
 
 
 def place(graph: MacroGraph, looks: Sequence[tuple[int, Observation]] = ()) -> Drawing:
-    """The drawing of a graph. `looks` are the points where Python waits, each with the number of calls made before it."""
+    """Lay a graph out. `looks` are the points where Python waits, each with the number of calls made before it."""
     names = graph.names()
     keys = [_lane(call) for call in graph.calls]
     lanes = tuple(sorted(dict.fromkeys(keys), key=lambda key: (_PLACES.get(key, 1), keys.index(key))))
@@ -302,6 +305,9 @@ def _links(graph: MacroGraph, boxes: Sequence[Box]) -> tuple[Link, ...]:
 def _gutter(start: Box, end: Box) -> int:
     """Left of the end's lane, or right of it if the line comes from there."""
     return end.lane + 1 if start.lane > end.lane else end.lane
+
+
+# ---- Graphviz
 
 
 def as_dot(graph: MacroGraph) -> str:
@@ -382,6 +388,9 @@ class _Layout:
 
     def track(self, link: Link) -> float:
         return self.gutters[link.gutter] + _GUTTER / 2 + _TRACK * (link.track + 0.5)
+
+
+# ---- drawing
 
 
 def write_picture(drawing: Drawing, path: str | Path) -> None:

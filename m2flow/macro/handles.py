@@ -1,28 +1,22 @@
-"""Handles: the lazy results of calls, of rows and of single values, and what can be calculated from them without waiting.
+"""Handles: lazy results of calls, and the calculations on them that do not make Python wait.
 
-Those of rows are in `m2flow.macro.handles`.
+A handle stands for a call's result. Passing it to another call draws an edge; looking at it (`float`, `len`, a loop, an index) makes
+Python wait for it, and for nothing else. Calculating with it does not wait, it records a call (`m2flow.macro.algebra`) whose function
+is in `m2flow.macro.columns`:
 
-A worker gives a function a `Sample`, or a list of those of a group. These stand between, for handles of one column.
-
-rewards.groupby(responses.level).mean()                 numbers by level, as metrics are
+    rewards - 0.1 * kl.sum(over="sample")                   rows: elementwise, a sum over each sample's tokens
+    rewards.mean()                                          a `Number`: over all samples
+    rewards.mean(over="group")                              rows: for each sample the mean over the responses to its prompt
+    responses.filter(is_good), rewards.map(clip)            rows: by a user's function, run on a worker
+    rewards.groupby(responses.level).mean()                 numbers by level, as metrics are
     rewards.groupby(responses.level).transform("mean")      rows: for each sample the mean of its level
-    responses.groupby("level").mean(rewards)                the same as the first
+    responses.groupby("level").mean(rewards)                the same as the first groupby
 
-The groups here are of any column; the responses to one prompt are `over="group"` of a reduction. All rows must be there before a key's
-number is known, so both are barriers.
+`groupby` groups by any column; the responses to one prompt are `over="group"` of a reduction. A key's number needs all rows, so both
+forms of `groupby` are barriers.
 
-joined, narrowed      the call gives rows; its function puts the columns in their place
-brought_back          what was said of samples that were generated from other samples, as numbers of those
-
-rewards.mean()                 a Number: over all samples
-    rewards.mean(over="group")     rows: for each sample the mean over the responses to its prompt
-    kl.sum(over="sample")          rows: for each sample the sum over its tokens
-
-None of them waits. The functions that compute them are in `m2flow.macro.columns`.
-
-A handle stands for what a call will give. Passing it to another call draws an edge; looking at it (`float`, `len`, a loop, an
-index) makes Python wait for it, and for nothing else. Calculating with it does not: `rewards - 0.1 * kl.sum(over="sample")`,
-`responses.length`, `rewards.mean()`, `responses.filter(is_good)` are calls of their own (`m2flow.macro.algebra`).
+A worker calls a user's function with a `Sample`, or a list of those of a group; for a handle of one column `OnValue` and `OnGroup` pass
+that column's values instead. `Metrics` and `OpValue` are single values, `Rows` and `Scores` have a row for each sample.
 """
 
 from __future__ import annotations
@@ -81,7 +75,7 @@ class Handle:
             session.held(call, has_past=isinstance(self, Metrics))
 
     def __del__(self) -> None:
-        """Nobody can ask for the result by this handle any more: its call may be forgotten. Python says so at any moment."""
+        """Release the call: nobody can ask for its result by this handle any more. May run at any moment (garbage collection)."""
         held = self.__dict__
         if "_owner" in held and held["_owner"] is None and self._session.is_open:
             self._session.released(self._call.ordinal)
@@ -122,7 +116,7 @@ class Handle:
         return inputs.whole(self.check(inputs.session, inputs.what), None, label)
 
     def result_of(self, call: Call) -> Handle:
-        """A handle of another call of the same session."""
+        """Make a handle of another call of the same session."""
         return Handle(self._session, call)
 
     def __repr__(self) -> str:
@@ -194,29 +188,32 @@ class OpValue(Metrics, Operators[Number]):
 
 
 def _own(numbers: dict[str, float]) -> dict[str, float]:
-    """The user's own copy. What a trace assumes is no plain dict, and nobody else's."""
+    """Copy numbers for the user. What a trace assumes is no plain dict, and is returned as it is."""
     if type(numbers) is not dict:
         return numbers
-    return _OfNoRows(numbers) if is_of_no_rows(numbers) else dict(numbers)
+    return _EmptyMetrics(numbers) if is_of_no_rows(numbers) else dict(numbers)
 
 
-class _OfNoRows(dict[str, float]):
-    """Metrics of an update over no rows: what it does not report is nan."""
+class _EmptyMetrics(dict[str, float]):
+    """Metrics of an update over no rows: those that it does not report are nan."""
 
     def __missing__(self, name: str) -> float:
         return math.nan
 
 
 def describe(value: object) -> str:
-    """What a call was given, for an error: whose result, or of what type."""
+    """Describe a call's argument for an error: whose result it is, or its type."""
     if isinstance(value, Handle):
         return f"the {'rows' if value.call.is_aligned else 'value'} of {value.call.name} ({value.call.site})"
     return "a number that is not computed yet" if isinstance(value, Number) else f"a {type(value).__name__}"
 
 
+# ---- users' functions on columns
+
+
 @dataclass(frozen=True)
 class OnValue:
-    """The function on one column's value of a sample."""
+    """Call a user's function on one column's value of a sample."""
 
     function: Callable[..., object]
     column: str
@@ -230,7 +227,7 @@ class OnValue:
 
 @dataclass(frozen=True)
 class OnGroup:
-    """The function on a whole group, whose answer is that of each of its samples."""
+    """Call a user's function on a whole group; its answer counts for each of the samples."""
 
     function: Callable[..., object]
     column: str | None
@@ -246,14 +243,14 @@ class OnGroup:
 
 
 def name_of(function: Callable[..., object], default: str) -> str:
-    """What a call on it is called in plans and errors."""
+    """The name of a call of this function in plans and errors."""
     inner = function.function if isinstance(function, OnValue | OnGroup) else function
     name = str(getattr(inner, "__name__", default))
     return name if name.isidentifier() else default
 
 
 def _take_name(unit: object, function: Callable[..., object]) -> None:
-    """What errors name is the user's."""
+    """Give a wrapper the name of the user's function, for errors."""
     object.__setattr__(unit, "__qualname__", str(getattr(function, "__qualname__", type(function).__name__)))
 
 
@@ -272,9 +269,12 @@ def is_isolated(function: Callable[..., object], isolated: bool | None, timeout_
     return timeout_s is not None and not inspect.iscoroutinefunction(called)
 
 
+# ---- groupby
+
+
 @final
 class GroupBy:
-    """Rows by a key. Nothing is recorded before a reduction is asked for."""
+    """Rows grouped by a key. Nothing is recorded before a reduction is asked for."""
 
     def __init__(self, key: Rows, values: Rows | None) -> None:
         self._key = key
@@ -296,7 +296,7 @@ class GroupBy:
         return self._by_key("std", values)
 
     def count(self) -> Metrics:
-        """Rows of each key."""
+        """The number of rows of each key."""
         inputs, key, _, _ = self._inputs("count", None, is_count=True)
         call = inputs.record(
             "groupby", ReduceByKey("count", None, key), granularity=Granularity.BATCH, is_aligned=False, gives="table", shown=_by("count")
@@ -304,7 +304,7 @@ class GroupBy:
         return self._key.metrics_of(call)
 
     def transform(self, how: How, values: Rows | None = None) -> Rows:
-        """For each row the number of its key."""
+        """Give each row the reduction over the rows of its key."""
         inputs, key, column, mask = self._inputs(how, values, is_count=how == "count")
         call = inputs.record("groupby", TransformByKey(how, column, key, mask), granularity=Granularity.BATCH, shown=_by(how))
         return self._key.result_of(call)
@@ -334,9 +334,12 @@ def _by(how: str) -> dict[str, object]:
     return {"how": how}
 
 
+# ---- joining rows
+
+
 @dataclass(frozen=True)
 class Placed:
-    """The rows with operands as columns of these names, and without the columns that were joined under an input's name."""
+    """Add operands as columns of these names, and drop the columns that were joined under an input's name."""
 
     columns: tuple[tuple[str, Operand | Elementwise], ...]
     joined: tuple[str, ...]
@@ -348,7 +351,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class Without:
-    """The rows without these columns."""
+    """Drop columns."""
 
     names: tuple[str, ...]
 
@@ -358,7 +361,7 @@ class Without:
 
 @dataclass(frozen=True)
 class MeanByPrompt:
-    """For each prompt's position in the generate call the mean over its samples."""
+    """Average over the samples of each prompt, by the prompt's position in the generate call."""
 
     column: str
 
@@ -389,7 +392,7 @@ class ByPosition:
 
 
 def joined(what: str, rows: Sequence[Rows], columns: Mapping[str, object]) -> Rows:
-    """The first rows with all columns of the further ones (a single column goes by its name), and with these columns by name.
+    """Join rows: the first ones with all columns of the further ones (a single column goes by its name), and with these columns by name.
 
     Of columns of one name the last wins.
     """
@@ -423,8 +426,8 @@ def joined(what: str, rows: Sequence[Rows], columns: Mapping[str, object]) -> Ro
     return first.samples_of(call)
 
 
-def narrowed(rows: Rows, to: Rows) -> Rows:
-    """The rows that a more filtered handle of the same samples has."""
+def restricted(rows: Rows, to: Rows) -> Rows:
+    """Keep the rows that a more filtered handle of the same samples has."""
     inputs = Inputs(rows.session, "join")
     inputs.rows(to.ref, None, "filtered")
     inputs.rows(rows.ref, None, "rows")
@@ -433,8 +436,8 @@ def narrowed(rows: Rows, to: Rows) -> Rows:
     return rows.like(call)
 
 
-def brought_back(grades: Rows, prompts: Rows) -> Rows:
-    """For each of the prompts' rows the mean of what was said of the samples generated from it."""
+def averaged_by_prompt(grades: Rows, prompts: Rows) -> Rows:
+    """Average grades of generated samples over each of the prompts that they were generated from."""
     if not isinstance(prompts, Handle):
         raise TraceError(f"back_to got {describe(prompts)}; it takes the rows that these were generated from")
     session = grades.session
@@ -462,7 +465,7 @@ def brought_back(grades: Rows, prompts: Rows) -> Rows:
 
 
 def _labelled(rows: Sequence[Rows], columns: Mapping[str, object]) -> list[tuple[str, Rows]]:
-    """All handles with rows among them, by what an error calls them."""
+    """All handles with rows among these, by the names that errors use."""
     named = [(f"{name}=", cast("Rows", value)) for name, value in columns.items() if isinstance(value, Reducible)]
     return [("rows", handle) for handle in rows] + named
 
@@ -482,12 +485,14 @@ def _column(name: str, operand: Operand | Elementwise, rows: Batch, values: Mapp
     return Ragged.texts([str(text) for text in texts])
 
 
+# ---- reductions
+
 R = TypeVar("R")
 Over = Literal["group", "sample"]
 
 
 class Reducible(ABC, Generic[R]):
-    """Of no rows, `mean`, `std`, `min` and `max` are nan. A column of tokens counts with the generated ones."""
+    """The reductions of a handle. Over no rows, `mean`, `std`, `min` and `max` are nan. Of per-token columns, generated tokens count."""
 
     @abstractmethod
     def reduce(self, how: How, over: Over | None) -> Number | R:
@@ -555,6 +560,8 @@ class Reducible(ABC, Generic[R]):
         return self.reduce("count", over)
 
 
+# ---- rows
+
 TOKENS = frozenset({"tokens", "loss_mask", "logprobs", "versions", "kv_stale"})
 """Columns of samples with a value for each of their tokens."""
 
@@ -580,10 +587,10 @@ class Rows(Handle, Operators["Rows"], Reducible["Rows"]):
         self.tokens_of = tokens_of
         """The samples whose tokens the column has values for, if it has."""
 
-    # Looking at them
+    # ---- observing (Python waits)
 
     def batch(self) -> Batch:
-        """The rows, as a batch in the order of identity. Python waits for it."""
+        """The rows as a batch, in the order of identity. Python waits for it."""
         return self._wait("batch()")
 
     def __len__(self) -> int:
@@ -633,7 +640,7 @@ class Rows(Handle, Operators["Rows"], Reducible["Rows"]):
         column = batch[self.column]
         return [column.item(i) for i in range(len(column))] if isinstance(column, Ragged) else column.tolist()
 
-    # Fields
+    # ---- columns
 
     @property
     def fields(self) -> frozenset[str] | None:
@@ -665,7 +672,7 @@ class Rows(Handle, Operators["Rows"], Reducible["Rows"]):
         known = ", ".join(sorted(fields))
         return FieldError(f"{describe(self)} have no {name!r}; they have {known}", now=did_you_mean(name, [*fields, "length"], ""))
 
-    # Calculating
+    # ---- calculating
 
     def operate(self, operation: str, *operands: object) -> Rows:
         inputs = Inputs(self._session, operation)
@@ -718,10 +725,10 @@ class Rows(Handle, Operators["Rows"], Reducible["Rows"]):
             raise TraceError(f"groupby got {describe(key)}; it takes a column's name, or a handle: groupby(responses.level)")
         return GroupBy(key, None if self.column is None else self)
 
-    # The user's functions
+    # ---- users' functions
 
     def map(self, function: Callable[..., object], *, timeout_s: float | None = None, isolated: bool | None = None) -> Rows:
-        """A function on each sample, or on each value of a column; run on a worker, plain or async. One value a sample.
+        """Apply a function to each sample, or to each value of a column; run on a worker, plain or async. One value for each sample.
 
         `timeout_s` and `isolated` are as for `m2flow.op`.
         """
@@ -729,17 +736,17 @@ class Rows(Handle, Operators["Rows"], Reducible["Rows"]):
         return self.result_of(self._by_function("map", function, timeout_s, gives="column", isolated=isolated))
 
     def filter(self, keeps: Callable[..., object] | Rows) -> Rows:
-        """The rows for which this holds: a function that says True or False of a sample (or of a column's value), or a condition."""
+        """Keep rows: a function that returns True or False for a sample (or of a column's value), or a condition."""
         if isinstance(keeps, Rows):
             return self._kept(keeps)
         return self.like(self._by_function("filter", keeps, None, gives="kept"))
 
     def select(self, condition: Rows) -> Rows:
-        """The rows for which a condition holds: `responses.select(rewards > 0.5)`."""
+        """Keep the rows for which a condition holds: `responses.select(rewards > 0.5)`."""
         return self._kept(condition)
 
     def filter_groups(self, keeps: Callable[..., object]) -> Rows:
-        """Whole groups for which this holds: a function that says True or False of the list of a prompt's samples (or their values)."""
+        """Keep whole groups: a function that returns True or False for the list of a prompt's samples (or their values)."""
         return self.like(self._by_function("filter_groups", keeps, None, gives="kept", unit=Granularity.GROUP))
 
     def _by_function(
@@ -775,7 +782,7 @@ class Rows(Handle, Operators["Rows"], Reducible["Rows"]):
             shown={} if what == "map" else {"what": what},
         )
 
-    # Other rows
+    # ---- other rows and columns
 
     def _kept(self, condition: object) -> Rows:
         if not isinstance(condition, Rows):
@@ -810,20 +817,20 @@ class Rows(Handle, Operators["Rows"], Reducible["Rows"]):
         return joined("with_columns", [self], columns)
 
     def within(self, other: Rows) -> Rows:
-        """These rows, less those that a filter of the other's has dropped; themselves, if none has."""
+        """Drop the rows that a filter of the other's has dropped; themselves, if none has."""
         lineage = self._session.lineage
         ours, theirs = lineage.known(self._call.ordinal), lineage.known(other.check(self._session, "a join").call)
         if not theirs.is_within(ours) or ours.is_within(theirs):
             return self
-        return narrowed(self, other)
+        return restricted(self, other)
 
     def back_to(self, prompts: Rows) -> Rows:
-        """For each row that these samples were generated from, the mean over its samples.
+        """Average over the samples of each row of `prompts` that these samples were generated from.
 
         What a judge says of responses is rows of its own; this makes numbers of it that go with the responses:
         `grades.back_to(responses)`. All rows must be there before the first is known.
         """
-        return brought_back(self, prompts)
+        return averaged_by_prompt(self, prompts)
 
     def result_of(self, call: Call) -> Rows:
         """The column of a call that gives one value a sample."""
@@ -847,9 +854,12 @@ class Rows(Handle, Operators["Rows"], Reducible["Rows"]):
 
 
 class Scores(Rows):
-    """One number a sample: what a reward gives."""
+    """A number for each sample: the result of a reward."""
 
     column = "reward"
+
+
+# ---- functions of the flow language
 
 
 @overload

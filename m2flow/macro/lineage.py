@@ -1,10 +1,10 @@
-"""Which samples a call's result has rows of, and with which columns: known when the call is recorded, before anything runs.
+"""Track which samples a call's result has rows of, and with which columns, before anything runs.
 
     responses[rewards > 0.5]    rows of policy.generate, less those that this filter drops: one `Part`, with one filter
 
 Two results may be joined if one certainly has the rows of the other: the same call made their samples, and the one went through all
-filters of the other. What a filter really keeps is only known when it has run; so of two different filters of the same samples
-nothing is certain, and joining them is an error.
+filters of the other. What a filter really keeps is only known when it has run; so of two different filters of the same samples nothing
+is certain, and joining them is an error.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ class Part:
         return self.maker == other.maker and self.filters[: len(other.filters)] == other.filters
 
 
-class Known(NamedTuple):
-    """What is known of a call's result."""
+class ResultInfo(NamedTuple):
+    """What is known of a call's result before it runs."""
 
     call: Call
     parts: tuple[Part, ...]
     fields: frozenset[str] | None
     """Names of its columns; None: unknown."""
 
-    def is_within(self, other: Known) -> bool:
+    def is_within(self, other: ResultInfo) -> bool:
         return self.parts == other.parts or all(any(part.is_within(of) for of in other.parts) for part in self.parts)
 
 
 class Lineage:
-    """What is known of each call of a session."""
+    """What is known of each call's result in a session."""
 
     def __init__(self) -> None:
-        self._known: dict[int, Known] = {}
+        self._known: dict[int, ResultInfo] = {}
         self._makers: dict[int, Call] = {}
 
     def add(self, call: Call) -> None:
@@ -70,9 +70,9 @@ class Lineage:
         parts = (Part(call.ordinal),) if is_maker else self._parts(call, inputs)
         if is_maker:
             self._makers[call.ordinal] = call
-        known[call.ordinal] = Known(call, parts, self._fields(call, inputs))
+        known[call.ordinal] = ResultInfo(call, parts, self._fields(call, inputs))
 
-    def known(self, ordinal: int) -> Known:
+    def known(self, ordinal: int) -> ResultInfo:
         return self._known[ordinal]
 
     def makers(self, ordinal: int) -> list[Call]:
@@ -80,7 +80,7 @@ class Lineage:
         return [self._makers[maker] for maker in dict.fromkeys(part.maker for part in self._known[ordinal].parts)]
 
     def keep(self, needed: Iterable[int]) -> None:
-        """Forget all calls but these, and what must be known to say of which samples they are."""
+        """Forget all calls but these and those that made their samples."""
         known = {ordinal: self._known[ordinal] for ordinal in needed if ordinal in self._known}
         parts = [part for one in known.values() for part in one.parts]
         self._makers = {part.maker: self._makers[part.maker] for part in parts}
@@ -99,12 +99,12 @@ class Lineage:
         return ordinal in self._makers
 
     def narrowest(self, refs: Iterable[Ref]) -> Ref | None:
-        """The one whose rows all others certainly have."""
+        """The input whose rows all others certainly have."""
         found = list(refs)
         return next((ref for ref in found if all(self._known[ref.call].is_within(self._known[o.call]) for o in found)), None)
 
     def mismatch(self, what: str, inputs: Sequence[tuple[str, Ref]]) -> TraceError:
-        """Inputs that do not go together: two of them, what they are, and where they are from."""
+        """Describe inputs that do not go together: two of them, what they are, and where they are from."""
         (name, ref), (other, by) = next(pair for pair in itertools.combinations(inputs, 2) if self.narrowest(of for _, of in pair) is None)
         mine, others = self.makers(ref.call), self.makers(by.call)
         if {call.ordinal for call in mine} != {call.ordinal for call in others}:

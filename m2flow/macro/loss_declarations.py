@@ -1,13 +1,13 @@
-"""Losses as a flow declares them, and the updates that are refused because their loss can't be right for their samples.
+"""Declare losses in a flow, and refuse updates whose loss can't be right for their samples.
 
-Here is only the declaration (`m2flow.recipe.Loss`); the functions on tensors are in `m2flow.algorithms.losses`, which the
-engine imports. So a flow that names a loss loads no torch.
+Only the declaration is here (`m2flow.recipe.Loss`); the functions on tensors are in `m2flow.algorithms.losses`, which the engine
+imports. So a flow that names a loss loads no torch.
 
-A policy gradient without importance weights is right for samples of the very weights that it changes, and for them alone. Samples are
-of other weights where a generate may be stale, where an update makes several optimiser steps, and where the weights were
-updated since. A loss says by its `needs` whether it corrects for that (`behaviour_logprobs`); nothing else of it is looked at, so a
-loss that names them and ignores them passes. One that weighs tokens by nothing is their likelihood, which is right for any samples:
-fine-tuning on filtered samples of the policy's own, say.
+A policy gradient without importance weights is right only for samples of the very weights that it changes. Samples are of other weights
+where a generate may be stale, where an update makes several optimiser steps, and where the weights were updated since. A loss says by
+its `needs` whether it corrects for that (`behaviour_logprobs`); nothing else is looked at, so a loss that names them and ignores them
+passes. A loss that weights tokens by nothing is their likelihood, which is right for any samples: fine-tuning on filtered samples of the
+policy's own, say.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def check_update(loss: Loss, origins: Sequence[Call], *, name: str, version: int
 
 
 def _reuse(origins: Sequence[Call], version: int, epochs: int, minibatch_size: int | None) -> tuple[str, str] | None:
-    """Why samples may be of other weights than those that an update changes, and how not."""
+    """Explain why samples may be of other weights than those that an update changes, and how to avoid it."""
     stale = next((call for call in origins if call.options["staleness"]), None)
     if stale is not None:
         found = f"with staleness={stale.options['staleness']} the samples of {stale.site} may be of older weights"
@@ -181,7 +181,7 @@ _LATER = {
 
 
 def asynchrony(graph: MacroGraph, names: Mapping[int, str]) -> tuple[str, ...]:
-    """What the plan says about time in a flow: what may differ from one run to the next, and where Python takes the gain away.
+    """List a plan's notes on asynchrony: what may differ from one run to the next, and where waiting Python prevents overlap.
 
     An observation in the loop keeps the later steps' calls from being known; one of `lag` steps ago, at least as many as the staleness,
     keeps nothing from running.
@@ -204,12 +204,12 @@ def asynchrony(graph: MacroGraph, names: Mapping[int, str]) -> tuple[str, ...]:
         "have one call at a time; the run records which, and `m2flow run --eager --decisions RUN_DIR` repeats it",
     ]
     by_ordinal = {call.ordinal: call for call in graph.calls}
-    told = set()
+    reported = set()
     for seen in graph.observations:
         call = by_ordinal.get(seen.call)
-        if seen.step < 0 or seen.lag >= staleness or call is None or call.engine == "source" or (seen.site, seen.why) in told:
+        if seen.step < 0 or seen.lag >= staleness or call is None or call.engine == "source" or (seen.site, seen.why) in reported:
             continue
-        told.add((seen.site, seen.why))  # The line of a loop is told once, with its first turn.
+        reported.add((seen.site, seen.why))  # A line of a loop is reported once, with its first iteration.
         effect = (
             f"lets no more than {_count(seen.lag, 'step')} run ahead" if seen.lag else "makes this flow synchronous, whatever its staleness"
         )

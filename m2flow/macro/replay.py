@@ -35,7 +35,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol, TextIO
 
 from m2flow.errors import DivergenceError, FlowError, M2FlowError
-from m2flow.macro.capture import told
+from m2flow.macro.capture import stable_text
 from m2flow.macro.eager import number_of
 from m2flow.macro.flow import Flow
 from m2flow.macro.graph import Call, CallKind, Granularity, MacroGraph, Observation
@@ -66,7 +66,7 @@ class CallRecord:
 
     @classmethod
     def of(cls, call: Call) -> CallRecord:
-        shown, hidden = _told_options(call)
+        shown, hidden = _options_text(call)
         return cls(
             call.ordinal,
             call.step,
@@ -289,20 +289,22 @@ def difference(recorded: CallRecord, now: CallRecord, *, what: str = "recorded")
     return None
 
 
-_Told = tuple[tuple[str, str], ...]
+_Texts = tuple[tuple[str, str], ...]
 
 
-def _told_options(call: Call) -> tuple[_Told, _Told]:
-    common = _told_of_kind(call.kind) if call.kind is not None else {}
-    as_written = tuple([(name, told(value)) for name, value in call.shown.items()])
-    hidden = [(name, common[name] if name in common else told(value)) for name, value in call.options.items() if name not in call.shown]
+def _options_text(call: Call) -> tuple[_Texts, _Texts]:
+    common = _texts_of_kind(call.kind) if call.kind is not None else {}
+    as_written = tuple([(name, stable_text(value)) for name, value in call.shown.items()])
+    hidden = [
+        (name, common[name] if name in common else stable_text(value)) for name, value in call.options.items() if name not in call.shown
+    ]
     return as_written, tuple(hidden)
 
 
 @functools.lru_cache(maxsize=256)
-def _told_of_kind(kind: CallKind) -> Mapping[str, str]:
+def _texts_of_kind(kind: CallKind) -> Mapping[str, str]:
     """Calls of a place mostly have the options that they had before."""
-    return {name: told(value) for name, value in kind.options.items()}
+    return {name: stable_text(value) for name, value in kind.options.items()}
 
 
 def _step(call: CallRecord) -> str:
@@ -363,7 +365,7 @@ class ReplayBackend(Backend):
         self._takers: dict[int, list[int]] = {}
         """Call -> the replayed calls that take its result."""
         self._released: set[int] = set()
-        """Calls that the program has let go, and the live backend has not been told."""
+        """Calls that the program has let go, and the live backend has not released."""
         self._num_looks = 0
         self._is_live = False
         self._known_live: set[int] = set()

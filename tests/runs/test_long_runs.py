@@ -11,7 +11,7 @@ from m2flow import Dataset, Policy, Reward, Sample, flow, informative, log, op, 
 from m2flow.errors import TraceError
 from m2flow.macro import session
 from m2flow.macro.graph import Call
-from m2flow.macro.lineage import Known
+from m2flow.macro.lineage import ResultInfo
 from m2flow.runner.run import Run
 from m2flow.spec import ClusterSpec, RolloutSpec, RunSettings, TrainSpec
 from m2flow.testing.world import run_eager, run_planned
@@ -60,7 +60,7 @@ def long(num_steps: int, found: list[tuple[int, int]]) -> None:
         assert (before is None) == (step < 2)
         assert (earlier is None) == (step < MOST_LAG)
         if step in (num_steps // 2, num_steps - 1):
-            found.append((count(Call), count(Known)))
+            found.append((count(Call), count(ResultInfo)))
 
 
 @pytest.mark.parametrize("is_eager", [True, False], ids=["eager", "planned"])
