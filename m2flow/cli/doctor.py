@@ -322,10 +322,7 @@ def other_interpreter(spec: ClusterSpec) -> str:
 def _abilities(info: EngineInfo) -> list[str]:
     can = info.capabilities
     names = {
-        "streaming": can.streaming,
-        "abort": can.abort,
         "keyed seeds": can.keyed_seeds,
-        "resume with prefix": can.resume_with_prefix,
         "weights under requests": can.weights_under_requests,
         "probes": can.probes,
         "deterministic": can.deterministic,

@@ -196,17 +196,11 @@ class ParallelLayouts:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What an engine can do."""
+    """What an engine can do beyond the contract of its kind."""
 
     kind: EngineKind
-    streaming: bool = True
-    """Samples leave one by one, as they finish."""
-    abort: bool = True
-    """A request can be taken out between two steps, with its tokens so far."""
     keyed_seeds: bool = True
     """The random number of a token is a function of the sample's seed and the token's position."""
-    resume_with_prefix: bool = True
-    """A request may bring tokens that were generated elsewhere."""
     self_paced: bool = False
     """Rollout: it decodes by itself, in processes of its own; `step` takes what has come since, and waits a moment if nothing has."""
     weights_under_requests: bool = False
@@ -344,7 +338,12 @@ class Occupancy(NamedTuple):
 
 
 class RolloutEngine(Engine):
-    """Generates, with continuous batching: requests come and go between any two steps."""
+    """Generate with continuous batching: requests come and go between any two steps.
+
+    Three properties hold for every engine, since scheduling and recovery build on them: samples leave one by one, as they finish
+    (`step`); a request can be taken out at any time, with its tokens so far (`abort`); a request may bring tokens that were generated
+    elsewhere (`Request.prefix`).
+    """
 
     def rest(self) -> None:
         """Give the cache back, and keep the weights on the device (`Capabilities.rests`); `onload` comes next. What runs goes back to the

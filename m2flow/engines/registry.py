@@ -296,9 +296,6 @@ def _layout(words: Callable[[ParallelLayouts], str]) -> Callable[[Capabilities],
 
 
 _ROLLOUT: tuple[_Row, ...] = (
-    ("samples leave one by one", _truth("streaming")),
-    ("a sample can be taken out, with its tokens", _truth("abort")),
-    ("goes on from tokens made elsewhere", _truth("resume_with_prefix")),
     ("random numbers by sample and position", _truth("keyed_seeds")),
     ("bitwise with `--deterministic`", _truth("deterministic")),
     ('new weights under running samples (`kv="keep"`)', _truth("weights_under_requests")),

@@ -38,7 +38,7 @@ import numpy as np
 
 from m2flow.errors import PlanError
 from m2flow.macro.session import seldom_collecting
-from m2flow.micro.lowering.capabilities import can_migrate_samples, can_shrink_kv_cache
+from m2flow.micro.lowering.capabilities import can_shrink_kv_cache
 from m2flow.micro.lowering.placement import share_a_process
 from m2flow.micro.protocol.cost_terms import Costs
 from m2flow.micro.protocol.plan import Bound, Choice, Loser, Mode, Part, Seat
@@ -422,7 +422,7 @@ class _Search:
     def lends(self) -> bool:
         """Whether a trainer's devices may be lent to rollout."""
         spec = self.problem.spec
-        return spec.lend == "auto" and not self.problem.workload.staleness and can_migrate_samples(spec.rollout.engine)
+        return spec.lend == "auto" and not self.problem.workload.staleness
 
     def best(self, hows: Sequence[int]) -> Found | None:
         """The best plan with these ways to combine parts; None if there is none."""

@@ -133,7 +133,7 @@ def each_alone(factory: Factory, requests: Sequence[Request], settings: EngineSe
 def check_abort_returns_the_tokens_so_far(factory: Factory) -> None:
     requests = group_requests(GREEDY, num_per_prompt=2)
     with started(factory) as engine:
-        if engine.capabilities.self_paced or not engine.capabilities.abort:
+        if engine.capabilities.self_paced:
             return
         whole = generate(engine, requests)
         engine.add(requests)
@@ -157,7 +157,7 @@ def check_a_snapshot_is_what_an_abort_would_give_and_disturbs_nothing(factory: F
         requests = group_requests(SAMPLED, num_per_prompt=2)
         with started(factory, settings) as engine:
             can = engine.capabilities
-            if can.self_paced or not (can.abort and can.resume_with_prefix and (can.deterministic or not settings.deterministic)):
+            if can.self_paced or (settings.deterministic and not can.deterministic):
                 continue
             whole = generate(engine, requests)
         goes_on = [continued(requests[0], whole[requests[0].id], 4), *requests[1:]]
@@ -187,7 +187,7 @@ def check_what_goes_on_from_a_snapshot_is_the_same_sample(factory: Factory) -> N
         requests = group_requests(SAMPLED, num_per_prompt=3)
         with started(factory, settings) as engine:
             can = engine.capabilities
-            if can.self_paced or not (can.abort and can.resume_with_prefix and (can.deterministic or not settings.deterministic)):
+            if can.self_paced or (settings.deterministic and not can.deterministic):
                 continue
             engine.add(requests)
             early = {sample.id: sample for _ in range(3) for sample in engine.step()}
@@ -202,7 +202,7 @@ def check_what_goes_on_from_a_snapshot_is_the_same_sample(factory: Factory) -> N
 
 def check_a_queued_request_can_be_aborted(factory: Factory) -> None:
     with started(factory) as engine:
-        if engine.capabilities.self_paced or not engine.capabilities.abort:
+        if engine.capabilities.self_paced:
             return
         request = make_request(0, 0, GREEDY)
         engine.add([request])
@@ -213,8 +213,6 @@ def check_a_queued_request_can_be_aborted(factory: Factory) -> None:
 
 def check_a_prefix_continues_as_if_it_had_not_stopped(factory: Factory) -> None:
     with started(factory) as engine:
-        if not engine.capabilities.resume_with_prefix:
-            return
         requests = group_requests(repeatable(engine), num_per_prompt=2)
         whole = generate(engine, requests)
     with started(factory) as engine:
@@ -225,8 +223,6 @@ def check_a_prefix_continues_as_if_it_had_not_stopped(factory: Factory) -> None:
 def check_a_finished_prefix_comes_back_as_it_is(factory: Factory) -> None:
     requests = group_requests(SAMPLED)
     with started(factory) as engine:
-        if not engine.capabilities.resume_with_prefix:
-            return
         whole = generate(engine, requests)
         done = generate(engine, [continued(request, whole[request.id], len(whole[request.id].tokens)) for request in requests])
     assert_same_samples(whole, done, is_bitwise=True)
@@ -273,7 +269,7 @@ def _in_one_buffer(tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, An
 def check_a_resumed_sample_has_the_versions_that_made_it(factory: Factory) -> None:
     request = make_request(0, 0, GREEDY)
     with started(factory) as engine:
-        if engine.capabilities.self_paced or not (engine.capabilities.abort and engine.capabilities.resume_with_prefix):
+        if engine.capabilities.self_paced:
             return
         engine.add([request])
         for _ in range(4):
@@ -291,8 +287,7 @@ def check_what_goes_on_with_new_weights_reads_its_prefix_by_them(factory: Factor
     settings = EngineSettings(deterministic=True)
     requests = group_requests(SAMPLED, num_per_prompt=3)
     with started(factory, settings) as engine:
-        can = engine.capabilities
-        if not (can.abort and can.resume_with_prefix and can.deterministic):
+        if not engine.capabilities.deterministic:
             return
         changed = [(name, tensor * 2) for name, tensor in engine.weights()]
         engine.add(requests)
@@ -316,8 +311,6 @@ def check_what_goes_on_with_new_weights_reads_its_prefix_by_them(factory: Factor
 def check_what_a_prefix_was_made_with_is_remembered(factory: Factory) -> None:
     request = make_request(0, 0, GREEDY)
     with started(factory) as engine:
-        if not engine.capabilities.resume_with_prefix:
-            return
         whole = generate(engine, [request])[request.id]
         stale = (False, True, True)
         done = generate(engine, [replace(continued(request, whole, 3), prefix_kv_stale=stale)])[request.id]
@@ -342,9 +335,8 @@ def check_progress_counts_the_tokens_of_each_request(factory: Factory) -> None:
         engine.add(requests[:1])
         engine.step()
         (stopped,) = engine.abort([requests[0].id])
-        if engine.capabilities.resume_with_prefix:
-            engine.add([continued(requests[0], stopped, len(stopped.tokens))])
-            assert engine.progress() == {requests[0].id: len(stopped.tokens)}
+        engine.add([continued(requests[0], stopped, len(stopped.tokens))])
+        assert engine.progress() == {requests[0].id: len(stopped.tokens)}
 
 
 def check_weights_that_do_not_fit_are_refused(factory: Factory) -> None:
@@ -403,7 +395,7 @@ def check_what_goes_on_from_a_stale_cache_reads_it_again(factory: Factory) -> No
     request = make_request(0, 0, GREEDY)
     with started(factory) as engine:
         can = engine.capabilities
-        if can.self_paced or not (can.weights_under_requests and can.abort and can.resume_with_prefix):
+        if can.self_paced or not can.weights_under_requests:
             return
         changed = [(name, tensor * 2) for name, tensor in engine.weights()]
         engine.add([request])
@@ -454,7 +446,7 @@ def check_deterministic_samples_survive_abort_and_resume_bitwise(factory: Factor
     settings = EngineSettings(deterministic=True)
     requests = group_requests(SAMPLED, num_per_prompt=3)
     with started(factory, settings) as engine:
-        if not (engine.capabilities.deterministic and engine.capabilities.abort and engine.capabilities.resume_with_prefix):
+        if not engine.capabilities.deterministic:
             return
         whole = generate(engine, requests)
         engine.add(requests)
@@ -615,7 +607,7 @@ def check_a_step_with_nothing_to_do_returns_nothing(factory: Factory) -> None:
 
 def check_short_requests_leave_before_long_ones(factory: Factory) -> None:
     with started(factory) as engine:
-        if engine.capabilities.self_paced or not engine.capabilities.streaming:
+        if engine.capabilities.self_paced:
             return
         short, long = Sampling(2, min_new_tokens=2), Sampling(12, min_new_tokens=12)
         engine.add([make_request(0, 0, long), make_request(1, 0, short), make_request(2, 0, long)])

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from m2flow.engines.contract import Capabilities
 from m2flow.engines.registry import check_adapters, engines
 from m2flow.errors import PlanError
-from m2flow.macro.graph import Call, MacroGraph
+from m2flow.macro.graph import MacroGraph
 from m2flow.macro.oversampling import carries, keeps_cache
 from m2flow.micro.protocol.plan import WorkerPlan
 from m2flow.recipe import Model
@@ -35,12 +35,6 @@ def can_shrink_kv_cache(engine: str) -> bool:
     """Whether a rollout engine can shrink its KV cache while samples run."""
     can = rollout_capabilities(engine)
     return can is not None and can.condenses
-
-
-def can_migrate_samples(engine: str) -> bool:
-    """Whether samples of a rollout engine can be aborted and resumed from their prefix on another worker."""
-    can = rollout_capabilities(engine)
-    return can is not None and can.abort and can.resume_with_prefix
 
 
 def readable_offloaded(engine: str) -> bool:
@@ -76,25 +70,6 @@ def roles_syncing_adapters_only(models: Mapping[str, Model], workers: Iterable[W
 def _takes_turns(worker: WorkerPlan, role: str) -> bool:
     """Whether a role is trained and sampled by turns on this worker."""
     return bool(worker.lease) and any(slot.kind == "train" and slot.role == role for slot in worker.engines)
-
-
-def check_partial_rollouts(call: Call, workers: Iterable[WorkerPlan]) -> None:
-    """Check that every rollout engine of a call's role can resume partial rollouts, if the call carries late samples.
-
-    Raises:
-        PlanError: a generation carries what is late, and an engine of its role can't stop a sample and go on with it.
-    """
-    if not carries(call.options):
-        return
-    for worker in workers:
-        for slot in worker.engines:
-            can = rollout_capabilities(slot.engine) if slot.kind == "rollout" and slot.role == call.role else None
-            if can is not None and not (can.abort and can.resume_with_prefix):
-                raise PlanError(
-                    f"late='carry' needs a rollout engine that can stop a sample and go on from its tokens, and {slot.engine!r} can't",
-                    where=call.site.describe(),
-                    now="Take late='drop', or another engine; `m2flow engines` says what each can do.",
-                )
 
 
 def check_lora(models: Mapping[str, Model], workers: Iterable[WorkerPlan]) -> None:

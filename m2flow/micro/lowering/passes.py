@@ -59,7 +59,6 @@ from m2flow.macro.loss_declarations import asynchrony
 from m2flow.micro.lowering.arithmetic import arithmetic
 from m2flow.micro.lowering.capabilities import (
     check_lora,
-    check_partial_rollouts,
     notes_on_capabilities,
     notes_on_difficulty,
     roles_syncing_adapters_only,
@@ -295,8 +294,6 @@ def lower(
     check_deadlock_freedom(routes, stages, workers)
     stages = with_rooms(first, stages, routes, workers)
     check_lora(models, workers)
-    for call in graph.calls:
-        check_partial_rollouts(call, workers)
     names = graph.names()
     # Of a line that a loop repeats, the call of the first turn.
     first_looks = {(seen.site, seen.why): seen for seen in reversed(graph.observations)}
@@ -359,7 +356,6 @@ class Lowering:
     def check(self, call: Call) -> None:
         """Raise PlanError if no worker has the engine that a new call needs."""
         check_place(call, self._hosted)
-        check_partial_rollouts(call, self._plan.workers)
 
     def stages(self, segment: MacroGraph) -> tuple[Stage, ...]:
         """The stages of a segment, one for each call.

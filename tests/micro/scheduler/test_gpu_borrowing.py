@@ -23,7 +23,6 @@ from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.cost_terms import PassCost, Switch, TrainCost
 from m2flow.micro.protocol.plan import Choice, Plan
 from m2flow.micro.scheduler.gpu_borrowing import GpuBorrowing
-from m2flow.planner import search
 from m2flow.planner.dynamic_program import WORTH
 from m2flow.planner.explaining import explain
 from m2flow.planner.search import find_plan
@@ -161,10 +160,8 @@ def test_the_search_lends_where_that_is_predicted_to_be_shorter_and_says_what_by
     assert {loser.what for loser in choice.losers} == {"time-shared", "split"}
 
 
-def test_nothing_is_lent_where_steps_overlap_or_the_engine_can_not_go_on_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_lent_where_steps_overlap() -> None:
     assert not any(seat.lent_until for seat in simple(staleness=1).seats)
-    monkeypatch.setattr(search, "can_migrate_samples", lambda engine: False)
-    assert not any(seat.lent_until for seat in simple().seats)
 
 
 def test_of_a_rollout_with_lent_devices_only_those_instances_take_turns() -> None:
