@@ -1,23 +1,19 @@
-"""How large a model is: parameters, adapters, cache and arithmetic for each token, from its config or its .gguf header alone.
+"""Describe a model's size: parameters, adapters, KV cache and arithmetic for each token, from its config or .gguf header alone.
 
-file.gguf --gguf_config--> the fields of a config.json --(m2flow.planner.model_shapes)--> ModelShape
-
-Source:
-    The GGUF specification, version 3 (and 2, which has the same header); little-endian files only.
-
-ModelShape, Lora --adapted--> the same shape with `adapter_parameters`, and how many of them are the experts'
-
-Each adapted layer of i inputs and o outputs has rank x (i + o) of them. Layers go by their Hugging Face names. Where there are experts,
-peft (0.21) adapts them and their routers, and no other MLP; gate and up of an expert are one matrix there, of twice the rank. Names that a
-recipe gives and no layer of this shape has are left out here; the engine refuses them.
-
-Source:
-    Hu et al. 2021, LoRA, arXiv:2106.09685. Counts were compared with peft's.
-
-config.json of a directory, or of the zoo (models/*.json) --> ModelShape --(modelled costs)--> seconds and bytes
+    config.json of a directory, or of the zoo (models/*.json) --> ModelShape --(cost_model)--> seconds and bytes
+    file.gguf --gguf_config--> the fields of a config.json --> ModelShape
+    ModelShape, Lora --adapted--> the same shape with `adapter_parameters`, and how many of them are the experts'
 
 Decoder-only language models with gated MLPs, dense or with experts, whose attention has key/value heads (multi-head, grouped) or one
-latent vector (MLA). Multi-token-prediction layers and vision towers are not counted. No weight is read, and torch is not loaded.
+latent vector (MLA). Multi-token-prediction layers and vision towers are not counted. No weights are read, and torch is not loaded.
+
+An adapted layer of i inputs and o outputs has rank x (i + o) adapter parameters. Layers go by their Hugging Face names. Where there are
+experts, peft (0.21) adapts them and their routers, and no other MLP; gate and up of an expert are one matrix there, of twice the rank.
+Names in a recipe that no layer of this shape has are ignored here; the engine refuses them.
+
+Sources:
+    The GGUF specification, version 3 (and 2, which has the same header); little-endian files only.
+    Hu et al. 2021, LoRA, arXiv:2106.09685. Counts were compared with peft's.
 """
 
 from __future__ import annotations
@@ -51,11 +47,11 @@ _FIELDS = {
     "expert_feed_forward_length": "moe_intermediate_size",
 }
 _MOST = 1 << 20
-"""Entries of an array, or bytes of a name: more than any file has, so that a broken one ends with an error and not with the memory."""
+"""Most entries of an array, or bytes of a name: more than any valid file has, so that a corrupt one raises instead of exhausting memory."""
 
 
 def gguf_config(file: Path) -> dict[str, object]:
-    """What a config.json of the model would say of its sizes; float32, as `m2flow` dequantises it.
+    """Read a .gguf header into the fields of a config.json; float32, since `m2flow` dequantises it.
 
     Raises:
         ModelError: the file can't be read, or is no GGUF file.
@@ -93,7 +89,7 @@ def _config(stream: BinaryIO, file: Path) -> dict[str, object]:
 
 
 def _value(stream: BinaryIO, kind: int) -> object:
-    """A value; of an array only how long it is."""
+    """Read a value; of an array only its length."""
     if kind in _SCALARS:
         return struct.unpack(_SCALARS[kind], stream.read(struct.calcsize(_SCALARS[kind])))[0]
     if kind == _STRING:
@@ -129,7 +125,7 @@ def _checked(count: int) -> int:
 
 
 _OF_EXPERTS = ("gate_up_proj", "down_proj")
-"""Where there are experts, no other layer has these names."""
+"""Names of the experts' layers; where there are experts, no other layer has them."""
 
 
 def adapted(shape: ModelShape, recipe: Lora | None) -> ModelShape:
@@ -146,7 +142,7 @@ def adapted(shape: ModelShape, recipe: Lora | None) -> ModelShape:
 
 
 def _layers(shape: ModelShape) -> Mapping[str, tuple[int, int, int]]:
-    """Name -> how many there are in the model, inputs, outputs."""
+    """Name of a layer -> (number of them in the model, inputs, outputs)."""
     h, num = shape.hidden, shape.num_layers
     found = _latent_attention(shape) if shape.latent else _attention(shape)
     found["o_proj"] = (num, shape.num_heads * shape.value_dim, h)
@@ -168,7 +164,7 @@ def _attention(shape: ModelShape) -> dict[str, tuple[int, int, int]]:
 
 
 def _latent_attention(shape: ModelShape) -> dict[str, tuple[int, int, int]]:
-    """MLA's, by the names of DeepSeek's models."""
+    """The layers of MLA, by the names of DeepSeek's models."""
     h, num, heads = shape.hidden, shape.num_layers, shape.num_heads
     rank, nope = shape.latent - shape.rope_dim, shape.head_dim - shape.rope_dim
     found = {
@@ -195,40 +191,40 @@ class ModelShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    """Of queries and keys."""
+    """The size of a head's queries and keys."""
     value_dim: int
-    """Of values, for each head."""
+    """The size of a head's values."""
     vocab: int
     is_tied: bool
-    """The head is the embedding table."""
+    """Whether the output head is the embedding table."""
     dtype: Dtype
     dense_width: int
-    """Of the MLP of a layer without experts."""
+    """Width of the MLP in layers without experts."""
     num_dense_layers: int
-    """Layers without experts."""
+    """The number of layers without experts."""
     num_experts: int = 0
     num_experts_per_token: int = 0
     expert_width: int = 0
     shared_width: int = 0
-    """Of the experts that every token goes through, together."""
+    """Total width of the shared experts, which process every token."""
     latent: int = 0
-    """MLA: numbers that the cache has for a token and a layer, instead of keys and values; 0 otherwise."""
+    """MLA: size of the latent vector that is cached for a token and a layer, instead of keys and values; 0 otherwise."""
     query_latent: int = 0
-    """MLA: the rank of the queries' projection; 0: they are not factored."""
+    """MLA: the rank of the queries' projection; 0 if it is not factored."""
     rope_dim: int = 0
-    """MLA: of the latent, the part that is a key as it is."""
+    """MLA: the part of the latent vector that is used as a key directly."""
     num_biases: int = 0
-    """Of the attention of a layer."""
+    """Parameters of a layer's attention."""
     has_query_norms: bool = False
     max_context: int = 0
     adapter_parameters: int = 0
-    """Beside its layers, and trained in the place of all others (`m2flow.planner.model_shapes`); 0: all are trained."""
+    """Parameters of adapters, the only ones that are trained; 0: all parameters are trained."""
     expert_adapter_parameters: int = 0
-    """Of these, the experts'."""
+    """The experts' share of the adapter parameters."""
 
     @cached_property
     def attention_parameters(self) -> int:
-        """Of one layer."""
+        """Parameters of one layer's MLP."""
         h, heads = self.hidden, self.num_heads
         if not self.latent:
             norms = self.head_dim * 2 if self.has_query_norms else 0
@@ -241,12 +237,12 @@ class ModelShape:
 
     @cached_property
     def expert_parameters(self) -> int:
-        """Of all routed experts of all layers."""
+        """Parameters of all routed experts of all layers."""
         return (self.num_layers - self.num_dense_layers) * self.num_experts * 3 * self.hidden * self.expert_width
 
     @cached_property
     def num_parameters(self) -> int:
-        """All of them; a tied head counts once."""
+        """All parameters; a tied head counts once."""
         h, sparse = self.hidden, self.num_layers - self.num_dense_layers
         layers = self.num_layers * (self.attention_parameters + 2 * h) + 3 * h * (
             self.num_dense_layers * self.dense_width + sparse * self.shared_width
@@ -255,24 +251,24 @@ class ModelShape:
 
     @cached_property
     def num_active(self) -> int:
-        """Those that one token meets: all but the experts that it is not routed to."""
+        """Parameters that one token uses: all but the experts that it is not routed to."""
         if not self.num_experts:
             return self.num_parameters
         return self.num_parameters - self.expert_parameters * (self.num_experts - self.num_experts_per_token) // self.num_experts
 
     @cached_property
     def num_multiplied(self) -> int:
-        """Those that one token is multiplied with: the active ones, but the head once and the embedding table never."""
+        """Parameters that one token is multiplied with: the active ones, with the head once and without the embedding table."""
         return self.num_active - (0 if self.is_tied else self.vocab * self.hidden)
 
     @cached_property
     def routed_share(self) -> float:
-        """Of a token's multiplications, the part that is in experts it was routed to."""
+        """The share of a token's multiplications in the experts that it is routed to."""
         return self.expert_parameters * self.num_experts_per_token / self.num_experts / self.num_multiplied if self.num_experts else 0.0
 
     @property
     def active_adapter_parameters(self) -> float:
-        """Of the adapters, those that one token meets."""
+        """Adapter parameters that one token uses."""
         idle = 1 - self.num_experts_per_token / self.num_experts if self.num_experts else 0.0
         return self.adapter_parameters - idle * self.expert_adapter_parameters
 
@@ -286,18 +282,18 @@ class ModelShape:
 
     @cached_property
     def kv_bytes(self) -> int:
-        """Of the cache, for one token, in the weights' dtype: keys and values of each layer, or its latent."""
+        """Bytes of KV cache for one token in the weights' dtype: keys and values of each layer, or its latent vector."""
         width = self.latent or self.num_kv_heads * (self.head_dim + self.value_dim)
         return self.num_layers * width * self.bytes_each
 
     @property
     def token_flops(self) -> int:
-        """Of a forward pass over a token, attention to earlier tokens apart: a multiplication and an addition a parameter."""
+        """Operations of a forward pass over a token, without attention to earlier tokens: one multiply-add for each parameter."""
         return 2 * self.num_multiplied
 
     @cached_property
     def attention_flops(self) -> int:
-        """Of a forward pass over s tokens with causal attention: this times s**2.
+        """Operations of causal attention in a forward pass over s tokens: this times s**2.
 
         Source:
             Two products of s x s x width, each of 2 operations a term, of which a causal mask leaves half.
@@ -306,17 +302,17 @@ class ModelShape:
 
     @cached_property
     def max_kv_shards(self) -> int:
-        """Ways that the cache can be cut without copies: the key/value heads; a latent can't be cut."""
+        """The most shards of the KV cache without replication: the key/value heads; a latent vector can't be sharded."""
         return 1 if self.latent else self.num_kv_heads
 
     def is_tp_legal(self, tp: int) -> bool:
-        """Heads are dealt out evenly; key/value heads too, or each is copied to as many devices."""
+        """Whether tensor parallelism of this degree is possible: heads are sharded evenly; key/value heads too, or they are replicated."""
         kv_ok = self.max_kv_shards % tp == 0 or tp % self.max_kv_shards == 0
         widths = (self.dense_width * bool(self.num_dense_layers), self.expert_width * bool(self.num_experts), self.shared_width)
         return self.num_heads % tp == 0 and kv_ok and all(width % tp == 0 for width in widths)
 
     def is_sp_legal(self, sp: int) -> bool:
-        """Ulysses deals out heads: of queries evenly, of keys and values evenly or as copies."""
+        """Whether Ulysses of this degree is possible: query heads are sharded evenly, key/value heads evenly or replicated."""
         kv_heads = self.num_heads if self.latent else self.num_kv_heads
         return self.num_heads % sp == 0 and (kv_heads % sp == 0 or sp % kv_heads == 0)
 
@@ -328,7 +324,7 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, config: str | Path | Mapping[str, object], *, name: str = "") -> ModelShape:
-        """The shape that a Hugging Face config.json describes: its directory, the file, or what is in it; or a .gguf file's header.
+        """Make a shape from a Hugging Face config.json (its directory, the file, or its content) or from a .gguf file's header.
 
         Raises:
             ModelError: no such file, no JSON, no GGUF, or a field is missing or no positive whole number.
@@ -343,7 +339,7 @@ class ModelShape:
 
 
 def shape_named(name: str) -> ModelShape:
-    """A model of the zoo by its name (`Qwen2.5-7B`), or of a directory or config.json by its path.
+    """Find the shape of a built-in model by its name (`Qwen2.5-7B`), or of a directory or config.json by its path.
 
     Raises:
         ModelError: there is neither; with the nearest names.
@@ -361,7 +357,7 @@ def shape_named(name: str) -> ModelShape:
 
 @functools.cache
 def zoo() -> tuple[str, ...]:
-    """The names of the models whose shapes come with m2flow."""
+    """The names of the built-in models."""
     return tuple(sorted(file.stem for file in _ZOO.glob("*.json")))
 
 
@@ -383,7 +379,7 @@ def _read(file: Path) -> Mapping[str, object]:
 
 
 class _Fields:
-    """A config, whose fields are asked for by any of their names."""
+    """A config whose fields are found under any of their names."""
 
     def __init__(self, config: Mapping[str, object], name: str) -> None:
         inner = config.get("text_config")
@@ -451,7 +447,7 @@ def _from_fields(fields: _Fields, name: str) -> ModelShape:
 
 
 def _num_dense(fields: _Fields, layers: int) -> int:
-    """Layers without experts, of a model that has some: the first ones, those that are listed, and those between the sparse ones."""
+    """Count the layers without experts in a model that has experts: the first ones, those listed, and those between the sparse ones."""
     listed = fields.get("mlp_only_layers")
     dense = {layer for layer in listed if isinstance(layer, int)} if isinstance(listed, list) else set()
     dense |= set(range(fields.count("first_k_dense_replace", default=0)))

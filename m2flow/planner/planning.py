@@ -107,10 +107,9 @@ def question_of(
 
     Args:
         graph: some steps of it; with what comes before and after them.
-        lengths: of answers, as `m2flow.rollout_scheduling.lengths.parse_lengths` takes them; by default those that the profile
-        observed, and
-            without a profile an assumption from the limit of the generate calls. Text that these limits contradict is refused, what was
-            observed is cut.
+        lengths: of responses, as `m2flow.rollout_scheduling.lengths.parse_lengths` takes them; by default those that the profile
+            observed, and without a profile an assumption from the limit of the generate calls. Text that these limits contradict is
+            refused, observed lengths are truncated.
         profile: what `m2flow profile` wrote, or what a run has measured so far; without one all is modelled.
         copies: of roles that take the weights of another: whose, as `m2flow.micro.lowering.passes.lower` takes them.
     Raises:

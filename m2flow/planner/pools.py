@@ -1,20 +1,18 @@
-"""Devices that plans can be made for: what each can do and where every number is from, and how fast bytes move among several.
+"""Describe the devices that plans are made for: data sheets, pools with their transfer rates, and the legal layouts of an engine on them.
 
-devices.yaml, the user's own files --device_list--> DeviceList --find--> Device
+    devices.yaml, the user's own files --device_list--> DeviceList --find--> Device
+    ClusterSpec, devices.yaml --pools_of--> Pool --> seconds of a copy, an all-gather, an optimiser step
+    ParallelLayouts of the engine, ModelShape, Pool --legal_layouts--> Layouts
 
-A user's file has the same form. Files are read in this order, a later one adding to and replacing what an earlier one has: the one that
-comes with m2flow, `~/.config/m2flow/devices.yaml` (or under `$XDG_CONFIG_HOME`), the one that the cluster spec names (`devices`).
-Attainable fractions are no data sheet's: they are what makes the model wrong, and what `m2flow profile` measures.
+Device files have one format. They are read in this order, a later one adding to and replacing entries of an earlier one: the built-in
+list, `~/.config/m2flow/devices.yaml` (or under `$XDG_CONFIG_HOME`), the file that the cluster spec names (`devices`). Attainable fractions
+are in no data sheet: they are what makes the model inaccurate, and what `m2flow profile` measures.
 
-ClusterSpec, devices.yaml --pools_of--> Pool --> seconds of a copy, an all-gather, a step of an optimiser
+Collectives are modelled by their bytes on the slowest link, inside a node and then across nodes, plus one latency. Limits: contention
+between engines, and networks that are not flat, are not modelled.
 
-Collectives are modelled by their bytes on the slowest link, inside a node and then across nodes, plus one latency. Contention between
-engines, and a network that is not flat, are not.
-
-ParallelLayouts of the engine, ModelShape, Pool --legal_layouts--> Layouts
-
-All that are legal, good or not: memory is not asked, and what is pinned is the search's to keep. Degrees of tensor and sequence
-parallelism are divisors of a node's devices, so that their groups lie inside one.
+All legal layouts are listed, good or not; memory and pins are the search's concern. Degrees of tensor and sequence parallelism are divisors
+of a node's devices, so that their groups lie inside one node.
 """
 
 from __future__ import annotations
@@ -39,71 +37,71 @@ BUILT_IN = Path(__file__).with_name("devices.yaml")
 
 @dataclass(frozen=True)
 class Device:
-    """One device, with its share of what its node has. SI units; `sources` says of each number where it is from."""
+    """A device with its share of its node's resources. SI units; `sources` has the source of each number."""
 
     name: str
     title: str
     bf16_tflops: float
-    """Dense, 10^12 operations a second; also of float16."""
+    """Dense peak in 10^12 operations a second; the same for float16."""
     fp32_tflops: float
     memory_gib: float
     memory_gb_s: float
     host_link_gb_s: float
     """Between the device and pinned memory of its host, in each direction."""
     link_gb_s: float
-    """Between the devices of a node, of each, in each direction."""
+    """Between the devices of a node, for each device, in each direction."""
     network_gb_s: float
-    """Of a whole node to the others, in each direction."""
+    """Between a whole node and the others, in each direction."""
     host_memory_gib: float
-    """Of a node."""
+    """Memory of a node."""
     host_memory_gb_s: float
-    """Of a node: what an optimiser that is stepped on the host streams through."""
+    """Memory bandwidth of a node, which limits an optimiser step on the host."""
     pageable: float
-    """A copy to memory of the host that is not pinned, as a fraction of one that is."""
+    """Rate of a copy to pageable host memory, as a fraction of one to pinned memory."""
     attained_link: float
     attained_sync: float
-    """What a broadcast of weights attains of the slowest link on its way."""
+    """Attained fraction of the slowest link in a weight broadcast."""
     train_mfu: float
     prefill_mfu: float
     decode_mfu: float
-    """Model operations a second as a fraction of the peak: in training, in forward passes, in decoding."""
+    """Model FLOPs utilisation: in training, in forward passes, in decoding."""
     decode_mbu: float
     step_mbu: float
-    """Bytes a second as a fraction of the memory's bandwidth: in decoding, in an optimiser step."""
+    """Memory bandwidth utilisation: in decoding, in an optimiser step."""
     usable_memory: float
     usable_host_memory: float
     launch_s: float
-    """Of a decode step, whatever its size."""
+    """Fixed time of a decode step."""
     layer_s: float
-    """Of each layer of a decode step, whatever its size."""
+    """Fixed time of each layer of a decode step."""
     microbatch_s: float
     collective_s: float
-    """A small all-reduce inside a node."""
+    """Latency of a small all-reduce inside a node."""
     network_collective_s: float
     hop_s: float
-    """From one worker to another, whatever the size."""
+    """Latency of a hop between workers."""
     channel_gb_s: float
-    """Of samples on their way between processes; no more than the network has."""
+    """Rate at which samples move between processes; at most the network's."""
     sync_s: float
-    """A weight sync, whatever the size."""
+    """Fixed time of a weight sync."""
     switch_s: float
-    """Leaving or taking a device, besides its bytes."""
+    """Fixed time to offload or onload an engine."""
     expert_imbalance: float
     hidden: float
     shares_host_memory: bool = False
-    """Its memory is the host's: nothing is offloaded."""
+    """Whether its memory is the host's, so that nothing is offloaded."""
     sources: dict[str, str] = field(default_factory=dict, hash=False, compare=False)
 
     def flops(self, num_bytes: int) -> float:
-        """Dense operations a second on numbers of this size."""
+        """Peak dense operations a second on numbers of this many bytes."""
         return 1e12 * (self.fp32_tflops if num_bytes >= 4 else self.bf16_tflops)
 
     def imbalance(self, share: float) -> float:
-        """How much longer the busiest device works than the mean, where this share of the work is dealt out by expert."""
+        """Ratio of the busiest device's work to the mean, if this share of the work is distributed by expert."""
         return 1 + (self.expert_imbalance - 1) * share
 
     def constants(self) -> dict[str, Constant]:
-        """Every number, by its field's name."""
+        """All numbers by field name, with their sources."""
         return {
             name: Constant(getattr(self, name), _unit(name), self.sources.get(name, ""))
             for name in _NUMBERS
@@ -124,7 +122,7 @@ def _unit(name: str) -> str:
 
 
 class DeviceList:
-    """Devices by name."""
+    """The known devices by name."""
 
     def __init__(self, devices: dict[str, Device]) -> None:
         self._devices = devices
@@ -134,7 +132,7 @@ class DeviceList:
         return tuple(self._devices)
 
     def find(self, name: str, *, where: str = "") -> Device:
-        """Raises `SpecError` if there is none, with the nearest name."""
+        """Find a device by name. Raises `SpecError` with the nearest name if there is none."""
         found = self._devices.get(name.lower())
         if found is None:
             near = did_you_mean(name.lower(), self._devices, cutoff=0.5)
@@ -143,10 +141,10 @@ class DeviceList:
 
 
 def device_list(own: str | Path | None = None) -> DeviceList:
-    """The devices of m2flow, of the user's configuration and of this file, which the cluster spec names.
+    """Read the built-in devices, those of the user's configuration, and those of the file that the cluster spec names.
 
     Raises:
-        SpecError: a file that is not there or no YAML, an unknown field, a value of the wrong kind, each with its line.
+        SpecError: a missing file or invalid YAML, an unknown field, a value of the wrong type, each with its line.
     """
     config = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "m2flow" / "devices.yaml"
     files = [config] if config.is_file() else []
@@ -204,11 +202,11 @@ def _device(name: str, entries: dict[str, dict[str, _Value]], defaults: dict[str
 
 
 _MOST = 1e30
-"""Of any number of a device."""
+"""The largest value of any number of a device."""
 
 
 def _sections(file: Path) -> list[tuple[str, str, dict[str, _Value]]]:
-    """(`defaults` or `devices`, name, entry) of a file, in its order."""
+    """List (`defaults` or `devices`, name, entry) of a file, in its order."""
     try:
         root = yaml.compose(file.read_text(), yaml.SafeLoader)
     except OSError as error:
@@ -279,22 +277,22 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Pool:
-    """Devices of one kind. Bytes and seconds; rates are of one device, attained rather than peak where the name does not say otherwise."""
+    """Devices of one kind. Bytes and seconds; rates are those of one device, attained ones unless the name says peak."""
 
     name: str
     device: Device
     num_nodes: int
     per_node: int
     memory_bytes: int
-    """What engines may have of a device's memory."""
+    """A device's memory that engines may use."""
     host_bytes: int
-    """What they may have of the host's, for each device."""
+    """Host memory that engines may use, for each device."""
     link_bytes_s: float
-    """To the others of its node."""
+    """Rate to other devices of the node."""
     network_bytes_s: float
-    """To other nodes: its share of its node's network."""
+    """Rate to other nodes: the device's share of the node's network."""
     pinned_bytes_s: float
-    """To and from pinned memory of its host."""
+    """Rate to and from pinned host memory."""
 
     @property
     def num_devices(self) -> int:
@@ -310,7 +308,7 @@ class Pool:
 
     @property
     def host_step_bytes_s(self) -> float:
-        """Of an optimiser that is stepped on the host: this device's share."""
+        """Rate of an optimiser step on the host: this device's share."""
         return self.device.host_memory_gb_s * 1e9 * self.device.step_mbu / self.per_node
 
     def host_link_bytes_s(self, *, is_pinned: bool) -> float:
@@ -320,17 +318,17 @@ class Pool:
         return num_devices <= self.per_node
 
     def between_bytes_s(self, num_devices: int) -> float:
-        """Among so many neighbours: the node's links, or the network."""
+        """Rate among so many neighbouring devices: the node's links, or the network."""
         return self.link_bytes_s if self.is_in_node(num_devices) else min(self.link_bytes_s, self.network_bytes_s)
 
     def latency_s(self, num_devices: int) -> float:
-        """Of a small all-reduce."""
+        """Latency of a small all-reduce."""
         if num_devices <= 1:
             return 0.0
         return self.device.collective_s if self.is_in_node(num_devices) else self.device.network_collective_s
 
     def gather_s(self, num_bytes: float, group: int, stride: int = 1) -> float:
-        """An all-gather after which each of the group has so many bytes, or a reduce-scatter before which each has. An all-reduce is both.
+        """Seconds of an all-gather after which each rank has so many bytes, or of the reverse reduce-scatter. An all-reduce is both.
 
         Args:
             stride: the group is every `stride`-th device.
@@ -348,7 +346,7 @@ class Pool:
 
 
 def pools_of(spec: ClusterSpec) -> dict[str, Pool]:
-    """The pools of a spec by name; this machine, as a pool named "", if it names none.
+    """Make the pools of a spec by name; this machine, as a pool named "", if it names none.
 
     Raises:
         SpecError: a device that no list has, with the nearest name; or this machine's GPU is none of them.
@@ -379,7 +377,7 @@ def _pool(name: str, spec: PoolSpec, device: Device) -> Pool:
 
 
 def _this_machine(pool: PoolSpec) -> PoolSpec:
-    """What the spec leaves open: the memory of each core, or what GPU it is."""
+    """Fill in what the spec leaves open: the memory of each core, or the GPU's name."""
     if pool.device == "cpu":
         memory = None if pool.memory_gib else _memory_gib()
         return pool.model_copy(update={"memory_gib": memory / pool.devices_per_node}) if memory else pool
@@ -391,7 +389,7 @@ def _this_machine(pool: PoolSpec) -> PoolSpec:
 
 
 def _device_of(model: str) -> str:
-    """The name in the device list of what the driver calls `NVIDIA H100 80GB HBM3`."""
+    """Map the driver's name (`NVIDIA H100 80GB HBM3`) to the name in the device list."""
     words = model.lower().replace("-", " ").split()
     name = next((word for word in words if word in ("h100", "h800", "h200", "h20", "b200", "l40s", "a100")), "")
     if not name:
@@ -411,13 +409,13 @@ def _memory_gib() -> float | None:
 PLANNED: dict[tuple[str, EngineKind], ParallelLayouts] = {
     ("deepspeed", "train"): ParallelLayouts(tp=None, sp=None, dp=None, ep=None, zero=(0, 1, 2, 3), offload=True, recomputes=True),
 }
-"""Layouts that can be planned for, beyond what the engine of that name can do here: to see what they would bring.
+"""Layouts that can be planned for beyond what the engine of that name supports here, to see what they would gain.
 
-DeepSpeed's pipelines need a model that is written as one, and go with ZeRO 0 and 1 only: not offered."""
+DeepSpeed's pipelines are not offered: they need a model written as a pipeline, and work with ZeRO 0 and 1 only."""
 
 
 def offered(name: str, kind: EngineKind) -> ParallelLayouts:
-    """What an engine offers, whether or not what it needs is installed here.
+    """The layouts that an engine offers, whether or not its dependencies are installed here.
 
     Raises:
         EngineError: there is no such engine.
@@ -431,18 +429,18 @@ def offered(name: str, kind: EngineKind) -> ParallelLayouts:
 
 
 def adds_adapters(engine: str) -> bool:
-    """Whether a rollout engine takes adapters alone."""
+    """Whether a rollout engine can receive adapters alone in a weight sync."""
     return any(info.kind == "rollout" and info.name == engine and info.capabilities.lora for info in engines())
 
 
 def legal_layouts(shape: ModelShape, offers: ParallelLayouts, kind: EngineKind, num_devices: int, per_node: int) -> tuple[Layout, ...]:
-    """Every legal layout on exactly this many devices; empty if there is none."""
+    """List the legal layouts on exactly this many devices."""
     return tuple(_layouts(shape, offers, kind, num_devices, per_node))
 
 
 def thread_layouts(kind: EngineKind, num_devices: int, per_node: int, num_ranks: int = 1) -> tuple[Layout, ...]:
-    """On cores of a CPU. `tp` counts the threads of a process: a trainer has as many processes as the spec gives it ranks, and rollout
-    instances share the cores out evenly."""
+    """List the layouts on CPU cores. `tp` counts the threads of a process: a trainer has as many processes as the spec gives it ranks, and
+    rollout instances share the cores evenly."""
     if kind == "train":
         is_legal = num_devices <= per_node and num_devices % num_ranks == 0
         return (Layout(tp=num_devices // num_ranks, dp=num_ranks),) if is_legal else ()
@@ -468,7 +466,7 @@ def _layouts(shape: ModelShape, offers: ParallelLayouts, kind: EngineKind, num_d
 
 
 def _stages(layout: Layout, offers: ParallelLayouts) -> Iterator[Layout]:
-    """The layout at each ZeRO stage, with and without offloading. A trainer of one replica has nothing to shard."""
+    """List the layout at each ZeRO stage, with and without offloading. A trainer with one replica has nothing to shard."""
     stages = [stage for stage in offers.zero if stage == 0 or layout.dp * layout.sp > 1] or [0]
     for stage in stages:
         for offload in (False, True) if offers.offload else (False,):
@@ -476,7 +474,7 @@ def _stages(layout: Layout, offers: ParallelLayouts) -> Iterator[Layout]:
 
 
 def _experts(shape: ModelShape, offers: ParallelLayouts, kind: EngineKind, tp: int, num_replicas: int) -> list[int]:
-    """Degrees of expert parallelism: none, or as far as it goes."""
+    """Degrees of expert parallelism: 1, or the largest possible."""
     most = tp if kind == "rollout" else num_replicas
     most = most if offers.ep is None else min(most, offers.ep)
     best = next(

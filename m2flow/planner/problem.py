@@ -1,49 +1,47 @@
-"""One search, set up: calls as bits of a set, every engine's options and times, and how the costs of parts add up to Pareto fronts.
+"""Set up one search: calls as bits of a set, every engine's options and times, and how costs of parts add up to Pareto fronts.
 
-Workload --CallGraph--> convex sets, their cuts (A before B), and what lies on each cut
+    Workload --CallGraph--> convex sets, their cuts (A before B), and the functions on each cut
+    Costs, ClusterSpec --options_of--> Options of each engine (resident, or offloaded to the host between its calls)
+    CallLoad, Option, chunk --leaf_times--> (l, T, d)      --side_by_side, in_turns, through_functions--> (l, T, d) of more calls
+    rows of plans --pruned--> Front
 
-A cut of a set S splits it into A and B such that no call of B comes before one of A: every down-set of S is tried, not only the
-prefixes of one order. Sets are ints, a bit for each call on devices in program order. Functions have no devices; they are counted on
-the one cut that parts what feeds them from what they feed.
+Cuts. A cut of a set S splits it into A and B such that no call of B comes before one of A; every down-set of S is tried, not only the
+prefixes of one order. Sets are ints, a bit for each call on devices in program order. Functions have no devices; they count on the one cut
+that separates what feeds them from what they feed. Calls that are independent of each other have 2^n down-sets. Where these are too many,
+only the prefixes of a few orders of the calls and their intersections are tried; `not_tried` says so.
 
-Calls that need nothing of each other have 2^n down-sets. Where these are too many, some are taken: the prefixes of a few orders of the
-calls, and what two of them have in common; `not_tried` says so.
+Options exclude what a pin forbids and what does not fit the device alone; `unfit` has the latter, for the error.
 
-Costs, ClusterSpec --options_of--> Options of each engine (resident, or in the host's memory between its calls)
+Times of a call or a part:
 
-What a pin forbids, and what does not fit the device alone, is not here. `unfit` remembers the latter, for the error.
-
-first  (l)   first sample in -> first chunk out
+    first  (l)   first sample in -> first chunk out
     total  (T)   all of the input there at 0 -> last chunk out
     last   (d)   last sample in -> last chunk out
 
-A forward pass and an update work chunk by chunk: a chunk of m samples on R replicas costs what ceil(m/R) R samples cost, and a fixed
-time for each micro-batch. An update makes nothing of use before its end (l = T); only its first mini-batch can be worked on before
-the last sample is in. Legal chunks are the call's unit times powers of two, and the whole batch.
+A forward pass and an update work chunk by chunk: a chunk of m samples on R replicas costs what ceil(m/R) R samples cost, and a fixed time
+for each micro-batch. An update has no output before its end (l = T); only its first mini-batch can be worked on before the last sample
+is in. Legal chunks are the call's unit times powers of two, and the whole batch.
 
-A row of a `Front` is one plan for some of the calls. `values` are its devices (by pool), its times and its memory; `ties` is what it
-has fixed for the rest of the plan, -1 where it has not. A row may be dropped if another with the same ties is no worse in any value:
-whatever the rest of the plan, every formula that puts rows together is monotone in each value.
-
-With (l, T, d) of leaves.py, A before B, both with what they need of functions between them already added to A as A' (below):
+With A before B, and A' for A with the functions between them:
 
     split, linked       l = l' + lB             T = max(l' + TB, T' + dB)         d = d' + dB
     split, unlinked     l = max(lA, lB)         T = max(TA, TB)                   d = max(dA, dB)
     turns               l = max(TA, l') + lB    T = max(TA + TB, l' + TB, T' + dB)    d = max(dA + TB, d' + dB)
 
-and where B waits for all of its input, l' is T' for B's start. A function f takes (l, T, d) to (l + lf, max(l + Tf, T + df), d + df).
-All are sums and maxima: no time of a plan falls when one of a part grows. For stages whose chunks come at an even pace, T is
+and where B waits for all of its input, l' is T' for B's start. A function f maps (l, T, d) to (l + lf, max(l + Tf, T + df), d + df). All
+are sums and maxima: no time of a plan falls when one of a part grows. For stages whose chunks come at an even pace, T is
 max_k(r_k + sum_{i>=k} p_i), which has its maximum at the first or the last chunk.
 
-With staleness, steps overlap: `busy` is how long a part holds its devices in each step: T of what takes turns, the longest of what
-is split. A step then takes max(busy, T/(staleness + 1)), since an answer waits for the update of staleness + 1 steps before.
+With staleness, steps overlap: `busy` is how long a part holds its devices in each step: T of what takes turns, the longest of what is
+split. A step then takes max(busy, T/(staleness + 1)), since a sample waits for the update of staleness + 1 steps before.
+
+A row of a `Front` is one plan for some of the calls. `values` are its devices (by pool), its times and its memory; `ties` is what it has
+fixed for the rest of the plan, -1 where nothing. A row is dropped if another with the same ties is no worse in any value, since every
+formula that combines rows is monotone in each value. Ties exist for two kinds of engine: one with several calls (a critic's values and
+update) has the same devices and layout in all of them; and a model that is both sampled and trained needs weight syncs, whose cost depends
+on both layouts. What such an engine has chosen is part of a row's ties until all the calls that depend on it are inside.
 
 Source: the pipeline of Yu et al. (RLinf), arXiv:2509.15965, T_critical + (M/m - 1) T_bottleneck, is the case of even chunks.
-
-Two kinds of engine are more than a leaf of their own. One with several calls (a critic's values and update) is in one place: wherever
-a plan puts these calls, they have the same devices and the same layout. And a model that is both sampled and trained needs its new
-weights sent, which costs what both layouts make it cost. What such an engine has chosen is part of a row's ties until all the calls
-that it matters to are inside.
 """
 
 from __future__ import annotations
@@ -71,30 +69,32 @@ from m2flow.spec import ClusterSpec, PinSpec
 if TYPE_CHECKING:
     from m2flow.planner.dynamic_program import Lent
 
+# ---- sets of calls and their cuts
+
 _MOST_DOWN_SETS = 64
 _MOST_CUTS = 1500
-"""Of all parts. Time grows with their number; five calls beside each other have some 1,000, and a chain of twenty."""
+"""Most cuts of all parts. Time grows with their number; five independent calls have some 1,000, and so has a chain of twenty."""
 _SHORT = 6
-"""Calls of a part that begins later than the step, where even the cuts of a few orders are too many."""
+"""Most calls of a part that begins later than the step, where even the cuts of a few orders are too many."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """S = first | second, and how the second gets what the first makes."""
+    """A split of a set of calls, S = first | second, and how the second gets the output of the first."""
 
     first: int
     second: int
     is_linked: bool
-    """Something in `second` needs something in `first`; otherwise they may run side by side."""
+    """Whether a call in `second` depends on one in `first`; otherwise they may run in parallel."""
     waits: bool
-    """What starts `second` needs all of its input."""
+    """Whether the calls that start `second` need all of their input (a barrier)."""
     functions: tuple[str, ...]
-    """Functions that are fed by `first` alone and feed `second`, in program order."""
+    """Functions fed by `first` alone that feed `second`, in program order."""
 
 
 @dataclass(frozen=True)
 class CallGraph:
-    """The calls on devices with their order."""
+    """The calls on devices with their dependencies."""
 
     workload: Workload
     device_calls: tuple[CallLoad, ...] = field(init=False)
@@ -144,12 +144,12 @@ class CallGraph:
 
     @cached_property
     def direct(self) -> tuple[int, ...]:
-        """For each call on devices those that it needs, directly or through functions."""
+        """The calls on devices that each one depends on, directly or through functions alone."""
         return tuple(self._union(self._through.get(name, self.bits.get(name, 0)) for name in call.after) for call in self.device_calls)
 
     @cached_property
     def before(self) -> tuple[int, ...]:
-        """For each call on devices all that come before it."""
+        """All calls on devices that come before each one."""
         found: list[int] = []
         for needs in self.direct:
             found.append(needs | self._union(found[i] for i in _indices(needs)))
@@ -157,7 +157,7 @@ class CallGraph:
 
     @cached_property
     def _all_down_sets(self) -> tuple[int, ...] | None:
-        """None: there are too many, or too many cuts between them."""
+        """All down-sets; None if there are too many, or too many cuts between them."""
         found = {0}
         for i, needs in enumerate(self.before):
             found |= {done | 1 << i for done in found if needs & ~done == 0}
@@ -167,7 +167,7 @@ class CallGraph:
 
     @cached_property
     def down_sets(self) -> tuple[int, ...]:
-        """All of them; where there are too many, those of a few orders of the calls. Ascending."""
+        """All down-sets, ascending; where there are too many, those of a few orders of the calls."""
         if self._all_down_sets is not None:
             return self._all_down_sets
         found = set[int]()
@@ -179,7 +179,7 @@ class CallGraph:
         return tuple(sorted(found))
 
     def _orders(self) -> Iterator[list[int]]:
-        """Topological orders of the calls: of the program, kind by kind, engine by engine, the longest chains first, and from behind."""
+        """Topological orders of the calls: program order, by kind, by engine, longest chains first, and last calls first."""
         rest = [self._height(i) for i in range(len(self.before))]
         kinds = [call.engine.kind if call.engine is not None else "" for call in self.device_calls]
         names = [str(call.engine) for call in self.device_calls]
@@ -202,26 +202,26 @@ class CallGraph:
         return found
 
     def _height(self, i: int) -> int:
-        """Calls that come after it."""
+        """The number of calls that come after a call."""
         return sum(1 for needs in self.before if needs >> i & 1)
 
     @property
     def not_tried(self) -> tuple[str, ...]:
-        """What the cuts leave out; nothing where all are tried."""
+        """What the cuts leave out; empty if all are tried."""
         if self._all_down_sets is not None:
             return ()
         return (f"most ways to part a step of {len(self.device_calls)} calls: the parts are runs of calls in a few orders of them",)
 
     @cached_property
     def convex_sets(self) -> tuple[int, ...]:
-        """What can lie between two cuts, the smaller first; the last is everything."""
+        """All sets that can lie between two cuts, smaller ones first; the last is the set of all calls."""
         found = _convex(self.down_sets)
         if _num_cuts(self.down_sets) > _MOST_CUTS:
             found = {calls for calls in found if calls.bit_count() <= _SHORT or calls in self.down_sets}
         return tuple(sorted(found, key=lambda calls: (calls.bit_count(), calls)))
 
     def cuts(self, calls: int) -> Iterator[Cut]:
-        """All ways to split a convex set into two; of some down-sets alone, those into two that these enclose."""
+        """All cuts of a convex set; if only some down-sets are tried, those into two sets that these enclose."""
         seen = set()
         for done in self.down_sets:
             first = calls & done
@@ -250,12 +250,12 @@ class CallGraph:
 
     @cached_property
     def leading_functions(self) -> tuple[str, ...]:
-        """Functions that need nothing from devices, and feed some."""
+        """Functions that depend on no call on devices, and feed some."""
         return tuple(f.name for f in self.function_calls if not self._through[f.name] and self._fed[f.name])
 
     @cached_property
     def trailing_functions(self) -> tuple[str, ...]:
-        """Functions that feed nothing on devices."""
+        """Functions that feed no call on devices."""
         return tuple(f.name for f in self.function_calls if not self._fed[f.name])
 
     @staticmethod
@@ -271,7 +271,7 @@ def _convex(down_sets: Collection[int]) -> set[int]:
 
 
 def _num_cuts(down_sets: Collection[int]) -> int:
-    """Of all that can lie between two cuts."""
+    """The number of cuts of all convex sets."""
     return sum(len({calls & done for done in down_sets}) - 2 for calls in _convex(down_sets))
 
 
@@ -282,34 +282,36 @@ def _indices(calls: int) -> Iterator[int]:
         calls ^= low
 
 
+# ---- options of engines
+
 _FREE_PIN = PinSpec()
 
 
 class Option(msgspec.Struct, frozen=True):
-    """One way to place an engine. What the search asks of each again and again is worked out by `of`."""
+    """One way to place an engine, with the quantities that the search reads again and again (see `of`)."""
 
     pool: str
     layout: Layout
     footprint: Footprint
     num_devices: int
     kept_bytes: int
-    """On the device while others work there."""
+    """Bytes on each device while others work there."""
     device_bytes: int
-    """While the engine works."""
+    """Bytes on each device while the engine works."""
     host_bytes: int
-    """In the host's memory, for each device: room for what leaves is reserved for good."""
+    """Bytes in the host's memory for each device; room for offloaded tensors is reserved permanently."""
     is_swapped: bool = False
-    """It comes to its devices before its calls and leaves them after, with all that it keeps; otherwise it stays."""
+    """Whether it is onloaded before its calls and offloaded after, with all that it keeps; otherwise it is resident."""
     leave_s: float = 0.0
     come_s: float = 0.0
 
     @classmethod
     def of(cls, pool: str, layout: Layout, footprint: Footprint) -> Option:
-        """That stays on its devices."""
+        """Make the option that is resident on its devices."""
         return cls(pool, layout, footprint, layout.num_devices, footprint.kept_bytes, footprint.device_bytes, footprint.host)
 
     def swapped(self, switch: Switch) -> Option:
-        """The same one, if it leaves its devices between its calls."""
+        """The same option, offloaded between its calls."""
         host = self.host_bytes + self.kept_bytes
         pool, layout, footprint, num, device = self.pool, self.layout, self.footprint, self.num_devices, self.device_bytes
         return Option(pool, layout, footprint, num, 0, device, host, True, switch.leave_s, switch.come_s)
@@ -317,16 +319,16 @@ class Option(msgspec.Struct, frozen=True):
 
 @dataclass
 class Options:
-    """All ways to place each engine."""
+    """The options of each engine; `unfit` has those that do not fit the device alone."""
 
     of: dict[EngineId, list[Option]] = field(default_factory=dict)
     unfit: dict[EngineId, list[Option]] = field(default_factory=dict)
 
 
 def options_of(engines: Sequence[EngineId], costs: Costs, spec: ClusterSpec, counts: dict[str, Sequence[int]] | None = None) -> Options:
-    """Every option of every engine, at all device counts that are multiples of the engine's unit.
+    """List the options of every engine, at all device counts that are multiples of the engine's unit.
 
-    With `counts`, by pool, only at those, and with an optimiser in the host's memory only where nothing else fits.
+    With `counts`, by pool, only at those, and with an offloaded optimiser only where nothing else fits.
     """
     found = Options()
     for engine in engines:
@@ -355,7 +357,7 @@ def options_of(engines: Sequence[EngineId], costs: Costs, spec: ClusterSpec, cou
 
 
 def options_near(engines: Mapping[EngineId, tuple[str, Layout, Sequence[int]]], costs: Costs, spec: ClusterSpec) -> Options:
-    """Of each engine, the options in one pool on these numbers of devices whose replicas are as a layout has them."""
+    """List options near a plan: for each engine those in one pool on these device counts, with the replicas of a layout."""
     found = Options()
     for engine, (pool, like, counts) in engines.items():
         found.of[engine], found.unfit[engine] = [], []
@@ -399,8 +401,8 @@ def pin_of(engine: EngineId, spec: ClusterSpec) -> PinSpec:
 
 
 def pinned_counts(pin: PinSpec, size: int) -> list[int]:
-    """Of a pool of that size, the numbers of devices that a pin leaves to its engine, where it says anything of them: its own, or multiples
-    of what its layout fixes, whose other degrees are powers of two."""
+    """Device counts that a pin leaves its engine in a pool of that size, where it restricts them: its own count, or multiples of the
+    degrees that its layout fixes, whose other degrees are powers of two."""
     layout = pin.layout
     if pin.num_devices is not None or pin.devices is not None:
         num = pin.num_devices if pin.num_devices is not None else pin.devices[1] - pin.devices[0] if pin.devices else 0
@@ -410,7 +412,7 @@ def pinned_counts(pin: PinSpec, size: int) -> list[int]:
 
 
 def is_allowed(engine: EngineId, pool: str, layout: Layout, spec: ClusterSpec) -> bool:
-    """Whether what the spec fixes leaves an engine this pool and this layout."""
+    """Whether the spec's pins allow an engine this pool and this layout."""
     pin = pin_of(engine, spec)
     return pin.pool in (None, pool) and _count_allowed(layout.num_devices, pin) and _layout_allowed(layout, pin)
 
@@ -426,6 +428,8 @@ def _layout_allowed(layout: Layout, pin: PinSpec) -> bool:
     return all(getattr(layout, name) == value for name, value in fixed) and pin.offload in (None, layout.offload)
 
 
+# ---- times of leaves
+
 T = TypeVar("T")
 
 TIMES = 3
@@ -433,7 +437,7 @@ TIMES = 3
 
 
 def legal_chunks(call: CallLoad) -> tuple[int, ...]:
-    """Samples that a call may hand on at a time."""
+    """The chunk sizes that a call may have, in samples."""
     unit = _unit(call)
     sizes = [unit]
     while sizes[-1] * 2 < call.num_samples:
@@ -455,7 +459,7 @@ def num_minibatches(call: CallLoad) -> int:
 
 @dataclass(frozen=True, eq=False)
 class LeafTimes:
-    """Of calls that one engine runs one after the other: [options, chunks, 3]."""
+    """Times of calls that one engine runs one after the other, [options, chunks, 3]."""
 
     chunks: tuple[int, ...]
     times: FloatArray
@@ -464,10 +468,10 @@ class LeafTimes:
 def leaf_times(
     calls: Sequence[CallLoad], options: Sequence[Option], costs: Costs, batches: Mapping[str, BatchTimes], most_chunks: int = 0
 ) -> LeafTimes:
-    """The calls in their order, in chunks that are legal for each of them; the engine comes before and leaves after, if it is swapped.
+    """Compute the times of calls in order, in chunks that are legal for all of them, with on- and offload if the engine is swapped.
 
     Args:
-        most_chunks: 0, or how many sizes to try: the whole batch, a quarter of it, and so on.
+        most_chunks: number of chunk sizes to try (the whole batch, a quarter of it, and so on); 0: all.
     """
     engine = calls[0].engine
     assert engine is not None
@@ -487,7 +491,7 @@ def leaf_times(
 def call_times(
     call: CallLoad, engine: EngineId, options: Sequence[Option], chunks: Sequence[int], costs: Costs, batch: BatchTimes
 ) -> FloatArray:
-    """[options, chunks, 3] of one call."""
+    """Times of one call, [options, chunks, 3]."""
     if call.work == "generate":
         return _generate(call, engine, options, chunks, costs, batch)
     return _passes(call, engine, options, chunks, costs, batch)
@@ -508,7 +512,7 @@ def instances(engine: EngineId, options: Sequence[Option], costs: Costs) -> Inst
 
 
 def _of_layouts(options: Sequence[Option], cost: Callable[[Option], T]) -> list[T]:
-    """A cost of each option; whether it is swapped does not matter, and its like comes next."""
+    """A cost for each option, computed once for an option and its swapped variant, which follows it."""
     found: list[T] = []
     before: Option | None = None
     for option in options:
@@ -518,7 +522,7 @@ def _of_layouts(options: Sequence[Option], cost: Callable[[Option], T]) -> list[
 
 
 def _is_like(option: Option, other: Option) -> bool:
-    """Whether two options are one layout, at home or swapped."""
+    """Whether two options have the same layout, resident or swapped."""
     return option.layout is other.layout and option.pool == other.pool
 
 
@@ -562,23 +566,23 @@ IntArray = npt.NDArray[np.int64]
 _FEW = 160
 """Rows up to which all pairs are compared at once."""
 _AT_ONCE = 60_000
-"""Comparisons that are made in one go: more fall out of the cache."""
+"""Comparisons in one operation; more do not fit the CPU's cache."""
 _ROUNDING = 1e-12
-"""Relative: two ways to write the same sum are one plan."""
+"""Relative difference up to which two sums are equal."""
 
 
 @dataclass(frozen=True, eq=False)
 class Front:
-    """Plans of one set of calls."""
+    """The unbeaten plans of one set of calls."""
 
     values: FloatArray
     """[rows, values], not negative."""
     ties: IntArray
     """[rows, ties]."""
     work: FloatArray
-    """[rows], device-seconds; of no importance for what is beaten."""
+    """[rows], device-seconds; not compared."""
     origin: IntArray
-    """[rows, 3]: where a row is from: (-1 - cut, row of the first, row of the second), or (way, option, chunk) of a leaf."""
+    """[rows, 3], the origin of a row: (NUM_HOWS x cut + way, row of the first, row of the second), or (-1, option, chunk) of a leaf."""
 
     def __len__(self) -> int:
         return len(self.values)
@@ -588,6 +592,7 @@ class Front:
 
 
 def gathered(fronts: list[Front]) -> Front:
+    """Concatenate fronts."""
     return Front(
         np.concatenate([front.values for front in fronts]),
         np.concatenate([front.ties for front in fronts]),
@@ -597,10 +602,10 @@ def gathered(fronts: list[Front]) -> Front:
 
 
 def pruned(front: Front, slack: FloatArray | float = 0.0, compared: list[int] | slice = slice(None)) -> Front:
-    """Without rows that another one beats or equals, or misses by no more than `slack`, a number for each value.
+    """Drop rows that another one beats or equals, or misses by no more than `slack` (a number for each value).
 
     Args:
-        compared: the ties that must be equal; all of them, or a better plan may be lost by what the others decide.
+        compared: the ties that must be equal; if not all, a better plan may be lost.
     """
     if len(front) < 2:
         return front
@@ -618,7 +623,7 @@ def unbeaten(every: FloatArray, kinds: IntArray, slack: FloatArray | float = 0.0
 
 
 def spread(front: Front, groups: IntArray, merit: FloatArray, most: int) -> Front:
-    """At most so many rows: the best of each group first (the least merit), then the second best, and so on."""
+    """Keep at most so many rows: the best of each group (the least merit), then the second best of each, and so on."""
     if len(front) <= most:
         return front
     order = np.lexsort((merit, groups))
@@ -634,7 +639,7 @@ def spread(front: Front, groups: IntArray, merit: FloatArray, most: int) -> Fron
 
 
 def codes(ties: IntArray) -> IntArray:
-    """One number for each row of ties."""
+    """Encode each row of ties as one number."""
     code = np.zeros(len(ties), np.int64)
     for column in ties.T:
         code = code * (int(column.max()) + 2) + column + 1
@@ -642,7 +647,7 @@ def codes(ties: IntArray) -> IntArray:
 
 
 def _unbeaten(values: FloatArray, kinds: IntArray, room: FloatArray) -> IntArray:
-    """Indices of the rows that no other beats, [values, rows] in an order in which a row comes before those that it beats."""
+    """Indices of unbeaten rows; `values` is [values, rows], sorted so that a row comes before those that it beats."""
     if len(kinds) <= _FEW:
         return _not_beaten_by_kept(_beats(values, kinds, room))
     left = np.arange(len(kinds))
@@ -659,7 +664,7 @@ def _unbeaten(values: FloatArray, kinds: IntArray, room: FloatArray) -> IntArray
 
 
 def _beats(values: FloatArray, kinds: IntArray, room: FloatArray) -> npt.NDArray[np.bool_]:
-    """[rows, rows]: whether a row is no worse than another of its kind in any value, or not by more than there is room for."""
+    """Whether a row is no worse than another of its kind in any value, up to the slack, [rows, rows]."""
     beats = np.equal.outer(kinds, kinds)
     most = values * (1 + _ROUNDING) + room[:, None]
     if values.size * len(kinds) <= _AT_ONCE:
@@ -671,7 +676,7 @@ def _beats(values: FloatArray, kinds: IntArray, room: FloatArray) -> npt.NDArray
 
 
 def _not_beaten_by_kept(beats: npt.NDArray[np.bool_]) -> IntArray:
-    """The rows that no row which is kept before them beats. Rows of bits are compared as whole numbers, each in one operation."""
+    """Rows that no kept row before them beats. Rows of bits are ints, so each comparison is one operation."""
     rows = [int.from_bytes(row, "little") for row in np.packbits(beats, axis=1, bitorder="little")]
     kept, beaten = [], 0
     for row, mask in enumerate(rows):
@@ -681,9 +686,12 @@ def _not_beaten_by_kept(beats: npt.NDArray[np.bool_]) -> IntArray:
     return np.array(kept, np.int64)
 
 
+# ---- how times add up
+
+
 @dataclass(frozen=True, eq=False)
 class Times:
-    """Arrays of one shape."""
+    """The times of parts; arrays of one shape."""
 
     first: FloatArray
     total: FloatArray
@@ -700,9 +708,9 @@ def zero_times() -> Times:
 
 
 def side_by_side(a: Times, fed: Times, b: Times, *, is_linked: bool, waits: bool, slowdowns: tuple[float, float] = (1.0, 1.0)) -> Times:
-    """A and B on devices of their own. `fed` is what B gets, when: A with the functions after it.
+    """Times of A and B on disjoint devices. `fed` are the times of B's input: A with the functions after it.
 
-    `slowdowns`: how many times as long A, and B, take while the other works too, which they do for as long as the shorter lasts.
+    `slowdowns`: the factors by which A and B are slower while the other works, which is as long as the shorter one lasts.
     """
     if waits:
         return Times(fed.total + b.first, fed.total + b.total, fed.last + b.total, np.maximum(fed.busy, b.busy))
@@ -717,7 +725,7 @@ def side_by_side(a: Times, fed: Times, b: Times, *, is_linked: bool, waits: bool
 
 
 def in_turns(a: Times, fed: Times, b: Times, *, is_linked: bool, waits: bool) -> Times:
-    """B when A has left the devices."""
+    """Times of A and then B on the same devices."""
     if not is_linked:
         total = a.total + b.total
         return Times(a.total + b.first, total, a.last + b.total, total)
@@ -731,14 +739,14 @@ def in_turns(a: Times, fed: Times, b: Times, *, is_linked: bool, waits: bool) ->
 
 @dataclass(frozen=True)
 class FunctionTimes:
-    """Of all the units of a call on functions."""
+    """Times of a function call over all of its units."""
 
     first: float
     total: float
     last: float
 
     def after(self, t: Times, *, waits: bool) -> Times:
-        """What comes out, if `t` goes in."""
+        """Times of the output for input with times `t`."""
         if waits:
             return Times(t.total + self.first, t.total + self.total, t.last + self.total, np.maximum(t.busy, self.total))
         total = np.maximum(t.first + self.total, t.total + self.last)
@@ -746,9 +754,9 @@ class FunctionTimes:
 
 
 def function_times(call: CallLoad, cost: FunctionCost, num_processes: int, chunk: int) -> FunctionTimes:
-    """A call whose units are taken in order, `chunk` in a task, by `num_processes` with `concurrency` units each.
+    """Times of a call whose units are taken in order, `chunk` in a task, by `num_processes` with `concurrency` units each.
 
-    The last unit in is out when the slowest of those that were under way with it is: the quantile c/(c + 1) of the latency, c units.
+    The last unit in is out when the slowest of the c units in flight with it is: the quantile c/(c + 1) of the latency.
     """
     units = {"sample": call.num_samples, "group": call.num_prompts, "minibatch": call.num_prompts, "batch": 1}[call.unit]
     under_way = min(units, num_processes * cost.concurrency)
@@ -760,7 +768,7 @@ def function_times(call: CallLoad, cost: FunctionCost, num_processes: int, chunk
 
 
 def through_functions(a: Times, names: Iterable[str], calls: Mapping[str, CallLoad], times: Mapping[str, FunctionTimes]) -> Times:
-    """What a cut hands on when `names`, in program order, lie on it: each takes from `a` or from others of them."""
+    """Times of a cut's output after the functions `names` on it (in program order); each reads `a` or other functions of the cut."""
     made: dict[str, Times] = {}
     for name in names:
         inputs = [made[need] for need in calls[name].after if need in made] or [a]
@@ -781,22 +789,22 @@ def _latest(times: list[Times]) -> Times:
 
 
 def outside_call(engine: EngineId) -> str:
-    """What stands for the calls of an engine that are in no usual step."""
+    """The name of the placeholder call of an engine that only other steps need."""
     return f"{engine} in other steps"
 
 
 @dataclass(frozen=True)
 class Sync:
-    """New weights of a role on their way to its rollout engine."""
+    """The weight syncs of a role, from its trainer to its rollout engine."""
 
     role: str
     times: int
-    """In a step."""
+    """Syncs in a step."""
     calls: int
-    """All that generate with the weights or update them."""
+    """The calls that generate with the weights or update them."""
 
     def meets(self, cut: Cut) -> bool:
-        """Whether its calls come together at this cut."""
+        """Whether this cut brings its calls together."""
         return not self.calls & ~(cut.first | cut.second) and bool(self.calls & ~cut.first) and bool(self.calls & ~cut.second)
 
     @property
@@ -810,7 +818,7 @@ class Sync:
 
 @dataclass
 class Problem:
-    """What `find_plan` searches."""
+    """A workload, its options and costs: what `find_plan` searches."""
 
     workload: Workload
     lengths: Draws
@@ -821,12 +829,12 @@ class Problem:
     most_chunks: int = 0
     """Chunk sizes to try for a leaf; 0: all."""
     lent: dict[tuple[object, ...], Lent] = field(default_factory=dict)
-    """What `lending` has worked out."""
+    """Cache of `dynamic_program`: rollouts with lent devices."""
     _leaves: dict[int, LeafTimes] = field(default_factory=dict)
     _syncs_s: dict[tuple[str, str, Layout, str, Layout, bool], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Engines that only other steps need have a place too: calls of no sample stand for them."""
+        """Add placeholder calls without samples for engines that only other steps need, so that these get a place too."""
         calls = [CallLoad(outside_call(e), "forward", e, 0, 1, "batch", False, ()) for e in self.workload.outside]
         self.workload = msgspec.structs.replace(self.workload, calls=(*self.workload.calls, *calls), outside=())
 
@@ -844,7 +852,7 @@ class Problem:
 
     @cached_property
     def batches(self) -> dict[str, BatchTimes]:
-        """By call: what it generates, or the samples of the last call before it that does.
+        """Call -> the samples that it generates, or those of the last generation before it.
 
         Each call stops at its own limit.
         """
@@ -869,7 +877,7 @@ class Problem:
         return options_of(self.workload.engines, self.costs, self.spec, self.counts)
 
     def leaf(self, calls: int) -> LeafTimes:
-        """Times of calls of one engine, for all of its options."""
+        """Times of an engine's calls, for all of its options."""
         if calls not in self._leaves:
             members = self.graph.members(calls)
             engine = members[0].engine
@@ -878,7 +886,7 @@ class Problem:
         return self._leaves[calls]
 
     def keep(self, rows: Mapping[EngineId, Sequence[int]]) -> None:
-        """Leave only these options of each engine."""
+        """Keep only these options of each engine."""
         for calls, leaf in self._leaves.items():
             (engine,) = self.graph.engines(calls)
             self._leaves[calls] = LeafTimes(leaf.chunks, leaf.times[rows[engine]])
@@ -886,13 +894,13 @@ class Problem:
         self.options = Options(kept, self.options.unfit)
 
     def with_options(self, options: Options) -> Problem:
-        """The same question of these options, in all of their chunks."""
-        found = copy.copy(self)  # With all that does not depend on options and is worked out already.
+        """The same problem with these options, in all chunk sizes."""
+        found = copy.copy(self)  # Keeps the caches that do not depend on options.
         found.options, found.most_chunks, found._leaves = options, 0, {}
         return found
 
     def slowdowns(self, cut: Cut) -> tuple[float, float]:
-        """How many times as long the two sides take while both work: on one host, engines of different kinds get into each other's way."""
+        """Slowdown factors of the two sides while both work: on one host, engines of different kinds compete for resources."""
         kinds = [{engine.kind for engine in self.graph.engines(side)} for side in (cut.first, cut.second)]
         if sum(pool.nodes for pool in self.spec.planned_pools.values()) > 1:
             return 1.0, 1.0
@@ -903,12 +911,12 @@ class Problem:
         return first, second
 
     def check(self) -> None:
-        """Raises PlanError: some engine fits nowhere, however much of the cluster it has."""
+        """Raise PlanError if some engine does not fit even on the whole cluster."""
         if not all(self.options.of.values()):
             raise self.no_room()
 
     def no_room(self) -> PlanError:
-        """What is short, and what would fit."""
+        """The error that says what is short and what would fit."""
         spec = self.spec
         return no_room(
             self.workload.flow, self.workload.engines, self.costs, spec, lambda engine, pool, layout: is_allowed(engine, pool, layout, spec)

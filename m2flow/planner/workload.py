@@ -1,22 +1,20 @@
-"""What a step of a flow asks of the machines: its calls with their sizes, and what the length distribution means for them.
+"""Describe what a step of a flow demands: its calls with their sizes, and rollout times under the length distribution.
 
-MacroGraph, lengths --workload_of--> Workload --> search
+    MacroGraph, lengths --workload_of--> Workload --> search
+    Lengths --draw--> Batch --(DecodeCost, instances)--> time of the rollout and its release of groups
+    Workload, Lengths or sampling limits --extents_of--> Extent of each role --> decode cost at the mean context, bytes of a sample's cache
 
-A call on handles alone (`rewards - beta * kl`) costs next to nothing and is not here; what depends on it depends on what it is made of.
+A call on handles alone (`rewards - beta * kl`) costs next to nothing and is contracted away: its dependents depend on its inputs.
 
-Lengths --draw--> Batch --(DecodeCost, instances)--> time of the rollout and its release of groups
+A rollout of W tokens, longest sample L, on n instances with B slots each takes
 
-A rollout of W tokens whose longest answer has L on n instances with B slots each takes
+    T = max( t0 max(L, W/(n B)) + t1 W/n,  k-longest bound ) + prefill/n + entering and leaving
 
-    T = max( t0 max(L, W/(n B)) + t1 W/n,  k-longest bound ) + prefill/n + coming and going
+with work spread evenly and the longest sample anywhere. A group is released when its last member has ended. The search adds up times as
+straight lines, so a release is given by the line from (first chunk, l) to (last chunk, T) that no chunk is later than: a plan can keep what
+it promises, and for a convex release (a long tail, all samples running from the start) nothing is lost.
 
-work spread evenly, the longest sample anywhere. Groups are released when their last member is done. The search adds up times in
-straight lines, so a release is given by the line from (first chunk, l) to (last chunk, T) that no chunk is later than: what a plan
-promises it can keep, and for a convex release (a long tail, all samples running from the start) nothing is lost.
-
-Workload, Lengths or sampling limits --extents_of--> Extent a role --> decode cost at the mean context, bytes of a sample's cache
-
-Lengths that are given are those of the models that the step trains; other models (a judge) are taken to use what they are allowed to.
+Given lengths are those of the models that the step trains; other models (a judge) are assumed to use all that they are allowed to.
 """
 
 from __future__ import annotations
@@ -44,40 +42,40 @@ from m2flow.samples import Batch
 from m2flow.spec import ClusterSpec
 
 DRAWS_PER_GROUP = 2.0
-"""Prompts that a refill is expected to draw for each group that it keeps. An assumption, that a run's own count should replace.
+"""Prompts that a refill is expected to draw for each group that it keeps. An assumption; a run's own count should replace it.
 
 Source:
-    verl's synchronous DAPO trainer asks for two for each group that it lacks (`replay_buffer.py`).
+    verl's synchronous DAPO trainer requests two for each missing group (`replay_buffer.py`).
 """
 
 Work = Literal["generate", "forward", "update", "function"]
 
 
 class CallLoad(msgspec.Struct, frozen=True):
-    """One call of the step."""
+    """A call of the step with its sizes."""
 
     name: str
     """Unique in the step: `policy.generate`, or `policy.generate@31` (the line) where there are several."""
     work: Work
     engine: EngineId | None
-    """None for functions, which need no device."""
+    """The engine; None for functions, which need no device."""
     num_prompts: int
     num_per_prompt: int
     unit: Literal["sample", "group", "minibatch", "batch"]
-    """The smallest set that it may be run on; an update adds up groups."""
+    """The smallest set of samples that it may run on; an update accumulates groups."""
     is_barrier: bool
-    """It starts when all of its input is there."""
+    """Whether it starts only when all of its input is there."""
     after: tuple[str, ...]
-    """Calls whose result it needs, by data or effect, in this step."""
+    """Calls of this step that it depends on, by data or effect."""
     num_epochs: int = 1
     num_optimizer_steps: int = 0
-    """Of an update: mini-batches times epochs."""
+    """Optimiser steps of an update: mini-batches times epochs."""
     token_budget: int = 0
     """Tokens of a micro-batch."""
     max_new_tokens: int = 0
-    """Of a generate call: its limit."""
+    """The token limit of a generate call."""
     prompt_bytes: float = 0.0
-    """Of a generate call on a dataset's prompts: the mean size of their texts."""
+    """Mean size of the prompts' texts, of a generate call on a dataset."""
 
     @property
     def num_samples(self) -> int:
@@ -85,15 +83,15 @@ class CallLoad(msgspec.Struct, frozen=True):
 
 
 class Workload(msgspec.Struct, frozen=True):
-    """A step: its calls in program order, which is a topological order."""
+    """The calls of a step in program order, which is a topological order."""
 
     flow: str
     calls: tuple[CallLoad, ...]
     staleness: int = 0
     outside: tuple[EngineId, ...] = ()
-    """Engines that are needed before or after the steps only: they need a place, and no time in a step."""
+    """Engines that are used only outside of this step: they need a place, but no time in the step."""
     step: int = 0
-    """Which of the traced steps it is: the first of those that are most alike."""
+    """The number of the traced step: the first of the most frequent kind."""
     num_alike: int = 1
     num_traced: int = 1
     """Steps that were traced, and how many of them have the same calls."""
@@ -103,15 +101,15 @@ class Workload(msgspec.Struct, frozen=True):
 
     @property
     def engines(self) -> tuple[EngineId, ...]:
-        """In the order of their first call."""
+        """The engines in the order of their first call."""
         return tuple(dict.fromkeys(call.engine for call in self.calls if call.engine is not None))
 
 
 def workload_of(graph: MacroGraph, spec: ClusterSpec, *, draws_per_group: float = DRAWS_PER_GROUP) -> Workload:
-    """The step of a traced flow that stands for most of them: an evaluation in every tenth step is not counted.
+    """Extract the typical step of a traced flow; an evaluation in every tenth step is not part of it.
 
     Args:
-        graph: some steps of the flow, with what comes before and after them. Without an outermost iterator, all of it is the step.
+        graph: some steps of the flow, with what comes before and after them. Without an outermost iterator, all calls are one step.
         draws_per_group: how many prompts a refill draws for each group that it keeps.
     Raises:
         TraceError: the step makes no call that takes time.
@@ -140,7 +138,7 @@ def _check_latencies(spec: ClusterSpec, names: set[str]) -> None:
 
 
 def _by_step(graph: MacroGraph) -> dict[int, list[Call]]:
-    """The calls of each step; those of all, as one, where the flow has no steps."""
+    """Group the calls by step; a flow without steps is one step."""
     steps: dict[int, list[Call]] = {}
     for call in graph.calls:
         steps.setdefault(call.step, []).append(call)
@@ -148,7 +146,7 @@ def _by_step(graph: MacroGraph) -> dict[int, list[Call]]:
 
 
 def _is_free(call: Call) -> bool:
-    """A read of a dataset, calculations on columns, a copy of weights in place: they take next to no time."""
+    """Whether a call takes next to no time: a dataset read, arithmetic on columns, an in-place copy of weights."""
     return call.engine == "source" or call.options.get("style") == "columns" or call.method == "copy_of"
 
 
@@ -157,7 +155,7 @@ def _engine(call: Call) -> EngineId | None:
 
 
 class _Step:
-    """The calls of one step, with those that are free contracted away."""
+    """Converts the calls of one step, contracting free ones."""
 
     def __init__(self, graph: MacroGraph, calls: Sequence[Call], spec: ClusterSpec, draws_per_group: float) -> None:
         self._graph = graph
@@ -209,7 +207,7 @@ class _Step:
         return "function"
 
     def _before(self, call: Call) -> tuple[set[int], bool]:
-        """The timed calls that it needs, directly or through free ones; and whether one of those gives nothing until it has everything."""
+        """The timed calls that a call depends on, directly or through free ones, and whether one of the free ones is a barrier."""
         found: set[int] = set()
         waits = False
         todo = [(before, False) for before in self._needs[call.ordinal]]
@@ -228,7 +226,7 @@ class _Step:
         return found, waits
 
     def _size(self, call: Call) -> tuple[int, int]:
-        """Prompts, and samples for each. Of a refill the candidates that it is expected to need; of over-sampling all that is begun."""
+        """(prompts, samples for each): for a refill the expected candidates, for over-sampling all that begin."""
         n = cast(int, self._origin(call).options.get("n", 1))
         if call.is_gated:
             count = cast(int, call.options["refill"])
@@ -237,7 +235,7 @@ class _Step:
         return math.ceil(rows / n), n
 
     def _origin(self, call: Call) -> Call:
-        """The generate call whose samples it works on, itself if it is one; a call on a dataset's rows has none, and is its own."""
+        """The generate call whose samples a call works on; a generation, or a call on a dataset's rows, is its own."""
         while call.engine != "rollout":
             ref = call.input("samples") or call.input("prompts") or next((ref for _, ref in call.inputs), None)
             if ref is None or ref.call not in self._calls:
@@ -257,7 +255,7 @@ class _Step:
         return float(rows.ragged("prompt").lengths.mean())
 
     def _names(self, timed: Sequence[Call]) -> dict[int, str]:
-        """A call's name; with its line where there are several of it, and a number where a line makes several."""
+        """A unique name: with the line where there are several calls of this name, and a number where a line has several."""
         count = Counter(call.name for call in timed)
         names: dict[int, str] = {}
         turns: Counter[str] = Counter()
@@ -272,14 +270,14 @@ FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
 _ENOUGH_SAMPLES = 512
-"""A smaller batch is drawn more often, since its longest sample is a matter of luck."""
+"""Least number of samples drawn; smaller batches are drawn several times, since their longest sample varies."""
 _MOST_DRAWS = 8
 _MOST_POINTS = 96
-"""Of a release, and of the k of the k-longest bound."""
+"""Points of a release, and values of k in the k-longest bound."""
 
 
 class Draws(Protocol):
-    """What a batch asks of `m2flow.rollout_scheduling.lengths.Lengths`."""
+    """The part of `m2flow.rollout_scheduling.lengths.Lengths` that a batch uses."""
 
     def draw(self, num_groups: int, n: int, seed: int, *, step: int = 0) -> npt.NDArray[np.int64]: ...
 
@@ -288,7 +286,7 @@ class Draws(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Instances:
-    """Ways to run a rollout; arrays of one length, an entry a way."""
+    """Ways to run a rollout; arrays with an entry for each way."""
 
     step_s: FloatArray
     sample_s: FloatArray
@@ -297,7 +295,7 @@ class Instances:
     num: FloatArray
     """Instances."""
     enter_leave_s: FloatArray
-    """Of a sample's coming and going."""
+    """Seconds for each sample that enters or leaves."""
     handover_s: FloatArray
     gather_s: FloatArray
 
@@ -316,7 +314,7 @@ class Draw:
     """[P]."""
 
     _known: dict[int, tuple[Instances, FloatArray]] = field(default_factory=dict, repr=False)
-    """By the id of ways, which are held: `seconds`, which is asked for by itself and for the releases."""
+    """Cache of `seconds` by the id of the ways, which are kept alive; used by itself and for releases."""
 
     @cached_property
     def _ascending(self) -> IntArray:
@@ -324,15 +322,15 @@ class Draw:
 
     @cached_property
     def _longest_tokens(self) -> FloatArray:
-        """Of the longest sample, of the two longest, and so on."""
+        """Cumulative lengths: of the longest sample, of the two longest, and so on."""
         return np.cumsum(self._ascending[::-1], dtype=np.float64)
 
     def longest_alone_s(self, ways: Instances) -> FloatArray:
-        """A token of a sample follows the one before it: (t0 + t1) L."""
+        """Lower bound of the longest sample, whose tokens are sequential: (t0 + t1) L."""
         return (ways.step_s + ways.sample_s) * int(self.responses.max(initial=0))
 
     def k_longest_s(self, ways: Instances) -> FloatArray:
-        """max_k (L1 + ... + Lk) / R_k: the k longest at the best rate that k samples can have; samples may move freely.
+        """The k-longest bound, max_k (L1 + ... + Lk) / R_k: the k longest samples at the best rate for k samples, with free migration.
 
         Source: as in `m2flow.rollout_scheduling.lower_bounds.k_longest_s`, at some of the k.
         """
@@ -346,7 +344,7 @@ class Draw:
         return np.asarray((tokens[None, :] / rates).max(axis=1))
 
     def seconds(self, ways: Instances) -> FloatArray:
-        """The time of the rollout, each way."""
+        """Seconds of the rollout for each way."""
         if id(ways) in self._known:
             return self._known[id(ways)][1]
         tokens, longest = float(self.responses.sum()), float(self.responses.max(initial=0))
@@ -360,11 +358,11 @@ class Draw:
         return seconds
 
     def prefill_s(self, ways: Instances) -> FloatArray:
-        """A group's prompt is read once."""
+        """Seconds of prefill; a group's prompt is prefilled once."""
         return np.asarray(float(self.prompts.sum()) / ways.num * ways.prefill_token_s)
 
     def releases_s(self, ways: Instances) -> FloatArray:
-        """[ways, P]: when the first, second, ... group is done, ascending; the last at `seconds`."""
+        """Release times of the first, second, ... group, [ways, P], ascending; the last is at `seconds`."""
         groups, lengths = self.responses.max(axis=1).astype(np.float64), self._ascending.astype(np.float64)
         tokens, num = float(lengths.sum()), len(lengths)
         queued = np.maximum(0.0, np.arange(len(groups))[None, :] / len(groups) - ways.slots[:, None] / num)
@@ -378,10 +376,10 @@ class Draw:
 
 
 class BatchTimes:
-    """The samples that a call works on."""
+    """Rollout times of the samples that a call works on, averaged over draws."""
 
     def __init__(self, call: CallLoad, lengths: Draws, *, limit: int = 0, seed: int = 0) -> None:
-        """`limit`: tokens at which an answer is cut; 0: none but that of the lengths."""
+        """`limit`: tokens at which responses are truncated; 0: only at the cap of the lengths."""
         num_draws = max(1, min(_MOST_DRAWS, _ENOUGH_SAMPLES // max(1, call.num_samples)))
         shape = call.num_prompts, call.num_per_prompt
 
@@ -394,11 +392,11 @@ class BatchTimes:
         self.num_samples = call.num_samples
         whole = np.concatenate([(draw.responses + draw.prompts[:, None]).ravel() for draw in self.draws]).astype(np.float64)
         self.mean_tokens = float(whole.mean()) if len(whole) else 0.0
-        """Of a sample with its prompt."""
+        """Mean tokens of a sample with its prompt."""
         self.mean_square = float((whole * whole).mean()) if len(whole) else 0.0
 
     def several(self, num: int) -> tuple[Draw, ...]:
-        """At least so many draws, the batch's own first: for what must suit steps that differ."""
+        """At least so many draws, the batch's own first, for choices that must suit different steps."""
         return self.draws + tuple(self._draw(step) for step in range(len(self.draws), num))
 
     def rollout_s(self, ways: Instances) -> FloatArray:
@@ -411,13 +409,13 @@ class BatchTimes:
         return np.asarray(np.mean([draw.k_longest_s(ways) for draw in self.draws], axis=0))
 
     def last_sample_s(self, ways: Instances) -> FloatArray:
-        """The longest answer in a full batch: how long after its prompt the last one is done."""
+        """Seconds of the longest sample in a full batch: from the last prompt in to the last sample out."""
         share = np.minimum(ways.max_running, np.ceil(self.draws[0].responses.size / ways.num))
         longest = float(np.mean([draw.responses.max(initial=0) for draw in self.draws]))
         return np.asarray((ways.step_s + ways.sample_s * share) * longest)
 
     def first_chunks_s(self, ways: Instances, groups_in_chunk: Sequence[int]) -> FloatArray:
-        """[ways, chunks]: when the straight release begins that is nowhere earlier than the true one, in chunks of whole groups."""
+        """Start of the linear release that is nowhere earlier than the true one, in chunks of whole groups, [ways, chunks]."""
         found = []
         for draw in self.draws:
             releases_s = draw.releases_s(ways)
@@ -444,7 +442,7 @@ def _chord(releases_s: FloatArray, step: int) -> FloatArray:
 
 @functools.lru_cache(maxsize=256)
 def _spread(num: int) -> IntArray:
-    """Indices from the first to the last, all of them or enough: dense where they are few."""
+    """Indices from the first to the last; if there are many, a geometric and an even selection."""
     if num <= _MOST_POINTS:
         return np.arange(num)
     few = np.unique(np.geomspace(1, num, _MOST_POINTS // 2).astype(np.int64) - 1)
@@ -453,16 +451,16 @@ def _spread(num: int) -> IntArray:
 
 
 _BYTES_PER_TOKEN = 4.0
-"""Of a text, for vocabularies of ten thousands of tokens: what byte-pair encodings come to on English."""
+"""Mean bytes of text for each token, as byte-pair encodings of ten thousands of tokens have on English."""
 _SMALL_VOCABULARY = 1000
-"""Below it, a token is a byte."""
+"""Vocabulary size below which a token is a byte."""
 _NUM_DRAWN = 4096
-"""Samples that a distribution's means are taken of, at least."""
+"""Least number of samples for a distribution's means."""
 
 
 @dataclass(frozen=True)
 class Extent:
-    """Tokens of the samples of a role."""
+    """Lengths of the samples of a role, in tokens."""
 
     prompt: float
     """Mean."""
@@ -472,21 +470,21 @@ class Extent:
     """Mean over generated tokens of how many the response had before: half of the mean length where all are equally long, and more
     where they are not, since long responses have more of the tokens."""
     longest: int
-    """Of prompt and response together, at most."""
+    """The longest sample, prompt and response together."""
 
     @property
     def context(self) -> float:
-        """Tokens in the cache of a sample, when one more is generated: mean over the generated tokens."""
+        """Mean tokens in a sample's KV cache over its generated tokens."""
         return self.prompt + self.position
 
     @property
     def sample(self) -> float:
-        """Tokens of a whole sample: mean."""
+        """Mean tokens of a whole sample."""
         return self.prompt + self.response
 
     @classmethod
     def of(cls, responses: Sequence[int] | npt.NDArray[np.int64], *, prompt: float = 0.0, longest: int = 0) -> Extent:
-        """Of responses that were seen.
+        """Measure lengths of recorded responses.
 
         >>> Extent.of([1, 3])
         Extent(prompt=0.0, response=2.0, position=0.75, longest=3)
@@ -498,12 +496,12 @@ class Extent:
 
     @classmethod
     def up_to(cls, max_new_tokens: int, *, prompt: float = 0.0) -> Extent:
-        """Nothing is known but the limit: half of it on average, and the squares of lengths uniform up to it."""
+        """Assume lengths from the limit alone: uniform up to it, so half of it on average."""
         return cls(prompt, max_new_tokens / 2, max_new_tokens / 3, int(prompt) + max_new_tokens)
 
 
 def extents_of(workload: Workload, shapes: Mapping[str, ModelShape], lengths: Lengths | None = None, *, seed: int = 0) -> dict[str, Extent]:
-    """The lengths of each role's samples: of those that it generates, else of those that it is asked about.
+    """Derive the lengths of each role's samples: those that it generates, or else those that it processes.
 
     Args:
         lengths: of the responses of models that the step trains; None: uniform up to each call's limit.
@@ -544,7 +542,7 @@ def _drawn(call: CallLoad, lengths: Lengths, seed: int) -> Extent:
 
 
 def _origin(call: CallLoad, workload: Workload, by_call: Mapping[str, Extent]) -> Extent | None:
-    """Of the longest samples that it needs, directly or through others."""
+    """The longest samples that a call depends on, directly or through others."""
     todo, seen = list(call.after), set(call.after)
     found: list[Extent] = []
     while todo:
