@@ -14,7 +14,7 @@ import m2flow
 from m2flow import errors, spec
 from m2flow.cli.main import cli
 from m2flow.engines.distributed.deepspeed import Options
-from m2flow.engines.servers.server_process import ServedOptions
+from m2flow.engines.servers.server_process import ServedRolloutOptions
 from m2flow.engines.servers.sglang import OWN_OPTIONS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -102,6 +102,6 @@ def test_the_options_of_every_engine_are_in_the_guide() -> None:
     guide = (ROOT / "docs" / "guide" / "engines.md").read_text()
     names = [*Options.__dataclass_fields__, *OWN_OPTIONS, "tempered_logprobs"]
     with pytest.raises(errors.EngineError) as refused:
-        ServedOptions("sglang", {"no_such_option": 1}, ()).check()
+        ServedRolloutOptions("sglang", {"no_such_option": 1}, ()).check()
     names += refused.value.now.removeprefix("It has ").removesuffix(".").split(", ")
     assert not [name for name in names if f"`{name}" not in guide]

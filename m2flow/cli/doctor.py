@@ -27,7 +27,7 @@ from rich.table import Table
 
 from m2flow.cli.cluster_file import load_cluster
 from m2flow.cli.main import find_run
-from m2flow.engines.installed import installed, interpreter_of, missing_tools, stand_ins
+from m2flow.engines.installed import installed, interpreter_of, missing_tools, overlaid_packages
 from m2flow.engines.registry import EngineInfo, capability_tables, check_engine, engines, find_engine, server_of, version_of
 from m2flow.errors import M2FlowError
 from m2flow.micro.worker.worker_process import LIBRARY, find_gpu
@@ -315,7 +315,7 @@ def other_interpreter(spec: ClusterSpec) -> str:
     if not has.version:
         return f"{python or sys.executable} has no {product.engine}"
     lacking = f"; it lacks {', '.join(has.lacking)}, which {product.oldest} has" if has.lacking else ""
-    laid_over = "".join(f"; its PYTHONPATH has {one}" for one in stand_ins(given))
+    laid_over = "".join(f"; its PYTHONPATH has {one}" for one in overlaid_packages(given))
     return f"{python or sys.executable} has {product.engine} {has.version}: {', '.join(has.abilities)}{lacking}{laid_over}"
 
 

@@ -1,1 +1,1 @@
-"""What executes the calls of roles: the contract, the registry, and a package for each family of engines."""
+"""Engines execute the calls of roles: the contract, the registry, and a package for each family of engines."""

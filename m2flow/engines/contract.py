@@ -1,20 +1,20 @@
-"""What an engine is: the contract of each kind, what it can do as data, what it holds of its device, and how far two engines agree.
+"""The contract of rollout, train and function engines, their capabilities as data, and what they report of themselves.
 
-Engine.memory() -> Memory: weights, gradients, optimiser, cache    (the rest of what a process takes are activations)
+An engine executes a role's calls inside one worker process. Constructors only assign; `start` loads, `stop` frees. The planner reads
+`Capabilities` and never asks for what an engine can't do. The suites in `m2flow.testing` prove an engine to be one; the built-in ones pass
+them too.
 
-Counted from the tensors that are there, so an engine that has put something away shows it.
+`Memory` says what an engine holds of its device: weights, gradients, optimiser states, KV cache. It is counted from the tensors that exist,
+so what was offloaded does not count; what else a process takes are activations.
 
-rollout's log-probabilities, trainer's --agreement_of--> Agreement --plus those of other micro-batches--> metrics of an update
+`Agreement` compares the rollout engine's log-probabilities with the trainer's. Both compute the same function, so a difference is rounding,
+another kernel, or a fault: a weight in the wrong place, a mask, another temperature. A policy gradient mistakes it for a change of the
+policy.
 
-Both compute the same function, so what is between them is rounding, another kernel, or a fault: a weight that went to the wrong place, a
-mask, another temperature. A policy gradient takes the difference for a change of the policy.
+    log-probabilities of both --agreement_of--> Agreement --added to those of other micro-batches--> metrics of an update
 
 Source: the estimator k3 of the divergence is Schulman's, http://joschu.net/blog/kl-approx.html; that rollout and training engines
 differ, and what that does: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training".
-
-An engine executes a role's calls inside one worker process. Constructors only assign; `start` loads, `stop` frees. The
-planner reads `Capabilities` and never asks for what an engine can't do. `m2flow.testing.engines` holds the suites that prove
-an engine to be one; the built-in ones pass them too.
 """
 
 from __future__ import annotations
@@ -32,10 +32,12 @@ from m2flow.errors import EngineError, OpError
 from m2flow.recipe import AdamW, Loss, Model, Sampling
 from m2flow.samples import Batch, Finish, Sample
 
+# ---- memory
+
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on the engine's device; of a trainer of several ranks, on the first one's."""
+    """Bytes that an engine holds on its device; of a trainer of several ranks, on the first rank's."""
 
     weights: int = 0
     gradients: int = 0
@@ -49,7 +51,7 @@ class Memory:
         return self.weights + self.gradients + self.optimizer + self.kv
 
     def words(self) -> str:
-        """What there is, the largest first.
+        """Describe the parts, the largest first.
 
         >>> Memory(weights=3 << 20, kv=5 << 30).words()
         'kv 5.00 GiB, weights 3.00 MiB'
@@ -59,7 +61,8 @@ class Memory:
 
 
 def size_of(num_bytes: float) -> str:
-    """
+    """Write a size with a binary unit.
+
     >>> size_of(512), size_of(3 << 20)
     ('512 B', '3.00 MiB')
     """
@@ -71,7 +74,7 @@ def size_of(num_bytes: float) -> str:
 
 
 def bytes_on(device: str, tensors: Iterable[Any]) -> int:
-    """Of torch tensors that lie on a device of this kind; each piece of memory counts once."""
+    """Add up the bytes of torch tensors on a kind of device; shared memory counts once."""
     kind = device.partition(":")[0]
     found: dict[int, int] = {}
     for tensor in tensors:
@@ -84,15 +87,17 @@ def bytes_on(device: str, tensors: Iterable[Any]) -> int:
 
 
 def _local(tensor: Any) -> Any:
-    """This rank's part: of a DTensor, or of a parameter that DeepSpeed's stage 3 has spread."""
+    """This rank's part of a DTensor, or of a parameter that DeepSpeed's stage 3 has partitioned."""
     if hasattr(tensor, "to_local"):
         return tensor.to_local()
     part = getattr(tensor, "ds_tensor", None)
     return tensor if part is None or tensor.numel() else part
 
 
+# ---- agreement of rollout engine and trainer
+
 PREFIX = "rollout_diff/"
-"""Of the metrics' names."""
+"""Prefix of the metrics' names."""
 MEAN = f"{PREFIX}mean"
 MAX = f"{PREFIX}max"
 K3 = f"{PREFIX}k3"
@@ -100,7 +105,7 @@ K3 = f"{PREFIX}k3"
 
 @dataclass(frozen=True)
 class Agreement:
-    """Sums over tokens, so that no number depends on how they were cut."""
+    """Difference of log-probabilities as sums over tokens, so that no number depends on how a batch was cut."""
 
     num_tokens: int = 0
     total: float = 0.0
@@ -110,7 +115,7 @@ class Agreement:
 
     @classmethod
     def of_all(cls, parts: Sequence[Agreement]) -> Agreement:
-        """Of the tokens of all parts, in whatever order they come."""
+        """Combine the agreements of parts, in any order."""
         return cls(
             sum(part.num_tokens for part in parts),
             math.fsum(part.total for part in parts),
@@ -120,11 +125,11 @@ class Agreement:
 
     @property
     def mean(self) -> float:
-        """Absolute difference of a token, in nats."""
+        """Mean absolute difference of a token, in nats."""
         return self.total / max(self.num_tokens, 1)
 
     def metrics(self) -> dict[str, float]:
-        """By their names; none if no token was compared.
+        """Metrics by name; none if no token was compared.
 
         >>> agreement_of([-1.0, -2.0], [-1.0, -2.5]).metrics()["rollout_diff/mean"]
         0.25
@@ -139,7 +144,7 @@ NO_AGREEMENT = Agreement()
 
 
 def agreement_of(trained: npt.ArrayLike, sampled: npt.ArrayLike) -> Agreement:
-    """Of tokens that the rollout engine sampled.
+    """Compare the log-probabilities of tokens that the rollout engine sampled.
 
         k3 = exp(d) - 1 - d,   d = log p_trainer - log p_rollout:   an estimate of KL(rollout || trainer), never negative
 
@@ -164,9 +169,12 @@ Tensor = Any
 """A torch.Tensor, or a NumPy array from a fake. Torch is not imported here: the CLI reads this file."""
 
 
+# ---- capabilities and settings
+
+
 @dataclass(frozen=True)
 class ParallelLayouts:
-    """What an engine can lay a model over: the most of each kind of parallelism, None being any number. By default one device.
+    """The largest degree of each kind of parallelism that an engine supports; None: any. By default one device.
 
     Legality beyond this is the planner's: heads and widths must divide, tensor and sequence parallel groups lie inside a node.
     """
@@ -189,7 +197,7 @@ class ParallelLayouts:
     """A trainer keeps only the input of each layer, and computes the rest again in the backward pass."""
 
     def names(self) -> list[str]:
-        """What it has beyond one device: `tp`, `dp`, `zero 3`, `offload`."""
+        """Name what is supported beyond one device: `tp`, `dp`, `zero 3`, `offload`."""
         kinds = [kind for kind in ("tp", "pp", "sp", "dp", "ep") if getattr(self, kind) != 1]
         return kinds + [f"zero {stage}" for stage in self.zero if stage] + ["offload"] * self.offload
 
@@ -202,36 +210,36 @@ class Capabilities:
     keyed_seeds: bool = True
     """The random number of a token is a function of the sample's seed and the token's position."""
     self_paced: bool = False
-    """Rollout: it decodes by itself, in processes of its own; `step` takes what has come since, and waits a moment if nothing has."""
+    """Rollout: it decodes in processes of its own; `step` returns what has finished since, and waits a moment if nothing has."""
     weights_under_requests: bool = False
-    """Rollout: weights may change under running requests, which go on with the keys and values that they have."""
+    """Rollout: weights may change under running requests, which keep their KV cache."""
     deterministic: bool = True
-    """With `deterministic=True`, results are a function of identity: bitwise, whatever else runs."""
+    """With `EngineSettings.deterministic`, results are bitwise a function of a sample's identity, whatever else runs."""
     heads: tuple[str, ...] = ("lm",)
     """Train: which `m2flow.recipe.Model.head` it can hold."""
     lora: bool = False
-    """Train: it can train adapters of low rank. Rollout: it takes them alone (`load_adapters`), and adds them itself."""
+    """Train: it can train LoRA adapters. Rollout: it can receive them alone (`load_adapters`) and add them itself."""
     rests: bool = False
-    """Rollout: while others work on its device (`rest`), its weights can stay there and its cache not."""
-    condenses: bool = False
-    """Rollout: while samples run it can give back the cache that they do not need (`condense`)."""
+    """Rollout: it can release its KV cache and keep its weights on the device (`rest`) while another engine works there."""
+    shrinks_kv_cache: bool = False
+    """Rollout: it can release the KV cache that running samples do not need (`shrink_kv_cache`)."""
     readable_offloaded: bool = False
-    """Train: another trainer can copy its weights while it is off its device; otherwise it comes back for as long."""
+    """Train: another trainer can copy its weights while it is offloaded; otherwise it is onloaded for the copy."""
     probes: bool = False
-    """Rollout: it can say the log-probabilities of given tokens (`RolloutEngine.logprobs`), so a weight sync can be proved by them."""
+    """Rollout: it can compute log-probabilities of given tokens (`RolloutEngine.logprobs`), by which a weight sync is checked."""
     into_server: tuple[str, ...] = ()
-    """Rollout: the ways by which weights can go on into a server of its own (`m2flow.spec.WeightsSpec.into_server`)."""
+    """Rollout: the transports of weights into its own server (`m2flow.spec.WeightsSpec.into_server`)."""
     routed_experts: bool = False
-    """Rollout: of a mixture it can say which experts each token went to (`Generated.routed_experts`)."""
+    """Rollout: it can report which experts of a mixture each token was routed to (`Generated.routed_experts`)."""
     retries_smaller: bool = False
-    """Train: when `accumulate` has run out of memory, `discard` leaves it as it was after the last step."""
+    """Train: after `accumulate` ran out of memory, `discard` restores its state after the last step, so smaller parts can be tried."""
     devices: tuple[str, ...] = ("cpu",)
     parallel_layouts: ParallelLayouts = ParallelLayouts()
 
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What the plan says to an engine. Time only; nothing here changes the mathematics."""
+    """How the plan has an engine run. Affects time only; nothing here changes the mathematics."""
 
     device: str = "cpu"
     threads: int = 1
@@ -246,17 +254,20 @@ class EngineSettings:
     rendezvous: str = ""
     """With several ranks: where they meet, `file:///PATH` or `tcp://HOST:PORT`."""
     parts: int = 1
-    """Train, with several ranks: the caller has cut each micro-batch into so many."""
+    """Train, with several ranks: the number of parts that the caller cuts each micro-batch into."""
     tp: int = 1
     """Rollout: devices that share each layer, in processes of the engine's own; `pp` and `ep` likewise for stages and experts."""
     pp: int = 1
     ep: int = 1
     into_server: str = "auto"
-    """Rollout: how weights go on into a server of the engine's own (`m2flow.spec.WeightsSpec.into_server`)."""
+    """Rollout: the transport of weights into the engine's own server (`m2flow.spec.WeightsSpec.into_server`)."""
+
+
+# ---- engines
 
 
 class Engine(ABC):
-    """What all kinds share."""
+    """Life cycle of an engine of any kind: start, stop, onload, offload."""
 
     capabilities: Capabilities
     name: str
@@ -270,17 +281,17 @@ class Engine(ABC):
         """Free everything. May be called twice."""
 
     def onload(self) -> None:
-        """Take the device: bring back what `offload` put away."""
+        """Take the device back: load what `offload` moved away."""
 
     def offload(self) -> None:
-        """Leave the device to another engine, and free what can be rebuilt."""
+        """Leave the device to another engine: move state to the host's memory, and free what can be rebuilt."""
 
     def memory(self) -> Memory:
-        """What it holds of its device now; nothing, if it does not know."""
+        """What it holds on its device now; all zero if it does not know."""
         return Memory()
 
     def rest(self) -> None:
-        """Let another engine work on the device while what this one keeps stays there: give back what it does not need for that."""
+        """Let another engine work on the device beside this one's state: free what is not needed meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -299,7 +310,7 @@ class Request:
     prefix_logprobs: tuple[float, ...] = ()
     prefix_versions: tuple[int, ...] = ()
     prefix_kv_stale: tuple[bool, ...] = ()
-    """Empty: none was. Only remembered: a prefix is read again, so what comes after it sees a cache of the weights held."""
+    """Empty: none was. Passed through only: a prefix is prefilled again, so later tokens see a cache of the weights held."""
 
 
 @dataclass(frozen=True)
@@ -317,8 +328,8 @@ class Generated:
     text: str
     """The generated tokens as text, without special tokens."""
     routed_experts: npt.NDArray[np.int16] | None = None
-    """Of a mixture whose engine says it: the experts of each token of prompt and response in each layer, [T, layers, experts of a token].
-    -1 where it was not said, as of the last token, which no layer has seen."""
+    """Of a mixture, where the engine reports it: experts of each token of prompt and response, [T, layers, experts of a token].
+    -1 where unknown, as for the last token, which no layer has seen."""
 
 
 class Occupancy(NamedTuple):
@@ -326,15 +337,15 @@ class Occupancy(NamedTuple):
 
     num_running: int
     num_queued: int = 0
-    """Requests that it has no room for yet."""
+    """Requests that wait for room."""
     kv_used: int = 0
-    """Tokens that its key/value cache holds, or has reserved."""
+    """Tokens that its KV cache holds or has reserved."""
     kv_capacity: int = 0
     """Tokens that the cache can hold; 0: not known."""
     num_put_back: int = 0
-    """Since its start: times that a running request had to wait again, with its tokens, since memory had run out."""
+    """Since its start: times that a running request was preempted, keeping its tokens, because memory ran out."""
     num_cached: int = 0
-    """Since its start: tokens of prompts, and of prefixes that went on, that it found in its cache; 0 also if it does not say."""
+    """Since its start: tokens of prompts and resumed prefixes found in its prefix cache; 0 also if it does not report them."""
 
 
 class RolloutEngine(Engine):
@@ -346,39 +357,39 @@ class RolloutEngine(Engine):
     """
 
     def rest(self) -> None:
-        """Give the cache back, and keep the weights on the device (`Capabilities.rests`); `onload` comes next. What runs goes back to the
-        queue with its tokens. An engine that can't leaves with all that it has."""
+        """Free the KV cache and keep the weights on the device (`Capabilities.rests`), until `onload`. Running requests return to the
+        queue with their tokens. An engine that can't do so offloads everything."""
         self.offload()
 
-    def condense(self) -> None:
-        """Give back what the cache has reserved beyond what runs now (`Capabilities.condenses`); what runs goes on."""
+    def shrink_kv_cache(self) -> None:
+        """Free KV cache beyond what running requests use (`Capabilities.shrinks_kv_cache`); they go on."""
 
     @abstractmethod
     def add(self, requests: Sequence[Request]) -> None:
-        """Queue requests. Raises `PromptTooLong` if a prompt and its `max_new_tokens` do not fit the context: none is queued then."""
+        """Queue requests. Raises `PromptTooLong`, and queues none, if a prompt and its `max_new_tokens` exceed the context."""
 
     @abstractmethod
     def step(self) -> list[Generated]:
-        """Admit what fits, decode one token for all that run, and return those that finished. Nothing to do: an empty list.
+        """Admit what fits, decode one token for each running request, and return those that finished; empty if there is nothing to do.
 
-        Memory that runs out costs time: fewer run together, and the others wait with their tokens.
+        Running out of memory costs time only: fewer requests run together, and the others wait with their tokens.
 
         Raises:
-            OutOfMemory: one alone does not fit.
+            OutOfMemory: a single request does not fit.
         """
 
     @abstractmethod
     def abort(self, ids: Iterable[int]) -> list[Generated]:
-        """Take these out now; their tokens so far, with `Finish.ABORT`. Ids that are not here are passed over."""
+        """Remove requests, and return them with their tokens so far and `Finish.ABORT`. Unknown ids are ignored."""
 
     @abstractmethod
     def snapshot(self, ids: Iterable[int]) -> list[Generated]:
-        """What `abort` would return for these; but they stay, and nothing about them changes. Ids that are not here are passed over,
-        and so are those of which it can't be said yet which weights made which token."""
+        """Return what `abort` would, without removing or changing anything. Unknown ids are ignored, and so are requests for which it is
+        not known yet which weights made which token."""
 
     @abstractmethod
     def progress(self) -> Mapping[int, int]:
-        """Tokens so far of each request that is here, its prefix included."""
+        """Number of tokens so far of each request, its prefix included."""
 
     def occupancy(self) -> Occupancy:
         """How full it is. An engine that does not know its cache says only how many requests it has."""
@@ -396,43 +407,43 @@ class RolloutEngine(Engine):
 
     @abstractmethod
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int, *, under_requests: bool = False) -> None:
-        """Copy these weights in, by Hugging Face name. All must be there.
+        """Load weights by Hugging Face name. All must be given.
 
         Args:
-            tensors: each is valid until the next is taken, since it may lie in a buffer that is used again; in the type of
+            tensors: each is valid until the next is taken, since it may lie in a buffer that is reused; in the type of
                 `Model.rollout_dtype`, if the recipe has one.
-            under_requests: what runs goes on between two tokens, with the cache that it has; its tokens from here on are `kv_stale`. The
+            under_requests: running requests go on between two tokens with their KV cache; tokens from here on are `kv_stale`. The
                 engine may compute a cache anew instead; then they are not. Without it no request may be running.
         Raises:
-            EngineError: weights are missing or do not fit; or requests are running, and it was not said that they may.
+            EngineError: weights are missing or do not fit; or requests are running without `under_requests`.
         Source:
             Piché et al. 2025, PipelineRL, arXiv:2509.19128: in-flight weight updates.
         """
 
     @abstractmethod
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights held, by Hugging Face name, for checksums. What is held under another name, type or shape than it came in (fused,
+        """Yield the weights held, by Hugging Face name, for checksums. What is held under another name, type or shape than received (fused,
         say) is compared before it is loaded instead, so leave that out. Each tensor must be valid until the next is asked for."""
 
     def load_adapters(self, tensors: Iterable[tuple[str, Tensor]], version: int, *, under_requests: bool = False) -> None:
-        """Compute with the weights that it began with and these adapters of the model's recipe, by the names of peft's files.
+        """Compute with the initial weights plus these adapters of the model's recipe, by the names of peft's files.
 
-        As `load_weights`, but that none of these may come after a whole set of weights. All adapters must be there. Raises `EngineError`
-        too if it takes none (its `capabilities.lora` is false)."""
+        As `load_weights`, but not allowed after a whole set of weights was loaded. All adapters must be given. Also raises `EngineError` if
+        the engine takes none (its `capabilities.lora` is false)."""
         raise EngineError(f"the rollout engine {self.name!r} takes no adapters alone")
 
     def adapters(self) -> Iterator[tuple[str, Tensor]]:
-        """What `load_adapters` brought last, for checksums; nothing before."""
+        """Yield the adapters that were loaded last, for checksums."""
         raise EngineError(f"the rollout engine {self.name!r} takes no adapters alone")
 
     def base(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights that adapters are added to, by Hugging Face name, for checksums."""
+        """Yield the weights that adapters are added to, by Hugging Face name, for checksums."""
         raise EngineError(f"the rollout engine {self.name!r} takes no adapters alone")
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
-        """Log-probabilities of each token but the first, given those before it, by the weights held, at temperature 1: float32 [L_i - 1].
+        """Compute the log-probability of each token but the first, given those before it, at temperature 1: float32 [L_i - 1].
 
-        What is queued and what runs is as before. Raises `EngineError`: it can't say (its `capabilities.probes` is false)."""
+        Queued and running requests are not affected. Raises `EngineError`: it can't (its `capabilities.probes` is false)."""
         raise EngineError(f"the rollout engine {self.name!r} does not say the log-probabilities of given tokens")
 
 
@@ -449,7 +460,7 @@ class Objective:
 
 @dataclass(frozen=True)
 class Sums:
-    """What a micro-batch added up to. Sums over micro-batches, so that no number depends on how a mini-batch was cut."""
+    """Sums over a micro-batch, so that no number depends on how a mini-batch was cut."""
 
     num_sequences: int
     num_tokens: int
@@ -459,7 +470,7 @@ class Sums:
     metrics: Mapping[str, float]
     """Each a sum over the tokens under the mask: `loss`, and what the loss reports."""
     agreement: Agreement = NO_AGREEMENT
-    """With the rollout engine, over the tokens that the column `same_weights` names; of none, if the batch has no such column."""
+    """With the rollout engine, over the tokens that the column `same_weights` marks; empty if the batch has no such column."""
 
 
 class TrainEngine(Engine):
@@ -467,7 +478,7 @@ class TrainEngine(Engine):
 
     @abstractmethod
     def accumulate(self, batch: Batch, objective: Objective) -> Sums:
-        """Forward and backward over one micro-batch; the gradient of the *sum* of the loss terms is added up.
+        """Run forward and backward over one micro-batch, and add the gradient of the *sum* of the loss terms.
 
         A model with a value head gives the loss `values`, any other `logprobs` and `entropy`. The batch has the token columns of
         `m2flow.samples` (`tokens`, `loss_mask`, `logprobs` as behaviour) and a column for each further need of the loss: one number a
@@ -489,45 +500,45 @@ class TrainEngine(Engine):
 
     @abstractmethod
     def logprobs(self, batch: Batch) -> Batch:
-        """The batch's identities with `reference_logprobs`, ragged float32 [T_i], aligned with `tokens` (0 outside the loss mask)."""
+        """Compute `reference_logprobs`, ragged float32 [T_i], aligned with `tokens` (0 outside the loss mask); returned by identity."""
 
     def values(self, batch: Batch) -> Batch:
-        """The batch's identities with `values`, ragged float32 [T_i], aligned with `tokens` (0 outside the loss mask).
+        """Compute `values`, ragged float32 [T_i], aligned with `tokens` (0 outside the loss mask); returned by identity.
 
         A token's value is that of the state before it, from a model whose head is `value`."""
         raise EngineError(f"the train engine {self.name!r} has no value heads")
 
     def scores(self, batch: Batch) -> Batch:
-        """The batch's identities with `reward`, float64 [N]: what a model whose head is `score` makes of `prompt` and `text`."""
+        """Compute `reward`, float64 [N], by a model whose head is `score`, from `prompt` and `text`; returned by identity."""
         raise EngineError(f"the train engine {self.name!r} has no reward models")
 
     @abstractmethod
     def num_training_tokens(self, batch: Batch) -> npt.NDArray[np.int64]:
-        """Tokens that each sample will put through the model, int64 [N], for packing. Demonstrations are tokenised and remembered."""
+        """Count the tokens that each sample puts through the model, int64 [N], for packing. Demonstrations are tokenised and cached."""
 
     @abstractmethod
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights, by Hugging Face name, without a copy where they lie here whole; else gathered one by one. Each must be valid until
-        the next is asked for."""
+        """Yield the weights by Hugging Face name: without a copy where this process has them whole, else gathered one by one. Each is valid
+        until the next is taken."""
 
     def adapters(self) -> Iterator[tuple[str, Tensor]]:
-        """The adapters alone, by the names of peft's files; else as `weights`, which gives the sum of these and of `base`."""
+        """Yield the adapters alone, by the names of peft's files. (`weights` yields the sum of `base` and adapters.)"""
         raise EngineError(f"the train engine {self.name!r} trains no adapters")
 
     def base(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights beside the adapters, which no step changes, as `weights`."""
+        """Yield the weights that the adapters are added to, which no step changes, by Hugging Face name."""
         raise EngineError(f"the train engine {self.name!r} trains no adapters")
 
     def copy_from(self, source: TrainEngine) -> None:
-        """Take the weights that another engine of the same kind and ranks has now; what the other lacks (a head of its own) stays."""
+        """Copy the current weights of another engine of the same kind and ranks; what that one lacks (a head) stays."""
         target = dict(self.weights())
         for name, tensor in source.weights():
             if name in target:
                 target[name][...] = tensor
 
-    def beside(self, role: str, model: Model) -> TrainEngine | None:
-        """An engine for another role, frozen, whose model is this one's without its adapters, or with others that it copies: it computes
-        log-probabilities from the weights that lie here, while they are here. None: this engine can't; then the role gets its own."""
+    def adapter_reference(self, role: str, model: Model) -> TrainEngine | None:
+        """Make a frozen engine for another role, whose model is this one's without its adapters, or with others that it copies: it computes
+        log-probabilities from this engine's weights while they are onloaded. None: not supported; the role then has a model of its own."""
         return None
 
     @abstractmethod
@@ -536,11 +547,11 @@ class TrainEngine(Engine):
 
     @abstractmethod
     def load(self, path: str) -> None:
-        """Read back what `save` wrote."""
+        """Load what `save` wrote."""
 
 
 OnDone = Callable[[int, object], None]
-"""Told the position of a unit and its result, as soon as it is there."""
+"""Called with the position of a unit and its result, as soon as it is there."""
 
 
 @dataclass(frozen=True)
@@ -598,7 +609,7 @@ class FunctionEngine(Engine):
 
 
 def unit_bounds(batch: Batch, granularity: str, size: int | None = None) -> list[tuple[int, int]]:
-    """Row ranges [start, end) of the units that have more than a sample. The batch must be in order, its mini-batches whole."""
+    """Row ranges [start, end) of units larger than a sample. The batch must be in order of identity, its mini-batches whole."""
     if granularity == "batch":
         return [(0, len(batch))]
     bounds = batch.group_bounds()

@@ -1,19 +1,19 @@
-"""Users' Python functions as an engine: rewards and ops, plain or async, one call a unit, with a time limit.
+"""Run users' Python functions (rewards and ops, plain or async), one call a unit, with a time limit.
 
     sample -> function(Sample)      group, mini-batch, batch -> function(list[Sample])
 
-Three ways to run a unit, which give the same results:
+A unit runs in one of three ways, which give the same results:
 
-- A plain function runs on one of some daemon threads, which take one unit after the other: one that hangs is abandoned on its thread,
-  and neither the next unit nor the end of the process waits for it. (A ThreadPoolExecutor joins its threads at exit.) Limits: an
-  abandoned thread lives on, and keeps what it holds; threads share the interpreter lock, so `concurrency` helps functions that wait,
-  not functions that compute; and a function that holds the lock holds up this process, time limits included.
-- What an async function returns is awaited on the process's one event loop, which lives as long as the engine, so that clients which
-  belong to a loop serve call after call. One that takes too long is cancelled. Limit: one that blocks, blocks all others.
+- A plain function runs on one of some daemon threads, each of which takes one unit after the other. One that hangs is abandoned on its
+  thread, and neither the next unit nor the end of the process waits for it. (A ThreadPoolExecutor joins its threads at exit.) Limits: an
+  abandoned thread lives on and keeps its memory; threads share the interpreter lock, so `concurrency` helps functions that wait, not
+  functions that compute; and a function that holds the lock stops this process, time limits included.
+- The result of an async function is awaited on one event loop, which lives as long as the engine, so that clients bound to a loop serve
+  call after call. One that takes too long is cancelled. Limit: one that blocks the loop blocks all others.
 - An isolated function runs on the main thread of a child process, which is killed if it takes too long (`m2flow.engines.process_pool`).
-  One that turns out to need a main thread, as signal handlers do, is run in this way from then on, if it may be.
+  A function that turns out to need a main thread, as signal handlers do, runs in this way from then on, if it may be isolated.
 
-A unit that takes longer than `patience_s` does not keep others from beginning beside it, unless they have to run in turn.
+A unit that takes longer than `patience_s` does not count against `concurrency`, unless units have to run in turn.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ from m2flow.errors import EngineError, ErrorRecord, M2FlowError, OpError, error_
 from m2flow.samples import Batch, Sample, SampleId
 
 PATIENCE_S = 1.0
-"""Whoever takes longer waits for something, or hangs."""
+"""A unit that takes longer waits for something, or hangs."""
 _BEGINS_S = 0.01
-"""What may be done meanwhile waits no longer for a thread to begin."""
+"""Longest wait for a thread to begin before `meanwhile` is called."""
 _LOOKS_AFTER_S = 0.001
-"""From what is done meanwhile to its second time; each time it takes twice as long to the next."""
+"""Time between the first two calls of `meanwhile`; doubled after each."""
 _MOST_SLOW = 16
-"""Slow units at once, each of which keeps a thread."""
+"""Slow units that don't count against the concurrency; each keeps a thread."""
 _MOST_OF_A_RECURSION = 12
 _CLOSE_S = 5.0
-"""What tasks on the event loop may take to end when they are cancelled; one that blocks the loop is left behind."""
+"""Time for cancelled tasks to end; a loop that is blocked longer is abandoned."""
 _TURNS_S = 1.0
-"""An event loop that takes longer to its next turn is blocked, and is left behind."""
+"""An event loop that takes longer for one iteration is blocked, and is abandoned."""
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 
 
@@ -85,8 +85,8 @@ class _Failed(Exception):
         self.error = error
 
 
-class _NoProcess(Exception):
-    """There is no child to run a unit in."""
+class _NoChild(Exception):
+    """No child process could be started for a unit."""
 
     def __init__(self, why: EngineError) -> None:
         super().__init__(why)
@@ -102,7 +102,7 @@ class PythonFunctions(FunctionEngine):
 
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings
-        self._idle: list[_Hand] = []
+        self._idle: list[_WorkerThread] = []
         self._loop = _EventLoop()
         self._pool: ProcessPool | None = None
         self._on_main_thread: set[str] = set()
@@ -117,8 +117,8 @@ class PythonFunctions(FunctionEngine):
             raise EngineError(f"patience_s is {patience_s!r}; it must be a positive number of seconds")
 
     def stop(self) -> None:
-        for hand in self._idle:
-            hand.dismiss()
+        for worker in self._idle:
+            worker.dismiss()
         self._idle.clear()
         self._loop.close()
         if self._pool is not None:
@@ -141,12 +141,12 @@ class PythonFunctions(FunctionEngine):
     ) -> Sequence[object]:
         concurrency = 1 if in_turn else int(str(self._settings.options.get("concurrency", 1)))
         patience_s = float("inf") if in_turn else float(str(self._settings.options.get("patience_s", PATIENCE_S)))
-        here = _Here(function, timeout_s, self._loop)
+        here = _InProcess(function, timeout_s, self._loop)
         there = None
         if isolation is not None:
             self._pool = self._pool or ProcessPool(preload=(__name__, *isolation.preload))
-            there = _There(function, timeout_s, isolation, self._pool)
-        round_ = _Round(
+            there = _InChildProcess(function, timeout_s, isolation, self._pool)
+        round_ = _CallRun(
             _units(batch.in_order().frozen(), granularity, size), here, there, self._on_main_thread, concurrency, patience_s, self._idle
         )
         round_.is_isolated = isolation is not None and (isolation.is_wanted or _name(function) in self._on_main_thread)
@@ -154,7 +154,7 @@ class PythonFunctions(FunctionEngine):
 
 
 @final
-class _Here:
+class _InProcess:
     """Runs units in this process."""
 
     def __init__(self, function: Callable[..., object], timeout_s: float | None, loop: _EventLoop) -> None:
@@ -162,20 +162,20 @@ class _Here:
         self.timeout_s = timeout_s
         self._loop = loop
 
-    def give_up(self, hand: _Hand) -> str:
-        """What became of a unit that takes too long, in words."""
-        if not hand.abandon():
+    def give_up(self, worker: _WorkerThread) -> str:
+        """Abandon a unit that takes too long; says what became of it."""
+        if not worker.abandon():
             return "Its thread was abandoned."
         self._loop.is_doubtful = True
         return "It was cancelled."
 
-    def run(self, unit: _Unit, hand: _Hand) -> object:
+    def run(self, unit: _Unit, worker: _WorkerThread) -> object:
         result = self.function(unit.argument)
-        return self._loop.wait(result, hand) if inspect.isawaitable(result) else result
+        return self._loop.wait(result, worker) if inspect.isawaitable(result) else result
 
 
 @final
-class _There:
+class _InChildProcess:
     """Runs units in child processes."""
 
     def __init__(self, function: Callable[..., object], timeout_s: float | None, isolation: Isolation, pool: ProcessPool) -> None:
@@ -188,7 +188,7 @@ class _There:
     def _task(self) -> Task:
         return Task(pickle.dumps(functools.partial(_in_child, self._isolation.function), pickle.HIGHEST_PROTOCOL))
 
-    def run(self, unit: _Unit, hand: _Hand) -> object:
+    def run(self, unit: _Unit, worker: _WorkerThread) -> object:
         argument = pickle.dumps((unit.label, self._isolation.argument(unit.argument)), pickle.HIGHEST_PROTOCOL)
         try:
             answer = json.loads(self._pool.run(self._task, argument, timeout_s=self._timeout_s))
@@ -202,18 +202,18 @@ class _There:
         except ChildDied as how:
             raise _Failed("died", _ended_process(self._function, unit, str(how))) from None
         except EngineError as why:
-            raise _NoProcess(why) from None
+            raise _NoChild(why) from None
         except (ValueError, KeyError, TypeError, AssertionError):  # Somebody else wrote on its socket.
             raise _Failed("died", _ended_process(self._function, unit, "gave an answer that is none")) from None
 
 
 def _in_child(function: Any, argument: bytes) -> bytes:
-    """A unit, in a child process."""
+    """Run a unit in a child process."""
     label, crossed = pickle.loads(argument)
     try:
         result = function(crossed)
         if inspect.isawaitable(result):
-            result = _childs_loop().run(_awaited(result))
+            result = _child_event_loop().run(_awaited(result))
         return json.dumps({"result": result}).encode()
     except BaseException as error:
         failure = _failure(function, label, error)
@@ -223,24 +223,24 @@ def _in_child(function: Any, argument: bytes) -> bytes:
 
 
 @functools.cache
-def _childs_loop() -> asyncio.Runner:
-    """Of a child, for all functions that it runs."""
+def _child_event_loop() -> asyncio.Runner:
+    """The event loop of a child process, for all functions that it runs."""
     return asyncio.Runner()
 
 
 @final
-class _Round:
-    """One call of the engine: its units, those that wait and those that run, and what came of them."""
+class _CallRun:
+    """One call of the engine: waiting units, running units, and results."""
 
     def __init__(
         self,
         units: Sequence[_Unit],
-        here: _Here,
-        there: _There | None,
+        here: _InProcess,
+        there: _InChildProcess | None,
         on_main_thread: set[str],
         concurrency: int,
         patience_s: float,
-        idle: list[_Hand],
+        idle: list[_WorkerThread],
     ) -> None:
         self._units = units
         self._waiting = deque(units)
@@ -251,7 +251,7 @@ class _Round:
         self._patience_s = patience_s
         self._idle = idle
         self.is_isolated = False
-        """What begins from now on, begins in a child."""
+        """Units that begin from now on run in a child process."""
         self._outcomes: queue.SimpleQueue[_Outcome] = queue.SimpleQueue()
         self._begun: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._results: list[object] = [None] * len(units)
@@ -259,7 +259,7 @@ class _Round:
         """Unit that runs -> when it has taken too long. A child keeps its own time."""
         self._patience: dict[int, float] = {}
         """Unit that runs -> when it will have taken so long that the next may begin beside it."""
-        self._hands: dict[int, _Hand] = {}
+        self._workers: dict[int, _WorkerThread] = {}
         self._errors: dict[int, OpError] = {}
 
     def run(self, on_done: OnDone | None, meanwhile: Callable[[], None] | None, on_failure: OnFailure | None) -> list[object]:
@@ -290,7 +290,7 @@ class _Round:
                 self._idle.append(self._ended(unit))
                 if self._is_to_run_again(unit, outcome.error):
                     continue
-                failed = None if outcome.error is None else _how(self._here.function, unit, outcome.error)
+                failed = None if outcome.error is None else _failure_kind(self._here.function, unit, outcome.error)
             else:
                 continue  # It was abandoned, and came after all.
             if failed is not None and on_failure is None:
@@ -311,28 +311,28 @@ class _Round:
         now, where = time.monotonic(), self._here
         limit_s = where.timeout_s
         self._patience[unit.position] = now + self._patience_s
-        hand = self._hands[unit.position] = self._idle.pop() if self._idle else _Hand()
+        worker = self._workers[unit.position] = self._idle.pop() if self._idle else _WorkerThread()
         if self.is_isolated and self._there is not None:
             self._deadlines[unit.position] = float("inf")
-            hand.run(self._there.run, unit, self._outcomes, self._begun)
+            worker.run(self._there.run, unit, self._outcomes, self._begun)
         else:
             self._deadlines[unit.position] = now + limit_s if limit_s is not None else float("inf")
-            hand.run(where.run, unit, self._outcomes, self._begun)
+            worker.run(where.run, unit, self._outcomes, self._begun)
 
-    def _ended(self, unit: _Unit) -> _Hand:
-        """A unit runs no more; the hand that it was with."""
+    def _ended(self, unit: _Unit) -> _WorkerThread:
+        """A unit runs no more; its worker thread."""
         del self._deadlines[unit.position], self._patience[unit.position]
-        return self._hands.pop(unit.position)
+        return self._workers.pop(unit.position)
 
     def _abandon(self) -> tuple[_Unit, _Failed]:
-        """The unit whose time is up runs no more, as far as that can be had."""
+        """Abandon the unit whose time is up."""
         late = self._units[min(self._deadlines, key=lambda position: (self._deadlines[position], position))]
         how = self._here.give_up(self._ended(late))
         return late, _Failed("timed_out", _too_slow(self._here.function, late, self._here.timeout_s, how))
 
     def _is_to_run_again(self, unit: _Unit, error: BaseException | None) -> bool:
-        """Whether a unit needs a main thread and had none; all that begin from then on have."""
-        if self._there is None or not _asks_for_main_thread(error):
+        """Whether a unit failed for want of a main thread; it and all later units then run in a child process."""
+        if self._there is None or not _needs_main_thread(error):
             return False
         self._on_main_thread.add(_name(self._here.function))
         self.is_isolated = True
@@ -340,8 +340,8 @@ class _Round:
         return True
 
 
-def _asks_for_main_thread(error: BaseException | None) -> bool:
-    """Whether Python has refused a signal handler, as it does on all threads but one."""
+def _needs_main_thread(error: BaseException | None) -> bool:
+    """Whether an error is Python's refusal to set a signal handler outside the main thread."""
     while error is not None:
         if isinstance(error, ValueError) and "signal only works in main thread" in str(error):
             return True
@@ -357,13 +357,13 @@ def _has_room(patience: Mapping[int, float], concurrency: int) -> bool:
 
 
 def _next_slow(patience: Mapping[int, float]) -> float:
-    """When the next of those that run will count as slow."""
+    """When the next of the running units will count as slow."""
     now = time.monotonic()
     return min((until for until in patience.values() if until > now), default=float("inf"))
 
 
-class _Hand:
-    """A thread that runs units, until it is dismissed."""
+class _WorkerThread:
+    """A thread that runs units until it is dismissed."""
 
     def __init__(self) -> None:
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -374,7 +374,7 @@ class _Hand:
 
     def run(
         self,
-        run: Callable[[_Unit, _Hand], object],
+        run: Callable[[_Unit, _WorkerThread], object],
         unit: _Unit,
         outcomes: queue.SimpleQueue[_Outcome],
         begun: queue.SimpleQueue[None],
@@ -384,11 +384,11 @@ class _Hand:
         self._work.put(lambda: contextvars.Context().run(_run, run, unit, self, outcomes, begun))
 
     def dismiss(self) -> None:
-        """End, when the unit in hand ends, if it does."""
+        """End, when the running unit ends, if it does."""
         self._work.put(None)
 
     def abandon(self) -> bool:
-        """As `dismiss`; what it awaits is cancelled. Whether it awaited something."""
+        """Dismiss the thread, and cancel what it awaits. Returns whether it awaited something."""
         self.dismiss()
         awaited = self.awaited
         return awaited is not None and awaited.cancel()
@@ -403,7 +403,7 @@ class _Hand:
 
 @final
 class _EventLoop:
-    """An event loop on a thread of its own, from the first thing that is awaited to `close`."""
+    """An event loop on a thread of its own, from the first awaitable to `close`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -412,21 +412,21 @@ class _EventLoop:
         self.is_doubtful = False
         """Something on it took too long, and may block it."""
 
-    def wait(self, awaitable: Awaitable[object], hand: _Hand) -> object:
-        """What an awaitable gives; any thread but the loop's may wait. It runs in a copy of the caller's context."""
-        hand.awaited = asyncio.run_coroutine_threadsafe(_settled(awaitable), self._running())
+    def wait(self, awaitable: Awaitable[object], worker: _WorkerThread) -> object:
+        """Await in a copy of the caller's context, and return the result. Any thread but the loop's may call it."""
+        worker.awaited = asyncio.run_coroutine_threadsafe(_settled(awaitable), self._running())
         try:
-            outcome = hand.awaited.result()
+            outcome = worker.awaited.result()
         finally:
-            hand.awaited = None
+            worker.awaited = None
         if outcome.error is not None:
             raise outcome.error
         return outcome.result
 
     def _running(self) -> asyncio.AbstractEventLoop:
-        """The loop. One that does not come to its next turn is left to what blocks it, and a new one made."""
+        """The running loop. A loop that is blocked is abandoned, and replaced."""
         with self._lock:
-            if self._loop is not None and self.is_doubtful and not _turns(self._loop):
+            if self._loop is not None and self.is_doubtful and not _is_responsive(self._loop):
                 self._loop = self._thread = None
             self.is_doubtful = False
             if self._loop is None:
@@ -450,15 +450,15 @@ class _EventLoop:
             loop.close()
 
 
-def _turns(loop: asyncio.AbstractEventLoop) -> bool:
-    """Whether nothing blocks a loop."""
+def _is_responsive(loop: asyncio.AbstractEventLoop) -> bool:
+    """Whether a loop completes an iteration in time."""
     turned = threading.Event()
     loop.call_soon_threadsafe(turned.set)
     return turned.wait(_TURNS_S)
 
 
 async def _settled(awaitable: Awaitable[object]) -> _Outcome:
-    """What came of it. An exit, raised in a task, would end the loop."""
+    """Await, and return result or error. An exit raised inside a task would end the loop."""
     try:
         return _Outcome(-1, await awaitable)
     except BaseException as error:
@@ -490,15 +490,15 @@ def _span(granularity: str, names: list[str]) -> str:
 
 
 def _run(
-    run: Callable[[_Unit, _Hand], object],
+    run: Callable[[_Unit, _WorkerThread], object],
     unit: _Unit,
-    hand: _Hand,
+    worker: _WorkerThread,
     outcomes: queue.SimpleQueue[_Outcome],
     begun: queue.SimpleQueue[None],
 ) -> None:
     begun.put(None)
     try:
-        outcomes.put(_Outcome(unit.position, run(unit, hand)))
+        outcomes.put(_Outcome(unit.position, run(unit, worker)))
     except BaseException as error:
         # SystemExit too: sys.exit() in a reward would else look like a hang.
         outcomes.put(_Outcome(unit.position, error=error))
@@ -518,9 +518,9 @@ def _next_outcome(outcomes: queue.SimpleQueue[_Outcome], deadline: float) -> _Ou
         return None
 
 
-def _how(function: Callable[..., Any], unit: _Unit, error: BaseException) -> _Failed:
-    """How a unit failed that raised this."""
-    if isinstance(error, _NoProcess):
+def _failure_kind(function: Callable[..., Any], unit: _Unit, error: BaseException) -> _Failed:
+    """Classify the error that a unit raised."""
+    if isinstance(error, _NoChild):
         raise error.why  # Not the function's fault.
     if isinstance(error, _Failed):
         return error

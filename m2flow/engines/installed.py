@@ -1,13 +1,14 @@
-"""What is installed for engines that need more than Python packages: compilers, and inference servers in other interpreters.
+"""Check what engines need beyond Python packages: compilers, and inference servers in other interpreters.
 
-check_compiler("deepspeed") --> ninja is on this process's path; or an error that says what to install
-    watching_locks()            --> a lock that a killed compilation left keeps nobody waiting
+    check_compiler("deepspeed") --> ninja is on this process's path; or an error that says what to install
+    watching_locks()            --> locks that killed compilations left behind keep nobody waiting
 
-A virtual environment need not be activated for its interpreter to be used, and then its `ninja` is not on the path: it is put there.
+The interpreter of a virtual environment can be used without activating it, and then its `ninja` is not on the path: it is added.
 
-python --a short script there--> version, source of its HTTP server --> Installed: abilities, and what is lacking of what is needed
+    python --a short script there--> version, source of its HTTP server --> Installed: features, and what is missing of the needed ones
 
-Importing such a package takes half a minute and a device; its endpoints are decorators with their paths, which can be read.
+An inference server's package is not imported, which takes half a minute and a device: its endpoints are decorators with their paths, so
+the source text is read.
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ import psutil
 
 from m2flow.errors import EngineError, MissingExtra
 
-_LONGEST_S = 3600.0
-_LOOKS_S = 5.0
-_CLOSES_S = 0.5
+_MAX_COMPILE_S = 3600.0
+_POLL_S = 5.0
+_CLOSE_GRACE_S = 0.5
 _GUARD = ".m2flow-guard"
 _NETWORKED = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "afs", "9p", "glusterfs", "fuse", "wekafs")
-_SAID: dict[Path, str] = {}
-"""Lock -> what was printed of it last."""
+_REPORTED: dict[Path, str] = {}
+"""Lock -> the last message about it."""
 
 
 def missing_tools() -> dict[str, str]:
-    """What is missing for compiling a C++ extension of torch, and how to get it."""
+    """Find what is missing for compiling a C++ extension of torch, and how to install it."""
     missing = {}
     compiler = os.environ.get("CXX", "c++")
     if shutil.which(compiler.split()[0]) is None:
@@ -55,9 +56,10 @@ def missing_tools() -> dict[str, str]:
 
 
 def check_compiler(engine: str) -> None:
-    """
+    """Check that a C++ extension can be compiled, and put ninja on the path.
+
     Raises:
-        MissingExtra: there is nothing to compile with.
+        MissingExtra: a tool is missing.
     """
     missing = missing_tools()
     if missing:
@@ -72,13 +74,13 @@ def check_compiler(engine: str) -> None:
 
 @contextlib.contextmanager
 def watching_locks() -> Iterator[None]:
-    """While a library may compile: torch waits for whoever has a lock, and can't tell that he was killed. Such locks are removed, now and
-    as time passes; who is waited for is said in the log."""
+    """Remove abandoned compilation locks while a library may compile. torch waits for the holder of a lock, and can't tell that it was
+    killed. The log says which process is waited for."""
     clear_abandoned_locks()
     is_over = threading.Event()
 
     def watch() -> None:
-        while not is_over.wait(_LOOKS_S):
+        while not is_over.wait(_POLL_S):
             clear_abandoned_locks()
 
     thread = threading.Thread(target=watch, name="m2flow-compiling", daemon=True)
@@ -91,11 +93,11 @@ def watching_locks() -> Iterator[None]:
 
 
 def clear_abandoned_locks() -> list[Path]:
-    """Remove the locks of compilations that were killed; which they were.
+    """Remove the locks of compilations that were killed, and return them.
 
-    Who compiles has his lock open until he removes it, so one that no process of this host has open is nobody's; where the directory is on
-    a network, another host may have it, and only a lock of more than an hour is. Limit: containers that share a directory, but not
-    their processes, do not see each other.
+    A compilation keeps its lock open until it removes it, so a lock that no process of this host has open is abandoned; on a network file
+    system another host may have it open, and only a lock older than an hour counts as abandoned. Limit: containers that share a directory,
+    but not their processes, do not see each other.
     """
     cache = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
     locks = [lock for lock in cache.glob("**/lock") if lock.is_file()]
@@ -105,22 +107,22 @@ def clear_abandoned_locks() -> list[Path]:
     with (cache / _GUARD).open("a") as guard, contextlib.suppress(OSError):
         fcntl.flock(guard, fcntl.LOCK_EX)  # So that nobody removes what was made after another had removed it.
         for lock in locks:
-            what = _whose(lock)
+            what = _lock_holder(lock)
             if not what:
                 lock.unlink(missing_ok=True)
                 removed.append(lock)
                 what = "is abandoned: a compilation was killed. It is removed"
-            if _SAID.get(lock) != what:
-                _SAID[lock] = what
+            if _REPORTED.get(lock) != what:
+                _REPORTED[lock] = what
                 print(f"the lock {lock} {what}", flush=True)
     return removed
 
 
-def _whose(lock: Path) -> str:
-    """Who has it, in words; empty: nobody."""
-    for look in range(2):  # Who is done closes it, and removes it a moment later.
+def _lock_holder(lock: Path) -> str:
+    """Describe who holds a lock; empty: nobody."""
+    for look in range(2):  # A finished compilation closes its lock, and removes it a moment later.
         if look:
-            time.sleep(_CLOSES_S)
+            time.sleep(_CLOSE_GRACE_S)
         try:
             status = lock.stat()
         except FileNotFoundError:
@@ -130,13 +132,13 @@ def _whose(lock: Path) -> str:
             return f"is held by process {', '.join(map(str, holders))}, which compiles; this one waits for it"
         if status.st_uid != os.getuid():
             return "is another user's; if nobody compiles there, delete it"
-        if _is_on_a_network(lock) and time.time() - status.st_mtime < _LONGEST_S:
+        if _is_network_mount(lock) and time.time() - status.st_mtime < _MAX_COMPILE_S:
             return "may be held on another host; if nobody compiles there, delete it"
     return ""
 
 
 def _holders(status: os.stat_result) -> list[int]:
-    """Processes of this host that have the file open."""
+    """Find processes of this host that have the file open."""
     found = []
     for process in Path("/proc").glob("[0-9]*/fd"):
         with contextlib.suppress(OSError):  # It has ended, or is another user's.
@@ -148,8 +150,8 @@ def _holders(status: os.stat_result) -> list[int]:
     return found
 
 
-def _is_on_a_network(path: Path) -> bool:
-    """Whether other hosts may have the file too."""
+def _is_network_mount(path: Path) -> bool:
+    """Whether the file is on a network file system."""
     place = path.resolve()
     mounted = [part for part in psutil.disk_partitions(all=True) if place.is_relative_to(part.mountpoint)]
     kind = max(mounted, key=lambda part: len(part.mountpoint)).fstype if mounted else ""
@@ -163,21 +165,21 @@ def _ninja() -> Path | None:
 
 @dataclass(frozen=True)
 class Product:
-    """A kind of server, as its package can be looked at."""
+    """A kind of inference server, and how to recognise its package's features."""
 
     name: str
-    """What users call it."""
+    """Its name in messages."""
     engine: str
     """The rollout engine that needs it, which the package is named after."""
     oldest: str
     """The first release with all of `needed`."""
     needed: Mapping[str, tuple[str, ...]]
-    """What the rollout engine cannot do without -> words of the source that say it is there."""
+    """Feature that the rollout engine needs -> strings in the source that show it."""
     further: Mapping[str, tuple[str, ...]]
     sources: tuple[str, ...]
-    """Where in the package to look, as patterns."""
+    """Glob patterns of source files in the package."""
     distributions: tuple[str, ...] = ()
-    """Under which names it is installed; empty: the engine's."""
+    """Names of its distributions; empty: the engine's."""
     saver: str = ""
     """The module without which `RELEASES` does nothing, though its endpoints answer; empty: none."""
 
@@ -202,7 +204,7 @@ print(json.dumps({"version": version, "words": [word for word in asked["words"] 
 """
 
 
-class _Said(msgspec.Struct, frozen=True):
+class _ProbeResult(msgspec.Struct, frozen=True):
     version: str
     words: list[str]
     saver: bool
@@ -210,7 +212,7 @@ class _Said(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Installed:
-    """What an interpreter has."""
+    """An inference server that an interpreter has, with its features."""
 
     version: str
     """Empty: it has none."""
@@ -237,7 +239,7 @@ def installed(product: Product, python: str) -> Installed:
         done = subprocess.run(
             [python or sys.executable, "-c", _PROBE, msgspec.json.encode(asked).decode()], capture_output=True, text=True, timeout=120
         )
-        said = msgspec.json.decode(done.stdout, type=_Said)
+        said = msgspec.json.decode(done.stdout, type=_ProbeResult)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise EngineError(
             f"the interpreter {python} can't be run: {error}", now="Give the option `python` of the rollout engine."
@@ -287,10 +289,10 @@ def interpreter_of(options: Mapping[str, object]) -> str:
     return str(Path(str(options["python"])).expanduser()) if options.get("python") else ""
 
 
-def stand_ins(options: Mapping[str, object]) -> list[str]:
+def overlaid_packages(options: Mapping[str, object]) -> list[str]:
     """What an engine's options lay over the packages of its interpreter (`PYTHONPATH` in `env`): each package in its own words.
 
-    >>> stand_ins({"env": "OMP_NUM_THREADS=1"})
+    >>> overlaid_packages({"env": "OMP_NUM_THREADS=1"})
     []
     """
     given = dict(assignment.partition("=")[::2] for assignment in shlex.split(str(options.get("env", ""))))

@@ -1,4 +1,4 @@
-"""What a process of an engine is started with: the GPUs that it sees, and Gloo kept on this host.
+"""The environment of an engine's process: the GPUs that it sees, and Gloo kept on this host.
 
 "cuda:1", 2 of "4,5,7" --> 5, 7
 """

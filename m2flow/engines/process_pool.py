@@ -1,4 +1,4 @@
-"""Run a function in child processes, each of which can be killed without this process: what hangs, crashes or takes all memory.
+"""Run functions in child processes that can be killed without this process, for what may hang, crash or exhaust memory.
 
     pool = ProcessPool(preload=["the.functions.module"])
     answer = pool.run(Task(pickle.dumps(function)), argument, timeout_s=5.0)    # function(bytes) -> bytes
@@ -9,10 +9,10 @@
 The fork server is a clean interpreter (no threads, no device, no socket of this process) that has imported `preload`; a child is a fork
 of it, which takes milliseconds. A child runs one function at a time, on its main thread, where signals work, and serves the next one
 when it is done. It leads a session of its own, so that it ends with whatever it has started. Children end with this process, however
-that ends: the server hears that its socket is closed, and Linux kills them when the server is gone.
+that ends: the server finds its socket closed, and Linux kills the children when the server is gone.
 
 Bytes from a child are never unpickled here: what runs there need not be trusted. Limits: a child has the rights of this process's user,
-so it bounds accidents and not malice; a process that a child has put into a session of its own outlives it.
+so this bounds accidents and not malice; a process that a child has put into a session of its own outlives it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _ENDS_S = 1.0
 _LOOKS_EVERY_S = 0.5
 _CLOSE_S = 5.0
 _BIRTHS = 3
-"""Children in turn that may turn out to be dead before one takes the argument."""
+"""Children that may turn out to be dead in a row before one takes the argument."""
 _PR_SET_PDEATHSIG = 1
 """Linux, `prctl(2)`."""
 
@@ -63,7 +63,7 @@ Function = Callable[[bytes], bytes]
 
 
 class ChildTimedOut(Exception):
-    """The function took longer than it may; its child was killed."""
+    """The function exceeded its time limit; its child was killed."""
 
 
 class ChildDied(Exception):
@@ -76,7 +76,7 @@ _numbers = itertools.count(1)
 @final
 @dataclass(frozen=True)
 class Task:
-    """A pickled function from bytes to bytes, sent to each child once as long as that runs no other."""
+    """A pickled function from bytes to bytes; it is sent to a child again only after that ran another one."""
 
     body: bytes = field(repr=False)
     number: int = field(default_factory=_numbers.__next__)
@@ -100,7 +100,7 @@ class ProcessPool:
         self._is_closed = False
 
     def run(self, task: Task, argument: bytes, *, timeout_s: float | None = None) -> bytes:
-        """What the function returns.
+        """Run a function in a child and return its result.
 
         Raises:
             ChildTimedOut, ChildDied: see there. EngineError: no child can be started.
@@ -156,7 +156,7 @@ class ProcessPool:
             if self._server is None:
                 self._server = _ForkServer(self._preload)
             server = self._server
-        return server.bear()
+        return server.spawn()
 
     def _give_back(self, child: _Child) -> None:
         with self._lock:
@@ -167,7 +167,7 @@ class ProcessPool:
 
 
 class _NotTaken(Exception):
-    """A child was dead before it took what it was given."""
+    """A child was dead before it took its task."""
 
 
 class _Unloadable(Exception):
@@ -206,7 +206,7 @@ class _Child:
         self._task = task.number
 
     def answer(self, timeout_s: float | None) -> bytes:
-        """What the function returned. TimeoutError, or EOFError where the child ends or says what no child says."""
+        """Return the function's result. Raises TimeoutError, or EOFError where the child ends or violates the protocol."""
         deadline = time.monotonic() + timeout_s if timeout_s is not None else float("inf")
         self.socket.settimeout(None)
         if _exactly(self.socket, 1, deadline) != _ANSWER:
@@ -220,10 +220,10 @@ class _Child:
         return _exactly(self.socket, length, deadline)
 
     def end(self, order: bytes) -> str:
-        """End the child and all that it has started; how it ended, in words."""
+        """Kill the child and all that it has started; describes how it ended."""
         if not self._how:
             self.socket.close()
-            self._how = _in_words(self._server.end(order, self._pid))
+            self._how = _describe_status(self._server.end(order, self._pid))
         return self._how
 
 
@@ -239,7 +239,7 @@ def _exactly(link: socket.socket, count: int, deadline: float = float("inf")) ->
     return bytes(found)
 
 
-def _in_words(status: int) -> str:
+def _describe_status(status: int) -> str:
     code = os.waitstatus_to_exitcode(status)
     if code >= 0:
         return f"ended with status {code}"
@@ -274,8 +274,8 @@ class _ForkServer:
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
-    def bear(self) -> _Child:
-        """A new child."""
+    def spawn(self) -> _Child:
+        """Fork a new child."""
         with self._lock:
             try:
                 self._control.sendall(_ORDER.pack(_BEAR, 0))
@@ -287,7 +287,7 @@ class _ForkServer:
         return _Child(self, _PID.unpack(pid)[0], socket.socket(fileno=descriptors[0]))
 
     def end(self, order: bytes, pid: int) -> int:
-        """End a child; its status. SIGKILL's where the server is gone, which has its children killed."""
+        """End a child and return its exit status; SIGKILL's where the server is gone, whose children are killed with it."""
         with self._lock, contextlib.suppress(OSError, EOFError):
             self._control.sendall(_ORDER.pack(order, pid))
             return int(_PID.unpack(_exactly(self._control, _PID.size))[0])
@@ -324,7 +324,7 @@ def _serve(control: socket.socket, parent: int, preload: Sequence[str]) -> None:
                 return
             what, pid = _ORDER.unpack(order)
             if what == _BEAR:
-                children.add(_bear(control))
+                children.add(_fork_child(control))
             else:
                 children.discard(pid)
                 control.sendall(_PID.pack(_end(pid, patience_s=_ENDS_S if what == _REAP else 0.0)))
@@ -335,14 +335,14 @@ def _serve(control: socket.socket, parent: int, preload: Sequence[str]) -> None:
             _kill(pid)
 
 
-def _bear(control: socket.socket) -> int:
+def _fork_child(control: socket.socket) -> int:
     parents, childs = socket.socketpair()
     pid = os.fork()
     if pid == 0:
         try:
             control.close()
             parents.close()
-            _live(childs)
+            _child_loop(childs)
         except BaseException:
             traceback.print_exc()
         finally:
@@ -354,7 +354,7 @@ def _bear(control: socket.socket) -> int:
 
 
 def _end(pid: int, *, patience_s: float) -> int:
-    """End a child with its session; its status."""
+    """Kill a child with its session; returns its exit status."""
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
         time.sleep(0.005)
@@ -369,11 +369,11 @@ def _kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def _live(link: socket.socket) -> None:
-    """What a child does: one function after the other, until its socket is closed."""
+def _child_loop(link: socket.socket) -> None:
+    """Main loop of a child: run one function after the other until the socket is closed."""
     server = os.getppid()
     os.setsid()
-    _end_with(server)
+    _die_with(server)
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # Where memory runs out, it is this process that goes.
     np.random.seed()  # Else all children draw the same.
@@ -399,13 +399,13 @@ def _live(link: socket.socket) -> None:
         answer = function(argument)
         if os.getpid() != me:
             os._exit(0)  # The function has forked, and this is its child.
-        _calm()
+        _reset_child()
         link.sendall(_ANSWER + _LENGTH.pack(len(answer)))
         link.sendall(answer)
 
 
-def _calm() -> None:
-    """What a function has printed is written, and no alarm of its own goes off later."""
+def _reset_child() -> None:
+    """Flush what a function has printed, and cancel its alarms."""
     for name in ("SIGALRM", "SIGVTALRM", "SIGPROF"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
@@ -417,8 +417,8 @@ def _calm() -> None:
             stream.flush()
 
 
-def _end_with(server: int) -> None:
-    """Have this process end when the fork server does, whatever it is doing then."""
+def _die_with(server: int) -> None:
+    """Have Linux kill this process when the fork server ends."""
     try:
         is_set = ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) == 0
     except (AttributeError, OSError):
@@ -436,7 +436,7 @@ def _end_with(server: int) -> None:
 
 
 def main() -> None:
-    """The fork server: its socket, its parent, and what to import."""
+    """Entry point of the fork server; its arguments are the socket, the parent, and what to import."""
     descriptor, parent, *preload = sys.argv[1:]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _serve(socket.socket(fileno=int(descriptor)), int(parent), preload)

@@ -1,11 +1,11 @@
-"""Which engines there are, by name and kind, and what each can do, as data and as tables; without importing any.
+"""The registry of engines by name and kind, with their capabilities as data and as tables, without importing any.
 
-The built-in ones are listed here; others register an `EngineInfo` under the entry point group `m2flow.engines`:
+The built-in ones are listed here; other packages register an `EngineInfo` under the entry point group `m2flow.engines`:
 
     [project.entry-points."m2flow.engines"]
-    mine = "mypackage.info:INFO"
+    mine = "mypackage.engine:INFO"
 
-registry --capability_tables--> one table for rollout engines, one for trainers
+`capability_tables` prints the tables of the documentation: one for rollout engines, one for trainers.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class EngineInfo:
 
     @property
     def version(self) -> str:
-        """Of what its extra brings: `deepspeed 0.19.8`; empty for one that needs none, or whose is not installed here."""
+        """Installed version of the engine's extra, as in `deepspeed 0.19.8`; empty if it needs none, or it is not installed."""
         if not self.extra or self.missing:
             return ""
         version = version_of(self.extra)
@@ -63,7 +63,7 @@ class EngineInfo:
 
 
 def version_of(distribution: str) -> str:
-    """Of what is installed in this interpreter; empty if it is not."""
+    """Version of a distribution in this interpreter; empty if it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -76,7 +76,7 @@ _BUILT_IN = (
     EngineInfo(
         "embedded",
         "m2flow.engines.embedded.rollout_engine:EmbeddedRollout",
-        Capabilities("rollout", devices=_DEVICES, weights_under_requests=True, lora=True, rests=True, condenses=True, probes=True),
+        Capabilities("rollout", devices=_DEVICES, weights_under_requests=True, lora=True, rests=True, shrinks_kv_cache=True, probes=True),
         "Continuous batching for Hugging Face causal language models, in PyTorch.",
         ("torch", "transformers"),
         untested="cuda",
@@ -157,7 +157,7 @@ _BUILT_IN = (
     EngineInfo(
         "fake",
         "m2flow.testing.fakes:FakeRollout",
-        Capabilities("rollout", weights_under_requests=True, rests=True, condenses=True, probes=True),
+        Capabilities("rollout", weights_under_requests=True, rests=True, shrinks_kv_cache=True, probes=True),
         "Exact integers in place of a model: for tests of schedules.",
     ),
     EngineInfo(
@@ -190,7 +190,7 @@ def engines() -> list[EngineInfo]:
 
 @functools.cache
 def _registered() -> tuple[EngineInfo, ...]:
-    """What other packages registered when this process began: reading it takes as long as a small run."""
+    """Engines that other packages register, read once: reading entry points takes as long as a small run."""
     found = []
     for entry in importlib.metadata.entry_points(group="m2flow.engines"):
         info = entry.load()
@@ -225,7 +225,7 @@ def find_engine(name: str, kind: EngineKind) -> EngineInfo:
 
 
 def check_adapters() -> None:
-    """Raises MissingExtra: what models with adapters need is not installed."""
+    """Check that `peft` is installed. Raises MissingExtra."""
     if importlib.util.find_spec("peft") is None:
         raise MissingExtra("a policy with lora=... needs peft", now="pip install 'm2flow[lora]'")
 
@@ -247,7 +247,7 @@ def check_engine(name: str, kind: EngineKind, device: str, options: Mapping[str,
 
 
 def server_of(info: EngineInfo) -> Product | None:
-    """The server that an engine needs in an interpreter of its own."""
+    """The inference server that an engine needs in an interpreter of its own."""
     if not info.server:
         return None
     module, _, name = info.server.partition(":")
@@ -279,7 +279,7 @@ def _load(info: EngineInfo):  # type: ignore[no-untyped-def]
 _Row = tuple[str, Callable[[Capabilities], str]]
 
 
-def _truth(name: str) -> Callable[[Capabilities], str]:
+def _flag(name: str) -> Callable[[Capabilities], str]:
     return lambda can: "yes" if getattr(can, name) else "no"
 
 
@@ -296,26 +296,26 @@ def _layout(words: Callable[[ParallelLayouts], str]) -> Callable[[Capabilities],
 
 
 _ROLLOUT: tuple[_Row, ...] = (
-    ("random numbers by sample and position", _truth("keyed_seeds")),
-    ("bitwise with `--deterministic`", _truth("deterministic")),
-    ('new weights under running samples (`kv="keep"`)', _truth("weights_under_requests")),
-    ("takes adapters alone (`lora=`)", _truth("lora")),
-    ("weights proved by a probe", _truth("probes")),
-    ("weights can stay on the device while others work there", _truth("rests")),
-    ("cache that running samples do not need can be given back", _truth("condenses")),
-    ("decodes in processes of its own", _truth("self_paced")),
+    ("random numbers by sample and position", _flag("keyed_seeds")),
+    ("bitwise with `--deterministic`", _flag("deterministic")),
+    ('new weights under running samples (`kv="keep"`)', _flag("weights_under_requests")),
+    ("takes adapters alone (`lora=`)", _flag("lora")),
+    ("weights proved by a probe", _flag("probes")),
+    ("weights can stay on the device while others work there", _flag("rests")),
+    ("cache that running samples do not need can be given back", _flag("shrinks_kv_cache")),
+    ("decodes in processes of its own", _flag("self_paced")),
     ("weights into its server (`into_server`)", lambda can: ", ".join(can.into_server) or "has none"),
-    ("says which experts a token went to", _truth("routed_experts")),
+    ("says which experts a token went to", _flag("routed_experts")),
     ("tensor parallel", _degree("tp")),
     ("pipeline parallel", _degree("pp")),
     ("expert parallel", _degree("ep")),
 )
 _TRAIN: tuple[_Row, ...] = (
     ("heads", lambda can: ", ".join(f"`{head}`" for head in can.heads)),
-    ("adapters (`lora=`)", _truth("lora")),
-    ("bitwise with `--deterministic`", _truth("deterministic")),
-    ("micro-batches beyond its memory are tried in halves", _truth("retries_smaller")),
-    ("weights can be copied while it is off its device", _truth("readable_offloaded")),
+    ("adapters (`lora=`)", _flag("lora")),
+    ("bitwise with `--deterministic`", _flag("deterministic")),
+    ("micro-batches beyond its memory are tried in halves", _flag("retries_smaller")),
+    ("weights can be copied while it is off its device", _flag("readable_offloaded")),
     ("data parallel", _degree("dp")),
     ("ZeRO stages", _layout(lambda layouts: ", ".join(map(str, layouts.zero)))),
     ("optimiser in the host's memory, as the plan says", _layout(lambda layouts: "yes" if layouts.offload else "no")),
@@ -328,7 +328,7 @@ _TRAIN: tuple[_Row, ...] = (
 
 
 def capability_tables(infos: Sequence[EngineInfo]) -> str:
-    """Of these engines, those for tests left out."""
+    """Print the capabilities of engines as Markdown tables; engines for tests are left out."""
     real = [info for info in infos if not info.factory.startswith("m2flow.testing.")]
     parts = []
     for kind, rows in (("rollout", _ROLLOUT), ("train", _TRAIN)):

@@ -84,9 +84,9 @@ def _follow(end: Connection) -> None:
                     pass
             elif method == "copy_from":
                 engines[number].copy_from(engines[arguments[0]])
-            elif method == "beside":
+            elif method == "adapter_reference":
                 role, model, new = arguments
-                engines[new] = _found(engines[number].beside(role, model))
+                engines[new] = _found(engines[number].adapter_reference(role, model))
             else:
                 getattr(engines[number], method)(*arguments)
         except M2FlowError as error:
@@ -177,12 +177,12 @@ class Mirrored(TrainEngine):
         self._own.copy_from(source._own)
         self._followers.wait()
 
-    def beside(self, role: str, model: Model) -> TrainEngine:
+    def adapter_reference(self, role: str, model: Model) -> TrainEngine:
         other = copy.copy(self)
         other._place = self._place / "beside"
         other._number = id(other)
-        self._followers.tell(self._number, "beside", role, model, other._number)
-        other._own = _found(self._own.beside(role, model))
+        self._followers.tell(self._number, "adapter_reference", role, model, other._number)
+        other._own = _found(self._own.adapter_reference(role, model))
         self._followers.wait()
         return other
 

@@ -694,7 +694,7 @@ def check_what_runs_goes_on_when_the_cache_is_condensed(factory: Factory) -> Non
         for _ in range(2):
             engine.step()
         before = engine.memory().kv
-        engine.condense()
+        engine.shrink_kv_cache()
         assert engine.memory().kv <= before
         assert_same_samples(whole, drain(engine))
 

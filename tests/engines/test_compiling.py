@@ -46,7 +46,7 @@ def test_a_lock_keeps_who_starts_waiting_while_its_owner_lives_and_no_longer(
     assert owner.stdout.readline() == "compiles\n"
     assert installed.clear_abandoned_locks() == []
     assert f"{lock} is held by process {owner.pid}, which compiles" in capsys.readouterr().out
-    monkeypatch.setattr(installed, "_LOOKS_S", 0.05)
+    monkeypatch.setattr(installed, "_POLL_S", 0.05)
     with installed.watching_locks():
         waiting = threading.Thread(target=FileBaton(str(lock)).wait)
         waiting.start()

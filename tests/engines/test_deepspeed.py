@@ -275,8 +275,8 @@ def test_states_leave_the_device_and_come_back_and_can_still_be_saved(zero: int,
         with started(DeepSpeedTrain(model, EngineSettings(options={"zero": zero}))) as engine:
             step(engine, batch)
             if leaves:
-                engine.put_away()
-                engine.bring_back()
+                engine.offload_states()
+                engine.onload_states()
             engine.save(str(tmp_path / str(leaves)))
             step(engine, batch)
             results.append(copied(engine))

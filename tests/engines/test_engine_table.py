@@ -11,7 +11,7 @@ import pytest
 
 from m2flow.cli.cluster_file import load_cluster
 from m2flow.cli.doctor import other_interpreter, usable
-from m2flow.engines.installed import stand_ins
+from m2flow.engines.installed import overlaid_packages
 from m2flow.engines.models.scalar_head import HEADS
 from m2flow.engines.registry import EngineInfo, capability_tables, engines, find_engine
 from m2flow.recipe import Head
@@ -70,7 +70,7 @@ def test_all_that_stands_in_for_compiled_code_without_a_gpu_is_listed(
 ) -> None:
     monkeypatch.chdir(ROOT)
     options = load_cluster(ROOT / "clusters" / f"{cluster}.yaml").rollout.options
-    (said,) = stand_ins(options)
+    (said,) = overlaid_packages(options)
     shim = ROOT / "tests" / "sglang_cpu"
     replaced = set(re.findall(r"^def ([a-z]\w+)|define\(\"(\w+)\(", (shim / "sgl_kernel" / "__init__.py").read_text(), re.MULTILINE))
     names = {name for found in replaced for name in found if name}

@@ -13,7 +13,7 @@ from test_train_engines import CONFIGS, write_model
 
 from m2flow import Dataset, Lora, Policy, Reference, flow
 from m2flow.engines.contract import EngineSettings
-from m2flow.engines.embedded.trainer import Beside, EmbeddedTrain
+from m2flow.engines.embedded.trainer import AdapterReference, EmbeddedTrain
 from m2flow.engines.models.hf_model import load_model
 from m2flow.errors import EngineError
 from m2flow.macro.tracing import trace
@@ -72,7 +72,7 @@ def test_references_of_an_adapted_policy_have_no_weights_and_stay_what_they_were
     policy = replace(frozen, is_policy=True, is_frozen=False, lora=Lora(rank=4))
     models = {"reference": frozen, "then": replace(policy, is_policy=False), "policy": policy, "plain": replace(policy, lora=None)}
     with bench(models) as engines:
-        assert {role for role, engine in engines.items() if isinstance(engine, Beside)} == {"reference", "then"}
+        assert {role for role, engine in engines.items() if isinstance(engine, AdapterReference)} == {"reference", "then"}
         batch = samples(32)
         before = engines["reference"].logprobs(batch).ragged("reference_logprobs").values
         assert (before == engines["plain"].logprobs(batch).ragged("reference_logprobs").values).all()

@@ -55,7 +55,10 @@ def check_references_compute_from_the_policys_weights(model: Model, policy: Trai
     frozen = replace(model, lora=None, is_policy=False, is_frozen=True)
     with started(EmbeddedTrain(model, EngineSettings())) as alone, started(EmbeddedTrain(frozen, EngineSettings())) as plain:
         with started(policy) as engine:
-            by_path, by_policy = engine.beside("base", frozen), engine.beside("reference", replace(model, is_policy=False))
+            by_path, by_policy = (
+                engine.adapter_reference("base", frozen),
+                engine.adapter_reference("reference", replace(model, is_policy=False)),
+            )
             assert by_path is not None
             assert by_policy is not None
             with started(by_path), started(by_policy):

@@ -1,6 +1,6 @@
 """DeepSpeed as a trainer: ZeRO's stages over any number of ranks, with states in the host's memory or on a drive where a spec says so.
 
-Drive(DIR).taken(tensor) --> the same numbers, mapped from a file in DIR; the operating system moves pages as they are needed
+NvmeOffload(DIR).taken(tensor) --> the same numbers, mapped from a file in DIR; the operating system moves pages as they are needed
 
 A file has its full size before it is mapped, so a full drive is an error then and no signal later. Once mapped, it has no name any more:
 its space is free again when the tensor is gone or the process has ended, however that was. No other process reads it; checkpoints are
@@ -64,13 +64,13 @@ from m2flow.recipe import AdamW, Model
 from m2flow.samples import Ragged, make_ids
 
 
-class Drive:
+class NvmeOffload:
     """A directory that takes tensors."""
 
     def __init__(self, path: str) -> None:
         self._path = Path(path)
 
-    def taken(self, tensor: Tensor) -> Tensor:
+    def map_tensor(self, tensor: Tensor) -> Tensor:
         """A tensor's numbers on the drive, in the host's address space.
 
         Raises:
@@ -350,11 +350,11 @@ class DeepSpeedTrain(RankedTrain):
 
     def onload(self) -> None:
         if self._is_away:
-            self.bring_back()
+            self.onload_states()
 
     def offload(self) -> None:
         if torch.device(self._settings.device).type != "cpu":
-            self.put_away()
+            self.offload_states()
 
     def rest(self) -> None:
         if self._pins:
@@ -368,7 +368,7 @@ class DeepSpeedTrain(RankedTrain):
         moments = [moment for of_parts in self._client.moments.values() for both in of_parts.values() for moment in both]
         return [*moments, *(part for group in self._client.param_groups for part in group["params"] if self._options.zero)]
 
-    def put_away(self) -> None:
+    def offload_states(self) -> None:
         """Move everything but gradients to the host's memory, whatever the device is."""
         self._is_away = True
         if self._options.zero == 0:
@@ -382,8 +382,8 @@ class DeepSpeedTrain(RankedTrain):
         if self._pins:
             torch.cuda.empty_cache()
 
-    def bring_back(self) -> None:
-        """Undo `put_away`."""
+    def onload_states(self) -> None:
+        """Undo `offload_states`."""
         device = self._settings.device
         if not self._options.offload_optimizer:
             # Before the library's own: it makes its views of the parts anew.
@@ -459,11 +459,11 @@ class DeepSpeedTrain(RankedTrain):
 
     # Passes
 
-    def _said(self, packed: packing.Packed, temperature: Tensor | None) -> dict[str, Tensor]:
+    def _model_outputs(self, packed: packing.Packed, temperature: Tensor | None) -> dict[str, Tensor]:
         if self._sequence is None:
-            return super()._said(packed, temperature)
+            return super()._model_outputs(packed, temperature)
         own, which = self._sequence.share(packed)
-        found = super()._said(own, None if temperature is None else temperature[which])
+        found = super()._model_outputs(own, None if temperature is None else temperature[which])
         return {name: self._sequence.gather(values, which) for name, values in found.items()}
 
     def _forward(self, packed: packing.Packed) -> Tensor:
@@ -604,13 +604,13 @@ class DeepSpeedTrain(RankedTrain):
         masters = {name: tensor.detach().clone() for name, tensor in self._tensors.items()} if self._has_masters else {}
         tables = {module: _tables(module) for module in self._model.modules()}
         largest = max(parameter.numel() for parameter in self._root.parameters())
-        told = None if self._split is None else self._split.told()
+        told = None if self._split is None else self._split.deepspeed_config()
         config = configuration(self._options, pin_memory=self._pins, largest=largest, tensor_parallel=told)
         with _quiet():
             self._engine, *_ = self._library.initialize(model=self._root, optimizer=self._client, config=config)
         if (split := self._split) is not None:
             self._engine.first_dataloader_check.remove()  # It would send the first micro-batch to the other ranks, pickled.
-            self._together(lambda: split.done(self._library.utils.groups.get_tensor_model_parallel_group()))
+            self._together(lambda: split.attach_group(self._library.utils.groups.get_tensor_model_parallel_group()))
             self._client.norm_over, self._client.square = split.total, split.square
         if self._options.zero:
             self._client.norm_over = self._total
@@ -622,15 +622,15 @@ class DeepSpeedTrain(RankedTrain):
         if not self._client.parts:
             self._show_parts()
         if self._options.offload_optimizer == NVME:
-            self._use(Drive(self._options.nvme_path))
+            self._use(NvmeOffload(self._options.nvme_path))
         if self._split is not None and self._options.zero:
             self._mark_repeated(self._split)
 
-    def _use(self, drive: Drive) -> None:
+    def _use(self, drive: NvmeOffload) -> None:
         """Keep the optimiser there. In stages 1 and 2 the library has views of its float32 weights, which stay in the host's memory."""
-        self._client.kept = drive.taken
+        self._client.kept = drive.map_tensor
         for part in self._client.parts if self._options.zero == 3 else []:
-            part.data = self._together(functools.partial(drive.taken, part))
+            part.data = self._together(functools.partial(drive.map_tensor, part))
 
     def _mark_repeated(self, split: tensor_parallel.Split) -> None:
         """Show where flat parts hold what every rank of a tensor group has."""
@@ -644,7 +644,7 @@ class DeepSpeedTrain(RankedTrain):
         """A pass that counts nothing, and a step with nothing due: stage 3 shows its parts to an optimiser in a step alone."""
         tokens, mask = Ragged.of([[0, 0]], np.int32), Ragged.of([[False, True]], np.bool_)
         packed = packing.pack(make_ids(0, 1), tokens, mask, device=self._settings.device)
-        self._backward(sum(values.float().sum() for values in self._said(packed, None).values()) * 0.0)
+        self._backward(sum(values.float().sum() for values in self._model_outputs(packed, None).values()) * 0.0)
         self.discard()
 
     def _total(self, square: Tensor) -> Tensor:

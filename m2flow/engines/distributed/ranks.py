@@ -66,13 +66,13 @@ class Ranks:
             EngineError: they did not all come.
         """
         if not dist.is_initialized():
-            self._meet()
+            self._join_group()
         self.group = dist.new_group(list(range(self.count)), timeout=_WAIT)
         self._open.append(self)
         if leave is not None:
             self._leaving.append(leave)
 
-    def _meet(self) -> None:
+    def _join_group(self) -> None:
         backend = "nccl" if self._device.type == "cuda" else "gloo"
         if backend == "nccl":
             torch.cuda.set_device(self._device)
@@ -238,7 +238,7 @@ class RankedTrain(EmbeddedTrain):
             yield from checkpoint_tensors(self._model, name, tensor)
 
     def copy_from(self, source: TrainEngine) -> None:
-        if self._took_adapters(source):
+        if self._copy_adapters_only(source):
             return
         given, waiting = iter(source.weights()), dict[str, Tensor]()
         for name, tensor in self._own_tensors():
@@ -265,7 +265,7 @@ class RankedTrain(EmbeddedTrain):
 
         def score(rows: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
             packed = packing.pack(ordered.ids[rows], tokens.take(rows), mask.take(rows), device=self._settings.device, share_prompts=False)
-            found: npt.NDArray[Any] = self._said(packed, None)["values"].double().cpu().numpy()
+            found: npt.NDArray[Any] = self._model_outputs(packed, None)["values"].double().cpu().numpy()
             return found
 
         scores = self._spread(ordered, tokens, mask, score)

@@ -148,7 +148,7 @@ class Split:
                     self._dims[tensor] = dim
         self._shapes = {tensor: tensor.shape for tensor in self._dims}
 
-    def told(self) -> dict[str, Any]:
+    def deepspeed_config(self) -> dict[str, Any]:
         """What `deepspeed.initialize` is told as `tensor_parallel`. Embeddings and the head stay whole."""
         specs: list[dict[str, Any]] = [
             {"patterns": [_regex(pattern)], "partition_type": _KINDS[style]} for pattern, style in self._plan.items() if style in _KINDS
@@ -164,7 +164,7 @@ class Split:
             "partition_config": {"use_default_specs": False, "layer_specs": specs},
         }
 
-    def done(self, group: Any) -> None:
+    def attach_group(self, group: Any) -> None:
         """The library has split, over this group of ranks.
 
         Raises:

@@ -1,1 +1,1 @@
-"""The engines that run in m2flow's own worker: continuous batching and a trainer of one process."""
+"""The engines that run inside m2flow's own worker: continuous batching, and a trainer of one process."""

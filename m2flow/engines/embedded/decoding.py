@@ -1,17 +1,17 @@
-"""Continuous batching: which sequences run, in which slots, what they have said so far, and how a token is drawn.
+"""Continuous batching: which sequences run in which slots, and how each token is drawn.
 
-logits [B, V], SamplingColumns, uniforms(seeds, positions) --draw--> tokens [B], logprobs [B]
+    queue of Jobs --admit--> slots 0..B-1 --one token a step--> finished Jobs
 
-Which log-probability: that of softmax(logits / temperature), over the whole vocabulary, before top-k, top-p and
-`min_new_tokens` take tokens away; for temperature 0 that of softmax(logits). It is what a trainer that divides its logits by the same
-temperature computes for the token, so that their ratio is 1 on equal weights.
+All bookkeeping of a step is array work over the B rows; Python touches a row only when it is added or removed. After a removal the last
+rows fill its place, so that the rows in use stay contiguous. Jobs with the same tokens are prefilled once.
+
+    logits [B, V], SamplingColumns, uniforms(seeds, positions) --draw--> tokens [B], logprobs [B]
+
+The log-probability of a token is that of softmax(logits / temperature) over the whole vocabulary, before top-k, top-p and `min_new_tokens`
+take tokens away; for temperature 0 that of softmax(logits). A trainer that divides its logits by the same temperature computes the same, so
+their ratio is 1 on equal weights.
 
 Legend: B rows, V vocabulary.
-
-queue of Jobs --admit--> slots 0..B-1 --one token a step--> finished Jobs
-
-All bookkeeping of a step is array work over the B rows; Python touches a row only when it comes or goes. When one leaves, the
-last rows fill its hole, so that the rows in use stay together. Jobs with the same tokens are prefilled once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.integer]) -> npt.NDArray[np.float64]:
-    """One number in [0, 1) for each (seed, position of the token in the response), and for nothing else. float64 [B].
+    """Hash (seed, position of the token in the response) to a number in [0, 1), float64 [B]; nothing else affects it.
 
     Source:
         SplitMix64: Steele, Lea and Flood 2014, doi:10.1145/2660193.2660195; here keyed by a mixed seed, so that neighbouring seeds
@@ -59,7 +59,7 @@ def _mix(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 @dataclass(frozen=True)
 class SamplingColumns:
-    """How each row samples: arrays [B]."""
+    """Sampling parameters of each row, arrays [B]."""
 
     temperature: npt.NDArray[np.float32]
     """0 is greedy."""
@@ -70,7 +70,7 @@ class SamplingColumns:
 
 
 def draw(logits: Tensor, columns: SamplingColumns, uniform: npt.NDArray[np.float64], forbidden: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Draw by inverting the cumulative distribution, in order of token id; nothing of one row reaches another.
+    """Draw tokens by inverting the cumulative distribution in order of token id; rows are independent.
 
     Top-k comes before top-p, which looks at what top-k left, renormalised, as in transformers. Of equal logits at top-k's edge the
     lower id stays.
@@ -127,59 +127,58 @@ def _truncated(logprobs: Tensor, columns: SamplingColumns) -> Tensor:
 _LENGTH_STEP = 64
 
 
+# ---- decoders
+
+
 class Decoder(Protocol):
-    """What advances jobs token by token."""
+    """Advances jobs token by token."""
 
     @property
     def num_running(self) -> int: ...
 
     @property
     def kv_tokens(self) -> tuple[int, int]:
-        """Tokens of cache that what runs takes, and that there may be; 0: not limited."""
+        """Tokens of KV cache that running jobs take, and the limit; 0: not limited."""
         ...
 
     @property
     def kv_bytes(self) -> int:
-        """That caches take."""
+        """Bytes that KV caches take."""
         ...
 
     def step(self, queue: deque[Job], version: int) -> list[tuple[Job, Finish]]:
         """Take jobs from the queue's front while there is room, add a token to each that runs, and return what finished."""
         ...
 
-    def make_do(self, queue: deque[Job], version: int) -> tuple[int, list[tuple[Job, Finish]]]:
-        """A step has run out of memory: put jobs back to the queue's front, with their tokens, and let half as many run from now on.
-        How many were put back, and what had finished in that step.
-
-        Raises:
-            OutOfMemory: it was one alone.
-        """
+    def recover_from_oom(self, queue: deque[Job], version: int) -> tuple[int, list[tuple[Job, Finish]]]:
+        """After a step ran out of memory: preempt jobs, which return to the queue's front with their tokens, and let half as many run from
+        now on. Returns how many were preempted, and what had finished in that step."""
         ...
 
     def take(self, ids: Collection[int], version: int) -> list[Job]:
-        """Take these out, with their tokens so far."""
+        """Remove jobs, and return them with their tokens so far."""
         ...
 
     def peek(self, ids: Collection[int], version: int) -> list[Job]:
-        """These as `take` would give them, and as they were."""
+        """Return what `take` would, and change nothing."""
         ...
 
     def keep_caches(self, version: int) -> None:
-        """The weights of this version were replaced: what runs goes on, on keys of theirs."""
+        """Go on after the weights of this version were replaced: running jobs keep their KV cache."""
         ...
 
     def running_ids(self) -> list[int]: ...
 
     def progress(self) -> dict[int, int]:
-        """Tokens so far of each that runs."""
+        """Number of tokens so far of each running job."""
         ...
 
-    def condense(self) -> None:
-        """Free the memory of caches that what runs does not need now."""
+    def shrink_kv_cache(self) -> None:
+        """Free KV cache that running jobs do not need now."""
         ...
 
     def release(self) -> None:
-        """Free the memory of caches. Nothing may be running."""
+        """Free the KV cache. Nothing may be running."""
         ...
 
 
@@ -200,7 +199,7 @@ _ROW = np.dtype(
 
 @final
 class ContinuousDecoder:
-    """Everything that runs decodes together, at whatever length it is."""
+    """Decode all running jobs together, whatever their lengths."""
 
     def __init__(self, model: SlotModel, *, max_running: int, max_prefill_tokens: int, kv_budget_bytes: int) -> None:
         self._model = model
@@ -253,7 +252,7 @@ class ContinuousDecoder:
         self._sample(logits[0] if len(logits) == 1 else torch.cat(logits))
         return self._finished(version)
 
-    def make_do(self, queue: deque[Job], version: int) -> tuple[int, list[tuple[Job, Finish]]]:
+    def recover_from_oom(self, queue: deque[Job], version: int) -> tuple[int, list[tuple[Job, Finish]]]:
         num_tried = len(self._jobs) + len(self._coming)
         if num_tried < 2:
             raise OutOfMemory(
@@ -282,10 +281,10 @@ class ContinuousDecoder:
     def keep_caches(self, version: int) -> None:
         self._jobs = [replace(self._job(row, version), has_old_cache=True) for row in range(len(self._jobs))]
 
-    def condense(self) -> None:
+    def shrink_kv_cache(self) -> None:
         num_rows = len(self._jobs)
         if num_rows:
-            self._cache.condense(num_rows, int(self._rows["length"][:num_rows].max()) + 1)
+            self._cache.shrink_kv_cache(num_rows, int(self._rows["length"][:num_rows].max()) + 1)
         else:
             self._cache.clear()
 
@@ -375,7 +374,7 @@ class ContinuousDecoder:
 
     def _job(self, row: int, version: int) -> Job:
         count = self._rows["count"][row]
-        return self._jobs[row].grown(self._tokens[row, :count], self._logprobs[row, :count], version)
+        return self._jobs[row].extended(self._tokens[row, :count], self._logprobs[row, :count], version)
 
     def _leave(self, gone: npt.NDArray[np.int64]) -> None:
         num_left = len(self._jobs) - len(gone)
@@ -391,7 +390,7 @@ class ContinuousDecoder:
 
 
 def forbidden_stops(is_early: npt.NDArray[np.bool_], stops: npt.NDArray[np.int64], like: torch.Tensor) -> torch.Tensor | None:
-    """Which tokens rows that are too young to stop must not draw: bool [B, V] like the logits, or None if there are none."""
+    """Stop tokens that rows below `min_new_tokens` must not draw: bool [B, V] like the logits, or None if there are none."""
     if not is_early.any() or not stops.shape[1]:
         return None
     row, column = np.nonzero(is_early[:, None] & (stops >= 0))

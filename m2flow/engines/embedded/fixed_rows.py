@@ -1,12 +1,12 @@
-"""Decoding whose bits depend on who a sample is, and on nothing else that runs.
+"""Decode deterministically: a sample's bits depend on its identity, and on nothing else that runs.
 
 Floating-point sums depend on the shapes that they are computed in. So every shape here is a function of identity: the prompt is
 prefilled alone, and sample i of a group decodes in row i % R of a batch of exactly R rows, all at the same position of their
-responses. Rows that nobody has are filled with token 0; what they hold reaches no other row. A sample that comes later gets
+responses. Unused rows are filled with token 0; what they hold reaches no other row. A sample that is admitted later gets
 such a batch for itself, and one that resumes replays its tokens through the same shapes.
 
-Costs speed: each group's batch is a pass of its own. Mixtures of experts are refused, because the shapes in their experts depend
-on what the other rows say.
+This costs speed: each group's batch is a forward pass of its own. Mixtures of experts are refused, because the shapes in their experts
+depend on what the other rows contain.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from m2flow.samples import Finish, SampleId
 
 @final
 class FixedRowsDecoder:
-    """Batches of R rows, each for the members of one group that came together."""
+    """Decode in batches of R rows, each for the members of one group that were admitted together."""
 
     def __init__(self, model: SlotModel, *, num_rows: int, max_running: int) -> None:
         if model.is_mixture:
@@ -73,7 +73,7 @@ class FixedRowsDecoder:
         finished, self._finished = self._finished, []
         return finished
 
-    def make_do(self, queue: deque[Job], version: int) -> tuple[int, list[tuple[Job, Finish]]]:
+    def recover_from_oom(self, queue: deque[Job], version: int) -> tuple[int, list[tuple[Job, Finish]]]:
         if len(self._batches) < 2:
             raise OutOfMemory(
                 f"out of memory with {self._num_rows} rows, the fewest that decode together",
@@ -102,8 +102,8 @@ class FixedRowsDecoder:
         for batch in self._batches:
             batch.keep_cache(version)
 
-    def condense(self) -> None:
-        """A batch has what it needs to its end."""
+    def shrink_kv_cache(self) -> None:
+        """Do nothing: a batch keeps what it needs to its end."""
 
     def release(self) -> None:
         assert not self._batches
@@ -155,33 +155,33 @@ class _FixedBatch:
         return self._cache.num_bytes
 
     def count_of(self, job: Job) -> int:
-        """Tokens that a job has: those that it came with, until all are replayed."""
+        """Number of tokens of a job: those of its prefix, until all are replayed."""
         return max(self._count, len(job.tokens))
 
     def peek(self, row: int, version: int) -> Job:
-        """A row's job as it is by now. What is being replayed has all the tokens that it came with."""
+        """A row's job as it is now. A job that is being replayed has all tokens of its prefix."""
         job = self.jobs[row]
         if self._count <= len(job.tokens):
             return job
-        return job.grown(self._tokens[row, : self._count], self._logprobs[row, : self._count], version)
+        return job.extended(self._tokens[row, : self._count], self._logprobs[row, : self._count], version)
 
     def take(self, row: int, version: int) -> Job:
-        job = self._grown(row, version)
+        job = self._extended(row, version)
         del self.jobs[row]
         self._tokens[row] = 0
         return replace(job, has_old_cache=False)
 
     def keep_cache(self, version: int) -> None:
-        """Go on with new weights. If a row is being replayed, all are read again: nobody could say which weights had read what."""
+        """Go on with new weights. If a row is being replayed, all are prefilled again, since the cache would be of mixed versions."""
         is_replaying = any(self._count < len(job.tokens) for job in self.jobs.values())
-        self.jobs = {row: replace(self._grown(row, version), has_old_cache=not is_replaying) for row in self.jobs}
+        self.jobs = {row: replace(self._extended(row, version), has_old_cache=not is_replaying) for row in self.jobs}
         self._count = 0 if is_replaying else self._count
 
-    def _grown(self, row: int, version: int) -> Job:
+    def _extended(self, row: int, version: int) -> Job:
         job = self.jobs[row]
         count = self.count_of(job)
         self._replay(job, row, count)
-        return job.grown(self._tokens[row, :count], self._logprobs[row, :count], version)
+        return job.extended(self._tokens[row, :count], self._logprobs[row, :count], version)
 
     def _draw(self, logits: torch.Tensor) -> None:
         for row in range(self._num_rows):

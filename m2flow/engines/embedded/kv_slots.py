@@ -1,11 +1,11 @@
-"""A key/value cache of slots, and the attention over it that transformers' models are made to call.
+"""A KV cache of slots, and the attention over it that is registered with transformers' models.
 
     model(..., attn="m2flow_slots", slot_pass=PrefillPass | DecodePass) --attend--> SlotCache
 
-One sequence has one slot. Running sequences lie in slots 0..B-1 without a hole, so that decoding attends to a view of the cache
+A sequence has one slot. Running sequences lie in slots 0..B-1 without a hole, so that decoding attends to a view of the cache
 and gathers nothing. Tokens of all sequences are packed into one row for the model's linear layers; only prefill attention
-pads, inside. There is no mask from transformers: what a layer sees, all or a window or a chunk, is known from the engine's start
-(`m2flow.engines.models.model_probe`), and its mask is made here, of positions. Keys outside of every window are not read, but stay in
+pads, inside. transformers builds no mask: what a layer sees (all, a window or a chunk) is known from the engine's start
+(`m2flow.engines.models.model_probe`), and its mask is computed here from positions. Keys outside of every window are not read, but stay in
 the cache.
 
 Legend: B sequences, P prompts, T packed tokens, H query heads, K key/value heads, R = H / K, L tokens in the cache, D head size.
@@ -31,7 +31,7 @@ _LENGTH_STEP = 64
 
 @final
 class SlotCache:
-    """Keys and values of all layers, each [slots, K, length, D]. Made at the first write, which knows heads and sizes."""
+    """Keys and values of all layers, each [slots, K, length, D]. Allocated at the first write, which knows heads and sizes."""
 
     def __init__(self) -> None:
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
@@ -40,12 +40,12 @@ class SlotCache:
 
     @property
     def bytes_per_token(self) -> int:
-        """Of one sequence, in all layers. 0 before the first write."""
+        """Bytes of a token in all layers; 0 before the first write."""
         return sum(t.shape[1] * t.shape[3] * t.element_size() for pair in self._layers.values() for t in pair)
 
     @property
     def num_bytes(self) -> int:
-        """Of all that is reserved."""
+        """Bytes reserved."""
         return sum(cached.numel() * cached.element_size() for pair in self._layers.values() for cached in pair)
 
     @property
@@ -53,17 +53,17 @@ class SlotCache:
         return len(self._layers)
 
     def reserve(self, num_slots: int, length: int) -> None:
-        """Grow to at least so many slots of at least this length; what is there stays."""
+        """Grow to at least this number of slots of at least this length; contents stay."""
         length = -(-max(length, self.length) // _LENGTH_STEP) * _LENGTH_STEP
         num_slots = max(num_slots, self.num_slots)
         if (num_slots, length) == (self.num_slots, self.length):
             return
         with torch.inference_mode():
             for layer, pair in self._layers.items():
-                self._layers[layer] = (_grown(pair[0], num_slots, length), _grown(pair[1], num_slots, length))
+                self._layers[layer] = (_extended(pair[0], num_slots, length), _extended(pair[1], num_slots, length))
         self.num_slots, self.length = num_slots, length
 
-    def condense(self, num_slots: int, length: int) -> None:
+    def shrink_kv_cache(self, num_slots: int, length: int) -> None:
         """Shrink to the first so many slots, of this length or a little more."""
         length = min(-(-length // _LENGTH_STEP) * _LENGTH_STEP, self.length)
         num_slots = min(num_slots, self.num_slots)
@@ -89,7 +89,7 @@ class SlotCache:
         return pair
 
     def move(self, targets: Sequence[int], sources: Sequence[int], length: int) -> None:
-        """Copy the first `length` tokens of some slots over others. No slot is both."""
+        """Copy the first `length` tokens of some slots over others; the two sets are disjoint."""
         with torch.inference_mode():
             for pair in self._layers.values():
                 for cached in pair:
@@ -103,7 +103,7 @@ class SlotCache:
 
 
 class SlotPass(Protocol):
-    """One pass through the model: where its keys and values go, and what its queries see."""
+    """A forward pass: where its keys and values are written, and what its queries see."""
 
     def attend(self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scoring: Scoring) -> Tensor:
         """The attention's output, [T, H, D]."""
@@ -112,7 +112,7 @@ class SlotPass(Protocol):
 
 @final
 class PrefillPass:
-    """P prompts, packed one after the other. Each goes to one slot or more: those from `first_slot` on, in the order given."""
+    """Prefill P packed prompts, each into one or more slots from `first_slot` on, in the order given."""
 
     def __init__(self, cache: SlotCache, lengths: Sequence[int], first_slot: int, prompt_of_slot: Sequence[int], device: str):
         self._cache = cache
@@ -166,7 +166,7 @@ class PrefillPass:
 
 @final
 class DecodePass:
-    """One new token for each of the slots 0..B-1; `positions` [B] says how many tokens a slot already holds."""
+    """Decode one new token for each of the slots 0..B-1; `positions` [B] is the number of tokens that a slot already holds."""
 
     def __init__(self, cache: SlotCache, positions: np.ndarray, device: str) -> None:
         self._cache = cache
@@ -243,7 +243,7 @@ def slot_attention(
     slot_pass: SlotPass | None = None,
     **arguments: object,
 ) -> tuple[Tensor, None]:
-    """What a model calls in the place of its attention. query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, D].
+    """Attention function that the model calls: query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, D].
 
     Raises `EngineError` for anything that this attention would compute wrongly.
     """
@@ -254,7 +254,7 @@ def slot_attention(
     return seen.unsqueeze(0), None
 
 
-def _grown(cached: Tensor, num_slots: int, length: int) -> Tensor:
+def _extended(cached: Tensor, num_slots: int, length: int) -> Tensor:
     grown = cached.new_zeros(num_slots, cached.shape[1], length, cached.shape[3])
     grown[: cached.shape[0], :, : cached.shape[2]] = cached
     return grown

@@ -1,4 +1,4 @@
-"""The built-in rollout engine: continuous batching for Hugging Face causal language models, in this process.
+"""The embedded rollout engine: continuous batching for Hugging Face causal language models, in the worker's process.
 
     add -> queue -> Decoder (continuous, or fixed rows if deterministic) -> Generated
 
@@ -25,7 +25,7 @@ from m2flow.engines.embedded.decoding import ContinuousDecoder, Decoder
 from m2flow.engines.embedded.fixed_rows import FixedRowsDecoder
 from m2flow.engines.embedded.slot_model import SlotModel
 from m2flow.engines.models.hf_model import TextCodec, load_tokenizer, use_threads
-from m2flow.engines.models.requests import Job, generated_of, jobs_of, parted
+from m2flow.engines.models.requests import Job, generated_of, jobs_of, split_finished
 from m2flow.engines.registry import built_in
 from m2flow.errors import EngineError, is_out_of_memory
 from m2flow.recipe import Model
@@ -39,7 +39,7 @@ _OPTIONS = ("max_context", "max_prefill_tokens", "kv_budget_bytes", "determinist
 
 @final
 class EmbeddedRollout(RolloutEngine):
-    """Requests come and go between any two steps; a prompt that several samples share is read once."""
+    """Generate with continuous batching; a prompt that several samples share is prefilled once."""
 
     name = "embedded"
     capabilities = built_in("embedded", "rollout")
@@ -88,11 +88,11 @@ class EmbeddedRollout(RolloutEngine):
             self._is_onloaded = True
 
     def offload(self) -> None:
-        """Give the device's memory back. What runs goes back to the queue with its tokens, and is read again later."""
+        """Free the device's memory. Running requests return to the queue with their tokens, and are prefilled again later."""
         self._make_room(keeps_weights=False)
 
     def rest(self) -> None:
-        """Give back what the cache has of the device; weights stay there. What runs is read again later, as after `offload`."""
+        """Free the KV cache and keep the weights on the device. Running requests are prefilled again later, as after `offload`."""
         self._make_room(keeps_weights=True)
 
     def _make_room(self, *, keeps_weights: bool) -> None:
@@ -105,8 +105,8 @@ class EmbeddedRollout(RolloutEngine):
             torch.cuda.empty_cache()
         self._is_onloaded = False
 
-    def condense(self) -> None:
-        self._started()[2].condense()
+    def shrink_kv_cache(self) -> None:
+        self._started()[2].shrink_kv_cache()
         if self._settings.device != "cpu":
             torch.cuda.empty_cache()
 
@@ -118,7 +118,7 @@ class EmbeddedRollout(RolloutEngine):
     def add(self, requests: Sequence[Request]) -> None:
         model, codec, decoder = self._started()
         known = [*(job.id for job in self._queue), *decoder.running_ids()]
-        goes_on, whole = parted(jobs_of(requests, known, codec, vocab_size=model.vocab_size, max_context=model.max_context))
+        goes_on, whole = split_finished(jobs_of(requests, known, codec, vocab_size=model.vocab_size, max_context=model.max_context))
         self._queue += goes_on
         self._ended += whole
 
@@ -135,19 +135,19 @@ class EmbeddedRollout(RolloutEngine):
         return [generated_of(job, finish, codec) for job, finish in finished]
 
     def _decoded(self, decoder: Decoder) -> list[tuple[Job, Finish]]:
-        """A step of the decoder; without the memory for it, what it is to go on with is less."""
+        """Run a step of the decoder; if memory runs out, preempt some jobs."""
         try:
             return decoder.step(self._queue, self._version)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
         # Only now: the error's traceback held what was computed.
-        num_put_back, finished = decoder.make_do(self._queue, self._version)
+        num_put_back, finished = decoder.recover_from_oom(self._queue, self._version)
         self._num_put_back += num_put_back
         if self._settings.device != "cpu":
             torch.cuda.empty_cache()
         print(f"out of memory: {num_put_back} samples wait again, and fewer decode together from now on", flush=True)
-        goes_on, whole = parted(self._queue)
+        goes_on, whole = split_finished(self._queue)
         self._queue = deque(goes_on)
         return finished + whole
 
@@ -191,7 +191,7 @@ class EmbeddedRollout(RolloutEngine):
     def _take(
         self, load: Callable[[Iterable[tuple[str, Any]]], None], tensors: Iterable[tuple[str, Any]], version: int, *, under_requests: bool
     ) -> None:
-        """Change the weights by what comes."""
+        """Load weights or adapters."""
         decoder = self._started()[2]
         if decoder.num_running and not under_requests:
             raise EngineError(f"{decoder.num_running} requests are running; weights can't change under them", now="Abort them first.")

@@ -1,16 +1,14 @@
-"""A Hugging Face causal language model that reads and writes a slot cache: prefill, decode, weights and adapters in and out.
+"""Run a Hugging Face causal language model on a slot cache: prefill, decode, and weights or adapters in and out.
 
-base, kept in the host's memory --+ scale B A--> the module's weights, layer by layer
+A `SlotModel` is built only if it computes the same as the model's own code: it passes the probe of every engine at the start
+(`m2flow.engines.models.model_probe`), and what slots can't do (recurrent layers, masks other than windows and chunks, rotary tables that
+change with the batch) is refused by name.
 
-Each version is added to the base itself, never to the sum before it, so nothing drifts: the weights are bit by bit those that the trainer
-would have sent whole, if both multiply alike. It costs a second copy of the adapted layers in the host's memory; passes cost what they
-cost without adapters. No peft is needed here.
+    base, kept in the host's memory --+ scale B A--> the module's weights, layer by layer      (`MergedAdapters`)
 
-Limit: adapters of linear layers, as `m2flow.engines.models.lora` makes them.
-
-Built only if it computes the same as the model's own code: at the start it passes the probe of every engine
-(`m2flow.engines.models.model_probe`), and what the slots can't do (recurrent layers, masks of another shape than windows and chunks,
-rotary tables that change with the batch) is refused by name.
+Each version of adapters is added to the base itself, never to the last sum, so errors do not accumulate: the weights are bit by bit those
+that the trainer would have sent merged, if both multiply alike. This costs a second copy of the adapted layers in the host's memory, and
+nothing in a forward pass. peft is not needed here. Limit: adapters of linear layers, as `m2flow.engines.models.lora` makes them.
 """
 
 from __future__ import annotations
@@ -36,8 +34,8 @@ from m2flow.recipe import Lora, Model
 
 
 @final
-class Added:
-    """The base of one module, and the adapters that are added to it now.
+class MergedAdapters:
+    """A module's base weights, and the adapters that are merged into them now.
 
     Args:
         module: as it was loaded: its weights are the base.
@@ -51,7 +49,7 @@ class Added:
         self._held: dict[str, Tensor] = {}
 
     def add(self, tensors: Iterable[tuple[str, Any]]) -> None:
-        """Take adapters in, by the names of peft's files; each tensor may be valid until the next is taken.
+        """Merge adapters, given by the names of peft's files; each tensor need be valid only until the next is taken.
 
         Raises:
             EngineError: they are of other layers than the module has, or not of those of the time before; nothing has changed then.
@@ -65,18 +63,18 @@ class Added:
             for stem, (b, a) in layers.items():
                 layer = self._module.get_submodule(stem)
                 if f"{stem}.weight" not in self._base:
-                    self._base[f"{stem}.weight"] = _put_away(layer.weight)
+                    self._base[f"{stem}.weight"] = _host_copy(layer.weight)
                 base = self._base[f"{stem}.weight"]
                 delta = lora.addend(b.to(layer.weight.device), a.to(layer.weight.device), self._scale, is_transposed=_is_transposed(layer))
                 layer.weight.copy_(base.to(layer.weight.device) + delta)
         self._held = came
 
     def adapters(self) -> Iterator[tuple[str, Tensor]]:
-        """Those that are added now, by the names of peft's files."""
+        """Yield the adapters that are merged now, by the names of peft's files."""
         return iter(self._held.items())
 
     def base(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights that adapters are added to, and all others, by checkpoints' names; of tied ones the first."""
+        """Yield the weights without adapters, by checkpoints' names; of tied ones the first."""
         for name, tensor in lora.whole_state(self._module):
             yield from checkpoint_tensors(self._module, name, self._base.get(name, tensor).detach())
 
@@ -101,13 +99,13 @@ class Added:
         return found
 
 
-def _put_away(weight: Tensor) -> Tensor:
-    """A copy in the host's memory; of what is on a GPU in pinned memory, since it comes from there with every version."""
+def _host_copy(weight: Tensor) -> Tensor:
+    """Copy a weight to the host's memory; pinned for a GPU, since every version copies it back."""
     return weight.detach().cpu().pin_memory() if weight.is_cuda else weight.detach().clone()
 
 
 def _is_transposed(layer: Any) -> bool:
-    """Whether it holds its weights as [inputs, outputs]: those of GPT-2."""
+    """Whether a layer stores its weights as [inputs, outputs], as GPT-2's do."""
     return isinstance(layer, Conv1D)
 
 
@@ -116,12 +114,12 @@ transformers.AttentionInterface.register(ATTENTION_NAME, slot_attention)
 
 @final
 class SlotModel:
-    """The model, and passes through it."""
+    """A model with forward passes over a slot cache."""
 
     def __init__(self, module: Any, device: str, max_context: int | None, recipe: Lora | None = None) -> None:
         self._module = module
         self._recipe = recipe
-        self._added = Added(module, recipe) if recipe is not None else None
+        self._added = MergedAdapters(module, recipe) if recipe is not None else None
         """None: the weights are not those that adapters were trained beside."""
         self._device = device
         text_config = module.config.get_text_config()
@@ -134,7 +132,7 @@ class SlotModel:
 
     @classmethod
     def load(cls, model: Model, device: str, max_context: int | None) -> SlotModel:
-        """Raises `ModelError` for what is wrong with the directory, `EngineError` for a model that slots can't serve."""
+        """Load a model. Raises `ModelError` for a broken directory, `EngineError` for a model that slots can't serve."""
         module = load_model(model, device=device, attention="eager")
         if model.rollout_dtype is not None:
             hold_in(module, model.rollout_dtype)
@@ -145,7 +143,7 @@ class SlotModel:
     def prefill(
         self, cache: SlotCache, sequences: Sequence[npt.NDArray[np.int32]], first_slot: int, sequence_of_slot: Sequence[int]
     ) -> Tensor:
-        """Fill slots from `first_slot` on; the logits after each sequence, [P, V]."""
+        """Prefill slots from `first_slot` on; returns the logits after each sequence, [P, V]."""
         lengths = [len(sequence) for sequence in sequences]
         positions = np.concatenate([np.arange(length) for length in lengths])
         last = np.cumsum(lengths) - 1
@@ -153,12 +151,12 @@ class SlotModel:
         return self._forward(np.concatenate(sequences).astype(np.int64), positions, into, torch.from_numpy(last).to(self._device))
 
     def decode(self, cache: SlotCache, tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> Tensor:
-        """One token for each of the slots 0..B-1, at its position; the logits after it, [B, V]."""
+        """Process one token for each of the slots 0..B-1; returns the logits after it, [B, V]."""
         return self._forward(tokens, positions, DecodePass(cache, positions, self._device), 0)
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
-        """Of each token but the first. The first half of each sequence is prefilled, the rest decoded token by token, in a cache of
-        its own: so both ways through the model are seen."""
+        """Compute log-probabilities of each token but the first. Half of each sequence is prefilled, the rest decoded token by token, in a
+        cache of its own, so that both ways through the model are exercised."""
         rows = [np.asarray(sequence, np.int32) for sequence in sequences]
         heads = [max(1, len(row) // 2) for row in rows]
         cache = SlotCache()
@@ -190,7 +188,7 @@ class SlotModel:
         return found
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Parameters and persistent buffers by checkpoints' names; tied ones once."""
+        """Yield parameters and persistent buffers by checkpoints' names; tied ones once."""
         return named_weights(self._module)
 
     def load_weights(self, tensors: Iterable[tuple[str, Any]]) -> None:
@@ -220,15 +218,15 @@ class SlotModel:
             )
 
     @property
-    def added(self) -> Added:
-        """The adapters beside the weights that it was loaded with. Raises `EngineError`: there is no such thing, or no longer."""
+    def added(self) -> MergedAdapters:
+        """The merged adapters. Raises `EngineError`: the model has none, or a whole set of weights was loaded since."""
         if self._added is None:
             why = "other weights were loaded since" if self._recipe is not None else "the model has none"
             raise EngineError(f"adapters can't be added to these weights: {why}")
         return self._added
 
     def bytes_on(self, device: str) -> int:
-        """Of its weights."""
+        """Bytes of its weights on a device."""
         return bytes_on(device, [*self._module.parameters(), *self._module.buffers()])
 
     def to(self, device: str) -> None:
@@ -274,7 +272,7 @@ class SlotModel:
         self.kv_bytes_per_token = cache.bytes_per_token
 
     def _read(self, cache: SlotCache, sequences: Sequence[npt.NDArray[np.int32]]) -> list[Tensor]:
-        """The logits after the last few tokens of each sequence, [NUM_JUDGED, V]: the first are prefilled together, the others decoded."""
+        """Logits after the last tokens of each sequence, [NUM_JUDGED, V]: all but the last tokens are prefilled together, these decoded."""
         cache.reserve(len(sequences), max(map(len, sequences)))
         heads = np.array([len(sequence) - NUM_JUDGED + 1 for sequence in sequences], np.int64)
         prompts = [sequence[:head] for sequence, head in zip(sequences, heads.tolist(), strict=True)]

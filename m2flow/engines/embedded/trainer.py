@@ -1,31 +1,25 @@
 """The embedded trainer: one Hugging Face model, one process, packed micro-batches in PyTorch.
 
-logits [T, V], targets [T], temperature [T] --> logprobs [T], entropy [T]
-
-Computed in float32, some rows at a time: forward keeps the logits alone, backward makes their gradient from them. Plain
-autograd would keep a log-softmax beside the logits, and two gradients of that size.
-
-A training step frees and takes the same few megabytes again and again. glibc returns large freed blocks at once, and each
-time they come back the kernel maps and clears their pages. A forward and backward pass of 256 sequences in one micro-batch
-took 14 % (skewed lengths) to 27 % (full length) longer without this, on two cores; in eight micro-batches, nothing.
-
-accumulate: micro-batch --packing--> logits --token_logprobs--> loss terms --backward--> gradients add up
+    accumulate: micro-batch --packing--> logits --token_logprobs--> loss terms --backward--> gradients add up
     apply:      gradients / denominator --clip--> AdamW
 
-A critic's or a reward model's head takes the place of the logits (`m2flow.engines.models.scalar_head`).
+Log-probabilities are those of softmax(logits / temperature), with the batch's `temperature` column (0 and no column: 1), as the rollout
+engine records them: before top-k and top-p. They are computed in float32, some rows at a time (`token_logprobs`): forward keeps the logits
+alone, backward computes their gradient from them. Plain autograd would keep a log-softmax beside the logits, and two such gradients.
+The head of a critic or a reward model takes the place of the logits (`m2flow.engines.models.scalar_head`).
 
-Log-probabilities are those of softmax(logits / temperature), with the batch's `temperature` column (0 and no column: 1), as
-the rollout engine records them: before top-k and top-p.
+Weights below float32 have float32 master weights (`m2flow.engines.models.adamw`), which the option `masters: false` leaves out.
 
-Weights below float32 have float32 masters (`m2flow.engines.models.adamw`), which the option `masters: false` leaves out.
+`AdapterReference` is a frozen model that computes from a policy's base weights, without adapters or with others: training never changes the
+weights below the adapters, so a reference on the policy's path is the policy without them, and a reference that was copied from the policy
+is the base with the adapters of that time, which are all that is kept of it. Nothing is copied when the policy is offloaded or onloaded;
+with several ranks, each computes from its parts, so all ranks call it together, as they do the policy.
 
-Limits: one rank; models that pass the probe (`packing.check_model`). Dropout is off: log-probabilities are to be compared.
+`keep_freed_memory` raises glibc's thresholds: a step frees and allocates the same few megabytes again and again, and glibc returns large
+freed blocks at once, whose pages the kernel then maps and clears anew. A forward and backward pass of 256 sequences in one micro-batch took
+14 % (skewed lengths) to 27 % (full length) longer without this, on two cores; in eight micro-batches, nothing.
 
-policy's trainer --beside--> Beside: log-probabilities by the policy's model, its adapters left out, or others in their place meanwhile
-
-Training never changes what is beside adapters, so a reference on the policy's path is the policy without them, and a reference that was
-made of the policy is the policy with the adapters that it had then, which are all that is kept of it. Nothing is copied when the policy
-leaves its devices or comes back; with several ranks, each computes from its parts, so all of them call it together, as they do the policy.
+Limits: one rank; models that pass the probe (`packing.check_model`). Dropout is off, since log-probabilities are compared.
 
 Source: Hu et al. 2021, LoRA, arXiv:2106.09685, section 4.2, for models that share one base.
 """
@@ -73,7 +67,7 @@ _CHUNK_ELEMENTS = 1 << 20
 
 
 def token_logprobs(logits: Tensor, targets: Tensor, temperature: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of the targets, and entropies, of softmax(logits / temperature).
+    """Compute log-probabilities of the targets, and entropies, of softmax(logits / temperature).
 
     Args:
         logits: float [T, V]. targets: int64 [T]. temperature: float32 [T], positive; None is 1 everywhere.
@@ -141,7 +135,7 @@ _LARGEST_MMAP_THRESHOLD = 32 << 20
 
 
 def keep_freed_memory() -> bool:
-    """Raise glibc's thresholds for this process; the heap then stays at its peak. False where the C library is another.
+    """Raise glibc's thresholds for this process, whose heap then stays at its peak. False where the C library is another.
 
     Source: mallopt(3).
     """
@@ -165,7 +159,7 @@ _LOGPROB_TOKENS = 16384
 
 
 class EmbeddedTrain(TrainEngine):
-    """Packed forward and backward passes over a model that this process holds."""
+    """Run packed forward and backward passes over a model that this process holds."""
 
     name = "embedded"
     capabilities = built_in("embedded", "train")
@@ -260,7 +254,7 @@ class EmbeddedTrain(TrainEngine):
         return Batch(ordered.ids, {"reward": scores}).select(batch.ids)
 
     def _of_tokens(self, batch: Batch, column: str, output: str) -> Batch:
-        """One of the model's outputs for each masked token, 0 for the others, as a ragged column."""
+        """Compute one of the model's outputs for each masked token, 0 for the others, as a ragged column."""
         batch = self._tokenised(batch)
         ordered = batch.in_order()
         parts = [Batch(ordered.ids[:0], {column: Ragged.of([], np.float32)})]
@@ -276,12 +270,12 @@ class EmbeddedTrain(TrainEngine):
         return Batch.concat(parts).select(batch.ids)
 
     def _runs(self, tokens: Ragged) -> Iterator[npt.NDArray[np.int64]]:
-        """Rows that go through the model together: each alone where nothing may depend on what else is there."""
+        """Rows that go through the model together; each alone with `deterministic`, so that no result depends on its neighbours."""
         budget = int(str(self._settings.options.get("logprob_tokens", _LOGPROB_TOKENS)))
         return _token_budget(tokens.lengths, 0 if self._settings.deterministic else budget)
 
     def _tokenised(self, batch: Batch) -> Batch:
-        """With `tokens` and `loss_mask`. Raises `EngineError` for a sample that the model would compute otherwise beside others."""
+        """Add `tokens` and `loss_mask`. Raises `EngineError` for a sample whose result would depend on its neighbours."""
         batch = self._demonstrations.tokenised(batch)
         lengths = batch.ragged("tokens").lengths
         if self._rope and len(batch) and lengths.max() > self._longest:
@@ -306,8 +300,8 @@ class EmbeddedTrain(TrainEngine):
         for name, tensor in lora.whole_state(self._model, self._whole, adds=False):
             yield from checkpoint_tensors(self._model, name, tensor.detach())
 
-    def _took_adapters(self, source: TrainEngine) -> bool:
-        """Take the other's adapters, if nothing else tells the two apart: what is beside them is in no checkpoint of an adapted model."""
+    def _copy_adapters_only(self, source: TrainEngine) -> bool:
+        """Copy the other's adapters, if the base weights are the same. (No checkpoint of an adapted model has those.)"""
         if not isinstance(source, EmbeddedTrain) or source._source.lora is None or self._source.lora != source._source.lora:
             return False
         if (self._source.path, self._source.head) != (source._source.path, source._source.head):
@@ -316,7 +310,7 @@ class EmbeddedTrain(TrainEngine):
         return True
 
     def _whole(self, tensor: Tensor) -> AbstractContextManager[Tensor]:
-        """All of one of the model's tensors; where ranks hold parts, this is collective."""
+        """One of the model's tensors as a whole; collective where ranks hold parts."""
         return nullcontext(tensor)
 
     def copy_from(self, source: TrainEngine) -> None:
@@ -337,7 +331,7 @@ class EmbeddedTrain(TrainEngine):
         trainer_checkpoint.save(path, self._model, self._codec, self._state())
 
     def _state(self) -> dict[str, Any]:
-        """What a checkpoint has beside the weights; what others compute from these weights has nothing there."""
+        """What a checkpoint has beside the weights."""
         if self._is_lent:
             return {"optimizers": [], "masters": []}
         return {"optimizers": self._optimizers.state(), "masters": self._optimizers.masters()}
@@ -353,12 +347,12 @@ class EmbeddedTrain(TrainEngine):
     def device(self) -> str:
         return self._settings.device
 
-    def beside(self, role: str, model: Model) -> TrainEngine | None:
-        return Beside(self, model) if self._source.lora is not None else None
+    def adapter_reference(self, role: str, model: Model) -> TrainEngine | None:
+        return AdapterReference(self, model) if self._source.lora is not None else None
 
     @contextmanager
-    def lent(self, adapters: Sequence[Tensor] | None) -> Iterator[None]:
-        """Meanwhile, be the model with these in place of its adapters; without any, if there are none. Collective, as all that follows."""
+    def with_adapters(self, adapters: Sequence[Tensor] | None) -> Iterator[None]:
+        """Replace the adapters inside the context, or leave them out (None). Collective, as is everything inside."""
         own = None if adapters is None else self.adapter_values()
         self._is_lent = True
         try:
@@ -372,16 +366,16 @@ class EmbeddedTrain(TrainEngine):
                 self.put_adapters(own)
 
     def adapter_values(self) -> list[Tensor]:
-        """A copy of each of the adapters' tensors, whole."""
+        """Copy the adapters' tensors, whole."""
         return [tensor.detach().clone() for _, tensor in lora.adapter_state(self._model, self._whole)]
 
     def read_adapters(self, path: str) -> list[Tensor]:
-        """The same of a checkpoint, in the host's memory."""
+        """Read the adapters' tensors from a checkpoint, in the host's memory."""
         found = trainer_checkpoint.read_weights(path, self._source, self._shapes)
         return [found[name] for name, _ in lora.adapter_state(self._model)]
 
     def put_adapters(self, values: Sequence[Tensor]) -> None:
-        """Give the adapters these values, which every rank has whole. Optimisers do not hear of it."""
+        """Set the adapters' values, which every rank has whole. Optimiser states do not change."""
         for (_, tensor), value in zip(lora.adapter_state(self._model), values, strict=True):
             self._fill(tensor, value)
 
@@ -390,13 +384,13 @@ class EmbeddedTrain(TrainEngine):
         tensor.copy_(spread_like(value, tensor))
 
     def _terms(self, batch: Batch, loss: Loss) -> tuple[Tensor, dict[str, float], Agreement]:
-        """The loss's terms [T], with gradient; the sums of all that is reported; and the agreement with who sampled."""
+        """Compute the loss's terms [T], with gradient; the sums of all metrics; and the agreement with the rollout engine."""
         packed = self._pack(batch)
         outputs = self._outputs(batch, packed)
         terms, reported = _evaluate(loss, self._inputs(batch, loss, outputs))
         num_tokens = len(packed.targets)
         _check_terms(loss, terms, num_tokens)
-        reported = {"loss": terms, **self._watched(batch, outputs), **reported}
+        reported = {"loss": terms, **self._monitored(batch, outputs), **reported}
         sums = torch.stack([_per_token(loss, name, value, num_tokens).detach().double().sum() for name, value in reported.items()])
         return terms, dict(zip(reported, sums.tolist(), strict=True)), _agreement(batch, outputs)
 
@@ -418,23 +412,23 @@ class EmbeddedTrain(TrainEngine):
             raise EngineError(f"a model with a {self._source.head} head has no {what}")
 
     def _outputs(self, batch: Batch, packed: packing.Packed) -> dict[str, Tensor]:
-        """What the model itself says of each masked token, each [T]."""
-        return self._said(packed, self._temperature(batch) if self._source.head == "lm" else None)
+        """Compute the model's outputs for each masked token, each [T]."""
+        return self._model_outputs(packed, self._temperature(batch) if self._source.head == "lm" else None)
 
-    def _said(self, packed: packing.Packed, temperature: Tensor | None) -> dict[str, Tensor]:
+    def _model_outputs(self, packed: packing.Packed, temperature: Tensor | None) -> dict[str, Tensor]:
         if self._source.head != "lm":
             return {"values": self._forward(packed)}
         logprobs, entropy = token_logprobs(self._forward(packed), packed.targets, temperature)
         return {"logprobs": logprobs, "entropy": entropy}
 
     def _forward(self, packed: packing.Packed) -> Tensor:
-        """What the model's head says: logits [T, V], or one number a token [T]."""
+        """Compute the head's output: logits [T, V], or one number a token [T]."""
         if self._source.head == "lm":
             return packing.forward_logits(self._model, packed)
         return scalar_head.forward_scalars(self._model, packed)
 
     def _inputs(self, batch: Batch, loss: Loss, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What the loss needs, each [T]."""
+        """Collect the loss's inputs, each [T]."""
         inputs = {}
         for name in loss.needs:
             if name in outputs:
@@ -461,8 +455,8 @@ class EmbeddedTrain(TrainEngine):
             raise EngineError(f"{reason}, and column {name!r} has not one number for each token")
         return self._put(column.values[batch.ragged("loss_mask").values.astype(bool)])
 
-    def _watched(self, batch: Batch, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What is reported whatever the loss: entropy, and how far the weights are from those that sampled the tokens."""
+    def _monitored(self, batch: Batch, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Metrics of any loss: entropy, and how far the weights are from those that sampled the tokens."""
         if "logprobs" not in outputs or "logprobs" not in batch:
             return {name: outputs[name] for name in ("entropy",) if name in outputs}
         difference = outputs["logprobs"].detach() - self._column(batch, "logprobs", "the drift")
@@ -480,7 +474,7 @@ class EmbeddedTrain(TrainEngine):
 
 
 def _agreement(batch: Batch, outputs: Mapping[str, Tensor]) -> Agreement:
-    """With who sampled the tokens, over those of the weights that are held now."""
+    """Compute the agreement with the rollout engine, over tokens that the current weights sampled."""
     if "logprobs" not in outputs or "logprobs" not in batch or "same_weights" not in batch:
         return NO_AGREEMENT
     mask = batch.ragged("loss_mask").values.astype(bool)
@@ -534,7 +528,7 @@ def _per_token(loss: Loss, name: str, value: Any, num_tokens: int) -> Tensor:
 
 
 def _token_budget(lengths: npt.NDArray[np.int64], budget: int) -> Iterator[npt.NDArray[np.int64]]:
-    """Rows in runs of at most `budget` tokens, or of one sample."""
+    """Split rows into runs of at most `budget` tokens, or of one sample."""
     start, total = 0, 0
     for row, length in enumerate(lengths.tolist()):
         if row > start and total + length > budget:
@@ -550,15 +544,15 @@ def _empty_device_cache(device: str) -> None:
         torch.cuda.empty_cache()
 
 
-class Beside(TrainEngine):
-    """Of a model that is the lender's without adapters, or with some that the lender's may once have been."""
+class AdapterReference(TrainEngine):
+    """A frozen model that is the lender's without adapters, or with a copy of earlier ones."""
 
     def __init__(self, lender: EmbeddedTrain, model: Model) -> None:
         self.name, self.capabilities = lender.name, lender.capabilities
         self._lender = lender
         self._has_own = model.lora is not None
         self._adapters: list[Tensor] | None = None
-        """Whole, on every rank. None: none, or such as add nothing yet."""
+        """Whole, on every rank. None: no adapters, or such as add nothing yet."""
 
     def start(self) -> None:
         return
@@ -586,26 +580,26 @@ class Beside(TrainEngine):
         return
 
     def logprobs(self, batch: Batch) -> Batch:
-        with self._lender.lent(self._adapters):
+        with self._lender.with_adapters(self._adapters):
             return self._lender.logprobs(batch)
 
     def num_training_tokens(self, batch: Batch) -> npt.NDArray[np.int64]:
         return self._lender.num_training_tokens(batch)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        with self._lender.lent(self._adapters):
+        with self._lender.with_adapters(self._adapters):
             yield from self._lender.weights()
 
     def adapters(self) -> Iterator[tuple[str, Tensor]]:
-        with self._lender.lent(self._values()):
+        with self._lender.with_adapters(self._values()):
             yield from self._lender.adapters()
 
     def base(self) -> Iterator[tuple[str, Tensor]]:
         return self._lender.base()
 
     def copy_from(self, source: TrainEngine) -> None:
-        """Keep the adapters that a policy has now, whose weights beside them are the lender's."""
-        if isinstance(source, Beside):
+        """Copy the current adapters of a policy whose base is the lender's."""
+        if isinstance(source, AdapterReference):
             self._adapters = source._values()
         elif type(source) is type(self._lender):
             self._adapters = source.adapter_values()
@@ -613,7 +607,7 @@ class Beside(TrainEngine):
             raise EngineError(f"a model beside the adapters of a trainer {self.name!r} can't take the weights of {source.name!r}")
 
     def save(self, path: str) -> None:
-        with self._lender.lent(self._values()):
+        with self._lender.with_adapters(self._values()):
             self._lender.save(path)
 
     def load(self, path: str) -> None:
@@ -621,7 +615,7 @@ class Beside(TrainEngine):
             self._adapters = self._lender.read_adapters(path)
 
     def _values(self) -> list[Tensor]:
-        """Those that it has; where they add nothing, zeros."""
+        """The adapters' values; zeros where they add nothing."""
         if self._adapters is not None:
             return [values.clone() for values in self._adapters]
         return [torch.zeros_like(values) for values in self._lender.adapter_values()]

@@ -41,7 +41,7 @@ class Job:
     def reserved_length(self) -> int:
         return len(self.prompt) + self.sampling.max_new_tokens
 
-    def grown(self, tokens: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32], version: int) -> Job:
+    def extended(self, tokens: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32], version: int) -> Job:
         """The same with all its tokens, of which those beyond the ones it had are of this version."""
         versions = np.full(len(tokens), version, np.int32)
         versions[: len(self.versions)] = self.versions
@@ -124,7 +124,7 @@ def finish_of_prefix(job: Job) -> Finish | None:
     return Finish.LENGTH if len(job.tokens) == job.sampling.max_new_tokens else None
 
 
-def parted(jobs: Iterable[Job]) -> tuple[list[Job], list[tuple[Job, Finish]]]:
+def split_finished(jobs: Iterable[Job]) -> tuple[list[Job], list[tuple[Job, Finish]]]:
     """Those that go on; and those that are whole samples already, with how they ended."""
     goes_on: list[Job] = []
     whole: list[tuple[Job, Finish]] = []

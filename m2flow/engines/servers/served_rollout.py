@@ -35,8 +35,8 @@ from torch import Tensor
 from m2flow.engines.contract import EngineSettings, Generated, Occupancy, Request, RolloutEngine
 from m2flow.engines.models.hf_model import load_model, load_tokenizer, model_directory
 from m2flow.engines.models.requests import Job, finish_of_prefix, generated_of, jobs_of
-from m2flow.engines.servers.server_client import Dialect, Heard, Requests, Running, ServerClient, grown
-from m2flow.engines.servers.server_process import GuardedPlace, Launch, ServedOptions, ServerProcess
+from m2flow.engines.servers.server_client import Dialect, Heard, Requests, Running, ServerClient, extended
+from m2flow.engines.servers.server_process import Launch, PrivateDirectory, ServedRolloutOptions, ServerProcess
 from m2flow.errors import EngineError
 from m2flow.recipe import Model
 from m2flow.samples import Finish, SampleId
@@ -128,7 +128,7 @@ class ServedRollout(RolloutEngine):
     def __init__(self, model: Model, settings: EngineSettings) -> None:
         self._source = model
         self._settings = settings
-        self._options = ServedOptions(self.name, settings.options, self.own_options)
+        self._options = ServedRolloutOptions(self.name, settings.options, self.own_options)
         self._requests = Requests()
         self._version = 0
         self._names = itertools.count()
@@ -140,7 +140,7 @@ class ServedRollout(RolloutEngine):
         """The weights that the server has, or had before it gave them back."""
         self._server: ServerProcess | None = None
         self._client: ServerClient | None = None
-        self._guarded: GuardedPlace | None = None
+        self._guarded: PrivateDirectory | None = None
         self._place: Path | None = None
         self._num_put_back = self._num_cached = 0
         self._well_s = -math.inf
@@ -160,7 +160,7 @@ class ServedRollout(RolloutEngine):
         """How a server with the weights of a directory is started."""
 
     @abstractmethod
-    def _room_and_context(self, longest: int) -> tuple[int, int]:
+    def _cache_size_and_context(self, longest: int) -> tuple[int, int]:
         """How many tokens the server's cache holds (0: not known), and how many a sample may have; `longest` is the model's own limit."""
 
     @abstractmethod
@@ -184,7 +184,7 @@ class ServedRollout(RolloutEngine):
         """Let it go on."""
 
     @abstractmethod
-    def _have_it_speak(self, timeout_s: float) -> None:
+    def _generate_one_token(self, timeout_s: float) -> None:
         """Have the server generate a token. Raises `EngineError` if none comes."""
 
     @abstractmethod
@@ -199,26 +199,26 @@ class ServedRollout(RolloutEngine):
     def _logprobs_of(self, tokens: list[int]) -> list[float]:
         """What the server says of given tokens but the first, with the weights that it has."""
 
-    def _meet(self, config: Any) -> None:
+    def _check_config(self, config: Any) -> None:
         """Look at the configuration of the model, before there is a server. Raises `EngineError` for what does not suit it."""
 
     def _check(self, job: Job) -> None:
         """Raises `EngineError` for what this server can't generate."""
 
-    def _came_up(self) -> None:
+    def _on_server_started(self) -> None:
         """Do what a server needs first that has just been started, or found running."""
 
-    def _let_go(self) -> None:
+    def _on_server_left(self) -> None:
         """Give back what is kept for the server that is about to be left; it may be gone already."""
 
     @property
-    def _reading_pauses(self) -> bool:
+    def _must_pause_to_read(self) -> bool:
         """The server must be paused to read weights, whether or not anything runs."""
         return False
 
-    def _grown(self, one: Running, heard: Heard) -> Job:
+    def _extended(self, one: Running, heard: Heard) -> Job:
         """A sample with what its last word says of it."""
-        return grown(one, heard.spans, keeps=self._options.keeps_caches)
+        return extended(one, heard.spans, keeps=self._options.keeps_caches)
 
     def _leaving(self, job: Job, finish: Finish) -> Generated:
         """A sample as it goes back to who asked for it."""
@@ -229,21 +229,21 @@ class ServedRollout(RolloutEngine):
     def start(self) -> None:
         self._options.check()
         self._codec = load_tokenizer(self._source)
-        self._guarded = GuardedPlace(f"m2flow-{self.name}-", self._options.weights_place)
+        self._guarded = PrivateDirectory(f"m2flow-{self.name}-", self._options.weights_place)
         self._place = self._guarded.open()
         self._held = self._directory()
         self._shapes: Shapes = shapes_in(self._held)
         model = load_config(self._held)
-        self._meet(model)
+        self._check_config(model)
         self._hung_after_s = self._options.hung_after_s
         self._restarts_left = self._options.restarts
         self._client = ServerClient(self._options.url or self._serve(), self.dialect)
         self._client.open()
-        self._came_up()
+        self._on_server_started()
         if not self._server:
             self._unpause()  # Who had it before may have been killed between the two.
             self._change_weights(self._held, 0)  # Whatever it has held so far.
-        self._room, self._max_context = self._room_and_context(int(model.max_position_embeddings))
+        self._room, self._max_context = self._cache_size_and_context(int(model.max_position_embeddings))
         self._vocab_size = int(model.vocab_size)
         self._heard_s = time.monotonic()
         self._is_onloaded = True
@@ -251,7 +251,7 @@ class ServedRollout(RolloutEngine):
     def stop(self) -> None:
         self._requests.clear()
         if self._client is not None:
-            self._let_go()
+            self._on_server_left()
             if self._server is None and self._away:
                 with contextlib.suppress(EngineError):  # It goes on for others, if it is still there.
                     self._resume()
@@ -268,7 +268,7 @@ class ServedRollout(RolloutEngine):
         self._make_room("kv_cache", "weights")
 
     def onload(self) -> None:
-        self._surviving(self._take_again)
+        self._with_restart(self._resume_and_reload)
         self._is_onloaded = True
 
     def add(self, requests: Sequence[Request]) -> None:
@@ -282,13 +282,13 @@ class ServedRollout(RolloutEngine):
         self._started()
         if not self._is_onloaded:
             raise EngineError("the engine is offloaded", now="Call `onload` before `step`.")
-        self._surviving(self._go_on)
+        self._with_restart(self._go_on)
         return [self._leaving(job, finish) for job, finish in self._requests.take_ended()]
 
     def abort(self, ids: Iterable[int]) -> list[Generated]:
         self._started()
         wanted = set(ids)
-        self._surviving(lambda: self._end([rid for rid, one in self._requests.running.items() if one.job.id in wanted]))
+        self._with_restart(lambda: self._end([rid for rid, one in self._requests.running.items() if one.job.id in wanted]))
         return [self._leaving(job, Finish.ABORT) for job in self._requests.take(wanted)]
 
     @property
@@ -361,12 +361,12 @@ class ServedRollout(RolloutEngine):
     def _make_room(self, *tags: str) -> None:
         """Have the server give back these parts of the device's memory; what runs goes back to the queue with its tokens."""
         ids = {one.job.id for one in self._requests.running.values()}
-        self._surviving(lambda: self._end(list(self._requests.running)))
+        self._with_restart(lambda: self._end(list(self._requests.running)))
         self._requests.put_back(self._requests.take(ids))
-        self._surviving(lambda: self._release([tag for tag in tags if tag not in self._away]))
+        self._with_restart(lambda: self._release([tag for tag in tags if tag not in self._away]))
         self._is_onloaded = False
 
-    def _take_again(self) -> None:
+    def _resume_and_reload(self) -> None:
         """Have the server take again what it gave back, and read the weights that it lacks."""
         if "weights" in self._away:
             self._given = None
@@ -384,7 +384,7 @@ class ServedRollout(RolloutEngine):
         self._server.start()
         return self._server.url
 
-    def _surviving(self, work: Callable[[], _T]) -> _T:
+    def _with_restart(self, work: Callable[[], _T]) -> _T:
         """Do what needs the server; again, if it is lost meanwhile and can be started anew."""
         while True:
             try:
@@ -403,13 +403,13 @@ class ServedRollout(RolloutEngine):
         self.num_restarts += 1
         server.stop()
         if self._client is not None:
-            self._let_go()
+            self._on_server_left()
             self._client.close()
         self._requests.put_back_running(self._version)
         self._held, self._version = held, version
         self._client = ServerClient(self._serve(), self.dialect)
         self._client.open()
-        self._came_up()
+        self._on_server_started()
         self._heard_s = time.monotonic()
         self._is_onloaded, self._away = True, []
         return True
@@ -417,7 +417,7 @@ class ServedRollout(RolloutEngine):
     def _change_weights(self, fresh: Path, version: int) -> None:
         """Have the server read weights; what runs waits meanwhile."""
         keeps = self._options.keeps_caches
-        is_paused = bool(self._requests.running) or self._reading_pauses
+        is_paused = bool(self._requests.running) or self._must_pause_to_read
         if is_paused:
             self._pause(keeps=keeps)
         try:
@@ -445,7 +445,7 @@ class ServedRollout(RolloutEngine):
         while self._requests.waiting:
             self._send(self._requests.waiting.popleft())
         if self._requests.running:
-            self._hear(0.0 if self._requests.ended else _NEWS_WAIT_S)
+            self._receive_news(0.0 if self._requests.ended else _NEWS_WAIT_S)
 
     def _send(self, job: Job, *, num_broken: int = 0) -> None:
         # The server may act on a name after its request has ended, so no name comes twice, whoever talks to it.
@@ -455,7 +455,7 @@ class ServedRollout(RolloutEngine):
         self._started().generate(rid, self._body(job))
         self._heard_s = time.monotonic()
 
-    def _hear(self, timeout_s: float) -> None:
+    def _receive_news(self, timeout_s: float) -> None:
         """Take what the server has said."""
         news = self._started().heard(timeout_s)
         for heard in news:
@@ -467,7 +467,7 @@ class ServedRollout(RolloutEngine):
             self._server.check()
         if now - self._heard_s > self._hung_after_s:
             try:
-                self._have_it_speak(self._hung_after_s)
+                self._generate_one_token(self._hung_after_s)
             except EngineError as error:
                 if self._server is not None:
                     self._server.end_hung()
@@ -479,7 +479,7 @@ class ServedRollout(RolloutEngine):
         if one is None:
             return
         if heard.error:
-            if heard.is_broken and one.num_broken + 1 < _MAX_BROKEN and self._is_well():
+            if heard.is_broken and one.num_broken + 1 < _MAX_BROKEN and self._is_healthy():
                 return self._send_again(heard.rid, heard.error)
             if self._server is not None and self._server.is_lost(_DEATH_WAIT_S):
                 self._server.check()
@@ -493,9 +493,9 @@ class ServedRollout(RolloutEngine):
         finish = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORT}.get(heard.finish.type)
         if finish is None or (finish is Finish.ABORT and heard.rid not in self._requests.aborting):
             raise self._gave_up(one.job, heard.finish.message or heard.finish.type)
-        self._requests.end(heard.rid, self._grown(one, heard), finish)
+        self._requests.end(heard.rid, self._extended(one, heard), finish)
 
-    def _is_well(self) -> bool:
+    def _is_healthy(self) -> bool:
         """Whether the server says so."""
         if time.monotonic() - self._well_s > _WELL_FOR_S:
             try:
@@ -534,7 +534,7 @@ class ServedRollout(RolloutEngine):
             if time.monotonic() >= again_s:  # A request may come to the server after the word that ends it.
                 self._started().abort(left)
                 again_s = time.monotonic() + _ABORT_AGAIN_S
-            self._hear(_NEWS_WAIT_S)
+            self._receive_news(_NEWS_WAIT_S)
 
     def _call(self, path: str, body: Mapping[str, object] | None = None, *, timeout_s: float = 60.0) -> Any:
         try:

@@ -5,7 +5,7 @@ generate(rid, body) --a connection each, in a thread of its own--> Heard: some t
 What paths and answers look like is a `Dialect`: one a kind of server.
 
 waiting --sent--> running --heard--> ended
-tokens, log-probabilities, spans of versions --grown--> Job
+tokens, log-probabilities, spans of versions --extended--> Job
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import httpx2
 import msgspec
 import numpy as np
 
-from m2flow.engines.models.requests import Job, parted
+from m2flow.engines.models.requests import Job, split_finished
 from m2flow.errors import EngineError
 from m2flow.samples import Finish, SampleId
 
@@ -171,7 +171,7 @@ class ServerClient:
         try:
             async with self._http.stream("POST", dialect.generate_path, json=dialect.named(rid, body)) as answer:
                 if answer.status_code != httpx2.codes.OK:
-                    raise EngineError(words_of(await answer.aread()))
+                    raise EngineError(error_summary(await answer.aread()))
                 async for line in answer.aiter_lines():
                     if line.startswith("data: {"):
                         heard = dialect.heard(rid, line[6:].encode())
@@ -191,7 +191,7 @@ class ServerClient:
         except httpx2.HTTPError as error:
             raise EngineError(f"the {self._dialect.product} server did not answer {path}: {str(error) or type(error).__name__}") from None
         if answer.status_code != httpx2.codes.OK:
-            raise EngineError(f"the {self._dialect.product} server refused {path}: {words_of(answer.content)}")
+            raise EngineError(f"the {self._dialect.product} server refused {path}: {error_summary(answer.content)}")
         try:
             return msgspec.json.decode(answer.content) if answer.content else None
         except msgspec.DecodeError:
@@ -202,7 +202,7 @@ class ServerClient:
         await asyncio.gather(*(self._called(self._dialect.abort_path, body, 30.0) for body in bodies))
 
 
-def words_of(body: bytes) -> str:
+def error_summary(body: bytes) -> str:
     """What a server says of a failure, in one line."""
     try:
         found = msgspec.json.decode(body)
@@ -232,7 +232,7 @@ class Running:
 
     def so_far(self, version: int) -> Job:
         """The job with the tokens that have come, all of them by the weights of this version."""
-        return grown(self, [Span(str(version), 0, len(self.tokens))] if self.tokens else [])
+        return extended(self, [Span(str(version), 0, len(self.tokens))] if self.tokens else [])
 
     def kept(self, version: int) -> Job:
         """What stays of it if the server does not end it. It begins anew if weights have changed under it: which of them made which token
@@ -261,13 +261,13 @@ class Requests:
 
     def add(self, jobs: Iterable[Job]) -> None:
         """They wait; what is whole has ended."""
-        goes_on, whole = parted(jobs)
+        goes_on, whole = split_finished(jobs)
         self.waiting += goes_on
         self.ended += whole
 
     def put_back(self, jobs: Iterable[Job]) -> None:
         """They wait before all others. What is whole has ended: its last token came before the word that ends it."""
-        goes_on, whole = parted(jobs)
+        goes_on, whole = split_finished(jobs)
         self.waiting.extendleft(reversed(goes_on))
         self.ended += whole
 
@@ -305,7 +305,7 @@ class Requests:
         return {job.id: len(job.tokens) for job in self.resting} | {one.job.id: one.num_tokens for one in self.running.values()}
 
 
-def grown(one: Running, spans: Sequence[Span], *, keeps: bool = False) -> Job:
+def extended(one: Running, spans: Sequence[Span], *, keeps: bool = False) -> Job:
     """A job with all its tokens, each with the version of the weights that made it.
 
     Args:

@@ -76,7 +76,7 @@ _GUARD = 'while read -r _; do :; done; rm -rf "$1"'
 
 
 @final
-class GuardedPlace:
+class PrivateDirectory:
     """One directory, from `open` to `close`."""
 
     def __init__(self, prefix: str, parent: str | None = None) -> None:
@@ -287,7 +287,7 @@ _HUNG_AFTER_S = 120.0
 
 
 @final
-class ServedOptions:
+class ServedRolloutOptions:
     """Of one engine."""
 
     def __init__(self, engine: str, given: Mapping[str, object], own: tuple[str, ...]) -> None:

@@ -2,7 +2,7 @@
 
 Source: the endpoints of SGLang 0.5 (sglang/srt/entrypoints/http_server.py, managers/io_struct.py), by their public names alone.
 
-EngineSettings (the plan's), ServedOptions (the cluster spec's), Model --> arguments of sglang.launch_server
+EngineSettings (the plan's), ServedRolloutOptions (the cluster spec's), Model --> arguments of sglang.launch_server
 
 Job --request_body--> what /generate is told          experts of each token --Routing--> an array
 
@@ -41,9 +41,9 @@ from m2flow.engines.installed import SGLANG
 from m2flow.engines.models.requests import Job
 from m2flow.engines.registry import built_in
 from m2flow.engines.servers.served_rollout import ServedRollout
-from m2flow.engines.servers.server_client import Dialect, FinishReason, Heard, Running, Span, words_of
-from m2flow.engines.servers.server_process import Launch, ServedOptions
-from m2flow.engines.servers.sglang_weights import IntoServer, open_way, way_of
+from m2flow.engines.servers.server_client import Dialect, FinishReason, Heard, Running, Span, error_summary
+from m2flow.engines.servers.server_process import Launch, ServedRolloutOptions
+from m2flow.engines.servers.sglang_weights import WeightTransfer, choose_transfer, open_transfer
 from m2flow.errors import EngineError
 from m2flow.recipe import Model
 from m2flow.samples import Finish
@@ -81,7 +81,7 @@ class SglangDialect(Dialect):
     def heard(self, rid: str, text: bytes) -> Heard:
         chunk = _decode(text)
         if chunk.error:
-            return Heard(rid, [], [], error=words_of(text))
+            return Heard(rid, [], [], error=error_summary(text))
         meta = chunk.meta_info
         logprobs = [0.0 if value is None else value for value, *_ in meta.output_token_logprobs]
         if meta.finish_reason is None:
@@ -93,12 +93,12 @@ class SglangDialect(Dialect):
         return [{"rid": rid} for rid in rids]
 
 
-def memory_said(info: Mapping[str, Any]) -> Memory:
+def reported_memory(info: Mapping[str, Any]) -> Memory:
     """What a server holds of its first device, by `/server_info`, which counts in GiB, to the thousandth. Nothing, if it does not say.
 
-    >>> memory_said({"internal_states": [{"memory_usage": {"weight": 2.5, "kvcache": 40.0}}]}).words()
+    >>> reported_memory({"internal_states": [{"memory_usage": {"weight": 2.5, "kvcache": 40.0}}]}).words()
     'kv 40.00 GiB, weights 2.50 GiB'
-    >>> memory_said({}).words()
+    >>> reported_memory({}).words()
     'nothing'
     """
     states = info.get("internal_states") or [{}]
@@ -111,7 +111,7 @@ OWN_OPTIONS = ("deterministic_inference", "routed_experts")
 """Beyond those that all rollout engines with a server have."""
 
 
-def server_arguments(settings: EngineSettings, options: ServedOptions, model: Model, version: int) -> list[str]:
+def server_arguments(settings: EngineSettings, options: ServedRolloutOptions, model: Model, version: int) -> list[str]:
     """Those before the user's own `args`, of which the last ones count.
 
     Args:
@@ -198,7 +198,7 @@ class SglangRollout(ServedRollout):
 
     def __init__(self, model: Model, settings: EngineSettings) -> None:
         super().__init__(model, settings)
-        self._into: IntoServer | None = None
+        self._into: WeightTransfer | None = None
         self._routing: Routing | None = None
         self._has = Memory()
         self._frees = False
@@ -214,38 +214,38 @@ class SglangRollout(ServedRollout):
         away = self._away if self._frees else ()
         return Memory(weights=self._has.weights * ("weights" not in away), kv=self._has.kv * ("kv_cache" not in away))
 
-    def _meet(self, config: Any) -> None:
+    def _check_config(self, config: Any) -> None:
         self._routing = Routing.of(config) if self._options.is_set("routed_experts") else None
 
     def _launch(self, directory: Path) -> Launch:
         arguments = server_arguments(self._settings, self._options, self._source, self._version)
         return Launch(SGLANG, ("-m", "sglang.launch_server", "--model-path", str(directory), *arguments))
 
-    def _came_up(self) -> None:
+    def _on_server_started(self) -> None:
         info = self._call("/server_info")
         if self._routing and not info.get("enable_return_routed_experts"):
             raise EngineError(f"the SGLang server at {self.url} does not return routed experts", now="Start it with that argument.")
-        self._has, self._frees = memory_said(info), bool(info.get("enable_memory_saver"))
+        self._has, self._frees = reported_memory(info), bool(info.get("enable_memory_saver"))
         if self._server is None:
             with contextlib.suppress(EngineError):  # Refused, unless who had it before was killed within a change of weights.
                 self._call("/end_weight_update", {})
-        way = way_of(self._settings.into_server, self.url, int(info.get("pp_size") or 1))
-        self._into = open_way(way, self._started(), self._settings.device, int(info.get("tp_size") or 1))
+        way = choose_transfer(self._settings.into_server, self.url, int(info.get("pp_size") or 1))
+        self._into = open_transfer(way, self._started(), self._settings.device, int(info.get("tp_size") or 1))
 
-    def _let_go(self) -> None:
+    def _on_server_left(self) -> None:
         if self._into is not None:
             self._into.close()
         self._into = None
 
-    def _room_and_context(self, longest: int) -> tuple[int, int]:
+    def _cache_size_and_context(self, longest: int) -> tuple[int, int]:
         room = int(self._call("/server_info").get("max_total_num_tokens") or 0)
         return room, min(longest, room or longest) - _SERVER_RESERVE
 
     def _body(self, job: Job) -> Mapping[str, object]:
-        return {**request_body(job), "extra_key": self._key_of_caches, "return_routed_experts": self._routing is not None}
+        return {**request_body(job), "extra_key": self._cache_key, "return_routed_experts": self._routing is not None}
 
-    def _grown(self, one: Running, heard: Heard) -> Job:
-        job = super()._grown(one, heard)
+    def _extended(self, one: Running, heard: Heard) -> Job:
+        job = super()._extended(one, heard)
         if self._routing is None:
             return job
         return replace(job, routed_experts=self._routing.read(heard.routed_experts, len(job.prompt) + len(job.tokens)))
@@ -255,7 +255,7 @@ class SglangRollout(ServedRollout):
 
     def _logprobs_of(self, tokens: list[int]) -> list[float]:
         body = {"input_ids": tokens, "sampling_params": {"max_new_tokens": 1, "temperature": 1.0}, "return_logprob": True}
-        found = self._call("/generate", {**body, "extra_key": self._key_of_caches, "logprob_start_len": 0}, timeout_s=600.0)
+        found = self._call("/generate", {**body, "extra_key": self._cache_key, "logprob_start_len": 0}, timeout_s=600.0)
         return [value for value, *_ in found["meta_info"]["input_token_logprobs"][1:]]
 
     def _read_weights(self, directory: Path, version: int, *, flush: bool = True) -> None:
@@ -263,7 +263,7 @@ class SglangRollout(ServedRollout):
         self._into.put(directory, version, flush=flush)
 
     @property
-    def _reading_pauses(self) -> bool:
+    def _must_pause_to_read(self) -> bool:
         return self._into is not None and self._into.pauses
 
     def _pause(self, *, keeps: bool) -> None:
@@ -272,7 +272,7 @@ class SglangRollout(ServedRollout):
     def _unpause(self) -> None:
         self._call("/continue_generation", {})
 
-    def _have_it_speak(self, timeout_s: float) -> None:
+    def _generate_one_token(self, timeout_s: float) -> None:
         self._call("/health_generate", timeout_s=timeout_s)
 
     def _release(self, tags: list[str]) -> None:
@@ -290,5 +290,5 @@ class SglangRollout(ServedRollout):
         self._call("/resume_memory_occupation", {"tags": tags})
 
     @property
-    def _key_of_caches(self) -> str:
+    def _cache_key(self) -> str:
         return f"weights-{self._version}"

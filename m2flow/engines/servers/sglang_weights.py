@@ -45,7 +45,7 @@ _LEAVE_S = 5.0
 _LOOK_S = 0.002
 
 
-class IntoServer(ABC):
+class WeightTransfer(ABC):
     """One way into one server. `put`, any number of times; `close`."""
 
     pauses = True
@@ -81,7 +81,7 @@ class IntoServer(ABC):
 
 
 @final
-class Files(IntoServer):
+class FileTransfer(WeightTransfer):
     """The server reads them, whole, and puts back what it had if it can't."""
 
     pauses = False
@@ -92,7 +92,7 @@ class Files(IntoServer):
 
 
 @final
-class Tensors(IntoServer):
+class TensorTransfer(WeightTransfer):
     """The server maps a bucket that lies here.
 
     Args:
@@ -109,7 +109,7 @@ class Tensors(IntoServer):
     def put(self, directory: Path, version: int, *, flush: bool) -> None:
         with self._session():
             for part, is_last in _parts(read_tensors(directory)):
-                laid = self._laid(part)
+                laid = self._in_bucket(part)
                 body: dict[str, object] = {"serialized_named_tensors": [_handles(laid) for _ in range(self._num_ranks)]}
                 answer = self._client.call("/update_weights_from_tensor", body | _ending(version, flush, is_last), timeout_s=_TIMEOUT_S)
                 self._taken(answer, version)
@@ -117,7 +117,7 @@ class Tensors(IntoServer):
     def close(self) -> None:
         self._bucket = torch.empty(0, dtype=torch.uint8)
 
-    def _laid(self, part: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    def _in_bucket(self, part: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
         """The same tensors, in the bucket."""
         num_bytes = sum(tensor.nbytes for _, tensor in part)
         if len(self._bucket) < num_bytes:
@@ -131,7 +131,7 @@ class Tensors(IntoServer):
 
 
 @final
-class Broadcast(IntoServer):
+class BroadcastTransfer(WeightTransfer):
     """Rank 0 of a group, whose others are the server's ranks."""
 
     def __init__(self, client: ServerClient, device: str, num_ranks: int) -> None:
@@ -144,7 +144,7 @@ class Broadcast(IntoServer):
 
     def put(self, directory: Path, version: int, *, flush: bool) -> None:
         if self._group is None:
-            self._meet()
+            self._join_group()
         try:
             with self._session():
                 for part, is_last in _parts(read_tensors(directory)):
@@ -183,7 +183,7 @@ class Broadcast(IntoServer):
         except RuntimeError as error:
             raise EngineError(f"a broadcast of weights to the SGLang server broke off: {_first_line(error)}") from None
 
-    def _meet(self) -> None:
+    def _join_group(self) -> None:
         host = _host_towards(self._client.url)
         self._name = f"m2flow-{secrets.token_hex(8)}"
         timeout = datetime.timedelta(seconds=_MEET_S)
@@ -213,7 +213,7 @@ class Broadcast(IntoServer):
             raise EngineError(f"no group came about with the SGLang server at {self._client.url}: {_first_line(error)}") from None
 
 
-def way_of(wanted: str, url: str, pipeline_stages: int) -> Way:
+def choose_transfer(wanted: str, url: str, pipeline_stages: int) -> Way:
     """Of what the spec says (`auto`, or a way), for a server there.
 
     Raises:
@@ -235,15 +235,15 @@ def way_of(wanted: str, url: str, pipeline_stages: int) -> Way:
     return wanted  # type: ignore[return-value]
 
 
-def open_way(way: Way, client: ServerClient, device: str, num_ranks: int) -> IntoServer:
+def open_transfer(way: Way, client: ServerClient, device: str, num_ranks: int) -> WeightTransfer:
     """
     Args:
         device: of this process; the server is on one of the same kind.
         num_ranks: tensor-parallel ranks of the server.
     """
     if way == "files":
-        return Files(client)
-    return Tensors(client, device, num_ranks) if way == "tensors" else Broadcast(client, device, num_ranks)
+        return FileTransfer(client)
+    return TensorTransfer(client, device, num_ranks) if way == "tensors" else BroadcastTransfer(client, device, num_ranks)
 
 
 def _parts(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[list[tuple[str, Tensor]], bool]]:

@@ -38,7 +38,7 @@ from m2flow.engines.models.requests import Job
 from m2flow.engines.process_environment import gpus_from
 from m2flow.engines.registry import built_in
 from m2flow.engines.servers.served_rollout import ServedRollout, load_config, read_tensors, shapes_in, write_tensors
-from m2flow.engines.servers.server_client import Dialect, FinishReason, Heard, Span, words_of
+from m2flow.engines.servers.server_client import Dialect, FinishReason, Heard, Span, error_summary
 from m2flow.engines.servers.server_process import Launch
 from m2flow.errors import EngineError
 from m2flow.samples import SampleId
@@ -84,7 +84,7 @@ class VllmDialect(Dialect):
     def heard(self, rid: str, text: bytes) -> Heard:
         chunk = _decode(text)
         if chunk.error:
-            return Heard(rid, [], [], error=words_of(text))
+            return Heard(rid, [], [], error=error_summary(text))
         if not chunk.choices:
             return Heard(rid, [], [])
         (choice,) = chunk.choices
@@ -149,10 +149,10 @@ class VllmRollout(ServedRollout):
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(shown)
         return Launch(VLLM, tuple(given), environment)
 
-    def _came_up(self) -> None:
+    def _on_server_started(self) -> None:
         self._name_version(self._version)
 
-    def _room_and_context(self, longest: int) -> tuple[int, int]:
+    def _cache_size_and_context(self, longest: int) -> tuple[int, int]:
         config = self._call("/server_info?config_format=json")["vllm_config"]
         cache, mode = config["cache_config"], config["model_config"]["logprobs_mode"]
         if mode != self._logprobs_mode:
@@ -227,7 +227,7 @@ class VllmRollout(ServedRollout):
     def _unpause(self) -> None:
         self._call("/resume", {})
 
-    def _have_it_speak(self, timeout_s: float) -> None:
+    def _generate_one_token(self, timeout_s: float) -> None:
         self._generate_one([0], timeout_s=timeout_s)
 
     def _release(self, tags: list[str]) -> None:

@@ -34,7 +34,7 @@ def can_stay_resident(engine: str) -> bool:
 def can_shrink_kv_cache(engine: str) -> bool:
     """Whether a rollout engine can shrink its KV cache while samples run."""
     can = rollout_capabilities(engine)
-    return can is not None and can.condenses
+    return can is not None and can.shrinks_kv_cache
 
 
 def readable_offloaded(engine: str) -> bool:

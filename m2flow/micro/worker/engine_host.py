@@ -110,9 +110,9 @@ def come(recorder: Recorder, slot: EngineSlot, engine: Engine) -> None:
     _moved(recorder, SpanName.ONLOAD, slot, engine, engine.onload)
 
 
-def condense(recorder: Recorder, slot: EngineSlot, engine: RolloutEngine) -> None:
+def shrink_kv_cache(recorder: Recorder, slot: EngineSlot, engine: RolloutEngine) -> None:
     """Others come to the devices while this one still has samples there."""
-    _moved(recorder, SpanName.OFFLOAD, slot, engine, engine.condense, " unused cache")
+    _moved(recorder, SpanName.OFFLOAD, slot, engine, engine.shrink_kv_cache, " unused cache")
 
 
 def _moved(recorder: Recorder, name: SpanName, slot: EngineSlot, engine: Engine, move: Callable[[], None], what: str = "") -> None:
@@ -274,7 +274,7 @@ class EngineHost:
                     self._train[slot.role] = self._train[twin]
                     continue
                 lender, model = lenders[slot.role], self._models[slot.role]
-                beside = None if lender is None else self._train[lender].beside(slot.role, model)
+                beside = None if lender is None else self._train[lender].adapter_reference(slot.role, model)
                 self._train[slot.role] = beside or self._make_train(slot, model, self._settings["train"])
                 self._train[slot.role].start()
                 if slot.role in self._restore:
@@ -578,11 +578,11 @@ class EngineHost:
                 come(self._recorder, slot, engine)
         self._turn = to
 
-    def condense(self) -> None:
+    def shrink_kv_cache(self) -> None:
         """Give back what the rollout engines' caches have beyond what runs: what is next comes to the devices."""
         for slot in self._slots:
             if slot.kind == "rollout":
-                condense(self._recorder, slot, self._rollout[slot.role])
+                shrink_kv_cache(self._recorder, slot, self._rollout[slot.role])
 
     def _of_turn(self, turn: str) -> Iterator[tuple[EngineSlot, Engine]]:
         for slot in self._slots:

@@ -388,8 +388,8 @@ class RankGroupTrain(TrainEngine):
         assert isinstance(source, RankGroupTrain)
         self._gang.together(CopyFrom(self._role, source._role), lambda: self._own.copy_from(source._own))
 
-    def beside(self, role: str, model: Model) -> TrainEngine | None:
-        own = self._own.beside(role, model)  # The other ranks make theirs when they begin.
+    def adapter_reference(self, role: str, model: Model) -> TrainEngine | None:
+        own = self._own.adapter_reference(role, model)  # The other ranks make theirs when they begin.
         return None if own is None else RankGroupTrain(role, own, self._gang)
 
     def save(self, path: str) -> None:

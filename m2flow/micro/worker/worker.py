@@ -505,7 +505,7 @@ class Worker:
                 bench.load_weights(role, version, manifest, under_requests=under_requests)
                 return m.TaskDone(task.number)
             case m.ShrinkKVCache():
-                bench.condense()
+                bench.shrink_kv_cache()
                 return m.TaskDone(task.number)
             case m.Switch(to=to):
                 bench.switch(to)

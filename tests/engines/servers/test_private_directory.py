@@ -9,12 +9,12 @@ import sys
 import threading
 from pathlib import Path
 
-from m2flow.engines.servers.server_process import GuardedPlace, remove_abandoned
+from m2flow.engines.servers.server_process import PrivateDirectory, remove_abandoned
 
 HOLDS = """
 import sys
-from m2flow.engines.servers.server_process import GuardedPlace
-place = GuardedPlace("held-", sys.argv[1])
+from m2flow.engines.servers.server_process import PrivateDirectory
+place = PrivateDirectory("held-", sys.argv[1])
 path = place.open()
 (path / "weights").mkdir()
 (path / "weights" / "file").write_text("x")
@@ -46,7 +46,7 @@ def wait_until_gone(path: Path) -> None:
 
 
 def test_it_is_there_while_it_is_open_and_gone_afterwards(tmp_path: Path) -> None:
-    place = GuardedPlace("held-", str(tmp_path))
+    place = PrivateDirectory("held-", str(tmp_path))
     path = place.open()
     (path / "file").write_text("x")
     assert remove_abandoned("held-", tmp_path) == []
@@ -69,7 +69,7 @@ def test_what_nobody_could_remove_is_removed_by_the_next_and_what_is_held_is_not
     other, held, _ = holder(tmp_path)
     assert path.exists()
     end(process)
-    place = GuardedPlace("held-", str(tmp_path))
+    place = PrivateDirectory("held-", str(tmp_path))
     assert place.open() != path
     assert not path.exists()
     assert held.exists()

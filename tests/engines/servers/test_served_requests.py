@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from m2flow.engines.models.requests import Job
-from m2flow.engines.servers.server_client import Requests, Running, Span, grown
+from m2flow.engines.servers.server_client import Requests, Running, Span, extended
 from m2flow.errors import EngineError
 from m2flow.recipe import Sampling
 from m2flow.samples import Finish
@@ -71,4 +71,4 @@ def test_only_those_that_are_asked_for_leave() -> None:
 
 def test_tokens_without_a_version_are_refused() -> None:
     with pytest.raises(EngineError, match="of 2 tokens of sample"):
-        grown(running(0, 4, 5), [Span("3", 0, 1)])
+        extended(running(0, 4, 5), [Span("3", 0, 1)])

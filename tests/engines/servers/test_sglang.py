@@ -16,7 +16,7 @@ from sglang_here import NEEDS_SGLANG, OPTIONS, PYTHON, ROOT
 from m2flow.engines.contract import EngineSettings
 from m2flow.engines.servers.server_client import ServerClient
 from m2flow.engines.servers.sglang import SglangDialect, SglangRollout
-from m2flow.engines.servers.sglang_weights import Broadcast, open_way
+from m2flow.engines.servers.sglang_weights import Broadcast, open_transfer
 from m2flow.errors import EngineError
 from m2flow.recipe import Model, Sampling
 from m2flow.testing.rollout_suite import LONG, ROLLOUT_CHECKS, Factory, generate, make_request, started
@@ -92,7 +92,7 @@ def test_every_way_into_a_server_leaves_it_with_the_same_weights(model: Model, u
 def test_a_broadcast_that_the_server_refuses_ends(model: Model, urls: list[str]) -> None:
     client = ServerClient(urls[0], SglangDialect())
     client.open()
-    way = open_way("group", client, "cpu", 1)
+    way = open_transfer("group", client, "cpu", 1)
     assert isinstance(way, Broadcast)
     try:
         way._meet()

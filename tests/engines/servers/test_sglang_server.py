@@ -15,7 +15,7 @@ from m2flow.engines.contract import EngineSettings
 from m2flow.engines.installed import SGLANG_NEEDED, check_sglang, sglang_installed
 from m2flow.engines.servers.served_rollout import ServedRollout
 from m2flow.engines.servers.sglang import SglangDialect, SglangRollout
-from m2flow.engines.servers.sglang_weights import way_of
+from m2flow.engines.servers.sglang_weights import choose_transfer
 from m2flow.errors import EngineError, MissingExtra
 from m2flow.recipe import Sampling
 from m2flow.runner.run import Run
@@ -154,11 +154,11 @@ def test_experts_of_a_model_without_any_are_refused(tmp_path: Path) -> None:
     ],
 )
 def test_weights_go_into_a_server_by_what_it_can_reach(wanted: str, url: str, stages: int, found: str) -> None:
-    assert way_of(wanted, url, stages) == found
+    assert choose_transfer(wanted, url, stages) == found
 
 
 def test_a_way_that_a_server_can_not_take_is_refused() -> None:
     with pytest.raises(EngineError, match="is not on this host"):
-        way_of("tensors", "http://10.0.0.7:1", 1)
+        choose_transfer("tensors", "http://10.0.0.7:1", 1)
     with pytest.raises(EngineError, match="without pipeline parallelism only, and the server has 2 stages"):
-        way_of("group", "http://127.0.0.1:1", 2)
+        choose_transfer("group", "http://127.0.0.1:1", 2)

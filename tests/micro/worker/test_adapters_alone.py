@@ -19,7 +19,7 @@ from test_lora import copied, sorting, started, trained
 from m2flow import Lora
 from m2flow.engines.contract import EngineSettings
 from m2flow.engines.embedded.rollout_engine import EmbeddedRollout
-from m2flow.engines.embedded.slot_model import Added
+from m2flow.engines.embedded.slot_model import MergedAdapters
 from m2flow.engines.models import lora
 from m2flow.errors import EngineError
 from m2flow.micro.lowering.capabilities import roles_syncing_adapters_only
@@ -84,7 +84,7 @@ def test_layers_that_hold_their_weights_the_other_way_round_get_them_so() -> Non
     with torch.no_grad():
         for number, (_, tensor) in enumerate(lora.adapter_state(trained_one)):
             tensor.normal_(generator=torch.Generator().manual_seed(number))
-    Added(other, recipe).add((lora.file_name(name), tensor) for name, tensor in lora.adapter_state(trained_one))
+    MergedAdapters(other, recipe).add((lora.file_name(name), tensor) for name, tensor in lora.adapter_state(trained_one))
     sent = dict(lora.whole_state(trained_one))
     assert all(torch.equal(tensor, sent[name]) for name, tensor in lora.whole_state(other))
     assert not torch.equal(sent["transformer.h.0.attn.c_proj.weight"], trained_one.transformer.h[0].attn.c_proj.base_layer.weight)
