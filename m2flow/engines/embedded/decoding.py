@@ -152,7 +152,11 @@ class Decoder(Protocol):
 
     def recover_from_oom(self, queue: deque[Job], version: int) -> tuple[int, list[tuple[Job, Finish]]]:
         """After a step ran out of memory: preempt jobs, which return to the queue's front with their tokens, and let half as many run from
-        now on. Returns how many were preempted, and what had finished in that step."""
+        now on. Returns how many were preempted, and what had finished in that step.
+
+        Raises:
+            OutOfMemory: a single job was running.
+        """
         ...
 
     def take(self, ids: Collection[int], version: int) -> list[Job]:
