@@ -89,7 +89,7 @@ functions:
 @click.command("init")
 @click.argument("file", type=click.Path(path_type=Path, dir_okay=False), default=Path("cluster.yaml"))
 @click.option("--ray", "address", metavar="ADDRESS", help="Describe a Ray cluster: HOST:PORT, ray://HOST:10001 or auto.")
-@click.option("--force", is_flag=True, help="Write over a file that is there.")
+@click.option("--force", is_flag=True, help="Overwrite an existing file.")
 def init_command(file: Path, address: str | None, *, force: bool) -> None:
     """Write a cluster spec to FILE (cluster.yaml), for this machine or for a Ray cluster.
 
@@ -261,7 +261,7 @@ class NodeQuery:
 
 @click.command("check")
 @click.argument("file", metavar="SPEC.yaml", type=click.Path(path_type=Path))
-@click.option("--flow", "flow", metavar="FLOW.py", help="Also look for the models of this flow.")
+@click.option("--flow", "flow", metavar="FLOW.py", help="Also check that the models of this flow are there.")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Where runs would go.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def check_command(file: Path, flow: str | None, runs_dir: Path, *, as_json: bool) -> None:

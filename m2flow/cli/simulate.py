@@ -57,11 +57,13 @@ if TYPE_CHECKING:
     "--fail",
     multiple=True,
     metavar="NODE@SECONDS[-SECONDS]",
-    help="A node (or a worker, by its name) fails then; and is back. May be repeated.",
+    help="A node (or a worker, by its name) fails at a time, and returns at another. May be repeated.",
 )
-@click.option("--compare", is_flag=True, help="Time-shared, split, hybrid and as planned, each with staleness 0, 1 and 2.")
-@click.option("--ladder", is_flag=True, help="What each mechanism costs: runs again with one after the other taken away.")
-@click.option("--sweep", metavar="gpus=8..4096", help="On more and more devices of the cluster's kind: the numbers, and a picture.")
+@click.option("--compare", is_flag=True, help="Compare time-shared, split, hybrid and the plan, each with staleness 0, 1 and 2.")
+@click.option("--ladder", is_flag=True, help="Show what each mechanism costs: simulate again with one after the other taken away.")
+@click.option(
+    "--sweep", metavar="gpus=8..4096", help="Simulate more and more devices of the cluster's kind; print a table and draw a picture."
+)
 @click.option(
     "--png",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -299,8 +301,10 @@ _KNOWN = "known lengths"
 @click.option("--t1", "t1_s", type=float, default=0.00008, show_default=True, help="Seconds that each sample adds to it.")
 @click.option("--max-batch", type=click.IntRange(min=1), default=128, show_default=True, help="Most samples at once on an instance.")
 @click.option("--known-lengths", is_flag=True, help="Assign samples knowing how long they become.")
-@click.option("--policy", metavar="NAME", help="Schedule without knowing it: a name, `all`, or FILE.py:CLASS.")
-@click.option("--predictor", default="siblings", show_default=True, metavar="NAME", help="What a policy goes by. `oracle` knows.")
+@click.option("--policy", metavar="NAME", help="Schedule by a policy that does not know lengths: a name, `all`, or FILE.py:CLASS.")
+@click.option(
+    "--predictor", default="siblings", show_default=True, metavar="NAME", help="Predictor of lengths for a policy; `oracle` knows them."
+)
 @click.option("--levels", "num_levels", type=click.IntRange(min=0), default=0, help="Levels of difficulty of prompts, for a formula.")
 @click.option("--earlier", "num_earlier", type=click.IntRange(min=0), default=0, help="Answers of an earlier epoch, for a formula.")
 @click.option("--whole", is_flag=True, help="The assignment with known lengths never pauses a sample.")

@@ -20,7 +20,7 @@ class Adversary(SchedulingPolicy):
     def __init__(self, seed: float = 0) -> None:
         self._dice = random.Random(int(seed))
         self._kind = self._dice.randrange(3)
-        """Ranks at random; hands out at random; or holds back most of the time too."""
+        """0 and 1: hands out waiting samples at random; 2: also holds them back most of the time."""
 
     def begin(self, seen: Seen) -> None:
         self.seen = seen

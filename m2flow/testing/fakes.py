@@ -459,7 +459,7 @@ class FakeRanks(FakeTrain):
         super().start()
         if self._num_ranks > 1:
             self._meet(f"{self._settings.rendezvous.removeprefix('file://')}.{self._model.seed}")
-        self._together()
+        self._all_reduce()
 
     def stop(self) -> None:
         super().stop()
@@ -480,30 +480,30 @@ class FakeRanks(FakeTrain):
             raise MemoryError
         gradient, num_accumulated = self._gradient, self._num_accumulated
         own = super().accumulate(batch.take(range(self._rank, len(batch), self._num_ranks)), objective)
-        grown, loss, num_sequences, num_tokens, num_context_tokens = self._together(
+        grown, loss, num_sequences, num_tokens, num_context_tokens = self._all_reduce(
             (self._gradient - gradient) % PRIME, int(own.metrics["loss"]), own.num_sequences, own.num_tokens, own.num_context_tokens
         )
         self._gradient, self._num_accumulated = (gradient + grown) % PRIME, num_accumulated + num_tokens
         return Sums(num_sequences, num_tokens, num_context_tokens, {"loss": float(loss)})
 
     def apply(self, optimizer: AdamW, denominator: float) -> Mapping[str, float]:
-        self._together()
+        self._all_reduce()
         return super().apply(optimizer, denominator)
 
     def weights(self) -> Iterator[tuple[str, Any]]:
-        self._together()
+        self._all_reduce()
         yield from super().weights()
 
     def save(self, path: str) -> None:
         if self._rank == 0:
             super().save(path)
-        self._together()
+        self._all_reduce()
 
     def load(self, path: str) -> None:
         super().load(path)
-        self._together()
+        self._all_reduce()
 
-    def _together(self, *own: int) -> Sequence[int]:
+    def _all_reduce(self, *own: int) -> Sequence[int]:
         """All-reduce numbers below 2^61: each is summed over all ranks, which wait for each other."""
         try:
             if self._rank:

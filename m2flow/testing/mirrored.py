@@ -43,7 +43,7 @@ class Followers:
         self._processes = []
         for _ in range(count):
             mine, theirs = context.Pipe()
-            process = context.Process(target=_follow, args=(theirs,), daemon=True)
+            process = context.Process(target=_serve_rank, args=(theirs,), daemon=True)
             process.start()
             theirs.close()
             self._ends.append(mine)
@@ -67,7 +67,7 @@ class Followers:
             process.join(_PATIENCE_S)
 
 
-def _follow(end: Connection) -> None:
+def _serve_rank(end: Connection) -> None:
     """Run the process of a rank: make engines, and call their methods as told."""
     engines: dict[int, TrainEngine] = {}
     while True:
@@ -86,7 +86,7 @@ def _follow(end: Connection) -> None:
                 engines[number].copy_from(engines[arguments[0]])
             elif method == "adapter_reference":
                 role, model, new = arguments
-                engines[new] = _found(engines[number].adapter_reference(role, model))
+                engines[new] = _not_none(engines[number].adapter_reference(role, model))
             else:
                 getattr(engines[number], method)(*arguments)
         except M2FlowError as error:
@@ -97,7 +97,7 @@ def _follow(end: Connection) -> None:
             end.send("")
 
 
-def _found(engine: TrainEngine | None) -> TrainEngine:
+def _not_none(engine: TrainEngine | None) -> TrainEngine:
     assert engine is not None
     return engine
 
@@ -118,31 +118,31 @@ class Mirrored(TrainEngine):
         followers.wait()
 
     def start(self) -> None:
-        self._all("start")
+        self._on_all_ranks("start")
 
     def stop(self) -> None:
-        self._all("stop")
+        self._on_all_ranks("stop")
         shutil.rmtree(self._place, ignore_errors=True)
 
     def onload(self) -> None:
-        self._all("onload")
+        self._on_all_ranks("onload")
 
     def offload(self) -> None:
-        self._all("offload")
+        self._on_all_ranks("offload")
 
     def rest(self) -> None:
-        self._all("rest")
+        self._on_all_ranks("rest")
 
     def accumulate(self, batch: Batch, objective: Objective) -> Sums:
-        sums: Sums = self._all("accumulate", batch, objective)
+        sums: Sums = self._on_all_ranks("accumulate", batch, objective)
         return sums
 
     def apply(self, optimizer: AdamW, denominator: float) -> Mapping[str, float]:
-        metrics: Mapping[str, float] = self._all("apply", optimizer, denominator)
+        metrics: Mapping[str, float] = self._on_all_ranks("apply", optimizer, denominator)
         return metrics
 
     def discard(self) -> None:
-        self._all("discard")
+        self._on_all_ranks("discard")
 
     def logprobs(self, batch: Batch) -> Batch:
         return self._rows("logprobs", batch)
@@ -182,7 +182,7 @@ class Mirrored(TrainEngine):
         other._place = self._place / "beside"
         other._number = id(other)
         self._followers.tell(self._number, "adapter_reference", role, model, other._number)
-        other._own = _found(self._own.adapter_reference(role, model))
+        other._own = _not_none(self._own.adapter_reference(role, model))
         self._followers.wait()
         return other
 
@@ -190,16 +190,16 @@ class Mirrored(TrainEngine):
         return self._own.memory()
 
     def save(self, path: str) -> None:
-        self._all("save", path)
+        self._on_all_ranks("save", path)
 
     def load(self, path: str) -> None:
-        self._all("load", path)
+        self._on_all_ranks("load", path)
 
     def _rows(self, method: str, batch: Batch) -> Batch:
-        rows: Batch = self._all(method, batch)
+        rows: Batch = self._on_all_ranks(method, batch)
         return rows
 
-    def _all(self, method: str, *arguments: object) -> Any:
+    def _on_all_ranks(self, method: str, *arguments: object) -> Any:
         """Call a method on all ranks; returns rank 0's result, or raises its error if every rank raises."""
         self._followers.tell(self._number, method, *arguments)
         try:

@@ -334,7 +334,7 @@ class Calls:
                 self._numbered(posted(samples.rows), samples)  # type: ignore[arg-type]
                 self._values.append(Number(board_digest()))
 
-    # Samples
+    # ---- samples
 
     def _generate(self, statement: p.Generate) -> None:
         policy, n = _at(self._policies, statement.policy), statement.n
@@ -394,7 +394,7 @@ class Calls:
         most, n = first.most + second.most, min(first.n, second.n)
         self._samples.append(_Samples(rows, n, most, first.made_by | second.made_by, is_union=True))
 
-    # Numbers
+    # ---- numbers
 
     def _score(self, reward: Reward, samples: _Samples) -> _Numbers:
         return self._numbered(reward.score(samples.rows), samples)
@@ -461,7 +461,7 @@ class Calls:
                 rows = where(first.rows > other, first.rows, 0.25)
         self._numbered(rows, first.of)
 
-    # Weights
+    # ---- weights
 
     def _update(self, statement: p.Update, samples: _Samples) -> None:
         numbers = self._numbers_of(samples, statement.numbers)
@@ -491,7 +491,7 @@ class Calls:
         self._updated(policy, policy.update(samples.rows, advantages=estimate.advantages))
         self._critic.update(samples.rows, returns=estimate.returns, old_values=values)
 
-    # Looks
+    # ---- values that Python waits for
 
     def is_odd(self, what: str, which: int) -> bool:
         """Wait for a value and branch on it; an odd number is true."""

@@ -169,13 +169,16 @@ class Account:
         there.append(call)
 
     def lagged(self, call: int, steps: int, seen: object) -> None:
-        """The program looked at the metrics of as many steps before this update."""
+        """Record what the program saw of the metrics of the update `steps` steps before this one."""
         policy, step, place = self._place_of[call]
         there = self._updates.get((policy, step - steps), []) if step >= steps else []
         self.lags.append((there[place] if step >= 0 and place < len(there) else None, seen))
 
     def wrong(self, answer: Answer, value: Callable[[int], object] | None = None) -> str | None:
-        """What of an answer is not as the program says, in words. With `value`, what each call came to, lagged ones too."""
+        """Describe what in an answer contradicts the program's text, or return None.
+
+        With `value`, the results of calls, looks at earlier steps are checked too.
+        """
         for packed, (_, versions) in answer.samples.items():
             decision = answer.decisions.get(packed)
             drawn = SampleId.unpack(packed).call

@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 class Draws(Protocol):
-    """Where random choices come from."""
+    """A source of random choices."""
 
     def integer(self, low: int, high: int) -> int:
         """Draw an integer, both ends included."""

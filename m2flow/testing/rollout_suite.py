@@ -60,7 +60,10 @@ def assert_same_samples(expected: dict[int, Generated], got: dict[int, Generated
 
 
 def repeatable(engine: RolloutEngine) -> Sampling:
-    """What gives the same samples when it is asked for again: random numbers that are not a sample's and a position's begin anew."""
+    """Return sampling parameters that give the same samples when they are requested again.
+
+    They are greedy where the engine's random numbers are not keyed by sample and position.
+    """
     return SAMPLED if engine.capabilities.keyed_seeds else GREEDY
 
 

@@ -1,19 +1,19 @@
-"""The scheduler among hands, with a judge of everything that it says and counts: for tests of it and of its policies.
+"""Test the scheduler against model workers that follow the protocol and check everything that it says and counts.
 
-Hand.told(message); Hand.turn(random) -> what it says; parcels to other hands
-
-The rules are those of `m2flow.micro.worker.worker`: tasks in their order, generation beside them, an abort between two tokens, a task only
-when its rows are here. A hand refuses (AssertionError) what a worker could not do: rows that it has not, a call that it was told to forget,
-weights that are no version, an engine whose device the other kind has.
-
-model = Model(roles, spec, staleness=1, seed=7)
+    model = Model(roles, spec, staleness=1, seed=7)
     samples = policy.generate(...)
-    model.submit(); model.turn(3); model.hear(3); model.drain()
+    model.submit(); model.turn(3); model.deliver(3); model.drain()
 
-From when it is made until `close`, a model is the running flow: calls are real ones, recorded by a session. What a hand says is heard in
-its order, but when is for the caller, and so is what comes twice. An AssertionError says which rule was broken: a sample in two places,
-weights out of a call's window, a device of two owners, rows trained on twice, counts that are not what one gets by counting, calls that
-nobody does. Workers die, are missed and come back; trainers do not, since only a checkpoint could help.
+    FakeWorker.inbox <- messages; FakeWorker.turn(random) -> messages; parcels to other workers
+
+The rules of a `FakeWorker` are those of `m2flow.micro.worker.worker`: tasks in their order, generation beside them, an abort between two
+tokens, a task only when its rows are here. It refuses (AssertionError) what a worker could not do: rows that it does not have, a call that
+it was told to forget, weights of an unknown version, an engine whose device the other kind has.
+
+From its construction until `close`, a model is the running flow: calls are real ones, recorded by a session. What a worker says is
+delivered in its order, at moments that the caller chooses, and sometimes twice. An AssertionError says which rule was broken: a sample in
+two places, weights outside of a call's window, a device with two owners, rows trained on twice, counts that differ from a recount, calls
+that nobody works on. Workers die, are detected as lost and restart; trainers do not, since only a checkpoint could restore them.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ from m2flow.micro.scheduler.state import SchedulerState
 from m2flow.micro.scheduler.task_queues import MAX_QUEUED
 from m2flow.samples import Batch, by_group, group_key
 from m2flow.spec import ClusterSpec
-from m2flow.testing.world import Impatience
+from m2flow.testing.world import RandomTimeouts
+
+# ---- a worker
 
 Row = tuple[int, int]
 """Call and sample."""
@@ -74,7 +76,7 @@ Said = m.Finished | m.Aborted | m.Preempted | m.TaskDone | m.TaskFailed | m.Miss
 
 @dataclass(eq=False)
 class _Sample:
-    """One that generates here."""
+    """A sample that a worker generates."""
 
     task: m.Generate
     stretches: list[VersionSpan]
@@ -86,20 +88,20 @@ class _Sample:
 
 @dataclass(frozen=True)
 class Parcel:
-    """Rows on their way to another hand."""
+    """Rows in flight to another worker."""
 
     to: str
-    """Its process."""
+    """The receiving process."""
     sender: str
-    """The process that it is from."""
+    """The sending process."""
     rows: tuple[Row, ...]
     stretches: Mapping[int, tuple[VersionSpan, ...]] = field(default_factory=dict)
-    """Of samples that were stopped."""
+    """Version spans of samples that were stopped."""
 
 
 @final
-class Shelf:
-    """The rows that somebody has, and who sent them (`m2flow.micro.protocol.row_store`)."""
+class HeldRows:
+    """The rows that a worker or the controller has, and their senders (`m2flow.micro.protocol.row_store`)."""
 
     def __init__(self) -> None:
         self._senders: dict[Row, str] = {}
@@ -117,8 +119,8 @@ class Shelf:
         self._forgotten.update(calls)
         self._senders = {row: sender for row, sender in self._senders.items() if row[0] not in calls}
 
-    def sever(self, sender: str, but: Mapping[int, Iterable[int]]) -> dict[int, list[int]]:
-        """Drop what a dead process has sent but these rows; those of these that are not here."""
+    def drop_sender(self, sender: str, but: Mapping[int, Iterable[int]]) -> dict[int, list[int]]:
+        """Drop the rows that a dead process has sent, except `but`; returns those of `but` that are not here."""
         self._dead.add(sender)
         kept = {(call, row) for call, rows in but.items() for row in rows}
         self._senders = {row: known for row, known in self._senders.items() if known != sender or row in kept}
@@ -130,69 +132,69 @@ class Shelf:
 
 
 @final
-class Hand:
-    """One worker."""
+class FakeWorker:
+    """A model of one worker, which follows the protocol without engines."""
 
     def __init__(self, plan: WorkerPlan, calls: Mapping[int, Call], incarnation: int = 0) -> None:
         self.name = plan.name
         self.plan = plan
         self.incarnation = incarnation
-        """How many processes it was before."""
+        """Number of its earlier processes."""
         self.tag = tag_of(plan.name, incarnation)
         self.is_dead = False
         self._calls = calls
         self._has_lease = bool(plan.lease)
         self.owner = "rollout"
-        """The turn that has the device, if several take turns."""
+        """The kind of engine that has the device, if several take turns."""
         self.held = {slot.role: 0 for slot in plan.engines if slot.kind == "rollout"}
         self.trained: dict[str, int | None] = {slot.role: 0 for slot in plan.engines if slot.kind == "train"}
         """Role -> the version of its weights; None in the middle of an update."""
         self.same: set[tuple[str, int]] = set()
-        """Role and version, of versions whose weights are those of the one before: there was nothing to train on."""
+        """(role, version) whose weights equal those of the version before, since there was nothing to train on."""
         self.published: dict[str, int] = {}
         self.inbox: deque[m.ToWorker] = deque()
-        """What it was told and has not read."""
+        """Messages that it has not read."""
         self.coming: deque[Parcel] = deque()
         self.said: deque[Said] = deque()
-        """What the controller has not heard."""
+        """Messages that the controller has not read."""
         self.parcels: list[Parcel] = []
-        """What it has sent and nobody has put on its way."""
+        """Parcels that it has sent and that are not in flight yet."""
         self.fails: set[int] = set()
         """Tasks that will fail."""
         self.accumulated: list[tuple[int, int, int]] = []
         """(update, epoch, sample)."""
-        self._shelf = Shelf()
+        self._rows_here = HeldRows()
         self._stopped: dict[int, tuple[VersionSpan, ...]] = {}
         self._queue: deque[m.Task] = deque()
         self._growing: dict[int, _Sample] = {}
         self._generations: dict[int, m.Generate] = {}
-        """Those that it has begun, by number."""
+        """Generate tasks that it has begun, by number."""
         self._left: dict[int, int] = {}
-        """Of each, samples that have not finished."""
+        """Task -> number of its samples that have not finished."""
         self._open_epoch: dict[int, tuple[int, int]] = {}
 
     @property
     def has_something(self) -> bool:
-        """Whether a turn could change anything."""
+        """Test whether a turn could change anything."""
         if self.is_dead:
             return False
         return bool(self.inbox or self.coming or self._growing or (self._queue and self._is_ready(self._queue[0])))
 
     def has_trained(self, role: str, version: int) -> bool:
-        """Whether the trainer's weights are those of this version now."""
+        """Test whether the trainer's weights are of this version now."""
         trained = self.trained[role]
         return trained is not None and version <= trained and all((role, later) in self.same for later in range(version + 1, trained + 1))
 
     def waiting_tasks(self) -> list[int]:
-        """Numbers of the tasks on calls that it has not begun."""
+        """Return the numbers of the tasks that it has not begun."""
         return [task.number for task in (*self._queue, *self.inbox) if isinstance(task, m.Task) and task.call >= 0]
 
     def under_way(self) -> list[m.Task]:
-        """The tasks that it was given and has not ended."""
+        """Return the tasks that it was given and has not ended."""
         return [task for task in (*self.inbox, *self._queue, *self._generations.values()) if isinstance(task, m.Task)]
 
     def generating(self) -> dict[int, int]:
-        """Sample -> task, of those that run or wait here, read or not."""
+        """Map samples that run or wait here to their tasks, including those of unread messages."""
         found = {packed: sample.task.number for packed, sample in self._growing.items()}
         for task in (*self._queue, *self.inbox):
             if isinstance(task, m.Generate):
@@ -200,14 +202,14 @@ class Hand:
         return found
 
     def held_rows(self) -> Iterable[Row]:
-        """The rows that are here."""
-        return self._shelf.rows()
+        """Return the rows that are here."""
+        return self._rows_here.rows()
 
     def turn(self, rng: random.Random) -> None:
-        """Take in what has come, decode for a while, do one task."""
+        """Read messages and parcels, decode for a while, and do one task."""
         while self.coming:
             parcel = self.coming.popleft()
-            self._shelf.put(parcel.rows, parcel.sender)
+            self._rows_here.put(parcel.rows, parcel.sender)
             self._stopped.update(parcel.stretches)
         while self.inbox:
             self._read(self.inbox.popleft())
@@ -215,7 +217,7 @@ class Hand:
         if self._queue and self._is_ready(self._queue[0]):
             self._do(self._queue.popleft(), rng)
 
-    # Reading
+    # ---- reading
 
     def _read(self, message: m.ToWorker) -> None:
         match message:
@@ -225,7 +227,7 @@ class Hand:
                 if to != self.tag:
                     self.parcels.append(Parcel(to, self.tag, tuple((call, row) for row in ids), stopped))
             case m.PeerLost(peer=peer, rows=rows):
-                self.said.append(m.Missing(peer, self._shelf.sever(peer, rows)))
+                self.said.append(m.Missing(peer, self._rows_here.drop_sender(peer, rows)))
             case m.Abort(call=call, keeps=keeps):
                 if keeps:
                     self._stop(call)
@@ -236,26 +238,26 @@ class Hand:
                 self._has(drawn, ids)
                 self._deliver(call, ids, forward_to)
             case m.Forget(call=call):
-                self._shelf.forget(call, stopped_at(call))
+                self._rows_here.forget(call, stopped_at(call))
             case m.Task():
                 self._queue.append(message)
 
     def _has(self, call: int, rows: Iterable[int]) -> None:
-        assert self._shelf.has(call, rows), f"{self.name} lacks some of the rows {list(rows)} of call {call}"
+        assert self._rows_here.has(call, rows), f"{self.name} lacks some of the rows {list(rows)} of call {call}"
 
     def _is_ready(self, task: m.Task) -> bool:
         if isinstance(task, m.Generate):
             if task.aborted_by >= 0:
-                return self._shelf.has(stopped_at(task.aborted_by), task.ids)
+                return self._rows_here.has(stopped_at(task.aborted_by), task.ids)
             ref = self._calls[task.drawn_by].input("prompts")
             assert ref is not None
-            return self._shelf.has(ref.call, task.prompts)
+            return self._rows_here.has(ref.call, task.prompts)
         if isinstance(task, m.RunFunction | m.Accumulate):
             call = self._calls[task.call]
             values = task.values if isinstance(task, m.RunFunction) else {}
             if isinstance(task, m.RunFunction) and call.options.get("gives") == "concat":
-                return all(self._shelf.has(source, rows) for source, rows in task.parts.items())
-            return all(self._shelf.has(ref.call, task.ids) for name, ref in call.inputs if name not in values)
+                return all(self._rows_here.has(source, rows) for source, rows in task.parts.items())
+            return all(self._rows_here.has(ref.call, task.ids) for name, ref in call.inputs if name not in values)
         return True
 
     def _stop(self, call: int) -> None:
@@ -265,14 +267,14 @@ class Hand:
         if stopped:
             for packed, sample in stopped.items():
                 self._stopped[packed] = tuple(sample.stretches)
-                self._shelf.put([(stopped_at(call), packed)], self.tag)
+                self._rows_here.put([(stopped_at(call), packed)], self.tag)
                 del self._growing[packed]
             numbers = [sample.num_generated for sample in stopped.values()]
             stretches = [tuple(sample.stretches) for sample in stopped.values()]
             self.said.append(m.Aborted(call, list(stopped), [9 + n for n in numbers], numbers, stretches, ("x", 0, 0, 0)))
 
     def _yield(self, call: int, ids: Iterable[int]) -> None:
-        """Samples that run here are given back, with their tokens so far."""
+        """Preempt running samples: give them back with their tokens so far."""
         here = {packed: s for packed, s in self._growing.items() if s.task.call == call and packed in ids}
         self._give_back(call, {packed: s for packed, s in here.items() if s.num_generated})
         for packed in here:
@@ -296,10 +298,10 @@ class Hand:
             self._queue.remove(task)
             self.said.append(m.TaskDone(task.number))
 
-    # Working
+    # ---- working
 
     def _decode(self, rng: random.Random) -> None:
-        """Some tokens of each sample; some finish."""
+        """Decode some tokens of each sample; some samples finish."""
         done: dict[int, list[int]] = {}
         for packed, sample in self._growing.items():
             version = self.held[self._calls[sample.task.call].role]
@@ -418,7 +420,7 @@ class Hand:
 
     def _deliver(self, call: int, rows: Sequence[int], forward_to: Iterable[str]) -> None:
         made = tuple((call, row) for row in rows)
-        self._shelf.put(made, self.tag)
+        self._rows_here.put(made, self.tag)
         for peer in forward_to:
             if peer != self.tag and rows:
                 self.parcels.append(Parcel(peer, self.tag, made))
@@ -439,8 +441,11 @@ class Hand:
         self.said.append(said)
 
 
-def recount(scheduler: Scheduler, hands: Mapping[str, Hand], at_controller: Iterable[Row]) -> None:
-    """Count everything anew.
+# ---- recounting the scheduler's state
+
+
+def recount(scheduler: Scheduler, fakes: Mapping[str, FakeWorker], at_controller: Iterable[Row]) -> None:
+    """Recount the scheduler's state and compare it with its counts.
 
     Raises:
         AssertionError: a count is not what it should be; it says which.
@@ -450,7 +455,7 @@ def recount(scheduler: Scheduler, hands: Mapping[str, Hand], at_controller: Iter
     _recount_tasks(scheduler_state, tasks)
     for state in scheduler_state.calls.values():
         _recount_call(scheduler_state, state, tasks)
-    _recount_weights(scheduler, hands)
+    _recount_weights(scheduler, fakes)
     assert not scheduler_state.ready_workers.has_any, "somebody is awake after an event"
     assert list(scheduler_state.active) == [ordinal for ordinal, state in scheduler_state.calls.items() if not state.is_over], (
         "active calls"
@@ -461,8 +466,8 @@ def recount(scheduler: Scheduler, hands: Mapping[str, Hand], at_controller: Iter
     for state in scheduler_state.active.values():
         if state.call.engine == "function" and state.has_function_work:
             assert not idle.intersection(state.stage.workers), f"{state.call.name} has work, and {idle} are free for it"
-    if not any(hand.has_something or hand.said or hand.is_dead for hand in hands.values()):
-        _recount_rows(scheduler_state, hands, set(at_controller))
+    if not any(fake.has_something or fake.said or fake.is_dead for fake in fakes.values()):
+        _recount_rows(scheduler_state, fakes, set(at_controller))
 
 
 def _recount_tasks(scheduler_state: SchedulerState, tasks: Mapping[int, TaskState]) -> None:
@@ -522,40 +527,42 @@ def _recount_generation(state: CallState, own: Iterable[TaskState]) -> None:
         assert state.num_whole == sum(not left for left in left_of.values()), f"{name}: whole groups"
 
 
-def _recount_weights(scheduler: Scheduler, hands: Mapping[str, Hand]) -> None:
+def _recount_weights(scheduler: Scheduler, fakes: Mapping[str, FakeWorker]) -> None:
     scheduler_state, dispatch = scheduler._state, scheduler._rollout
     for role, counted in dispatch._num_holding.items():
         held = Counter(worker.held.get(role, 0) for worker in scheduler_state.ready_workers.hosts("rollout", role))
         assert +counted == held, f"the weights of {role}: {dict(held)}, not {dict(counted)}"
     for worker in scheduler_state.workers.values():
-        hand = hands[worker.name]
-        unheard = [said for said in hand.said if isinstance(said, m.TaskDone)]
-        for role, version in hand.held.items() if not worker.is_lost and not hand.is_dead and not unheard else ():
+        fake = fakes[worker.name]
+        undelivered = [said for said in fake.said if isinstance(said, m.TaskDone)]
+        for role, version in fake.held.items() if not worker.is_lost and not fake.is_dead and not undelivered else ():
             assert worker.held.get(role, 0) == version, f"{worker.name} holds version {version} of {role}, not {worker.held.get(role, 0)}"
 
 
-def _recount_rows(scheduler_state: SchedulerState, hands: Mapping[str, Hand], at_controller: set[Row]) -> None:
-    """When nothing is on its way, rows are where the scheduler takes them to be, and nowhere else."""
-    for name in (*hands, CONTROLLER):
-        here = at_controller if name == CONTROLLER else set(hands[name].held_rows())
+def _recount_rows(scheduler_state: SchedulerState, fakes: Mapping[str, FakeWorker], at_controller: set[Row]) -> None:
+    """When nothing is in flight, check that rows are where the scheduler takes them to be, and nowhere else."""
+    for name in (*fakes, CONTROLLER):
+        here = at_controller if name == CONTROLLER else set(fakes[name].held_rows())
         thought = {(call, row) for call, places in scheduler_state.rows._places.items() for row in places.get(name, ())}
         missing = thought - here
         assert not missing, f"{name} has not the rows {sorted(missing)[:3]}, which it is taken to have"
         unknown = {(call, row) for call, row in here - thought if call in scheduler_state.calls and not scheduler_state.calls[call].is_over}
         assert not unknown, f"{name} has the rows {sorted(unknown)[:3]}, which nobody knows of"
-        # What comes when its call is over is in no result, and goes when the call is forgotten: if the place is told.
+        # Rows that arrive after their call ended are in no result; they are dropped when the place is told to forget the call.
         untold = {
             call for call, _ in here - thought if call in scheduler_state.calls and name not in scheduler_state.rows._places.get(call, ())
         }
         assert not untold, f"{name} has rows of the calls {sorted(untold)}, and will never be told to forget them"
 
 
+# ---- the scheduler and its workers
+
 _RECOUNTED_EVERY = 25
-"""Events."""
+"""Number of events between two recounts."""
 
 
 class _Calls(Backend):
-    """Keeps what the session records."""
+    """A backend that keeps the calls that the session records."""
 
     is_rehearsal = True
 
@@ -573,7 +580,7 @@ class _Calls(Backend):
         self.released.append(ordinal)
 
     def value(self, ordinal: int) -> object:
-        """How far a refill has moved a dataset's cursor: Python waits for that, and is told what a rehearsal would be."""
+        """Return the dataset cursor after a refill, for which Python waits: the value that it has while a flow is traced."""
         call = self.calls[ordinal]
         if call.engine == "source":
             return call.options["rows"]
@@ -595,7 +602,7 @@ class _Calls(Backend):
 
 @final
 class Model:
-    """One scheduler with its workers."""
+    """A scheduler with its model workers, driven step by step."""
 
     def __init__(self, roles: Flow, spec: ClusterSpec, *, staleness: int = 0, seed: int = 0, deterministic: bool = False) -> None:
         graph, models, _ = trace(roles, {}, steps=1)
@@ -604,10 +611,10 @@ class Model:
         self.scheduler = Scheduler(plan, deterministic=deterministic, max_attempts=1 << 30)
         self.calls: dict[int, Call] = {}
         self.stages: dict[int, Stage] = {}
-        self.hands = {worker.name: Hand(worker, self.calls) for worker in plan.workers}
+        self.fakes = {worker.name: FakeWorker(worker, self.calls) for worker in plan.workers}
         self.resolved: set[int] = set()
         self.rejected: dict[int, int] = {}
-        """Failed call -> the one that failed by itself."""
+        """Failed call -> the call whose failure caused it."""
         self.forgotten: set[int] = set()
         self.released: set[int] = set()
         self.num_events = 0
@@ -620,21 +627,21 @@ class Model:
         self._session = Session(self._backend, flow=roles.name, staleness=staleness)
         self._open.enter_context(recording(self._session))
         self._steps = self._session.iterate(1 << 30)
-        self._impatience = Impatience(random.Random(seed))
-        self._shelf = Shelf()
-        """What the controller has."""
+        self._timeouts = RandomTimeouts(random.Random(seed))
+        self._rows_here = HeldRows()
+        """Rows at the controller."""
         self._recovery = InflightRecovery()
         self._dead: set[str] = set()
-        """Processes."""
+        """Tags of dead processes."""
         self._dying: list[str] = []
-        """Dead, and not missed yet."""
+        """Dead, and not detected yet."""
         self._away: list[str] = []
-        """Known to be lost, and not back yet."""
+        """Known to be lost, and not restarted yet."""
         self.is_ended = False
-        """What a worker took with it nobody can make again: the run would go on from a checkpoint."""
+        """Whether state was lost that can't be made again; a real run would resume from a checkpoint."""
         self._said: deque[FromWorker] = deque(maxlen=200)
         self._stopped: dict[int, tuple[VersionSpan, ...]] = {}
-        """The tokens of samples that were stopped, as the ledger has them."""
+        """Version spans of stopped samples, as the ledger has them."""
         self._left_out: set[int] = set()
         """Samples that are in no result."""
 
@@ -643,15 +650,15 @@ class Model:
         self._steps.close()  # type: ignore[attr-defined]
         self._open.close()
 
-    # What the program does
+    # ---- what the program does
 
     def next_step(self) -> None:
-        """The program's loop begins, or goes on."""
+        """Begin the program's loop, or its next step."""
         self.submit()
         next(self._steps)
 
     def submit(self) -> None:
-        """What the program has made since the last time is lowered as one segment and handed over; then what it let go."""
+        """Lower the calls made since the last time as one segment and submit it; then release what the program dropped."""
         calls, self._backend.made[:] = list(self._backend.made), []
         for call, stage in zip(calls, self._lowering.stages(MacroGraph(self._roles, tuple(calls))) if calls else (), strict=True):
             self.calls[call.ordinal], self.stages[call.ordinal] = call, stage
@@ -659,7 +666,7 @@ class Model:
             rows = call.options.get("rows")
             if isinstance(rows, Batch):
                 ids = rows.ids.tolist()
-                self._shelf.put([(call.ordinal, row) for row in ids], CONTROLLER)
+                self._rows_here.put([(call.ordinal, row) for row in ids], CONTROLLER)
                 self.tell(Sourced(call.ordinal, ids, [9] * len(ids)))
         released, self._backend.released[:] = list(self._backend.released), []
         self.released.update(released)
@@ -667,112 +674,113 @@ class Model:
             self.tell(Released(ordinal))
 
     def look(self, handle: Handle) -> bool:
-        """The program waits for a call's rows, which are done; False if they are not."""
+        """Let the program wait for a call's rows; returns False if they are not done."""
         ordinal = handle.ref.call
         is_there = ordinal in self.resolved and self.calls[ordinal].is_aligned
         if is_there:
             self.tell(Wanted(ordinal))
         return is_there
 
-    # What happens elsewhere
+    # ---- what workers and links do
 
     def turn(self, pick: int) -> None:
-        """A worker that could do something takes a turn."""
-        able = [hand for hand in self.hands.values() if hand.has_something]
+        """Let a worker that has something to do take a turn."""
+        able = [fake for fake in self.fakes.values() if fake.has_something]
         if able:
-            hand = able[pick % len(able)]
-            hand.turn(self.rng)
-            self._put_on_their_way(hand)
+            fake = able[pick % len(able)]
+            fake.turn(self.rng)
+            self._send_parcels(fake)
 
-    def hear(self, pick: int) -> None:
-        """The controller hears what a worker said, the earliest first."""
-        speaking = [hand for hand in self.hands.values() if hand.said]
+    def deliver(self, pick: int) -> None:
+        """Deliver the oldest message of a worker to the controller."""
+        speaking = [fake for fake in self.fakes.values() if fake.said]
         if speaking:
-            hand = speaking[pick % len(speaking)]
-            said = hand.said.popleft()
+            fake = speaking[pick % len(speaking)]
+            said = fake.said.popleft()
             if isinstance(said, m.Missing):
-                self._recovery.answered(hand.name, said)
+                self._recovery.answered(fake.name, said)
                 self._lose_those_known()
             else:
                 if isinstance(said, m.Aborted):
                     self._stopped.update(zip(said.ids, said.stretches, strict=True))
-                self._said.append(FromWorker(hand.name, said))
+                self._said.append(FromWorker(fake.name, said))
                 self.tell(self._said[-1])
 
-    def die(self, pick: int) -> None:
-        """A worker that others can stand in for dies: of what it has said and sent some is lost."""
-        able = [hand for hand in self.hands.values() if not hand.is_dead and not self.scheduler.is_vital(hand.name)]
+    def kill(self, pick: int) -> None:
+        """Kill a worker that others can replace; some of its messages and parcels are lost."""
+        able = [fake for fake in self.fakes.values() if not fake.is_dead and not self.scheduler.is_vital(fake.name)]
         if not able or self.is_ended:
             return
-        hand = able[pick % len(able)]
-        hand.is_dead = True
-        self._dying.append(hand.name)
-        while hand.said and self.rng.random() < 0.5:
-            hand.said.pop()
-        for other in self.hands.values():
-            sent = [parcel for parcel in other.coming if parcel.sender == hand.tag]
+        fake = able[pick % len(able)]
+        fake.is_dead = True
+        self._dying.append(fake.name)
+        while fake.said and self.rng.random() < 0.5:
+            fake.said.pop()
+        for other in self.fakes.values():
+            sent = [parcel for parcel in other.coming if parcel.sender == fake.tag]
             for parcel in sent[self.rng.randint(0, len(sent)) :]:
                 other.coming.remove(parcel)
 
-    def miss(self) -> None:
-        """The controller misses one that has died."""
+    def detect_loss(self) -> None:
+        """Let the controller detect the loss of a dead worker."""
         if self._dying and not self.is_ended:
             name = self._dying.pop(0)
-            hand, sent = self.hands[name], self.scheduler.sent_by(name)
-            hand.said.clear()
-            said = [event for event in self._said if event.worker != name]  # What a dead process says does not come, and not again.
+            fake, sent = self.fakes[name], self.scheduler.sent_by(name)
+            fake.said.clear()
+            # Messages of a dead process are not delivered any more, nor again.
+            said = [event for event in self._said if event.worker != name]
             self._said.clear()
             self._said.extend(said)
-            self._dead.add(hand.tag)
-            missing = self._shelf.sever(hand.tag, sent.get(CONTROLLER, {}))
-            others = [other.name for other in self.hands.values() if other.tag not in self._dead]
-            for other, message in self._recovery.begin(name, hand.tag, sent, others).items():
-                self.hands[other].inbox.append(message)
+            self._dead.add(fake.tag)
+            missing = self._rows_here.drop_sender(fake.tag, sent.get(CONTROLLER, {}))
+            others = [other.name for other in self.fakes.values() if other.tag not in self._dead]
+            for other, message in self._recovery.begin(name, fake.tag, sent, others).items():
+                self.fakes[other].inbox.append(message)
             for call, rows in missing.items():
                 self._recovery.not_sent(name, CONTROLLER, call, rows)
             self._lose_those_known()
 
-    def come_back(self) -> None:
-        """One that was lost is there again, as a new process."""
+    def restart(self) -> None:
+        """Restart a lost worker as a new process."""
         if self._away and not self.is_ended:
-            hand = self.hands[self._away.pop(0)]
-            incarnation = hand.incarnation + self.rng.choice([1, 1, 2])  # One that died on its way up nobody has known.
-            self.hands[hand.name] = Hand(hand.plan, self.calls, incarnation)
-            self.tell(WorkerJoined(hand.name, incarnation))
+            fake = self.fakes[self._away.pop(0)]
+            incarnation = fake.incarnation + self.rng.choice([1, 1, 2])  # A process that died while starting was never known.
+            self.fakes[fake.name] = FakeWorker(fake.plan, self.calls, incarnation)
+            self.tell(WorkerJoined(fake.name, incarnation))
 
     def _lose_those_known(self) -> None:
         for name, missing in self._recovery.done():
             self._away.append(name)
             self.tell(WorkerLost(name, returns=True, missing=missing))
 
-    def hear_again(self, pick: int) -> None:
-        """Something that was heard is heard once more."""
+    def deliver_again(self, pick: int) -> None:
+        """Deliver a message to the controller that was delivered before."""
         if self._said:
             self.tell(self._said[pick % len(self._said)])
 
     def fail(self, pick: int) -> None:
-        """A task on a call that some worker has will fail."""
-        tasks = [(hand, number) for hand in self.hands.values() for number in hand.waiting_tasks()]
+        """Let a task of some worker fail."""
+        tasks = [(fake, number) for fake in self.fakes.values() for number in fake.waiting_tasks()]
         if tasks:
-            hand, number = tasks[pick % len(tasks)]
-            hand.fails.add(number)
+            fake, number = tasks[pick % len(tasks)]
+            fake.fails.add(number)
 
     def run(self, num_moves: int) -> None:
-        """Turns and hearing, in an order that the seed decides."""
+        """Take turns and deliver messages in an order that the seed decides."""
         for _ in range(num_moves):
             if self.is_ended:
                 return
-            if (late := self._impatience.due()) is not None:
+            if (late := self._timeouts.due()) is not None:
                 self.tell(late)
             which = self.rng.random()
             if which < 0.05:
-                self.hear_again(self.rng.randrange(1 << 16))
+                self.deliver_again(self.rng.randrange(1 << 16))
             elif which < 0.1:
-                self.come_back() if which < 0.07 else self.miss()
+                self.restart() if which < 0.07 else self.detect_loss()
             elif which < 0.5:
                 self.turn(self.rng.randrange(1 << 16))
             else:
-                self.hear(self.rng.randrange(1 << 16))
+                self.deliver(self.rng.randrange(1 << 16))
 
     def _wait(self, ordinal: int) -> None:
         self.submit()
@@ -782,10 +790,10 @@ class Model:
 
     @property
     def _is_moving(self) -> bool:
-        return any(hand.has_something or hand.said for hand in self.hands.values()) or bool(self._dying or self._away)
+        return any(fake.has_something or fake.said for fake in self.fakes.values()) or bool(self._dying or self._away)
 
     def drain(self) -> None:
-        """Until nothing moves any more: then nothing may be left to do."""
+        """Run until nothing moves any more, and check that nothing is left to do."""
         self.submit()
         while self._is_moving and not self.is_ended:
             self.run(8)
@@ -795,22 +803,22 @@ class Model:
         left = self.calls.keys() - self.resolved - self.rejected.keys()
         assert not left, f"the calls {sorted(left)} are neither done nor failed, and the scheduler has nothing to do"
         self._check_training()
-        recount(self.scheduler, self.hands, self._shelf.rows())
+        recount(self.scheduler, self.fakes, self._rows_here.rows())
 
     def end(self) -> None:
-        """The program is over and holds nothing that it made: nothing may be kept."""
+        """End the program, which then holds no results, and check that nothing is kept."""
         self.drain()
         if self.is_ended:
             return
         kept = (
             (self.released & self.resolved) - self.forgotten - self.scheduler._state.partial_rollouts.needed()
-        )  # A later call might take those over.
-        assert not kept or self.rejected, f"the calls {sorted(kept)} can't be asked for, and are kept"  # A failure may reach those.
-        for hand in self.hands.values():
-            rows = {call for call, _ in hand.held_rows()} - self.calls.keys() | {c for c, _ in hand.held_rows() if c in self.forgotten}
-            assert not {call for call in rows if call >= 0}, f"{hand.name} keeps rows of {rows}, which nobody can ask for"
+        )  # A later call might take these over.
+        assert not kept or self.rejected, f"the calls {sorted(kept)} can't be asked for, and are kept"  # A failure may reach these.
+        for fake in self.fakes.values():
+            rows = {call for call, _ in fake.held_rows()} - self.calls.keys() | {c for c, _ in fake.held_rows() if c in self.forgotten}
+            assert not {call for call in rows if call >= 0}, f"{fake.name} keeps rows of {rows}, which nobody can ask for"
 
-    # What the scheduler says
+    # ---- what the scheduler says
 
     def tell(self, event: Event) -> None:
         """Have the scheduler handle an event, and carry out what it says."""
@@ -825,16 +833,16 @@ class Model:
         for command in commands:
             match command:
                 case Send(worker, m.Push(call=call, ids=ids, to=to)) if worker == CONTROLLER:
-                    assert self._shelf.has(call, ids), "the controller has not these rows"
+                    assert self._rows_here.has(call, ids), "the controller has not these rows"
                     self._send(Parcel(to, CONTROLLER, tuple((call, row) for row in ids)))
                 case Send(worker, m.Forget(call=call)) if worker == CONTROLLER:
-                    self._shelf.forget(call)
+                    self._rows_here.forget(call)
                 case Send(worker, m.Push(call=call, ids=ids, to=to)) if worker == LEDGER:
                     stopped = {packed: self._stopped[packed] for packed in ids} if call < 0 else {}
                     self._send(Parcel(to, CONTROLLER, tuple((call, row) for row in ids), stopped))
                 case Send(worker, message):
                     self._recovery.told(worker, message)
-                    self._impatience.began(message, self.calls.get(getattr(message, "call", -1)))
+                    self._timeouts.began(message, self.calls.get(getattr(message, "call", -1)))
                     self._told(worker, message)
                 case Resolve(call, _):
                     assert call not in self.resolved, f"call {call} is done twice"
@@ -857,17 +865,17 @@ class Model:
                     pass
         self._check_that_all_were_asked()
         if self.num_events % _RECOUNTED_EVERY == 0:
-            recount(self.scheduler, self.hands, self._shelf.rows())
+            recount(self.scheduler, self.fakes, self._rows_here.rows())
 
     def _note_empty_update(self, call: Call) -> None:
-        """Where there was nothing to train on, the weights are those of the new version without any task."""
-        for hand in self.hands.values() if call.engine == "train" and call.writes else ():
-            if hand.trained.get(call.role) == call.writes[0].version - 1:
-                hand.trained[call.role] = call.writes[0].version
-                hand.same.add((call.role, call.writes[0].version))
+        """Give the weights the new version, without any task, where an update had nothing to train on."""
+        for fake in self.fakes.values() if call.engine == "train" and call.writes else ():
+            if fake.trained.get(call.role) == call.writes[0].version - 1:
+                fake.trained[call.role] = call.writes[0].version
+                fake.same.add((call.role, call.writes[0].version))
 
     def _told(self, name: str, message: m.ToWorker) -> None:
-        hand = self.hands[name]
+        fake = self.fakes[name]
         assert not self.scheduler._state.workers[name].is_lost, f"{name} is lost, and is told {message}"
         if isinstance(message, m.Task):
             if message.call >= 0:
@@ -877,38 +885,38 @@ class Model:
                 assert name in self.stages[message.call].workers, f"call {message.call} has no place on {name}"
             self._check_lease(name, message)
         if isinstance(message, m.Generate):
-            self._check_generation(hand, message)
-        hand.inbox.append(message)
+            self._check_generation(fake, message)
+        fake.inbox.append(message)
 
-    def _check_generation(self, hand: Hand, task: m.Generate) -> None:
+    def _check_generation(self, fake: FakeWorker, task: m.Generate) -> None:
         assert task.ids, "a task without samples"
         late = self.scheduler._state.calls[task.call].dropped.intersection(task.ids)
         assert not late, f"samples {late} are late, and handed out again"
-        for other in (other for other in self.hands.values() if not other.is_dead):
+        for other in (other for other in self.fakes.values() if not other.is_dead):
             twice = other.generating().keys() & set(task.ids)
-            assert not twice, f"samples {twice} are on {other.name} and go to {hand.name}"
+            assert not twice, f"samples {twice} are on {other.name} and go to {fake.name}"
         call = self.calls[task.call]
         n = call.options["n"]
         assert isinstance(n, int)
-        most = self.stages[task.call].chunk + n - 1  # The rest of a group goes with its first.
-        after = len(hand.generating()) + len(task.ids)
-        assert after <= most, f"{hand.name} has {after} samples, and may have {most}"
+        most = self.stages[task.call].chunk + n - 1  # The rest of a group follows its first sample.
+        after = len(fake.generating()) + len(task.ids)
+        assert after <= most, f"{fake.name} has {after} samples, and may have {most}"
         oldest, newest = window(call)
-        held = next((msg.version for msg in reversed(hand.inbox) if isinstance(msg, m.LoadWeights) and msg.role == call.role), None)
-        held = hand.held[call.role] if held is None else held
-        assert oldest <= held <= newest, f"call {task.call} may use versions {oldest} to {newest}, and {hand.name} has {held}"
+        held = next((msg.version for msg in reversed(fake.inbox) if isinstance(msg, m.LoadWeights) and msg.role == call.role), None)
+        held = fake.held[call.role] if held is None else held
+        assert oldest <= held <= newest, f"call {task.call} may use versions {oldest} to {newest}, and {fake.name} has {held}"
 
     def _check_lease(self, name: str, task: m.Task) -> None:
-        """Of the workers that share devices only one kind works; a switch finds nobody at work."""
+        """Check that only one kind of the workers that share devices works, and that a switch finds none at work."""
         lease = self._leases.get(name)
         if lease is None or (isinstance(task, m.RunFunction) and self.calls[task.call].engine == "function"):
             return
         kind = "switch" if isinstance(task, m.Switch) else self._kind(task)
-        for other in (hand for hand in self.hands.values() if self._leases.get(hand.name) == lease and not hand.is_dead):
+        for other in (fake for fake in self.fakes.values() if self._leases.get(fake.name) == lease and not fake.is_dead):
             for under_way in other.under_way():
                 at_work = "switch" if isinstance(under_way, m.Switch) else self._kind(under_way)
                 if {kind, at_work} == {"switch", "rollout"} and self._come_ahead & {name, other.name}:
-                    continue  # A trainer that comes ahead, beside samples that were there before.
+                    continue  # An early onload: the trainer comes beside running samples.
                 assert at_work == kind, f"{kind} work for {name} while {other.name} has {at_work} work"
 
     def _kind(self, task: m.Task) -> str:
@@ -917,15 +925,15 @@ class Model:
         return "function" if task.call >= 0 and self.calls[task.call].engine == "function" else "train"
 
     def _check_that_all_were_asked(self) -> None:
-        """Only those are asked who may have something new to do; nobody else has."""
+        """Check that no worker has something new to do except those that the scheduler asked."""
         for worker in self.scheduler._state.workers.values():
             assert self.scheduler._offer(worker) is None, f"{worker.name} was not asked"
         for lease in self.scheduler._state.leases.values():
             assert not self.scheduler._next_turn(lease), f"{lease.name} was not asked for"
 
     def _check_training(self) -> None:
-        """Updates that are done have trained on each of their rows once an epoch, in no other epoch, and on nothing else."""
-        trained = Counter(row for hand in self.hands.values() for row in hand.accumulated)
+        """Check that finished updates have trained on each of their rows once an epoch, and on nothing else."""
+        trained = Counter(row for fake in self.fakes.values() for row in fake.accumulated)
         twice = [row for row, count in trained.items() if count > 1]
         assert not twice, f"trained on twice in an epoch: {twice[:3]}"
         by_call: dict[int, dict[int, set[int]]] = {}
@@ -940,15 +948,15 @@ class Model:
                 assert sorted(epochs) == list(range(int(str(wanted)))), f"call {call} trained in the epochs {sorted(epochs)} of {wanted}"
                 assert all(rows == epochs[0] for rows in epochs.values()), f"call {call} trained on other rows in another epoch"
 
-    # Rows
+    # ---- rows
 
-    def _put_on_their_way(self, hand: Hand) -> None:
-        parcels, hand.parcels[:] = list(hand.parcels), []
+    def _send_parcels(self, fake: FakeWorker) -> None:
+        parcels, fake.parcels[:] = list(fake.parcels), []
         for parcel in parcels:
             self._send(parcel)
 
     def _send(self, parcel: Parcel) -> None:
         if parcel.to == CONTROLLER:
-            self._shelf.put(parcel.rows, parcel.sender)
-        elif self.hands[worker_of(parcel.to)].tag == parcel.to:
-            self.hands[worker_of(parcel.to)].coming.append(parcel)
+            self._rows_here.put(parcel.rows, parcel.sender)
+        elif self.fakes[worker_of(parcel.to)].tag == parcel.to:
+            self.fakes[worker_of(parcel.to)].coming.append(parcel)

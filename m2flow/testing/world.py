@@ -1,15 +1,14 @@
-"""A whole cluster in one thread: the real scheduler and the real workers, on in-memory channels, in an order that a seed decides.
+"""Run a whole cluster in one thread: the real scheduler and the real workers on in-memory channels, in an order that a seed decides.
 
-Send(Generate) --began--> Impatience --due--> TimedOut, now and then
+    run_planned(flow, options, spec, order_seed=7) == run_eager(flow, options, spec)
 
-a worker dies -> what it had said and sent is heard and comes in part -> it is missed -> all have answered -> it is back
+Which worker takes its next turn, and when the controller reads what a worker sent, is drawn at random; each link keeps its own order, as
+the real ones do. So every interleaving of processes can be produced, and reproduced.
 
-A trainer and a worker with a role's state are spared: what they have, no other has.
+    Send(Generate) --began--> RandomTimeouts --due--> TimedOut, now and then
+    a worker dies -> a part of what it had sent arrives -> its loss is detected -> all others have answered -> it is restarted
 
-run_planned(flow, options, spec, order_seed=7) == run_eager(flow, options, spec)
-
-Which worker takes its next turn, and when the controller hears what a worker said, is drawn at random; each link keeps its own
-order, as the real ones do. So every interleaving that processes could show can be produced, and produced again.
+Workers whose state no other has, trainers and those with a role's state, do not die.
 """
 
 from __future__ import annotations
@@ -81,18 +80,20 @@ from m2flow.samples import Batch, SampleId
 from m2flow.spec import ClusterSpec, RunSettings
 from m2flow.testing.programs import Answer, Notes, samples_of
 
+# ---- random time-outs and failures
+
 _SHARE = 0.01
-"""Of the moments at which somebody looks, those at which a sample is late."""
+"""Share of the checks at which a sample is late."""
 
 
 @final
-class Impatience:
-    """Of one run. Without a time-out no number is drawn."""
+class RandomTimeouts:
+    """Draws at random which running samples time out. Without calls that have a time-out, no random number is drawn."""
 
     def __init__(self, order: random.Random) -> None:
         self._order = order
         self._running: list[tuple[int, int]] = []
-        """(call, sample), with those that are done by now."""
+        """(call, sample), including those that have finished since."""
 
     def began(self, message: m.ToWorker, call: Call | None) -> None:
         if isinstance(message, m.Generate) and call is not None and timeout_of(call.options) is not None:
@@ -106,81 +107,83 @@ class Impatience:
 
 
 _ONCE_IN = 60
-"""Turns between two deaths, and how long each stage of one takes, on average."""
+"""Mean number of turns between two failures, and of each stage of a failure."""
 
 
 @final
-class Mortality:
-    """When something happens to whom."""
+class WorkerFailures:
+    """Draws at random which workers die, and when their loss is detected and they are restarted."""
 
     def __init__(self, seed: int, num_deaths: int) -> None:
         self._random = random.Random(seed)
         self._num_left = num_deaths
         self.dying: list[str] = []
-        """Dead, and not missed yet."""
+        """Dead, and not detected yet."""
         self.away: list[str] = []
-        """Known to be lost, and not back yet."""
+        """Known to be lost, and not restarted yet."""
 
     @property
-    def is_at_work(self) -> bool:
-        """Somebody is away, and will be back."""
+    def is_pending(self) -> bool:
+        """Whether a worker is dead or lost, and will be restarted."""
         return bool(self.dying or self.away)
 
     @property
-    def is_used(self) -> bool:
-        """Somebody is away, or will die."""
+    def is_possible(self) -> bool:
+        """Whether a worker is dead, lost, or will die."""
         return bool(self._num_left or self.dying or self.away)
 
     def _is_time(self) -> bool:
         return self._random.randrange(_ONCE_IN) == 0
 
-    def dies(self, candidates: Sequence[str]) -> str | None:
-        """Who dies now."""
+    def next_dead(self, candidates: Sequence[str]) -> str | None:
+        """Return the worker that dies now, or None."""
         if not self._num_left or not candidates or not self._is_time():
             return None
         self._num_left -= 1
         self.dying.append(self._random.choice(candidates))
         return self.dying[-1]
 
-    def is_missed(self) -> str | None:
-        """Whose death is noticed now."""
+    def next_detected(self) -> str | None:
+        """Return the worker whose loss is detected now, or None."""
         return self.dying.pop(0) if self.dying and self._is_time() else None
 
-    def returns(self) -> str | None:
-        """Who is back now."""
+    def next_restarted(self) -> str | None:
+        """Return the worker that is restarted now, or None."""
         return self.away.pop(0) if self.away and self._is_time() else None
 
-    def part_of(self, count: int) -> int:
-        """How many of so many messages or parcels get through."""
+    def num_delivered(self, count: int) -> int:
+        """Draw how many of `count` messages or parcels are delivered."""
         return self._random.randint(0, count)
 
+
+# ---- records
 
 Unsaid = tuple[m.Finished | m.Aborted | m.Flushed, ...]
 
 
-class NotWritten:
-    """None is kept: nobody will be lost."""
+class NoRecords:
+    """Keeps no records, for runs in which no worker is lost; the interface of `RunRecords`."""
 
     def open(self) -> None:
         pass
 
     def close(self, workers: Iterable[str]) -> None:
-        """The run is over, and these have ended."""
+        """The run is over, and these workers have ended."""
 
     def call_added(self, call: Call) -> None:
         pass
 
     def told(self, message: m.ToController) -> None:
-        """A worker said something."""
+        """A worker sent a message."""
 
     def consumed(self, task: m.Accumulate) -> None:
         """A micro-batch is done."""
 
     def commanded(self, command: Command) -> None:
-        """The scheduler says something."""
+        """The scheduler issued a command."""
 
     def settle(self, worker: str) -> Unsaid:
-        """A worker is lost; what it could not say."""
+        """Settle the samples of a lost worker; returns the messages that it could not send."""
         return ()
 
     def read_back(self, push: m.Push) -> Batch:
@@ -188,8 +191,8 @@ class NotWritten:
 
 
 @final
-class Written(NotWritten):
-    """Of one run."""
+class RunRecords(NoRecords):
+    """Keeps journal and sample records of one run, from which the work of lost workers is recovered."""
 
     def __init__(self, run_dir: Path, calls: Mapping[int, Call]) -> None:
         self._calls = calls
@@ -236,8 +239,11 @@ class Written(NotWritten):
         return self._lifecycle.read_back(push)
 
 
+# ---- the cluster
+
+
 class Link:
-    """Both directions between the controller and one worker."""
+    """The messages between the controller and one worker, in both directions."""
 
     def __init__(self) -> None:
         self.to_worker: deque[bytes] = deque()
@@ -252,7 +258,7 @@ class Link:
         self.to_controller.append(message)
 
 
-def made_worker(
+def make_worker(
     plan: Plan,
     worker: WorkerPlan,
     models: Mapping[str, Model],
@@ -264,7 +270,7 @@ def made_worker(
     deterministic: bool,
     flush_tokens: int,
 ) -> tuple[Worker, Link, MemoryInbox]:
-    """One of a plan's, which was this often started before; not open."""
+    """Make a worker of a plan, which is not open; `incarnation` counts its earlier processes."""
     settings = _settings(worker, models, spec, seed, directory, incarnation, deterministic=deterministic)
     settings = msgspec.structs.replace(settings, flush_tokens=flush_tokens)
     weights = weight_settings(worker.name, plan.syncs, spec.weights, f"{directory}/weights")
@@ -306,13 +312,13 @@ def _settings(
 
 
 MAX_TURNS = 2_000_000
-"""Turns without an end that count as a deadlock, though somebody still moves."""
+"""Turns after which a run counts as a deadlock, even if workers are still active."""
 _LOOKS_AFTER = 200
-"""Turns after which it is asked whether anybody still has something to do."""
+"""Turns between two checks whether any worker still has something to do."""
 
 
 class World(Backend):
-    """A backend that turns the wheels itself whenever the flow waits."""
+    """A backend that runs scheduler and workers itself whenever the flow waits for a value."""
 
     def __init__(
         self,
@@ -332,13 +338,13 @@ class World(Backend):
         self._plan = plan
         self._make = make
         self._workers = {worker.name: make(worker, 0) for worker in plan.workers}
-        self._mortality = Mortality(order_seed, num_losses)
+        self._failures = WorkerFailures(order_seed, num_losses)
         self._recovery = InflightRecovery()
-        self._buried: list[Worker] = []
+        self._dead_workers: list[Worker] = []
         self._dead: set[str] = set()
         self._end: M2FlowError | None = None
         self._order = random.Random(order_seed)
-        self._impatience = Impatience(self._order)
+        self._timeouts = RandomTimeouts(self._order)
         self._outbox = MemoryOutbox()
         self._inbox = MemoryInbox()
         self._addresses: dict[str, str] = {}
@@ -357,12 +363,12 @@ class World(Backend):
         self._discarded: dict[int, int] = {}
         self._dropped: set[int] = set()
         self._failed: set[int] = set()
-        """Calls, and those under a refill that is one of them."""
+        """Failed calls, and the calls of failed refills."""
         self._run_dir = run_dir
-        self._written = Written(run_dir, self._calls) if num_losses else NotWritten()
+        self._records = RunRecords(run_dir, self._calls) if num_losses else NoRecords()
 
     def open(self) -> None:
-        self._written.open()
+        self._records.open()
         self._addresses[CONTROLLER] = self._inbox.open()
         for name in self._workers:
             self._open(name)
@@ -380,9 +386,9 @@ class World(Backend):
             link.to_worker.append(m.encode(m.Peers(self._addresses)))
 
     def close(self) -> None:
-        for worker in [*self._buried, *(worker for worker, _, _ in self._workers.values())]:
+        for worker in [*self._dead_workers, *(worker for worker, _, _ in self._workers.values())]:
             worker.close()
-        self._written.close(self._workers)
+        self._records.close(self._workers)
         self._outbox.close()
         self._inbox.close()
 
@@ -456,7 +462,7 @@ class World(Backend):
         return number_of(self._values[ordinal], name)
 
     def forget_discarded(self) -> None:
-        """Drop from the answer what was generated for nothing."""
+        """Drop the samples that were discarded from the answer."""
 
         def counts(packed: int) -> bool:
             who = SampleId.unpack(packed)
@@ -476,7 +482,7 @@ class World(Backend):
         calls, self._segment = self._segment, []
         stages = self._lowering.stages(MacroGraph(self._flow, tuple(calls))) if calls else ()
         for call, stage in zip(calls, stages, strict=True):
-            self._written.call_added(call)
+            self._records.call_added(call)
             self._handle(CallAdded(call, stage))
             rows = call.options.get("rows")
             if isinstance(rows, Batch):
@@ -499,22 +505,22 @@ class World(Backend):
         raise InternalError("nothing moves any more: " + "; ".join(self._scheduler.waiting()))
 
     def _is_stuck(self) -> bool:
-        """Whether nobody has anything to do, nor ever will."""
+        """Test for a deadlock: no message is in flight and no worker has anything to do."""
         if (
-            self._mortality.is_at_work
+            self._failures.is_pending
             or self._recovery.is_open
             or any(link.to_worker or link.to_controller for _, link, _ in self._workers.values())
         ):
             return False
         for worker, _, _ in self._workers.values():
-            worker.turn()  # It takes in the rows that have come.
+            worker.turn()  # It reads the rows that have arrived.
         return not any(worker.has_work or link.to_worker or link.to_controller for worker, link, _ in self._workers.values())
 
     def _turn(self) -> None:
-        """One thing happens somewhere."""
+        """Do one thing at random: a worker's turn, or reading a message of one."""
         name = self._order.choice(list(self._workers))
         worker, link, _ = self._workers[name]
-        is_alive = worker.settings.tag in self._addresses and name not in self._mortality.dying
+        is_alive = worker.settings.tag in self._addresses and name not in self._failures.dying
         if self._order.random() < 0.5:
             if is_alive:
                 worker.turn()
@@ -523,33 +529,33 @@ class World(Backend):
         for parcel in self._inbox.take():
             if parcel.sender not in self._dead:
                 self._collected.put(parcel.call, parcel.batch, parcel.sender)
-        if (late := self._impatience.due()) is not None:
+        if (late := self._timeouts.due()) is not None:
             self._handle(late)
-        self._live_and_die()
+        self._fail_and_restart()
 
-    def _live_and_die(self) -> None:
-        """Somebody dies, is missed, or is back."""
-        mortality = self._mortality
-        if not (mortality.is_used or self._recovery.is_open):
+    def _fail_and_restart(self) -> None:
+        """Let workers die, have their loss detected, or restart them, as drawn."""
+        failures = self._failures
+        if not (failures.is_possible or self._recovery.is_open):
             return
-        alive = [n for n, (w, _, _) in self._workers.items() if w.settings.tag in self._addresses and n not in mortality.dying]
-        if (dies := mortality.dies([n for n in alive if not self._scheduler.is_vital(n)])) is not None:
-            worker, link, _ = self._workers[dies]
+        alive = [n for n, (w, _, _) in self._workers.items() if w.settings.tag in self._addresses and n not in failures.dying]
+        if (dead := failures.next_dead([n for n in alive if not self._scheduler.is_vital(n)])) is not None:
+            worker, link, _ = self._workers[dead]
             for inbox in [self._inbox, *(inbox for _, _, inbox in self._workers.values())]:
-                inbox.drop(worker.settings.tag, mortality.part_of(inbox.num_from(worker.settings.tag)))
-            for message in list(link.to_controller)[mortality.part_of(len(link.to_controller)) :]:
+                inbox.drop(worker.settings.tag, failures.num_delivered(inbox.num_from(worker.settings.tag)))
+            for message in list(link.to_controller)[failures.num_delivered(len(link.to_controller)) :]:
                 link.to_controller.remove(message)
-        if (missed := mortality.is_missed()) is not None:
-            self._sever(missed)
+        if (detected := failures.next_detected()) is not None:
+            self._lose(detected)
         for name, missing in self._recovery.done():
-            mortality.away.append(name)
-            unreported = self._written.settle(name)
+            failures.away.append(name)
+            unreported = self._records.settle(name)
             self._note(*unreported)
             self._handle(WorkerLost(name, returns=True, missing=missing, unreported=unreported))
-        if (back := mortality.returns()) is not None:
-            self._come_back(back)
+        if (restarted := failures.next_restarted()) is not None:
+            self._restart(restarted)
 
-    def _sever(self, name: str) -> None:
+    def _lose(self, name: str) -> None:
         worker, link, _ = self._workers[name]
         link.to_controller.clear()
         tag, sent = worker.settings.tag, self._scheduler.sent_by(name)
@@ -562,9 +568,9 @@ class World(Backend):
         for call, rows in missing.items():
             self._recovery.not_sent(name, CONTROLLER, call, rows)
 
-    def _come_back(self, name: str) -> None:
+    def _restart(self, name: str) -> None:
         worker = self._workers[name][0]
-        self._buried.append(worker)
+        self._dead_workers.append(worker)
         self._workers[name] = self._make(self._plan.worker(name), worker.settings.incarnation + 1)
         self._defined[name] = set()
         self._open(name)
@@ -577,12 +583,12 @@ class World(Backend):
         if isinstance(message, m.Fatal):
             raise error_from_record(message.error)
         self._note(message)
-        self._written.told(message)
+        self._records.told(message)
         if isinstance(message, m.TaskDone):
             task = self._consuming.pop(message.task, None)
             self.answer.consumed += [(task.call, task.epoch, packed) for packed in task.ids] if task else []
             if task:
-                self._written.consumed(task)
+                self._records.consumed(task)
         if isinstance(message, m.WorkerReport):
             self._handle(FromWorker(worker, message))
 
@@ -603,7 +609,7 @@ class World(Backend):
             self._end = ended
             raise
         for command in commands:
-            self._written.commanded(command)
+            self._records.commanded(command)
             match command:
                 case Send(worker, m.Push(call=call, ids=ids, to=to)) if worker == CONTROLLER:
                     if to in self._addresses:
@@ -611,14 +617,14 @@ class World(Backend):
                 case Send(worker, m.Forget(call=call)) if worker == CONTROLLER:
                     self._rows.forget(call)
                 case Send(worker, m.Push(to=to) as push) if worker == LEDGER:
-                    rows = self._written.read_back(push)
+                    rows = self._records.read_back(push)
                     if to == CONTROLLER:
                         self._collected.put(push.call, rows, CONTROLLER)
                     elif to in self._addresses:
                         self._outbox.send(self._addresses[to], Parcel(push.call, rows, CONTROLLER))
                 case Send(worker, message):
                     self._recovery.told(worker, message)
-                    self._impatience.began(message, self._calls.get(getattr(message, "call", -1)))
+                    self._timeouts.began(message, self._calls.get(getattr(message, "call", -1)))
                     self._tell(worker, message)
                 case Discarded(call, last):
                     self._discarded[call] = last
@@ -650,11 +656,14 @@ class World(Backend):
         link.to_worker.append(m.encode(message))
 
 
-def _itself(backend: Backend) -> Backend:
+# ---- running flows
+
+
+def _same_backend(backend: Backend) -> Backend:
     return backend
 
 
-def _as_it_is(plan: Plan) -> Plan:
+def _same_plan(plan: Plan) -> Plan:
     return plan
 
 
@@ -667,15 +676,17 @@ def run_planned(
     order_seed: int = 0,
     deterministic: bool = False,
     save_to: Path | None = None,
-    around: Callable[[Backend], Backend] = _itself,
-    seated: Callable[[Plan], Plan] = _as_it_is,
+    around: Callable[[Backend], Backend] = _same_backend,
+    seated: Callable[[Plan], Plan] = _same_plan,
     num_losses: int = 0,
     flush_tokens: int = 3,
     run_dir: Path | None = None,
 ) -> Answer:
-    """Run a flow by the plan of a spec, with the interleaving of `order_seed`. Trained models are kept under `save_to`; the flow's
-    calls go to what `around` makes of the backend: a recorder, a replay. `seated` may change who runs where. `num_losses` workers are lost
-    on the way, and come back; running samples are written down every `flush_tokens`, and ledger and segments are in `run_dir` then.
+    """Run a flow by the plan of a spec, with the interleaving of `order_seed`.
+
+    Trained models are saved under `save_to`. The flow calls the backend that `around` makes of the world: a recorder, a replay. `seated`
+    may change the plan's placement. `num_losses` workers are lost during the run and restarted; then running samples are recorded every
+    `flush_tokens`, and ledger and segments are in `run_dir`.
     """
     graph, models, num_steps = trace(flow, options, seed=seed, assume=0.0)
     copies = copies_made(flow, options, num_steps=num_steps, seed=seed)
@@ -686,7 +697,7 @@ def run_planned(
 
         def make(planned: WorkerPlan, incarnation: int) -> tuple[Worker, Link, MemoryInbox]:
             every = flush_tokens if num_losses else 2**31
-            return made_worker(plan, planned, models, spec, seed, place, incarnation, deterministic=deterministic, flush_tokens=every)
+            return make_worker(plan, planned, models, spec, seed, place, incarnation, deterministic=deterministic, flush_tokens=every)
 
         scheduler = Scheduler(plan, deterministic=deterministic, max_attempts=num_losses + 1)
         world = World(flow.name, Lowering(plan, spec), scheduler, plan, make, order_seed, num_losses, Path(place))
@@ -716,10 +727,10 @@ def run_eager(
     seed: int = 0,
     deterministic: bool = False,
     save_to: Path | None = None,
-    around: Callable[[Backend], Backend] = _itself,
+    around: Callable[[Backend], Backend] = _same_backend,
     decisions: Decisions | None = None,
 ) -> Answer:
-    """Run a flow call by call: what every plan must agree with. `save_to` and `around` as in `run_planned`.
+    """Run a flow call by call: the reference that every plan must agree with. `save_to` and `around` as in `run_planned`.
 
     Where the flow makes time part of the meaning, a planned run's `Answer.decisions` say what time decided there.
     """

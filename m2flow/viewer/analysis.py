@@ -390,7 +390,7 @@ def analysis_of(trace: RunTrace, devices: Sequence[IdleTime]) -> Analysis:
         steps.append(_step(trace, step, devices, bounds, paths, behind.get(step.step, {})))
     whole_s = sum(step.makespan_s for step in steps)
     bound_s = sum(max(step.bounds_s.values(), default=0.0) for step in steps)
-    path = _together([share for step in steps for share in step.path], whole_s)
+    path = _summed_by_call([share for step in steps for share in step.path], whole_s)
     trained, others = _tokens(trace)
     choice = trace.predicted
     return Analysis(
@@ -458,7 +458,7 @@ def _step(
     )
 
 
-def _together(shares: Sequence[PathShare], whole_s: float) -> list[PathShare]:
+def _summed_by_call(shares: Sequence[PathShare], whole_s: float) -> list[PathShare]:
     found: dict[tuple[str, str], float] = {}
     for share in shares:
         found[share.label, share.line] = found.get((share.label, share.line), 0.0) + share.seconds

@@ -358,7 +358,11 @@ def _settings(one: Path, other: Path) -> list[str]:
     """List the differences of the two configurations, each with its path."""
     flat = [dict(_flat("", {key: value for key, value in _config(path).items() if key in _ASKED})) for path in (one, other)]
     names = dict.fromkeys([*flat[0], *flat[1]])
-    return [f"{name}: {_said(flat[0].get(name))} -> {_said(flat[1].get(name))}" for name in names if flat[0].get(name) != flat[1].get(name)]
+    return [
+        f"{name}: {_shown_value(flat[0].get(name))} -> {_shown_value(flat[1].get(name))}"
+        for name in names
+        if flat[0].get(name) != flat[1].get(name)
+    ]
 
 
 _ASKED = ("flow", "options", "settings", "cluster", "simulated")
@@ -372,7 +376,7 @@ def _flat(place: str, value: object) -> Iterable[tuple[str, object]]:
         yield place, value
 
 
-def _said(value: object) -> str:
+def _shown_value(value: object) -> str:
     return "not said" if value is None else value if isinstance(value, str) else json.dumps(value)
 
 

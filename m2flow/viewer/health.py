@@ -218,16 +218,16 @@ def _workers(trace: RunTrace, losses: dict[str, int], logs: set[str]) -> list[Wo
                 last,
                 losses.get(name, 0),
                 name in logs,
-                _told(trace, name, "cpu cores", statistics.fmean),
-                _told(trace, name, "memory bytes", max),
-                _told(trace, name, "gpu use", statistics.fmean),
-                _told(trace, name, "gpu memory bytes", max),
+                _counter_value(trace, name, "cpu cores", statistics.fmean),
+                _counter_value(trace, name, "memory bytes", max),
+                _counter_value(trace, name, "gpu use", statistics.fmean),
+                _counter_value(trace, name, "gpu memory bytes", max),
             )
         )
     return found
 
 
-def _told(trace: RunTrace, worker: str, name: str, summed_up: Callable[[list[float]], float]) -> float | None:
+def _counter_value(trace: RunTrace, worker: str, name: str, summed_up: Callable[[list[float]], float]) -> float | None:
     counter = trace.columns.counters.get((worker, name))
     return summed_up(counter.values) if counter is not None else None
 

@@ -175,11 +175,11 @@ def _edges(trace: RunTrace, sites: dict[tuple[str, str], int], members: list[lis
     for version, sources in writers.items():
         for writer in sorted(sources):
             for reader in sorted(readers.get(version, set()) - {writer}):
-                found.setdefault((writer, reader, _whose(version)), Edge(writer, reader, _whose(version), True))
+                found.setdefault((writer, reader, _resource_of(version)), Edge(writer, reader, _resource_of(version), True))
     return list(found.values())
 
 
-def _whose(version: str) -> str:
+def _resource_of(version: str) -> str:
     """Strip the version: `policy.weights` of `policy.weights@3`."""
     return version.partition("@")[0]
 
@@ -259,13 +259,15 @@ def _workers_of(what: str, plan: Plan) -> list[str]:
     """List the workers of a predicted part: `policy.generate, judge.score / 2 steps under way`, `weight sync of policy`."""
     calls = set(what.partition(" / ")[0].split(", "))
     role = what.removeprefix("weight sync of ").partition(" / ")[0] if what.startswith("weight sync of ") else ""
-    stages = [stage for stage in plan.stages if stage.call in calls] or [s for s in plan.stages if _bare(s.call) in set(map(_bare, calls))]
+    stages = [stage for stage in plan.stages if stage.call in calls] or [
+        s for s in plan.stages if _call_name(s.call) in set(map(_call_name, calls))
+    ]
     found = [worker for stage in stages for worker in stage.workers]
     found += [worker for sync in plan.syncs if sync.role == role for worker in (sync.source, sync.target)]
     return list(dict.fromkeys(found))
 
 
-def _bare(call: str) -> str:
+def _call_name(call: str) -> str:
     """Strip the line: `policy.generate` of `policy.generate@47#2`. A prediction may have lines that the plan does not have."""
     return call.partition("#")[0].partition("@")[0]
 

@@ -90,7 +90,7 @@ def samples_table(run_dir: Path, trace: RunTrace) -> Columns:
     num_left_out = max(len(rows) - MOST, 0)
     rows = rows[num_left_out:]
     ids = np.array([row[0] for row in rows], np.int64)
-    life, scored, trained = _life_of(trace, ids), _touched(trace, ids, FUNCTION), _touched(trace, ids, TRAIN)
+    life, scored, trained = _life_of(trace, ids), _first_task_of(trace, ids, FUNCTION), _first_task_of(trace, ids, TRAIN)
     start, end = trace.columns["start"], trace.columns["end"]
     has_life, has_trained = life >= 0, trained >= 0
     origin = trace.start
@@ -133,7 +133,7 @@ def samples_table(run_dir: Path, trace: RunTrace) -> Columns:
         version=version.tolist(),
         staleness=behind,
         advantage=_advantages(ids, reward),
-        lives=_several(trace, ids),
+        lives=_repeated_spans(trace, ids),
         workers=list(trace.columns.workers.texts),
         finishes=FINISHES,
         endings=list(ENDINGS),
@@ -173,7 +173,7 @@ def _life_of(trace: RunTrace, ids: IntArray) -> IntArray:
     return _last_of(trace.columns["sample"][lives], lives, ids)
 
 
-def _several(trace: RunTrace, ids: IntArray) -> dict[str, list[tuple[int, int, int, int]]]:
+def _repeated_spans(trace: RunTrace, ids: IntArray) -> dict[str, list[tuple[int, int, int, int]]]:
     if not trace.columns.num_spans or not len(ids):
         return {}
     columns = trace.columns
@@ -190,7 +190,7 @@ def _several(trace: RunTrace, ids: IntArray) -> dict[str, list[tuple[int, int, i
     return found
 
 
-def _touched(trace: RunTrace, ids: IntArray, group: int) -> IntArray:
+def _first_task_of(trace: RunTrace, ids: IntArray, group: int) -> IntArray:
     """Find the first task of a group on each sample, as a span's position; -1: none."""
     touches = trace.columns.touches
     if not len(touches) or not len(ids):

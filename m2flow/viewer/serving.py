@@ -314,7 +314,7 @@ def application(folder: Folder, *, token: str = "") -> Starlette:
     async def part(request: Request) -> Response:
         name = request.path_params["name"]
         if name not in ASSETS:
-            return _said(404, f"there is no {name!r:.80} here")
+            return _text_response(404, f"there is no {name!r:.80} here")
         body, kind = asset(name)
         return Response(body, media_type=kind, headers={"Cache-Control": "no-cache"})
 
@@ -336,7 +336,7 @@ def application(folder: Folder, *, token: str = "") -> Starlette:
         *(Route(f"/api/runs/{{run}}/{path}", of_run(answer)) for path, answer in answers.items()),
     ]
     app = Starlette(routes=routes, exception_handlers={404: _not_found})
-    app.router.redirect_slashes = False  # To where a request says.
+    app.router.redirect_slashes = False  # A redirect would go to the Host that the request names.
     app.add_middleware(_Guard, token=token)
     app.add_middleware(GZipMiddleware, minimum_size=4096, compresslevel=3)
     return app
@@ -345,7 +345,7 @@ def application(folder: Folder, *, token: str = "") -> Starlette:
 def _answered(folder: Folder, answer: Answer, request: Request) -> Response:
     view = folder.find(request.path_params["run"])
     if view is None:
-        return _said(404, f"there is no run {request.path_params['run']!r:.80} here")
+        return _text_response(404, f"there is no run {request.path_params['run']!r:.80} here")
     try:
         if request.url.path.rpartition("/")[2] not in ("training",):
             share = view.loading(_PATIENCE_S)
@@ -353,11 +353,11 @@ def _answered(folder: Folder, answer: Answer, request: Request) -> Response:
                 return _json({"loading": share})
         return _json(answer(view, request))
     except M2FlowError as error:
-        return _said(404 if isinstance(error, SpecError) else 500, str(error))
+        return _text_response(404 if isinstance(error, SpecError) else 500, str(error))
     except (ValueError, OverflowError, LookupError) as error:
-        return _said(404 if isinstance(error, LookupError) else 400, f"{request.url.path}: {error}")
+        return _text_response(404 if isinstance(error, LookupError) else 400, f"{request.url.path}: {error}")
     except OSError as error:
-        return _said(500, f"the run can't be read: {error}")
+        return _text_response(500, f"the run can't be read: {error}")
 
 
 def _window(view: RunView, request: Request) -> object:
@@ -399,14 +399,14 @@ _ANSWERS: dict[str, Answer] = {
 
 
 async def _not_found(request: Request, _: Exception) -> Response:
-    return _said(404, f"there is nothing at {request.url.path!r:.120}")
+    return _text_response(404, f"there is nothing at {request.url.path!r:.120}")
 
 
 def _json(answer: object) -> Response:
     return Response(_encode(answer), media_type="application/json", headers={"Cache-Control": "no-store"})
 
 
-def _said(status: int, text: str) -> Response:
+def _text_response(status: int, text: str) -> Response:
     return Response(_encode({"error": text}), status, media_type="application/json")
 
 
@@ -442,10 +442,10 @@ class _Guard:
 
     def _refusal(self, request: Request) -> Response | None:
         if request.method not in ("GET", "HEAD"):
-            return _said(405, "the viewer only reads")
+            return _text_response(405, "the viewer only reads")
         if not self._token:
             is_ours = _LOOPBACK_HOST.fullmatch(request.headers.get("host", ""))
-            return None if is_ours else _said(403, "this viewer answers on loopback only; open the link that it printed")
+            return None if is_ours else _text_response(403, "this viewer answers on loopback only; open the link that it printed")
         given = request.query_params.get("token")
         if given is not None and hmac.compare_digest(given.encode(), self._token.encode()):
             answer = RedirectResponse(request.url.path, 303)
@@ -454,7 +454,7 @@ class _Guard:
         kept = request.cookies.get(_COOKIE, "")
         if hmac.compare_digest(kept.encode(), self._token.encode()):
             return None
-        return _said(401, "this viewer asks for a token: open the link that it printed")
+        return _text_response(401, "this viewer asks for a token: open the link that it printed")
 
 
 def open_socket(host: str, port: int) -> socket.socket:

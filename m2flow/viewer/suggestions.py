@@ -105,7 +105,7 @@ def suggestions_of(run_dir: Path, flow: Flow, options: Mapping[str, object], mak
         if now is None:
             raise SpecError(f"the plan of {run_dir} is {plan.mode}, which can't be simulated on {config.cluster.name}")
         found = [
-            Suggestion(_said(row, now), row.staleness != now.staleness, row.step_s, 1 - row.step_s / now.step_s)
+            Suggestion(_describe_change(row, now), row.staleness != now.staleness, row.step_s, 1 - row.step_s / now.step_s)
             for row in rows
             if not any(_does_as_well(other, row, now) for other in rows)
         ]
@@ -170,7 +170,7 @@ def _step_s(scenario: Scenario, plan: Plan) -> float | None:
     return outcome.totals.makespan_s / max(len(outcome.report.steps), 1)
 
 
-def _said(row: Row, now: Row) -> str:
+def _describe_change(row: Row, now: Row) -> str:
     parts = []
     if row.placement != now.placement:
         parts.append(f"place it {row.placement} instead of {now.placement}")

@@ -237,10 +237,10 @@ class Program:
         self.model.turn(a)
 
     def _hear(self, a: int, b: int) -> None:
-        self.model.hear(a)
+        self.model.deliver(a)
 
     def _hear_again(self, a: int, b: int) -> None:
-        self.model.hear_again(a)
+        self.model.deliver_again(a)
 
     def _run(self, a: int, b: int) -> None:
         self.model.run(1 + a % 40)
@@ -251,13 +251,13 @@ class Program:
 
     def _die(self, a: int, b: int) -> None:
         if self._dies:
-            self.model.die(a)
+            self.model.kill(a)
 
     def _miss(self, a: int, b: int) -> None:
-        self.model.miss()
+        self.model.detect_loss()
 
     def _come_back(self, a: int, b: int) -> None:
-        self.model.come_back()
+        self.model.restart()
 
     def _drain(self, a: int, b: int) -> None:
         self.model.drain()

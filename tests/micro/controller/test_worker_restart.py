@@ -19,7 +19,7 @@ from m2flow.micro.scheduler import row_locations
 from m2flow.samples import Batch, make_ids
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
 from m2flow.testing.random_programs import difference_of
-from m2flow.testing.world import Link, made_worker, run_eager, run_planned
+from m2flow.testing.world import Link, make_worker, run_eager, run_planned
 
 some = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 
@@ -155,7 +155,7 @@ def test_rows_reach_a_peer_that_has_come_back_however_late_its_death_is_heard_of
     on = spec(1, 1, 3)
     plan = lower(graph, models, on)
     planned = next(worker for worker in plan.workers if worker.name == "rollout-0")
-    worker, _, inbox = made_worker(plan, planned, models, on, 0, str(tmp_path), 0, deterministic=False, flush_tokens=64)
+    worker, _, inbox = make_worker(plan, planned, models, on, 0, str(tmp_path), 0, deterministic=False, flush_tokens=64)
     inbox.open()
     dead, again = MemoryInbox(), MemoryInbox()
     gone = dead.open()

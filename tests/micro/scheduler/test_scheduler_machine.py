@@ -133,10 +133,10 @@ def test_a_sample_of_a_refill_that_fails_does_not_keep_those_before_it_from_bein
         lines = ProgramLines()
         answers = lines.refill(0, count=1)
         model.submit()
-        hand = model.hands["rollout-0"]
-        task = next(message for message in hand.inbox if isinstance(message, m.Generate))
-        hand.inbox.remove(task)
-        model.tell(FromWorker(hand.name, m.TaskFailed(task.number, task.call, RewardError("no").to_record(), task.ids[1])))
+        fake = model.fakes["rollout-0"]
+        task = next(message for message in fake.inbox if isinstance(message, m.Generate))
+        fake.inbox.remove(task)
+        model.tell(FromWorker(fake.name, m.TaskFailed(task.number, task.call, RewardError("no").to_record(), task.ids[1])))
         model.drain()
         assert answers.ref.call in model.rejected  # The second failed, when the first had been tried.
     finally:
