@@ -26,7 +26,7 @@ import warnings
 
 from m2flow import Dataset, Sample, flow, op, steps
 from m2flow.macro.flow import Flow
-from m2flow.macro.replay import Around
+from m2flow.macro.replay import BackendWrapper
 from m2flow.macro.session import Backend
 from m2flow.runner.run import Run
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, RunSettings, TrainSpec
@@ -67,7 +67,7 @@ def independent(num_steps: int = 6, num_calls: int = 10, seconds: float = 1.0) -
             first(rows, seconds / num_calls)
 
 
-class Span(Around):
+class Span(BackendWrapper):
     """From a flow's first call to the end of its last one."""
 
     def __init__(self, live: Backend) -> None:

@@ -28,7 +28,7 @@ from m2flow.macro.flow import Flow
 from m2flow.macro.graph import MacroGraph
 from m2flow.macro.graph_display import as_dot, barriers_listing, bounds_listing, calls_listing, place
 from m2flow.macro.pinning import structure_of
-from m2flow.macro.tracing import Assumption, Exploration, Known, anticipate, copies_made, explore
+from m2flow.macro.tracing import Assumption, Exploration, KnownValues, anticipate, copies_made, explore
 from m2flow.macro.tracing import ExploredPath as FlowPath
 from m2flow.micro.lowering.arithmetic import TRACED_STEPS
 from m2flow.micro.lowering.passes import lower
@@ -224,7 +224,7 @@ def command(
     spec, lengths, profile = with_shapes(inputs.spec, shapes).with_policy(policy), inputs.lengths, inputs.profile
     assume, seed = inputs.assume, inputs.seed
     record = read_record(run_dir) if run_dir else None
-    known = Known(tuple(Assumption.parse(text) for text in assume), record, str(run_dir))
+    known = KnownValues(tuple(Assumption.parse(text) for text in assume), record, str(run_dir))
     exploration = explore(flow, options, steps=steps, seed=seed, known=known)
     graph = anticipate(flow, options, exploration, steps=max(steps, TRACED_STEPS), seed=seed, known=known)
     pinned = read_plan(check) if check else None

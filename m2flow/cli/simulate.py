@@ -22,7 +22,7 @@ from m2flow.cli.flow_options import flow_command
 from m2flow.cli.main import LazyGroup
 from m2flow.cli.plan import PlannedCommand, plan_inputs
 from m2flow.macro.flow import Flow
-from m2flow.macro.tracing import Assumption, Known
+from m2flow.macro.tracing import Assumption, KnownValues
 
 if TYPE_CHECKING:
     from m2flow.micro.protocol.plan import Plan
@@ -134,7 +134,7 @@ def simulate_flow_command(
     source, profile, seed = inputs.lengths, inputs.profile, inputs.seed
     if compare and ctx.get_parameter_source("steps") is not click.core.ParameterSource.COMMANDLINE:
         steps = NUM_STEPS
-    known = Known(tuple(Assumption.parse(text) for text in inputs.assume))
+    known = KnownValues(tuple(Assumption.parse(text) for text in inputs.assume))
     for doubt in read_profile(profile).doubts(spec) if profile else ():
         click.echo(f"note: {doubt}", err=True)
     scenario = prepare(flow, options, spec, lengths=source, steps=steps, seed=seed, known=known, profile=profile)

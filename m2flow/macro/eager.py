@@ -14,7 +14,7 @@ from m2flow.errors import M2FlowError, TraceError, unexpected
 from m2flow.macro.columns import metric
 from m2flow.macro.failures import Failures
 from m2flow.macro.graph import Call, Observation
-from m2flow.macro.session import Backend, Remembered
+from m2flow.macro.session import Backend, CallValues
 from m2flow.samples import Batch
 
 
@@ -59,7 +59,7 @@ class EagerBackend(Backend):
     def __init__(self, performer: Performer, journal: Journal) -> None:
         self._performer = performer
         self._journal = journal
-        self._values: Remembered[object] = Remembered()
+        self._values: CallValues[object] = CallValues()
         self._step = -1
         self._failures = Failures()
         self._num_calls = 0

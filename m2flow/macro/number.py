@@ -1,22 +1,23 @@
-"""Numbers that are not computed yet: a metric or what is calculated from some, with Python's operators, and the question for its truth.
+"""Numbers that are not computed yet: lazy expressions of metrics, and unknown numbers whose comparisons a trace explores.
 
-A class that has them says what one operation on some operands is (`operate`); a recorded call for rows (`m2flow.macro.handles`), an
-expression for single numbers (`m2flow.macro.number`). The operations themselves are in `m2flow.macro.columns`.
+    gap = metrics["reward"] - metrics["kl"]     # a `Number`: nothing waits, and nothing is recorded
+    if gap > 0.9: ...                           # the truth of a comparison is an observation: Python waits here
 
-reward = Unknown(...)         reward - 0.1 is one too
-    if reward > 0.9: ...          `Facts` answers, from what it answered before, or as its `Decider` chooses
+`Operators` gives a class Python's operators; the class itself says what one operation on some operands is (`operate`): a recorded call
+for rows (`m2flow.macro.handles`), an expression for single numbers (`Number`). The operations are in `m2flow.macro.columns`. Looking at
+an expression observes the calls that it is made of; handed to `log`, or to an operation on rows, it becomes a call, or a part of that
+one. So `if` works with a comparison, and nothing else waits.
 
-So a flow can be run through both outcomes of a condition. `float(handle)` must be a plain float, says Python: while a path runs, the
-user's modules have a `float` of their own, which finds the unknown number again.
+While a flow is traced no number is known, so an observation gives an `Unknown`:
+
+    reward = Unknown(...)         # reward - 0.1 is one too
+    if reward > 0.9: ...          # `PathFacts` answers from earlier answers, or as its `Decider` chooses
+
+So a flow can be run through both outcomes of a condition. Python demands that `float(handle)` returns a plain float: while a path runs,
+the user's modules have a `float` of their own (`ExploredFloat`), which finds the unknown number again.
 
 Limits: what Python can't do with a float's subclass it does with the nominal value: `int(x)`, `math.log(x)`, formatting, NumPy. An
 interval is kept for each number and each expression by itself, so `x > 1` and `2 * x < 1` may both come true.
-
-gap = metrics["reward"] - metrics["kl"]     # nothing waits, and nothing is recorded
-    if gap > 0.9: ...                           # the truth of a comparison is an observation: Python waits here
-
-Calculating makes an expression. Looking at it observes the calls that it is made of; handed to `log`, or to an operation on rows, it
-becomes a call, or a part of that one. So `if` works with a comparison, and nothing else waits.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Operators(ABC, Generic[T]):
 
     @abstractmethod
     def operate(self, operation: str, *operands: object) -> T:
-        """One operation of `m2flow.macro.columns.OPERATIONS`; `NotImplemented` if an operand is nothing to calculate with."""
+        """Apply one of `m2flow.macro.columns.OPERATIONS`; `NotImplemented` if nothing can be calculated with an operand."""
 
     def __add__(self, other: object) -> T:
         return self.operate("add", self, other)
@@ -142,8 +143,11 @@ class Operators(ABC, Generic[T]):
     __hash__ = object.__hash__
 
 
+# ---- unknown numbers, while a flow is traced
+
+
 class Decider(ABC):
-    """Decides what can't be known."""
+    """Choose the outcomes of conditions that nothing known decides."""
 
     @abstractmethod
     def decide(self, question: str) -> bool:
@@ -151,8 +155,8 @@ class Decider(ABC):
 
 
 @final
-class Facts:
-    """What has been decided so far about numbers, on one path: for each an interval, and what it does not equal.
+class PathFacts:
+    """What one path has decided about unknown numbers so far: for each an interval, and what it does not equal.
 
     A cut (c, 0) lies just below c, (c, 1) just above: `x < c` says that x is below the cut (c, 0), `x <= c` below (c, 1).
     """
@@ -185,20 +189,20 @@ class Facts:
             self._unequal.add((text, value))
         return answer
 
-    def is_so(self, question: str) -> bool:
-        """A condition that is about two unknown numbers."""
+    def holds(self, question: str) -> bool:
+        """Decide a condition on two unknown numbers."""
         if question not in self._said:
             self._said[question] = self._decider.decide(question)
         return self._said[question]
 
 
 class Unknown(float):
-    """See above. `text` is what the plan calls it."""
+    """A number that is not known while a flow is traced. `text` is its name in the plan."""
 
     text: str
-    facts: Facts
+    facts: PathFacts
 
-    def __new__(cls, nominal: float, text: str, facts: Facts) -> Unknown:
+    def __new__(cls, nominal: float, text: str, facts: PathFacts) -> Unknown:
         number = super().__new__(cls, nominal)
         number.text = text
         number.facts = facts
@@ -224,7 +228,7 @@ class Unknown(float):
             return False
         question = f"{self.text} == {_text(other)}"
         if isinstance(other, Unknown):
-            return self.text == other.text or self.facts.is_so(question)
+            return self.text == other.text or self.facts.holds(question)
         return self.facts.is_equal(self.text, float(other), question)
 
     def __ne__(self, other: object) -> bool:
@@ -237,7 +241,7 @@ class Unknown(float):
             raise TypeError(f"{sign!r} is not supported between a number and a {type(other).__name__}")
         question = f"{self.text} {sign} {_text(other)}"
         if isinstance(other, Unknown):
-            return side == 1 if self.text == other.text else self.facts.is_so(question) != is_negated
+            return side == 1 if self.text == other.text else self.facts.holds(question) != is_negated
         return self.facts.is_below(self.text, (float(other), side), question, is_negated=is_negated)
 
     def __neg__(self) -> Unknown:
@@ -291,7 +295,7 @@ class _FloatType(type):
 
 
 class ExploredFloat(float, metaclass=_FloatType):
-    """What `float` is to the user's modules while a path runs. A class that can be imported, since functions capture it."""
+    """Replacement of `float` in the user's modules while a path runs. An importable class, since functions capture it."""
 
     handed: ClassVar[Unknown | None] = None
     """The unknown number that `plain_float` was asked for last."""
@@ -306,7 +310,7 @@ class ExploredFloat(float, metaclass=_FloatType):
 
 
 def plain_float(value: float) -> float:
-    """A number as Python wants it of `__float__`. Of an unknown one it is the nominal value, and `ExploredFloat` finds the number."""
+    """Return a plain float, as `__float__` must: of an unknown number the nominal value, from which `ExploredFloat` finds it again."""
     if not isinstance(value, Unknown):
         return float(value)
     ExploredFloat.handed = value
@@ -314,7 +318,7 @@ def plain_float(value: float) -> float:
 
 
 def calculate(operation: str, operands: Sequence[object]) -> Any:
-    """An operation of `m2flow.macro.columns` on numbers of which some are unknown."""
+    """Apply an operation of `m2flow.macro.columns` to numbers of which some are unknown."""
     if operation == "where":
         condition, first, second = operands
         return first if condition else second
@@ -346,8 +350,8 @@ _OPERATIONS: Mapping[str, Callable[..., object]] = {
 
 
 @contextlib.contextmanager
-def floats_found(names_of_flow: dict[str, Any]) -> Iterator[None]:
-    """Give the user's modules their own `float`, if they have not one already."""
+def exploring_floats(names_of_flow: dict[str, Any]) -> Iterator[None]:
+    """Replace `float` in the user's modules by `ExploredFloat` for the duration; modules that define `float` keep theirs."""
     files = ((module, getattr(module, "__file__", None)) for module in list(sys.modules.values()))
     of_users = [vars(module) for module, path in files if isinstance(path, str) and owner(path) == "user"]
     places = {id(names): names for names in [names_of_flow, *of_users] if "float" not in names}
@@ -361,8 +365,11 @@ def floats_found(names_of_flow: dict[str, Any]) -> Iterator[None]:
         ExploredFloat.handed = None
 
 
+# ---- lazy numbers of a call's result
+
+
 class Holder(Protocol):
-    """What holds a call's result: a handle."""
+    """The interface of a handle, which holds a call's result."""
 
     @property
     def session(self) -> Session: ...
@@ -375,13 +382,13 @@ class Holder(Protocol):
     def observe(self, why: str) -> object: ...
 
     def result_of(self, call: Call) -> Holder:
-        """A handle of another call of the same session."""
+        """Make a handle of another call of the same session."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class Expression:
-    """An operation on numbers, not done yet."""
+    """An operation on numbers that is not computed yet."""
 
     operation: str
     operands: tuple[Number | Scalar, ...]

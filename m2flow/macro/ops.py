@@ -1,25 +1,25 @@
-"""The user's own functions and roles as calls of the graph: `@op`, roles with state, and how their arguments are passed on.
+"""Users' own functions and roles as calls of the graph: `@op`, `@call` on the methods of a `Role`, and `log`.
 
-near(responses, rewards, 0.5, rng)  ->  inputs {responses, rewards}, arguments saying what each parameter gets
+    near(responses, rewards, 0.5, rng)  ->  inputs {responses, rewards}, `Arguments` saying what each parameter gets
 
-Handles with rows must be of the same samples, and are joined by identity; of filtered ones, that which went through all filters says
-which samples the call works on. Of rows with one value a sample (rewards, an op's results) the function gets that value, of whole
-samples a `Sample`; of a group, a mini-batch or a batch it gets lists of them. A call's single value arrives as it is.
+Handles with rows must be of the same samples, and are joined by identity; of filtered ones, the one that went through all filters
+decides which samples the call works on. For rows with one value per sample (rewards, an op's results) the function gets that value, for
+whole samples a `Sample`; on a group, a mini-batch or a batch it gets lists of them. A call's single value is passed as it is.
 
-class Judge(Role):
+    class Judge(Role):
         def __init__(self, strictness: float) -> None:
             self.strictness, self.memory = strictness, []
 
         @call(granularity="sample", returns="reward", writes=["judge.memory"])
         def score(self, sample: Sample) -> float: ...
 
-    judge = Judge(0.5)                      # in a flow: nothing is made yet, the arguments are a snapshot
+    judge = Judge(0.5)                      # in a flow: no Judge is made yet, the arguments are a snapshot
     rewards = judge.score(responses)
 
-The object that a flow holds stands for the role. The real one is made on the worker that runs its first call, from those arguments.
+In a flow, `Judge(...)` makes a `RoleInFlow`. The real object is made on the worker that runs its first call, from those arguments.
 Calls that declare a resource run where the role's state is, on one worker, and are ordered by their effects as the program text is;
-calls that declare none may run on several workers at once, each with an object of its own, which they can't change. Limit: state
-is what one process holds, so it ends with the run.
+calls that declare none may run on several workers at once, each with an object of its own, which they can't change. Limit: state is
+held by one process, so it ends with the run.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _Kind = Literal["rows", "column", "value", "constant", "random", "numpy"]
 
 @dataclass(frozen=True)
 class Argument:
-    """What one parameter of the user's function gets."""
+    """What one parameter of the user's function is passed."""
 
     parameter: str
     kind: _Kind
@@ -64,22 +64,22 @@ class Argument:
 
 @final
 class Arguments(tuple[Argument, ...]):
-    """In the order of the signature. A type of its own, since what a call's options hold in plain tuples is looked through for captures."""
+    """Arguments in the order of the signature. Not a plain tuple, since plain tuples in a call's options are searched for captures."""
 
 
 _Passed = tuple[str, _Kind, bool, str | None]
-"""What an `Argument` is made of."""
+"""The fields of an `Argument`."""
 
 
 @functools.lru_cache(maxsize=4096)
 def _arguments(passed: tuple[_Passed, ...]) -> Arguments:
-    """A line passes its arguments on in the same way each time."""
+    """Make `Arguments`; cached, since a line passes its arguments in the same way each time."""
     return Arguments(Argument(*one) for one in passed)
 
 
 @dataclass(frozen=True)
-class Given:
-    """A call's arguments, sorted."""
+class BoundArguments:
+    """A call's arguments, sorted into inputs and constants."""
 
     inputs: dict[str, Ref]
     arguments: Arguments
@@ -90,7 +90,7 @@ class Given:
     """A handle with rows, if there is one."""
 
     def options(self, session: Session, name: str) -> dict[str, object]:
-        """What the call's options say of them, for `m2flow.micro.worker.function_tasks`."""
+        """The call's options for these arguments, read by `m2flow.micro.worker.function_tasks`."""
         wants_random = any(argument.kind in ("random", "numpy") for argument in self.arguments)
         repeat = session.next_ordinal
         if wants_random and self.base is not None:
@@ -104,7 +104,7 @@ class Given:
 
 
 def check_unit(what: str, granularity: str, size: int | None) -> Granularity:
-    """The granularity that a decorator was given.
+    """Check the granularity that a decorator was given.
 
     Raises:
         OptionError: there is no such; or `size`, the prompts in a mini-batch, is missing, no count, or given for another one.
@@ -119,7 +119,7 @@ def check_unit(what: str, granularity: str, size: int | None) -> Granularity:
 
 
 def resources(what: str, names: Sequence[str], kind: str) -> tuple[str, ...]:
-    """The resources that a decorator names.
+    """Check the resources that a decorator names.
 
     Raises:
         OptionError: a name is none, or belongs to m2flow: weights and cursors have writers of their own.
@@ -133,7 +133,7 @@ def resources(what: str, names: Sequence[str], kind: str) -> tuple[str, ...]:
 
 
 def signature_of(function: Callable[..., object], *, is_method: bool = False) -> inspect.Signature:
-    """What the function is called with; of a method, without the object. Read once."""
+    """The signature of a function; of a method, without the object. Cached."""
     found = _signatures.get(function)
     if found is None:
         found = inspect.signature(function)
@@ -148,8 +148,8 @@ _signatures: weakref.WeakKeyDictionary[Callable[..., object], inspect.Signature]
 
 def gather(
     session: Session, name: str, signature: inspect.Signature, unit: Granularity, args: tuple[object, ...], kwargs: Mapping[str, object]
-) -> Given:
-    """Sort what a call was given by the function's signature.
+) -> BoundArguments:
+    """Sort a call's arguments by the function's signature.
 
     Raises:
         TraceError: the arguments do not fit it, or there are no rows to work on.
@@ -185,11 +185,11 @@ def gather(
             now="Pass a handle with rows, or declare granularity='batch'.",
         )
     passed = _arguments(tuple(arguments))
-    return Given(_narrowest_first(session, inputs, passed), passed, columns, constants, base)
+    return BoundArguments(_narrowest_first(session, inputs, passed), passed, columns, constants, base)
 
 
 def _narrowest_first(session: Session, inputs: dict[str, Ref], arguments: Sequence[Argument]) -> dict[str, Ref]:
-    """The inputs, that whose rows all others have before them: it says which samples the call works on."""
+    """Put the input whose rows all others have first: it decides which samples the call works on."""
     if len(inputs) < 2:
         return inputs
     aligned = {a.parameter: inputs[a.parameter] for a in arguments if a.kind in ("rows", "column")}
@@ -247,7 +247,7 @@ _names_in_order: dict[int, tuple[inspect.Signature, tuple[str, ...] | None]] = {
 
 
 def _refuse_hidden(name: str, parameter: str, value: object) -> None:
-    """A handle inside a container is no input: nobody would wait for it."""
+    """Refuse a handle inside a container: it is no input, so nothing would wait for it."""
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else ()
     for item in items:
         if isinstance(item, Handle | Number):
@@ -259,7 +259,7 @@ def _refuse_hidden(name: str, parameter: str, value: object) -> None:
 
 
 def _generator_kind(signature: inspect.Signature) -> Literal["random", "numpy"]:
-    """What the annotation of `rng` asks for: NumPy's `Generator`, or Python's `random.Random`."""
+    """The kind of generator that the annotation of `rng` asks for: NumPy's `Generator`, or Python's `random.Random`."""
     annotation = signature.parameters[RNG].annotation
     if annotation in (inspect.Parameter.empty, random.Random):
         return "random"
@@ -267,7 +267,7 @@ def _generator_kind(signature: inspect.Signature) -> Literal["random", "numpy"]:
 
 
 class OpRows(Rows):
-    """What an op on samples gives: one value a sample."""
+    """The result of an op on samples: one value for each sample."""
 
     column = "value"
 
@@ -281,7 +281,7 @@ def op(
     reads: Sequence[str] = (),
     writes: Sequence[str] = (),
 ) -> Callable[[Callable[..., object]], Callable[..., Handle]]:
-    """Make a function, plain or async, a call of the graph, run on a worker, on units of this size.
+    """Decorator: make a function, plain or async, a call of the graph, run on a worker, on units of this size.
 
     A function on a `sample` returns one value; on a `group` (the samples of one prompt) or a `minibatch` (those of `size` prompts, in
     the order of identity) a list of as many values, or an array; on a `batch` one value for all.
@@ -357,7 +357,7 @@ def log(**values: Number | Handle | float) -> None:
             raise TraceError(f"log({name}=...) got {value!r:.60}, which is not a number")
     for source in sources.values():
         if not isinstance(source, float):
-            session.uses.used(source[0])
+            session.unused.used(source[0])
     session.backend.log(session.log_step, sources)
 
 
@@ -365,6 +365,8 @@ def steps(count: int) -> Iterator[int]:
     """Count the steps of a loop: `for step in steps(80)`. The outermost of them are the steps of the run."""
     return current_session("steps()").iterate(count)
 
+
+# ---- users' roles
 
 _MAY_WRITE = "_m2flow_may_write"
 _names: weakref.WeakKeyDictionary[Session, set[str]] = weakref.WeakKeyDictionary()
@@ -399,7 +401,7 @@ def call(
     timeout_s: float | None = None,
     isolated: bool = False,
 ) -> Callable[[Callable[..., Any]], Any]:
-    """Make a method of a `Role`, plain or async, a call of the graph.
+    """Decorator: make a method of a `Role`, plain or async, a call of the graph.
 
     Units, arguments and `rng` are as for `m2flow.op`.
 
@@ -440,7 +442,7 @@ def call(
 
 
 class _RoleType(type):
-    """Calling a role's class in a flow gives what stands for the role."""
+    """Metaclass of roles: calling a role's class in a flow makes a `RoleInFlow`."""
 
     def __call__(cls, *args: object, name: str | None = None, **kwargs: object) -> Any:
         session = current_session(f"the role {cls.__name__}")
@@ -459,7 +461,7 @@ class _RoleType(type):
 
 
 class Role(metaclass=_RoleType):
-    """What a user's role inherits."""
+    """Base class of users' roles."""
 
     def __init_subclass__(cls) -> None:
         """Raises `OptionError` for a resource of its own that is read and that nothing writes: most likely it is misspelt."""
@@ -483,7 +485,7 @@ class Role(metaclass=_RoleType):
 
 @final
 class RoleInFlow:
-    """Stands for a role in its flow: its methods under `@call` record calls."""
+    """The stand-in of a role in its flow: its methods under `@call` record calls."""
 
     _kind: type
     _session: Session
@@ -551,14 +553,14 @@ class RoleInFlow:
         return OpRows(self._session, recorded) if is_aligned else OpValue(self._session, recorded)
 
     def _own(self, resource: str) -> str:
-        """A resource of the class as that of this instance."""
+        """The name of a resource of the class for this instance."""
         default = self._kind.__name__.lower()
         return f"{self._name}.{resource.removeprefix(f'{default}.')}" if resource.startswith(f"{default}.") else resource
 
 
 @final
 class FieldRows(OpRows):
-    """A mapping for each sample, whose fields are attributes: rows of their own."""
+    """A mapping for each sample; its fields are attributes, each a handle with rows."""
 
     def __getattr__(self, name: str) -> Rows:
         fields = self._call.options["fields"] if "_call" in vars(self) else ()
@@ -592,12 +594,12 @@ class FieldOf:
 
 
 def may_write(instance: object, is_allowed: bool) -> None:
-    """Let a role's attributes be set, or not, by the call that comes next."""
+    """Allow or forbid that the next call sets the role's attributes."""
     vars(instance)[_MAY_WRITE] = is_allowed
 
 
 def _make(kind: type, /, *args: object, **kwargs: object) -> object:
-    """The real object, on a worker."""
+    """Make the real object on a worker."""
     return type.__call__(kind, *args, **kwargs)
 
 

@@ -1,37 +1,37 @@
-"""Over-sampling: a generation that is given more prompts than it needs, and ends when it has enough whole groups.
+"""Over-sampling: a generation that gets more prompts than it needs and ends when it has enough whole groups.
 
     policy.generate(prompts.take(40), n=8, oversample=1.25, late="drop")     gives 32 groups, those that are whole first
-    policy.generate(prompts.take(40), n=8, oversample=1.25, late="carry")    the same; the next turn of this line takes over the other 8
-
-One rule for both: with P prompts of its own the call ends when at most P - ceil(P / oversample) of its candidate groups are not whole.
-Its candidates are its own P groups and, with `carry`, those that the previous call of the same line left behind. So after the first
-turn a line that carries gives P groups in each, and P - ceil(P / oversample) are always in the air.
-
-What is late is aborted where it is. Dropped, it is given up, and counted. Carried, it goes on from its tokens so far: it keeps its
-identity and with it its random numbers, each token has the version of the weights that made it, and finished members of a late group
-are carried finished. Versions stay within the bound of the step that trains on them: a group that would be too old for the next turn
-must be among the whole ones, however long that takes. (How far the next turn is, is known if the program is there already; else it is
-taken to be as far as this one was from the last. If it comes later than that, what is too old begins anew.) What is still carried when the
-loop ends is unused, and counted as such.
-
-`kv="keep"` is another permission, for any generation with staleness above 0: an engine may take newer weights of the call's window
-between two tokens of a sample, without reading its earlier tokens again. What comes after has the new version, and `kv_stale`, since it
-attends to keys and values of older weights. By default (`recompute`) weights change between samples, and the tokens of a carried sample
-are read again.
-
+    policy.generate(prompts.take(40), n=8, oversample=1.25, late="carry")    the same; the next call of this line takes over the other 8
+    policy.generate(prompts, n=8, count=32, oversample=1.25, late="defer")   the same; the late prompts get a long round
     policy.generate(prompts.take(32), n=8, late="drop", timeout_s=300)       gives the groups that are whole in time: 32, or fewer
 
-    policy.generate(prompts, n=8, count=32, oversample=1.25, late="defer")   gives 32 groups in each turn; the late prompts get a long round
+One rule: with P prompts of its own the call ends when at most P - ceil(P / oversample) of its candidate groups are not whole. Its
+candidates are its own P groups and, with `carry`, those that the previous call of the same line left. So after the first iteration a
+line that carries gives P groups in each, and P - ceil(P / oversample) are always in flight.
 
-What is deferred begins anew, in a turn of its own (`m2flow.macro.tail_batching`).
+Late samples are aborted where they are.
+- `drop`: they are discarded, and counted.
+- `carry` (partial rollouts): they continue from their tokens so far. A sample keeps its identity and with it its random numbers, each
+  token has the version of the weights that made it, and finished members of a late group are carried finished. Versions stay within the
+  bound of the step that trains on them: a group that would be too old for the next call must be among the whole ones, however long that
+  takes. (How far away the next call is, is known if the program has made it already; else it is assumed to be as far as this one was from
+  the previous. If it comes later than that, what is too old starts over.) What is still carried when the loop ends is unused, and
+  counted as such.
+- `defer`: they start over in a round of their own (`m2flow.macro.tail_batching`).
 
-`timeout_s` is late by the clock: a sample that is not done so many seconds after it was first handed to an engine is late, and its group
-with it. It is stopped where it is; its siblings are given up too, those that are done included. The call ends when each of its groups
-is whole or late, or with the first whole ones that `oversample` asks for. Eager has no clock: without a record every group is in time.
+`timeout_s` makes samples late by the clock: a sample that is not done so many seconds after it was first handed to an engine is late,
+and its group with it. It is stopped where it is; its siblings are discarded too, including those that are done. The call ends when each
+of its groups is whole or late, or with the first whole ones that `oversample` asks for. Eager has no clock: without a record every group
+is in time.
+
+`kv="keep"` is another permission, for any generation with staleness above 0: an engine may load newer weights of the call's window
+between two tokens of a sample, without recomputing the KV cache of its earlier tokens. Later tokens have the new version and `kv_stale`,
+since they attend to keys and values of older weights. By default (`recompute`) weights change between samples, and the cache of a carried
+sample is recomputed.
 
 Which groups were whole, and which version made how many tokens of a sample, depends on time: the run records it, and eager repeats it.
 
-Source:
+Sources:
     Zhou et al. 2025, APRIL, arXiv:2509.18521: active partial rollouts; we add the bound, and the record.
     Piché et al. 2025, PipelineRL, arXiv:2509.19128: in-flight weight updates; we add the bound, and the flag of each token.
 """
@@ -53,7 +53,7 @@ _CACHES = ("recompute", "keep")
 
 
 def check_late(oversample: float, late: object, kv: object, staleness: int, timeout_s: float | None = None) -> None:
-    """What a generate call is told about samples that are late, and about caches that are older than the weights.
+    """Check a generate call's options for late samples, and for KV caches that are older than the weights.
 
     Raises:
         OptionError: a value that does not exist, or a combination that can't be right.
@@ -93,7 +93,7 @@ def _check_timeout(timeout_s: float | None, late: object) -> None:
 
 
 def check_line(previous: Call | None, n: int, fields: tuple[frozenset[str] | None, frozenset[str] | None]) -> None:
-    """A call that takes over the late groups of the previous one of its line makes rows of the same kind.
+    """Check that a call which takes over the late groups of the previous one of its line makes rows of the same kind.
 
     Args:
         fields: the columns of the previous call's prompts, and of this one's; None: unknown.
@@ -121,10 +121,10 @@ CARRIED = -1
 
 
 def windows(origins: Sequence[Call]) -> dict[int, tuple[int, int]]:
-    """Call -> the oldest and the newest version that its samples may be of. What is carried counts for who gives it, not who drew it."""
+    """Call -> the oldest and the newest version of its samples. Carried samples count for the call that returns them."""
     found = {call.ordinal: (call.reads[0].first, call.reads[0].version) for call in origins}
-    carrying = [found[call.ordinal] for call in origins if call.carries_from is not None]
-    return found | ({CARRIED: (min(a for a, _ in carrying), max(b for _, b in carrying))} if carrying else {})
+    of_carriers = [found[call.ordinal] for call in origins if call.carries_from is not None]
+    return found | ({CARRIED: (min(a for a, _ in of_carriers), max(b for _, b in of_carriers))} if of_carriers else {})
 
 
 def is_cut(options: Mapping[str, object]) -> bool:
@@ -133,7 +133,7 @@ def is_cut(options: Mapping[str, object]) -> bool:
 
 
 def carries(options: Mapping[str, object]) -> bool:
-    """Whether what is late of a call with these options goes on in the next call of its line."""
+    """Whether late samples of a call with these options continue in the next call of its line."""
     return options.get("late") == "carry"
 
 

@@ -1,4 +1,4 @@
-"""`--pin-plan`: a run whose steps must all have one structure stops at the first line that differs.
+"""`--pin-plan`: stop a run at the first line where a step's structure differs from the pinned one.
 
     flow --Session--> PinnedBackend --> the backend that does the work
 
@@ -16,7 +16,7 @@ import msgspec
 
 from m2flow.errors import DivergenceError, SpecError
 from m2flow.macro.graph import Call, MacroGraph
-from m2flow.macro.replay import Around, CallRecord
+from m2flow.macro.replay import BackendWrapper, CallRecord
 from m2flow.macro.session import Backend
 
 _NOW = "Without --pin-plan such a step is lowered anew, which costs time and changes no answer."
@@ -24,7 +24,7 @@ _NOW = "Without --pin-plan such a step is lowered anew, which costs time and cha
 
 @dataclass(frozen=True)
 class PinnedCall:
-    """A call of a step, as the other steps must have it."""
+    """A call of a step, reduced to what must be the same in all steps."""
 
     call: str
     """Name and options: `policy.generate(n=8)`."""
@@ -51,7 +51,7 @@ def structure_of(graph: MacroGraph, step: int = 0) -> tuple[PinnedCall, ...]:
 
 
 def read_structure(path: Path) -> tuple[PinnedCall, ...]:
-    """The structure in what `m2flow plan --json` printed.
+    """Read the structure from the output of `m2flow plan --json`.
 
     Raises:
         SpecError: the file can't be read, or has none.
@@ -66,8 +66,8 @@ class _Plan(msgspec.Struct):
     structure: list[PinnedCall]
 
 
-class PinnedBackend(Around):
-    """Another backend, whose steps must have one structure: the one given, or that of the first step."""
+class PinnedBackend(BackendWrapper):
+    """Wrap a backend and require one structure of all steps: the one given, or that of the first step."""
 
     def __init__(self, live: Backend, structure: Sequence[PinnedCall] | None = None, *, source: str = "the first step") -> None:
         super().__init__(live)

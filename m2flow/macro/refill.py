@@ -1,17 +1,17 @@
-"""Refill: a generation that draws prompts until enough groups are kept (dynamic sampling), and which of them it keeps.
+"""Refill (dynamic sampling): a generation that draws prompts until enough groups are kept, and the choice of which groups those are.
 
-dataset.upto -> policy.generate -> reward.score -> keep      one call each; `keep` gives the rows
+    dataset.upto -> policy.generate -> reward.score -> keep      one call each; `keep` gives the rows
 
-The result is that of the plain loop which draws a prompt, answers it, scores the group and keeps it or not, until it has `count`
-of them: the first kept groups in the order of the source, whoever finished first. Prompts beyond the last one that was needed go back
-to the source. How many groups run ahead is the scheduler's choice (`m2flow.macro.refill`), and changes nothing but time.
+The result is that of the plain loop which draws a prompt, answers it, scores the group and keeps it or not, until it has `count` of
+them: the first kept groups in the order of the source, whoever finished first. Prompts beyond the last one that was needed are returned
+to the source. Groups run side by side and are judged as they finish, so later ones may be judged first; what counts is the shortest
+stretch of the source in which `count` groups were kept, which is what drawing one prompt at a time would have used.
+
+`Refill` is pure: it gets verdicts and answers how many prompts may be started. How many groups run ahead changes nothing but time.
+Limit: that number follows the share kept so far, and is no optimum.
 
 Source:
     Yu et al. 2025, DAPO, arXiv:2503.14476, section 3.2 (dynamic sampling).
-
-Groups run side by side and are judged as they finish, so later ones may be judged first; what counts is the shortest stretch of the
-source in which B groups were kept, which is what drawing one prompt at a time would have used. Pure: it is told verdicts and
-answers how far to go. Limit: how many groups it starts ahead follows the share kept so far, and is no optimum.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def refill(
 
 
 class _Keep:
-    """The user's function, as one that says the same for each sample of the group."""
+    """Call the user's function on a group; its answer counts for each sample of the group."""
 
     def __init__(self, keep: Keep) -> None:
         self.keep = keep
@@ -111,7 +111,7 @@ class _Keep:
 
 @dataclass(frozen=True)
 class RefillEnd:
-    """Nothing that is still to come can change what the refill gives."""
+    """The final result of a refill: nothing still to come can change it."""
 
     last: int
     """Position of the last prompt that was needed."""
@@ -124,7 +124,7 @@ class RefillEnd:
 
 @final
 class Refill:
-    """One refilling generation."""
+    """The state of one refill: verdicts so far, and how many prompts may be started."""
 
     def __init__(self, num_candidates: int, count: int) -> None:
         self._num_candidates = num_candidates
@@ -138,25 +138,25 @@ class Refill:
 
     @property
     def num_allowed(self) -> int:
-        """How many prompts, from the source's first, may be started by now."""
+        """How many prompts, counted from the source's first, may be started by now."""
         return self._num_allowed
 
     @property
     def count(self) -> int:
-        """Groups that it is to give."""
+        """Groups that the refill returns."""
         return self._count
 
     @property
     def num_rejected(self) -> int:
-        """Groups that were judged, and are not kept."""
+        """Groups that were judged and rejected."""
         return sum(verdict is not True for verdict in self._verdicts.values())
 
-    def had_started(self, num_prompts: int) -> None:
-        """An earlier process of the run had started so many prompts, from the source's first."""
+    def resume_at(self, num_prompts: int) -> None:
+        """Resume: an earlier process of the run had started so many prompts, counted from the source's first."""
         self._num_allowed = min(max(self._num_allowed, num_prompts), self._num_candidates)
 
     def judge(self, position: int, verdict: bool | M2FlowError) -> None:
-        """A group was kept or not, or judging it failed. What is told twice stays as it was."""
+        """Record that a group was kept or not, or that judging it failed. A repeated verdict changes nothing."""
         self._verdicts.setdefault(position, verdict)
         while isinstance(settled := self._verdicts.get(self._settled), bool) and len(self._kept) < self._count:
             if settled:
@@ -165,7 +165,7 @@ class Refill:
         self._allow()
 
     def end(self) -> RefillEnd | None:
-        """What it came to, if that is decided."""
+        """The result, if it is decided."""
         if len(self._kept) == self._count:
             return RefillEnd(self._kept[-1], frozenset(self._kept))
         verdict = self._verdicts.get(self._settled)
@@ -176,7 +176,7 @@ class Refill:
         return None
 
     def _allow(self) -> None:
-        """Start as many as will be kept, if they are kept as often as those so far."""
+        """Allow as many prompts as are needed if groups are kept as often as so far."""
         num_kept = sum(verdict is True for verdict in self._verdicts.values())
         share = (num_kept + 1) / (len(self._verdicts) + 1)
         missing = self._count - num_kept
@@ -185,8 +185,8 @@ class Refill:
             self._num_allowed = min(max(self._num_allowed, wanted), self._num_candidates)
 
 
-def ran_dry(call: Call, num_kept: int, num_candidates: int) -> DatasetError:
-    """The error of a refill that found too few groups."""
+def source_exhausted(call: Call, num_kept: int, num_candidates: int) -> DatasetError:
+    """Make the error of a refill whose source ended before enough groups were kept."""
     return DatasetError(
         f"only {num_kept} of the {call.options['refill']} groups that generate(count=...) needs were kept among {num_candidates} prompts",
         where=call.site.describe(),

@@ -1,24 +1,24 @@
 """Record what a run's flow did, and run the flow again from its start with the record as the answer.
 
-flow --Session--> Recorder --> the backend that does the work
+    flow --Session--> Recorder --> the backend that does the work
                          |
                          +--> RecordWriter (`MemoryRecord`; on disk `m2flow.micro.records.flow_record`)
 
-A call is remembered as the program wrote it (`CallRecord`), with the cursor and a checksum of the rows that a dataset gave; a look
-(`Look`) with where and why; a value once, however often it was looked at.
-
-flow --Session--> ReplayBackend --before the point--> Record
+    flow --Session--> ReplayBackend --before the point--> Record
                                     --from it on-------> the backend that does the work
 
-The flow's own Python runs again in full, under the same seeds, so its variables are what they were. Up to the point nothing is
+Recording. A call is stored as the program wrote it (`CallRecord`), with the cursor and a checksum of the rows that a dataset gave; a
+look (`Look`) with where and why; a value once, however often it was looked at.
+
+Replay. The flow's own Python runs again in full, under the same seeds, so its variables are what they were. Up to the point nothing is
 executed, logs and prints are muted, and each call and look must be what the record has: the first that is not ends the replay.
 
-The boundary: the state of engines is not in the record. Either the caller has restored it (a checkpoint), or `reperform` says which
-calls are done again on the way, with recorded rows: by default none, `trains` for those of the trainers, which re-makes every
-weight and optimiser. A run that is resumed has the end of its record as its point, and does again what came after its checkpoint and
-what was not over. Calls that are done take an earlier result from the record; the result of a function without effects that the
-record lacks is computed again, as are log-probabilities and values by weights that nothing has replaced since; a generation is never
-made anew once it is over. What a line carries (`late="carry"`) goes on from the samples that the record names (`left`).
+Engine state is not in the record. Either the caller has restored it (a checkpoint), or `reperform` says which calls before the point are
+executed again, with recorded rows: by default none, `trains` for those of the trainers, which recreates every weight and optimiser. A
+resumed run has the end of its record as its point, and executes again what came after its checkpoint and what was not over. Calls that
+are executed take an earlier result from the record; the result of a function without effects that the record lacks is computed again,
+as are log-probabilities and values by weights that nothing has replaced since; a finished generation is never made again. What a line
+carries (`late="carry"`) continues from the samples that the record names (`left`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from m2flow.macro.eager import number_of
 from m2flow.macro.flow import Flow
 from m2flow.macro.graph import Call, CallKind, Granularity, MacroGraph, Observation
 from m2flow.macro.oversampling import carries
-from m2flow.macro.session import Backend, Remembered
+from m2flow.macro.session import Backend, CallValues
 from m2flow.samples import Batch, SampleId
 
 LogSource = tuple[int, str | None] | float
@@ -49,7 +49,7 @@ LogSource = tuple[int, str | None] | float
 
 @dataclass(frozen=True)
 class CallRecord:
-    """A call as the program made it: equal records are equal calls."""
+    """A call as the program made it; equal calls have equal records."""
 
     ordinal: int
     step: int
@@ -106,7 +106,7 @@ class Look:
 
 @dataclass(frozen=True)
 class LogEntry:
-    """A `log` of the program. Remembered, but never compared: it may hold the time of day."""
+    """A `log` of the program. Recorded, but never compared: it may hold the time of day."""
 
     num_calls: int
     step: int
@@ -115,12 +115,12 @@ class LogEntry:
 
 
 class RecordWriter(Protocol):
-    """Takes what a run must remember, in the order of the program. Called by the flow's thread."""
+    """Write what a replay needs, in program order. Called by the flow's thread."""
 
     def called(self, call: Call) -> None: ...
 
     def looked(self, look: Look, call: Call, value: object) -> None:
-        """The program saw this: a value, rows, or an error."""
+        """Record what the program saw: a value, rows, or an error."""
 
     def logged(self, entry: LogEntry) -> None: ...
 
@@ -128,7 +128,7 @@ class RecordWriter(Protocol):
 
 
 class Record(Protocol):
-    """What a run remembered."""
+    """The record of a run, as a replay reads it."""
 
     @property
     def calls(self) -> Sequence[CallRecord]: ...
@@ -140,7 +140,7 @@ class Record(Protocol):
     def logs(self) -> Sequence[LogEntry]: ...
 
     def value(self, ordinal: int) -> object:
-        """What a call came to: rows, one value, or an error as a value. KeyError if the record does not have it."""
+        """The result of a call: rows, one value, or an error as a value. KeyError if the record does not have it."""
 
 
 class MemoryRecord:
@@ -160,7 +160,7 @@ class MemoryRecord:
         self.values[call.ordinal] = value
 
     def keep(self, call: Call, value: object) -> None:
-        """A value that the program has not looked at."""
+        """Store a value that the program has not looked at."""
         self.values.setdefault(call.ordinal, value)
 
     def logged(self, entry: LogEntry) -> None:
@@ -173,8 +173,11 @@ class MemoryRecord:
         return self.values[ordinal]
 
 
-class Around(Backend):
-    """Another backend, which does all the work; a subclass watches."""
+# ---- backends that record and replay
+
+
+class BackendWrapper(Backend):
+    """A backend that delegates everything to another one; subclasses override what they need."""
 
     def __init__(self, live: Backend) -> None:
         self._live = live
@@ -210,13 +213,13 @@ class Around(Backend):
         self._live.finish()
 
 
-class Recorder(Around):
-    """Another backend, with what the program does written down."""
+class Recorder(BackendWrapper):
+    """Wrap a backend and record what the program does."""
 
     def __init__(self, live: Backend, writer: RecordWriter) -> None:
         super().__init__(live)
         self._writer = writer
-        self._calls: Remembered[Call] = Remembered()
+        self._calls: CallValues[Call] = CallValues()
         self._num_calls = 0
         self._step = -1
         self._look: Look | None = None
@@ -269,7 +272,7 @@ def look_of(observation: Observation, num_calls: int) -> Look:
 
 
 def difference(recorded: CallRecord, now: CallRecord, *, what: str = "recorded") -> str | None:
-    """How two calls at one place of the program differ, in words; None if they are the same.
+    """Describe how two calls at one place of the program differ; None if they are the same.
 
     The line's number may differ, so that a comment above it changes nothing; its text may not.
     """
@@ -303,7 +306,7 @@ def _options_text(call: Call) -> tuple[_Texts, _Texts]:
 
 @functools.lru_cache(maxsize=256)
 def _texts_of_kind(kind: CallKind) -> Mapping[str, str]:
-    """Calls of a place mostly have the options that they had before."""
+    """Fingerprints of a kind's options; cached, since calls of a place mostly have the same options."""
     return {name: stable_text(value) for name, value in kind.options.items()}
 
 
@@ -328,7 +331,7 @@ def nothing(call: Call) -> bool:
 
 
 class ReplayBackend(Backend):
-    """Answers from a record up to a point, then from a live backend.
+    """Answer from a record up to a point, then from a live backend.
 
     Args:
         until_call: the first call that is live again. until_step: the first step that is. Neither: the end of the record.
@@ -365,7 +368,7 @@ class ReplayBackend(Backend):
         self._takers: dict[int, list[int]] = {}
         """Call -> the replayed calls that take its result."""
         self._released: set[int] = set()
-        """Calls that the program has let go, and the live backend has not released."""
+        """Calls that the program has released and the live backend has not."""
         self._num_looks = 0
         self._is_live = False
         self._known_live: set[int] = set()
@@ -373,7 +376,7 @@ class ReplayBackend(Backend):
 
     @property
     def is_live(self) -> bool:
-        """The point is reached."""
+        """Whether the point is reached."""
         return self._is_live
 
     def submit(self, call: Call) -> None:
@@ -446,7 +449,7 @@ class ReplayBackend(Backend):
         self._let_go(ordinal)
 
     def _let_go(self, ordinal: int) -> None:
-        """Have the live backend let go of what neither the program nor a call that it may still be given can ask for."""
+        """Release in the live backend what neither the program nor a later call to it can ask for."""
         if ordinal in self._released and not any(self._may_be_given(taker) for taker in self._takers.get(ordinal, ())):
             if ordinal in self._known_live:
                 self._released.discard(ordinal)
@@ -481,7 +484,7 @@ class ReplayBackend(Backend):
             self._live.finish()
 
     def _is_due(self, step: int | None) -> bool:
-        """The next call is the first live one; `step` is its step, if that is known."""
+        """Whether the next call is the first live one; `step` is its step, if that is known."""
         if self._next_look is not None:
             return False
         is_step = step is not None and self._until_step is not None and step >= self._until_step
@@ -489,7 +492,7 @@ class ReplayBackend(Backend):
 
     @property
     def _next_look(self) -> Look | None:
-        """What the record has here, between two calls."""
+        """The next look in the record, between two calls."""
         looks = self._record.looks
         is_here = self._num_looks < len(looks) and looks[self._num_looks].num_calls == len(self._calls)
         return looks[self._num_looks] if is_here else None
@@ -498,10 +501,10 @@ class ReplayBackend(Backend):
         return ordinal < len(self._calls) and self._calls[ordinal].engine == "source"
 
     def _known(self, ordinal: int) -> object:
-        """KeyError if only the live backend can know it."""
+        """The recorded result of a call. KeyError if only the live backend can know it."""
         return self._calls[ordinal].options["rows"] if self._is_source(ordinal) else self._record.value(ordinal)
 
-    # What the live backend is given of the calls before the point
+    # ---- passing calls before the point to the live backend
 
     def _provide_inputs(self, call: Call) -> None:
         for _, ref in call.inputs:
@@ -567,7 +570,7 @@ class ReplayBackend(Backend):
         self._live.recall(call, rows, late)
 
     def _log_source(self, source: LogSource) -> LogSource:
-        """A log's source as the live backend can know it: a recorded value is a number by now."""
+        """Convert a log's source for the live backend: a recorded value becomes a number."""
         if isinstance(source, float) or source[0] in self._known_live:
             return source
         try:
@@ -588,7 +591,7 @@ def replay(
     until_step: int | None = None,
     reperform: Callable[[Call], bool] = nothing,
 ) -> object:
-    """Run a recorded flow again; what it returns. `options` and `seed` must be those of the recorded run.
+    """Run a recorded flow again and return its result. `options` and `seed` must be those of the recorded run.
 
     Raises:
         DivergenceError: the flow makes other calls than it did; nothing after that line is done.
@@ -600,13 +603,13 @@ def replay(
 
 @contextlib.contextmanager
 def prints_muted(is_muted: Callable[[], bool] = lambda: True) -> Iterator[None]:
-    """Drop what this thread writes to stdout, as long as the condition holds."""
+    """Drop what this thread writes to stdout while the condition holds."""
     with contextlib.redirect_stdout(_Muted(sys.stdout, threading.get_ident(), is_muted)):
         yield
 
 
 class _Muted(io.TextIOBase):
-    """A stream that passes on only what it should."""
+    """A stream that drops what one thread writes while a condition holds."""
 
     def __init__(self, stream: TextIO, thread: int, is_muted: Callable[[], bool]) -> None:
         self._stream = stream
@@ -623,13 +626,13 @@ class _Muted(io.TextIOBase):
 
 
 def _given(call: Call, rows: Batch) -> Call:
-    """A call whose result is there already, as every backend knows it: a source of these rows."""
+    """Replace a call whose result is known by a source of these rows, which every backend can execute."""
     options = {"rows": rows, "cursor": 0}
     return replace(call, engine="source", granularity=Granularity.SAMPLE, inputs=(), reads=(), writes=(), options=options, is_aligned=True)
 
 
 def check_same(record: Record, graph: MacroGraph) -> None:
-    """Hold a flow's trace against the record of a run that is to go on with it, before anything is started: up to the trace's first look.
+    """Compare a flow's trace with the record of the run to resume, before anything is started: up to the trace's first look.
 
     Raises:
         DivergenceError: it makes another call; the first one is named.

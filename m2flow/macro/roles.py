@@ -1,15 +1,13 @@
-"""The parties of a flow: Policy, Reference, Reward, Critic and RewardModel, and what each of their calls declares.
+"""The built-in roles of a flow (Policy, Reference, Reward, Critic, RewardModel), and what each of their calls declares.
 
-A `Wanted` says which handles fit an input. Whether the numbers behind a handle are of the right shape is seen where they are used
-(`m2flow.micro.protocol.train_tasks`): a trace has no values.
+    values = critic.values(responses)
+    estimate = gae(rewards, values, lam=0.95)
+    policy.update(responses, rewards, advantages=estimate.advantages)
+    critic.update(responses, returns=estimate.returns, old_values=values)
 
-A role says what a call reads and writes, on which unit it may be run, and what kind of engine performs it. It knows nothing of
-where that engine is.
-
-values = critic.values(responses)
-estimate = gae(rewards, values, lam=0.95)
-policy.update(responses, rewards, advantages=estimate.advantages)
-critic.update(responses, returns=estimate.returns, old_values=values)
+A role says what a call reads and writes, on which unit it may be run, and what kind of engine executes it. It knows nothing of where that
+engine is. An `InputKind` says which handles fit an input of a call. Whether the numbers behind a handle have the right shape is checked
+where they are used (`m2flow.micro.protocol.train_tasks`): a trace has no values.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from m2flow.macro.oversampling import carries, check_late, check_line, windows
 from m2flow.macro.refill import Keep, refill
 from m2flow.macro.session import Session, current_session
 from m2flow.macro.sites import user_site
-from m2flow.macro.tail_batching import deferring
+from m2flow.macro.tail_batching import generate_deferred
 from m2flow.recipe import (
     COMPUTED,
     HEAD_OUTPUTS,
@@ -52,8 +50,8 @@ from m2flow.samples import MAX_GROUP, Batch, Column, Sample
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What an input of a call must be."""
+class InputKind:
+    """What handles fit an input of a call, and what to do about those that do not."""
 
     what: str
     fit: Callable[[Rows], bool]
@@ -66,28 +64,28 @@ def _has_target(rows: Rows) -> bool:
 
 
 def _has_samples(rows: Rows) -> bool:
-    """Whether whole samples are there: generated ones, or what a filter, a union or new columns made of some."""
+    """Whether rows are whole samples: generated ones, or derived from those by a filter, a union or new columns."""
     return rows.column is None and (rows.call.engine == "rollout" or rows.call.options.get("gives") in ("kept", "concat", "rows"))
 
 
-ROWS = Wanted("responses", lambda rows: True, "Responses come from policy.generate(...).")
-PROMPTS = Wanted(
+ROWS = InputKind("responses", lambda rows: True, "Responses come from policy.generate(...).")
+PROMPTS = InputKind(
     "prompts",
     lambda rows: rows.column is None and rows.maker.engine in ("source", "rollout"),
     "Prompts come from a Dataset: prompts=dataset.take(32).",
 )
-RESPONSES = Wanted(
+RESPONSES = InputKind(
     "responses, or rows with a 'target'",
     lambda rows: _has_samples(rows) or _has_target(rows),
     "Responses come from policy.generate(...), demonstrations from a Dataset whose rows have a 'target'.",
 )
-REWARDS = Wanted(
+REWARDS = InputKind(
     "rewards", lambda rows: rows.column is not None, "Rewards are one number a sample: Reward(function).score(responses), or made from it."
 )
-REFERENCE = Wanted(
+REFERENCE = InputKind(
     "a reference", lambda rows: rows.column is not None, "Pass a Reference, or log-probabilities such as its logprobs(responses)."
 )
-NUMBERS = Wanted(
+NUMBERS = InputKind(
     "numbers of each sample",
     lambda rows: rows.column is not None,
     "Pass what a call computed from the responses: one number a sample, or one a token.",
@@ -95,7 +93,7 @@ NUMBERS = Wanted(
 
 
 class Role:
-    """What all roles share: a name in the flow, and the session that they belong to."""
+    """Base of the built-in roles: a name in the flow, and a session."""
 
     def __init__(self, name: str, kind: str) -> None:
         check_text("name", name)
@@ -107,25 +105,25 @@ class Role:
         """The resource that calls of a role with a model read and write."""
         return f"{self.name}.weights"
 
-    def _rows(self, handle: object, method: str, wants: Wanted) -> Ref:
+    def _rows(self, handle: object, method: str, wants: InputKind) -> Ref:
         """A handle as an input of one of this role's calls, if it has the rows that the call wants."""
         return self._column(handle, method, wants)[0]
 
-    def _column(self, handle: object, method: str, wants: Wanted) -> tuple[Ref, str]:
+    def _column(self, handle: object, method: str, wants: InputKind) -> tuple[Ref, str]:
         """The same, with the column of its rows that counts; empty for whole samples."""
         if not isinstance(handle, Rows) or not wants.fit(handle):
             raise TraceError(f"{self.name}.{method} needs {wants.what}, and got {describe(handle)}", now=wants.now)
         return handle.check(self._session, f"{self.name}.{method}"), handle.column or ""
 
     def _common(self, responses: Handle, *others: object) -> Handle:
-        """The responses, less those that a filter of what goes with them has dropped."""
+        """Drop the responses that a filter of the other inputs has dropped."""
         for other in others:
             if isinstance(responses, Rows) and isinstance(other, Rows):
                 responses = responses.within(other)
         return responses
 
     def _copy(self, source: str, head: Literal["lm", "value"]) -> None:
-        """Take the weights that a policy has at this line, as far as a model with this head has them too. A reference may be made of the
+        """Copy the weights that a policy has at this line, as far as a model with this head has them too. A reference may be made of the
         same policy again: the role has the newer weights then, and only the newer object stands for it."""
         session, site = self._session, user_site()
         before, model = session.copies.get(self.name), replace(session.models[source], head=head, is_policy=False)
@@ -155,7 +153,7 @@ class Role:
             )
 
     def _of_tokens(self, responses: Handle, method: str, column: str) -> Rows:
-        """What the role's model, with its weights as they are at this line, says of each token of the responses."""
+        """Record a call that evaluates the role's model on each token of the responses, with the weights of this line."""
         call = self._session.record(
             role=self.name,
             method=method,
@@ -168,39 +166,39 @@ class Role:
         )
         return Rows(self._session, call, column, tokens_of=responses if isinstance(responses, Rows) else None)
 
-    def _train(self, samples: Ref, given: Mapping[str, tuple[Ref, str]], passes: Passes, **options: object) -> Metrics:
+    def _train(self, samples: Ref, given: Mapping[str, tuple[Ref, str]], settings: UpdateSettings, **options: object) -> Metrics:
         """Record an update on these samples, with the columns that come from other calls."""
-        self._check_needs(samples, passes.loss, given)
-        shown: dict[str, object] = {"loss": passes.loss.name}
+        self._check_needs(samples, settings.loss, given)
+        shown: dict[str, object] = {"loss": settings.loss.name}
         shown |= {"advantages": options["advantages"]} if options.get("advantages") else {}
-        shown |= {"minibatch_size": passes.minibatch_size} if passes.minibatch_size is not None else {}
-        shown |= {"epochs": passes.epochs} if passes.epochs != 1 else {}
-        shown |= {"allow_unsound": True} if passes.allow_unsound else {}
+        shown |= {"minibatch_size": settings.minibatch_size} if settings.minibatch_size is not None else {}
+        shown |= {"epochs": settings.epochs} if settings.epochs != 1 else {}
+        shown |= {"allow_unsound": True} if settings.allow_unsound else {}
         origins = [call for call in self._session.origins(samples.call) if call.engine == "rollout"]
-        if not passes.allow_unsound:
+        if not settings.allow_unsound:
             own = [call for call in origins if call.role == self.name]
             check_update(
-                passes.loss,
+                settings.loss,
                 own,
                 name=self.name,
                 version=self._session.version(self._weights),
-                epochs=passes.epochs,
-                minibatch_size=passes.minibatch_size,
+                epochs=settings.epochs,
+                minibatch_size=settings.minibatch_size,
             )
-        optimizer, position = self._scheduled(passes.optimizer)
+        optimizer, position = self._scheduled(settings.optimizer)
         call = self._session.record(
             role=self.name,
             method="update",
             engine="train",
-            granularity=Granularity.MINIBATCH if passes.minibatch_size else Granularity.BATCH,
+            granularity=Granularity.MINIBATCH if settings.minibatch_size else Granularity.BATCH,
             inputs={"samples": samples, **{name: ref for name, (ref, _) in given.items()}},
             options={
                 "advantages": None,
                 "columns": {name: column for name, (_, column) in given.items()},
-                "loss": passes.loss,
+                "loss": settings.loss,
                 "optimizer": optimizer,
-                "minibatch_size": passes.minibatch_size,
-                "epochs": passes.epochs,
+                "minibatch_size": settings.minibatch_size,
+                "epochs": settings.epochs,
                 "windows": windows(origins),
                 **position,
                 **options,
@@ -213,7 +211,7 @@ class Role:
         return Metrics(self._session, call)
 
     def _scheduled(self, optimizer: AdamW) -> tuple[AdamW, dict[str, object]]:
-        """The optimiser as it is in the flow's loop, and the option that says where in the loop the update is."""
+        """Adapt the optimiser's schedule to the flow's loop. Returns it, and the option that says where in the loop the update is."""
         if not optimizer.counts_flow_steps:
             return optimizer, {}
         if self._session.loop is None:
@@ -243,14 +241,14 @@ class Role:
 
 
 def check_optimizer(optimizer: object) -> None:
-    """Raises `OptionError`: it is none."""
+    """Check that a value is an optimiser. Raises `OptionError`."""
     if not isinstance(optimizer, AdamW):
         raise OptionError(f"optimizer={optimizer!r:.60} is no optimizer", now="Pass AdamW(lr=...).")
 
 
 @dataclass(frozen=True)
-class Passes:
-    """What an update minimises, and in how many steps over its samples. Raises `OptionError` for what is none."""
+class UpdateSettings:
+    """What an update minimises, and in how many steps over its samples. Raises `OptionError` if a setting is invalid."""
 
     loss: Loss
     optimizer: AdamW
@@ -273,6 +271,9 @@ _WITH_ADVANTAGES, _WITHOUT = ppo_clip(), nll()
 
 _NOT_COLUMNS = {"samples", "rewards", "reward", "advantages", "reference", "reference_logprobs", "tokens", "loss_mask"} | COMPUTED
 """What `columns` of an update may not be called: it has another source."""
+
+
+# ---- Policy and Reference
 
 
 class Policy(Role):
@@ -328,7 +329,7 @@ class Policy(Role):
         timeout_s: float | None = None,
         kv: Literal["recompute", "keep"] = "recompute",
     ) -> Rows:
-        """`n` responses to each prompt, drawn from the weights as they are at this line, or older ones as far as the staleness allows.
+        """Sample `n` responses to each prompt from the weights as they are at this line, or older ones as far as the staleness allows.
 
         Args:
             prompts: rows to answer; or a dataset, from which prompts are drawn until `count` groups are kept.
@@ -365,7 +366,7 @@ class Policy(Role):
         if isinstance(prompts, Dataset):
             if late == "defer" and score is None and keep is None and max_draws is None:
                 given = {"n": n, "sampling": sampling, "count": count, "oversample": oversample}
-                return deferring(self, prompts, **given, staleness=allowed, kv=kv, shown=shown)  # type: ignore[arg-type]
+                return generate_deferred(self, prompts, **given, staleness=allowed, kv=kv, shown=shown)  # type: ignore[arg-type]
             if late != "wait":
                 raise OptionError(
                     f"oversample= and late={late!r} go with prompts that are given; count= draws as many as it needs",
@@ -414,10 +415,10 @@ class Policy(Role):
         return Rows(self._session, call)
 
     def _carried(self, prompts: Ref, n: object) -> dict[str, object]:
-        """What a call takes over of the last one of its line."""
+        """The late groups that a call takes over from the previous one of its line."""
         assert isinstance(n, int)
         session = self._session
-        previous, num_groups = session.carrier(self.name, "generate")
+        previous, num_groups = session.late_source(self.name, "generate")
         before = previous.input("prompts") if previous is not None else None
         fields = (session.lineage.known(before.call).fields if before else None, session.lineage.known(prompts.call).fields)
         check_line(previous, n, fields)
@@ -470,7 +471,7 @@ class Policy(Role):
             check_choice("advantages", advantages, AdvantageName, "or a handle with numbers of each sample")
         has_advantages = has_rewards or not is_named
         chosen = (_WITH_ADVANTAGES if has_advantages else _WITHOUT) if loss is None else loss
-        passes = Passes(chosen, self.optimizer if optimizer is None else optimizer, minibatch_size, epochs, allow_unsound)
+        settings = UpdateSettings(chosen, self.optimizer if optimizer is None else optimizer, minibatch_size, epochs, allow_unsound)
         given: dict[str, tuple[Ref, str]] = {}
         if has_rewards:
             given["rewards"] = self._column(rewards, "update", REWARDS)
@@ -482,15 +483,15 @@ class Policy(Role):
                 now="Generate with n=2 or more.",
             )
         given |= self._further_columns(columns)
-        if "advantages" in passes.loss.needs and not has_advantages:
-            raise TraceError(f"the loss {passes.loss.name} needs advantages, and this update got no rewards")
-        if "reference_logprobs" in passes.loss.needs and reference is None:
-            raise TraceError(f"the loss {passes.loss.name} needs a reference", now="Pass reference=Reference(...).")
+        if "advantages" in settings.loss.needs and not has_advantages:
+            raise TraceError(f"the loss {settings.loss.name} needs advantages, and this update got no rewards")
+        if "reference_logprobs" in settings.loss.needs and reference is None:
+            raise TraceError(f"the loss {settings.loss.name} needs a reference", now="Pass reference=Reference(...).")
         if isinstance(reference, Reference):
             reference = reference.logprobs(responses)
         if reference is not None:
             given["reference"] = self._column(reference, "update", REFERENCE)
-        return self._train(samples, given, passes, advantages=advantages if has_rewards and is_named else None)
+        return self._train(samples, given, settings, advantages=advantages if has_rewards and is_named else None)
 
     def logprobs(self, responses: Handle) -> Rows:
         """The log-probability of each token of the responses under the weights as they are at this line; as `Reference.logprobs`."""
@@ -536,6 +537,8 @@ class Reference(Role):
         self._check_is_newest()
         return self._of_tokens(responses, "logprobs", "reference_logprobs")
 
+
+# ---- Reward
 
 _TIMEOUT_S = 60.0
 """What a sample's reward may take, where the flow does not say."""
@@ -587,7 +590,7 @@ class Reward(Role):
 
     @property
     def _failing(self) -> dict[str, object]:
-        """The options that say what becomes of a sample which can't be judged."""
+        """The options that say what happens to a sample which can't be judged."""
         isolated = {"isolated": True} if self.is_isolated else {}
         return {**isolated, **({"on_error": self.on_error} if self.on_error is not None else {})}
 
@@ -612,7 +615,7 @@ class Reward(Role):
 
 
 def _scores_held(responses: Rows) -> Scores:
-    """The rewards that rows have already, from a refill."""
+    """The rewards that rows already have, from a refill."""
     session = responses._session
     call = session.record(
         role="rewards",
@@ -630,8 +633,11 @@ def _reward_column(rows: Batch, values: Mapping[str, object]) -> Column:
     return rows["reward"]
 
 
+# ---- Critic and RewardModel
+
+
 class Critic(Role):
-    """A model with a value head: what it expects, before each token, of the reward that is still to come.
+    """A model with a value head: before each token it estimates the reward still to come.
 
     Args:
         model: a path as `Policy` takes, whose head starts at zero unless it has one; or a policy, whose body as it is at this line is
@@ -659,7 +665,7 @@ class Critic(Role):
             self._session.add_model(name, Model(model_path(model), init, self._session.seed, dtype, chat, head="value", is_policy=False))
 
     def values(self, responses: Handle) -> Rows:
-        """What is expected before each token of the responses: a ragged row a response, in the unit of the reward, 0 for the prompt."""
+        """The value estimate before each token: a ragged row for each response, in the unit of the reward, 0 for the prompt."""
         return self._of_tokens(responses, "values", "values")
 
     def update(
@@ -686,14 +692,14 @@ class Critic(Role):
         """
         check_number("clip", clip, low=0)
         loss = clipped_value(clip=clip if old_values is not None else 0.0) if loss is None else loss
-        passes = Passes(loss, self.optimizer if optimizer is None else optimizer, minibatch_size, epochs)
+        settings = UpdateSettings(loss, self.optimizer if optimizer is None else optimizer, minibatch_size, epochs)
         if "old_values" in loss.needs and old_values is None:
             raise TraceError(f"the loss {loss.name} needs old_values", now="Pass the values that the returns were estimated with.")
         samples = self._rows(self._common(responses, returns, old_values), "update", RESPONSES)
         given = {"returns": self._column(returns, "update", NUMBERS)}
         if old_values is not None:
             given["old_values"] = self._column(old_values, "update", NUMBERS)
-        return self._train(samples, given, passes)
+        return self._train(samples, given, settings)
 
 
 class RewardModel(Role):
@@ -736,7 +742,7 @@ class RewardModel(Role):
 
 
 def gae(responses: Handle, rewards: Handle, values: Handle, *, kl: Handle | None = None, gamma: float = 1.0, lam: float = 0.95) -> Estimate:
-    """Advantages and returns of every generated token, from rewards and a critic's values.
+    """Generalised advantage estimation: advantages and returns of every generated token, from rewards and a critic's values.
 
     Args:
         rewards: one number a response, which its last token gets, or one a token.
@@ -775,7 +781,7 @@ def gae(responses: Handle, rewards: Handle, values: Handle, *, kl: Handle | None
 
 
 class Estimate(Handle):
-    """What `gae` gives: `advantages` and `returns`, each a ragged row a response, aligned with its tokens."""
+    """The result of `gae`: `advantages` and `returns`, each a ragged row for each response, aligned with its tokens."""
 
     def __init__(self, session: Session, call: Call, responses: Handle) -> None:
         super().__init__(session, call)
@@ -792,7 +798,7 @@ class Estimate(Handle):
 
 @dataclass(frozen=True)
 class _Columns:
-    """A function on columns by its name: what it computes with is loaded by the worker that runs it."""
+    """A function on columns, by name: the worker that runs it imports what it needs."""
 
     module: str
     name: str
@@ -802,7 +808,7 @@ class _Columns:
         return getattr(importlib.import_module(self.module), self.name)(rows, values, **dict(self.options))
 
 
-def _fitting(handle: object, name: str, wants: Wanted) -> Rows:
+def _fitting(handle: object, name: str, wants: InputKind) -> Rows:
     if not isinstance(handle, Rows) or not wants.fit(handle):
         raise TraceError(f"gae needs {name}: {wants.what}; and got {describe(handle)}", now=wants.now)
     return handle

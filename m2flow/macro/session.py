@@ -1,18 +1,19 @@
-"""The session: what a flow's calls are recorded into while it runs as ordinary Python, and how that run may end.
+"""The session: record a flow's calls while it runs as ordinary Python.
 
-Python looks through its young objects every 700 that it made more than it dropped, and each call of a flow leaves some dozens for as
-long as it is under way: with a thousand calls a step these looks were a fifth of what a call costs, and all for nothing, since a
-call's records hold no cycles. Limit: cycles in the program's own objects are found later, after some tens of thousands more.
+    flow function --record--> Session --submit--> Backend (eager | planned | tracing)
 
-A result is used by a call that takes it, by a look at it, by `log`, or by whoever still holds its handle when the flow ends. A call
-that writes a resource is there for that. Python says when a handle is gone, so a warning comes at the end of the step, once a line, and
-none for a line whose result was ever used: a branch, a `break` or an error that the flow caught may pass over the use in one step.
-
-flow function --record--> Session --submit--> Backend (eager | planned | tracing)
-
-A session numbers the calls, knows each resource's version, and asks its backend for a value when the program observes one.
-Backends differ only in when they do the work: `m2flow.macro.eager` at once, `m2flow.macro.tracing` never, and
+A session numbers the calls, tracks each resource's version, and asks its backend for a value when the program observes one. Backends
+differ only in when they do the work: `m2flow.macro.eager` at once, `m2flow.macro.tracing` never, and
 `m2flow.micro.controller.controller` on workers.
+
+Unused results. A result is used by a call that takes it, by a look at it, by `log`, or by whoever still holds its handle when the flow
+ends; a call that writes a resource needs no use. Python says when a handle is gone, so a warning comes at the end of the step, once for
+each line, and none for a line whose result was ever used: a branch, a `break` or an error that the flow caught may skip the use in one
+step.
+
+Garbage collection. Python scans its young objects for every 700 net allocations, and each call of a flow keeps some dozens of objects
+while it is in flight: with a thousand calls a step these scans were a fifth of a call's cost, without any gain, since a call's records
+hold no cycles. So they are rare while a flow runs (`infrequent_gc`). Limit: cycles in the program's own objects are found later.
 """
 
 from __future__ import annotations
@@ -38,22 +39,22 @@ from m2flow.recipe import Model
 from m2flow.samples import Batch
 
 if TYPE_CHECKING:
-    from m2flow.macro.tail_batching import Waiting
+    from m2flow.macro.tail_batching import DeferredPrompts
 
 _LONGEST = 50
-"""Lines in a cycle that is looked for."""
+"""Most lines of a cycle that is searched for."""
 
 
 def interrupted(stop: KeyboardInterrupt) -> RunInterrupted:
-    """Ctrl-C, with where Python was. What was computed is in the run directory."""
+    """Convert Ctrl-C to `RunInterrupted`, with where Python was. What was computed is in the run directory."""
     if isinstance(stop, RunInterrupted):
         return stop
     site = raised_at(stop)
     return RunInterrupted(f"stopped by {str(stop) or 'Ctrl-C'}", where=f"Python was at {site.describe()}" if site else "")
 
 
-def endless(error: RecursionError) -> FlowError | None:
-    """A recursion of the user's, as the lines that go round; None if no user's lines do."""
+def infinite_recursion(error: RecursionError) -> FlowError | None:
+    """Explain an infinite recursion in the user's code by its cycle of lines; None if the cycle is not the user's."""
     lines = [(f.filename, f.lineno or 0, f.name) for f in traceback.extract_tb(error.__traceback__) if owner(f.filename) == "user"]
     middle = lines[len(lines) // 4 : 3 * len(lines) // 4]  # The first lines lead there, the last ones are where it broke off.
     for size in range(1, min(_LONGEST, len(middle) // 3) + 1):
@@ -70,12 +71,12 @@ def endless(error: RecursionError) -> FlowError | None:
 
 
 _YOUNG = 50_000
-"""Objects between two looks at the young ones: some megabytes."""
+"""Net allocations between two scans of the young generation: some megabytes."""
 
 
 @contextlib.contextmanager
-def seldom_collecting() -> Iterator[None]:
-    """Leave what is there alone, and look at what comes seldom. Whoever has set other thresholds, or none, keeps them."""
+def infrequent_gc() -> Iterator[None]:
+    """Freeze existing objects and scan new ones rarely. Larger thresholds, or a disabled collector, are left as they are."""
     before = gc.get_threshold()
     changes = gc.isenabled() and 0 < before[0] < _YOUNG
     freezes = changes and gc.get_freeze_count() == 0
@@ -98,14 +99,17 @@ MOST_LAG = 1_000
 """Steps back that a flow may look. A run of any length keeps no more than these."""
 
 
+# ---- values by call, and their use
+
+
 @final
-class Remembered(Generic[T]):
-    """Something of each call, by its ordinal."""
+class CallValues(Generic[T]):
+    """A value for each call, by ordinal, kept as long as the program may ask for it."""
 
     def __init__(self) -> None:
         self._kept: dict[int, T] = {}
         self._let_go: deque[tuple[int, int]] = deque()
-        """(step, call), in the order in which they were let go."""
+        """(step, call) without a handle, in the order in which their handles went."""
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -120,11 +124,11 @@ class Remembered(Generic[T]):
         self._kept[ordinal] = item
 
     def forget(self, ordinal: int) -> None:
-        """Nothing can ask for it."""
+        """Drop a call's value: nothing can ask for it."""
         self._kept.pop(ordinal, None)
 
     def let_go(self, ordinal: int, step: int) -> None:
-        """The program has no handle of it any more; only `lagged` can ask for it, from this step on or the next ones."""
+        """The program has no handle of the call any more: keep its value only as long as `lagged` can ask for it."""
         if ordinal in self._kept:
             self._let_go.append((step, ordinal))
         while self._let_go and self._let_go[0][0] < step - MOST_LAG:
@@ -134,14 +138,14 @@ class Remembered(Generic[T]):
 _Line = tuple[str, str, int]
 
 
-class Uses:
-    """What of one session's calls was used."""
+class UnusedResults:
+    """Track which of a session's results were used, to warn of those that were not."""
 
     def __init__(self) -> None:
         self._unused: dict[int, Call] = {}
         self._gone: dict[int, Call] = {}
         self._settled: set[_Line] = set()
-        """Lines that were named, or whose result was used."""
+        """Lines that were warned of, or whose result was used."""
 
     def added(self, call: Call) -> None:
         for _, ref in call.inputs:
@@ -150,24 +154,24 @@ class Uses:
             self._unused[call.ordinal] = call
 
     def used(self, ordinal: int) -> None:
-        """Also when its own handle is gone: `lagged` finds the call by its place."""
+        """Mark a result as used. Its handle may be gone: `lagged` finds a call by its place."""
         call = self._unused.pop(ordinal, None) or self._gone.pop(ordinal, None)
         if call is not None:
             self._settled.add(_line(call))
 
     def interrupted(self) -> None:
-        """The program is raised an error: what it has by now it may have been about to use."""
+        """An error is raised to the program: count all results so far as used, since it may have been about to use them."""
         self._settled.update(map(_line, [*self._unused.values(), *self._gone.values()]))
         self._unused, self._gone = {}, {}
 
     def dropped(self, ordinal: int) -> None:
-        """The program can't reach this call's result any more. May be said at any moment: a collection of garbage says it."""
+        """The program can't reach this call's result any more. May be called at any moment, by the garbage collector."""
         call = self._unused.pop(ordinal, None)
         if call is not None:
             self._gone[ordinal] = call
 
     def warn(self) -> None:
-        """Name the lines whose result was dropped, those that were not named before."""
+        """Warn of lines whose result was dropped unused, once for each line."""
         gone, self._gone = self._gone, {}
         for _, call in sorted(gone.items()):
             if _line(call) not in self._settled:
@@ -183,13 +187,15 @@ def _line(call: Call) -> _Line:
 _FEW_CALLS = 1_000
 """Calls that a session may know before it looks for those of no use."""
 
+# ---- the backend and the session
+
 _current: ContextVar[Session | None] = ContextVar("m2flow_session", default=None)
 _recording: list[Session] = []
 """The sessions of all threads of this process that record now: no context variable says so in a thread that a flow starts."""
 
 
 class Backend(ABC):
-    """What does the work of a session's calls."""
+    """Interface of what executes a session's calls."""
 
     is_rehearsal = False
     """The flow runs only to be looked at, and will run again: warnings can wait."""
@@ -202,7 +208,7 @@ class Backend(ABC):
         """
 
     def recall(self, call: Call, rows: Batch, left: Sequence[int]) -> None:
-        """Take a generation of a line (`late="carry"`) that was over before this backend began: its result, and the samples that it left
+        """Restore a generation of a line (`late="carry"`) that was over before this backend began: its result, and the samples that it left
         to the next one. Of these nothing is there but who they are."""
         raise NotImplementedError(f"{type(self).__name__} takes up no line")
 
@@ -240,7 +246,7 @@ class Backend(ABC):
 
 
 class Session:
-    """One run of one flow."""
+    """The recording of one run of a flow."""
 
     def __init__(self, backend: Backend, *, flow: str, seed: int = 0, max_steps: int | None = None, staleness: int = 0) -> None:
         self.backend = backend
@@ -255,20 +261,20 @@ class Session:
         self.is_open = True
         self.models: dict[str, Model] = {}
         self.copies: dict[str, tuple[object, str, Site]] = {}
-        """Role that took its weights from another -> what stands for it in the program, that other, and the line of its making."""
+        """Role that took its weights from another -> its object in the program, the other role, and the line that made it."""
         self._num_calls = 0
         self._num_datasets: dict[str, int] = {}
         self._num_generations: dict[tuple[str, int], int] = {}
         """(role, call that made the prompts) -> generate calls so far."""
         self._versions: dict[str, int] = {}
         self._versions_before: dict[str, int] = {}
-        """Of each resource before the loop: no call of the loop may read older ones."""
+        """Version of each resource before the loop: no call of the loop may read older ones."""
         self.loop: tuple[int, int] | None = None
         """The step of the loop that the program is in, counted from the loop's first, and how many steps the loop asks for."""
         self._in_steps = False
         self._next_step = 0
         self._left_step: int | None = None
-        """A step whose loop has not gone on yet: it is under way, or `break` or `return` left it."""
+        """A step that has not ended yet: it is running, or `break` or `return` left it."""
         self._is_cut = False
         """The program has looked at a value: a trace ends there."""
         self._history: dict[tuple[object, ...], dict[int, list[int]]] = {}
@@ -276,20 +282,20 @@ class Session:
         self._live: set[int] = set()
         """Calls whose handles the program has."""
         self._num_kept = 0
-        """Calls that were known when those of no use were last forgotten."""
+        """Size of the lineage after unreachable calls were last dropped."""
         self._captures = Captures()
         self._kinds = Kinds(self._captures)
-        self.uses = Uses()
-        self._carriers: dict[tuple[object, ...], Call] = {}
+        self.unused = UnusedResults()
+        self._late_sources: dict[tuple[object, ...], Call] = {}
         """Place in the program -> the last call there that may leave late samples to the next; of this loop."""
-        self.waiting: dict[tuple[object, ...], Waiting] = {}
+        self.deferred: dict[tuple[object, ...], DeferredPrompts] = {}
         """Place in the program, source -> the prompts of this loop that wait there for a long round (`m2flow.macro.tail_batching`)."""
         self.lineage = Lineage()
         self.thread = threading.get_ident()
         self.raised: set[int] = set()
-        """Calls whose error the program was raised where it looked at them."""
+        """Calls whose error was raised to the program where it looked at them."""
         self._end: M2FlowError | None = None
-        """What the run ends with, since nobody had looked at it when its step ended. A `try` around the loop does not change that."""
+        """The error that ends the run, since nobody had looked at it when its step ended. A `try` around the loop does not change that."""
 
     def __reduce__(self) -> str:
         now = "Several variables may stand for one handle: its rows never change. Elsewhere use what it came to: float(number), list(rows)."
@@ -331,11 +337,11 @@ class Session:
         )
         self.lineage.add(call)
         if carries(taken):
-            self._carriers[_place(call)] = call
+            self._late_sources[_place(call)] = call
         for effect in call.writes:
             self._versions[effect.resource] = effect.version
         self._num_calls += 1
-        self.uses.added(call)
+        self.unused.added(call)
         self.backend.submit(call)
         return call
 
@@ -388,10 +394,10 @@ class Session:
             return (num_wanted(options, num_prompts) + carried) * n, num_prompts * n
         return num_prompts * n, num_prompts * n
 
-    def carrier(self, role: str, method: str) -> tuple[Call | None, int]:
-        """The call whose late samples a call made now takes over, and how many groups that may be: the last one of this line."""
+    def late_source(self, role: str, method: str) -> tuple[Call | None, int]:
+        """The call whose late samples a call made now takes over (the previous one of this line), and at most how many groups."""
         site = user_site()
-        found = self._carriers.get((f"{role}.{method}", site.file, site.line, site.path))
+        found = self._late_sources.get((f"{role}.{method}", site.file, site.line, site.path))
         if found is None:
             return None, 0
         prompts = found.input("prompts")
@@ -399,7 +405,7 @@ class Session:
         return found, num_late(found.options, self.lineage.known(prompts.call).call.most_rows)
 
     def snapshot(self, function: Callable[..., object], site: Site) -> object:
-        """A function as it is now, for calls that come later."""
+        """Snapshot a function for later calls."""
         return self._captures.take(function, site)
 
     @property
@@ -412,7 +418,7 @@ class Session:
         return self._num_calls
 
     def add_model(self, role: str, model: Model, *, is_copy: bool = False) -> None:
-        """Make a role known. Two roles of one name would share weights by accident. One that is a copy of another's needs no file and no
+        """Register a role. Two roles of one name would share weights by accident. One that is a copy of another's needs no file and no
         engine of another kind: the plan may know it without a trace that comes there (`m2flow.macro.tracing.copies_made`)."""
         if role in self.models:
             raise TraceError(
@@ -427,12 +433,12 @@ class Session:
         self.models[role] = model
 
     def key_dataset(self, name: str) -> str:
-        """What a dataset's cursor, order and random numbers go by: its name; of the second of a name, `name#2`."""
+        """The key of a dataset's cursor, order and random numbers: its name; for the second one of a name, `name#2`."""
         number = self._num_datasets[name] = self._num_datasets.get(name, 0) + 1
         return name if number == 1 else f"{name}#{number}"
 
     def count_generation(self, role: str, prompts: int) -> int:
-        """How often this role had to answer these prompts, or others made of the same, before: its random numbers are keyed by it."""
+        """Count how often this role had to answer these prompts, or others made of the same, before: its random numbers are keyed by it."""
         roots = {maker.ordinal for maker in self.lineage.makers(prompts)}
         repeat = max(self._num_generations.get((role, root), 0) for root in roots)
         self._num_generations.update({(role, root): repeat + 1 for root in roots})
@@ -440,19 +446,19 @@ class Session:
 
     def observe(self, ordinal: int, why: str, *, lag: int = 0) -> object:
         self._check_goes_on("a handle")
-        self.uses.used(ordinal)
+        self.unused.used(ordinal)
         site = user_site()
         self._is_cut = self._is_cut or not self.lineage.has(ordinal) or self.lineage.known(ordinal).call.engine != "source"
         self.backend.observed(Observation(ordinal, site, why, self.step, lag))
         try:
             return self.backend.value(ordinal)
         except M2FlowError:
-            self.uses.interrupted()
+            self.unused.interrupted()
             self.raised.add(ordinal)
             raise
 
     def _check_goes_on(self, what: str) -> None:
-        """Raises TraceError: the flow has ended, or this is not its thread. And again what the run ends with, if that is certain."""
+        """Raises TraceError if the flow has ended or this is not its thread, and the error that ends the run if there is one."""
         if not self.is_open:
             now = "Return or log the value inside the flow."
             raise TraceError(f"{what} was used after its flow had ended", where=user_site().describe(), now=now)
@@ -462,7 +468,7 @@ class Session:
             raise self._end
 
     def held(self, call: Call, *, has_past: bool) -> None:
-        """The program has a handle of a call. With `has_past`, note where in the program it stood, for `lagged`."""
+        """The program has a handle of a call. With `has_past`, note the call's place in the program, for `lagged`."""
         self._live.add(call.ordinal)
         if has_past and call.step >= 0:
             there = self._history.setdefault(_place(call), {})
@@ -471,13 +477,13 @@ class Session:
                 del there[first]
 
     def released(self, ordinal: int) -> None:
-        """The program has no handle of a call any more. May be said at any moment: a collection of garbage says it."""
+        """The program has no handle of a call any more. May be called at any moment, by the garbage collector."""
         self._live.discard(ordinal)
-        self.uses.dropped(ordinal)
+        self.unused.dropped(ordinal)
         self.backend.release(ordinal)
 
     def recall(self, call: Call, steps_ago: int) -> int | None:
-        """The call at the same place of an earlier step; of those that a loop made there, the one with the same count.
+        """Find the call at the same place in an earlier step; of several that a loop made there, the one with the same index.
 
         Raises:
             TraceError: that step is too long ago.
@@ -496,9 +502,9 @@ class Session:
         return then[count] if count < len(then) else None
 
     def _forget(self, needed: Iterable[int]) -> None:
-        """Forget calls that nothing can name any more. Done now and then."""
-        carriers = [ref.call for carrier in self._carriers.values() for _, ref in carrier.inputs]
-        self.lineage.keep({*self._live, *needed, *carriers, *(carrier.ordinal for carrier in self._carriers.values())})
+        """Drop calls that nothing can refer to any more."""
+        inputs = [ref.call for source in self._late_sources.values() for _, ref in source.inputs]
+        self.lineage.keep({*self._live, *needed, *inputs, *(source.ordinal for source in self._late_sources.values())})
         self._num_kept = len(self.lineage)
         self._num_generations = {key: count for key, count in self._num_generations.items() if self.lineage.makes(key[1])}
 
@@ -507,7 +513,7 @@ class Session:
         return self.lineage.makers(ordinal)
 
     def iterate(self, count: int) -> Iterator[int]:
-        """The steps of the flow's outermost iterator. An inner one is plain iteration: its calls belong to the outer step."""
+        """Iterate over the steps of the flow's outermost iterator. An inner one is plain iteration: its calls belong to the outer step."""
         if isinstance(count, bool) or not isinstance(count, int) or count < 0:
             raise TraceError(f"steps({count!r}): the number of steps is a whole number, 0 or more", where=user_site().describe())
         if self._in_steps:
@@ -516,7 +522,7 @@ class Session:
         self._end_left_step()
         self._in_steps = True
         self._versions_before = dict(self._versions)
-        self._carriers, self.waiting = {}, {}
+        self._late_sources, self.deferred = {}, {}
         self.num_steps += count
         try:
             for index in range(count if self.max_steps is None else min(count, self.max_steps)):
@@ -531,14 +537,14 @@ class Session:
             self.step = -1
 
     def finish(self) -> None:
-        """The program is at its end: wait for all calls."""
+        """End the program: wait for all calls."""
         self._end_left_step()
         self.backend.finish()
         self._warn()
 
     def _warn(self) -> None:
         if not self.backend.is_rehearsal:
-            self.uses.warn()
+            self.unused.warn()
             self._captures.warn()
 
     def _end_left_step(self) -> None:
@@ -558,7 +564,7 @@ class Session:
 
 
 def current_session(what: str) -> Session:
-    """The session that records now; outside a flow an error that says so."""
+    """Return the session that is recording; outside a flow raise an error that says so."""
     session = _current.get()
     if session is None and (elsewhere := [one for one in _recording if one.thread != threading.get_ident()]):
         raise _in_another_thread(what, elsewhere[-1])
@@ -587,7 +593,7 @@ def recording(session: Session) -> Iterator[Session]:
     token = _current.set(session)
     _recording.append(session)
     try:
-        with seldom_collecting():
+        with infrequent_gc():
             yield session
     except KeyboardInterrupt as stop:
         raise interrupted(stop) from stop
@@ -596,7 +602,7 @@ def recording(session: Session) -> Iterator[Session]:
         site = raised_at(error) if isinstance(error, FlowError) else None
         raise error if site is None else error.located(site.describe()) from error.__cause__
     except Exception as error:
-        recursion = endless(error) if isinstance(error, RecursionError) else None
+        recursion = infinite_recursion(error) if isinstance(error, RecursionError) else None
         if recursion is not None:
             raise recursion from None
         site = raised_at(error)
@@ -611,5 +617,5 @@ def recording(session: Session) -> Iterator[Session]:
 
 
 def _place(call: Call) -> tuple[object, ...]:
-    """Where in the program a call stands: its line, and the lines that led there."""
+    """The place of a call in the program: its line, and the lines that led there."""
     return call.name, call.site.file, call.site.line, call.site.path

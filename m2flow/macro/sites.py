@@ -1,6 +1,6 @@
-"""Where the user's code is: the line that made a call, and the functions of the user on the way to it.
+"""Find the user's code on the stack: the line that made a call, and the user's functions that led there.
 
-Every recorded call asks, so what was found out about a place in running code is kept: a place is the code objects and instructions
+Every recorded call asks, so what was found out about a place in running code is cached: a place is the code objects and instructions
 on the stack, which are compared by number and not read again. Paths are relative to the directory that the session began in.
 """
 
@@ -33,7 +33,7 @@ _is_ours: dict[str, bool] = {}
 
 
 def user_site() -> Site:
-    """Where the user's code is now: the innermost frame outside m2flow, and the user's frames that led there."""
+    """Return the current place in the user's code: the innermost frame outside m2flow, and the user's frames that led there."""
     frame: FrameType | None = sys._getframe(1)
     place: list[int] = []
     first: FrameType | None = None
@@ -61,7 +61,7 @@ def user_site() -> Site:
 
 
 def forget_sites() -> None:
-    """Begin anew: the working directory or a source file may have changed."""
+    """Clear the cache: the working directory or a source file may have changed."""
     _known.clear()
 
 
@@ -73,7 +73,7 @@ def raised_at(error: BaseException) -> Site | None:
 
 
 def is_of_user(error: BaseException) -> bool:
-    """Whether the user's code is nearer to an error than ours is; libraries between count for who called them."""
+    """Whether an error came from the user's code rather than m2flow's; a library counts as whoever called it."""
     frames = traceback.extract_tb(error.__traceback__)
     owners = ["library" if frame.filename == _DATA else owner(frame.filename) for frame in frames]
     return next((whose for whose in reversed(owners) if whose != "library"), "") == "user"
@@ -81,7 +81,7 @@ def is_of_user(error: BaseException) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def owner(filename: str) -> Literal["m2flow", "library", "user"]:
-    """Whose code a file is."""
+    """Whose code a file contains: the user's, m2flow's or a library's."""
     if filename.startswith(_PACKAGE):
         return "m2flow"
     is_librarys = filename.startswith(_LIBRARIES) or any(folder in filename for folder in _LIBRARY_FOLDERS)
@@ -101,7 +101,7 @@ def _read(innermost: FrameType, count: int) -> tuple[Site, list[CodeType]]:
 
 
 def site_of(frames: list[tuple[str, int, str]]) -> Site:
-    """From (file, line, function), innermost first."""
+    """Make a site from (file, line, function) frames, innermost first."""
     (filename, line, _), *outer = frames
     here = os.getcwd()
     path = tuple(f"{_shorten(f, here)}:{n} in {name}" for f, n, name in reversed(outer) if name != "<module>")

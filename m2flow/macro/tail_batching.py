@@ -1,18 +1,19 @@
-"""Long rounds: prompts whose samples are late wait until there are enough of them for a turn of their own.
+"""Tail batching (`late="defer"`): collect prompts with late samples until there are enough for a long round of their own.
 
     policy.generate(dataset, n=8, count=32, oversample=1.25, late="defer")
 
-A turn of such a line is a short round or a long one, and gives `count` groups either way:
+A call of such a line is a short round or a long one, and gives `count` groups either way:
 
-    short   40 prompts are drawn, the first 32 whole groups are the result, the other 8 prompts wait
-    long    32 prompts wait: they are answered, from their first token, and every sample runs to its end; nothing is drawn
+    short   40 prompts are drawn, the first 32 whole groups are the result, the other 8 prompts are deferred
+    long    32 prompts are deferred: they are answered, from their first token, and every sample runs to its end; nothing is drawn
 
-How many wait follows from the arguments, so which turns are long (every fifth, here) is known before the run. Only who waits depends on
-time. Nothing is left out for its length, unlike with `late="drop"`, and no token is of older weights than its turn's, unlike with
-`late="carry"`: so it needs no staleness. Its price are the tokens that late samples had, which are made again, and the order of prompts.
+How many are deferred follows from the arguments, so which calls are long (every fifth, here) is known before the run. Only which prompts
+are deferred depends on time. Nothing is left out for its length, unlike with `late="drop"`, and no token is of older weights than its
+call's, unlike with `late="carry"`: so it needs no staleness. The price: the tokens that late samples had are made again, and the order
+of prompts changes.
 
 Each round is made of calls that exist without it: a generation that is cut, what it answered, the prompts without those, a union. So the
-scheduler, the simulator, the record and eager know nothing of rounds. What waits when the loop ends is not answered.
+scheduler, the simulator, the record and eager know nothing of rounds. Prompts that are deferred when the loop ends are not answered.
 
 Source:
     RollPacker, NSDI 2026: tail batching. There groups are over-sampled within themselves too, which leaves out the longest answers of
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Answered:
-    """The positions of the prompts that these samples answer, as the keys of a table."""
+    """List the positions of the prompts that these samples answer, as the keys of a table."""
 
     def __call__(self, rows: Batch, values: Mapping[str, object]) -> dict[str, float]:
         return dict.fromkeys(map(str, np.unique(prompt_positions(rows.ids)).tolist()), 1.0)
@@ -50,7 +51,7 @@ class Answered:
 
 @dataclass(frozen=True)
 class Unanswered:
-    """Which of the prompts are not in that table. Those of a `take`: a row's place in its call is its position."""
+    """Mark the prompts of a `take` that are not in that table; a row's index in its call is its position."""
 
     table: str
 
@@ -61,8 +62,8 @@ class Unanswered:
 
 
 @dataclass
-class Waiting:
-    """The prompts of a line that wait for its next long round."""
+class DeferredPrompts:
+    """The prompts of a line that are deferred to its next long round."""
 
     rows: Rows | None = None
     count: int = 0
@@ -72,7 +73,7 @@ class Waiting:
         self.count += count
 
     def take(self, count: int) -> Rows:
-        """The first of them, who wait no longer."""
+        """Remove and return the first of them."""
         assert self.rows is not None
         assert self.count >= count
         found = self.rows if self.count == count else self.rows[:count]
@@ -81,7 +82,7 @@ class Waiting:
         return found
 
 
-def deferring(
+def generate_deferred(
     policy: Policy,
     source: Dataset,
     *,
@@ -93,7 +94,7 @@ def deferring(
     kv: str,
     shown: Mapping[str, object],
 ) -> Rows:
-    """Record the calls of a turn of such a line; the rows are those of `count` groups."""
+    """Record the calls of one round of such a line; the rows are those of `count` groups."""
     if not is_count(count):
         raise OptionError(
             f"late='defer' got count={count!r}; it is a whole number, 1 or more: the groups that each turn gives",
@@ -107,7 +108,7 @@ def deferring(
             now=f"Say oversample={(count + 1) / count:.3g} or more.",
         )
     site = user_site()
-    waiting = policy._session.waiting.setdefault((policy.name, source, site.file, site.line, site.path), Waiting())
+    waiting = policy._session.deferred.setdefault((policy.name, source, site.file, site.line, site.path), DeferredPrompts())
     common: dict[str, object] = {"n": n, "sampling": sampling, "kv": kv}
     if waiting.count >= count:
         prompts, options = waiting.take(count), {"late": "wait", "oversample": 1.0, "is_long": True, **common}
@@ -119,7 +120,7 @@ def deferring(
 
 
 def _unanswered(prompts: Rows, responses: Rows, count: int) -> Rows:
-    """The prompts that a generation which was cut did not answer: so many."""
+    """The prompts that a generation which was cut did not answer; `count` of them."""
     session = prompts.session
     common: dict[str, object] = {"timeout_s": None, "column": "value", "style": "columns"}
     table = session.record(

@@ -1,13 +1,13 @@
-"""Record a flow's calls without doing any: one path, or both outcomes of each condition on a value that nobody has computed.
+"""Trace a flow: record its calls without executing any, on one path or on both outcomes of each condition on an unknown value.
 
-The flow runs for `steps` steps. What it sees where it looks at a value is for `Answers` to say; where they don't know, the trace
-ends: what comes after might depend on it, and the graph says at which line that is.
+    flow --traced again for each path--> ExploredPath, ... --> Exploration
 
-flow --traced again for each path--> Path, Path, ... --> Exploration
+`trace` runs the flow for `steps` steps. What it sees where it looks at a value is for `Answers` to say; where they don't know, the trace
+ends: what comes after might depend on the value, and the graph says at which line that is.
 
-What the flow sees is, in this order: assumed (`--assume`), taken from an earlier run's record (`--from`), or an `Unknown` number,
-whose comparisons fork the path. Paths are taken breadth first, up to a bound, so that what lies near the start is seen from all
-sides; the first path answers every question with no.
+`explore` follows several paths. What the flow sees is, in this order: assumed (`--assume`), taken from an earlier run's record (`--from`),
+or an `Unknown` number, whose comparisons fork the path. Paths are taken breadth first, up to a bound, so that what lies near the start is
+explored on all sides; the first path answers every question with no.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Literal, NoReturn
 from m2flow.errors import FlowError, OptionError, TraceError
 from m2flow.macro.flow import Flow, seed_everything
 from m2flow.macro.graph import Call, MacroGraph, Observation, Site, assigned_name
-from m2flow.macro.number import Decider, Facts, Unknown, floats_found
+from m2flow.macro.number import Decider, PathFacts, Unknown, exploring_floats
 from m2flow.macro.replay import Record, prints_muted
 from m2flow.macro.session import Backend, Session, recording
 from m2flow.macro.sites import user_site
@@ -35,11 +35,11 @@ from m2flow.samples import Batch, make_ids
 
 
 class EndOfTrace(BaseException):
-    """The trace goes no further. Not an `Exception`, so that no flow catches it by accident."""
+    """The trace ends here. Not an `Exception`, so that no flow catches it by accident."""
 
 
 class Answers(ABC):
-    """What a flow sees when it looks at a value that nobody has computed."""
+    """What a traced flow sees when it looks at a value."""
 
     @abstractmethod
     def value(self, call: Call, observation: Observation, calls: Sequence[Call]) -> object:
@@ -47,7 +47,7 @@ class Answers(ABC):
 
 
 class TracingBackend(Backend):
-    """Keeps the calls."""
+    """Collect the calls of a trace."""
 
     is_rehearsal = True
 
@@ -84,7 +84,7 @@ class TracingBackend(Backend):
 
 
 class Numbers(dict[str, float]):
-    """Metrics whose names nobody knows yet: each is what `ask` says of its name."""
+    """Metrics whose names are not known yet: each value is what `ask` returns for its name."""
 
     def __init__(self, ask: Callable[[str], float]) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ _MOST_ASSUMED = 5_000
 
 
 class _Assumed(Answers):
-    """Every number is the same; None: nothing is known."""
+    """Answer every look with the same number; None: nothing is known."""
 
     def __init__(self, number: float | None) -> None:
         self._number = number
@@ -145,6 +145,9 @@ def trace(
     return MacroGraph(flow.name, tuple(backend.calls), tuple(backend.observations)).verify(), dict(session.models), session.num_steps
 
 
+# ---- known values
+
+
 @dataclass(frozen=True)
 class Assumption:
     """`--assume NUMBER`, `--assume NAME=NUMBER` or `--assume FILE:LINE=NUMBER`."""
@@ -175,8 +178,8 @@ class Assumption:
 
 
 @dataclass(frozen=True)
-class Known:
-    """What is said of values beforehand."""
+class KnownValues:
+    """Values that are known before a flow is explored: assumptions, and an earlier run's record."""
 
     assumptions: Sequence[Assumption] = ()
     record: Record | None = None
@@ -184,7 +187,7 @@ class Known:
 
 
 class Earlier:
-    """What calls at the same place of the program came to in an earlier run."""
+    """Results of calls at the same place of the program in an earlier run."""
 
     def __init__(self, record: Record) -> None:
         self._record = record
@@ -213,6 +216,8 @@ def num_rows(call: Call, calls: Sequence[Call]) -> int | None:
     return base * n if base is not None and isinstance(n, int) and call.engine in ("rollout", "function", "train") else None
 
 
+# ---- exploring several paths
+
 MAX_PATHS = 16
 MAX_FORKS = 8
 """Questions on one path."""
@@ -227,7 +232,7 @@ _NOMINAL = 0.5
 
 @dataclass(frozen=True)
 class Look:
-    """A look at a value on a path, and where the value came from."""
+    """A look at a value on a path, and where that value came from."""
 
     observation: Observation
     num_calls: int
@@ -238,7 +243,7 @@ class Look:
 
 @dataclass(frozen=True)
 class Fork:
-    """A condition on an unknown value, and its outcome on this path."""
+    """A condition on an unknown value, and its outcome on one path."""
 
     question: str
     site: Site
@@ -274,9 +279,9 @@ class Exploration:
 
 
 class Explorer(Answers, Decider):
-    """Answers on one path: the given outcomes first, then what was said there in the step before, then no."""
+    """Answer on one path: the given outcomes first, then the outcome of the step before at the same place, then no."""
 
-    def __init__(self, known: Known, outcomes: Sequence[bool], max_forks: int) -> None:
+    def __init__(self, known: KnownValues, outcomes: Sequence[bool], max_forks: int) -> None:
         self.forks: list[Fork] = []
         self.looks: list[Look] = []
         self.is_cut = False
@@ -285,7 +290,7 @@ class Explorer(Answers, Decider):
         self._record_name = known.record_name
         self._outcomes = outcomes
         self._max_forks = max_forks
-        self._facts = Facts(self)
+        self._facts = PathFacts(self)
         self._by_text: dict[str, Unknown] = {}
         self._num_calls = 0
         self._step = -1
@@ -352,7 +357,7 @@ class Explorer(Answers, Decider):
         return outcome
 
     def submitted(self, call: Call) -> None:
-        """The path has one more call."""
+        """Note that the path has one more call."""
         self._num_calls, self._step = call.ordinal + 1, call.step
         if self._num_calls > MAX_CALLS:
             self._cut()
@@ -363,7 +368,7 @@ class Explorer(Answers, Decider):
 
 
 class _Counting(TracingBackend):
-    """Tells the explorer how far the path is."""
+    """A tracing backend that tells the explorer how far the path is."""
 
     def __init__(self, explorer: Explorer) -> None:
         super().__init__(explorer)
@@ -375,8 +380,8 @@ class _Counting(TracingBackend):
 
 
 @dataclass(frozen=True)
-class Followed:
-    """A path, and what the flow said of itself on it."""
+class FollowedPath:
+    """A path that was followed, with the flow's models and steps on it."""
 
     path: ExploredPath
     models: Mapping[str, Model]
@@ -391,22 +396,22 @@ def follow(
     *,
     steps: int = 1,
     seed: int = 0,
-    known: Known | None = None,
+    known: KnownValues | None = None,
     max_forks: int = MAX_FORKS,
-) -> Followed:
-    """One path: these outcomes of its first conditions; later ones as in the step before, or no."""
-    explorer = Explorer(known or Known(), outcomes, max_forks)
+) -> FollowedPath:
+    """Follow one path: these outcomes of its first conditions; later ones as in the step before, or no."""
+    explorer = Explorer(known or KnownValues(), outcomes, max_forks)
     backend = _Counting(explorer)
     session: Session | None = None
     error: FlowError | None = None
     try:
-        with floats_found(flow.function.__globals__), prints_muted():
+        with exploring_floats(flow.function.__globals__), prints_muted():
             session = run_traced(flow, options, backend, steps=steps, seed=seed)
     except FlowError as raised:
         error = raised
     graph = MacroGraph(flow.name, tuple(backend.calls), tuple(backend.observations)).verify()
     path = _path(graph, explorer, error)
-    return Followed(path, dict(session.models) if session else {}, session.num_steps if session else 0, error)
+    return FollowedPath(path, dict(session.models) if session else {}, session.num_steps if session else 0, error)
 
 
 def explore(
@@ -415,16 +420,16 @@ def explore(
     *,
     steps: int = 1,
     seed: int = 0,
-    known: Known | None = None,
+    known: KnownValues | None = None,
     max_paths: int = MAX_PATHS,
     max_forks: int = MAX_FORKS,
 ) -> Exploration:
-    """Every way through a flow's first steps that conditions on unknown values leave open. Runs no engine.
+    """Explore every path through a flow's first steps that conditions on unknown values leave open. Runs no engine.
 
     Raises:
-        FlowError: what the flow does wrong on every path. On one of several it is told as that path's end.
+        FlowError: what the flow does wrong on every path. On one of several it is reported as that path's end.
     """
-    followed: list[Followed] = []
+    followed: list[FollowedPath] = []
     todo: deque[tuple[bool, ...]] = deque([()])
     while todo and len(followed) < max_paths:
         outcomes = todo.popleft()
@@ -439,6 +444,9 @@ def explore(
     most = max(one.num_steps for one in good)
     models = {role: model for one in reversed(good) for role, model in one.models.items()}
     return Exploration(tuple(one.path for one in followed), models, most, len(todo))
+
+
+# ---- copies of roles, and planning ahead
 
 
 @dataclass(frozen=True)
@@ -456,10 +464,10 @@ def copies_made(
     *,
     num_steps: int,
     seed: int = 0,
-    known: Known | None = None,
+    known: KnownValues | None = None,
     exploration: Exploration | None = None,
 ) -> Copies:
-    """The copies that a flow makes in a later step or in a branch, where a trace of its first steps does not come: all steps are
+    """Find the copies that a flow makes in a later step or in a branch, where a trace of its first steps does not come: all steps are
     followed, up to `MAX_CALLS`, and both outcomes of the first one's conditions. Flows whose text has none there are not followed.
 
     Limits: what is made only where an unknown value decides so in a later step, or after a look at rows, is not found; the run then
@@ -495,7 +503,7 @@ _INSIDE = (
 
 
 def makes_copies_inside(function: Callable[..., object]) -> bool:
-    """Whether a flow's text makes a `Reference` or a `Critic` elsewhere than at the beginning of the function's own lines: in a loop, a
+    """Whether a flow's source makes a `Reference` or a `Critic` elsewhere than at the beginning of the function's own lines: in a loop, a
     branch, a helper. Where the text can't be had, whether it names one."""
     plain = inspect.unwrap(function)
     if not isinstance(plain, types.FunctionType):
@@ -531,9 +539,9 @@ def _is_copy(names: Mapping[str, object], name: str) -> bool:
 
 
 def anticipate(
-    flow: Flow, options: Mapping[str, object], exploration: Exploration, *, steps: int, seed: int = 0, known: Known | None = None
+    flow: Flow, options: Mapping[str, object], exploration: Exploration, *, steps: int, seed: int = 0, known: KnownValues | None = None
 ) -> MacroGraph:
-    """The calls of so many steps that a plan should have room for: those of the path with the most. A line that waits is told once."""
+    """The calls of so many steps that a plan should have room for: those of the path with the most. A line that waits is reported once."""
     outcomes = [fork.outcome for fork in exploration.longest.forks]
     whole = follow(flow, options, outcomes, steps=steps, seed=seed, known=known, max_forks=MOST_ASKED).path.graph
     once = {(seen.site, seen.why): seen for seen in reversed(whole.observations)}  # With its first turn.

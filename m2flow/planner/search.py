@@ -37,7 +37,7 @@ import msgspec
 import numpy as np
 
 from m2flow.errors import PlanError
-from m2flow.macro.session import seldom_collecting
+from m2flow.macro.session import infrequent_gc
 from m2flow.micro.lowering.capabilities import can_shrink_kv_cache
 from m2flow.micro.lowering.placement import share_a_process
 from m2flow.micro.protocol.cost_terms import Costs
@@ -370,7 +370,7 @@ def best_plans(problem: Problem, hows: Sequence[int] = (TURNS, SPLIT)) -> list[F
     Raises:
         PlanError: there is none.
     """
-    with seldom_collecting():
+    with infrequent_gc():
         search = _Search.of(problem)
         several = len(hows) > 1
         tried = [(search.best(hows), hows)]

@@ -21,7 +21,7 @@ from pathlib import Path
 from m2flow.errors import SpecError
 from m2flow.macro.flow import Flow
 from m2flow.macro.graph import Call, MacroGraph
-from m2flow.macro.replay import Around, prints_muted
+from m2flow.macro.replay import BackendWrapper, prints_muted
 from m2flow.macro.session import Backend
 from m2flow.macro.tracing import trace
 from m2flow.micro.controller.launcher import GATHER_S
@@ -69,7 +69,7 @@ ROUNDS = (
 _TINY = Round(0.0, 0.0)
 
 
-class ProbeBackend(Around):
+class ProbeBackend(BackendWrapper):
     """A backend that resizes the flow's calls to the rounds of a probe before another backend executes them."""
 
     def __init__(self, live: Backend, rounds: Sequence[Round], cut: Mapping[int, int], *, budget_s: float, num_ahead: int = 1) -> None:

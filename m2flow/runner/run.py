@@ -43,7 +43,7 @@ from m2flow.macro.eager import EagerBackend
 from m2flow.macro.flow import Flow
 from m2flow.macro.graph import Call, MacroGraph
 from m2flow.macro.pinning import PinnedBackend, PinnedCall
-from m2flow.macro.replay import Around, Recorder, ReplayBackend, check_same, prints_muted
+from m2flow.macro.replay import BackendWrapper, Recorder, ReplayBackend, check_same, prints_muted
 from m2flow.macro.session import Backend
 from m2flow.macro.tracing import Copies, anticipate, copies_made, explore, trace
 from m2flow.micro.controller.call_futures import CallFutures
@@ -150,7 +150,7 @@ _PATIENCE_S = 2.0
 
 
 @final
-class UninterruptedUpdates(Around):
+class UninterruptedUpdates(BackendWrapper):
     """An eager backend whose updates can't be interrupted: half of one would be made twice when the run resumes."""
 
     def __init__(self, live: Backend) -> None:

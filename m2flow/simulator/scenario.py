@@ -16,7 +16,7 @@ from pathlib import Path
 from m2flow.errors import OptionError, PlanError, SpecError
 from m2flow.macro.flow import Flow
 from m2flow.macro.graph import Call, Effect, MacroGraph
-from m2flow.macro.tracing import MOST_ASKED, Copies, Known, copies_made, explore, follow
+from m2flow.macro.tracing import MOST_ASKED, Copies, KnownValues, copies_made, explore, follow
 from m2flow.micro.lowering.arithmetic import TRACED_STEPS
 from m2flow.micro.lowering.passes import lower
 from m2flow.micro.protocol.cost_terms import Costs, EngineId
@@ -195,7 +195,7 @@ def prepare(
     lengths: str = "",
     steps: int = 1,
     seed: int = 0,
-    known: Known | None = None,
+    known: KnownValues | None = None,
     profile: Path | None = None,
 ) -> Scenario:
     """A scenario of a flow's first steps.

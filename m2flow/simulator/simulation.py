@@ -37,9 +37,9 @@ from typing import Literal, NamedTuple, final
 from m2flow.errors import InternalError, TraceError
 from m2flow.macro.flow import Flow
 from m2flow.macro.graph import Call, MacroGraph
-from m2flow.macro.number import floats_found
+from m2flow.macro.number import exploring_floats
 from m2flow.macro.replay import prints_muted
-from m2flow.macro.tracing import MOST_ASKED, Explorer, Known, TracingBackend, run_traced
+from m2flow.macro.tracing import MOST_ASKED, Explorer, KnownValues, TracingBackend, run_traced
 from m2flow.micro.controller.planned_backend import RunAhead
 from m2flow.micro.lowering.passes import Lowering
 from m2flow.micro.protocol import execute
@@ -160,7 +160,7 @@ def follow_program(
     *,
     steps: int,
     seed: int = 0,
-    known: Known | None = None,
+    known: KnownValues | None = None,
     outcomes: Sequence[bool] = (),
 ) -> Program:
     """The first steps of a flow.
@@ -170,8 +170,8 @@ def follow_program(
     Raises:
         FlowError: what the flow does wrong. TraceError: it makes no call.
     """
-    backend = _Following(Explorer(known or Known(), outcomes, MOST_ASKED))
-    with floats_found(flow.function.__globals__), prints_muted():
+    backend = _Following(Explorer(known or KnownValues(), outcomes, MOST_ASKED))
+    with exploring_floats(flow.function.__globals__), prints_muted():
         session = run_traced(flow, options, backend, steps=steps, seed=seed)
     if not backend.calls:
         raise TraceError(f"the flow {flow.name} makes no call", now="Its body should generate, score or update something.")

@@ -12,9 +12,9 @@ from m2flow.cli.cluster_file import load_cluster
 from m2flow.cli.main import cli
 from m2flow.errors import FlowError, OptionError
 from m2flow.macro.graph_display import barriers_listing, bounds_listing, calls_listing
-from m2flow.macro.number import Decider, ExploredFloat, Facts, Unknown
+from m2flow.macro.number import Decider, ExploredFloat, PathFacts, Unknown
 from m2flow.macro.replay import MemoryRecord, Recorder
-from m2flow.macro.tracing import Assumption, Exploration, Known, explore
+from m2flow.macro.tracing import Assumption, Exploration, KnownValues, explore
 from m2flow.runner.run import Run
 from m2flow.spec import ClusterSpec, RolloutSpec, RunSettings, TrainSpec
 from m2flow.testing.world import run_eager
@@ -184,7 +184,7 @@ def test_the_flows_own_dice_fall_the_same_on_every_path():
 )
 def test_an_assumed_value_follows_its_outcome_alone(text, shown):
     line = explore(early, {}).paths[0].looks[0].observation.site.line
-    exploration = explore(early, {}, known=Known((Assumption.parse(text.format(line=line)),)))
+    exploration = explore(early, {}, known=KnownValues((Assumption.parse(text.format(line=line)),)))
     assert len(exploration.paths) == (1 if shown else 2)
     if shown:
         assert listed(exploration) == shown[0]
@@ -199,7 +199,7 @@ def test_what_is_no_number_can_not_be_assumed():
 def test_values_are_taken_from_an_earlier_run():
     record = MemoryRecord()
     assert run_eager(early, {}, SPEC, around=lambda live: Recorder(live, record)).error == ""
-    exploration = explore(early, {}, steps=4, known=Known(record=record, record_name="runs/early"))
+    exploration = explore(early, {}, steps=4, known=KnownValues(record=record, record_name="runs/early"))
     (path,) = exploration.paths
     assert [call.name for call in path.graph.calls] == [call.name for call in record.calls]
     assert " in runs/early" in "\n".join(barriers_listing(exploration))
@@ -291,7 +291,7 @@ class _Saying(Decider):
 
 def test_an_unknown_number_remembers_what_was_decided_of_it():
     decider = _Saying(True, False, True)
-    x = Unknown(0.5, "x", Facts(decider))
+    x = Unknown(0.5, "x", PathFacts(decider))
     assert x > 0.25
     assert x > 0.1
     assert not x <= 0.25
@@ -308,7 +308,7 @@ def test_an_unknown_number_remembers_what_was_decided_of_it():
 
 def test_an_unknown_number_calculates_and_keeps_its_words():
     decider = _Saying(True, False)
-    x = Unknown(0.5, "x", Facts(decider))
+    x = Unknown(0.5, "x", PathFacts(decider))
     assert (1 - x * 2).text == "(1 - (x * 2))"
     assert float.__add__(2 * x + 1, 0.0) == 2.0
     assert (x / 0).text == "(x / 0)"

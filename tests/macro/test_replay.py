@@ -14,7 +14,7 @@ import pytest
 from m2flow import AdamW, Dataset, Flow, Policy, Reference, Reward, Sample, flow, log, ppo_clip, steps
 from m2flow.errors import DivergenceError, RewardError, SpecError
 from m2flow.macro.graph import Call, Observation
-from m2flow.macro.replay import Around, MemoryRecord, Recorder, ReplayBackend, replay, stable_text, trains
+from m2flow.macro.replay import BackendWrapper, MemoryRecord, Recorder, ReplayBackend, replay, stable_text, trains
 from m2flow.macro.session import Backend
 from m2flow.micro.records.flow_record import read_record
 from m2flow.runner.run import Run
@@ -54,7 +54,7 @@ def curriculum(num_steps: int = 4, seen: list[object] | None = None, cap: int = 
             seen.append((step, n, count, prompts.cursor, texts, lagged, drawn))
 
 
-class Counting(Around):
+class Counting(BackendWrapper):
     """Counts what is executed."""
 
     def __init__(self, live: Backend) -> None:
@@ -171,7 +171,7 @@ def test_prints_and_logs_come_from_the_point_on(capsys):
     capsys.readouterr()
     logged: list[int] = []
 
-    class Listening(Around):
+    class Listening(BackendWrapper):
         def log(self, step: int, values: Mapping[str, object]) -> None:
             logged.append(step)
 

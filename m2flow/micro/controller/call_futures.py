@@ -15,7 +15,7 @@ from m2flow.errors import InternalError, M2FlowError, WorkerError
 from m2flow.macro.eager import number_of
 from m2flow.macro.failures import Failures
 from m2flow.macro.graph import Call
-from m2flow.macro.session import Remembered
+from m2flow.macro.session import CallValues
 from m2flow.samples import Batch
 
 
@@ -114,7 +114,7 @@ class CallFutures:
         self._awaited: list[Callable[[], bool]] = []
         """Conditions that threads wait for. They are woken when one is met, not at each change, since each wake takes the interpreter's
         lock."""
-        self._values: Remembered[object] = Remembered()
+        self._values: CallValues[object] = CallValues()
         self._rows: dict[int, Batch] = {}
         self._first_error = FirstError()
         self._num_open: dict[int, int] = {}

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol, final
 
 from m2flow.macro.graph import Call
-from m2flow.macro.replay import Around
+from m2flow.macro.replay import BackendWrapper
 from m2flow.macro.session import Backend
 from m2flow.micro.protocol.events import CheckpointDue
 from m2flow.micro.protocol.execute import gives_reward
@@ -219,7 +219,7 @@ class CheckpointCoordinator:
             return self._newest
 
 
-class CheckpointingBackend(Around):
+class CheckpointingBackend(BackendWrapper):
     """A backend that begins a checkpoint at the end of each step where one is due.
 
     Args:

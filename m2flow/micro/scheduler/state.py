@@ -25,7 +25,7 @@ from m2flow.errors import M2FlowError, OpError, RunInterrupted
 from m2flow.macro.graph import Call
 from m2flow.macro.lineage import TWICE
 from m2flow.macro.oversampling import carries, is_cut, keeps_cache, num_wanted
-from m2flow.macro.refill import Refill, RefillEnd, ran_dry
+from m2flow.macro.refill import Refill, RefillEnd, source_exhausted
 from m2flow.micro.lowering.capabilities import keeps_caches
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.events import CONTROLLER, Command, Discarded, Dropped, Forgotten, Reject, Resolve, Send
@@ -187,7 +187,7 @@ class Refills:
         self._state.commands.append(Discarded(members[0].call.ordinal, end.last))
         error = end.error
         if end.is_dry:
-            judged, error = members[-1], ran_dry(members[-1].call, len(end.kept), end.last + 1)
+            judged, error = members[-1], source_exhausted(members[-1].call, len(end.kept), end.last + 1)
         for member in members:
             self._failed.pop(member.call.ordinal, None)
             member.result = [row for row in member.ids if SampleId.unpack(row).prompt in end.kept]

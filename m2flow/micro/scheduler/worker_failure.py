@@ -72,7 +72,7 @@ class Restoring:
 
     def _take(self, state: CallState, message: m.Finished | m.Flushed) -> None:
         if state.refill is not None and state.is_generation:
-            state.refill.had_started(max((SampleId.unpack(packed).prompt for packed in message.ids), default=-1) + 1)
+            state.refill.resume_at(max((SampleId.unpack(packed).prompt for packed in message.ids), default=-1) + 1)
         if isinstance(message, m.Flushed):
             record_prefixes(self._state, state, LEDGER, message)
             return

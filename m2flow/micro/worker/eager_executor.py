@@ -31,7 +31,7 @@ from m2flow.macro.eager import Deferred
 from m2flow.macro.flow import randomness_kept
 from m2flow.macro.graph import Call
 from m2flow.macro.oversampling import carries, is_cut, num_late, num_wanted, timeout_of
-from m2flow.macro.refill import ran_dry
+from m2flow.macro.refill import source_exhausted
 from m2flow.micro.lowering.passes import cut
 from m2flow.micro.lowering.placement import check_place, places
 from m2flow.micro.protocol import execute, train_tasks
@@ -420,7 +420,7 @@ class EagerExecutor:
                 kept.append(_batch(rows))
             if len(kept) == call.options["refill"]:
                 return Batch.concat(kept)
-        raise ran_dry(call, len(kept), len(prompts))
+        raise source_exhausted(call, len(kept), len(prompts))
 
     def _generate(self, call: Call, prompts: Batch, first: int = 0) -> Batch:
         """Responses to prompts, of which the first has this position in its call."""
