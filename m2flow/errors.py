@@ -377,7 +377,7 @@ def _rebuild(kind: str, what: str, where: str, now: str, remote: str) -> M2FlowE
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str | None = None, *, cutoff: float = 0.6) -> str:
-    """What to do now about a name that is none of these: take the nearest, if it is as near as `cutoff` of 1; if none is, `otherwise`, by
+    """Suggest what to do about an unknown name: the nearest known one, if it is as near as `cutoff` of 1; else `otherwise`, by
     default a list of all.
 
     >>> did_you_mean("plicy", ["policy", "reward"])

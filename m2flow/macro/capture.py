@@ -154,7 +154,7 @@ def captures(function: types.FunctionType) -> Iterator[tuple[str, object]]:
 
 
 def fixed_leaves(function: object) -> list[object] | None:
-    """All that a function captures, if nothing of it can change; None if something can.
+    """Collect all that a function captures, if it is immutable; None if any of it can change.
 
     Two functions of one code with the same leaves do the same. A function that is cached (`functools.cache`) counts as pure.
     """
@@ -563,7 +563,7 @@ class Captures:
 
 @functools.lru_cache(maxsize=1024)
 def fields_of(kind: type) -> tuple[str, ...] | None:
-    """What an instance of m2flow's own dataclass is made of; None for all other classes."""
+    """The fields of one of m2flow's own dataclasses; None for all other classes."""
     if not dataclasses.is_dataclass(kind) or not kind.__module__.startswith("m2flow."):
         return None
     return tuple(field.name for field in dataclasses.fields(kind) if field.init)

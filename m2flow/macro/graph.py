@@ -128,7 +128,7 @@ class Effect(msgspec.Struct, frozen=True, eq=False):
 
 @dataclass(frozen=True, eq=False)
 class CallKind:
-    """What the calls that one place of the program makes have in common (`m2flow.macro.capture`): of one kind are those of one object."""
+    """The common part of the calls that one place of the program makes (`m2flow.macro.capture`). Kinds compare by identity."""
 
     role: str
     method: str

@@ -148,7 +148,7 @@ def _calls(path: ExploredPath, start: int, end: int) -> tuple[_Line, ...]:
 
 
 def _key(path: ExploredPath, call: Call) -> tuple[object, ...]:
-    """What a call is and what made its inputs, without numbers."""
+    """Key of a call by what it is and what made its inputs, without numbers."""
     makers = (path.graph.calls[ref.call] for _, ref in call.inputs)
     inputs = tuple((maker.name, str(maker.site), maker.step) for maker in makers)
     return call.name, str(call.site), call.step, repr(sorted(call.shown.items())), inputs

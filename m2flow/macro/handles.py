@@ -165,7 +165,7 @@ class Metrics(Handle):
 
 
 class OpValue(Metrics, Operators[Number]):
-    """What an op on a batch gives: a number, to calculate with; or numbers by name, `value["name"]`; or a text."""
+    """The result of an op on a batch: a number, to calculate with; or numbers by name, `value["name"]`; or a text."""
 
     def operate(self, operation: str, *operands: object) -> Number:
         return Number(self).operate(operation, *(Number(operand) if isinstance(operand, OpValue) else operand for operand in operands))
@@ -180,7 +180,7 @@ class OpValue(Metrics, Operators[Number]):
         return round(Number(self), digits)
 
     def lagged(self, steps: int) -> object:  # type: ignore[override]  # its value may be anything
-        """What it was `steps` steps ago, at the same place of the program; `None` in the first ones."""
+        """The value `steps` steps ago, at the same place of the program; `None` in the first ones."""
         return self._past(steps)
 
     def _kind(self) -> str:
@@ -510,7 +510,7 @@ class Reducible(ABC, Generic[R]):
     @overload
     def sum(self, over: Over) -> R: ...
     def sum(self, over: Over | None = None) -> Number | R:
-        """Of truths, how many hold."""
+        """The sum; of booleans, how many are true."""
         return self.reduce("sum", over)
 
     @overload
@@ -556,7 +556,7 @@ class Reducible(ABC, Generic[R]):
     @overload
     def count(self, over: Over) -> R: ...
     def count(self, over: Over | None = None) -> Number | R:
-        """How many there are, whatever they are: rows, or tokens."""
+        """The number of values, whatever they are: rows, or tokens."""
         return self.reduce("count", over)
 
 
@@ -697,7 +697,7 @@ class Rows(Handle, Operators["Rows"], Reducible["Rows"]):
         return inputs.rows(self.check(inputs.session, inputs.what), self.column, label)
 
     def mask(self, inputs: Inputs) -> str | None:
-        """Of a column of tokens: the input that says which of them count."""
+        """Add the input that says which values of a per-token column count."""
         return None if self.tokens_of is None else self.tokens_of._field("loss_mask").operand(inputs, "mask").name
 
     def reduce(self, how: How, over: Over | None) -> Number | Rows:

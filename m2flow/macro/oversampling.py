@@ -150,7 +150,7 @@ def timeout_of(options: Mapping[str, object]) -> float | None:
 
 
 def num_wanted(options: Mapping[str, object], num_prompts: int) -> int:
-    """How many groups of its own such a call gives, of this many prompts; fewer, if some are late by the clock.
+    """The number of whole groups that such a call returns of so many prompts; fewer, if some are late by the clock.
 
     >>> num_wanted({"oversample": 1.25}, 40)
     32
@@ -161,7 +161,7 @@ def num_wanted(options: Mapping[str, object], num_prompts: int) -> int:
 
 
 def num_late(options: Mapping[str, object], num_prompts: int) -> int:
-    """How many groups may be late when such a call of this many prompts ends.
+    """The number of groups that may be late when such a call of so many prompts ends.
 
     >>> num_late({"oversample": 1.25, "late": "carry"}, 40)
     8

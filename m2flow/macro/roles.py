@@ -51,7 +51,7 @@ from m2flow.samples import MAX_GROUP, Batch, Column, Sample
 
 @dataclass(frozen=True)
 class InputKind:
-    """What handles fit an input of a call, and what to do about those that do not."""
+    """A kind of input of a call: which handles fit, and what to do about those that do not."""
 
     what: str
     fit: Callable[[Rows], bool]
@@ -110,7 +110,7 @@ class Role:
         return self._column(handle, method, wants)[0]
 
     def _column(self, handle: object, method: str, wants: InputKind) -> tuple[Ref, str]:
-        """The same, with the column of its rows that counts; empty for whole samples."""
+        """Check an input as `_rows` does. Returns it with the column of its rows that counts; empty for whole samples."""
         if not isinstance(handle, Rows) or not wants.fit(handle):
             raise TraceError(f"{self.name}.{method} needs {wants.what}, and got {describe(handle)}", now=wants.now)
         return handle.check(self._session, f"{self.name}.{method}"), handle.column or ""
@@ -248,7 +248,7 @@ def check_optimizer(optimizer: object) -> None:
 
 @dataclass(frozen=True)
 class UpdateSettings:
-    """What an update minimises, and in how many steps over its samples. Raises `OptionError` if a setting is invalid."""
+    """Settings of an update: what it minimises, and in how many steps over its samples. Raises `OptionError` if a setting is invalid."""
 
     loss: Loss
     optimizer: AdamW

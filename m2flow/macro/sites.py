@@ -66,7 +66,7 @@ def forget_sites() -> None:
 
 
 def raised_at(error: BaseException) -> Site | None:
-    """Where the user's code was when it raised an error, or called what did."""
+    """Find the place in the user's code that raised an error, or called what did."""
     raised = traceback.extract_tb(error.__traceback__)
     frames = [(frame.filename, frame.lineno or 0, frame.name) for frame in raised if owner(frame.filename) == "user"]
     return site_of(frames[::-1]) if frames else None

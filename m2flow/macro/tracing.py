@@ -43,7 +43,7 @@ class Answers(ABC):
 
     @abstractmethod
     def value(self, call: Call, observation: Observation, calls: Sequence[Call]) -> object:
-        """Of a call among those so far; `EndOfTrace` if it can't be said."""
+        """The value of a call among those so far. Raises `EndOfTrace` if it is not known."""
 
 
 class TracingBackend(Backend):
@@ -264,7 +264,7 @@ class ExploredPath:
 
 @dataclass(frozen=True)
 class Exploration:
-    """All paths that were taken; the first answers every question with no."""
+    """The paths that were taken; the first answers every question with no."""
 
     paths: tuple[ExploredPath, ...]
     models: Mapping[str, Model]

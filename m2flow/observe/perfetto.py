@@ -166,7 +166,7 @@ def _by_role(engine: str, lane: Sequence[Span]) -> dict[str, list[Span]]:
 
 
 def _versions(slices: Iterable[Slice]) -> Iterator[tuple[int, Slice]]:
-    """As `RunTrace.versions`: of a role that publishes nothing, the first load of each version."""
+    """The slices that made each version available, as in `RunTrace.versions`: of a role that publishes nothing, the first loads."""
     found: dict[SpanName, dict[tuple[object, int], Slice]] = {SpanName.WEIGHTS_PUBLISH: {}, SpanName.WEIGHTS_LOAD: {}}
     for piece in slices:
         version, first = piece.span.attributes.get("version"), found.get(piece.span.name)  # type: ignore[call-overload]
@@ -379,7 +379,7 @@ def _named(span: Span) -> bytes:
 
 
 def _annotations(args: Mapping[str, object]) -> Iterator[bytes]:
-    """What is one number or one text; lists of samples are what arrows show."""
+    """Encode attributes that are one number or one text; lists of samples are shown as arrows."""
     for key, value in args.items():
         if isinstance(value, bool):
             yield _message(4, _text(10, key) + _varint(2, int(value)))

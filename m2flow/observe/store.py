@@ -196,7 +196,7 @@ def _payloads(content: bytes) -> Iterator[bytes]:
 
 
 def records_in(content: bytes) -> Iterator[tuple[int, bytes]]:
-    """Where each whole record ends, and the block that it holds, from the start up to the first that is cut or damaged."""
+    """Yield the end and the payload of each whole record, up to the first that is cut or damaged."""
     at = 0
     while at + _HEADER.size <= len(content):
         length, checksum = _HEADER.unpack_from(content, at)
