@@ -1,7 +1,6 @@
-"""Explain a plan in words: who runs where, for how long, why not faster, and what differs from another.
+"""Explain a plan in words: placement, times, why it is not faster, and differences between two plans.
 
-Choice --explain--> text,  --as_document--> what `m2flow plan --json` prints
-
+Choice --explain--> text,  --as_document--> the output of `m2flow plan --json`
 Plan, Plan --differences--> lines
 """
 
@@ -17,7 +16,7 @@ _GIB = 2**30
 
 
 def explain(choice: Choice, *, has_terms: bool = False) -> str:
-    """The plan in a screen of text; with `has_terms`, each constant of the cost model and where it is from as well."""
+    """Describe a plan in a screen of text; with `has_terms`, also each constant of the cost model with its source."""
     lines = [f"placement of {choice.flow} on {choice.cluster}: {choice.mode}"]
     lines += in_columns([_seat_row(seat) for seat in choice.seats])
     lines += ["", *step_lines(choice)]
@@ -37,7 +36,7 @@ def explain(choice: Choice, *, has_terms: bool = False) -> str:
 
 
 def step_lines(choice: Choice) -> list[str]:
-    """What a step takes, part by part, its bounds, and what limits it."""
+    """Describe a step: its time part by part, its bounds, and what limits it."""
     whole = choice.predicted_step_s or 1.0
     lines = [f"step: {seconds(choice.predicted_step_s)} predicted; {_bound(choice)}"]
     lines += in_columns(
@@ -51,7 +50,7 @@ def step_lines(choice: Choice) -> list[str]:
 
 
 def as_document(choice: Choice) -> dict[str, object]:
-    """What `m2flow plan --json` says of a placement, by call."""
+    """Make the `m2flow plan --json` document of a placement, by call."""
     by_call = {call: seat for seat in choice.seats for call in seat.calls}
     return {
         "predicted_step_s": choice.predicted_step_s,
@@ -80,7 +79,7 @@ def as_document(choice: Choice) -> dict[str, object]:
 
 
 def seconds(value: float) -> str:
-    """A time as people read it.
+    """Format a duration with a suitable unit.
 
     >>> seconds(83.4), seconds(0.0123), seconds(7500.0), seconds(0.00099999)
     ('83.4 s', '12.3 ms', '2.08 h', '1 ms')
@@ -94,7 +93,7 @@ def seconds(value: float) -> str:
 
 
 def where(seat: Seat) -> str:
-    """A seat's devices: `h100[0:48]`."""
+    """Format a seat's devices: `h100[0:48]`."""
     return f"{seat.pool or 'this machine'}[{seat.first_device}:{seat.devices.stop}]"
 
 
@@ -134,7 +133,7 @@ def _sources(choice: Choice) -> str:
 
 
 def differences(one: Plan, other: Plan) -> list[str]:
-    """A line for each difference; none if the plans would run alike."""
+    """List the differences between two plans; empty if they would run alike."""
     lines = [f"{name}: {a} -> {b}" for name, a, b in _heads(one, other) if a != b]
     if one.choice is not None and other.choice is not None:
         lines += _choices(one.choice, other.choice)

@@ -1,20 +1,16 @@
-"""Measure a profile: each decode step, micro-batch and function call that a run's trace shows, with its size and time, fitted.
+"""Measure a profile from the traces of runs: sizes and times of decode steps, micro-batches, switches, syncs and function calls, fitted.
 
-rollout.step and sample spans, lengths --batches_of--> samples, contexts and prompts of each step
+    spans, ledger of a run --Observed.of_run--> sizes and seconds, by engine and worker
+        rollout.step and sample spans, lengths --batches_of--> samples, contexts and prompts of each decode step
+    Measurement (Plan, ClusterSpec, Observed) of one or more runs --profile_of--> Profile
 
-A sample of L tokens that ended with step e got one in each of the steps e - L + 1 to e; the first of these read its prompt.
+A span has the time and the ledger the lengths. What ran in a decode step follows from both: a sample of L tokens that ended with step e
+was prefilled in step e - L + 1 and got a token in each step from there. So any run's trace can be measured, at no extra cost for the
+run. Limits: aborted or migrated generations leave steps whose batch is unknown; these are left out, and so is the first step of the loop,
+which allocates memory and loads code.
 
-spans, ledger --Observed.of_run--> sizes and seconds, by engine --(m2flow.planner.measuring)--> constants
-
-A span says when; the ledger says how long samples are. What ran in a decode step follows from both: a sample of L tokens that ended with
-step e was read in at step e - L + 1 and got a token in each step from there. So a trace of any run will do, and recording it costs
-the run nothing more. Limits: a generation that was aborted, or moved between engines, leaves steps whose batch is not known; they are
-left out, and so is the first step of the flow's loop, in which memory is touched and code is loaded for the first time.
-
-Observed of one or more runs (each with its plan) --profile_of--> Profile
-
-A run measures the layouts of its own plan; the others of a profile come from further runs. What an engine takes while others work
-beside it is a factor of its own: fitted in turn with the constants, from steps that overlap more and less.
+A run measures the layouts of its own plan; others come from further runs. The slowdown of an engine while others work on the same host is a
+factor of its own, fitted alternately with the constants, from steps that overlap more and less.
 """
 
 from __future__ import annotations
@@ -34,19 +30,19 @@ from m2flow.micro.records.ledger import read_token_counts
 from m2flow.observe.spans import Span, SpanName, sample_of, samples_of
 from m2flow.observe.store import read_spans
 from m2flow.planner.profiles import (
-    Beside,
     Machine,
     MeasuredDecode,
     MeasuredEngine,
     MeasuredFunction,
     MeasuredPass,
     MeasuredSync,
+    OtherWork,
     Profile,
     Quality,
     fit,
+    model_description,
     now_text,
     robust_mean,
-    told_model,
 )
 from m2flow.recipe import Model
 from m2flow.rollout_scheduling.lengths import log_length_icc
@@ -57,35 +53,37 @@ IntArray = npt.NDArray[np.int64]
 
 
 def batches_of(
-    steps: Sequence[Span], lives: Sequence[Span], counts: Mapping[int, tuple[int, int, int]]
+    steps: Sequence[Span], sample_spans: Sequence[Span], counts: Mapping[int, tuple[int, int, int]]
 ) -> tuple[tuple[IntArray, IntArray, IntArray, IntArray], IntArray]:
-    """Of each step of one engine: samples that were decoded, tokens in their caches, samples that came in, tokens of their prompts (each
-    prompt once). And the positions of the steps of which this is known.
+    """Reconstruct the batch of each step of one engine.
+
+    Returns ((decoded samples, tokens in their KV caches, prefilled samples, tokens of their prompts with each prompt once), [K] each), and
+    the positions of the steps for which this is known.
 
     Args:
-        lives: of the samples of the engine's worker.
-        counts: of each sample the step of the flow, tokens of its prompt, and tokens generated.
+        sample_spans: the spans of the samples of the engine's worker.
+        counts: sample -> (step of the flow, prompt tokens, generated tokens).
     """
     ends = np.array([span.end_ns for span in steps])
     first, last, prompts, groups = [], [], [], []
-    for life in lives:
-        packed = sample_of(life)
-        position = int(np.searchsorted(ends, life.end_ns))
-        if packed is not None and packed in counts and position < len(ends) and ends[position] == life.end_ns:
-            first.append(position - number(life, "num_tokens") + 1)
+    for span in sample_spans:
+        packed = sample_of(span)
+        position = int(np.searchsorted(ends, span.end_ns))
+        if packed is not None and packed in counts and position < len(ends) and ends[position] == span.end_ns:
+            first.append(position - number(span, "num_tokens") + 1)
             last.append(position)
             prompts.append(counts[packed][1])
             groups.append(group_key(packed))
     rows = _Rows(np.array(first, np.int64), np.array(last, np.int64), np.array(prompts, np.int64), np.array(groups, np.int64))
     running, entered, prefill, context = rows.by_step(len(steps))
     asked = np.array([number(span, "num_samples") for span in steps], np.int64)
-    # Beyond the engine's limit samples queue; below it, a batch that does not add up had samples that never ended.
+    # Above the engine's limit samples queue; below it, a batch that does not add up had samples that never ended.
     is_known = (running > 0) & ((running == asked) | ((running < asked) & (running == running.max(initial=0))))
     return (running - entered, context, entered, prefill), np.flatnonzero(is_known)
 
 
 class Cover:
-    """How much of a stretch of time was covered by spans."""
+    """Answers how much of an interval is covered by spans."""
 
     def __init__(self, spans: Sequence[Span]) -> None:
         times, done = [0], [0]
@@ -104,14 +102,14 @@ class Cover:
 
 
 def number(span: Span, name: str, default: int = 0) -> int:
-    """An attribute of a span that is a number."""
+    """A numeric attribute of a span."""
     value = span.attributes.get(name)
     return int(value) if isinstance(value, int | float) else default
 
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    """Samples of one engine, [N] each: the steps in which they got their first and their last token, prompts' tokens, their groups."""
+    """Samples of one engine, [N] each: the steps of their first and last token, prompt tokens, groups."""
 
     first: IntArray
     last: IntArray
@@ -119,7 +117,7 @@ class _Rows:
     groups: IntArray
 
     def by_step(self, num_steps: int) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-        """Of each step: samples that run, those that enter, tokens of the latters' prompts, tokens in the caches of the others."""
+        """For each step: running samples, entering samples, prompt tokens of these, tokens in the KV caches of the others."""
         first = np.clip(self.first, 0, None)
 
         def total(weights: IntArray) -> IntArray:
@@ -146,95 +144,95 @@ KINDS = ("rollout", "train", "function")
 
 @dataclass(frozen=True, eq=False)
 class DecodeSteps:
-    """The steps of one engine on one worker, [K] each."""
+    """The decode steps of one engine on one worker, [K] each."""
 
     decoding: IntArray
-    """Samples that got a token from their cache."""
+    """Samples that were decoded from their KV cache."""
     context: IntArray
-    """Tokens in their caches, of all together."""
+    """Tokens in their KV caches together."""
     entered: IntArray
-    """Samples that were read in."""
+    """Samples that were prefilled."""
     prefill: IntArray
     """Tokens of their prompts, each prompt once."""
     seconds: FloatArray
-    beside: dict[str, FloatArray]
-    """Kind of engine -> share of the step in which one worked on another worker."""
+    overlap: dict[str, FloatArray]
+    """Kind of engine -> share of the step in which such an engine worked on another worker."""
 
 
 @dataclass(frozen=True, eq=False)
 class Passes:
-    """Micro-batches of one role on one worker, [K] each."""
+    """The micro-batches of one role on one worker, [K] each."""
 
     num_samples: IntArray
     tokens: IntArray
     shared: IntArray
-    """Of these tokens, those of a prompt that a sample of the same group has too: an engine may put them through the model once."""
+    """Tokens of prompts that another sample of the micro-batch shares: an engine may process them once."""
     squares: FloatArray
-    """Sum over the samples of the square of their tokens."""
+    """Sum over the samples of their squared tokens."""
     seconds: FloatArray
-    beside: dict[str, FloatArray]
+    overlap: dict[str, FloatArray]
 
 
 @dataclass(frozen=True, eq=False)
-class Leavings:
+class Departures:
     """Samples that left a rollout engine together, [K] each."""
 
     num_samples: IntArray
     seconds: FloatArray
-    """Beyond what lies between two steps anyway."""
+    """Seconds beyond the usual gap between two steps."""
     between_s: float
-    """What lies between two steps anyway."""
+    """The usual gap between two steps, in seconds."""
 
 
 @dataclass(frozen=True, eq=False)
-class Units:
-    """Calls of one function."""
+class FunctionUnits:
+    """The calls of one function."""
 
     seconds: FloatArray
-    """Of each unit by itself, [U]."""
+    """Seconds of each unit, [U]."""
     num_units: IntArray
-    """Of each task, [K]."""
+    """For each task, [K]."""
     task_s: FloatArray
-    """Of each task, [K]."""
+    """For each task, [K]."""
 
 
 @dataclass(frozen=True, eq=False)
 class Observed:
-    """All of a run. A key's last part is the worker."""
+    """All sizes and times of a run. The last part of a key is the worker."""
 
     decode: dict[tuple[str, str], DecodeSteps]
-    leaving: dict[str, Leavings]
+    departures: dict[str, Departures]
     entering: dict[str, tuple[IntArray, FloatArray]]
-    """Samples that an idle engine was given, and seconds from the end of what they waited for to its first step."""
+    """Samples submitted to an idle engine, and seconds from the end of their last dependency to its first step."""
     update: dict[tuple[str, str], Passes]
     forward: dict[tuple[str, str], Passes]
     preparing: dict[str, tuple[IntArray, FloatArray]]
-    """Samples of a micro-batch that waited for the one before it, and seconds between the two."""
+    """Samples of a micro-batch that followed another directly, and seconds between the two."""
     starting: dict[str, tuple[IntArray, FloatArray]]
-    """Samples of a micro-batch that an idle trainer was given, and seconds from the end of what they waited for to its beginning."""
+    """Samples of a micro-batch submitted to an idle trainer, and seconds from the end of their last dependency to its start."""
     optimizer: dict[tuple[str, str], FloatArray]
     switches: dict[tuple[str, str], FloatArray]
-    """By whom the device goes to."""
+    """Seconds of switches, by the engine that takes the device."""
     publishes: dict[tuple[str, str], FloatArray]
     loads: dict[tuple[str, str], FloatArray]
     weight_bytes: dict[str, int]
-    functions: dict[str, Units]
+    functions: dict[str, FunctionUnits]
     hops: FloatArray
-    """Seconds in which nobody worked, between a task's end on one worker and the start of what waited for it."""
+    """Idle seconds between a task's end on one worker and the start of a task that waited for it."""
     turns: FloatArray
-    """The same after the last task of a step: with what the program takes to make the next step's calls."""
+    """The same after the last task of a step, which includes the program's time to make the next calls."""
     sends: tuple[IntArray, FloatArray]
-    """Bytes of parcels, and seconds to hand them to the network."""
+    """Bytes of parcels, and seconds to send them."""
     groups: list[tuple[int, list[int]]]
-    """Tokens of a prompt, and of the answers to it, of the steps whose lengths the flow decided."""
+    """(prompt tokens, response tokens) of each group, of the steps with the flow's own lengths."""
 
     @classmethod
     def of_run(cls, run_dir: Path, *, natural_steps: Iterable[int] | None = None, last_bytes: int | None = None) -> Observed:
         """Read a run's trace and ledger.
 
         Args:
-            natural_steps: the steps whose lengths are the flow's own; by default all.
-            last_bytes: of the trace, only what was recorded last.
+            natural_steps: the steps with the flow's own lengths; by default all.
+            last_bytes: read only so many bytes from the end of the trace.
         Raises:
             SpecError: the directory has no ledger.
         """
@@ -248,12 +246,14 @@ class Observed:
 
 
 class _Reader:
+    """Extracts sizes and times from the spans of a run."""
+
     def __init__(self, spans: Sequence[Span], counts: Mapping[int, tuple[int, int, int]], *, warm_up: int) -> None:
         self._spans = spans
         self._counts = counts
         ends = [span.end_ns for span in spans if span.attributes.get("step") == warm_up]
         self._from_ns = max(ends, default=0)
-        """The end of the warm-up, and of all before it."""
+        """The end of the warm-up; earlier spans are ignored."""
         self._work = [span for span in spans if span.is_work]
         by_kind: dict[tuple[str, str], list[Span]] = defaultdict(list)
         for span in self._work:
@@ -273,7 +273,7 @@ class _Reader:
             groups.setdefault(group_key(packed), (num_prompt, []))[1].append(num_generated)
         return Observed(
             decode=self._decode(named[SpanName.ROLLOUT_STEP], named[SpanName.SAMPLE]),
-            leaving=self._leaving(named[SpanName.ROLLOUT_STEP], named[SpanName.SEND]),
+            departures=self._departures(named[SpanName.ROLLOUT_STEP], named[SpanName.SEND]),
             entering=_sized((s.lane[0], number(s, "num_samples"), t) for s, t in begun if s.name == SpanName.ROLLOUT_STEP),
             update=self._passes(named[SpanName.TRAIN_ACCUMULATE]),
             forward=self._passes(named[SpanName.TRAIN_LOGPROBS]),
@@ -294,20 +294,24 @@ class _Reader:
             groups=list(groups.values()),
         )
 
-    def _decode(self, steps: Sequence[Span], lives: Sequence[Span]) -> dict[tuple[str, str], DecodeSteps]:
+    def _decode(self, steps: Sequence[Span], sample_spans: Sequence[Span]) -> dict[tuple[str, str], DecodeSteps]:
         found = {}
-        single = [span for span in steps if "num_steps" not in span.attributes]  # Several as one span do not say what each took.
+        single = [span for span in steps if "num_steps" not in span.attributes]  # A span of several steps has no time for each.
         for (role, worker), own in _by(single).items():
-            (decoding, context, entered, prefill), kept = batches_of(own, [life for life in lives if life.lane[0] == worker], self._counts)
+            (decoding, context, entered, prefill), kept = batches_of(
+                own, [span for span in sample_spans if span.lane[0] == worker], self._counts
+            )
             spans = [own[i] for i in kept.tolist()]
             if spans:
                 seconds = np.array([span.duration_s for span in spans])
-                found[role, worker] = DecodeSteps(decoding[kept], context[kept], entered[kept], prefill[kept], seconds, self._beside(spans))
+                found[role, worker] = DecodeSteps(
+                    decoding[kept], context[kept], entered[kept], prefill[kept], seconds, self._overlap(spans)
+                )
         return found
 
-    def _leaving(self, steps: Sequence[Span], sends: Sequence[Span]) -> dict[str, Leavings]:
-        """Between two decode steps: what it takes to hand over samples that have finished, beyond what lies between steps anyway."""
-        found: dict[str, Leavings] = {}
+    def _departures(self, steps: Sequence[Span], sends: Sequence[Span]) -> dict[str, Departures]:
+        """Seconds between two decode steps to hand over finished samples, beyond the usual gap."""
+        found: dict[str, Departures] = {}
         for worker, own in _by_worker(steps).items():
             starts, ends = np.array([s.start_ns for s in own]), np.array([s.end_ns for s in own])
             handed: dict[int, tuple[int, int]] = {}
@@ -323,13 +327,13 @@ class _Reader:
             for position, (num, until) in handed.items():
                 gap = int(gaps[position]) if position < len(gaps) else _MOST_GAP_NS
                 rows.append((num, max((gap if gap < _MOST_GAP_NS else until - ends[position]) - usual, 0.0) / 1e9))
-            found[worker] = Leavings(np.array([n for n, _ in rows], np.int64), np.array([s for _, s in rows], np.float64), usual / 1e9)
+            found[worker] = Departures(np.array([n for n, _ in rows], np.int64), np.array([s for _, s in rows], np.float64), usual / 1e9)
         return found
 
     def _passes(self, spans: Sequence[Span]) -> dict[tuple[str, str], Passes]:
         found = {}
         for key, every in _by(spans).items():
-            own = [span for span in every if number(span, "step", -1) >= 0] or every  # What is done before the loop may be other work.
+            own = [span for span in every if number(span, "step", -1) >= 0] or every  # Work before the loop may be of another kind.
             sizes = [self._lengths(span) for span in own]
             found[key] = Passes(
                 np.array([len(lengths) for lengths in sizes], np.int64),
@@ -337,12 +341,12 @@ class _Reader:
                 np.array([self._shared(span) for span in own], np.int64),
                 np.array([float((lengths.astype(np.float64) ** 2).sum()) for lengths in sizes]),
                 np.array([span.duration_s for span in own]),
-                self._beside(own),
+                self._overlap(own),
             )
         return found
 
     def _lengths(self, span: Span) -> IntArray:
-        """Of the samples of a micro-batch; where they were not generated but given, all as long as the mean."""
+        """Lengths of a micro-batch's samples; the mean for samples that were not generated in the run."""
         ids = samples_of(span)
         known = [self._counts[packed] for packed in ids if packed in self._counts]
         if known and len(known) == len(ids):
@@ -358,7 +362,7 @@ class _Reader:
         return sum(sum(tokens) - max(tokens) for tokens in prompts.values())
 
     def _between(self, spans: Sequence[Span]) -> list[tuple[str, int, float]]:
-        """What it takes to begin a micro-batch after the one before it, which it did not have to wait for."""
+        """Seconds between consecutive micro-batches where the second did not wait for its input."""
         found = []
         for worker, own in _by_worker(spans).items():
             pairs = [(a, b) for a, b in itertools.pairwise(own) if a.attributes.get("call") == b.attributes.get("call")]
@@ -370,7 +374,7 @@ class _Reader:
         return found
 
     def _idle(self, spans: Sequence[Span]) -> list[tuple[Span, float, Span]]:
-        """Each span before which nobody worked or sent, for how long, and what ended then."""
+        """Each span that followed an idle interval, its seconds, and the span that ended before it."""
         found = []
         last: Span | None = None
         for span in spans:
@@ -383,7 +387,7 @@ class _Reader:
                 last = span
         return found
 
-    def _beside(self, spans: Sequence[Span]) -> dict[str, FloatArray]:
+    def _overlap(self, spans: Sequence[Span]) -> dict[str, FloatArray]:
         shares = {}
         for kind in KINDS:
             others = [(worker, cover) for (worker, engine), cover in self._covers.items() if engine == kind]
@@ -398,9 +402,9 @@ class _Reader:
 
 
 _MOST_GAP_NS = 50_000_000
-"""A longer pause has another cause."""
+"""Gaps longer than this have another cause and are ignored."""
 _PROMPT_STARTS = (SpanName.SWITCH, SpanName.WEIGHTS_PUBLISH, SpanName.WEIGHTS_LOAD, SpanName.FUNCTION_CALL)
-"""Work that begins as soon as its message is there."""
+"""Work that starts as soon as its message arrives."""
 
 
 def _role(span: Span) -> str:
@@ -435,7 +439,7 @@ def _sized(rows: Iterable[tuple[str, int, float]]) -> dict[str, tuple[IntArray, 
     return {w: (np.array([n for n, _ in rows], np.int64), np.array([s for _, s in rows])) for w, rows in found.items()}
 
 
-def _units(spans: Iterable[Span]) -> dict[str, Units]:
+def _units(spans: Iterable[Span]) -> dict[str, FunctionUnits]:
     found: dict[str, list[Span]] = defaultdict(list)
     for span in spans:
         found[str(span.attributes.get("label", ""))].append(span)
@@ -443,25 +447,25 @@ def _units(spans: Iterable[Span]) -> dict[str, Units]:
     for name, own in found.items():
         units = [[float(us) / 1e6 for us in each] if isinstance(each := s.attributes.get("unit_us"), list) else [] for s in own]  # type: ignore[arg-type]
         seconds = [one for each in units for one in each] or [span.duration_s for span in own]
-        result[name] = Units(
+        result[name] = FunctionUnits(
             np.array(seconds), np.array([max(len(each), 1) for each in units], np.int64), np.array([span.duration_s for span in own])
         )
     return result
 
 
 _NUM_QUANTILES = 21
-_LEAST_BESIDE_S = 0.05
-"""Seconds of work beside another engine below which they say nothing about how it slows down."""
+_LEAST_OVERLAP_S = 0.05
+"""Least seconds of overlap with other work from which a slowdown is fitted."""
 _MOST_SLOWDOWN = 8.0
 _MOST_GROUPS = 2000
 _TURNS = 4
 _LAST_BYTES = 4 << 20
-"""Of a trace: some ten thousand spans, which are read in about a second."""
+"""Bytes read from the end of a trace: some ten thousand spans, which take about a second."""
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """A run that was measured."""
+    """A run to measure: its plan, its spec and what was observed."""
 
     plan: Plan
     spec: ClusterSpec
@@ -470,11 +474,11 @@ class Measurement:
 
 
 def profile_of(flow: str, models: Mapping[str, Model], runs: Sequence[Measurement], *, gather_s: float, load: float) -> Profile:
-    """The profile that these runs give. Of an engine that several runs have on equally many devices the first one counts.
+    """Fit a profile to these runs. For an engine that several runs have on the same number of devices, the first counts.
 
     Args:
-        gather_s: how long the plan's workers let finished samples wait for others.
-        load: of the machine, when the first run began.
+        gather_s: seconds that the plan's workers let finished samples wait for others.
+        load: load average of the machine when the first run began.
     """
     engines: dict[tuple[object, ...], MeasuredEngine] = {}
     syncs: dict[tuple[str, str], MeasuredSync] = {}
@@ -496,13 +500,13 @@ def profile_of(flow: str, models: Mapping[str, Model], runs: Sequence[Measuremen
     num_bytes = np.concatenate([run.observed.sends[0] for run in runs])
     send_s = np.concatenate([run.observed.sends[1] for run in runs])
     (_, byte_s), _ = fit(np.stack([np.ones(len(num_bytes)), num_bytes], 1), send_s)
-    # Of the first run that has any: what comes before the loop may be cut short in others, and their answers are another policy's.
+    # Of the first run that has any: in others, work before the loop may be cut short, and responses are another policy's.
     groups = next((run.observed.groups for run in runs if run.observed.groups), [])[:_MOST_GROUPS]
     return Profile(
         flow=flow,
         made=now_text(),
         machine=Machine.here(runs[0].plan.workers[0].device),
-        models={role: told_model(model) for role, model in models.items()},
+        models={role: model_description(model) for role, model in models.items()},
         engines=tuple(engines.values()),
         functions=tuple(functions.values()),
         syncs=tuple(syncs.values()),
@@ -521,7 +525,7 @@ def profile_of(flow: str, models: Mapping[str, Model], runs: Sequence[Measuremen
 def measured_so_far(
     flow: str, models: Mapping[str, Model], plan: Plan, spec: ClusterSpec, run_dir: Path, *, gather_s: float
 ) -> Profile | None:
-    """The profile of a run that goes on, by what it recorded last, in the pools that its engines are in. None: they have hardly begun."""
+    """Measure a run in progress from its latest records, in the pools of its engines; None if there is too little yet."""
     observed = Observed.of_run(run_dir, last_bytes=_LAST_BYTES)
     if not observed.decode or not observed.update:
         return None
@@ -537,7 +541,7 @@ def _engines(run: Measurement, worker: WorkerPlan, hop_s: float) -> list[Measure
         num_devices = worker.threads if worker.device == "cpu" else slot.tp * slot.pp
         key = (slot.role, worker.name)
         come_s = robust_mean(seen.switches.get((slot.takes_turn, worker.name), []))
-        slowdown: dict[Beside, float] = {}
+        slowdown: dict[OtherWork, float] = {}
         decode = update = forward = None
         if slot.kind == "rollout":
             steps = seen.decode.get(key) or seen.decode.get(("", worker.name))
@@ -574,14 +578,14 @@ def _engines(run: Measurement, worker: WorkerPlan, hop_s: float) -> list[Measure
     return found
 
 
-def _decode(steps: DecodeSteps, seen: Observed, worker: str, hop_s: float) -> tuple[MeasuredDecode, dict[Beside, float]]:
+def _decode(steps: DecodeSteps, seen: Observed, worker: str, hop_s: float) -> tuple[MeasuredDecode, dict[OtherWork, float]]:
     running = steps.decoding + steps.entered
     sizes = np.stack([np.ones(len(running)), running, steps.context, steps.prefill, steps.entered], 1).astype(np.float64)
-    found = _fit_beside(sizes, steps.seconds, steps.beside, "rollout")
+    found = _fit_with_slowdown(sizes, steps.seconds, steps.overlap, "rollout")
     step_s, sample_s, context_s, prefill_s, enter_s = found.constants
     leave_s = handover_s = 0.0
-    if worker in seen.leaving and len(seen.leaving[worker].seconds):
-        left = seen.leaving[worker]
+    if worker in seen.departures and len(seen.departures[worker].seconds):
+        left = seen.departures[worker]
         step_s += left.between_s
         handover_s, leave_s = fit(np.stack([np.ones(len(left.num_samples)), left.num_samples], 1), np.maximum(left.seconds, 1e-6))[0]
     num, seconds = seen.entering.get(worker, (np.zeros(0, np.int64), np.zeros(0)))
@@ -606,12 +610,12 @@ def _decode(steps: DecodeSteps, seen: Observed, worker: str, hop_s: float) -> tu
     )
 
 
-def _pass(passes: Passes, seen: Observed, worker: str, hop_s: float) -> tuple[MeasuredPass, dict[Beside, float]]:
-    # Whether prompts are shared in a group is the engine's affair: what explains the times better is what it does.
+def _pass(passes: Passes, seen: Observed, worker: str, hop_s: float) -> tuple[MeasuredPass, dict[OtherWork, float]]:
+    # Whether an engine shares prompts within a group is inferred: the assumption that explains the times better is taken.
     tried = []
     for tokens in (passes.tokens - passes.shared, passes.tokens):
         sizes = np.stack([np.ones(len(passes.seconds)), tokens, passes.squares], 1).astype(np.float64)
-        tried.append(_fit_beside(sizes, passes.seconds, passes.beside, "train"))
+        tried.append(_fit_with_slowdown(sizes, passes.seconds, passes.overlap, "train"))
     is_shared = tried[0].quality.r2 >= tried[1].quality.r2
     found = tried[0 if is_shared else 1]
     fixed_s, token_s, token2_s = found.constants
@@ -633,23 +637,23 @@ def _pass(passes: Passes, seen: Observed, worker: str, hop_s: float) -> tuple[Me
 class _Fit:
     constants: FloatArray
     quality: Quality
-    slowdown: dict[Beside, float]
+    slowdown: dict[OtherWork, float]
 
 
-def _fit_beside(sizes: FloatArray, seconds: FloatArray, beside: Mapping[str, FloatArray], kind: str) -> _Fit:
-    """Constants of undisturbed work, and how many times as long it takes beside each other kind of engine, in turn.
+def _fit_with_slowdown(sizes: FloatArray, seconds: FloatArray, overlap: Mapping[str, FloatArray], kind: str) -> _Fit:
+    """Fit the constants of undisturbed work and the slowdown factors by each other kind of work, alternately.
 
     Args:
-        sizes: the third column is doubted, as the first is: contexts, and squares of lengths, grow with what the second counts.
+        sizes: the third column is doubted like the first: contexts, and squares of lengths, correlate with the second.
     """
     factors = np.ones(len(seconds))
-    slowdown: dict[Beside, float] = {}
-    shares = {other: beside[other] for other in get_args(Beside) if other != kind}
-    told = {other: share for other, share in shares.items() if float((share * seconds).sum()) >= _LEAST_BESIDE_S}
+    slowdown: dict[OtherWork, float] = {}
+    shares = {other: overlap[other] for other in get_args(OtherWork) if other != kind}
+    told = {other: share for other, share in shares.items() if float((share * seconds).sum()) >= _LEAST_OVERLAP_S}
     constants, quality = fit(sizes, seconds, doubted=(0, 2))
     for _ in range(_TURNS if told else 0):
         alone = np.maximum(sizes @ constants, 1e-9)
-        # seconds = alone * (1 + sum of share * (slowdown - 1)), so what is beyond `alone` is a sum of terms as well.
+        # seconds = alone * (1 + sum of share * (slowdown - 1)), so the excess over `alone` is a linear sum too.
         extra, _ = fit(np.stack([alone, *(alone * share for share in told.values())], 1), seconds)
         added = extra[1:] / max(float(extra[0]), 1e-9)
         slowdown = {other: float(np.clip(1 + more, 1.0, _MOST_SLOWDOWN)) for other, more in zip(told, added, strict=True)}

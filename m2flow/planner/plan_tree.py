@@ -1,14 +1,12 @@
-"""A plan as a tree, read back from the search's tables: what each part takes, which parts decide, and which devices each engine gets.
+"""Read a plan back from the search's tables as a tree: the time of each part, which parts are critical, and the devices of each engine.
 
-Tables, row --tree_of--> Node --parts_of--> summands of the predicted time
-                                  --seats_of--> Seats
+    Tables, row --tree_of--> Node --parts_of--> summands of the predicted time
+                             Node --places_of--> first device of each engine --seats_of--> Seats with their leases
 
-Every node is priced again by the formulas of composing.py, one plan instead of thousands; the sum is the search's or the search is wrong.
+Every node is priced again by the formulas of `problem`, one plan instead of thousands; a sum that differs from the search's is an error.
 
-Node --places_of--> first device of each engine, --seats_of--> Seats with their leases
-
-Parts of a split lie next to each other, in either order; parts that take turns lie over each other. An engine has one place in all
-of its calls, and a pinned one that of its pin: the orders are tried until all of this holds.
+Parts of a split are placed next to each other, in either order; parts that take turns are placed on the same devices. An engine has one
+place in all of its calls, and a pinned one that of its pin: orders are tried until all of this holds.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ from m2flow.planner.problem import (
 
 @dataclass(frozen=True, eq=False)
 class Leaf:
-    """An engine at its calls."""
+    """An engine's calls, with the chosen option and chunk size."""
 
     engine: EngineId
     names: tuple[str, ...]
@@ -55,19 +53,19 @@ class Leaf:
 
 @dataclass(frozen=True, eq=False)
 class Pair:
-    """Two parts."""
+    """Two parts that are split, take turns, or lend devices."""
 
     how: int
     first: Node
     second: Node
     cut: Cut
     fed: Times
-    """What the second gets."""
+    """Times of the second part's input."""
     syncs: tuple[tuple[Sync, float], ...]
-    """With their seconds: syncs whose calls come together here."""
+    """Weight syncs whose calls come together here, with their seconds."""
     times: Times
     lent_until: float = 0.0
-    """Where the second one's devices are lent to the first: the share of its samples that have ended when they are given back."""
+    """If the second part's devices are lent to the first: the share of ended samples at which they are given back."""
 
     @property
     def is_turns(self) -> bool:
@@ -84,12 +82,12 @@ Node = Leaf | Pair
 
 
 def tree_of(tables: Tables, row: int) -> Node:
-    """The plan of a row of everything."""
+    """Build the tree of a row of the whole problem."""
     return _node(tables, tables.problem.graph.everything, row)
 
 
 def ways_of(tables: Tables, row: int) -> dict[int, tuple[Cut, int]]:
-    """How the plan of a row of everything is put together, without its times: by calls, the cut and the way."""
+    """The structure of a row of the whole problem: set of calls -> (cut, way to combine)."""
     return _ways_inside(tables, tables.problem.graph.everything, row)
 
 
@@ -106,7 +104,7 @@ def leaves_of(node: Node) -> list[Leaf]:
 
 
 def lent_of(node: Node) -> dict[EngineId, float]:
-    """Engines that have lent devices -> the share of their samples after which they give them back."""
+    """Rollout engine that borrows devices -> the share of its ended samples at which it gives them back."""
     if isinstance(node, Leaf):
         return {}
     here = {leaf.engine: node.lent_until for leaf in leaves_of(node.first)} if node.how == LENT else {}
@@ -129,7 +127,7 @@ def _node(tables: Tables, calls: int, row: int) -> Node:
 
 
 def pair_of(problem: Problem, cut: Cut, first: Node, second: Node, how: int) -> Pair:
-    """Two parts put together."""
+    """Combine two parts."""
     fed = through_functions(first.times, cut.functions, problem.calls, problem.functions)
     parts = first.times, fed, second.times
     lent_until = 0.0
@@ -158,7 +156,7 @@ def step_s(problem: Problem, node: Node) -> float:
 
 
 def parts_of(problem: Problem, node: Node) -> tuple[Part, ...]:
-    """Summands of the predicted time, then what happens beside them."""
+    """List the summands of the predicted time, then the parts off the critical path."""
     staleness = problem.workload.staleness
     path = list(_whole(problem, node))
     total = sum(part.seconds for part in path) / (staleness + 1)
@@ -178,7 +176,7 @@ def parts_of(problem: Problem, node: Node) -> tuple[Part, ...]:
 
 
 def _whole(problem: Problem, node: Node) -> Iterator[Part]:
-    """All of a step: what needs nothing from devices, the plan, what feeds nothing on them."""
+    """Summands of the whole step, with leading and trailing functions."""
     graph = problem.graph
     fed = through_functions(zero_times(), graph.leading_functions, problem.calls, problem.functions)
     early, late = fed.first + node.times.total, fed.total + node.times.last
@@ -213,7 +211,7 @@ def _path(problem: Problem, node: Node, which: str) -> Iterator[Part]:
 
 
 def _between(node: Pair) -> str:
-    """What takes the time that is neither part's own."""
+    """Name the time that belongs to neither part."""
     if node.how == LENT:
         return f"end of {', '.join(leaf_names(node.second))}, after devices were lent"
     return ", ".join(node.cut.functions) or "both at work on one host"
@@ -224,7 +222,7 @@ def leaf_names(node: Node) -> list[str]:
 
 
 def _ways(problem: Problem, node: Pair, which: str) -> list[tuple[float, str, str]]:
-    """(seconds, time of the first, time of the second): the terms of the maximum that `which` is, syncs not counted."""
+    """The terms of the maximum that `which` is, without syncs: (seconds, time of the first part, time of the second)."""
     a, b, fed = node.first.times, node.second.times, node.fed
     in_order = {"first": ("total", "first"), "total": ("total", "total"), "last": ("last", "total")}[which]
     after = float(getattr(a, in_order[0]) + getattr(b, in_order[1])), *in_order
@@ -244,7 +242,7 @@ def _ways(problem: Problem, node: Pair, which: str) -> list[tuple[float, str, st
 
 
 def _cause(problem: Problem, node: Pair, which: str) -> str:
-    """What of the first part a time of what it hands on is reckoned from: a slow function may decide from the first sample on."""
+    """The time of the first part that determines a time of its output; a slow function may be critical from the first sample on."""
     if which == "last":
         return "last"
     a = node.first.times
@@ -267,7 +265,7 @@ def _called(leaf: Leaf) -> str:
 
 
 def _busy(problem: Problem, node: Node) -> Iterator[Part]:
-    """Summands of how long the devices that are busiest are held in each step."""
+    """Summands of the busy time of the busiest devices in each step."""
     if isinstance(node, Leaf):
         yield from _leaf_path(node, "total")
     elif node.is_turns:
@@ -292,11 +290,11 @@ Block = dict[str, tuple[int, int]]
 Places = dict[EngineId, int]
 
 _MOST_PLACES = 256
-"""Orders of the parts of one plan that are looked at."""
+"""Most placements of one plan that are tried."""
 
 
 def places_of(problem: Problem, node: Node) -> Places | None:
-    """The first device of each engine; None if its places contradict each other, or nobody can stand in for engines on lent devices."""
+    """Find the first device of each engine; None if places conflict, or if no instances remain for rollout without the lent devices."""
     whole = {pool: (0, num) for pool, num in zip(problem.pools, problem.num_devices, strict=True)}
     pins = {e: pin.devices[0] for e in problem.workload.engines if (pin := pin_of(e, problem.spec)).devices is not None}
     if not _leaves_room_beside_loans(node, whole):
@@ -306,7 +304,7 @@ def places_of(problem: Problem, node: Node) -> Places | None:
 
 
 def _leaves_room_beside_loans(node: Node, whole: Block) -> bool:
-    """Whether every engine has room beside the rollout instances that nobody lends devices to: else no places need to be tried."""
+    """Whether every other engine has room next to the rollout instances on devices of their own; a quick test before trying places."""
     need = {leaf.engine: (leaf.option.pool, leaf.option.num_devices) for leaf in leaves_of(node)}
     for lender, borrower in _loans(node):
         pool, num = need[borrower]
@@ -317,7 +315,7 @@ def _leaves_room_beside_loans(node: Node, whole: Block) -> bool:
 
 
 def _has_stand_ins(node: Node, places: Places) -> bool:
-    """Whether rollout instances on devices that nobody lends share them with nobody: these must not wait for the lease."""
+    """Whether the rollout instances outside of lent devices share theirs with no other engine, so that they never wait for a lease."""
     at = {leaf.engine: (leaf.option.pool, places[leaf.engine], leaf.option.num_devices) for leaf in leaves_of(node)}
     for lender, borrower in _loans(node):
         pool, low, num = at[borrower]
@@ -329,7 +327,7 @@ def _has_stand_ins(node: Node, places: Places) -> bool:
 
 
 def _loans(node: Node) -> Iterator[tuple[EngineId, EngineId]]:
-    """(who lends, to whom)."""
+    """Yield (lender, borrower) of each loan."""
     if isinstance(node, Pair):
         if node.how == LENT:
             yield next(leaf.engine for leaf in leaves_of(node.second)), next(leaf.engine for leaf in leaves_of(node.first))
@@ -353,7 +351,7 @@ def _placed(node: Node, block: Block, fixed: Places, pins: Mapping[EngineId, int
 
 
 def _lent_places(node: Pair, block: Block, fixed: Places, pins: Mapping[EngineId, int]) -> Iterator[Places]:
-    """The second one's devices are some of the first one's instances."""
+    """Place the second part on the devices of some of the first part's instances."""
     assert isinstance(node.first, Leaf)
     assert isinstance(node.second, Leaf)
     option = node.first.option
@@ -375,7 +373,7 @@ def _leaf_places(leaf: Leaf, block: Block, fixed: Places, pins: Mapping[EngineId
 
 
 def _divided(block: Block, left: Mapping[str, int], right: Mapping[str, int]) -> Iterator[tuple[Block, Block]]:
-    """With what neither needs on the right, or on the left if there is any."""
+    """Divide a block between two parts, with unused devices on the right, or on the left if there are any."""
     after = {pool: low + left.get(pool, 0) for pool, (low, _) in block.items()}
     before = {pool: high - right.get(pool, 0) for pool, (_, high) in block.items()}
     for border in (after, before) if after != before else (after,):
@@ -386,7 +384,7 @@ def _divided(block: Block, left: Mapping[str, int], right: Mapping[str, int]) ->
 
 
 def seats_of(node: Node, places: Places) -> tuple[Seat, ...]:
-    """In the order of the plan."""
+    """The seats of a plan, in the order of its calls."""
     leaves = leaves_of(node)
     lent = lent_of(node)
     leases = _leases({leaf.engine: (leaf.option.pool, places[leaf.engine], leaf.option.num_devices) for leaf in leaves})
@@ -410,7 +408,7 @@ def seats_of(node: Node, places: Places) -> tuple[Seat, ...]:
 
 
 def _leases(places: Mapping[EngineId, tuple[str, int, int]]) -> dict[EngineId, str]:
-    """Engine -> the lease of all whose devices overlap, directly or by others; nothing for an engine that is alone on its own."""
+    """Engine -> the lease of the engines whose devices overlap (transitively); an engine alone on its devices has none."""
     groups: list[list[EngineId]] = []
     for engine, place in places.items():
         met = [group for group in groups if any(_overlap(place, places[other]) for other in group)]
@@ -424,7 +422,7 @@ def _overlap(a: tuple[str, int, int], b: tuple[str, int, int]) -> bool:
 
 
 def mode_of(seats: Sequence[Seat]) -> Mode:
-    """By the devices: all engines on common ones, none, or something between."""
+    """The mode by placement: all engines on common devices, none, or a mixture."""
     engines = {seat.engine: (seat.pool, seat.first_device, seat.num_devices) for seat in seats}
     pairs = [(a, b) for a in engines for b in engines if a < b]
     num_shared = sum(_overlap(engines[a], engines[b]) for a, b in pairs)

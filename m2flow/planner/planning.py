@@ -1,16 +1,14 @@
-"""Plan a flow: from its graph and what is known of its lengths and costs to where everything runs, and what a step then takes.
+"""Plan a flow: set up the question from its graph, lengths and costs, choose the placement, and forecast the step time of any plan.
 
-MacroGraph, models, ClusterSpec, lengths, profile --question_of--> Question --choose--> Choice --(m2flow.micro.lowering.passes)--> Plan
+    MacroGraph, models, ClusterSpec, lengths, profile --question_of--> Question --choose--> Choice --(m2flow.micro.lowering.passes)--> Plan
+    Plan, ClusterSpec, Question --forecast--> Forecast        shown by `m2flow view` and `analyze` next to what happened
+        Forecast <--read, write--> RUN/forecast.json
 
-What `m2flow plan`, `m2flow run` and `m2flow simulate` share. Placement is searched for where the spec leaves it open: it has pools, or
-says `placement: auto`. Otherwise the rule of `m2flow.micro.lowering.placement` holds, and nothing here is needed.
+`m2flow plan`, `m2flow run` and `m2flow simulate` share this. Placement is searched for where the spec leaves it open: it has pools, or
+says `placement: auto`. Otherwise the rule of `m2flow.micro.lowering.placement` applies.
 
-Plan, ClusterSpec, Question --forecast--> Forecast        what `m2flow view` and `analyze` lay beside what happened
-    Forecast <--read, write--> RUN/forecast.json
-
-A plan by rule (`split`, `time-shared`) or from a file is run as it is; this says only what it should take, with the costs of a profile or
-of the model of the hardware. Limits: chunks are the search's, and what processes without a lease take from each other's devices is not
-known.
+A plan by rule (`split`, `time-shared`) or from a file runs as it is; `forecast` only predicts its time, with the costs of a profile or of
+the hardware model. Limits: chunk sizes are the search's, and contention of processes without a lease on each other's devices is unknown.
 """
 
 from __future__ import annotations
@@ -41,46 +39,46 @@ from m2flow.rollout_scheduling.lengths import Lengths, Mixture, parse_lengths
 from m2flow.spec import ClusterSpec, LayoutSpec, PinSpec
 
 _ASSUMED_SHARE, _ASSUMED_SIGMA = 0.25, 0.8
-"""Of lengths that nobody knows: the median as a share of the limit, and the spread of their logarithm, as runs of many kinds have it."""
+"""Assumed lengths: the median as a share of the limit, and sigma of the log length, typical of many kinds of runs."""
 
 _FEW = 5e-4
-"""Of answers: a share that is cut without a word."""
+"""The share of responses that may be truncated without a note."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """All that the search and the simulator ask about one flow on one cluster."""
+    """A planning problem: one flow on one cluster, with its workload, lengths and costs."""
 
     workload: Workload
     lengths: Lengths
     lengths_are_known: bool
-    """Given, or observed by the profile; else they are assumed from the limit of the generate calls."""
+    """Whether lengths were given or measured; otherwise they are assumed from the limit of the generate calls."""
     costs: Costs
     spec: ClusterSpec
     doubts: tuple[str, ...] = ()
-    """Why the profile may say little about this cluster."""
+    """Reasons why the profile may not apply to this cluster."""
     check: Callable[[Choice], object] | None = None
-    """Lowers a choice: raises PlanError for one that can't be run."""
+    """Lowers a choice; raises PlanError if it can't be run."""
 
     def choose(self, spec: ClusterSpec | None = None, *, is_alone: bool = False) -> Choice:
-        """The best plan of the cost model that can be run.
+        """Find the fastest plan of the cost model that can be run.
 
         Args:
             spec: the same cluster with other pins; None: the question's own.
-            is_alone: leave out what other plans would take.
+            is_alone: leave out the comparison with other plans.
         Raises:
-            PlanError: nothing fits; what is short, and what would help.
+            PlanError: nothing fits, with what is short and what would help.
         """
         return find_plan(self.workload, self.lengths, self.costs, spec or self.spec, is_alone=is_alone, check=self.check)
 
 
 def is_searched(spec: ClusterSpec) -> bool:
-    """Whether placement is the search's to choose."""
+    """Whether the search chooses the placement."""
     return bool(spec.pools) or spec.placement == "auto"
 
 
 def with_shapes(spec: ClusterSpec, texts: tuple[str, ...]) -> ClusterSpec:
-    """The spec with shapes that were given as `policy=Qwen2.5-7B`.
+    """Add shapes given as `policy=Qwen2.5-7B` to the spec.
 
     Raises:
         SpecError: a text is not of that form.
@@ -106,12 +104,12 @@ def question_of(
     """Set up planning for a traced flow.
 
     Args:
-        graph: some steps of it; with what comes before and after them.
+        graph: some steps of the flow, with the calls before and after them.
         lengths: of responses, as `m2flow.rollout_scheduling.lengths.parse_lengths` takes them; by default those that the profile
             observed, and without a profile an assumption from the limit of the generate calls. Text that these limits contradict is
             refused, observed lengths are truncated.
-        profile: what `m2flow profile` wrote, or what a run has measured so far; without one all is modelled.
-        copies: of roles that take the weights of another: whose, as `m2flow.micro.lowering.passes.lower` takes them.
+        profile: written by `m2flow profile`, or measured by a run so far; without one all costs are modelled.
+        copies: role -> the role whose weights it takes, as `m2flow.micro.lowering.passes.lower` takes them.
     Raises:
         SpecError: lengths or a profile that can't be used. ModelError: nothing says how large a model is.
     """
@@ -137,7 +135,7 @@ def _lowered(graph: MacroGraph, models: Mapping[str, Model], spec: ClusterSpec, 
 def _within_limits(
     lengths: Lengths, workload: Workload, shapes: Mapping[str, ModelShape], *, given: str
 ) -> tuple[Lengths, tuple[str, ...]]:
-    """Lengths that the calls' `max_new_tokens` and the models' contexts allow, and what was cut.
+    """Truncate lengths to what `max_new_tokens` and the models' contexts allow; also returns notes on what was truncated.
 
     A formula without a cap says how long answers would be if nothing stopped them: it is cut at the limit. Others say what was.
 
@@ -194,18 +192,18 @@ _AMPLE_GIB = 2.0**20
 
 @final
 class Forecast(msgspec.Struct, frozen=True):
-    """Of one run's plan."""
+    """The predicted step of a run's plan."""
 
     choice: Choice | None
     note: str = ""
-    """Why there is none, or what it does not reckon with."""
+    """Why there is no prediction, or what it leaves out."""
 
 
 def forecast(plan: Plan, spec: ClusterSpec, ask: Callable[[ClusterSpec], Question]) -> Forecast:
-    """What a step of the plan takes, part by part. What can't be said is said so: nobody's run fails for it.
+    """Predict the step time of a plan, part by part. Problems become a note in the forecast; a run never fails for them.
 
     Args:
-        ask: about the flow on a cluster; with the calls of a step, and the costs and lengths to go by.
+        ask: makes the question for a cluster, with the workload, costs and lengths to use.
     """
     try:
         pins, used = _pins(plan, spec)
@@ -227,14 +225,14 @@ def write_forecast(run_dir: Path, found: Forecast) -> None:
 
 
 def read_forecast(run_dir: Path) -> Forecast | None:
-    """None: nobody made one."""
+    """Read the forecast of a run; None if there is none."""
     with contextlib.suppress(OSError, msgspec.DecodeError):
         return msgspec.json.decode((run_dir / _FILE).read_bytes(), type=Forecast)
     return None
 
 
 def read_prediction(run_dir: Path, plan: Plan | None) -> Choice | None:
-    """What the plan should take: as it was searched for, or foreseen."""
+    """The predicted step of a run: of the search, or of its forecast."""
     if plan is not None and plan.choice is not None:
         return plan.choice
     foreseen = read_forecast(run_dir)
@@ -249,7 +247,7 @@ def _choice(question: Question) -> Choice:
 
 
 def _with_room(spec: ClusterSpec, pins: Mapping[str, PinSpec], used: int) -> ClusterSpec:
-    """The spec with every engine where it is, and devices for all: it is not asked whether they fit, on a CPU not of memory either."""
+    """The spec with every engine pinned where it is, and enough devices and memory, since fit is not the question here."""
     ((name, pool),) = spec.planned_pools.items()
     each = math.lcm(*(pin.devices[1] - pin.devices[0] for pin in pins.values() if pin.devices))
     size = max(used, pool.num_devices)
@@ -260,7 +258,7 @@ def _with_room(spec: ClusterSpec, pins: Mapping[str, PinSpec], used: int) -> Clu
 
 
 def _pins(plan: Plan, spec: ClusterSpec) -> tuple[dict[str, PinSpec], int]:
-    """Workers beside each other on the devices of the machine, each engine on all that have it; and how many devices that are."""
+    """Pin each engine to the devices of its workers, placed next to each other; also returns their number."""
     if spec.pools:
         raise PlanError("the plan's cluster has pools, and nobody searched for a place in them")
     ((name, pool),) = spec.planned_pools.items()

@@ -1,22 +1,19 @@
-"""Profiles: constants of the cost model fitted to measured times, and costs from them, with how well each was measured.
+"""Keep profiles: cost-model constants fitted to measured times, their file format, and costs that prefer them to modelled ones.
 
-sizes [N, K], seconds [N] --fit--> constants [K], and how well they say the seconds again
+    m2flow profile FLOW --(measuring)--> Profile, a JSON file
+    sizes [N, K], seconds [N] --fit--> constants [K], and the quality of the fit
+    Profile, ModelledCosts --ProfiledCosts--> search, simulator
 
-The variance of a time grows with the time, so squares are weighed by 1/seconds: short pieces of work count, and the sum over all is
-right. Residuals beyond a few times the usual one are cut (Huber), and in the end what took more than twice as long as predicted: on a
-machine that does other things too, some timings are far too long, and none is far too short. Terms of which nothing may be won back by
-more work are held at zero or above.
+Fitting. The variance of a time grows with the time, so squares are weighted by 1/seconds: short pieces of work count, and the sum over all
+is right. Residuals beyond a few times the usual one are clipped (Huber), and finally times of more than twice the prediction: on a shared
+machine some timings are far too long, and none is far too short. Constants of terms that can't be negative are held at zero or above.
 
-m2flow profile FLOW --(probing, measuring)--> Profile, a JSON file --(m2flow.planner.profiles)--> Costs
+Format. A profile is plain data. A constant belongs to an engine of a role on a number of devices; on a CPU a device is a core, and an
+engine has a thread for each. Files of another version, and files that are no profile, are refused.
 
-Plain data. A constant belongs to an engine of a role on a number of devices; on a CPU a device is a core, and an engine has a thread for
-each. What was measured in another version of this format, or is no profile, is refused.
-
-Profile, ModelledCosts --ProfiledCosts--> search, simulator
-
-A profile of `m2flow profile` speaks of this machine alone (the pool named ""); what a run has measured of itself, of the pools that its
-engines are in. An engine on another number of its devices than was measured is modelled, and then corrected by how far the model is off
-where both are known; so is a trainer in another number of ranks. Pools elsewhere, memory and legality are the model's.
+Use. A profile of `m2flow profile` describes this machine alone (the pool named ""); what a run measures of itself, the pools that its
+engines are in. An engine on a number of devices that was not measured is modelled and corrected by the ratio of measured to modelled
+constants where both are known; so is a trainer with another number of ranks. Other pools, memory and legality are modelled.
 """
 
 from __future__ import annotations
@@ -57,24 +54,26 @@ from m2flow.spec import ClusterSpec
 
 FloatArray = npt.NDArray[np.float64]
 
+# ---- fitting
+
 _ROUNDS = 12
 _HUBER = 1.345
 """Residuals beyond this many standard deviations count linearly. Source: Huber 1981; 95% efficient where the errors are normal."""
 _MAD_TO_SIGMA = 1.4826
 _MOST_TIMES = 2.0
-"""What took longer than so many times the prediction was interrupted, and counts as this long."""
+"""Multiple of the prediction beyond which work was interrupted, and counts as this long."""
 _MOST_TERMS = 6
 _LEAST_SQUARES = 1e-12
-"""Share of the squares that rounding leaves."""
+"""Share of the squares that rounding errors leave."""
 
 
 class Quality(msgspec.Struct, frozen=True):
-    """How well constants say the seconds that they were fitted to."""
+    """The quality of a fit."""
 
     num: int
-    """Timings."""
+    """The number of timings."""
     r2: float
-    """Share of the seconds' variance that the terms explain; 1 is all of it, 0 where there is none to explain."""
+    """Share of the seconds' variance that the terms explain; 0 where there is no variance."""
     error: float
     """Median of |predicted - measured| / measured."""
 
@@ -85,15 +84,15 @@ class Quality(msgspec.Struct, frozen=True):
 def fit(
     sizes: npt.ArrayLike, seconds: npt.ArrayLike, *, free: Sequence[int] = (), doubted: Sequence[int] = (0,)
 ) -> tuple[FloatArray, Quality]:
-    """The constants c >= 0 that make sizes @ c close to seconds.
+    """Fit constants c >= 0 such that sizes @ c is close to seconds.
 
     Args:
         sizes: [N, K], at most six terms. The first is the fixed cost, a column of ones.
         seconds: [N], positive.
-        free: columns whose constant may be below zero.
+        free: columns whose constant may be negative.
         doubted: columns that must explain twice as much as others to count: by default the fixed cost.
     Returns:
-        The constants [K], in seconds per unit of the size; 0 for terms that say nothing.
+        The constants [K], in seconds per unit of the size; 0 for terms that explain nothing.
 
     >>> constants, quality = fit([[1, 1], [1, 2], [1, 10]], [0.3, 0.4, 1.2])
     >>> constants.round(6).tolist(), round(quality.r2, 6)
@@ -105,7 +104,7 @@ def fit(
     assert len(y) == num
     if not num:
         return np.zeros(num_terms), Quality(0, 0.0, 0.0)
-    # Columns of about the same size, so that the smallest constant is solved for as exactly as the largest.
+    # Scale the columns alike, so that the smallest constant is solved for as exactly as the largest.
     scale = np.maximum(np.abs(x).max(0), 1e-300)
     x = x / scale
     base = 1.0 / np.maximum(y, 1e-9)
@@ -121,13 +120,13 @@ def fit(
     quality = _quality(y, x @ constants, weights)
     predicted = np.maximum(x @ constants, 0.0)
     if float(predicted.sum()) > 0:
-        # Small delays are part of what work takes: the sum over all is kept, but for what was interrupted.
+        # Small delays are part of the work: the sum over all is kept, except for interrupted work.
         constants = constants * (float(np.minimum(y, _MOST_TIMES * predicted).sum()) / float(predicted.sum()))
     return constants / scale, quality
 
 
 def robust_mean(values: npt.ArrayLike) -> float:
-    """The mean of values of which some are far too large; 0 of none.
+    """Mean without outliers; 0 if there are no values.
 
     >>> round(robust_mean([1.0, 1.1, 0.9, 1.0, 50.0]), 1)
     1.0
@@ -141,10 +140,10 @@ def robust_mean(values: npt.ArrayLike) -> float:
 
 
 def _least_squares(x: FloatArray, y: FloatArray, weights: FloatArray, free: frozenset[int], doubted: frozenset[int]) -> FloatArray:
-    """Of each set of terms the least squares, exactly; and of the sets the best by Schwarz's criterion, n ln(squares) + k ln(n).
+    """Solve least squares for every set of terms, and choose the set by Schwarz's criterion, n ln(squares) + k ln(n).
 
-    So a term must earn its place, and one that is doubted twice: of work that was always of one size, the time is taken to grow with the
-    work, and in proportion to it.
+    So a term must explain enough to be used, and a doubted one twice as much: for work that was always of one size, the time is assumed
+    to be proportional to the size.
 
     Source:
         Schwarz 1978, doi:10.1214/aos/1176344136.
@@ -176,67 +175,70 @@ def _quality(y: FloatArray, predicted: FloatArray, weights: FloatArray) -> Quali
     return Quality(len(y), 0.0 if is_flat else max(0.0, 1.0 - left / whole), float(np.median(np.abs(predicted - y) / np.maximum(y, 1e-12))))
 
 
+# ---- the profile
+
 VERSION = 1
-Beside = Literal["rollout", "train", "function"]
+OtherWork = Literal["rollout", "train", "function"]
+"""Kinds of work that slow an engine down while they run on other devices of the host."""
 
 
 class MeasuredDecode(msgspec.Struct, frozen=True):
-    """A decode step: `step_s + sample_s * samples + context_s * tokens in their caches`, and what samples take that come and go."""
+    """The measured decode step: `step_s + sample_s * samples + context_s * cached tokens`, and times of entering and leaving samples."""
 
     step_s: float
     sample_s: float
     context_s: float
     prefill_token_s: float
-    """A token of a prompt, read once for its group."""
+    """Seconds for a prompt token, prefilled once for its group."""
     enter_s: float
     leave_s: float
     handover_s: float
     most_running: int
-    """Largest batch that was measured."""
+    """The largest batch measured."""
     context: float
-    """Mean tokens in a sample's cache, where it was measured."""
+    """Mean tokens in a sample's KV cache during the measurement."""
     quality: Quality
 
     @property
     def saturation(self) -> float:
-        """Samples whose own share of a step is as long as the fixed one: beyond a few times this, more do not make tokens cheaper."""
+        """The batch whose variable time equals the fixed time; beyond a few times this, larger batches do not make tokens cheaper."""
         each = self.sample_s + self.context_s * self.context
         return self.step_s / each if each else float("inf")
 
 
 class MeasuredPass(msgspec.Struct, frozen=True):
-    """A micro-batch: `fixed_s + sum over samples of s tokens of (sample_s + token_s * s + token2_s * s**2)`."""
+    """The measured micro-batch: `fixed_s + sum over samples of s tokens of (sample_s + token_s * s + token2_s * s**2)`."""
 
     fixed_s: float
     sample_s: float
     token_s: float
     token2_s: float
     longest: float
-    """Root mean square of a sample's tokens in the micro-batch where that was largest."""
+    """The largest root mean square of a sample's tokens over the micro-batches."""
     quality: Quality
 
 
 class MeasuredEngine(msgspec.Struct, frozen=True):
-    """An engine of a role, on so many devices."""
+    """The measured constants of a role's engine on a number of devices."""
 
     role: str
     kind: EngineKind
     engine: str
     device: str
     num_devices: int
-    """Of all ranks."""
+    """Devices of all ranks together."""
     decode: MeasuredDecode | None = None
     update: MeasuredPass | None = None
     forward: MeasuredPass | None = None
     optimizer_s: float = 0.0
     come_s: float = 0.0
-    """To take its device: what the engine before it takes to leave is in this."""
-    slowdown: dict[Beside, float] = {}
-    """How many times as long it takes while an engine of that kind works on other devices of the host."""
+    """Seconds to onload, including the offload of the engine before it."""
+    slowdown: dict[OtherWork, float] = {}
+    """Slowdown factor while an engine of that kind works on other devices of the host."""
     ranks: int = 1
-    """Processes that hold one model together, each with its share of the devices."""
+    """Processes that shard one model, each with its share of the devices."""
     pool: str = ""
-    """Whose devices they are."""
+    """The pool of the devices."""
 
     @property
     def name(self) -> str:
@@ -244,7 +246,7 @@ class MeasuredEngine(msgspec.Struct, frozen=True):
 
     @property
     def place(self) -> tuple[str, EngineKind, int, int, str]:
-        """What tells it from others of a profile."""
+        """The key of the engine in a profile."""
         return self.role, self.kind, self.num_devices, self.ranks, self.pool
 
     @property
@@ -253,32 +255,32 @@ class MeasuredEngine(msgspec.Struct, frozen=True):
 
 
 class MeasuredFunction(msgspec.Struct, frozen=True):
-    """A reward or an op."""
+    """The measured latency of a reward or an op."""
 
     call: str
     quantiles_s: tuple[float, ...]
-    """Latency of one unit at evenly spaced probabilities, ends included, with the engine's share of it."""
+    """Quantiles of one unit's latency at evenly spaced probabilities, ends included, with the engine's overhead."""
     concurrency: int
     task_s: float
-    """Added by each task, however many units it has."""
+    """Fixed seconds of each task."""
     num: int
 
 
 class MeasuredSync(msgspec.Struct, frozen=True):
-    """New weights from a trainer to a rollout engine, checksums included."""
+    """The measured weight sync from a trainer to a rollout engine, checksums included."""
 
     role: str
     transport: SyncTransport
     num_bytes: int
     publish_s: float
-    """On the trainer."""
+    """Seconds on the trainer."""
     load_s: float
-    """On the rollout engine."""
+    """Seconds on the rollout engine."""
     num: int
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """What it was measured on."""
+    """The machine of a measurement."""
 
     processor: str
     cores: int
@@ -287,7 +289,7 @@ class Machine(msgspec.Struct, frozen=True):
 
     @classmethod
     def here(cls, device: str) -> Machine:
-        """This machine."""
+        """Describe this machine."""
         import importlib.metadata
 
         versions = {"python": platform.python_version()}
@@ -301,44 +303,44 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 class Profile(msgspec.Struct, frozen=True):
-    """All that was measured for one flow."""
+    """The measured constants of one flow."""
 
     flow: str
     made: str
-    """When, in ISO 8601."""
+    """Time of the measurement, in ISO 8601."""
     machine: Machine
     models: dict[str, str]
-    """Role -> its model, as `told_model` says it."""
+    """Role -> description of its model (`model_description`)."""
     engines: tuple[MeasuredEngine, ...]
     functions: tuple[MeasuredFunction, ...]
     syncs: tuple[MeasuredSync, ...]
     hop_s: float
-    """From the end of a task to the start of the next one on another worker, the controller in between."""
+    """Seconds from the end of a task to the start of the next one on another worker, through the controller."""
     byte_s: float
-    """A byte of samples, from one worker to another."""
+    """Seconds for a byte of samples between workers."""
     turn_s: float
-    """From the last task of a step to the first of the next, beyond a hop: what the program takes to make its calls."""
+    """Seconds from the last task of a step to the first of the next, beyond a hop: the program's time to make its calls."""
     gather_s: float
-    """How long finished samples wait for others to leave with."""
+    """Seconds that finished samples wait to be sent with others."""
     startup_s: float
-    """Until all workers have loaded their engines; 0: not measured."""
+    """Seconds until all workers have loaded their engines; 0 if not measured."""
     prompts: tuple[int, ...]
-    """Tokens of the prompts that were seen."""
+    """Tokens of the recorded prompts."""
     responses: tuple[tuple[int, ...], ...]
-    """Tokens of the answers to each of them."""
+    """Tokens of the responses to each of them."""
     icc: float
-    """Intraclass correlation of the log lengths of answers to one prompt."""
+    """Intraclass correlation of the log lengths of responses to one prompt."""
     load: float = 0.0
-    """Processes that the machine had to run besides, on average, when the measurement began."""
+    """Load average of the machine when the measurement began."""
     version: int = VERSION
 
     def engine(self, role: str, kind: EngineKind, num_devices: int, ranks: int = 1, pool: str = "") -> MeasuredEngine | None:
-        """What was measured of an engine on exactly so many devices, and in so many ranks."""
+        """Find the constants of an engine on exactly so many devices and ranks."""
         wanted = role, kind, num_devices, ranks, pool
         return next((found for found in self.engines if found.place == wanted), None)
 
     def updated(self, newer: Profile) -> Profile:
-        """With what a newer one says instead, wherever that says something."""
+        """Merge with a newer profile, which takes precedence wherever it has values."""
         engines = {found.place: found for found in (*self.engines, *newer.engines)}
         functions = {found.call: found for found in (*self.functions, *newer.functions)}
         syncs = {(sync.role, sync.transport): sync for sync in (*self.syncs, *newer.syncs)}
@@ -357,10 +359,10 @@ class Profile(msgspec.Struct, frozen=True):
         return next((found for found in self.functions if found.call == call), None)
 
     def lengths(self) -> Lengths:
-        """Of the answers that were seen.
+        """The recorded response lengths as a distribution.
 
         Raises:
-            SpecError: none was.
+            SpecError: there are none.
         """
         if not self.responses:
             raise SpecError("the profile saw no answer of the flow's own length", now="Give lengths: a trace, a run, or a distribution.")
@@ -370,15 +372,15 @@ class Profile(msgspec.Struct, frozen=True):
         return Measured(f"profile of {self.flow}", [0] * len(groups), self.prompts, groups, cut=cut, cap=cap)
 
     def save(self, path: Path) -> None:
-        """Raises SpecError: it can't be written."""
+        """Write the profile as JSON. Raises SpecError if that fails."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(msgspec.json.format(msgspec.json.encode(self)) + b"\n")
         except OSError as error:
             raise SpecError(f"can't write the profile {path}: {error.strerror}", now="Give another place with --out.") from None
 
-    def strangeness(self, device: str) -> list[str]:
-        """How this machine differs from the one that was measured: reasons to doubt what the profile predicts here."""
+    def machine_changes(self, device: str) -> list[str]:
+        """List how this machine differs from the measured one, as reasons to doubt predictions."""
         then, now = self.machine, Machine.here(device)
         found = [
             f"{what} was {before} and is {after}"
@@ -393,20 +395,20 @@ class Profile(msgspec.Struct, frozen=True):
         return found + [f"{name} was {then.versions[name]} and is {now.versions.get(name, 'not there')}" for name in changed]
 
     def doubts(self, spec: ClusterSpec) -> list[str]:
-        """Why the profile may say little about this cluster, a line each."""
+        """List why the profile may not apply to this cluster."""
         if spec.pools:
             return [f"the profile is of {self.machine.processor}, and says nothing about {', '.join(spec.pools)}: these are modelled"]
-        return [f"the profile may not hold here: {line}" for line in self.strangeness(device_of(spec))]
+        return [f"the profile may not hold here: {line}" for line in self.machine_changes(device_of(spec))]
 
     def check(self, models: Mapping[str, Model], spec: ClusterSpec) -> None:
-        """Refuse a profile of other models or other engines: its numbers would say nothing.
+        """Refuse a profile of other models or engines.
 
         Raises:
-            SpecError: which role, and what it was measured with.
+            SpecError: the profile was measured with another model or engine.
         """
         now = "Measure again: m2flow profile FLOW --cluster SPEC."
         for role, model in models.items():
-            told = told_model(model)
+            told = model_description(model)
             if role in self.models and self.models[role] != told:
                 raise SpecError(f"the profile was made with another model for {role}: {self.models[role]}, not {told}", now=now)
         engines = {"rollout": spec.rollout.engine, "train": spec.train.engine}
@@ -415,7 +417,7 @@ class Profile(msgspec.Struct, frozen=True):
                 raise SpecError(f"the profile measured the {found.kind} engine {found.engine!r}, not {engines[found.kind]!r}", now=now)
 
     def constants(self) -> dict[str, Constant]:
-        """Every number, by a dotted name, with its source."""
+        """All constants by dotted name, with their sources."""
         found: dict[str, Constant] = {}
         for engine in self.engines:
             where = f"{engine.name}[{engine.num_devices}{f', {engine.ranks} ranks' if engine.ranks > 1 else ''}]"
@@ -443,10 +445,10 @@ class Profile(msgspec.Struct, frozen=True):
 
 
 def read_profile(path: Path) -> Profile:
-    """A profile, from its file or from the run directory that it lies in.
+    """Read a profile from its file or from the run directory that contains it.
 
     Raises:
-        SpecError: no such file, no profile, or one of another version.
+        SpecError: the file is missing, not a profile, or of another version.
     """
     file = path / "profile.json" if path.is_dir() else path
     now = "Make one: m2flow profile FLOW --cluster SPEC --out FILE."
@@ -466,8 +468,8 @@ def read_profile(path: Path) -> Profile:
         raise SpecError(f"{file} is a damaged profile: {error}", now="Measure again.") from None
 
 
-def told_model(model: Model) -> str:
-    """A model as far as its speed goes: its folder's name, its head, its type of numbers, and the rank of its adapters."""
+def model_description(model: Model) -> str:
+    """Describe what determines a model's speed: its folder's name, head, dtype and rank of adapters."""
     adapters = f", adapters of rank {model.lora.rank}" if model.lora is not None else ""
     return f"{Path(model.path).name} ({model.head}, {model.dtype}{adapters})"
 
@@ -501,15 +503,17 @@ def _processor() -> str:
     return names[0] if names else platform.machine()
 
 
+# ---- costs from a profile
+
 HERE = ""
-"""The pool that is this machine."""
+"""The name of the pool that is this machine."""
 
 C = TypeVar("C", bound=msgspec.Struct)
 
 
 @final
 class ProfiledCosts(Costs):
-    """Measured costs of one flow on this machine, before those of the model that `modelled` is."""
+    """Measured costs of one flow, and those of `modelled` where nothing was measured."""
 
     def __init__(self, profile: Profile, modelled: ModelledCosts) -> None:
         self.profile = profile
@@ -543,7 +547,7 @@ class ProfiledCosts(Costs):
             return modelled
         there = modelled if measured else self.modelled.train(engine, pool, known.layout)
         update = _pass_cost(known.update) if known.update else there.update
-        # Of a trainer that never looked at log-probabilities alone: a third of forward and backward.
+        # For a trainer that never ran a forward pass alone: a third of forward and backward.
         forward = _pass_cost(known.forward) if known.forward else _times(update, 1 / 3) if known.update else there.forward
         optimizer_s = known.optimizer_s or there.optimizer_s
         if measured:
@@ -576,7 +580,7 @@ class ProfiledCosts(Costs):
         found = next((sync for sync in self.profile.syncs if (sync.role, sync.transport) == (role, transport)), None)
         if found is None or (source[0], target[0]) != (HERE, HERE):
             return self.modelled.sync_s(role, source, target, is_same_devices=is_same_devices)
-        return found.publish_s + found.load_s + self.profile.turn_s  # New weights come once a step, as the program's turn does.
+        return found.publish_s + found.load_s + self.profile.turn_s  # A sync comes once a step, as the program's turn does.
 
     def hop_s(self, num_bytes: float, source: str, target: str) -> float:
         if (source, target) == (HERE, HERE) and self.profile.hop_s:
@@ -590,7 +594,7 @@ class ProfiledCosts(Costs):
         return max((one.slowdown.get(beside, 1.0) for one in self.profile.engines if one.kind == engine), default=1.0)
 
     def constants(self) -> dict[str, Constant]:
-        """What was measured, and of the model what is still in use."""
+        """The measured constants, and the modelled ones still in use."""
         measured = self.profile.constants()
         engines = {f"{one.name}.{one.pool}." for one in self.profile.engines}
         functions = {f"{one.call}." for one in self.profile.functions}
@@ -605,7 +609,7 @@ class ProfiledCosts(Costs):
         return self.profile.engine(engine.role, engine.kind, num_devices, ranks, pool)
 
     def _other(self, engine: EngineId, pool: str, has: Callable[[MeasuredEngine], bool]) -> MeasuredEngine | None:
-        """The largest layout of the engine that was measured in this respect."""
+        """The largest measured layout of the engine for which `has` holds."""
         wanted = engine.role, engine.kind, pool
         known = [one for one in self.profile.engines if (one.role, one.kind, one.pool) == wanted and has(one)]
         return max(known, key=lambda one: one.num_devices, default=None)
@@ -635,7 +639,7 @@ def _times(cost: PassCost, factor: float) -> PassCost:
 
 
 def _scaled(modelled: C, known: C, known_modelled: C) -> C:
-    """The model's numbers, each corrected by what it is off by where it was measured; what it does not have is as it was measured."""
+    """Scale modelled constants by the ratio of measured to modelled ones elsewhere; where the model has 0, take the measured one."""
     changes = {}
     for name in modelled.__struct_fields__:
         here, measured, there = (getattr(one, name) for one in (modelled, known, known_modelled))

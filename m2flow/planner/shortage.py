@@ -1,10 +1,10 @@
-"""What is short when nothing fits, and what would fit: worked out with the same costs that the search asks.
+"""Explain why no plan fits: what is short, and which single change would make it fit, by the same costs as the search.
 
     engines, Costs, ClusterSpec --no_room--> PlanError
 
-First each engine alone: the layout that lacks least, by how many GiB on which pool, and which single change would do (another ZeRO stage,
-offloading, more tensor parallelism, more devices). If each fits alone but not all together, the same of the pool where they lack least
-when they take turns: offloading, fewer samples that decode together, more nodes.
+Each engine alone comes first: the layout that is least short, by how many GiB on which pool, and which single change would fit (another
+ZeRO stage, offloading, more tensor parallelism, more devices). If each fits alone but not all together, the same for the pool where they
+are least short when they take turns: offloading, fewer samples that decode together, more nodes.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from m2flow.planner.pools import PLANNED, device_list
 from m2flow.spec import ClusterSpec, PoolSpec
 
 Allows = Callable[[EngineId, str, Layout], bool]
-"""Whether the spec's pins leave an engine this pool and this layout."""
+"""Whether the spec's pins allow an engine this pool and layout."""
 
 _GIB = 2**30
 _MOST_NODES = 64
-"""Times as many nodes as there are, at most, are tried."""
+"""The largest multiple of the nodes that is tried."""
 
 
 @dataclass(frozen=True)
 class _Try:
-    """An engine alone on some devices."""
+    """An engine alone on some devices, and what it is short of."""
 
     pool: str
     layout: Layout
     footprint: Footprint
     short: int
-    """Bytes that the device or the host lacks for it; 0: it fits."""
+    """Bytes by which the device or the host is short; 0 if it fits."""
     is_host: bool
-    """The host lacks more than the device does."""
+    """Whether the host is short of more than the device."""
 
 
 def no_room(flow: str, engines: Sequence[EngineId], costs: Costs, spec: ClusterSpec, allows: Allows | None = None) -> PlanError:
-    """The error for a search that found nothing. It is returned, for the caller to raise."""
+    """Make (not raise) the error for a search that found no plan."""
     may = allows or (lambda engine, pool, layout: True)
     short: dict[EngineId, PlanError] = {}
     for engine in engines:
@@ -88,7 +88,7 @@ def _together(flow: str, engines: Sequence[EngineId], costs: Costs, spec: Cluste
 
 
 def _turns(engines: Sequence[EngineId], costs: Costs, spec: ClusterSpec, pool: str, may: Allows) -> tuple[int, str, str]:
-    """What the engines lack when they take turns with all devices of a pool: bytes, the pool, and in words."""
+    """By how much engines that take turns on a whole pool are short: (bytes, pool, description)."""
     num = spec.planned_pools[pool].num_devices
     capacity, host = costs.device_bytes(pool), costs.host_bytes(pool)
     chosen = []
@@ -109,7 +109,7 @@ def _turns(engines: Sequence[EngineId], costs: Costs, spec: ClusterSpec, pool: s
 
 
 def _tries(engine: EngineId, costs: Costs, spec: ClusterSpec) -> Iterator[_Try]:
-    """On the divisors of a node, and on doubling numbers of nodes up to all of them."""
+    """Try an engine on the divisors of a node, and on doubling numbers of nodes up to all of them."""
     for name, pool in spec.planned_pools.items():
         inside = [num for num in range(1, pool.devices_per_node + 1) if pool.devices_per_node % num == 0]
         whole = [pool.devices_per_node << i for i in range(1, 16) if 1 << i <= pool.nodes]
@@ -144,7 +144,7 @@ def _lacks(one: _Try, costs: Costs) -> str:
 
 
 def _changes(base: _Try, every: Sequence[_Try]) -> list[str]:
-    """Single changes that would fit on this cluster, which something in the spec forbids."""
+    """Describe single changes that would fit on this cluster, but that the spec forbids."""
     fits = [one for one in every if not one.short]
     said: list[str] = []
     same = [one for one in fits if one.pool == base.pool and one.layout.num_devices == base.layout.num_devices]
@@ -163,13 +163,13 @@ def _changes(base: _Try, every: Sequence[_Try]) -> list[str]:
 
 
 def _is_only(kind: str, one: Layout, other: Layout) -> bool:
-    """Whether two layouts differ in this kind, and in no other but the replicas that it leaves."""
+    """Whether two layouts differ in this degree only (apart from the number of replicas)."""
     differ = {name for name in ("tp", "pp", "sp", "ep", "zero", "offload") if getattr(one, name) != getattr(other, name)}
     return differ == {kind}
 
 
 def _elsewhere(engine: EngineId, costs: Costs, spec: ClusterSpec, *, is_host: bool) -> list[str]:
-    """Changes to the spec that would make the engine fit: of each kind the least."""
+    """Describe changes to the spec that would make the engine fit: the smallest of each kind."""
     return _first_of_each(
         _specs_alone(engine, spec, is_host=is_host),
         costs,
@@ -193,7 +193,7 @@ def _first_of_each(
 
 
 def _specs_alone(engine: EngineId, spec: ClusterSpec, *, is_host: bool) -> Iterator[tuple[str, str, ClusterSpec]]:
-    """(kind of change, in words, the spec with it)."""
+    """Yield (kind of change, description, changed spec)."""
     own = spec.rollout.engine if engine.kind == "rollout" else spec.train.engine
     for name, kind in PLANNED:
         if kind == engine.kind and name != own and spec.pools:

@@ -34,9 +34,9 @@ from m2flow.planner.profiles import (
     Profile,
     Quality,
     fit,
+    model_description,
     read_profile,
     robust_mean,
-    told_model,
 )
 from m2flow.recipe import Model, Sampling
 from m2flow.runner.probing import ROUNDS, ProbeBackend, setup_rows
@@ -319,9 +319,9 @@ def test_a_profile_of_another_model_or_engine_is_refused() -> None:
 
 
 def test_a_profile_of_another_machine_says_how_it_differs() -> None:
-    assert PROFILE.strangeness("cpu") == []
+    assert PROFILE.machine_changes("cpu") == []
     machine = msgspec.structs.replace(PROFILE.machine, cores=99, versions={**PROFILE.machine.versions, "torch": "0.1"})
-    told = msgspec.structs.replace(PROFILE, machine=machine).strangeness("cuda:0")
+    told = msgspec.structs.replace(PROFILE, machine=machine).machine_changes("cuda:0")
     assert any("99" in line for line in told)
     assert any(line.startswith("torch was 0.1") for line in told)
     assert any(line == "the device was cpu and is cuda:0" for line in told)
@@ -368,7 +368,7 @@ def test_profile_measures_a_flow_on_fakes_in_both_placements_and_writes_it_down(
     assert {sync.transport for sync in profile.syncs} == {"same process", "shared memory"}
     assert [found.call for found in profile.functions] == ["good.score"]
     assert profile.startup_s > 0
-    assert profile.models == {"policy": told_model(Model("models/tiny"))}
+    assert profile.models == {"policy": model_description(Model("models/tiny"))}
     assert {len(answers) for answers in profile.responses} == {4}
     (first, *_) = sorted((tmp_path / "runs").iterdir())
     samples: dict[int, list[int]] = {}
