@@ -1,1 +1,1 @@
-"""What every part of the runtime speaks: the plan, messages, events, and what a call means for an engine."""
+"""What all parts of the runtime share: the plan, messages, events, and what a call means for an engine."""

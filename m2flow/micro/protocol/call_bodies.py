@@ -1,10 +1,10 @@
-"""A call as the workers get it: bytes, made when the program makes the call, so that they are a snapshot of what it was given.
+"""Serialise a call for the workers, as a snapshot of what it was given when the program made it.
 
     Call --call_body--> bytes --(m.Define)--> call_of --> Call
 
-What m2flow itself put into a call is plain and is pickled as such; only what is the user's takes cloudpickle, which is ten times
-slower. What the calls of a kind have in common is pickled once, and copied into the body of each. A dataset's rows travel as rows, and
-what is only for the printed form does not travel.
+What m2flow itself put into a call is plain and goes by pickle; only the user's objects take cloudpickle, which is ten times slower. What
+the calls of one kind have in common is pickled once and copied into the body of each. A dataset's rows are sent as rows, and what is only
+for the printed form is left out.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ _ATOMS = frozenset({str, int, float, bool, bytes, type(None)})
 
 
 def call_body(call: Call) -> bytes:
-    """
+    """Serialise a call.
+
     Raises:
         TraceError: something in the call can't be sent to another process.
     """
@@ -58,7 +59,7 @@ def call_body(call: Call) -> bytes:
 
 _MOST_KINDS = 4096
 _commons: dict[int, tuple[CallKind, bytes]] = {}
-"""By the id of a kind, which is held so that no id is given anew: what the bodies of its calls have in common."""
+"""id(kind) -> the kind, held so that its id is not reused, and what the bodies of its calls have in common."""
 
 
 def _common_body(kind: CallKind, call: Call) -> bytes:
@@ -78,7 +79,7 @@ def _common_body(kind: CallKind, call: Call) -> bytes:
 
 
 def _options_body(call: Call, options: Mapping[str, object]) -> tuple[dict[str, object], dict[str, bytes]]:
-    """What is plain; and what is the user's, or a function that is the same for call after call."""
+    """Split options into plain values and pickled ones: the user's objects, and functions that many calls share."""
     plain: dict[str, object] = {}
     by_value: dict[str, bytes] = {}
     try:
@@ -108,7 +109,7 @@ def _body_of(function: Snapshot) -> bytes:
 
 
 def call_of(body: bytes) -> Call:
-    """The call that `call_body` wrote; its functions are new ones each time, with captures of their own."""
+    """Deserialise a call; its functions are new ones each time, with captures of their own."""
     common, ordinal, inputs, changing, reads, writes, step = pickle.loads(body)
     (role, method, engine, granularity), names, options, read, written, site, is_aligned = pickle.loads(common)
     return Call(
@@ -133,7 +134,7 @@ def _options_of(body: tuple[dict[str, object], dict[str, bytes]]) -> dict[str, o
 
 
 def _is_plain(value: object) -> bool:
-    """Whether a worker has all that the value is made of: atoms, containers, and instances and functions of m2flow's own."""
+    """Whether plain pickle suffices: the value is made of atoms, containers, and instances and functions of m2flow."""
     kind = type(value)
     if kind in _ATOMS:
         return True
@@ -150,5 +151,5 @@ def _is_plain(value: object) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _is_ours(value: object) -> bool:
-    """Whether a function or a class is of m2flow's own, and found there by its name."""
+    """Whether a function or a class is m2flow's, and can be imported by its name."""
     return str(getattr(value, "__module__", "")).startswith("m2flow.") and "<" not in str(getattr(value, "__qualname__", "<"))

@@ -1,9 +1,9 @@
-"""The words of the cost model: what a plan's time and memory are made of, in SI units.
+"""The terms of the cost model: what a plan's time and memory are made of, in SI units.
 
-    devices, model shapes, a profile --(the other files of this package)--> Costs --> search, simulator
+    devices, model shapes, a profile --(m2flow.planner)--> Costs --> search, simulator
 
-Data only. `Costs` is what the search and the simulator ask; who answers (a profile that was measured, or a model of the hardware)
-is told by each constant's source. Seconds, bytes, tokens; never milliseconds, GiB or steps.
+Data only. `Costs` is what the search and the simulator ask; who answers (a measured profile, or a model of the hardware) is told by each
+constant's source. Seconds, bytes, tokens; never milliseconds, GiB or steps.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ EngineKind = Literal["rollout", "train"]
 
 
 class Constant(msgspec.Struct, frozen=True):
-    """A number with its unit and where it is from."""
+    """A number with its unit and its source."""
 
     value: float
     unit: str
@@ -30,7 +30,7 @@ class Constant(msgspec.Struct, frozen=True):
 
 
 class Layout(msgspec.Struct, frozen=True, order=True, cache_hash=True):
-    """How one engine lies on its devices. A replica has `tp * pp * sp` devices; there are `dp` of them."""
+    """How one engine is parallelised over its devices: `dp` replicas of `tp * pp * sp` devices each."""
 
     tp: int = 1
     """Tensor parallel."""
@@ -39,13 +39,13 @@ class Layout(msgspec.Struct, frozen=True, order=True, cache_hash=True):
     sp: int = 1
     """Sequence parallel (Ulysses)."""
     dp: int = 1
-    """Replicas. Of a rollout engine: instances."""
+    """Data parallel: replicas of a trainer, instances of a rollout engine."""
     ep: int = 1
-    """Expert parallel; lies within the others and adds no devices."""
+    """Expert parallel; within the other degrees, so that it adds no devices."""
     zero: Literal[0, 1, 2, 3] = 0
     """ZeRO stage: what the replicas of a trainer shard."""
     offload: bool = False
-    """A trainer's optimiser lives in the host's memory and is stepped there."""
+    """Whether a trainer's optimiser is in the host's memory and stepped there."""
 
     @property
     def num_replica_devices(self) -> int:
@@ -62,7 +62,7 @@ class Layout(msgspec.Struct, frozen=True, order=True, cache_hash=True):
 
 
 class EngineId(msgspec.Struct, frozen=True, order=True, cache_hash=True):
-    """An engine of the flow: whose model, and what for."""
+    """An engine of the flow: the role whose model it holds, and its kind."""
 
     role: str
     kind: EngineKind
@@ -72,7 +72,7 @@ class EngineId(msgspec.Struct, frozen=True, order=True, cache_hash=True):
 
 
 class DecodeCost(msgspec.Struct, frozen=True):
-    """One rollout instance. A step that decodes one token for each of b samples takes `step_s + b * sample_s`.
+    """Cost of decoding on one rollout instance: a step with one token for each of b samples takes `step_s + b * sample_s`.
 
     Source:
         Affine in the batch below the saturation batch: weights are read once a step, caches once a sample.
@@ -85,9 +85,9 @@ class DecodeCost(msgspec.Struct, frozen=True):
     max_running: int
     """Samples that fit the cache at their mean length, or that the engine allows, whichever is less."""
     enter_s: float = 0.0
-    """Added by each sample that comes in: its request is made, its slot filled."""
+    """Added by each sample that enters: making its request and filling its slot."""
     leave_s: float = 0.0
-    """Added by each sample that leaves: its row is made, written down and sent."""
+    """Added by each sample that leaves: making, writing and sending its row."""
     handover_s: float = 0.0
     """Added each time that samples leave, however many leave together."""
     gather_s: float = 0.0
@@ -98,8 +98,10 @@ class DecodeCost(msgspec.Struct, frozen=True):
 
 
 class PassCost(msgspec.Struct, frozen=True):
-    """A forward pass (log-probabilities, values, scores), or a forward and a backward pass, over samples of s tokens on one trainer with
-    all its devices: `fixed_s` a micro-batch, and `sample_s + token_s * s + token2_s * s**2` a sample."""
+    """Cost of a pass over samples of s tokens on one trainer: `fixed_s` a micro-batch, `sample_s + token_s * s + token2_s * s**2` a sample.
+
+    The pass is forward (log-probabilities, values, scores) or forward and backward, on all devices of the trainer.
+    """
 
     fixed_s: float
     token_s: float
@@ -112,20 +114,20 @@ class PassCost(msgspec.Struct, frozen=True):
 
 
 class TrainCost(msgspec.Struct, frozen=True):
-    """One trainer with all its devices."""
+    """Cost of training on one trainer with all its devices."""
 
     forward: PassCost
     update: PassCost
     """Forward and backward."""
     optimizer_s: float
-    """One optimiser step, gradients' reduction included."""
+    """One optimiser step, with the reduction of gradients."""
 
 
 class FunctionCost(msgspec.Struct, frozen=True):
-    """A reward or an op on one unit of its granularity, in one process."""
+    """Cost of a reward or an op on one unit of its granularity, in one process."""
 
     quantiles_s: tuple[float, ...]
-    """Latency at evenly spaced probabilities from 0 to 1, ends included: the whole distribution, slow calls too."""
+    """Latency at evenly spaced probabilities from 0 to 1, both included: the whole distribution, with slow calls."""
     concurrency: int = 1
     """Units that a process works on at once."""
     task_s: float = 0.0
@@ -133,12 +135,12 @@ class FunctionCost(msgspec.Struct, frozen=True):
 
     @property
     def mean_s(self) -> float:
-        """Of the distribution that is linear between the quantiles."""
+        """The mean of the distribution that is linear between the quantiles."""
         q = self.quantiles_s
         return sum((a + b) / 2 for a, b in itertools.pairwise(q)) / (len(q) - 1) if len(q) > 1 else q[0]
 
     def at(self, share: float) -> float:
-        """The latency at a share of the distribution, which is linear between its quantiles.
+        """Return the latency at a probability; the distribution is linear between its quantiles.
 
         >>> FunctionCost((1.0, 2.0, 4.0)).at(0.75)
         3.0
@@ -158,24 +160,24 @@ class Footprint(msgspec.Struct, frozen=True):
     gradients: int = 0
     optimizer: int = 0
     kv: int = 0
-    """What the engine's cache must have, at the least that the plan counts with."""
+    """KV cache: the least that the plan assumes."""
     activations: int = 0
     host: int = 0
-    """In the host's memory, for each device, while the engine has the device."""
+    """Host memory for each device, while the engine has the device."""
 
     @property
     def device_bytes(self) -> int:
-        """While the engine works."""
+        """Bytes on the device while the engine works."""
         return self.weights + self.gradients + self.optimizer + self.kv + self.activations
 
     @property
     def kept_bytes(self) -> int:
-        """What must outlive a switch, on the device or on the host: caches and activations are dropped and rebuilt."""
+        """Bytes that must survive a switch, on the device or on the host: caches and activations are dropped and rebuilt."""
         return self.weights + self.gradients + self.optimizer
 
 
 class Switch(msgspec.Struct, frozen=True):
-    """What handing a device from one engine to another takes: `leave` what it has, `come` back to it. `is_resident`: both stay."""
+    """Time that an engine takes to leave its devices (offload) and to come back (onload). `is_resident`: it stays on the device."""
 
     leave_s: float
     come_s: float
@@ -187,14 +189,14 @@ class Costs(ABC):
 
     @abstractmethod
     def layouts(self, engine: EngineId, pool: str, num_devices: int) -> Sequence[Layout]:
-        """The legal ones on exactly this many devices, memory not asked. Empty if there is none."""
+        """List the legal layouts on exactly this many devices, regardless of memory. Empty if there is none."""
 
     @abstractmethod
     def unit(self, engine: EngineId, pool: str) -> int:
-        """Devices of the smallest legal layout that fits the memory: the grain of the search. 0 if none fits."""
+        """Return the devices of the smallest legal layout that fits the memory: the grain of the search. 0 if none fits."""
 
     def like(self, engine: EngineId) -> EngineId:
-        """An engine that costs the same in every layout, so that what was found out of one need not be asked of the other."""
+        """Return an engine that costs the same in every layout, so that costs need be asked only once for both."""
         return engine
 
     @abstractmethod
@@ -205,44 +207,46 @@ class Costs(ABC):
 
     @abstractmethod
     def function(self, call: str) -> FunctionCost:
-        """Of a call on functions, by its name (`reward.score`)."""
+        """Return the cost of a call on functions, by its name (`reward.score`)."""
 
     @abstractmethod
     def footprint(self, engine: EngineId, pool: str, layout: Layout) -> Footprint: ...
 
     @abstractmethod
     def device_bytes(self, pool: str) -> int:
-        """What engines may have of a device's memory."""
+        """Return the memory of a device that engines may use."""
 
     @abstractmethod
     def host_bytes(self, pool: str) -> int:
-        """What engines may have of the host's memory, for each device."""
+        """Return the host memory that engines may use, for each device."""
 
     @abstractmethod
     def switch(self, engine: EngineId, pool: str, footprint: Footprint) -> Switch:
-        """What it takes the engine to leave its devices and to come back to them."""
+        """Return the time that the engine takes to leave its devices and to come back."""
 
     @abstractmethod
     def sync_s(self, role: str, source: tuple[str, Layout], target: tuple[str, Layout], *, is_same_devices: bool) -> float:
-        """New weights from the trainer (pool, layout) to all its rollout instances."""
+        """Return the time of a weight sync from the trainer (pool, layout) to all its rollout instances."""
 
     @abstractmethod
     def hop_s(self, num_bytes: float, source: str, target: str) -> float:
-        """Samples from one worker to another, by pool; `""` is a process on the host."""
+        """Return the time of a transfer of samples between workers, by pool; `""` is a process on the host."""
 
     def message_s(self) -> float:
-        """A message from the controller to a worker, or back: what a task waits for besides its rows. 0 where nobody measured it."""
+        """Return the latency of a message between controller and worker. 0 where nobody measured it."""
         return 0.0
 
     def slowdown(self, engine: EngineKind, beside: Literal["rollout", "train", "function"]) -> float:
-        """How many times as long an engine takes while one of the other kind works on other devices of its host: processes on one
-        machine share memory's bandwidth, caches and power. 1 where nobody measured it."""
+        """Return the factor by which an engine is slower while one of kind `beside` works on other devices of its host.
+
+        Processes on one machine share memory bandwidth, caches and power. 1 where nobody measured it.
+        """
         return 1.0
 
     def for_spec(self, spec: ClusterSpec) -> Costs | None:
-        """Of the same flow under another spec; None where that can't be said."""
+        """Return the costs of the same flow under another spec; None where these are not known."""
         return None
 
     @abstractmethod
     def constants(self) -> dict[str, Constant]:
-        """Every constant in use, by a dotted name (`policy.rollout.step_s`), with its source: what `m2flow plan` prints."""
+        """Return every constant in use, by a dotted name (`policy.rollout.step_s`), with its source, as `m2flow plan` prints them."""

@@ -1,4 +1,4 @@
-"""The scheduler's contract: the events it takes and the commands it gives."""
+"""The scheduler's contract: the events that it takes and the commands that it answers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.plan import Stage
 
 CONTROLLER = "controller"
-"""The controller as a place where rows are: it reads datasets, and collects what the program observes."""
+"""The controller as a place of rows: it reads datasets, and collects what the program observes."""
 
 
 LEDGER = "ledger"
-"""The ledger as a place: the controller reads rows back from there, and sends them on, when they are nowhere else."""
+"""The ledger as a place of rows: the controller reads and sends them from there when no worker has them."""
 
 
 class CallAdded(msgspec.Struct, frozen=True):
@@ -30,30 +30,30 @@ class Sourced(msgspec.Struct, frozen=True):
     call: int
     ids: list[int]
     num_tokens: list[int]
-    """Predicted from the texts."""
+    """Predicted from the texts (`m2flow.micro.protocol.execute.num_tokens_of`)."""
 
 
 class Recalled(msgspec.Struct, frozen=True):
-    """A generation of a line that was over before this scheduler began. The controller has the rows of its result."""
+    """A generation with partial rollouts that was over before the run was resumed. The controller has the rows of its result."""
 
     call: Call
     stage: Stage
     ids: list[int]
-    """Of its result."""
+    """The rows of its result."""
     num_tokens: list[int]
     left: list[int]
     """Samples that it left to the next one of its line."""
 
 
 class TimedOut(msgspec.Struct, frozen=True):
-    """These samples of a generation have had the time that its `timeout_s` allows. Those that are done by now are not late."""
+    """These samples of a generation have reached its `timeout_s`. Those that are done by now are not late."""
 
     call: int
     ids: list[int]
 
 
 class Wanted(msgspec.Struct, frozen=True):
-    """The program observes a call's rows: bring them to the controller, now or when they are there."""
+    """The program observes a call's rows: send them to the controller, now or when they are done."""
 
     call: int
 
@@ -65,64 +65,66 @@ class Released(msgspec.Struct, frozen=True):
 
 
 class CheckpointDue(msgspec.Struct, frozen=True):
-    """A checkpoint of the program so far: every role as the calls made by now leave it. Comes before the calls that are made later."""
+    """A checkpoint is due: every role as the calls added so far leave it. Comes before the calls that are made later."""
 
     step: int
     """The step that has ended."""
     directory: str
     known: dict[str, int]
-    """Role -> the version that an earlier checkpoint has."""
+    """Role -> version that an earlier checkpoint has."""
     versions: dict[str, int] | None = None
-    """Of each role, if it is not of all calls made by now; the trainers hold them."""
+    """Role -> version to save, if these are not the versions after all calls added so far; the trainers hold them."""
 
 
 class FromWorker(msgspec.Struct, frozen=True):
-    """A worker said something about a task."""
+    """A worker reported something about its tasks."""
 
     worker: str
     message: m.WorkerReport
 
 
 class Restored(msgspec.Struct, frozen=True):
-    """The ledger has rows of a call that an earlier process of the run left unfinished: they are not made again. Comes after `CallAdded`,
-    and before a row of the call is handed out."""
+    """The ledger has rows of a call that an earlier process of the run left unfinished: they are not made again.
+
+    Comes after `CallAdded`, and before a row of the call is handed out.
+    """
 
     finished: tuple[m.Finished, ...] = ()
-    """As the workers said it; their tasks count for nothing."""
+    """As the workers reported them; the task numbers are ignored."""
     flushed: tuple[m.Flushed, ...] = ()
-    """Samples that can go on."""
+    """Unfinished samples that can continue."""
 
 
 class Stopping(msgspec.Struct, frozen=True):
-    """The run is to end: finish the updates that have begun, give up the rest."""
+    """The run was asked to stop: finish the updates that have begun, abort the rest."""
 
 
 class WorkerLost(msgspec.Struct, frozen=True):
-    """A worker is gone, with all that it had. What it says from now on does not count."""
+    """A worker is lost, with all that it had. What it reports from now on is ignored."""
 
     worker: str
     returns: bool = False
-    """It will be started again: what only it can do waits for that."""
+    """Whether it will be restarted: calls that only it can run wait for that."""
     missing: dict[str, dict[int, list[int]]] = {}
-    """Place -> call -> rows that it had sent there, as far as was known, and that have never come."""
+    """Place -> call -> rows that it had sent there, as far as was known, and that never arrived."""
     how: str = ""
-    """What is known of its end."""
+    """How it ended, as far as is known."""
     last_words: str = ""
-    """What it printed last."""
+    """The last of its output."""
     unreported: tuple[m.Finished | m.Aborted | m.Flushed, ...] = ()
-    """What it had written down, and could not say any more. It counts as if it had."""
+    """What it had written to the ledger but not reported. It counts as if it had been reported."""
 
 
 class WorkerJoined(msgspec.Struct, frozen=True):
-    """A worker that was lost is here again: a new process, as all were when the run began, that has nothing of what it had."""
+    """A lost worker was restarted: a new process, in the state in which all workers begin a run."""
 
     worker: str
     incarnation: int
-    """How many processes it was before; some of them may never have come up."""
+    """How often it was restarted; some of these processes may never have come up."""
 
 
 class BorrowThresholds(msgspec.Struct, frozen=True):
-    """From now on devices that a trainer lends are given back at other shares of a generation's samples."""
+    """From now on borrowed devices are given back at other shares of a generation's samples."""
 
     shares: dict[tuple[str, str], float]
     """By worker and role."""
@@ -146,80 +148,80 @@ Event = (
 
 
 class Send(msgspec.Struct, frozen=True):
-    """Tell a worker. For `CONTROLLER` the only message is a `Push` of dataset rows, for `LEDGER` one of rows that it has."""
+    """Send a message to a worker. For `CONTROLLER` it is always a `Push` of dataset rows, for `LEDGER` one of rows that it has."""
 
     worker: str
     message: m.ToWorker
 
 
 class Resolve(msgspec.Struct, frozen=True):
-    """A call is done; `value` is None for one with rows."""
+    """A call is done; `value` is None for a call with rows."""
 
     call: int
     value: object
     chosen: tuple[int, ...] | None = None
-    """The rows of its result, where they are not simply all that it was to make: of a cut generation, and of a refill."""
+    """The rows of its result, where these are not all that it was to make: of an over-sampled generation, and of a refill."""
 
 
 class Reject(msgspec.Struct, frozen=True):
-    """A call failed, itself or through what it depends on. It may come again, with an earlier root."""
+    """A call failed, by itself or through what it depends on. This may be repeated with an earlier root."""
 
     call: int
     error: M2FlowError
     root: int
-    """The call that failed by itself."""
+    """The call that caused the failure."""
 
 
 class Forgotten(msgspec.Struct, frozen=True):
-    """Neither the program nor another call can ask for this call any more; whoever has its rows was told."""
+    """Neither the program nor another call can ask for this call any more; the workers with its rows were told."""
 
     call: int
 
 
 class Discarded(msgspec.Struct, frozen=True):
-    """Of the samples that a call made, those of prompts beyond this position were not needed, and do not count."""
+    """The samples of a refill's prompts beyond this position were not needed, and are in no result."""
 
     call: int
     last: int
 
 
 class Dropped(msgspec.Struct, frozen=True):
-    """These samples of a generation were late: whole or not, they are in no result, and do not count."""
+    """These samples of a generation were late, finished or not, and are in no result."""
 
     call: int
     ids: tuple[int, ...]
 
 
 class Late(msgspec.Struct, frozen=True):
-    """These samples of a generation were late, and go on in the next call of its line. If there is none, they were for nothing."""
+    """These samples of a generation were late, and continue in the next call of its line, if there is one."""
 
     call: int
     ids: tuple[int, ...]
 
 
 class Given(msgspec.Struct, frozen=True):
-    """These samples that earlier calls of its line had left are in a call's result."""
+    """A call's result has these samples that earlier calls of its line had left."""
 
     call: int
     ids: tuple[int, ...]
 
 
 class Expired(msgspec.Struct, frozen=True):
-    """These samples that an earlier call had left were too old for the one that takes them over: they begin anew."""
+    """These carried-over samples were too old for the call that takes them over, and begin anew."""
 
     call: int
     ids: tuple[int, ...]
 
 
 class CheckpointBegun(msgspec.Struct, frozen=True):
-    """What a checkpoint is of; the parts of versions that were not known will be saved."""
+    """A checkpoint has begun, of these versions; parts that no earlier checkpoint has will be saved."""
 
     step: int
     versions: dict[str, int]
 
 
 class CheckpointSaved(msgspec.Struct, frozen=True):
-    """A role's part of a checkpoint is written."""
+    """A role's part of a checkpoint was saved."""
 
     step: int
     role: str

@@ -1,8 +1,8 @@
-"""What the controller and its workers say to each other on the control link: msgpack, each kind tagged by name.
+"""The messages between the controller and its workers on the control link: msgpack, each kind tagged by name.
 
-Samples never travel here; they go from worker to worker (`m2flow.channels`). Tasks say which samples of which call, and a worker
-waits until it has their inputs. What a call *is* (its sampling, loss or function) comes once, as `Define`, whose body is
-cloudpickle: a worker accepts it because only the controller that started it can speak on this link.
+Samples never travel here; they go from worker to worker (`m2flow.channels`). Tasks name samples of a call, and a worker waits until it has
+their inputs. What a call *is* (its sampling, loss or function) comes once, as `Define`, whose body is cloudpickle: a worker accepts it
+because only the controller that started it can speak on this link.
 """
 
 from __future__ import annotations
@@ -16,67 +16,67 @@ from m2flow.observe.spans import SpanBlock
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The root of all of them."""
+    """The base of all messages."""
 
 
-# From the controller to a worker.
+# ---- from the controller to a worker
 
 
 class Define(Message, frozen=True):
-    """What a call is, before its first task."""
+    """Tell a worker what a call is, before its first task."""
 
     call: int
     body: bytes
-    """cloudpickle of a `m2flow.macro.graph.Call`."""
+    """Of a `m2flow.macro.graph.Call`, by `m2flow.micro.protocol.call_bodies`."""
 
 
 class Peers(Message, frozen=True):
-    """Where the other workers' inboxes are."""
+    """Tell a worker the addresses of the other workers' inboxes."""
 
     addresses: dict[str, str]
 
 
 class Task(Message, frozen=True):
-    """Some work, numbered. A worker does its tasks in the order in which they came, except that generation goes on beside them."""
+    """A numbered piece of work. A worker runs its tasks in the order of arrival, and generation concurrently with them."""
 
     number: int
     call: int
 
 
 class Generate(Task, frozen=True):
-    """Generate these samples; finished ones are reported and forwarded one by one."""
+    """Generate samples; finished ones are reported and forwarded one by one."""
 
     ids: list[int]
     prompts: list[int]
-    """Identity of each sample's prompt, in the `prompts` input of the call that drew them; empty if they go on from earlier tokens."""
+    """Row of each sample's prompt, in the `prompts` input of the call that drew them; empty if they continue from earlier tokens."""
     forward_to: list[str]
     drawn_by: int
-    """The call whose samples they are: this one, or, of carried ones, an earlier one of its line."""
+    """The call that drew the samples: this one or, of samples carried over, an earlier one of its line."""
     aborted_by: int = -1
-    """The call that they were generated for when they got the tokens that they go on from; -1: they begin."""
+    """The call for which the tokens that they continue from were generated; -1: they begin."""
     had: list[int] = []
-    """Generated tokens of each that goes on: the row with so many is meant."""
+    """Generated tokens that each continues from, which identifies the row of its prefix."""
     spills: bool = False
-    """Finished ones may lie for long: keep them in the segment file alone."""
+    """Keep finished samples in the segment file only, since they may wait for long."""
     waited_us: int = 0
-    """From when its call was made to when this is sent; for the record."""
+    """Time from the making of the call to the sending of this task; for the record."""
 
 
 class RunFunction(Task, frozen=True):
-    """Run the call's function, or its log-probabilities, on these samples."""
+    """Run a call's function, or compute its log-probabilities, on samples."""
 
     ids: list[int]
     forward_to: list[str]
     values: dict[str, dict[str, float] | float | str | None] = {}
     """The inputs that are whole values, by name."""
     parts: dict[int, list[int]] = {}
-    """Of a union: by input, the rows that are to be taken from it."""
+    """Of a union: input -> rows to take from it."""
     is_suspect: bool = False
-    """A worker was lost while it ran this function, which may be at fault, and runs in processes of its own if it may."""
+    """Whether a worker was lost while it ran this function, which then runs in child processes where that is allowed."""
 
 
 class Accumulate(Task, frozen=True):
-    """One micro-batch of an update."""
+    """Accumulate the gradients of one micro-batch of an update."""
 
     ids: list[int]
     epoch: int
@@ -84,7 +84,7 @@ class Accumulate(Task, frozen=True):
 
 
 class Apply(Task, frozen=True):
-    """The end of a mini-batch: one optimiser step. The last one of a call gives its metrics."""
+    """End a mini-batch with an optimiser step. The last one of a call returns its metrics."""
 
     is_last: bool
     version: int
@@ -96,44 +96,44 @@ class CopyWeights(Task, frozen=True):
 
 
 class PublishWeights(Task, frozen=True):
-    """Lay a role's trained weights into shared memory."""
+    """Write a role's trained weights into shared memory, for other workers."""
 
     role: str
     version: int
 
 
 class LoadWeights(Task, frozen=True):
-    """Take a role's weights into the rollout engine: from shared memory, or, without a manifest, from this worker's trainer."""
+    """Load a role's weights into the rollout engine: from shared memory or, without a manifest, from this worker's trainer."""
 
     role: str
     version: int
     manifest: Manifest | None
     under_requests: bool = False
-    """What runs goes on, with the cache that it has."""
+    """Running samples continue, with the KV cache that they have."""
 
 
 class Switch(Task, frozen=True):
-    """A lease changes hands: the engines of one turn leave the device, those of another take it."""
+    """Move a lease: the engines of one turn offload, those of another onload."""
 
     to: str
     """`rollout`, `train`, or the turn of one trainer (`m2flow.micro.protocol.plan.EngineSlot.turn`)."""
 
 
 class ShrinkKVCache(Task, frozen=True):
-    """What is next comes to the device while samples still run here: the rollout engines give back what cache these do not need."""
+    """Shrink the KV cache to what running samples need, since the next turn's engines onload while these still run."""
 
 
 class Save(Task, frozen=True):
-    """Write a role's model to a directory, and report the digest of its weights."""
+    """Save a role's model to a directory, and report the digest of its weights."""
 
     role: str
     path: str
     seals: bool = False
-    """It is part of a checkpoint (`m2flow.micro.records.checkpoints`)."""
+    """Whether it is part of a checkpoint (`m2flow.micro.records.checkpoints`)."""
 
 
 class Push(Message, frozen=True):
-    """Send these samples' rows of a call's result to a peer."""
+    """Send rows of a call's result to a peer."""
 
     call: int
     ids: list[int]
@@ -141,22 +141,22 @@ class Push(Message, frozen=True):
 
 
 class Abort(Message, frozen=True):
-    """Give up what runs or waits for a call."""
+    """Abort what runs or waits for a call."""
 
     call: int
     keeps: bool = False
-    """Keep the samples that have tokens, and say which they are: they will go on."""
+    """Keep and report the samples that have tokens: they will continue."""
 
 
 class Preempt(Message, frozen=True):
-    """Stop these samples of a call, if they run here, and give them back with their tokens so far: they go on elsewhere."""
+    """Stop these samples of a call, if they run here, and report their tokens so far: they continue elsewhere."""
 
     call: int
     ids: list[int]
 
 
 class Reassign(Message, frozen=True):
-    """These finished samples of one call are in another's result: keep them as rows of that, and send them on."""
+    """Keep finished samples of one call as rows of another, whose result they are in, and forward them."""
 
     call: int
     drawn: int
@@ -166,29 +166,29 @@ class Reassign(Message, frozen=True):
 
 
 class PeerLost(Message, frozen=True):
-    """A peer is dead: nothing that it sent counts but these rows, by call, and nothing of it that is still on its way."""
+    """A peer was lost: drop all that it has sent except these rows, and all of it that is still in transfer."""
 
     peer: str
     """Its process (`m2flow.micro.protocol.worker_state.tag_of`)."""
     rows: dict[int, list[int]]
-    """What is known to have been sent here."""
+    """Call -> rows that are known to have been sent here."""
 
 
 class Forget(Message, frozen=True):
-    """Nobody needs this call's rows any more."""
+    """Drop a call's rows, which nobody needs any more."""
 
     call: int
 
 
 class Stop(Message, frozen=True):
-    """Finish: flush, close, exit."""
+    """Flush, close and exit."""
 
 
-# From a worker to the controller.
+# ---- from a worker to the controller
 
 
 class Ready(Message, frozen=True):
-    """The worker is up, its engines have loaded."""
+    """The worker is up and its engines are loaded."""
 
     address: str
     pid: int
@@ -213,22 +213,22 @@ class Finished(Message, frozen=True):
     dropped: list[int] = []
     """Samples of the task that the call left out of its result."""
     stretches: list[tuple[VersionSpan, ...]] = []
-    """Of each sample, where it depends on time which weights generated it; else empty."""
+    """The version spans of each sample, where it depends on timing which weights generated it; else empty."""
     ends: bool = False
     """The task is done with these: no `TaskDone` follows."""
     parts: list[dict[str, float]] = []
-    """What each reward is made of (`m2flow.micro.protocol.execute`); empty where no function said so."""
+    """The parts of each reward (`m2flow.micro.protocol.execute`); empty where no function gave any."""
 
 
 class Missing(Message, frozen=True):
-    """The answer to `Severed`: rows that the dead peer sent here, and that have not come. They will not be taken in any more."""
+    """Answers `PeerLost`: rows that the lost peer sent here and that have not arrived. They will not be accepted any more."""
 
     peer: str
     rows: dict[int, list[int]]
 
 
 class Aborted(Message, frozen=True):
-    """Samples were stopped before their end, and can go on from here."""
+    """Samples were stopped before their end, and can continue from here."""
 
     call: int
     ids: list[int]
@@ -239,16 +239,16 @@ class Aborted(Message, frozen=True):
 
 
 class Preempted(Message, frozen=True):
-    """Samples were stopped as was asked, and do not run here any more. Those with tokens were said to be `Aborted` before."""
+    """Samples were preempted, and do not run here any more. Those with tokens were reported as `Aborted` before."""
 
     call: int
     ids: list[int]
     tasks: list[int]
-    """The task that each was of."""
+    """The task of each sample."""
 
 
 class Load(Message, frozen=True):
-    """How full a rollout engine is, after so many turns in which it has decoded (`m2flow.rollout_scheduling.policy.Load`)."""
+    """The load of a rollout engine, reported every few decode turns (`m2flow.rollout_scheduling.policy.Load`)."""
 
     role: str
     num_running: int
@@ -256,13 +256,13 @@ class Load(Message, frozen=True):
     kv_used: int
     kv_capacity: int
     ids: list[int]
-    """Samples that it has."""
+    """Samples on the engine."""
     num_tokens: list[int]
-    """Of each, generated so far."""
+    """Tokens that each has generated so far."""
 
 
 class Flushed(Message, frozen=True):
-    """Running samples were written down as they are by now. They go on; if their worker is lost, another can go on from here."""
+    """Running samples were written to the ledger with their tokens so far, from which another worker can continue if this one is lost."""
 
     call: int
     ids: list[int]
@@ -273,16 +273,16 @@ class Flushed(Message, frozen=True):
 
 
 class GivenUp(Message, frozen=True):
-    """Samples were given up, and nobody goes on with them."""
+    """Samples were aborted, and nobody continues them."""
 
     call: int
     ids: list[int]
     num_generated: list[int]
-    """Tokens that each had."""
+    """Tokens that each had generated."""
 
 
 class TaskDone(Message, frozen=True):
-    """A task is done. Its samples were reported before; a `Finished` that ends the task says this too."""
+    """A task is done. Its samples were reported before; a `Finished` with `ends` replaces this message."""
 
     task: int
     result: dict[str, float] | float | str | None = None
@@ -290,44 +290,44 @@ class TaskDone(Message, frozen=True):
 
 
 class TaskFailed(Message, frozen=True):
-    """A task raised."""
+    """A task raised an error."""
 
     task: int
     call: int
     error: ErrorRecord
     row: int = -1
-    """The first sample that the error is about; -1: not of one in particular."""
+    """The first sample that the error is about; -1: none in particular."""
 
 
 class Spans(Message, frozen=True):
-    """What the worker recorded since the last time."""
+    """The spans that the worker recorded since the last report."""
 
     block: SpanBlock
 
 
 class Heartbeat(Message, frozen=True):
-    """A heartbeat, from a thread of its own (`m2flow.micro.controller.supervisor`)."""
+    """A heartbeat, sent by a thread of its own (`m2flow.micro.controller.supervisor`)."""
 
     num_turns: int
-    """Of the main loop, so far."""
+    """Turns of the main loop so far."""
     cpu_s: float
-    """Processor time of all threads, so far."""
+    """CPU time of all threads so far."""
     is_in_users_code: bool
-    """A user's function has been called."""
+    """Whether a user's function is running."""
     sent_ns: int = 0
-    """When, by the worker's clock (Unix ns); it is answered with an `Echo`. 0: nothing is asked."""
+    """When it was sent, by the worker's clock (Unix ns); it is answered with an `Echo`. 0: no answer is asked for."""
     exchange: tuple[int, int, int, int] | None = None
-    """How that went with the one before (`m2flow.micro.controller.supervisor.Exchange`)."""
+    """The times of the previous heartbeat and its echo (`m2flow.micro.controller.supervisor.Exchange`)."""
     memory_bytes: int | None = None
-    """Of the process."""
+    """Memory of the process."""
     gpu_use: float | None = None
-    """Share of the time in which its GPU was busy lately, by whomever."""
+    """Share of recent time in which its GPU was busy, with any process."""
     gpu_memory_bytes: int | None = None
-    """Taken there, by whomever."""
+    """Memory in use on its GPU, by all processes."""
 
 
 class Echo(Message, frozen=True):
-    """The controller's answer to a `Pulse`, on the same link. Times are Unix ns, the first by the worker's clock."""
+    """The controller's answer to a `Heartbeat`, on the same link. Times are Unix ns, the first by the worker's clock."""
 
     asked_ns: int
     heard_ns: int
@@ -335,13 +335,13 @@ class Echo(Message, frozen=True):
 
 
 class Fatal(Message, frozen=True):
-    """The worker can't go on."""
+    """The worker can't continue."""
 
     error: ErrorRecord
 
 
 class Goodbye(Message, frozen=True):
-    """The worker's last word."""
+    """The worker's last message before it exits."""
 
 
 ToWorker = (
@@ -366,7 +366,7 @@ ToWorker = (
     | Stop
 )
 WorkerReport = Finished | Aborted | Flushed | Preempted | Load | TaskDone | TaskFailed
-"""What the scheduler is told."""
+"""The messages that are passed on to the scheduler."""
 ToController = (
     Ready
     | Finished
@@ -386,7 +386,7 @@ ToController = (
 
 
 def calls_of(task: Task) -> tuple[int, ...]:
-    """The calls that a worker must know for a task."""
+    """List the calls that a worker must know to run a task."""
     return tuple(sorted({task.call, task.drawn_by})) if isinstance(task, Generate) else (task.call,) if task.call >= 0 else ()
 
 
@@ -397,7 +397,7 @@ _to_controller: msgspec.msgpack.Decoder[ToController] = msgspec.msgpack.Decoder(
 
 
 def decode_to_worker(body: bytes) -> ToWorker:
-    """A message to a worker. Raises `DecodeError` for bytes that are none."""
+    """Decode a message to a worker. Raises `DecodeError` for bytes that are none."""
     try:
         return _to_worker.decode(body)
     except _NO_MESSAGE as error:
@@ -405,7 +405,7 @@ def decode_to_worker(body: bytes) -> ToWorker:
 
 
 def decode_to_controller(body: bytes) -> ToController:
-    """A message to the controller. Raises `DecodeError` for bytes that are none."""
+    """Decode a message to the controller. Raises `DecodeError` for bytes that are none."""
     try:
         return _to_controller.decode(body)
     except _NO_MESSAGE as error:
@@ -413,7 +413,7 @@ def decode_to_controller(body: bytes) -> ToController:
 
 
 def decode_echo(body: bytes) -> Echo:
-    """An answer to a heartbeat. Raises `DecodeError` for bytes that are none."""
+    """Decode an answer to a heartbeat. Raises `DecodeError` for bytes that are none."""
     try:
         return _echo.decode(body)
     except _NO_MESSAGE as error:
