@@ -1,13 +1,13 @@
-"""What a call means in terms of engines: the one place where a macro call and an engine's contract meet.
+"""Execute a call in terms of engines: requests and rows of generations, inputs and checked results of functions, parts of rewards.
 
-{"reward": 0.7, "right": 1.0, "brevity": -0.3} --judged--> Judged(0.7, {"right": 1.0, "brevity": -0.3})
-    a task's results --rewards_of--> rows with their parts --without_parts--> rows for others; parts for the record
+This is the one place where a macro call and an engine's contract meet. Workers use these functions chunk by chunk, the eager executor call
+by call. So a plan can change when and where something is done, but not what.
 
-Nothing computes with parts, so they go to the ledger and nowhere else: rows that are stored, sent or trained on are the same with and
-without them.
+Rewards may have parts, which nothing computes with: they go to the ledger and nowhere else, so that rows that are stored, sent or trained
+on are the same with and without them.
 
-Workers do these things chunk by chunk, the eager interpreter call by call, with the same functions. So a plan can change when and
-where something is done, but not what.
+    {"reward": 0.7, "right": 1.0, "brevity": -0.3} --judged--> Judged(0.7, {"right": 1.0, "brevity": -0.3})
+    a task's results --rewards_of--> rows with their parts --without_parts--> rows for others; parts for the ledger
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from m2flow.recipe import Sampling
 from m2flow.samples import Batch, Column, Finish, Ragged, Sample, SampleId, Segment, keyed_bits
 
 Parts = dict[str, float]
-"""By name; a reward may have none."""
+"""Part of a reward -> its value; a reward may have none."""
 
 _REWARD = "reward"
 _PARTS = "reward parts"
-"""A column's name that no dataset's row and no function can take for its own: it is no identifier."""
+"""A column name that no dataset or function can have, since it is no identifier."""
 
 
 class Judged(NamedTuple):
-    """What a function said of one sample, before it is looked at."""
+    """A reward function's result on one sample, before it is checked."""
 
     reward: object
     parts: Mapping[object, object]
 
 
 def judged(value: object) -> Judged:
-    """A mapping or a dataclass with a `reward`, taken apart; anything else is the reward itself."""
+    """Split a mapping or dataclass with a `reward` into reward and parts; anything else is the reward itself."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if not isinstance(value, Mapping) or _REWARD not in value:
@@ -55,14 +55,14 @@ def judged(value: object) -> Judged:
 
 
 def rewards_of(values: Sequence[object]) -> dict[str, Column]:
-    """The columns of rewards, each a number or a `Judged` of numbers: the rewards, and their parts if any has some."""
+    """Make the columns of rewards, each a number or a `Judged` of numbers: the rewards, and their parts if any has some."""
     apart = [value if isinstance(value, Judged) else Judged(value, {}) for value in values]
     columns: dict[str, Column] = {_REWARD: np.array([one.reward for one in apart], np.float64)}
     return columns | {_PARTS: Ragged.json([one.parts for one in apart])} if any(one.parts for one in apart) else columns
 
 
 def without_parts(rows: Batch) -> tuple[Batch, list[Parts]]:
-    """Rows as others get them, and the parts of each row's reward; no list where none has any."""
+    """Split rows into rows without parts, and the parts of each row's reward; an empty list where none has any."""
     if _PARTS not in rows:
         return rows, []
     parts = rows.ragged(_PARTS)
@@ -71,18 +71,18 @@ def without_parts(rows: Batch) -> tuple[Batch, list[Parts]]:
 
 
 def sample_seed(run_seed: int, role: str, repeat: int, origin: int, index: int) -> int:
-    """The 64 bits that decide a sample's random numbers: a function of who it is, never of when or where it runs.
+    """Compute the 64-bit seed of a sample's random numbers from its identity, never from when or where it runs.
 
     Args:
         repeat: how often the program has had this role answer these prompts before.
-        origin: the prompt's `seed`: of a dataset's row which draw it was, of a prompt made from a sample that sample's.
+        origin: the prompt's `seed`: for a dataset's row which draw it was, for a prompt made from a sample that sample's seed.
         index: the sample's place in its group.
     """
     return keyed_bits(run_seed, role, repeat, origin, index)
 
 
 def requests(call: Call, ids: Iterable[int], prompts: Batch, run_seed: int) -> list[Request]:
-    """The requests of a generate call for these samples; row i of `prompts` is the prompt of sample i."""
+    """Make the requests of a generate call for these samples; row i of `prompts` is the prompt of sample i."""
     sampling, repeat = _sampling(call), call.options["repeat"]
     assert isinstance(repeat, int)
     texts, origins = prompts.ragged("prompt"), prompts.dense("seed").tolist()
@@ -98,7 +98,7 @@ def requests(call: Call, ids: Iterable[int], prompts: Batch, run_seed: int) -> l
 
 
 def continuations(call: Call, stopped: Batch) -> list[Request]:
-    """The requests for samples of a call that were stopped: each goes on from the tokens in its row."""
+    """Make the requests for stopped samples of a call: each continues from the tokens in its row."""
     sampling, made = _sampling(call), []
     for row, packed in enumerate(stopped.ids.tolist()):
         num_prompt = int(stopped.ragged("segment_lengths").row(row)[0])
@@ -122,10 +122,11 @@ _MADE = ("tokens", "logprobs", "versions", "kv_stale")
 
 
 def responses(calls: Sequence[Call], generated: Sequence[Generated], prompts: Batch, seeds: Mapping[int, int]) -> Batch:
-    """The rows of generated samples: token columns, and the columns of each one's prompt.
+    """Make the rows of generated samples: token columns, and the columns of each one's prompt.
 
     Args:
-        calls: the one that drew each sample. Row i of `prompts` is the prompt of sample i, or its own row of before.
+        calls: the call that drew each sample.
+        prompts: row i is the prompt of sample i or, where it continued, its earlier row.
     """
     ids = np.array([g.id for g in generated], np.int64)
     num_prompt = [len(g.prompt_tokens) for g in generated]
@@ -162,6 +163,7 @@ def _sampling(call: Call) -> Sampling:
 
 
 def function_of(call: Call) -> Callable[..., object]:
+    """Return the function of a call on functions."""
     function = call.options["function"]
     if not callable(function):
         raise InternalError(f"{call.name} has no function")
@@ -169,7 +171,7 @@ def function_of(call: Call) -> Callable[..., object]:
 
 
 def function_error(call: Call, error: OpError) -> OpError:
-    """An error of a user's function, as that of a reward if it is one."""
+    """Turn the error of a reward function into a `RewardError`; other functions' errors stay."""
     if call.options["column"] != "reward" or isinstance(error, RewardError):
         return error
     now = error.now or "Mend it, or catch the error in the reward and return 0.0 for what can't be judged, so that it is counted."
@@ -181,15 +183,15 @@ def function_error(call: Call, error: OpError) -> OpError:
 
 
 def gives(call: Call) -> str:
-    """What a function's result is: `column`, `rows`, `kept` or `concat` (see `m2flow.macro.graph.Call`)."""
+    """Return what a function's result is: `column`, `rows`, `kept` or `concat` (see `m2flow.macro.graph.Call`)."""
     return str(call.options.get("gives", "column"))
 
 
 def function_input(call: Call, inputs: Mapping[str, Batch]) -> Batch:
-    """The rows that a function works on: those of its first input with rows, joined by identity with a column of each further one.
+    """Join the rows that a function works on: its first input with rows, and by identity a column of each further one.
 
-    Of a further input the column counts that the call's option `columns` names, and is joined under the input's own name; where it
-    names none, all do, under their own.
+    Of a further input, the column that the call's option `columns` names is joined under the input's name; where it names none, all
+    columns are joined under their own names.
     """
     named = call.options.get("columns", {})
     assert isinstance(named, Mapping)
@@ -204,7 +206,7 @@ def function_input(call: Call, inputs: Mapping[str, Batch]) -> Batch:
             raise OpError(f"{call.name} got sample {SampleId.unpack(int(rows.ids[again[0]]))} twice", now=TWICE)
         return rows
     if not inputs or not len(next(iter(inputs.values()))):
-        return Batch(np.zeros(0, np.int64))  # No rows have no columns either, whatever they were to be.
+        return Batch(np.zeros(0, np.int64))  # Without rows there are no columns either.
     (first, rows), *others = inputs.items()
     rows = rows.in_order()
     if first in named:
@@ -223,7 +225,7 @@ def _column(call: Call, rows: Batch, name: str) -> Column:
 
 
 def columns_result(call: Call, inputs: Mapping[str, Batch], rows: Batch, result: object) -> Batch | object:
-    """What a function on columns gave, checked: a column, rows, the rows that stay as the first input has them, or one value."""
+    """Check the result of a function on columns, and return it as rows: a column, rows, the kept rows of the first input, or one value."""
     if not call.is_aligned:
         return result
     kind = gives(call)
@@ -241,18 +243,18 @@ def columns_result(call: Call, inputs: Mapping[str, Batch], rows: Batch, result:
 
 
 def kept_rows(rows: Batch, is_kept: object) -> Batch:
-    """The rows that stay: those whose value is true."""
+    """Select the rows whose value is true."""
     values = is_kept.values if isinstance(is_kept, Ragged) else np.asarray(is_kept)
     return rows.take(np.flatnonzero(np.asarray(values, bool)))
 
 
 def checked(call: Call, function: Callable[..., object], took_ns: list[int] | None = None) -> Callable[..., object]:
-    """The user's function; what it returns on a unit is looked at before the next unit's turn.
+    """Wrap a user's function so that its result on a unit is checked before the next unit is run.
 
-    So of several faults the earliest sample's is the one that counts, whether the function raised or returned what it may not.
+    So of several errors the earliest sample's counts, whether the function raised or returned a wrong value.
 
     Args:
-        took_ns: gets how long each unit took, in the order of their ends.
+        took_ns: list to which the duration of each unit is appended, in the order of their ends.
     """
     took = took_ns if took_ns is not None else []
 
@@ -274,7 +276,7 @@ def checked(call: Call, function: Callable[..., object], took_ns: list[int] | No
 
 
 def function_rows(call: Call, rows: Batch, results: Sequence[object]) -> Batch:
-    """The rows of what a `checked` function gave on samples or groups."""
+    """Make rows from the results of a `checked` function on samples or groups."""
     values = [value for group in results for value in group] if call.granularity is not Granularity.SAMPLE else results  # type: ignore[attr-defined]
     column = str(call.options["column"])
     if gives(call) == "kept":
@@ -283,10 +285,10 @@ def function_rows(call: Call, rows: Batch, results: Sequence[object]) -> Batch:
 
 
 def _checked(call: Call, unit: Sample | list[Sample], result: object) -> object:
-    """One value of a sample, or a list of one for each.
+    """Check a result: one value for a sample, or a list with one for each sample of a group.
 
     Raises:
-        RewardError, OpError: it is something else; the sample is named.
+        RewardError, OpError: it is something else; the error names the sample.
     """
     if not call.is_aligned:
         return result
@@ -349,7 +351,7 @@ def _fault(call: Call, sample: SampleId, what: str, now: str) -> M2FlowError:
 def _is_finite(value: object) -> bool:
     try:
         return _is_number(value) and math.isfinite(value)  # type: ignore[arg-type]
-    except OverflowError:  # an int beyond the range of floats
+    except OverflowError:  # An int beyond the range of floats.
         return False
 
 
@@ -358,7 +360,7 @@ def _is_number(value: object) -> bool:
 
 
 def plain_value(call: Call, value: object) -> dict[str, float] | float | str | None:
-    """An op's one value, as it can travel to the controller.
+    """Convert an op's single value to one that can be sent to the controller.
 
     Raises:
         OpError: it is neither a number, a text, nor a mapping of numbers.
@@ -375,7 +377,7 @@ def plain_value(call: Call, value: object) -> dict[str, float] | float | str | N
 
 
 def _fields_fault(call: Call, value: object) -> str:
-    """What is wrong with a mapping's fields, if the call declares some; else nothing."""
+    """Describe what is wrong with a mapping's fields, if the call declares some; empty if nothing is."""
     fields = call.options.get("fields", ())
     assert isinstance(fields, tuple)
     is_right = not fields or (isinstance(value, dict) and set(value) == set(fields))
@@ -383,18 +385,18 @@ def _fields_fault(call: Call, value: object) -> str:
 
 
 def gives_reward(call: Call) -> bool:
-    """Whether what a call gives is the reward of each sample, and no number made from it."""
+    """Whether a call's result is the reward of each sample, and not a number computed from it."""
     return call.method == "score" or (call.options.get("column") == "reward" and "instance" in call.options)
 
 
 def as_python(value: object) -> object:
-    """Numbers and lists instead of NumPy's, torch's or anybody's arrays and scalars; all else as it is."""
+    """Convert arrays and scalars of NumPy, torch and the like to numbers and lists; return all else as it is."""
     to_list = getattr(value, "tolist", None)
     return to_list() if callable(to_list) else value
 
 
 def num_tokens_of(batch: Batch) -> list[int]:
-    """All tokens of each row; of rows without tokens a prediction from their texts: one a byte."""
+    """Count all tokens of each row; for rows without tokens predict them from their texts: one a byte."""
     if "tokens" in batch:
         return [int(n) for n in batch.ragged("tokens").lengths]
     lengths = sum((batch.ragged(name).lengths for name in ("prompt", "target") if name in batch), np.ones(len(batch), np.int64))
@@ -402,6 +404,7 @@ def num_tokens_of(batch: Batch) -> list[int]:
 
 
 def num_generated_of(batch: Batch) -> list[int]:
+    """Count the generated tokens of each row; 0 for rows without tokens."""
     if "segment_lengths" not in batch:
         return [0] * len(batch)
     kinds, lengths = batch.ragged("segment_kinds"), batch.ragged("segment_lengths")
@@ -409,14 +412,15 @@ def num_generated_of(batch: Batch) -> list[int]:
 
 
 def lengths_of(rows: Batch) -> tuple[list[int], list[int]]:
-    """Tokens of each row, all and generated."""
+    """Count the tokens of each row: all, and the generated ones."""
     return num_tokens_of(rows), num_generated_of(rows)
 
 
 def finish_of(batch: Batch) -> list[int]:
+    """Return why each row's generation ended (`Finish`)."""
     return [int(f) for f in batch.dense("finish")] if "finish" in batch else [int(Finish.STOP)] * len(batch)
 
 
 def span_attributes(call: Call) -> dict[str, object]:
-    """What a span of a call's work says of it."""
+    """Return the attributes that identify a call in its spans."""
     return {"call": call.ordinal, "flow_line": str(call.site), "label": call.name, "step": call.step}

@@ -1,12 +1,10 @@
-"""The micro execution plan: who runs what, on how much at a time, how data and weights move, and what the search says of it.
+"""The micro execution plan: who runs what, on how much at a time, how rows and weights move, and what the search found.
 
-Workload, Costs --search--> Choice --(m2flow.micro.lowering.placement)--> the workers and leases of a Plan
+    MacroGraph --(m2flow.micro.lowering.passes)--> Plan --(controller, scheduler, workers)--> a run
+    Workload, Costs --search--> Choice --(m2flow.micro.lowering.placement)--> the workers and leases of a Plan
 
-Data only; it is saved beside the run, printed by `m2flow plan` and read by the simulator.
-
-MacroGraph --(m2flow.micro.lowering.passes)--> Plan --(controller, scheduler, workers)--> a run
-
-A plan is frozen data with a checker and a printed form; it serialises to JSON. It decides time only, never the result.
+A plan is frozen data with a checker (`Plan.verify`) and a printed form (`m2flow.micro.protocol.plan_text`). It serialises to JSON, is
+saved beside the run, printed by `m2flow plan` and read by the simulator. It decides time only, never the result.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ Mode = Literal["time-shared", "split", "hybrid"]
 
 
 class Seat(msgspec.Struct, frozen=True):
-    """Where an engine is, for some calls of the step: it has `num_devices` of a pool from `first_device` on."""
+    """The placement of an engine, for some calls of the step: `num_devices` of a pool, from `first_device` on."""
 
     engine: EngineId
     calls: tuple[str, ...]
@@ -36,16 +34,16 @@ class Seat(msgspec.Struct, frozen=True):
     """Samples that it hands on at a time."""
     footprint: Footprint
     lease: str = ""
-    """Seats with the same lease take turns with their devices; empty if no other has any of them."""
+    """Seats with the same lease take turns on their devices; empty if the devices are not shared."""
     mode: Literal["time-shared", "split"] = "split"
     is_swapped: bool = False
-    """Between its calls all that it keeps is in the host's memory, and its devices are free for others."""
+    """Whether it is offloaded to the host's memory between its calls, so that its devices are free for others."""
 
     lent_until: float = 0.0
-    """Of a rollout engine some of whose devices a trainer lends: the share of its samples that have ended when it gives those back."""
+    """Of a rollout engine that borrows devices of a trainer: the share of its samples that have ended when it gives them back."""
 
     comes_at: float = 0.0
-    """Of a trainer that is swapped: the share of the samples before it that have ended when it comes, beside those that run. 0: all."""
+    """Of a swapped trainer: the share of the samples before it that have ended when it onloads, while others still run. 0: all."""
 
     @property
     def devices(self) -> range:
@@ -53,7 +51,7 @@ class Seat(msgspec.Struct, frozen=True):
 
 
 class Part(msgspec.Struct, frozen=True):
-    """One summand of the predicted time."""
+    """One term of the predicted step time."""
 
     what: str
     """`policy.generate`, `switch to train`, `weight sync`."""
@@ -62,7 +60,7 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class Bound(msgspec.Struct, frozen=True):
-    """A time that no schedule of this workload on this cluster can beat."""
+    """A lower bound on the step time of any schedule of this workload on this cluster."""
 
     name: str
     """`longest sample`, `work`, `k-longest`, `critical path`."""
@@ -70,7 +68,7 @@ class Bound(msgspec.Struct, frozen=True):
 
 
 class Loser(msgspec.Struct, frozen=True):
-    """The best of the plans of another shape, and why it lost."""
+    """The best plan of another shape, and why it lost."""
 
     what: str
     predicted_step_s: float
@@ -78,7 +76,7 @@ class Loser(msgspec.Struct, frozen=True):
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """The best plan that was found."""
+    """The best placement that the search found, with its predicted time and what it was compared with."""
 
     flow: str
     cluster: str
@@ -88,10 +86,10 @@ class Choice(msgspec.Struct, frozen=True):
     parts: tuple[Part, ...]
     bounds: tuple[Bound, ...]
     is_exact: bool
-    """No plan of the cost model is better; otherwise `gap_s` says by how much one might be."""
+    """Whether no plan is better by the cost model; otherwise one may be by up to `gap_s`."""
     gap_s: float
     advice: str
-    """What limits it, and what would help."""
+    """What limits the step time, and what would help."""
     losers: tuple[Loser, ...]
     search_s: float
     constraints_cost_s: dict[str, float]
@@ -121,54 +119,53 @@ class EngineSlot(msgspec.Struct, frozen=True):
     engine: str
     """Its name in the registry."""
     turn: str = ""
-    """Under a lease, of an engine that does not share the turn of all of its kind: the name of its own. Those with the same may work at
-    once."""
+    """Under a lease: the name of the engine's own turn, if it does not share the turn of its kind. Engines of one turn may work at once."""
     stays: bool = False
-    """Under a lease: what it keeps (a rollout engine its weights, a trainer all but activations) stays there while others work."""
+    """Under a lease: the engine stays on the devices while others work (a rollout engine's weights, all of a trainer but activations)."""
     lent_until: float = 0.0
-    """Under a lease, of a rollout engine on devices that a trainer lends, while others of its role have their own: the share of a
-    generation's samples that have ended when it gives them back, and what it still has goes on elsewhere. 0: it keeps what it has."""
+    """Under a lease, of a rollout engine that borrows a trainer's devices while others of its role have their own: the share of a
+    generation's samples that have ended when it gives them back, and its samples continue elsewhere. 0: it keeps its samples."""
     comes_at: float = 0.0
-    """Under a lease, of a trainer that leaves the devices: the share of a generation's samples that have ended when it comes back, beside
-    those that still run. 0: when none does."""
+    """Under a lease, of a trainer that offloads: the share of a generation's samples that have ended when it onloads again, while the
+    others still run. 0: when none runs."""
     tp: int = 1
-    """Of a rollout engine, in each instance: devices that share each layer; `pp` stages of layers; `ep` that share the experts of one."""
+    """Of each instance of a rollout engine: tensor parallel degree; `pp` and `ep`: pipeline and expert parallel degrees."""
     pp: int = 1
     ep: int = 1
 
     @property
     def takes_turn(self) -> str:
-        """The turn in which it has its devices, where they are shared: `rollout`, `train`, or one of its own (`train critic`)."""
+        """The turn in which it has its devices, where they are shared: `rollout`, `train`, or its own (`train critic`)."""
         return self.turn or self.kind
 
 
 class WorkerPlan(msgspec.Struct, frozen=True):
-    """A process."""
+    """A worker process and the engines that it hosts."""
 
     name: str
     device: str
     threads: int
     engines: tuple[EngineSlot, ...]
     lease: str = ""
-    """The lease that its rollout and train engines take turns with; empty if it has only one of them."""
+    """The lease by which its engines share its devices with others in turns; empty if they don't."""
     ranks: int = 1
-    """Of its trainer: processes that hold one model together, each on a device, or with threads, of its own."""
+    """Of its trainer: processes that hold one model together, each on its own device, or with its own threads."""
     is_spare: bool = False
-    """Not there when the run begins; it may join (`m2flow cluster scale`)."""
+    """Whether it is absent when the run begins, and may join later (`m2flow cluster scale`)."""
 
 
 class Room(msgspec.Struct, frozen=True):
-    """What a generation's rows may take up on the way to one worker (`m2flow.micro.scheduler.backpressure`)."""
+    """The limits on a generation's rows in flight to one worker (`m2flow.micro.scheduler.backpressure`)."""
 
     target: str
     samples: int
     num_bytes: int
     takers: int
-    """Calls there that take each row."""
+    """Number of calls there that take each row."""
     is_whole: bool
-    """One of them needs all rows of the generation at once."""
+    """Whether one of them needs all rows of the generation at once."""
     fits: bool
-    """What must be there at once does. Where it does not, it is never begun."""
+    """Whether the rows that must be there at once fit. Where they don't, they are never begun."""
 
 
 class Stage(msgspec.Struct, frozen=True):
@@ -179,20 +176,20 @@ class Stage(msgspec.Struct, frozen=True):
     unit: Literal["sample", "group", "minibatch", "batch"]
     """The smallest set of samples that a task may have."""
     is_barrier: bool
-    """It starts only when all of its input is there."""
+    """Whether it starts only when all of its input is there."""
     workers: tuple[str, ...] = ()
     chunk: int = 0
     """Most samples in a task. 0: as many as the packing takes."""
     token_budget: int = 0
-    """Train: tokens that a micro-batch is filled up to. 0 elsewhere."""
+    """Of a train engine's call: tokens up to which a micro-batch is filled. 0 elsewhere."""
     forward_to: tuple[str, ...] = ()
-    """Workers that get each row as soon as it is there."""
+    """Workers to which each row is sent as soon as it is done."""
     rooms: tuple[Room, ...] = ()
-    """Of a generation: what may be under way to each worker that its rows are sent to, where that is limited."""
+    """Of a generation: the limits on rows in flight to each worker that they are sent to, where there are any."""
     spills: bool = False
-    """Of a generation: rows stay in the segment file of who made them until a task needs them, where there is no room for them."""
+    """Of a generation whose rows don't fit: they stay in the segment file of the worker that made them until a task needs them."""
     state: str = ""
-    """The role whose state it reads or writes, which is on one worker; empty if it may run anywhere."""
+    """The role whose state it reads or writes, which is on one worker; empty if the call has none."""
 
 
 class Route(msgspec.Struct, frozen=True):
@@ -204,20 +201,20 @@ class Route(msgspec.Struct, frozen=True):
     target: str
     transport: Literal["same process", "shared memory", "zmq ipc", "zmq tcp", "torch gloo", "torch nccl"]
     capacity: int
-    """Most samples under way; enough for all that a step produces, and those that staleness lets run beside it, so that nothing waits
+    """Most samples in flight; enough for all that a step produces, and those that staleness allows beside it, so that nothing waits
     for room across a lease."""
     reason: str = ""
     """Why this transport."""
     capacity_bytes: int = 0
-    """Most bytes under way; 0: no limit is within reach."""
+    """Most bytes in flight; 0: no limit is within reach."""
     needs: int = 0
-    """Of a generation: samples that the consumer must be able to have at once."""
+    """Of a generation: samples that the consumer must be able to hold at once."""
     needs_bytes: int = 0
     """The same in bytes, each sample as long as it may be."""
     is_whole: bool = False
-    """They are all of the call: the consumer can't begin with fewer."""
+    """Whether these are all samples of the call, since the consumer can't begin with fewer."""
     spills: bool = False
-    """They do not fit: rows stay in the segment file of who made them until a task needs them."""
+    """Whether rows don't fit, and stay in the segment file of the worker that made them until a task needs them."""
 
 
 class WeightSync(msgspec.Struct, frozen=True):
@@ -229,11 +226,11 @@ class WeightSync(msgspec.Struct, frozen=True):
     transport: SyncTransport
     why: str = ""
     sends: Literal["weights", "adapters"] = "weights"
-    """`adapters`: them alone; the rollout engine adds them to the weights that it began with."""
+    """`adapters`: only these are sent; the rollout engine adds them to the weights that it began with."""
 
 
 class SwitchPlan(msgspec.Struct, frozen=True):
-    """A device that engines take turns with."""
+    """A worker whose engines take turns on shared devices."""
 
     lease: str
     worker: str
@@ -242,23 +239,23 @@ class SwitchPlan(msgspec.Struct, frozen=True):
 
 
 class Pace(msgspec.Struct, frozen=True):
-    """How fast a role's rollout instances are, as policies take it (`m2flow.simulator.machines`)."""
+    """The speed of a role's rollout instances, as scheduling policies assume it (`m2flow.simulator.machines`)."""
 
     role: str
     step_s: float
-    """Of any decode step."""
+    """Time of a decode step without samples."""
     sample_s: float
-    """Added by each sample."""
+    """Added to a step by each sample."""
     prefill_token_s: float
-    """For each token of a prefix that is computed again, where a sample goes on elsewhere."""
+    """Prefill time for each token of a prefix, where a sample continues elsewhere."""
     move_s: float
-    """What a sample's leaving and coming take besides."""
+    """Other time that moving a sample takes."""
     source: str
     """`measured` or `modelled`."""
 
 
 class Line(msgspec.Struct, frozen=True):
-    """One number that people get wrong, with how it comes about."""
+    """One derived number that people get wrong, with its formula."""
 
     name: str
     value: str
@@ -266,7 +263,7 @@ class Line(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """The whole of it."""
+    """The whole plan."""
 
     flow: str
     cluster: str
@@ -281,15 +278,15 @@ class Plan(msgspec.Struct, frozen=True):
     arithmetic: tuple[Line, ...]
     notes: tuple[str, ...] = ()
     choice: Choice | None = None
-    """What the placement comes from, where it was searched for."""
+    """The search's choice that the placement is from, where it was searched for."""
     policies: tuple[str, ...] = ()
-    """What goes first, and where, in a rollout (`m2flow.rollout_scheduling.policies`); none: first come, first served."""
+    """Scheduling policies of rollouts (`m2flow.rollout_scheduling.policies`); none: first come, first served."""
     predictor: str = "siblings"
-    """What policies take lengths to be."""
+    """The predictor of response lengths that policies use."""
     difficulty: str = ""
-    """The column of prompts that says how hard they are; empty: none does."""
+    """The column of prompts that has their difficulty; empty if none has."""
     paces: tuple[Pace, ...] = ()
-    """What policies take time to be; a role without one has the default model's."""
+    """Speeds that policies assume; a role without one has the default decode model's."""
 
     def worker(self, name: str) -> WorkerPlan:
         return next(worker for worker in self.workers if worker.name == name)
@@ -300,7 +297,11 @@ class Plan(msgspec.Struct, frozen=True):
         return {worker.name: worker.device for worker in self.workers}
 
     def verify(self) -> Plan:
-        """The plan itself, checked: every stage has a worker that hosts its kind of engine, every route and sync two ends."""
+        """Check that every stage has a worker with its kind of engine and every route and sync has two ends; return the plan itself.
+
+        Raises:
+            PlanError: the plan is inconsistent.
+        """
         hosts = {w.name: {slot.kind for slot in w.engines} for w in self.workers}
         if len(hosts) != len(self.workers):
             raise PlanError("two workers of this plan have the same name")
@@ -341,10 +342,10 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 def check_borrowing(workers: Sequence[WorkerPlan]) -> None:
-    """Devices are lent to rollout engines that some others of their role can stand in for.
+    """Check that devices are lent only to rollout engines whose samples can continue on others of their role.
 
     Raises:
-        PlanError: they are not, or a share is none.
+        PlanError: they are lent to another engine, or a share is out of range.
     """
     own = {slot.role for worker in workers for slot in worker.engines if slot.kind == "rollout" and not slot.lent_until}
     for worker in workers:
@@ -357,10 +358,10 @@ def check_borrowing(workers: Sequence[WorkerPlan]) -> None:
 
 
 def check_early_onload(workers: Sequence[WorkerPlan]) -> None:
-    """Who comes ahead is a trainer that leaves devices which others generate on.
+    """Check that engines which onload early are trainers that offload for rollout engines in other processes.
 
     Raises:
-        PlanError: it is another engine, it stays, it is in the process of a rollout engine, or the share is none.
+        PlanError: it is another engine, it stays, it is in the process of a rollout engine, or the share is out of range.
     """
     for worker in workers:
         generates = any(slot.kind == "rollout" for slot in worker.engines)

@@ -1,9 +1,9 @@
-"""Print a plan as people read it: workers, calls, routes, weights, switches and the numbers that people get wrong, in tables.
+"""Print a plan for people: tables of workers, calls, routes, weights, switches, and the numbers that people get wrong.
 
-Plan --plan_text--> lines
+    Plan --plan_text--> lines
 
-What is alike but for its number (three or more workers, and the routes between them) is one line, so that a plan of a thousand devices has
-hardly more lines than one of eight; each by itself is in the plan's JSON.
+Entries that differ only in their number (three or more workers, and the routes between them) share one line, so that a plan of a thousand
+devices has hardly more lines than one of eight; each by itself is in the plan's JSON.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def in_columns(rows: Iterable[Sequence[object]]) -> list[str]:
-    """A line a row, indented.
+    """Format rows as indented lines with aligned columns.
 
     >>> in_columns([("a", 1), ("bcd", 22)])
     ['  a    1', '  bcd  22']
@@ -30,11 +30,11 @@ def in_columns(rows: Iterable[Sequence[object]]) -> list[str]:
 K = TypeVar("K", bound=Hashable)
 
 _FEW = 2
-"""Names that are told one by one, at most."""
+"""Most names that are listed one by one."""
 
 
 def plan_text(plan: Plan) -> str:
-    """All of it."""
+    """Format the whole plan."""
     lines = [f"plan of {plan.flow} on {plan.cluster}: {plan.mode}, {len(plan.workers)} workers"]
     lines += _table(_workers(plan.workers))
     lines += ["calls"]
@@ -65,7 +65,7 @@ def plan_text(plan: Plan) -> str:
 
 
 def names_text(names: Iterable[str]) -> str:
-    """Names that are numbered one after the other as one.
+    """Join names, with consecutively numbered ones as a range.
 
     >>> names_text(["rollout-0", "rollout-1"]), names_text(["device-0", "rollout-1", "rollout-2", "rollout-3"])
     ('rollout-0, rollout-1', 'device-0, rollout-1 to rollout-3')
@@ -80,7 +80,7 @@ def names_text(names: Iterable[str]) -> str:
 
 
 def _alike(rows: Iterable[tuple[K, str]]) -> list[tuple[K, list[str]]]:
-    """What has the same key together, in the order of the first of each."""
+    """Group names by key, in the order of each key's first."""
     found: dict[K, list[str]] = {}
     for key, name in rows:
         found.setdefault(key, []).append(name)
@@ -92,7 +92,7 @@ def _table(rows: Iterable[Sequence[object]]) -> list[str]:
 
 
 def _workers(workers: Sequence[WorkerPlan]) -> list[tuple[str, str, str, str]]:
-    """Of each that is not as those beside it, or of such, a line."""
+    """Format a line for each worker, or for each run of workers that are alike."""
 
     def told(worker: WorkerPlan) -> tuple[str, str, str, str]:
         joins = f"lease {worker.lease}" if worker.lease else "may join" * worker.is_spare
@@ -113,7 +113,7 @@ def _processes(worker: WorkerPlan) -> str:
 
 
 def _routes(routes: Sequence[Route], names: Sequence[str]) -> list[tuple[str, str, str, str, str]]:
-    """Of each two kinds of workers a line."""
+    """Format a line for each pair of kinds of workers."""
     alike: dict[tuple[str, ...], list[Route]] = {}
     for route in routes:
         kinds = (end.rpartition("-")[0] for end in (route.source, route.target))

@@ -1,6 +1,7 @@
-"""The rows that a worker has, of each call: its own results, and what others sent.
+"""The rows that a worker has of each call: its own results, and what others sent.
 
-What the plan spills (`m2flow.micro.lowering.routing`) is not in memory but in the worker's segment file, and read when it is asked for.
+Rows that the plan spills (`m2flow.micro.lowering.routing`) are not in memory but in the worker's segment file, and read when they are
+asked for.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ import numpy as np
 from m2flow.samples import Batch
 
 _MOST_FORGOTTEN = 10_000
-"""Calls that are remembered as forgotten: many times more than can have rows on their way."""
+"""Most forgotten calls that are remembered: many times more than can have rows in transfer."""
 
 
 def stopped_at(call: int) -> int:
-    """What the rows go by that a generation left unfinished at its end: beside its result, which goes by its ordinal."""
+    """Return the key of the rows of samples that a generation left unfinished; its result goes by its ordinal."""
     return -1 - call
 
 
@@ -27,14 +28,14 @@ class RowStore:
         self._parts: dict[int, list[Batch | Callable[[], Batch]]] = {}
         self._places: dict[int, dict[int, tuple[int, int]]] = {}
         self._senders: dict[int, list[str]] = {}
-        """Of each part."""
+        """Call -> sender of each part."""
         self._forgotten: dict[int, None] = {}
-        """The latest of them, in order."""
+        """The latest forgotten calls, in order."""
 
     def put(self, call: int, batch: Batch, sender: str = "") -> None:
-        """Keep these rows, which a peer has sent, or which are from here. A row that is here already is replaced.
+        """Store rows that a peer has sent or that were made here. A row that is here already is replaced.
 
-        What a peer was told to send may come when its call is forgotten: nobody would forget it again, so it is not kept.
+        Rows of a forgotten call, which a peer may still send, are ignored: nobody would forget them again.
         """
         if call in self._forgotten:
             return
@@ -45,7 +46,7 @@ class RowStore:
         self._senders.setdefault(call, []).append(sender)
 
     def spill(self, call: int, ids: Sequence[int], read: Callable[[], Batch]) -> None:
-        """These rows are where `read` finds them, in this order."""
+        """Store rows that `read` reads from a file, in this order."""
         if call in self._forgotten:
             return
         parts = self._parts.setdefault(call, [])
@@ -58,11 +59,11 @@ class RowStore:
         return all(packed in places for packed in ids)
 
     def ids(self, call: int) -> list[int]:
-        """The rows of a call that are here, in the order of identity."""
+        """List the rows of a call that are here, in the order of identity."""
         return sorted(self._places.get(call, {}))
 
     def has_prefixes(self, call: int, ids: Sequence[int], num_generated: Sequence[int]) -> bool:
-        """Whether the rows of samples that go on are here, as they are with so many generated tokens."""
+        """Whether the rows of stopped samples are here, each with this number of generated tokens."""
         return self.has(call, ids) and all(
             _num_generated(*self._where(call, packed)) == count for packed, count in zip(ids, num_generated, strict=True)
         )
@@ -72,7 +73,7 @@ class RowStore:
         return _read(self._parts[call][part]), row
 
     def get(self, call: int, ids: Sequence[int]) -> Batch:
-        """These rows, in this order. All must be here."""
+        """Return rows in this order. All must be here."""
         if not len(ids):
             return Batch(np.zeros(0, np.int64))
         parts = self._parts[call]
@@ -86,7 +87,7 @@ class RowStore:
         return joined.take(order)
 
     def sever(self, sender: str, but: Mapping[int, Iterable[int]]) -> dict[int, list[int]]:
-        """Drop what a peer has sent but these rows, by call; those of these that are not here."""
+        """Drop all that a peer has sent except these rows, by call; return those of them that are not here."""
         for call, senders in self._senders.items():
             if sender in senders:
                 kept, places = set(but.get(call, ())), self._places[call]

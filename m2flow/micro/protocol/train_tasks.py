@@ -1,7 +1,8 @@
-"""What an update means, in terms of a train engine: the rows of a micro-batch, the loss, denominators and metrics.
+"""Execute an update in terms of a train engine: the rows of a micro-batch, the loss, its denominators and the metrics.
 
-Workers and the eager interpreter train with the same functions, as with those of `m2flow.micro.protocol.execute`. Everything that the
-loss reads of other calls comes in here, joined by identity; so neither arrival nor cutting can change what belongs to a sample.
+Workers and the eager executor train with the same functions, as with those of `m2flow.micro.protocol.execute`. Everything that the loss
+reads of other calls comes in here, joined by identity; so neither arrival nor cutting into micro-batches can change what belongs to a
+sample.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from m2flow.recipe import AdamW, Counts, Loss
 from m2flow.samples import Batch, Column, IdArray, Ragged, SampleId, group_keys
 
 _TARGETS = {"rewards": "reward", "reference": "reference_logprobs"}
-"""Input of an update -> the column that a loss or a metric knows it by; any other input has the column's name."""
+"""Input of an update -> column under which a loss or a metric reads it; any other input has the column's name."""
 
 
 def training_rows(call: Call, inputs: Mapping[str, Batch]) -> Batch:
-    """The rows of a micro-batch as a train engine takes them: whole groups, in the order of identity, with what the loss needs.
+    """Make the rows of a micro-batch for a train engine: whole groups, in the order of identity, with what the loss needs.
 
     Args:
         inputs: `samples`, and rows of the same samples by the name of the input; the call's `columns` say which column counts.
     Raises:
-        OpError: a column is no number a sample, and no numbers that fit the sample's tokens.
+        OpError: a column is neither one number a sample nor numbers that fit the sample's tokens.
     """
     samples = inputs["samples"].in_order()
     check_consumption(call, samples)
@@ -48,7 +49,7 @@ def training_rows(call: Call, inputs: Mapping[str, Batch]) -> Batch:
 
 
 def with_same_weights(call: Call, rows: Batch) -> Batch:
-    """The rows with `same_weights`: which tokens were sampled by the version that the update begins with, and read by it alone."""
+    """Add the column `same_weights`: tokens sampled by the version that the update begins with, over a cache of that version alone."""
     if "versions" not in rows or "kv_stale" not in rows:
         return rows
     versions, stale = rows.ragged("versions"), rows.ragged("kv_stale")
@@ -57,7 +58,7 @@ def with_same_weights(call: Call, rows: Batch) -> Batch:
 
 
 def _numbers(call: Call, name: str, column: Column, ids: IdArray) -> Column:
-    """A column as numbers: dense float64 [N], or ragged. What a user's function returned comes as JSON."""
+    """Convert a column to numbers: dense float64 [N], or ragged. Results of user functions come as JSON."""
     if not isinstance(column, Ragged):
         return np.asarray(column, np.float64)
     if column.kind == "numbers":
@@ -74,7 +75,7 @@ def _numbers(call: Call, name: str, column: Column, ids: IdArray) -> Column:
 
 
 def _aligned(call: Call, name: str, column: Column, samples: Batch) -> Column:
-    """Per-token numbers with a place for every token; those given for generated tokens alone get zeros between them."""
+    """Align per-token numbers to all tokens; those given for generated tokens only get zeros between them."""
     if name == "rewards":
         _check_rewards(call, column, samples.ids)
     if not isinstance(column, Ragged) or "tokens" not in samples:
@@ -112,19 +113,21 @@ def _is_number(value: object) -> bool:
 
 
 def _advantages(name: str, reward: npt.NDArray[np.float64], samples: Batch) -> npt.NDArray[np.float32]:
-    """Group by group, in float64: the same whatever other groups are there. Torch is loaded here, by who trains."""
+    """Compute advantages group by group in float64, so that they don't depend on other groups. Only trainers import torch, here."""
     from m2flow.algorithms import advantages
 
     return advantages.BY_NAME[name](reward, samples.group_bounds())
 
 
 def objective(call: Call) -> Objective:
+    """Return the objective of an update call."""
     loss = call.options["loss"]
     assert isinstance(loss, Loss)
     return Objective(loss)
 
 
 def optimizer(call: Call) -> AdamW:
+    """Return the optimiser of an update call, at the call's step of the loop."""
     found = call.options["optimizer"]
     assert isinstance(found, AdamW)
     step = call.options.get("loop_step")
@@ -132,10 +135,10 @@ def optimizer(call: Call) -> AdamW:
 
 
 def check_agreement(call: Call, tally: UpdateTally, stop_above: float | None) -> None:
-    """Before a step is made.
+    """Check, before the first step, that log-probabilities of rollout and trainer agree.
 
     Raises:
-        EngineError: who sampled and who trains are further apart than the cluster spec allows.
+        EngineError: they differ more than the cluster spec allows.
     """
     found = tally.agreement
     if stop_above is None or tally.is_stepped or not found.mean > stop_above:
@@ -150,7 +153,7 @@ def check_agreement(call: Call, tally: UpdateTally, stop_above: float | None) ->
 
 
 class UpdateTally:
-    """What the micro-batches of an update have added up to: denominators for its steps, means for its metrics."""
+    """Sums over the micro-batches of an update: denominators for its steps, means for its metrics."""
 
     def __init__(self) -> None:
         self._minibatch: list[Sums] = []
@@ -174,11 +177,11 @@ class UpdateTally:
 
     @property
     def agreement(self) -> Agreement:
-        """Of what was added up so far."""
+        """Agreement over all micro-batches so far."""
         return Agreement.of_all([s.agreement for s in self._sums])
 
     def denominator(self, loss: Loss) -> float:
-        """Of the mini-batch that ends now: from counts over all of it, however it was cut.
+        """Compute the denominator of the mini-batch that ends now, from counts over all of it, however it was cut.
 
         Raises:
             OpError: the user's function of the counts raised, or gave no positive number.
@@ -197,15 +200,17 @@ class UpdateTally:
         return value
 
     def stepped(self, applied: Mapping[str, float], denominator: float) -> None:
-        """The mini-batch has ended."""
+        """Record the optimiser step that ends a mini-batch."""
         self._losses.append(math.fsum(s.metrics.get("loss", 0.0) for s in self._minibatch) / denominator)
         self._minibatch = []
         self._groups = set()
         self._steps.append(applied)
 
     def metrics(self) -> dict[str, float]:
-        """Of the whole call: means over tokens, and means over optimiser steps of the loss, `grad_norm` and `lr`. Over no rows the loss is
-        nan, as is whatever else one asks for (`m2flow.macro.columns.metric`)."""
+        """Compute the metrics of the call: means over tokens, and over optimiser steps for the loss, `grad_norm` and `lr`.
+
+        Over no rows the loss is nan, as is any other metric that is asked for (`m2flow.macro.columns.metric`).
+        """
         num_tokens = sum(s.num_tokens for s in self._sums)
         num_sequences = sum(s.num_sequences for s in self._sums)
         names = dict.fromkeys(name for s in self._sums for name in s.metrics)
@@ -216,6 +221,6 @@ class UpdateTally:
         result |= self.agreement.metrics()
         result["response_length"] = num_tokens / num_sequences if num_sequences else math.nan
         if self._rewards:
-            rewards = np.sort(np.concatenate(self._rewards))  # In the order of their coming, the last bit would be that order's.
+            rewards = np.sort(np.concatenate(self._rewards))  # Sorted, since the last bit depends on the order of summation.
             result |= {"reward": float(np.mean(rewards)), "reward_std": float(np.std(rewards))}
         return result

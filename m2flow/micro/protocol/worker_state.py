@@ -1,14 +1,15 @@
-"""Workers, their tasks and the leases of the devices that they share: what scheduler and workers both know.
+"""Workers, their tasks, and the leases by which engines take turns on shared devices: what scheduler and workers both know.
 
-Workers whose engines lie on the same devices share a lease: one process with all of them, or at scale many (each rollout instance, and
-the trainers). There is a turn for rollout, one for training, and one more for each engine that the devices can't hold beside the others of
-its kind; engines whose turn it is may work, on all workers of the lease. It moves as a whole, when nothing runs on any of them, and in two
-steps, since the devices can't hold both: workers that only leave go first, and when they have answered, those to which something
-comes. Pure: told what was answered, it says whom to tell next.
+Workers whose engines are co-located on the same devices share a lease: one process with all of them, or at scale many (each rollout
+instance, and the trainers). There is a turn for rollout, one for training, and one more for each engine that the devices can't hold
+beside the others of its kind. Engines whose turn it is may work, on all workers of the lease.
 
-Where the plan says that there is room for it (`m2flow.micro.scheduler.gpu_borrowing`), those to which something comes may come while
-the owner's
-last samples still run. From then on nothing more begins, until all has ended and the lease moves: to them, or back.
+A lease moves as a whole, when no task is in flight on any of its workers, and in two steps, since the devices can't hold both turns:
+workers that only offload switch first, and when they have answered, those that onload something. `Lease` is pure: told what was answered,
+it says which workers to tell next.
+
+Early onload (`m2flow.micro.scheduler.gpu_borrowing`): where the plan says that there is room, engines of the next turn may onload while the
+owner's last samples still run. From then on nothing more begins, until all has ended and the lease moves: to them, or back.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ ROLLOUT = "rollout"
 
 
 def kind_of(turn: str) -> Literal["rollout", "train"]:
-    """Which engines work in a turn.
+    """Return the kind of engines that work in a turn.
 
     >>> kind_of("rollout"), kind_of("rollout judge"), kind_of("train"), kind_of("train critic")
     ('rollout', 'rollout', 'train', 'train')
@@ -36,28 +37,28 @@ def kind_of(turn: str) -> Literal["rollout", "train"]:
 
 @final
 class Lease:
-    """The turns of one set of devices. The first is that of all rollout."""
+    """The turns of one set of shared devices. Rollout has the first."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.owner = ROLLOUT
         self.num_tasks = 0
-        """Of all its workers."""
+        """Tasks in flight on all its workers."""
         self._turns = {ROLLOUT: None}
-        """In the order in which they come round."""
+        """In the order in which they take turns."""
         self._of_worker: dict[str, tuple[str, ...]] = {}
-        """Worker -> the turns of its engines."""
+        """Worker -> turns of its engines."""
         self._moving_to = ""
         self._switching: set[str] = set()
         self._switching_next: tuple[str, ...] = ()
         self.early_turn = ""
-        """The turn whose engines come while the owner still works."""
+        """The turn whose engines onload while the owner still works; empty if none does."""
         self._shrinking: set[str] = set()
         self._onloaded_early: set[str] = set()
-        """Workers that have been told to come ahead."""
+        """Workers that were told to onload early."""
 
     def join(self, worker: str, turns: Iterable[str]) -> None:
-        """A worker has engines on these devices."""
+        """Add a worker with engines on these devices."""
         self._of_worker[worker] = tuple(turns)
         self._turns.update(dict.fromkeys(self._of_worker[worker]))
 
@@ -67,7 +68,7 @@ class Lease:
 
     @property
     def next_turns(self) -> Sequence[str]:
-        """The turns that may come next, those after the owner's first: none is passed over for ever. If others came ahead, its own too."""
+        """List the turns that may be next, from the one after the owner's on: none starves. With an early onload the owner's is in too."""
         turns = list(self._turns)
         at = turns.index(self.owner)
         return turns[at + 1 :] + turns[: at + bool(self.early_turn)]
@@ -82,11 +83,11 @@ class Lease:
 
     @property
     def turn(self) -> str:
-        """Whose engines may begin something now; empty while the devices change hands."""
+        """The turn whose engines may begin tasks now; empty while the lease moves or engines onload early."""
         return "" if self._moving_to or self.early_turn else self.owner
 
     def move(self, to: str) -> Sequence[str]:
-        """Begin to hand the devices to another turn; the workers to tell now."""
+        """Begin to move to another turn, and return the workers to tell now."""
         assert not self.is_moving
         assert self.is_idle
         assert to != self.owner or self.early_turn
@@ -110,7 +111,7 @@ class Lease:
         return first
 
     def onload_early(self, to: str) -> Sequence[str]:
-        """Begin to have the engines of another turn come while the owner works; the workers to tell first, that they make room."""
+        """Begin an early onload of another turn, and return the workers that must shrink their KV caches first."""
         assert not self.is_moving
         assert not self.early_turn
         self.early_turn = to
@@ -118,7 +119,7 @@ class Lease:
         return tuple(worker for worker in self._of_worker if worker in self._shrinking)
 
     def shrunk_cache(self, worker: str) -> Sequence[str]:
-        """A worker of the owner has; the workers to tell to come."""
+        """Record that a worker has shrunk its KV cache, and return the workers to tell to onload."""
         if worker not in self._shrinking:
             return ()
         self._shrinking.discard(worker)
@@ -130,15 +131,15 @@ class Lease:
 
     @property
     def moving_to(self) -> str:
-        """The turn that is about to begin; empty if none is."""
+        """The turn to which the lease is moving; empty if it is not."""
         return self._moving_to
 
     def is_switching(self, worker: str) -> bool:
-        """Whether it has yet to answer that it has switched."""
+        """Whether a worker has yet to answer that it has switched."""
         return worker in self._switching
 
     def worker_lost(self, worker: str) -> Sequence[str]:
-        """A worker is gone; the workers to tell now. Nobody comes ahead for whom room was being made."""
+        """Remove a lost worker, and return the workers to tell now. An early onload that still waits for room is dropped."""
         self._shrinking.clear()
         self._onloaded_early.discard(worker)
         self._of_worker.pop(worker, None)
@@ -146,7 +147,7 @@ class Lease:
         return self.switched(worker) if worker in self._switching else ()
 
     def switched(self, worker: str) -> Sequence[str]:
-        """A worker has switched; the workers to tell now."""
+        """Record that a worker has switched, and return the workers to tell now."""
         self._switching.discard(worker)
         if self._switching:
             return ()
@@ -159,29 +160,29 @@ class Lease:
 
 @dataclass
 class TaskState:
-    """A task that a worker has."""
+    """A task in flight on a worker."""
 
     worker: str
     engine: str
     message: m.Task
     rows_left: int = 0
-    """Of a generation: samples that run or wait there."""
+    """Of a generation: number of samples that run or wait there."""
     preempted: set[int] = field(default_factory=set)
-    """Samples that it has given back, to go on elsewhere."""
+    """Samples that it was preempted of, which continue elsewhere."""
 
     @property
     def rows(self) -> list[int]:
-        """Samples that it is about, without those that it has given back."""
+        """The task's rows without preempted samples."""
         return [row for row in getattr(self.message, "ids", ()) if row not in self.preempted]
 
 
 @dataclass
 class WorkerState:
-    """A worker, as far as the scheduler cares."""
+    """What the scheduler knows of a worker."""
 
     name: str
     lease: Lease | None
-    """What it shares its device by, if it does."""
+    """The lease of its devices, if they are shared."""
     roles: dict[str, tuple[str, ...]]
     """Kind of engine -> roles whose engine is here."""
     turns: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -189,38 +190,38 @@ class WorkerState:
     keeps_caches: frozenset[str] = frozenset()
     """Roles whose rollout engine here can take new weights under running requests."""
     place: int = 0
-    """In the plan: of several that could do something, the first does."""
+    """Its index in the plan: of several workers that could do something, the first does."""
     num_tasks: dict[str, int] = field(default_factory=lambda: {"rollout": 0, "train": 0, "function": 0})
     num_running: int = 0
     """Samples that generate here, of all roles."""
     held: dict[str, int] = field(default_factory=dict)
     """Role -> version of the weights in its rollout engine here."""
     doing: dict[str, int] = field(default_factory=dict)
-    """What its tasks are, in words, and how many of them."""
+    """Description of a task -> number of such tasks in flight."""
     saturated_with: list[CallState] = field(default_factory=list)
-    """Generations of which it wants no more rows, as it is now (`m2flow.micro.scheduler.task_queues`)."""
+    """Generations of which it takes no more rows until something of its own changes (`m2flow.micro.scheduler.task_queues`)."""
     is_lost: bool = False
     returns: bool = False
-    """It is lost, and will be started again."""
+    """Whether it is lost and will be restarted."""
     incarnation: int = 0
-    """How often it was started again."""
+    """How often it was restarted."""
     states: set[str] = field(default_factory=set)
-    """Roles of the user's whose state calls have made here."""
+    """User roles whose state is here."""
 
     def roles_at(self, turn: str | None, kind: str) -> tuple[str, ...]:
-        """Roles whose engine of a kind may work here in a turn of the lease; without one, all."""
+        """Return the roles whose engine of a kind may work here in a turn of the lease; all if there is no lease."""
         if turn is None or kind == "function":
             return self.roles[kind]
         return self.turns.get(turn, ()) if turn and kind_of(turn) == kind else ()
 
     @property
     def tag(self) -> str:
-        """The name of its process, as other workers know it."""
+        """The name of its current process, as other workers know it."""
         return tag_of(self.name, self.incarnation)
 
 
 def tag_of(worker: str, incarnation: int) -> str:
-    """The name of one of the processes that a worker is in its turn, so that what was meant for or comes from an earlier one is told apart.
+    """Name the process of a worker after so many restarts, so that messages to and from earlier ones are told apart.
 
     >>> tag_of("rollout-0", 0), tag_of("rollout-0", 2)
     ('rollout-0', 'rollout-0~2')
@@ -229,7 +230,7 @@ def tag_of(worker: str, incarnation: int) -> str:
 
 
 def worker_of(tag: str) -> str:
-    """Whose process it is.
+    """Return the worker of a process.
 
     >>> worker_of("rollout-0~2")
     'rollout-0'
@@ -238,7 +239,7 @@ def worker_of(tag: str) -> str:
 
 
 def rank_tag(tag: str, rank: int) -> str:
-    """The name of one of the processes that a worker has at the same time; that of rank 0 is the worker's own.
+    """Name the process of a rank of a worker; that of rank 0 is the worker's own.
 
     >>> rank_tag("train-0~2", 1)
     'train-0~2#1'
@@ -247,7 +248,8 @@ def rank_tag(tag: str, rank: int) -> str:
 
 
 def split_rank(name: str) -> tuple[str, int]:
-    """
+    """Split the name of a rank's process into tag and rank.
+
     >>> split_rank("train-0~2#1"), split_rank("train-0")
     (('train-0~2', 1), ('train-0', 0))
     """
