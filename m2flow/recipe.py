@@ -149,9 +149,9 @@ class Model:
     head: Head = "lm"
     """What the model gives: the next token, a value of each token (a critic), or a score of the whole (a reward model)."""
     is_policy: bool = True
-    """Whether the flow can generate from it. From a reference, a critic or a reward model it can't."""
+    """Whether the flow can generate from it; False for a reference, a critic or a reward model."""
     rollout_dtype: Dtype | None = None
-    """What engines that sample hold the weights in, rounded from `dtype`; None: the same."""
+    """Dtype of the weights in rollout engines, rounded from `dtype`; None: the same."""
     lora: Lora | None = None
     """Train these adapters; None: train all weights."""
     is_frozen: bool = False

@@ -357,7 +357,7 @@ def _add_kept(value: object, found: dict[str, str], seen: set[int]) -> None:
 
 
 def _is_users_object(value: object) -> bool:
-    """Whether a class of the user's made it."""
+    """Whether a value is an instance of a user's class."""
     module = sys.modules.get(type(value).__module__)
     return not isinstance(value, type) and (module is None or owner(getattr(module, "__file__", None) or "<string>") == "user")
 
@@ -476,11 +476,11 @@ class Captures:
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, ...], tuple[list[object], Snapshot]] = {}
-        """By the ids of the code in it: the last snapshot that can be used again, and what was captured."""
+        """Ids of the code in a function -> the last reusable snapshot, and what it captured."""
         self._inert: set[type] = set()
         """Classes whose instances are neither functions nor containers."""
         self._looked_at: set[types.CodeType | type] = set()
-        """Of functions whose captures can change."""
+        """Code and classes already checked for stored state; only functions whose captures can change are checked."""
         self._lost: list[tuple[str, dict[str, str], Site]] = []
         """Functions that store state in their captures, and that no warning has named yet."""
 
@@ -707,7 +707,7 @@ class _Known:
         self.given = given
         """The options as they came, without the changing ones."""
         self.watches = watches
-        """For the functions among them."""
+        """Watches on the functions among the options."""
 
     def is_given(self, options: Mapping[str, object]) -> bool:
         """Whether a call with these options is of the kind."""

@@ -64,7 +64,7 @@ class Dataset:
         self._num_alls = 0
         self._first_unsure = 0
         self._refilled: Rows | None = None
-        """What a refill kept of the rows from `_first_unsure` on; how many it used says its last sample, and so where the cursor is."""
+        """Rows that a refill kept from `_first_unsure` on: the last sample tells how many were used, and so where the cursor is."""
         self._session: Session | None = None
         self._key = ""
         self._order: tuple[int, list[int]] | None = None
@@ -96,7 +96,7 @@ class Dataset:
         session = self._join()
         self._settle()
         positions = [self._position(self._cursor + i) for i in range(count)]
-        # Which draw of which dataset it was, however many are drawn at a time.
+        # The seed depends on the dataset and the draw, however many rows are drawn at a time.
         seeds = [keyed_bits(self._key, "take", self._cursor + i) for i in range(count)]
         return self._record(session, "take", positions, seeds, {"count": count}, moves_by=count)
 

@@ -196,7 +196,7 @@ class Box:
 
     call: Call
     name: str
-    """Of its result."""
+    """The name of its result."""
     lane: int
     row: int
 
@@ -347,7 +347,7 @@ _INK, _QUIET, _FRAME, _WAIT, _PAPER = "#1f2328", "#656d76", "#f1f4f7", "#cf222e"
 _LINES = {"data": "#57606a", "effect": "#bc6c00"}
 _KINDS = {"source": "dataset", "rollout": "generation", "function": "function", "train": "training"}
 
-# Inches.
+# Sizes in inches.
 _LEFT, _RIGHT, _TOP, _BOTTOM = 1.5, 0.9, 0.95, 0.75
 _WIDTH, _HEIGHT, _ROW = 2.5, 0.4, 0.54
 _GUTTER, _TRACK = 0.28, 0.11
@@ -480,7 +480,7 @@ def _ports(layout: _Layout) -> list[tuple[float, float]]:
             sides.setdefault(side, {})[port] = 0.0
         keys.append((leaving, entering))
     for (row, _), ports in sides.items():
-        # What comes in from above stands above what goes out below.
+        # Links that enter from above get ports above those that leave below.
         order = sorted(ports, key=lambda port: (port[0] == "out", *port[1:]))
         for i, key in enumerate(order):
             ports[key] = layout.middles[row] + (i - (len(order) - 1) / 2) * min(0.1, 0.3 / len(order))

@@ -59,7 +59,7 @@ class Argument:
     """The last two are generators of random numbers."""
     is_keyword: bool
     field: str | None = None
-    """Of a whole value: the one number of it that counts."""
+    """The field of a whole value that is passed."""
 
 
 @final

@@ -598,7 +598,7 @@ def recording(session: Session) -> Iterator[Session]:
     except KeyboardInterrupt as stop:
         raise interrupted(stop) from stop
     except FlowError as error:
-        # A worker's or an engine's fault is not that of the line which happened to wait.
+        # Do not blame a worker's or an engine's failure on the line that happened to wait.
         site = raised_at(error) if isinstance(error, FlowError) else None
         raise error if site is None else error.located(site.describe()) from error.__cause__
     except Exception as error:

@@ -222,7 +222,7 @@ MAX_PATHS = 16
 MAX_FORKS = 8
 """Questions on one path."""
 MAX_TURNS = 3
-"""Questions at one line in one step: a loop that goes on until a value is right is followed for so many turns."""
+"""Questions at one line in one step: a loop that goes on until a value is right is followed for so many iterations."""
 MAX_CALLS = 20_000
 MOST_ASKED = 1_000
 """Conditions that are answered along the path that a plan is made for."""
@@ -544,7 +544,7 @@ def anticipate(
     """The calls of so many steps that a plan should have room for: those of the path with the most. A line that waits is reported once."""
     outcomes = [fork.outcome for fork in exploration.longest.forks]
     whole = follow(flow, options, outcomes, steps=steps, seed=seed, known=known, max_forks=MOST_ASKED).path.graph
-    once = {(seen.site, seen.why): seen for seen in reversed(whole.observations)}  # With its first turn.
+    once = {(seen.site, seen.why): seen for seen in reversed(whole.observations)}  # At its first iteration.
     return replace(whole, observations=tuple(reversed(once.values())))
 
 

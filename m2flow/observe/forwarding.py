@@ -47,10 +47,10 @@ class Destinations(msgspec.Struct, frozen=True):
     flow: str
     otlp: bool = False
     endpoint: str = ""
-    """Of OTLP; empty: what the environment says."""
+    """The OTLP endpoint; empty: what the environment says."""
     trackers: tuple[str, ...] = ()
     drain_s: float = 5.0
-    """At the end, for what is left."""
+    """Seconds at the end of a run for what is not delivered yet."""
 
     def __bool__(self) -> bool:
         return self.otlp or bool(self.trackers)

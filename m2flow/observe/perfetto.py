@@ -84,7 +84,7 @@ class TraceLayout:
         self.slices = [*self._threads(steps), *self._threads(others)]
         """In the order in which those of each thread begin, an outer one before those in it."""
         self.versions = list(_versions(self.slices))
-        """When each version of a role's weights was there: as it was published, or as an engine of the trainer's own process took it."""
+        """The slices that made each version of a role's weights available: published, or loaded by an engine of the trainer's process."""
         self.origin_ns = min([*(span.start_ns for span in trace.spans), *(count.at_ns for count in trace.counts)], default=0)
         self.num_left_out = 0
         """Samples of function calls and micro-batches whose `sample` span is not known, or was not over."""

@@ -35,7 +35,7 @@ class Sent(msgspec.Struct):
     metrics_end: int = 0
     """In `metrics.jsonl`, bytes."""
     num_spans: int = 0
-    """As the receiver counts them."""
+    """Spans delivered, as the receiver counts them."""
     num_points: int = 0
 
 
@@ -44,7 +44,7 @@ class Report(msgspec.Struct):
 
     name: str
     where: str
-    """For people: an address, a directory."""
+    """The destination, to show to people: an address, a directory."""
     num_spans: int
     num_points: int
     num_left_bytes: int
@@ -125,7 +125,7 @@ class Step(NamedTuple):
     step: int
     at_ns: int
     values: Mapping[str, float]
-    """Those that are finite."""
+    """The finite values."""
 
 
 @final
