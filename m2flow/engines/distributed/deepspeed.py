@@ -1,31 +1,25 @@
-"""DeepSpeed as a trainer: ZeRO's stages over any number of ranks, with states in the host's memory or on a drive where a spec says so.
+"""Train with DeepSpeed: ZeRO's stages over any number of ranks, with states on the device, in the host's memory or on an NVMe drive.
 
-NvmeOffload(DIR).taken(tensor) --> the same numbers, mapped from a file in DIR; the operating system moves pages as they are needed
-
-A file has its full size before it is mapped, so a full drive is an error then and no signal later. Once mapped, it has no name any more:
-its space is free again when the tensor is gone or the process has ended, however that was. No other process reads it; checkpoints are
-elsewhere.
-
-Source: Rajbhandari et al. 2021, arXiv:2104.07857 (ZeRO-Infinity), which reads and writes by calls of its own.
-
-train.options --read--> Options --configuration--> what `deepspeed.initialize` is told
-
-The plan sets the boundary of gradient accumulation, so the library is told that its caller does (`managed_gradient_accumulation: false`):
-every `step` is one. Clipping, the rate and AdamW itself are the recipe's, in `m2flow.engines.models.adamw`.
-
-Source: DeepSpeed's configuration reference, release 0.19.
-
-every rank:  the same micro-batch --shares--> its own samples --packed passes--> gradients --DeepSpeed--> parts, averaged
+    every rank:  the same micro-batch --shares--> its own samples --packed passes--> gradients --DeepSpeed--> parts, averaged
                  apply: parts * ranks / denominator --clip--> `RecipeAdamW` on the parts that this rank holds --DeepSpeed--> weights
 
-What a rank does of a batch is in `m2flow.engines.distributed.ranks`, options are in `m2flow.engines.distributed.deepspeed`. Only the public
-interface of a release without patches is used. A checkpoint is the embedded trainer's: any trainer goes on from it, over any number of
-ranks and in any stage, so the library's own, which are bound to both, are not needed. Where it deviates from its documents or from the
-other trainers is told in `docs/internals/deepspeed.md`; `tests/engines/test_deepspeed.py` holds each of these.
+    train.options --read--> Options --configuration--> what `deepspeed.initialize` is told
 
-Limits: data parallel; every rank reads the whole model once, at its start, in the memory of its host. On a CPU the library compiles a
-part of itself when it is first used, so a C++ compiler must be there.
-Source: Rajbhandari et al. 2020, arXiv:1910.02054 (ZeRO); Ren et al. 2021, arXiv:2101.06840 (ZeRO-Offload).
+How a batch is shared out is in `m2flow.engines.distributed.ranks`. Only the public interface of an unpatched release is used. The plan sets
+the boundary of gradient accumulation (`managed_gradient_accumulation: false`): every `step` is one. Clipping, rate and AdamW itself
+are the recipe's (`m2flow.engines.models.adamw`). A checkpoint is the embedded trainer's: any trainer goes on from it, over any number of
+ranks and in any stage, so the library's own format, bound to both, is not needed. Where the library deviates from its documentation
+or from the other trainers is in `docs/internals/deepspeed.md`; `tests/engines/test_deepspeed.py` holds each of these.
+
+`NvmeOffload` maps optimiser states from files; the operating system moves pages as they are needed. A file gets its full size before it is
+mapped, so a full drive is an error then and no signal later. It is unlinked once mapped: its space is free again when the tensor is gone or
+the process has ended, in whatever way. No other process reads it; checkpoints are elsewhere.
+
+Limits: data parallel, with tensor or sequence parallel groups; every rank reads the whole model once, at its start, into the memory of its
+host. On a CPU the library compiles a part of itself when it is first used, so a C++ compiler must be there.
+
+Source: Rajbhandari et al. 2020, arXiv:1910.02054 (ZeRO); Ren et al. 2021, arXiv:2101.06840 (ZeRO-Offload); Rajbhandari et al. 2021,
+arXiv:2104.07857 (ZeRO-Infinity), which reads and writes by calls of its own; DeepSpeed's configuration reference, release 0.19.
 """
 
 from __future__ import annotations
@@ -65,13 +59,13 @@ from m2flow.samples import Ragged, make_ids
 
 
 class NvmeOffload:
-    """A directory that takes tensors."""
+    """Keeps tensors in files of a directory, mapped into memory."""
 
     def __init__(self, path: str) -> None:
         self._path = Path(path)
 
     def map_tensor(self, tensor: Tensor) -> Tensor:
-        """A tensor's numbers on the drive, in the host's address space.
+        """Move a tensor's values to a file, and return them mapped into the host's address space.
 
         Raises:
             EngineError: the directory can't be written, or has no room.
@@ -92,7 +86,7 @@ class NvmeOffload:
 
 
 def recompute_layers(model: Any) -> None:
-    """Have every layer computed again in the backward pass.
+    """Enable activation recomputation: every layer is computed again in the backward pass.
 
     Raises:
         ModelError: the architecture can't, or has dropout, which would differ the second time.
@@ -111,6 +105,8 @@ def recompute_layers(model: Any) -> None:
             module.training = True  # Of this module alone: its layers ask it before they keep less.
 
 
+# ---- options
+
 _PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 NVME = "nvme"
 """Offloaded to a drive, not to the host's memory."""
@@ -124,7 +120,7 @@ _REFUSED = {
     **dict.fromkeys(("autotp_size", "tensor_parallel"), _TENSOR_PARALLEL),
     **dict.fromkeys(("ulysses", "sequence_parallel", "sequence_parallel_size"), _SEQUENCE_PARALLEL),
 }
-"""The library's words: what to write instead."""
+"""Options of DeepSpeed's own configuration -> what to write instead."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +152,7 @@ class Options:
 
 
 def read(given: Mapping[str, object], model_dtype: str) -> Options:
-    """The options, with the precision filled in.
+    """Read the options, and fill in the precision.
 
     Raises:
         EngineError: one that is none, or two that do not go together.
@@ -202,7 +198,7 @@ def _check(options: Options) -> None:
 
 
 def check_ranks(options: Options, num_ranks: int) -> None:
-    """Raises `EngineError`: so many ranks are no groups of that size."""
+    """Check that groups divide the number of ranks. Raises `EngineError`."""
     for name in ("tp", "sp"):
         degree = getattr(options, name)
         if degree < 1 or num_ranks % degree:
@@ -216,7 +212,7 @@ def check_ranks(options: Options, num_ranks: int) -> None:
 
 
 def check_adapters(options: Options, model: Model) -> None:
-    """Raises `EngineError`: what is not trained would be rounded, and the checkpoint with it."""
+    """Refuse adapters in half precision: the base would be rounded, and the checkpoint with it. Raises `EngineError`."""
     if model.lora is not None and options.tp > 1:
         raise EngineError("adapters are not split over tensor-parallel ranks", now="Leave tp out, and spread the base with zero: 3.")
     if model.lora is not None and options.compute_dtype != model.dtype:
@@ -229,7 +225,7 @@ def check_adapters(options: Options, model: Model) -> None:
 def configuration(
     options: Options, *, pin_memory: bool, largest: int = 0, tensor_parallel: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """What `deepspeed.initialize` is told.
+    """Build the configuration for `deepspeed.initialize`.
 
     Args:
         pin_memory: what is in the host's memory is for a device that reads it there.
@@ -278,11 +274,13 @@ def configuration(
     return told
 
 
+# ---- the trainer
+
 _LOG = logging.getLogger("m2flow.engines.distributed.deepspeed")
 
 
 class DeepSpeedTrain(RankedTrain):
-    """The embedded trainer's passes on a model that DeepSpeed holds."""
+    """Run the embedded trainer's passes on a model that DeepSpeed holds."""
 
     name = "deepspeed"
     capabilities = built_in("deepspeed", "train")
@@ -424,7 +422,7 @@ class DeepSpeedTrain(RankedTrain):
             self._step()  # With nothing due, it only clears.
 
     def save(self, path: str) -> None:
-        """In the format of the embedded trainer, which can go on from it, as can any number of ranks in any stage."""
+        """Save in the embedded trainer's format; any number of ranks can go on from it, in any stage."""
         is_first = self._ranks.rank == 0
 
         def kept(tensors: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
@@ -495,7 +493,7 @@ class DeepSpeedTrain(RankedTrain):
 
     @property
     def _has_masters(self) -> bool:
-        """Whether the passes' weights are a rounded copy of what the model is."""
+        """Whether forward passes use a rounded copy of float32 master weights."""
         return bool(self._options.compute_dtype != self._source.dtype)
 
     @contextlib.contextmanager
@@ -512,15 +510,15 @@ class DeepSpeedTrain(RankedTrain):
                 yield self._put_together(tensor, tensor.detach())
 
     def _put_together(self, tensor: Tensor, part: Tensor) -> Tensor:
-        """A whole tensor of what this rank's layers have of it."""
+        """Gather a whole tensor from the parts of tensor-parallel layers."""
         return part if self._split is None else self._split.whole(tensor, part)
 
     def _part(self, tensor: Tensor, whole: Tensor) -> Tensor:
-        """What this rank's layers have of a whole tensor."""
+        """This rank's tensor-parallel part of a whole tensor."""
         return whole if self._split is None else self._split.part(tensor, whole)
 
     def _is_spread(self, tensor: Tensor) -> bool:
-        """Of parameters, those that nothing is trained of too; buffers stay whole."""
+        """Whether stage 3 partitions a tensor: all parameters, trained or not; buffers stay whole."""
         return self._options.zero == 3 and isinstance(tensor, torch.nn.Parameter)
 
     def _whole_master(self, tensor: Tensor) -> Tensor:
@@ -543,7 +541,7 @@ class DeepSpeedTrain(RankedTrain):
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _fill(self, tensor: Tensor, value: Tensor) -> None:
-        """The same, of which the optimiser does not hear."""
+        """Set a tensor's value without touching the optimiser's state."""
         if self._is_spread(tensor):
             with _quiet(), self._library.zero.GatheredParameters([tensor], modifier_rank=0):
                 tensor.copy_(self._part(tensor, value))
@@ -551,7 +549,7 @@ class DeepSpeedTrain(RankedTrain):
             tensor.copy_(self._part(tensor, value))
 
     def _whole_moments(self, recipe: AdamW) -> list[tuple[Tensor, Tensor]]:
-        """A recipe's moments by parameter, in the host's memory; on other ranks than the first, empty ones."""
+        """Gather a recipe's moments by parameter, in the host's memory; on other ranks than the first, empty tensors."""
         moments = self._client.moments[recipe]
         zeros = (torch.zeros(()), torch.zeros(()))
         if self._options.zero == 0:
@@ -600,7 +598,7 @@ class DeepSpeedTrain(RankedTrain):
     # The library
 
     def _initialize(self) -> None:
-        """Hand the model over. What the library rounds on the way is put right: masters, and tables that are computed at loading."""
+        """Give the model to DeepSpeed, and restore what it rounds: master weights, and tables that are computed at loading."""
         masters = {name: tensor.detach().clone() for name, tensor in self._tensors.items()} if self._has_masters else {}
         tables = {module: _tables(module) for module in self._model.modules()}
         largest = max(parameter.numel() for parameter in self._root.parameters())
@@ -627,13 +625,13 @@ class DeepSpeedTrain(RankedTrain):
             self._mark_repeated(self._split)
 
     def _use(self, drive: NvmeOffload) -> None:
-        """Keep the optimiser there. In stages 1 and 2 the library has views of its float32 weights, which stay in the host's memory."""
+        """Keep optimiser states in files. In stages 1 and 2 DeepSpeed has views of its float32 weights, which stay in the host's memory."""
         self._client.kept = drive.map_tensor
         for part in self._client.parts if self._options.zero == 3 else []:
             part.data = self._together(functools.partial(drive.map_tensor, part))
 
     def _mark_repeated(self, split: tensor_parallel.Split) -> None:
-        """Show where flat parts hold what every rank of a tensor group has."""
+        """Mark where flat parts hold values that every rank of a tensor group has."""
         with self._in_place_of_weights({part: torch.zeros_like(part) for part in self._client.parts}):
             for tensor in self._trained:
                 if not split.is_split(tensor):
@@ -641,7 +639,7 @@ class DeepSpeedTrain(RankedTrain):
             split.mark(self._client.parts)
 
     def _show_parts(self) -> None:
-        """A pass that counts nothing, and a step with nothing due: stage 3 shows its parts to an optimiser in a step alone."""
+        """Run a pass and a step without effect: stage 3 shows its parts to an optimiser only in a step."""
         tokens, mask = Ragged.of([[0, 0]], np.int32), Ragged.of([[False, True]], np.bool_)
         packed = packing.pack(make_ids(0, 1), tokens, mask, device=self._settings.device)
         self._backward(sum(values.float().sum() for values in self._model_outputs(packed, None).values()) * 0.0)
@@ -688,7 +686,7 @@ def _library(device: str) -> Any:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """What is printed goes to the log: a terminal belongs to the progress display."""
+    """Redirect printed text to the log: the terminal belongs to the progress display."""
     said = io.StringIO()
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(said):
@@ -700,7 +698,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _by_name(model: Any) -> dict[str, Tensor]:
-    """The model's tensors by their Hugging Face names; a tied one is there once."""
+    """The model's tensors by Hugging Face name; tied ones once."""
     found: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -711,5 +709,5 @@ def _by_name(model: Any) -> dict[str, Tensor]:
 
 
 def _tables(module: Any) -> dict[str, Tensor]:
-    """Buffers of float32 numbers: the library would round them to the type of the passes."""
+    """Float32 buffers, which DeepSpeed would round to the type of the passes."""
     return {name: buffer.clone() for name, buffer in module.named_buffers(recurse=False) if buffer.dtype == torch.float32}

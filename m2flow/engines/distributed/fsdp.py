@@ -1,11 +1,10 @@
-"""The trainer for models that one device can't hold: FSDP2, every parameter, gradient and optimiser state spread over all ranks.
+"""Train with FSDP2 a model that one device can't hold: every parameter, gradient and optimiser state is sharded over all ranks.
 
     every rank:  the same micro-batch --shares--> its own samples --packed passes of the embedded trainer--> gradients
-                 gradients --reduce-scatter, summed--> each rank's part --AdamW--> its part of the weights
+                 gradients --reduce-scatter, summed--> each rank's shard --AdamW--> its shard of the weights
 
-What a rank does of a batch is in `m2flow.engines.distributed.ranks`; this file spreads the model and puts its weights together again.
-Sums go
-over ranks in their order, so one layout always gives the same bits.
+How a batch is shared out is in `m2flow.engines.distributed.ranks`; this module shards the model and gathers its weights. Sums go over
+ranks in their order, so one layout always gives the same bits.
 
 Options: `compute_dtype` (`bfloat16`: passes in it, float32 weights), `cpu_offload`, `reshard_after_forward`, `tp`
 (ranks that split layers among them), `spread_checkpoints` (every rank writes its part: PyTorch's distributed checkpoints).
@@ -40,7 +39,7 @@ from m2flow.recipe import AdamW, Model
 
 
 class FsdpTrain(RankedTrain):
-    """The embedded trainer on a model that is spread over ranks."""
+    """The embedded trainer on a model that is sharded over ranks."""
 
     name = "fsdp"
     capabilities = built_in("fsdp", "train")
@@ -103,7 +102,7 @@ class FsdpTrain(RankedTrain):
         tensor.detach().copy_(spread_like(value, tensor))
 
     def save(self, path: str) -> None:
-        """In the format of the embedded trainer, which can go on from it, as can any number of ranks. Rank 0 keeps what is gathered."""
+        """Save in the embedded trainer's format; any number of ranks can go on from it. Rank 0 keeps what is gathered."""
         if self._settings.options.get("spread_checkpoints") and self._source.lora is None:
             self._save_parts(Path(path))
             return
@@ -114,7 +113,7 @@ class FsdpTrain(RankedTrain):
         self._together(lambda: trainer_checkpoint.save(path, self._model, self._codec, state, weights, adapter) if is_writer else None)
 
     def _save_parts(self, path: Path) -> None:
-        """Each rank writes what it has."""
+        """Have each rank write its shards."""
         is_first = self._ranks.rank == 0
         parts = path.with_name(f".{path.name}.parts")
         tensors, state = trainer_checkpoint.marked(dict(self._own_tensors()), self._state())
@@ -136,7 +135,7 @@ class FsdpTrain(RankedTrain):
 
 
 def _options(options: Mapping[str, object], device: str) -> dict[str, Any]:
-    """What `fully_shard` is told."""
+    """Arguments of `fully_shard`."""
     name = str(options.get("compute_dtype", "float32"))
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
@@ -151,7 +150,7 @@ def _options(options: Mapping[str, object], device: str) -> dict[str, Any]:
 
 
 def _layers(model: Any) -> list[torch.nn.Module]:
-    """The blocks whose weights are gathered together: what the architecture says must not be split."""
+    """Find the blocks whose weights are gathered together: those that the architecture says must not be split."""
     kinds = set(model._no_split_modules or ())
     found = [module for module in model.modules() if type(module).__name__ in kinds]
     if not found:
@@ -160,7 +159,7 @@ def _layers(model: Any) -> list[torch.nn.Module]:
 
 
 def _whole_state(saved: Any, *, keeps: bool) -> Any:
-    """Optimisers' state with every tensor whole, in the host's memory, on ranks that keep it. Collective."""
+    """Gather optimiser states whole in the host's memory, on ranks that keep them. Collective."""
     if isinstance(saved, dict):
         return {key: _whole_state(value, keeps=keeps) for key, value in saved.items()}
     if isinstance(saved, list):
@@ -169,12 +168,12 @@ def _whole_state(saved: Any, *, keeps: bool) -> Any:
 
 
 def _emptied(directory: Path) -> None:
-    """Raises HostError: the disk refuses."""
+    """Create a directory, or empty it. Raises HostError: the disk refuses."""
     with naming_host_errors(f"the checkpoint {directory} can't be written"):
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
 
 
 def _kept(tensor: Tensor, *, keeps: bool) -> Tensor:
-    """In the host's memory; nothing on a rank that does not keep it."""
+    """Copy a tensor to the host's memory on ranks that keep it; elsewhere an empty one."""
     return tensor.cpu() if keeps else tensor.new_empty(0)

@@ -1,16 +1,11 @@
-"""The ranks of one trainer: processes that hold parts of one model and do the same tasks in the same order, and what each does with a
-batch.
+"""Run one trainer on several ranks: processes that hold parts of one model and do the same tasks in the same order.
 
-every rank:  the same batch --share--> its own rows --forward, backward--> gradients and sums, added up over all ranks
-
-What a rank has to tell the others goes through collectives of plain tensors; an error of one rank becomes an error of all, at the same
-place, before any of them waits in a collective for one that will not come.
-
-every rank:  the same micro-batch --shares--> its own samples --packed passes of the embedded trainer--> gradients, numbers
+    every rank:  the same micro-batch --shares--> its own samples --packed passes of the embedded trainer--> gradients, numbers
                  numbers --gathered--> the whole batch's, on every rank
 
-The passes that need the model are as many on every rank: one that has nothing left does a pass whose result counts nothing. An error of
-one rank is an error of all, at the same place. How gradients add up over ranks, and who steps, is the engine's (`_backward`, `apply`).
+What a rank tells the others goes through collectives of plain tensors. An error of one rank becomes an error of all, at the same place,
+before any of them waits in a collective for one that will not come. All ranks make the same number of forward passes: one without samples
+left makes a pass whose result counts nothing. How gradients add up over ranks, and who steps, is the engine's (`_backward`, `apply`).
 """
 
 from __future__ import annotations
@@ -42,14 +37,14 @@ _WAIT = datetime.timedelta(minutes=10)
 
 
 class Ranks:
-    """This process among the ranks of its trainer. `open` and `close` are collective, and so is everything else."""
+    """This process among the ranks of its trainer. `open`, `close` and everything else is collective."""
 
     _open: ClassVar[list[Ranks]] = []
-    """Of this process; torch has one set of ranks for all of them."""
+    """Open instances in this process, which share torch's one process group."""
     _hooks: ClassVar[list[Callable[..., object]]] = []
-    """What `sys.excepthook` was: torch puts its own around it, and never takes it away."""
+    """The former `sys.excepthook`, which torch replaces and never restores."""
     _leaving: ClassVar[list[Callable[[], object]]] = []
-    """What libraries that keep groups of their own want done in place of `destroy_process_group`."""
+    """Called in place of `destroy_process_group`, for libraries that keep groups of their own."""
 
     def __init__(self, settings: EngineSettings) -> None:
         self.rank = settings.rank
@@ -58,7 +53,7 @@ class Ranks:
         self._rendezvous = settings.rendezvous
 
     def open(self, leave: Callable[[], object] | None = None) -> None:
-        """Meet the other ranks. The trainers of one worker have the same ranks; they meet once, and each has a group of its own.
+        """Join the other ranks. The trainers of one worker have the same ranks; they join once, and each has a group of its own.
 
         Args:
             leave: how a library that has groups of these ranks too takes its leave, when the last trainer closes.
@@ -98,12 +93,12 @@ class Ranks:
             sys.excepthook = self._hooks.pop()
 
     def neighbours(self, count: int) -> Any:
-        """A group of this rank and those beside it: ranks 0 to count - 1, the next, and so on. It ends with the process's last trainer."""
+        """A group of neighbouring ranks: 0 to count - 1, the next, and so on. It lives until the process's last trainer is closed."""
         groups = [dist.new_group(list(range(first, first + count)), timeout=_WAIT) for first in range(0, self.count, count)]
         return groups[self.rank // count]
 
     def agree(self, error: M2FlowError | None) -> None:
-        """Go on if no rank has an error.
+        """Raise on every rank if one of them has an error.
 
         Raises:
             M2FlowError: its own on a rank that has one; on the others, the error of the first rank that has one.
@@ -119,14 +114,14 @@ class Ranks:
         raise EngineError(f"rank {first} of this trainer: {words}")
 
     def total(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Each number added up over the ranks, in the order of ranks. All give the same names."""
+        """Add up each number over the ranks, in the order of ranks. All pass the same names."""
         values = torch.tensor(list(sums.values()), dtype=torch.float64, device=self._device)
         parts = [torch.empty_like(values) for _ in range(self.count)]
         dist.all_gather(parts, values, group=self.group)
         return dict(zip(sums, torch.stack(parts).sum(0).tolist(), strict=True))
 
     def gather(self, values: npt.NDArray[np.float64]) -> list[npt.NDArray[np.float64]]:
-        """What each rank gives, float64 [any], on every rank."""
+        """Gather each rank's values, float64 [any], on every rank."""
         sizes = [torch.zeros(1, dtype=torch.int64, device=self._device) for _ in range(self.count)]
         dist.all_gather(sizes, torch.tensor([len(values)], device=self._device), group=self.group)
         longest = max(int(size) for size in sizes)
@@ -137,13 +132,13 @@ class Ranks:
         return [part[: int(size)].cpu().numpy() for part, size in zip(parts, sizes, strict=True)]
 
     def most(self, count: int) -> int:
-        """The largest of what the ranks give."""
+        """The maximum over the ranks."""
         value = torch.tensor([count], device=self._device)
         dist.all_reduce(value, dist.ReduceOp.MAX, group=self.group)
         return int(value)
 
     def wait(self) -> None:
-        """Until every rank is here."""
+        """Wait until every rank is here."""
         self.most(0)
 
     def _words_of(self, rank: int, words: str) -> str:
@@ -158,7 +153,7 @@ class Ranks:
 
 
 def shares(num_tokens: Sequence[int], groups: Sequence[int], count: int) -> list[list[int]]:
-    """Rows for each of `count` ranks: whole groups, whose prompts go through the model once, the largest first to whoever has least.
+    """Assign rows to `count` ranks by whole groups (a prompt goes through the model once), the largest first to the least loaded rank.
 
     A group with more tokens than an even share is split. A function of the batch alone: every rank comes to the same.
 
@@ -188,7 +183,7 @@ _T = TypeVar("_T")
 
 
 class RankedTrain(EmbeddedTrain):
-    """The embedded trainer's passes, shared out over ranks. The model is called through `_root`, which `start` makes."""
+    """Share the embedded trainer's passes out over ranks. The model is called through `_root`, which `start` makes."""
 
     def __init__(self, model: Model, settings: EngineSettings) -> None:
         super().__init__(model, settings)
@@ -197,13 +192,13 @@ class RankedTrain(EmbeddedTrain):
 
     @property
     def _num_alike(self) -> int:
-        """Neighbouring ranks that hold parts of the same layers, or parts of the same sequences, and so see the same samples. The first of
-        them says what they found."""
+        """Number of neighbouring ranks that hold parts of the same layers or sequences, and so see the same samples. The first of them
+        reports the results."""
         return 1
 
     @abstractmethod
     def _backward(self, loss: Tensor) -> None:
-        """Add this rank's gradients to those of the others, as a sum."""
+        """Run backward, and sum gradients over the ranks."""
 
     @abstractmethod
     def _own_tensors(self) -> Iterable[tuple[str, Tensor]]:
@@ -211,7 +206,7 @@ class RankedTrain(EmbeddedTrain):
 
     @abstractmethod
     def _set(self, tensor: Tensor, value: Tensor) -> None:
-        """Give one of the model's tensors another value, which every rank has whole."""
+        """Set one of the model's tensors to a value that every rank has whole."""
 
     def accumulate(self, batch: Batch, objective: Objective) -> Sums:
         batch = self._tokenised(batch).in_order()
@@ -228,12 +223,12 @@ class RankedTrain(EmbeddedTrain):
         return Sums(len(batch), int(num_masked.sum()), len(batch.ragged("tokens").values), metrics, agreement)
 
     def _agreed(self, own: Agreement) -> Agreement:
-        """The agreement of all ranks' samples, in the order of ranks."""
+        """Combine the agreements of all ranks' samples, in the order of ranks."""
         parts = self._ranks.gather(np.array([own.num_tokens, own.total, own.largest, own.total_k3], np.float64))
         return Agreement.of_all([Agreement(int(count), *map(float, numbers)) for count, *numbers in parts])
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Each whole on every rank, one after the other; where ranks hold parts, all go through them together."""
+        """Yield each tensor whole on every rank, one after the other; collective where ranks hold parts."""
         for name, tensor in lora.whole_state(self._model, self._whole):
             yield from checkpoint_tensors(self._model, name, tensor)
 
@@ -293,7 +288,7 @@ class RankedTrain(EmbeddedTrain):
     # What each rank does of a batch
 
     def _share(self, batch: Batch, num_masked: npt.NDArray[np.int64]) -> tuple[Batch, float]:
-        """This rank's samples, and what they count: one that has none does the first of the batch, for nothing."""
+        """This rank's samples, and their weight: a rank without any takes the first of the batch, with weight 0."""
         rows = np.flatnonzero(num_masked)
         num_shares = self._ranks.count // self._num_alike
         of_ranks = shares(batch.ragged("tokens").lengths[rows].tolist(), group_keys(batch.ids[rows]).tolist(), num_shares)
@@ -303,7 +298,7 @@ class RankedTrain(EmbeddedTrain):
     def _spread(
         self, batch: Batch, tokens: Ragged, mask: Ragged, compute: Callable[[npt.NDArray[np.int64]], npt.NDArray[Any]]
     ) -> npt.NDArray[np.float64]:
-        """One number for each masked token of the batch, float64 [T], in order, each computed by one rank, known to all."""
+        """Compute a number for each masked token of the batch on one rank each; returns all on every rank, float64 [T], in order."""
         num_masked = packing.num_masked(mask)
         rows = np.flatnonzero(num_masked)
         if not len(rows):
@@ -328,7 +323,7 @@ class RankedTrain(EmbeddedTrain):
         return result
 
     def _together(self, work: Callable[[], _T]) -> _T:
-        """Do what may fail, and fail on every rank if it does on one."""
+        """Run something that may fail, and fail on every rank if it fails on one."""
         try:
             result = work()
         except M2FlowError as error:

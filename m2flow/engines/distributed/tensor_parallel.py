@@ -1,36 +1,35 @@
-"""Split layers or sequences over a few ranks: tensor parallelism through DTensor, DeepSpeed's AutoTP, and Ulysses.
+"""Split layers or sequences over a few ranks: tensor parallelism through DTensor or DeepSpeed's AutoTP, and Ulysses.
 
-ranks = data x tensor;  q, k, v, gate, up: by output (colwise) --heads, widths--> o, down: by input (rowwise) --summed--> hidden states
+Tensor parallelism: ranks = data x tensor
+
+    q, k, v, gate, up: by output (colwise) --heads, widths--> o, down: by input (rowwise) --summed--> hidden states
 
 Which layer is split how is the architecture's own plan (`config.base_model_tp_plan`). Ranks of a tensor group see the same samples; what is
-not split is the same on all of them. Norms inside an attention work on a rank's own heads, so their gradients are parts of a sum.
+not split is the same on all of them. Norms inside an attention work on a rank's own heads, so their gradients are parts of a sum. Limits:
+embeddings and the head are not split; no adapters; architectures whose plan has other styles are refused by name.
 
-Limits: embeddings and the head are not split; nothing with adapters; architectures whose plan says something else are refused by name.
-Source: Shoeybi et al. 2019, arXiv:1909.08053 (Megatron-LM), with PyTorch's DTensor.
+For DeepSpeed's AutoTP (`Split`) the same plan is passed to the library:
 
-the architecture's plan --told--> the library splits its layers --> a rank's part --whole--> the weight under its Hugging Face name
-                                                                        a whole one --part--> what a rank holds of it
+    the architecture's plan --deepspeed_config--> the library splits its layers --> a rank's part --whole--> the weight under its HF name
+                                                                                    a whole one --part--> what a rank holds of it
 
-The plan is the one that FSDP2's `tp` goes by (`m2flow.engines.distributed.tensor_parallel`). A layer is split into parts of equal
-size, in the order of
-ranks, by output or by input, so parts are put together here; what the library has for that gathers a whole model, or saves one rank's part.
+A layer is split into parts of equal size, in the order of ranks, by output or by input, so parts are joined here; the library's own
+functions gather a whole model, or save one rank's part. A gradient's norm counts each number once: what is not split is on every rank of a
+tensor group. In the flat parts that ZeRO makes of all weights, `Split.mark` finds it.
 
-A gradient's norm counts each number once: what is not split is on every rank of a tensor group. In the flat parts that ZeRO makes of all
-weights, `Split.mark` finds it.
+Sequence parallelism (Ulysses, `Sequence`):
 
-Source: DeepSpeed 0.19, `tensor_parallel.partition_config`; Shoeybi et al. 2019, arXiv:1909.08053 (Megatron-LM).
-
-packed rows --share--> this rank's rows --layers--> q, k, v of its rows, all heads --all-to-all--> of all rows, some heads
+    packed rows --share--> this rank's rows --layers--> q, k, v of its rows, all heads --all-to-all--> of all rows, some heads
                  one number a token <--gather-- logits of its rows <--layers-- all heads of its rows <--all-to-all-- packed attention
 
-Rows are dealt out in the order of ranks, whatever samples they are of: what a row attends to is the layout's, which every rank has. So
+Rows are dealt out in the order of ranks, whatever samples they belong to: what a row attends to is in the layout, which every rank has. So
 micro-batches stay packed, and a prompt that a group shares still goes through the model once. What the loss needs of each token is then on
-every rank, as on one; a gradient goes back to the rank whose row said it, and gradients of weights are a sum over ranks, as with other
-samples. To the library these are data-parallel ranks: told of a sequence group (`mpu`), it reports a norm too large by that group's size
-in stages 1 and 2.
+every rank, as on one; a gradient goes back to the rank that computed the row, and gradients of weights are a sum over ranks, as with other
+samples. To DeepSpeed these are data-parallel ranks: told of a sequence group (`mpu`), it reports a norm too large by that group's size in
+stages 1 and 2. Limit: heads of one size, whose number the ranks divide.
 
-Limit: heads of one size, whose number the ranks divide.
-Source: Jacobs et al. 2023, arXiv:2309.14509 (DeepSpeed-Ulysses), with the library's `UlyssesSPAttentionHF`.
+Source: Shoeybi et al. 2019, arXiv:1909.08053 (Megatron-LM), with PyTorch's DTensor; DeepSpeed 0.19, `tensor_parallel.partition_config`;
+Jacobs et al. 2023, arXiv:2309.14509 (DeepSpeed-Ulysses), with the library's `UlyssesSPAttentionHF`.
 """
 
 from __future__ import annotations
@@ -57,12 +56,12 @@ _STYLES = {COLWISE: ColwiseParallel, ROWWISE: RowwiseParallel}
 
 
 def grid(device: str, num_ranks: int, tp: int) -> DeviceMesh:
-    """All ranks as `data` times `tensor`, neighbours in a tensor group. Collective."""
+    """Make the device mesh of all ranks, `data` times `tensor`, with neighbours in a tensor group. Collective."""
     return init_device_mesh(torch.device(device).type, (num_ranks // tp, tp), mesh_dim_names=("data", "tensor"))
 
 
 def check(num_ranks: int, tp: int, *, has_adapters: bool) -> None:
-    """Raises `EngineError`: so many ranks are no grid, or adapters would have to be split too."""
+    """Check that tensor groups divide the ranks, and that there are no adapters. Raises `EngineError`."""
     if tp < 1 or num_ranks % tp:
         raise EngineError(f"tp is {tp}, which does not divide {num_ranks} ranks", now="Give train.ranks a multiple of train.options.tp.")
     if tp > 1 and has_adapters:
@@ -86,7 +85,7 @@ def split(model: Any, mesh: DeviceMesh) -> list[torch.nn.Module]:
 
 
 def plan_of(model: Any, tp: int) -> dict[str, str]:
-    """How the architecture's layers are split over so many ranks: COLWISE, ROWWISE or SUMMED, by pattern of names below `base_model`.
+    """Read how an architecture's layers are split: COLWISE, ROWWISE or SUMMED, by pattern of names below `base_model`.
 
     Raises:
         EngineError: it has no plan for it, another one, or heads that do not divide.
@@ -106,18 +105,20 @@ def plan_of(model: Any, tp: int) -> dict[str, str]:
 
 
 def modules_of(model: Any, plan: Mapping[str, str], style: str) -> list[torch.nn.Module]:
-    """The modules that a plan gives this style."""
+    """Find the modules to which a plan gives this style."""
     patterns = [pattern for pattern, of_one in plan.items() if of_one == style]
     return [module for name, module in model.base_model.named_modules() if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]
 
 
 def add_up(modules: list[torch.nn.Module], mesh: DeviceMesh) -> None:
-    """Make whole gradients of the parts that each tensor rank has. Collective."""
+    """Sum the partial gradients of tensor ranks. Collective."""
     # Asked anew each time: who spreads a module over ranks puts other parameters in the place of its own.
     for parameter in [parameter for module in modules for parameter in module.parameters(recurse=False)]:
         if (part := parameter.grad) is not None:
             dist.all_reduce(part.to_local() if hasattr(part, "to_local") else part, group=mesh["tensor"].get_group())
 
+
+# ---- DeepSpeed's AutoTP
 
 _KINDS = {COLWISE: "column", ROWWISE: "row"}
 
@@ -149,7 +150,7 @@ class Split:
         self._shapes = {tensor: tensor.shape for tensor in self._dims}
 
     def deepspeed_config(self) -> dict[str, Any]:
-        """What `deepspeed.initialize` is told as `tensor_parallel`. Embeddings and the head stay whole."""
+        """Build `tensor_parallel` for `deepspeed.initialize`. Embeddings and the head stay whole."""
         specs: list[dict[str, Any]] = [
             {"patterns": [_regex(pattern)], "partition_type": _KINDS[style]} for pattern, style in self._plan.items() if style in _KINDS
         ]
@@ -165,7 +166,7 @@ class Split:
         }
 
     def attach_group(self, group: Any) -> None:
-        """The library has split, over this group of ranks.
+        """Note the group of ranks over which the library has split the layers.
 
         Raises:
             EngineError: otherwise than it was told.
@@ -183,7 +184,7 @@ class Split:
         return tensor in self._dims
 
     def whole(self, tensor: Tensor, part: Tensor) -> Tensor:
-        """What this rank's part is a part of. Collective."""
+        """Gather a whole tensor from the ranks' parts. Collective."""
         if tensor not in self._dims:
             return part
         part = part.contiguous()
@@ -196,13 +197,13 @@ class Split:
         return whole.chunk(self.tp, self._dims[tensor])[dist.get_rank(self._group)] if tensor in self._dims else whole
 
     def mark(self, parts: Iterable[Tensor]) -> None:
-        """Learn where flat parts hold what is repeated: they have a 1 there, and zeros elsewhere."""
+        """Note where flat parts hold repeated values: the parts passed have a 1 there, and zeros elsewhere."""
         for part in parts:
             edges = torch.diff(part.detach().flatten().cpu() != 0, prepend=torch.tensor([False]), append=torch.tensor([False]))
             self._repeated[part] = [(int(start), int(end)) for start, end in edges.nonzero().flatten().view(-1, 2).tolist()]
 
     def square(self, part: Tensor, gradient: Tensor) -> Tensor:
-        """A rank's share of the squared norm, float64: what the whole tensor group holds counts once in the group's sum."""
+        """A rank's share of the squared norm, float64: repeated values count once in the tensor group's sum."""
         total = squared_norm(part, gradient)
         if part in self._repeated:
             repeated = [gradient.view(-1)[start:end] for start, end in self._repeated[part]]
@@ -213,13 +214,13 @@ class Split:
         return total
 
     def total(self, square: Tensor) -> Tensor:
-        """The sum over the ranks of the tensor group."""
+        """Sum over the ranks of the tensor group."""
         dist.all_reduce(square, group=self._group)
         return square
 
 
 def _regex(pattern: str) -> str:
-    """The library matches names of weights from their start, with whatever is around the model in front."""
+    """Turn a pattern of names into the library's regular expression, which also has to match the prefix of wrappers."""
     return rf"(.*\.)?{re.escape(pattern).replace(re.escape('*'), '[^.]+')}\.weight$"
 
 
@@ -227,7 +228,7 @@ def _regex(pattern: str) -> str:
 
 
 class Sequence:
-    """The ranks that share sequences, for one model.
+    """Splits sequences over a group of ranks (Ulysses), for one model.
 
     Args:
         group: of torch.distributed, the ranks that have parts of the same sequences.
@@ -245,7 +246,7 @@ class Sequence:
         self._exchange: Any = None
 
     def share(self, packed: Packed) -> tuple[Packed, Tensor]:
-        """This rank's rows, and which of the T tokens they predict, bool [T]. Rows that fill up the last share attend to themselves."""
+        """This rank's rows, and which of the T tokens they predict, bool [T]. Padding rows of the last share attend to themselves."""
         num_more = -packed.num_rows % self._count
         num_rows = (packed.num_rows + num_more) // self._count
         start = self._rank * num_rows
@@ -260,12 +261,12 @@ class Sequence:
         ), which
 
     def gather(self, values: Tensor, which: Tensor) -> Tensor:
-        """One number for each of the T tokens, from the ranks whose rows said them, [t] to [T]. Collective."""
+        """Gather one number for each of the T tokens from the ranks that computed them, [t] to [T]. Collective."""
         found: Tensor = _Gathered.apply(values, which, self._group)
         return found
 
     def _around(self, module: Any, query: Tensor, key: Tensor, value: Tensor, **features: Any) -> tuple[Tensor, None]:
-        """The attention between two exchanges: query [1, H, R / ranks, D] to [1, R / ranks, H D]."""
+        """Run attention between two all-to-all exchanges: query [1, H, R / ranks, D] to [1, R / ranks, H D]."""
         if self._exchange is None:
             self._exchange = self._make_exchange(
                 packed_attention,
@@ -284,7 +285,7 @@ class Sequence:
 
 
 def check_heads(config: Any, sp: int) -> None:
-    """Raises `EngineError`: a model's heads can't be shared out among so many ranks."""
+    """Check that the ranks divide a model's heads. Raises `EngineError`."""
     for name in ("num_attention_heads", "num_key_value_heads"):
         if (heads := int(getattr(config, name))) % sp:
             raise EngineError(f"sp is {sp}, which does not divide the model's {name}, {heads}", now="Take an sp that does.")
@@ -293,7 +294,7 @@ def check_heads(config: Any, sp: int) -> None:
 
 
 def _with_rows(layout: AttentionLayout, num_rows: int, num_more: int) -> AttentionLayout:
-    """The layout with a few more rows after the last, a sequence of their own."""
+    """Add padding rows to a layout, as a sequence of their own."""
     if not num_more:
         return layout
     slots, more = len(layout.row_of_slot), torch.arange(num_more, device=layout.row_of_slot.device)
@@ -306,7 +307,7 @@ def _with_rows(layout: AttentionLayout, num_rows: int, num_more: int) -> Attenti
 
 
 class _Gathered(torch.autograd.Function):  # type: ignore[misc]
-    """Every rank computes the same from what is gathered, so each takes its own values' gradient as it is: a sum would count it again."""
+    """All-gather whose backward takes a rank's own gradient: all ranks compute the same from the result, so a sum would count it again."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, which: Tensor, group: Any) -> Tensor:

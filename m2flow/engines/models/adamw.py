@@ -1,20 +1,20 @@
-"""The optimiser step of a trainer: divide, clip, schedule, AdamW; of its own, or for a library that owns the step.
+"""The optimiser step of a trainer: divide, clip, schedule, AdamW; on a trainer's own parameters, or inside a library that owns the step.
 
 The recipe's equations are torch.optim.AdamW's. Weight decay applies to every parameter. Gradients are divided by the
 mini-batch's denominator here, once, so no number depends on how the mini-batch was cut.
 
     weights in half precision:  gradient --float32--> AdamW on float32 masters --rounded--> weights
 
-bfloat16 has 8 bits of a number: a step below 1/256 of a weight would be lost, each time. So the steps go to a float32 copy of each such
+bfloat16 has 8 bits of precision: a step below 1/256 of a weight would be lost each time. So steps apply to a float32 copy of each such
 weight (its master), of which the weight is the rounded value.
 
+`Optimizers` is the trainer's own. `RecipeAdamW` is for DeepSpeed, which steps an optimiser on flat parts of all weights in place of the
+parameters, once when it starts (with zeros, to allocate its state) and once for each step. It can't be told a denominator, a rate and
+clipping that differ from step to step, or moments for each of several recipes; these are here.
+
+    apply:  due(recipe, denominator)   then the library's own step --> RecipeAdamW.step on the parts that this rank holds
+
 Source: Micikevicius et al. 2018, "Mixed Precision Training", arXiv:1710.03740, section 3.1.
-
-apply:  due(recipe, denominator)   then the library's own step --> RecipeAdamW.step on the parts that this rank holds
-
-DeepSpeed steps an optimiser with flat parts of all weights in place of the parameters, once when it starts (with zeros, to make room for
-its state) and once for each step. What it can't be told is a denominator, a rate and clipping that differ from step to step, and moments
-for each of several recipes; they are here. The equations are those of `m2flow.engines.models.adamw`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from m2flow.recipe import AdamW
 
 
 class Optimizers:
-    """Steps on one set of parameters, under any number of recipes.
+    """Step one set of parameters, under any number of recipes.
 
     Args:
         has_masters: keep a float32 copy of each parameter below float32, from the first step on.
@@ -95,7 +95,7 @@ class Optimizers:
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _give_to_masters(self) -> list[Tensor]:
-        """All gradients, those in half precision as their masters', which are made if there are none; nothing where all is float32."""
+        """Move half-precision gradients to the master weights, which are created if need be, and return all gradients."""
         if not self._has_masters:
             return []
         for i, held in enumerate(self._parameters):
@@ -122,16 +122,16 @@ class Optimizers:
 
     @property
     def _stepped(self) -> list[torch.nn.Parameter]:
-        """What the steps change: parameters, or their masters."""
+        """Tensors that steps change: parameters, or their masters."""
         return [self._masters.get(i, parameter) for i, parameter in enumerate(self._parameters)]
 
     def masters(self) -> list[Tensor | None]:
-        """By parameter; None: it has none."""
+        """Master weights by parameter; None: it has none."""
         return [self._masters[i].detach() if i in self._masters else None for i in range(len(self._parameters))]
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def load_masters(self, saved: Sequence[Tensor | None]) -> None:
-        """Continue from what `masters` returned. Call it before `load_state`, after the weights are there."""
+        """Restore what `masters` returned. Call it after the weights are loaded and before `load_state`."""
         self._masters = {}
         for i, value in enumerate(saved):
             held = self._parameters[i]
@@ -139,14 +139,14 @@ class Optimizers:
                 self._masters[i] = torch.nn.Parameter(spread_like(value.to(held.device, torch.float32), held))
 
     def state(self) -> list[dict[str, Any]]:
-        """Everything that the next steps depend on, in the order in which the recipes were first used."""
+        """Everything that later steps depend on, in the order in which the recipes were first used."""
         return [
             {"recipe": asdict(recipe), "num_steps": num_steps, "state": optimizer.state_dict()}
             for recipe, (optimizer, num_steps) in self._states.items()
         ]
 
     def load_state(self, saved: list[dict[str, Any]]) -> None:
-        """Continue from what `state` returned."""
+        """Restore what `state` returned."""
         states: dict[AdamW, tuple[torch.optim.AdamW, int]] = {}
         for entry in saved:
             recipe = AdamW(**{**entry["recipe"], "betas": tuple(entry["recipe"]["betas"])})
@@ -168,7 +168,7 @@ class Optimizers:
                 yield from (value for value in state.values() if isinstance(value, Tensor))
 
     def to(self, device: torch.device | str) -> None:
-        """Move the state, to leave a device or to come back to it."""
+        """Move the state to a device, for offload and onload."""
         for master in self._masters.values():
             master.data = master.data.to(device)
         for optimizer, _ in self._states.values():
@@ -189,7 +189,7 @@ class Optimizers:
 
 
 def _by_mesh(tensors: list[Tensor]) -> list[list[Tensor]]:
-    """Those that are spread over the same ranks together: torch works on several at once only if they are."""
+    """Group tensors that are sharded over the same ranks: torch's foreach functions require it."""
     found: dict[object, list[Tensor]] = {}
     for tensor in tensors:
         found.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
@@ -201,11 +201,13 @@ def _norm(by_mesh: list[list[Tensor]]) -> float:
     return norms[0] if len(norms) == 1 else math.hypot(*norms)
 
 
+# ---- inside DeepSpeed
+
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class RecipeAdamW(torch.optim.Optimizer):  # type: ignore[misc]
-    """Steps on what it is given, under any number of recipes, each with moments of its own."""
+    """AdamW on the parameters it is given, under any number of recipes, each with moments of its own."""
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         super().__init__(parameters, {"lr": 0.0})
@@ -224,15 +226,15 @@ class RecipeAdamW(torch.optim.Optimizer):  # type: ignore[misc]
 
     @property
     def parts(self) -> list[Tensor]:
-        """What it steps on. Between steps a library may have taken them out of the groups."""
+        """Tensors that it steps on. Between steps the library may take them out of the parameter groups."""
         return [part for group in self.param_groups for part in group["params"]] or self._parts
 
     def due(self, recipe: AdamW, denominator: float) -> None:
-        """The next step is of this recipe, its gradient divided by this."""
+        """Set the recipe and denominator of the next step."""
         self._due, self._norm = (recipe, denominator), None
 
     def taken(self) -> float | None:
-        """The gradient's norm in the step that was due, after the division and before the clipping. None: the library did not step.
+        """Return the gradient's norm in the step that was due, after division and before clipping. None: the library did not step.
 
         Not finite: the library stepped, and nothing was changed."""
         self._due = None
@@ -278,7 +280,7 @@ class RecipeAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         self.num_steps[recipe] = num_steps + 1
 
     def to(self, device: torch.device | str, *, with_parts: bool) -> None:
-        """Move the moments, and with them the parts themselves, to leave a device or to come back to it."""
+        """Move the moments, and on request the parts themselves, to a device."""
         for of_parts in self.moments.values():
             for part, (first, second) in of_parts.items():
                 of_parts[part] = (first.to(device), second.to(device))
@@ -288,13 +290,13 @@ class RecipeAdamW(torch.optim.Optimizer):  # type: ignore[misc]
 
 
 def squared_norm(part: Tensor, gradient: Tensor) -> Tensor:
-    """The gradient's own."""
+    """Squared norm of a gradient; the default where no rank repeats values of another."""
     found: Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
     return found
 
 
 def packed_state(recipe: AdamW, num_steps: int, moments: list[tuple[Tensor, Tensor]]) -> dict[str, Any]:
-    """Whole moments, by parameter, as `m2flow.engines.models.adamw.Optimizers.state` has them for a recipe."""
+    """Pack whole moments by parameter in the form of `Optimizers.state` for a recipe."""
     places = [torch.nn.Parameter(torch.empty(0)) for _ in moments]
     template = torch.optim.AdamW(
         places, lr=recipe.lr, betas=recipe.betas, eps=recipe.eps, weight_decay=recipe.weight_decay, fused=True
@@ -305,7 +307,7 @@ def packed_state(recipe: AdamW, num_steps: int, moments: list[tuple[Tensor, Tens
 
 
 def unpacked_state(saved: dict[str, Any], num_parameters: int) -> tuple[AdamW, int, list[tuple[Tensor, Tensor] | None]]:
-    """What `packed_state` made, or the same of another trainer; None for a parameter that was never stepped."""
+    """Unpack `packed_state`, or another trainer's state; None for a parameter that was never stepped."""
     recipe = AdamW(**{**saved["recipe"], "betas": tuple(saved["recipe"]["betas"])})
     states = saved["state"]["state"]
     found = [states.get(i) for i in range(num_parameters)]

@@ -1,29 +1,26 @@
-"""Load a Hugging Face language model and its tokenizer from the local disk, and say plainly what is wrong with it.
+"""Load a Hugging Face language model and its tokenizer from the local disk, with errors that say what is wrong with it.
 
-The original is quantised, so the weights are a degraded copy of the model it was made from. They are dequantised to float32,
-exactly, and kept under `~/.cache/m2flow/gguf/<digest of path, size and modification time>` (or `$XDG_CACHE_HOME`).
-Several processes that ask at once wait for the first.
-
-module's tensor --checkpoint_tensors--> (checkpoint's name, view of it), ...
-
-Rollout engines and files know the names of checkpoints. Transformers (5) holds the same for most architectures, and for mixtures of experts
-stacks of all experts of a layer: `experts.gate_up_proj` [E, 2 I, H] and `experts.down_proj` [E, H, I]; checkpoints have one tensor for
-each expert. All that comes out is a view, so weights go in by the same names: a copy into a view is a copy into the stack.
-
-Fused tensors of a serving engine (QKV, gate and up) are that engine's affair: it takes checkpoints' names as well.
-
-Limit: the architectures in `EXPERTS`, each held against what transformers itself saves (`tests/engines/test_checkpoint_names.py`). Of
-other mixtures the
-module's own names come out.
-
-Shapes: E experts, I their width, H hidden.
-
-Model(path, init, seed, dtype) --load_tokenizer--> TextCodec
+    Model(path, init, seed, dtype) --load_tokenizer--> TextCodec
                                    --load_model-----> PreTrainedModel in eval mode
 
-Never a network look-up, never unpickled weights, never code from the model's directory. `.gguf` files go through
-`m2flow.engines.models.hf_model`. Random weights come from a generator of their own, seeded by `model.seed`: every process draws
-the same ones, and nobody else's random state moves.
+Never a network look-up, never unpickled weights, never code from the model's directory. Random weights come from a generator of their own,
+seeded by `model.seed`: every process draws the same ones, and no other random state changes.
+
+A `.gguf` file is a quantised, degraded copy of the model it was made from. It is dequantised to float32, exactly, and kept under
+`~/.cache/m2flow/gguf/<digest of path, size and modification time>` (or `$XDG_CACHE_HOME`). Several processes that need it at once wait for
+the first.
+
+    module's tensor --checkpoint_tensors--> (checkpoint's name, view of it), ...
+
+Rollout engines and files use checkpoints' names. Transformers (5) uses the same for most architectures; for mixtures of experts it stacks
+all experts of a layer: `experts.gate_up_proj` [E, 2 I, H] and `experts.down_proj` [E, H, I], where checkpoints have one tensor for each
+expert. `checkpoint_tensors` returns views, so weights are loaded by the same names: a copy into a view is a copy into the stack. Fused
+tensors of a serving engine (QKV, gate and up) are that engine's concern: it takes checkpoints' names as well.
+
+Limit: the architectures in `EXPERTS`, each compared with what transformers itself saves (`tests/engines/test_checkpoint_names.py`). Other
+mixtures keep the module's own names.
+
+Shapes: E experts, I their width, H hidden.
 """
 
 from __future__ import annotations
@@ -57,7 +54,7 @@ if TYPE_CHECKING:
 
 
 def converted_directory(file: Path) -> Path:
-    """The Hugging Face directory of a .gguf file, made if it is not there yet.
+    """Return the Hugging Face directory of a .gguf file, converting it if that was not done yet.
 
     Raises:
         MissingExtra: the `gguf` package is not installed.
@@ -114,7 +111,7 @@ def _convert(file: Path, target: Path) -> None:
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """How checkpoints of an architecture name what is stacked."""
+    """How checkpoints of an architecture name stacked experts."""
 
     block: str = "mlp"
     gate: str = "gate_proj"
@@ -130,7 +127,7 @@ EXPERTS: dict[str, ExpertNames] = {
 
 
 def checkpoint_tensors(model: Any, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """What a checkpoint has for one of the module's tensors, under the names there; views of it.
+    """Yield a checkpoint's tensors for one of the module's, by their names there, as views.
 
     Args:
         model: the transformers model; its config says which architecture it is.
@@ -169,7 +166,7 @@ def _check_whole(text: str) -> None:
 
 @final
 class TextCodec:
-    """Text to token ids and back, by the model's own tokenizer."""
+    """Encode text to token ids and decode them, by the model's own tokenizer."""
 
     def __init__(self, tokenizer: Any, eos_ids: frozenset[int], *, chat: bool) -> None:
         self._tokenizer = tokenizer
@@ -187,7 +184,7 @@ class TextCodec:
         return min(self.eos_ids)
 
     def encode_prompt(self, text: str) -> list[int]:
-        """The ids of a prompt: with the tokenizer's own special tokens, or as a user's message in the chat template.
+        """Encode a prompt: with the tokenizer's own special tokens, or as a user's message in the chat template.
 
         Raises:
             DatasetError: it has half of a surrogate pair.
@@ -201,12 +198,12 @@ class TextCodec:
         return ids[:-1] if ids and ids[-1] in self.eos_ids else ids
 
     def encode_target(self, text: str) -> list[int]:
-        """The ids of a text that follows a prompt: no special tokens are added. Raises as `encode_prompt` does."""
+        """Encode a text that follows a prompt, without special tokens. Raises as `encode_prompt` does."""
         _check_whole(text)
         return list(self._tokenizer(text, add_special_tokens=False).input_ids)
 
     def encode_exchange(self, prompt: str, response: str) -> list[int]:
-        """The ids of a prompt with its whole response, as a reward model reads them: in the chat template, or with an end token."""
+        """Encode a prompt with its whole response, as a reward model reads them: in the chat template, or with an end token."""
         _check_whole(prompt + response)
         if self._chat:
             messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
@@ -214,7 +211,7 @@ class TextCodec:
         return [*self.encode_prompt(prompt), *self.encode_target(response), self.eos_id]
 
     def decode(self, ids: list[int]) -> str:
-        """The text of generated tokens, without special tokens."""
+        """Decode generated tokens, without special tokens."""
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
     def save(self, path: str) -> None:
@@ -222,7 +219,7 @@ class TextCodec:
 
 
 def load_tokenizer(model: Model) -> TextCodec:
-    """The tokenizer of the model's directory. Raises `ModelError`."""
+    """Load the tokenizer of the model's directory. Raises `ModelError`."""
     _silence_transformers()
     directory = model_directory(model)
     if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
@@ -246,7 +243,7 @@ def load_tokenizer(model: Model) -> TextCodec:
 
 
 def load_model(model: Model, *, device: str, attention: str) -> PreTrainedModel:
-    """The model with its head (`m2flow.engines.models.scalar_head`), in eval mode on `device`.
+    """Load the model with its head (`m2flow.engines.models.scalar_head`), in eval mode on `device`.
 
     Args:
         attention: the name of an attention function that transformers knows, or that was registered with it.
@@ -287,7 +284,7 @@ def load_model(model: Model, *, device: str, attention: str) -> PreTrainedModel:
 
 
 def use_threads(threads: int, deterministic: bool) -> None:
-    """Set this process's number of torch threads and, if asked, refuse operations whose result may vary from run to run."""
+    """Set this process's number of torch threads and, with `deterministic`, refuse operations whose result may vary from run to run."""
     torch.set_num_threads(max(1, threads))
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -295,7 +292,7 @@ def use_threads(threads: int, deterministic: bool) -> None:
 
 
 def hold_in(model: Any, dtype: str) -> None:
-    """Round the model's weights to another type, as a weight sync does. What is computed at loading (rotary tables) stays as it is.
+    """Round the model's weights to another type, as a weight sync does. Tables computed at loading (rotary) are not rounded.
 
     So weights that are drawn at random are the same numbers as the trainer's, rounded, and not other draws.
     """
@@ -332,7 +329,7 @@ def _load_weights(directory: Path, model: Model, kind: Any, config: Any, dtype: 
 
 
 def model_directory(model: Model) -> Path:
-    """Where its files are: the directory that was given, or what a .gguf file was turned into. Raises `ModelError`."""
+    """Return the model's directory: the given one, or that of the converted .gguf file. Raises `ModelError`."""
     path = Path(model.path).expanduser()
     if not path.exists():
         raise ModelError(f"there is no model at {model.path}", now="Give the directory of a Hugging Face model, or a .gguf file.")

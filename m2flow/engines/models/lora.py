@@ -1,17 +1,17 @@
-"""Adapters of low rank on a model whose own weights stay as they are, by the package `peft`.
+"""LoRA adapters on a model whose own weights are frozen, by the package `peft`.
 
-    load_model --adapt--> the same module; only adapters take gradients
-    whole_state: W + scale B A under the name of W, one tensor at a time: for checkpoints, and rollout engines that know no adapters
-    adapter_state, base_state: B and A alone, and W alone: what others send and compare (`m2flow.engines.embedded.slot_model` adds them)
+    load_model --adapt--> the same module; only adapters have gradients
+    whole_state: W + scale B A under the name of W, one tensor at a time: for checkpoints, and rollout engines without adapters
+    adapter_state: B and A alone (W alone: `whole_state` with `adds=False`): for weight sync and comparison
     checkpoint/adapter/   what `peft.PeftModel.from_pretrained(base, path)` reads, and what training goes on from
 
-B begins as zeros, so the first weights are those of the base, in every engine that loads it. What a trainer keeps for the backward pass of
-the base's weights is not kept: gradients and optimiser are those of the adapters.
+B starts at zero, so the first weights are those of the base, in every engine that loads it. No gradients or optimiser states of the base's
+weights exist.
 
-A critic of an adapted policy in the same process has that policy's base, not one of its own (`share_base`); a reference has no model
-of its own at all (`m2flow.engines.embedded.trainer`).
+A critic of an adapted policy in the same process shares that policy's base (`share_base`); a reference has no model of its own at all
+(`m2flow.engines.embedded.trainer`).
 
-Limit: linear layers, no stacks of experts; one adapter a model. A tensor that is merged is made anew each time that it is asked for.
+Limit: linear layers, no stacks of experts; one adapter a model. A merged tensor is computed anew at each request.
 
 Source:
     Hu et al. 2021, LoRA, arXiv:2106.09685.
@@ -35,14 +35,14 @@ from m2flow.recipe import Lora
 _NAME = "default"
 _WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-"""Of names in peft's files: there the model is inside a `PeftModel`."""
+"""Prefix of names in peft's files, where the model is inside a `PeftModel`."""
 
 Whole = Callable[[Tensor], AbstractContextManager[Tensor]]
 """One of the model's tensors -> all of it, for as long as it is entered."""
 
 
 def adapt(model: Any, recipe: Lora, seed: int) -> None:
-    """Put adapters on a model, in place; A is drawn from the seed, and nobody else's random state moves.
+    """Add adapters to a model, in place; A is drawn from the seed, and no other random state changes.
 
     Raises:
         ModelError: the model has no layers of the names that the recipe gives. MissingExtra: peft is not installed.
@@ -74,7 +74,7 @@ def is_adapted(model: Any) -> bool:
 
 
 def whole_state(model: Any, whole: Whole = contextlib.nullcontext, *, adds: bool = True) -> Iterator[tuple[str, Tensor]]:
-    """What the state dictionary of the model without adapters would have, by its names. Of tied tensors, the first alone.
+    """Yield what the state dictionary of the model without adapters would have, by its names. Of tied tensors, the first alone.
 
     Args:
         whole: gives a tensor of the model as a whole, where ranks hold parts of it; then this is collective, and each tensor is valid
@@ -92,7 +92,7 @@ def whole_state(model: Any, whole: Whole = contextlib.nullcontext, *, adds: bool
 
 
 def adapter_state(model: Any, whole: Whole = contextlib.nullcontext) -> Iterator[tuple[str, Tensor]]:
-    """The adapters' own tensors by the module's names, each whole, as `whole_state` gives the others. Collective where that is."""
+    """Yield the adapters' tensors by the module's names, each whole, as `whole_state` yields the others. Collective where that is."""
     layers = _layers(model) if is_adapted(model) else {}
     for name, tensor in _once(model):
         if _adapter_name(name) in layers:
@@ -101,23 +101,23 @@ def adapter_state(model: Any, whole: Whole = contextlib.nullcontext) -> Iterator
 
 
 def file_name(name: str) -> str:
-    """What peft's files, and what is sent, call an adapter's tensor of the module."""
+    """Name of an adapter's tensor in peft's files and in a weight sync, from its name in the module."""
     return _PREFIX + name.replace(f".{_NAME}.", ".")
 
 
 def file_name_of(layer: str, which: str) -> str:
-    """The same of a layer's A or B."""
+    """Name of a layer's A or B in peft's files and in a weight sync."""
     return f"{_PREFIX}{layer}.lora_{which}.weight"
 
 
 def layer_of(name: str, which: str) -> str:
-    """The layer that this name, as `file_name_of` gives it, is of; empty if it is none of A or B."""
+    """The layer whose `file_name_of` this is; empty if it is none of its A or B."""
     start, end = _PREFIX, f".lora_{which}.weight"
     return name[len(start) : -len(end)] if name.startswith(start) and name.endswith(end) else ""
 
 
 def plain_name(name: str) -> str:
-    """The name that one of the module's tensors has without adapters; empty for an adapter's own."""
+    """Name of a module's tensor without adapters; empty for an adapter's own."""
     return "" if _adapter_name(name) else name.replace(".base_layer.", ".")
 
 
@@ -141,7 +141,7 @@ def share_base(model: Any, source: Any) -> None:
 
 @contextlib.contextmanager
 def left_out(model: Any) -> Iterator[None]:
-    """Have the adapters add nothing meanwhile."""
+    """Disable the adapters inside the context."""
     layers = list(_layers(model).values())
     scales = [layer.scaling[_NAME] for layer in layers]
     try:
@@ -169,7 +169,7 @@ def write_adapter(model: Any, directory: Path, tensors: Mapping[str, Tensor]) ->
 
 
 def read_adapter(directory: Path, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-    """What `write_adapter` wrote, by the module's names, in the host's memory.
+    """Read what `write_adapter` wrote, by the module's names, into the host's memory.
 
     Args:
         shapes: of all that the module's state dictionary has.
@@ -190,7 +190,7 @@ def read_adapter(directory: Path, shapes: Mapping[str, torch.Size]) -> dict[str,
 
 
 def _merged(layer: Any, weight: Tensor, whole: Whole) -> Tensor:
-    """W + scale B A. The gradient's mode is left before it is handed out: who takes it would compute without."""
+    """Compute W + scale B A. Gradient mode is restored before the yield, or the caller would compute without gradients."""
     with torch.no_grad():
         with whole(layer.lora_B[_NAME].weight) as full_b, whole(layer.lora_A[_NAME].weight) as full_a:
             delta = addend(full_b, full_a, layer.scaling[_NAME], is_transposed=layer.fan_in_fan_out)
@@ -200,13 +200,13 @@ def _merged(layer: Any, weight: Tensor, whole: Whole) -> Tensor:
 
 
 def addend(b: Tensor, a: Tensor, scale: float, *, is_transposed: bool) -> Tensor:
-    """What an adapter adds to its layer's weights: scale B A, [outputs, inputs]; transposed where the layer holds [inputs, outputs]."""
+    """Compute what an adapter adds to its layer's weights: scale B A, [outputs, inputs]; transposed for a layer of [inputs, outputs]."""
     delta = b @ a * scale
     return delta.T if is_transposed else delta
 
 
 def _once(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """The module's tensors, a tied one once. By object: tensors without values share an address."""
+    """The module's tensors, tied ones once. Compared by object, since empty tensors share an address."""
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:

@@ -1,18 +1,15 @@
-"""Write a trained model or its adapters for other tools, out of a trainer's checkpoint.
+"""Export a trained model or its adapters from a trainer's checkpoint, for other tools.
 
-checkpoint --export_model--> DIR/  config.json, *.safetensors, tokenizer.*  --transformers--> the same weights
+    checkpoint --export_model--> DIR/  config.json, *.safetensors, tokenizer.*  --transformers--> the same weights
 
-Written to a neighbouring directory, loaded from there by transformers alone, compared, and renamed into place: a directory that is there
-is one that loads.
+    checkpoint/adapter/ --export_adapters--> DIR/  adapter_config.json, adapter_model.safetensors, tokenizer.*
+                                                  |
+        base model --transformers--> + DIR --peft--> merged --compared--> the whole model of the checkpoint
 
-checkpoint/adapter/ --export_adapters--> DIR/  adapter_config.json, adapter_model.safetensors, tokenizer.*
-                                              |
-    base model --transformers--> + DIR --peft--> merged --compared--> the whole model of the checkpoint
+The directory is written beside its place, loaded from there by transformers (and peft), and compared with the weights that the trainer
+saved; only then is it renamed into place. So an exported directory is one that loads.
 
-The directory is written beside its place, loaded from there onto the base that it names, merged, and held against the weights that the
-trainer saved; only then is it renamed into place.
-
-Limit: a base with files of its own. One that was drawn at random, or came out of a .gguf file, is nowhere for peft to load.
+Limit: adapters need a base with files of its own. One that was drawn at random, or came from a .gguf file, can't be loaded by peft.
 """
 
 from __future__ import annotations
@@ -37,11 +34,11 @@ from m2flow.engines.registry import check_adapters
 from m2flow.errors import EngineError, ModelError, naming_host_errors
 
 _OURS = "m2flow_"
-"""Files of a checkpoint that begin so are for m2flow alone."""
+"""Prefix of a checkpoint's files that are for m2flow alone."""
 
 
 def export_model(checkpoint: Path, out: Path) -> dict[str, Tensor]:
-    """Write the model of a checkpoint, and give its weights as transformers has loaded them, by their names in the files.
+    """Export the model of a checkpoint; returns its weights as transformers has loaded them, by their names in the files.
 
     Args:
         checkpoint: a directory that a trainer wrote, known to be whole.
@@ -66,7 +63,7 @@ def export_model(checkpoint: Path, out: Path) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def put_in_place(out: Path) -> Iterator[Path]:
-    """A directory beside `out`, to be made and filled, that becomes `out` if nothing is raised, and is gone otherwise.
+    """Yield a path beside `out`; the directory made there becomes `out` if nothing is raised, and is removed otherwise.
 
     Raises:
         EngineError: `out` is there already, or can't be written.
@@ -84,7 +81,7 @@ def put_in_place(out: Path) -> Iterator[Path]:
 
 
 def _written_whole(directory: Path, weights: dict[str, Tensor]) -> None:
-    """Write what ranks had parts of as transformers does. Raises ModelError: it is of another model than the configuration says."""
+    """Write weights that ranks had parts of as transformers does. Raises ModelError: they do not fit the configuration."""
     config = transformers.AutoConfig.from_pretrained(str(directory), local_files_only=True)
     with torch.device("meta"):
         model = getattr(transformers, config.architectures[0])(config)
@@ -94,7 +91,7 @@ def _written_whole(directory: Path, weights: dict[str, Tensor]) -> None:
 
 
 def _loaded_as_saved(directory: Path) -> dict[str, Tensor]:
-    """Raises ModelError: transformers can't load it, or holds something else than the files."""
+    """Load a directory by transformers and compare it with its files. Raises ModelError: it does not load, or differs."""
     try:
         kind = getattr(transformers, json.loads((directory / "config.json").read_text())["architectures"][0])
         model, report = kind.from_pretrained(str(directory), output_loading_info=True, local_files_only=True)
@@ -114,19 +111,19 @@ def _loaded_as_saved(directory: Path) -> dict[str, Tensor]:
 
 
 def _are_same(one: Tensor, other: Tensor) -> bool:
-    """Bit by bit, but for NaNs, which are the same if both are."""
+    """Whether two tensors are equal bit by bit; NaNs count as equal."""
     return one.dtype == other.dtype and one.shape == other.shape and bool(torch.isclose(one, other, rtol=0, atol=0, equal_nan=True).all())
 
 
 _ADAPTER = "adapter"
 _BESIDE = ("tokenizer", "special_tokens", "chat_template", "vocab", "merges", "added_tokens")
-"""What names of a tokenizer's files begin with."""
+"""Prefixes of a tokenizer's files."""
 _TOLERANCE = 1e-5
 """Norm-relative, of a merged weight: peft and m2flow may multiply in another order. In half precision it is that type's rounding."""
 
 
 def export_adapters(checkpoint: Path, out: Path) -> Path:
-    """Write the adapters of a checkpoint; the base model that they belong to.
+    """Export the adapters of a checkpoint; returns the base model that they belong to.
 
     Args:
         checkpoint: a directory that a trainer wrote, known to be whole.
@@ -155,7 +152,7 @@ def export_adapters(checkpoint: Path, out: Path) -> Path:
 
 
 def _compare(base: Path, adapter: Path, checkpoint: Path) -> None:
-    """Raises ModelError: peft can't load the adapter onto the base, or their sum is not what was saved."""
+    """Merge an adapter into its base by peft and compare. Raises ModelError: it does not load, or differs from what was saved."""
     saved: dict[str, Tensor] = {name: t for file in sorted(checkpoint.glob("*.safetensors")) for name, t in load_file(file).items()}
     dtype = next(iter(saved.values())).dtype
     allowed = max(_TOLERANCE, torch.finfo(dtype).eps)

@@ -1,14 +1,14 @@
-"""What a model of transformers asks of its attention, and the probe that every engine that runs one passes before its first batch.
+"""Learn what a transformers model asks of its attention, and probe every engine that runs one before its first batch.
 
     model, loaded eager --learn--> of each attention: all earlier tokens, a sliding window, or a chunk    (`reach_of`)
                         --plain--> logits of a few sequences, each alone, by transformers' own code       (`Probe`)
     the same sequences, several in one pass, by the engine --judge--> equal, or `EngineError`
 
-A mask is not built by guess from names in a config: the model builds it, with transformers' mask functions, once; what it built is compared
-with a window and with a chunk of that size, position by position, and anything else is refused. So an engine's attention needs one number
+A mask is not guessed from names in a config: the model builds one, once, with transformers' mask functions, and it is compared position by
+position with a window and with a chunk of that size; anything else is refused. So an engine's attention needs one number
 of a layer, and computes its own mask from positions.
 
-The probe goes beyond windows of up to 128 tokens. A longer one is right by that comparison alone, and one that the config names and no
+The probe goes beyond windows of up to 128 tokens. A longer window is verified by that comparison, and one that the config names and no
 layer has shown is refused.
 """
 
@@ -31,7 +31,7 @@ from m2flow.errors import EngineError, is_out_of_memory
 # Shapes: S sequences, H query heads, K heads of keys and values, Q queries, L keys, D size of a head, V vocabulary.
 
 NUM_JUDGED = 4
-"""Of each sequence of a probe, the logits after so many last tokens are compared."""
+"""Number of last tokens of each sequence whose logits are compared."""
 
 _ASKING = "m2flow_asking"
 _REACH = "m2flow_reach"
@@ -47,7 +47,7 @@ _PLAIN_ARGUMENTS = frozenset(
 
 @dataclass(frozen=True)
 class Reach:
-    """Which earlier tokens an attention sees: those of a sliding window that ends at the token, or those of the chunk that it is in."""
+    """Which earlier tokens an attention sees: a sliding window that ends at the token, or the chunk that the token is in."""
 
     kind: Literal["window", "chunk"]
     size: int
@@ -68,7 +68,7 @@ class Reach:
 
 @dataclass(frozen=True, eq=False)
 class Scoring:
-    """What one attention of a model does with its scores, beside the softmax of those of earlier tokens."""
+    """What an attention does with its scores beyond a plain softmax: scale, soft cap, sinks."""
 
     scaling: float
     reach: Reach | None = None
@@ -80,16 +80,16 @@ class Scoring:
 
     @property
     def is_plain(self) -> bool:
-        """Nothing that torch's `scaled_dot_product_attention` does not compute."""
+        """Whether torch's `scaled_dot_product_attention` computes it."""
         return self.softcap is None and self.sinks is None
 
     def reach_within(self, length: int) -> Reach | None:
-        """None where no sequence is longer than what is seen anyway."""
+        """The reach, or None where no sequence of this length exceeds it."""
         return None if self.reach is None or length <= self.reach.size else self.reach
 
 
 def reach_of(module: Any, sliding_window: int | None = None) -> Reach | None:
-    """What `learn` has found of an attention module. Raises `EngineError` if it has not seen it, and it asks for a window."""
+    """Return what `learn` found of an attention module. Raises `EngineError` if it has not seen the module, and it asks for a window."""
     if not hasattr(module, _REACH) and sliding_window is not None:
         raise EngineError(f"{type(module).__name__} asks for a sliding window of {sliding_window} tokens only now")
     return getattr(module, _REACH, None)
@@ -98,7 +98,7 @@ def reach_of(module: Any, sliding_window: int | None = None) -> Reach | None:
 def scoring_of(
     module: Any, query: Tensor, attention_mask: Tensor | None, scaling: float | None, arguments: Mapping[str, object]
 ) -> Scoring:
-    """What a model asks when it calls an attention of ours. Raises `EngineError` for what no engine here computes, by name."""
+    """Read what a model asks of a registered attention function. Raises `EngineError` naming what no engine here computes."""
     kind = type(module).__name__
     if attention_mask is not None:
         raise EngineError(f"{kind} wants an attention mask of its own")
@@ -156,7 +156,7 @@ def longest_sequence(config: Any) -> tuple[int, str]:
 
 @final
 class Probe:
-    """A few sequences, and what transformers' own code says of each alone. Makes the model ready for an attention of ours.
+    """A few sequences with the logits of transformers' own code for each alone. Prepares the model for a registered attention.
 
     Args:
         model: in eval mode, loaded with attention `eager`; its attentions learn their reach.
@@ -179,7 +179,7 @@ class Probe:
             self.wanted = [plain(self._row(sequence))[0, -NUM_JUDGED:].clone() for sequence in self.sequences]
 
     def explained(self) -> _Explained:
-        """Around an engine's passes over a model: what they raise becomes an `EngineError` that says which model it is."""
+        """Turn errors of an engine's passes over a model into an `EngineError` that names the model."""
         return _Explained(self._who)
 
     def judge(self, computed: Sequence[Tensor]) -> None:
@@ -232,7 +232,7 @@ class Probe:
 
 @final
 class _Explained:
-    """A context in which what transformers' code raises is said of the model."""
+    """A context that turns errors of transformers' code into errors that name the model."""
 
     def __init__(self, who: str) -> None:
         self._who = who
@@ -276,7 +276,7 @@ _FULL = "all"
 
 
 def _asking_mask(*, mask_function: Callable[..., Tensor], local_size: int | None = None, **arguments: Any) -> Tensor:
-    """What a model calls for a mask while it is asked: the eager one, with a note of what it lets see."""
+    """Mask function that a model calls during `learn`: the eager mask, with a note of what it shows."""
     mask = eager_mask(mask_function=mask_function, **arguments)
     if mask is not None:
         setattr(mask, _REACH, _read_mask(mask_function, local_size, arguments.get("device", "cpu")))
@@ -284,7 +284,7 @@ def _asking_mask(*, mask_function: Callable[..., Tensor], local_size: int | None
 
 
 def _read_mask(mask_function: Callable[..., Tensor], local_size: int | None, device: Any) -> Reach | str:
-    """The reach whose mask this is; `_FULL` for all earlier tokens. Else what is wrong, as a sentence's end."""
+    """The reach of a mask; `_FULL` for all earlier tokens. Otherwise what is wrong, as the end of a sentence."""
     span = 4 * (local_size or 16) + 3
     edges = np.arange(span) if span <= 512 else np.unique(np.concatenate([np.arange(k * span // 8, k * span // 8 + 40) for k in range(8)]))
     if local_size:
@@ -323,7 +323,7 @@ def _asking_attention(
     m2flow_asked: list[Any] | None = None,
     **arguments: Any,
 ) -> tuple[Tensor, None]:
-    """What a model calls in the place of its attention while it is asked: notes what it would be, and gives zeros."""
+    """Attention function that a model calls during `learn`: notes what is asked, and returns zeros."""
     kind = type(module).__name__
     if m2flow_asked is None:
         raise EngineError(f"{kind} does not hand keyword arguments on to its attention")
@@ -341,7 +341,7 @@ AttentionMaskInterface.register(_ASKING, _asking_mask)
 
 
 def _named_sizes(config: Any) -> Iterator[tuple[str, int]]:
-    """What a config says of windows and chunks, by name, where it does not say that they are not used."""
+    """Sizes of windows and chunks that a config names and does not switch off."""
     types = getattr(config, "layer_types", None)
     if types and not set(types) - {"full_attention"}:
         return

@@ -1,11 +1,6 @@
-"""One micro-batch as one packed forward pass: demonstrations as tokens, no padding, and each shared prompt once.
+"""Run a micro-batch as one packed forward pass: no padding, each shared prompt once, demonstrations tokenised.
 
-tokens = prompt + target + end of sequence;  loss_mask = False for the prompt, True for the rest
-
-A text is tokenised once: the planner asks for lengths before it trains, and epochs come back. What is remembered goes by the
-texts themselves, and is forgotten when it gets large.
-
-samples --pack--> Packed --forward_logits--> logits of the positions that predict a masked token
+    samples --pack--> Packed --forward_logits--> logits of the positions that predict a masked token
 
 The tokens of all samples lie one after the other in a single sequence [1, R] with explicit positions. Samples of one group
 whose tokens agree up to the first masked one share the rows of that prefix. Padding exists only inside attention: its rows are
@@ -14,6 +9,10 @@ The modelling code stays Hugging Face's; the attention function is registered wi
 
 A window or a chunk is a mask [L, L] that a bucket's sequences share, where they are longer; soft caps and sinks have their scores in
 memory, [S, H, L, L], as with transformers' own eager attention. What else a model may ask of its attention is refused by `check_model`.
+
+`Demonstrations` tokenises each text once, since the planner asks for lengths before it trains, and epochs repeat:
+tokens = prompt + target + end of sequence;  loss_mask = False for the prompt, True for the rest. The cache is keyed by the texts,
+and cleared when it gets large.
 
 Limit: attention over a shared prompt is computed for each sample; only linear layers are saved there.
 """
@@ -47,14 +46,14 @@ _MAX_REMEMBERED_TOKENS = 1 << 24
 
 @dataclass
 class Demonstrations:
-    """Tokenises demonstrations with one tokenizer."""
+    """Tokenise demonstrations with one tokenizer, each text once."""
 
     codec: TextCodec
     _known: dict[tuple[str, str], tuple[npt.NDArray[np.int32], int]] = field(default_factory=dict, init=False)
     _num_remembered: int = field(default=0, init=False)
 
     def tokenised(self, batch: Batch) -> Batch:
-        """The batch with `tokens` (int32) and `loss_mask` columns; as it is if it has tokens already.
+        """Add `tokens` (int32) and `loss_mask` columns to a batch, unless it has tokens already.
 
         Raises:
             DatasetError: neither tokens nor texts, or a prompt without a single token, after which nothing can be predicted.
@@ -97,6 +96,8 @@ def _texts(batch: Batch) -> list[tuple[str, str]]:
 # Shapes: S sequences of a bucket, L their padded length, R rows of the packed sequence, T predicted tokens,
 # H heads (K of keys and values), D size of a head, V vocabulary.
 
+# ---- packing
+
 ATTENTION = "m2flow_packed"
 """The name under which the attention function is registered with transformers."""
 
@@ -108,7 +109,7 @@ and 1.5 us a slot. On geometric lengths one bucket takes 1.9 times, two 1.3 time
 
 @dataclass(frozen=True, eq=False)
 class AttentionLayout:
-    """Where the rows of the packed sequence lie inside attention. A slot is one place of the padded buckets."""
+    """Where the rows of the packed sequence lie inside attention. A slot is one position of the padded buckets."""
 
     buckets: tuple[tuple[int, int], ...]
     """(S, L) of each bucket; their slots follow each other."""
@@ -195,12 +196,12 @@ def pack(ids: IdArray, tokens: Ragged, loss_mask: Ragged, *, device: str = "cpu"
 
 
 def forward_logits(model: PreTrainedModel, packed: Packed) -> Tensor:
-    """Logits [T, V] of the masked tokens. The model was loaded with `attention=ATTENTION` and passed `check_model`."""
+    """Compute logits [T, V] of the masked tokens. The model was loaded with `attention=ATTENTION` and passed `check_model`."""
     return batched_logits(model, packed)[0]
 
 
 def batched_logits(model: PreTrainedModel, packed: Packed) -> Tensor:
-    """The same as the model gives them, [1, T, V]."""
+    """Compute logits of the masked tokens as the model returns them, [1, T, V]."""
     logits: Tensor = model(
         input_ids=packed.input_ids,
         position_ids=packed.position_ids,
@@ -214,7 +215,7 @@ def batched_logits(model: PreTrainedModel, packed: Packed) -> Tensor:
 
 
 def num_masked(loss_mask: Ragged) -> IdArray:
-    """Tokens under the mask of each sample, int64 [N]."""
+    """Count the tokens under the mask of each sample, int64 [N]."""
     counts = np.concatenate(([0], np.cumsum(loss_mask.values.astype(np.int64))))
     found: IdArray = counts[loss_mask.offsets[1:]] - counts[loss_mask.offsets[:-1]]
     return found
@@ -252,7 +253,7 @@ def check_model(model: PreTrainedModel, head: str = "lm") -> tuple[int, str]:
 
 
 def _assign_rows(ids: IdArray, tokens: Ragged, prefix: IdArray, length: IdArray, share_prompts: bool) -> tuple[IdArray, IdArray, int]:
-    """The first row of each sample's prefix and of what follows it, and the number of rows."""
+    """Assign rows: the first of each sample's prefix, the first after it, and the number of rows."""
     prefix_start, own_start = np.zeros(len(ids), np.int64), np.zeros(len(ids), np.int64)
     known: dict[tuple[int, bytes], int] = {}
     num_rows = 0
@@ -320,7 +321,7 @@ def choose_buckets(lengths: IdArray) -> list[tuple[int, int]]:
 
 
 class _Spread(torch.autograd.Function):  # type: ignore[misc]
-    """Rows [R, C] to slots [slots, C]. The gradient of a row is the sum over its slots; that of a padding slot is zero by itself."""
+    """Copy rows [R, C] to slots [slots, C]. The gradient of a row is the sum over its slots; that of a padding slot is zero by itself."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, layout: AttentionLayout, sum_slots: bool) -> Tensor:
@@ -337,7 +338,7 @@ class _Spread(torch.autograd.Function):  # type: ignore[misc]
 
 
 class _Collect(torch.autograd.Function):  # type: ignore[misc]
-    """Slots [slots, C] to rows [R, C], each from one slot."""
+    """Copy slots [slots, C] to rows [R, C], each from one slot."""
 
     @staticmethod
     def forward(ctx: Any, slots: Tensor, layout: AttentionLayout) -> Tensor:
@@ -361,7 +362,7 @@ def packed_attention(
     packed_layout: AttentionLayout | None = None,
     **features: Any,
 ) -> tuple[Tensor, None]:
-    """What the model calls: query [1, H, R, D], key and value [1, K, R, D] to [1, R, H, D]."""
+    """Attention function that the model calls: query [1, H, R, D], key and value [1, K, R, D] to [1, R, H, D]."""
     if packed_layout is None:
         raise EngineError("the model was called without a packed layout; use m2flow.engines.models.packing.forward_logits")
     scoring = scoring_of(module, query, attention_mask, scaling, {"dropout": dropout, **features})

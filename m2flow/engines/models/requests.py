@@ -1,4 +1,4 @@
-"""A request as the rollout engines work on it: checked, its prompt in tokens, with what has been generated so far.
+"""Requests as rollout engines work on them: validated, tokenised, with the tokens generated so far.
 
 Request --job_of--> Job --an engine--> Job --generated_of--> Generated
 """
@@ -42,7 +42,7 @@ class Job:
         return len(self.prompt) + self.sampling.max_new_tokens
 
     def extended(self, tokens: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32], version: int) -> Job:
-        """The same with all its tokens, of which those beyond the ones it had are of this version."""
+        """Return the job with all its tokens; those beyond the ones it had were made by this version."""
         versions = np.full(len(tokens), version, np.int32)
         versions[: len(self.versions)] = self.versions
         stale = np.full(len(tokens), self.has_old_cache)
@@ -51,7 +51,7 @@ class Job:
 
 
 def job_of(request: Request, codec: TextCodec, encoded: dict[str, npt.NDArray[np.int32]], *, vocab_size: int, max_context: int) -> Job:
-    """A request in tokens. `encoded` remembers the prompts of a call.
+    """Validate and tokenise a request. `encoded` caches the prompts of a call.
 
     Raises:
         PromptTooLong: the prompt and its `max_new_tokens` do not fit the context. EngineError: no prompt, tokens that the model does
@@ -99,7 +99,7 @@ def job_of(request: Request, codec: TextCodec, encoded: dict[str, npt.NDArray[np
 
 
 def jobs_of(requests: Sequence[Request], known: Iterable[int], codec: TextCodec, *, vocab_size: int, max_context: int) -> list[Job]:
-    """As `job_of`, for a whole call, of which all are queued or none.
+    """Run `job_of` for a whole call, of which all are queued or none.
 
     Args:
         known: what the engine has.
@@ -118,14 +118,14 @@ def jobs_of(requests: Sequence[Request], known: Iterable[int], codec: TextCodec,
 
 
 def finish_of_prefix(job: Job) -> Finish | None:
-    """How a request ends whose prefix is a whole sample."""
+    """The finish reason of a request whose prefix is already a whole sample; None if it is not."""
     if len(job.tokens) and bool((job.stop_ids == job.tokens[-1]).any()):
         return Finish.STOP
     return Finish.LENGTH if len(job.tokens) == job.sampling.max_new_tokens else None
 
 
 def split_finished(jobs: Iterable[Job]) -> tuple[list[Job], list[tuple[Job, Finish]]]:
-    """Those that go on; and those that are whole samples already, with how they ended."""
+    """Split jobs into those that go on, and those that are whole samples already, with their finish reasons."""
     goes_on: list[Job] = []
     whole: list[tuple[Job, Finish]] = []
     for job in jobs:
@@ -138,7 +138,7 @@ def split_finished(jobs: Iterable[Job]) -> tuple[list[Job], list[tuple[Job, Fini
 
 
 def generated_of(job: Job, finish: Finish, codec: TextCodec) -> Generated:
-    """A job that leaves its engine."""
+    """Turn a job that leaves its engine into the sample that the engine returns."""
     return Generated(
         id=job.id,
         prompt_tokens=job.prompt,

@@ -1,10 +1,10 @@
-"""Models with one number as their output: a critic's value of each token, a reward model's score of a whole exchange.
+"""Models with a scalar head: a critic's value of each token, a reward model's score of a whole exchange.
 
     value   hidden state that predicts token t --score--> V before token t       token classification with one label
     score   hidden state of the last token     --score--> one number a sample    sequence classification with one label
 
-Both are Hugging Face's own classes, saved and read in its format: any checkpoint of a causal language model has the body of a
-critic, whose head then starts at zero, and a reward model is a critic's start, head and all. The forward pass is the packed one
+Both are Hugging Face's own classes, saved and loaded in its format: any checkpoint of a causal language model has the body of a
+critic, whose head then starts at zero, and a critic can start from a reward model, head included. The forward pass is the packed one
 (`m2flow.engines.models.packing`), up to the last hidden state; a head's dropout is off, as all dropout is.
 """
 
@@ -56,18 +56,18 @@ def prepare(model: Any, head: str, missing: list[str], path: str) -> list[str]:
 
 
 def forward_scalars(model: Any, packed: Packed) -> Tensor:
-    """The head's output where a masked token is predicted: float32 [T], with gradient."""
+    """Compute the head's output where a masked token is predicted: float32 [T], with gradient."""
     return column_scalars(model, packed)[:, 0].float()
 
 
 def column_scalars(model: Any, packed: Packed) -> Tensor:
-    """The same as the head gives it, [T, 1], in the model's dtype."""
+    """Compute the head's output as the head returns it, [T, 1], in the model's dtype."""
     scalars: Tensor = model.score(hidden_states(model, packed))
     return scalars
 
 
 def hidden_states(model: Any, packed: Packed) -> Tensor:
-    """What the head reads where a masked token is predicted, [T, width]."""
+    """Compute the hidden states where a masked token is predicted, [T, width]."""
     output: Tensor = model.base_model(
         input_ids=packed.input_ids, position_ids=packed.position_ids, use_cache=False, packed_layout=packed.layout
     ).last_hidden_state
@@ -75,7 +75,7 @@ def hidden_states(model: Any, packed: Packed) -> Tensor:
 
 
 def scored_tokens(codec: TextCodec, batch: Batch, max_tokens: int) -> tuple[Ragged, Ragged]:
-    """Prompts and responses by the scoring model's own tokenizer, as tokens and loss mask for `packing.pack`.
+    """Tokenise prompts and responses by the scoring model's own tokenizer, as tokens and loss mask for `packing.pack`.
 
     Each sample has one more token at its end, alone under the mask: what "predicts" it is the last token of the exchange.
 

@@ -1,21 +1,20 @@
-"""A trainer's checkpoint on disk: a Hugging Face model directory, with optimiser states and a manifest, from one rank or many.
+"""Save and load a trainer's checkpoint: a Hugging Face model directory with optimiser states and a manifest, from one rank or many.
 
-Looked at by their methods: a process that spreads nothing does not load torch's distributed tensors, which takes half a second.
-
-every rank:  name -> DTensor --write_parts--> DIR/__0_0.distcp, __1_0.distcp, .metadata --read_parts--> name -> whole tensor
-
-No rank ever has the whole model while it is written. Whoever reads it, on any number of ranks, has it whole in the host's memory once, as
-with any other checkpoint here.
-
-Source: PyTorch, torch.distributed.checkpoint.
-
-path/  config.json, *.safetensors, tokenizer.*     what any tool reads
-           m2flow_parts/                               instead of *.safetensors: what each rank had of weights and state (FSDP2's option)
-           adapter/                                    of a model with adapters; the weights are then base and adapters together
-           m2flow_state.pt                             optimisers' state: tensors and numbers, read without unpickling code
+    path/  config.json, *.safetensors, tokenizer.*     what any tool reads
+           m2flow_parts/                               instead of *.safetensors: each rank's part of weights and state (FSDP2's option)
+           adapter/                                    of a model with adapters; the weights are then base and adapters merged
+           m2flow_state.pt                             optimiser states: tensors and numbers, read without unpickling code
            m2flow_checkpoint.json                      size and SHA-256 of every file
 
 Written to a neighbouring directory and renamed into place: `path` is either the old checkpoint or the new one, never a part.
+
+    every rank:  name -> DTensor --write_parts--> DIR/__0_0.distcp, __1_0.distcp, .metadata --read_parts--> name -> whole tensor
+
+No rank has the whole model while parts are written. A reader, on any number of ranks, has it whole in the host's memory once, as with any
+other checkpoint here. DTensors are recognised by their methods: a process that shards nothing does not import torch's distributed tensors,
+which takes half a second.
+
+Source: PyTorch, torch.distributed.checkpoint.
 """
 
 from __future__ import annotations
@@ -48,19 +47,19 @@ if TYPE_CHECKING:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """As a whole, on every rank. Collective if the tensor is spread."""
+    """Gather a tensor whole on every rank. Collective if it is sharded."""
     found: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return found
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank has of it. What is written there is written to the tensor."""
+    """This rank's part of a tensor, as a view: writing to it writes to the tensor."""
     found: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return found
 
 
 def spread_like(value: Tensor, like: Tensor) -> Tensor:
-    """A whole tensor, spread over the ranks as another of its shape is. Each rank has the whole, so nothing is sent."""
+    """Shard a whole tensor over the ranks like another of its shape. Each rank has the whole, so nothing is sent."""
     if not hasattr(like, "full_tensor") or hasattr(value, "full_tensor") or value.shape != like.shape:
         return value
     from torch.distributed.tensor import distribute_tensor
@@ -68,12 +67,14 @@ def spread_like(value: Tensor, like: Tensor) -> Tensor:
     return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
+# ---- parts of several ranks
+
 _PART = "m2flow_part"
 """Key of what stands for a tensor that is in the parts."""
 
 
 def write_parts(directory: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
-    """Write what this rank has of each tensor. Collective.
+    """Write this rank's part of each tensor. Collective.
 
     Raises:
         EngineError: a rank's disk refuses; on every rank.
@@ -86,7 +87,7 @@ def write_parts(directory: Path, tensors: Mapping[str, Tensor], group: dist.Proc
 
 
 def read_parts(directory: Path) -> dict[str, Tensor]:
-    """All tensors, whole, in the host's memory.
+    """Read all tensors, whole, into the host's memory.
 
     Raises:
         ModelError: they can't be read.
@@ -104,7 +105,7 @@ def read_parts(directory: Path) -> dict[str, Tensor]:
 
 
 def take_out(state: Any, tensors: dict[str, Tensor], name: str) -> Any:
-    """A state with a mark for each tensor that is spread; these go into `tensors`, by names that begin with this one."""
+    """Replace each sharded tensor of a state by a mark, and move it into `tensors`, by names that begin with this one."""
     if isinstance(state, dict):
         return {key: take_out(value, tensors, f"{name}.{key}") for key, value in state.items()}
     if isinstance(state, list):
@@ -125,12 +126,14 @@ def put_back(state: Any, tensors: Mapping[str, Tensor], device: str) -> Any:
 
 
 _MANIFEST, _STATE, _ADAPTER, _PARTS = "m2flow_checkpoint.json", "m2flow_state.pt", "adapter", "m2flow_parts"
+# ---- checkpoints
+
 _WEIGHT = "weights."
 """What names of weights begin with in the parts; other tensors there are the state's."""
 
 
 def named_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """The weights by checkpoints' names, without a copy and without gradient; a tied one comes once, under its first name."""
+    """Yield the weights by checkpoints' names, without a copy and without gradient; tied ones once, under their first name."""
     for name, tensor in lora.whole_state(model):
         yield from checkpoint_tensors(model, name, tensor.detach())
 
@@ -172,7 +175,7 @@ def save(
 
 @contextlib.contextmanager
 def _put_in_place_of(target: Path) -> Iterator[Path]:
-    """A new directory to be filled, which then takes the place of what was there; if anything is raised, that stays.
+    """Yield a new directory, which replaces `target` afterwards; if anything is raised, `target` stays.
 
     Raises:
         HostError: the disk refuses.
@@ -208,7 +211,7 @@ def load(path: str, model: Any, source: Model) -> dict[str, Any]:
 
 
 def read_weights(path: str, source: Model, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-    """A checkpoint's weights by the module's names, in the host's memory; of a model with adapters, theirs alone.
+    """Read a checkpoint's weights by the module's names, into the host's memory; of a model with adapters, only these.
 
     Raises `ModelError` if it is incomplete, altered, or of another model.
 
@@ -230,7 +233,7 @@ def read_weights(path: str, source: Model, shapes: Mapping[str, torch.Size]) -> 
 
 
 def read_state(path: str, device: str) -> dict[str, Any]:
-    """A checkpoint's state beside the weights, on a device. Raises `ModelError` if it can't be read."""
+    """Read a checkpoint's state beside the weights, onto a device. Raises `ModelError` if it can't be read."""
     file = Path(path) / _STATE
     try:
         state: dict[str, Any] = torch.load(file, map_location=device, weights_only=True)
@@ -242,7 +245,7 @@ def read_state(path: str, device: str) -> dict[str, Any]:
 
 
 def parts_of(directory: Path) -> dict[str, Tensor]:
-    """The weights that ranks wrote into a checkpoint, whole, by the module's names; empty if it has them in one piece."""
+    """Read the weights that ranks wrote in parts, whole, by the module's names; empty if the checkpoint has them in one piece."""
 
     if not (directory / _PARTS).is_dir():
         return {}
@@ -251,14 +254,14 @@ def parts_of(directory: Path) -> dict[str, Tensor]:
 
 
 def marked(weights: Mapping[str, Tensor], state: Mapping[str, object]) -> tuple[dict[str, Tensor], dict[str, object]]:
-    """What goes into parts, by name there, and the state with marks in the place of what does."""
+    """Return the tensors that are written in parts, by name, and the state with marks in their place."""
 
     tensors = {_WEIGHT + name: tensor.detach() for name, tensor in weights.items()}
     return tensors, take_out(dict(state), tensors, "state")
 
 
 def verify(directory: Path) -> None:
-    """Raises `ModelError` if a checkpoint is incomplete or altered."""
+    """Check a checkpoint against its manifest. Raises `ModelError` if it is incomplete or altered."""
     manifest = directory / _MANIFEST
     try:
         expected: dict[str, tuple[int, str]] = json.loads(manifest.read_text())
