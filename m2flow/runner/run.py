@@ -61,8 +61,8 @@ from m2flow.micro.records.journal import Journal
 from m2flow.micro.records.ledger import read_endings, read_num_failed, samples_digest
 from m2flow.micro.records.plan_file import check_edited
 from m2flow.micro.records.resume import DONE, Past, read_past
-from m2flow.micro.records.rundir import create_run_dir, move, naming_a_full_disk, write_config, write_plan
-from m2flow.micro.records.storage import brought_home, share, with_its_pictures
+from m2flow.micro.records.rundir import create_run_dir, move, naming_disk_errors, write_config, write_plan
+from m2flow.micro.records.storage import copy_pictures, fetch_run_dir, share
 from m2flow.micro.records.tally import Alarm, Tally
 from m2flow.micro.worker.eager_executor import EagerExecutor
 from m2flow.micro.worker.telemetry import channels_of
@@ -377,8 +377,8 @@ class Run:
         check_engines(plan, self.spec)
         # Missing packages and accounts are reported before there is a directory.
         destinations(self.settings, Path(), self.flow.name, lambda said: None)
-        with naming_a_full_disk(self.settings.runs_dir):
-            self.run_dir = brought_home(self._resume, self.settings.runs_dir) if self._resume else self._new_run_dir()
+        with naming_disk_errors(self.settings.runs_dir):
+            self.run_dir = fetch_run_dir(self._resume, self.settings.runs_dir) if self._resume else self._new_run_dir()
             with hold_run_lock(self.run_dir):
                 if self._resume is None:
                     write_config(
@@ -594,7 +594,7 @@ class Run:
             write_trace(self.run_dir, self.run_dir / "trace.json.gz", devices=self._plan.device_names if self._plan else None)
             if self.tally.rewards:
                 write_curve(self.run_dir, self.run_dir / "curve.svg")
-            with_its_pictures(self.run_dir)
+            copy_pictures(self.run_dir)
         except (M2FlowError, OSError, sqlite3.Error) as error:
             with contextlib.suppress(OSError):
                 (self.run_dir / "logs" / "pictures.log").write_text(f"{error}\n")

@@ -66,7 +66,7 @@ from m2flow.micro.protocol.plan import Plan, Stage
 from m2flow.micro.protocol.row_store import RowStore
 from m2flow.micro.records.flow_log import FlowLog, Logged
 from m2flow.micro.records.journal import Journal
-from m2flow.micro.records.rundir import naming_a_full_disk
+from m2flow.micro.records.rundir import naming_disk_errors
 from m2flow.micro.scheduler.deadlines import Deadlines
 from m2flow.micro.scheduler.scheduler import Scheduler
 from m2flow.micro.scheduler.waiting import Wait, describe_waits, find_deadlock
@@ -278,7 +278,7 @@ class Controller:
 
     def _run(self) -> None:
         try:
-            with naming_a_full_disk(self._launcher.run_dir):
+            with naming_disk_errors(self._launcher.run_dir):
                 self._launcher.start(self._address)  # In this thread no Ctrl-C can come between a spawn and the record of it.
                 while not self._is_stopping:
                     self._turn()

@@ -1,1 +1,1 @@
-"""What a run writes down and goes on from: ledger, segments, journal, checkpoints."""
+"""The records of a run, which it is resumed from: ledger, segment files, journal, checkpoints."""

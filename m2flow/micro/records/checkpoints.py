@@ -1,13 +1,13 @@
-"""A run's checkpoints on disk: written whole or not at all, resumed from, and exported as models for other tools.
+"""Write a run's checkpoints atomically, find the newest sound one, and export models from them.
 
-checkpoints/.step-000012.0.new/<role>/    a part: what the role's trainer wrote, and its seal
+    checkpoints/.step-000012.0.new/<role>/    a part: what the role's trainer wrote, and its seal
     checkpoints/step-000012/                  all parts and `point.json`, renamed into place when every call before the point is over
 
-A part is sealed by who wrote it: size and CRC-32 of each file, on the disk before the seal is. `point.json` holds the checksums of
-the seals and its own. So what is cut short, or altered later, is told apart from what is whole; `newest_good` passes it over. A role
-whose version is that of the checkpoint before is not written again: its files are linked.
+A part is sealed by its writer: size and CRC-32 of each file, fsynced before the seal is. `point.json` holds the checksums of the seals and
+its own. So what is truncated or altered later is told from what is whole, and `newest_good` skips it. A role whose version is that of the
+checkpoint before is not written again: its files are hard-linked.
 
-run directory --find_part--> a part of a checkpoint, checked --export_part--> a Hugging Face model, loaded and compared
+    run directory --find_part--> a part of a checkpoint, checked --export_part--> a Hugging Face model, loaded and compared
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ _NAME = "step-*"
 
 
 class Point(msgspec.Struct, frozen=True):
-    """What a checkpoint is of."""
+    """The point of the program that a checkpoint is of."""
 
     num_calls: int
-    """The calls of the program that it includes: so many, from the first."""
+    """Calls of the program that it includes: the first so many."""
     step: int
-    """The step at whose end that was."""
+    """The step after which it was made."""
     versions: dict[str, int]
-    """Of each role's weights."""
+    """Version of each role's weights."""
     digests: dict[str, str] = {}
-    """Of each role's weights (`m2flow.channels.weights.digest`)."""
+    """Digest of each role's weights (`m2flow.channels.weights.digest`)."""
     seals: dict[str, int] = {}
     """CRC-32 of each part's seal."""
 
@@ -57,24 +57,24 @@ class _Written(msgspec.Struct, frozen=True):
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
-    """One that is whole."""
+    """A checkpoint that is whole."""
 
     path: Path
     point: Point
 
     @property
     def parts(self) -> dict[str, str]:
-        """Role -> the directory that its trainer reads."""
+        """Role -> the directory that its trainer loads."""
         return {role: str(self.path / role) for role in self.point.seals}
 
 
 def partial_path(run_dir: Path, step: int, attempt: int) -> Path:
-    """Where the parts of a checkpoint gather. Another attempt at the run has another place, since a trainer may outlive its controller."""
+    """Where the parts of a checkpoint are gathered. Each attempt has its own place, since a trainer may outlive its controller."""
     return (run_dir / "checkpoints" / f".{_name(step)}.{attempt}.new").resolve()
 
 
 def seal(part: str | Path) -> None:
-    """Make sure that a part's files are on the disk, and write down what they are.
+    """Fsync a part's files, and write their sizes and checksums.
 
     Raises:
         HostError: the disk is full or fails.
@@ -88,13 +88,13 @@ def seal(part: str | Path) -> None:
 
 
 def link(part: Path, to: Path) -> None:
-    """Have the files of an earlier part in a new place too, without a copy where the file system can do that."""
+    """Link the files of an earlier part into a new one; copy them if the file system has no links."""
     with naming_host_errors(f"the checkpoint {to} can't be written"):
         shutil.copytree(part, to, copy_function=_link, dirs_exist_ok=True)
 
 
 def commit(partial: Path, point: Point) -> Checkpoint:
-    """Make a checkpoint of parts that are all sealed.
+    """Make a checkpoint of sealed parts, by a rename.
 
     Raises:
         HostError: a part is missing, or the disk is full or fails.
@@ -104,7 +104,7 @@ def commit(partial: Path, point: Point) -> Checkpoint:
         point = msgspec.structs.replace(point, seals={role: zlib.crc32((partial / role / _SEAL).read_bytes()) for role in point.versions})
         _write(partial / _POINT, msgspec.json.encode(_Written(point, _checksum(point))))
         _sync(partial)
-        if target.exists():  # A bad one of an earlier attempt.
+        if target.exists():  # A damaged one of an earlier attempt.
             shutil.rmtree(target)
         partial.rename(target)
         _sync(target.parent)
@@ -112,7 +112,7 @@ def commit(partial: Path, point: Point) -> Checkpoint:
 
 
 def newest_good(run_dir: Path, warn: Callable[[str], None], is_of_it: Callable[[Point], bool]) -> Checkpoint | None:
-    """The newest checkpoint that is whole and whose point the run's ledger knows (`is_of_it`); what is wrong with newer ones is said."""
+    """The newest checkpoint that is whole and accepted by `is_of_it` (the run's ledger knows its point); warns about those it skips."""
     for path in sorted((run_dir / "checkpoints").glob(_NAME), reverse=True):
         try:
             found = read(path)
@@ -126,7 +126,7 @@ def newest_good(run_dir: Path, warn: Callable[[str], None], is_of_it: Callable[[
 
 
 def read(path: Path) -> Checkpoint:
-    """A checkpoint, every byte of it checked.
+    """Read a checkpoint and check every byte of it.
 
     Raises:
         ModelError: it is not whole.
@@ -145,7 +145,7 @@ def read(path: Path) -> Checkpoint:
 def keep_newest(run_dir: Path, count: int) -> None:
     """Remove all checkpoints but the newest."""
     for path in sorted((run_dir / "checkpoints").glob(_NAME), reverse=True)[max(count, 1) :]:
-        # Out of sight first: a removal that is cut short must not look like a checkpoint.
+        # Renamed first: a removal that is cut short must not look like a checkpoint.
         with contextlib.suppress(OSError):
             gone = path.with_name(f".{path.name}.old")
             path.rename(gone)
@@ -153,7 +153,7 @@ def keep_newest(run_dir: Path, count: int) -> None:
 
 
 def clear_leftovers(run_dir: Path) -> None:
-    """Remove what earlier attempts at the run have left half done."""
+    """Remove unfinished checkpoints of earlier attempts at the run."""
     for path in (run_dir / "checkpoints").glob("." + _NAME):
         shutil.rmtree(path, ignore_errors=True)
 
@@ -204,7 +204,7 @@ def _write(path: Path, body: bytes) -> None:
 
 
 def _sync(path: Path) -> None:
-    """What a file or a directory holds is on the disk after this."""
+    """Fsync a file or a directory."""
     number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)
@@ -222,19 +222,23 @@ def _link(source: str, target: str) -> None:
 FINAL = "final"
 
 
+# ---- export
+
+
 class Part(msgspec.Struct, frozen=True):
-    """One role's, of a checkpoint that is whole."""
+    """One role's part of a checkpoint that is whole."""
 
     path: Path
     role: str
     which: str
     """`final`, or `step 12`."""
     digest: str
-    """Of its weights, as the trainer held them; empty if the checkpoint does not say."""
+    """Digest of the weights as the trainer held them; empty if the checkpoint has none."""
 
 
 def find_part(run_dir: Path, step: int | None, role: str | None) -> Part:
-    """
+    """Find a role's part of a checkpoint.
+
     Args:
         step: the checkpoint after so many steps; None: the final one, or the newest that is whole.
         role: None: the only one.
@@ -258,7 +262,7 @@ def find_part(run_dir: Path, step: int | None, role: str | None) -> Part:
 
 
 def export_part(part: Part, out: Path) -> str:
-    """Write the model; the digest of its weights as transformers has loaded them.
+    """Write the model as transformers loads it, and return the digest of its weights.
 
     Raises:
         ModelError: they are not those that the trainer held, or there is no model.
@@ -278,7 +282,7 @@ def export_part(part: Part, out: Path) -> str:
 
 
 def export_part_adapters(part: Part, out: Path) -> Path:
-    """Write the adapters alone; the model that they belong to.
+    """Write the adapters alone, and return the directory of the model that they belong to.
 
     Raises:
         ModelError: there are none, or peft makes something else of them and that model than was trained.
@@ -298,7 +302,7 @@ def _of_final(final: Path, role: str | None, trained: set[str]) -> Part:
 
 
 def trained_roles(run_dir: Path) -> set[str]:
-    """Those that the run's program updates; empty where its record does not say."""
+    """Roles that the run's program updates; empty if its record does not say."""
     try:
         return {call.name.rpartition(".")[0] for call in read_record(run_dir).calls if call.name.endswith(".update")}
     except M2FlowError:
@@ -306,7 +310,7 @@ def trained_roles(run_dir: Path) -> set[str]:
 
 
 def _role(role: str | None, roles: list[str], trained: set[str], where: Path) -> str:
-    """The role that is asked for, or else the only one that was trained: a reference is there too."""
+    """The role that is asked for, or else the only trained one; a checkpoint may have a reference too."""
     wanted = [name for name in roles if name in trained] or roles
     if role is None and len(wanted) == 1:
         return wanted[0]

@@ -1,10 +1,10 @@
-"""What a flow logs, until it may be written: in the order of the program, and nothing beyond a step that failed.
+"""Order the logs of a flow as sequential execution would write them, and write none after a step that failed.
 
-    log(loss=metrics["loss"]) --add--> Logbook --write_due--> the journal
+    log(loss=metrics["loss"]) --add--> FlowLog --write_due--> the journal
 
-Python may be steps ahead of the work. A log is written when its number is known, all logs before it are written or will never have a
-number, and every call of the steps that had ended before it has turned out well. So a run that fails leaves the logs that sequential
-execution leaves.
+The program may run steps ahead of the work. A log is written when its number is known, all logs before it are written or will never have a
+number, and every call of the steps that had ended before it has ended well. So a failed run leaves the logs that sequential execution
+leaves.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from m2flow.errors import M2FlowError
 
 @dataclass(frozen=True)
 class Logged:
-    """A `log` of the flow: call and field, or a number."""
+    """A `log` of the flow: a field of a call's result, or a number."""
 
     step: int
     name: str
     source: tuple[int, str | None] | float
     num_before: int
-    """Calls that were made in the steps that had ended."""
+    """Calls of the steps that had ended before it."""
     where: str = ""
-    """The line."""
+    """The line of the flow."""
 
 
 class Results(Protocol):
-    """What has become of calls."""
+    """The states and results of calls."""
 
     def is_resolved(self, ordinal: int) -> bool:
         """Whether the call has its value."""
@@ -39,7 +39,7 @@ class Results(Protocol):
     def has_failed(self, ordinal: int) -> bool: ...
 
     def are_well(self, num_calls: int) -> bool:
-        """Whether the first so many calls of the program are over, and none of them failed."""
+        """Whether the first `num_calls` calls of the program have all ended well."""
 
     def number(self, ordinal: int, name: str | None) -> float:
         """Raises TraceError: there is no such number."""
@@ -51,7 +51,7 @@ class _Entry:
     number: float | None = None
     error: M2FlowError | None = None
     has_none: bool = False
-    """Its call failed."""
+    """Its call failed, so it will never have a number."""
 
     @property
     def is_settled(self) -> bool:
@@ -60,14 +60,14 @@ class _Entry:
 
 @final
 class FlowLog:
-    """One run's logs."""
+    """Logs of one run in program order, written as soon as they are due."""
 
     def __init__(self, results: Results, write: Callable[[int, str, float], None]) -> None:
         self._results = results
         self._write = write
         self._entries: deque[_Entry] = deque()
         self._waiting: dict[int, list[_Entry]] = {}
-        """By the call whose number they are."""
+        """Call -> the logs that wait for its result."""
 
     def add(self, log: Logged) -> None:
         entry = _Entry(log)
@@ -80,7 +80,7 @@ class FlowLog:
         self.write_due()
 
     def call_ended(self, ordinal: int) -> None:
-        """A call may be over, well or not; its value must still be there."""
+        """Settle the logs of a call that may have ended, well or not; its value must still be readable."""
         if ordinal not in self._waiting or not (self._results.is_resolved(ordinal) or self._results.has_failed(ordinal)):
             return
         for entry in self._waiting.pop(ordinal):
@@ -94,7 +94,7 @@ class FlowLog:
                 entry.error = error.located(entry.log.where)
 
     def write_due(self) -> None:
-        """Write what may be written by now.
+        """Write the logs that are due.
 
         Raises:
             TraceError: a log names a number that its call does not have.

@@ -1,10 +1,10 @@
-"""A flow's record on disk: what `m2flow.macro.replay` defines, in the run's ledger and segments.
+"""Store the record of a flow (`m2flow.macro.replay`) in the run's ledger and segments, and read it back.
 
     Recorder --> LedgerWriter --> ledger.db (record, seen) --read_record--> RunRecord --> ReplayBackend
 
-Calls, looks, logs and values are msgpack. Rows that the program saw are a reference to the samples in the segment files where they
-lie there already, else an encoded batch. What the program never looked at is found through the ledger's own tables: samples,
-rewards. Nothing is pickled.
+Calls, looks, logs and values are msgpack. Rows that the program saw are a reference to samples in the segment files if they are there,
+else an encoded batch. Values that the program never looked at are rebuilt from the ledger's own tables: samples, rewards. Nothing is
+pickled.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from m2flow.samples import Batch
 
 _encode = msgspec.msgpack.Encoder().encode
 _MANY = 256
-"""Calls are written when so many have gathered, if nothing else makes them be written before."""
+"""Calls that gather before they are written, if nothing else flushes them earlier."""
 
 
 class _Samples(msgspec.Struct, frozen=True):
-    """Rows that the segment files have."""
+    """A reference to rows that the segment files have."""
 
     ids: list[int]
     columns: list[str]
 
 
 class LedgerWriter:
-    """A `m2flow.macro.replay.RecordWriter`. The flow's thread uses it; `came_to` may be called by another."""
+    """A `m2flow.macro.replay.RecordWriter` on the ledger. The flow's thread uses it; `came_to` may be called by another."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -74,7 +74,7 @@ class LedgerWriter:
         self._ledger.saw(call.ordinal, *self._packed(call, value))
 
     def flush(self) -> None:
-        """Write the calls that have gathered. The thread that commits does so too."""
+        """Write the gathered calls. The thread that commits calls this too."""
         with self._lock:
             calls, self._calls = self._calls, []
             self._ledger.remembered("call", [(call.ordinal, _encode(CallRecord.of(call))) for call in calls])
@@ -94,14 +94,14 @@ class LedgerWriter:
 
 
 class RunRecord:
-    """A `m2flow.macro.replay.Record` of a run directory. Values are read when they are asked for."""
+    """A `m2flow.macro.replay.Record` of a run directory, which reads values on demand."""
 
     def __init__(self, run_dir: Path, calls: Sequence[CallRecord], looks: Sequence[Look], logs: Sequence[LogEntry], seed: int) -> None:
         self.calls = calls
         self.looks = looks
         self.logs = logs
         self.seed = seed
-        """Of the run: a replay needs the same."""
+        """The seed of the run; a replay needs the same."""
         self._run_dir = run_dir
 
     def value(self, ordinal: int) -> object:
@@ -120,13 +120,13 @@ class RunRecord:
         return msgspec.msgpack.decode(body)
 
     def has(self, ordinal: int) -> bool:
-        """Whether `value` would find something, without reading it."""
+        """Whether `value` would find something; reads nothing."""
         with _reading(self._run_dir) as db:
             tables = "results WHERE call", "seen WHERE call", "rewards WHERE call", "samples WHERE call"
             return any(db.execute(f"SELECT 1 FROM {table}=? LIMIT 1", (ordinal,)).fetchone() for table in tables)
 
     def _unseen(self, db: sqlite3.Connection, ordinal: int) -> Batch:
-        """The rows of a call that the program did not look at, if it was done and left some."""
+        """Rows of a call that the program did not look at, if the call ended well and has any."""
         if db.execute("SELECT 1 FROM calls WHERE ordinal=? AND state='done'", (ordinal,)).fetchone() is None:
             raise KeyError(ordinal)
         found = db.execute("SELECT ids FROM results WHERE call=?", (ordinal,)).fetchone()
@@ -160,12 +160,12 @@ def _rewards(db: sqlite3.Connection, call: int) -> Batch:
 
 
 def _reading(run_dir: Path) -> contextlib.closing[sqlite3.Connection]:
-    """A connection that is closed at the end, which sqlite3's own `with` does not do."""
+    """A read-only connection that is closed at the end, which sqlite3's own `with` does not do."""
     return contextlib.closing(sqlite3.connect(f"file:{run_dir / 'ledger.db'}?mode=ro", uri=True))
 
 
 def read_record(run_dir: Path) -> RunRecord:
-    """What a run remembers of its flow; also of one that goes on or has failed.
+    """Read the record of a run's flow; also while the run goes on or after it failed.
 
     Raises:
         SpecError: there is no run, or it was made before runs had a record.

@@ -1,9 +1,9 @@
-"""What a run writes down while it goes on: ledger, metrics, spans and a tally for people, from planned and eager runs alike.
+"""Write all records of a run as it goes on: ledger, metrics, spans, and counts for people. Planned and eager runs use the same journal.
 
-(call, identities) -> ledger: places, rewards -> segment files -> rows, as the worker had them
+    (call, identities) --read_back--> ledger: places, rewards -> segment files -> rows, as the worker had them
 
-Samples go by their identity, whichever call gives them; those that have not finished go by the call that they were made for
-(`m2flow.micro.protocol.row_store.stopped_at`), and of them it is their newest prefix. Rewards are numbers in the ledger itself.
+Samples are read back by identity, whichever call gives them. Those that have not finished are read back by the call that they were made for
+(`m2flow.micro.protocol.row_store.stopped_at`), in their newest prefix. Rewards are numbers in the ledger itself.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from m2flow.micro.records.ledger import Ledger
 from m2flow.micro.records.length_bias import as_metrics
 from m2flow.micro.records.resume import DONE, Past, Resumption
 from m2flow.micro.records.segments import Place, clear_scratch, read_segment
-from m2flow.micro.records.storage import Copying
+from m2flow.micro.records.storage import StorageCopier
 from m2flow.micro.records.tally import Alarm, Tally
 from m2flow.observe.metrics import MetricsWriter
 from m2flow.observe.spans import SpanBlock
@@ -39,7 +39,7 @@ _PLACE = "SELECT segment, offset, size, checksum FROM"
 
 
 def read_back(ledger: Ledger, run_dir: Path, key: int, ids: Sequence[int], *, is_reward: bool) -> Batch:
-    """Rows that are in the ledger, in this order.
+    """Read rows that the ledger knows, in this order.
 
     Args:
         key: what the rows go by in a worker's store.
@@ -57,7 +57,7 @@ def read_back(ledger: Ledger, run_dir: Path, key: int, ids: Sequence[int], *, is
             found = ledger.select(f"{_PLACE} {table}", (packed,))
             if not found:
                 raise InternalError(f"the ledger has no row of sample {SampleId.unpack(packed)} for call {key}")
-            wanted.setdefault(found[0], set()).add(packed)  # An older row of it may be in the record of another.
+            wanted.setdefault(found[0], set()).add(packed)  # An older row of the sample may be in the record of another one.
     parts = []
     for place, mine in wanted.items():
         rows = read_segment(run_dir / "segments", place)
@@ -67,7 +67,7 @@ def read_back(ledger: Ledger, run_dir: Path, key: int, ids: Sequence[int], *, is
 
 
 class Journal:
-    """One run's records."""
+    """The writer of all records of one run."""
 
     def __init__(
         self, run_dir: Path, past: Past | None = None, *, keeps: bool = False, tensorboard: bool = True, alarm: Alarm | None = None
@@ -79,17 +79,17 @@ class Journal:
         self._attempt = 0 if past is None else past.attempt
         self._ledger = Ledger(run_dir / "ledger.db")
         self.record = LedgerWriter(self._ledger)
-        """What the flow's thread writes: its calls, and what it saw."""
+        """Written by the flow's thread: its calls, and what it saw."""
         self._metrics = MetricsWriter(run_dir, tensorboard=tensorboard)
         self._trace = TraceStore(run_dir)
-        self._copying = Copying.of(run_dir)
+        self._copying = StorageCopier.of(run_dir)
         self._run_dir, self._keeps = run_dir, keeps
         self._num_well = 0
         self._taking_up: Resumption | None = None
         self.num_failed: Counter[tuple[str, str]] = Counter()
-        """By reward and how it failed, the samples that count as its `on_error` says."""
+        """(reward, how it failed) -> samples whose reward is what `on_error` says."""
         self._known: dict[str, int] = {}
-        """Files of workers, up to where they are taken in, as the ledger does not know yet."""
+        """Files of workers -> offset up to which they are in the ledger, not yet written there."""
 
     def open(self) -> None:
         self._ledger.open()
@@ -108,7 +108,7 @@ class Journal:
             self._clear_scratch(is_last=False)
 
     def restored(self, call: Call, stage: Stage) -> Restored | None:
-        """What an earlier attempt left of a call that goes on now, if it did."""
+        """What an earlier attempt left of a call that goes on now; None: nothing."""
         found = None if self._taking_up is None else self._taking_up.of(call, stage)
         for message in found.finished if found is not None else ():
             if message.stretches:
@@ -119,7 +119,7 @@ class Journal:
         return found
 
     def taken_in(self, file: str, size: int = 1) -> None:
-        """All that a worker's segment file says up to this byte is told, and of the record there perhaps a part; or all of a meter."""
+        """Note that a worker's segment file is in the ledger up to this byte, or that a meter is."""
         self._known[file] = size
 
     def _write_known(self) -> None:
@@ -127,7 +127,7 @@ class Journal:
         self._ledger.knows(known)
 
     def ended(self, reason: str) -> None:
-        """The attempt is over: `done`, or why not."""
+        """Record the end of the attempt: `done`, or the reason of its failure."""
         self._ledger.attempt_ended(self._attempt, reason)
         self._ledger.commit(durably=True)
         if reason == DONE:
@@ -138,7 +138,7 @@ class Journal:
         clear_scratch(self._run_dir / "segments", [name for (name,) in self._ledger.select(places)], is_last=is_last)
 
     def num_well(self) -> int:
-        """How many calls of an eager run are over, from the first: it goes on from an error only if the flow caught that."""
+        """The number of first calls of an eager run that are over; it goes on after an error only if the flow caught it."""
         over = "SELECT ordinal FROM calls WHERE state IN ('done', 'failed') AND ordinal >= ? ORDER BY ordinal"
         ended = self._ledger.select(over, (self._num_well,))
         for (ordinal,) in ended:
@@ -148,17 +148,17 @@ class Journal:
         return self._num_well
 
     def make_durable(self) -> None:
-        """All that was told so far is on the disk after this; of a run with shared storage, there."""
+        """Make everything recorded so far durable; with shared storage, on that."""
         self._ledger.commit(durably=True)
         if self._copying is not None:
             self._copying.copy()
 
     def gave(self, call: Call, ids: Sequence[int]) -> None:
-        """The samples of a call's result, where they are not simply all that it drew."""
+        """Record which samples are in a call's result, if these are not all that it drew."""
         self._ledger.gave(call.ordinal, ids)
 
     def close(self) -> None:
-        """Close all of them, even if the disk is full for one."""
+        """Close all records, even if the disk is full for one of them."""
         with contextlib.ExitStack() as closing:
             if self._copying is not None:
                 closing.callback(self._copying.close)
@@ -193,15 +193,15 @@ class Journal:
             self.num_failed.update((call.role, how) for of in parts for how in of if how in get_args(Failure) and len(of) == 1)
 
     def discarded(self, call: Call, last: int) -> None:
-        """Samples of prompts beyond this position were not needed: they were generated for nothing, and do not count."""
+        """Record that samples of prompts beyond this position were not needed and do not count."""
         self._ledger.discarded(call.ordinal, last)
 
     def dropped(self, call: Call, ids: Sequence[int]) -> None:
-        """These samples were late; they do not count, whether they are whole or not."""
+        """Record samples that were late; finished or not, they do not count."""
         self._ledger.dropped(call, ids, "late")
 
     def filtered(self, call: Call, ids: Sequence[int]) -> None:
-        """A call, which decides what stays, left these samples out."""
+        """Record samples that a call filtered out."""
         self._ledger.filtered(call, ids)
 
     def sample_failed(self, call: Call, sample: int, error: str) -> None:
@@ -219,7 +219,7 @@ class Journal:
         stretches: Sequence[Sequence[VersionSpan]],
         place: Place,
     ) -> None:
-        """Samples that a call left unfinished: what they have by then is kept."""
+        """Record the prefixes of samples that a call left unfinished."""
         self._ledger.samples_done(call.step, ids, num_tokens, num_generated, [Finish.ABORT] * len(ids), place)
         self._ledger.flushed(call.ordinal, ids, num_tokens, num_generated, stretches, place)
 
@@ -232,19 +232,19 @@ class Journal:
         stretches: Sequence[Sequence[VersionSpan]],
         place: Place,
     ) -> None:
-        """Samples that go on: what they have by now can be gone on from, if their worker is lost."""
+        """Record the prefixes of samples in flight, which are gone on from if their worker is lost."""
         self._ledger.flushed(call, ids, num_tokens, num_generated, stretches, place)
 
     def samples_went_on(self, call: int, ids: Sequence[int], had: Sequence[int], worker: str) -> None:
-        """Samples go on from so many tokens of theirs, on this worker."""
+        """Record that samples go on from so many tokens each, on this worker."""
         self._ledger.went_on(call, ids, had, worker)
 
     def samples_given_up(self, call: int, ids: Sequence[int], num_generated: Sequence[int]) -> None:
-        """Nobody goes on with these samples, which had so many tokens."""
+        """Record that samples with so many tokens were given up."""
         self._ledger.given_up(call, ids, num_generated)
 
     def tokens_lost(self, running: Mapping[int, int], worker: str, reason: str) -> int:
-        """A worker is gone that had samples with so many tokens. Answers how many of these nobody wrote down."""
+        """Record the in-flight samples of a lost worker, and return how many of their tokens were not written down."""
         return self._ledger.lost(running, worker, reason)
 
     def result(self, call: Call, place: Place) -> None:
@@ -252,34 +252,36 @@ class Journal:
         self._ledger.result(call.ordinal, place)
 
     def forgotten(self, call: int) -> None:
-        """Nobody needs a call's rows any more."""
+        """Record that a call's rows are not needed any more."""
         self._ledger.forget_results(call)
 
     def read_back(self, run_dir: Path, key: int, ids: Sequence[int], *, is_reward: bool) -> Batch:
-        """Rows that the ledger has of a call (`m2flow.micro.records.journal`)."""
+        """Rows of a call that the ledger knows (`read_back`)."""
         return read_back(self._ledger, run_dir, key, ids, is_reward=is_reward)
 
     def late(self, call: Call, ids: Sequence[int]) -> None:
-        """A call left these samples to the next of its line; they do not count unless that gives them."""
+        """Record samples that a call left to the next one of its line; they do not count unless that one gives them."""
         self._ledger.dropped(call, ids, "unused")
 
     def given(self, call: Call, ids: Sequence[int]) -> None:
-        """These samples that earlier calls had left are in this call's result."""
+        """Record that samples which earlier calls had left are in this call's result."""
         self._ledger.given(call, ids)
 
     def expired(self, call: Call, ids: Sequence[int]) -> None:
-        """What these samples had was too old for this call: they begin anew."""
+        """Record that prefixes of samples were too old for this call, which generates them anew."""
         self._ledger.expired(call, ids)
 
     def incident(self, kind: str, worker: str, what: str) -> None:
-        """A worker was lost, or started again."""
+        """Record that a worker was lost or restarted."""
         self._ledger.incident(kind, worker, what)
 
     def consumed(self, call: Call, epoch: int, ids: Sequence[int]) -> None:
         self._ledger.consumed(call.ordinal, epoch, ids)
 
     def call_done(self, call: Call, value: object) -> None:
-        """A call ended well. An update's numbers become metrics: of the policy by their own names, of others under theirs."""
+        """Record that a call ended well. An update's numbers become metrics: the policy's under their own names, other roles' under
+        theirs.
+        """
         if self._is_known(call):
             if call.method == "update":
                 self._ledger.reapplied(self._attempt)
@@ -302,7 +304,7 @@ class Journal:
                 self.tally.rewards.append(value["reward"])
 
     def _is_known(self, call: Call) -> bool:
-        """Whether an earlier attempt at the run has brought the call to its end; it is made again, or stands for its rows."""
+        """Whether an earlier attempt at the run finished the call, which is then repeated or only stands for its rows."""
         return self._past is not None and call.ordinal in self._past.done
 
     def call_failed(self, call: Call, error: M2FlowError) -> None:
@@ -321,11 +323,11 @@ class Journal:
         self._ledger.commit()
 
     def make_certain(self) -> None:
-        """What was told so far outlives this process."""
+        """Commit everything recorded so far, so that it outlives this process."""
         self._ledger.commit()
 
     def commit_if_due(self) -> None:
-        """Make sure of what was written a while ago; to be called now and then."""
+        """Commit what was written a while ago; to be called now and then."""
         for kind, what in self._copying.news() if self._copying is not None else ():
             self._ledger.incident(kind, "controller", what)
         self._ledger.commit_if_due()

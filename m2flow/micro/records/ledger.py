@@ -1,19 +1,19 @@
-"""The ledger: who every sample is, where its tokens lie, what it was worth, what trained on it, and how it ended.
+"""The ledger of a run, an SQLite database: each sample's identity, where its tokens are, its rewards, the updates that used it, its ending.
 
-consumed   some update trained on it
+    consumed   some update trained on it
     dropped    it was late, and in no result
     filtered   a call that decides what stays left it out
-    expired    what it had was too old for the call that took it over, and it was not finished anew
+    expired    its prefix was too old for the call that took it over, and it was not finished anew
     failed     a call failed on it
     unused     nothing trained on it: beyond the last prompt that was needed, carried and never given, or in no update's batch
 
-What a run writes down are facts, and they may overlap: a sample that one op filtered may be trained on all the same, and one that was
-judged may turn out not to be needed. The first in this order that holds is its ending. Read from the ledger, also while the run goes on:
-then `unused` may still become another.
+The tables hold facts, which may overlap: a sample that one op filtered may be trained on all the same, and a judged one may turn out not to
+be needed. A sample's ending is the first in this order that holds (view `endings`). It can be read while the run goes on: then `unused` may
+still become another.
 
-SQLite in WAL mode, on a local disk; tokens are in segment files (`m2flow.micro.records.segments`), pointed to from here. Writes gather in
-a transaction that ends about every second, so a crash loses at most that. Several threads may write, but one alone commits, between two
-events: what an event led to is there whole, or not at all.
+SQLite in WAL mode, on a local disk; tokens are in segment files (`m2flow.micro.records.segments`), which the ledger points to. Writes
+gather in a transaction of about a second, so a crash loses at most that. Several threads may write, but only one commits, between two
+events: the consequences of an event are in the ledger all together, or not at all.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ FROM (SELECT id, prompt > last_prompt AS is_beyond FROM samples LEFT JOIN discar
 
 
 def add_endings(db: sqlite3.Connection) -> None:
-    """Have a connection to a ledger know the view `endings`: a row (id, ending, reason) for each sample."""
+    """Define the view `endings` on a connection to a ledger: a row (id, ending, reason) for each sample."""
     db.execute(_VIEW)
 
 
@@ -108,7 +108,7 @@ SELECT id, segment, offset, size, checksum FROM samples LEFT JOIN discarded ON s
 WHERE (last_prompt IS NULL OR prompt <= last_prompt) AND id NOT IN (SELECT sample FROM dropped) ORDER BY id
 """
 IS_CURRENT = "NOT EXISTS (SELECT 1 FROM expired e WHERE e.sample = s.id AND e.segment = s.segment AND e.offset = s.offset)"
-"""Of a row of `samples s`: the sample was not begun anew since."""
+"""Condition on a row of `samples s`: the sample was not begun anew since."""
 _FAILED = "SELECT ordinal FROM calls WHERE state = 'failed'"
 _KNOWN = f"""
 SELECT coalesce(max(known), 0) FROM (SELECT num_generated AS known FROM samples s WHERE id = :id AND {IS_CURRENT}
@@ -120,7 +120,7 @@ _COMMIT_EVERY_S = 1.0
 
 
 class Ledger:
-    """Writes one run's records."""
+    """The writer of one run's ledger."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -129,7 +129,7 @@ class Ledger:
         self._committed_s = time.monotonic()
         self._lock = threading.RLock()
         self.before_commit: list[Callable[[], None]] = []
-        """What must be in the same transaction: called before each commit."""
+        """Hooks called before each commit, to write into the same transaction."""
 
     def open(self) -> None:
         self._run("PRAGMA journal_mode=WAL")
@@ -146,7 +146,7 @@ class Ledger:
             self._db.close()
 
     def commit(self, *, durably: bool = False) -> None:
-        """End the transaction. A process that is killed loses nothing of it; with `durably`, a machine without power does not either."""
+        """End the transaction. It then survives a killed process; with `durably`, also a power failure."""
         self._gather()
         with self._lock:
             self._run("COMMIT")
@@ -160,7 +160,7 @@ class Ledger:
             gather()
 
     def commit_if_due(self) -> None:
-        """Commit if the last time is a second ago."""
+        """Commit if the last commit is a second ago."""
         if time.monotonic() - self._committed_s > _COMMIT_EVERY_S:
             self.commit()
 
@@ -176,7 +176,7 @@ class Ledger:
     def samples_done(
         self, step: int, ids: Sequence[int], num_tokens: Sequence[int], num_generated: Sequence[int], finish: Sequence[int], place: Place
     ) -> None:
-        """Generated samples, whose rows lie in a segment file. Told twice, it stays as it was; one that went on has its newest rows."""
+        """Add generated samples, whose rows are in a segment file. Idempotent; a sample that went on gets its newest rows."""
         records = []
         for packed, *numbers in zip(ids, num_tokens, num_generated, finish, strict=True):
             who = SampleId.unpack(packed)
@@ -193,22 +193,22 @@ class Ledger:
         stretches: Sequence[Sequence[VersionSpan]],
         place: Place,
     ) -> None:
-        """Samples that have not finished can go on from these rows; of each the newest counts."""
+        """Add prefixes of unfinished samples; the newest of each counts."""
         told = zip(ids, num_tokens, num_generated, stretches, strict=True)
         records = [(packed, call, total, made, _encode(tuple(of)), *place) for packed, total, made, of in told]
         self._many("INSERT OR REPLACE INTO prefixes VALUES (?,?,?,?,?,?,?,?,?)", records)
 
     def went_on(self, call: int, ids: Sequence[int], had: Sequence[int], worker: str) -> None:
-        """Samples go on from so many tokens of theirs, on this worker."""
+        """Record that samples go on from so many tokens each, on this worker."""
         self._many("INSERT INTO went_on VALUES (?,?,?,?)", [(i, call, count, worker) for i, count in zip(ids, had, strict=True)])
 
     def given_up(self, call: int, ids: Sequence[int], num_generated: Sequence[int]) -> None:
-        """Samples that had so many tokens were given up: nobody goes on with them."""
+        """Record that samples with so many tokens were given up."""
         self._many("INSERT OR REPLACE INTO given_up VALUES (?,?,?)", [(i, call, n) for i, n in zip(ids, num_generated, strict=True)])
         self._many("DELETE FROM prefixes WHERE sample=?", [(packed,) for packed in ids])
 
     def lost(self, running: Mapping[int, int], worker: str, reason: str) -> int:
-        """A worker is gone that had samples with so many tokens; those that nobody wrote down are lost. Answers how many that are."""
+        """Record the in-flight samples of a lost worker, and return how many of their tokens were lost, as they were not written down."""
         records = []
         with self._lock:
             for packed, count in running.items():
@@ -219,119 +219,120 @@ class Ledger:
         return sum(record[3] for record in records)
 
     def result(self, call: int, place: Place) -> None:
-        """Rows of a function's result."""
+        """Record where rows of a function's result are."""
         self._run("INSERT INTO made VALUES (?,?,?,?,?)", (call, *place))
 
     def forget_results(self, call: int) -> None:
-        """Nobody needs the rows of a function's result any more."""
+        """Forget the rows of a function's result."""
         self._run("DELETE FROM made WHERE call=?", (call,))
 
     def knows(self, files: Mapping[str, int]) -> None:
-        """How far the files that workers write beside the ledger are taken in: segments up to a byte, from where on they
-        must be looked at; meters, which are 1 then, whole."""
+        """Record how far the workers' files are in the ledger: segments up to a byte, from where on they must be scanned; meters as a
+        whole (1).
+        """
         self._many("INSERT OR REPLACE INTO known VALUES (?,?)", list(files.items()))
 
     def tokens_of(self, sample: int) -> int:
-        """How many generated tokens of a sample are written down, as it is now."""
+        """Generated tokens of a sample that are written down."""
         with self._lock:
             return int(self._db.execute(_KNOWN, {"id": sample}).fetchone()[0])
 
     def select(self, statement: str, values: Sequence[object] = ()) -> list[tuple[Any, ...]]:
-        """What a query finds, also of what is not committed yet."""
+        """Run a query, which also sees what is not committed yet."""
         with self._lock:
             return self._db.execute(statement, values).fetchall()
 
     def rewarded(self, call: Call, ids: Sequence[int], values: Sequence[float], parts: Sequence[Mapping[str, float]] = ()) -> None:
-        """A call judged these samples. `parts` says of each what its reward is made of; empty if none has any."""
+        """Record rewards of samples. `parts` are the terms of each reward; empty if none has any."""
         made_of = [json.dumps(of) if of else None for of in parts] or [None] * len(ids)
         records = [(i, call.ordinal, call.role, v, of) for i, v, of in zip(ids, values, made_of, strict=True)]
         self._many("INSERT OR IGNORE INTO rewards VALUES (?,?,?,?,?)", records)
 
     def decided(self, decisions: Decisions) -> None:
-        """Which call gave each sample and which weights generated it, where that depended on time."""
+        """Record which call gave each sample and which weights generated it, where that depended on time."""
         records = [(packed, one.call, _encode(one.stretches)) for packed, one in decisions.items()]
         self._many("INSERT OR REPLACE INTO decisions VALUES (?,?,?)", records)
 
     def consumed(self, update_call: int, epoch: int, ids: Iterable[int]) -> None:
-        """These samples went into an update's gradient. The same once more in one epoch is an error of ours."""
+        """Record samples that went into an update's gradient. A repetition within one epoch is an internal error."""
         try:
             self._many("INSERT INTO consumption VALUES (?,?,?)", [(update_call, epoch, i) for i in ids])
         except sqlite3.IntegrityError:
             raise InternalError(f"a sample was trained on twice in epoch {epoch} of call {update_call}") from None
 
     def discarded(self, call: int, last_prompt: int) -> None:
-        """Samples of this call's prompts beyond the last one do not count, whether they have come in or not."""
+        """Record that samples of this call's prompts beyond the last one do not count, whether they exist yet or not."""
         self._run("INSERT INTO discarded VALUES (?,?)", (call, last_prompt))
 
     def dropped(self, call: Call, ids: Sequence[int], reason: str) -> None:
-        """These samples are in no result, whether they have come in or not. Of several calls that left a sample the last counts."""
+        """Record samples that are in no result, whether they exist yet or not; the last call that left a sample counts."""
         self._many("INSERT OR REPLACE INTO dropped VALUES (?,?,?)", [(packed, call.ordinal, reason) for packed in ids])
 
     def filtered(self, call: Call, ids: Sequence[int]) -> None:
-        """These samples a call left out of its result."""
+        """Record samples that a call filtered out of its result."""
         self._many("INSERT OR IGNORE INTO filtered VALUES (?,?)", [(packed, call.ordinal) for packed in ids])
 
     def sample_failed(self, call: Call, sample: int, error: str) -> None:
-        """A call failed on this sample."""
+        """Record that a call failed on this sample."""
         self._run("INSERT OR IGNORE INTO failed VALUES (?,?,?)", (sample, call.ordinal, error))
 
     def given(self, call: Call, ids: Sequence[int]) -> None:
-        """These samples, which earlier calls had left, are in a call's result."""
+        """Record that samples which earlier calls had left are in a call's result."""
         self._many("DELETE FROM dropped WHERE sample=?", [(packed,) for packed in ids])
         self._many("UPDATE decisions SET call=? WHERE sample=?", [(call.ordinal, packed) for packed in ids])
 
     def expired(self, call: Call, ids: Sequence[int]) -> None:
-        """What these samples had by now was too old for a call, which begins them anew."""
+        """Record that prefixes of samples were too old for a call, which generates them anew."""
         records = [(call.ordinal, packed) for packed in ids]
         self._many("INSERT OR IGNORE INTO expired SELECT sample, ?, num_generated, segment, offset FROM prefixes WHERE sample=?", records)
         self._many("INSERT OR IGNORE INTO expired SELECT id, ?, num_generated, segment, offset FROM samples WHERE id=?", records)
         self._many("DELETE FROM prefixes WHERE sample=?", [(packed,) for packed in ids])
 
     def incident(self, kind: str, worker: str, what: str) -> None:
-        """Something that happened to a worker: it was lost, or started again."""
+        """Record that a worker was lost or restarted."""
         self._run("INSERT INTO incidents VALUES (?,?,?,?)", (time.time(), kind, worker, what))
 
     def logged(self, step: int, name: str, value: float) -> None:
         self._run("INSERT INTO logs VALUES (?,?,?)", (step, name, value))
 
     def gave(self, call: int, ids: Sequence[int]) -> None:
-        """The samples of a call's result, where they are not simply all that it drew."""
+        """Record which samples are in a call's result, if these are not all that it drew."""
         self._run("INSERT OR REPLACE INTO results VALUES (?,?)", (call, np.asarray(ids, "<i8").tobytes()))
 
     def mark(self, name: str, value: int) -> None:
-        """How far something beside the ledger has come, for `read_mark`."""
+        """Store a position in a file beside the ledger, for `read_mark`."""
         self._run("INSERT OR REPLACE INTO marks VALUES (?,?)", (name, value))
 
     def attempt_began(self, number: int, checkpoint: str, num_calls: int) -> None:
-        """An attempt at the run, the first or one that takes it up again, from a checkpoint that includes so many calls."""
+        """Record the begin of an attempt at the run, from a checkpoint that includes the first `num_calls` calls."""
         self._run("INSERT OR REPLACE INTO attempts VALUES (?,?,NULL,NULL,?,?,0)", (number, time.time(), checkpoint, num_calls))
 
     def reapplied(self, number: int) -> None:
-        """This attempt has made an update again that an earlier one had made."""
+        """Record that this attempt repeated an update of an earlier one."""
         self._run("UPDATE attempts SET reapplied = reapplied + 1 WHERE number=?", (number,))
 
     def attempt_ended(self, number: int, reason: str) -> None:
-        """`done`, or why it did not come to the program's end."""
+        """Record the end of an attempt: `done`, or the reason of its failure."""
         self._run("UPDATE attempts SET ended=?, reason=? WHERE number=?", (time.time(), reason, number))
 
     def change(self, statement: str, values: Sequence[object] = ()) -> None:
-        """Whatever else is to be written."""
+        """Run any other statement that changes the ledger."""
         self._run(statement, values)
 
     def forget_looks(self, first: int) -> None:
-        """The program will look again, from its look of this number on."""
+        """Forget the looks of the program from this number on, which it will make again."""
         self._run("DELETE FROM record WHERE kind='look' AND position >= ?", (first,))
 
     def remembered(self, kind: str, bodies: Sequence[tuple[int, bytes]]) -> None:
-        """Parts of the flow's record (`m2flow.micro.records.flow_record`): position and body."""
+        """Store parts of the flow's record (`m2flow.micro.records.flow_record`): position and body."""
         self._many("INSERT OR IGNORE INTO record VALUES (?,?,?)", [(kind, *body) for body in bodies])
 
     def saw(self, call: int, kind: str, body: bytes) -> None:
-        """The value of a call, as the program sees it."""
+        """Store the value of a call as the program sees it."""
         self._run("INSERT OR IGNORE INTO seen VALUES (?,?,?)", (call, kind, body))
 
     def length_bias(self, update: Call) -> dict[str, Class]:
-        """What an update trained on, beside all that was sampled for it."""
+        """The lengths and rewards of what an update trained on, compared with all that was sampled for it."""
         with self._lock:
             return bias_of(self._db, update)
 
@@ -350,8 +351,9 @@ class Ledger:
 
 
 def read_samples(run_dir: Path) -> Iterator[tuple[Batch, list[float]]]:
-    """Each sample of a run that counts (a batch of one) with its rewards in the order of their calls; in the order of identity. What a
-    reward said that failed on others is none."""
+    """Each sample of a run that counts (a batch of one) with its rewards in the order of their calls; in the order of identity. A reward
+    that failed gives none.
+    """
     db = sqlite3.connect(f"file:{run_dir / 'ledger.db'}?mode=ro", uri=True)
     try:
         rewards: dict[int, list[float]] = {}
@@ -370,7 +372,7 @@ def read_samples(run_dir: Path) -> Iterator[tuple[Batch, list[float]]]:
 
 
 def read_decisions(run_dir: Path) -> dict[int, Decision]:
-    """What depended on time in a run, by sample. Of other samples the program says it.
+    """Read what depended on time in a run, by sample; for all other samples the program determines it.
 
     Of a generation that was over-sampled, only samples of its result are there.
 
@@ -391,8 +393,8 @@ def read_decisions(run_dir: Path) -> dict[int, Decision]:
 
 
 def read_lengths(run_dir: Path) -> Iterator[tuple[int, int, int, int, int, bool]]:
-    """Of each sample that came in, whether it counted or not, in the order of identity: the call, the position of its prompt, the
-    step, tokens of its prompt and tokens generated, and whether it was cut (at its limit, or aborted).
+    """For each sample written down, in the order of identity: call, position of its prompt, step, prompt tokens, generated tokens, and
+    whether it was truncated (at its limit, or aborted).
 
     Raises:
         SpecError: the directory has no ledger.
@@ -425,7 +427,7 @@ class Incident:
 
 
 def read_incidents(run_dir: Path) -> list[Incident]:
-    """What happened to the workers of a run, the first first."""
+    """Incidents of a run's workers in the order of time."""
     db = sqlite3.connect(f"file:{run_dir / 'ledger.db'}?mode=ro", uri=True)
     try:
         return [Incident(*row) for row in db.execute("SELECT at_s, kind, worker, what FROM incidents ORDER BY at_s")]
@@ -434,14 +436,14 @@ def read_incidents(run_dir: Path) -> list[Incident]:
 
 
 def read_beginnings(run_dir: Path) -> list[float]:
-    """When each attempt at a run began, Unix seconds; none of a run without a ledger."""
+    """The begin of each attempt at a run, Unix seconds; empty for a run without a ledger."""
     with contextlib.suppress(sqlite3.Error), contextlib.closing(sqlite3.connect(f"file:{run_dir / 'ledger.db'}?mode=ro", uri=True)) as db:
         return [began for (began,) in db.execute("SELECT began FROM attempts ORDER BY number")]
     return []
 
 
 def read_endings(run_dir: Path) -> dict[str, int]:
-    """How many samples of a run ended in no result, by reason: `late` (dropped), `unused` (carried, and nobody took them over)."""
+    """Number of samples of a run that are in no result, by reason: `late` (dropped), `unused` (carried, and never used)."""
     db = sqlite3.connect(f"file:{run_dir / 'ledger.db'}?mode=ro", uri=True)
     try:
         return dict(db.execute("SELECT reason, COUNT(*) FROM dropped GROUP BY reason ORDER BY reason"))
@@ -450,13 +452,13 @@ def read_endings(run_dir: Path) -> dict[str, int]:
 
 
 def read_num_failed(run_dir: Path) -> int:
-    """How many calls of a run failed: of one that has ended well, those whose error the flow caught."""
+    """Number of failed calls of a run; if it ended well, these are the ones whose error the flow caught."""
     with contextlib.closing(sqlite3.connect(f"file:{run_dir / 'ledger.db'}?mode=ro", uri=True)) as db:
         return len(db.execute(_FAILED).fetchall())
 
 
 def read_token_counts(run_dir: Path) -> dict[int, tuple[int, int, int]]:
-    """Of each sample that came in: the step, tokens of its prompt, and tokens generated.
+    """For each sample written down: the step, prompt tokens, generated tokens.
 
     Raises:
         SpecError: the directory has no ledger.
@@ -475,8 +477,9 @@ def read_token_counts(run_dir: Path) -> dict[int, tuple[int, int, int]]:
 
 
 def samples_digest(run_dir: Path) -> str:
-    """SHA-256 over every sample: identity, token ids, what was prompt and what generated, and rewards; in the order of identity. Not over
-    those of a generation that failed: how many it had made by then goes by the plan."""
+    """SHA-256 over every sample: identity, token ids, prompt and response masks, rewards; in the order of identity. Samples of a failed
+    generation are left out, since how many it made depends on the plan.
+    """
     total = hashlib.sha256()
     with contextlib.closing(sqlite3.connect(f"file:{run_dir / 'ledger.db'}?mode=ro", uri=True)) as db:
         failed = {call for (call,) in db.execute(_FAILED)}

@@ -1,9 +1,9 @@
-"""Length bias: how long, and how well rewarded, the samples are that a step trains on, beside all that it sampled.
+"""Measure length bias: lengths and rewards of the samples that an update trains on, compared with all that were sampled.
 
     ledger.db, an update that is done --bias_of--> for each class of samples: how many, mean length, mean reward
 
-Who finishes first is short. What drops the late, or trains on them later, changes which lengths and rewards the loss sees, and by how much
-is said for each update. A class is a set of samples; they overlap:
+Short samples finish first. Dropping late samples, or training on them later, changes which lengths and rewards the loss sees; this measures
+by how much, for each update. The classes of samples overlap:
 
     sampled     drawn in this step by the calls that the update trains on, as far as they have come
     trained     what it trained on, samples that earlier steps have left included
@@ -12,8 +12,8 @@ is said for each update. A class is a set of samples; they overlap:
     truncated   of the sampled: cut at the token limit
     stale       of the trained: with tokens of older weights than sequential execution has
 
-A length is that of the generated tokens; of a sample that has not ended, those so far. The reward is that of the first call that gave one:
-of rewards of 0 and 1 the mean is the pass rate. Pure SQL on the ledger; a few milliseconds for a thousand samples.
+A length counts generated tokens; of an unfinished sample, those so far. A reward is that of the first call that gave one: for rewards of
+0 and 1 the mean is the pass rate. Pure SQL on the ledger; a few milliseconds for a thousand samples.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ CLASSES = ("sampled", "trained", "carried", "dropped", "truncated", "stale")
 
 _stretches = msgspec.msgpack.Decoder(tuple[VersionSpan, ...]).decode
 _MOST_NAMED = 500
-"""Parameters of one statement."""
+"""Parameters of one SQL statement."""
 
 
 class Class(NamedTuple):
-    """Of samples of one kind."""
+    """Count, mean length and mean reward of one class of samples."""
 
     num: int
     length: float | None
-    """Mean; None if none of them has come in."""
+    """Mean length in tokens; None if none of the samples has been written down."""
     reward: float | None
-    """Mean over those that have one."""
+    """Mean reward over the samples that have one."""
 
 
 def bias_of(db: sqlite3.Connection, update: Call) -> dict[str, Class]:
-    """Of an update that is done, by class; what trained on no samples has none.
+    """The classes of a finished update; empty if it trained on no samples.
 
     Args:
         db: of the ledger; what was told by now is there.
@@ -57,7 +57,7 @@ def bias_of(db: sqlite3.Connection, update: Call) -> dict[str, Class]:
 
 
 def bias_of_run(run_dir: Path) -> dict[str, Class]:
-    """Of all updates of a run's steps together; a sample counts once in each class.
+    """The classes over all updates in a run's steps; a sample counts once in each class.
 
     Raises:
         SpecError: the directory has no ledger.
@@ -78,8 +78,9 @@ def bias_of_run(run_dir: Path) -> dict[str, Class]:
 
 
 def as_metrics(bias: Mapping[str, Class]) -> dict[str, float]:
-    """By name: `lengths/trained_num`, `lengths/trained_mean`, `lengths/trained_reward`, and `lengths/trained_ratio`, the mean length over
-    that of all sampled. What is not there has no name."""
+    """The metrics `lengths/trained_num`, `lengths/trained_mean`, `lengths/trained_reward`, and `lengths/trained_ratio` (the mean length
+    relative to that of all sampled), likewise for other classes. Missing values give no metric.
+    """
     found: dict[str, float] = {}
     whole = bias["sampled"].length if "sampled" in bias else None
     for name, of in bias.items():
@@ -94,7 +95,7 @@ def as_metrics(bias: Mapping[str, Class]) -> dict[str, float]:
 
 
 def _bias(db: sqlite3.Connection, updates: Iterable[tuple[int, int]]) -> dict[str, Class]:
-    """Of updates, by ordinal and step, together."""
+    """The classes over several updates, given as (ordinal, step)."""
     ids: dict[str, set[int]] = {name: set() for name in CLASSES}
     for ordinal, step in updates:
         trained = {row for (row,) in db.execute("SELECT DISTINCT sample FROM consumption WHERE update_call = ?", (ordinal,))}
@@ -114,7 +115,7 @@ def _bias(db: sqlite3.Connection, updates: Iterable[tuple[int, int]]) -> dict[st
 
 
 def _add_call(db: sqlite3.Connection, call: int, ids: Mapping[str, set[int]]) -> None:
-    """What became of the samples that a call drew."""
+    """Sort the samples that a call drew into the classes."""
     first, last = SampleId(call, 0, 0).pack(), SampleId(call + 1, 0, 0).pack() - 1
     own = (first, last)
     for row, finish in db.execute("SELECT id, finish FROM samples WHERE id BETWEEN ? AND ?", own):
@@ -132,7 +133,7 @@ def _add_call(db: sqlite3.Connection, call: int, ids: Mapping[str, set[int]]) ->
 
 
 def _version_of(db: sqlite3.Connection, update: int) -> int:
-    """The version that an update trains from: as many as there were updates of its role before it."""
+    """The weight version that an update trains from: the number of earlier updates of its role."""
     same = "SELECT count(*) FROM calls WHERE ordinal < ? AND name = (SELECT name FROM calls WHERE ordinal = ?)"
     return int(db.execute(same, (update, update)).fetchone()[0])
 
@@ -140,7 +141,7 @@ def _version_of(db: sqlite3.Connection, update: int) -> int:
 def _class(db: sqlite3.Connection, rows: set[int]) -> Class:
     lengths = [tokens for _, tokens in _pairs(db, "SELECT id, num_generated FROM samples WHERE id IN ({})", rows)]
     rewards: dict[int, float] = {}
-    drawn = min(SampleId.unpack(row).call for row in rows)  # What judges them comes later: the table's key begins with the call.
+    drawn = min(SampleId.unpack(row).call for row in rows)  # Calls that judge these come later: the table's key begins with the call.
     for row, value in _pairs(db, f"SELECT sample, value FROM rewards WHERE call > {drawn} AND sample IN ({{}}) ORDER BY call", rows):
         rewards.setdefault(row, value)
     return Class(len(rows), sum(lengths) / len(lengths) if lengths else None, sum(rewards.values()) / len(rewards) if rewards else None)

@@ -1,15 +1,11 @@
-"""A plan as a file, with what it is of: written, edited, checked, and pinned by `m2flow run --plan`.
+"""Write a plan to a file together with its origin, read it back, and check what was edited in it.
 
-m2flow plan FLOW ... --out plan.json --origin_of--> {"of": {...}} --read_origin--> Origin
+    m2flow plan FLOW ... --out plan.json --write_plan_file--> {"of": origin_of(...), ...}
+    plan.json --read_plan, read_origin--> Plan, Origin --check_edited--> the plan of `m2flow run --plan`
 
-The plan that a run leaves has the same in the run's `config.json`. Limit: whether the flow is still the one that was planned is seen
-by the checksum of its own file, not by what that imports.
-
-plan.json --read_plan--> Plan --check_edited--> Plan --(m2flow.micro.lowering.passes)--> the run's plan
-
-What may be edited: the workers (devices, threads, which engines they have, leases) and the sizes of the calls (`chunk`,
-`token_budget`). What a call's unit is, what is a barrier, and what depends on what follows from the flow and stays. Beside the plan
-stands what it is of (`m2flow.micro.records.plan_file`).
+What may be edited: the workers (devices, threads, which engines they have, leases) and the sizes of the calls (`chunk`, `token_budget`).
+A call's unit, what is a barrier, and what depends on what follow from the flow and stay. The plan in a run's directory has the same
+origin in the run's `config.json`. Limit: a changed flow is noticed by the checksum of its own file, not of what that imports.
 """
 
 from __future__ import annotations
@@ -28,19 +24,19 @@ from m2flow.micro.records.rundir import option_text, read_config
 from m2flow.spec import ClusterSpec
 
 KEY = "of"
-"""Of the plan file's document."""
+"""Key of the origin in the document of a plan file."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """What a plan was made of."""
+    """The flow, options and cluster that a plan was made of."""
 
     flow: str
-    """Its file, as it was given: `flows/grpo.py`, or `flows/grpo.py:name`."""
+    """The flow's file as it was given: `flows/grpo.py`, or `flows/grpo.py:name`."""
     directory: str
-    """Where that was said, and where relative paths are from."""
+    """The working directory then, which relative paths start from."""
     sha256: str
-    """Of the flow's file; empty: not known."""
+    """Checksum of the flow's file; empty if it is not known."""
     options: dict[str, object]
     cluster: ClusterSpec
     lengths: str = ""
@@ -49,7 +45,7 @@ class Origin:
     seed: int = 0
 
     def flow_target(self, plan_file: str, usage: str) -> str:
-        """The flow as it can be loaded from here.
+        """The flow as it can be loaded from the current directory.
 
         Args:
             usage: the command that takes the plan with another flow, which stands there as `FLOW`.
@@ -62,7 +58,7 @@ class Origin:
             where = f"{self.flow} in {self.directory}" if is_there else self.flow
             raise SpecError(
                 f"the plan {plan_file} is of the flow {where}, and there is no such file {'here' if is_there else 'any more'}",
-                # The lines of the flow, which a plan names, are relative to where it was made.
+                # A plan names lines of the flow relative to where the plan was made.
                 now=f"Begin there: cd {self.directory}"
                 if is_there
                 else f"It was in {self.directory}. If it has moved, say where it is: {usage}",
@@ -89,7 +85,7 @@ def origin_of(
     assume: tuple[str, ...] = (),
     seed: int = 0,
 ) -> Origin:
-    """What a plan that is made now, here, is of."""
+    """The origin of a plan that is made now in the current directory."""
     file = Path(target.partition(":")[0])
     texts = {name: option_text(value) for name, value in options.items()}
     checksum = _checksum(file) if file.is_file() else ""
@@ -97,7 +93,8 @@ def origin_of(
 
 
 def read_origin(plan_file: Path, usage: str) -> Origin:
-    """
+    """Read the origin in a plan file.
+
     Args:
         usage: as in `Origin.flow_target`.
     Raises:
@@ -128,13 +125,13 @@ def _checksum(file: Path) -> str:
 
 
 class _Document(msgspec.Struct):
-    """What `m2flow plan --json` prints has the plan under a key."""
+    """The document that `m2flow plan --json` prints, which has the plan under a key."""
 
     plan: Plan
 
 
 def read_plan(path: Path) -> Plan:
-    """A plan file, or the document of `m2flow plan --json`.
+    """Read a plan from a plan file, or from the document of `m2flow plan --json`.
 
     Raises:
         SpecError: it can't be read, or is no plan; with the place of the field.
@@ -152,7 +149,7 @@ def read_plan(path: Path) -> Plan:
 
 
 def write_plan_file(path: Path, plan: Plan, origin: Origin | None = None) -> None:
-    """A plan, and what it is of. Raises SpecError: it can't be written."""
+    """Write a plan and its origin. Raises SpecError if the file can't be written."""
     document = json.loads(plan.to_json())
     document |= {KEY: origin.as_document()} if origin else {}
     try:
@@ -162,7 +159,7 @@ def write_plan_file(path: Path, plan: Plan, origin: Origin | None = None) -> Non
 
 
 def check_edited(plan: Plan, fresh: Plan, spec: ClusterSpec) -> None:
-    """Hold a plan that may have been edited against the one that is made now, of the same flow.
+    """Check a plan that may have been edited against a fresh plan of the same flow.
 
     Args:
         fresh: what the flow and the spec give, with the edited plan's workers and sizes taken over.

@@ -1,19 +1,18 @@
-"""Resume: what a run had done when it stopped, and what its earlier process left unfinished; nothing written down is made again.
+"""Resume a run: find what it had done when it stopped, and take over what its processes left unfinished.
 
-segments and meters that it could not report any more --begin--> the ledger, as of its end; what is made again is taken out
-    a call that was not over --of--> its finished rows, and the prefixes that its samples go on from (`Restored`)
-
-Of a generation these are its samples; of a call on functions the rows that it gave, where each was made by itself. Samples that a line
-carries go by the call that left them, which decides again what is too old. What can't be used any more is counted as lost, so that the
-account of tokens holds over all attempts (`m2flow.micro.records.audit`). Limit: eager runs write a generation down when it is over, so
-theirs begin anew; and a record that can't be read is made again.
-
-run directory --read_past--> Past --> ReplayBackend (which calls are made again, which answer from the record)
+    run directory --read_past--> Past --> ReplayBackend (which calls are made again, which answer from the record)
                                       --> trainers (parts of the checkpoint), scheduler (their versions), Journal (what is known)
+    Past --take_up--> Resumption --begin--> the ledger as of the run's end, without what is made again
+    a call that was not over --Resumption.of--> its finished rows, and the prefixes that its samples go on from (`Restored`)
 
-Every call before the checkpoint's point is over, and is never made again, except those that make the state of a user's role. After the
-point, what a trainer did is made again from recorded samples, and calls that were not over go on with what there is of them
-(`m2flow.micro.records.resume`). All other calls answer from the record.
+Every call before the checkpoint's point is over and never made again, except those that make the state of a user's role. After the point,
+what a trainer did is made again from recorded samples, and calls that were not over go on with what there is of them: of a generation its
+samples; of a call on functions the rows that it gave, where each was made by itself. All other calls answer from the record.
+
+At the begin, segments and meters are scanned for what a killed process had written but not reported. Samples that a line carries belong to
+the call that left them, which decides again what is too old. What can't be used any more is counted as lost, so that the tokens balance
+over all attempts (`m2flow.micro.records.audit`). Limits: eager runs write a generation down when it is over, so theirs begin anew; a record
+that can't be read is made again.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from m2flow.micro.records.token_accounting import read_meter
 from m2flow.samples import Batch, Finish, SampleId
 
 EAGER = "eager"
-"""The name of an eager run's segments."""
+"""Name of an eager run's segments."""
 _KILLED = "the run was killed"
 _GIVEN_UP = "its call was given up, and was made again"
 _OTHERWISE = "the program made other calls when it went on"
@@ -53,7 +52,7 @@ _UNREADABLE = "its record could not be read"
 
 
 class _Written(NamedTuple):
-    """The best that files say of a sample."""
+    """The best record of a sample in the files."""
 
     is_finished: bool
     num_generated: int
@@ -62,7 +61,7 @@ class _Written(NamedTuple):
 
 @final
 class Resumption:
-    """Of one resumption.
+    """Takes over what the attempts before this one left unfinished.
 
     Args:
         calls: that the program made, and makes again.
@@ -91,17 +90,17 @@ class Resumption:
         self._first_redone = first_redone
         self._waiting = {call for call in range(len(calls)) if call not in done} | {call for call, samples in left.items() if samples}
         self._prefixes: dict[int, list[tuple[int, Place]]] = {}
-        """Call that drew them -> samples that can go on, and where they are."""
-        self._made_anew: set[int] = set()
+        """Call that drew them -> samples that can go on, and where their prefixes are."""
+        self._restarted: set[int] = set()
         """Samples of which nothing is left."""
 
     def begin(self, *, keeps: bool) -> None:
         """Bring the ledger to where the run stopped, and take out what is made again: with `keeps`, all but what `of` gives."""
         if keeps:
-            self._take_in(self._unreported())
-            self._settle_meters()
+            self._add_records(self._unreported())
+            self._count_unrecorded_tokens()
             self._ledger.knows({path.name: path.stat().st_size for path in self._directory.glob("*.seg")})
-        self._go_back()
+        self._undo_after_checkpoint()
         if not keeps:
             self._waiting.clear()
             for table in ("rewards", "filtered", "expired", "made"):
@@ -113,7 +112,7 @@ class Resumption:
             self._prefixes.setdefault(SampleId.unpack(sample).call, []).append((sample, _place(place)))
 
     def of(self, call: Call, stage: Stage) -> Restored | None:
-        """What there is of a call that is made again now, or left samples to one that is. Asked again, nothing."""
+        """What is left of a call that is made again now, or that left samples to one that is. The second time, nothing."""
         if call.ordinal not in self._waiting or call.engine not in ("rollout", "function"):
             return None
         self._waiting.discard(call.ordinal)
@@ -128,17 +127,19 @@ class Resumption:
             self._ledger.change(f"DELETE FROM {table} WHERE call=?", (call.ordinal,))
         return None
 
-    # What had not been said
+    # ---- records that were not reported
 
     def _unreported(self) -> list[tuple[Found, Batch]]:
-        """Records that the ledger does not know, in files of all processes."""
+        """Records in the files of all processes that the ledger does not know."""
         known = dict(self._ledger.select("SELECT file, size FROM known"))
         names = sorted({worker_of(path.name) for path in self._directory.glob("*.seg")} - {EAGER})
         found = [one for name in names for one in scan_segments(self._directory, name, known) if one.kind is not Kind.RESULT]
         return [(one, read_segment(self._directory, one.place)) for one in found]
 
-    def _take_in(self, records: Sequence[tuple[Found, Batch]]) -> None:
-        """A sample is what the best record says: which process wrote last is not known, and tokens only become more."""
+    def _add_records(self, records: Sequence[tuple[Found, Batch]]) -> None:
+        """Add records to the ledger. The best record of a sample counts: it is unknown which process wrote last, and tokens only become
+        more.
+        """
         best: dict[int, _Written] = {}
         for found, rows in records:
             if found.kind is Kind.GIVEN_UP:
@@ -160,7 +161,7 @@ class Resumption:
                 self._given_up(found.call, dict(zip(rows.ids.tolist(), map(int, rows.dense("num_generated")), strict=True)))
 
     def _is_known(self, sample: int, place: Place) -> bool:
-        """Whether the ledger knows this record of a sample: also one that was too old for a call."""
+        """Whether the ledger knows this record of a sample, be it one that was too old for a call."""
         where, values = "segment=? AND offset=?", place[:2]
         found = self._ledger.select(f"SELECT 1 FROM samples WHERE id=? AND {where}", (sample, *values))
         return bool(found or self._ledger.select(f"SELECT 1 FROM expired WHERE sample=? AND {where}", (sample, *values)))
@@ -180,21 +181,22 @@ class Resumption:
         else:
             self._ledger.lost(counts, "", _GIVEN_UP)
 
-    def _settle_meters(self) -> None:
-        """Tokens that are in no record."""
+    def _count_unrecorded_tokens(self) -> None:
+        """Count the tokens that are in no record as lost."""
         known = {file for (file,) in self._ledger.select("SELECT file FROM known")}
         for path in sorted(self._directory.glob("*.meter")):
             if path.name not in known:
                 self._ledger.lost(read_meter(path).running, worker_of(path.with_suffix(".seg").name), _KILLED)
                 self._ledger.knows({path.name: 1})
 
-    # What is made again
+    # ---- what is made again
 
-    def _go_back(self) -> None:
-        """What was consumed after the checkpoint will be consumed again; of calls that were not over only what `of` needs stays; and of
-        calls that the program will perhaps not make, nothing."""
+    def _undo_after_checkpoint(self) -> None:
+        """Undo in the ledger what was consumed after the checkpoint, what `of` does not need of calls that were not over, and all of
+        calls that the program may not make again.
+        """
         ledger, num_calls = self._ledger, len(self._calls)
-        self._lose(beyond=num_calls)
+        self._count_lost_of_redone(beyond=num_calls)
         ledger.change("DELETE FROM consumption WHERE update_call >= ?", (self._first_redone,))
         failed = ", ".join(map(str, sorted(self._failed)))
         ledger.change(f"DELETE FROM calls WHERE (state <> 'done' AND ordinal NOT IN ({failed})) OR ordinal >= ?", (num_calls,))
@@ -202,14 +204,14 @@ class Resumption:
             ledger.change(f"DELETE FROM {table} WHERE call NOT IN (SELECT ordinal FROM calls)")
         for table in ("rewards", "filtered", "made"):
             ledger.change(f"DELETE FROM {table} WHERE call >= ?", (num_calls,))
-        ledger.change("DELETE FROM made WHERE call IN (SELECT ordinal FROM calls)")  # What is needed of them is made again.
+        ledger.change("DELETE FROM made WHERE call IN (SELECT ordinal FROM calls)")  # What they need is made again.
         for table in ("samples", "seen"):
             ledger.change(f"DELETE FROM {table} WHERE call >= ?", (num_calls,))
         ledger.change(f"DELETE FROM seen WHERE kind='error' AND call NOT IN ({failed})")
         ledger.change("DELETE FROM record WHERE kind='call' AND position >= ?", (num_calls,))
 
-    def _lose(self, beyond: int) -> None:
-        """Count what samples had that are made again from their beginning, or perhaps not at all; and what was given up of others."""
+    def _count_lost_of_redone(self, beyond: int) -> None:
+        """Count the tokens of samples that are made again from their beginning, or perhaps not at all, and of given up ones."""
         ledger = self._ledger
         given_up = ledger.select("SELECT sample, call, num_generated FROM given_up")
         drop = [sample for sample, call, _ in given_up if call not in self._done or SampleId.unpack(sample).call >= beyond]
@@ -221,16 +223,16 @@ class Resumption:
         for sample, count in ledger.select("SELECT sample, num_generated FROM prefixes"):
             if SampleId.unpack(sample).call >= beyond:
                 had[sample] = max(count, had.get(sample, 0))
-        self._forget(had, _OTHERWISE)
+        self._count_lost(had, _OTHERWISE)
 
-    def _forget(self, had: Mapping[int, int], reason: str) -> None:
-        """Nothing is left of these samples, which had so many tokens."""
+    def _count_lost(self, had: Mapping[int, int], reason: str) -> None:
+        """Count these samples and their tokens as lost."""
         for sample in had:
             self._ledger.change("DELETE FROM samples WHERE id=?", (sample,))
             self._ledger.change("DELETE FROM prefixes WHERE sample=?", (sample,))
         self._ledger.lost(had, "", reason)
 
-    # What is kept
+    # ---- what is kept
 
     def _samples(self, call: Call) -> tuple[list[m.Finished], list[m.Flushed]]:
         where = f"FROM samples s WHERE finish <> {int(Finish.ABORT)} AND {IS_CURRENT} AND"
@@ -249,12 +251,12 @@ class Resumption:
         for place, rows in self._read((packed, place) for packed, place in known if packed in mine):
             numbers = execute.num_tokens_of(rows), execute.num_generated_of(rows)
             flushed.append(m.Flushed(call.ordinal, rows.ids.tolist(), *numbers, version_spans_of(rows), place))
-        for message in flushed:  # Some were stopped, and known by that alone.
+        for message in flushed:  # Some were stopped, and are known by that alone.
             self._ledger.flushed(call.ordinal, message.ids, message.num_tokens, message.num_generated, message.stretches, message.segment)
         return finished, flushed
 
     def _read(self, samples: Iterable[tuple[int, Place]]) -> list[tuple[Place, Batch]]:
-        """The rows of these samples, by record."""
+        """Read the rows of these samples, by record."""
         by_place: dict[Place, list[int]] = {}
         for packed, place in samples:
             by_place.setdefault(place, []).append(packed)
@@ -263,17 +265,17 @@ class Resumption:
             try:
                 found.append((place, read_segment(self._directory, place).select(np.array(ids, np.int64))))
             except M2FlowError:
-                self._made_anew.update(ids)
-                self._forget({packed: self._ledger.tokens_of(packed) for packed in ids}, _UNREADABLE)
+                self._restarted.update(ids)
+                self._count_lost({packed: self._ledger.tokens_of(packed) for packed in ids}, _UNREADABLE)
         return found
 
     def _rows(self, call: Call) -> m.Finished | None:
-        """What a call on functions gave, one by one, of samples that are as they were."""
+        """Rows that a call on functions gave one by one, of samples that have not changed since."""
         ordinal, dropped = (
             call.ordinal,
             [row for (row,) in self._ledger.select("SELECT sample FROM filtered WHERE call=?", (call.ordinal,))],
         )
-        for sample in self._made_anew:
+        for sample in self._restarted:
             for table in ("rewards", "filtered"):
                 self._ledger.change(f"DELETE FROM {table} WHERE call=? AND sample=?", (ordinal, sample))
         if execute.gives_reward(call):
@@ -281,8 +283,8 @@ class Resumption:
             rows = Batch(np.array([i for i, _ in rewards], np.int64), {"reward": np.array([value for _, value in rewards], np.float64)})
         else:
             rows = self._result(ordinal)
-        ids = [packed for packed in rows.ids.tolist() if packed not in self._made_anew]
-        dropped = [packed for packed in dropped if packed not in self._made_anew]
+        ids = [packed for packed in rows.ids.tolist() if packed not in self._restarted]
+        dropped = [packed for packed in dropped if packed not in self._restarted]
         if not ids and not dropped:
             return None
         rows = rows.select(np.array(ids, np.int64))
@@ -290,7 +292,7 @@ class Resumption:
         return m.Finished(-1, ordinal, ids, execute.num_tokens_of(rows), [0] * len(ids), [], finish, [], None, dropped)
 
     def _result(self, call: int) -> Batch:
-        """The rows that a function gave. If one of its records can't be read, none."""
+        """The rows that a function gave; empty if one of its records can't be read."""
         places = [_place(place) for place in self._ledger.select(f"SELECT {_PLACE} FROM made WHERE call=?", (call,))]
         try:
             return Batch.concat([read_segment(self._directory, place) for place in places])
@@ -318,31 +320,34 @@ def _finished(call: Call, rows: Batch, place: Place) -> m.Finished:
     return m.Finished(-1, call.ordinal, rows.ids.tolist(), total, made, [], finish, [], place, [], stretches)
 
 
+# ---- how far the run had come
+
 DONE = "done"
-"""How an attempt at a run ends that has come to the program's end."""
+"""How an attempt ends that has come to the program's end."""
 
 
 @dataclass(frozen=True, eq=False)
 class Past:
-    """A run that stopped."""
+    """A stopped run: its checkpoint, and which of its calls are over."""
 
     record: RunRecord
     checkpoint: Checkpoint | None
-    """None: weights and optimisers begin as the run did, and all updates are made again."""
+    """The checkpoint to resume from. None: weights and optimisers begin as the run did, and all updates are made again."""
     done: frozenset[int]
-    """Calls that were over, well."""
+    """Calls that ended well."""
     failed: Mapping[int, tuple[int, M2FlowError]]
     """Calls that failed, and whose error the program caught -> the call that failed by itself, and its error. They stay as they are."""
     logged: Mapping[tuple[int, str], int]
-    """Step and name -> how many such logs of the program were written. Not the first so many of all: a log whose call failed was passed
-    over, and later ones of its step were written."""
+    """(step, name) -> how many such logs of the program were written. Not the first of all logs: one whose call failed was passed over,
+    and later ones of its step were written.
+    """
     attempt: int
-    """Of the attempt that begins now; the first of a run was 0."""
+    """Number of the attempt that begins now; the first of a run was 0."""
     metrics_size: int
     left: Mapping[int, tuple[int, ...]]
-    """Generation -> samples that it left to the next of its line, and which nobody has given since."""
+    """Generation -> samples that it left to the next of its line, and which no call has given since."""
     first_look_again: int
-    """Looks of the program from this one on had an error."""
+    """The first look of the program that had an error; later ones are made again."""
     tally: Tally = field(default_factory=Tally)
 
     @property
@@ -352,17 +357,17 @@ class Past:
 
     @property
     def versions(self) -> Mapping[str, int]:
-        """Of the trainers' weights, by role."""
+        """Weight versions of the trainers, by role."""
         return {} if self.checkpoint is None else self.checkpoint.point.versions
 
     @property
     def where(self) -> str:
-        """Where it goes on from, in words."""
+        """Where the run resumes, in words."""
         return "its beginning" if self.checkpoint is None else f"the checkpoint {self.checkpoint.path.name}"
 
     @property
     def parts(self) -> dict[str, str]:
-        """Role -> what its trainer begins with."""
+        """Role -> the checkpoint part that its trainer begins with."""
         return {} if self.checkpoint is None else self.checkpoint.parts
 
     def redo(self, call: Call) -> bool:
@@ -371,12 +376,12 @@ class Past:
             return call.ordinal not in self.failed
         if call.engine == "train":
             return call.ordinal >= self.num_included and (bool(call.writes) or not self.record.has(call.ordinal))
-        if call.engine == "function":  # The state of a user's role is nowhere but in its object.
+        if call.engine == "function":  # The state of a user's role is only in its object.
             return bool(call.writes) or (bool(call.reads) and not self.record.has(call.ordinal))
         return False
 
     def take_up(self, ledger: Ledger, run_dir: Path, *, keeps: bool) -> Resumption:
-        """Have the ledger go on from here; with `keeps`, what was left unfinished goes on too."""
+        """Start a resumption on the ledger; with `keeps`, unfinished samples go on too."""
         over = self.done | self.failed.keys()
         found = Resumption(ledger, run_dir / "segments", self.record.calls, over, self.left, self.num_included, self.failed)
         found.begin(keeps=keeps)
@@ -386,7 +391,8 @@ class Past:
 
 
 def read_past(run_dir: Path, warn: Callable[[str], None]) -> Past:
-    """
+    """Read how far a stopped run has come.
+
     Args:
         warn: is told of checkpoints that are not whole.
     Raises:
@@ -429,7 +435,8 @@ def read_past(run_dir: Path, warn: Callable[[str], None]) -> Past:
 
 
 def _check_segments(db: sqlite3.Connection, run_dir: Path) -> None:
-    """
+    """Check that no segment file with rows of the run is missing. A process would create it anew, and places would point into that.
+
     Raises:
         SpecError: a file is gone that has rows of the run. A process would begin it anew, and what lay there be read from that.
     """
@@ -444,7 +451,7 @@ def _check_segments(db: sqlite3.Connection, run_dir: Path) -> None:
 
 
 def _roots(db: sqlite3.Connection, record: RunRecord) -> dict[int, int]:
-    """Each call that failed -> the one that failed by itself: of the calls that it needs and that failed, the first."""
+    """Failed call -> the call that caused it by failing itself: of the failed calls that it needs, the first."""
     failed = {call for (call,) in db.execute("SELECT ordinal FROM calls WHERE state='failed'")}
     roots: dict[int, int] = {}
     writers: dict[str, int] = {}
@@ -461,8 +468,9 @@ def _roots(db: sqlite3.Connection, record: RunRecord) -> dict[int, int]:
 
 
 def _well(db: sqlite3.Connection, record: RunRecord, roots: Mapping[int, int]) -> tuple[int, int]:
-    """How many calls and looks the program made before it looked at the error that it ended with: those it would make otherwise, if that
-    goes well now. An error that it went on from it had caught."""
+    """Calls and looks that the program made before it met the error that ended it: these it repeats for certain. Errors that it went on
+    from were caught.
+    """
     failed = {call for (call,) in db.execute("SELECT call FROM seen WHERE kind='error'")}
     for number, look in enumerate(record.looks):
         is_last = number == len(record.looks) - 1 and look.num_calls == len(record.calls)
@@ -485,7 +493,7 @@ def _caught(
 
 
 def _tally(db: sqlite3.Connection, record: RunRecord, done: set[int], over: set[int]) -> Tally:
-    """The counts of the run up to where it stopped, of calls that are not made again."""
+    """Counts of the run up to where it stopped, without calls that are made again."""
     tally = Tally()
     for call, num_samples, num_tokens in db.execute(
         f"SELECT call, COUNT(*), SUM(num_generated) FROM samples WHERE finish <> {int(Finish.ABORT)} GROUP BY call"

@@ -1,4 +1,4 @@
-"""What a run leaves on disk.
+"""Make, describe and move the directory of a run.
 
 runs/<flow>-<time>/
     config.json  plan.txt  plan.json      what was asked for, and what was decided
@@ -31,9 +31,9 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
 
 
 @contextlib.contextmanager
-def naming_a_full_disk(directory: Path | str) -> Iterator[None]:
-    """Where a run writes its records: what the operating system says of a full or broken disk becomes an error that names the place. Other
-    errors may be of the flow, which runs in here.
+def naming_disk_errors(directory: Path | str) -> Iterator[None]:
+    """Turn an operating system's error of a full or broken disk, while records are written, into one that names the directory. Other
+    errors pass: the flow runs in here too.
 
     Raises:
         HostError: the disk under `directory` took no more.
@@ -70,22 +70,23 @@ def create_run_dir(runs_dir: str, flow: str) -> Path:
 
 @dataclass(frozen=True)
 class Config:
-    """What a run was asked for."""
+    """The arguments of a run: flow, options, settings, cluster."""
 
     run_dir: Path
     flow: str
-    """Its file, as it was given."""
+    """The flow's file as it was given."""
     directory: str
-    """Where that was said, and where relative paths are from."""
+    """The working directory then, which relative paths start from."""
     options: dict[str, object]
-    """Of the flow, as far as a file holds them: numbers, texts, names of choices, paths."""
+    """Options of the flow as far as a file can hold them: numbers, texts, names of choices, paths."""
     settings: RunSettings
     cluster: ClusterSpec
     repeats_decisions: bool
 
 
 def read_config(run_dir: Path) -> Config:
-    """
+    """Read the configuration of a run.
+
     Raises:
         SpecError: it is not the directory of a run, or of one that an earlier m2flow made.
     """
@@ -109,7 +110,7 @@ def write_config(
     spec: ClusterSpec,
     repeats_decisions: bool = False,
 ) -> None:
-    """What was asked for, resolved."""
+    """Write the resolved configuration of a run."""
     config = {
         "flow": flow_file,
         "directory": str(Path.cwd()),
@@ -122,8 +123,8 @@ def write_config(
 
 
 def move(run_dir: Path, spec: ClusterSpec, plan: Plan, attempt: int) -> bool:
-    """Have a run that goes on do so on another cluster, if it is another; whether it is. What it was and the plan for that are kept as
-    `config.before-3.json` and `plan.before-3.json`, where 3 is the attempt at the run that begins now.
+    """Move a resumed run to another cluster, if it is another; return whether it is. The old configuration and plan are kept as
+    `config.before-3.json` and `plan.before-3.json`, where 3 is the number of the new attempt.
 
     Raises:
         SpecError: it has another engine for training, which can't read the checkpoints and the state of optimisers.
@@ -148,7 +149,7 @@ def move(run_dir: Path, spec: ClusterSpec, plan: Plan, attempt: int) -> bool:
 
 
 def option_text(value: object) -> object:
-    """A value as a configuration has it: as one would write it on the command line, where that can be."""
+    """An option's value as the configuration holds it: as on the command line, where that is possible."""
     if isinstance(value, enum.Enum):
         return value.value if isinstance(value.value, str) else value.name
     if isinstance(value, Path):

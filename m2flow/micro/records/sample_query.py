@@ -1,9 +1,9 @@
-"""The samples of a run as people ask for them: chosen by a condition, shown with their texts and their life, written to a file.
+"""Query the samples of a run: select by a condition, show texts and history, export to JSON lines or Parquet.
 
-    ledger.db, segments/ --SampleBook--> Entry ... --export--> JSON lines or Parquet
+    ledger.db, segments/ --SampleQuery--> Entry ... --export--> JSON lines or Parquet
 
-Reads only, also while the run goes on. A condition is an SQL expression over the columns of `COLUMNS`; SQLite runs it on a connection
-that can change nothing.
+It only reads, also while the run goes on. A condition is an SQL expression over the columns of `COLUMNS`; SQLite evaluates it on a
+read-only connection.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ COLUMNS = {
     "ending": "consumed, dropped, filtered, expired, failed, or unused so far",
     "reason": "why it ended so",
 }
-"""What a condition may name."""
+"""The columns that a condition may name."""
 
 _FINISH = "CASE finish " + " ".join(f"WHEN {finish.value} THEN '{finish.name.lower()}'" for finish in Finish) + " END"
 _VIEW = f"""
@@ -61,7 +61,7 @@ _ALLOWED = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION}
 
 @dataclass(frozen=True)
 class Entry:
-    """One sample. The fields up to `reason` are those of `COLUMNS`, without `parts`."""
+    """One sample of a query's result. The fields up to `reason` are those of `COLUMNS`, without `parts`."""
 
     sample: str
     step: int
@@ -80,19 +80,19 @@ class Entry:
     prompt_text: str
     response_text: str
     rewards: dict[str, float]
-    """By the name of the role that gave it and its line: `verifier flows/grpo.py:44`."""
+    """Reward by the role that gave it and the line of the call: `verifier flows/grpo.py:44`."""
     parts: dict[str, dict[str, float]]
-    """What each of these is made of, by name; of those whose function says so."""
+    """Terms of each of these rewards, where the reward function returns them."""
     versions: list[int]
-    """Of the weights that its tokens are of, oldest first."""
+    """Weight versions of its tokens, oldest first."""
     mean_logprob: float | None
-    """Of its generated tokens."""
+    """Mean log-probability of its generated tokens."""
     life: list[str]
-    """What happened to it, in order."""
+    """The history of the sample, in order."""
 
 
 class SampleQuery:
-    """The samples of one run. A context manager."""
+    """A query over the samples of one run. A context manager."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -115,7 +115,7 @@ class SampleQuery:
         self._db.close()
 
     def count(self, where: str = "") -> int:
-        """Samples that meet a condition.
+        """Count the samples that meet a condition.
 
         Raises:
             OptionError: the condition is no expression over the columns.
@@ -123,7 +123,7 @@ class SampleQuery:
         return int(self._rows(f"SELECT count(*) FROM book {_condition(where)}")[0][0])
 
     def entries(self, where: str = "", *, order: str = "", limit: int | None = None) -> Iterator[Entry]:
-        """Samples that meet a condition, in the order of identity or of an expression.
+        """The samples that meet a condition, in the order of identity or of an expression.
 
         Raises:
             OptionError: the condition or the order is no expression over the columns.
@@ -136,7 +136,7 @@ class SampleQuery:
             yield self._entry(packed, values)
 
     def table(self, columns: Sequence[str]) -> list[tuple[Any, ...]]:
-        """Of every sample the packed identity and some of `COLUMNS`, in the order of identity. No text is read."""
+        """The packed identity and some of `COLUMNS` of every sample, in the order of identity. Reads no texts."""
         return self._rows(f"SELECT id, {', '.join(column for column in columns if column in COLUMNS)} FROM book ORDER BY id")
 
     def rows_of(self, packed: int) -> Batch:
@@ -150,7 +150,7 @@ class SampleQuery:
 
     def _entry(self, packed: int, values: Sequence[Any]) -> Entry:
         known = dict(zip(COLUMNS, values, strict=True))
-        del known["parts"]  # Of the last reward alone.
+        del known["parts"]  # Terms of the last reward alone.
         segment, *place = self._rows("SELECT segment, offset, size, checksum FROM samples WHERE id = ?", (packed,))[0]
         row = self._row((segment, *place), packed)
         versions = sorted(set(row.ragged("versions").values.tolist()) - {-1}) if "versions" in row else []
@@ -200,7 +200,7 @@ class SampleQuery:
 
     def _row(self, place: Place, packed: int) -> Batch:
         if place not in self._records:
-            self._records = {place: self._read(place)}  # Samples of one record follow each other; more need not be kept.
+            self._records = {place: self._read(place)}  # Consecutive samples are often of one record, so one is cached.
         batch = self._records[place]
         return batch.select(np.array([packed], np.int64))
 
@@ -218,7 +218,8 @@ class SampleQuery:
 
 
 def _condition(where: str) -> str:
-    """
+    """Check that a condition is one SQL expression, and return it.
+
     Raises:
         OptionError: it is more than one expression.
     """
@@ -228,7 +229,7 @@ def _condition(where: str) -> str:
 
 
 def export(entries: Iterator[Entry], path: Path) -> int:
-    """Write entries as JSON lines, or as Parquet if the name ends in .parquet. Answers how many.
+    """Write entries as JSON lines, or as Parquet if the name ends in .parquet, and return how many.
 
     Raises:
         OptionError: Parquet was asked for, and pyarrow is not installed.
@@ -248,7 +249,7 @@ def export(entries: Iterator[Entry], path: Path) -> int:
 
 
 def _as_lists(entry: Entry) -> dict[str, object]:
-    """Its mappings with keys of a run's own as lists: in a table, each key would be a column of all rows."""
+    """An entry whose mappings are lists of pairs: in a table, each key of a mapping would become a column of all rows."""
     return {
         "rewards": [{"by": by, "value": value} for by, value in entry.rewards.items()],
         "parts": [{"by": by, "name": name, "value": value} for by, of in entry.parts.items() for name, value in of.items()],

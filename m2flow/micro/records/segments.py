@@ -1,16 +1,17 @@
-"""Segment files: rows that workers made, appended by who made them, read back by their place; and records needed for a while.
+"""Append encoded rows to segment files, and read them back by their place in a file.
 
-SegmentWriter.append -> Place (file, offset, size, CRC-32) -> the ledger -> read_segment -> rows
+    SegmentWriter.append -> Place (file, offset, size, CRC-32) -> the ledger -> read_segment -> rows
 
-A record is an encoded batch (`m2flow.channels.codec`) after a header that says what it is. So a file can be read without the ledger:
-what a worker wrote down just before it was killed, and could not report, is found in its file (`scan_segments`). Each process has a
-file of its own, also when it is started again under the same name. Limit: who reads must see the directory that workers write to.
+A record is an encoded batch (`m2flow.channels.codec`) after a header that describes it. So a file can be read without the ledger: what a
+worker wrote just before it was killed, and could not report, is found in its file (`scan_segments`). Each process has a file of its own,
+also when it is restarted under the same name. Limit: readers must see the directory that workers write to.
 
-append(batch, keys) -> Place;    release(keys) -> files without keys, but for the newest two, are deleted
+Scratch files hold prefixes of samples in flight, of which only the newest counts:
 
-What a run keeps are finished samples (`m2flow.micro.records.segments`); of what is written here only the newest counts, and that not for
-ever. The newest two files stay whatever is in them: whoever reads a place that was newest a moment ago still finds it. What processes of
-an earlier attempt at the run wrote goes by what the ledger points to (`clear_scratch`).
+    Scratch.append(batch, keys) -> Place;    release(keys) -> files without live keys, except the newest two, are deleted
+
+The newest two files stay whatever is in them, so that a reader still finds a place that was the newest a moment ago. Scratch files of
+earlier attempts at the run are deleted when the ledger has no place in them (`clear_scratch`).
 """
 
 from __future__ import annotations
@@ -37,23 +38,23 @@ _MAGIC = b"m2s1"
 
 
 class Kind(enum.IntEnum):
-    """What a record is."""
+    """The kind of a record."""
 
     FINISHED = 0
-    """Samples at their end."""
+    """Finished samples."""
     STOPPED = 1
-    """Samples that a call left unfinished, as they were then."""
+    """Prefixes of samples that a call left unfinished."""
     RUNNING = 2
-    """Samples that went on, as they were then."""
+    """Prefixes of samples in flight."""
     GIVEN_UP = 3
-    """Samples that nobody goes on with; of them only how many tokens they had (`num_generated`)."""
+    """Samples that were given up, only with their number of tokens (`num_generated`)."""
     RESULT = 4
     """Rows of a function's result."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """A record of a file."""
+    """A record found in a file."""
 
     kind: Kind
     call: int
@@ -61,7 +62,7 @@ class Found:
 
 
 def segment_files(directory: str | Path, worker: str) -> list[Path]:
-    """What the processes of this name have written, the oldest process first."""
+    """Segment files of all processes of this worker name, the oldest process first."""
     numbered = re.compile(rf"{re.escape(worker)}(?:\.(\d+))?\.seg")
     found = [(int(match[1] or 0), path) for path in Path(directory).glob("*.seg") if (match := numbered.fullmatch(path.name))]
     return [path for _, path in sorted(found)]
@@ -93,11 +94,11 @@ class SegmentWriter:
 
     @property
     def num_bytes(self) -> int:
-        """Written so far."""
+        """Bytes written so far."""
         return self._file.tell()
 
     def append(self, batch: Batch, kind: Kind = Kind.FINISHED, call: int = -1) -> Place:
-        """Write the rows and hand them to the operating system.
+        """Write the rows and flush them to the operating system.
 
         Raises:
             HostError: the disk is full, or the file can't be written.
@@ -111,12 +112,12 @@ class SegmentWriter:
         return self._path.name, offset, len(record), checksum
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # Every record was flushed by `append`, or its failure was told there.
+        with contextlib.suppress(OSError):  # `append` flushed every record, or raised the error.
             self._file.close()
 
 
 def read_segment(directory: str | Path, place: Place) -> Batch:
-    """The rows of one record, checked against its CRC-32."""
+    """Read the rows of one record and check its CRC-32."""
     name, offset, size, checksum = place
     path = Path(directory) / name
     try:
@@ -132,12 +133,12 @@ def read_segment(directory: str | Path, place: Place) -> Batch:
 
 
 def start_of(place: Place) -> int:
-    """Where a record begins in its file, header included: `scan_segments` from there finds it."""
+    """The offset at which a record begins, header included; `scan_segments` finds it from there."""
     return place[1] - _HEADER.size
 
 
 def scan_segments(directory: str | Path, worker: str, known: Mapping[str, int]) -> Iterator[Found]:
-    """The records of a worker's files that are not known, in the order in which they were written.
+    """The records of a worker's files beyond what is known, in the order in which they were written.
 
     A record that was being written when its process ended is passed over, with whatever is after it.
 
@@ -161,22 +162,24 @@ def scan_segments(directory: str | Path, worker: str, known: Mapping[str, int]) 
                 position += _HEADER.size + size
 
 
+# ---- scratch files
+
 _ROTATES_AT_BYTES = 32 << 20
 
 
 @final
 class Scratch:
-    """Files of one process, under a name of its own."""
+    """Rotating files of one process for records that are needed for a while."""
 
     def __init__(self, directory: str | Path, name: str, *, rotates_at_bytes: int = _ROTATES_AT_BYTES) -> None:
         self._directory = directory
         self._name = name
         self._rotates_at = rotates_at_bytes
         self._files: list[tuple[SegmentWriter, set[int]]] = []
-        """The oldest first, each with the keys whose newest record is there."""
+        """Files from the oldest to the newest, each with the keys whose newest record is in it."""
 
     def append(self, batch: Batch, keys: Iterable[int], kind: Kind, call: int) -> Place:
-        """Write rows; what their keys had before is not needed any more. Raises EngineError, as a segment does."""
+        """Write rows, which replace earlier ones of their keys. Raises HostError as a segment does."""
         if not self._files or self._files[-1][0].num_bytes >= self._rotates_at:
             if self._files:
                 self._files[-1][0].close()
@@ -190,7 +193,7 @@ class Scratch:
         return place
 
     def release(self, keys: Iterable[int]) -> None:
-        """Nobody needs what these keys have."""
+        """Declare that the records of these keys are not needed any more."""
         keys = list(keys)
         for _, held in self._files:
             held.difference_update(keys)
@@ -211,7 +214,7 @@ _WHATS = ("running", "rows")
 
 
 def clear_scratch(directory: Path, pointed: Iterable[str], *, is_last: bool) -> None:
-    """Delete the scratch files that nobody writes any more and nobody points into.
+    """Delete the scratch files that no process writes and the ledger does not point into.
 
     The last of a name keeps its place, empty: a file of an old name would be taken for one that is known in part.
 

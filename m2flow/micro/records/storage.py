@@ -1,15 +1,15 @@
-"""A run whose record outlives its controller's host: what is large lies on shared storage from the start, the rest is copied there.
+"""Keep the record of a run on shared storage, so that the run can resume on another host.
 
     RUN/segments, RUN/checkpoints  ->  STORAGE/<run>/ (links: workers and trainers write there themselves)
     RUN/ledger.db --snapshot, now and then and before each checkpoint--> STORAGE/<run>/ledger.db
-    STORAGE/<run> --brought_home, on any host--> a directory of its own, which goes on
+    STORAGE/<run> --fetch_run_dir, on any host--> a directory of its own, which goes on
 
-SQLite wants a local disk, so the ledger is never written over a network: a consistent snapshot is made here and renamed into place there.
-What it points to was written before it. A host that is lost takes the time since the last snapshot with it, as a kill takes that since
-the last commit: `m2flow run --resume` finds in the segments what the ledger does not say yet, and makes the rest again.
+SQLite wants a local disk, so the ledger is never written over a network: a consistent snapshot is made here and renamed into place there,
+after what it points to. If the host is lost, so is the time since the last snapshot, as a kill loses that since the last commit:
+`m2flow run --resume` finds in the segments what the ledger does not have yet, and makes the rest again.
 
-`owner.json` says who may write there. Who takes the run over writes a new one; who finds that it is not its own any more ends with
-`SpecError`, before it can replace a snapshot or complete a checkpoint. Limit: between looking and renaming there is a moment.
+`owner.json` names the run directory that may write there. A host that takes the run over writes a new one; the former owner, when it finds
+that, ends with `SpecError` before it can replace a snapshot or complete a checkpoint. Limit: there is a moment between check and rename.
 """
 
 from __future__ import annotations
@@ -39,37 +39,37 @@ _BLOCK = 1 << 20
 
 
 class _Here(msgspec.Struct, frozen=True):
-    """In the run's own directory."""
+    """The run's own file on where its storage is."""
 
     directory: str
-    """Of this run on the storage."""
+    """The run's directory on the storage."""
     token: str
     every_s: float
 
 
 class _Owner(msgspec.Struct, frozen=True):
-    """On the storage."""
+    """The owner's file on the storage."""
 
     token: str
     host: str
     directory: str
-    """Of the run, on that host."""
+    """The run directory on the owner's host."""
     every_s: float
     has_ended: bool = False
 
 
 def shared_dir(run_dir: Path) -> Path:
-    """Where workers on any host write what is the run's: on the storage, or else in its directory."""
+    """The directory for files that workers on any host write: on the storage if there is one, else the run's own."""
     return (run_dir / "segments").resolve().parent
 
 
 def is_on_storage(run_dir: Path) -> bool:
-    """Whether this is what a run has on a storage, and not its own directory."""
+    """Whether this is a run's directory on the storage, and not its own."""
     return (run_dir / _OWNER).is_file()
 
 
 def share(run_dir: Path, directory: str, every_s: float) -> None:
-    """Give a new run a place on the storage.
+    """Give a new run a directory on the storage.
 
     Raises:
         SpecError: it can't be written.
@@ -86,9 +86,9 @@ def share(run_dir: Path, directory: str, every_s: float) -> None:
         raise SpecError(f"the run can't be shared at {there}: {error.strerror or error}", now="See storage: {directory: ...}.") from None
 
 
-def brought_home(run_dir: Path, runs_dir: str) -> Path:
-    """The directory in which a run goes on, for what is given as its directory: that, or one made from what is on a storage. Waits as long
-    as it takes to be sure that nobody writes there any more.
+def fetch_run_dir(run_dir: Path, runs_dir: str) -> Path:
+    """The local directory in which a run resumes: the given one, or a copy of it if that is on the storage. Waits until it is certain
+    that no other host writes there.
 
     Raises:
         SpecError: the run goes on elsewhere.
@@ -121,20 +121,20 @@ def brought_home(run_dir: Path, runs_dir: str) -> Path:
     return home
 
 
-def with_its_pictures(run_dir: Path) -> None:
-    """Have what was drawn of a run when it was over on the storage too.
+def copy_pictures(run_dir: Path) -> None:
+    """Copy the pictures that were drawn at the end of a run to the storage too.
 
     Raises:
         EngineError: the storage takes no more. SpecError: somebody else has taken the run over.
     """
-    copying = Copying.of(run_dir)
+    copying = StorageCopier.of(run_dir)
     if copying is not None:
         copying.copy()
 
 
 @final
-class Copying:
-    """Keeps the storage up to date. A thread does, and whoever calls `copy`."""
+class StorageCopier:
+    """Keeps the storage up to date, from a thread and whenever `copy` is called."""
 
     def __init__(self, run_dir: Path, here: _Here) -> None:
         self._run_dir = run_dir
@@ -150,8 +150,8 @@ class Copying:
         self._failure: M2FlowError | None = None
 
     @classmethod
-    def of(cls, run_dir: Path) -> Copying | None:
-        """Of a run that has a place on a storage."""
+    def of(cls, run_dir: Path) -> StorageCopier | None:
+        """The copier of a run; None if the run has no storage."""
         here = _here(run_dir)
         return None if here is None else cls(run_dir, here)
 
@@ -160,7 +160,7 @@ class Copying:
         self._thread.start()
 
     def copy(self) -> None:
-        """What has been committed to the ledger by now is on the storage after this, with all that it points to.
+        """Copy what is committed to the ledger by now, with all that it points to, to the storage.
 
         Raises:
             EngineError: the storage takes no more. SpecError: somebody else has taken the run over.
@@ -175,7 +175,7 @@ class Copying:
                 ) from error
 
     def news(self) -> list[tuple[str, str]]:
-        """What happened since the last call, as incidents: kind, what.
+        """Incidents since the last call: (kind, what).
 
         Raises:
             SpecError: somebody else has taken the run over.
@@ -186,7 +186,7 @@ class Copying:
         return news
 
     def close(self) -> None:
-        """All that there is, and that it is over. May be called twice."""
+        """Copy everything, and mark the run as ended. May be called twice."""
         if self._is_over.is_set():
             return
         self._is_over.set()
@@ -226,7 +226,7 @@ class Copying:
         _replace(self._there / _BEAT, f"{self._here.token} {self._num_beats}\n".encode())
 
     def _snapshot(self) -> Path | None:
-        """The ledger as of its last commit; None: it is there already."""
+        """A snapshot of the ledger as of its last commit; None if the storage has it."""
         ledger = self._run_dir / _LEDGER
         if not ledger.exists():
             return None
@@ -265,7 +265,7 @@ def _left_out(is_top: bool, names: list[str]) -> set[str]:
 
 
 def _own(run_dir: Path, there: Path, every_s: float, *, named: Path | None = None) -> None:
-    """Be the one who writes there, from now on."""
+    """Become the owner of a run on the storage."""
     token = secrets.token_hex(16)
     _write(run_dir / _HERE, _Here(str(there), token, every_s))
     _write(there / _OWNER, _Owner(token, socket.gethostname(), str((named or run_dir).absolute()), every_s))
@@ -281,7 +281,9 @@ def _require(here: _Here) -> None:
 
 
 def _wait_for_silence(there: Path, owner: _Owner) -> None:
-    """Until its owner has not written for so long that it is gone; a beat is no older than its `every_s`, by no clock but ours."""
+    """Wait until the owner has not written its heartbeat for so long that it is gone. It writes one every `every_s`; only our own clock
+    is used.
+    """
     if owner.has_ended:
         return
     beat = _beat(there)
@@ -300,7 +302,7 @@ def _beat(there: Path) -> bytes:
 
 
 def _set_aside(home: Path) -> None:
-    """What is left here of a time before the run went on elsewhere."""
+    """Rename a local directory of the run that is older than what is on the storage."""
     for number in range(1, 1000):
         if not home.exists():
             return
@@ -335,7 +337,7 @@ def _replace(path: Path, body: bytes) -> None:
 
 
 def _place(path: Path, to: Path) -> None:
-    """Have a copy of a file there, whole or not at all."""
+    """Copy a file there, whole or not at all."""
     made = to.with_name(f".{to.name}.part")
     with path.open("rb") as source, made.open("wb") as target:
         shutil.copyfileobj(source, target, _BLOCK)

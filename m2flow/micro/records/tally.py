@@ -1,6 +1,6 @@
-"""Counts of a run for people, and the alarm when trainer and rollout engine judge its tokens too differently.
+"""Count steps, samples, tokens and rewards of a run for its displays, and warn if trainer and rollout engine disagree on log-probabilities.
 
-metrics of an update --Alarm.hear--> the tally, for the summary; and the first time a warning
+metrics of an update --Alarm.hear--> the tally, for the summary; and a warning the first time
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from m2flow.engines.contract import K3, MAX, MEAN, MOVED
 from m2flow.macro.graph import Call
 
 _PACE_STEPS = 6
-"""The pace of a run goes by the ends of so many steps."""
+"""Steps over which the duration of a step is averaged."""
 
 
 @dataclass(frozen=True)
-class Apart:
-    """Updates in which trainer and rollout judged tokens too differently."""
+class Divergence:
+    """Updates in which log-probabilities of trainer and rollout engine differed too much."""
 
     num_updates: int
     step: int
-    """Of the worst one."""
+    """Step of the worst one."""
     mean: float
-    """Its mean absolute difference of log-probabilities, in nats."""
+    """Mean absolute difference of log-probabilities in the worst one, in nats."""
 
 
 @dataclass
@@ -38,59 +38,64 @@ class Tally:
     num_tokens: int = 0
     """Generated tokens."""
     steps_before: int = 0
-    """Of these, those that were there when the run was taken up again, as are `samples_before` and `tokens_before`."""
+    """Steps done when the run was resumed, which `num_steps` includes; likewise `samples_before` and `tokens_before`."""
     samples_before: int = 0
     tokens_before: int = 0
     rewards: list[float] = field(default_factory=list)
     """Mean reward of each update, in order."""
     logs: dict[str, float] = field(default_factory=dict)
-    """The last value of each logged name."""
+    """Last value of each logged name."""
     example: tuple[str, str] = ("", "")
     """A recent prompt and its response."""
-    apart: Apart | None = None
-    """None: there was no such update."""
+    apart: Divergence | None = None
+    """None if no update was above the limit."""
     step_ends: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_PACE_STEPS))
-    """When so many steps were done, by `time.monotonic`: of the last ones since the run began or was taken up again."""
+    """(`time.monotonic`, steps done) at the end of the last steps since the run began or was resumed."""
 
     def steps_done(self, num_steps: int) -> None:
-        """So many steps are done by now; fewer than before say nothing."""
+        """Note that so many steps are done; a smaller number than before is ignored."""
         if num_steps > self.num_steps:
             self.step_ends.append((time.monotonic(), num_steps))
             self.num_steps = num_steps
 
     def step_s(self, now_s: float) -> float | None:
-        """Seconds a step, as fast as the last ones were; None: not two steps have ended yet."""
+        """Duration of a step, averaged over the last ones; None before two steps have ended."""
         ends = tuple(self.step_ends)
         if len(ends) < 2:
             return None
         (first_s, first), (last_s, last) = ends[0], ends[-1]
-        # A step that takes longer than those before it does so already.
+        # A step that already takes longer than the ones before it counts too.
         return max((last_s - first_s) / (last - first), (now_s - last_s) / 2 if now_s - last_s > last_s - first_s else 0.0)
 
 
 _FEW = 0.01
-"""Share of weights that move, below which it is said."""
+"""Share of weights that move, below which there is a warning."""
 
 
 @final
 class Alarm:
-    """Args: warn_above: of the mean difference, in nats; None: never. warn: says something to the user."""
+    """Warns once if trainer and rollout engine disagree on log-probabilities, and once for each role whose weights hardly move.
+
+    Args:
+        warn_above: limit of the mean absolute difference, in nats; None: never warn.
+        warn: tells the user something.
+    """
 
     def __init__(self, warn_above: float | None, warn: Callable[[str], None]) -> None:
         self._warn_above = warn_above
         self._warn = warn
         self._has_warned = False
         self._told_of: set[str] = set()
-        """Roles of whose weights few moved."""
+        """Roles that have been warned about because few of their weights moved."""
 
     def hear(self, call: Call, metrics: Mapping[str, float], tally: Tally) -> None:
-        """An update is over."""
+        """Check the metrics of an update that is over."""
         self._hear_moved(call, metrics)
         mean = metrics.get(MEAN, 0.0)
         if self._warn_above is None or mean <= self._warn_above:
             return
-        worst = max(tally.apart or Apart(0, call.step, mean), Apart(0, call.step, mean), key=lambda apart: apart.mean)
-        tally.apart = Apart((tally.apart.num_updates if tally.apart else 0) + 1, worst.step, worst.mean)
+        worst = max(tally.apart or Divergence(0, call.step, mean), Divergence(0, call.step, mean), key=lambda apart: apart.mean)
+        tally.apart = Divergence((tally.apart.num_updates if tally.apart else 0) + 1, worst.step, worst.mean)
         if not self._has_warned:
             self._has_warned = True
             self._warn(

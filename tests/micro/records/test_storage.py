@@ -20,7 +20,7 @@ from test_resume_processes import SPEC
 from m2flow.errors import EngineError, SpecError
 from m2flow.micro.records.audit import audit
 from m2flow.micro.records.ledger import Ledger
-from m2flow.micro.records.storage import Copying, brought_home, share, shared_dir
+from m2flow.micro.records.storage import StorageCopier, fetch_run_dir, share, shared_dir
 
 ROOT = Path(__file__).parents[3]
 SAME = ("steps", "samples", "tokens", "reward_first", "reward_last", "samples_sha256", "weights_sha256")
@@ -77,8 +77,8 @@ def made(tmp_path: Path, every_s: float = 0.05) -> tuple[Path, Path]:
     return run_dir, tmp_path / "storage" / "mine"
 
 
-def copying(run_dir: Path) -> Copying:
-    found = Copying.of(run_dir)
+def copying(run_dir: Path) -> StorageCopier:
+    found = StorageCopier.of(run_dir)
     assert found is not None
     return found
 
@@ -110,15 +110,15 @@ def test_who_was_cut_off_while_the_run_went_on_elsewhere_writes_no_more(tmp_path
     run_dir, there = made(tmp_path)
     before = copying(run_dir)
     before.copy()
-    home = brought_home(there, str(tmp_path / "other"))
+    home = fetch_run_dir(there, str(tmp_path / "other"))
     assert home == tmp_path / "other" / "mine"
     assert (home / "config.json").read_text() == "{}"
     with pytest.raises(SpecError, match=f"was taken over by {home}"):
         before.copy()
     with pytest.raises(SpecError, match="was taken over"):
-        brought_home(run_dir, str(tmp_path / "runs"))
+        fetch_run_dir(run_dir, str(tmp_path / "runs"))
     copying(home).copy()
-    assert brought_home(there, str(tmp_path / "other")) == home  # Who wrote last goes on where it was.
+    assert fetch_run_dir(there, str(tmp_path / "other")) == home  # Who wrote last goes on where it was.
 
 
 def test_a_run_that_still_goes_on_is_not_taken_over(tmp_path: Path) -> None:
@@ -133,16 +133,16 @@ def test_a_run_that_still_goes_on_is_not_taken_over(tmp_path: Path) -> None:
     thread.start()
     try:
         with pytest.raises(SpecError, match=f"the run goes on in {run_dir}"):
-            brought_home(there, str(tmp_path / "other"))
+            fetch_run_dir(there, str(tmp_path / "other"))
     finally:
         is_over.set()
         thread.join()
         one.close()
-    assert brought_home(there, str(tmp_path / "other")) == tmp_path / "other" / "mine"
+    assert fetch_run_dir(there, str(tmp_path / "other")) == tmp_path / "other" / "mine"
 
 
 def test_a_storage_that_is_away_for_a_while_is_said_and_caught_up_with(tmp_path: Path) -> None:
-    def heard(one: Copying, kind: str) -> None:
+    def heard(one: StorageCopier, kind: str) -> None:
         while kind not in [found for found, _ in one.news()]:
             pass
 

@@ -20,7 +20,7 @@ from m2flow.engines.embedded.rollout_engine import EmbeddedRollout
 from m2flow.engines.embedded.trainer import EmbeddedTrain
 from m2flow.errors import EngineError
 from m2flow.micro.protocol.train_tasks import with_same_weights
-from m2flow.micro.records.tally import Alarm, Apart, Tally
+from m2flow.micro.records.tally import Alarm, Divergence, Tally
 from m2flow.micro.worker.weight_sync import Checks, LogprobCheck
 from m2flow.observe.metrics import read_metrics
 from m2flow.observe.spans import Recorder
@@ -112,7 +112,7 @@ def test_a_run_ends_before_it_trains_on_what_is_further_apart_than_the_spec_allo
     answer = run_planned(digits, {"rollout_dtype": "bfloat16"}, spec, deterministic=True)
     assert "the log-probabilities of trainer and rollout differ by" in answer.error
     assert "policy@0, which both hold; 1e-07 is allowed" in answer.error
-    assert "test_weight_proofs.py" in answer.where
+    assert "test_weight_checks.py" in answer.where
     assert answer.weights == run_planned(digits, {"rollout_dtype": "bfloat16"}, spec, deterministic=True).weights
     eager = run_eager(digits, {"rollout_dtype": "bfloat16"}, spec, deterministic=True)
     assert (eager.error, eager.weights) == (answer.error, answer.weights)
@@ -128,7 +128,7 @@ def test_an_alarm_warns_once_and_is_counted(tmp_path: Path) -> None:
     assert len([text for text in said if "step 0: the log-probabilities of trainer and rollout differ" in text]) == 1
     assert len(said) == 1
     worst = max(means, key=lambda step: means[step])
-    assert run.tally.apart == Apart(2, worst, means[worst])
+    assert run.tally.apart == Divergence(2, worst, means[worst])
     (probe,) = [span for span in read_spans(run.run_dir) if span.name == "rollout.probe"]
     assert probe.attributes["version"] == 1
     assert 1e-7 < float(str(probe.attributes["mean"])) < 0.15
