@@ -561,7 +561,7 @@ class World(Backend):
         tag, sent = worker.settings.tag, self._scheduler.sent_by(name)
         self._dead.add(tag)
         del self._addresses[tag]
-        missing = self._collected.sever(tag, sent.get(CONTROLLER, {}))
+        missing = self._collected.drop_sent_by(tag, sent.get(CONTROLLER, {}))
         others = [n for n, (w, _, _) in self._workers.items() if w.settings.tag in self._addresses]
         for other, message in self._recovery.begin(name, tag, sent, others).items():
             self._workers[other][1].to_worker.append(m.encode(message))

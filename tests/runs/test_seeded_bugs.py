@@ -167,7 +167,7 @@ def a_micro_batch_is_trained_on_twice(patch: Patch) -> None:
 
 
 def a_sample_that_comes_twice_counts_twice(patch: Patch) -> None:
-    """Each report is told twice, and the board does not know its rows."""
+    """Each report is told twice, and the state does not know its rows."""
     deliver = Worker._deliver
 
     def twice(self: Worker, task: int, call: object, rows: Batch, *rest: object) -> None:

@@ -513,7 +513,7 @@ class Controller:
 
     def _sever(self, tag: str, sent: Mapping[int, Iterable[int]]) -> Mapping[int, list[int]]:
         """Take nothing more from a dead process; return the rows sent by it that the program waits for and that have not arrived."""
-        return self._collected.sever(tag, {call: rows for call, rows in sent.items() if call in self._wanted})
+        return self._collected.drop_sent_by(tag, {call: rows for call, rows in sent.items() if call in self._wanted})
 
     def _save(self, path: Path) -> None:
         """Have each trainer write its role's model; of a role that is only sampled from, ask for the digest of its weights."""

@@ -86,7 +86,7 @@ class RowStore:
         order = np.argsort(np.argsort([part for part, _ in where], kind="stable"), kind="stable")
         return joined.take(order)
 
-    def sever(self, sender: str, but: Mapping[int, Iterable[int]]) -> dict[int, list[int]]:
+    def drop_sent_by(self, sender: str, but: Mapping[int, Iterable[int]]) -> dict[int, list[int]]:
         """Drop all that a peer has sent except these rows, by call; return those of them that are not here."""
         for call, senders in self._senders.items():
             if sender in senders:

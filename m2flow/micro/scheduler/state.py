@@ -122,7 +122,7 @@ def _ordinal(state: CallState) -> int:
 
 @final
 class Refills:
-    """Tracks the refills under way: which candidates are kept, which failed, and when each refill has enough (`m2flow.macro.refill`)."""
+    """Tracks unfinished refills: which candidates are kept, which failed, and when each refill has enough (`m2flow.macro.refill`)."""
 
     def __init__(self, scheduler: SchedulerState) -> None:
         self._state = scheduler

@@ -393,7 +393,7 @@ class Worker:
                 self._peers.announce(addresses, self.settings.transports)
             case m.PeerLost(peer=peer, rows=sent):
                 self._peers.sever(peer)
-                self._send(m.Missing(peer, self._store.sever(peer, sent)))
+                self._send(m.Missing(peer, self._store.drop_sent_by(peer, sent)))
             case m.Push(call=ordinal, ids=ids, to=to):
                 self._forward(ordinal, self._store.get(ordinal, ids), [to])
             case m.Abort(call=ordinal, keeps=keeps):

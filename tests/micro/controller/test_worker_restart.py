@@ -133,7 +133,7 @@ def test_of_a_dead_peer_only_what_was_told_stays():
     ids = make_ids(0, 4).tolist()
     store.put(0, Batch(make_ids(0, 3)), "dead")
     store.put(0, Batch(make_ids(0, 4)[2:]), "alive")
-    assert store.sever("dead", {0: [ids[0], ids[2], ids[3]], 1: [ids[0]]}) == {1: [ids[0]]}
+    assert store.drop_sent_by("dead", {0: [ids[0], ids[2], ids[3]], 1: [ids[0]]}) == {1: [ids[0]]}
     assert store.ids(0) == [ids[0], ids[2], ids[3]]
 
 

@@ -194,7 +194,7 @@ def test_of_an_over_sampled_generation_the_groups_that_are_whole_first_are_kept_
 
 
 def any_version_will_do(patch: pytest.MonkeyPatch) -> None:
-    """The desk hands out at whatever version an engine holds."""
+    """The scheduler dispatches at whatever version an engine holds."""
     patch.setattr(rollout_dispatch, "window", lambda call: (0, call.reads[0].version))
 
 
@@ -218,7 +218,7 @@ def test_a_sample_of_weights_beyond_the_bound_is_not_trained_on(monkeypatch):
 
 
 def test_without_either_check_samples_beyond_the_bound_are_trained_on(monkeypatch):
-    """So the property above rests on the desk's window."""
+    """So the property above rests on the scheduler's window."""
     any_version_will_do(monkeypatch)
     monkeypatch.setattr(engine_host, "check_admission", lambda call, version: None)
     monkeypatch.setattr(train_tasks, "check_consumption", lambda call, samples: None)
