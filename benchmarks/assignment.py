@@ -23,7 +23,7 @@ from m2flow.rollout_scheduling.decode_model import DecodeModel
 from m2flow.rollout_scheduling.lengths import TRACES, Lengths, parse_lengths
 from m2flow.rollout_scheduling.policies import POLICIES, make_policy, make_predictor
 from m2flow.rollout_scheduling.predictors import Oracle
-from m2flow.rollout_scheduling.study import Given, steps_of, study_known, study_policy, total
+from m2flow.rollout_scheduling.study import StudyStep, steps_of, study_known, study_policy, total
 
 INSTANCES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024)
 SIGMAS = (0.8, 1.0, 1.2)
@@ -40,7 +40,7 @@ def lognormal(sigma: float, icc: float = 0.0) -> Lengths:
     return parse_lengths(f"lognormal:median=4000,sigma={sigma},cap=32768,icc={icc}")
 
 
-def cases(*, quick: bool) -> Iterator[tuple[str, list[Given]]]:
+def cases(*, quick: bool) -> Iterator[tuple[str, list[StudyStep]]]:
     for path in sorted(TRACES.glob("*.jsonl")):
         yield path.stem, list(steps_of(parse_lengths(path.stem), None, num_groups=0, n=0, seed=0))
     for sigma in SIGMAS:
@@ -75,7 +75,7 @@ def ratios(model: DecodeModel, instances: tuple[int, ...], *, quick: bool) -> di
 
 def regrets(*, quick: bool) -> dict[str, dict[str, float]]:
     """Policy -> regret, with the predictor `siblings`; and with an oracle for those that predict."""
-    given: list[tuple[str, Lengths, list[Given]]] = []
+    given: list[tuple[str, Lengths, list[StudyStep]]] = []
     for path in sorted(TRACES.glob("*.jsonl")):
         lengths = parse_lengths(path.stem)
         given.append((path.stem, lengths, list(steps_of(lengths, None, num_groups=0, n=0, seed=0))))

@@ -1,9 +1,9 @@
 """Search by dynamic programming: for every set of calls between two cuts, the Pareto front of plans composed of those of its halves.
 
-    F(S) = unbeaten( leaves of S,  { A then B in turns, A and B split : cuts A | B of S,  a in F(A), b in F(B) } )
+    F(S) = undominated( leaves of S,  { A then B in turns, A and B split : cuts A | B of S,  a in F(A), b in F(B) } )
 
 A row has the devices that a plan needs, its times and its memory, and its ties (`problem`). Combining rows is monotone in every value and
-depends on nothing else but the ties, so a beaten row is part of no plan that an unbeaten one could not replace: F(everything) has an
+depends on nothing else but the ties, so a dominated row is part of no plan that an undominated one could not replace: F(everything) has an
 optimal plan of the cost model among all trees of leaves, turns and splits. A plan may leave devices idle: splits add up the devices that
 their parts need, turns take the greater need of each pool, and the sum need not be the cluster's.
 
@@ -69,7 +69,7 @@ from m2flow.planner.problem import (
     side_by_side,
     spread,
     through_functions,
-    unbeaten,
+    undominated,
     zero_times,
 )
 from m2flow.planner.workload import Draw, Instances
@@ -333,9 +333,9 @@ def _undominated(problem: Problem, engine: EngineId, options: list[Option], sync
     pools = np.array([problem.pools.index(option.pool) for option in options])
     codes = pools * (1 + int(nums.max())) + nums[:, 0].astype(np.int64)
     alike = [np.flatnonzero(codes == code) for code in np.unique(codes)]
-    rows = np.concatenate([same[unbeaten(values[same], codes[same], slack)] if len(same) > 1 else same for same in alike])
+    rows = np.concatenate([same[undominated(values[same], codes[same], slack)] if len(same) > 1 else same for same in alike])
     if not syncs.size:
-        rows = rows[unbeaten(values[rows], pools[rows], slack)]
+        rows = rows[undominated(values[rows], pools[rows], slack)]
     return [int(i) for i in rows]
 
 

@@ -395,7 +395,7 @@ def _add_unfit(found: Options, engine: EngineId, pool: str, num_devices: int, co
 
 
 def pin_of(engine: EngineId, spec: ClusterSpec) -> PinSpec:
-    """What the spec fixes for an engine."""
+    """The spec's pin of an engine."""
     is_pinned = spec.pin and not spec.pin.keys().isdisjoint((engine.kind, engine.role, str(engine)))
     return spec.pin_of(engine.role, engine.kind) if is_pinned else _FREE_PIN
 
@@ -573,7 +573,7 @@ _ROUNDING = 1e-12
 
 @dataclass(frozen=True, eq=False)
 class Front:
-    """The unbeaten plans of one set of calls."""
+    """The undominated plans of one set of calls."""
 
     values: FloatArray
     """[rows, values], not negative."""
@@ -602,24 +602,24 @@ def gathered(fronts: list[Front]) -> Front:
 
 
 def pruned(front: Front, slack: FloatArray | float = 0.0, compared: list[int] | slice = slice(None)) -> Front:
-    """Drop rows that another one beats or equals, or misses by no more than `slack` (a number for each value).
+    """Drop rows that another one dominates or equals, or misses by no more than `slack` (a number for each value).
 
     Args:
         compared: the ties that must be equal; if not all, a better plan may be lost.
     """
     if len(front) < 2:
         return front
-    return front.take(unbeaten(front.values, codes(front.ties[:, compared]), slack))
+    return front.take(undominated(front.values, codes(front.ties[:, compared]), slack))
 
 
-def unbeaten(every: FloatArray, kinds: IntArray, slack: FloatArray | float = 0.0) -> IntArray:
-    """Indices of rows that no other row of the same code beats."""
+def undominated(every: FloatArray, kinds: IntArray, slack: FloatArray | float = 0.0) -> IntArray:
+    """Indices of rows that no other row of the same code dominates."""
     most = every.max(axis=0)
     differ = most > every.min(axis=0)  # A column in which all are equal decides nothing.
     values = every[:, differ]
     order = np.argsort(values @ (1 / most[differ]), kind="stable")
     room = np.broadcast_to(slack, every.shape[1:])[differ]
-    return np.asarray(np.sort(order[_unbeaten(np.ascontiguousarray(values[order].T), kinds[order], room)]))
+    return np.asarray(np.sort(order[_undominated_rows(np.ascontiguousarray(values[order].T), kinds[order], room)]))
 
 
 def spread(front: Front, groups: IntArray, merit: FloatArray, most: int) -> Front:
@@ -646,10 +646,10 @@ def codes(ties: IntArray) -> IntArray:
     return code
 
 
-def _unbeaten(values: FloatArray, kinds: IntArray, room: FloatArray) -> IntArray:
-    """Indices of unbeaten rows; `values` is [values, rows], sorted so that a row comes before those that it beats."""
+def _undominated_rows(values: FloatArray, kinds: IntArray, room: FloatArray) -> IntArray:
+    """Indices of undominated rows; `values` is [values, rows], sorted so that a row comes before those that it dominates."""
     if len(kinds) <= _FEW:
-        return _not_beaten_by_kept(_beats(values, kinds, room))
+        return _not_dominated_by_kept(_dominates(values, kinds, room))
     left = np.arange(len(kinds))
     slack = values * (1 + _ROUNDING) + room[:, None]
     kept: list[int] = []
@@ -663,26 +663,26 @@ def _unbeaten(values: FloatArray, kinds: IntArray, room: FloatArray) -> IntArray
     return np.array(kept, np.int64)
 
 
-def _beats(values: FloatArray, kinds: IntArray, room: FloatArray) -> npt.NDArray[np.bool_]:
+def _dominates(values: FloatArray, kinds: IntArray, room: FloatArray) -> npt.NDArray[np.bool_]:
     """Whether a row is no worse than another of its kind in any value, up to the slack, [rows, rows]."""
-    beats = np.equal.outer(kinds, kinds)
+    dominates = np.equal.outer(kinds, kinds)
     most = values * (1 + _ROUNDING) + room[:, None]
     if values.size * len(kinds) <= _AT_ONCE:
-        beats &= (values[:, :, None] <= most[:, None, :]).all(axis=0)
-        return beats
+        dominates &= (values[:, :, None] <= most[:, None, :]).all(axis=0)
+        return dominates
     for column, limit in zip(values, most, strict=True):
-        beats &= np.less_equal.outer(column, limit)
-    return beats
+        dominates &= np.less_equal.outer(column, limit)
+    return dominates
 
 
-def _not_beaten_by_kept(beats: npt.NDArray[np.bool_]) -> IntArray:
-    """Rows that no kept row before them beats. Rows of bits are ints, so each comparison is one operation."""
-    rows = [int.from_bytes(row, "little") for row in np.packbits(beats, axis=1, bitorder="little")]
-    kept, beaten = [], 0
+def _not_dominated_by_kept(dominates: npt.NDArray[np.bool_]) -> IntArray:
+    """Rows that no kept row before them dominates. Rows of bits are ints, so each comparison is one operation."""
+    rows = [int.from_bytes(row, "little") for row in np.packbits(dominates, axis=1, bitorder="little")]
+    kept, dominated = [], 0
     for row, mask in enumerate(rows):
-        if not beaten >> row & 1:
+        if not dominated >> row & 1:
             kept.append(row)
-            beaten |= mask
+            dominated |= mask
     return np.array(kept, np.int64)
 
 
@@ -949,7 +949,7 @@ class Problem:
 
     @cached_property
     def pairs(self) -> tuple[tuple[EngineId, EngineId], ...]:
-        """Of `placed`: either apart (on devices of their own) or not, all through the plan."""
+        """Pairs of `placed` engines, which are either apart (on disjoint devices) or together throughout the plan."""
         return tuple(combinations(self.placed, 2))
 
     @cached_property
@@ -976,7 +976,7 @@ class Problem:
 
     @cached_property
     def _scopes(self) -> dict[EngineId, int]:
-        """By engine: the calls that its choice matters to."""
+        """Engine -> the calls to which its chosen option matters."""
         found = {engine: self.calls_of(engine) for engine in self.placed}
         for sync in self.syncs:
             for engine in (sync.source, sync.target):

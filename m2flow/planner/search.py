@@ -254,7 +254,7 @@ _MOST_CHUNKS = 4
 _MOST_ROWS, _MORE_ROWS = 16, 64
 """Rows kept of a front in a quick search; more where memory is short, which needs them, and where devices are few."""
 _FEW_ROUNDS, _ROUNDS, _CANDIDATES = 2, 5, 3
-"""Of the refinement: halvings of the step, and structures to refine."""
+"""Rounds of the refinement (few of them above `_MOST_DEVICES`), and structures to refine."""
 _SLACK = 1e-3
 """Relative difference in step time that a quick search takes for equal."""
 _ROUNDING = 1e-9

@@ -23,7 +23,7 @@ from m2flow.rollout_scheduling.predictors import Predictor
 from m2flow.rollout_scheduling.queue_policies import Queued
 
 _SHARE = 0.05
-"""Of the samples that end between two predictions."""
+"""Share of the samples that end between two predictions."""
 
 
 class Predicted(SchedulingPolicy):
@@ -248,7 +248,7 @@ MIN_GAIN = 0.01
 _MAX_CLASSES = 8
 _NUM_CUTS, _NUM_SHARES = 40, 16
 _NUM_TRIED = 4
-"""Of the splits that are best by the estimate of Z, the number whose queues are simulated."""
+"""The number of splits, the best by the estimate of Z, whose queues are simulated."""
 
 
 class Class(NamedTuple):

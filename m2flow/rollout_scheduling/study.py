@@ -1,7 +1,7 @@
 """Measure scheduling policies on given lengths: simulate rollout instances in virtual time and compare with the lower bounds.
 
     lengths (hidden), SchedulingPolicy --play--> Played: makespan, when each sample ended, migrations and what they cost
-    Given of each step --study_known, study_policy--> StepResult: makespan, bound, regret
+    StudyStep of each step --study_known, study_policy--> StepResult: makespan, bound, regret
 
 The simulation advances from one event to the next and counts the tokens between. A decision in the middle of an instance's decode step
 takes effect at the end of that step. An instance takes t(b) = t0 + t1 b a step (`decode_model`); prefill costs time only on a migration.
@@ -265,7 +265,7 @@ _NUM_ASIDE = 8
 
 
 @dataclass(frozen=True, eq=False)
-class Given:
+class StudyStep:
     """The samples of a step, and what policies may know of their prompts."""
 
     samples: StepLengths
@@ -316,7 +316,7 @@ def total(results: Sequence[StepResult]) -> StepResult:
     )
 
 
-def study_known(steps: Sequence[Given], model: DecodeModel, num_instances: int, *, may_pause: bool = True) -> list[StepResult]:
+def study_known(steps: Sequence[StudyStep], model: DecodeModel, num_instances: int, *, may_pause: bool = True) -> list[StepResult]:
     """Study the assignment with known lengths."""
     results = []
     for given in steps:
@@ -329,7 +329,7 @@ def study_known(steps: Sequence[Given], model: DecodeModel, num_instances: int, 
 
 def study_policy(
     policy: SchedulingPolicy,
-    steps: Sequence[Given],
+    steps: Sequence[StudyStep],
     known: Sequence[StepResult],
     model: DecodeModel,
     *,
@@ -361,7 +361,7 @@ def _check(makespan_s: float, bound_s: float, who: str) -> None:
 
 def steps_of(
     lengths: Lengths, num_steps: int | None, *, num_groups: int, n: int, seed: int, num_earlier: int = 0, num_levels: int = 0
-) -> Iterator[Given]:
+) -> Iterator[StudyStep]:
     """Yield the recorded steps, all or the first ones; from a distribution so many draws, by default one.
 
     Args:
@@ -383,4 +383,4 @@ def steps_of(
             others = np.log(lengths.draw(num_groups, n + num_earlier + _NUM_ASIDE, seed, step=k)[:, n + num_earlier :]).mean(axis=1)
             edges = np.quantile(others, np.linspace(0, 1, num_levels + 1)[1:-1]) if edges is None else edges
             difficulties = [str(level) for level in np.searchsorted(edges, others)]
-        yield Given(samples, earlier, difficulties)
+        yield StudyStep(samples, earlier, difficulties)

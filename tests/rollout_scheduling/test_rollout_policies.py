@@ -22,7 +22,7 @@ from m2flow.rollout_scheduling.policies import POLICIES, make_policy
 from m2flow.rollout_scheduling.policy import Load, Move, MoveCost, SchedulingPolicy, Seen, composed
 from m2flow.rollout_scheduling.predictors import EarlierSteps, Oracle, Predictor, PromptBuckets, Siblings, fit_cut_normal, hazard, log_tail
 from m2flow.rollout_scheduling.queue_policies import AdaptiveConcurrency, Admission, GroupCompleting, LeastLoaded, OldestFirst, RoundRobin
-from m2flow.rollout_scheduling.study import Given, play, steps_of, study_known, study_policy, total
+from m2flow.rollout_scheduling.study import StudyStep, play, steps_of, study_known, study_policy, total
 from m2flow.rollout_scheduling.tail_policies import Adaptive
 
 MODEL = DecodeModel(1.0, 0.25, 3)
@@ -142,7 +142,9 @@ def test_a_study_gives_the_same_numbers_again(name: str) -> None:
     assert all(result.makespan_s >= result.bound_s or result.num_moves for result in first)
 
 
-def _regret(policy: SchedulingPolicy, steps: Sequence[Given], num_instances: int, cap: int | None, oracle: Oracle | None = None) -> float:
+def _regret(
+    policy: SchedulingPolicy, steps: Sequence[StudyStep], num_instances: int, cap: int | None, oracle: Oracle | None = None
+) -> float:
     known = study_known(steps, DecodeModel(), num_instances)
     return total(study_policy(policy, steps, known, DecodeModel(), num_instances=num_instances, cap=cap, oracle=oracle)).regret
 
