@@ -158,9 +158,9 @@ def simulate_flow_command(
     else:
         click.echo("\n".join(_as_text(scenario, outcome, plan)))
     if ladder:
-        from m2flow.simulator.ablation import climb
+        from m2flow.simulator.ablation import ablate
 
-        click.echo("\n".join(_ladder_table(climb(scenario, plan))), err=as_json)
+        click.echo("\n".join(_ladder_table(ablate(scenario, plan))), err=as_json)
 
 
 def _as_text(scenario: Scenario, outcome: Outcome, plan: Plan) -> list[str]:

@@ -1,1 +1,1 @@
-"""A run on a virtual clock: the scheduler that the controller runs, and workers that only take as long as real ones would."""
+"""Simulate a run on a virtual clock: the controller's scheduler with virtual workers, which take as long as real ones would."""

@@ -1,11 +1,11 @@
-"""The same steps placed otherwise, on more devices, or with one mechanism taken away: what each choice costs.
+"""Compare simulated schedules: other placements and stalenesses, single mechanisms taken away (ablation), and more devices (scaling sweep).
 
-as it is -> lengths known -> no switches -> no weight syncs -> rewards and hops in no time -> no prefill -> micro-batches without
-    fixed cost -> no barrier of groups -> the bound
+    as it is -> lengths known -> no switches -> no weight syncs -> rewards and hops in no time -> no prefill -> micro-batches without
+        fixed cost -> no barrier of groups -> the bound
 
-Each rung is a run of its own, on the same devices and samples, by the same scheduler; the last is the bound of the whole run, which no
-schedule beats. With known lengths the longest begin first (`lpt`, by the predictor `oracle`), and may move (`repack`), as far as that
-helps: the best of what was tried. Without the barrier of groups a sample is trained on without its siblings.
+Each rung of the ablation is a run of its own, on the same devices and samples, by the same scheduler; the last is the bound of the whole
+run, which no schedule beats. With known lengths the longest samples begin first (`lpt`, by the predictor `oracle`), and may migrate
+(`repack`), whichever is best. Without the barrier of groups a sample is trained on without its siblings.
 
 Source: the order of the rungs is that of a simulated schedule's gap to its fractional bound; each difference is one mechanism's price.
 """
@@ -27,33 +27,33 @@ from m2flow.spec import ClusterSpec
 
 STALENESS = (0, 1, 2)
 NUM_STEPS = max(STALENESS) + 2
-"""That show what staleness does: with the most of it, the last of these waits for the first one's update."""
+"""Steps that show the effect of staleness: with the largest one, the last of these waits for the first one's update."""
 AS_PLANNED = "as planned"
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One way to run the steps."""
+    """One placement with one staleness, simulated."""
 
     placement: str
     """`time-shared`, `split`, `hybrid`, `as planned`."""
     staleness: int
     mode: str
-    """Of the plan that this is."""
+    """Mode of its plan."""
     step_s: float
-    """Mean makespan."""
+    """Mean makespan of a step."""
     bound_s: float
-    """Mean, as far as steps can be told apart."""
+    """Mean bound of a step, as far as steps can be told apart."""
     efficiency: float
     busy_share: float
     idle_share: dict[str, float]
-    """Of all device time, by cause."""
+    """Share of all device time by the cause of idleness."""
     peak_memory_gib: float
     trained_tokens: int
     wasted_tokens: int
 
 
 def compare(scenario: Scenario, tell: Callable[[str], object] = lambda text: None) -> list[Row]:
-    """Every placement that there is a plan of, with each staleness; what fits nowhere is left out.
+    """Simulate the best plan of each placement with each staleness; what does not fit is left out.
 
     Args:
         tell: gets a line before each thing that takes time.
@@ -97,12 +97,12 @@ def _row(placement: str, staleness: int, outcome: Outcome) -> Row:
     )
 
 
-def climb(scenario: Scenario, plan: Plan) -> list[tuple[str, float]]:
-    """What is taken away, and the makespan of all steps without it; the last is the bound."""
+def ablate(scenario: Scenario, plan: Plan) -> list[tuple[str, float]]:
+    """Simulate with one more mechanism taken away at each rung: (what is taken away, makespan of all steps); the last is the bound."""
     costs: Costs = scenario.costs
     totals = scenario.run(plan).totals
     rungs = [("as it is", totals.makespan_s)]
-    plan, best_s = _knowing(scenario, plan, totals.makespan_s)
+    plan, best_s = _with_known_lengths(scenario, plan, totals.makespan_s)
     rungs.append(("with lengths known", best_s))
     for name, relax in _RUNGS:
         costs = relax(costs)
@@ -112,8 +112,8 @@ def climb(scenario: Scenario, plan: Plan) -> list[tuple[str, float]]:
     return [*rungs, ("without waiting for whole groups", totals.makespan_s), ("the bound", totals.bound_s)]
 
 
-def _knowing(scenario: Scenario, plan: Plan, makespan_s: float) -> tuple[Plan, float]:
-    """The plan with the policies that make most of known lengths, and its makespan; as it was, where they make nothing of them."""
+def _with_known_lengths(scenario: Scenario, plan: Plan, makespan_s: float) -> tuple[Plan, float]:
+    """The plan with the policies that make most of known lengths, and its makespan; unchanged if none of them helps."""
     best = plan, makespan_s
     for policies in _WITH_LENGTHS:
         knowing = msgspec.structs.replace(plan, policies=policies, predictor=Oracle.name)
@@ -124,7 +124,7 @@ def _knowing(scenario: Scenario, plan: Plan, makespan_s: float) -> tuple[Plan, f
 
 
 class Relaxed(Costs):
-    """Costs of which some are nothing."""
+    """Costs of which subclasses set some to zero."""
 
     def __init__(self, costs: Costs) -> None:
         self._costs = costs
@@ -201,7 +201,7 @@ class WholeBatches(Relaxed):
 
 
 _WITH_LENGTHS = (("lpt",), ("lpt", "repack"), ("longest-first", "repack"))
-"""Policies to try; which of them is best depends on how many samples an instance has at a time."""
+"""Policies to try; which one is best depends on how many samples an instance has at a time."""
 
 _RUNGS: tuple[tuple[str, Callable[[Costs], Costs]], ...] = (
     ("without switches", NoSwitches),
@@ -212,29 +212,31 @@ _RUNGS: tuple[tuple[str, Callable[[Costs], Costs]], ...] = (
 )
 
 
+# ---- scaling sweep
+
 _INK, _QUIET, _GRID = "#1f2328", "#656d76", "#e4e7eb"
 _STEP, _BOUND, _IDEAL = "#0072b2", "#d55e00", "#8c959f"
 
 
 class Point(msgspec.Struct, frozen=True):
-    """The steps on so many devices."""
+    """One number of devices in a sweep, simulated."""
 
     gpus: int
     mode: str
-    """Of the plan; empty if none fits."""
+    """Mode of the plan; empty if none fits."""
     step_s: float
-    """Mean makespan."""
+    """Mean makespan of a step."""
     bound_s: float
     efficiency: float
     busy_share: float
     idle_share: dict[str, float]
     simulated_s: float
     why: str = ""
-    """Why there is no plan."""
+    """The reason why there is no plan; empty if there is one."""
 
 
 def parse_sweep(text: str) -> tuple[int, int]:
-    """`gpus=8..4096`.
+    """Parse a range of devices such as `gpus=8..4096`.
 
     Raises:
         OptionError: it is none.
@@ -249,7 +251,7 @@ def parse_sweep(text: str) -> tuple[int, int]:
 
 
 def resized(spec: ClusterSpec, num_devices: int) -> ClusterSpec:
-    """The cluster with so many devices in its first pool, in as many nodes as that takes; other pools grow alike.
+    """The cluster with `num_devices` in all, in as many nodes as that takes; its pools keep their proportions.
 
     Raises:
         SpecError: it has no pools.
@@ -268,7 +270,7 @@ def resized(spec: ClusterSpec, num_devices: int) -> ClusterSpec:
 
 
 def sweep(scenario: Scenario, low: int, high: int) -> Iterator[Point]:
-    """One point after the other, each of twice the devices."""
+    """Simulate with `low` devices, and on with twice as many at a time up to `high`."""
     num = low
     while num <= high:
         try:
@@ -295,13 +297,13 @@ def _point(num: int, outcome: Outcome) -> Point:
 
 
 def draw(points: list[Point], title: str, path: Path) -> None:
-    """Seconds of a step, its bound, and perfect scaling from the first point, over devices; both axes in powers.
+    """Plot seconds of a step, its bound, and perfect scaling from the first point, over devices; both axes are logarithmic.
 
     Raises:
         SpecError: it can't be written.
     """
     from matplotlib import rc_context
-    from matplotlib.figure import Figure  # without pyplot: no display, no global state
+    from matplotlib.figure import Figure  # Without pyplot: no display, no global state.
 
     found = [point for point in points if point.mode]
     with rc_context({"font.family": "sans-serif", "font.size": 9.5, "text.parse_math": False}):

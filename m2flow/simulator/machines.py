@@ -1,13 +1,11 @@
-"""What each worker of a plan has and how long it takes: the costs, seat by seat, and the pace that policies go by.
+"""Map the workers of a plan to devices and costs, for the simulator and for the scheduling policies.
 
-Plan, Costs --machines_of--> Machine for each worker
+    Plan, Costs --machines_of--> Machine for each worker
+    Plan, ClusterSpec, Costs --with_paces--> Plan with a Pace for each sampled role --> the scheduler's policies
 
-A worker of a plan that was searched for sits on the devices of its seats. One of a plan made by rule sits on this machine, whose
-devices are cores: as many as it has threads, and those that take turns on the same ones.
-
-plan, spec, Costs --with_paces--> the plan, with a Pace for each role that is sampled from --> the scheduler's policies
-
-A run and its simulation so ask a policy with the same numbers. Limit: one pace for a role, that of its slowest instance.
+A worker of a searched plan is on the devices of its seats. A worker of a plan by rule is on this machine, whose devices are cores: as
+many as it has threads; workers that take turns share theirs. A run and its simulation give a policy the same numbers. Limit: one pace for
+a role, that of its slowest instance.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ _DEVICE = re.compile(r"(?P<pool>.+)\[(?P<first>\d+)(:(?P<stop>\d+))?\]")
 
 @dataclass(frozen=True)
 class Place:
-    """Devices of a pool."""
+    """Devices of one pool that a worker is on."""
 
     pool: str
     first: int
@@ -50,7 +48,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Hosted:
-    """An engine that a worker has."""
+    """An engine of a worker, with its memory and its costs of switching."""
 
     engine: EngineId
     layout: Layout
@@ -58,22 +56,22 @@ class Hosted:
     leave_s: float
     come_s: float
     is_resident: bool
-    """It stays on the devices while others work."""
+    """Whether it stays on the devices while other engines work there."""
     turn: str = ""
-    """Of the lease, in which it works."""
+    """The turn of the lease in which it works."""
     gives_s: float = 0.0
-    """Of a trainer that is off its devices: what is moved for another one to copy its weights."""
+    """Seconds to onload and offload what another trainer needs to copy the weights of this one while it is offloaded."""
     gives_bytes: int = 0
-    """On each device, for as long."""
+    """Bytes on each device during that copy."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A worker, as far as time and memory go."""
+    """The devices of one worker, and the costs of what it does."""
 
     worker: str
     place: Place | None
-    """None: a process on the host."""
+    """None: a process on the host, without devices."""
     lease: str = ""
     engines: tuple[Hosted, ...] = ()
     decode: Mapping[str, DecodeCost] = field(default_factory=dict)
@@ -81,7 +79,7 @@ class Machine:
     train: Mapping[str, TrainCost] = field(default_factory=dict)
     """By role."""
     sync_s: Mapping[str, float] = field(default_factory=dict)
-    """Role -> new weights into its rollout engine here."""
+    """Role -> seconds to load new weights into its rollout engine here."""
 
     @property
     def pool(self) -> str:
@@ -92,7 +90,7 @@ class Machine:
         return self.place.num_devices if self.place else 0
 
     def switch_s(self, turn: str, to: str) -> float:
-        """The engines of one turn leave, those of another come."""
+        """Seconds to offload the engines of one turn and onload those of another."""
         leaving = sum(hosted.leave_s for hosted in self.engines if hosted.turn == turn)
         return leaving + sum(hosted.come_s for hosted in self.engines if hosted.turn == to)
 
@@ -101,22 +99,24 @@ class Machine:
         return sum(hosted.footprint.device_bytes for hosted in self.engines)
 
     def kept_bytes(self, turn: str) -> int:
-        """That engines of a turn bring to each device with them."""
+        """Bytes that the engines of a turn onload to each device."""
         return sum(hosted.footprint.kept_bytes for hosted in self.engines if hosted.turn == turn and not hosted.is_resident)
 
     def copy_s(self, source: str, turn: str) -> float:
-        """A trainer here takes the weights of another one's role. What both have on the devices is copied there in no time that counts."""
+        """Seconds for a trainer here to copy the weights of another role's trainer. A copy between two models on the same devices takes
+        no time that counts.
+        """
         return sum(hosted.gives_s for hosted in self._away(source, turn))
 
     def copy_bytes(self, source: str, turn: str) -> int:
-        """More than `resident_bytes`, on each device, for as long."""
+        """Bytes on each device during such a copy, beyond `resident_bytes`."""
         return sum(hosted.gives_bytes for hosted in self._away(source, turn))
 
     def _away(self, source: str, turn: str) -> list[Hosted]:
         return [h for h in self.engines if h.engine == EngineId(source, "train") and h.turn != turn and not h.is_resident]
 
     def resident_bytes(self, turn: str) -> int:
-        """On each device, while the engines of a turn work."""
+        """Bytes on each device while the engines of a turn work."""
         return sum(
             hosted.footprint.device_bytes if hosted.turn == turn else hosted.footprint.kept_bytes * hosted.is_resident
             for hosted in self.engines
@@ -124,7 +124,7 @@ class Machine:
 
 
 def machines_of(plan: Plan, spec: ClusterSpec, costs: Costs) -> dict[str, Machine]:
-    """By worker.
+    """The machine of each worker.
 
     Raises:
         PlanError: a worker of a searched plan sits where the search has seated no such engine.
@@ -170,7 +170,7 @@ def machines_of(plan: Plan, spec: ClusterSpec, costs: Costs) -> dict[str, Machin
 
 
 def _seats(plan: Plan, worker: WorkerPlan, place: Place) -> list[Seat]:
-    """The seat of each engine of a worker."""
+    """The seats of a worker's engines."""
     return [_seat(plan, worker, place, EngineId(slot.role, slot.kind)) for slot in worker.engines if slot.kind != "function"]
 
 
@@ -186,8 +186,9 @@ def _seat(plan: Plan, worker: WorkerPlan, place: Place, engine: EngineId) -> Sea
 
 
 def _places(plan: Plan, spec: ClusterSpec) -> dict[str, Place]:
-    """The devices of each worker. Without pools they are this machine's cores, one for each thread of each rank: one worker's after the
-    other's, and a trainer that takes turns has those of the rollout workers that it takes them with."""
+    """The devices of each worker. Without pools they are this machine's cores, one for each thread of each rank: the workers follow one
+    another, and a trainer that takes turns has the cores of the rollout workers that it takes them with.
+    """
     places: dict[str, Place] = {}
     last = 0
     hosts = [worker for worker in plan.workers if any(slot.kind != "function" for slot in worker.engines)]
@@ -207,12 +208,12 @@ def _places(plan: Plan, spec: ClusterSpec) -> dict[str, Place]:
 
 
 def kinds(machine: Machine) -> frozenset[EngineKind]:
-    """Of the engines that a worker has."""
+    """Kinds of the engines that a worker has."""
     return frozenset(hosted.engine.kind for hosted in machine.engines)
 
 
 def with_paces(plan: Plan, spec: ClusterSpec, costs: Costs) -> Plan:
-    """The plan, whose policies go by these costs."""
+    """The plan with the pace of each sampled role, by these costs."""
     found: dict[str, list[DecodeCost]] = {}
     for machine in machines_of(plan, spec, costs).values():
         for role, cost in machine.decode.items():

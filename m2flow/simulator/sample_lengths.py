@@ -1,12 +1,13 @@
-"""How long each sample of a simulated run is: a pure function of the seed and of who it is, never of when or where it runs.
+"""Determine the length of every sample of a simulated run, as a pure function of the seed and its identity, never of when or where it runs.
 
-Nothing computes here, so the functions that say who was late are followed by what they are told: the samples of a short round's result,
-the prompts without those, slices and unions of such prompts. That a prompt's answers are as long when it is asked again is an
-assumption: the reason why prompts are deferred at all.
+The simulator computes no values, so functions that say which samples were late are followed by their inputs: the samples of a short round's
+result, the prompts without those, slices and unions of such prompts. It is assumed that a prompt's responses are as long when it is asked
+again, since that is why prompts are deferred at all.
 
-The first generation of the program's k-th step whose groups fit the k-th step of the record (as many, of the same size) has the lengths of
-that one; groups of others, as of an evaluation before it, are drawn from the distribution. Each call stops at its own
-`max_new_tokens`; of lengths beyond every call's, which were not made to agree with the flow, only a model that is not trained (a judge).
+With recorded lengths, the first generation of the program's k-th step whose groups fit the k-th recorded step (as many, of the same size)
+has the lengths of that one; all other groups, as of an evaluation, are drawn from the distribution. Each call truncates at its own
+`max_new_tokens`; but if lengths exceed the limit of every call (they were not made to agree with the flow), only calls of models that are
+not trained (a judge) truncate.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from m2flow.samples import SampleId, keyed_bits
 
 @final
 class Rounds:
-    """Of the lines that defer: who was answered, and who waits."""
+    """Follows deferred prompts: which were answered in a short round, and which wait for a long one."""
 
     def __init__(self) -> None:
         self._short: dict[int, int] = {}
@@ -36,13 +37,13 @@ class Rounds:
         self._parts: dict[int, tuple[int, ...]] = {}
         """Union -> its inputs."""
         self._left: dict[int, tuple[int, ...]] = {}
-        """Call that decides which rows stay -> those."""
+        """Call that decides which rows stay -> these rows."""
         self._answered: dict[int, frozenset[int]] = {}
         self._asked: dict[int, list[int]] = {}
-        """Long round -> its prompts' rows, in its order."""
+        """Long round -> the rows of its prompts, in its order."""
 
     def made(self, call: Call) -> None:
-        """The program makes a call."""
+        """Note a call of the program."""
         asked = call.input("prompts")
         if call.options.get("late") == "defer" and asked is not None:
             self._short[asked.call] = call.ordinal
@@ -52,12 +53,12 @@ class Rounds:
             self._parts[call.ordinal] = tuple(ref.call for _, ref in call.inputs)
 
     def came_to(self, call: Call, ids: Sequence[int]) -> None:
-        """A call of one value has seen these samples."""
+        """Note the samples that a call with a single value has seen."""
         if isinstance(call.options.get("function"), Answered):
             self._answered[call.ordinal] = frozenset(SampleId.unpack(row).prompt for row in ids)
 
     def left(self, call: Call, ids: Sequence[int]) -> list[int] | None:
-        """Which of these rows stay; None: that is not known from who they are."""
+        """The rows that stay; None if their identities don't determine that."""
         function, table = call.options.get("function"), call.input("answered")
         if isinstance(function, Positions):
             found = sorted(ids)[slice(function.start, function.stop, function.step)]
@@ -69,7 +70,7 @@ class Rounds:
         return found
 
     def origin(self, packed: int) -> SampleId:
-        """The sample of a short round whose length a sample has; itself, outside of long rounds."""
+        """The sample of a short round whose length this sample has; itself, if it is in no long round."""
         who = SampleId.unpack(packed)
         if who.call not in self._prompts:
             return who
@@ -86,7 +87,7 @@ class Rounds:
 
 @final
 class Drawn:
-    """Answers for every sample of a run."""
+    """The lengths of all samples of a run, and all other values that it draws."""
 
     def __init__(
         self,
@@ -97,7 +98,12 @@ class Drawn:
         trained: frozenset[str] = frozenset(),
         limit: int = 0,
     ) -> None:
-        """`trained`: roles. `limit`: the largest `max_new_tokens` of all calls."""
+        """
+        Args:
+            kept: share of units that a filter or a refill keeps, by role or call name; all by default.
+            trained: roles that the program trains.
+            limit: the largest `max_new_tokens` of all calls.
+        """
         self._lengths = lengths
         self._trained = trained
         self._stops = not trained or (lengths.longest is not None and lengths.longest <= limit)
@@ -110,14 +116,14 @@ class Drawn:
         self.num_drawn = 0
 
     def made(self, call: Call, calls: Mapping[int, Call]) -> None:
-        """A call of the program, in program order."""
+        """Note a call of the program, in program order."""
         self._rounds.made(call)
         asked = call.input("prompts") if call.engine == "rollout" else None
         if asked is not None:
             self.add(call, calls[asked.call].most_rows)
 
     def add(self, call: Call, num_prompts: int) -> None:
-        """A generate call of the program, in program order."""
+        """Draw the lengths of a generate call, in program order."""
         n = call.options["n"]
         assert isinstance(n, int)
         number = self._num_of_step[call.step] = self._num_of_step.get(call.step, -1) + 1
@@ -138,12 +144,12 @@ class Drawn:
 
     @property
     def num_replayed(self) -> int:
-        """Steps that have a generation with the lengths of a recorded step."""
+        """Steps that have a generation with recorded lengths."""
         return len(self._replayed)
 
     @property
     def mean_tokens(self) -> float:
-        """Of a sample, its prompt included, over the generate calls so far."""
+        """Mean tokens of a sample, its prompt included, over the generate calls so far."""
         means = [float(prompts.mean() + responses.mean()) for prompts, responses in self._by_call.values() if responses.size]
         return sum(means) / max(len(means), 1)
 
@@ -152,20 +158,20 @@ class Drawn:
         return SampleId.unpack(packed).call in self._by_call
 
     def uniform(self, *words: object) -> float:
-        """A number in [0, 1) that belongs to these words."""
+        """A uniform number in [0, 1), a hash of the seed and these words."""
         return keyed_bits(self._seed, *words) / 2**64
 
     def came_to(self, call: Call, ids: Sequence[int]) -> None:
-        """A call that gives one value has seen these samples."""
+        """Note the samples that a call with a single value has seen."""
         self._rounds.came_to(call, ids)
 
     def left(self, call: Call, units: Sequence[Sequence[int]]) -> list[int]:
-        """The rows that a call leaves, of these: by who they are, where that decides; else by the share that was assumed."""
+        """The rows that a call keeps: by their identities, where these determine it; else by the assumed share."""
         known = self._rounds.left(call, [row for unit in units for row in unit])
         return [row for unit in units if self.is_kept(call, unit) for row in unit] if known is None else known
 
     def is_kept(self, call: Call, unit: Sequence[int]) -> bool:
-        """Whether a filter or a refill keeps this unit: the share that was assumed for it, by default all."""
+        """Whether a filter or a refill keeps this unit, by the assumed share; by default it does."""
         share = self._kept.get(call.role, self._kept.get(call.name, 1.0))
         return self.uniform("kept", call.role, min(unit, default=0)) < share
 
@@ -180,6 +186,6 @@ class Drawn:
                 self._replayed.add(step)
                 return found.prompts, found.responses.reshape(num_prompts, n)
         self.num_drawn += 1
-        step, number = (step, number) if step >= 0 else (0, number + 1)  # What comes before the first step.
+        step, number = (step, number) if step >= 0 else (0, number + 1)  # Generations before the first step.
         seed = self._seed if number == 0 else keyed_bits(self._seed, number) >> 1
         return self._lengths.draw_prompts(num_prompts, seed, step=step, n=n), self._lengths.draw(num_prompts, n, seed, step=step)

@@ -1,8 +1,8 @@
-"""What is simulated: a flow's program, the costs of its engines, the lengths of its samples, failures, and a plan for them.
+"""Prepare what a simulation needs: a flow's program, the costs of its engines, the lengths of its samples, failures, and a plan.
 
-Flow, ClusterSpec, Lengths --Scenario--> Program, Costs, Plan --simulate--> Simulated
+    Flow, ClusterSpec, Lengths --prepare--> Scenario: Program, Costs --plan--> Plan --run--> Outcome
 
-A scenario is made once; its plan can be made anew for another cluster, mode or staleness, and any number of runs simulated.
+A scenario is prepared once; it can then make plans for other clusters, modes or stalenesses, and simulate any number of runs.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from m2flow.spec import ClusterSpec, PinSpec
 
 
 def failure_of(text: str, machines: Mapping[str, Machine], spec: ClusterSpec) -> Failure:
-    """`NODE@SECONDS`, `POOL:NODE@SECONDS` or `WORKER@SECONDS`, and `...-SECONDS` if it comes back; a node takes all workers with it that
-    have a device there.
+    """Parse a failure: `NODE@SECONDS`, `POOL:NODE@SECONDS` or `WORKER@SECONDS`, with `-SECONDS` appended if it comes back. With a node
+    all workers fail that have a device there.
 
     Raises:
         OptionError: there is no such node or worker, or the text is none of these.
@@ -64,7 +64,7 @@ def failure_of(text: str, machines: Mapping[str, Machine], spec: ClusterSpec) ->
 
 
 def _seconds(text: str) -> float:
-    """NaN: no number that could be one."""
+    """Parse seconds; NaN if it is no valid number."""
     try:
         found = float(text)
     except ValueError:
@@ -74,7 +74,7 @@ def _seconds(text: str) -> float:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A simulated run with all that is said of it."""
+    """A simulated run, its report and its totals."""
 
     plan: Plan
     machines: Mapping[str, Machine]
@@ -85,12 +85,12 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Scenario:
-    """A flow's first steps on a cluster."""
+    """The first steps of a flow on a cluster, ready to be simulated."""
 
     program: Program
-    """The steps that are simulated."""
+    """The program of the steps that are simulated."""
     graph: MacroGraph
-    """As many steps as a plan is made from."""
+    """The graph of as many steps as a plan is made from."""
     question: Question
     ask: Callable[[MacroGraph, ClusterSpec], Question]
     models: Mapping[str, Model]
@@ -111,7 +111,7 @@ class Scenario:
         return self.question.costs
 
     def plan(self) -> Plan:
-        """The best plan of the search; of a spec without pools the one that its rule makes.
+        """The best plan of the search; for a spec without pools, the plan by rule.
 
         Raises:
             PlanError: there is none.
@@ -119,8 +119,9 @@ class Scenario:
         return self._lowered(self.spec, self.question.choose() if is_searched(self.spec) else None)
 
     def plans(self) -> dict[Mode, Plan]:
-        """The best plan of each mode: of what the search finds freely, with all engines on all devices, and with those that generate
-        apart from those that train, by eighths of the devices. A mode that is missing fits nowhere."""
+        """The best plan of each mode: that of a free search, that with all engines on all devices, and those with generating and training
+        engines apart, by eighths of the devices. A missing mode fits nowhere.
+        """
         if not self.spec.pools:
             specs = {mode: self.spec.model_copy(update={"placement": mode}) for mode in ("time-shared", "split")}
             return {mode: self._lowered(spec, None) for mode, spec in specs.items()}  # type: ignore[misc]
@@ -133,7 +134,7 @@ class Scenario:
         return {mode: self._lowered(self.spec, choice) for mode, choice in sorted(best.items(), reverse=True)}
 
     def pinned(self, plan: Plan) -> Plan:
-        """A plan from a file, held against this flow.
+        """Check a plan from a file against this flow.
 
         Raises:
             PlanError: it is of another flow, or asks for what can't be.
@@ -143,7 +144,7 @@ class Scenario:
         return fresh
 
     def failures(self, plan: Plan, texts: Sequence[str]) -> list[Failure]:
-        """From what a command line says: `NODE@SECONDS`, `POOL:NODE@SECONDS` or `WORKER@SECONDS`.
+        """Parse failures as a command line gives them: `NODE@SECONDS`, `POOL:NODE@SECONDS` or `WORKER@SECONDS`.
 
         Raises:
             OptionError: there is no such node or worker, or a text is none of these.
@@ -152,7 +153,7 @@ class Scenario:
         return [failure_of(text, machines, self.spec) for text in texts]
 
     def run(self, plan: Plan, costs: Costs | None = None, failures: Sequence[Failure] = (), *, without_groups: bool = False) -> Outcome:
-        """Simulate by a plan.
+        """Simulate a plan.
 
         Raises:
             M2FlowError: the run fails. InternalError: it is faster than a bound.
@@ -175,11 +176,11 @@ class Scenario:
         return Outcome(plan, machines, simulated, report, totals_of(report, simulated.history, machines, overlaps=overlaps))
 
     def on(self, spec: ClusterSpec) -> Scenario:
-        """The same on another cluster."""
+        """The same scenario on another cluster."""
         return replace(self, question=self.ask(self.graph, spec))
 
     def with_staleness(self, staleness: int) -> Scenario:
-        """The same calls, whose generations may be so many versions behind."""
+        """The same scenario with another bound on staleness."""
         graph = MacroGraph(self.graph.flow, _loosened_calls(self.graph, staleness), self.graph.observations)
         return replace(self, program=_loosened(self.program, staleness), graph=graph, question=self.ask(graph, self.spec))
 
@@ -198,7 +199,7 @@ def prepare(
     known: KnownValues | None = None,
     profile: Path | None = None,
 ) -> Scenario:
-    """A scenario of a flow's first steps.
+    """Prepare a scenario of a flow's first steps.
 
     Args:
         lengths, profile: as `m2flow.planner.planning.question_of` takes them.
@@ -221,7 +222,7 @@ def prepare(
 
 
 def _placements(spec: ClusterSpec, engines: Sequence[EngineId]) -> Iterator[ClusterSpec]:
-    """The cluster with pins that force a placement, where the spec has none of its own."""
+    """The cluster with pins that force each placement, unless the spec has pins of its own."""
     name, pool = max(spec.planned_pools.items(), key=lambda item: item[1].num_devices)
     whole = pool.num_devices
 
@@ -236,7 +237,7 @@ def _placements(spec: ClusterSpec, engines: Sequence[EngineId]) -> Iterator[Clus
 
 
 def _loosened(program: Program, staleness: int) -> Program:
-    """The program as it would be with another bound in its `@flow`."""
+    """The program as if its `@flow` had another bound on staleness."""
     calls = {call.ordinal: call for call in _loosened_calls(program.graph, staleness)}
     items = tuple(Made(calls[item.call.ordinal]) if isinstance(item, Made) else item for item in program.items)
     graph = MacroGraph(program.flow, tuple(calls.values()), program.graph.observations)

@@ -1,8 +1,8 @@
-"""A simulated run as a run's directory: its trace in the format of real ones, so that whatever shows those shows this.
+"""Write a simulated run as a run directory, with a trace in the format of real runs, so that the same tools show both.
 
     Outcome --write_run--> config.json, plan.txt, plan.json, report.json, trace/, trace.json.gz
 
-Virtual time begins at 0, which viewers show as the first of January 1970.
+Virtual time begins at 0, which viewers show as 1 January 1970.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _write(directory: Path, scenario: Scenario, outcome: Outcome, flow_file: str
 
 
 def blocks_of(outcome: Outcome) -> Iterable[SpanBlock]:
-    """What each worker would have recorded."""
+    """The spans that each worker would have recorded."""
     history = outcome.simulated.history
     tasks: dict[str, list[_Span]] = {}
     for did in history.dids:
@@ -98,7 +98,7 @@ def _of_task(did: Did) -> _Span | None:
 
 
 def _turns(lives: Sequence[Life]) -> Iterable[_Span]:
-    """A span for each stretch of time in which the same number of samples decode."""
+    """A span for each stretch of time in which the number of decoding samples is constant."""
     changes: Counter[int] = Counter()
     for life in lives:
         if life.begun >= 0:

@@ -1,16 +1,18 @@
-"""The loop of a simulated run: program, scheduler, virtual workers, clock.
+"""Simulate a run as discrete events on a virtual clock: the program, the controller's scheduler, virtual workers, and device accounting.
 
-Flow --(run with the answers of `macro.exploring`)--> Program: Made, Waits, Left, StepEnd, ...
+    Flow --follow_program--> Program: Made, Waits, Left, StepEnd, ...
+    Program, Plan, Machines, Drawn --Simulation.run--> History
 
-The flow runs once, before the simulation, along one path: what it sees of values that nobody has computed is what `m2flow plan`
-shows (assumed, from an earlier run, or each condition answered with no). Limit: it ends where the flow looks at rows.
+Program. The flow runs once, before the simulation, along one path, with the answers of `macro.exploring`: values that nobody has computed
+are those that `m2flow plan` shows (assumed, from an earlier run, or each condition answered with no). Limit: it ends where the flow reads
+rows.
 
-what goes on --causes_of--> the cause of idle devices that generate, and of those that train
+Scheduler. It is the controller's (`m2flow.micro.scheduler.scheduler`); its events come from virtual workers instead of real ones. All is a
+function of the inputs: two runs of the same are equal to the last bit.
 
-The one rule for simulated runs and for the traces of real ones. What the causes mean is in `m2flow.simulator.simulation`.
-
-Devices that the same workers have are one cell. A cell works, switches, takes weights, or is idle for a cause that holds for all idle
-devices of its kind at that moment, so causes are summed up once for all, and a cell's share is a difference of two sums.
+Idle causes. `causes_of` names the cause of idleness for devices that generate and for those that train; real traces use the same rule.
+Devices with the same workers are one cell. A cell works, switches, loads weights, or is idle for a cause that holds for all idle devices of
+its kind at that moment, so each cause is summed up once for all, and a cell's share is a difference of two sums.
 
     tail        (rollout) has no sample left, while others still generate; (train) waits for them
     rollout     (train) waits for samples while every instance generates
@@ -19,11 +21,6 @@ devices of its kind at that moment, so causes are summed up once for all, and a 
     barrier     waits for a program that waits for a value, or for other devices of its kind
     credits     the memory for samples of steps under way is used up
     switch, sync, unused, failed
-
-Program, Plan, Machines, Lengths --Simulation.run--> History
-
-The scheduler is the controller's (`m2flow.micro.scheduler.scheduler`); what it is told comes from virtual workers instead of real ones.
-All is a function of the inputs: two runs of the same are equal to the last bit.
 """
 
 from __future__ import annotations
@@ -82,33 +79,35 @@ from m2flow.simulator.sample_lengths import Drawn
 from m2flow.simulator.virtual_worker import Clock, Kind, Life, Paces, Rows, Slowdown, VirtualWorker, undisturbed
 from m2flow.spec import ClusterSpec
 
+# ---- the program
+
 
 @dataclass(frozen=True)
 class Made:
-    """The program makes a call."""
+    """Event: the program makes a call."""
 
     call: Call
 
 
 @dataclass(frozen=True)
 class Waits:
-    """The program looks at a call's result, and goes on when it is there."""
+    """Event: the program reads a call's result, and goes on when it is there."""
 
     call: int
     is_shown: bool
-    """It has rows, which come to the program."""
+    """Whether the result has rows, which are sent to the program."""
 
 
 @dataclass(frozen=True)
 class Left:
-    """The program can't reach a call's result any more."""
+    """Event: the program can't reach a call's result any more."""
 
     call: int
 
 
 @dataclass(frozen=True)
 class StepEnd:
-    """The calls of a step are all made."""
+    """Event: all calls of a step have been made."""
 
     step: int
 
@@ -118,19 +117,19 @@ Item = Made | Waits | Left | StepEnd
 
 @dataclass(frozen=True)
 class Program:
-    """One path through a flow."""
+    """One path through a flow, as a sequence of events."""
 
     flow: str
     staleness: int
     items: tuple[Item, ...]
     models: Mapping[str, Model]
     num_steps: int
-    """Of the flow; fewer may have been followed."""
+    """Steps of the whole flow; the program may have fewer."""
     graph: MacroGraph
 
 
 class _Following(TracingBackend):
-    """Keeps what the program does, in its order."""
+    """A backend that records the events of the program in order."""
 
     def __init__(self, explorer: Explorer) -> None:
         super().__init__(explorer)
@@ -163,7 +162,7 @@ def follow_program(
     known: KnownValues | None = None,
     outcomes: Sequence[bool] = (),
 ) -> Program:
-    """The first steps of a flow.
+    """Follow the first steps of a flow.
 
     Args:
         outcomes: of its first conditions on unknown values; no to all later ones.
@@ -180,12 +179,12 @@ def follow_program(
 
 
 Blocked = Literal["", "value", "steps", "memory"]
-"""What Python waits for: nothing, a value that it looks at, steps that it is too far ahead of, or memory for those under way."""
+"""What the program waits for: nothing, a value that it reads, steps that it is too far ahead of, or memory for the steps under way."""
 
 
 @final
 class Driver:
-    """Hands the program to the scheduler, as `m2flow.micro.controller.planned_backend` does."""
+    """Submits the program's calls to the scheduler, as `m2flow.micro.controller.planned_backend` does."""
 
     def __init__(
         self, program: Program, lowering: Lowering, ahead: RunAhead, tell: Callable[[Event], None], made: Callable[[Call, Stage], None]
@@ -199,7 +198,7 @@ class Driver:
         self._segment: list[Call] = []
         self._later: list[Event] = []
         self._open: dict[int, int] = {}
-        """Step -> calls that are under way."""
+        """Step -> calls that are not done."""
         self._done: set[int] = set()
         self._wait: Callable[[], bool] | None = None
         self._step_of = {item.call.ordinal: item.call.step for item in program.items if isinstance(item, Made)}
@@ -210,7 +209,7 @@ class Driver:
         return self._position == len(self._program.items) and not self._open
 
     def resolved(self, ordinal: int) -> None:
-        """A call is done."""
+        """Note that a call is done."""
         self._done.add(ordinal)
         step = self._step_of[ordinal]
         self._open[step] -= 1
@@ -218,7 +217,7 @@ class Driver:
             del self._open[step]
 
     def advance(self) -> None:
-        """Go on until Python waits."""
+        """Go on until the program waits."""
         items = self._program.items
         while self._position < len(items):
             if self._wait is not None:
@@ -265,25 +264,28 @@ class Driver:
             self._tell(event)
 
 
+# ---- idle causes and device time
+
+
 class Doing(NamedTuple):
-    """What goes on at a moment, anywhere in a run."""
+    """The activities at one moment anywhere in a run, which idle causes depend on."""
 
     num_generating: int
     """Rollout instances that have a sample."""
     num_instances: int
     syncs: bool
-    """Weights are on their way."""
+    """Weights are being synced."""
     trains: bool
     judges: bool
-    """A reward or an op is computed."""
+    """A reward or an op is being computed."""
     switches: bool
-    """A device is changing hands."""
+    """A device switches between engines."""
     lacks_memory: bool = False
-    """The program may make no further step before there is room for its samples."""
+    """The program may make no further step before there is memory for its samples."""
 
 
 def causes_of(doing: Doing) -> dict[str, str]:
-    """The cause by the kind of engine, `rollout` and `train`."""
+    """The cause of idleness by kind of engine, `rollout` and `train`."""
     if doing.syncs:
         return {"rollout": "sync", "train": "sync"}
     if doing.num_generating:
@@ -305,19 +307,19 @@ CAUSES = ("tail", "rollout", "staleness", "reward", "barrier", "credits", "switc
 
 @dataclass(eq=False)
 class Cell:
-    """Devices that the same workers have."""
+    """Devices that have the same workers."""
 
     pool: str
     first: int
     num_devices: int
     workers: tuple[str, ...]
     kind: str
-    """Of its engines, or of those that have the lease now: whose causes count while it is idle."""
+    """Kind of its engines, or of those that hold the lease now; while it is idle, causes of this kind count."""
     active: dict[State, int] = field(default_factory=lambda: dict.fromkeys(STATES, 0))
-    """Workers that are in each state."""
+    """State -> workers that are in it."""
     since_s: float = 0.0
     sums: dict[str, float] = field(default_factory=dict)
-    """Of the causes, when it became idle."""
+    """Sums of the causes when it became idle."""
     is_lost: bool = False
 
     @property
@@ -327,7 +329,7 @@ class Cell:
 
 @final
 class Usage:
-    """Sums device seconds by what devices do and why they do not."""
+    """Adds up device seconds by what devices do, and by why they are idle."""
 
     def __init__(self, machines: Mapping[str, Machine], num_devices: Mapping[str, int]) -> None:
         """
@@ -348,7 +350,7 @@ class Usage:
         return sum(cell.num_devices for cell in self.cells)
 
     def passed(self, now_s: float, causes: Mapping[str, str]) -> None:
-        """Until now, idle devices of each kind were idle for this cause."""
+        """Count the time up to now for idle devices of each kind under this cause."""
         for kind, cause in causes.items():
             self._sums[kind][cause] += now_s - self._now_s
         self._now_s = now_s
@@ -360,25 +362,25 @@ class Usage:
         self._change(worker, state, -1)
 
     def lost(self, worker: str) -> None:
-        """The devices of a worker have failed."""
+        """Note that the devices of a worker have failed."""
         for cell in self._of_worker[worker]:
             self._close(cell)
             cell.is_lost = True
 
     def came_back(self, worker: str) -> None:
-        """The devices of a worker are there again."""
+        """Note that the devices of a worker are back."""
         for cell in self._of_worker[worker]:
             self._close(cell)
             cell.is_lost, cell.sums = False, dict(self._sums[cell.kind])
 
     def owned(self, worker: str, kind: str) -> None:
-        """The devices of a worker belong to this kind of engine now."""
+        """Note that the devices of a worker now belong to this kind of engine."""
         for cell in self._of_worker[worker]:
             self._close(cell)
             cell.kind, cell.sums = kind, dict(self._sums[kind])
 
     def take(self) -> dict[str, float]:
-        """Device seconds since the last time: `work`, and by cause."""
+        """Return the device seconds since the last call: `work`, and idle seconds by cause."""
         for cell in self.cells:
             self._close(cell)
         seconds, self._seconds = self._seconds, defaultdict(float)
@@ -393,7 +395,7 @@ class Usage:
             cell.active[state] = after_count
 
     def _close(self, cell: Cell) -> None:
-        """Count what a cell has done up to now, and begin anew."""
+        """Count a cell's time up to now, and begin a new interval."""
         state, passed_s = cell.state, self._now_s - cell.since_s
         cell.since_s = self._now_s
         if cell.is_lost or not cell.workers:
@@ -429,9 +431,12 @@ def _first_kind(machines: Iterable[Machine]) -> str:
     return "rollout" if "rollout" in found or not found else "train"
 
 
+# ---- the simulation
+
+
 @dataclass(frozen=True)
 class Failure:
-    """Machines fail: these workers are gone from then on, or until they are back."""
+    """A failure of workers, for good or until a given time."""
 
     at_s: float
     workers: tuple[str, ...]
@@ -440,7 +445,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Did:
-    """A task that was no generation."""
+    """A task that a worker did, other than generation."""
 
     worker: str
     task: m.Task
@@ -451,10 +456,10 @@ class Did:
 
 @dataclass
 class Period:
-    """A step of the program, from the end of the one before to the end of its last call; or what comes before or after the loop."""
+    """A step of the program, from the end of the step before to the end of its last call; or the time before or after the loop."""
 
     step: int
-    """-1 outside the loop."""
+    """Number of the step; -1 outside the loop."""
     start_s: float = 0.0
     end_s: float = 0.0
     seconds: Mapping[str, float] = field(default_factory=dict)
@@ -462,7 +467,7 @@ class Period:
     turns: Mapping[str, float] = field(default_factory=dict)
     """Worker -> its count of decode turns at the end."""
     peak_bytes: int = 0
-    """Of the fullest device."""
+    """Bytes on the fullest device."""
 
     @property
     def makespan_s(self) -> float:
@@ -471,7 +476,7 @@ class Period:
 
 @dataclass
 class History:
-    """All that happened."""
+    """All that happened in a simulated run."""
 
     periods: list[Period]
     lives: Mapping[str, list[Life]]
@@ -489,12 +494,12 @@ class History:
     num_events: int
     num_devices: int
     without_groups: bool = False
-    """Samples did not wait for their siblings."""
+    """Whether samples were trained on without waiting for their siblings."""
 
 
 @final
 class Simulation:
-    """One run. `Surroundings` of the workers."""
+    """One simulated run. Implements `Surroundings` for its workers."""
 
     def __init__(
         self,
@@ -540,22 +545,22 @@ class Simulation:
         self._wasted: set[int] = set()
         self._given: dict[int, int] = {}
         self._kept: dict[int, tuple[VersionSpan, ...]] = {}
-        """Samples that were stopped -> their tokens then."""
+        """Stopped sample -> its tokens then."""
         self._dids: list[Did] = []
         self._starts: dict[int, float] = {}
         self._num_lives: Counter[str] = Counter()
         self._num_generating = 0
         self._num_instances = sum("rollout" in kinds(machine) for machine in machines.values())
         self._num_busy: Counter[str] = Counter()
-        """Tasks under way, by kind: `train`, `function`, `sync`."""
+        """Tasks under way by kind: `train`, `function`, `sync`."""
         self._switching: Counter[str] = Counter()
-        self._ahead: set[int] = set()  # Switches to those that come while samples still run.
+        self._ahead: set[int] = set()  # Onloads that begin while samples still run.
         self._periods, self._period_of, self._open = _periods(program)
         self._at = 0
         self._owners = {machine.lease: ROLLOUT for machine in machines.values() if machine.lease}
 
     def run(self) -> History:
-        """To the end of the program.
+        """Run to the end of the program.
 
         Raises:
             M2FlowError: a call failed (a refill that ran dry). InternalError: nothing moves any more.
@@ -585,7 +590,7 @@ class Simulation:
             self._without_groups,
         )
 
-    # What workers have around them
+    # ---- what workers see of the run (`Surroundings`)
 
     def call(self, ordinal: int) -> Call:
         return self._calls[ordinal]
@@ -682,10 +687,10 @@ class Simulation:
                 if name != worker:
                     other.paced()
 
-    # The controller's part
+    # ---- the controller's part
 
     def _settle(self) -> None:
-        """Let the scheduler hear what was said, and the program go on, until nothing is left to do at this moment."""
+        """Give the scheduler what was said, and let the program go on, until nothing is left to do at this moment."""
         while True:
             while self._said:
                 self._handle(self._said.popleft())
@@ -730,7 +735,7 @@ class Simulation:
                 pass
 
     def _began(self, worker: str, task: m.Generate) -> None:
-        """Samples go to a worker: a version that they are of; of those that go on, the oldest."""
+        """Note the weight version of dispatched samples; of samples that go on, the oldest."""
         due_s = self._deadlines.began(task, self._calls[task.call], self.clock.now_s)
         if due_s is not None:
             self.clock.at(due_s, lambda: self._said.extend(self._deadlines.due(self.clock.now_s)))
@@ -748,7 +753,7 @@ class Simulation:
         self.drawn.made(call, self._calls)
 
     def _resolved(self, ordinal: int) -> None:
-        """Close the steps that are over."""
+        """End the periods whose calls are all done."""
         self._open[self._period_of[ordinal]] -= 1
         while self._at < len(self._periods) and not self._open[self._at]:
             self._end_period()
@@ -768,7 +773,7 @@ class Simulation:
             self._end_period()
 
     def _fail(self, failure: Failure) -> None:
-        """Workers are gone, but for what they had written down; the scheduler is told."""
+        """Fail workers: only what they had written down is left; tell the scheduler."""
         unreported: dict[str, list[m.Flushed]] = {}
         for name in failure.workers:
             if not self._workers[name].is_lost:
@@ -783,7 +788,7 @@ class Simulation:
             self.clock.at(max(failure.back_s, self.clock.now_s), lambda: self._come_back(failure.workers))
 
     def _come_back(self, workers: Iterable[str]) -> None:
-        """New processes on the same devices; the scheduler is told."""
+        """Restart workers on the same devices; tell the scheduler."""
         for name in workers:
             if self._workers[name].is_lost:
                 self._incarnations[name] += 1
@@ -798,11 +803,11 @@ class Simulation:
             self._workers[worker].told(message)
 
     def _heard(self, worker: str, incarnation: int, message: m.WorkerReport) -> None:
-        """A message has come; what a process that is gone has said does not count."""
+        """Deliver a worker's message; messages of a process that is gone are discarded."""
         if incarnation == self._incarnations[worker]:
             self._said.append(FromWorker(worker, message))
 
-    # Why devices are idle
+    # ---- why devices are idle
 
     def _causes(self) -> dict[str, str]:
         busy = self._num_busy
@@ -827,7 +832,7 @@ class Simulation:
                 change(name, "switch")
 
     def _note_memory(self, at: str = "", more_bytes: int = 0) -> None:
-        """The fullest device, as things are now; a worker's have more on them for a moment."""
+        """Note the memory of the fullest device; a worker may have more on its devices for a moment."""
         if self._at >= len(self._periods):
             return
         fullest = 0
@@ -854,7 +859,7 @@ def _is_beyond(row: int, ordinal: int, last: int) -> bool:
 
 
 def _periods(program: Program) -> tuple[list[Period], dict[int, int], list[int]]:
-    """The steps with what lies before and after them; which of these each call is in; and how many calls each has."""
+    """The periods of a program, the period of each call, and the number of calls in each."""
     calls = [item.call for item in program.items if isinstance(item, Made)]
     last = max((call.step for call in calls), default=-1)
     first_call = next((call.ordinal for call in calls if call.step >= 0), len(calls))

@@ -1,20 +1,22 @@
-"""What a simulated run came to, step by step: against the bounds, and why devices were idle.
+"""Report a simulated run step by step: makespan, efficiency against lower bounds, idle time by cause, staleness, memory.
 
-longest_sample   (t0 + t1) L + its part of training + an optimiser step     a token follows the one before it
+    History --report_of--> Report
+
+Bounds of a period:
+
+    longest_sample   (t0 + t1) L + its part of training + an optimiser step     a token follows the one before it
     work             device seconds of all tokens at the best rate and of all training, by all devices
     k_longest        of the rollout, with free migration    (`m2flow.rollout_scheduling.lower_bounds`)
     no_migration     of the rollout, each sample where it began
     critical_path    max_k (r_k + sum of the training of what is released from r_k on), r_k when a group may be done at the earliest
 
-What a period does is cut at its ends: of a sample that began before it or goes on after it the tokens in between count, of a task the
-share of its time. So the first four hold with any staleness; the last only where a step's samples are generated and trained in it.
-Fixed costs of micro-batches, switches, syncs and hops are left out, so none of them is above what any schedule on these seats can reach.
+A period counts what lies within its ends: the tokens in between of a sample that began earlier or goes on later, and the share of the time
+of a task. So the first four hold with any staleness; the last only if a step's samples are generated and trained in it. Fixed costs of
+micro-batches, switches, syncs and hops are left out, so no bound is above what some schedule on these seats can reach.
 
-History --report_of--> Report
-
-A step lasts from the end of the step before it to the end of its last call. With staleness, or with samples that are carried over,
-steps overlap: the numbers of a step are then those of the work done between these ends, and the names of its bounds say so
-(`..._between_releases`). No makespan may be below a bound of the same period, nor that of the whole run below the run's.
+A step lasts from the end of the step before it to the end of its last call. With staleness, or with carried samples, steps overlap: the
+numbers of a step are then those of the work done between these ends, and the names of its bounds say so (`..._between_releases`). A
+makespan below a bound of its period, or of the whole run, is an internal error.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ from m2flow.spec import ClusterSpec
 
 @dataclass(frozen=True)
 class Simulated:
-    """A run, and how long it took to simulate."""
+    """A simulated run, and the time that simulating it took."""
 
     history: History
     wall_s: float
@@ -95,13 +97,15 @@ def simulate(
     return Simulated(history, time.perf_counter() - started)
 
 
+# ---- lower bounds
+
 _ROUNDING = 1e-6
-"""Of a token, by sums of turns."""
+"""Tolerance in tokens for rounding in sums of turns."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Between two moments: times, and each worker's count of decode turns there."""
+    """A stretch of virtual time, with each worker's count of decode turns at both ends."""
 
     start_s: float
     end_s: float
@@ -110,7 +114,7 @@ class Span:
 
 
 def span_bounds(history: History, machines: Mapping[str, Machine], span: Span, *, is_self_contained: bool) -> dict[str, float]:
-    """Seconds by the bound's name.
+    """The lower bounds of a span in seconds, by name.
 
     Args:
         is_self_contained: what is trained in the span was generated in it, so that the order of both counts too.
@@ -146,7 +150,7 @@ def span_bounds(history: History, machines: Mapping[str, Machine], span: Span, *
 
 @dataclass(frozen=True)
 class _Update:
-    """An update call that was done in a span."""
+    """An update call whose work lies in a span."""
 
     cost: TrainCost
     ids: Sequence[int]
@@ -154,7 +158,7 @@ class _Update:
     has_stepped: bool
 
     def seconds(self, ids: Iterable[int]) -> float:
-        """Of training on these, without what a micro-batch takes by itself."""
+        """Seconds of training on these samples, without the fixed cost of micro-batches."""
         return self.cost.update.seconds([self.num_tokens[row] for row in ids], 0)
 
     @property
@@ -169,7 +173,7 @@ def _of_update(
     machines: Mapping[str, Machine],
     parts: Sequence[Sequence[int]],
 ) -> None:
-    """Raise the bounds by what training adds: a sample is trained on when it is done, and a part (a group) when all of it is."""
+    """Raise the bounds by the training: a sample is trained on when it is done, and a part (a group) when all of it is."""
     alone: dict[str, float] = {}
     for machine in machines.values():
         for role, cost in machine.decode.items():
@@ -187,7 +191,7 @@ def _of_update(
 
 
 def _updates(dids: Sequence[Did], history: History, machines: Mapping[str, Machine], span: Span) -> list[_Update]:
-    """The updates whose work lies in a span, one epoch of each."""
+    """The updates whose work lies in a span, each for one epoch."""
     rows: dict[int, list[int]] = {}
     costs: dict[int, TrainCost] = {}
     stepped: set[int] = set()
@@ -205,12 +209,12 @@ def _updates(dids: Sequence[Did], history: History, machines: Mapping[str, Machi
 
 
 def _whole(life: Life, before: float, after: float) -> int:
-    """Whole tokens between two counts of turns."""
+    """Whole tokens of a sample between two counts of turns."""
     return int(life.tokens_until(after) - life.tokens_until(before) + _ROUNDING)
 
 
 def _decode_device_s(pieces: Mapping[str, Sequence[tuple[Life, int]]], machines: Mapping[str, Machine], span: Span) -> float:
-    """Device seconds of tokens at the best rate, and of prefill that began in the span."""
+    """Device seconds of decoding at the best rate, and of prefill that began in the span."""
     total = 0.0
     for name, found in pieces.items():
         machine = machines[name]
@@ -243,61 +247,63 @@ def _train_device_s(dids: Sequence[Did], history: History, machines: Mapping[str
 
 
 def _best(costs: Iterable[DecodeCost]) -> DecodeModel:
-    """An instance that is as good as the best of several, in each respect."""
+    """A decode cost as good as the best of several in each respect."""
     known = list(costs)
     return DecodeModel(
         min(cost.step_s for cost in known), min(cost.sample_s for cost in known), max_batch=max(cost.max_running for cost in known)
     )
 
 
+# ---- report
+
 _TOLERANCE = 1e-7
-"""Relative, for sums in another order."""
+"""Relative tolerance, since the sums are taken in another order."""
 _GIB = 2**30
 BETWEEN = "_between_releases"
 
 
 class StepReport(msgspec.Struct, frozen=True):
-    """One step. Seconds of devices are summed over all of them."""
+    """The report of one step. Device seconds are summed over all devices."""
 
     makespan_s: float
     lower_bounds_s: dict[str, float]
     efficiency: float
-    """The highest bound by the makespan."""
+    """Highest bound divided by the makespan."""
     idle_s: dict[str, float]
-    """Device seconds by cause (`m2flow.simulator.simulation`)."""
+    """Idle device seconds by cause (`m2flow.simulator.simulation`)."""
     staleness: dict[str, int]
-    """Versions behind -> samples that were trained on in this step."""
+    """Versions behind -> samples trained on in this step."""
     trained_tokens: int
-    """Generated, of samples that were trained on, once whatever the epochs."""
+    """Generated tokens of samples that were trained on, counted once whatever the epochs."""
     wasted_tokens: int
-    """Generated for samples that are in no result."""
+    """Tokens generated for samples that are in no result."""
     peak_memory_gib: float
-    """Of the fullest device."""
+    """Memory of the fullest device."""
 
 
 class Report(msgspec.Struct, frozen=True):
-    """A whole run."""
+    """The report of a whole run."""
 
     steps: list[StepReport]
     num_events: int
     wall_s: float
-    """That simulating it took."""
+    """Seconds that simulating it took."""
 
 
 class RunTotals(msgspec.Struct, frozen=True):
-    """The steps of a run together."""
+    """Totals over the steps of a run."""
 
     makespan_s: float
     bound_s: float
-    """Of all steps: the sum of their highest bounds; where they overlap, the highest of the whole run."""
+    """Bound of all steps: the sum of their highest bounds; if they overlap, the highest of the whole run."""
     efficiency: float
     idle_s: dict[str, float]
     busy_share: float
-    """Of all device seconds."""
+    """Share of all device seconds that is work."""
 
 
 def report_of(simulated: Simulated, machines: Mapping[str, Machine], *, overlaps: bool) -> Report:
-    """The report of every step.
+    """Make the report of every step.
 
     Args:
         overlaps: steps may overlap: there is staleness.
@@ -315,7 +321,7 @@ def report_of(simulated: Simulated, machines: Mapping[str, Machine], *, overlaps
 
 
 def totals_of(report: Report, history: History, machines: Mapping[str, Machine], *, overlaps: bool) -> RunTotals:
-    """Of all steps of the loop; of a flow without one, of all.
+    """Add up the steps of the loop; of a flow without a loop, all periods.
 
     Raises:
         InternalError: the whole run is below a bound.
@@ -395,5 +401,5 @@ def _check(what: str, makespan_s: float, bounds: Mapping[str, float]) -> None:
 
 
 def _staleness_of(call: Call, version: int) -> int:
-    """How many versions a sample is behind what sequential execution would have used."""
+    """The number of versions that a sample is behind what sequential execution would have used."""
     return max(window(call)[1] - version, 0) if call.reads else 0

@@ -1,17 +1,15 @@
-"""A virtual worker: it is told what a real one is told, and says what a real one says, when a real one would.
+"""Simulate one worker: it takes the messages that a real worker takes, and sends the messages that a real one sends, when a real one would.
 
-begin, end --Paces--> how many times as long a kind of work takes on a worker now
+It mirrors `m2flow.micro.worker.worker`, message by message, and knows nothing that the scheduler does not tell it. Its tasks run one after
+the other, each when its rows are here; a generation only begins in turn, and then goes on concurrently.
 
-Of this machine alone (`ClusterSpec.pools` empty): devices of a pool have memory and caches of their own. Without such factors nothing is
-done here. Several engines of a kind slow others down as one does.
+Decoding. A turn decodes one token for each running sample; it takes `step_s + b sample_s` for each role with b samples, as in the worker's
+own loop. While no sample joins or leaves, all turns are alike, so the clock advances from one change to the next, however many tokens lie
+between. Prefill comes first and holds up decoding. Limits: a sample joins and leaves in the middle of a turn, so a turn may be shared; the
+context does not grow; nothing is preempted for lack of memory, since `max_running` is what fits at the mean length.
 
-A turn decodes one token for each sample that runs; it takes `step_s + b sample_s` for each role with b samples, as in the worker's
-own loop. While nobody joins or leaves, all turns are alike, so time goes on from one change to the next, however many tokens lie
-between. Prefill comes first and holds up those that decode. Limits: a sample joins and leaves in the middle of a turn, so a turn may be
-shared; the context does not grow; nobody is preempted for want of memory, since `max_running` is what fits at the mean length.
-
-Its tasks go one after the other, each when its rows are here; a generation only begins in turn, and then goes on beside the others. It
-mirrors `m2flow.micro.worker.worker`, message by message, and knows nothing that the scheduler does not tell it.
+Interference (`Paces`). On this machine (`ClusterSpec.pools` empty) concurrent work slows other work down by a factor; several engines of a
+kind as much as one. Devices of a pool have memory and caches of their own, and don't interfere.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ Action = Callable[[], None]
 
 @final
 class Clock:
-    """Starts at 0 seconds."""
+    """A virtual clock with a queue of actions. Starts at 0 seconds."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -48,49 +46,49 @@ class Clock:
         self._heap: list[tuple[float, int, Action]] = []
 
     def at(self, when_s: float, action: Action) -> None:
-        """Do this then; at once if that is past."""
+        """Schedule an action; at once if the time is past."""
         self.num_events += 1
         heapq.heappush(self._heap, (max(when_s, self.now_s), self.num_events, action))
 
     @property
     def next_s(self) -> float | None:
-        """When the next thing happens; None: nothing does."""
+        """Time of the next action; None: there is none."""
         return self._heap[0][0] if self._heap else None
 
     def turn(self) -> None:
-        """Go on to the next thing, and do it."""
+        """Advance to the next action, and run it."""
         self.now_s, _, action = heapq.heappop(self._heap)
         action()
 
 
 Hop = Callable[[int, str, str], float]
-"""Seconds for so many bytes from one worker to another."""
+"""(bytes, source, target) -> seconds to send so many bytes from one worker to another."""
 
 TOKEN_BYTES = 16
-"""Of a sample's columns: id, log-probability and version 4 each, two masks, and about 2 of text."""
+"""Bytes of a sample's columns for each token: id, log-probability and version 4 each, two masks, and about 2 of text."""
 ROW_BYTES = 32
-"""Of a row besides its tokens: identity and a number or two."""
+"""Bytes of a row besides its tokens: identity and a number or two."""
 
 
 @final
 class Rows:
-    """By call, place and identity: the time from which a row is there."""
+    """The times from which rows are available, by call, worker and identity."""
 
     def __init__(self, hop_s: Hop) -> None:
         self._hop_s = hop_s
         self._there: dict[int, dict[str, dict[int, float]]] = {}
 
     def made(self, call: int, ids: Iterable[int], place: str, now_s: float) -> None:
-        """A call's rows come into being."""
+        """Note that a call's rows are made."""
         self._there.setdefault(call, {}).setdefault(place, {}).update(dict.fromkeys(ids, now_s))
 
     def adopted(self, call: int, drawn: int, ids: Iterable[int], place: str) -> None:
-        """Rows of one call are another's too."""
+        """Note that rows of one call belong to another one too."""
         here = self._at(drawn, place)
         self._there.setdefault(call, {}).setdefault(place, {}).update((row, here[row]) for row in ids)
 
     def send(self, call: int, ids: Iterable[int], source: str, target: str, now_s: float, num_tokens: Callable[[int], int]) -> None:
-        """Rows go from one place to another; what is still on its way to the source goes on from there."""
+        """Send rows from one worker to another; rows still on their way to the source are sent on from there."""
         if source == target:
             return
         ids = list(ids)
@@ -103,7 +101,7 @@ class Rows:
         there.update(dict.fromkeys(ids, start_s + self._hop_s(num_bytes, source, target)))
 
     def ready_s(self, call: int, ids: Iterable[int], place: str) -> float:
-        """When all of these are there.
+        """Time at which all of these rows are available.
 
         Raises:
             InternalError: one was never sent.
@@ -118,13 +116,13 @@ class Rows:
         self._there.get(call, {}).pop(place, None)
 
     def written_down(self, place: str, ledger: str, now_s: float) -> None:
-        """What is at a place can be read back from where it wrote it down."""
+        """Make the rows of a worker available from where it wrote them down."""
         for places in self._there.values():
             here = [row for row, since_s in places.get(place, {}).items() if since_s <= now_s]
             places.setdefault(ledger, {}).update(dict.fromkeys(here, now_s))
 
     def lost(self, place: str) -> None:
-        """All that was at a place is gone."""
+        """Remove all rows of a lost worker."""
         for places in self._there.values():
             places.pop(place, None)
 
@@ -137,13 +135,13 @@ Slowdown = Callable[[Kind, Kind], float]
 
 
 def undisturbed(kind: Kind, beside: Kind) -> float:
-    """Nobody slows anybody down."""
+    """A slowdown without any interference."""
     return 1.0
 
 
 @final
 class Paces:
-    """Who works, and what that does to the others."""
+    """Tracks who works, and how much that slows others down."""
 
     def __init__(self, slowdown: Slowdown, workers: Iterable[str]) -> None:
         kinds: tuple[Kind, ...] = get_args(Kind)
@@ -152,13 +150,13 @@ class Paces:
         self._busy: dict[str, Counter[Kind]] = {worker: Counter() for worker in workers}
 
     def change(self, worker: str, kind: Kind, by: int) -> bool:
-        """So many more pieces of this kind of work are under way on a worker. Whether others may have another pace now."""
+        """Add `by` tasks of a kind on a worker, and return whether the pace of others may have changed."""
         before = self._busy[worker][kind]
         self._busy[worker][kind] += by
         return self.has_any and bool(before) != bool(before + by)
 
     def of(self, worker: str, kind: Kind) -> float:
-        """How many times as long as alone this kind of work takes on a worker now."""
+        """Factor by which this kind of work takes longer on a worker now than alone."""
         if not self.has_any or kind == "function":
             return 1.0
         others = {beside for name, busy in self._busy.items() if name != worker for beside, count in busy.items() if count > 0}
@@ -172,41 +170,41 @@ _NEAR = 1e-9
 
 @dataclass
 class Life:
-    """A sample on a worker. Turns, not seconds: `begun` and `ended` say how many tokens lie between, also of a part of it."""
+    """A sample on a worker. `begun` and `ended` are in turns, not seconds: they give the number of tokens of any part of it."""
 
     id: int
     role: str
     call: int
     task: int
     num_tokens: int
-    """To generate here."""
+    """Tokens to generate here."""
     prefill_tokens: int
     added_s: float
     begun: float = -1.0
     begun_s: float = 0.0
     ended: float = -1.0
-    """-1: it runs."""
+    """-1 while it runs."""
     ended_s: float = -1.0
     is_wasted: bool = False
-    """What it has generated is for nothing."""
+    """Whether its tokens are wasted."""
     num_kept: int = 0
-    """Of a wasted one: tokens that another goes on from all the same."""
+    """Tokens of a wasted sample that another one goes on from all the same."""
     version: int = 0
-    """Of the weights that generate it."""
+    """Version of the weights that generate it."""
     before: tuple[VersionSpan, ...] = ()
-    """Of its tokens from earlier lives, which it goes on from."""
+    """Its tokens from earlier workers or turns, which it goes on from."""
     is_over: bool = False
-    """Ended or given up."""
+    """Whether it has ended or been given up."""
 
     def stretches(self, num_tokens: int) -> tuple[VersionSpan, ...]:
-        """Of all its tokens, if it has made so many here."""
+        """The version spans of all its tokens, if `num_tokens` of these were made here."""
         *earlier, last = self.before or (VersionSpan(0, self.version),)
         if last.version == self.version:
             return *earlier, VersionSpan(last.num_tokens + num_tokens, self.version)
         return *self.before, VersionSpan(num_tokens, self.version)
 
     def tokens_until(self, turn: float) -> float:
-        """Tokens that it had when the worker's count of turns stood here."""
+        """Tokens that it had at this count of turns."""
         if self.begun < 0:
             return 0.0
         last = turn if self.ended < 0 else min(turn, self.ended)
@@ -214,7 +212,7 @@ class Life:
 
 
 def report_of(role: str, lives: Sequence[Life], turns: float, kv_capacity: int) -> m.Load:
-    """What an engine says of its samples when the worker's count of turns stands here."""
+    """The load report of an engine at this count of turns."""
     tokens = [int(life.tokens_until(turns)) + sum(stretch.num_tokens for stretch in life.before) for life in lives]
     running = [life.begun >= 0 for life in lives]
     held = sum(life.prefill_tokens + count for life, count, runs in zip(lives, tokens, running, strict=True) if runs)
@@ -223,15 +221,15 @@ def report_of(role: str, lives: Sequence[Life], turns: float, kv_capacity: int) 
 
 @final
 class Decoding:
-    """The samples of one worker."""
+    """Decodes the samples of one worker, turn by turn."""
 
     def __init__(self, costs: Mapping[str, DecodeCost]) -> None:
         self._costs = costs
         self.turns = 0.0
-        """Up to the last change."""
+        """Count of turns at the last change."""
         self._last_s = 0.0
         self._held_s = 0.0
-        """Prefill, and other work of the process, that is still to be done before the next turn."""
+        """Seconds of prefill and other work of the process that come before the next turn."""
         self._running: dict[str, list[tuple[float, int, Life]]] = {role: [] for role in costs}
         self._num_running = dict.fromkeys(costs, 0)
         self._waiting: dict[str, deque[Life]] = {role: deque() for role in costs}
@@ -245,29 +243,29 @@ class Decoding:
 
     @property
     def turn_s(self) -> float:
-        """A turn lasts so long now; 0 if nobody decodes."""
+        """Seconds of a turn now; 0 if nothing decodes."""
         return self._turn_s
 
     @property
     def is_empty(self) -> bool:
-        """Nobody decodes or waits to."""
+        """Whether no sample decodes or waits."""
         return not self.num_running and not any(self._waiting.values())
 
     def add(self, lives: Iterable[Life], now_s: float) -> None:
-        """Samples come in; those that find room begin."""
+        """Add samples; those that there is room for begin."""
         self.advance(now_s)
         for life in lives:
             self._waiting[life.role].append(life)
         self._admit(now_s)
 
     def hold(self, seconds: float, now_s: float) -> None:
-        """The process does something else for so long."""
+        """Delay decoding by other work of the process."""
         if self.num_running:
             self.advance(now_s)
             self._held_s += seconds
 
     def set_pace(self, factor: float, now_s: float) -> None:
-        """Turns take so many times as long from now on: others work beside it."""
+        """Set the factor by which turns take longer from now on, because of concurrent work."""
         if factor != self._pace:
             self.advance(now_s)
             self._turn_s *= factor / self._pace
@@ -279,12 +277,12 @@ class Decoding:
         return self.turns
 
     def next_s(self) -> float | None:
-        """When the next sample ends, if nothing changes."""
+        """Time at which the next sample ends, if nothing changes."""
         nearest = min((heap[0][0] for heap in self._live_heaps()), default=None)
         return None if nearest is None else self._last_s + self._held_s + max(nearest - self.turns, 0.0) * self._turn_s
 
     def finished(self, now_s: float) -> list[Life]:
-        """Those that end now, when `next_s` said that somebody would."""
+        """Remove and return the samples that end now, at the time of `next_s`."""
         nearest = min(heap[0][0] for heap in self._live_heaps())
         self._last_s, self._held_s, self.turns = now_s, 0.0, max(nearest, self.turns)
         ended: list[tuple[int, Life]] = []
@@ -298,7 +296,7 @@ class Decoding:
         return [life for _, life in sorted(ended, key=lambda pair: pair[0])]
 
     def give_up(self, lives: Iterable[Life], now_s: float) -> None:
-        """These are aborted: what they have is kept in `ended`."""
+        """Abort samples; `ended` keeps the tokens that they have."""
         self.advance(now_s)
         for life in lives:
             if life.begun >= 0:
@@ -310,7 +308,7 @@ class Decoding:
         self._admit(now_s)
 
     def advance(self, now_s: float) -> None:
-        """Let the turns up to now go by."""
+        """Count the turns up to now."""
         passed = now_s - self._last_s
         self._last_s = now_s
         held = min(self._held_s, passed)
@@ -334,7 +332,7 @@ class Decoding:
                 heapq.heappush(self._running[role], (self.turns + life.num_tokens, self._num_added, life))
         self._turn_s = self._pace * sum(self._costs[role].seconds(count) for role, count in self._num_running.items() if count)
         if not self._turn_s:
-            self._held_s = 0.0  # Prefill for samples that were all given up.
+            self._held_s = 0.0  # Prefill of samples that were all given up.
 
     def _live_heaps(self) -> list[list[tuple[float, int, Life]]]:
         for heap in self._running.values():
@@ -344,7 +342,7 @@ class Decoding:
 
 
 class Surroundings(Protocol):
-    """What a worker has around it."""
+    """What a virtual worker needs from the simulation."""
 
     clock: Clock
     rows: Rows
@@ -353,38 +351,38 @@ class Surroundings(Protocol):
     def call(self, ordinal: int) -> Call: ...
 
     def num_tokens(self, packed: int) -> int:
-        """Of a row that is there: a sample's prompt and response, a dataset's texts."""
+        """Tokens of an available row: a sample's prompt and response, or a dataset's texts."""
 
     def function_cost(self, call: Call) -> FunctionCost | None:
-        """None: it takes no time that counts."""
+        """The cost of a function; None if it takes no time that counts."""
 
     def say(self, worker: str, message: m.WorkerReport) -> None:
-        """The controller hears it when the worker has done what it does now."""
+        """Send a message to the controller, after what the worker does now."""
 
     def started(self, worker: str, task: m.Task, seconds: float) -> None:
-        """A task that is no generation begins, and will take so long."""
+        """Note that a task other than a generation begins, and how long it takes."""
 
     def ended(self, worker: str, task: m.Task) -> None: ...
 
     def stopped(self, packed: int) -> tuple[VersionSpan, ...]:
-        """The tokens of a sample that was stopped, when it was."""
+        """The tokens of a sample at the time when it was stopped."""
 
     def is_lost(self, process: str) -> bool:
         """Whether this process of a worker is gone; another one may have taken its place."""
 
     def keep(self, ids: Iterable[int], stretches: Iterable[tuple[VersionSpan, ...]]) -> None:
-        """Samples were stopped and may go on."""
+        """Note samples that were stopped and may go on."""
 
     def generating(self, worker: str, num_lives: int) -> None:
-        """How many samples the worker has, waiting ones too, has changed by so many."""
+        """Add to the number of samples that the worker has, waiting ones included."""
 
     def pace(self, worker: str, kind: Kind) -> float:
-        """How many times as long as alone this kind of work takes there now."""
+        """Factor by which this kind of work takes longer there now than alone."""
 
 
 @final
 class VirtualWorker:
-    """One of the plan's."""
+    """One worker of the plan, simulated."""
 
     def __init__(self, machine: Machine, around: Surroundings, *, report_every: int = 0) -> None:
         """
@@ -403,17 +401,17 @@ class VirtualWorker:
         self._queue: deque[m.Task] = deque()
         self._current: m.Task | None = None
         self._left_to_do_s = 0.0
-        """Of the task in hand, alone, from `_since_s` on, when its pace last changed."""
+        """Seconds left of the current task at full speed, as of `_since_s`, when its pace last changed."""
         self._since_s = 0.0
         self._pace = 1.0
         self._num_begun = 0
         self._generations: dict[int, tuple[m.Generate, dict[int, Life]]] = {}
         self._alarm = 0
         self._turn = ROLLOUT
-        """Of its lease, that has the devices here."""
+        """The turn of its lease that has the devices here."""
         self._held: dict[str, int] = {}
         self._finished: list[Life] = []
-        """Samples that wait for others, to leave together."""
+        """Finished samples that wait for others, to be reported together."""
         self._left_s = float("-inf")
         self._handlers: Mapping[type, Callable[[m.Task], float]] = {
             m.RunFunction: self._perform_s,
@@ -428,7 +426,7 @@ class VirtualWorker:
         }
 
     def told(self, message: m.ToWorker) -> None:
-        """A message of the controller."""
+        """Receive a message of the controller."""
         if self.is_lost:
             return
         around = self._around
@@ -453,7 +451,7 @@ class VirtualWorker:
                 self._wake()
 
     def flushed(self, every_tokens: int = RunSettings().flush_tokens) -> list[m.Flushed]:
-        """What it has written down of its running samples, each time that one had got so many tokens more."""
+        """What it has written of its samples in flight, each after every so many tokens."""
         around, found = self._around, dict[int, list[tuple[int, tuple[VersionSpan, ...]]]]()
         turns = self.decoding.turns_at(around.clock.now_s) if self.machine.decode else 0.0
         for task, left in self._generations.values():
@@ -464,7 +462,7 @@ class VirtualWorker:
         return [m.Flushed(call, *self._kept(call, samples), ("", 0, 0, 0)) for call, samples in found.items()]
 
     def lose(self) -> None:
-        """The machine fails: nothing that it does is heard of any more."""
+        """Fail: nothing that it does is heard of any more."""
         self.is_lost = True
         self._queue.clear()
         lives = [life for _, left in self._generations.values() for life in left.values()]
@@ -479,16 +477,16 @@ class VirtualWorker:
             self._around.ended(self.name, task)
 
     def come_back(self) -> None:
-        """A new process, which has nothing."""
+        """Restart as a new process, which has nothing."""
         self.is_lost = False
         self._turn = ROLLOUT
         self._held.clear()
         self._finished.clear()
 
-    # Tasks
+    # ---- tasks
 
     def _wake(self) -> None:
-        """Begin what can begin."""
+        """Begin the tasks that can begin."""
         around, clock = self._around, self._around.clock
         while self._queue and self._current is None and not self.is_lost:
             task = self._queue[0]
@@ -509,7 +507,7 @@ class VirtualWorker:
             self._set_end()
 
     def paced(self) -> None:
-        """What others do may have changed how fast this worker is."""
+        """Adjust to what others do, which may have changed the pace of this worker."""
         around, now_s = self._around, self._around.clock.now_s
         if self.machine.decode:
             self.decoding.set_pace(around.pace(self.name, "rollout"), now_s)
@@ -552,7 +550,7 @@ class VirtualWorker:
         self._wake()
 
     def _ready_s(self, task: m.Task) -> float:
-        """When its rows are here."""
+        """Time at which a task's rows are available."""
         rows = self._around.rows
         if isinstance(task, m.Generate):
             if task.aborted_by >= 0:
@@ -578,7 +576,7 @@ class VirtualWorker:
         return self._trainer(task).update.seconds(self._lengths(task.ids))
 
     def _perform_s(self, task: m.Task) -> float:
-        """A forward pass; or the units of a function, shared out over as many hands as the process has."""
+        """Seconds of a forward pass, or of the units of a function over as many concurrent slots as the process has."""
         assert isinstance(task, m.RunFunction)
         call = self._around.call(task.call)
         if call.engine == "train":
@@ -603,7 +601,7 @@ class VirtualWorker:
         return [tuple(ids)]
 
     def _deliver(self, task: m.RunFunction) -> float | None:
-        """A call's rows are made; or its one value."""
+        """Make a call's rows, or its single value."""
         around = self._around
         call = around.call(task.call)
         if not call.is_aligned:
@@ -637,7 +635,7 @@ class VirtualWorker:
         generated = list(num_generated) or blank
         around.say(self.name, m.Finished(number, call, ids, num_tokens, generated, [], blank, [], None, list(dropped), list(stretches)))
 
-    # Generation
+    # ---- generation
 
     def _generate(self, task: m.Generate) -> None:
         around = self._around
@@ -645,7 +643,7 @@ class VirtualWorker:
         lives: dict[int, Life] = {}
         last_group = -1
         for row in task.ids:
-            prefill = around.drawn.prompt_tokens(row) if group_key(row) != last_group else 0  # Siblings share their prompt's cache.
+            prefill = around.drawn.prompt_tokens(row) if group_key(row) != last_group else 0  # Siblings share the KV cache of their prompt.
             last_group = group_key(row)
             before = around.stopped(row) if task.aborted_by >= 0 else ()
             had = sum(stretch.num_tokens for stretch in before)
@@ -661,7 +659,7 @@ class VirtualWorker:
         self._set_alarm()
 
     def _report_later(self) -> None:
-        """Say how full the engines are after so many turns, as they are now."""
+        """Schedule a load report after so many turns."""
         turn_s = sum(cost.seconds(1) for cost in self.machine.decode.values())
         if self._report_every and not self._is_reporting and self._generations and turn_s:
             self._is_reporting = True
@@ -681,7 +679,7 @@ class VirtualWorker:
         self._report_later()
 
     def _set_alarm(self) -> None:
-        """Be woken when the next sample ends, unless something changes before."""
+        """Schedule an action for when the next sample ends; any change before then replaces it."""
         self._alarm += 1
         number, when_s = self._alarm, self.decoding.next_s()
         if when_s is not None:
@@ -700,7 +698,7 @@ class VirtualWorker:
         self._set_alarm()
 
     def _hand_over(self) -> None:
-        """What has finished leaves, which takes the process some time."""
+        """Report finished samples, which takes the process some time."""
         leaving, self._finished = [life for life in self._finished if life.task in self._generations], []
         if not leaving or self.is_lost:
             return
@@ -735,7 +733,7 @@ class VirtualWorker:
                 around.say(self.name, m.TaskDone(number))
 
     def _yield(self, call: int, ids: Sequence[int]) -> None:
-        """Stop these samples, those that have not finished; what has tokens goes on from them elsewhere."""
+        """Preempt these samples, except finished ones; those with tokens go on from them elsewhere."""
         around, turns = self._around, self.decoding.turns_at(self._around.clock.now_s)
         gone = {
             row: (number, left.pop(row))
@@ -757,7 +755,7 @@ class VirtualWorker:
         self._set_alarm()
 
     def _stop(self, call: int) -> None:
-        """Stop what runs for a call; what has tokens is kept, and reported, as is what has finished by now."""
+        """Stop the samples of a call; what has tokens is kept and reported, and so is what has finished by now."""
         around, now_s = self._around, self._around.clock.now_s
         done, self._finished = [f for f in self._finished if f.call == call], [f for f in self._finished if f.call != call]
         if done:
@@ -778,7 +776,7 @@ class VirtualWorker:
     def _kept(
         self, call: int, samples: Sequence[tuple[int, tuple[VersionSpan, ...]]]
     ) -> tuple[list[int], list[int], list[int], list[tuple[VersionSpan, ...]]]:
-        """Samples that may go on from here: who they are, all tokens and those generated, and stretches."""
+        """Keep stopped samples that may go on: identities, all tokens, generated tokens, and version spans."""
         around = self._around
         ids, stretches = [row for row, _ in samples], [of for _, of in samples]
         around.keep(ids, stretches)
@@ -787,7 +785,7 @@ class VirtualWorker:
         return ids, [around.drawn.prompt_tokens(row) + count for row, count in zip(ids, generated, strict=True)], generated, stretches
 
     def _abort(self, call: int) -> None:
-        """Give up what runs or waits for a call. Its tasks end as done."""
+        """Abort the samples and queued tasks of a call. Its tasks end as done."""
         around = self._around
         for number in [number for number, (task, _) in self._generations.items() if task.call == call]:
             _, left = self._generations.pop(number)
