@@ -711,7 +711,7 @@ def run_planned(
             for planned in plan.workers:
                 trained = [slot.role for slot in planned.engines if slot.kind == "train"]
                 world.answer.weights |= {
-                    role: world._workers[planned.name][0].bench.save(role, f"{save_to or directory}/{role}") for role in trained
+                    role: world._workers[planned.name][0].engine_host.save(role, f"{save_to or directory}/{role}") for role in trained
                 }
         finally:
             world.close()

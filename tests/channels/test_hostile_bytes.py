@@ -357,9 +357,9 @@ def test_whatever_bytes_a_stranger_says_a_control_link_takes_the_next_message(pl
 
 
 def test_whatever_bytes_a_stranger_says_the_ranks_of_a_trainer_meet(tmp_path):
-    meeting = str(tmp_path / "gang")
-    gang = RankGroup(RankGroupSettings(num_ranks=2, meeting=meeting), "secret")
-    opening = threading.Thread(target=gang.open)
+    meeting = str(tmp_path / "rank_group")
+    rank_group = RankGroup(RankGroupSettings(num_ranks=2, meeting=meeting), "secret")
+    opening = threading.Thread(target=rank_group.open)
     opening.start()
     while not Path(meeting).exists():
         time.sleep(0.01)
@@ -380,7 +380,7 @@ def test_whatever_bytes_a_stranger_says_the_ranks_of_a_trainer_meet(tmp_path):
                 say(link, Here(1))
                 opening.join(30.0)
                 assert not opening.is_alive()
-                gang.close()
+                rank_group.close()
                 assert isinstance(heard(link), End)
     for stranger in strangers:
         stranger.close()

@@ -92,8 +92,8 @@ def test_analyze_shows_what_workers_took(tmp_path: Path) -> None:
 
 def test_a_worker_says_the_most_that_its_process_has_taken_and_again_only_when_it_is_more() -> None:
     recorder = Recorder("rollout-0")
-    bench = EngineHost((), {}, {}, run_seed=0, recorder=recorder, shared_prefix="")
-    gauges = Gauges(recorder, bench)
+    engine_host = EngineHost((), {}, {}, run_seed=0, recorder=recorder, shared_prefix="")
+    gauges = Gauges(recorder, engine_host)
     before, of = peak_bytes()
     gauges.record({})
     held = bytearray(b"1") * (64 << 20)

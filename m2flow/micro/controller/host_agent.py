@@ -111,7 +111,7 @@ class Agent:
         with contextlib.suppress(OSError):  # Ray gives its workers the lowest priorities, for the sake of its own processes.
             os.setpriority(os.PRIO_PROCESS, 0, 0)
         settings = self._here(sent)
-        pipes = [os.pipe() for _ in range(settings.gang.num_ranks)]
+        pipes = [os.pipe() for _ in range(settings.rank_group.num_ranks)]
         try:
             cwd = sent.cwd if os.path.isdir(sent.cwd) else None
             outputs, path = [writing for _, writing in pipes], os.environ.get("PYTHONPATH", "")
@@ -168,7 +168,7 @@ class Agent:
         settings = sent.settings
         remove_leftovers()
         prefix = f"m2flow-{secrets.token_hex(4)}"
-        self._directory = tempfile.mkdtemp(prefix="m2flow-") if settings.gang.num_ranks > 1 else ""
+        self._directory = tempfile.mkdtemp(prefix="m2flow-") if settings.rank_group.num_ranks > 1 else ""
         self._claim = ResourceClaim(prefix, self._directory, settings.weights.directory)
         self._claim.open()
         models = {role: _found(model, sent.flow_directory) for role, model in settings.models.items()}

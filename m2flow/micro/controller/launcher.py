@@ -64,9 +64,9 @@ def spawn(
         "PYTHONUNBUFFERED": "1",
         **({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}),
     }
-    module = "m2flow.micro.worker.rank_process" if settings.gang.rank else "m2flow.micro.worker.worker_process"
+    module = "m2flow.micro.worker.rank_process" if settings.rank_group.rank else "m2flow.micro.worker.worker_process"
     process = subprocess.Popen(
-        [sys.executable, "-m", module, rank_tag(settings.tag, settings.gang.rank)],  # The name is shown by `ps`.
+        [sys.executable, "-m", module, rank_tag(settings.tag, settings.rank_group.rank)],  # The name is shown by `ps`.
         stdin=subprocess.PIPE,
         stdout=output,
         stderr=subprocess.STDOUT,
@@ -129,13 +129,15 @@ def start(
     Raises:
         EngineError: there are fewer GPUs than ranks.
     """
-    count = settings.gang.num_ranks
+    count = settings.rank_group.num_ranks
     if count == 1:
         return Processes([spawn(settings, token, outputs[0], path=path, cwd=cwd, gpus=gpus)])
     place = Path(directory) / settings.tag
     device, seen = gpus_of_ranks(settings.name, settings.device, count, gpus or os.environ.get("CUDA_VISIBLE_DEVICES", ""))
-    gang = msgspec.structs.replace(settings.gang, meeting=f"{place}.gang", rendezvous=f"file://{place}.meeting")
-    ranks = [msgspec.structs.replace(settings, device=device, gang=msgspec.structs.replace(gang, rank=rank)) for rank in range(count)]
+    rank_group = msgspec.structs.replace(settings.rank_group, meeting=f"{place}.ranks", rendezvous=f"file://{place}.meeting")
+    ranks = [
+        msgspec.structs.replace(settings, device=device, rank_group=msgspec.structs.replace(rank_group, rank=rank)) for rank in range(count)
+    ]
     pairs = zip(ranks, outputs, seen, strict=True)
     return Processes([spawn(its, token, output, path=path, cwd=cwd, gpus=own) for its, output, own in pairs])
 
@@ -336,7 +338,7 @@ class Launcher(ABC):
             parent=os.getpid(),
             incarnation=incarnation,
             takes_turns=bool(worker.lease),
-            gang=RankGroupSettings(num_ranks=worker.ranks, parts=self._spec.train.parts),
+            rank_group=RankGroupSettings(num_ranks=worker.ranks, parts=self._spec.train.parts),
             transports={route.target: route.transport for route in self._plan.routes if route.source == worker.name != route.target},
             takes_pairs=any(route.target == worker.name and route.transport in PAIRS for route in self._plan.routes),
             shared_bytes=self._spec.channels.shared_bytes,

@@ -1,21 +1,21 @@
-"""The engines of one process, and what can be done with them, chunk by chunk.
+"""Host the engines of one process and do tasks on them chunk by chunk: generate, run functions, accumulate gradients, sync weights, take
+turns.
 
-engine.memory() --offload, rest or onload--> engine.memory():   the difference is what moved
-    samples that leave a rollout engine --Draining--> how long it ran out of them before it left
+A worker does its tasks here; the eager executor does whole calls here. Inputs come as batches and results leave as batches: where they
+come from and where they go is the caller's business.
 
-On a CPU the device is the host, and little moves: a rollout engine's cache is freed, weights stay where they are.
+Shared trainers (`shared_trainer_of`, `lender_of`), only where the engines have the same turn, since offloading frees the memory of both:
 
-Reference(path), Reference(path)                      one engine, loaded once
+    Reference(path), Reference(path)                      one engine, loaded once
     Policy(path, lora=...), Reference(path)               the reference computes from the policy's weights, without its adapters
     Policy(path, lora=...), Reference(policy)             likewise, with the adapters that the policy had
 
-All only where the engines have the same turn: what leaves a device takes its memory with it.
+Onload and offload are recorded with the bytes that moved, the difference of `engine.memory()`. On a CPU the device is the host and little
+moves: a rollout engine's cache is freed, weights stay where they are. `Draining` records how long a rollout engine was running out of
+samples before its turn ended. `Gauges` records counters:
 
-A worker does its tasks here; the eager interpreter does whole calls here. Inputs come as batches and results leave as batches:
-where they are from and where they go is the caller's.
-
-engines, Outbox.statistics --Gauges.record--> "running, policy", "kv tokens, policy", "tokens/s", "channel to NAME: samples", ...
-the process                                   "peak memory bytes", "peak gpu memory bytes"
+    engines, Outbox.statistics --Gauges.record--> "running, policy", "kv tokens, policy", "tokens/s", "channel to NAME: samples", ...
+    the process                                   "peak memory bytes", "peak gpu memory bytes"
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from m2flow.samples import Batch
 
 
 def add(engine: RolloutEngine, requests: Sequence[Request]) -> None:
-    """Queue requests. If one does not fit, none is queued, and the error knows which it was."""
+    """Queue requests in an engine. If one does not fit, none is queued, and the error names it."""
     try:
         engine.add(requests)
     except PromptTooLong as error:
@@ -71,19 +71,19 @@ def add(engine: RolloutEngine, requests: Sequence[Request]) -> None:
 
 @final
 class Draining:
-    """Of the rollout engines of one process: since when each has had nothing to put in the place of a sample that left."""
+    """Record for each rollout engine of a process the time from when samples that left were not replaced until its turn ended."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._open: dict[str, list[int]] = {}
-        """Role -> since when; how many have ended since, and how many were stopped."""
+        """Role -> start in ns, number of samples ended since, number of samples stopped since."""
 
     def given(self, role: str) -> None:
-        """The engine got more samples: it goes on."""
+        """Note that the engine got more samples: it is not draining."""
         self._open.pop(role, None)
 
     def left(self, role: str, engine: RolloutEngine, at_ns: int, *, num_ended: int = 0, num_stopped: int = 0) -> None:
-        """Samples left the engine then: ended, or stopped before their end."""
+        """Note samples that left the engine at `at_ns`, ended or stopped before their end."""
         if not num_ended + num_stopped:
             return
         if role not in self._open:
@@ -94,24 +94,24 @@ class Draining:
         self._open[role][2] += num_stopped
 
     def over(self, role: str) -> None:
-        """The engine is about to leave its devices."""
+        """Record the drain: the engine is about to be offloaded."""
         if (found := self._open.pop(role, None)) is not None:
             start, num_ended, num_stopped = found
             self._recorder.add(SpanName.DRAIN, start, now_ns(), label=f"{role} rollout", num_drained=num_ended, num_aborted=num_stopped)
 
 
-def leave(recorder: Recorder, slot: EngineSlot, engine: Engine) -> None:
-    """The devices are others' now."""
+def offload(recorder: Recorder, slot: EngineSlot, engine: Engine) -> None:
+    """Offload an engine, or only its working memory if it stays on its devices, and record what moved."""
     _moved(recorder, SpanName.OFFLOAD, slot, engine, engine.rest if slot.stays else engine.offload)
 
 
-def come(recorder: Recorder, slot: EngineSlot, engine: Engine) -> None:
-    """The devices are this engine's."""
+def onload(recorder: Recorder, slot: EngineSlot, engine: Engine) -> None:
+    """Onload an engine and record what moved."""
     _moved(recorder, SpanName.ONLOAD, slot, engine, engine.onload)
 
 
 def shrink_kv_cache(recorder: Recorder, slot: EngineSlot, engine: RolloutEngine) -> None:
-    """Others come to the devices while this one still has samples there."""
+    """Shrink a rollout engine's KV cache to what runs, because others come to its devices meanwhile."""
     _moved(recorder, SpanName.OFFLOAD, slot, engine, engine.shrink_kv_cache, " unused cache")
 
 
@@ -134,39 +134,39 @@ class Generation:
 
 
 @dataclass(frozen=True)
-class Growing:
-    """A sample that an engine has."""
+class InflightSample:
+    """A sample that is in a rollout engine."""
 
     call: Call
-    """The one that it is generated for."""
+    """The call that it is generated for."""
     drawn: Call
-    """The one whose sample it is."""
+    """The call that drew it; an earlier one for partial rollouts."""
     prompts: Batch
     row: int
-    """Of its prompt in `prompts`."""
+    """Row of its prompt in `prompts`."""
     seed: int
     start_ns: int
     had: int
-    """Tokens that it came with."""
+    """Tokens that it had when it was queued."""
     waited_us: int
-    """Before it came."""
+    """Queueing time before it was sent here, in microseconds."""
 
 
-def rows_of(generated: Sequence[Generated], growing: Sequence[Growing]) -> Batch:
-    """The rows of samples, finished or not."""
+def rows_of(generated: Sequence[Generated], growing: Sequence[InflightSample]) -> Batch:
+    """Make the rows of samples, finished or not."""
     prompts = Batch.concat([g.prompts.take([g.row]) for g in growing])
     seeds = {g.id: s.seed for g, s in zip(generated, growing, strict=True)}
     return execute.responses([g.drawn for g in growing], generated, prompts, seeds)
 
 
-def twin_of(slot: EngineSlot, slots: Sequence[EngineSlot], models: Mapping[str, Model]) -> str | None:
-    """The first role before this one, in the process's order, whose trainer is the very same, for ever; None if there is none."""
+def shared_trainer_of(slot: EngineSlot, slots: Sequence[EngineSlot], models: Mapping[str, Model]) -> str | None:
+    """Return the first role before this one whose frozen trainer is identical and can be shared; None if there is none."""
     before = _alike(slot, slots[: slots.index(slot)])
     return next((one.role for one in before if models[one.role] == models[slot.role] and models[slot.role].is_frozen), None)
 
 
 def lender_of(slot: EngineSlot, slots: Sequence[EngineSlot], models: Mapping[str, Model]) -> str | None:
-    """The role of a policy with adapters, from whose weights this one's model can be computed; None if there is none."""
+    """Return the role of a LoRA policy from whose weights this role's model can be computed; None if there is none."""
     own = models.get(slot.role)
     if slot.kind != "train" or own is None or own.is_policy:
         return None
@@ -180,7 +180,7 @@ def lender_of(slot: EngineSlot, slots: Sequence[EngineSlot], models: Mapping[str
 
 
 def _alike(slot: EngineSlot, slots: Sequence[EngineSlot]) -> list[EngineSlot]:
-    """Trainers of other roles, by the same engine, in the same turn."""
+    """Return the trainers of other roles with the same engine and the same turn."""
     same = (slot.kind, slot.engine, slot.takes_turn, slot.stays)
     return [one for one in slots if one.role != slot.role and (one.kind, one.engine, one.takes_turn, one.stays) == same]
 
@@ -189,7 +189,7 @@ E = TypeVar("E")
 
 
 class EngineHost:
-    """Engines by role and kind. Spans go to the recorder; what weights for other processes lie in is named by `shared_prefix`.
+    """The engines of one process, by role and kind. Shared-memory segments of weights for other processes are named by `shared_prefix`.
 
     Finished samples gather up to `gather_s` before they leave together: with a small model, making a batch of each one, writing it
     down and sending it on would cost as much as decoding.
@@ -215,9 +215,9 @@ class EngineHost:
     ) -> None:
         """
         Args:
-            run_dir: by whose name its traces go.
-            takes_turns: the engines share their devices with others, of this process or of others. The first turn is rollout's: all others
-                begin away from the devices.
+            run_dir: directory whose name its traces are labelled with.
+            takes_turns: whether the engines are co-located: they share their devices with others, of this process or of others. The
+                first turn is rollout's; all others begin offloaded.
         """
         self._slots = tuple(slots)
         self._takes_turns = takes_turns
@@ -226,34 +226,34 @@ class EngineHost:
         self._settings = settings
         self._make_train = make_train
         self._run, self._run_seed = Path(run_dir).resolve().name, run_seed
-        self._recorder, self._lives = recorder, SampleSpans(recorder, every=record_every)
+        self._recorder, self._sample_spans = recorder, SampleSpans(recorder, every=record_every)
         self._draining = Draining(recorder)
         self._gather_ns = gather_s * 1e9
         self._restore = restore or {}
-        """Role -> the part of a checkpoint that its trainer begins with."""
+        """Role -> part of a checkpoint that its trainer starts from."""
         self._is_closed = False
         self._rollout: dict[str, RolloutEngine] = {}
         self._train: dict[str, TrainEngine] = {}
         self._functions: Functions | None = None
-        self._growing: dict[int, Growing] = {}
+        self._inflight: dict[int, InflightSample] = {}
         self._finished: list[tuple[Generated, int]] = []
-        """Samples that wait to leave, and when they finished."""
+        """Finished samples that wait to leave, and when they finished."""
         self._left_ns = 0
         self._had = 0
-        """Tokens that all that grow came with."""
+        """Tokens that all in-flight samples had when they were queued."""
         self._num_left = 0
         """Tokens generated here of samples that have left."""
         self._tallies: dict[int, train_tasks.UpdateTally] = {}
         self._minibatches = MiniBatches()
-        self._syncing = WeightSyncs(worker, shared_prefix, models, weights, recorder)
+        self._weight_syncs = WeightSyncs(worker, shared_prefix, models, weights, recorder)
         self._stop_above = weights.checks.stop_above
         of_train = settings["train"].options if "train" in settings else {}
-        self._proving = LogprobCheck(
+        self._logprob_check = LogprobCheck(
             models, weights.checks, recorder, published=frozenset(weights.publishes), compute_dtype=str(of_train.get("compute_dtype", ""))
         )
 
     def open(self) -> None:
-        """Load every engine. Of those that take turns, what leaves the devices again comes first."""
+        """Load every engine. Of those that take turns, the ones that are offloaded again are loaded first."""
         lenders = {slot.role: lender_of(slot, self._slots, self._models) for slot in self._slots if slot.kind == "train"}
 
         def at(slot: EngineSlot) -> tuple[bool, bool]:
@@ -269,9 +269,9 @@ class EngineHost:
                 self._rollout[slot.role] = make_rollout(slot.engine, self._models[slot.role], settings)
                 self._rollout[slot.role].start()
             else:
-                twin = twin_of(slot, self._slots, self._models)
-                if twin in self._train:
-                    self._train[slot.role] = self._train[twin]
+                shared = shared_trainer_of(slot, self._slots, self._models)
+                if shared in self._train:
+                    self._train[slot.role] = self._train[shared]
                     continue
                 lender, model = lenders[slot.role], self._models[slot.role]
                 beside = None if lender is None else self._train[lender].adapter_reference(slot.role, model)
@@ -280,23 +280,23 @@ class EngineHost:
                 if slot.role in self._restore:
                     self._train[slot.role].load(self._restore[slot.role])
             if self._takes_turns and slot.kind != "function" and slot.takes_turn != ROLLOUT:
-                leave(self._recorder, slot, self._rollout[slot.role] if slot.kind == "rollout" else self._train[slot.role])
+                offload(self._recorder, slot, self._rollout[slot.role] if slot.kind == "rollout" else self._train[slot.role])
 
     def close(self) -> None:
         """Free every engine and every shared segment."""
-        self._lives.flush()
+        self._sample_spans.flush()
         for engine in self._engines():
             engine.stop()
         if self._functions is not None:
             forget_copies()
         self._is_closed = True
-        self._syncing.close()
+        self._weight_syncs.close()
 
     # Generation
 
     @property
     def num_unfinished(self) -> int:
-        return len(self._growing)
+        return len(self._inflight)
 
     def generate(self, call: Call, ids: Sequence[int], prompts: Batch, drawn: Call | None = None, waited_us: int = 0) -> None:
         """Queue samples; row i of `prompts` is the prompt of sample i. An earlier call may have drawn them, and left them to this one."""
@@ -304,7 +304,7 @@ class EngineHost:
         self._begin(call, drawn, execute.requests(drawn, ids, prompts, self._run_seed), prompts, waited_us)
 
     def resume(self, call: Call, stopped: Batch, drawn: Call, waited_us: int = 0) -> None:
-        """Queue samples that go on from the tokens in these rows."""
+        """Queue samples that resume from the tokens in these rows."""
         for packed, stretches in zip(stopped.ids.tolist(), version_spans_of(stopped), strict=True):
             check_given(call, packed, stretches)
         self._begin(call, drawn, execute.continuations(drawn, stopped), stopped, waited_us)
@@ -315,8 +315,8 @@ class EngineHost:
         add(engine, requests)
         start, prompts = now_ns(), prompts.without(GENERATED)  # What a prompt has of these is replaced by what its sample has.
         for row, r in enumerate(requests):
-            self._growing[r.id] = Growing(call, drawn, prompts, row, r.seed, start, len(r.prefix), waited_us)
-        self._lives.began({r.id: len(r.prefix) for r in requests})
+            self._inflight[r.id] = InflightSample(call, drawn, prompts, row, r.seed, start, len(r.prefix), waited_us)
+        self._sample_spans.began({r.id: len(r.prefix) for r in requests})
         self._draining.given(call.role)
         self._had += sum(len(r.prefix) for r in requests)
 
@@ -328,18 +328,18 @@ class EngineHost:
                 start, num_running = now_ns(), engine.num_unfinished
                 finished = engine.step()
                 end = now_ns()
-                self._lives.stepped(role, start, end, num_running, engine.version)
+                self._sample_spans.stepped(role, start, end, num_running, engine.version)
                 self._finished += [(generated, end) for generated in finished]
                 self._draining.left(role, engine, end, num_ended=len(finished))
-        is_last = len(self._finished) == len(self._growing)
+        is_last = len(self._finished) == len(self._inflight)
         if is_last:
-            self._lives.flush()
+            self._sample_spans.flush()
         if not self._finished or not (is_last or now_ns() - self._left_ns >= self._gather_ns):
             return []
         self._left_ns = now_ns()
         by_call: dict[int, list[tuple[Generated, int]]] = {}
         for generated, end in self._finished:
-            by_call.setdefault(self._growing[generated.id].call.ordinal, []).append((generated, end))
+            by_call.setdefault(self._inflight[generated.id].call.ordinal, []).append((generated, end))
         self._finished = []
         return [self._rows(finished) for finished in by_call.values()]
 
@@ -348,16 +348,16 @@ class EngineHost:
         ids = self._growing_for(call)
         gone = self._stopped(ids)
         had = {generated.id: len(generated.tokens) for generated in gone}
-        had |= {generated.id: len(generated.tokens) for generated, _ in self._finished if self._growing[generated.id].call.ordinal == call}
+        had |= {generated.id: len(generated.tokens) for generated, _ in self._finished if self._inflight[generated.id].call.ordinal == call}
         for packed in ids:
             gone_now = self._leave(packed, num := had.get(packed, 0))
             version = self._engine(self._rollout, gone_now.call.role).version
-            self._lives.given_up(call, packed, gone_now.start_ns, num, version, had=gone_now.had, waited_us=gone_now.waited_us)
-        self._finished = [(generated, end) for generated, end in self._finished if generated.id in self._growing]
+            self._sample_spans.given_up(call, packed, gone_now.start_ns, num, version, had=gone_now.had, waited_us=gone_now.waited_us)
+        self._finished = [(generated, end) for generated, end in self._finished if generated.id in self._inflight]
         return {packed: count for packed, count in had.items() if count}
 
     def _stopped(self, ids: Sequence[int]) -> list[Generated]:
-        """These samples as their engines give them up."""
+        """Abort these samples in their engines and return what they have."""
         found = []
         for role, engine in self._rollout.items():
             gone = engine.abort(ids)
@@ -365,23 +365,23 @@ class EngineHost:
             found += gone
         return found
 
-    def _leave(self, packed: int, num_tokens: int) -> Growing:
-        """A sample grows here no more; it has so many tokens."""
-        growing = self._growing.pop(packed)
+    def _leave(self, packed: int, num_tokens: int) -> InflightSample:
+        """Remove a sample that has left its engine with `num_tokens` tokens."""
+        growing = self._inflight.pop(packed)
         self._had -= growing.had
         self._num_left += num_tokens - growing.had
         return growing
 
     def is_growing(self, packed: int, call: int) -> bool:
         """Whether a sample is generated here for this call, and has not finished."""
-        growing = self._growing.get(packed)
+        growing = self._inflight.get(packed)
         is_here = growing is not None and growing.call.ordinal == call
         return is_here and all(generated.id != packed for generated, _ in self._finished)
 
     def interrupt(self, ids: Iterable[int]) -> Batch:
         """Stop these samples, if they have not finished; the rows of those that have tokens, to `resume` from. All have prompts alike."""
         is_done = {generated.id for generated, _ in self._finished}
-        wanted = [packed for packed in ids if packed in self._growing and packed not in is_done]
+        wanted = [packed for packed in ids if packed in self._inflight and packed not in is_done]
         stopped = self._stopped(wanted)
         for generated in stopped:
             if not len(generated.tokens):
@@ -391,12 +391,12 @@ class EngineHost:
 
     def finished_for(self, call: int) -> Batch:
         """The samples of a call that have finished and not left; they leave now."""
-        left = [(generated, end) for generated, end in self._finished if self._growing[generated.id].call.ordinal == call]
-        self._finished = [(generated, end) for generated, end in self._finished if self._growing[generated.id].call.ordinal != call]
+        left = [(generated, end) for generated, end in self._finished if self._inflight[generated.id].call.ordinal == call]
+        self._finished = [(generated, end) for generated, end in self._finished if self._inflight[generated.id].call.ordinal != call]
         return self._rows(left)[1] if left else Batch.concat([])
 
     def _growing_for(self, call: int) -> list[int]:
-        return [packed for packed, growing in self._growing.items() if growing.call.ordinal == call]
+        return [packed for packed, growing in self._inflight.items() if growing.call.ordinal == call]
 
     def stop(self, call: int) -> tuple[Batch, Batch]:
         """Stop what generates for a call: the rows of samples that have finished by now, and of those that can go on."""
@@ -419,14 +419,14 @@ class EngineHost:
         """The rows of these samples as they are by now, by call. They go on; what has finished is passed over."""
         by_call: dict[int, list[Generated]] = {}
         for generated in [generated for engine in self._rollout.values() for generated in engine.snapshot(ids)]:
-            by_call.setdefault(self._growing[generated.id].call.ordinal, []).append(generated)
-        growing = {generated.id: self._growing[generated.id] for of in by_call.values() for generated in of}
+            by_call.setdefault(self._inflight[generated.id].call.ordinal, []).append(generated)
+        growing = {generated.id: self._inflight[generated.id] for of in by_call.values() for generated in of}
         return [(growing[of[0].id].call, rows_of(of, [growing[generated.id] for generated in of])) for of in by_call.values()]
 
     def tokens(self) -> tuple[int, dict[int, int]]:
         """Tokens generated here in all; and how many each sample has that grows here or waits to leave."""
         counts = self.progress()
-        self._lives.seen(counts)
+        self._sample_spans.seen(counts)
         if self._finished:
             counts |= {generated.id: len(generated.tokens) for generated, _ in self._finished}
         return self._num_left + sum(counts.values()) - self._had, counts
@@ -437,7 +437,7 @@ class EngineHost:
         call = growing[0].call
         rows = rows_of(generated, growing)
         for (g, end), s in zip(finished, growing, strict=True):
-            self._lives.ended(call.ordinal, s.start_ns, end, g, had=s.had, waited_us=s.waited_us)
+            self._sample_spans.ended(call.ordinal, s.start_ns, end, g, had=s.had, waited_us=s.waited_us)
         return call, rows
 
     # Functions
@@ -483,7 +483,7 @@ class EngineHost:
         """Add up the gradient of one micro-batch (`training.training_rows`)."""
         tally = self._tallies.setdefault(call.ordinal, train_tasks.UpdateTally())
         rows = rows if tally.is_stepped else train_tasks.with_same_weights(call, rows)
-        self._proving.notice(call.role, rows, is_sampled_here=call.role in self._rollout)
+        self._logprob_check.notice(call.role, rows, is_sampled_here=call.role in self._rollout)
         ids = rows.ids.tolist()
         with self._recorder.span(SpanName.TRAIN_ACCUMULATE, **execute.span_attributes(call), num_samples=len(ids), samples=ids) as span:
             objective = train_tasks.objective(call)
@@ -510,7 +510,7 @@ class EngineHost:
         halved = self._minibatches.stepped(call.ordinal, is_last=is_last)
         if not is_last:
             return {}
-        self._proving.updated(call.role, call.writes[0].version, self._engine(self._train, call.role))
+        self._logprob_check.updated(call.role, call.writes[0].version, self._engine(self._train, call.role))
         return self._tallies.pop(call.ordinal).metrics() | halved
 
     def give_up(self, call: Call) -> None:
@@ -530,15 +530,15 @@ class EngineHost:
         is_away = self._takes_turns and slot.takes_turn != self._turn and not slot.stays
         comes_back = is_away and not giving.capabilities.readable_offloaded
         if comes_back:
-            come(self._recorder, slot, giving)
+            onload(self._recorder, slot, giving)
         taking.copy_from(giving)
         if comes_back:
-            leave(self._recorder, slot, giving)
+            offload(self._recorder, slot, giving)
 
     def publish(self, role: str, version: int) -> Manifest:
-        """Hand out a role's trained weights."""
-        manifest = self._syncing.publish(role, version, self._engine(self._train, role))
-        return msgspec.structs.replace(manifest, probe=self._proving.probe(role, version))
+        """Publish a role's trained weights."""
+        manifest = self._weight_syncs.publish(role, version, self._engine(self._train, role))
+        return msgspec.structs.replace(manifest, probe=self._logprob_check.probe(role, version))
 
     @accounted("switch")
     def load_weights(self, role: str, version: int, manifest: Manifest | None, *, under_requests: bool = False) -> None:
@@ -549,33 +549,33 @@ class EngineHost:
             under_requests: what runs goes on with them, if its call may use them.
         """
         engine = self._engine(self._rollout, role)
-        for call in {growing.call.ordinal: growing.call for growing in self._growing.values() if growing.call.role == role}.values():
+        for call in {growing.call.ordinal: growing.call for growing in self._inflight.values() if growing.call.role == role}.values():
             check_admission(call, version)
         if manifest is None:
-            self._syncing.copy(role, version, self._engine(self._train, role), engine, under_requests=under_requests)
+            self._weight_syncs.copy(role, version, self._engine(self._train, role), engine, under_requests=under_requests)
         else:
-            self._syncing.load(role, version, manifest, engine, under_requests=under_requests)
-        self._proving.prove(role, self._proving.probe(role, version) if manifest is None else manifest.probe, engine)
+            self._weight_syncs.load(role, version, manifest, engine, under_requests=under_requests)
+        self._logprob_check.prove(role, self._logprob_check.probe(role, version) if manifest is None else manifest.probe, engine)
 
     def keep_weights(self, role: str) -> list[tuple[str, Weight]]:
         """A copy of a role's trained weights as they are now, in the type that its rollout engines hold."""
-        return self._syncing.kept(role, self._engine(self._train, role))
+        return self._weight_syncs.kept(role, self._engine(self._train, role))
 
     def load_kept(self, role: str, version: int, kept: Iterable[tuple[str, Weight]], *, under_requests: bool = False) -> None:
         """Take weights that `keep_weights` gave into the role's rollout engine."""
-        self._syncing.take(role, version, kept, self._engine(self._rollout, role), under_requests=under_requests)
+        self._weight_syncs.take(role, version, kept, self._engine(self._rollout, role), under_requests=under_requests)
 
     @accounted("switch")
     def switch(self, to: str) -> None:
-        """Hand the device to the engines of another turn."""
+        """Switch turns: offload the engines of this turn, onload those of the other."""
         for slot, _ in self._of_turn(self._turn):
             if slot.kind == "rollout":
                 self._draining.over(slot.role)
         with self._recorder.span(SpanName.SWITCH, label=f"to {to}"):
             for slot, engine in self._of_turn(self._turn):
-                leave(self._recorder, slot, engine)
+                offload(self._recorder, slot, engine)
             for slot, engine in self._of_turn(to):
-                come(self._recorder, slot, engine)
+                onload(self._recorder, slot, engine)
         self._turn = to
 
     def shrink_kv_cache(self) -> None:
@@ -609,7 +609,7 @@ class EngineHost:
             yield self._functions.engine
 
     def held(self) -> dict[str, Memory]:
-        """What each engine holds of its device."""
+        """Return what each engine holds of its device."""
         found = {f"{role} rollout": engine.memory() for role, engine in self._rollout.items()}
         roles: dict[TrainEngine, list[str]] = {}
         for role, engine in self._train.items():
@@ -629,28 +629,28 @@ def _digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
 PEAKS = {"host": "peak memory bytes", "GPU": "peak gpu memory bytes"}
 """Counters of the most that a process has taken so far, by where."""
 _STEP_BYTES = 1 << 20
-"""They are said in steps, so that a process that grows does not fill the trace with it."""
+"""They are recorded in steps, so that a growing process does not fill the trace with them."""
 
 
 @final
 class Gauges:
-    """Of one worker."""
+    """Record counters of one worker's engines, channels and memory, when they change."""
 
-    def __init__(self, recorder: Recorder, bench: EngineHost) -> None:
+    def __init__(self, recorder: Recorder, engine_host: EngineHost) -> None:
         self._recorder = recorder
-        self._bench = bench
+        self._engine_host = engine_host
         self._channels = ChannelCounts(recorder)
         self._said: dict[str, float] = {}
-        """By counter, its last value."""
+        """Counter -> its last value."""
         self._num_tokens = 0
         self._at_ns = now_ns()
 
     def record(self, channels: Mapping[str, Statistics]) -> None:
-        """What has changed since the last time."""
+        """Record the counters that have changed since the last call."""
         self._channels.record(channels)
         at_ns = now_ns()
         has_engines = False
-        for role, occupancy, version in self._bench.gauges():
+        for role, occupancy, version in self._engine_host.gauges():
             has_engines = True
             self._say(f"running, {role}", occupancy.num_running, at_ns)
             self._say(f"waiting, {role}", occupancy.num_queued, at_ns)
@@ -665,7 +665,7 @@ class Gauges:
         peak, of = peak_bytes()
         self._say(PEAKS[of], -(-peak // _STEP_BYTES) * _STEP_BYTES, at_ns)
         if has_engines:
-            num_tokens, _ = self._bench.tokens()
+            num_tokens, _ = self._engine_host.tokens()
             passed_s = max(at_ns - self._at_ns, 1) / 1e9
             self._say("tokens/s", round((num_tokens - self._num_tokens) / passed_s, 1), at_ns)
             self._say("generated tokens", num_tokens, at_ns)

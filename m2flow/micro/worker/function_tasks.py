@@ -1,19 +1,16 @@
-"""Users' functions and roles in a worker: their arguments, their objects, and a task's units one after the other.
+"""Run users' functions and roles in a worker: build the arguments of each unit, keep role objects, and report results while a task runs.
 
-unit done --done--> rows, twice a second --leave--> the worker, which reports them; the rest with the task's end
+    rows of each input, whole values, constants --Arguments--> function(Sample, value, constant, rng)
+    unit done --done--> rows, twice a second --leave--> the worker, which reports them; the rest with the task's end
 
-A task that is quick is reported once, as a whole.
+What belongs to a unit is found by identity, and its random generator is keyed by it, so neither chunking nor order of arrival shows. A
+unit's changes to its arguments are not seen by the next unit. A task that is quick is reported once, as a whole.
 
-rows of each input, whole values, constants --Arguments--> function(Sample, value, constant, rng)
+A role has up to two objects here: one with its state, for calls that declare what they read or write, and one for all others, which may run
+anywhere and must not see that state. So what a call sees does not depend on where it runs.
 
-What belongs to a unit is found by identity, and a random generator is keyed by it, so neither chunking nor arrival shows. What a
-unit's call does to its arguments, the next one does not see.
-
-A role has up to two here: one with its state, for calls that declare what they read or write, and one for all others, which may
-run anywhere and must not see that state. So what a call sees does not depend on where it runs.
-
-What each unit is given and how it runs is the function engine's; what a call's kind makes of arguments and results is told in
-`m2flow.micro.protocol.execute` and `m2flow.micro.worker.function_tasks`. Roles with state have their objects here (`instances`).
+How units are run (threads, processes, time limits) is the function engine's business; what a call's kind makes of arguments and results
+is in `m2flow.micro.protocol.execute`.
 """
 
 from __future__ import annotations
@@ -43,20 +40,20 @@ from m2flow.observe.spans import Recorder, SpanName, now_ns
 from m2flow.samples import Batch, Column, Ragged, Sample, keyed_bits, rows_of
 
 Leave = Callable[[list[int], Batch], None]
-"""Given samples of the task, and the rows that they became: fewer, if the call drops some."""
+"""Takes samples of the task and the rows that they became: fewer, if the call drops some."""
 
 _EVERY_NS = 500_000_000
 
 
 @final
 class Leaving:
-    """Of one task, whose units are samples."""
+    """Hand on the rows of one task's finished samples while it runs. Its units are samples."""
 
     def __init__(self, rows_of: Callable[[Batch, Sequence[object]], Batch], samples: Batch, leave: Leave) -> None:
         """
         Args:
-            rows_of: the rows of some samples and their results.
-            samples: of the task, in the order of identity.
+            rows_of: makes rows from some samples and their results.
+            samples: samples of the task, in the order of identity.
         """
         self._rows_of = rows_of
         self._samples = samples
@@ -71,7 +68,7 @@ class Leaving:
         return bool(self._left)
 
     def done(self, position: int, result: object) -> None:
-        """A sample has its result."""
+        """Note the result of a sample."""
         self._waiting[position] = result
         if now_ns() - self._since_ns >= _EVERY_NS and len(self._waiting) < len(self._samples):
             self._since_ns = now_ns()
@@ -82,7 +79,7 @@ class Leaving:
             self._waiting = {}
 
     def rest(self, results: Sequence[object]) -> Batch:
-        """The rows of those that have not left."""
+        """Return the rows of samples that have not been handed on."""
         positions = [position for position in range(len(self._samples)) if position not in self._left]
         return self._rows_of(self._samples.take(positions), [results[p] for p in positions])
 
@@ -189,14 +186,14 @@ def _own(constant: object) -> object:
 
 @final
 class Instances:
-    """By role. Any thread that runs a unit may ask."""
+    """Objects of roles, by role. Any thread that runs a unit may ask for one."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[str, bool], object] = {}
         self._making = threading.Lock()
 
     def method(self, call: Call) -> Callable[..., object]:
-        """A role's method as a plain function of the call's arguments."""
+        """Return a role's method as a plain function of the call's arguments."""
 
         def run(*args: object, **kwargs: object) -> object:
             instance = self._instance(call)
@@ -224,12 +221,12 @@ class Instances:
 
 
 _MOST_SHOWN = 3
-"""Failures of one role that are printed with their tracebacks, where they do not end the run."""
+"""Failures of one role that are printed with traceback, where they do not end the run."""
 
 
 @final
 class Functions:
-    """Of one process."""
+    """Run the function calls of one process."""
 
     def __init__(self, engine: FunctionEngine, *, run: str, run_seed: int, recorder: Recorder) -> None:
         self.engine = engine
@@ -250,7 +247,7 @@ class Functions:
         *,
         is_suspect: bool = False,
     ) -> Batch | object:
-        """As `m2flow.micro.worker.engine_host.Workbench.perform` says."""
+        """Run a call's task; see `m2flow.micro.worker.engine_host.EngineHost.perform`."""
         is_sorted = "arguments" in call.options
         rows = next(iter(inputs.values()), Batch.concat([])) if is_sorted else execute.function_input(call, inputs)
         with self._recorder.span(

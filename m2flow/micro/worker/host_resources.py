@@ -1,11 +1,11 @@
-"""What a run has on this host outside its directory, who removes it when the run is killed, and how others know that it lives.
+"""Claim and remove what a run has on a host outside its directory: shared-memory segments, sockets and weight files.
 
-    /dev/shm/m2flow-<8 digits>.owner    a file with a lock that its owner's end frees; it says where the run's sockets and segments are
+    /dev/shm/m2flow-<8 digits>.owner    a locked file that names the run's sockets and segments; the lock is free once its owner has ended
 
-An owner that ends in order removes all of it (`Claim.close`). If it is killed its workers do, each as it ends: one may have made more after
-another removed what there was (`m2flow.micro.worker.worker_process`). If they are killed with it, the next run of the same user does
-(`remove_leftovers`): only files of this user's, only under names that m2flow gives, and only where the lock is free. The kernel keeps the
-lock, so neither a process id that was given anew nor a container that shares the directory misleads it.
+An owner that ends in order removes everything (`ResourceClaim.close`). If it is killed its workers do, each as it ends, since one may
+have made more after another has cleaned up (`m2flow.micro.worker.worker_process`). If they are killed with it, the next run of the same
+user does (`remove_leftovers`): only files of this user, only under m2flow's names, and only where the lock is free. The kernel keeps the
+lock, so neither a reused process id nor a container that shares the directory misleads it.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ _NAME = re.compile(r"m2flow-[0-9a-f]{8}")
 
 
 class HostResources(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a run has on this host outside its directory: what a claim's file says."""
+    """What a run has on this host outside its directory; the content of a claim's file."""
 
     prefix: str
-    """Of segments in shared memory."""
+    """Prefix of the names of its shared-memory segments."""
     sockets: str
     weights: str
-    """The directory of weights that travel as files, or empty."""
+    """Directory of weights that are synced as files; empty: none."""
 
     def remove(self) -> None:
-        """May be called again, and by several. Whoever calls this knows that the owner is gone, or is the owner."""
+        """Remove all of it. May be called several times, by the owner or by whoever knows that the owner is gone."""
         remove_segments(self.prefix)
         remove_arenas(self.prefix)
         if self.weights:
@@ -51,17 +51,17 @@ class HostResources(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @final
 class ResourceClaim:
-    """Of one run, from `open` to `close`."""
+    """Claim one run's resources on this host from `open` to `close`."""
 
     def __init__(self, prefix: str, sockets: str, weights: str) -> None:
-        self._belongings = HostResources(prefix, sockets, weights)
+        self._resources = HostResources(prefix, sockets, weights)
         self.path = os.path.join(_directory(), prefix + _SUFFIX)
         self._file: int | None = None
 
     def open(self) -> None:
-        # Locked before it has its name: nobody may find it without.
+        # Locked before it is renamed: nobody may find it unlocked.
         number, made = tempfile.mkstemp(prefix=".m2flow-", dir=_directory())
-        os.write(number, msgspec.json.encode(self._belongings))
+        os.write(number, msgspec.json.encode(self._resources))
         fcntl.flock(number, fcntl.LOCK_EX)
         os.rename(made, self.path)
         self._file = number
@@ -74,17 +74,17 @@ class ResourceClaim:
             self._file = None
 
 
-def remove(path: str, belongings: HostResources | None = None) -> None:
-    """What a claim's file names, or was read in it before, and then the file. Whoever calls this knows that its owner is gone, or is it."""
-    belongings = belongings or read(path)
-    if belongings is not None:
-        belongings.remove()
+def remove(path: str, resources: HostResources | None = None) -> None:
+    """Remove the resources that a claim's file names, or `resources` if it was read before, then the file itself."""
+    resources = resources or read(path)
+    if resources is not None:
+        resources.remove()
     with contextlib.suppress(OSError):
         os.unlink(path)
 
 
 def remove_leftovers() -> list[str]:
-    """Remove what runs of this user have left that are dead; their prefixes."""
+    """Remove what dead runs of this user have left; return their prefixes."""
     found = []
     for path in sorted(Path(_directory()).glob(f"m2flow-*{_SUFFIX}")):
         if not _NAME.fullmatch(path.name.removesuffix(_SUFFIX)) or not _is_ours(str(path)):
@@ -101,7 +101,7 @@ def remove_leftovers() -> list[str]:
 
 
 def read(path: str) -> HostResources | None:
-    """What a claim's file says. None: no such file, or one that is not ours."""
+    """Read a claim's file. None: there is no such file, or it is not m2flow's."""
     try:
         said = msgspec.json.decode(Path(path).read_bytes(), type=HostResources)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
@@ -111,7 +111,7 @@ def read(path: str) -> HostResources | None:
 
 
 def _is_ours(path: str) -> bool:
-    """Whether it is there, is this user's, and is no link."""
+    """Whether a path exists, belongs to this user and is no symbolic link."""
     try:
         status = os.lstat(path)
     except OSError:

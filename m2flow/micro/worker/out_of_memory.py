@@ -1,19 +1,18 @@
-"""An engine that runs out of memory: micro-batches are split in halves, and what remains is said with what everybody holds.
+"""Handle an engine that runs out of memory: retry micro-batches in halves, and report what each engine holds when that does not help.
 
-MemoryError, an allocator's error --accounted--> OutOfMemory: weights, gradients, optimiser, cache of each engine; the rest; settings
+    MiniBatch.accumulate --engine.accumulate--> out of memory --engine.discard, earlier micro-batches again--> its halves
+    MemoryError, an allocator's error --accounted--> OutOfMemory: weights, gradients, optimiser, cache of each engine; the rest; settings
+
+The gradient of a mini-batch is a sum over its samples, so how it is cut changes only the last bits. An engine that runs out of memory in
+the middle of a backward pass has added up some of it; so the mini-batch's gradient is discarded and its earlier micro-batches are
+accumulated again. Their rows are kept for that until the step is made. Only for engines that allow it (`Capabilities.retries_smaller`)
+and that have one rank.
+
+The ranks of a rank group are in the middle of a pass that gathers weights from all of them, and each would wait for the one that can't go
+on. So they end, and the run resumes from its last checkpoint with every micro-batch cut into twice as many parts from the start, on all
+ranks alike (`MicroBatchTooLarge`, `m2flow.runner.run`).
 
 Source of the words that say how much was asked for: PyTorch's allocators (c10/core/CPUAllocator.cpp, c10/cuda/CUDACachingAllocator.cpp).
-
-MiniBatch.accumulate --engine.accumulate--> out of memory --engine.discard, those before it again--> its halves
-
-The gradient of a mini-batch is a sum over its samples, so how it is cut changes the last bits and nothing else. An engine that runs out of
-memory in the middle of a backward pass has added up some of it; so the mini-batch's gradient is dropped, and its earlier micro-batches
-are put through again. Their rows are kept for that until the step is made. Only for engines that say so (`Capabilities.retries_smaller`)
-and of one rank.
-
-The ranks of a gang are in the middle of a pass that gathers weights from all of them, and each would wait for the one that can't go on. So
-they end, and the run is taken up from its last checkpoint with every micro-batch cut into twice as many parts from the start, on all ranks
-alike (`MicroBatchTooLarge`, `m2flow.runner.run`).
 """
 
 from __future__ import annotations
@@ -46,10 +45,10 @@ _NOW = {
 
 
 class Holder(Protocol):
-    """Has engines."""
+    """An owner of engines."""
 
     def held(self) -> Mapping[str, Memory]:
-        """What each engine of this process holds of its device, by role and kind."""
+        """Return what each engine of this process holds of its device, by role and kind."""
         ...
 
 
@@ -57,7 +56,11 @@ H = TypeVar("H", bound=Holder)
 
 
 def accounted(kind: str) -> Callable[[Callable[Concatenate[H, P], R]], Callable[Concatenate[H, P], R]]:
-    """For a method that makes engines of this kind work (`train`, `rollout`), or change places (`switch`)."""
+    """Decorate a method so that running out of memory raises `OutOfMemory` with an account of what is held.
+
+    Args:
+        kind: what the method does: `train`, `rollout`, or `switch` for onload and offload.
+    """
 
     def around(method: Callable[Concatenate[H, P], R]) -> Callable[Concatenate[H, P], R]:
         @functools.wraps(method)
@@ -79,7 +82,7 @@ def accounted(kind: str) -> Callable[[Callable[Concatenate[H, P], R]], Callable[
 
 
 def peak_bytes() -> tuple[int, Literal["GPU", "host"]]:
-    """The most that this process has taken so far, and of what: of its GPU if torch has used one, else of the host."""
+    """Return this process's peak memory in bytes, of its GPU if torch has used one, else of the host."""
     torch = loaded_torch()
     if torch is not None and torch.cuda.is_initialized():
         return int(torch.cuda.max_memory_allocated()), "GPU"
@@ -102,11 +105,11 @@ def _said(kind: str, error: BaseException, held: Mapping[str, Memory]) -> OutOfM
 
 @final
 class MiniBatch:
-    """What an engine has added up of one, for which no step was made yet.
+    """Accumulate the gradient of one mini-batch, with retries in halves, until its optimiser step.
 
     Args:
-        may_halve: else running out of memory is an error at once.
-        parts: into which every micro-batch is cut before it is tried.
+        may_halve: whether to retry in halves; else running out of memory is an error at once.
+        parts: parts into which every micro-batch is cut before it is tried.
     """
 
     def __init__(self, engine: TrainEngine, *, may_halve: bool, parts: int = 1) -> None:
@@ -117,11 +120,10 @@ class MiniBatch:
         self.num_halved = 0
 
     def accumulate(self, rows: Batch, objective: Objective) -> Sums:
-        """Add up one micro-batch.
+        """Accumulate one micro-batch.
 
         Raises:
-            MicroBatchTooLarge: several ranks have no room for it. OutOfMemory: one sample alone does not fit, or the engine can't be asked
-                again.
+            MicroBatchTooLarge: it does not fit on several ranks. OutOfMemory: one sample alone does not fit, or the engine can't retry.
         """
         parts = _cut(rows, self._num_parts)
         self.num_halved += len(parts) - 1
@@ -142,11 +144,11 @@ class MiniBatch:
         return added(*[self._accumulate(half, objective) for half in halves])
 
     def stepped(self) -> None:
-        """Its step is made, or it was given up."""
+        """Forget the micro-batches: the step is made, or was given up."""
         self._parts = []
 
     def _tried(self, rows: Batch, objective: Objective) -> Sums | None:
-        """None: there was no room. What holds the memory, the error's traceback, is gone by then."""
+        """Try once; None: out of memory. The error's traceback, which keeps tensors alive, is gone on return."""
         try:
             sums = self._engine.accumulate(rows, objective)
         except MicroBatchTooLarge:
@@ -162,19 +164,19 @@ class MiniBatch:
 
 @final
 class MiniBatches:
-    """Of the updates of a process, one under way in each."""
+    """The mini-batches of a process's updates, one under way in each."""
 
     def __init__(self) -> None:
         self._of: dict[int, MiniBatch] = {}
 
     def of(self, update: int, engine: TrainEngine, settings: EngineSettings) -> MiniBatch:
-        """That of an update call, by its ordinal."""
+        """Return the mini-batch of an update call, by the call's ordinal."""
         ranks, parts = settings.num_ranks, settings.parts if settings.num_ranks > 1 else 1
         may_halve = engine.capabilities.retries_smaller and ranks == 1
         return self._of.setdefault(update, MiniBatch(engine, may_halve=may_halve, parts=parts))
 
     def stepped(self, update: int, *, is_last: bool) -> dict[str, float]:
-        """Its step is made, or it was given up: what there is to report of the whole call."""
+        """Note that a step is made, or was given up; return metrics of the whole call."""
         found = self._of.get(update)
         if found is None:
             return {}
@@ -185,7 +187,7 @@ class MiniBatches:
 
 
 def added(*parts: Sums) -> Sums:
-    """Of several micro-batches."""
+    """Add up the sums of several micro-batches."""
     metrics: Counter[str] = Counter()
     for part in parts:
         for name, value in part.metrics.items():
@@ -200,10 +202,10 @@ def added(*parts: Sums) -> Sums:
 
 
 def too_large(num_samples: int, *, may_cut: bool) -> OutOfMemory:
-    """The error of a micro-batch of so many samples that did not fit.
+    """Make the error of a micro-batch of `num_samples` samples that did not fit.
 
     Args:
-        may_cut: it could be tried in smaller parts, if it has more than one sample.
+        may_cut: whether it could be tried in smaller parts, if it has more than one sample.
     """
     one = "one sample of it" if may_cut and num_samples < 2 else "it"
     what = f"out of memory in a micro-batch of {num_samples} samples; {one} does not fit"
@@ -212,7 +214,7 @@ def too_large(num_samples: int, *, may_cut: bool) -> OutOfMemory:
 
 
 def _cut(rows: Batch, parts: int) -> list[Batch]:
-    """In order of identity, into parts of as many samples; a part has one at least."""
+    """Cut rows, in order of identity, into parts of equal numbers of samples; each has at least one."""
     if parts == 1:
         return [rows]
     ordered = rows.in_order()

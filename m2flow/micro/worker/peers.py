@@ -1,10 +1,10 @@
-"""The other workers' processes, as one worker sees them: where they listen, and which are dead.
+"""Track a worker's peers, their addresses and which are dead, and send rows to them.
 
-    Peers.send --outbox--> another process        nothing is sent to one that is dead, and nothing of it is taken in
+    Peers.send --outbox--> another process        nothing is sent to a dead peer, and nothing of it is accepted
 
-A process goes by its tag, which is new for each that a worker is (`m2flow.micro.protocol.worker_state.tag_of`): what was meant for one that
-is gone does not reach the next, whose rows the controller knows of by another name. Limit: a peer that lives and takes nothing holds
-its senders up for five minutes, then it is an error.
+A process is named by its tag, which is new for each restart of a worker (`m2flow.micro.protocol.worker_state.tag_of`): rows meant for a
+process that is gone do not reach its successor. Limit: a peer that lives and accepts nothing blocks its senders for five minutes, then it
+is an error.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ _MOST_S = 300.0
 
 @final
 class Peers:
-    """Sends rows to them."""
+    """Send rows to the processes that are alive. Used by workers and by the controller."""
 
     def __init__(self, outbox: Outbox, hear: Callable[[], None], *, knows_all: bool = True) -> None:
         """
         Args:
-            hear: takes what the controller says of peers meanwhile: it is called while one takes nothing.
-            knows_all: this process was there when the run began, so it was told of every peer while that lived. One that was started
-                again does not know who died before.
+            hear: receives the controller's messages about peers; called while a peer accepts nothing.
+            knows_all: whether this process was there when the run began and so was told of every peer. A restarted one does not know
+                which peers died before.
         """
         self._outbox = outbox
         self._hear = hear
         self._knows_all = knows_all
         self._addresses: dict[str, str] = {}
         self._known: set[str] = set()
-        """All that were ever announced."""
+        """All tags that were ever announced."""
         self._dead: set[str] = set()
 
     def announce(self, addresses: Mapping[str, str], transports: Mapping[str, str]) -> None:
-        """These are there now, and no others; by worker, the way to it that the plan has chosen."""
+        """Replace the live peers by these. `transports`: worker -> the transport that the plan has chosen."""
         for tag in self._addresses.keys() - addresses.keys():
             self._drop(tag)
         self._known |= addresses.keys()
@@ -50,20 +50,20 @@ class Peers:
                 self._outbox.prefer(address, transports[worker_of(tag)])
 
     def sever(self, tag: str) -> None:
-        """This one is dead."""
+        """Mark a peer as dead."""
         self._dead.add(tag)
         if tag in self._addresses:
             self._drop(tag)
 
     def counts(self, parcel: Parcel) -> bool:
-        """Whether what has come is to be taken in."""
+        """Whether a parcel that has arrived is to be accepted."""
         return parcel.sender not in self._dead
 
     def send(self, tag: str, parcel: Parcel) -> bool:
-        """Hand rows over; False if the peer is dead, and nobody is to have them.
+        """Send rows to a peer; False if it is dead and the rows are dropped.
 
         Raises:
-            BrokenChannel: it lives, and took nothing for five minutes. InternalError: there was never such a peer.
+            BrokenChannel: it lives, and accepted nothing for five minutes. InternalError: there was never such a peer.
         """
         if self._knows_all and tag not in self._known:
             raise InternalError(f"rows of call {parcel.call} are for {tag!r}, and nobody has told {parcel.sender} of such a process")
@@ -80,7 +80,7 @@ class Peers:
         return False
 
     def statistics(self) -> dict[str, Statistics]:
-        """By tag: what was sent there."""
+        """Return tag -> statistics of what was sent there."""
         counted = self._outbox.statistics()
         return {tag: counted[address] for tag, address in self._addresses.items() if address in counted}
 

@@ -1,14 +1,14 @@
-"""Rank 0 of a trainer of several ranks: what is asked of its engines is asked of all ranks, in the same order, with the same rows.
+"""Drive a trainer of several ranks from rank 0: each engine call is made on all ranks, in the same order and with the same rows.
 
-    worker's tasks --> GangTrain, rank 0 --words, rows--> ranks 1, 2, ... (`m2flow.micro.worker.rank_process`)
-                                         <--answers-----
+    worker's tasks --> RankGroupTrain, rank 0 --RankCommand, rows--> ranks 1, 2, ... (`m2flow.micro.worker.rank_process`)
+                                              <--Answer-----------
 
-The other ranks know no tasks: rank 0 does a task when its rows are here, and passes on what that asks of the engine, so order, credits and
-endings are those of a worker of one process. A call ends when every rank has ended it. Ranks that end it differently (one has raised, or
-is in a collective that another does not come to) are not at the same place any more: the call fails with the rank's number, and so
-does all that comes after it. A rank that is gone takes rank 0 with it: the launcher ends a gang as a whole.
+The other ranks know no tasks: rank 0 does a task when its rows are here and passes on the engine calls, so order, backpressure and
+endings are those of a worker of one process. A call ends when every rank has ended it. If ranks end it differently (one has raised, or
+waits in a collective that another never enters), they are out of step: the call fails with the rank's number, and so does every later
+one. A rank that is gone takes rank 0 with it: the launcher ends a rank group as a whole.
 
-Words are msgpack, rows are frames of `m2flow.channels.codec`, a loss is cloudpickle: they go over a Unix socket in the run's private
+Commands are msgpack, rows are frames of `m2flow.channels.codec`, a loss is cloudpickle. They go over a Unix socket in the run's private
 directory, which the run's secret opens. Limit: all ranks on one host.
 """
 
@@ -39,11 +39,11 @@ from m2flow.recipe import AdamW, Loss, Model
 from m2flow.samples import Batch
 
 GRACE_S = 5.0
-"""When a rank has failed at a call, the others have so long to come to its end."""
+"""How long the other ranks get to end a call after one has failed at it."""
 _BACKLOG = 16
-"""Of connections that nobody has taken yet: strangers among them must not keep a rank out."""
+"""Connections waiting to be accepted; large enough that strangers among them do not keep a rank out."""
 _MOURNS_S = 30.0
-"""Rank 0 waits so long to be ended after another rank is gone, then it ends itself."""
+"""How long rank 0 waits to be killed by the launcher after another rank is gone; then it exits by itself."""
 
 _T = TypeVar("_T")
 
@@ -53,29 +53,29 @@ Computed = Literal["logprobs", "values", "scores"]
 
 
 def make_own_train(slot: EngineSlot, model: Model, settings: EngineSettings) -> TrainEngine:
-    """The train engine of one process."""
+    """Make the train engine of a single process."""
     return make_train(slot.engine, model, settings)
 
 
 class RankGroupSettings(msgspec.Struct, frozen=True):
-    """Which rank of its worker a process is, and where it meets the others."""
+    """Which rank of its worker a process is, and where the ranks rendezvous."""
 
     rank: int = 0
     num_ranks: int = 1
     meeting: str = ""
     """The Unix socket at which rank 0 listens to the others."""
     rendezvous: str = ""
-    """Where their engines meet (`m2flow.engines.contract.EngineSettings.rendezvous`)."""
+    """Where the engines' process group is initialised (`m2flow.engines.contract.EngineSettings.rendezvous`)."""
     parts: int = 1
-    """Into how many each micro-batch is cut (`m2flow.micro.worker.out_of_memory`)."""
+    """Parts into which each micro-batch is cut (`m2flow.micro.worker.out_of_memory`)."""
 
 
 class RankCommand(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """What rank 0 says to the others, and they to it."""
+    """A message between rank 0 and another rank."""
 
 
 class Do(RankCommand, frozen=True):
-    """Call this method of a role's engine, which takes nothing."""
+    """Call a method of a role's engine that takes no arguments."""
 
     role: str
     method: Plain
@@ -98,14 +98,14 @@ class Apply(RankCommand, frozen=True):
 
 
 class Compute(RankCommand, frozen=True):
-    """Numbers of the samples that follow."""
+    """Compute log-probabilities, values or scores of the samples that follow."""
 
     role: str
     method: Computed
 
 
 class CopyFrom(RankCommand, frozen=True):
-    """Take the weights that another role's engine has."""
+    """Copy the weights of another role's engine."""
 
     role: str
     source: str
@@ -120,21 +120,21 @@ class File(RankCommand, frozen=True):
 
 
 class Heard(RankCommand, frozen=True):
-    """Rank 0 knows that a rank has failed."""
+    """Acknowledge an answer with an error."""
 
 
 class End(RankCommand, frozen=True):
-    """Finish."""
+    """Leave and exit."""
 
 
 class Here(RankCommand, frozen=True):
-    """A rank has come."""
+    """Announce a rank that has connected."""
 
     rank: int
 
 
 class Answer(RankCommand, frozen=True):
-    """A rank has done what it was told to, or could not."""
+    """Answer a command: done, or the error."""
 
     error: ErrorRecord | None = None
 
@@ -156,7 +156,7 @@ def heard(link: Connection) -> Said:
 
 @final
 class RankGroup:
-    """The other ranks, as rank 0 has them. `open` waits until all are there; its launcher ends it if one can't come."""
+    """Rank 0's links to the other ranks. `open` waits until all have connected; the launcher kills this process if one can't."""
 
     def __init__(self, settings: RankGroupSettings, secret: str) -> None:
         self._settings = settings
@@ -169,7 +169,9 @@ class RankGroup:
             return
         arrived: queue.SimpleQueue[tuple[int, Connection]] = queue.SimpleQueue()
         with Listener(self._settings.meeting, "AF_UNIX", max(self._settings.num_ranks, _BACKLOG)) as listener:
-            threading.Thread(target=_welcome, args=(listener, self._secret.encode(), arrived), daemon=True, name="m2flow-gang").start()
+            threading.Thread(
+                target=_welcome, args=(listener, self._secret.encode(), arrived), daemon=True, name="m2flow-rank-group"
+            ).start()
             while len(self._links) < self._settings.num_ranks - 1:
                 rank, link = arrived.get()
                 if 0 < rank < self._settings.num_ranks and rank not in self._links:
@@ -178,7 +180,7 @@ class RankGroup:
                     link.close()
 
     def close(self) -> None:
-        """Let the others go. May be called twice."""
+        """Tell the other ranks to exit. May be called twice."""
         for link in self._links.values():
             with contextlib.suppress(OSError):  # It is gone already.
                 say(link, End())
@@ -186,20 +188,20 @@ class RankGroup:
         self._links = {}
 
     def make_train(self, slot: EngineSlot, model: Model, settings: EngineSettings) -> TrainEngine:
-        """A train engine on every rank; of one rank, the engine itself."""
+        """Make a train engine on every rank; with one rank, the plain engine."""
         own = make_own_train(slot, model, settings)
         return RankGroupTrain(slot.role, own, self) if self._links else own
 
     @property
     def is_broken(self) -> bool:
-        """Whether the ranks are not at the same place any more."""
+        """Whether the ranks are out of step."""
         return self._broken is not None
 
     def together(self, word: Said, work: Callable[[], _T], rows: Batch | None = None) -> _T:
-        """Do some work here, and what is the same on all others.
+        """Do some work here while all other ranks carry out the command `word`.
 
         Raises:
-            EngineError: it failed on another rank, but not here; or the ranks are not at the same place any more.
+            EngineError: it failed on another rank, but not here; or the ranks are out of step.
         """
         self.tell(word, rows)
         try:
@@ -223,7 +225,7 @@ class RankGroup:
                 _mourn(rank)
 
     def succeeded(self) -> None:
-        """It went well here: hear how it went elsewhere."""
+        """Wait for the other ranks' answers after success here."""
         failures = self._answers(None)
         if not failures:
             return
@@ -233,7 +235,7 @@ class RankGroup:
         raise type(error)(f"rank {rank} of this trainer: {error.what}", where=error.where, now=error.now, remote=error.remote)
 
     def failed(self, error: Exception) -> NoReturn:
-        """It failed here. Where it failed everywhere, the ranks are together still."""
+        """Wait for the other ranks' answers after a failure here. If it failed on all of them, the ranks are still in step."""
         failures = self._answers(GRACE_S)
         if len(failures) < len(self._links):
             known = error if isinstance(error, M2FlowError) else EngineError(repr(error))
@@ -241,7 +243,7 @@ class RankGroup:
         raise error
 
     def _answers(self, limit_s: float | None) -> dict[int, ErrorRecord]:
-        """Which ranks failed, when all have answered, or some seconds after the first has failed."""
+        """Collect the ranks that failed, until all have answered or `GRACE_S` after the first failure."""
         waited = dict(self._links)
         failures: dict[int, ErrorRecord] = {}
         deadline = None if limit_s is None else time.monotonic() + limit_s
@@ -265,7 +267,7 @@ class RankGroup:
 
 
 def _welcome(listener: Listener, secret: bytes, arrived: queue.SimpleQueue[tuple[int, Connection]]) -> None:
-    """Hand on who comes and has the secret, until the listener is closed. Each is heard in a thread of its own: who says nothing must
+    """Accept ranks that know the secret until the listener is closed. Each connection has a thread of its own, so that a silent one does
     not keep the others waiting."""
 
     def hear(link: Connection) -> None:
@@ -273,20 +275,20 @@ def _welcome(listener: Listener, secret: bytes, arrived: queue.SimpleQueue[tuple
             deliver_challenge(link, secret)
             answer_challenge(link, secret)
             arrived.put((_here.decode(link.recv_bytes()).rank, link))
-        except Exception as error:  # Whatever a stranger says: it is no fault of the run's.
+        except Exception as error:  # A stranger's bytes must not fail the run.
             print(f"turned away who is no rank of this trainer: {error!r:.300}", file=sys.stderr, flush=True)
             link.close()
 
     with contextlib.suppress(OSError):  # It is closed.
         while True:
-            threading.Thread(target=hear, args=(listener.accept(),), daemon=True, name="m2flow-gang-hello").start()
+            threading.Thread(target=hear, args=(listener.accept(),), daemon=True, name="m2flow-rank-hello").start()
 
 
 def accumulate_share(engine: TrainEngine, batch: Batch, objective: Objective) -> Sums:
-    """What one rank does of a micro-batch.
+    """Accumulate one rank's share of a micro-batch.
 
     Raises:
-        MicroBatchTooLarge: it has no room for it, and the micro-batch could be smaller.
+        MicroBatchTooLarge: out of memory, and the micro-batch could be smaller.
     """
     try:
         return engine.accumulate(batch, objective)
@@ -297,7 +299,7 @@ def accumulate_share(engine: TrainEngine, batch: Batch, objective: Objective) ->
 
 
 def _mourn(rank: int) -> NoReturn:
-    """Another rank is gone. The launcher, who knows how it ended, ends this one too."""
+    """Wait to be killed because another rank is gone: the launcher knows how that one ended, and kills this one too."""
     print(f"rank {rank} of this trainer is gone", file=sys.stderr, flush=True)
     time.sleep(_MOURNS_S)
     os._exit(1)
@@ -305,53 +307,53 @@ def _mourn(rank: int) -> NoReturn:
 
 @final
 class RankGroupTrain(TrainEngine):
-    """An engine whose calls all ranks make. What it gives is what it gives on rank 0."""
+    """A train engine whose calls are made on all ranks. Results are rank 0's."""
 
-    def __init__(self, role: str, own: TrainEngine, gang: RankGroup) -> None:
+    def __init__(self, role: str, own: TrainEngine, group: RankGroup) -> None:
         self.name, self.capabilities = own.name, own.capabilities
         self._role = role
         self._own = own
-        self._gang = gang
+        self._group = group
         self._last_loss: Loss | None = None
 
     def start(self) -> None:
-        self._gang.together(Do(self._role, "start"), self._own.start)
+        self._group.together(Do(self._role, "start"), self._own.start)
 
     def stop(self) -> None:
-        if self._gang.is_broken:
+        if self._group.is_broken:
             self._own.stop()
         else:
-            self._gang.together(Do(self._role, "stop"), self._own.stop)
+            self._group.together(Do(self._role, "stop"), self._own.stop)
 
     def onload(self) -> None:
-        self._gang.together(Do(self._role, "onload"), self._own.onload)
+        self._group.together(Do(self._role, "onload"), self._own.onload)
 
     def offload(self) -> None:
-        self._gang.together(Do(self._role, "offload"), self._own.offload)
+        self._group.together(Do(self._role, "offload"), self._own.offload)
 
     def rest(self) -> None:
-        self._gang.together(Do(self._role, "rest"), self._own.rest)
+        self._group.together(Do(self._role, "rest"), self._own.rest)
 
     def accumulate(self, batch: Batch, objective: Objective) -> Sums:
         is_new = objective.loss is not self._last_loss
         body = cloudpickle.dumps(objective.loss) if is_new else b""
         self._last_loss = objective.loss
-        return self._gang.together(Accumulate(self._role, body), lambda: accumulate_share(self._own, batch, objective), batch)
+        return self._group.together(Accumulate(self._role, body), lambda: accumulate_share(self._own, batch, objective), batch)
 
     def apply(self, optimizer: AdamW, denominator: float) -> Mapping[str, float]:
-        return self._gang.together(Apply(self._role, optimizer, denominator), lambda: self._own.apply(optimizer, denominator))
+        return self._group.together(Apply(self._role, optimizer, denominator), lambda: self._own.apply(optimizer, denominator))
 
     def discard(self) -> None:
-        self._gang.together(Do(self._role, "discard"), self._own.discard)
+        self._group.together(Do(self._role, "discard"), self._own.discard)
 
     def logprobs(self, batch: Batch) -> Batch:
-        return self._gang.together(Compute(self._role, "logprobs"), lambda: self._own.logprobs(batch), batch)
+        return self._group.together(Compute(self._role, "logprobs"), lambda: self._own.logprobs(batch), batch)
 
     def values(self, batch: Batch) -> Batch:
-        return self._gang.together(Compute(self._role, "values"), lambda: self._own.values(batch), batch)
+        return self._group.together(Compute(self._role, "values"), lambda: self._own.values(batch), batch)
 
     def scores(self, batch: Batch) -> Batch:
-        return self._gang.together(Compute(self._role, "scores"), lambda: self._own.scores(batch), batch)
+        return self._group.together(Compute(self._role, "scores"), lambda: self._own.scores(batch), batch)
 
     def memory(self) -> Memory:
         return self._own.memory()
@@ -370,7 +372,7 @@ class RankGroupTrain(TrainEngine):
         return self._gathered("base", self._own.base)
 
     def _gathered(self, method: Literal["weights", "adapters", "base"], of_own: Callable[[], Iterator[_T]]) -> Iterator[_T]:
-        self._gang.tell(Do(self._role, method))
+        self._group.tell(Do(self._role, method))
         own = iter(of_own())
         try:
             while (found := next(own, None)) is not None:
@@ -378,22 +380,22 @@ class RankGroupTrain(TrainEngine):
         except GeneratorExit:
             for _ in own:
                 pass
-            self._gang.succeeded()
+            self._group.succeeded()
             raise
         except Exception as error:
-            self._gang.failed(error)
-        self._gang.succeeded()
+            self._group.failed(error)
+        self._group.succeeded()
 
     def copy_from(self, source: TrainEngine) -> None:
         assert isinstance(source, RankGroupTrain)
-        self._gang.together(CopyFrom(self._role, source._role), lambda: self._own.copy_from(source._own))
+        self._group.together(CopyFrom(self._role, source._role), lambda: self._own.copy_from(source._own))
 
     def adapter_reference(self, role: str, model: Model) -> TrainEngine | None:
         own = self._own.adapter_reference(role, model)  # The other ranks make theirs when they begin.
-        return None if own is None else RankGroupTrain(role, own, self._gang)
+        return None if own is None else RankGroupTrain(role, own, self._group)
 
     def save(self, path: str) -> None:
-        self._gang.together(File(self._role, "save", path), lambda: self._own.save(path))
+        self._group.together(File(self._role, "save", path), lambda: self._own.save(path))
 
     def load(self, path: str) -> None:
-        self._gang.together(File(self._role, "load", path), lambda: self._own.load(path))
+        self._group.together(File(self._role, "load", path), lambda: self._own.load(path))

@@ -1,9 +1,10 @@
-"""A rank of a trainer, after the first: a process that calls its engines as rank 0 says (`m2flow.micro.worker.rank_group`).
+"""Process of a trainer's rank above 0: calls its engines as rank 0 commands (`m2flow.micro.worker.rank_group`).
 
     python -m m2flow.micro.worker.rank_process    settings on standard input, the run's secret in the environment
 
-It has no tasks and sends no results; its heartbeat, and an error that rank 0 can't hear of (being in a collective that this rank does not
-come to), go to the controller. It ends when rank 0 says so, when rank 0 is gone, and when the process that started it is.
+It has no tasks and sends no results. Its heartbeat goes to the controller, and so does an error that rank 0 does not listen for, because
+it is in a collective that this rank never enters. It exits when rank 0 says so, when rank 0 is gone, and when the process that started it
+is.
 """
 
 from __future__ import annotations
@@ -61,10 +62,10 @@ class Rank:
         self._losses: dict[str, Loss] = {}
 
     def serve(self, when_unheard: Callable[[M2FlowError], None]) -> None:
-        """Do what is said until the end.
+        """Carry out rank 0's commands until `End`.
 
         Args:
-            when_unheard: is told an error that rank 0 does not listen to.
+            when_unheard: takes an error that rank 0 does not listen for.
         Raises:
             EOFError: rank 0 is gone.
         """
@@ -108,14 +109,14 @@ class Rank:
 
 
 def _meet(settings: WorkerSettings, secret: str) -> Connection:
-    """A link to rank 0, which may not listen yet."""
+    """Connect to rank 0, which may not listen yet."""
     while True:
         try:
-            link = Client(settings.gang.meeting, "AF_UNIX", authkey=secret.encode())
+            link = Client(settings.rank_group.meeting, "AF_UNIX", authkey=secret.encode())
         except (FileNotFoundError, ConnectionRefusedError):
             time.sleep(_POLL_S)
         else:
-            say(link, Here(settings.gang.rank))
+            say(link, Here(settings.rank_group.rank))
             return link
 
 
@@ -134,21 +135,21 @@ def main() -> None:
     settings = msgspec.json.decode(sys.stdin.buffer.read(), type=WorkerSettings)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     watch_parent(settings)
-    secret, tag = os.environ.pop(TOKEN_VARIABLE, ""), rank_tag(settings.tag, settings.gang.rank)
+    secret, tag = os.environ.pop(TOKEN_VARIABLE, ""), rank_tag(settings.tag, settings.rank_group.rank)
 
     def report(error: M2FlowError) -> None:
-        where = f" (worker {settings.name}, rank {settings.gang.rank}, pid {os.getpid()})"
+        where = f" (worker {settings.name}, rank {settings.rank_group.rank}, pid {os.getpid()})"
         named = type(error)(error.what + where, where=error.where, now=error.now, remote=error.remote)
         dialer = LinkDialer(keys=settings.keys)
         dialer.open(settings.controller, tag, secret)
         dialer.send(m.encode(m.Fatal(named.to_record())))
         dialer.close(drain_s=LAST_WORDS_S)
 
-    def pulse() -> bytes:
+    def heartbeat() -> bytes:
         return m.encode(m.Heartbeat(0, time.process_time(), True))
 
-    beacon = HeartbeatSender(settings.controller, tag, secret, period_s=settings.heartbeat_s, payload=pulse, keys=settings.keys)
-    beacon.open()
+    sender = HeartbeatSender(settings.controller, tag, secret, period_s=settings.heartbeat_s, payload=heartbeat, keys=settings.keys)
+    sender.open()
     link = _meet(settings, secret)
     train, slots = settings.engine_settings()["train"], [slot for slot in settings.engines if slot.kind == "train"]
     try:
@@ -157,7 +158,7 @@ def main() -> None:
         sys.exit("rank 0 is gone")
     finally:
         link.close()
-        beacon.close()
+        sender.close()
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
-"""What a worker records of its samples and channels: spans of each sample's life, and counters of what went over each channel.
+"""Record a worker's samples and channels: a span for each stay of a sample in an engine, and counters of what went over each channel.
 
-admitted, first token seen --Lives.ended--> span `sample`: waited_us, first_us, had, versions, num_tokens, finish
+    admitted, first token seen --SampleSpans.ended--> span `sample`: waited_us, first_us, had, versions, num_tokens, finish
+    Outbox.statistics --ChannelCounts.record--> counters "channel to NAME: samples" --channels_of--> the run's summary
 
-Each stay in an engine is a span of its own: a sample that was stopped here and went on elsewhere has one there, which says with how many
-tokens it came (`had`). With `every` above 1, the lives of one group in so many are recorded, and as many decode steps are one span.
-
-Outbox.statistics --ChannelCounts.record--> counters "channel to NAME: samples" --channels_of--> the run's summary
+A sample that was stopped here and resumed elsewhere has a span in both places; the second says with how many tokens it came (`had`). With
+`every` above 1, the samples of one group in so many are recorded, and as many decode steps are merged into one span.
 """
 
 from __future__ import annotations
@@ -23,28 +22,31 @@ if TYPE_CHECKING:
     from m2flow.engines.contract import Generated
 
 GIVEN_UP = "given_up"
-"""How a sample ends that nobody goes on with."""
+"""Finish reason of a sample that is not resumed."""
+
+
+# ---- samples
 
 
 @final
 class SampleSpans:
-    """Of one process."""
+    """Record spans of the samples and decode steps of one process."""
 
     def __init__(self, recorder: Recorder, *, every: int = 1) -> None:
         self._recorder = recorder
         self._every = every
         self._waiting: dict[int, int] = {}
-        """Sample without a token here yet -> tokens that it came with."""
+        """Sample that has no new token yet -> tokens that it came with."""
         self._first_ns: dict[int, int] = {}
         self._steps: dict[str, _Steps] = {}
-        """Role -> decode steps that will be one span."""
+        """Role -> decode steps that are merged into one span."""
 
     def began(self, had: Mapping[int, int]) -> None:
-        """Samples were queued, with so many tokens each."""
+        """Note samples that were queued, with the tokens that each has already."""
         self._waiting.update((packed, count) for packed, count in had.items() if self._is_kept(packed))
 
     def seen(self, counts: Mapping[int, int]) -> None:
-        """Tokens of the samples that grow here, after a decode step."""
+        """Note first tokens, from the token counts of all in-flight samples after a decode step."""
         if not self._waiting:
             return
         begun = [packed for packed, had in self._waiting.items() if counts.get(packed, 0) > had]
@@ -54,7 +56,7 @@ class SampleSpans:
                 del self._waiting[packed]
 
     def ended(self, call: int, start_ns: int, end_ns: int, generated: Generated, *, had: int, waited_us: int) -> None:
-        """A sample leaves, finished or stopped."""
+        """Record a sample that leaves the engine, finished or stopped."""
         versions = generated.versions[had:] if len(generated.versions) > had else generated.versions
         about: dict[str, object] = {}
         if len(versions) and versions[0] != versions[-1]:
@@ -68,7 +70,7 @@ class SampleSpans:
         )
 
     def given_up(self, call: int, packed: int, start_ns: int, num_tokens: int, version: int, *, had: int, waited_us: int) -> None:
-        """A sample leaves, and nobody goes on with it."""
+        """Record a sample that leaves the engine and is not resumed."""
         self._ended(call, packed, start_ns, now_ns(), num_tokens, version, GIVEN_UP, had, waited_us, {})
 
     def _ended(
@@ -99,7 +101,7 @@ class SampleSpans:
         )
 
     def stepped(self, role: str, start_ns: int, end_ns: int, num_running: int, version: int) -> None:
-        """One decode step of a role's engine."""
+        """Record one decode step of a role's engine."""
         if self._every == 1:
             self._recorder.add(SpanName.ROLLOUT_STEP, start_ns, end_ns, num_samples=num_running, version=version, label=role)
             return
@@ -112,7 +114,7 @@ class SampleSpans:
         steps.add(start_ns, end_ns, num_running)
 
     def flush(self, roles: Iterable[str] | None = None) -> None:
-        """Record the decode steps that wait for others: the engine has stopped, or something else is recorded now."""
+        """Record merged decode steps now: the engine has stopped, or another span follows."""
         for role in list(self._steps if roles is None else roles):
             self._flush(role)
 
@@ -134,7 +136,7 @@ class SampleSpans:
 
 
 class _Steps:
-    """Several of one engine, which will be one span. It is as long as they were together: what lies between them is not work."""
+    """Decode steps of one engine that become one span, as long as their durations together: time between them is not work."""
 
     __slots__ = ("busy_ns", "num_samples", "num_steps", "start_ns", "version")
 
@@ -148,19 +150,21 @@ class _Steps:
         self.num_steps += 1
 
 
+# ---- channels
+
 _PREFIX = "channel to "
 
 
 @final
 class ChannelCounts:
-    """Of one worker."""
+    """Record counters of one worker's outgoing channels."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._known: dict[str, int] = {}
 
     def record(self, channels: Mapping[str, Statistics]) -> None:
-        """The channels that something went over since the last time, by who is at the other end."""
+        """Record the channels, by peer, over which something was sent since the last call."""
         for peer, counted in channels.items():
             if self._known.get(peer) != counted.num_parcels:
                 self._known[peer] = counted.num_parcels
@@ -169,7 +173,7 @@ class ChannelCounts:
 
 
 def channels_of(counts: Iterable[Count]) -> dict[str, dict[str, float]]:
-    """By channel, the last value of each of its counters; those that stayed 0 are left out."""
+    """Return channel -> last value of each of its counters. Counters that stayed 0 are left out."""
     found: dict[str, dict[str, float]] = {}
     for count in sorted(counts, key=lambda count: count.at_ns):
         if count.name.startswith(_PREFIX):

@@ -1,19 +1,21 @@
-"""Sync weights out of a process's trainers and into its rollout engines, over the plan's transport, checked and proven.
+"""Sync weights from a process's trainers into its rollout engines, over the plan's transport, with checks of what arrived.
 
-trainer.base() --checksums, once--> Manifest.base --with every version--> rollout.base(), compared before the first are added
+Checksums. After each load the checksum of every tensor that the engine then holds is compared with what the trainer published, before a
+token is sampled. Tensors that an engine does not list under the published name, type and shape (fused, or converted by itself) are
+compared on arrival instead. The first load compares everything on arrival as well: until then it is not known what an engine lists.
 
-Both load them from the same place, so nobody sends them. A sum is right only if what is added to is, and that checksums of adapters do
-not say.
+LoRA base (`LoraBaseCheck`). Where only adapters are sent, both sides load the base model from files. The sum is right only if the base is
+the same, so its checksums are compared before the first adapters are added:
 
-samples of an update --trainer, after it--> Probe --with the weights--> `RolloutEngine.logprobs` --compared--> goes on, or stops the run
+    trainer.base() --checksums, once--> Manifest.base --with every version--> rollout.base()
 
-Checksums say that tensors came whole, under their names. They do not say that both engines compute the same function of them: that an
-engine with names, fusions or a process of its own (a server) put each where it belongs. The first weights that an engine takes are proved,
-or all of them, if the spec says so. Only sequences of token ids can be compared: an update on texts brings no probe, the next one may.
+Log-probabilities (`LogprobCheck`). Checksums say that tensors arrived whole, under their names, not that both engines compute the same
+function of them: that an engine with names, fusions or a process of its own (a server) put each where it belongs. The first weights that
+an engine takes are probed, or all of them if the spec says so:
 
-After each load the checksum of every tensor that the engine then holds is compared with what the trainer published, before a token is
-sampled. Tensors that an engine does not list under the published name, type and shape (fused, or converted by itself) are compared on
-arrival instead. The first load compares everything on arrival as well: until then nobody knows what an engine lists.
+    samples of an update --trainer, after it--> Probe --with the weights--> `RolloutEngine.logprobs` --compared--> goes on, or stops the run
+
+Only sequences of token ids can be compared: an update on texts brings no probe, the next one may.
 """
 
 from __future__ import annotations
@@ -43,21 +45,21 @@ from m2flow.spec import WeightsSpec
 
 @final
 class LoraBaseCheck:
-    """Of one process, by role."""
+    """Compare the base weights of trainers and rollout engines that exchange only adapters; one for each process."""
 
     def __init__(self) -> None:
         self._entries: dict[str, tuple[TensorEntry, ...]] = {}
         self._compared: set[str] = set()
 
     def told(self, role: str, manifest: Manifest, engine: TrainEngine) -> Manifest:
-        """A publication of a role's adapters, which now says what they are beside."""
+        """Add the checksums of the base weights to a publication of a role's adapters."""
         if role not in self._entries:
             found = tensor_checksums(engine.base())
             self._entries[role] = tuple(TensorEntry(one.name, one.dtype, one.shape, 0, one.checksum) for one in found)
         return msgspec.structs.replace(manifest, base=self._entries[role])
 
     def check(self, role: str, manifest: Manifest, engine: RolloutEngine) -> None:
-        """Before adapters are added to what an engine holds, the first time. Raises EngineError: it is something else."""
+        """Check an engine's base weights before the first adapters are added. Raises EngineError: they differ."""
         if role in self._compared:
             return
         wrong, missing = compare_checksums(manifest.base, tensor_checksums(engine.base()))
@@ -71,7 +73,7 @@ class LoraBaseCheck:
 
 NUM_SEQUENCES = 4
 MAX_TOKENS = 64
-"""Of each sequence. So a probe costs an update less than a micro-batch does."""
+"""Tokens of each sequence, so that a probe costs an update less than a micro-batch does."""
 TOLERANCE = {"float32": 1e-3, "float16": 0.03, "bfloat16": 0.15}
 """Mean absolute difference of a token's log-probability, in nats, by the coarsest type that weights or passes have. Between PyTorch's own
 kernels it is a hundredth of that in float32 and a tenth in bfloat16; of a model whose layers are exchanged, a nat or more."""
@@ -83,9 +85,9 @@ class Checks(msgspec.Struct, frozen=True):
     probe: str = "first"
     """`first`, `always` or `never`."""
     tolerance: float | None = None
-    """Of a probe; None: by type."""
+    """Tolerance of a probe; None: by type (`TOLERANCE`)."""
     stop_above: float | None = None
-    """A mean difference in an update above this one ends the run."""
+    """Mean difference in an update above which the run ends."""
 
 
 @final
@@ -133,7 +135,7 @@ class LogprobCheck:
         self._probes[role] = Probe(version, sequences, logprobs, self._tolerance(role))
 
     def probe(self, role: str, version: int) -> Probe | None:
-        """What goes with the weights of this version."""
+        """Return the probe that is sent with the weights of this version."""
         found = self._probes.get(role)
         return found if found is not None and found.version == version else None
 
@@ -171,7 +173,7 @@ class LogprobCheck:
 
 
 def _worst(probe: Probe, said: list[list[float]]) -> str:
-    """The tokens that differ most, in words."""
+    """Describe the tokens that differ most."""
     gaps = [
         (abs(ours - theirs), row, position, ours, theirs)
         for row, pair in enumerate(zip(probe.logprobs, said, strict=True))
@@ -190,7 +192,7 @@ CUDA_IPC = "cuda ipc"
 
 
 class WeightSettings(msgspec.Struct, frozen=True):
-    """What a worker must know of the plan's weight syncs."""
+    """What a worker needs to know of the plan's weight syncs."""
 
     loads: dict[str, str] = {}
     """Role -> the transport that its rollout engine here loads by."""
@@ -206,15 +208,15 @@ class WeightSettings(msgspec.Struct, frozen=True):
     bucket_bytes: int = 16 << 20
     checks: Checks = Checks()
     into_server: str = "auto"
-    """How they go on into an engine's server."""
+    """How weights are passed on to an engine's server process."""
 
     def with_keys(self, keys: Keys | None) -> WeightSettings:
-        """The same, of a cluster with this key."""
+        """Return the same settings with the cluster's key."""
         return msgspec.structs.replace(self, keys=keys)
 
 
 def weight_settings(worker: str, syncs: Sequence[WeightSync], spec: WeightsSpec, directory: str) -> WeightSettings:
-    """What one worker of a plan must know."""
+    """Make the settings of one worker of a plan."""
     publishes: dict[str, tuple[str, ...]] = {}
     for sync in syncs:
         if sync.source == worker and sync.target != worker:
@@ -247,7 +249,7 @@ class _Taking(NamedTuple):
 
 @final
 class WeightSyncs:
-    """Every role's weights, of one process. Segments and files are named by `prefix`."""
+    """Publish and load every role's weights in one process. Segments and files are named by `prefix`."""
 
     def __init__(self, worker: str, prefix: str, models: Mapping[str, Model], settings: WeightSettings, recorder: Recorder) -> None:
         self._worker = worker
@@ -266,7 +268,7 @@ class WeightSyncs:
         """Role -> the published version that its engine was found to hold."""
 
     def publish(self, role: str, version: int, engine: TrainEngine) -> Manifest:
-        """Hand out a role's trained weights."""
+        """Publish a role's trained weights."""
         with self._recorder.span(SpanName.WEIGHTS_PUBLISH, version=version, label=role) as span:
             start = time.monotonic()
             if self._settings.publishes.get(role) == (CUDA_IPC,):
@@ -387,7 +389,7 @@ class WeightSyncs:
         return model.rollout_dtype if model is not None else None
 
     def close(self) -> None:
-        """Take back what was published. May be called twice."""
+        """Withdraw what was published. May be called twice."""
         for publisher in self._publishers.values():
             publisher.close()
         for subscriber in self._subscribers.values():

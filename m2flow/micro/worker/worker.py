@@ -1,27 +1,28 @@
-"""A worker: it does the tasks that the controller gives it, on rows that other workers send it, and writes down how far it is.
+"""Execute a worker's tasks turn by turn: receive messages and rows, decode one token, do one task, and report how far everything is.
 
-Many turns without work are one span. What comes before a worker's first work and after its last is no wait of a schedule, and is left out.
+    controller --tasks--> Worker --rows--> other workers
+                          Worker --Finished, TaskDone--> controller
 
-task done -> its rows in the store -> next task begins -> segment, neighbours, `Finished`
+Since a turn decodes one token of all that generates and does at most one task, tasks and generation interleave, and an abort takes effect
+between two tokens. Its links and channels are given to it: ZeroMQ's by `m2flow.micro.worker.worker_process`, in-memory ones by
+`m2flow.testing.world`.
 
-A chain of calls on one worker waits for a task's rows alone. What else has to be done about them takes as long as a small function, so it
-waits until the next one has begun, or until there is none that could begin at once. It fails as the task that it is about.
+Reports (`Reports`). The next task of a chain of calls needs only the rows of the one before, while a segment, rows for other workers and
+`Finished` take as long as a small function. So these wait until the next task has begun, or until none can begin at once. An error in
+them fails the task that they are about.
 
-finished samples, stopped ones   -> <worker>.seg              kept with the run
+Progress log (`ProgressLog`). What `m2flow.micro.controller.sample_lifecycle` reads after the process was killed:
+
+    finished samples, stopped ones   -> <worker>.seg              kept with the run
     running samples, now and then    -> <worker>-running.seg      the newest of each is kept, while it runs
     rows of functions                -> <worker>-rows.seg         kept until their call is forgotten
     counts, after every decode step  -> <worker>.meter            kept with the run
 
-A running sample is written down when it has got so many tokens, or so many seconds have passed, since it was last. All of it is
-written, not only what is new: so one record is enough to go on from, and earlier ones need not be kept. Whoever else must know is told
-by the worker. What a killed process left here is read by `m2flow.micro.controller.sample_lifecycle`.
+A running sample is flushed when it has got so many tokens, or so many seconds have passed, since the last time. All of it is written, not
+only what is new: so one record is enough to resume from, and earlier ones need not be kept.
 
-controller --tasks--> Worker --rows--> other workers
-                          Worker --Finished, TaskDone--> controller
-
-It works in turns: read what has come, decode one token of what generates, do the next task if its rows are here. So tasks and
-generation interleave, and an abort takes effect between two tokens. Its links and channels are given to it: ZeroMQ's by
-`m2flow.micro.worker.worker_process`, in-memory ones by `m2flow.testing.world`.
+Idle spans (`IdleSpans`). Many turns without work are one span. The time before a worker's first work and after its last is no wait of the
+schedule, and is left out.
 """
 
 from __future__ import annotations
@@ -53,12 +54,12 @@ from m2flow.observe.spans import Recorder, SpanName, now_ns
 from m2flow.samples import Batch
 
 _SHORTEST_NS = 500_000
-"""A shorter one is a message on its way."""
+"""A shorter wait is only a message under way, and is not recorded."""
 
 
 @final
-class Idling:
-    """Of one worker."""
+class IdleSpans:
+    """Record the time in which one worker waits for rows or tasks, as spans."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -67,7 +68,7 @@ class Idling:
         self._call: Call | None = None
 
     def waits(self, call: Call | None) -> None:
-        """It has nothing to do: its next task, of this call, needs rows that are not here. None: it has no task."""
+        """Note that it has nothing to do: its next task, of this call, needs rows that are not here; None: it has no task."""
         if not self._has_worked:
             return
         if not self._since_ns:
@@ -76,7 +77,7 @@ class Idling:
             self._call = call
 
     def works(self) -> None:
-        """It has something to do."""
+        """Note that it has something to do; a wait ends."""
         self._has_worked = True
         if not self._since_ns:
             return
@@ -92,27 +93,27 @@ class Idling:
 
 @final
 class Reports:
-    """Of tasks that are done, and of which nobody was told yet."""
+    """Queue the reports of finished tasks until the next task has begun."""
 
     def __init__(self, attempt: Callable[[m.Task, Callable[[], None]], None]) -> None:
         """
         Args:
-            attempt: does something about a task, and reports the task as failed if that fails.
+            attempt: runs a report of a task, and reports the task as failed if that raises.
         """
         self._attempt = attempt
         self._waiting: deque[tuple[m.Task, Callable[[], None]]] = deque()
 
     @property
     def are_due(self) -> bool:
-        """Whether somebody waits to be told."""
+        """Whether a report waits."""
         return bool(self._waiting)
 
     def later(self, task: m.Task, report: Callable[[], None]) -> None:
-        """Have this done at the next `make`."""
+        """Queue a report for the next `make`."""
         self._waiting.append((task, report))
 
     def make(self) -> None:
-        """All that wait, in the order of their tasks."""
+        """Make all queued reports, in the order of their tasks."""
         while self._waiting:
             self._attempt(*self._waiting.popleft())
 
@@ -127,12 +128,12 @@ def finished(
     *,
     ends: bool,
 ) -> m.Finished:
-    """The message about rows of a task.
+    """Build the message about finished rows of a task.
 
     Args:
         dropped: samples of the task that became no rows.
-        parts: of each row's reward, if any has some.
-        ends: it has no others.
+        parts: parts of each row's reward, if any has some.
+        ends: whether the task has no further rows.
     """
     has_texts = call.engine == "rollout" and len(rows) > 0
     texts = [_showable(str(rows.ragged(name).item(0))) for name in ("prompt", "text")] if has_texts else []
@@ -154,17 +155,17 @@ def finished(
 
 
 def _showable(text: str) -> str:
-    """The text without lone surrogates, which a message can't carry. Only what is shown is changed."""
+    """Replace lone surrogates, which a message can't carry. Only the text that is shown is changed."""
     return text.encode("utf-8", "replace").decode()
 
 
 _CHECKS = 8
-"""How often it is looked for samples to write down, in the time in which one gets the tokens that make it due."""
+"""Checks for samples to flush, in the time in which one gets `every_tokens` tokens."""
 
 
 @final
 class ProgressLog:
-    """Of one process."""
+    """Write samples and token counts of one process to files from which a resume or a recovery can go on."""
 
     def __init__(self, directory: str | Path, name: str, *, every_tokens: int, every_s: float) -> None:
         self._segments = SegmentWriter(directory, name)
@@ -175,52 +176,53 @@ class ProgressLog:
         self._every_ns = every_s * 1e9
         self._check_after = max(1, every_tokens // _CHECKS)
         self._num_steps = 0
-        """Decode steps since it was last looked."""
+        """Decode steps since the last check."""
         self._looked_ns = now_ns()
         self._counts: Mapping[int, int] = {}
         self._written: dict[int, int] = {}
-        """Running sample -> its tokens that are written down."""
+        """Running sample -> tokens of it that are written."""
 
     def began(self, ids: Iterable[int], had: Iterable[int]) -> None:
-        """Samples go on from so many tokens, which are written down elsewhere."""
+        """Note samples that resume from `had` tokens, which are written elsewhere."""
         self._written.update(zip(ids, had, strict=True))
 
     def finished(self, call: int, rows: Batch) -> Place:
         return self._ended(self._segments.append(rows, Kind.FINISHED, call), rows.ids.tolist())
 
     def read(self, place: Place) -> Batch:
-        """What was written down."""
+        """Read a record back."""
         return read_segment(self._segments.directory, place)
 
     def stopped(self, call: int, rows: Batch) -> Place:
         return self._ended(self._segments.append(rows, Kind.STOPPED, call), rows.ids.tolist())
 
     def given_up(self, call: int, counts: Mapping[int, int]) -> None:
-        """These samples had so many tokens, and nobody goes on with them."""
+        """Write that samples were given up, with their token counts."""
         ids = list(counts)
         columns = {"num_generated": np.array(list(counts.values()), np.int64)}
         self._ended(self._segments.append(Batch(np.array(ids, np.int64), columns), Kind.GIVEN_UP, call), ids)
 
     def result(self, call: int, rows: Batch) -> Place:
-        """Rows of a function."""
+        """Write the rows of a function."""
         return self._rows.append(rows, [call], Kind.RESULT, call)
 
     def forget(self, call: int) -> None:
-        """Nobody needs a call's rows any more."""
+        """Release a call's rows."""
         self._rows.release([call])
 
-    def measure(self, bench: EngineHost, leaving: Iterable[Batch] = ()) -> None:
-        """Note how far everything is, with what leaves and is not written down yet: after each decode step, and when samples have left."""
+    def measure(self, engine_host: EngineHost, leaving: Iterable[Batch] = ()) -> None:
+        """Write all token counts to the meter, with those of samples that leave and are not written yet. Called after each decode step, and
+        when samples have left."""
         if self._meter is None:
             self._meter = TokenMeter(self._segments.path.with_suffix(".meter"))
-        total, counts = bench.tokens()
+        total, counts = engine_host.tokens()
         self._counts = dict(counts)
         for rows in leaving:
             counts.update(zip(rows.ids.tolist(), execute.num_generated_of(rows), strict=True))
         self._meter.write(total, counts)
 
-    def due(self, bench: EngineHost) -> list[tuple[Call, Batch, Place]]:
-        """After a decode step: write down the running samples whose time it is. The rows of each call."""
+    def due(self, engine_host: EngineHost) -> list[tuple[Call, Batch, Place]]:
+        """Flush the running samples that are due after a decode step; return call, rows and place of each record."""
         self._num_steps += 1
         is_time = now_ns() - self._looked_ns >= self._every_ns
         if not self._counts or not (is_time or self._num_steps >= self._check_after):
@@ -231,7 +233,7 @@ class ProgressLog:
         if is_time:
             self._looked_ns = now_ns()
         done = []
-        for call, rows in bench.snapshot(wanted) if wanted else ():
+        for call, rows in engine_host.snapshot(wanted) if wanted else ():
             ids = rows.ids.tolist()
             done.append((call, rows, self._running.append(rows, ids, Kind.RUNNING, call.ordinal)))
             self._written.update(zip(ids, execute.num_generated_of(rows), strict=True))
@@ -245,7 +247,7 @@ class ProgressLog:
             self._meter.close()
 
     def _ended(self, place: Place, ids: list[int]) -> Place:
-        """These samples do not run any more."""
+        """Release the running records of samples that have ended."""
         if self._written:
             for packed in ids:
                 self._written.pop(packed, None)
@@ -257,7 +259,7 @@ _FLUSH_SPANS_NS = 250_000_000
 
 
 class Worker:
-    """What a worker does, on whatever links and channels it is given. `open`, then `turn` until `is_stopping`, then `close`."""
+    """Do a worker's tasks on the links and channels that it is given. Call `open`, then `turn` until `is_stopping`, then `close`."""
 
     def __init__(
         self, settings: WorkerSettings, link: ControlLink, inbox: Inbox, outbox: Outbox, make_train: MakeTrain = make_own_train
@@ -265,7 +267,7 @@ class Worker:
         self.settings = settings
         self.is_stopping = False
         self.recorder = Recorder(settings.name)
-        self.bench = EngineHost(
+        self.engine_host = EngineHost(
             settings.engines,
             settings.models,
             settings.engine_settings(),
@@ -283,18 +285,18 @@ class Worker:
         )
         self._link = link
         self._inbox = inbox
-        self._notebook = ProgressLog(
+        self._progress_log = ProgressLog(
             f"{settings.run_dir}/segments", settings.name, every_tokens=settings.flush_tokens, every_s=settings.flush_s
         )
         self._store = RowStore()
         self._calls: dict[int, Call] = {}
         self._peers = Peers(outbox, self._hear, knows_all=not settings.incarnation)
-        self._gauges, self._idling = Gauges(self.recorder, self.bench), Idling(self.recorder)
+        self._gauges, self._idle_spans = Gauges(self.recorder, self.engine_host), IdleSpans(self.recorder)
         self._heard: deque[m.ToWorker] = deque()
-        """What the controller has said and is not done yet."""
+        """Messages of the controller that are not handled yet."""
         self.num_turns = 0
         self.is_in_users_code = False
-        """A user's function has been called, and takes as long as it takes."""
+        """Whether a user's function is being called, whose duration is not the worker's fault."""
         self._queue: deque[m.Task] = deque()
         self._reports = Reports(self._attempt)
         self._generations: dict[int, Generation] = {}
@@ -303,28 +305,28 @@ class Worker:
         self._num_turns = 0
 
     def open(self) -> None:
-        """Load the engines, then say that we are here."""
-        self.bench.open()
+        """Load the engines, then report `Ready`."""
+        self.engine_host.open()
         self._send(m.Ready(self._inbox.open(), os.getpid()))
 
     @property
     def has_work(self) -> bool:
-        """Whether `turn` would do more than read what has come."""
-        return self.bench.num_unfinished > 0 or self._reports.are_due or self._next_is_ready()
+        """Whether `turn` would do more than receive."""
+        return self.engine_host.num_unfinished > 0 or self._reports.are_due or self._next_is_ready()
 
     def turn(self) -> None:
-        """Read what has come, decode one token of everything that generates, do one task."""
+        """Receive what has arrived, decode one token of everything that generates, and do one task."""
         self.num_turns += 1
         if not self._reads_meanwhile():
             self._read()
             while self._heard:
                 self._take(self._heard.popleft())
-        if self.bench.num_unfinished:
-            self._idling.works()
+        if self.engine_host.num_unfinished:
+            self._idle_spans.works()
             self._decode()
         self._report_load()
         if self._next_is_ready():
-            self._idling.works()
+            self._idle_spans.works()
             self._do(self._queue.popleft())
         else:
             self._reports.make()
@@ -333,7 +335,7 @@ class Worker:
 
     def _reads_meanwhile(self) -> bool:
         """Whether the next task can begin at once, and there is time for all else while it runs (`_meanwhile`)."""
-        task = self._queue[0] if self._queue and not self._heard and not self.bench.num_unfinished else None
+        task = self._queue[0] if self._queue and not self._heard and not self.engine_host.num_unfinished else None
         return isinstance(task, m.RunFunction) and self._calls[task.call].engine == "function" and self._next_is_ready()
 
     def _read(self) -> None:
@@ -348,29 +350,29 @@ class Worker:
 
     def rest(self) -> None:
         """There is nothing to do now; to be called before somebody waits for that."""
-        self._idling.waits(self._calls.get(self._queue[0].call) if self._queue else None)
+        self._idle_spans.waits(self._calls.get(self._queue[0].call) if self._queue else None)
 
     def _report_load(self) -> None:
         """Say how full the engines are, every so many turns of decoding."""
-        if not self.settings.report_every or not self.bench.num_unfinished:
+        if not self.settings.report_every or not self.engine_host.num_unfinished:
             return
         self._num_turns += 1
         if self._num_turns % self.settings.report_every == 0:
-            for role, (load, tokens) in self.bench.occupancy().items():
+            for role, (load, tokens) in self.engine_host.occupancy().items():
                 self._send(m.Load(role, *load[:4], list(tokens), list(tokens.values())))
 
     def close(self) -> None:
         """Free the engines; send the last spans and goodbye."""
         self._reports.make()
-        self.bench.close()
-        self._notebook.close()
+        self.engine_host.close()
+        self._progress_log.close()
         self.flush_spans(force=True)
         self._send(m.Goodbye())
 
     def killed(self) -> None:
         """Free the engines, and say no word: what a process that is killed would leave."""
-        self.bench.close()
-        self._notebook.close()
+        self.engine_host.close()
+        self._progress_log.close()
 
     def fail(self, error: M2FlowError) -> None:
         """Tell the controller that this worker can't go on."""
@@ -408,7 +410,7 @@ class Worker:
                 self._store.put(ordinal, rows)
                 self._forward(ordinal, rows, forward_to)
             case m.Forget(call=ordinal):
-                self._notebook.forget(ordinal)
+                self._progress_log.forget(ordinal)
                 self._store.forget(ordinal)
                 self._store.forget(stopped_at(ordinal))
                 self._calls.pop(ordinal, None)
@@ -467,7 +469,7 @@ class Worker:
 
     def _perform(self, task: m.Task) -> m.TaskDone | None:
         """Do a task; what to say at its end, if its last samples do not say it. A generation only begins here."""
-        bench = self.bench
+        engine_host = self.engine_host
         match task:
             case m.Generate():
                 self._generate(task)
@@ -480,7 +482,7 @@ class Worker:
                     left.update(ids)
                     self._deliver(task.number, call, rows, forward_to, dropped=sorted(set(ids) - set(rows.ids.tolist())), ends=False)
 
-                result = bench.perform(call, self._inputs(task), task.values, leave, self._meanwhile, is_suspect=task.is_suspect)
+                result = engine_host.perform(call, self._inputs(task), task.values, leave, self._meanwhile, is_suspect=task.is_suspect)
                 if isinstance(result, Batch):
                     if len(result):
                         self._store.put(call.ordinal, without_parts(result)[0])  # The next task may need them; all else can wait.
@@ -492,26 +494,26 @@ class Worker:
                 return m.TaskDone(task.number, execute.plain_value(call, result))
             case m.Accumulate(epoch=epoch):
                 call = self._calls[task.call]
-                bench.accumulate(call, train_tasks.training_rows(call, self._inputs(task)), epoch=epoch)
+                engine_host.accumulate(call, train_tasks.training_rows(call, self._inputs(task)), epoch=epoch)
                 return m.TaskDone(task.number)
             case m.Apply(is_last=is_last):
-                return m.TaskDone(task.number, bench.apply(self._calls[task.call], is_last=is_last))
+                return m.TaskDone(task.number, engine_host.apply(self._calls[task.call], is_last=is_last))
             case m.CopyWeights():
-                bench.copy_weights(self._calls[task.call])
+                engine_host.copy_weights(self._calls[task.call])
                 return m.TaskDone(task.number)
             case m.PublishWeights(role=role, version=version):
-                return m.TaskDone(task.number, manifest=bench.publish(role, version))
+                return m.TaskDone(task.number, manifest=engine_host.publish(role, version))
             case m.LoadWeights(role=role, version=version, manifest=manifest, under_requests=under_requests):
-                bench.load_weights(role, version, manifest, under_requests=under_requests)
+                engine_host.load_weights(role, version, manifest, under_requests=under_requests)
                 return m.TaskDone(task.number)
             case m.ShrinkKVCache():
-                bench.shrink_kv_cache()
+                engine_host.shrink_kv_cache()
                 return m.TaskDone(task.number)
             case m.Switch(to=to):
-                bench.switch(to)
+                engine_host.switch(to)
                 return m.TaskDone(task.number)
             case m.Save(role=role, path=path, seals=seals):
-                return m.TaskDone(task.number, bench.save(role, path, seals=seals))
+                return m.TaskDone(task.number, engine_host.save(role, path, seals=seals))
         raise InternalError(f"unknown task {type(task).__name__}")
 
     def _meanwhile(self) -> None:
@@ -532,27 +534,27 @@ class Worker:
     def _generate(self, task: m.Generate) -> None:
         call, drawn = self._calls[task.call], self._calls[task.drawn_by]
         if task.aborted_by >= 0:
-            self.bench.resume(call, self._store.get(stopped_at(task.aborted_by), task.ids), drawn, task.waited_us)
-            self._notebook.began(task.ids, task.had)
+            self.engine_host.resume(call, self._store.get(stopped_at(task.aborted_by), task.ids), drawn, task.waited_us)
+            self._progress_log.began(task.ids, task.had)
         else:
-            self.bench.generate(call, task.ids, self._store.get(self._prompts(task), task.prompts), drawn, task.waited_us)
+            self.engine_host.generate(call, task.ids, self._store.get(self._prompts(task), task.prompts), drawn, task.waited_us)
         self._generations[task.number] = Generation(task, len(task.ids))
         self._task_of.update(dict.fromkeys(task.ids, task.number))
 
     def _decode(self) -> None:
         """One token of everything that generates; what has finished leaves, and what goes on is written down now and then."""
-        left = self.bench.step()
-        self._notebook.measure(self.bench, [rows for _, rows in left])
+        left = self.engine_host.step()
+        self._progress_log.measure(self.engine_host, [rows for _, rows in left])
         for call, rows in left:
             self._generated(call, rows)
         if left:
-            self._notebook.measure(self.bench)
-        for call, rows, place in self._notebook.due(self.bench):
+            self._progress_log.measure(self.engine_host)
+        for call, rows, place in self._progress_log.due(self.engine_host):
             self._send(m.Flushed(call.ordinal, rows.ids.tolist(), *execute.lengths_of(rows), version_spans_of(rows), place))
 
     def _generated(self, call: Call, rows: Batch) -> None:
         """Samples are done: write them down, hand them on, and say so; end their tasks."""
-        place = self._notebook.finished(call.ordinal, rows)
+        place = self._progress_log.finished(call.ordinal, rows)
         by_task: dict[int, list[int]] = {}
         for row, packed in enumerate(rows.ids.tolist()):
             by_task.setdefault(self._task_of.pop(packed), []).append(row)
@@ -562,7 +564,7 @@ class Worker:
             task = generation.task
             if task.spills:
                 own = rows.ids[positions]
-                self._store.spill(call.ordinal, own.tolist(), lambda own=own: self._notebook.read(place).select(own))  # type: ignore[misc]
+                self._store.spill(call.ordinal, own.tolist(), lambda own=own: self._progress_log.read(place).select(own))  # type: ignore[misc]
             self._deliver(number, call, rows.take(positions), task.forward_to, place, ends=generation.num_left == 0, keeps=not task.spills)
             if generation.num_left == 0:
                 del self._generations[number]
@@ -582,7 +584,7 @@ class Worker:
         """Keep rows of a call's result in memory, send them where they are needed, and report them."""
         rows, parts = without_parts(rows)
         if place is None and len(rows) and call.engine == "function" and not execute.gives_reward(call):
-            place = self._notebook.result(call.ordinal, rows)
+            place = self._progress_log.result(call.ordinal, rows)
         if len(rows):
             if keeps:
                 self._store.put(call.ordinal, rows)
@@ -597,8 +599,8 @@ class Worker:
 
     def _yield(self, ordinal: int, ids: list[int]) -> None:
         """Stop these samples of a call, those that have not finished; their tasks end without them."""
-        here = [packed for packed in ids if packed in self._task_of and self.bench.is_growing(packed, ordinal)]
-        self._kept(ordinal, self.bench.interrupt(here))
+        here = [packed for packed in ids if packed in self._task_of and self.engine_host.is_growing(packed, ordinal)]
+        self._kept(ordinal, self.engine_host.interrupt(here))
         tasks = [self._task_of.pop(packed) for packed in here]
         if here:
             self._send(m.Preempted(ordinal, here, tasks))
@@ -610,7 +612,7 @@ class Worker:
 
     def _stop(self, ordinal: int) -> None:
         """Stop what runs for a call; what has tokens is kept, and reported, as is what has finished by now."""
-        finished, stopped = self.bench.stop(ordinal)
+        finished, stopped = self.engine_host.stop(ordinal)
         if len(finished):
             self._generated(self._calls[ordinal], finished)
         self._kept(ordinal, stopped)
@@ -619,16 +621,16 @@ class Worker:
         """Samples of a call were stopped, and have tokens to go on from."""
         if len(stopped):
             self._store.put(stopped_at(ordinal), stopped)
-            place = self._notebook.stopped(ordinal, stopped)
-            self._notebook.measure(self.bench)
+            place = self._progress_log.stopped(ordinal, stopped)
+            self._progress_log.measure(self.engine_host)
             self._send(m.Aborted(ordinal, stopped.ids.tolist(), *execute.lengths_of(stopped), version_spans_of(stopped), place))
 
     def _abort(self, ordinal: int) -> None:
         """Give up what runs or waits for a call. Its tasks end as done: the controller knows that they were aborted."""
-        given_up = self.bench.abort(ordinal)
+        given_up = self.engine_host.abort(ordinal)
         if given_up:
-            self._notebook.given_up(ordinal, given_up)
-            self._notebook.measure(self.bench)
+            self._progress_log.given_up(ordinal, given_up)
+            self._progress_log.measure(self.engine_host)
             self._send(m.GivenUp(ordinal, list(given_up), list(given_up.values())))
         for number in [n for n, g in self._generations.items() if g.task.call == ordinal]:
             for packed in self._generations.pop(number).task.ids:
@@ -638,7 +640,7 @@ class Worker:
             self._queue.remove(task)
             self._send(m.TaskDone(task.number))
         if ordinal in self._calls and self._calls[ordinal].method == "update":
-            self.bench.give_up(self._calls[ordinal])
+            self.engine_host.give_up(self._calls[ordinal])
 
     def _send(self, message: m.ToController) -> None:
         self._link.send(m.encode(message))

@@ -1,18 +1,18 @@
-"""A worker's process: its sockets, its heartbeat and what that says, its end.
+"""Run a worker as a process: open its sockets, send heartbeats, and end it when it is stopped, fails, or loses its parent.
 
-The library comes with the driver (`libnvidia-ml.so.1`), so no package is needed; without one, or for a device that does not tell
-(a slice of a GPU does not say how busy it is), nothing is said.
+    python -m m2flow.micro.worker.worker_process    settings on standard input, the run's secret in the environment
+
+One thread runs `m2flow.micro.worker.worker`. A second sends heartbeats, and a third ends the process when the one that started it is gone,
+whatever the first is doing.
+
+    HeartbeatSource.heartbeat --> Heartbeat with turns, processor time, memory, GPU use, and the time here
+    Echo --HeartbeatSource.hear--> the next heartbeat says how long the two messages were under way
+
+GPU use is read from the driver's own library (`libnvidia-ml.so.1`), so no package is needed. Without that library, or for a device that
+does not tell (a MIG slice has no utilisation), it is left out.
 
 Source: NVML API reference: nvmlDeviceGetUtilizationRates (the share of the last sampling period, at most a second, in which a kernel ran),
 nvmlDeviceGetMemoryInfo.
-
-VitalSigns.pulse --> Pulse with processor, memory, GPU, and the time here
-Echo --VitalSigns.hear--> the next pulse says how long the two were on their way
-
-python -m m2flow.micro.worker.worker_process    settings on standard input, the run's secret in the environment
-
-What it does with what comes in is `m2flow.micro.worker.worker`. One thread does the work; a second sends heartbeats, and a third ends
-the process when the one that started it is gone, whatever the first is doing.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ class _Memory(ctypes.Structure):
 
 @final
 class GpuUse:
-    """Of one device."""
+    """Read utilisation and memory of one GPU by NVML."""
 
     def __init__(self, library: ctypes.CDLL, handle: ctypes.c_void_p) -> None:
         self._library = library
         self._handle = handle
 
     def read(self) -> tuple[float | None, int | None]:
-        """The share of time in which it was busy lately, 0 to 1; bytes of its memory that are taken. None where it does not say."""
+        """Return the share of recent time in which it was busy, 0 to 1, and bytes of memory in use; None where it does not tell."""
         rates, memory = _Rates(), _Memory()
         has_rates = self._library.nvmlDeviceGetUtilizationRates(self._handle, ctypes.byref(rates)) == 0
         has_memory = self._library.nvmlDeviceGetMemoryInfo(self._handle, ctypes.byref(memory)) == 0
@@ -71,10 +71,10 @@ class GpuUse:
 
 
 def find_gpu(device: str, visible: str | None = None, library: str = LIBRARY) -> GpuUse | None:
-    """The GPU that this process calls `device`; None if it is none, or nothing can be asked of it.
+    """Find the GPU that this process calls `device`; None if it is no GPU, or NVML can't be asked.
 
     Args:
-        visible: what CUDA_VISIBLE_DEVICES says: numbers or UUIDs.
+        visible: value of CUDA_VISIBLE_DEVICES, numbers or UUIDs; None: this process's.
     """
     found = re.fullmatch(r"cuda(?::(\d+))?", device)
     if not found:
@@ -99,15 +99,15 @@ def find_gpu(device: str, visible: str | None = None, library: str = LIBRARY) ->
 
 
 @final
-class VitalSigns:
-    """Of this process. The beating thread alone uses it, once it is made."""
+class HeartbeatSource:
+    """Make this process's heartbeats. After construction the heartbeat thread alone uses it."""
 
     def __init__(self, progress: Callable[[], tuple[int, bool]], gpu: GpuUse | None, anchor_ns: int) -> None:
         """
         Args:
             progress: turns of the main loop so far, and whether it is in a user's function.
-            gpu: that it uses, if it can be asked.
-            anchor_ns: what makes the recorder's times Unix times, in this process.
+            gpu: the GPU that this process uses, if it can be asked.
+            anchor_ns: nanoseconds to add to the recorder's times to get Unix times.
         """
         self._progress = progress
         self._anchor_ns = anchor_ns
@@ -115,8 +115,8 @@ class VitalSigns:
         self._gpu = gpu
         self._exchange: tuple[int, int, int, int] | None = None
 
-    def pulse(self) -> bytes:
-        """The next heartbeat."""
+    def heartbeat(self) -> bytes:
+        """Return the next heartbeat, encoded."""
         num_turns, is_in_users_code = self._progress()
         exchange, self._exchange = self._exchange, None
         memory: int | None = None
@@ -125,7 +125,7 @@ class VitalSigns:
         use, gpu_memory = self._gpu.read() if self._gpu is not None else (None, None)
         return m.encode(
             m.Heartbeat(num_turns, time.process_time(), is_in_users_code, self._now_ns(), exchange, memory, use, gpu_memory)
-        )  # The time is read last: what comes before it is not on the way.
+        )  # The time is read last, so that it is close to the time of sending.
 
     def hear(self, body: bytes) -> None:
         """An answer to a heartbeat. What is none goes: the next one says the same."""
@@ -210,12 +210,12 @@ def watch_parent(settings: WorkerSettings) -> None:
     """End this process when the one that started it is gone, whatever the main thread is doing."""
 
     # Read here, since another worker may have removed the claim's file before this one made more. On Ray there is none.
-    belongings = read(settings.claim) or HostResources(settings.shared_prefix, sockets="", weights="")
+    resources = read(settings.claim) or HostResources(settings.shared_prefix, sockets="", weights="")
 
     def watch() -> None:
         while os.getppid() == settings.parent:
             time.sleep(0.5)
-        remove(settings.claim, belongings)
+        remove(settings.claim, resources)
         if os.getpgrp() == os.getpid():
             kill_group(os.getpid())  # With what a user's function has started: the launcher gives each worker a group of its own.
         os._exit(1)
@@ -258,15 +258,17 @@ def serve(settings: WorkerSettings, token: str) -> None:
     pairs = PairSender(device=settings.device) if ways & PAIRS.keys() else None
     outbox = ZmqOutbox(settings.tag, timeout_s=_ASKS_AFTER_S, keys=keys, arena=arena, pairs=pairs)
     link.open(settings.controller, settings.tag, token)
-    gang = RankGroup(settings.gang, token)
-    worker = Worker(settings, link, inbox, outbox, gang.make_train)
+    rank_group = RankGroup(settings.rank_group, token)
+    worker = Worker(settings, link, inbox, outbox, rank_group.make_train)
 
-    signs = VitalSigns(lambda: (worker.num_turns, worker.is_in_users_code), find_gpu(settings.device), worker.recorder.anchor_ns)
+    heartbeats = HeartbeatSource(lambda: (worker.num_turns, worker.is_in_users_code), find_gpu(settings.device), worker.recorder.anchor_ns)
     period_s = settings.heartbeat_s
-    beacon = HeartbeatSender(settings.controller, settings.tag, token, period_s=period_s, payload=signs.pulse, hear=signs.hear, keys=keys)
-    beacon.open()
+    sender = HeartbeatSender(
+        settings.controller, settings.tag, token, period_s=period_s, payload=heartbeats.heartbeat, hear=heartbeats.hear, keys=keys
+    )
+    sender.open()
     try:
-        gang.open()
+        rank_group.open()
         worker.open()
         while not worker.is_stopping:
             if not worker.has_work:
@@ -279,9 +281,9 @@ def serve(settings: WorkerSettings, token: str) -> None:
         worker.fail(unexpected(f"worker {settings.name}", error))
     finally:
         worker.close()
-        gang.close()
+        rank_group.close()
         _drain(link, inbox)
-        beacon.close()
+        sender.close()
         outbox.close(drain_s=1.0)
         inbox.close()
         link.close(drain_s=LAST_WORDS_S)

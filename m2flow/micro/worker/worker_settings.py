@@ -1,4 +1,4 @@
-"""What a worker is told when it is started: by its launcher, as JSON, and by `m2flow.testing.world`."""
+"""Settings that a worker is started with: sent by its launcher as JSON, or made by `m2flow.testing.world`."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from m2flow.recipe import Model
 
 
 class WorkerSettings(msgspec.Struct, frozen=True):
-    """All that a worker must know to start; it reads them as JSON from its standard input."""
+    """All that a worker needs to start; it reads them as JSON from standard input."""
 
     name: str
     controller: str
     """The control link's address."""
     inbox: str
-    """A place (`m2flow.channels.endpoints`)."""
+    """Where its inbox listens (`m2flow.channels.endpoints`)."""
     keys: Keys | None
-    """Of the cluster, if its channels have some."""
+    """The cluster's keys; None: its channels have none."""
     engines: tuple[EngineSlot, ...]
     models: dict[str, Model]
     device: str
@@ -37,41 +37,41 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     function_patience_s: float
     max_running: int
     report_every: int
-    """Turns of decoding after which it says how full its engines are; 0: never."""
+    """Decode steps between two reports of its engines' load; 0: no reports."""
     gather_s: float
     """Seconds that finished samples may wait for others, to leave together."""
     flush_tokens: int
-    """Tokens after which a running sample is written down."""
+    """Tokens after which a running sample is flushed to its segment file."""
     flush_s: float
-    """Seconds after which all running samples are."""
+    """Seconds after which all running samples are flushed."""
     heartbeat_s: float
     parent: int
-    """Process id of who started it."""
+    """Process id of the process that started it."""
     transports: dict[str, str] = {}
-    """Peer -> the way to it that the plan has chosen (`m2flow.micro.protocol.plan.Route.transport`)."""
+    """Peer -> the transport to it that the plan has chosen (`m2flow.micro.protocol.plan.Route.transport`)."""
     takes_pairs: bool = False
-    """Some send to it over torch.distributed."""
+    """Whether some peer sends to it over torch.distributed."""
     shared_bytes: int = 0
-    """Of its arena (`m2flow.channels.shared_memory`)."""
+    """Size of its arena (`m2flow.channels.shared_memory`)."""
     attempt: int = 0
-    """At the run: another one writes segments of its own, since a worker may outlive its controller for a moment."""
+    """Number of the attempt at the run. Each has segment files of its own, since a worker may outlive its controller for a moment."""
     restore: dict[str, str] = {}
-    """Role -> the part of a checkpoint that its trainer begins with."""
+    """Role -> part of a checkpoint that its trainer starts from."""
     weights: WeightSettings = WeightSettings()
     record_every: int = 1
-    """Of what repeats itself (`m2flow.spec.RunSettings.record_every`)."""
+    """Record one in so many of repeated events (`m2flow.spec.RunSettings.record_every`)."""
     incarnation: int = 0
-    """How many processes this worker was before."""
-    gang: RankGroupSettings = RankGroupSettings()
-    """Of a trainer with several ranks: which of them this process is."""
+    """How many processes of this worker were started before."""
+    rank_group: RankGroupSettings = RankGroupSettings()
+    """Which rank of a trainer with several ranks this process is."""
     takes_turns: bool = False
-    """Its engines share their devices with others, of this process or of others."""
+    """Whether its engines are co-located: they take turns on their devices with others, of this process or of others."""
     claim: str = ""
-    """The file that says what the run has on this host (`m2flow.micro.worker.host_resources`)."""
+    """File that lists the run's resources on this host (`m2flow.micro.worker.host_resources`)."""
 
     @property
     def tag(self) -> str:
-        """What this process goes by among the others."""
+        """Name of this process among its peers."""
         return tag_of(self.name, self.incarnation)
 
     def engine_settings(self) -> dict[str, EngineSettings]:
@@ -81,10 +81,10 @@ class WorkerSettings(msgspec.Struct, frozen=True):
             "train": EngineSettings(
                 **common,  # type: ignore[arg-type]
                 options=self.train_options,
-                rank=self.gang.rank,
-                num_ranks=self.gang.num_ranks,
-                rendezvous=self.gang.rendezvous,
-                parts=self.gang.parts,
+                rank=self.rank_group.rank,
+                num_ranks=self.rank_group.num_ranks,
+                rendezvous=self.rank_group.rendezvous,
+                parts=self.rank_group.parts,
             ),
             "function": EngineSettings(options={"concurrency": self.function_concurrency, "patience_s": self.function_patience_s}),
         }

@@ -107,7 +107,7 @@ def test_an_agent_that_is_slow_to_read_tells_all_that_a_worker_printed_before_it
 def test_an_agent_tells_what_each_rank_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")  # Every process of Python then has something to say.
     agent = Agent(lambda: "127.0.0.1")
-    agent.start(request(settings(tmp_path, gang=RankGroupSettings(num_ranks=2))))
+    agent.start(request(settings(tmp_path, rank_group=RankGroupSettings(num_ranks=2))))
     printed, _ = end(agent, when=lambda printed: len(printed) == 2)
     agent.kill()
     assert all(said.startswith("import time:") for said in printed.values())

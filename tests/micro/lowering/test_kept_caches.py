@@ -136,12 +136,14 @@ def test_the_plan_says_that_what_is_carried_gets_other_random_numbers_without_ke
 
 def the_cache_is_read_again_by_eager(patch: pytest.MonkeyPatch) -> None:
     """It stops the sample where weights changed under it."""
-    patch.setattr(eager_executor, "_alone", lambda bench, take, call, one, stretches: [_stopping(bench, take, call, one, stretches)])
+    patch.setattr(
+        eager_executor, "_alone", lambda engine_host, take, call, one, stretches: [_stopping(engine_host, take, call, one, stretches)]
+    )
 
 
-def _stopping(bench: object, take: object, call: object, one: object, stretches: object) -> object:
+def _stopping(engine_host: object, take: object, call: object, one: object, stretches: object) -> object:
     plain = [stretch._replace(is_stale=False) for stretch in stretches]
-    return eager_executor.regrow(bench, take, call, [one], {one.ids[0]: plain})
+    return eager_executor.replay_generation(engine_host, take, call, [one], {one.ids[0]: plain})
 
 
 def weights_change_under_what_must_not_use_them(patch: pytest.MonkeyPatch) -> None:

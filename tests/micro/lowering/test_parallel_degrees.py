@@ -77,12 +77,12 @@ def test_each_engine_is_started_as_its_slot_says() -> None:
     slots = [EngineSlot("policy", "rollout", "fake", tp=4, ep=2)]
     settings = {"rollout": EngineSettings(into_server="group")}
     models = {"policy": Model("fake")}
-    bench = EngineHost(slots, models, settings, run_seed=0, recorder=Recorder("bench"), shared_prefix="", gather_s=math.inf)
-    bench.open()
+    engine_host = EngineHost(slots, models, settings, run_seed=0, recorder=Recorder("engine_host"), shared_prefix="", gather_s=math.inf)
+    engine_host.open()
     try:
-        engine = bench._rollout["policy"]
+        engine = engine_host._rollout["policy"]
         assert isinstance(engine, FakeRollout)
         found = engine._settings
         assert (found.tp, found.pp, found.ep, found.into_server) == (4, 1, 2, "group")
     finally:
-        bench.close()
+        engine_host.close()

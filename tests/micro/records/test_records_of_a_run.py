@@ -20,7 +20,7 @@ from m2flow.engines.contract import EngineSettings, Occupancy
 from m2flow.macro.session import Backend
 from m2flow.micro.protocol.plan import EngineSlot
 from m2flow.micro.worker.engine_host import EngineHost, Gauges
-from m2flow.micro.worker.worker import Idling
+from m2flow.micro.worker.worker import IdleSpans
 from m2flow.observe.spans import Recorder, Span, spans_of
 from m2flow.observe.store import Trace, read_trace
 from m2flow.recipe import Model
@@ -35,7 +35,7 @@ AHEAD_S = 7
 
 @contextlib.contextmanager
 def bench_of(recorder: Recorder, **options: int) -> Iterator[EngineHost]:
-    bench = EngineHost(
+    engine_host = EngineHost(
         [EngineSlot("policy", "rollout", "fake")],
         {"policy": Model("fake")},
         {"rollout": EngineSettings(max_running=4)},
@@ -44,17 +44,17 @@ def bench_of(recorder: Recorder, **options: int) -> Iterator[EngineHost]:
         shared_prefix="",
         **options,
     )
-    bench.open()
+    engine_host.open()
     try:
-        yield bench
+        yield engine_host
     finally:
-        bench.close()
+        engine_host.close()
 
 
-def steps(bench: EngineHost, number: int) -> None:
+def steps(engine_host: EngineHost, number: int) -> None:
     for _ in range(number):
-        bench.step()
-        bench.tokens()
+        engine_host.step()
+        engine_host.tokens()
 
 
 def lives_in(recorder: Recorder) -> list[Span]:
@@ -64,9 +64,9 @@ def lives_in(recorder: Recorder) -> list[Span]:
 def test_a_life_says_how_long_its_sample_waited_and_how_it_ended() -> None:
     recorder = Recorder("rollout-0")
     ids = make_ids(1, 8).tolist()
-    with bench_of(recorder) as bench:
-        bench.generate(generate_call(1), ids, prompts(8), waited_us=1234)
-        steps(bench, 200)
+    with bench_of(recorder) as engine_host:
+        engine_host.generate(generate_call(1), ids, prompts(8), waited_us=1234)
+        steps(engine_host, 200)
         lives = lives_in(recorder)
     assert sorted(int(str(life.attributes["sample"])) for life in lives) == ids
     for life in lives:
@@ -81,13 +81,13 @@ def test_a_sample_that_is_stopped_and_goes_on_has_a_life_for_each_stay() -> None
     recorder = Recorder("rollout-0")
     ids = make_ids(1, 4).tolist()
     call = generate_call(1)
-    with bench_of(recorder) as bench:
-        bench.generate(call, ids, prompts(4))
-        steps(bench, 3)
-        _, stopped = bench.stop(1)
+    with bench_of(recorder) as engine_host:
+        engine_host.generate(call, ids, prompts(4))
+        steps(engine_host, 3)
+        _, stopped = engine_host.stop(1)
         first = lives_in(recorder)
-        bench.resume(call, stopped, call)
-        steps(bench, 200)
+        engine_host.resume(call, stopped, call)
+        steps(engine_host, 200)
         second = lives_in(recorder)
     assert len(stopped) > 0
     aborted = {life.attributes["sample"]: life.attributes["num_tokens"] for life in first if life.attributes["finish"] == "abort"}
@@ -99,11 +99,11 @@ def test_a_sample_that_is_stopped_and_goes_on_has_a_life_for_each_stay() -> None
 def test_a_sample_that_nobody_goes_on_with_has_a_life_too() -> None:
     recorder = Recorder("rollout-0")
     ids = make_ids(1, 8).tolist()
-    with bench_of(recorder) as bench:
-        bench.generate(generate_call(1), ids, prompts(8))
-        steps(bench, 2)
+    with bench_of(recorder) as engine_host:
+        engine_host.generate(generate_call(1), ids, prompts(8))
+        steps(engine_host, 2)
         done = {int(str(life.attributes["sample"])) for life in lives_in(recorder)}
-        bench.abort(1)
+        engine_host.abort(1)
         lives = lives_in(recorder)
     assert sorted([*done, *(int(str(life.attributes["sample"])) for life in lives)]) == ids
     assert {life.attributes["finish"] for life in lives} == {"given_up"}
@@ -111,14 +111,14 @@ def test_a_sample_that_nobody_goes_on_with_has_a_life_too() -> None:
 
 def test_an_engine_drains_from_the_first_sample_that_nobody_follows_until_the_switch() -> None:
     recorder = Recorder("rollout-0")
-    with bench_of(recorder) as bench:
+    with bench_of(recorder) as engine_host:
         for call in (1, 2):
-            bench.generate(generate_call(call), make_ids(call, 8).tolist(), prompts(8))
-            steps(bench, 200)
-        bench.switch("train")
+            engine_host.generate(generate_call(call), make_ids(call, 8).tolist(), prompts(8))
+            steps(engine_host, 200)
+        engine_host.switch("train")
         spans = spans_of(recorder.drain())
-        bench.switch("rollout")
-        bench.switch("train")
+        engine_host.switch("rollout")
+        engine_host.switch("train")
         assert not [span for span in spans_of(recorder.drain()) if span.name == "switch.drain"]
     (drain,) = [span for span in spans if span.name == "switch.drain"]
     (switch,) = [span for span in spans if span.name == "switch"]
@@ -132,11 +132,11 @@ def test_an_engine_drains_from_the_first_sample_that_nobody_follows_until_the_sw
 
 def test_what_is_stopped_while_an_engine_drains_is_counted() -> None:
     recorder = Recorder("rollout-0")
-    with bench_of(recorder) as bench:
-        bench.generate(generate_call(1), make_ids(1, 4).tolist(), prompts(4))
-        steps(bench, 1)
-        bench.stop(1)
-        bench.switch("train")
+    with bench_of(recorder) as engine_host:
+        engine_host.generate(generate_call(1), make_ids(1, 4).tolist(), prompts(4))
+        steps(engine_host, 1)
+        engine_host.stop(1)
+        engine_host.switch("train")
     spans = spans_of(recorder.drain())
     (drain,) = [span for span in spans if span.name == "switch.drain"]
     finishes = Counter(span.attributes["finish"] == "abort" for span in spans if span.name == "sample")
@@ -147,9 +147,9 @@ def test_what_is_stopped_while_an_engine_drains_is_counted() -> None:
 def test_a_thinned_recording_merges_steps_and_keeps_one_group_in_so_many() -> None:
     whole, thin = Recorder("rollout-0"), Recorder("rollout-0")
     for recorder, every in ((whole, 1), (thin, 4)):
-        with bench_of(recorder, record_every=every) as bench:
-            bench.generate(generate_call(1), make_ids(1, 8).tolist(), prompts(8))
-            steps(bench, 200)
+        with bench_of(recorder, record_every=every) as engine_host:
+            engine_host.generate(generate_call(1), make_ids(1, 8).tolist(), prompts(8))
+            steps(engine_host, 200)
     all_spans, few = spans_of(whole.drain()), spans_of(thin.drain())
     num_steps = sum(span.name == "rollout.step" for span in all_spans)
     merged = [span for span in few if span.name == "rollout.step"]
@@ -161,12 +161,12 @@ def test_a_thinned_recording_merges_steps_and_keeps_one_group_in_so_many() -> No
 
 def test_gauges_say_what_runs_what_waits_and_when_there_is_nothing_any_more() -> None:
     recorder = Recorder("rollout-0")
-    with bench_of(recorder) as bench:
-        gauges = Gauges(recorder, bench)
-        bench.generate(generate_call(1), make_ids(1, 8).tolist(), prompts(8))
-        steps(bench, 1)
+    with bench_of(recorder) as engine_host:
+        gauges = Gauges(recorder, engine_host)
+        engine_host.generate(generate_call(1), make_ids(1, 8).tolist(), prompts(8))
+        steps(engine_host, 1)
         gauges.record({})
-        steps(bench, 200)
+        steps(engine_host, 200)
         gauges.record({})
     values: dict[str, list[float]] = {}
     for name, value, _ in recorder.drain().counts:
@@ -184,12 +184,12 @@ def test_what_an_engine_found_in_its_cache_and_put_back_is_counted_once_there_is
             return Occupancy(self.num_unfinished, num_put_back=self.num_unfinished // 4, num_cached=self.num_unfinished * 5)
 
     recorder = Recorder("rollout-0")
-    with bench_of(recorder) as bench:
-        bench._rollout["policy"] = full = Full(Model("fake"), EngineSettings(max_running=4))
+    with bench_of(recorder) as engine_host:
+        engine_host._rollout["policy"] = full = Full(Model("fake"), EngineSettings(max_running=4))
         full.start()
-        gauges = Gauges(recorder, bench)
+        gauges = Gauges(recorder, engine_host)
         gauges.record({})
-        bench.generate(generate_call(1), make_ids(1, 8).tolist(), prompts(8))
+        engine_host.generate(generate_call(1), make_ids(1, 8).tolist(), prompts(8))
         gauges.record({})
     counted = {(name, value) for name, value, _ in recorder.drain().counts}
     assert {(name, value) for name, value in counted if "cache" in name or "put back" in name} == {
@@ -200,7 +200,7 @@ def test_what_an_engine_found_in_its_cache_and_put_back_is_counted_once_there_is
 
 def test_waits_are_between_two_pieces_of_work_and_say_for_what() -> None:
     recorder = Recorder("functions-0")
-    idling, call = Idling(recorder), generate_call(3)
+    idling, call = IdleSpans(recorder), generate_call(3)
     idling.waits(None)
     idling.works()
     assert recorder.drain().spans == []

@@ -40,22 +40,22 @@ def prompts(num: int) -> Batch:
 
 @pytest.fixture
 def gathering() -> Iterator[EngineHost]:
-    bench = EngineHost(
+    engine_host = EngineHost(
         [EngineSlot("policy", "rollout", "fake")],
         {"policy": Model("fake")},
         {"rollout": EngineSettings()},
         run_seed=0,
-        recorder=Recorder("bench"),
+        recorder=Recorder("engine_host"),
         shared_prefix="",
         gather_s=math.inf,
     )
-    bench.open()
-    yield bench
-    bench.close()
+    engine_host.open()
+    yield engine_host
+    engine_host.close()
 
 
-def left_after(bench: EngineHost, num_steps: int) -> list[tuple[int, list[int]]]:
-    return [(call.ordinal, rows.ids.tolist()) for _ in range(num_steps) for call, rows in bench.step()]
+def left_after(engine_host: EngineHost, num_steps: int) -> list[tuple[int, list[int]]]:
+    return [(call.ordinal, rows.ids.tolist()) for _ in range(num_steps) for call, rows in engine_host.step()]
 
 
 def test_samples_that_gather_leave_together_with_the_last_one(gathering: EngineHost) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from m2flow.micro.controller.supervisor import HeartbeatMetrics
 from m2flow.micro.protocol import messages as m
-from m2flow.micro.worker.worker_process import LIBRARY, VitalSigns, find_gpu
+from m2flow.micro.worker.worker_process import LIBRARY, HeartbeatSource, find_gpu
 from m2flow.observe.spans import SpanBlock
 
 NVML = r"""
@@ -97,7 +97,7 @@ def test_without_the_drivers_library_nothing_is_said() -> None:
 def test_what_a_gpu_says_comes_to_the_runs_counters_with_a_heartbeat(library: Path, device: str) -> None:
     stored: list[SpanBlock] = []
     vitals = HeartbeatMetrics(stored.append, lambda peer, body: None)
-    body = VitalSigns(lambda: (1, False), find_gpu(device, "", str(library)), 0).pulse()
+    body = HeartbeatSource(lambda: (1, False), find_gpu(device, "", str(library)), 0).heartbeat()
     pulse = m.decode_to_controller(body)
     assert isinstance(pulse, m.Heartbeat)
     vitals.heard("rollout-0", "rollout-0.beat", pulse)

@@ -15,10 +15,10 @@ from m2flow.micro.worker.host_resources import ResourceClaim, read, remove, remo
 
 OWNER = """
 import sys, tempfile
-from m2flow.micro.control import claims
-claims._directory = lambda: sys.argv[2]
+from m2flow.micro.worker import host_resources
+host_resources._directory = lambda: sys.argv[2]
 sockets = tempfile.mkdtemp(prefix="m2flow-")
-claims.ResourceClaim(sys.argv[1], sockets, "nowhere").open()
+host_resources.ResourceClaim(sys.argv[1], sockets, "nowhere").open()
 print(sockets, flush=True)
 sys.stdin.read()
 """
@@ -101,11 +101,11 @@ def test_what_was_made_after_a_claim_went_is_removed_by_who_has_read_it(shared):
     sockets.mkdir()
     claim = ResourceClaim("m2flow-00000005", str(sockets), "")
     claim.open()
-    belongings = read(claim.path)
-    assert belongings is not None
+    resources = read(claim.path)
+    assert resources is not None
     claim.close()
     assert read(claim.path) is None
     sockets.mkdir()
     (sockets / "socket").touch()
-    belongings.remove()
+    resources.remove()
     assert not sockets.exists()

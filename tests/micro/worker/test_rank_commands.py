@@ -65,9 +65,9 @@ class Watched(FakeTrain):
 class Ranks:
     """Two ranks: `train` calls both engines."""
 
-    def __init__(self, own: TrainEngine, other: TrainEngine, gang: RankGroup) -> None:
-        self.own, self.other, self.gang = own, other, gang
-        self.train = RankGroupTrain("policy", own, gang)
+    def __init__(self, own: TrainEngine, other: TrainEngine, rank_group: RankGroup) -> None:
+        self.own, self.other, self.rank_group = own, other, rank_group
+        self.train = RankGroupTrain("policy", own, rank_group)
         self.unheard: list[M2FlowError] = []
 
 
@@ -80,8 +80,8 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def two_ranks(folder: Path, own: TrainEngine, other: TrainEngine) -> Iterator[Ranks]:
-    gang = RankGroup(RankGroupSettings(0, 2, str(folder / "meeting")), "secret")
-    found = Ranks(own, other, gang)
+    rank_group = RankGroup(RankGroupSettings(0, 2, str(folder / "meeting")), "secret")
+    found = Ranks(own, other, rank_group)
 
     def follow() -> None:
         link = None
@@ -95,11 +95,11 @@ def two_ranks(folder: Path, own: TrainEngine, other: TrainEngine) -> Iterator[Ra
 
     thread = threading.Thread(target=follow)
     thread.start()
-    gang.open()
+    rank_group.open()
     try:
         yield found
     finally:
-        gang.close()
+        rank_group.close()
         thread.join(PATIENCE_S)
     assert not thread.is_alive()
 
@@ -186,14 +186,14 @@ def test_a_fault_that_nobody_raises_on_purpose_comes_with_its_traceback(tmp_path
         ranks.train.start()
         with pytest.raises(InternalError, match="rank 1 of this trainer: save: ZeroDivisionError") as caught:
             ranks.train.save("here")
-    assert "test_gang_words.py" in caught.value.remote
+    assert "test_rank_commands.py" in caught.value.remote
 
 
 def test_who_does_not_know_the_secret_is_no_rank(tmp_path: Path) -> None:
     with two_ranks(tmp_path, Watched(), Watched()) as ranks:
         ranks.train.start()
-    gang = RankGroup(RankGroupSettings(0, 2, str(tmp_path / "another")), "secret")
-    thread = threading.Thread(target=gang.open, daemon=True)
+    rank_group = RankGroup(RankGroupSettings(0, 2, str(tmp_path / "another")), "secret")
+    thread = threading.Thread(target=rank_group.open, daemon=True)
     thread.start()
     refused = 0
     while not refused:
@@ -207,12 +207,12 @@ def test_who_does_not_know_the_secret_is_no_rank(tmp_path: Path) -> None:
     say(link, Here(1))
     thread.join(PATIENCE_S)
     assert not thread.is_alive()
-    gang.close()
+    rank_group.close()
     assert isinstance(gangs.heard(link), gangs.End)
     link.close()
 
 
-def test_one_rank_has_no_gang() -> None:
-    gang = RankGroup(RankGroupSettings(), "secret")
-    gang.open()
-    assert isinstance(gang.make_train(EngineSlot("policy", "train", "fake"), MODEL, EngineSettings()), FakeTrain)
+def test_one_rank_has_no_rank_group() -> None:
+    rank_group = RankGroup(RankGroupSettings(), "secret")
+    rank_group.open()
+    assert isinstance(rank_group.make_train(EngineSlot("policy", "train", "fake"), MODEL, EngineSettings()), FakeTrain)
