@@ -1,1 +1,1 @@
-"""Rollout engines whose work an inference server does: SGLang and vLLM."""
+"""Rollout engines that delegate to an inference server: SGLang and vLLM."""

@@ -1,12 +1,12 @@
-"""A rollout engine whose work an inference server does, spoken to over HTTP: what all kinds of servers have in common.
+"""The common part of rollout engines that delegate to an inference server over HTTP.
 
-add -> a request with token ids --tokens stream in--> step -> Generated
+    add -> a request with token ids --tokens stream in--> step -> Generated
     load_weights -> files in memory -> the server pauses, reads them, goes on
 
-    a server that was started here dies, or answers nothing for `hung_after_s` --restart--> the weights that it held, under their version;
-    what ran goes on from its tokens, as does a request whose connection alone broke
+    a server that was started here dies, or answers nothing for `hung_after_s` --restart--> the weights that it held, under their version
 
-A kind of server adds its `Launch`, its `Dialect` and what is abstract here.
+After a restart running requests resume from their tokens, as does a request whose connection alone broke. A kind of server adds its
+`Launch`, its `Dialect` and the abstract methods of `ServedRollout`.
 
 Limits: one weight set; the server must see this host's files.
 """
@@ -46,7 +46,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def shapes_in(directory: Path) -> Shapes:
-    """The tensors of a directory, by name."""
+    """Read names and shapes of the tensors in a directory."""
     found: dict[str, tuple[int, ...]] = {}
     for file in sorted(directory.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
@@ -55,7 +55,7 @@ def shapes_in(directory: Path) -> Shapes:
 
 
 def read_tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
-    """One tensor after the other, by name."""
+    """Yield the tensors of a directory one by one, by name."""
     for file in sorted(directory.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118
@@ -119,11 +119,11 @@ _DEATH_WAIT_S = 15.0
 
 
 class ServedRollout(RolloutEngine):
-    """Requests go to the server at once, which decides what runs; its tokens stream in."""
+    """Pass requests on to a server at once, which decides what runs; tokens stream in."""
 
     dialect: Dialect
     own_options: tuple[str, ...] = ()
-    """Beyond those that all have."""
+    """Options beyond those that all served engines have."""
 
     def __init__(self, model: Model, settings: EngineSettings) -> None:
         self._source = model
@@ -135,41 +135,41 @@ class ServedRollout(RolloutEngine):
         self._prefix = secrets.token_hex(8)
         self._is_onloaded = False
         self._away: list[str] = []
-        """What the server has been asked to give back of the device, in that order."""
+        """Parts of the device's memory that the server has released, in that order."""
         self._given: Path | None = None
-        """The weights that the server has, or had before it gave them back."""
+        """The weights that the server has, or had before it released them."""
         self._server: ServerProcess | None = None
         self._client: ServerClient | None = None
         self._guarded: PrivateDirectory | None = None
         self._place: Path | None = None
         self._num_put_back = self._num_cached = 0
         self._well_s = -math.inf
-        """When it last said that it is well."""
+        """When it last reported to be healthy."""
         self.num_restarts = 0
         """How often a lost server was started again."""
 
     @property
     def product(self) -> str:
-        """What users call the server."""
+        """The server's name in messages."""
         return self.dialect.product
 
     # What each kind does in its own way
 
     @abstractmethod
     def _launch(self, directory: Path) -> Launch:
-        """How a server with the weights of a directory is started."""
+        """The command that starts a server with the weights of a directory."""
 
     @abstractmethod
     def _cache_size_and_context(self, longest: int) -> tuple[int, int]:
-        """How many tokens the server's cache holds (0: not known), and how many a sample may have; `longest` is the model's own limit."""
+        """Tokens that the server's KV cache holds (0: not known), and that a sample may have; `longest` is the model's own limit."""
 
     @abstractmethod
     def _body(self, job: Job) -> Mapping[str, object]:
-        """What the server is told to generate, with the weights that are held."""
+        """The body of a generate request, for the weights that are held."""
 
     @abstractmethod
     def _read_weights(self, directory: Path, version: int, *, flush: bool = True) -> None:
-        """Have the server read weights; nothing runs, or what runs is paused.
+        """Have the server read weights while nothing runs, or running requests are paused.
 
         Args:
             flush: forget all caches.
@@ -177,11 +177,11 @@ class ServedRollout(RolloutEngine):
 
     @abstractmethod
     def _pause(self, *, keeps: bool) -> None:
-        """Hold what runs, between two tokens; without `keeps` its caches are computed anew when it goes on."""
+        """Pause running requests between two tokens; without `keeps` their KV caches are computed anew afterwards."""
 
     @abstractmethod
     def _unpause(self) -> None:
-        """Let it go on."""
+        """Resume paused requests."""
 
     @abstractmethod
     def _generate_one_token(self, timeout_s: float) -> None:
@@ -189,39 +189,39 @@ class ServedRollout(RolloutEngine):
 
     @abstractmethod
     def _release(self, tags: list[str]) -> None:
-        """Have the server give back these parts of the device's memory (`weights`, `kv_cache`); `_away` has them then. Nothing runs."""
+        """Have the server release parts of the device's memory (`weights`, `kv_cache`), which are then in `_away`. Nothing runs."""
 
     @abstractmethod
     def _resume(self) -> None:
-        """Have the server take again what is `_away`; weights are read afterwards, unless `_given` says that they have been."""
+        """Have the server allocate again what is `_away`; weights are read afterwards, unless `_given` says that they have been."""
 
     @abstractmethod
     def _logprobs_of(self, tokens: list[int]) -> list[float]:
-        """What the server says of given tokens but the first, with the weights that it has."""
+        """Have the server compute the log-probabilities of given tokens but the first, with the weights that it has."""
 
     def _check_config(self, config: Any) -> None:
-        """Look at the configuration of the model, before there is a server. Raises `EngineError` for what does not suit it."""
+        """Check the model's configuration before a server is started. Raises `EngineError`: the server can't run it."""
 
     def _check(self, job: Job) -> None:
-        """Raises `EngineError` for what this server can't generate."""
+        """Check a job. Raises `EngineError`: this server can't generate it."""
 
     def _on_server_started(self) -> None:
-        """Do what a server needs first that has just been started, or found running."""
+        """Prepare a server that was just started, or found running."""
 
     def _on_server_left(self) -> None:
-        """Give back what is kept for the server that is about to be left; it may be gone already."""
+        """Free what is kept for a server that is about to be stopped, or is gone already."""
 
     @property
     def _must_pause_to_read(self) -> bool:
-        """The server must be paused to read weights, whether or not anything runs."""
+        """Whether the server must be paused to read weights even if nothing runs."""
         return False
 
     def _extended(self, one: Running, heard: Heard) -> Job:
-        """A sample with what its last word says of it."""
+        """A finished job with what the server's last message reports of it."""
         return extended(one, heard.spans, keeps=self._options.keeps_caches)
 
     def _leaving(self, job: Job, finish: Finish) -> Generated:
-        """A sample as it goes back to who asked for it."""
+        """Turn a job into the sample that the engine returns."""
         return generated_of(job, finish, self._codec)
 
     # Samples
@@ -264,7 +264,7 @@ class ServedRollout(RolloutEngine):
         self._client = self._server = self._place = None
 
     def offload(self) -> None:
-        """Give the device's memory back. What runs goes back to the queue with its tokens, and is read again later."""
+        """Free the device's memory. Running requests return to the queue with their tokens, and are prefilled again later."""
         self._make_room("kv_cache", "weights")
 
     def onload(self) -> None:
@@ -293,7 +293,7 @@ class ServedRollout(RolloutEngine):
 
     @property
     def url(self) -> str:
-        """Where the server is."""
+        """The server's address."""
         return self._started().url
 
     def snapshot(self, ids: Iterable[int]) -> list[Generated]:
@@ -345,7 +345,7 @@ class ServedRollout(RolloutEngine):
         return read_tensors(self._held)
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        """By the server itself, whose weights are not those of its files until it has read them."""
+        """Compute them by the server itself, whose weights are not those of its files until it has read them."""
         if not self._is_onloaded:
             raise EngineError("the engine is offloaded", now="Call `onload` before `logprobs`.")
         said = []
@@ -359,7 +359,7 @@ class ServedRollout(RolloutEngine):
     # The server
 
     def _make_room(self, *tags: str) -> None:
-        """Have the server give back these parts of the device's memory; what runs goes back to the queue with its tokens."""
+        """Have the server release parts of the device's memory; running requests return to the queue with their tokens."""
         ids = {one.job.id for one in self._requests.running.values()}
         self._with_restart(lambda: self._end(list(self._requests.running)))
         self._requests.put_back(self._requests.take(ids))
@@ -367,7 +367,7 @@ class ServedRollout(RolloutEngine):
         self._is_onloaded = False
 
     def _resume_and_reload(self) -> None:
-        """Have the server take again what it gave back, and read the weights that it lacks."""
+        """Have the server allocate again what it released, and read the weights that it lacks."""
         if "weights" in self._away:
             self._given = None
         if self._away:
@@ -377,7 +377,7 @@ class ServedRollout(RolloutEngine):
             self._change_weights(self._held, self._version)
 
     def _serve(self) -> str:
-        """Start a server with the weights that are held; its address."""
+        """Start a server with the weights that are held; returns its address."""
         assert self._place is not None
         self._given = self._held
         self._server = ServerProcess(self._launch(self._held), self._options.server, self._place / "server.log")
@@ -385,7 +385,7 @@ class ServedRollout(RolloutEngine):
         return self._server.url
 
     def _with_restart(self, work: Callable[[], _T]) -> _T:
-        """Do what needs the server; again, if it is lost meanwhile and can be started anew."""
+        """Run something that needs the server; again, if the server is lost meanwhile and can be restarted."""
         while True:
             try:
                 return work()
@@ -395,7 +395,7 @@ class ServedRollout(RolloutEngine):
                 _LOG.warning("the %s server is started again: %s", self.product, error)
 
     def _restart(self, held: Path, version: int) -> bool:
-        """Start a lost server anew with these weights; what ran is in the queue then. False: it is not lost, or has been too often."""
+        """Restart a lost server with these weights, and queue what ran. False: it is not lost, or was lost too often."""
         server = self._server
         if server is None or not server.is_lost(_DEATH_WAIT_S) or self._restarts_left < 1:
             return False
@@ -415,7 +415,7 @@ class ServedRollout(RolloutEngine):
         return True
 
     def _change_weights(self, fresh: Path, version: int) -> None:
-        """Have the server read weights; what runs waits meanwhile."""
+        """Have the server read weights while running requests are paused."""
         keeps = self._options.keeps_caches
         is_paused = bool(self._requests.running) or self._must_pause_to_read
         if is_paused:
@@ -432,7 +432,7 @@ class ServedRollout(RolloutEngine):
                 self._unpause()
 
     def _directory(self) -> Path:
-        """A directory with the model's weights: its own, or one that is written from what the recipe draws."""
+        """A directory with the model's weights: its own, or one with the recipe's random weights."""
         if self._source.init == "pretrained":
             return model_directory(self._source)
         assert self._place is not None
@@ -456,7 +456,7 @@ class ServedRollout(RolloutEngine):
         self._heard_s = time.monotonic()
 
     def _receive_news(self, timeout_s: float) -> None:
-        """Take what the server has said."""
+        """Process the messages of running requests."""
         news = self._started().heard(timeout_s)
         for heard in news:
             self._take_in(heard)
@@ -496,7 +496,7 @@ class ServedRollout(RolloutEngine):
         self._requests.end(heard.rid, self._extended(one, heard), finish)
 
     def _is_healthy(self) -> bool:
-        """Whether the server says so."""
+        """Whether the server reports to be healthy."""
         if time.monotonic() - self._well_s > _WELL_FOR_S:
             try:
                 self._call("/health", timeout_s=_HEALTH_WAIT_S)
@@ -506,7 +506,7 @@ class ServedRollout(RolloutEngine):
         return True
 
     def _send_again(self, rid: str, why: str) -> None:
-        """A request whose connection broke, while its server lives, goes on from its tokens; or it is back, if it was to end."""
+        """Resume a request whose connection broke while its server lives; one that was to be aborted ends."""
         one = self._requests.running[rid]
         who = SampleId.unpack(one.job.id)
         _LOG.warning("the connection of sample %s to the %s server broke, and it is sent again: %s", who, self.product, why)
@@ -525,7 +525,7 @@ class ServedRollout(RolloutEngine):
         return EngineError(f"the {self.product} server gave up sample {SampleId.unpack(job.id)}: {why}", remote=said)
 
     def _end(self, rids: list[str]) -> None:
-        """Have the server end these; they have ended then, with their tokens so far."""
+        """Have the server abort requests, and wait until they have ended, with their tokens so far."""
         self._requests.aborting.update(rids)
         deadline, again_s = time.monotonic() + _ABORT_WAIT_S, 0.0
         while left := [rid for rid in rids if rid in self._requests.running]:

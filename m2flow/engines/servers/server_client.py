@@ -1,11 +1,11 @@
-"""HTTP with an inference server: requests whose tokens stream in, samples while the server has them, and calls that change it.
+"""An HTTP client of inference servers: requests whose tokens stream in, their state, and calls that change the server.
 
-generate(rid, body) --a connection each, in a thread of its own--> Heard: some tokens of a request, and at last how it ended
+    generate(rid, body) --a connection each, in a thread of its own--> Heard: some tokens of a request, and at last how it ended
 
-What paths and answers look like is a `Dialect`: one a kind of server.
+A `Dialect` says what paths and answers of one kind of server look like. `Requests` keeps an engine's requests:
 
-waiting --sent--> running --heard--> ended
-tokens, log-probabilities, spans of versions --extended--> Job
+    waiting --sent--> running --heard--> ended
+    tokens, log-probabilities, spans of versions --extended--> Job
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class FinishReason(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Heard:
-    """News of one request."""
+    """A message about one request: new tokens, its end, or an error."""
 
     rid: str
     tokens: list[int]
@@ -64,37 +64,37 @@ class Heard:
     error: str = ""
     """The connection broke, or the server refused the request."""
     is_broken: bool = False
-    """With `error`: it was the connection, or what came over it was cut."""
+    """With `error`: the connection broke, or its data was cut off."""
     num_cached: int = 0
     """With `finish`, where the server says it: tokens of the prompt that it found in its cache."""
     num_put_back: int = 0
-    """Likewise: times that the request had to wait again, with its tokens."""
+    """Likewise: times that the request was preempted, keeping its tokens."""
 
 
 class Dialect(ABC):
-    """How a kind of server is spoken to."""
+    """Requests and answers of one kind of server."""
 
     product: str
-    """What users call it."""
+    """Its name in messages."""
     generate_path: str
     abort_path: str
 
     @abstractmethod
     def named(self, rid: str, body: Mapping[str, object]) -> dict[str, object]:
-        """The body of a request under this name, whose tokens stream in."""
+        """The body of a streaming request with this id."""
 
     @abstractmethod
     def heard(self, rid: str, text: bytes) -> Heard:
-        """One piece of what streams in. Raises `msgspec.DecodeError` for what it does not know."""
+        """Decode one chunk of the stream. Raises `msgspec.DecodeError`."""
 
     @abstractmethod
     def abort_bodies(self, rids: Sequence[str]) -> list[dict[str, object]]:
-        """What the endpoint is told, once or more, to end these."""
+        """Bodies of the calls that abort requests."""
 
 
 @final
 class ServerClient:
-    """A server's other end. `open`, then anything, from one thread; `close`."""
+    """A client of one server, used from one thread: `open`, calls, `close`."""
 
     def __init__(self, url: str, dialect: Dialect) -> None:
         self.url = url
@@ -118,11 +118,11 @@ class ServerClient:
         self._loop.close()
 
     def generate(self, rid: str, body: Mapping[str, object]) -> None:
-        """Send a request; what comes of it is in `heard`."""
+        """Send a request; its messages come from `heard`."""
         self._loop.call_soon_threadsafe(self._begin, rid, dict(body))
 
     def heard(self, timeout_s: float) -> list[Heard]:
-        """All news so far; waits up to `timeout_s` for the first."""
+        """Return all messages so far; waits up to `timeout_s` for the first."""
         found: list[Heard] = []
         try:
             found.append(self._heard.get(timeout=timeout_s))
@@ -132,7 +132,7 @@ class ServerClient:
             return found
 
     def call(self, path: str, body: Mapping[str, object] | None = None, *, timeout_s: float = 60.0) -> Any:
-        """POST, or GET without a body; the answer.
+        """POST, or GET without a body; returns the answer.
 
         Raises:
             EngineError: the server refused, or did not answer.
@@ -140,11 +140,11 @@ class ServerClient:
         return self.begin(path, body, timeout_s).result()
 
     def begin(self, path: str, body: Mapping[str, object] | None, timeout_s: float) -> concurrent.futures.Future[Any]:
-        """The same, without waiting for the answer; errors are raised by its `result`."""
+        """Start a `call` without waiting for the answer; errors are raised by its `result`."""
         return asyncio.run_coroutine_threadsafe(self._called(path, body, timeout_s), self._loop)
 
     def abort(self, rids: list[str]) -> None:
-        """Ask for the end of these; they end in `heard`, with `abort` or as they just did."""
+        """Ask the server to abort requests; they end in `heard`, with `abort` or with the finish that came first."""
         self._wait(self._aborted(rids))
 
     def _wait(self, work: Coroutine[Any, Any, _T]) -> _T:
@@ -203,7 +203,7 @@ class ServerClient:
 
 
 def error_summary(body: bytes) -> str:
-    """What a server says of a failure, in one line."""
+    """Extract a server's error message, in one line."""
     try:
         found = msgspec.json.decode(body)
         while isinstance(found, dict):
@@ -215,19 +215,19 @@ def error_summary(body: bytes) -> str:
 
 @dataclass
 class Running:
-    """A request that the server has."""
+    """A request that the server has, with the tokens that have come."""
 
     job: Job
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     is_mixed: bool = False
-    """Weights have changed under it: which made which token is said at its end."""
+    """Weights have changed under it: the server reports at its end which version made which token."""
     num_broken: int = 0
     """Connections that broke under it before this one."""
 
     @property
     def num_tokens(self) -> int:
-        """That the sample has, without its prompt."""
+        """Number of tokens that the sample has, without its prompt."""
         return len(self.job.tokens) + len(self.tokens)
 
     def so_far(self, version: int) -> Job:
@@ -242,14 +242,14 @@ class Running:
 
 @final
 class Requests:
-    """All that an engine has."""
+    """All requests of an engine: waiting, running and ended."""
 
     def __init__(self) -> None:
         self.waiting: deque[Job] = deque()
         self.running: dict[str, Running] = {}
-        """By the names that the server knows."""
+        """Running requests by their id at the server."""
         self.aborting: set[str] = set()
-        """Those of them that it was asked to end."""
+        """Those of them whose abort was requested."""
         self.ended: list[tuple[Job, Finish]] = []
 
     def __len__(self) -> int:
@@ -260,37 +260,37 @@ class Requests:
             all_of_a_kind.clear()
 
     def add(self, jobs: Iterable[Job]) -> None:
-        """They wait; what is whole has ended."""
+        """Queue jobs; those that are whole samples have ended."""
         goes_on, whole = split_finished(jobs)
         self.waiting += goes_on
         self.ended += whole
 
     def put_back(self, jobs: Iterable[Job]) -> None:
-        """They wait before all others. What is whole has ended: its last token came before the word that ends it."""
+        """Queue jobs before all others. A whole sample has ended: its last token came before the message of its end."""
         goes_on, whole = split_finished(jobs)
         self.waiting.extendleft(reversed(goes_on))
         self.ended += whole
 
     def put_back_running(self, version: int) -> None:
-        """The server is lost, which had weights of this version."""
+        """Queue all running requests again after the server was lost, which had weights of this version."""
         kept = [one.kept(version) for one in self.running.values()]
         self.running.clear()
         self.aborting.clear()
         self.put_back(kept)
 
     def end(self, rid: str, job: Job, finish: Finish) -> None:
-        """The server is done with what it knows by this name, and this is what came of it."""
+        """End a running request with this result."""
         del self.running[rid]
         self.aborting.discard(rid)
         self.ended.append((job, finish))
 
     @property
     def resting(self) -> list[Job]:
-        """Those that the server does not have."""
+        """Requests that the server does not have."""
         return [*(job for job, _ in self.ended), *self.waiting]
 
     def take(self, ids: Collection[int]) -> list[Job]:
-        """Those of them that the server does not have; they leave."""
+        """Remove and return those of these requests that the server does not have."""
         taken = [job for job in self.resting if job.id in ids]
         self.ended = [(job, finish) for job, finish in self.ended if job.id not in ids]
         self.waiting = deque(job for job in self.waiting if job.id not in ids)
@@ -301,12 +301,12 @@ class Requests:
         return ended
 
     def progress(self) -> dict[int, int]:
-        """Tokens of each sample."""
+        """Number of tokens of each sample."""
         return {job.id: len(job.tokens) for job in self.resting} | {one.job.id: one.num_tokens for one in self.running.values()}
 
 
 def extended(one: Running, spans: Sequence[Span], *, keeps: bool = False) -> Job:
-    """A job with all its tokens, each with the version of the weights that made it.
+    """Return a job with all its tokens, each with the version of the weights that made it.
 
     Args:
         keeps: caches stay when weights change, so what comes after the first weights is of an older cache.

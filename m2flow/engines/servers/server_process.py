@@ -1,14 +1,15 @@
-"""An inference server as a child of this process: its options, ports and private directory; started, watched and ended with it.
+"""Run an inference server as a child process: its options, ports and private directory; start, watch and stop it.
 
-open -> /dev/shm/m2flow-sglang-x8k2/ ... close, or the end of this process -> removed
+    Launch (which module, with which arguments) --> python -m ... on a free port of the loopback interface --> url
 
-Shared memory outlives who wrote it, and a model's weights lie there. A shell waits at a pipe whose other end only this process has; its end
-closes it, whatever ended it, and the shell removes the directory. Should the shell be killed as well, the next place that is opened beside
-it removes what nobody holds the lock of.
+The packages of inference servers conflict with m2flow's, so a server has an interpreter of its own (option `python`), and is spoken to by
+HTTP only.
 
-Launch (which module, with which arguments) --> python -m ... on a free port of the loopback interface --> url
+    PrivateDirectory.open -> /dev/shm/m2flow-sglang-x8k2/ ... close, or the end of this process -> removed
 
-The packages of inference servers contradict m2flow's, so a server has an interpreter of its own (option `python`), and only HTTP between.
+Shared memory outlives the process that wrote it, and a model's weights are in it. So a shell waits at a pipe whose other end only this
+process has; however this process ends, the pipe closes, and the shell removes the directory. If the shell is killed as well, the next
+directory that is opened beside it removes those whose lock nobody holds.
 """
 
 from __future__ import annotations
@@ -37,15 +38,15 @@ from m2flow.engines.process_environment import keep_gloo_here
 from m2flow.errors import EngineError
 
 _FIRST = 20_000
-"""Ray gives its workers those from 10,002 on."""
+"""Lowest port that is used: Ray gives its workers those from 10,002 on."""
 _LAST = 32_767
 _FEWEST = 1_000
-"""A host that gives nearly all of its ports to who asks for any leaves no others to choose from."""
+"""Ports needed below the ephemeral range; a host may make nearly all of its ports ephemeral."""
 _GIVEN = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def free_ports(number: int) -> list[int]:
-    """Free at every address of this host, and below those that the kernel gives to who asks for any: nobody is given one in between.
+    """Find ports that are free at every address of this host, below the kernel's ephemeral range, so that no other process is assigned one.
 
     Raises:
         EngineError: there are not so many.
@@ -77,7 +78,7 @@ _GUARD = 'while read -r _; do :; done; rm -rf "$1"'
 
 @final
 class PrivateDirectory:
-    """One directory, from `open` to `close`."""
+    """A private directory that is removed when this process ends, in whatever way."""
 
     def __init__(self, prefix: str, parent: str | None = None) -> None:
         self._prefix = prefix
@@ -104,7 +105,7 @@ class PrivateDirectory:
         return self.path
 
     def close(self) -> None:
-        """May be called twice."""
+        """Remove the directory. May be called twice."""
         guard, self._guard = self._guard, None
         if guard is None:
             return
@@ -118,7 +119,7 @@ class PrivateDirectory:
 
 
 def remove_abandoned(prefix: str, parent: Path) -> list[Path]:
-    """Remove this user's directories of that name that no process holds; which they were."""
+    """Remove this user's directories with a prefix whose lock no process holds; returns them."""
     found = []
     for path in sorted(parent.glob(f"{prefix}*")):
         with contextlib.suppress(OSError):  # Somebody else's, or removed meanwhile, or just being made, or held.
@@ -158,16 +159,16 @@ class ServerOptions:
 
 @dataclass(frozen=True)
 class Launch:
-    """What is started: all that differs between one kind of server and another."""
+    """How to start one kind of server: everything that differs between kinds."""
 
     product: Product
     arguments: tuple[str, ...]
-    """Of its interpreter, but for address and port."""
+    """Arguments of its interpreter, without address and port."""
     env: Mapping[str, str] = field(default_factory=dict)
 
 
 class ServerProcess:
-    """One server. `start`, then `url`; `check` now and then; `stop` at the end."""
+    """A server process: `start`, then `url`; `check` now and then; `stop` at the end."""
 
     def __init__(self, launch: Launch, options: ServerOptions, log: Path) -> None:
         self._what = launch
@@ -198,7 +199,7 @@ class ServerProcess:
             return
 
     def check(self) -> None:
-        """Raises `EngineError` if it is not running any more."""
+        """Check that the server is running. Raises `EngineError`."""
         if self._process is not None and (status := self._process.poll()) is not None:
             raise EngineError(
                 f"the {self._what.product.name} server ended with status {status}", now=f"Its log is {self._log}.", remote=self.last_words()
@@ -213,7 +214,7 @@ class ServerProcess:
         return self._process.poll() is not None
 
     def end_hung(self) -> None:
-        """Kill it, since it answers nothing any more; `check` says so from then on."""
+        """Kill a server that answers nothing any more; `check` says so from then on."""
         assert self._process is not None
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -273,7 +274,7 @@ class ServerProcess:
         )
 
     def last_words(self) -> str:
-        """The end of its log."""
+        """The last lines of its log."""
         try:
             return "\n".join(self._log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
         except OSError:
@@ -288,7 +289,7 @@ _HUNG_AFTER_S = 120.0
 
 @final
 class ServedRolloutOptions:
-    """Of one engine."""
+    """Options of one served rollout engine, from the cluster spec."""
 
     def __init__(self, engine: str, given: Mapping[str, object], own: tuple[str, ...]) -> None:
         self._engine = engine
@@ -296,7 +297,7 @@ class ServedRolloutOptions:
         self._names = (*_NAMES, *own)
 
     def check(self) -> None:
-        """Raises `EngineError` for what is no option, or no value of one."""
+        """Check names and values. Raises `EngineError`."""
         if unknown := sorted(set(self._given) - set(self._names)):
             raise EngineError(
                 f"the rollout engine {self._engine} has no option {', '.join(unknown)}", now=f"It has {', '.join(self._names)}."
@@ -309,7 +310,7 @@ class ServedRolloutOptions:
 
     @property
     def url(self) -> str:
-        """Of a server that runs already; empty: one is started."""
+        """Address of a server that runs already; empty: one is started."""
         return str(self._given.get("url", ""))
 
     @property
@@ -319,7 +320,7 @@ class ServedRolloutOptions:
 
     @property
     def stream_interval(self) -> int:
-        """Tokens between two pieces of news of a sample."""
+        """Tokens between two stream messages of a sample."""
         return max(1, int(self._number("stream_interval", _STREAM_INTERVAL)))
 
     @property
@@ -332,12 +333,12 @@ class ServedRolloutOptions:
 
     @property
     def keeps_caches(self) -> bool:
-        """What runs keeps its caches when weights change."""
+        """Whether running requests keep their KV caches when weights change."""
         return self.is_set("keep_kv")
 
     @property
     def weights_place(self) -> str | None:
-        """Where weights are handed over; None: wherever temporary files are."""
+        """Directory for weights on their way to the server; None: that of temporary files."""
         if given := str(self._given.get("weights_dir", "")):
             return given
         return "/dev/shm" if Path("/dev/shm").is_dir() else None

@@ -1,26 +1,24 @@
-"""SGLang as a rollout engine: a server of its own, spoken to over HTTP by its public endpoints.
+"""The SGLang rollout engine: a server of its own, spoken to over HTTP by its public endpoints.
 
-Source: the endpoints of SGLang 0.5 (sglang/srt/entrypoints/http_server.py, managers/io_struct.py), by their public names alone.
-
-EngineSettings (the plan's), ServedRolloutOptions (the cluster spec's), Model --> arguments of sglang.launch_server
-
-Job --request_body--> what /generate is told          experts of each token --Routing--> an array
-
-add -> POST /generate with token ids --tokens stream in--> step -> Generated
+    EngineSettings (the plan's), ServedRolloutOptions (the cluster spec's), Model --> arguments of sglang.launch_server
+    add -> POST /generate with token ids (`request_body`) --tokens stream in--> step -> Generated
     load_weights -> files in memory -> pause, into the server (`m2flow.engines.servers.sglang_weights`), continue
 
-Which weights made which token is what the server says (`weight_versions`). A change of weights under requests takes them out of the
-running batch (`retract`): their caches are computed anew, so no token sees an older one. With `keep_kv` they stay, caches and all, and
-what comes after is marked. No request finds a cache of other weights: the version is a part of its key (`extra_key`).
+The server reports which weights made which token (`weight_versions`). A change of weights under requests takes them out of the
+running batch (`retract`): their KV caches are computed anew, so no token sees an older one. With `keep_kv` they stay, caches and all, and
+later tokens are marked. No request finds a prefix cache of other weights: the version is a part of its key (`extra_key`). For mixtures,
+`Routing` decodes the experts of each token.
 
 Options: `python` (an interpreter that has SGLang), `args` and `env` of the server, `start_timeout_s`; or `url` of one that runs already.
 `deterministic_inference`: random numbers belong to the sample (the server's `sampling_seed`), at a cost in speed. `stream_interval`
-(tokens between two pieces of news of a sample, default 8), `weights_dir` (where weights are handed over, default /dev/shm), `restarts`
-(how often a server that is lost is started again, default 2), `hung_after_s` (default 120), `keep_kv`, `routed_experts` (of a mixture: keep
-which experts each token went to).
+(tokens between two stream messages of a sample, default 8), `weights_dir` (where weights are written for the server, default /dev/shm),
+`restarts` (how often a lost server is restarted, default 2), `hung_after_s` (default 120), `keep_kv`, `routed_experts` (of a mixture:
+record which experts each token went to).
 
-Limits: random numbers are the server's own functions of seed and position. Log-probabilities of the first `min_new_tokens` tokens are of
-what is left without the stop tokens. Those of `m2flow.engines.servers.served_rollout`.
+Limits: random numbers are the server's own functions of seed and position. Log-probabilities of the first `min_new_tokens` tokens are
+normalised without the stop tokens. Further limits are those of `m2flow.engines.servers.served_rollout`.
+
+Source: the endpoints of SGLang 0.5 (sglang/srt/entrypoints/http_server.py, managers/io_struct.py), by their public names alone.
 """
 
 from __future__ import annotations
@@ -69,7 +67,7 @@ _decode = msgspec.json.Decoder(_Chunk).decode
 
 @final
 class SglangDialect(Dialect):
-    """A piece has the new tokens alone, if the server was started so; the last one says which weights made which."""
+    """SGLang's stream: a chunk has the new tokens alone, if the server was started so; the last one says which weights made which."""
 
     product = "SGLang"
     generate_path = "/generate"
@@ -94,7 +92,7 @@ class SglangDialect(Dialect):
 
 
 def reported_memory(info: Mapping[str, Any]) -> Memory:
-    """What a server holds of its first device, by `/server_info`, which counts in GiB, to the thousandth. Nothing, if it does not say.
+    """Read what a server holds on its first device from `/server_info`, which counts in GiB to the thousandth; all zero if missing.
 
     >>> reported_memory({"internal_states": [{"memory_usage": {"weight": 2.5, "kvcache": 40.0}}]}).words()
     'kv 40.00 GiB, weights 2.50 GiB'
@@ -108,11 +106,11 @@ def reported_memory(info: Mapping[str, Any]) -> Memory:
 
 
 OWN_OPTIONS = ("deterministic_inference", "routed_experts")
-"""Beyond those that all rollout engines with a server have."""
+"""Options beyond those that all served rollout engines have."""
 
 
 def server_arguments(settings: EngineSettings, options: ServedRolloutOptions, model: Model, version: int) -> list[str]:
-    """Those before the user's own `args`, of which the last ones count.
+    """Build the server's arguments; the user's own `args` follow, and override them.
 
     Args:
         version: of the weights that it begins with.
@@ -148,14 +146,14 @@ def request_body(job: Job) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class Routing:
-    """What a server says of a mixture's tokens: for each layer, the experts that it went to."""
+    """Decodes which experts of each layer the server routed a mixture's tokens to."""
 
     num_layers: int
     num_of_token: int
 
     @classmethod
     def of(cls, config: Any) -> Routing:
-        """Of a language model's configuration. Raises `EngineError`: it is no mixture of experts."""
+        """Read the sizes from a language model's configuration. Raises `EngineError`: it is no mixture of experts."""
         each = getattr(config, "num_experts_per_tok", None)
         if not each:
             raise EngineError(
@@ -165,7 +163,7 @@ class Routing:
         return cls(int(config.num_hidden_layers), int(each))
 
     def read(self, said: str, num_tokens: int) -> npt.NDArray[np.int16]:
-        """The experts of so many tokens, int16 [T, layers, experts of a token]; -1 where nothing was said."""
+        """Decode the experts of `num_tokens` tokens, int16 [T, layers, experts of a token]; -1 where none were reported."""
         found = np.full((num_tokens, self.num_layers, self.num_of_token), -1, np.int16)
         values = np.frombuffer(base64.b64decode(said), np.int32)
         if len(values) % found[:1].size or len(values) > found.size:
@@ -175,7 +173,7 @@ class Routing:
         return found
 
     def completed(self, job: Job) -> Job:
-        """A job that leaves: with a row for each of its tokens, also where the server said nothing since."""
+        """Complete a job that leaves: a row for each of its tokens, also where the server reported nothing."""
         num_tokens = len(job.prompt) + len(job.tokens)
         if job.routed_experts is not None and len(job.routed_experts) == num_tokens:
             return job
@@ -189,7 +187,7 @@ _SERVER_RESERVE = 2
 
 @final
 class SglangRollout(ServedRollout):
-    """One SGLang server."""
+    """A rollout engine on one SGLang server."""
 
     name = "sglang"
     dialect = SglangDialect()
@@ -206,11 +204,11 @@ class SglangRollout(ServedRollout):
             self.capabilities = replace(SglangRollout.capabilities, keyed_seeds=True)
 
     def rest(self) -> None:
-        """As `offload`, with the cache's memory alone."""
+        """Release the KV cache alone, otherwise as `offload`."""
         self._make_room("kv_cache")
 
     def memory(self) -> Memory:
-        """As the server has said when it came up, less what it has released."""
+        """What the server reported after its start, less what it has released."""
         away = self._away if self._frees else ()
         return Memory(weights=self._has.weights * ("weights" not in away), kv=self._has.kv * ("kv_cache" not in away))
 
@@ -276,7 +274,7 @@ class SglangRollout(ServedRollout):
         self._call("/health_generate", timeout_s=timeout_s)
 
     def _release(self, tags: list[str]) -> None:
-        """Without a memory saver, as on a CPU, the server answers all of this and frees nothing."""
+        """Release memory. Without a memory saver, as on a CPU, the server answers as if it did, and frees nothing."""
         if not tags:
             return
         # It ends itself if it is asked while a request is on its way out: an abort is said before its batch is gone.

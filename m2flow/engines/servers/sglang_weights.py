@@ -1,4 +1,4 @@
-"""How weights go on into an SGLang server, whose process is not this one: `weights: {into_server: ...}` of the cluster spec.
+"""Transfer weights into an SGLang server's process: `weights: {into_server: ...}` of the cluster spec.
 
     files:    a directory in memory                          --its path--> /update_weights_from_disk
     tensors:  a bucket in shared memory (on a GPU: CUDA IPC)  --handles---> /update_weights_from_tensor, for each bucket
@@ -46,17 +46,17 @@ _LOOK_S = 0.002
 
 
 class WeightTransfer(ABC):
-    """One way into one server. `put`, any number of times; `close`."""
+    """Transfers weights into one server: `put`, any number of times, then `close`."""
 
     pauses = True
-    """What the server generates must stand still meanwhile."""
+    """Whether the server must be paused during the transfer."""
 
     def __init__(self, client: ServerClient) -> None:
         self._client = client
 
     @abstractmethod
     def put(self, directory: Path, version: int, *, flush: bool) -> None:
-        """Have the server hold a directory's weights, under this version.
+        """Load a directory's weights into the server, under this version.
 
         Args:
             flush: its caches are not of use any more.
@@ -65,7 +65,7 @@ class WeightTransfer(ABC):
         """
 
     def close(self) -> None:
-        """Give back what is kept from one version to the next. May be called twice."""
+        """Free what is kept from one version to the next. May be called twice."""
 
     def _taken(self, answer: Any, version: int) -> None:
         if not answer.get("success"):
@@ -82,7 +82,7 @@ class WeightTransfer(ABC):
 
 @final
 class FileTransfer(WeightTransfer):
-    """The server reads them, whole, and puts back what it had if it can't."""
+    """The server reads whole files, and restores the weights that it had if it can't."""
 
     pauses = False
 
@@ -93,7 +93,7 @@ class FileTransfer(WeightTransfer):
 
 @final
 class TensorTransfer(WeightTransfer):
-    """The server maps a bucket that lies here.
+    """The server maps a bucket that this process has.
 
     Args:
         device: where the bucket is; one that the server has too.
@@ -118,7 +118,7 @@ class TensorTransfer(WeightTransfer):
         self._bucket = torch.empty(0, dtype=torch.uint8)
 
     def _in_bucket(self, part: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-        """The same tensors, in the bucket."""
+        """Copy tensors into the bucket; returns them there."""
         num_bytes = sum(tensor.nbytes for _, tensor in part)
         if len(self._bucket) < num_bytes:
             self._bucket = torch.empty(max(num_bytes, min(_BUCKET_BYTES, 2 * num_bytes)), dtype=torch.uint8, device=self._device)
@@ -132,7 +132,7 @@ class TensorTransfer(WeightTransfer):
 
 @final
 class BroadcastTransfer(WeightTransfer):
-    """Rank 0 of a group, whose others are the server's ranks."""
+    """Broadcast from rank 0 of a group whose other members are the server's ranks."""
 
     def __init__(self, client: ServerClient, device: str, num_ranks: int) -> None:
         super().__init__(client)
@@ -214,7 +214,7 @@ class BroadcastTransfer(WeightTransfer):
 
 
 def choose_transfer(wanted: str, url: str, pipeline_stages: int) -> Way:
-    """Of what the spec says (`auto`, or a way), for a server there.
+    """Choose the transfer that the spec names (`auto`: by the server's address).
 
     Raises:
         EngineError: the server can't be reached that way.
@@ -247,7 +247,7 @@ def open_transfer(way: Way, client: ServerClient, device: str, num_ranks: int) -
 
 
 def _parts(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[list[tuple[str, Tensor]], bool]]:
-    """Tensors that go together, of one type each, so that each begins where its type may; and whether they are the last."""
+    """Split tensors into buckets of one type each, for alignment; yields each with whether it is the last."""
     part: list[tuple[str, Tensor]] = []
     for name, tensor in tensors:
         if part and (tensor.dtype != part[0][1].dtype or sum(held.nbytes for _, held in part) + tensor.nbytes > _BUCKET_BYTES):
@@ -258,12 +258,12 @@ def _parts(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[list[tuple[s
 
 
 def _ending(version: int, flush: bool, is_last: bool) -> dict[str, object]:
-    """Only all of them together are a version, and make caches old."""
+    """Fields of the last request: the version, and flushing the cache, which only all weights together justify."""
     return {"flush_cache": flush, "weight_version": str(version)} if is_last else {"flush_cache": False}
 
 
 def _handles(tensors: list[tuple[str, Tensor]]) -> str:
-    """Where tensors lie, as SGLang reads it; no data goes with it."""
+    """Serialise handles of tensors as SGLang reads them; no data goes with them."""
     before = torch.multiprocessing.get_sharing_strategy()
     # Those of the default strategy are fetched from here with a secret that only this process's own children have.
     torch.multiprocessing.set_sharing_strategy("file_system")
@@ -281,7 +281,7 @@ def _is_loopback(url: str) -> bool:
 
 
 def _host_towards(url: str) -> str:
-    """The address of this host on the way to a server."""
+    """The address of this host on the route to a server."""
     parts = urllib.parse.urlsplit(url)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((parts.hostname or "127.0.0.1", parts.port or 80))  # Of a datagram socket this sends nothing.

@@ -1,4 +1,4 @@
-"""vLLM as a rollout engine: a server of its own, spoken to over HTTP by its public endpoints.
+"""The vLLM rollout engine: a server of its own, spoken to over HTTP by its public endpoints.
 
 Source: the endpoints of vLLM 0.32 (vllm/entrypoints/scale_out/token_in_token_out, vllm/entrypoints/rl/online), by their public names alone.
 
@@ -44,7 +44,7 @@ from m2flow.errors import EngineError
 from m2flow.samples import SampleId
 
 _PREFIX = "generate-tokens-"
-"""What the server puts before the name of a request, and wants to hear when it is to end it."""
+"""Prefix that the server adds to a request's id, and expects in an abort."""
 
 
 class _Logprob(msgspec.Struct, frozen=True):
@@ -72,7 +72,7 @@ _decode = msgspec.json.Decoder(_Chunk).decode
 
 @final
 class VllmDialect(Dialect):
-    """A piece has the new tokens alone; the last one says which weights made which."""
+    """vLLM's stream: a chunk has the new tokens alone; the last one says which weights made which."""
 
     product = "vLLM"
     generate_path = "/inference/v1/generate"
@@ -103,7 +103,7 @@ _HEAD = "lm_head.weight"
 
 @final
 class VllmRollout(ServedRollout):
-    """One vLLM server."""
+    """A rollout engine on one vLLM server."""
 
     name = "vllm"
     dialect = VllmDialect()
@@ -117,7 +117,7 @@ class VllmRollout(ServedRollout):
         return ((name, tensor) for name, tensor in super().weights() if not (self._is_tied and name == _HEAD))
 
     def _directory(self) -> Path:
-        """With a head of its own: the server's does not follow the embedding that it is tied to when weights are read again."""
+        """A directory with an untied head: the server's head does not follow its embedding when weights are read again."""
         source = super()._directory()
         self._is_tied = bool(load_config(source).tie_word_embeddings)
         if not self._is_tied:
@@ -231,7 +231,7 @@ class VllmRollout(ServedRollout):
         self._generate_one([0], timeout_s=timeout_s)
 
     def _release(self, tags: list[str]) -> None:
-        """On a CPU it has no sleep."""
+        """Release memory by vLLM's sleep mode, which a CPU does not have."""
         if tags and not self._is_on_cpu:
             self._call("/sleep?level=2&mode=keep", {})
             self._away += tags
@@ -252,7 +252,7 @@ class VllmRollout(ServedRollout):
 
 
 def _with_head(tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """The same, and the embedding once more as the head."""
+    """Yield the tensors, and the embedding once more as the head."""
     for name, tensor in tensors:
         yield name, tensor
         if name == _EMBEDDING:
