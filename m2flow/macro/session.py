@@ -41,6 +41,8 @@ from m2flow.samples import Batch
 if TYPE_CHECKING:
     from m2flow.macro.tail_batching import DeferredPrompts
 
+# ---- how a run of a flow ends, and the garbage collector meanwhile
+
 _LONGEST = 50
 """Most lines of a cycle that is searched for."""
 
