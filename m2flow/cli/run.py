@@ -37,7 +37,9 @@ from m2flow.macro.pinning import read_structure
 from m2flow.spec import ClusterSpec, RunSettings
 
 if TYPE_CHECKING:
-    from m2flow.runner.run import Run
+    from m2flow.micro.protocol.plan import Plan
+    from m2flow.micro.protocol.staleness import Decisions
+    from m2flow.runner.run import Run, Summary
 
 if TYPE_CHECKING:
     ParamType = click.ParamType[Any]  # Generic in newer releases of click only.
@@ -378,26 +380,17 @@ def command(
         spec, settings = before.spec, before.settings
         eager, deterministic = settings.eager, settings.deterministic
     spec = spec.with_policy(policy)
-    if checkpoint_every is not None:
-        settings = settings.model_copy(update={"checkpoint_steps": checkpoint_every.steps, "checkpoint_s": checkpoint_every.seconds})
-    if keep_checkpoints is not None:
-        settings = settings.model_copy(update={"checkpoints_kept": keep_checkpoints})
+    settings = _apply_checkpoint_options(settings, checkpoint_every, keep_checkpoints)
     settings = apply_settings(apply_recording_options(settings, otlp, metrics_to, record_every), given_settings)
     if eager:
         _prepare_environment(1 if deterministic else spec.num_cores, deterministic=deterministic)
-    from m2flow.micro.records.ledger import read_decisions
-    from m2flow.micro.records.plan_file import read_plan
     from m2flow.runner.run import Run
 
-    if decisions is not None and not eager:
-        raise OptionError("--decisions goes with --eager", now="A planned run decides by its own time. Add --eager.")
+    record = _read_decisions(decisions, is_eager=eager)
     # Bound to the stream now: what the flow prints may be redirected, and the display must not be.
     console = Console(file=sys.stderr if as_json else sys.stdout, highlight=False, markup=False, emoji=False)
     structure = read_structure(pin_to) if pin_to else None
-    record = read_decisions(decisions) if decisions else None
-    pinned = read_plan(plan_file) if plan_file else None
-    if before is not None and not eager and not before.is_moved:
-        pinned = read_plan(before.run_dir / "plan.json")
+    pinned = _read_pinned_plan(plan_file, before, is_eager=eager)
     run = Run(
         flow,
         options,
@@ -413,28 +406,64 @@ def command(
         foresees=True,
         warn=lambda said: console.print(f"warning: {said}", soft_wrap=True),
     )
-    progress = display.Progress(console, run)
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        try:
-            with _interrupts(run, progress.stopping):
-                plan = run.prepare()
-                if not quiet:
-                    display.show_plan(console, plan, is_eager=eager)
-                    progress.expect(plan)
-                with contextlib.nullcontext() if quiet else progress:
-                    summary = run.execute()
-        except KeyboardInterrupt as stop:
-            error = stop if isinstance(stop, RunInterrupted) else RunInterrupted(f"stopped by {str(stop) or 'Ctrl-C'}")
-            step = _stop_position(run.tally.num_steps, run.num_steps) if run.tally.num_samples else ""
-            raise Failure(
-                RunInterrupted(f"{error.what}{step}", now=error.where), _describe_leftovers(run, was_there=before is not None)
-            ) from None
-        except Exception as error:
-            left = _describe_leftovers(run, was_there=before is not None, goes_on=not isinstance(error, DivergenceError))
-            raise failure_of(error, run.run_dir if _has_directory(run) else None, left) from error
+        summary = _execute(run, console, is_eager=eager, is_quiet=quiet, is_resumed=before is not None)
         display.show_summary(console, flow.name, summary, run.tally)
     if as_json:
         click.echo(json.dumps(summary.as_dict()))
+
+
+def _apply_checkpoint_options(settings: RunSettings, every: Every | None, num_kept: int | None) -> RunSettings:
+    """Return the settings with what `--checkpoint-every` and `--keep-checkpoints` say; None where an option is not given."""
+    if every is not None:
+        settings = settings.model_copy(update={"checkpoint_steps": every.steps, "checkpoint_s": every.seconds})
+    if num_kept is not None:
+        settings = settings.model_copy(update={"checkpoints_kept": num_kept})
+    return settings
+
+
+def _read_decisions(run_dir: Path | None, *, is_eager: bool) -> Decisions | None:
+    """Read what time decided in another run, for an eager one to repeat. Raises `OptionError` if this one is planned."""
+    from m2flow.micro.records.ledger import read_decisions
+
+    if run_dir is None:
+        return None
+    if not is_eager:
+        raise OptionError("--decisions goes with --eager", now="A planned run decides by its own time. Add --eager.")
+    return read_decisions(run_dir)
+
+
+def _read_pinned_plan(plan_file: Path | None, before: ResumedRun | None, *, is_eager: bool) -> Plan | None:
+    """Read the plan that this run keeps: that of the run that it resumes on the same cluster, else that of `--plan`."""
+    from m2flow.micro.records.plan_file import read_plan
+
+    if before is not None and not is_eager and not before.is_moved:
+        return read_plan(before.run_dir / "plan.json")
+    return read_plan(plan_file) if plan_file else None
+
+
+def _execute(run: Run, console: Console, *, is_eager: bool, is_quiet: bool, is_resumed: bool) -> Summary:
+    """Prepare and execute a run, and show its plan and progress.
+
+    Raises:
+        Failure: the run was interrupted or failed; it says what is left of it, and how to resume.
+    """
+    progress = display.Progress(console, run)
+    try:
+        with _interrupts(run, progress.stopping):
+            plan = run.prepare()
+            if not is_quiet:
+                display.show_plan(console, plan, is_eager=is_eager)
+                progress.expect(plan)
+            with contextlib.nullcontext() if is_quiet else progress:
+                return run.execute()
+    except KeyboardInterrupt as stop:
+        error = stop if isinstance(stop, RunInterrupted) else RunInterrupted(f"stopped by {str(stop) or 'Ctrl-C'}")
+        step = _stop_position(run.tally.num_steps, run.num_steps) if run.tally.num_samples else ""
+        raise Failure(RunInterrupted(f"{error.what}{step}", now=error.where), _describe_leftovers(run, was_there=is_resumed)) from None
+    except Exception as error:
+        left = _describe_leftovers(run, was_there=is_resumed, goes_on=not isinstance(error, DivergenceError))
+        raise failure_of(error, run.run_dir if _has_directory(run) else None, left) from error
 
 
 def _prepare_environment(threads: int, *, deterministic: bool) -> None:

@@ -147,12 +147,7 @@ def simulate_flow_command(
     plan = scenario.plan() if plan_file is None else scenario.pinned(read_plan(plan_file))
     outcome = scenario.run(plan, failures=scenario.failures(plan, fail))
     if out is not None:
-        from m2flow.planner.planning import forecast, write_forecast
-        from m2flow.simulator.simulated_trace import write_run
-
-        write_run(out, scenario, outcome, flow_file=target, options=options)
-        if plan.choice is None:
-            write_forecast(out, forecast(plan, scenario.spec, partial(scenario.ask, scenario.graph)))
+        _write_run(out, scenario, outcome, plan, target, options)
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(outcome.report)).decode())
     else:
@@ -161,6 +156,16 @@ def simulate_flow_command(
         from m2flow.simulator.ablation import ablate
 
         click.echo("\n".join(_ladder_table(ablate(scenario, plan))), err=as_json)
+
+
+def _write_run(out: Path, scenario: Scenario, outcome: Outcome, plan: Plan, target: str, options: Mapping[str, object]) -> None:
+    """Write the directory of a simulated run; with the plan's forecast, if the plan was not chosen by one."""
+    from m2flow.planner.planning import forecast, write_forecast
+    from m2flow.simulator.simulated_trace import write_run
+
+    write_run(out, scenario, outcome, flow_file=target, options=options)
+    if plan.choice is None:
+        write_forecast(out, forecast(plan, scenario.spec, partial(scenario.ask, scenario.graph)))
 
 
 def _as_text(scenario: Scenario, outcome: Outcome, plan: Plan) -> list[str]:

@@ -276,6 +276,29 @@ _NOT_COLUMNS = {"samples", "rewards", "reward", "advantages", "reference", "refe
 # ---- Policy and Reference
 
 
+def _shown_options(
+    n: int, sampling: Sampling, staleness: int | None, oversample: float, late: str, timeout_s: float | None, kv: str
+) -> dict[str, object]:
+    """Return what the graph shows of a generate call: its sizes, and the options that differ from their defaults."""
+    shown: dict[str, object] = {"n": n, "max_new_tokens": sampling.max_new_tokens}
+    shown |= {"temperature": sampling.temperature} if sampling.temperature != 1.0 else {}
+    shown |= {"staleness": staleness} if staleness is not None else {}
+    shown |= ({"oversample": oversample} if oversample != 1.0 else {}) | {"late": late} if late != "wait" else {}
+    shown |= {"timeout_s": timeout_s} if timeout_s is not None else {}
+    shown |= {"kv": kv} if kv != "recompute" else {}
+    return shown
+
+
+def _check_given_prompts(late: str, *, has_draw_options: bool) -> None:
+    """Raise `OptionError` for options of a generate call that draws its prompts from a dataset, where prompts are given."""
+    if has_draw_options:
+        now = "Pass the dataset itself: generate(dataset, count=..., score=...)."
+        raise OptionError("count=, score=, keep= and max_draws= go with prompts that generate draws itself", now=now)
+    if late == "defer":
+        now = "Pass the dataset itself: generate(dataset, n=8, count=32, oversample=1.25, late='defer')."
+        raise OptionError("late='defer' goes with prompts that generate draws itself: a long round draws none", now=now)
+
+
 class Policy(Role):
     """A language model that is sampled from and trained.
 
@@ -355,12 +378,7 @@ class Policy(Role):
         if not is_count(n) or n > MAX_GROUP:
             raise OptionError(f"n is {n!r}; a prompt has from 1 to {MAX_GROUP} responses, a whole number")
         sampling = Sampling(max_new_tokens, temperature, top_p, top_k, min_new_tokens)
-        shown: dict[str, object] = {"n": n, "max_new_tokens": max_new_tokens}
-        shown |= {"temperature": temperature} if temperature != 1.0 else {}
-        shown |= {"staleness": staleness} if staleness is not None else {}
-        shown |= ({"oversample": oversample} if oversample != 1.0 else {}) | {"late": late} if late != "wait" else {}
-        shown |= {"timeout_s": timeout_s} if timeout_s is not None else {}
-        shown |= {"kv": kv} if kv != "recompute" else {}
+        shown = _shown_options(n, sampling, staleness, oversample, late, timeout_s, kv)
         allowed = self._session.staleness_of_generate(staleness)
         check_late(oversample, late, kv, allowed, timeout_s)
         if isinstance(prompts, Dataset):
@@ -385,12 +403,7 @@ class Policy(Role):
                 kv=kv,
                 shown=shown,
             )
-        if not (count is None and score is None and keep is None and max_draws is None):
-            now = "Pass the dataset itself: generate(dataset, count=..., score=...)."
-            raise OptionError("count=, score=, keep= and max_draws= go with prompts that generate draws itself", now=now)
-        if late == "defer":
-            now = "Pass the dataset itself: generate(dataset, n=8, count=32, oversample=1.25, late='defer')."
-            raise OptionError("late='defer' goes with prompts that generate draws itself: a long round draws none", now=now)
+        _check_given_prompts(late, has_draw_options=not (count is None and score is None and keep is None and max_draws is None))
         asked = self._rows(prompts, "generate", PROMPTS)
         options: dict[str, object] = {"late": late, "oversample": oversample, "kv": kv}
         options |= {"timeout_s": timeout_s} if timeout_s is not None else {}
