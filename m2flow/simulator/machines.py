@@ -60,7 +60,7 @@ class Hosted:
     turn: str = ""
     """The turn of the lease in which it works."""
     gives_s: float = 0.0
-    """Seconds to onload and offload what another trainer needs to copy the weights of this one while it is offloaded."""
+    """Seconds to move what another trainer needs on the devices to copy the weights of this one while it is offloaded."""
     gives_bytes: int = 0
     """Bytes on each device during that copy."""
 
