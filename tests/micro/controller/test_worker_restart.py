@@ -88,7 +88,7 @@ def test_what_a_dead_worker_should_take_over_from_an_earlier_call_and_send_on_is
 
 BUGS = {
     "what never came is thought to be there": (row_locations.LostTransfers, "never_came", lambda self, rows, to: None),
-    "what a dead worker sent counts": (RowStore, "sever", lambda self, sender, but: {}),
+    "what a dead worker sent counts": (RowStore, "drop_sent_by", lambda self, sender, but: {}),
     "what never came is not sent again": (row_locations.LostTransfers, "send_again", lambda self, place, row_locations: None),
 }
 
