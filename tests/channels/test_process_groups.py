@@ -117,8 +117,8 @@ def test_a_forged_passage_is_refused_before_anybody_is_asked(transfer: PairTrans
 
 
 def test_a_sender_that_lives_and_can_t_be_met_is_an_error_not_a_parcel_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("m2flow.channels.process_groups._MEETS_S", 0.2)
-    monkeypatch.setattr("m2flow.channels.parcels._DIES_S", 0.2)
+    monkeypatch.setattr("m2flow.channels.process_groups._RENDEZVOUS_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("m2flow.channels.parcels._DEATH_GRACE_S", 0.2)
     inbox = ZmqInbox("ipc:", pairs=PairReceiver())
     with socket.socket() as silent, zmq.Context() as context, context.socket(zmq.PUSH) as stranger:
         silent.bind(("127.0.0.1", 0))  # Nobody else can listen there meanwhile.
