@@ -103,7 +103,7 @@ def measured(job: Job, cluster: Path, runs: Path) -> tuple[list[float], Numbers,
 
 
 _SPANS = {"train": "train.accumulate", "apply": "train.apply", "sync": "weights.load", "function": "function.call", "switch": "switch"}
-_TASKS = {"Accumulate": "train", "Apply": "apply", "LoadWeights": "sync", "Switch": "switch", "Perform": "function"}
+_TASKS = {"Accumulate": "train", "Apply": "apply", "LoadWeights": "sync", "Switch": "switch", "RunFunction": "function"}
 
 
 def predicted(job: Job, cluster: Path, profile: Profile, lengths: Lengths, *, num_draws: int = 1) -> tuple[list[float], Numbers]:

@@ -40,8 +40,8 @@ def grpo(rewards: Tensor, group_sizes: Sequence[int] | None = None, *, eps: floa
         the sample's (divided by G - 1), as `torch.std` has it in TRL (GRPOTrainer) and verl (compute_grpo_outcome_advantage);
         `grpo_population` divides by G.
 
-    >>> grpo(torch.tensor([[1.0, 0.0], [1.0, 1.0]])).round(decimals=3).tolist()
-    [[0.707, -0.707], [0.0, 0.0]]
+    >>> grpo(torch.tensor([[2.0, 1.0, 0.0], [1.0, 1.0, 1.0]])).round(decimals=3).tolist()
+    [[1.0, 0.0, -1.0], [0.0, 0.0, 0.0]]
     >>> grpo(torch.tensor([1.0, 0.0, 5.0]), [2, 1]).round(decimals=3).tolist()
     [0.707, -0.707, 0.0]
     """

@@ -27,7 +27,7 @@ import psutil
 from m2flow import __version__, spec
 from m2flow.cli.cluster_file import load_cluster
 from m2flow.cli.doctor import Finding, examine
-from m2flow.cli.main import LazyGroup, find_run
+from m2flow.cli.main import find_run
 from m2flow.engines.contract import EngineKind
 from m2flow.errors import M2FlowError, MissingExtra, OptionError, SpecError
 from m2flow.micro.controller.launcher import make_keys
@@ -467,33 +467,3 @@ def keys_command(file: Path) -> None:
     """
     make_keys(file)
     click.echo(f"{file}: name it in the cluster spec, channels: {{keys: {file}}}")
-
-
-# ---- the group `m2flow cluster`
-
-_COMMANDS = {
-    "init": "Write a spec for this machine, or for a Ray cluster.",
-    "check": "Say what is missing on which node, before a run.",
-    "scale": "Have rollout workers join a run that goes on, or leave it.",
-    "schema": "Print the JSON Schema of specs, for editors.",
-}
-"""Name -> one line of help; the command is `<name>_command` in this module."""
-_PLACES = {name: f"m2flow.cli.cluster:{name}_command" for name in _COMMANDS}
-
-
-class Clusters(LazyGroup):
-    """The group of the commands of `m2flow cluster`, each imported when it is called."""
-
-    lines = _COMMANDS
-    places = _PLACES
-
-
-@click.command("cluster", cls=Clusters)
-def command() -> None:
-    """Write and check cluster specs: the machines, and what runs on them.
-
-    \b
-    Examples:
-      m2flow cluster init mine.yaml
-      m2flow cluster check mine.yaml
-    """

@@ -192,6 +192,8 @@ _ELSEWHERE = {
     "trace": "export:trace_command",
     "send": "export:send_command",
     "keys": "cluster:keys_command",
+    "simulate": "main:simulate",
+    "cluster": "main:cluster",
 }
 """Name -> `module:attribute` under `m2flow.cli`, for commands that are not `command` in the module of their name."""
 _PLACES = {name: f"m2flow.cli.{_ELSEWHERE.get(name, f'{name}:command')}" for name in _COMMANDS}
@@ -226,6 +228,67 @@ class Commands(LazyGroup):
             raise failure_of(error) from error
         except Exception as error:
             raise failure_of(error) from error
+
+
+_SIMULATE = {
+    "flow": "The steps of a flow, by the scheduler that would run them; the word may be left out.",
+    "rollout": "Generation alone: how long the samples of a step take, by assignment or policy.",
+}
+"""Name -> one line of help; the command is `simulate_<name>_command` in `m2flow.cli.simulate`."""
+_SIMULATE_PLACES = {name: f"m2flow.cli.simulate:simulate_{name}_command" for name in _SIMULATE}
+
+_SIMULATE_DEFAULT = "flow"
+
+
+class Simulations(LazyGroup):
+    """The group of the commands of `m2flow simulate`; `flow` is the default."""
+
+    lines = _SIMULATE
+    places = _SIMULATE_PLACES
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in _SIMULATE and _SIMULATE_DEFAULT in _SIMULATE:
+            return _SIMULATE_DEFAULT, self.get_command(ctx, _SIMULATE_DEFAULT), args
+        return super().resolve_command(ctx, args)
+
+
+@click.command("simulate", cls=Simulations, context_settings={"ignore_unknown_options": True})
+def simulate() -> None:
+    """Say what would happen, on a virtual clock.
+
+    \b
+    Examples:
+      m2flow simulate flows/grpo.py --cluster clusters/h100-8.yaml --shape policy=Qwen2.5-7B --max-new-tokens 4096 --steps 2
+      m2flow simulate rollout --lengths dapo-qwen2.5-32b --instances 16 --known-lengths
+    """
+
+
+_CLUSTER = {
+    "init": "Write a spec for this machine, or for a Ray cluster.",
+    "check": "Say what is missing on which node, before a run.",
+    "scale": "Have rollout workers join a run that goes on, or leave it.",
+    "schema": "Print the JSON Schema of specs, for editors.",
+}
+"""Name -> one line of help; the command is `<name>_command` in `m2flow.cli.cluster`."""
+_CLUSTER_PLACES = {name: f"m2flow.cli.cluster:{name}_command" for name in _CLUSTER}
+
+
+class Clusters(LazyGroup):
+    """The group of the commands of `m2flow cluster`, each imported when it is called."""
+
+    lines = _CLUSTER
+    places = _CLUSTER_PLACES
+
+
+@click.command("cluster", cls=Clusters)
+def cluster() -> None:
+    """Write and check cluster specs: the machines, and what runs on them.
+
+    \b
+    Examples:
+      m2flow cluster init mine.yaml
+      m2flow cluster check mine.yaml
+    """
 
 
 @click.command(

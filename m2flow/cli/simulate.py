@@ -19,7 +19,6 @@ from rich.console import Console
 from rich.table import Table
 
 from m2flow.cli.flow_options import flow_command
-from m2flow.cli.main import LazyGroup
 from m2flow.cli.plan import PlannedCommand, plan_inputs
 from m2flow.macro.flow import Flow
 from m2flow.macro.tracing import Assumption, KnownValues
@@ -444,38 +443,3 @@ def _print(rows: Sequence[Sequence[str]]) -> None:
     if not console.is_terminal:
         console.width = 160
     console.print(table)
-
-
-# ---- the group `m2flow simulate`
-
-_COMMANDS = {
-    "flow": "The steps of a flow, by the scheduler that would run them; the word may be left out.",
-    "rollout": "Generation alone: how long the samples of a step take, by assignment or policy.",
-}
-"""Name -> one line of help; the command is `simulate_<name>_command` in this module."""
-_PLACES = {name: f"m2flow.cli.simulate:simulate_{name}_command" for name in _COMMANDS}
-
-_DEFAULT = "flow"
-
-
-class Simulations(LazyGroup):
-    """The group of the commands of `m2flow simulate`; `flow` is the default."""
-
-    lines = _COMMANDS
-    places = _PLACES
-
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
-        if args[0] not in _COMMANDS and _DEFAULT in _COMMANDS:
-            return _DEFAULT, self.get_command(ctx, _DEFAULT), args
-        return super().resolve_command(ctx, args)
-
-
-@click.command("simulate", cls=Simulations, context_settings={"ignore_unknown_options": True})
-def command() -> None:
-    """Say what would happen, on a virtual clock.
-
-    \b
-    Examples:
-      m2flow simulate flows/grpo.py --cluster clusters/h100-8.yaml --shape policy=Qwen2.5-7B --max-new-tokens 4096 --steps 2
-      m2flow simulate rollout --lengths dapo-qwen2.5-32b --instances 16 --known-lengths
-    """

@@ -89,7 +89,7 @@ def test_help_imports_no_command() -> None:
     probe = "import sys\nfrom click.testing import CliRunner\nfrom m2flow.cli.main import cli\nCliRunner().invoke(cli, ['--help'])\n"
     probe += "print([n for n in sys.modules if n.startswith('m2flow.cli.')])"
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=240)
-    assert done.stdout.strip() == "['m2flow.cli.main', 'm2flow.cli.main', 'm2flow.cli.main']"
+    assert done.stdout.strip() == "['m2flow.cli.main']"
 
 
 def test_help_lists_every_command_with_an_example_each() -> None:

@@ -53,7 +53,7 @@ def test_a_transformers_model_has_as_many_parameters_as_its_shape_says() -> None
     from transformers import AutoConfig, AutoModelForCausalLM
 
     for name in zoo():
-        fields = json.loads((ROOT / "m2flow" / "micro" / "costs" / "models" / f"{name}.json").read_text())
+        fields = json.loads((ROOT / "m2flow" / "planner" / "models" / f"{name}.json").read_text())
         config = AutoConfig.for_model(**fields)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)

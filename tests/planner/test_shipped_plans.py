@@ -56,7 +56,7 @@ def wrong(flow: str, spec: str, shape: str, lengths: str) -> str:
     try:
         choice = question_of(graph, exploration.models, cluster, lengths=LENGTHS[lengths]).choose()
     except PlanError as error:
-        return "" if "GiB" in str(error) else str(error)
+        return "" if f"no plan of {flow} fits {spec}" in str(error) or "GiB" in str(error) else str(error)
     lower(graph, exploration.models, cluster, choice=choice)
     beaten = [loser.what for loser in choice.losers if loser.predicted_step_s < choice.predicted_step_s]
     return f"{choice.mode} is beaten by {beaten}" if beaten else ""

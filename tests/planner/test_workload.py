@@ -189,7 +189,8 @@ def test_lengths_are_those_given_for_trained_models_and_the_limits_of_others() -
     shapes = shapes_of(models, LAPTOP)
     allowed = extents_of(work, shapes)
     assert allowed["policy"] == Extent.up_to(8, prompt=work.call("policy.generate").prompt_bytes)
-    given = extents_of(work, shapes, parse_lengths("lognormal:median=1000,sigma=0.8,cap=8000,prompt=100"))
+    long, _, _ = trace(load_flow(f"{ROOT}/flows/judge.py"), {"max_new_tokens": 8000}, steps=2)
+    given = extents_of(workload_of(long, LAPTOP), shapes, parse_lengths("lognormal:median=1000,sigma=0.8,cap=8000,prompt=100"))
     assert given["policy"].longest == 8100
     assert given["policy"].response == pytest.approx(1000 * 1.377, rel=0.05)
     assert given["policy"].position > given["policy"].response / 2

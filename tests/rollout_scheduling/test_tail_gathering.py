@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
+import re
 from collections.abc import Sequence
-from importlib import import_module
-from pathlib import Path
 
 import pytest
 from simulated import cluster, ran
@@ -111,9 +109,7 @@ def test_a_simulated_run_gathers_its_tail_and_ends_no_later_than_it_may(monkeypa
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_every_policy_has_a_small_file_of_its_own_that_names_its_source(name: str) -> None:
-    module = import_module(POLICIES[name].__module__)
-    own = [of for of in vars(module).values() if inspect.isclass(of) and of.__module__ == module.__name__ and of in POLICIES.values()]
-    assert own == [POLICIES[name]]
-    assert "\nSource: " in (module.__doc__ or "")
-    assert len(Path(str(module.__file__)).read_text().splitlines()) < 150
+def test_every_policy_says_whether_it_is_a_baseline_or_where_it_wins(name: str) -> None:
+    said = POLICIES[name].__doc__ or ""
+    assert re.search(r"[Bb]aseline|[Ww]ins on", said), said
+    assert len(said.splitlines()) < 30

@@ -178,7 +178,7 @@ def test_a_run_and_its_simulation_tell_each_worker_the_same_tasks_in_the_same_or
     assert ours.keys() == theirs.keys()
     for worker in sorted(ours):
         assert ours[worker] == theirs[worker], f"{worker}: {first_difference(ours[worker], theirs[worker])}"
-    assert {kind for told in ours.values() for kind, *_ in told} >= {"Generate", "Perform", "Accumulate", "Apply", "LoadWeights"}
+    assert {kind for told in ours.values() for kind, *_ in told} >= {"Generate", "RunFunction", "Accumulate", "Apply", "LoadWeights"}
     assert all(SampleId.unpack(row).prompt < options["batch"] for told in ours.values() for *_, rows in told for row in rows)
 
     again = Scheduler(plan)
@@ -210,7 +210,7 @@ def test_with_three_rollout_workers_a_run_and_its_simulation_share_out_and_train
     assert sorted(map(len, ours.values())) == [6, 6, 6]
     assert made == virtually_made
     assert all(len(ids) == len(set(ids)) == 18 for ids in made.values())
-    kinds = "Perform", "Accumulate", "Apply"
+    kinds = "RunFunction", "Accumulate", "Apply"
     of_both = [{worker: [one for one in told if one[0] in kinds] for worker, told in log.told().items()} for log in (real, virtual)]
     for worker in sorted(of_both[0] | of_both[1]):
         assert of_both[0][worker] == of_both[1][worker], f"{worker}: {first_difference(of_both[0][worker], of_both[1][worker])}"

@@ -141,7 +141,7 @@ class Ledger:
     def close(self) -> None:
         try:
             self._gather()
-            self._run("COMMIT")
+            self._end_transaction()
         finally:
             self._db.close()
 
@@ -149,11 +149,15 @@ class Ledger:
         """End the transaction. It then survives a killed process; with `durably`, also a power failure."""
         self._gather()
         with self._lock:
-            self._run("COMMIT")
+            self._end_transaction()
             if durably:
                 self._run("PRAGMA wal_checkpoint(PASSIVE)")
             self._run("BEGIN")
             self._committed_s = time.monotonic()
+
+    def _end_transaction(self) -> None:
+        if self._db.in_transaction:  # SQLite rolls it back itself where a write failed, as on a full disk; whoever wrote has the error.
+            self._run("COMMIT")
 
     def _gather(self) -> None:
         for gather in self.before_commit:

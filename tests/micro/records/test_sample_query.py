@@ -121,7 +121,7 @@ def test_a_directory_without_a_ledger_is_refused(tmp_path):
 
 def test_a_segment_that_is_gone_is_named(run_dir, tmp_path):
     (tmp_path / "ledger.db").write_bytes((run_dir / "ledger.db").read_bytes())
-    with SampleQuery(tmp_path) as book, pytest.raises(EngineError, match=r"the segment .*\.seg.* can't be read"):
+    with SampleQuery(tmp_path) as book, pytest.raises(EngineError, match=r"the segment .*\.seg.* is missing"):
         list(book.entries(limit=1))
 
 
