@@ -42,8 +42,8 @@ def grpo(rewards: Tensor, group_sizes: Sequence[int] | None = None, *, eps: floa
 
     >>> grpo(torch.tensor([[2.0, 1.0, 0.0], [1.0, 1.0, 1.0]])).round(decimals=3).tolist()
     [[1.0, 0.0, -1.0], [0.0, 0.0, 0.0]]
-    >>> grpo(torch.tensor([1.0, 0.0, 5.0]), [2, 1]).round(decimals=3).tolist()
-    [0.707, -0.707, 0.0]
+    >>> grpo(torch.tensor([2.0, 1.0, 0.0, 5.0]), [3, 1]).round(decimals=3).tolist()
+    [1.0, 0.0, -1.0, 0.0]
     """
     return _scaled(rewards, group_sizes, eps, lost_degrees=1)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 FLOW = Path(__file__).parents[2] / "support" / "resume_flow.py"
-ROOT = FLOW.parent.parent
+ROOT = Path(__file__).parents[3]
 SPEC = """
 placement: split
 device: cpu
