@@ -328,14 +328,19 @@ def edited() -> None:
     file, cluster = tmp_path / "edited.py", tmp_path / "fakes.yaml"
     file.write_text(text)
     cluster.write_text("cores: 2\ndevice: cpu\nrollout: {engine: fake}\ntrain: {engine: fake}\n")
-    common = ["run", str(file), "--cluster", str(cluster), "--runs-dir", str(tmp_path / "runs"), "--quiet"]
-    begun = CliRunner().invoke(cli, [*common, *(["--eager"] if mode == "--eager" else [])])
-    assert begun.exit_code != 0
+
+    def m2flow(*arguments: str) -> subprocess.CompletedProcess[str]:
+        """An eager run begins its process anew where torch is loaded already, as it may be in this one."""
+        command = [sys.executable, "-m", "m2flow", "run", *arguments, "--quiet"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+
+    begun = m2flow(str(file), "--cluster", str(cluster), "--runs-dir", str(tmp_path / "runs"), *(["--eager"] if mode == "--eager" else []))
+    assert begun.returncode != 0
     (run_dir,) = (tmp_path / "runs").iterdir()
     file.write_text(text.replace("n=2", "n=3"))
-    answer = CliRunner().invoke(cli, ["run", "--resume", str(run_dir), "--quiet"])
-    said = answer.output + answer.stderr
-    assert answer.exit_code != 0
+    answer = m2flow("--resume", str(run_dir))
+    said = answer.stdout + answer.stderr
+    assert answer.returncode != 0
     assert "DivergenceError" in said
     assert "n=3, max_new_tokens=6" in said
     assert "Put back what was changed, and resume; or begin a new run." in said
