@@ -170,9 +170,9 @@ def a_sample_that_comes_twice_counts_twice(patch: Patch) -> None:
     """Each report is told twice, and the state does not know its rows."""
     deliver = Worker._deliver
 
-    def twice(self: Worker, task: int, call: object, rows: Batch, *rest: object) -> None:
-        deliver(self, task, call, rows, *rest)
-        deliver(self, task, call, rows, *rest)
+    def twice(self: Worker, task: int, call: object, rows: Batch, *rest: object, **how: object) -> None:
+        deliver(self, task, call, rows, *rest, **how)
+        deliver(self, task, call, rows, *rest, **how)
 
     patch.setattr(Worker, "_deliver", twice)
     patch.setattr(state, "set", lambda *_: _Empty(), raising=False)

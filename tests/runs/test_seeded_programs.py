@@ -215,7 +215,7 @@ def a_call_is_forgotten_while_it_is_needed(patch: Patch) -> None:
 
     def at_once(self: state.SchedulerState, ordinal: int) -> None:
         release(self, ordinal)
-        for place in self._rows._places.get(ordinal, {}):
+        for place in self.rows._places.get(ordinal, {}):
             self.send(place, m.Forget(ordinal))
 
     patch.setattr(state.SchedulerState, "release", at_once)

@@ -16,7 +16,7 @@ from sglang_here import NEEDS_SGLANG, OPTIONS, PYTHON, ROOT
 from m2flow.engines.contract import EngineSettings
 from m2flow.engines.servers.server_client import ServerClient
 from m2flow.engines.servers.sglang import SglangDialect, SglangRollout
-from m2flow.engines.servers.sglang_weights import Broadcast, open_transfer
+from m2flow.engines.servers.sglang_weights import BroadcastTransfer, open_transfer
 from m2flow.errors import EngineError
 from m2flow.recipe import Model, Sampling
 from m2flow.testing.rollout_suite import LONG, ROLLOUT_CHECKS, Factory, generate, make_request, started
@@ -93,7 +93,7 @@ def test_a_broadcast_that_the_server_refuses_ends(model: Model, urls: list[str])
     client = ServerClient(urls[0], SglangDialect())
     client.open()
     way = open_transfer("group", client, "cpu", 1)
-    assert isinstance(way, Broadcast)
+    assert isinstance(way, BroadcastTransfer)
     try:
         way._meet()
         body = {"names": ["x"], "dtypes": ["float32"], "shapes": [[1 << 22]], "group_name": way._name, "load_format": "flattened_bucket"}

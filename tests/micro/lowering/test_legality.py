@@ -275,7 +275,7 @@ def rows_are_kept_while_they_are_needed(patch: Patch) -> None:
 
     def at_once(self: state.SchedulerState, ordinal: int) -> None:
         release(self, ordinal)
-        for place in self._rows._places.get(ordinal, {}):
+        for place in self.rows._places.get(ordinal, {}):
             self.send(place, m.Forget(ordinal))
 
     patch.setattr(state.SchedulerState, "release", at_once)

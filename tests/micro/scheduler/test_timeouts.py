@@ -150,9 +150,9 @@ def test_a_late_sample_that_is_stopped_is_not_handed_out_again():
         answers = ProgramLines().drop(0, count=4)
         model.submit()
         state = model.scheduler._state.calls[answers.ref.call]
-        while not any(hand.generating() and not hand.inbox for hand in model.hands.values()):
+        while not any(fake.generating() and not fake.inbox for fake in model.fakes.values()):
             model.turn(0)
-        late = next(row for hand in model.hands.values() if not hand.inbox for row in hand.generating())
+        late = next(row for fake in model.fakes.values() if not fake.inbox for row in fake.generating())
         model.tell(TimedOut(state.call.ordinal, [late]))
         model.drain()  # The model judges what is handed out.
         assert late not in (state.result or ())

@@ -15,7 +15,7 @@ from m2flow.engines.embedded.rollout_engine import EmbeddedRollout
 from m2flow.engines.embedded.trainer import EmbeddedTrain
 from m2flow.errors import EngineError, OpError, OutOfMemory
 from m2flow.micro.protocol.plan import EngineSlot
-from m2flow.micro.worker.engine_host import come, leave
+from m2flow.micro.worker.engine_host import offload, onload
 from m2flow.micro.worker.out_of_memory import accounted
 from m2flow.observe.spans import Recorder
 from m2flow.recipe import Model, Sampling
@@ -89,9 +89,9 @@ def test_engines_count_what_they_hold(tmp_path: Path) -> None:
     running = engine.memory().kv
     assert running > 0
     recorder = Recorder("x")
-    leave(recorder, EngineSlot("policy", "rollout", "embedded"), engine)
+    offload(recorder, EngineSlot("policy", "rollout", "embedded"), engine)
     assert engine.memory().kv == 0
-    come(recorder, EngineSlot("policy", "rollout", "embedded"), engine)
+    onload(recorder, EngineSlot("policy", "rollout", "embedded"), engine)
     (_, _, _, left), (_, _, _, came) = recorder.drain().spans
     assert left["label"] == "policy rollout"
     assert left["num_bytes"] == running
