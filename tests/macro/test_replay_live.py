@@ -77,12 +77,12 @@ class Resumed(Run):
         self.replay: ReplayBackend | None = None
         self.executed: list[Call] = []
 
-    def _watched(self, backend: Backend) -> Backend:
+    def _recorded(self, backend: Backend) -> Backend:
         record, until_step, reperform = self._from
         live = Counting(backend)
         self.executed = live.calls
         self.replay = ReplayBackend(record, live, until_step=until_step, reperform=reperform)
-        return super()._watched(self.replay)
+        return super()._recorded(self.replay)
 
     def go_on(self) -> Summary:
         self.prepare()

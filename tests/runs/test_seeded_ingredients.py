@@ -94,7 +94,7 @@ def a_version_is_noted_one_too_new(patch: Patch) -> None:
     def newer(rows: Batch) -> list[tuple[VersionSpan, ...]]:
         return [tuple(stretch._replace(version=stretch.version + 1) for stretch in sample) for sample in version_spans_of(rows)]
 
-    patch.setattr(worker, "stretches_of", newer)
+    patch.setattr(worker, "version_spans_of", newer)
 
 
 def a_dropped_group_counts_too(patch: Patch) -> None:
