@@ -12,6 +12,7 @@ What is random in tests is the same each time. New seeds are `make fuzz`'s.
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 import zlib
@@ -23,6 +24,9 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
+
+# As `m2flow run --deterministic` does before torch is loaded: eager runs in this process are compared bit by bit with those of workers.
+os.environ.setdefault("MKL_CBWR", "AUTO")
 
 _MARKS = ("gpu", "slow", "long")
 _GROUP = "m2flow-group"

@@ -101,7 +101,7 @@ def dynamic(num_steps: int = 3) -> None:
     """A generation that draws its own prompts until enough groups are kept, and a role with state."""
     policy, judge, prompts, memory = Policy("fake"), Reward(digits), Dataset(ROWS), Memory()
     for _ in steps(num_steps):
-        kept = policy.generate(prompts, n=2, count=2, max_new_tokens=4, score=judge, keep=informative, max_draws=8)
+        kept = policy.generate(prompts, n=2, count=2, max_new_tokens=4, score=judge, keep=informative, max_draws=12)
         seen = memory.seen(kept)
         metrics = policy.update(kept, kept.reward, optimizer=AdamW(1e-3))
         log(seen=seen, tokens=metrics["num_tokens"])
