@@ -156,6 +156,10 @@ class PlanError(M2FlowError, ValueError):
     """There is no legal plan, or the one given is not legal."""
 
 
+class DoesNotFit(PlanError):
+    """The models do not fit the cluster, or not under the spec's pins."""
+
+
 class ModelError(M2FlowError, ValueError):
     """A model path that is missing or broken."""
 

@@ -1,6 +1,6 @@
 """Explain why no plan fits: what is short, and which single change would make it fit, by the same costs as the search.
 
-    engines, Costs, ClusterSpec --no_room--> PlanError
+    engines, Costs, ClusterSpec --no_room--> DoesNotFit
 
 Each engine alone comes first: the layout that is least short, by how many GiB on which pool, and which single change would fit (another
 ZeRO stage, offloading, more tensor parallelism, more devices). If each fits alone but not all together, the same for the pool where they
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from m2flow.errors import PlanError
+from m2flow.errors import DoesNotFit
 from m2flow.micro.protocol.cost_terms import Costs, EngineId, Footprint, Layout
 from m2flow.planner.pools import PLANNED, device_list
 from m2flow.spec import ClusterSpec, PoolSpec
@@ -38,10 +38,10 @@ class _Try:
     """Whether the host is short of more than the device."""
 
 
-def no_room(flow: str, engines: Sequence[EngineId], costs: Costs, spec: ClusterSpec, allows: Allows | None = None) -> PlanError:
+def no_room(flow: str, engines: Sequence[EngineId], costs: Costs, spec: ClusterSpec, allows: Allows | None = None) -> DoesNotFit:
     """Make (not raise) the error for a search that found no plan."""
     may = allows or (lambda engine, pool, layout: True)
-    short: dict[EngineId, PlanError] = {}
+    short: dict[EngineId, DoesNotFit] = {}
     for engine in engines:
         allowed = [one for one in _tries(engine, costs, spec) if may(engine, one.pool, one.layout)]
         if not any(one.short == 0 for one in allowed):
@@ -51,27 +51,27 @@ def no_room(flow: str, engines: Sequence[EngineId], costs: Costs, spec: ClusterS
     if len(short) == 1:
         return next(iter(short.values()))
     # All of them: what would do for one alone leaves the next.
-    return PlanError(
+    return DoesNotFit(
         "; ".join(error.what for error in short.values()),
         now="\n".join(f"For {engine}: {error.now[:1].lower()}{error.now[1:]}" for engine, error in short.items()),
     )
 
 
-def _alone(engine: EngineId, allowed: Sequence[_Try], costs: Costs, spec: ClusterSpec) -> PlanError:
+def _alone(engine: EngineId, allowed: Sequence[_Try], costs: Costs, spec: ClusterSpec) -> DoesNotFit:
     every = list(_tries(engine, costs, spec))
     if not every:
         sizes = ", ".join(f"{name or 'this machine'} ({_count(pool)})" for name, pool in spec.planned_pools.items())
-        return PlanError(f"{engine} has no legal layout on {sizes}", now=_now(_elsewhere(engine, costs, spec, is_host=False)))
+        return DoesNotFit(f"{engine} has no legal layout on {sizes}", now=_now(_elsewhere(engine, costs, spec, is_host=False)))
     if not allowed:
         least = min(every, key=_rank)
         fits = f"; without it, this would fit: {_as(least)}" if not least.short else ""
-        return PlanError(f"the pin of {engine} leaves no legal layout{fits}", now="Change or drop `pin` in the cluster spec.")
+        return DoesNotFit(f"the pin of {engine} leaves no legal layout{fits}", now="Change or drop `pin` in the cluster spec.")
     least = min(allowed, key=_rank)
     ways = _changes(least, every) or _elsewhere(engine, costs, spec, is_host=least.is_host)
-    return PlanError(f"{engine} does not fit: {_lacks(least, costs)}", now=_now(ways))
+    return DoesNotFit(f"{engine} does not fit: {_lacks(least, costs)}", now=_now(ways))
 
 
-def _together(flow: str, engines: Sequence[EngineId], costs: Costs, spec: ClusterSpec, may: Allows) -> PlanError:
+def _together(flow: str, engines: Sequence[EngineId], costs: Costs, spec: ClusterSpec, may: Allows) -> DoesNotFit:
     def need(asked: Costs, of: ClusterSpec) -> tuple[int, str, str]:
         found = [_turns(engines, asked, of, pool, may) for pool in of.planned_pools]
         return min(found, key=lambda one: one[0])
@@ -82,9 +82,9 @@ def _together(flow: str, engines: Sequence[EngineId], costs: Costs, spec: Cluste
     ways = _first_of_each(_specs_together(spec), costs, spec, lambda asked, other: need(asked, other)[0] <= 0)
     if short <= 0:
         reason = f"each engine fits, and so do all when they take turns with {pool or 'this machine'}; what is pinned allows no plan"
-        return PlanError(f"no plan of {flow} fits {spec.name}: {reason}", now="Change or drop `pin` in the cluster spec.")
+        return DoesNotFit(f"no plan of {flow} fits {spec.name}: {reason}", now="Change or drop `pin` in the cluster spec.")
     now = _now(ways, f"On devices of their own they need {apart} at the least.")
-    return PlanError(f"no plan of {flow} fits {spec.name}: each engine fits alone, but {what}", now=now)
+    return DoesNotFit(f"no plan of {flow} fits {spec.name}: each engine fits alone, but {what}", now=now)
 
 
 def _turns(engines: Sequence[EngineId], costs: Costs, spec: ClusterSpec, pool: str, may: Allows) -> tuple[int, str, str]:

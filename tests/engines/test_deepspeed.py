@@ -46,6 +46,9 @@ from m2flow.testing.train_suite import (
 )
 
 pytest_plugins = ["two_ranks"]  # The fixtures `model` and `followers`.
+ABOVE_ROUNDING = replace(RECIPE, eps=1e-6)
+"""The gradient of a key's bias is nearly 0, and with a smaller `eps` Adam divides what rounding leaves of it by itself."""
+
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="the extra `deepspeed` is not installed"),
@@ -145,7 +148,7 @@ def test_what_saves_memory_changes_no_number(options: dict[str, int | bool], mod
     results = []
     for engine in (EmbeddedTrain(model, EngineSettings()), deepspeed(model, 2, followers, **options)):
         with started(engine):
-            for recipe in (LINEAR, RECIPE):
+            for recipe in (LINEAR, ABOVE_ROUNDING):
                 for rows in (np.arange(7), np.arange(7, 12)):
                     engine.accumulate(batch.take(rows), PPO)
                 engine.apply(recipe, 3.0)

@@ -185,7 +185,7 @@ def test_the_plan_says_if_the_column_for_difficulty_changes_nothing(said, why):
 
 def test_the_policies_of_the_document_run_in_the_study_and_live(tmp_path):
     text = Path("docs/guide/rollout-scheduling.md").read_text()
-    blocks = [block for block in re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL) if "(Policy)" in block]
+    blocks = [block for block in re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL) if "(SchedulingPolicy)" in block]
     names = []
     for number, block in enumerate(blocks):
         (name,) = re.findall(r"class (\w+)", block)

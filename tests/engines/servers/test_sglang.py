@@ -95,7 +95,7 @@ def test_a_broadcast_that_the_server_refuses_ends(model: Model, urls: list[str])
     way = open_transfer("group", client, "cpu", 1)
     assert isinstance(way, BroadcastTransfer)
     try:
-        way._meet()
+        way._join_group()
         body = {"names": ["x"], "dtypes": ["float32"], "shapes": [[1 << 22]], "group_name": way._name, "load_format": "flattened_bucket"}
         with pytest.raises(EngineError, match="must run between begin_weight_update"):
             way._send(torch.zeros(1 << 24, dtype=torch.uint8), client.begin("/update_weights_from_distributed", body, 60.0), 1)
