@@ -2,50 +2,23 @@
 
 from __future__ import annotations
 
-import mmap
-import secrets
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 import torch
+from device_files import file_memory
 
 from m2flow.channels.weights import Manifest, device
-from m2flow.channels.weights.device import CudaMemory, DeviceMemory, DeviceWeights, DeviceWeightsReader
+from m2flow.channels.weights.device import CudaMemory, DeviceWeights, DeviceWeightsReader
 from m2flow.channels.weights.tensors import Tied, checksum, mark_tied
 from m2flow.errors import ChannelClosed, ChannelError, DecodeError, PlanError
 from m2flow.micro.lowering.passes import plan_syncs
 from m2flow.micro.protocol.plan import EngineSlot, WorkerPlan
 from m2flow.spec import WeightsSpec
-
-
-class FileMemory(DeviceMemory):
-    """Files that are mapped, in place of a GPU's memory."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-
-    def allocate(self, num_bytes: int) -> tuple[Any, bytes]:
-        path = self._directory / secrets.token_hex(4)
-        path.write_bytes(bytes(num_bytes))
-        handle = str(path).encode()
-        return self.map(handle, num_bytes), handle
-
-    def map(self, handle: bytes, num_bytes: int) -> Any:
-        with open(handle.decode(), "r+b") as file:
-            return torch.frombuffer(mmap.mmap(file.fileno(), num_bytes), dtype=torch.uint8)
-
-    def free(self, tensor: Any) -> None:
-        pass
-
-    def unmap(self, tensor: Any) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +37,7 @@ def sent(manifest: Manifest) -> Manifest:
 
 
 def test_tensors_come_as_they_were_version_after_version_in_the_same_buffers(tmp_path):
-    weights, reader = DeviceWeights(FileMemory(tmp_path), "cpu"), DeviceWeightsReader(FileMemory(tmp_path))
+    weights, reader = DeviceWeights(file_memory(tmp_path)), DeviceWeightsReader(file_memory(tmp_path))
     lent = []
     for version in range(3):
         tensors = model(version)
@@ -83,7 +56,7 @@ def test_tensors_come_as_they_were_version_after_version_in_the_same_buffers(tmp
 
 def test_tied_tensors_are_lent_once_and_named_twice(tmp_path):
     embed = torch.randn(5, 6)
-    weights, reader = DeviceWeights(FileMemory(tmp_path), "cpu"), DeviceWeightsReader(FileMemory(tmp_path))
+    weights, reader = DeviceWeights(file_memory(tmp_path)), DeviceWeightsReader(file_memory(tmp_path))
     manifest = weights.write(mark_tied([("embed", embed), ("head", embed)]))
     assert [entry.name for entry in manifest.tensors] == ["embed"]
     assert {name: torch.equal(tensor, embed) for name, tensor in reader.read(manifest)} == {"embed": True, "head": True}
@@ -92,7 +65,7 @@ def test_tied_tensors_are_lent_once_and_named_twice(tmp_path):
 
 
 def test_what_was_written_over_is_named(tmp_path):
-    weights, reader = DeviceWeights(FileMemory(tmp_path), "cpu"), DeviceWeightsReader(FileMemory(tmp_path))
+    weights, reader = DeviceWeights(file_memory(tmp_path)), DeviceWeightsReader(file_memory(tmp_path))
     old = weights.write(model(0))
     weights.write([(name, tensor + 1 if name == "layers.3" else tensor) for name, tensor in model(0)])
     with pytest.raises(ChannelError, match=r"1 of 9 tensors on cpu are not what was written: layers\.3"):
@@ -101,7 +74,7 @@ def test_what_was_written_over_is_named(tmp_path):
 
 
 def test_a_manifest_that_does_not_fit_its_buffers_is_refused(tmp_path):
-    weights, reader = DeviceWeights(FileMemory(tmp_path), "cpu"), DeviceWeightsReader(FileMemory(tmp_path))
+    weights, reader = DeviceWeights(file_memory(tmp_path)), DeviceWeightsReader(file_memory(tmp_path))
     manifest = weights.write(model(0))
     places = manifest.lent.places
     for wrong in (((9, 0), *places[1:]), ((0, 1 << 40), *places[1:]), ((0, 3), *places[1:]), ((-1, 0), *places[1:]), places[1:]):
@@ -110,6 +83,33 @@ def test_a_manifest_that_does_not_fit_its_buffers_is_refused(tmp_path):
             reader.read(msgspec.structs.replace(manifest, lent=loan))
     with pytest.raises(DecodeError):
         reader.read(msgspec.structs.replace(manifest, lent=None))
+
+
+def test_a_trainer_that_was_started_again_is_read_from_its_new_buffers(tmp_path):
+    """Mappings of a device that was given up are dropped, of another device too."""
+    reader = DeviceWeightsReader(file_memory(tmp_path))
+    for seed in range(2):
+        with contextlib.closing(DeviceWeights(file_memory(tmp_path))) as weights:
+            manifest = weights.write(model(seed), version=1)
+            for named in ("cpu", f"cuda:{seed}"):
+                loan = msgspec.structs.replace(manifest.lent, device=named)
+                got = dict(reader.read(msgspec.structs.replace(manifest, lent=loan)))
+                assert all(torch.equal(got[name], tensor) for name, tensor in model(seed))
+
+
+def test_another_process_reads_weights_through_handles_version_after_version(tmp_path):
+    command = [sys.executable, str(Path(__file__).parents[1] / "support" / "device_files.py")]
+    with (
+        contextlib.closing(DeviceWeights(file_memory(tmp_path))) as weights,
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other,
+    ):
+        for version in (1, 2):
+            manifest = weights.write(model(version), version=version)
+            other.stdin.write(msgspec.msgpack.encode(manifest).hex() + "\n")
+            other.stdin.flush()
+            assert msgspec.json.decode(other.stdout.readline()) == {name: tensor.float().sum().item() for name, tensor in model(version)}
+        other.stdin.close()
+        assert other.wait() == 0
 
 
 def test_a_plan_lends_weights_between_gpus_alone():
@@ -131,7 +131,7 @@ import sys, msgspec, torch
 from m2flow.channels.weights import Manifest
 from m2flow.channels.weights.device import CudaMemory, DeviceWeightsReader
 manifest = msgspec.msgpack.decode(bytes.fromhex(sys.stdin.readline()), type=Manifest)
-reader = DeviceWeightsReader(CudaMemory("cuda:0"))
+reader = DeviceWeightsReader(CudaMemory)
 got = {name: tensor.float().sum().item() for name, tensor in reader.read(manifest)}
 reader.close()
 print(msgspec.json.encode(got).decode())
@@ -141,7 +141,7 @@ print(msgspec.json.encode(got).decode())
 @pytest.mark.gpu
 def test_another_process_reads_weights_from_the_gpu() -> None:
     tensors = [(name, tensor.cuda()) for name, tensor in model(0)]
-    weights = DeviceWeights(CudaMemory("cuda:0"), "cuda:0")
+    weights = DeviceWeights(CudaMemory)
     manifest = weights.write(tensors, version=1)
     for (name, tensor), entry in zip(tensors, manifest.tensors, strict=True):
         assert (name, checksum(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())) == (entry.name, entry.checksum)

@@ -1,4 +1,4 @@
-"""Weights arrive bit for bit over every transport: whole or as changes, in buckets of any size, and damage is found by name."""
+"""What every transport of the table keeps: weights arrive bit for bit, whole or as changes, and damage is found by name."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import numpy as np
 import pytest
 import torch
+from device_files import file_memory
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
@@ -27,20 +28,24 @@ from hypothesis.extra import numpy as npst
 from m2flow.channels.codec import DTYPES
 from m2flow.channels.endpoints import Keys
 from m2flow.channels.process_groups import open_store, split_address
-from m2flow.channels.weights import Manifest, Publisher, RawBits, Subscriber, Tied, Weight, WeightOptions
+from m2flow.channels.weights import TRANSPORTS, Manifest, Publisher, RawBits, Subscriber, Tied, Weight, WeightOptions, device
 from m2flow.channels.weights import shared_segment as shared_memory
 from m2flow.channels.weights.broadcast import BroadcastReceiver, BroadcastServer, Offer
+from m2flow.channels.weights.device import CudaIpc
 from m2flow.channels.weights.manifest import Content, laid_out, padded
 from m2flow.channels.weights.streams import StreamReceiver, StreamServer
 from m2flow.channels.weights.tensors import bytes_of, checksum, mark_tied
 from m2flow.channels.weights.torch_tensors import from_wire, to_wire
 from m2flow.channels.weights.weight_files import open_file, remove_files
 from m2flow.channels.zeromq import new_keys
-from m2flow.errors import BrokenChannel, ChannelError, DecodeError, SpecError
+from m2flow.errors import BrokenChannel, ChannelClosed, ChannelError, DecodeError, InternalError, SpecError
+from m2flow.micro.protocol.plan import SyncTransport
+from m2flow.spec import WeightsSpec
 
 PATIENCE_S = 60.0
 
-TRANSPORTS = ("shared memory", "file", "broadcast", "tcp")
+SENDING = sorted(name for name, transport in TRANSPORTS.items() if not transport.is_in_place)
+"""Those that send what is staged, and so can send what changed."""
 BF16 = np.dtype(np.uint16)
 
 shapes = npst.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=40)
@@ -63,6 +68,19 @@ def plain(named: Named) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     return found
 
 
+def tensor_of(weight: Weight) -> torch.Tensor:
+    ((_, tensor),) = from_wire([("", weight)], like=None)
+    return tensor  # type: ignore[no-any-return]
+
+
+@pytest.fixture(autouse=True)
+def files_for_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """CUDA IPC takes files for the memory of a GPU, in buffers so small that a model needs several."""
+    (tmp_path / "gpu").mkdir()
+    monkeypatch.setattr(device, "BUFFER_BYTES", 1 << 12)
+    monkeypatch.setitem(TRANSPORTS, "cuda ipc", CudaIpc(file_memory(tmp_path / "gpu")))
+
+
 class Pair:
     """A publisher, and subscribers by name, over one transport."""
 
@@ -79,13 +97,19 @@ class Pair:
         self.publisher = Publisher(f"{self.name}-policy", chosen)
         self.subscribers: dict[str, Subscriber] = {}
 
+    def publish(self, model: Named, version: int) -> Manifest:
+        """As an engine does: what stages on a device gets torch tensors."""
+        if self.transport != "cuda ipc":
+            return self.publisher.publish(model, version)
+        return self.publisher.publish(((name, each if isinstance(each, Tied) else tensor_of(each)) for name, each in model), version)
+
     def subscriber(self, name: str = "rollout-0") -> Subscriber:
         if name not in self.subscribers:
             self.subscribers[name] = Subscriber(name, directory=self.directory, bucket_bytes=self.bucket_bytes)
         return self.subscribers[name]
 
     def received(self, manifest: Manifest, name: str = "rollout-0", **held: object) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-        arriving = self.subscriber(name).tensors(manifest, self.transport, **held)  # type: ignore[arg-type]
+        arriving = to_wire(self.subscriber(name).tensors(manifest, self.transport, **held))  # type: ignore[arg-type]
         return {each: (dtype, shape, raw.tobytes()) for each, weight in arriving for dtype, shape, raw in [bytes_of(each, weight)]}
 
     def close(self) -> None:
@@ -128,7 +152,7 @@ def moved(model: Named, share: float, seed: int = 1) -> Named:
     return found
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", sorted(TRANSPORTS))
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None)
 @given(data=st.data())
 def test_any_model_arrives_bit_for_bit_in_buckets_of_any_size(transport: str, data: st.DataObject, tmp_path: Path) -> None:
@@ -139,7 +163,7 @@ def test_any_model_arrives_bit_for_bit_in_buckets_of_any_size(transport: str, da
     pair = Pair(transport, tmp_path / secrets.token_hex(4), bucket_bytes=data.draw(st.sampled_from([64, 100, 1000, 1 << 16])))
     with contextlib.closing(pair):
         for version in (1, 2):
-            manifest = pair.publisher.publish(model, version)
+            manifest = pair.publish(model, version)
             again = msgspec.msgpack.decode(msgspec.msgpack.encode(manifest), type=Manifest)
             assert pair.received(again) == plain(model)
             if not data.draw(st.booleans()):
@@ -147,7 +171,7 @@ def test_any_model_arrives_bit_for_bit_in_buckets_of_any_size(transport: str, da
             model = [*data.draw(models)]
 
 
-@pytest.mark.parametrize("transport", ["file", "broadcast", "tcp"])
+@pytest.mark.parametrize("transport", SENDING)
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None)
 @given(data=st.data())
 def test_changes_since_any_version_give_the_whole(transport: str, data: st.DataObject, tmp_path: Path) -> None:
@@ -166,7 +190,7 @@ def test_changes_since_any_version_give_the_whole(transport: str, data: st.DataO
             model = moved(model, data.draw(st.sampled_from([0.0, 0.01, 0.3, 1.0])), seed=version)
 
 
-@pytest.mark.parametrize("transport", ["file", "broadcast", "tcp"])
+@pytest.mark.parametrize("transport", SENDING)
 def test_who_holds_the_version_before_gets_what_changed_and_others_the_whole(transport: str, pairs: Callable[..., Pair]) -> None:
     pair = pairs(transport, changes="always")
     rng = np.random.default_rng(0)
@@ -182,7 +206,52 @@ def test_who_holds_the_version_before_gets_what_changed_and_others_the_whole(tra
     assert pair.received(manifest, "rollout-new") == plain(now)
 
 
-@pytest.mark.parametrize("transport", ["file", "broadcast", "tcp"])
+def test_specs_and_plans_name_the_transports_of_the_table() -> None:
+    named = set(get_args(WeightsSpec.model_fields["transport"].annotation))
+    assert named == {*TRANSPORTS, "auto"}
+    assert set(get_args(SyncTransport)) == {*TRANSPORTS, "same process"}
+
+
+@pytest.mark.parametrize("transport", sorted(TRANSPORTS))
+def test_floats_arrive_in_the_type_that_the_receiver_holds(transport: str, pairs: Callable[..., Pair]) -> None:
+    made = torch.Generator().manual_seed(0)
+    model = [("w", torch.randn(300, 7, generator=made)), ("half", torch.randn(5, generator=made).half()), ("steps", torch.arange(4))]
+    pair = pairs(transport)
+    got = pair.received(pair.publisher.publish(model, 1, "bfloat16"))
+    assert got == plain([*to_wire(model, "bfloat16")])
+
+
+@pytest.mark.parametrize("transport", sorted(TRANSPORTS))
+def test_a_receiver_that_comes_late_or_again_takes_the_current_version(transport: str, pairs: Callable[..., Pair]) -> None:
+    pair = pairs(transport)
+    model = some_model()
+    for version in (1, 2, 3):
+        model = moved(model, 0.1, seed=version)
+        manifest = pair.publish(model, version)
+        for name in ("rollout-0", f"late-{version}", f"late-{version}"):
+            assert pair.received(manifest, name) == plain(model)
+            assert pair.subscriber(name).num_bytes >= manifest.num_bytes
+        pair.subscribers.pop("rollout-0").close()
+
+
+@pytest.mark.parametrize("transport", sorted(TRANSPORTS))
+def test_what_is_closed_closes_again_and_publishes_no_more(transport: str, pairs: Callable[..., Pair]) -> None:
+    pair = pairs(transport)
+    assert pair.received(pair.publish(some_model(), 1)) == plain(some_model())
+    pair.close()
+    pair.close()
+    with pytest.raises(ChannelClosed):
+        pair.publish(some_model(), 2)
+
+
+def test_transports_that_stage_in_different_memory_are_not_published_at_once(tmp_path: Path) -> None:
+    with pytest.raises(InternalError, match="file and cuda ipc"):
+        Publisher("m2flow-test-policy", WeightOptions(transports=("file", "cuda ipc"), directory=str(tmp_path)))
+    with pytest.raises(InternalError, match="'pigeon'"):
+        Publisher("m2flow-test-policy", WeightOptions(transports=("pigeon",)))
+
+
+@pytest.mark.parametrize("transport", SENDING)
 def test_a_model_of_which_all_changed_comes_whole_and_says_so(transport: str, pairs: Callable[..., Pair]) -> None:
     pair = pairs(transport)
     model: Named = [("w", np.random.default_rng(0).standard_normal(400_000).astype(np.float32))]
@@ -206,8 +275,8 @@ def test_several_receivers_share_a_broadcast_and_their_group(pairs: Callable[...
     for version in (1, 2):
         manifest = pair.publisher.publish(model, version)
         names = ["rollout-0", "rollout-1", "rollout-2"]
-        server = pair.publisher._server
-        assert server is not None
+        server = pair.publisher._senders["broadcast"]
+        assert isinstance(server, BroadcastServer)
         server._gather_s = PATIENCE_S  # However late a thread is, it is waited for.
         with ThreadPoolExecutor(3) as pool:
             assert list(pool.map(functools.partial(pair.received, manifest), names)) == [plain(model)] * 3
@@ -306,14 +375,17 @@ def test_who_asks_nobody_is_told_so() -> None:
         receiver.receive("127.0.0.1:9", 1, -1)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", sorted(TRANSPORTS))
 def test_a_damaged_byte_is_found_and_its_tensor_named(transport: str, pairs: Callable[..., Pair]) -> None:
     pair = pairs(transport)
-    manifest = pair.publisher.publish(some_model(), 1)
+    manifest = pair.publish(some_model(), 1)
     entry = manifest.tensors[3]
     if transport == "file":
         path = Path(pair.directory) / manifest.files[-1]
         place = path.stat().st_size - manifest.num_bytes
+    elif manifest.lent is not None:
+        number, start = manifest.lent.places[3]
+        path, place = Path(manifest.lent.buffers[number].handle.decode()), start - entry.offset
     else:  # A broadcast sends from the segment.
         path, place = Path(shared_memory._path(manifest.segment)), 0
     with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:

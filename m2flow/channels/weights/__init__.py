@@ -1,19 +1,21 @@
 """Publish model weights from a trainer to the engines that sample from them: verified, in buckets, over the transport that fits.
 
     trainer.weights() --Publisher.publish--> Manifest --control link--> Subscriber.tensors --> rollout.load_weights
-                        staged once, checksums                 shared memory | broadcast | tcp | file
+                        staged once, checksums        shared memory | cuda ipc | broadcast | tcp | file
 
-Modules, from the inside out: `tensors` (names, types, checksums), `manifest`, `shared_segment` (where every publication is staged), `delta`
-(what changed since the last version), `buckets` (double buffering), `broadcast`, `streams` and `weight_files` (to other hosts), `device`
-(CUDA IPC), `torch_tensors` (the one that knows torch tensors), `publication` (both ends).
+Modules, from the inside out: `tensors` (names, types, checksums), `manifest`, `delta` (what changed since the last version), `buckets`
+(double buffering), `torch_tensors` (the one that knows torch tensors), `transport` (the interface of all transports), a module for each
+of them (`shared_segment`, `device` for CUDA IPC, `broadcast`, `streams`, `weight_files`), `publication` (their table, and both ends).
 """
 
 from m2flow.channels.weights.manifest import Manifest, TensorEntry
-from m2flow.channels.weights.publication import Publisher, Subscriber, WeightOptions
+from m2flow.channels.weights.publication import TRANSPORTS, Publisher, Subscriber
 from m2flow.channels.weights.shared_segment import SharedWeights, SharedWeightsReader, remove_segments
 from m2flow.channels.weights.tensors import RawBits, Tied, Weight, digest
+from m2flow.channels.weights.transport import Transport, WeightOptions
 
 __all__ = [
+    "TRANSPORTS",
     "Manifest",
     "Publisher",
     "RawBits",
@@ -22,6 +24,7 @@ __all__ = [
     "Subscriber",
     "TensorEntry",
     "Tied",
+    "Transport",
     "Weight",
     "WeightOptions",
     "digest",

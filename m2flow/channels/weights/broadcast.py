@@ -19,7 +19,6 @@ import secrets
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, final
 
 import msgspec
@@ -28,7 +27,9 @@ import numpy.typing as npt
 
 from m2flow.channels.process_groups import Group, open_store, own_address, split_address
 from m2flow.channels.weights.buckets import BUCKET_BYTES, receive_buckets, send_buckets
-from m2flow.channels.weights.manifest import Content
+from m2flow.channels.weights.manifest import Content, Manifest
+from m2flow.channels.weights.shared_segment import SharedWeights
+from m2flow.channels.weights.transport import Offer, Sender, ServerReceiver, Transport, WeightOptions
 from m2flow.errors import BrokenChannel, ChannelError, DecodeError
 
 Bytes = npt.NDArray[np.uint8]
@@ -53,17 +54,25 @@ class _Answer(msgspec.Struct, frozen=True, array_like=True):
     """None: there is no such version."""
 
 
-@dataclass(frozen=True)
-class Offer:
-    """A version that can be sent, whole or as a delta."""
+@final
+class Broadcast(Transport):
+    """Receivers that ask together get one broadcast."""
 
-    whole: tuple[Content, Bytes]
-    changes: tuple[Content, Bytes] | None
-    """What changed since another version, for receivers that hold that one."""
+    def stage(self, name: str) -> SharedWeights:
+        return SharedWeights(name)
+
+    def sender(self, name: str, options: WeightOptions) -> BroadcastServer:
+        return BroadcastServer(
+            host=options.host, device=options.device, num_expected=options.num_receivers, bucket_bytes=options.bucket_bytes
+        )
+
+    def receiver(self, worker: str, options: WeightOptions) -> ServerReceiver:
+        receiver = BroadcastReceiver(worker, device=options.device, bucket_bytes=options.bucket_bytes)
+        return ServerReceiver(lambda manifest, base: receiver.receive(manifest.address, manifest.version, base), receiver.close)
 
 
 @final
-class BroadcastServer:
+class BroadcastServer(Sender):
     """Serve the staged weights to receivers. `offer` and `close` are called from one thread.
 
     Args:
@@ -99,14 +108,15 @@ class BroadcastServer:
         self._thread = threading.Thread(target=self._serve, name="m2flow-weights", daemon=True)
         self.num_rounds = 0
         """Broadcasts begun: counted before a byte is sent, so that a receiver of one finds it counted."""
-        self.bytes_per_s = 0.0
-        """Of the last broadcast of a whole model."""
 
     def open(self) -> str:
         """Listen, and return the address for manifests."""
         self._store = open_store(self._host, 0, is_server=True, timeout_s=self._timeout_s)
         self._thread.start()
-        return f"{self._host}:{self._store.port}"
+        return self._address()
+
+    def found_at(self, manifest: Manifest) -> Manifest:
+        return msgspec.structs.replace(manifest, address=self._address())
 
     def withdraw(self) -> None:
         """Stop offering, since the staged bytes are about to be overwritten. Waits for a broadcast in progress."""
@@ -125,6 +135,9 @@ class BroadcastServer:
             self._thread.join(self._timeout_s)
         self._groups.clear()
         self._store = None
+
+    def _address(self) -> str:
+        return f"{self._host}:{self._store.port}"
 
     def _serve(self) -> None:
         while not self._is_closing.is_set():

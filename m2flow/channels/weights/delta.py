@@ -13,13 +13,13 @@ SparseRL-Sync, arXiv:2605.07330, which sends positions and values. Theirs are 32
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import final
 
 import numpy as np
 import numpy.typing as npt
 
-from m2flow.channels.weights.manifest import Change, TensorEntry, padded
+from m2flow.channels.weights.manifest import Change, Content, TensorEntry, padded
 from m2flow.channels.weights.tensors import storage
 from m2flow.errors import DecodeError
 
@@ -124,6 +124,22 @@ def applied(entry: TensorEntry, change: Change, body: Bytes, held: Bytes) -> Byt
         raise DecodeError(f"a change of {change.name!r} at {int(positions.max()):,} of {num_values:,}")
     values[positions] = parts.take(change.num * words.itemsize).view(words)
     return new
+
+
+def changes_by_name(content: Content) -> dict[str, Change]:
+    return {change.name: change for change in content.changes}
+
+
+def updated(
+    parts: Iterable[tuple[TensorEntry, Bytes]], updates: Sequence[tuple[dict[str, Change], Bytes]]
+) -> Iterator[tuple[TensorEntry, Bytes]]:
+    """Apply deltas to tensors as they pass: each is its changes by name, and its body; the oldest first."""
+    for entry, raw in parts:
+        for changes, body in updates:
+            change = changes.get(entry.name)
+            if change is not None:
+                raw = applied(entry, change, body, raw)
+        yield entry, raw
 
 
 def _encoded(now: npt.NDArray[np.generic], differs: npt.NDArray[np.bool_], num: int) -> tuple[str, Sequence[Bytes]]:

@@ -2,25 +2,29 @@
 
     trainer.weights() --DeviceWeights.write--> buffers on the trainer's GPU --Manifest: handles, places--> DeviceWeightsReader.read
 
-The buffers stay from one version to the next, and so do a reader's mappings of them. Type conversion and checksums are computed on the GPU.
+`CudaIpc` is the transport; the buffers are its stage, so it has no sender. They stay from one version to the next, and so do a reader's
+mappings of them. Type conversion and checksums are computed on the GPU.
 A reader must have finished before the next `write`, as with shared memory.
 
-Buffers are allocated by the driver and not by torch, whose own IPC keeps a count for one borrower of each loan. `memory` is `CudaMemory`
-except in tests, where files take its place. Limit: CUDA IPC was not run on a GPU so far, and needs processes that see the same GPUs under
-the same names.
+Buffers are allocated by the driver and not by torch, whose own IPC keeps a count for one borrower of each loan. A reader maps them on the
+owner's GPU, as torch does, also where its engine has another one: a mapping elsewhere would be a copy that goes stale. Memory is
+`CudaMemory` except in tests, where files take its place. Limit: CUDA IPC was not run on a GPU so far, and needs processes that see the same
+GPUs under the same names.
 """
 
 from __future__ import annotations
 
 import ctypes
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, final
 
+from m2flow.channels.weights.delta import Changes
 from m2flow.channels.weights.manifest import DeviceBuffer, DeviceLoan, Manifest, TensorEntry, listed, padded
 from m2flow.channels.weights.tensors import Tied, num_bytes_of
-from m2flow.channels.weights.torch_tensors import checksum_on_device
-from m2flow.errors import ChannelClosed, ChannelError, DecodeError
+from m2flow.channels.weights.torch_tensors import checksum_on_device, on_device
+from m2flow.channels.weights.transport import Bytes, Held, Receiver, Stage, Transport, WeightOptions
+from m2flow.errors import ChannelClosed, ChannelError, DecodeError, InternalError
 
 BUFFER_BYTES = 256 << 20
 """Tensors share buffers of this size; a larger one has its own."""
@@ -50,35 +54,41 @@ class DeviceMemory(ABC):
         """Wait until the device has finished everything that was submitted."""
 
 
-@final
-class DeviceWeights:
-    """Stages versions on a device and lends them. One thread."""
+OpenMemory = Callable[[str], DeviceMemory]
+"""Opens a device's memory by the device's name."""
 
-    def __init__(self, memory: DeviceMemory, device: str) -> None:
-        self._memory = memory
-        self._device = device
+
+@final
+class DeviceWeights(Stage):
+    """Stages versions on the device of the first tensor that is written, and lends them. One thread."""
+
+    def __init__(self, open_memory: OpenMemory) -> None:
+        self._open_memory = open_memory
+        self._memory: DeviceMemory | None = None
+        self._device = ""
         self._buffers: list[tuple[Any, bytes]] = []
         self._is_closed = False
 
-    def write(self, tensors: Iterable[tuple[str, Any]], *, version: int = -1) -> Manifest:
-        """Copy torch tensors in, over the last version, one by one. Of a `Tied` only the name is kept.
-
-        Raises:
-            ChannelError: a name that comes twice.
-        """
+    def write(
+        self, tensors: Iterable[tuple[str, Any]], *, version: int = -1, dtype: str | None = None, changes: Changes | None = None
+    ) -> Manifest:
+        """Copy torch tensors in, over the last version. Of a `Tied` only the name is kept; nothing is compared."""
         if self._is_closed:
             raise ChannelClosed("the weights on the device are closed")
         entries: dict[str, TensorEntry] = {}
         tied: dict[str, str] = {}
         places: list[tuple[int, int]] = []
         buffer, offset, total = -1, 0, 0
-        for name, tensor in tensors:
+        for name, tensor in on_device(tensors, dtype):
             if name in entries or name in tied:
                 raise ChannelError(f"tensor {name!r} comes twice")
             if isinstance(tensor, Tied):
                 tied[name] = tensor.to
                 continue
-            source = tensor.detach().contiguous().reshape(-1)
+            if self._memory is None:
+                self._device = str(tensor.device)
+                self._memory = self._open_memory(self._device)
+            source = tensor.contiguous().reshape(-1)
             size = source.numel() * source.element_size()
             while buffer < 0 or offset + padded(size) > len(self._buffers[buffer][0]):
                 buffer, offset = buffer + 1, 0
@@ -91,27 +101,38 @@ class DeviceWeights:
             entries[name] = TensorEntry(name, kind, tuple(tensor.shape), total, checksum_on_device(target))
             places.append((buffer, offset))
             offset, total = offset + padded(size), total + padded(size)
-        self._memory.finish()
+        if self._memory is not None:
+            self._memory.finish()
         lent = tuple(DeviceBuffer(handle, len(memory)) for memory, handle in self._buffers)
         return Manifest(
             "", total, tuple(entries.values()), version, tuple(tied.items()), lent=DeviceLoan(self._device, lent, tuple(places))
         )
 
+    def body(self, num_bytes: int) -> Bytes:
+        raise InternalError("weights on a device were to be sent from the host's memory")
+
     def close(self) -> None:
         """Free the buffers. May be called twice."""
         self._is_closed = True
         for tensor, _ in self._buffers:
+            assert self._memory is not None
             self._memory.free(tensor)
         self._buffers.clear()
 
 
 @final
-class DeviceWeightsReader:
+class DeviceWeightsReader(Receiver):
     """Maps and reads lent weights; keeps its mappings from one `read` to the next. One thread."""
 
-    def __init__(self, memory: DeviceMemory) -> None:
-        self._memory = memory
+    def __init__(self, open_memory: OpenMemory) -> None:
+        self._open_memory = open_memory
+        self._memory: DeviceMemory | None = None
+        self._device = ""
         self._mapped: dict[bytes, Any] = {}
+
+    def receive(self, manifest: Manifest, held: Held | None, verify: Collection[str] | None) -> Iterator[tuple[str, Any]]:
+        self.num_bytes = manifest.num_bytes
+        return self.read(manifest, verify=verify is None or len(verify) > 0)
 
     def read(self, manifest: Manifest, *, verify: bool = True) -> Iterator[tuple[str, Any]]:
         """Yield the tensors under all of their names, as views of the owner's buffers: read-only, valid until its next `write`.
@@ -125,33 +146,41 @@ class DeviceWeightsReader:
         loan = manifest.lent
         if loan is None or len(loan.places) != len(manifest.tensors):
             raise DecodeError("a manifest that does not say where on a device its tensors lie")
+        memory = self._memory_of(loan)
         for handle in self._mapped.keys() - {buffer.handle for buffer in loan.buffers}:
-            self._memory.unmap(self._mapped.pop(handle))
-        parts = [(entry, self._part(entry, loan, *place)) for entry, place in zip(manifest.tensors, loan.places, strict=True)]
+            memory.unmap(self._mapped.pop(handle))
+        parts = [(entry, self._part(memory, entry, loan, *place)) for entry, place in zip(manifest.tensors, loan.places, strict=True)]
         wrong = [entry.name for entry, raw in parts if checksum_on_device(raw) != entry.checksum] if verify else []
         if wrong:
             raise ChannelError(
                 f"{len(wrong)} of {len(parts)} tensors on {loan.device} are not what was written: {listed(wrong)}",
                 now="Either they were written over while they were read, or memory is faulty. Please report this run.",
             )
-        return _named(manifest, parts)
+        return _named(manifest, parts, memory)
 
     def close(self) -> None:
         """Unmap the buffers, which invalidates views that were given out. May be called twice."""
         for tensor in self._mapped.values():
+            assert self._memory is not None
             self._memory.unmap(tensor)
         self._mapped.clear()
 
-    def _part(self, entry: TensorEntry, loan: DeviceLoan, number: int, offset: int) -> Any:
+    def _memory_of(self, loan: DeviceLoan) -> DeviceMemory:
+        if self._memory is None or self._device != loan.device:
+            self.close()
+            self._memory, self._device = self._open_memory(loan.device), loan.device
+        return self._memory
+
+    def _part(self, memory: DeviceMemory, entry: TensorEntry, loan: DeviceLoan, number: int, offset: int) -> Any:
         if not 0 <= number < len(loan.buffers) or offset < 0 or offset % 64 or offset + entry.num_bytes > loan.buffers[number].num_bytes:
             raise DecodeError(f"tensor {entry.name!r} of shape {entry.shape} at {offset:,} does not fit buffer {number}")
         buffer = loan.buffers[number]
         if buffer.handle not in self._mapped:
-            self._mapped[buffer.handle] = self._memory.map(buffer.handle, buffer.num_bytes)
+            self._mapped[buffer.handle] = memory.map(buffer.handle, buffer.num_bytes)
         return self._mapped[buffer.handle][offset : offset + entry.num_bytes]
 
 
-def _named(manifest: Manifest, parts: Iterable[tuple[TensorEntry, Any]]) -> Iterator[tuple[str, Any]]:
+def _named(manifest: Manifest, parts: Iterable[tuple[TensorEntry, Any]], memory: DeviceMemory) -> Iterator[tuple[str, Any]]:
     import torch
 
     others: dict[str, list[str]] = {}
@@ -162,6 +191,7 @@ def _named(manifest: Manifest, parts: Iterable[tuple[TensorEntry, Any]]) -> Iter
         tensor = raw.view(getattr(torch, entry.dtype)).reshape(entry.shape)
         for name in (entry.name, *others.get(entry.name, ())):
             yield name, tensor
+    memory.finish()  # Copies out of the buffers must have ended before their owner hears that it may write again.
 
 
 class _Handle(ctypes.Structure):
@@ -188,7 +218,7 @@ class CudaMemory(DeviceMemory):
 
     def __init__(self, device: str) -> None:
         self._device = device
-        self._found: ctypes.CDLL | None = None
+        self._driver: ctypes.CDLL | None = None
 
     def allocate(self, num_bytes: int) -> tuple[Any, bytes]:
         address, handle = ctypes.c_uint64(), _Handle()
@@ -217,17 +247,45 @@ class CudaMemory(DeviceMemory):
     def _tensor(self, address: int, num_bytes: int) -> Any:
         import torch
 
-        return torch.as_tensor(_OnDevice(address, num_bytes), device=self._device)
+        tensor = torch.as_tensor(_OnDevice(address, num_bytes), device=self._device)
+        if tensor.data_ptr() != address:
+            raise ChannelError(
+                f"memory lent by another process is not on {self._device} here, where its owner has it",
+                now="Let all workers of a host see the same GPUs, or leave `transport: cuda ipc` out of the cluster spec.",
+            )
+        return tensor
 
     def _call(self, name: str, *arguments: object) -> None:
-        if self._found is None:
-            import torch
+        import torch
 
-            torch.cuda.set_device(self._device)
-            torch.zeros(1, device=self._device)  # torch makes the context that the driver then works in.
-            self._found = ctypes.CDLL("libcuda.so.1")
-        code = int(getattr(self._found, name)(*arguments))
+        with torch.cuda.device(self._device):
+            torch.zeros(1, device=self._device)  # torch makes the context that the driver then works in, current in this thread.
+            self._driver = self._driver or ctypes.CDLL("libcuda.so.1")
+            code = int(getattr(self._driver, name)(*arguments))
         if code:
             text = ctypes.c_char_p()
-            self._found.cuGetErrorString(code, ctypes.byref(text))
+            self._driver.cuGetErrorString(code, ctypes.byref(text))
             raise ChannelError(f"{name} on {self._device}: {(text.value or b'error').decode()} ({code})")
+
+
+@final
+class CudaIpc(Transport):
+    """Receivers on the same host map the trainer's buffers on its GPU.
+
+    Args:
+        open_memory: opens a device's memory.
+    """
+
+    is_in_place = True
+
+    def __init__(self, open_memory: OpenMemory = CudaMemory) -> None:
+        self._open_memory = open_memory
+
+    def stage(self, name: str) -> DeviceWeights:
+        return DeviceWeights(self._open_memory)
+
+    def sender(self, name: str, options: WeightOptions) -> None:
+        return None
+
+    def receiver(self, worker: str, options: WeightOptions) -> DeviceWeightsReader:
+        return DeviceWeightsReader(self._open_memory)

@@ -19,7 +19,8 @@ import os
 import re
 import stat
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
@@ -27,13 +28,32 @@ import numpy.typing as npt
 from m2flow.channels.weights.delta import Changes
 from m2flow.channels.weights.manifest import Manifest, TensorEntry, listed, named, padded, part_of
 from m2flow.channels.weights.tensors import Tied, Weight, bytes_of, checksum, copy_with_checksum
+from m2flow.channels.weights.torch_tensors import to_wire
+from m2flow.channels.weights.transport import Held, Receiver, Stage, Transport, WeightOptions
 from m2flow.errors import ChannelClosed, ChannelError, DecodeError, SpecError
 
 _SUFFIX = ".weights"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{5,180}")
 
 
-class SharedWeights:
+@final
+class SharedMemory(Transport):
+    """Receivers on the same host map the segment that a version is staged in."""
+
+    is_in_place = True
+
+    def stage(self, name: str) -> SharedWeights:
+        return SharedWeights(name)
+
+    def sender(self, name: str, options: WeightOptions) -> None:
+        return None
+
+    def receiver(self, worker: str, options: WeightOptions) -> SharedWeightsReader:
+        return SharedWeightsReader()
+
+
+@final
+class SharedWeights(Stage):
     """Owns and writes one segment. The name starts with the prefix that `remove_segments` is given. One thread."""
 
     def __init__(self, name: str) -> None:
@@ -45,35 +65,31 @@ class SharedWeights:
         self._held: dict[str, TensorEntry] = {}
         """Tensors in the segment: all of the last write, or none after a write that failed."""
 
-    def write(self, tensors: Iterable[tuple[str, Weight | Tied]], *, version: int = -1, changes: Changes | None = None) -> Manifest:
-        """Copy tensors in, over the last version. They are taken one by one, so need not all be in memory at once.
-
-        Args:
-            changes: collects what changed in each tensor, as long as all keep their offsets.
-        Raises:
-            ChannelError: a type that does not travel, a name that comes twice, or no room in shared memory.
-        """
+    def write(
+        self, tensors: Iterable[tuple[str, Any]], *, version: int = -1, dtype: str | None = None, changes: Changes | None = None
+    ) -> Manifest:
+        """Copy tensors in, over the last version; changes are found as long as all keep their offsets."""
         if self._is_closed:
             raise ChannelClosed(f"the shared weights {self._name} are closed")
         before, self._held = self._held, {}
         entries: dict[str, TensorEntry] = {}
         tied: dict[str, str] = {}
         offset = 0
-        for name, weight in tensors:
+        for name, weight in to_wire(tensors, dtype):
             if name in entries or name in tied:
                 raise ChannelError(f"tensor {name!r} comes twice")
             if isinstance(weight, Tied):
                 tied[name] = weight.to
                 continue
-            dtype, shape, source = bytes_of(name, weight)
+            kind, shape, source = bytes_of(name, weight)
             target = np.frombuffer(self._at_least(offset + len(source)), np.uint8, len(source), offset) if len(source) else source
             if changes is not None:
                 old = before.get(name)
-                if old is not None and (old.dtype, old.shape, old.offset) == (dtype, shape, offset):
-                    changes.add(name, dtype, target, source)
+                if old is not None and (old.dtype, old.shape, old.offset) == (kind, shape, offset):
+                    changes.add(name, kind, target, source)
                 else:
                     changes.give_up()
-            entries[name] = TensorEntry(name, dtype, shape, offset, copy_with_checksum(source, target))
+            entries[name] = TensorEntry(name, kind, shape, offset, copy_with_checksum(source, target))
             offset += padded(len(source))
         if changes is not None and len(entries) != len(before):
             changes.give_up()
@@ -81,7 +97,6 @@ class SharedWeights:
         return Manifest(self._name, offset, tuple(entries.values()), version, tuple(tied.items()))
 
     def body(self, num_bytes: int) -> npt.NDArray[np.uint8]:
-        """A view of the segment's first bytes, which must not be written."""
         if not num_bytes:
             return np.zeros(0, np.uint8)
         assert self._map is not None
@@ -128,11 +143,16 @@ class SharedWeights:
             ) from None
 
 
-class SharedWeightsReader:
+@final
+class SharedWeightsReader(Receiver):
     """Maps and reads segments; keeps its mappings from one `read` to the next, and never removes a segment. One thread."""
 
     def __init__(self) -> None:
         self._maps: dict[str, tuple[int, mmap.mmap]] = {}
+
+    def receive(self, manifest: Manifest, held: Held | None, verify: Collection[str] | None) -> Iterator[tuple[str, Weight]]:
+        self.num_bytes = manifest.num_bytes
+        return self.read(manifest, verify=verify is None or len(verify) > 0)
 
     def read(self, manifest: Manifest, *, verify: bool = True) -> Iterator[tuple[str, Weight]]:
         """Yield the tensors as read-only views of the segment, valid until the owner's next `write`.

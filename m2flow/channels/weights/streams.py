@@ -23,9 +23,10 @@ import msgspec
 import numpy as np
 
 from m2flow.channels.endpoints import Keys
-from m2flow.channels.weights.broadcast import Bytes, Offer
 from m2flow.channels.weights.buckets import BUCKET_BYTES, receive_buckets
-from m2flow.channels.weights.manifest import Content
+from m2flow.channels.weights.manifest import Content, Manifest
+from m2flow.channels.weights.shared_segment import SharedWeights
+from m2flow.channels.weights.transport import Bytes, Offer, Sender, ServerReceiver, Transport, WeightOptions
 from m2flow.channels.zeromq import LinkDialer, LinkListener
 from m2flow.errors import BrokenChannel, ChannelError, DecodeError
 
@@ -53,7 +54,22 @@ class _Answer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 @final
-class StreamServer:
+class Streams(Transport):
+    """Each receiver gets a stream of its own over the cluster's own connections."""
+
+    def stage(self, name: str) -> SharedWeights:
+        return SharedWeights(name)
+
+    def sender(self, name: str, options: WeightOptions) -> StreamServer:
+        return StreamServer(host=options.host, keys=options.keys)
+
+    def receiver(self, worker: str, options: WeightOptions) -> ServerReceiver:
+        receiver = StreamReceiver(worker, keys=options.keys, bucket_bytes=options.bucket_bytes)
+        return ServerReceiver(lambda manifest, base: receiver.receive(manifest.stream, manifest.version, base), receiver.close)
+
+
+@final
+class StreamServer(Sender):
     """Serve the staged weights as streams. `offer`, `withdraw` and `close` are called from one thread.
 
     Args:
@@ -69,8 +85,7 @@ class StreamServer:
         self._began_s: dict[str, float] = {}
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="m2flow-weights", daemon=True)
-        self.bytes_per_s = 0.0
-        """Of the last stream of a whole model."""
+        self._address = ""
 
     def open(self) -> str:
         """Listen, and return the address for manifests, token included.
@@ -78,9 +93,12 @@ class StreamServer:
         Raises:
             SpecError: others can reach it, and there is no key.
         """
-        address = self._listener.open()
+        self._address = f"{self._listener.open()} {self._token}"
         self._thread.start()
-        return f"{address} {self._token}"
+        return self._address
+
+    def found_at(self, manifest: Manifest) -> Manifest:
+        return msgspec.structs.replace(manifest, stream=self._address)
 
     def offer(self, offer: Offer) -> None:
         with self._lock:

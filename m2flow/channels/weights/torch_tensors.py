@@ -42,21 +42,29 @@ def to_wire(tensors: Iterable[tuple[str, Any]], dtype: str | None = None) -> Ite
 
 
 def on_device(tensors: Iterable[tuple[str, Any]], dtype: str | None = None) -> Iterator[tuple[str, Any]]:
-    """Convert floating-point torch tensors to `dtype` on their own device, for lending them there (`to_wire` brings them to the host)."""
+    """Convert floating-point tensors to `dtype` on their own device, for lending them there (`to_wire` brings them to the host)."""
     import torch
 
     for name, tensor in tensors:
-        is_float = not isinstance(tensor, Tied) and str(tensor.dtype).removeprefix("torch.") in _FLOATS
-        yield name, tensor.detach().to(getattr(torch, dtype)) if is_float and dtype is not None else tensor
+        if isinstance(tensor, Tied):
+            yield name, tensor
+            continue
+        tensor = torch.as_tensor(tensor)
+        is_float = str(tensor.dtype).removeprefix("torch.") in _FLOATS
+        yield name, tensor.detach().to(getattr(torch, dtype)) if is_float and dtype is not None else tensor.detach()
 
 
-def from_wire(weights: Iterable[tuple[str, Weight]], like: object) -> Iterator[tuple[str, Any]]:
+def from_wire(weights: Iterable[tuple[str, Any]], like: object) -> Iterator[tuple[str, Any]]:
     """Convert what was received to the tensors that an engine loads.
 
     Args:
+        weights: arrays or raw bits; torch tensors, which are on a device already, pass as they are.
         like: one of the engine's own tensors; engines on NumPy get arrays.
     """
     for name, weight in weights:
+        if not isinstance(weight, np.ndarray | RawBits):
+            yield name, weight
+            continue
         if isinstance(like, np.ndarray) and not isinstance(weight, RawBits):
             yield name, weight
             continue

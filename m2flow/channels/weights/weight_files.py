@@ -1,6 +1,6 @@
 """Weights as files in a directory that both sides reach: on shared storage, or where a network link is too slow.
 
-    WeightFiles.write(content, body) -> name        open_file(directory, name) -> Content, and its body to read
+    WeightFiles.write(content, body) -> name        open_file(directory, name) -> Content, and its body to read        FileReceiver
 
     file    "m2w1", header length u32 (little-endian), header (msgpack, `Content`), zeros up to a multiple of 64, body
 
@@ -14,7 +14,9 @@ import contextlib
 import os
 import re
 import struct
-from collections.abc import Sequence
+import time
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO, final
 
@@ -22,8 +24,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from m2flow.channels.weights.buckets import BUCKET_BYTES
-from m2flow.channels.weights.manifest import Content, padded
+from m2flow.channels.weights.buckets import BUCKET_BYTES, join_buckets, receive_buckets, unpack_buckets
+from m2flow.channels.weights.delta import changes_by_name, updated
+from m2flow.channels.weights.manifest import Change, Content, Manifest, TensorEntry, named, padded
+from m2flow.channels.weights.shared_segment import SharedWeights
+from m2flow.channels.weights.tensors import Weight
+from m2flow.channels.weights.transport import Held, Offer, Receiver, Sender, Transport, WeightOptions, held_parts, verified
 from m2flow.errors import ChannelError, DecodeError, SpecError
 
 Bytes = npt.NDArray[np.uint8]
@@ -35,7 +41,21 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{5,200}")
 
 
 @final
-class WeightFiles:
+class Files(Transport):
+    """Receivers read what the trainer writes to a directory that both reach."""
+
+    def stage(self, name: str) -> SharedWeights:
+        return SharedWeights(name)
+
+    def sender(self, name: str, options: WeightOptions) -> WeightFiles:
+        return WeightFiles(options.directory, name)
+
+    def receiver(self, worker: str, options: WeightOptions) -> FileReceiver:
+        return FileReceiver(options.directory, options.bucket_bytes)
+
+
+@final
+class WeightFiles(Sender):
     """Writes and removes the files of one publisher, whose names start with `prefix`. One thread."""
 
     def __init__(self, directory: str, prefix: str) -> None:
@@ -48,6 +68,23 @@ class WeightFiles:
     def chain(self) -> tuple[str, ...]:
         """Names of a whole model and the changes since, oldest first."""
         return tuple(name for name, _ in self._chain)
+
+    def open(self) -> str:
+        return str(self._directory)
+
+    def withdraw(self) -> None:
+        """Do nothing: files stay as they are while the stage is overwritten."""
+
+    def found_at(self, manifest: Manifest) -> Manifest:
+        return msgspec.structs.replace(manifest, files=self.chain)
+
+    def offer(self, offer: Offer) -> None:
+        if offer.changes is not None:
+            self.write(*offer.changes)
+            return
+        start = time.monotonic()
+        self.write(*offer.whole)
+        self.bytes_per_s = len(offer.whole[1]) / max(time.monotonic() - start, 1e-9)
 
     def takes(self, num_bytes: int, whole_bytes: int) -> bool:
         """Whether a delta of this size may be added: a receiver that holds nothing reads the whole chain."""
@@ -93,6 +130,51 @@ class WeightFiles:
         for name in names:
             with contextlib.suppress(FileNotFoundError):
                 (self._directory / name).unlink()
+
+
+@final
+class FileReceiver(Receiver):
+    """Reads a whole model and the changes since, or only the changes to what its engine holds."""
+
+    def __init__(self, directory: str, bucket_bytes: int) -> None:
+        self._directory = directory
+        self._bucket_bytes = bucket_bytes
+
+    def receive(self, manifest: Manifest, held: Held | None, verify: Collection[str] | None) -> Iterator[tuple[str, Weight]]:
+        return named(manifest.whole(), verified(self._parts(manifest, held), manifest, verify))
+
+    def close(self) -> None:
+        """Do nothing: no file stays open."""
+
+    def _parts(self, manifest: Manifest, held: Held | None) -> Iterator[tuple[TensorEntry, Bytes]]:
+        self.num_bytes = 0
+        base = held.version if held is not None else -1
+        with ExitStack() as stack:
+            opened: list[WeightFile] = []
+            for name in reversed(manifest.files):  # From the last back to the held version, or to a whole model.
+                file = open_file(self._directory, name)
+                stack.callback(file.close)
+                opened.append(file)
+                if file.content.base == base:
+                    break
+            opened.reverse()
+            if not opened or opened[-1].content.version != manifest.version:
+                raise ChannelError(f"there are no files of version {manifest.version} of the weights")
+            is_whole = opened[0].content.base < 0
+            updates = [self._update(file) for file in opened[is_whole:]]
+            if is_whole:
+                first = opened[0]
+                self.num_bytes += first.content.num_bytes
+                buckets = receive_buckets(first.read, first.content.num_bytes, self._bucket_bytes)
+                parts = unpack_buckets(buckets, first.content.tensors, first.content.num_bytes)
+            else:
+                parts = held_parts(manifest, held)
+            yield from updated(parts, updates)
+
+    def _update(self, file: WeightFile) -> tuple[dict[str, Change], Bytes]:
+        size = file.content.num_bytes
+        self.num_bytes += size
+        return changes_by_name(file.content), join_buckets(receive_buckets(file.read, size, self._bucket_bytes), size)
 
 
 @final

@@ -29,11 +29,10 @@ import msgspec
 import numpy as np
 
 from m2flow.channels.endpoints import Keys
-from m2flow.channels.weights import Manifest, Publisher, Subscriber, WeightOptions
-from m2flow.channels.weights.device import CudaMemory, DeviceWeights, DeviceWeightsReader
+from m2flow.channels.weights import TRANSPORTS, Manifest, Publisher, Subscriber, WeightOptions
 from m2flow.channels.weights.manifest import Probe, TensorChecksum, TensorEntry, array_checksums, compare_checksums, listed
 from m2flow.channels.weights.tensors import RawBits, Tied, Weight, mark_tied
-from m2flow.channels.weights.torch_tensors import from_wire, on_device, tensor_checksums, to_wire
+from m2flow.channels.weights.torch_tensors import from_wire, tensor_checksums, to_wire
 from m2flow.engines.contract import RolloutEngine, TrainEngine, agreement_of
 from m2flow.errors import ChannelError, EngineError
 from m2flow.micro.protocol.plan import WeightSync
@@ -188,7 +187,6 @@ def _worst(probe: Probe, said: list[list[float]]) -> str:
 
 
 SHARED_MEMORY = "shared memory"
-CUDA_IPC = "cuda ipc"
 
 
 class WeightSettings(msgspec.Struct, frozen=True):
@@ -258,8 +256,6 @@ class WeightSyncs:
         self._settings = settings
         self._recorder = recorder
         self._publishers: dict[str, Publisher] = {}
-        self._lenders: dict[str, DeviceWeights] = {}
-        self._borrowers: dict[str, DeviceWeightsReader] = {}
         self._subscribers: dict[str, Subscriber] = {}
         self._unlisted: dict[str, frozenset[str]] = {}
         """Role -> tensors that its engine does not list as they are published; absent before its first load."""
@@ -271,16 +267,14 @@ class WeightSyncs:
         """Publish a role's trained weights."""
         with self._recorder.span(SpanName.WEIGHTS_PUBLISH, version=version, label=role) as span:
             start = time.monotonic()
-            if self._settings.publishes.get(role) == (CUDA_IPC,):
-                manifest = self._lent(role, version, engine)
-                span.set(num_bytes=manifest.num_bytes, transport=CUDA_IPC, gb_per_s=_rate(manifest.num_bytes, start))
-                return manifest
             publisher = self._publishers.get(role)
             if publisher is None:
                 publisher = self._publishers[role] = Publisher(f"{self._prefix}-{role}", self._options(role))
             is_alone = role in self._settings.alone
-            sent = to_wire(engine.adapters()) if is_alone else self.to_wire(role, engine)
-            manifest = publisher.publish(sent, version)
+            if is_alone:
+                manifest = publisher.publish(engine.adapters(), version)
+            else:
+                manifest = publisher.publish(mark_tied(engine.weights()), version, self._rollout_dtype(role))
             span.set(sends="adapters" if is_alone else "weights")
             last = publisher.last
             span.set(num_bytes=last.num_bytes, transport=", ".join(last.sent), gb_per_s=_rate(last.num_bytes, start))
@@ -296,9 +290,6 @@ class WeightSyncs:
         Raises:
             ChannelError: they were damaged on their way. EngineError: the engine holds something else than was published.
         """
-        if self._settings.loads.get(role) == CUDA_IPC:
-            self._borrow(role, version, manifest, engine, under_requests=under_requests)
-            return
         subscriber = self._subscribers.get(role)
         if subscriber is None:
             known = self._settings
@@ -319,31 +310,10 @@ class WeightSyncs:
             taking.load(from_wire(arriving, _first(engine)), version, under_requests=under_requests)
             wrong, self._unlisted[role] = _compared(manifest.tensors, taking.held())
             if wrong:
-                self._say(role, wrong, transport, lambda: subscriber.tensors(manifest, transport))
+                is_in_place = TRANSPORTS[transport].is_in_place
+                self._say(role, wrong, transport, (lambda: subscriber.tensors(manifest, transport)) if is_in_place else None)
             self._held[role] = manifest.version
             span.set(sends=taking.what, num_bytes=subscriber.num_bytes, transport=transport, gb_per_s=_rate(subscriber.num_bytes, start))
-
-    def _lent(self, role: str, version: int, engine: TrainEngine) -> Manifest:
-        """A version, lent on the GPU that it is on."""
-        lender = self._lenders.get(role)
-        if lender is None:
-            device = _device_of(engine)
-            lender = self._lenders[role] = DeviceWeights(CudaMemory(device), device)
-        return lender.write(on_device(mark_tied(engine.weights()), self._rollout_dtype(role)), version=version)
-
-    def _borrow(self, role: str, version: int, manifest: Manifest, engine: RolloutEngine, *, under_requests: bool) -> None:
-        reader = self._borrowers.get(role)
-        if reader is None:
-            reader = self._borrowers[role] = DeviceWeightsReader(CudaMemory(_device_of(engine)))
-        unlisted = self._unlisted.get(role)
-        with self._recorder.span(SpanName.WEIGHTS_LOAD, version=version, label=role) as span:
-            start = time.monotonic()
-            arriving = reader.read(manifest, verify=unlisted is None or len(unlisted) > 0)
-            engine.load_weights(arriving, version, under_requests=under_requests)
-            wrong, self._unlisted[role] = _compared(manifest.tensors, engine.weights())
-            if wrong:
-                self._say(role, wrong, CUDA_IPC, None)
-            span.set(num_bytes=manifest.num_bytes, transport=CUDA_IPC, gb_per_s=_rate(manifest.num_bytes, start))
 
     def _taking(self, role: str, manifest: Manifest, engine: RolloutEngine) -> _Taking:
         """How an engine takes what was published in. Raises EngineError: adapters, of which it has another base."""
@@ -394,10 +364,6 @@ class WeightSyncs:
             publisher.close()
         for subscriber in self._subscribers.values():
             subscriber.close()
-        for reader in self._borrowers.values():
-            reader.close()
-        for lender in self._lenders.values():
-            lender.close()
 
     def _options(self, role: str) -> WeightOptions:
         settings = self._settings
@@ -412,9 +378,9 @@ class WeightSyncs:
         )
 
     def _say(self, role: str, wrong: list[str], transport: str, again: Callable[[], Iterable[object]] | None) -> None:
-        """Raises for tensors that the engine holds wrongly; shared memory can be looked at again, to tell whose fault it is."""
+        """Raises for tensors that the engine holds wrongly; what is read in place can be read again, to tell whose fault it is."""
         what = f"the weights of {role} differ between trainer and rollout after a sync ({transport}): {listed(wrong)}"
-        if transport == SHARED_MEMORY and again is not None:
+        if again is not None:
             try:
                 for _ in again():
                     pass
@@ -452,11 +418,6 @@ def _copied(weight: Weight) -> Weight:
 def _first(engine: RolloutEngine) -> Any:
     """One of the engine's own tensors."""
     return next((tensor for _, tensor in engine.weights()), None)
-
-
-def _device_of(engine: TrainEngine | RolloutEngine) -> str:
-    """Where its weights are."""
-    return str(next(tensor.device for _, tensor in engine.weights()))
 
 
 def _rate(num_bytes: int, start: float) -> float:

@@ -10,11 +10,14 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
+from device_files import file_memory
 
 from m2flow import AdamW, Dataset, Policy, Reward, Sample, flow, steps
-from m2flow.channels.weights import Manifest
+from m2flow.channels.weights import TRANSPORTS
+from m2flow.channels.weights.device import CudaIpc
 from m2flow.engines.contract import Capabilities, EngineSettings, RolloutEngine
 from m2flow.errors import ChannelError, EngineError
 from m2flow.micro.lowering.passes import plan_syncs
@@ -159,7 +162,7 @@ class Holding(RolloutEngine):
         return self._version
 
     def load_weights(self, tensors: Iterable[tuple[str, Any]], version: int, *, under_requests: bool = False) -> None:
-        self._held = {name: np.array(tensor) for name, tensor in tensors}
+        self._held = {name: np.asarray(tensor).copy() for name, tensor in tensors}
         self._version = version
         if self._how == "wrong":
             name = max(self._held)
@@ -180,12 +183,17 @@ def trainer() -> Iterator[FakeTrain]:
     trainer.stop()
 
 
+@pytest.fixture(autouse=True)
+def files_for_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    monkeypatch.setitem(TRANSPORTS, "cuda ipc", CudaIpc(file_memory(tmp_path_factory.mktemp("gpu"))))
+
+
 def syncing(prefix: str, loads: str = "shared memory", directory: str = "") -> WeightSyncs:
     settings = WeightSettings(loads={"policy": loads}, publishes={"policy": (loads,)}, directory=directory, changes="always")
     return WeightSyncs(prefix, f"m2flow-test-{os.getpid()}-{prefix}", {"policy": Model("fake")}, settings, Recorder(prefix))
 
 
-@pytest.mark.parametrize("transport", ["shared memory", "file", "broadcast"])
+@pytest.mark.parametrize("transport", sorted(TRANSPORTS))
 def test_an_engine_that_holds_something_else_than_it_was_given_is_found_by_tensor(
     transport: str, trainer: FakeTrain, tmp_path: Path
 ) -> None:
@@ -199,7 +207,7 @@ def test_an_engine_that_holds_something_else_than_it_was_given_is_found_by_tenso
 
 
 @pytest.mark.parametrize("how", ["right", "fused"])
-@pytest.mark.parametrize("transport", ["shared memory", "file", "broadcast"])
+@pytest.mark.parametrize("transport", sorted(TRANSPORTS))
 def test_damage_is_found_at_each_load_whatever_the_engine_lists(transport: str, how: str, trainer: FakeTrain, tmp_path: Path) -> None:
     """The first load and a later one, on arrival or in what the engine holds."""
     with closing(syncing("trainer", transport, str(tmp_path))) as ours, closing(syncing("rollout", transport, str(tmp_path))) as theirs:
@@ -210,9 +218,7 @@ def test_damage_is_found_at_each_load_whatever_the_engine_lists(transport: str, 
                 theirs.load("policy", version, manifest, engine)
         entry = manifest.tensors[-1]
         wrong = entry.__class__(entry.name, entry.dtype, entry.shape, entry.offset, entry.checksum ^ 1)
-        damaged = Manifest(
-            manifest.segment, manifest.num_bytes, (*manifest.tensors[:-1], wrong), 3, manifest.tied, manifest.files, manifest.address
-        )
+        damaged = msgspec.structs.replace(manifest, tensors=(*manifest.tensors[:-1], wrong))
         for each in (engine, Holding(how)):
             with pytest.raises((ChannelError, EngineError), match=entry.name):
                 theirs.load("policy", 3, damaged, each)
@@ -220,7 +226,7 @@ def test_damage_is_found_at_each_load_whatever_the_engine_lists(transport: str, 
 
 
 def test_a_receiver_that_is_started_again_loads_the_current_version(trainer: FakeTrain, tmp_path: Path) -> None:
-    for transport in ("shared memory", "file", "broadcast"):
+    for transport in sorted(TRANSPORTS):
         directory = str(tmp_path / transport)
         with closing(syncing("trainer", transport, directory)) as ours:
             for version in (1, 2):
