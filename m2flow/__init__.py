@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from m2flow.macro.loss_declarations import clipped_value, distill, loss, nll, ppo_clip, reinforce
     from m2flow.macro.number import Number
     from m2flow.macro.ops import Role, call, log, op, steps
-    from m2flow.macro.refill import informative
+    from m2flow.macro.refill import informative, pass_rate_between
     from m2flow.macro.roles import Critic, Policy, Reference, Reward, RewardModel, gae
     from m2flow.observe.otel import traceparent
-    from m2flow.recipe import AdamW, Counts, Lora, Loss, Sampling
+    from m2flow.recipe import AdamW, Counts, Lora, Loss, Sampling, pass_at_k
     from m2flow.samples import Batch, Finish, Sample, SampleId
 
 __version__ = "0.1.0"
@@ -39,10 +39,10 @@ _WORDS = {
     "m2flow.macro.loss_declarations": "clipped_value distill loss nll ppo_clip reinforce",
     "m2flow.macro.number": "Number",
     "m2flow.macro.ops": "Role call log op steps",
-    "m2flow.macro.refill": "informative",
+    "m2flow.macro.refill": "informative pass_rate_between",
     "m2flow.macro.roles": "Critic Policy Reference Reward RewardModel gae",
     "m2flow.observe.otel": "traceparent",
-    "m2flow.recipe": "AdamW Counts Lora Loss Sampling",
+    "m2flow.recipe": "AdamW Counts Lora Loss Sampling pass_at_k",
     "m2flow.samples": "Batch Finish Sample SampleId",
 }
 """Module -> the words of a flow that it holds. They are loaded when they are first used: the package itself stands below every module
@@ -86,6 +86,8 @@ __all__ = [
     "loss",
     "nll",
     "op",
+    "pass_at_k",
+    "pass_rate_between",
     "ppo_clip",
     "reinforce",
     "steps",

@@ -16,8 +16,10 @@ from m2flow.errors import OptionError, did_you_mean, lone_surrogate
 Dtype = Literal["float32", "bfloat16", "float16"]
 Init = Literal["pretrained", "random"]
 Head = Literal["lm", "value", "score"]
-AdvantageName = Literal["grpo", "grpo_population", "dr_grpo", "rloo"]
-"""The functions of `m2flow.algorithms.advantages.BY_NAME`, listed here for flows, which load no torch."""
+GroupAdvantage = Literal["grpo", "grpo_population", "dr_grpo", "rloo", "maxrl", "opo"]
+BatchAdvantage = Literal["reinforce_pp", "reinforce_pp_baseline", "gpg"]
+AdvantageName = Literal[GroupAdvantage, BatchAdvantage]
+"""Functions of `m2flow.algorithms.advantages`, listed here for flows, which load no torch."""
 KlEstimator = Literal["k1", "k2", "k3"]
 Denominator = Literal["tokens", "sequences"]
 
@@ -306,6 +308,30 @@ class Counts:
     num_sequences: int
     num_groups: int
     """Prompts that the sequences answer."""
+
+
+@dataclass(frozen=True)
+class Advantage:
+    """A function that turns the rewards of a group into advantages, with its options: `pass_at_k(4)`."""
+
+    name: str
+    options: tuple[tuple[str, float], ...] = ()
+
+    def __str__(self) -> str:
+        options = ", ".join(f"{name}={value!r}" for name, value in self.options)
+        return f"{self.name}({options})" if options else self.name
+
+
+def pass_at_k(k: int) -> Advantage:
+    """Advantages for the reward of the best of k samples: `update(advantages=pass_at_k(4))`, for rewards that are 0 or 1.
+
+    Args:
+        k: samples of which one must be right, from 1 to the size of a group.
+    Source:
+        Chen et al. 2025, arXiv:2508.10751. See `m2flow.algorithms.advantages.pass_at_k`.
+    """
+    check_count("k", k)
+    return Advantage("pass_at_k", (("k", k),))
 
 
 HEAD_OUTPUTS = {"lm": frozenset({"logprobs", "entropy"}), "value": frozenset({"values"})}

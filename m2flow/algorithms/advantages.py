@@ -1,13 +1,19 @@
-"""Compute group-relative advantages: how much better each sample did than the others of its group.
+"""Compute advantages of whole responses: how much better each sample did than the others of its group, or of the batch.
 
     rewards [N] + group sizes --> advantages [N]
 
-Pure functions on tensors. Groups may differ in size; samples of a group are adjacent. Nothing here looks beyond a group, so a group's
-advantages depend neither on chunks nor on placement.
+Pure functions on tensors. Groups may differ in size; samples of a group are adjacent. The functions of `OF_GROUPS` look at nothing beyond a
+group, so a trainer computes them for each group as it arrives. Those of `OF_BATCHES` divide by numbers of the whole batch, and run as a
+call of their own that waits for all of it. So advantages depend neither on chunks nor on placement. Both count samples, never tokens, and
+no padding.
+
+An advantage of a flow's own is no function of this module: it is a function under `@op(granularity="group")`, or one under
+`@op(granularity="batch", per_sample=True)`, whose result is passed as `advantages=`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
@@ -16,7 +22,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from m2flow.errors import RewardError, ShapeError
+from m2flow.errors import OptionError, RewardError, ShapeError
+from m2flow.samples import Batch
 
 # Shapes: N samples, P groups (prompts), G samples of a group.
 
@@ -107,6 +114,180 @@ def rloo(rewards: Tensor, group_sizes: Sequence[int] | None = None) -> Tensor:
     return (centred * _spread(sizes / (sizes - 1), sizes)).to(rewards.dtype).view_as(rewards)
 
 
+def maxrl(rewards: Tensor, group_sizes: Sequence[int] | None = None) -> Tensor:
+    """Centre rewards and divide them by their group's mean: the gradient of a truncated log-likelihood of success.
+
+        A[p, g] = (r[p, g] - mean_g r[p]) / mean_g r[p]        0 where the mean is 0
+
+    Args, Returns: as `grpo`, without `eps`.
+    Raises:
+        RewardError: a reward is negative, or not finite. ShapeError: the sizes do not fit the rewards.
+    Source:
+        Tajwar et al. 2026, "Maximum Likelihood Reinforcement Learning", arXiv:2602.02710, whose rewards are 0 or 1; any that are not
+        negative are taken here.
+
+    >>> maxrl(torch.tensor([[1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]])).tolist()
+    [[3.0, -1.0, -1.0, -1.0], [0.0, 0.0, 0.0, 0.0]]
+    """
+    centred, sizes = _centre(rewards, group_sizes)
+    flat = rewards.detach().flatten().double()
+    if bool((flat < 0).any()):
+        raise RewardError(f"maxrl: a reward is {float(flat.min()):g}; it divides by the mean of a group, so none may be negative")
+    mean = _group_sums(flat / _spread(sizes, sizes), sizes)
+    return (centred / _spread(torch.where(mean > 0, mean, 1.0), sizes)).to(rewards.dtype).view_as(rewards)
+
+
+def opo(rewards: Tensor, group_sizes: Sequence[int] | None = None, *, lengths: Tensor) -> Tensor:
+    """Subtract from each reward the mean of its group weighted by length: the baseline of the least variance.
+
+        A[p, g] = r[p, g] - sum_h l[p, h] r[p, h] / sum_h l[p, h]
+
+    Args:
+        rewards, group_sizes: as `grpo`. lengths: like `rewards`, generated tokens of each sample, 0 or more.
+    Returns:
+        Like `rewards`, in their unit. Of a group without a token it is the reward less the plain mean.
+    Raises:
+        ShapeError, RewardError: as `grpo`.
+    Source:
+        Hao et al. 2025, "On-Policy RL with Optimal Reward Baseline", arXiv:2505.23585. The optimum weighs
+        rewards by the squared norm of their gradients; its authors take a response's length for that.
+
+    >>> opo(torch.tensor([[1.0, 0.0]]), lengths=torch.tensor([[30.0, 10.0]])).tolist()
+    [[0.25, -0.75]]
+    """
+    centred, sizes = _centre(rewards, group_sizes)
+    if lengths.shape != rewards.shape:
+        raise ShapeError(f"rewards are {list(rewards.shape)}, lengths {list(lengths.shape)}")
+    weights = lengths.detach().flatten().double()
+    total = _group_sums(weights, sizes)
+    shift = _group_sums(centred * (weights / _spread(torch.where(total > 0, total, 1.0), sizes)), sizes)
+    return (centred - _spread(shift, sizes)).to(rewards.dtype).view_as(rewards)
+
+
+def pass_at_k(rewards: Tensor, group_sizes: Sequence[int] | None = None, *, k: int) -> Tensor:
+    """Advantages for the reward of the best of k samples, averaged over every choice of k from the group.
+
+        m        = (number of rewards that are 0),  N = (size of the group)
+        mean     = 1 - C(m, k) / C(N, k)                               the reward of k samples on average
+        A[right] = (1 - mean) / sqrt(mean (1 - mean))
+        A[wrong] = (1 - mean - C(m - 1, k - 1) / C(N - 1, k - 1)) / sqrt(mean (1 - mean))        all 0 where the mean is 0 or 1
+
+    Args:
+        rewards: 0 or 1, shapes as `grpo`. k: samples of which one must be right, from 1 to the size of a group.
+    Returns:
+        Like `rewards`, dimensionless; adds up to 0 in each group. With k = 1 it is `grpo_population` without `eps`.
+    Raises:
+        RewardError: a reward is neither 0 nor 1. ShapeError: a group is smaller than k. OptionError: k is below 1.
+    Source:
+        Chen et al. 2025, "Pass@k Training", arXiv:2508.10751, the analytical derivation.
+
+    >>> pass_at_k(torch.tensor([[1.0, 0.0, 0.0, 0.0]], dtype=torch.float64), k=2).round(decimals=3).tolist()
+    [[1.0, -0.333, -0.333, -0.333]]
+    """
+    if k < 1:
+        raise OptionError(f"k is {k}; it must be 1 or more")
+    centred, sizes = _centre(rewards, group_sizes)
+    flat = rewards.detach().flatten().double()
+    if bool(((flat != 0) & (flat != 1)).any()):
+        raise RewardError("pass_at_k: a reward is neither 0 nor 1", now="Pass rewards > 0.5, say.")
+    if len(sizes) and int(sizes.min()) < k:
+        raise ShapeError(f"pass_at_k: group {int(sizes.argmin())} has {int(sizes.min())} samples, and k is {k}")
+    num_wrong = (sizes - _group_sums(flat, sizes).long()).tolist()
+    found = [_best_of(k, wrong, size) for wrong, size in zip(num_wrong, sizes.tolist(), strict=True)]
+    right, wrong = centred.new_tensor(found).reshape(-1, 2).T
+    return torch.where(flat == 1, _spread(right, sizes), _spread(wrong, sizes)).to(rewards.dtype).view_as(rewards)
+
+
+def _best_of(k: int, num_wrong: int, size: int) -> tuple[float, float]:
+    """The advantage of a right sample, and of a wrong one, of a group with so many wrong ones."""
+    failing = math.comb(num_wrong, k) / math.comb(size, k)
+    if not 0 < failing < 1:
+        return 0.0, 0.0
+    deviation = math.sqrt(failing * (1 - failing))
+    return failing / deviation, (failing - math.comb(num_wrong - 1, k - 1) / math.comb(size - 1, k - 1)) / deviation
+
+
+def remax(rewards: Tensor, baselines: Tensor) -> Tensor:
+    """Subtract from each reward that of the greedy answer to the same prompt.
+
+        A = r - r_greedy
+
+    Args:
+        rewards, baselines: of one shape, finite.
+    Returns:
+        Like `rewards`, in their unit. Nothing makes the advantages of a prompt add up to 0.
+    Raises:
+        ShapeError: the shapes differ. RewardError: a reward is not finite.
+    Source:
+        Li et al. 2023, "ReMax", arXiv:2310.10505. In a flow it is arithmetic on handles, since the greedy answers are samples of
+        their own: docs/guide/flows-algorithms.md.
+
+    >>> remax(torch.tensor([1.0, 0.0]), torch.tensor([0.5, 0.5])).tolist()
+    [0.5, -0.5]
+    """
+    if rewards.shape != baselines.shape:
+        raise ShapeError(f"rewards are {list(rewards.shape)}, baselines {list(baselines.shape)}")
+    _check_finite(rewards.detach().flatten().double())
+    _check_finite(baselines.detach().flatten().double())
+    return rewards - baselines
+
+
+# ---- advantages that need the whole batch
+
+
+def reinforce_pp(rewards: Tensor, group_sizes: Sequence[int] | None = None, *, eps: float = 1e-6) -> Tensor:
+    """Centre and scale rewards over the whole batch, whatever their groups.
+
+        A[n] = (r[n] - mean r) / (std r + eps)        std^2 = sum_n (r[n] - mean r)^2 / (N - 1)
+
+    Args, Returns, Raises: as `grpo`. A batch of one, or of equal rewards, gives exact zeros.
+    Source:
+        Hu 2025, "REINFORCE++", arXiv:2501.03262. The batch's moments are those of its samples. OpenRLHF and verl take them over the
+        tokens of all samples, so that there a long response counts more than a short one, and the sum over samples is not 0.
+
+    >>> reinforce_pp(torch.tensor([2.0, 1.0, 0.0]), [1, 2]).round(decimals=3).tolist()
+    [1.0, 0.0, -1.0]
+    """
+    _centre(rewards, group_sizes)  # Checks the sizes, which don't count.
+    return _scaled(rewards.flatten(), [rewards.numel()] if rewards.numel() else [], eps, lost_degrees=1).view_as(rewards)
+
+
+def reinforce_pp_baseline(rewards: Tensor, group_sizes: Sequence[int] | None = None, *, eps: float = 1e-6) -> Tensor:
+    """Centre rewards inside each group, then centre and scale them over the whole batch.
+
+        B[p, g] = r[p, g] - mean_g r[p]
+        A[p, g] = (B[p, g] - mean B) / (std B + eps)
+
+    Args, Returns, Raises: as `reinforce_pp`.
+    Source:
+        Hu 2025, arXiv:2501.03262; moments over samples, as in `reinforce_pp`.
+
+    >>> reinforce_pp_baseline(torch.tensor([[3.0, 1.0], [8.0, 8.0]], dtype=torch.float64)).round(decimals=3).tolist()
+    [[1.225, -1.225], [0.0, 0.0]]
+    """
+    centred, _ = _centre(rewards, group_sizes)
+    scaled = _scaled(centred, [centred.numel()] if centred.numel() else [], eps, lost_degrees=1)
+    return scaled.to(rewards.dtype).view_as(rewards)
+
+
+def gpg(rewards: Tensor, group_sizes: Sequence[int] | None = None) -> Tensor:
+    """Centre rewards inside each group, and scale all by what groups of equal rewards take from the mean over samples.
+
+        A[p, g] = alpha (r[p, g] - mean_g r[p])        alpha = N / (samples of groups whose rewards differ)
+
+    Args, Returns, Raises: as `dr_grpo`.
+    Source:
+        Chu et al. 2025, "GPG", arXiv:2504.02546, with F_norm = 1; alpha is 1 / (1 - share of samples without gradient). verl's
+        `compute_gpg_outcome_advantage` counts rewards that are not 0 instead of samples with a gradient.
+
+    >>> gpg(torch.tensor([[3.0, 1.0], [8.0, 8.0]])).tolist()
+    [[2.0, -2.0], [0.0, 0.0]]
+    """
+    centred, sizes = _centre(rewards, group_sizes)
+    counting = int(sizes[_group_sums(centred.abs(), sizes) > 0].sum())
+    return (centred * (len(centred) / max(counting, 1))).to(rewards.dtype).view_as(rewards)
+
+
 def _centre(rewards: Tensor, group_sizes: Sequence[int] | None) -> tuple[Tensor, Tensor]:
     """Rewards minus their group's mean, float64 [N], and the sizes, int64 [P]. Equal rewards give exact zeros."""
     if group_sizes is None:
@@ -122,13 +303,17 @@ def _centre(rewards: Tensor, group_sizes: Sequence[int] | None) -> tuple[Tensor,
             f"group sizes {sizes.tolist()[:8]} must be positive and add up to {rewards.numel()} rewards, not {int(sizes.sum())}"
         )
     flat = rewards.detach().flatten().double()
-    bad = torch.nonzero(~flat.isfinite())
-    if len(bad):
-        raise RewardError(f"reward {int(bad[0])} of {len(flat)} is {float(flat[bad[0]])}; rewards must be finite")
+    _check_finite(flat)
     # Subtracting a group's first reward before its mean makes equal rewards exact zeros, which a rounded mean does not.
     first = flat[sizes.cumsum(0) - sizes]
     shifted = flat - _spread(first, sizes)
     return shifted - _spread(_group_sums(shifted, sizes) / sizes, sizes), sizes
+
+
+def _check_finite(rewards: Tensor) -> None:
+    bad = torch.nonzero(~rewards.isfinite())
+    if len(bad):
+        raise RewardError(f"reward {int(bad[0])} of {len(rewards)} is {float(rewards[bad[0]])}; rewards must be finite")
 
 
 def _group_sums(values: Tensor, sizes: Tensor) -> Tensor:
@@ -139,27 +324,50 @@ def _spread(per_group: Tensor, sizes: Tensor) -> Tensor:
     return per_group.repeat_interleave(sizes)
 
 
-Advantages = Callable[[Tensor, Sequence[int]], Tensor]
-OnArrays = Callable[[npt.NDArray[np.floating], Sequence[tuple[int, int]]], npt.NDArray[np.float32]]
+# ---- by name
 
 
-def _on_arrays(function: Advantages) -> OnArrays:
-    def advantages(rewards: npt.NDArray[np.floating], bounds: Sequence[tuple[int, int]]) -> npt.NDArray[np.float32]:
-        sizes = [end - start for start, end in bounds]
-        result = function(torch.from_numpy(np.ascontiguousarray(rewards, np.float64)), sizes)
-        wide = result.numpy()
-        beyond = np.flatnonzero(~(np.abs(wide) <= np.finfo(np.float32).max))
-        if len(beyond):
-            raise RewardError(f"the advantage of sample {beyond[0]} of {len(wide)} is {wide[beyond[0]]:.3g}, which no float32 holds")
-        return np.asarray(wide, np.float32)
-
-    return advantages
-
-
-ADVANTAGES: Mapping[str, Advantages] = MappingProxyType(
-    {function.__name__: function for function in (grpo, grpo_population, dr_grpo, rloo)}
+OF_GROUPS: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
+    {function.__name__: function for function in (grpo, grpo_population, dr_grpo, rloo, maxrl, opo, pass_at_k)}
 )
-"""Each function by its name; `m2flow.recipe.AdvantageName` lists the names."""
+"""What looks at one group at a time; `m2flow.recipe.GroupAdvantage` lists the names for flows, which load no torch."""
 
-BY_NAME: Mapping[str, OnArrays] = MappingProxyType({name: _on_arrays(function) for name, function in ADVANTAGES.items()})
-"""The same on a batch's columns: rewards [N] and `Batch.group_bounds()` to advantages float32 [N]."""
+OF_BATCHES: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
+    {function.__name__: function for function in (reinforce_pp, reinforce_pp_baseline, gpg)}
+)
+"""What needs the whole batch; `m2flow.recipe.BatchAdvantage` lists the names."""
+
+
+def on_arrays(
+    name: str,
+    rewards: npt.NDArray[np.floating],
+    bounds: Sequence[tuple[int, int]],
+    *,
+    lengths: npt.NDArray[np.int64] | None = None,
+    **options: float,
+) -> npt.NDArray[np.float32]:
+    """Compute advantages by a function's name on the columns of a batch.
+
+    Args:
+        rewards: [N]. bounds: `Batch.group_bounds()`. lengths: generated tokens of each sample, for `opo`.
+    Returns:
+        float32 [N].
+    Raises:
+        RewardError: no float32 holds an advantage. What the function raises.
+    """
+    function = OF_GROUPS.get(name) or OF_BATCHES[name]
+    given: dict[str, object] = dict(options)
+    if name == opo.__name__:
+        assert lengths is not None
+        given["lengths"] = torch.from_numpy(np.ascontiguousarray(lengths))
+    sizes = [end - start for start, end in bounds]
+    wide = function(torch.from_numpy(np.ascontiguousarray(rewards, np.float64)), sizes, **given).numpy()
+    beyond = np.flatnonzero(~(np.abs(wide) <= np.finfo(np.float32).max))
+    if len(beyond):
+        raise RewardError(f"the advantage of sample {beyond[0]} of {len(wide)} is {wide[beyond[0]]:.3g}, which no float32 holds")
+    return np.asarray(wide, np.float32)
+
+
+def of_batch(rows: Batch, whole: Mapping[str, object], *, name: str) -> npt.NDArray[np.float32]:
+    """Compute a column of advantages from the column `rewards` of a whole batch, in the order of identity."""
+    return on_arrays(name, np.asarray(rows["rewards"], np.float64), rows.group_bounds())

@@ -276,6 +276,7 @@ def op(
     *,
     granularity: UnitName = "sample",
     size: int | None = None,
+    per_sample: bool = False,
     timeout_s: float | None = None,
     isolated: bool | None = None,
     reads: Sequence[str] = (),
@@ -284,13 +285,14 @@ def op(
     """Decorator: make a function, plain or async, a call of the graph, run on a worker, on units of this size.
 
     A function on a `sample` returns one value; on a `group` (the samples of one prompt) or a `minibatch` (those of `size` prompts, in
-    the order of identity) a list of as many values, or an array; on a `batch` one value for all.
+    the order of identity) a list of as many values, or an array; on a `batch` one value for all, or with `per_sample` such a list.
 
     What it is called with may be handles and constants: see `m2flow.macro.ops`. A parameter `rng` that the call leaves out gets a
     `random.Random`, or a `numpy.random.Generator` if it is annotated so, which depends on the run's seed, the op and the unit alone.
 
     Args:
         size: prompts in a mini-batch.
+        per_sample: whether a function on a `batch` returns one value for each sample, in the order of identity: advantages, say.
         timeout_s: seconds that one unit may take.
         isolated: whether each unit runs in a process that can be killed alone, as for `m2flow.Reward`.
         reads, writes: resources outside, such as a file or a service, by names that you choose. Calls that touch the same one, at least
@@ -299,6 +301,12 @@ def op(
 
     what = "@op"
     unit = check_unit(what, granularity, size)
+    check_flag("per_sample", per_sample)
+    if per_sample and unit is not Granularity.BATCH:
+        raise OptionError(
+            f"@op(granularity={granularity!r}, per_sample=True): it goes with 'batch'; the others return a value for each sample"
+        )
+    is_aligned = per_sample or unit is not Granularity.BATCH
     check_seconds("timeout_s", timeout_s)
     if isolated is not None:
         check_flag("isolated", isolated)
@@ -311,6 +319,10 @@ def op(
         def call_it(*args: object, **kwargs: object) -> Handle:
             session = current_session(f"the op {name}")
             given = gather(session, name, signature_of(function), unit, args, kwargs)
+            if per_sample and given.base is None:
+                raise TraceError(
+                    f"{name} returns a value for each sample, and got no rows", now="Pass responses, rewards, or their columns."
+                )
             call = session.record(
                 role=name,
                 method="",
@@ -328,7 +340,7 @@ def op(
                 shown=given.constants,
                 reads=tuple(dict.fromkeys((*read, *written))),
                 writes=written,
-                is_aligned=unit is not Granularity.BATCH,
+                is_aligned=is_aligned,
             )
             return OpRows(session, call) if call.is_aligned else OpValue(session, call)
 

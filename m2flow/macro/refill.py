@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, final
 from m2flow.errors import DatasetError, M2FlowError, OptionError, TraceError
 from m2flow.macro.graph import Call, Granularity
 from m2flow.macro.handles import Rows, describe
-from m2flow.recipe import Sampling, check_count
+from m2flow.recipe import Sampling, check_count, check_number
 from m2flow.samples import Sample
 
 if TYPE_CHECKING:
@@ -40,6 +40,36 @@ _DRAWS_PER_GROUP = 16
 def informative(group: list[Sample]) -> bool:
     """Whether the rewards of a group differ: where all are equal, every advantage is 0, and the group teaches nothing."""
     return len({sample["reward"] for sample in group}) > 1
+
+
+def pass_rate_between(low: float, high: float, *, right: float = 0.5) -> Keep:
+    """A `keep=` that takes the groups of which neither too few nor too many responses are right.
+
+    Args:
+        low, high: bounds of the share of right ones, both within: `pass_rate_between(0.1, 0.9)`. From 0 to 1.
+        right: a response is right if its reward is more than this.
+
+    >>> keep = pass_rate_between(0.25, 0.5)
+    >>> [keep([{"reward": 1.0}] * right + [{"reward": 0.0}] * (4 - right)) for right in range(4)]
+    [False, True, True, False]
+    """
+    check_number("low", low, low=0, high=1)
+    check_number("high", high, low=0, high=1)
+    check_number("right", right)
+    if low > high:
+        raise OptionError(f"low is {low} and high {high}; no group passes")
+    return _PassRate(low, high, right)
+
+
+@dataclass(frozen=True)
+class _PassRate:
+    low: float
+    high: float
+    right: float
+
+    def __call__(self, group: list[Sample]) -> bool:
+        share = sum(sample["reward"] > self.right for sample in group) / len(group)  # type: ignore[operator]
+        return self.low <= share <= self.high
 
 
 def refill(

@@ -16,7 +16,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from m2flow.errors import OptionError, TraceError
 from m2flow.macro.datasets import Dataset
@@ -32,7 +32,9 @@ from m2flow.recipe import (
     COMPUTED,
     HEAD_OUTPUTS,
     AdamW,
+    Advantage,
     AdvantageName,
+    BatchAdvantage,
     Lora,
     Loss,
     Model,
@@ -170,7 +172,7 @@ class Role:
         """Record an update on these samples, with the columns that come from other calls."""
         self._check_needs(samples, settings.loss, given)
         shown: dict[str, object] = {"loss": settings.loss.name}
-        shown |= {"advantages": options["advantages"]} if options.get("advantages") else {}
+        shown |= {"advantages": str(options["advantages"])} if options.get("advantages") else {}
         shown |= {"minibatch_size": settings.minibatch_size} if settings.minibatch_size is not None else {}
         shown |= {"epochs": settings.epochs} if settings.epochs != 1 else {}
         shown |= {"allow_unsound": True} if settings.allow_unsound else {}
@@ -445,7 +447,7 @@ class Policy(Role):
         responses: Handle,
         rewards: Handle | None = None,
         *,
-        advantages: AdvantageName | Handle = "grpo",
+        advantages: AdvantageName | Advantage | Handle = "grpo",
         loss: Loss | None = None,
         reference: Reference | Handle | None = None,
         columns: Mapping[str, Handle] | None = None,
@@ -458,9 +460,10 @@ class Policy(Role):
 
         Args:
             rewards: one number a response. Without them, and without advantages, the loss must not need any.
-            advantages: how rewards become advantages, within the group of one prompt's responses (`grpo` divides by the standard deviation
-                of a sample, as TRL and verl do, `grpo_population` by the population's); or a handle with what other calls computed: one
-                number a response, or a list with one for each generated token, or for each token.
+            advantages: how rewards become advantages: within the group of one prompt's responses (`grpo` divides by the standard deviation
+                of a sample, as TRL and verl do, `grpo_population` by the population's; `dr_grpo`, `rloo`, `maxrl`, `opo`, `pass_at_k(4)`),
+                or over all of the call's (`reinforce_pp`, `reinforce_pp_baseline`, `gpg`), which waits for them; or a handle with what
+                other calls computed: one number a response, or a list with one for each generated token, or for each token.
             loss: PPO-clip by default (with rewards or advantages), negative log-likelihood without.
             reference: a `Reference` role, or its log-probabilities, for a loss with a KL term.
             columns: what else the loss needs, by name: numbers in the same forms as advantages. They win over a column of the samples.
@@ -479,9 +482,9 @@ class Policy(Role):
             raise TraceError(f"update got columns={describe(columns)}", now='Give a mapping: columns={"weight": handle}.')
         responses = self._common(responses, rewards, advantages, reference, *(columns or {}).values())
         samples = self._rows(responses, "update", RESPONSES)
-        has_rewards, is_named = rewards is not None, isinstance(advantages, str)
-        if is_named:
-            check_choice("advantages", advantages, AdvantageName, "or a handle with numbers of each sample")
+        has_rewards, is_named = rewards is not None, isinstance(advantages, str | Advantage)
+        if isinstance(advantages, str):
+            check_choice("advantages", advantages, AdvantageName, "pass_at_k(k), or a handle with numbers of each sample")
         has_advantages = has_rewards or not is_named
         chosen = (_WITH_ADVANTAGES if has_advantages else _WITHOUT) if loss is None else loss
         settings = UpdateSettings(chosen, self.optimizer if optimizer is None else optimizer, minibatch_size, epochs, allow_unsound)
@@ -490,9 +493,11 @@ class Policy(Role):
             given["rewards"] = self._column(rewards, "update", REWARDS)
         if not is_named:
             given["advantages"] = self._column(advantages, "update", NUMBERS)
+        elif has_rewards and advantages in get_args(BatchAdvantage):
+            given["advantages"] = self._over_batch(str(advantages), responses, rewards)
         elif has_rewards and responses.maker.engine == "rollout" and responses.maker.options["n"] == 1:
             raise TraceError(
-                f"advantages={advantages!r} compares the responses to one prompt, and {describe(responses)} have one for each",
+                f"advantages={str(advantages)!r} compares the responses to one prompt, and {describe(responses)} have one for each",
                 now="Generate with n=2 or more.",
             )
         given |= self._further_columns(columns)
@@ -504,7 +509,29 @@ class Policy(Role):
             reference = reference.logprobs(responses)
         if reference is not None:
             given["reference"] = self._column(reference, "update", REFERENCE)
-        return self._train(samples, given, settings, advantages=advantages if has_rewards and is_named else None)
+        by_group = advantages if has_rewards and "advantages" not in given else None
+        return self._train(samples, given, settings, advantages=by_group)
+
+    def _over_batch(self, name: str, responses: Handle, rewards: Handle | None) -> tuple[Ref, str]:
+        """Record a call that computes advantages from all rewards of an update."""
+        given = {"samples": (self._rows(responses, "update", RESPONSES), ""), "rewards": self._column(rewards, "update", REWARDS)}
+        call = self._session.record(
+            role=name,
+            method="",
+            engine="function",
+            granularity=Granularity.BATCH,
+            inputs={key: ref for key, (ref, _) in given.items()},
+            options={
+                "function": _Columns("m2flow.algorithms.advantages", "of_batch", (("name", name),)),
+                "style": "columns",
+                "gives": "column",
+                "column": "advantages",
+                "columns": {"rewards": given["rewards"][1]},
+                "timeout_s": None,
+            },
+            shown={},
+        )
+        return Ref(call.ordinal), "advantages"
 
     def logprobs(self, responses: Handle) -> Rows:
         """The log-probability of each token of the responses under the weights as they are at this line; as `Reference.logprobs`."""
@@ -754,7 +781,17 @@ class RewardModel(Role):
         return Scores(self._session, call)
 
 
-def gae(responses: Handle, rewards: Handle, values: Handle, *, kl: Handle | None = None, gamma: float = 1.0, lam: float = 0.95) -> Estimate:
+def gae(
+    responses: Handle,
+    rewards: Handle,
+    values: Handle,
+    *,
+    kl: Handle | None = None,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    critic_lam: float | None = None,
+    length_alpha: float = 0.0,
+) -> Estimate:
     """Generalised advantage estimation: advantages and returns of every generated token, from rewards and a critic's values.
 
     Args:
@@ -762,6 +799,8 @@ def gae(responses: Handle, rewards: Handle, values: Handle, *, kl: Handle | None
         values: what `critic.values(responses)` gave.
         kl: a penalty for each token, taken off its reward: `0.05 * (responses.logprobs - reference.logprobs(responses))`.
         gamma: discount of a token. lam: 0 trusts the values alone, 1 the rewards alone.
+        critic_lam: the lam of the returns, where it is another than that of the advantages (decoupled GAE).
+        length_alpha: with a number above 0, such as 0.05, lam is 1 - 1 / (length_alpha * length) for each response instead (VAPO).
     Source:
         Schulman et al. 2016, arXiv:1506.02438. The equations are at `m2flow.algorithms.gae.gae`; the penalty in the reward is that of
         Ziegler et al. 2019, arXiv:1909.08593, eq. 2.
@@ -769,6 +808,11 @@ def gae(responses: Handle, rewards: Handle, values: Handle, *, kl: Handle | None
     session = current_session("gae()")
     for name, value in (("gamma", gamma), ("lam", lam)):
         check_number(name, value, low=0, high=1)
+    check_number("length_alpha", length_alpha, low=0)
+    chosen: dict[str, float] = {"gamma": float(gamma), "lam": float(lam)} | ({"length_alpha": length_alpha} if length_alpha else {})
+    if critic_lam is not None:
+        check_number("critic_lam", critic_lam, low=0, high=1)
+        chosen["critic_lam"] = float(critic_lam)
     given = {"rewards": (rewards, REWARDS), "values": (values, NUMBERS)} | ({"penalties": (kl, NUMBERS)} if kl is not None else {})
     inputs, columns = {"samples": _fitting(responses, "responses", RESPONSES).check(session, "gae")}, {}
     for name, (handle, wants) in given.items():
@@ -781,14 +825,14 @@ def gae(responses: Handle, rewards: Handle, values: Handle, *, kl: Handle | None
         granularity=Granularity.SAMPLE,
         inputs=inputs,
         options={
-            "function": _Columns("m2flow.algorithms.gae", "gae_rows", (("gamma", float(gamma)), ("lam", float(lam)))),
+            "function": _Columns("m2flow.algorithms.gae", "gae_rows", tuple(chosen.items())),
             "style": "columns",
             "gives": "rows",
             "columns": columns,
             "fields": frozenset({"advantages", "returns"}),
             "timeout_s": None,
         },
-        shown={"gamma": gamma, "lam": lam},
+        shown={**chosen, "gamma": gamma, "lam": lam},
     )
     return Estimate(session, call, responses)
 
@@ -815,7 +859,7 @@ class _Columns:
 
     module: str
     name: str
-    options: tuple[tuple[str, float], ...]
+    options: tuple[tuple[str, float | str], ...]
 
     def __call__(self, rows: Batch, values: Mapping[str, object]) -> object:
         return getattr(importlib.import_module(self.module), self.name)(rows, values, **dict(self.options))

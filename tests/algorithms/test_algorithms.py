@@ -16,12 +16,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from m2flow.algorithms import advantages, losses
-from m2flow.algorithms.gae import gae
+from m2flow.algorithms.gae import gae, length_adaptive_lam, vtrace
 from m2flow.algorithms.losses import kl_estimate
+from m2flow.algorithms.shaping import Moments, length_reward, overlong_penalty
 from m2flow.errors import OptionError, RewardError, ShapeError
-from m2flow.recipe import AdvantageName, KlEstimator
+from m2flow.recipe import BatchAdvantage, GroupAdvantage, KlEstimator
 
-ALL = list(advantages.ADVANTAGES.values())
+ALL = [advantages.grpo, advantages.grpo_population, advantages.dr_grpo, advantages.rloo]
+"""Advantages of any rewards, which look at one group at a time and at nothing but rewards."""
+OF_BATCHES = list(advantages.OF_BATCHES.values())
 ESTIMATORS: tuple[KlEstimator, ...] = get_args(KlEstimator)
 
 EVERY_OPTION: dict[str, list[dict[str, float | str]]] = {
@@ -41,7 +44,89 @@ def flatten(groups: list[list[float]]) -> tuple[Tensor, list[int]]:
 
 
 def test_the_names_of_advantages_that_a_flow_may_use_are_those_of_the_functions() -> None:
-    assert tuple(advantages.ADVANTAGES) == tuple(advantages.BY_NAME) == get_args(AdvantageName)
+    assert (*get_args(GroupAdvantage), "pass_at_k") == tuple(advantages.OF_GROUPS)
+    assert get_args(BatchAdvantage) == tuple(advantages.OF_BATCHES)
+
+
+def test_maxrl_divides_by_the_mean_and_keeps_a_group_of_zeros_at_zero() -> None:
+    # Rewards 1, 1, 0, 0: mean 0.5.
+    assert advantages.maxrl(torch.tensor([1.0, 1.0, 0.0, 0.0, 0.0, 0.0]), [4, 2]).tolist() == [1.0, 1.0, -1.0, -1.0, 0.0, 0.0]
+    with pytest.raises(RewardError, match="negative"):
+        advantages.maxrl(torch.tensor([1.0, -1.0]), [2])
+
+
+def test_the_baseline_of_opo_is_the_mean_by_length() -> None:
+    # Baseline (1 * 3 + 4 * 1) / 4 = 1.75; of a group without tokens the mean.
+    result = advantages.opo(torch.tensor([1.0, 4.0, 2.0, 0.0]), [2, 2], lengths=torch.tensor([3.0, 1.0, 0.0, 0.0]))
+    assert result.tolist() == [-0.75, 2.25, 1.0, -1.0]
+    with pytest.raises(ShapeError, match="lengths"):
+        advantages.opo(torch.ones(2), [2], lengths=torch.ones(1))
+
+
+@given(reward_groups)
+def test_opo_with_equal_lengths_only_centres_and_any_lengths_make_its_weighted_sum_zero(groups: list[list[float]]) -> None:
+    rewards, sizes = flatten(groups)
+    wide = rewards.double()
+    torch.testing.assert_close(advantages.opo(wide, sizes, lengths=torch.full_like(wide, 7.0)), advantages.dr_grpo(wide, sizes))
+    lengths = torch.arange(1.0, len(wide) + 1, dtype=torch.float64)
+    weighted = advantages.opo(wide, sizes, lengths=lengths) * lengths
+    assert all(abs(float(part.sum())) < 1e-6 for part in weighted.split(sizes))
+
+
+@pytest.mark.parametrize(("size", "k"), [(2, 1), (4, 2), (5, 3), (6, 6)])
+def test_pass_at_k_is_the_mean_over_every_choice_of_k_samples(size: int, k: int) -> None:
+    for num_right in range(size + 1):
+        rewards = [1.0] * num_right + [0.0] * (size - num_right)
+        choices = list(itertools.combinations(range(size), k))
+        best = [max(rewards[i] for i in choice) for choice in choices]
+        mean = sum(best) / len(best)
+        deviation = math.sqrt(sum((b - mean) ** 2 for b in best) / len(best))
+        # A sample's advantage is the mean over the choices that it is in, of their advantage.
+        shares = [[b - mean for b, choice in zip(best, choices, strict=True) if i in choice] for i in range(size)]
+        expected = [sum(share) / len(share) / deviation if deviation else 0.0 for share in shares]
+        found = advantages.pass_at_k(torch.tensor(rewards, dtype=torch.float64), [size], k=k)
+        assert found.tolist() == pytest.approx(expected, abs=1e-12)
+        if k == 1:
+            scaled = advantages.grpo_population(torch.tensor(rewards, dtype=torch.float64), [size], eps=0.0) if deviation else found
+            assert found.tolist() == pytest.approx(scaled.tolist())
+
+
+def test_pass_at_k_refuses_rewards_that_are_no_verdicts_and_groups_that_are_too_small() -> None:
+    with pytest.raises(RewardError, match="neither 0 nor 1"):
+        advantages.pass_at_k(torch.tensor([0.5, 1.0]), [2], k=1)
+    with pytest.raises(ShapeError, match="group 1 has 2 samples"):
+        advantages.pass_at_k(torch.ones(5), [3, 2], k=3)
+    with pytest.raises(OptionError, match="k is 0"):
+        advantages.pass_at_k(torch.ones(2), [2], k=0)
+
+
+def test_reinforce_pp_scales_by_the_moments_of_the_batch() -> None:
+    # Rewards 0, 0, 0, 4: mean 1, variance (1 + 1 + 1 + 9) / 3 = 4, whatever the groups.
+    rewards = torch.tensor([0.0, 0.0, 0.0, 4.0])
+    assert advantages.reinforce_pp(rewards, [1, 3], eps=0.0).tolist() == [-0.5, -0.5, -0.5, 1.5]
+    # Centred in groups of two: 0, 0, -2, 2, variance 8 / 3.
+    expected = torch.tensor([0.0, 0.0, -2.0, 2.0]) / math.sqrt(8 / 3)
+    torch.testing.assert_close(advantages.reinforce_pp_baseline(rewards, [2, 2], eps=0.0), expected)
+
+
+def test_gpg_counts_only_samples_whose_group_differs() -> None:
+    # Two of six samples have a gradient: alpha is 3.
+    assert advantages.gpg(torch.tensor([1.0, 0.0, 5.0, 5.0, 2.0, 2.0]), [2, 2, 2]).tolist() == [1.5, -1.5, 0.0, 0.0, 0.0, 0.0]
+
+
+@given(reward_groups)
+def test_advantages_of_a_batch_are_the_same_in_every_order_of_groups(groups: list[list[float]]) -> None:
+    rewards, sizes = flatten(groups)
+    turned, turned_sizes = flatten(groups[::-1])
+    for function in OF_BATCHES:
+        parts = function(turned.double(), turned_sizes).split(turned_sizes)
+        torch.testing.assert_close(function(rewards.double(), sizes), torch.cat(parts[::-1]), rtol=1e-9, atol=1e-9)
+
+
+def test_remax_subtracts_the_greedy_answers_reward() -> None:
+    assert advantages.remax(torch.tensor([1.0, 0.0, 1.0]), torch.tensor([1.0, 1.0, 0.0])).tolist() == [0.0, -1.0, 1.0]
+    with pytest.raises(ShapeError):
+        advantages.remax(torch.ones(2), torch.ones(1))
 
 
 def test_grpo_scales_by_the_standard_deviation_of_a_sample_as_trl_and_verl_do() -> None:
@@ -90,7 +175,7 @@ def test_advantages_of_a_group_do_not_depend_on_other_groups(groups: list[list[f
 @given(st.floats(-1e6, 1e6), st.integers(2, 9))
 @example(0.1, 3)  # whose mean is not 0.1 in float64
 def test_equal_rewards_give_exact_zeros(reward: float, size: int) -> None:
-    for function in ALL:
+    for function in [*ALL, *OF_BATCHES]:
         for dtype in (torch.float32, torch.float64):
             assert function(torch.full((size,), reward, dtype=dtype), [size]).tolist() == [0.0] * size
 
@@ -109,14 +194,14 @@ def test_a_matrix_of_rewards_is_as_good_as_flat_ones_with_sizes() -> None:
         assert torch.equal(function(rewards).flatten(), function(rewards.flatten(), [4] * 5))
 
 
-@pytest.mark.parametrize("function", ALL)
+@pytest.mark.parametrize("function", [*ALL, advantages.maxrl, *OF_BATCHES])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_reward_that_is_not_finite_is_refused(function: Callable[..., Tensor], bad: float) -> None:
     with pytest.raises(RewardError, match="reward 1 of 2"):
         function(torch.tensor([1.0, bad]), [2])
 
 
-@pytest.mark.parametrize("function", ALL)
+@pytest.mark.parametrize("function", [*ALL, advantages.maxrl, *OF_BATCHES])
 def test_sizes_that_do_not_fit_are_refused(function: Callable[..., Tensor]) -> None:
     for rewards, sizes in [(torch.ones(3), [2]), (torch.ones(3), [3, 0]), (torch.ones(2, 2), [2, 2]), (torch.ones(3), None)]:
         with pytest.raises(ShapeError):
@@ -252,7 +337,7 @@ def test_terms_of_a_sample_add_up_to_its_mean_if_lengths_are_given() -> None:
 
 def test_advantages_by_name_take_the_bounds_of_a_batch() -> None:
     rewards = np.array([1.0, 0.0, 2.0, 4.0, 6.0])
-    result = advantages.BY_NAME["dr_grpo"](rewards, [(0, 2), (2, 5)])
+    result = advantages.on_arrays("dr_grpo", rewards, [(0, 2), (2, 5)])
     assert result.dtype == np.float32
     assert result.tolist() == [0.5, -0.5, -2.0, 0.0, 2.0]
 
@@ -309,7 +394,7 @@ def test_clamping_changes_no_estimate_of_a_moderate_ratio(estimator: KlEstimator
     torch.testing.assert_close(kl_estimate(torch.zeros_like(r), r, estimator), expected)
 
 
-@pytest.mark.parametrize("function", ALL)
+@pytest.mark.parametrize("function", [*ALL, *OF_BATCHES])
 def test_advantages_are_finite_at_extreme_rewards(function: Callable[..., Tensor]) -> None:
     for rewards in itertools.product([*EXTREMES, 1e30, -1e30, 1e-30], repeat=2):
         for dtype in (torch.float32, torch.float64):
@@ -318,14 +403,14 @@ def test_advantages_are_finite_at_extreme_rewards(function: Callable[..., Tensor
     assert function(torch.tensor([[1e300, -1e300]], dtype=torch.float64)).isfinite().all()
 
 
-@pytest.mark.parametrize("name", advantages.BY_NAME)
+@pytest.mark.parametrize("name", [function.__name__ for function in (*ALL, *OF_BATCHES)])
 def test_an_advantage_that_no_float32_holds_is_refused_by_name(name: str) -> None:
     rewards = np.array([1e300, -1e300])
-    if name.startswith("grpo"):
-        assert np.isfinite(advantages.BY_NAME[name](rewards, [(0, 2)])).all()
+    if name.startswith(("grpo", "reinforce_pp")):
+        assert np.isfinite(advantages.on_arrays(name, rewards, [(0, 2)])).all()
     else:
         with pytest.raises(RewardError, match="float32"):
-            advantages.BY_NAME[name](rewards, [(0, 2)])
+            advantages.on_arrays(name, rewards, [(0, 2)])
 
 
 def test_estimated_advantages_are_finite_at_extreme_rewards_and_values() -> None:
@@ -335,3 +420,91 @@ def test_estimated_advantages_are_finite_at_extreme_rewards_and_values() -> None
             for found in gae(rewards, values, np.array([length])):
                 assert np.isfinite(found).all()
                 assert len(found) == length
+
+
+def test_decoupled_estimates_have_the_returns_of_their_own_lam() -> None:
+    rng = np.random.default_rng(3)
+    rewards, values, lengths = rng.normal(size=9), rng.normal(size=9), np.array([4, 0, 5])
+    advantages_of, returns = gae(rewards, values, lengths, gamma=0.9, lam=0.5, critic_lam=1.0)
+    assert np.array_equal(advantages_of, gae(rewards, values, lengths, gamma=0.9, lam=0.5)[0])
+    sums = [sum(0.9**j * rewards[i + j] for j in range(end - i)) for start, end in ((0, 4), (4, 9)) for i in range(start, end)]
+    assert returns == pytest.approx(sums)
+
+
+def test_a_lam_for_each_sample_is_that_lam_on_the_sample_alone() -> None:
+    rng = np.random.default_rng(4)
+    rewards, values, lengths = rng.normal(size=60), rng.normal(size=60), np.array([10, 50])
+    lams = length_adaptive_lam(lengths, 0.05)
+    assert lams.tolist() == pytest.approx([0.0, 0.6])
+    both, _ = gae(rewards, values, lengths, lam=lams)
+    alone = [
+        gae(rewards[a:b], values[a:b], np.array([b - a]), lam=float(lam))[0] for (a, b), lam in zip([(0, 10), (10, 60)], lams, strict=True)
+    ]
+    assert both == pytest.approx(np.concatenate(alone))
+
+
+def test_vtrace_of_the_current_weights_is_gae_with_lam_one() -> None:
+    rng = np.random.default_rng(5)
+    rewards, values, lengths = rng.normal(size=9), rng.normal(size=9), np.array([4, 5])
+    found = vtrace(rewards, values, np.zeros(9), lengths, gamma=0.9)
+    for one, other in zip(found, gae(rewards, values, lengths, gamma=0.9, lam=1.0), strict=True):
+        assert one == pytest.approx(other)
+
+
+def test_vtrace_is_its_definition_on_one_sample() -> None:
+    rng = np.random.default_rng(6)
+    rewards, values, ratios, gamma = rng.normal(size=4), rng.normal(size=4), rng.uniform(0.2, 3.0, size=4), 0.9
+    rho, c = np.minimum(ratios, 1.5), 0.8 * np.minimum(ratios, 1.0)
+    after = np.append(values[1:], 0.0)
+    deltas = rho * (rewards + gamma * after - values)
+    expected = [values[s] + sum(gamma ** (t - s) * np.prod(c[s:t]) * deltas[t] for t in range(s, 4)) for s in range(4)]
+    found, returns = vtrace(rewards, values, np.log(ratios), np.array([4]), gamma=gamma, lam=0.8, rho_max=1.5, c_max=1.0)
+    assert returns == pytest.approx(expected)
+    assert found == pytest.approx(rewards + gamma * np.append(returns[1:], 0.0) - values)
+
+
+def test_vtrace_is_finite_at_extreme_ratios_and_without_samples() -> None:
+    for ratio in EXTREMES:
+        assert all(np.isfinite(one).all() for one in vtrace(np.ones(2), np.ones(2), np.full(2, ratio), np.array([2])))
+    assert [len(one) for one in vtrace(np.zeros(0), np.zeros(0), np.zeros(0), np.zeros(0, np.int64))] == [0, 0]
+
+
+def test_estimates_refuse_options_out_of_range() -> None:
+    one, lengths = np.ones(1), np.array([1])
+    for options in ({"lam": 1.5}, {"critic_lam": -0.1}, {"gamma": 2.0}, {"lam": np.array([-1.0])}):
+        with pytest.raises(OptionError):
+            gae(one, one, lengths, **options)  # type: ignore[arg-type]
+    with pytest.raises(OptionError):
+        vtrace(one, one, one, lengths, rho_max=0.0)
+    with pytest.raises(OptionError):
+        length_adaptive_lam(lengths, 0.0)
+
+
+def test_the_penalty_for_overlong_responses_falls_over_the_buffer() -> None:
+    lengths = np.array([0, 90, 95, 100, 101, 10**9])
+    assert overlong_penalty(lengths, longest=100, buffer=10).tolist() == [0.0, 0.0, -0.5, -1.0, -1.0, -1.0]
+    for buffer in (0, 101):
+        with pytest.raises(OptionError, match="buffer"):
+            overlong_penalty(1, longest=100, buffer=buffer)
+
+
+def test_a_wrong_answer_gains_nothing_by_being_short() -> None:
+    assert length_reward([10, 20, 30, 10], [True, False, True, False]).tolist() == [0.5, 0.0, -0.5, 0.0]
+    assert length_reward([7, 7], [True, False]).tolist() == [0.0, 0.0]
+    assert length_reward([], []).tolist() == []
+    with pytest.raises(ShapeError):
+        length_reward([1, 2], [True])
+
+
+@given(st.lists(st.lists(st.floats(-1e3, 1e3), max_size=5), max_size=5))
+def test_running_moments_are_those_of_all_rewards_however_they_are_cut(batches: list[list[float]]) -> None:
+    moments = Moments()
+    for batch in batches:
+        moments = moments.with_batch(np.array(batch, np.float64))
+        assert moments == moments.with_batch(np.zeros(0))
+    everything = np.array([reward for batch in batches for reward in batch])
+    assert moments.count == len(everything)
+    if len(everything) > 1:
+        assert moments.mean == pytest.approx(everything.mean(), abs=1e-6)
+        assert moments.deviation == pytest.approx(everything.std(ddof=1), abs=1e-6)
+    assert np.abs(moments.normalised(np.array([1e30]), clip=5.0)).max() <= 5.0

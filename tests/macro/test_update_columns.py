@@ -3,17 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import get_args
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from m2flow import Counts, Dataset, Loss, Policy, Reference, Reward, Sample, distill, flow, log, loss, op, ppo_clip, steps
+from m2flow import (
+    Counts,
+    Dataset,
+    Loss,
+    Policy,
+    Reference,
+    Reward,
+    Sample,
+    distill,
+    flow,
+    log,
+    loss,
+    op,
+    pass_at_k,
+    pass_rate_between,
+    ppo_clip,
+    steps,
+)
 from m2flow.engines.contract import Sums
 from m2flow.errors import OpError, OptionError, TraceError
 from m2flow.macro.tracing import trace
 from m2flow.micro.protocol.train_tasks import UpdateTally
+from m2flow.recipe import BatchAdvantage, GroupAdvantage
 from m2flow.samples import Batch, make_ids
 from m2flow.spec import ClusterSpec, RolloutSpec, TrainSpec
 from m2flow.testing.random_programs import clusters
@@ -179,6 +198,94 @@ def test_a_reward_that_is_no_finite_number_is_refused_by_the_update():
         policy.update(responses, op()(lambda sample: float("inf"))(responses))
 
     assert "rewards must be finite" in run_eager(infinite, {}, SPEC).error
+
+
+@op(granularity="batch", per_sample=True)
+def above_the_mean(lengths: list[float]) -> list[float]:
+    return [length - sum(lengths) / len(lengths) for length in lengths]
+
+
+@op(granularity="group")
+def above_the_groups(lengths: list[float]) -> list[float]:
+    return [length - sum(lengths) / len(lengths) for length in lengths]
+
+
+@flow
+def whole_batches(num_steps: int = 2, batch: int = 3, n: int = 2, minibatch: int = 0, kind: int = 0, is_filtered: bool = False) -> None:
+    policy, verifier = Policy("fake"), Reward(length_share)
+    prompts = Dataset(ROWS)
+    for _ in steps(num_steps):
+        responses = policy.generate(prompts.take(batch), n=n, max_new_tokens=12)
+        if is_filtered:
+            responses = responses.filter(lambda sample: sample.num_tokens > 4)
+        rewards = verifier.score(responses)
+        own = (above_the_mean(responses.length), above_the_groups(rewards), pass_at_k(1))
+        advantages = (*get_args(BatchAdvantage), *get_args(GroupAdvantage)[3:], *own)[kind]
+        judged = rewards > 0.4 if advantages is own[2] else rewards
+        policy.update(responses, judged, advantages=advantages, minibatch_size=minibatch or None)
+
+
+KINDS = len(get_args(BatchAdvantage)) + len(get_args(GroupAdvantage)[3:]) + 3
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(clusters(), st.integers(0, KINDS - 1), st.integers(0, 2), st.booleans(), st.integers(0, 2**30))
+def test_every_advantage_by_name_or_of_an_op_on_the_batch_is_the_same_planned_and_eager(spec, kind, minibatch, is_filtered, order_seed):
+    options = {"kind": kind, "minibatch": minibatch, "is_filtered": is_filtered}
+    eager = run_eager(whole_batches, options, spec)
+    assert eager.error == "" or is_filtered
+    assert run_planned(whole_batches, options, spec, order_seed=order_seed) == eager
+
+
+def test_each_advantage_trains_other_weights():
+    answers = [run_eager(whole_batches, {"kind": kind}, SPEC) for kind in range(KINDS)]
+    assert [answer.error for answer in answers] == [""] * KINDS
+    assert len({answer.weights["policy"] for answer in answers}) >= KINDS - 1  # `dr_grpo` by the user's op is another's sibling.
+
+
+def test_advantages_of_the_whole_batch_are_a_call_that_waits_for_it():
+    lines = str(trace(whole_batches, {"kind": 0}, steps=1)[0]).splitlines()
+    assert [line for line in lines if "reinforce_pp(%responses, %rewards)" in line and "@batch" in line]
+    assert [line for line in lines if "policy.update" in line and "advantages=%" in line]
+    assert "advantages='pass_at_k(k=1)'" in str(trace(whole_batches, {"kind": KINDS - 1}, steps=1)[0])
+
+
+def test_an_op_on_the_batch_that_gives_too_few_numbers_is_refused():
+    @op(granularity="batch", per_sample=True)
+    def short(samples: list[Sample]) -> list[float]:
+        return [1.0]
+
+    @flow
+    def misfit() -> None:
+        policy = Policy("fake")
+        responses = policy.generate(Dataset(ROWS, shuffle=False).take(2), max_new_tokens=9)
+        policy.update(responses, advantages=short(responses))
+
+    for answer in (run_eager(misfit, {}, SPEC), run_planned(misfit, {}, SPEC)):
+        assert "short returned [1.0] for the batch p0/0 to p1/0, which has 2 samples" in answer.error
+    with pytest.raises(OptionError, match="per_sample"):
+        op(granularity="group", per_sample=True)
+
+
+def test_a_greedy_baseline_is_arithmetic_on_rewards_of_the_prompts():
+    @flow
+    def remax() -> None:
+        policy, verifier = Policy("fake"), Reward(length_share)
+        prompts = Dataset(ROWS).take(3)
+        greedy = verifier.score(policy.generate(prompts, max_new_tokens=9, temperature=0))
+        responses = policy.generate(prompts.with_columns(baseline=greedy.back_to(prompts)), n=2, max_new_tokens=9)
+        policy.update(responses, advantages=verifier.score(responses) - responses.baseline)
+
+    answer = run_eager(remax, {}, SPEC)
+    assert answer.error == ""
+    assert run_planned(remax, {}, SPEC) == answer
+
+
+def test_a_group_passes_by_its_share_of_right_answers():
+    keep = pass_rate_between(0.5, 0.75)
+    assert [keep([{"reward": 1.0}] * right + [{"reward": 0.0}] * (4 - right)) for right in range(5)] == [False, False, True, True, False]
+    with pytest.raises(OptionError, match="no group passes"):
+        pass_rate_between(0.9, 0.1)
 
 
 def traced(body) -> str:  # type: ignore[no-untyped-def]

@@ -296,8 +296,11 @@ def _checked(call: Call, unit: Sample | list[Sample], result: object) -> object:
         return _checked_value(call, unit.id, result)
     values = as_python(result)
     if not isinstance(values, list | tuple) or len(values) != len(unit):
+        if not unit:
+            raise OpError(f"{call.name} returned {values!r:.80} for no samples", now="It returns an empty list for these.")
         first, last = unit[0].id, unit[-1].id
-        named = f"the group of prompt {first.prompt}" if call.granularity == "group" else f"the mini-batch {first} to {last}"
+        named = f"the group of prompt {first.prompt}" if call.granularity == "group" else f"the {call.granularity} {first} to {last}"
+        named = named.replace("minibatch", "mini-batch")
         what = f"{call.name} returned {values!r:.80} for {named}, which has {len(unit)} samples"
         raise _fault(call, first, what, f"An op on a {call.granularity} returns a list with one value for each sample.")
     return [_checked_value(call, sample.id, value) for sample, value in zip(unit, values, strict=True)]

@@ -18,7 +18,7 @@ from m2flow.engines.contract import Agreement, Objective, Sums
 from m2flow.errors import EngineError, OpError, RewardError
 from m2flow.macro.graph import Call
 from m2flow.micro.protocol.staleness import check_consumption
-from m2flow.recipe import AdamW, Counts, Loss
+from m2flow.recipe import AdamW, Advantage, Counts, Loss
 from m2flow.samples import Batch, Column, IdArray, Ragged, SampleId, group_keys
 
 _TARGETS = {"rewards": "reward", "reference": "reference_logprobs"}
@@ -44,7 +44,8 @@ def training_rows(call: Call, inputs: Mapping[str, Batch]) -> Batch:
     advantages = call.options["advantages"]
     if advantages is not None:
         reward = np.asarray(samples.dense("reward"), np.float64)
-        samples = samples.with_columns(advantages=_advantages(str(advantages), reward, samples))
+        chosen = advantages if isinstance(advantages, Advantage) else Advantage(str(advantages))
+        samples = samples.with_columns(advantages=_advantages(chosen, reward, samples))
     return samples
 
 
@@ -112,11 +113,15 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float)
 
 
-def _advantages(name: str, reward: npt.NDArray[np.float64], samples: Batch) -> npt.NDArray[np.float32]:
+def _advantages(chosen: Advantage, reward: npt.NDArray[np.float64], samples: Batch) -> npt.NDArray[np.float32]:
     """Compute advantages group by group in float64, so that they don't depend on other groups. Only trainers import torch, here."""
     from m2flow.algorithms import advantages
 
-    return advantages.BY_NAME[name](reward, samples.group_bounds())
+    lengths = None
+    if "tokens" in samples:
+        mask, offsets = samples.ragged("loss_mask").values, samples.ragged("tokens").offsets
+        lengths = np.diff(np.concatenate(([0], np.cumsum(mask)))[offsets])
+    return advantages.on_arrays(chosen.name, reward, samples.group_bounds(), lengths=lengths, **dict(chosen.options))
 
 
 def objective(call: Call) -> Objective:
