@@ -121,6 +121,8 @@ class EagerBackend(Backend):
         pass
 
     def log(self, step: int, values: Mapping[str, tuple[int, str | None] | float]) -> None:
+        if self._failures.has_lost_effect(self._num_calls):
+            return
         for name, source in values.items():
             if isinstance(source, float):
                 self._journal.logged(step, name, source)

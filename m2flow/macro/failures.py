@@ -29,6 +29,8 @@ class Failures:
         """Failed calls whose error was not raised to the program."""
         self._raised: dict[int, list[range]] = {}
         """Call that failed by itself -> the calls whose error was raised with its own."""
+        self._first_lost: int | None = None
+        """The earliest failed call with an effect."""
 
     def __contains__(self, ordinal: object) -> bool:
         return ordinal in self._failed
@@ -43,6 +45,8 @@ class Failures:
         if ordinal in self._failed and self._failed[ordinal][0] <= root:
             return
         self._failed[ordinal] = root, error
+        if call.writes and (self._first_lost is None or ordinal < self._first_lost):
+            self._first_lost = ordinal
         if not call.writes and any(ordinal in calls for calls in self._raised.get(root, ())):
             self._due.pop(ordinal, None)
         else:
@@ -69,6 +73,11 @@ class Failures:
     def is_due_before(self, num_calls: int) -> bool:
         """Whether an error of one of the first so many calls is due."""
         return any(ordinal < num_calls for ordinal in self._due)
+
+    def has_lost_effect(self, num_calls: int) -> bool:
+        """Whether one of the first so many calls has failed that has an effect, an update's for instance: nothing is logged after it,
+        since calls that follow may depend on it or not, as their staleness has it."""
+        return self._first_lost is not None and self._first_lost < num_calls
 
     def error_due(self, ordinal: int) -> M2FlowError:
         """The due error of a call, as the run ends with it. If the program caught it, it says why that was not enough."""

@@ -10,9 +10,11 @@ import asyncio
 import math
 import random
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar, final
+from typing import Any, TypeVar, final
 
+from m2flow.errors import DatasetError, OpError
 from m2flow.macro.datasets import Dataset
 from m2flow.macro.handles import Metrics, Rows, concat, where
 from m2flow.macro.loss_declarations import nll, ppo_clip
@@ -24,7 +26,7 @@ from m2flow.recipe import AdamW
 from m2flow.samples import Finish, Sample
 from m2flow.testing import programs as p
 from m2flow.testing.fakes import fake_hash
-from m2flow.testing.programs import Account, Lag, Leave, Look, OnStep, Program, Repeat, Statement
+from m2flow.testing.programs import Account, Lag, Leave, Look, OnStep, Program, Repeat, Statement, Try
 
 # ---- user functions: rewards, ops, roles, filters and keeps
 
@@ -228,6 +230,10 @@ class _Numbers:
     of: _Samples
 
 
+ReferenceMaker = Callable[[Policy, str], Reference]
+"""Make a reference of a policy, with a name."""
+
+
 def _recent() -> deque[T]:
     return deque(maxlen=MOST_VARIABLES)
 
@@ -239,9 +245,10 @@ class Calls:
     step = -1
     """The step that the program is in."""
 
-    def __init__(self, program: p.Program, account: Account) -> None:
+    def __init__(self, program: p.Program, account: Account, make_reference: ReferenceMaker | None = None) -> None:
         statements = list(program.statements())
         self._program = program
+        self._make_reference = make_reference
         self._account = account
         self._samples: deque[_Samples] = _recent()
         self._numbers: deque[_Numbers] = _recent()
@@ -304,9 +311,10 @@ class Calls:
                 _at(self._keepers, statement.role).forget(2)
             case p.Post(is_read=True):
                 self._values.append(Number(board_digest()))
-            case p.Score() | p.ApplyOp() | p.Logprobs() | p.Values() | p.Filter() | p.Update() | p.Actor() | p.Ask() | p.Post() | p.Mix():
-                if self._samples:
-                    self._work_on(statement, _back(self._samples, statement.samples))
+            case p.Refer():
+                self._refer(statement)
+            case _ if self._samples:
+                self._work_on(statement, _back(self._samples, statement.samples))  # type: ignore[union-attr]
 
     def _work_on(self, statement: p.Statement, samples: _Samples) -> None:
         match statement:
@@ -318,6 +326,8 @@ class Calls:
                 self._said(_at(self._policies, policy).logprobs(samples.rows))
             case p.Values() if self._critic is not None:
                 self._said(self._critic.values(samples.rows))
+            case p.Compare() if self._reference is not None:
+                self._said(self._reference.logprobs(samples.rows))
             case p.Filter(how=how):
                 parents = (samples, *samples.parents)
                 rows = self._filtered(samples, how)
@@ -491,6 +501,28 @@ class Calls:
         self._updated(policy, policy.update(samples.rows, advantages=estimate.advantages))
         self._critic.update(samples.rows, returns=estimate.returns, old_values=values)
 
+    def _refer(self, statement: p.Refer) -> None:
+        which = statement.policy % len(self._policies)
+        name = f"reference_{which}_{statement.place}" if which or statement.place else "reference"
+        if self._make_reference is not None:
+            self._reference = self._make_reference(self._policies[which], name)
+
+    # ---- errors that the program catches
+
+    def results(self) -> tuple[list[object], ...]:
+        """Return what the program can reach now, to go back to with `forget_since`."""
+        return tuple(list(held) for held in self._held)
+
+    def forget_since(self, results: tuple[list[object], ...]) -> None:
+        """Forget what was made since."""
+        for held, before in zip(self._held, results, strict=True):
+            held.clear()
+            held.extend(before)
+
+    @property
+    def _held(self) -> tuple[deque[Any], ...]:
+        return self._samples, self._numbers, self._values, self._metrics
+
     # ---- values that Python waits for
 
     def is_odd(self, what: str, which: int) -> bool:
@@ -554,10 +586,11 @@ class Interpreter:
         self._program = program
         self._account = account
 
-    def run(self) -> None:
+    def run(self, make_reference: ReferenceMaker | None = None) -> None:
+        """Run the program; `make_reference`, if it makes references."""
         program = self._program
         self._account.begin()
-        self._calls = Calls(program, self._account)
+        self._calls = Calls(program, self._account, make_reference)
         self._do_all(program.before, guarded=True)
         self._account.loop_begins()
         for step in steps(program.num_steps):
@@ -596,5 +629,18 @@ class Interpreter:
                         break
             case Leave(how=how):
                 raise _Leave(how)
+            case Try():
+                self._try(statement)
             case _:
                 calls.make(statement)
+
+    def _try(self, statement: Try) -> None:
+        before = self._calls.results()
+        try:
+            self._do_all(statement.body)
+            self._calls.is_odd(statement.what, statement.which)
+        except (OpError, DatasetError) as error:
+            self._account.caught.append(f"{type(error).__name__}: {error.what.split(' (worker')[0]}")
+            if statement.drops:
+                self._calls.forget_since(before)
+            self._do_all(statement.otherwise)

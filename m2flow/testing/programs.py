@@ -21,6 +21,7 @@ from typing import Literal
 from m2flow.errors import M2FlowError
 from m2flow.macro.flow import Flow
 from m2flow.macro.graph import Call
+from m2flow.macro.roles import Reference
 from m2flow.micro.protocol.staleness import Decision, Decisions
 from m2flow.micro.records.segments import Place, read_segment
 from m2flow.observe.spans import SpanBlock
@@ -138,6 +139,8 @@ class Account:
     """Generate call -> the oldest and the newest version that it may use."""
     lags: list[tuple[int | None, object]] = field(default_factory=list)
     """Looks at an earlier step's metrics, in program order: the update that they should be of (None: none), and their value."""
+    caught: list[str] = field(default_factory=list)
+    """Errors that the program caught, in program order."""
     _updates: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     """(policy, step) -> its updates there."""
     _place_of: dict[int, tuple[str, int, int]] = field(default_factory=dict)
@@ -149,7 +152,7 @@ class Account:
 
     def begin(self) -> None:
         """Reset for a run of the program."""
-        for kept in (self.windows, self.lags, self._updates, self._place_of, self._num_updates, self._before, self._lines):
+        for kept in (self.windows, self.lags, self.caught, self._updates, self._place_of, self._num_updates, self._before, self._lines):
             kept.clear()
 
     def loop_begins(self) -> None:
@@ -382,6 +385,35 @@ class Repeat:
 
 
 @dataclass(frozen=True)
+class Try:
+    """`try` around a body and a look at a value: an error of a user's function or of a dataset is caught, and the flow goes on."""
+
+    body: tuple[Statement, ...]
+    what: Literal["mean", "metric", "len", "value", "rows", "cursor"]
+    which: int
+    otherwise: tuple[Statement, ...]
+    """The body of the `except`."""
+    drops: bool = False
+    """Whether the program forgets what the body made when it catches an error, so that no later call needs what failed."""
+
+
+@dataclass(frozen=True)
+class Refer:
+    """A reference made of a policy as it is at this line, anew if there is one of that name."""
+
+    policy: int
+    place: int
+    """Which of the references to the policy."""
+
+
+@dataclass(frozen=True)
+class Compare:
+    """Mean of the log-probabilities of tokens under the latest reference."""
+
+    samples: int
+
+
+@dataclass(frozen=True)
 class Leave:
     """`break` or `continue` of the loop over steps."""
 
@@ -409,6 +441,9 @@ Statement = (
     | Lag
     | OnStep
     | Repeat
+    | Try
+    | Refer
+    | Compare
     | Leave
 )
 
@@ -434,7 +469,11 @@ class Program:
         def program() -> None:
             Interpreter(self, account or Account()).run()
 
-        return Flow(program, self.staleness)
+        def referring() -> None:  # A flow is followed for references made in later steps where its text makes one.
+            Interpreter(self, account or Account()).run(lambda policy, name: Reference(policy, name=name))
+
+        makes_references = any(isinstance(statement, Refer) for statement in self.statements())
+        return Flow(referring if makes_references else program, self.staleness)
 
     def statements(self) -> Iterator[Statement]:
         """Return all statements, including those in bodies."""

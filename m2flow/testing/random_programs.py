@@ -12,6 +12,7 @@ which `programs`, `timed_programs`, `clusters` and `policies` are strategies. Th
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -128,6 +129,18 @@ def _update(draws: Draws) -> p.Statement:
     )
 
 
+def _refer(draws: Draws) -> p.Statement:
+    return p.Refer(policy=_role(draws), place=draws.choice((0, 0, 1)))
+
+
+def _compare(draws: Draws) -> p.Statement:
+    return p.Compare(samples=_any(draws))
+
+
+def _safe_score(draws: Draws) -> p.Statement:
+    return p.Score(reward=draws.integer(0, 2), samples=_any(draws))
+
+
 def _score(draws: Draws) -> p.Statement:
     return p.Score(reward=draws.choice((0, 3, 4, 1, 2)), samples=_any(draws))
 
@@ -172,6 +185,8 @@ _OTHERS: tuple[_Maker, ...] = (
     _refill,
     _refill,
 )
+_CALM: tuple[_Maker, ...] = (_generate, _generate, *(maker for maker in _OTHERS if maker not in (_score, _update)), _safe_score, _update)
+"""Statements whose errors, where functions raise, are mostly those of a `try`."""
 _PLAIN: tuple[_Maker, ...] = (_generate, _generate, *_OTHERS)
 _TIMED: tuple[_Maker, ...] = (_timed_generate, _timed_generate, *_OTHERS)
 
@@ -200,10 +215,12 @@ def _nested(draws: Draws, makers: Sequence[_Maker]) -> p.Statement:
     return draws.choice(makers)(draws)
 
 
-def _body(draws: Draws, makers: Sequence[_Maker]) -> tuple[p.Statement, ...]:
+def _body(
+    draws: Draws, makers: Sequence[_Maker], nested: Callable[[Draws, Sequence[_Maker]], p.Statement] = _nested
+) -> tuple[p.Statement, ...]:
     """Draw the body of a step; most begin with a generation and train on it."""
-    nested = tuple(_nested(draws, makers) for _ in range(draws.integer(0, 6)))
-    return (makers[0](draws), *nested, *_block(draws, (_update,), 1))
+    inner = tuple(nested(draws, makers) for _ in range(draws.integer(0, 6)))
+    return (makers[0](draws), *inner, *_block(draws, (_update,), 1))
 
 
 def make_program(draws: Draws, *, fails: bool = False) -> p.Program:
@@ -227,6 +244,43 @@ def make_timed_program(draws: Draws) -> p.Program:
         body=_body(draws, _TIMED),
         after=_block(draws, _PLAIN, 1),
         staleness=draws.choice((1, 1, 2, 3, 0)),
+    )
+
+
+def _try(draws: Draws, makers: Sequence[_Maker]) -> p.Statement:
+    """Draw a `try` whose body mostly judges samples, since what raises is mostly a reward, and what it does instead."""
+    body = tuple(draws.choice((_score, _score, draws.choice(makers)))(draws) for _ in range(draws.integer(1, 2)))
+    what = draws.choice(("mean", "mean", *_LOOKED_AT))
+    return p.Try(body, what, draws.integer(0, 1), _inner(draws, makers), drops=draws.choice((True, True, False)))
+
+
+def make_catching_program(draws: Draws) -> p.Program:
+    """Draw a program whose functions may raise, and which catches some of their errors and goes on."""
+
+    def nested(draws: Draws, makers: Sequence[_Maker]) -> p.Statement:
+        return (_try if draws.integer(0, 1) else _nested)(draws, makers)
+
+    return p.Program(
+        num_policies=draws.integer(1, 2),
+        num_steps=draws.integer(1, 3),
+        before=_block(draws, _CALM, 2),
+        body=_body(draws, _CALM, nested),
+        after=_block(draws, _CALM, 1),
+        fails=True,
+        staleness=draws.choice((0, 0, 1, 2)),
+    )
+
+
+def make_referring_program(draws: Draws) -> p.Program:
+    """Draw a program that makes references of its policies at any line, anew where there is one already."""
+    makers = (*_TIMED, _refer, _refer, _refer, _compare, _compare)
+    return p.Program(
+        num_policies=draws.integer(1, 2),
+        num_steps=draws.integer(2, 4),
+        before=_block(draws, (*_PLAIN, _refer, _refer), 2),
+        body=(*_body(draws, makers), *_block(draws, (_refer, _compare, _update), 2)),
+        after=_block(draws, (_compare, _refer), 2),
+        staleness=draws.choice((0, 0, 1, 2)),
     )
 
 
@@ -315,11 +369,21 @@ def clusters(draw: st.DrawFn) -> ClusterSpec:
 
 # ---- cases
 
-Kind = Literal["plain", "raising", "timed"]
-KINDS: tuple[Kind, ...] = ("plain", "raising", "timed")
-"""Programs without errors, with functions that raise on some samples, and whose result depends on time."""
+Kind = Literal["plain", "raising", "timed", "catching", "referring"]
+KINDS: tuple[Kind, ...] = ("plain", "raising", "timed", "catching", "referring")
+"""Programs without errors, with functions that raise on some samples, whose result depends on time, which catch errors and go on, and
+which make references anew while they run."""
 Seats = Literal["apart", "lent", "ahead"]
 _SEATS: tuple[Seats, ...] = ("apart", "apart", "lent", "ahead")
+
+
+_MAKERS: Mapping[Kind, Callable[[Draws], p.Program]] = {
+    "plain": make_program,
+    "raising": functools.partial(make_program, fails=True),
+    "timed": make_timed_program,
+    "catching": make_catching_program,
+    "referring": make_referring_program,
+}
 
 
 @dataclass(frozen=True)
@@ -380,7 +444,7 @@ def _text(value: object) -> str:
 
 def drawn_case(draws: Draws, kind: Kind, *, is_tight: bool = False, loses: bool = False) -> Case:
     """Draw a case of a kind, with tight or ample channels, and with or without workers that die."""
-    program = make_timed_program(draws) if kind == "timed" else make_program(draws, fails=kind == "raising")
+    program = _MAKERS[kind](draws)
     spec = (make_tight_cluster if is_tight else make_cluster)(draws)
     if draws.integer(0, 2) == 2:
         spec = scheduled(spec, make_policies(draws), draws.choice(_PREDICTORS))
@@ -476,7 +540,7 @@ def difference(
     planned = run_planned(flow, {}, spec, seed=seed, order_seed=order_seed, deterministic=by_identity, seated=seated, num_losses=num_losses)
     if num_losses and planned.error.startswith(StateLost.__name__):
         return None
-    wrong, lags = account.wrong(planned), list(account.lags)
+    wrong, lags, caught = account.wrong(planned), list(account.lags), list(account.caught)
     if wrong is not None:
         return f"planned: {wrong}"
     eager, value = eager_of(flow, spec, planned, seed=seed)
@@ -484,6 +548,8 @@ def difference(
         wrong = account.wrong(eager, value)
         if wrong is not None or lags != account.lags:
             return f"eager: {wrong}" if wrong else f"lagged: planned {_brief(lags, account.lags)}, eager {_brief(account.lags, lags)}"
+    if caught != account.caught and not eager.error:  # How far a run goes on after an error that it ends with depends on the plan.
+        return f"caught: planned {_brief(caught, account.caught)}, eager {_brief(account.caught, caught)}"
     return difference_of(planned, eager)
 
 

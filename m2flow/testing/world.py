@@ -395,7 +395,7 @@ class World(Backend):
     def submit(self, call: Call) -> None:
         self._lowering.check(call)
         self._calls[call.ordinal] = call
-        self._settling.added(call.ordinal)
+        self._settling.added(call)
         self._bodies[call.ordinal] = call_body(call)
         self._segment.append(call)
 
@@ -417,10 +417,11 @@ class World(Backend):
         pass
 
     def log(self, step: int, values: Mapping[str, tuple[int, str | None] | float]) -> None:
-        before, where = self._settling.num_ended, user_site().describe()
+        before, num_calls, where = self._settling.num_ended, self._settling.num_added, user_site().describe()
         for name, source in values.items():
-            self._logbook.add(Logged(step, name, source, before, where))
+            self._logbook.add(Logged(step, name, source, before, num_calls, where))
             self._logged += [(source[0], before)] if not isinstance(source, float) else []
+        self._logged += [(ordinal, before) for ordinal in self._settling.open_effects]
 
     def release(self, ordinal: int) -> None:
         self._released.append(ordinal)
@@ -457,6 +458,12 @@ class World(Backend):
 
     def are_well(self, num_calls: int) -> bool:
         return self._settling.are_well(num_calls)
+
+    def are_effects_over(self, num_calls: int) -> bool:
+        return self._settling.are_effects_over(num_calls)
+
+    def has_lost_effect(self, num_calls: int) -> bool:
+        return self._settling.has_lost_effect(num_calls)
 
     def number(self, ordinal: int, name: str | None) -> float:
         return number_of(self._values[ordinal], name)

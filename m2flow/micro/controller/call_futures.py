@@ -26,22 +26,27 @@ class FirstError:
         self._open: dict[int, None] = {}
         """Calls that have not ended, in program order."""
         self._failures = Failures()
+        self._open_effects: dict[int, None] = {}
+        """Those of them that have an effect, such as updates."""
         self._num_added = 0
         self._num_ended_steps = 0
 
-    def added(self, ordinal: int) -> None:
-        self._open[ordinal] = None
-        self._num_added = ordinal + 1
+    def added(self, call: Call) -> None:
+        self._open[call.ordinal] = None
+        if call.writes:
+            self._open_effects[call.ordinal] = None
+        self._num_added = call.ordinal + 1
 
     def done(self, ordinal: int) -> None:
         self._open.pop(ordinal, None)
+        self._open_effects.pop(ordinal, None)
 
     def has_ended(self, ordinal: int) -> bool:
         return ordinal not in self._open
 
     def failed(self, call: Call, root: int, error: M2FlowError) -> None:
         """Note that a call failed because of the call `root`. May be called again with an earlier root."""
-        self._open.pop(call.ordinal, None)
+        self.done(call.ordinal)
         self._failures.failed(call, root, error)
 
     def raised(self, ordinal: int) -> None:
@@ -53,9 +58,27 @@ class FirstError:
         self._num_ended_steps = self._num_added
 
     @property
+    def num_added(self) -> int:
+        """Calls of the program so far."""
+        return self._num_added
+
+    @property
     def num_ended(self) -> int:
         """Calls of the program up to the last step that has ended."""
         return self._num_ended_steps
+
+    @property
+    def open_effects(self) -> tuple[int, ...]:
+        """Calls under way that have an effect."""
+        return tuple(self._open_effects)
+
+    def are_effects_over(self, num_calls: int) -> bool:
+        """Whether those of the first so many calls that have an effect are over."""
+        return next(iter(self._open_effects), num_calls) >= num_calls
+
+    def has_lost_effect(self, num_calls: int) -> bool:
+        """Whether one of the first so many calls has failed that has an effect."""
+        return self._failures.has_lost_effect(num_calls)
 
     def has_failed_at(self, ordinal: int) -> bool:
         return ordinal in self._failures
@@ -128,7 +151,7 @@ class CallFutures:
     def submitted(self, call: Call) -> None:
         """Note that a call is under way; its step is not over before it is."""
         with self._changed:
-            self._first_error.added(call.ordinal)
+            self._first_error.added(call)
             self._num_open[call.step] = self._num_open.get(call.step, 0) + 1
 
     def resolve(self, call: Call, value: object) -> None:
@@ -211,6 +234,28 @@ class CallFutures:
     def wait_until(self, is_met: Callable[[], bool]) -> None:
         """Wait until a condition holds that the controller's thread brings about."""
         self._wait(is_met)
+
+    def are_effects_over(self, num_calls: int) -> bool:
+        """Whether those of the first so many calls that have an effect are over."""
+        with self._changed:
+            return self._first_error.are_effects_over(num_calls)
+
+    def has_lost_effect(self, num_calls: int) -> bool:
+        """Whether one of the first so many calls has failed that has an effect."""
+        with self._changed:
+            return self._first_error.has_lost_effect(num_calls)
+
+    @property
+    def open_effects(self) -> tuple[int, ...]:
+        """Calls under way that have an effect."""
+        with self._changed:
+            return self._first_error.open_effects
+
+    @property
+    def num_added(self) -> int:
+        """Calls of the program so far."""
+        with self._changed:
+            return self._first_error.num_added
 
     @property
     def num_ended(self) -> int:

@@ -93,7 +93,8 @@ class PlannedBackend(Backend):
         self._ends: list[tuple[int, int]] = []
         """Steps that may be under way, with the number of calls that the program had made at the end of each."""
         self._logged: list[tuple[int, int]] = []
-        """Calls whose numbers are logged, with the number of calls of the steps that had ended before."""
+        """Calls whose numbers are logged, and calls with an effect before a log, with the number of calls of the steps that had ended
+        before."""
 
     def submit(self, call: Call) -> None:
         self._lowering.check(call)
@@ -143,9 +144,10 @@ class PlannedBackend(Backend):
         pass
 
     def log(self, step: int, values: Mapping[str, tuple[int, str | None] | float]) -> None:
-        before, where = self._futures.num_ended, user_site().describe()
-        self._later += [Logged(step, name, source, before, where) for name, source in values.items()]
-        self._logged += [(source[0], before) for source in values.values() if not isinstance(source, float)]
+        before, num_calls, where = self._futures.num_ended, self._futures.num_added, user_site().describe()
+        self._later += [Logged(step, name, source, before, num_calls, where) for name, source in values.items()]
+        awaited = [*(source[0] for source in values.values() if not isinstance(source, float)), *self._futures.open_effects]
+        self._logged += [(ordinal, before) for ordinal in awaited if (ordinal, before) not in self._logged]
 
     def release(self, ordinal: int) -> None:
         self._aligned.discard(ordinal)

@@ -3,8 +3,8 @@
     log(loss=metrics["loss"]) --add--> FlowLog --write_due--> the journal
 
 The program may run steps ahead of the work. A log is written when its number is known, all logs before it are written or will never have a
-number, and every call of the steps that had ended before it has ended well. So a failed run leaves the logs that sequential execution
-leaves.
+number, every call of the steps that had ended before it has ended well, and so has every call before it that has an effect. So a failed
+run leaves the logs that sequential execution leaves.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ class Logged:
     source: tuple[int, str | None] | float
     num_before: int
     """Calls of the steps that had ended before it."""
+    num_calls: int = 0
+    """Calls before it."""
     where: str = ""
     """The line of the flow."""
 
@@ -40,6 +42,12 @@ class Results(Protocol):
 
     def are_well(self, num_calls: int) -> bool:
         """Whether the first `num_calls` calls of the program have all ended well."""
+
+    def are_effects_over(self, num_calls: int) -> bool:
+        """Whether those of the first `num_calls` calls that have an effect are over."""
+
+    def has_lost_effect(self, num_calls: int) -> bool:
+        """Whether one of the first `num_calls` calls has failed that has an effect."""
 
     def number(self, ordinal: int, name: str | None) -> float:
         """Raises TraceError: there is no such number."""
@@ -99,9 +107,15 @@ class FlowLog:
         Raises:
             TraceError: a log names a number that its call does not have.
         """
-        while self._entries and self._entries[0].is_settled and self._results.are_well(self._entries[0].log.num_before):
+        while self._entries and self._is_due(self._entries[0]):
             entry = self._entries.popleft()
+            if self._results.has_lost_effect(entry.log.num_calls):
+                continue
             if entry.error is not None:
                 raise entry.error
             if entry.number is not None:
                 self._write(entry.log.step, entry.log.name, entry.number)
+
+    def _is_due(self, entry: _Entry) -> bool:
+        results, log = self._results, entry.log
+        return entry.is_settled and results.are_well(log.num_before) and results.are_effects_over(log.num_calls)

@@ -117,6 +117,12 @@ class Results:
     def are_well(self, num_calls: int) -> bool:
         return all(ordinal in self.values for ordinal in range(num_calls))
 
+    def are_effects_over(self, num_calls: int) -> bool:
+        return True
+
+    def has_lost_effect(self, num_calls: int) -> bool:
+        return False
+
     def number(self, ordinal: int, name: str | None) -> float:
         if name == "none":
             raise TraceError("there is none")
@@ -144,4 +150,4 @@ def test_logs_are_written_in_the_order_of_the_program_as_soon_as_their_steps_are
     book.write_due()
     assert written[2:] == [(1, "next", 3.0)]
     with pytest.raises(TraceError, match=r"flow\.py:3  log"):
-        book.add(Logged(1, "wrong", (0, "none"), 2, "flow.py:3  log(...)"))
+        book.add(Logged(1, "wrong", (0, "none"), 2, 2, "flow.py:3  log(...)"))
