@@ -6,10 +6,10 @@ They are part of the program (they change the mathematics), so they live in the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, ItemsView, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from m2flow.errors import OptionError, did_you_mean, lone_surrogate
 
@@ -94,6 +94,11 @@ def _given(name: str, value: object, of: str) -> str:
     return f"{of}({name}={value!r:.60})" if of else f"{name}={value!r:.60}"
 
 
+def as_tuple(values: object) -> tuple[Any, ...]:
+    """A list as a tuple; anything else as it is, for a check that refuses it by its option's name."""
+    return tuple(values) if isinstance(values, list | ItemsView) else values  # type: ignore[return-value]
+
+
 def check_names(name: str, values: object, *, example: Sequence[str], of: str = "") -> tuple[str, ...]:
     """Check that a value is a list of texts; a single text is not one. Returns them."""
     listed = list(values) if isinstance(values, Iterable) and not isinstance(values, str) else None
@@ -170,6 +175,9 @@ class Model:
 
 _COLDEST, _HOTTEST = 1e-3, 1e3
 """Bounds of the temperature, so that no logit overflows float32 when divided by it."""
+_LEAST_PENALTY, _LARGEST_BIAS = 1e-2, 1e9
+LATER = {"later": True}
+"""Metadata of a field that its class did not have in an earlier release: a fingerprint leaves it out at its default."""
 
 
 @dataclass(frozen=True)
@@ -186,6 +194,18 @@ class Sampling:
     """No end-of-sequence token is sampled before so many tokens."""
     stop_token_ids: tuple[int, ...] = ()
     """Besides the tokenizer's end-of-sequence token."""
+    stop: tuple[str, ...] = field(default=(), metadata=LATER)
+    """A response ends with the token that completes one of these texts, as soon as it has `min_new_tokens`."""
+    include_stop: bool = field(default=False, metadata=LATER)
+    """Whether the response's text includes the stop text. Its tokens always do: they are what was sampled."""
+    ignore_eos: bool = field(default=False, metadata=LATER)
+    """The end-of-sequence token ends no response; only stop texts and tokens, and the length do."""
+    min_p: float = field(default=0.0, metadata=LATER)
+    """Tokens less likely than this share of the likeliest are not drawn, after top-k and top-p. 0 is off."""
+    repetition_penalty: float = field(default=1.0, metadata=LATER)
+    """Logits of tokens that prompt or response have are divided by this if positive, else multiplied. 1 is off."""
+    logit_bias: tuple[tuple[int, float], ...] = field(default=(), metadata=LATER)
+    """Token and what is added to its logit, before the penalty."""
 
     def __post_init__(self) -> None:
         check_count("max_new_tokens", self.max_new_tokens)
@@ -202,6 +222,29 @@ class Sampling:
             raise OptionError(f"stop_token_ids is {tokens!r:.60}; it must be a tuple of whole numbers", now="Write stop_token_ids=(2,).")
         for token in tokens:
             check_count("each of stop_token_ids", token, least=0)
+        self._check_stop()
+        check_flag("include_stop", self.include_stop)
+        check_flag("ignore_eos", self.ignore_eos)
+        check_number("min_p", self.min_p, low=0, high=1)
+        check_number("repetition_penalty", self.repetition_penalty, low=_LEAST_PENALTY, high=1 / _LEAST_PENALTY)
+        self._check_bias()
+
+    def _check_stop(self) -> None:
+        stop: object = self.stop
+        if not isinstance(stop, tuple) or not all(isinstance(text, str) and text and lone_surrogate(text) < 0 for text in stop):
+            raise OptionError(f"stop is {stop!r:.60}; it must be texts that are not empty", now='Write stop=["\\n\\n"].')
+        if any("\ufffd" in text for text in stop):
+            raise OptionError(f"stop is {stop!r:.60}; U+FFFD is what stands in a text for tokens that are none")
+
+    def _check_bias(self) -> None:
+        bias: object = self.logit_bias
+        if not isinstance(bias, tuple) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in bias):
+            raise OptionError(f"logit_bias is {bias!r:.60}; it must map tokens to numbers", now="Write logit_bias={13: -100.0}.")
+        for token, added in bias:
+            check_count("each token of logit_bias", token, least=0)
+            check_number("each number of logit_bias", added, low=-_LARGEST_BIAS, high=_LARGEST_BIAS)
+        if len({token for token, _ in bias}) < len(bias):
+            raise OptionError(f"logit_bias is {bias!r:.60}, which has a token twice")
 
 
 Schedule = Literal["constant", "linear", "cosine"]

@@ -231,6 +231,8 @@ class Capabilities:
     """Rollout: the transports of weights into its own server (`m2flow.spec.WeightsSpec.into_server`)."""
     routed_experts: bool = False
     """Rollout: it can report which experts of a mixture each token was routed to (`Generated.routed_experts`)."""
+    refused_sampling: tuple[str, ...] = ()
+    """Rollout: fields of `m2flow.recipe.Sampling` that must have their defaults."""
     retries_smaller: bool = False
     """Train: after `accumulate` ran out of memory, `discard` restores its state after the last step, so smaller parts can be tried."""
     devices: tuple[str, ...] = ("cpu",)
@@ -330,6 +332,64 @@ class Generated:
     routed_experts: npt.NDArray[np.int16] | None = None
     """Of a mixture, where the engine reports it: experts of each token of prompt and response, [T, layers, experts of a token].
     -1 where unknown, as for the last token, which no layer has seen."""
+
+
+_MORE_TOKENS = 8
+"""Tokens before those that a stop text can be of, so that what decoders do to the start of a text does not reach it."""
+
+
+@dataclass(frozen=True)
+class StopTexts:
+    """The stop texts of a sample (`Sampling.stop`): whether its last token completes one, as a function of its tokens alone.
+
+    Tokens are decoded a few at a time. So a text may begin and end within tokens, and a character be made of several.
+    """
+
+    texts: tuple[str, ...]
+    is_included: bool
+    first: int
+    """Tokens that a sample has at least: `Sampling.min_new_tokens`."""
+    decode: Callable[[list[int]], str]
+    """Decodes tokens, leaving out special ones."""
+    special_ids: frozenset[int]
+    """Tokens without a text."""
+
+    @classmethod
+    def of(cls, sampling: Sampling, decode: Callable[[list[int]], str], special_ids: frozenset[int]) -> StopTexts | None:
+        """The stop texts of these sampling parameters; None if there are none."""
+        return cls(sampling.stop, sampling.include_stop, sampling.min_new_tokens, decode, special_ids) if sampling.stop else None
+
+    def are_completed(self, tokens: npt.NDArray[np.int32]) -> bool:
+        """Whether the last of a sample's tokens completes a stop text."""
+        if len(tokens) < max(self.first, 1) or int(tokens[-1]) in self.special_ids:
+            return False
+        # Each token that is not special has a byte or more.
+        wanted = max(len(text.encode()) for text in self.texts) + _MORE_TOKENS
+        tail: list[int] = []
+        for token in reversed(tokens.tolist()):
+            if token not in self.special_ids:
+                tail.append(token)
+                if len(tail) == wanted:
+                    break
+        return self._found(tail[::-1]) is not None
+
+    def shorten(self, tokens: npt.NDArray[np.int32]) -> str:
+        """The text of a sample whose last token completes a stop text: up to the stop text, or with it."""
+        found = self._found(tokens.tolist())
+        return self.decode(tokens.tolist()) if found is None else found
+
+    def _found(self, tokens: list[int]) -> str | None:
+        """The text of these tokens up to the first stop text that the last token completes, or with it; None if it completes none."""
+        text = self.decode(tokens)
+        if not any(stop in text for stop in self.texts):
+            return None
+        # Without what is the begin of a character.
+        num_before = len(self.decode(tokens[:-1]).rstrip("\ufffd"))
+        places = [(at, stop) for stop in self.texts if (at := text.find(stop, max(num_before - len(stop) + 1, 0))) >= 0]
+        if not places:
+            return None
+        at, stop = min(places)
+        return text[: at + len(stop)] if self.is_included else text[:at]
 
 
 class Occupancy(NamedTuple):

@@ -835,7 +835,9 @@ def _text_of_compound(value: object) -> str:
         items = [stable_text(item) for item in value]
         return f"[{', '.join(items if isinstance(value, list | tuple) else sorted(items))}]"
     if is_dataclass(value):
-        return f"{type(value).__name__}({', '.join(f'{f.name}={stable_text(getattr(value, f.name))}' for f in fields(value))})"
+        # What an earlier release did not have is left out at its default, so that its runs can be resumed.
+        known = [f for f in fields(value) if "later" not in f.metadata or getattr(value, f.name) != f.default]
+        return f"{type(value).__name__}({', '.join(f'{f.name}={stable_text(getattr(value, f.name))}' for f in known)})"
     if isinstance(value, functools.partial):
         return f"partial({stable_text(value.func)}, {stable_text(value.args)}, {stable_text(value.keywords)})"
     if isinstance(value, Snapshot):

@@ -13,7 +13,7 @@ where they are used (`m2flow.micro.protocol.train_tasks`): a trace has no values
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
@@ -39,6 +39,7 @@ from m2flow.recipe import (
     Loss,
     Model,
     Sampling,
+    as_tuple,
     check_choice,
     check_count,
     check_flag,
@@ -284,6 +285,7 @@ def _shown_options(
     """Return what the graph shows of a generate call: its sizes, and the options that differ from their defaults."""
     shown: dict[str, object] = {"n": n, "max_new_tokens": sampling.max_new_tokens}
     shown |= {"temperature": sampling.temperature} if sampling.temperature != 1.0 else {}
+    shown |= {"stop": list(sampling.stop)} if sampling.stop else {}
     shown |= {"staleness": staleness} if staleness is not None else {}
     shown |= ({"oversample": oversample} if oversample != 1.0 else {}) | {"late": late} if late != "wait" else {}
     shown |= {"timeout_s": timeout_s} if timeout_s is not None else {}
@@ -344,6 +346,13 @@ class Policy(Role):
         top_p: float = 1.0,
         top_k: int = 0,
         min_new_tokens: int = 0,
+        stop: str | Sequence[str] = (),
+        stop_token_ids: Sequence[int] = (),
+        include_stop: bool = False,
+        ignore_eos: bool = False,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        logit_bias: Mapping[int, float] | None = None,
         count: int | None = None,
         score: Reward | None = None,
         keep: Keep | None = None,
@@ -358,6 +367,14 @@ class Policy(Role):
 
         Args:
             prompts: rows to answer; or a dataset, from which prompts are drawn until `count` groups are kept.
+            max_new_tokens: of a response at most. temperature: 0 is greedy. top_k, min_p: 0 is off. top_p: 1 is off.
+            stop: texts that end a response: it has all tokens up to the one that completes the first of them, and its `text` ends before
+                it, or with it if `include_stop`. Where in the tokens a text begins and ends does not matter. The text of a special token
+                means that token.
+            stop_token_ids: tokens that end a response besides the end-of-sequence tokens; with `ignore_eos` instead of them.
+            min_new_tokens: before so many tokens no response ends.
+            repetition_penalty: above 1, tokens that prompt or response have become less likely. logit_bias: token to what is added to its
+                logit. Neither changes the log-probabilities that are reported: as with top-k, they are the model's own.
             count: groups to keep; rejected ones are replaced while others still run. With `late="defer"`, those that each turn gives.
             score: judges the responses that are drawn this way; `score(responses)` of the result costs nothing more.
             keep: says of a group's samples, which have a `reward`, whether it counts; by default those with different rewards.
@@ -379,7 +396,20 @@ class Policy(Role):
         """
         if not is_count(n) or n > MAX_GROUP:
             raise OptionError(f"n is {n!r}; a prompt has from 1 to {MAX_GROUP} responses, a whole number")
-        sampling = Sampling(max_new_tokens, temperature, top_p, top_k, min_new_tokens)
+        sampling = Sampling(
+            max_new_tokens,
+            temperature,
+            top_p,
+            top_k,
+            min_new_tokens,
+            stop_token_ids=as_tuple(stop_token_ids),
+            stop=(stop,) if isinstance(stop, str) else as_tuple(stop),
+            include_stop=include_stop,
+            ignore_eos=ignore_eos,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            logit_bias=() if logit_bias is None else as_tuple(logit_bias.items() if isinstance(logit_bias, Mapping) else logit_bias),
+        )
         shown = _shown_options(n, sampling, staleness, oversample, late, timeout_s, kv)
         allowed = self._session.staleness_of_generate(staleness)
         check_late(oversample, late, kv, allowed, timeout_s)

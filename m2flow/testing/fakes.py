@@ -40,6 +40,7 @@ from m2flow.engines.contract import (
     Occupancy,
     Request,
     RolloutEngine,
+    StopTexts,
     Sums,
     TrainEngine,
 )
@@ -116,19 +117,24 @@ class _Sequence:
     """Hash of what older weights have read of it; 0: nothing."""
     num_read: int = 0
     """Tokens read by older weights."""
+    stop_texts: StopTexts | None = None
 
     @property
     def finish(self) -> Finish | None:
-        if self.tokens and self.tokens[-1] in self.stops:
+        if self.tokens and (self.tokens[-1] in self.stops or self._is_stopped_by_text):
             return Finish.STOP
         return Finish.LENGTH if len(self.tokens) >= self.request.sampling.max_new_tokens else None
+
+    @property
+    def _is_stopped_by_text(self) -> bool:
+        return self.stop_texts is not None and self.stop_texts.are_completed(np.array(self.tokens, np.int32))
 
 
 @final
 class FakeRollout(RolloutEngine):
     """A rollout engine that admits and finishes requests as a real one does.
 
-    Temperature 0 ignores the seed; other temperatures change nothing.
+    Temperature 0 ignores the seed; other temperatures change nothing, nor do biases, penalties and truncations.
     """
 
     name = "fake"
@@ -176,10 +182,11 @@ class FakeRollout(RolloutEngine):
             if request.id in known:
                 raise EngineError(f"sample {who} is already being generated")
             known.add(request.id)
-            stops = frozenset({FAKE_EOS, *request.sampling.stop_token_ids})
+            stops = frozenset(request.sampling.stop_token_ids) | (frozenset() if request.sampling.ignore_eos else {FAKE_EOS})
             stale = list(request.prefix_kv_stale) or [False] * len(request.prefix)
             given = list(request.prefix), list(request.prefix_logprobs), list(request.prefix_versions), stale
-            new.append(_Sequence(request, prompt, stops, fake_hash(*prompt), *given))
+            texts = StopTexts.of(request.sampling, decode_fake, frozenset(range(_FIRST_BYTE)))
+            new.append(_Sequence(request, prompt, stops, fake_hash(*prompt), *given, stop_texts=texts))
         self._queue += new
 
     def step(self) -> list[Generated]:
@@ -272,6 +279,7 @@ class FakeRollout(RolloutEngine):
 
 def _generated(sequence: _Sequence, finish: Finish | None) -> Generated:
     assert finish is not None
+    stops = sequence.stop_texts if finish is Finish.STOP else None
     return Generated(
         id=sequence.request.id,
         prompt_tokens=np.array(sequence.prompt, np.int32),
@@ -280,7 +288,7 @@ def _generated(sequence: _Sequence, finish: Finish | None) -> Generated:
         versions=np.array(sequence.versions, np.int32),
         kv_stale=np.array(sequence.kv_stale, np.bool_),
         finish=finish,
-        text=decode_fake(sequence.tokens),
+        text=stops.shorten(np.array(sequence.tokens, np.int32)) if stops else decode_fake(sequence.tokens),
     )
 
 

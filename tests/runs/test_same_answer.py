@@ -52,7 +52,7 @@ def everything(num_steps: int = 2, batch: int = 3, n: int = 2, minibatch: int = 
     for step in steps(num_steps):
         responses = policy.generate(prompts.take(batch), n=n, max_new_tokens=12)
         if step % 2 == 0:  # Nothing waits for these long samples: later calls come while they still run.
-            log(accuracy=verifier.score(policy.generate(heldout.all(), n=2, max_new_tokens=90, min_new_tokens=30)).mean())
+            log(accuracy=verifier.score(policy.generate(heldout.all(), n=2, max_new_tokens=90, min_new_tokens=30, stop=["7", "on"])).mean())
             log(greedy=verifier.score(policy.generate(heldout.all(), max_new_tokens=6, temperature=0)).mean())
         ranks = rank_in_group(responses)
         other = short.score(responses)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import transformers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 DIGITS = Path(__file__).parents[2] / "flows" / "models" / "digits"
 
@@ -25,10 +27,30 @@ _SIZES: dict[str, Any] = {
 }
 
 
-def save_config(kind: str, folder: Path, **changes: Any) -> str:
-    """A directory with the config of a `<kind>Config` from transformers and the tokenizer of flows/models/digits."""
+def byte_tokenizer(folder: Path, *, merges: Sequence[str] = (), special: Sequence[str] = ("<eos>", "<turn>"), **options: Any) -> Any:
+    """A byte-level BPE tokenizer, saved in the directory: special tokens first, then bytes, then what these merges make of them.
+
+    Args:
+        options: of its tokenizer_config.json: `bos_token`, `chat_template`.
+    """
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    pairs = [tuple(merge.split(" ")) for merge in merges]
+    vocab = {token: i for i, token in enumerate([*special, *alphabet, *("".join(pair) for pair in pairs)])}
+    made = Tokenizer(models.BPE(vocab=vocab, merges=pairs))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False), decoders.ByteLevel()
+    made.add_special_tokens([AddedToken(token, special=True) for token in special])
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, eos_token=special[0], additional_special_tokens=list(special[1:]), **options
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def save_config(kind: str, folder: Path, *, tokenizer: bool = True, **changes: Any) -> str:
+    """A directory with the config of a `<kind>Config` from transformers and, if asked, the tokenizer of flows/models/digits."""
     folder.mkdir(parents=True, exist_ok=True)
     getattr(transformers, f"{kind}Config")(**{**_SIZES, "architectures": [f"{kind}ForCausalLM"], **changes}).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
+    for name in ("tokenizer.json", "tokenizer_config.json") if tokenizer else ():
         shutil.copy(DIGITS / name, folder / name)
     return str(folder)

@@ -7,9 +7,9 @@ rows fill its place, so that the rows in use stay contiguous. Jobs with the same
 
     logits [B, V], SamplingColumns, uniforms(seeds, positions) --draw--> tokens [B], logprobs [B]
 
-The log-probability of a token is that of softmax(logits / temperature) over the whole vocabulary, before top-k, top-p and `min_new_tokens`
-take tokens away; for temperature 0 that of softmax(logits). A trainer that divides its logits by the same temperature computes the same, so
-their ratio is 1 on equal weights.
+The log-probability of a token is that of softmax(logits / temperature) over the whole vocabulary, before biases, penalties, top-k, top-p,
+min-p and `min_new_tokens`; for temperature 0 that of softmax(logits). A trainer that divides its logits by the same temperature computes
+the same, so their ratio is 1 on equal weights.
 
 Legend: B rows, V vocabulary.
 """
@@ -17,7 +17,7 @@ Legend: B rows, V vocabulary.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, final
 
@@ -30,6 +30,7 @@ from m2flow.engines.embedded.kv_slots import SlotCache
 from m2flow.engines.embedded.slot_model import SlotModel
 from m2flow.engines.models.requests import Job
 from m2flow.errors import OutOfMemory
+from m2flow.recipe import Sampling
 from m2flow.samples import Finish
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -67,28 +68,34 @@ class SamplingColumns:
     """0 is off."""
     top_p: npt.NDArray[np.float64]
     """1 is off."""
+    min_p: npt.NDArray[np.float64]
+    """0 is off."""
 
 
-def draw(logits: Tensor, columns: SamplingColumns, uniform: npt.NDArray[np.float64], forbidden: Tensor | None) -> tuple[Tensor, Tensor]:
+def draw(
+    logits: Tensor,
+    columns: SamplingColumns,
+    uniform: npt.NDArray[np.float64],
+    forbidden: Tensor | None,
+    shifted: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Draw tokens by inverting the cumulative distribution in order of token id; rows are independent.
 
-    Top-k comes before top-p, which looks at what top-k left, renormalised, as in transformers. Of equal logits at top-k's edge the
-    lower id stays.
+    Top-k comes before top-p, which looks at what top-k left, renormalised, and min-p last, as in transformers. Of equal logits at top-k's
+    edge the lower id stays.
 
     Args:
         logits: [B, V], on any device.
         uniform: float64 [B], from `uniforms`.
         forbidden: bool [B, V], tokens that can't be drawn; or None.
+        shifted: the logits with biases and penalties (`shifted_logits`), from which tokens are drawn; None: there are none.
     Returns:
         int64 [B] and float32 [B], on the logits' device.
     """
     is_greedy = columns.temperature == 0
-    scaled = logits.float()
-    if bool((columns.temperature != 1).any()):
-        divisor = np.where(is_greedy, np.float32(1), columns.temperature)
-        scaled = scaled / torch.from_numpy(divisor).to(logits.device)[:, None]
-    logprobs = scaled.log_softmax(-1)
-    allowed = logprobs if forbidden is None else logprobs.masked_fill(forbidden, float("-inf"))
+    logprobs = _tempered(logits, columns).log_softmax(-1)
+    allowed = logprobs if shifted is None else _tempered(shifted, columns).log_softmax(-1)
+    allowed = allowed if forbidden is None else allowed.masked_fill(forbidden, float("-inf"))
     if is_greedy.all():
         tokens = allowed.argmax(-1)
     else:
@@ -98,8 +105,51 @@ def draw(logits: Tensor, columns: SamplingColumns, uniform: npt.NDArray[np.float
     return tokens, logprobs.gather(1, tokens[:, None]).squeeze(1)
 
 
+def _tempered(logits: Tensor, columns: SamplingColumns) -> Tensor:
+    """The logits divided by each row's temperature; of greedy rows as they are."""
+    if not (columns.temperature != 1).any():
+        return logits.float()
+    divisor = np.where(columns.temperature == 0, np.float32(1), columns.temperature)
+    return logits.float() / torch.from_numpy(divisor).to(logits.device)[:, None]
+
+
+def shifts(sampling: Sampling) -> bool:
+    """Whether a sample is drawn from other logits than the model's own."""
+    return bool(sampling.logit_bias) or sampling.repetition_penalty != 1
+
+
+def shifted_logits(logits: Tensor, rows: Iterable[tuple[int, Sampling, npt.NDArray[np.int32]]]) -> Tensor | None:
+    """Add biases to logits, then divide those of tokens that a row has already by its penalty, or multiply them if negative.
+
+    Args:
+        logits: [B, V], which stay as they are.
+        rows: row, its parameters, and its tokens, prompt included; those alone that `shifts`.
+    Returns:
+        float32 [B, V]; None if there are no such rows.
+    Source:
+        Keskar et al. 2019, CTRL, arXiv:1909.05858, with the negative logits of transformers' RepetitionPenaltyLogitsProcessor.
+    """
+    shifted: Tensor | None = None
+    for row, sampling, tokens in rows:
+        shifted = logits.float().clone() if shifted is None else shifted
+        if sampling.logit_bias:
+            ids = torch.tensor([token for token, _ in sampling.logit_bias], device=logits.device)
+            shifted[row, ids] += torch.tensor([added for _, added in sampling.logit_bias], device=logits.device)
+        if sampling.repetition_penalty != 1:
+            ids = torch.from_numpy(np.unique(tokens).astype(np.int64)).to(logits.device)
+            seen = shifted[row, ids]
+            shifted[row, ids] = torch.where(seen > 0, seen / sampling.repetition_penalty, seen * sampling.repetition_penalty)
+    return shifted
+
+
+_UNLIKELY = -50.0
+"""A log-probability, far above that of float32's smallest number."""
+
+
 def _invert(logprobs: Tensor, uniform: Tensor) -> Tensor:
-    cumulated = logprobs.exp().cumsum(-1, dtype=torch.float64)
+    # What is left may be so unlikely that float32 has no number for it.
+    peak = logprobs.amax(-1, keepdim=True)
+    cumulated = (logprobs - torch.where(peak < _UNLIKELY, peak, 0.0)).exp().cumsum(-1, dtype=torch.float64)
     total = cumulated[:, -1]
     # The product may round up to the total, which no token exceeds.
     target = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
@@ -111,7 +161,7 @@ def _truncated(logprobs: Tensor, columns: SamplingColumns) -> Tensor:
     top_k = np.where((columns.top_k > 0) & (columns.top_k < num_tokens), columns.top_k, num_tokens)
     has_k, has_p = bool((top_k < num_tokens).any()), bool((columns.top_p < 1).any())
     if not has_k and not has_p:
-        return logprobs
+        return _without_unlikely(logprobs, columns)
     ordered, ids = logprobs.sort(dim=-1, descending=True, stable=True)
     if has_k:
         rank = torch.arange(num_tokens, device=logprobs.device)
@@ -121,7 +171,16 @@ def _truncated(logprobs: Tensor, columns: SamplingColumns) -> Tensor:
         before = probabilities.cumsum(-1) - probabilities
         limit = torch.from_numpy(np.where(columns.top_p < 1, columns.top_p, 2.0)).to(logprobs.device)[:, None]
         ordered = ordered.masked_fill(before >= limit, float("-inf"))
-    return torch.empty_like(ordered).scatter_(1, ids, ordered)
+    return _without_unlikely(torch.empty_like(ordered).scatter_(1, ids, ordered), columns)
+
+
+def _without_unlikely(logprobs: Tensor, columns: SamplingColumns) -> Tensor:
+    """Drop tokens whose probability is below the likeliest one's times `min_p`, which renormalising does not change."""
+    if not (columns.min_p > 0).any():
+        return logprobs
+    with np.errstate(divide="ignore"):
+        share = torch.from_numpy(np.log(columns.min_p)).to(logprobs.device)
+    return logprobs.masked_fill(logprobs < logprobs.amax(-1, keepdim=True) + share[:, None], float("-inf"))
 
 
 _LENGTH_STEP = 64
@@ -197,6 +256,7 @@ _ROW = np.dtype(
         ("temperature", np.float32),
         ("top_k", np.int64),
         ("top_p", np.float64),
+        ("min_p", np.float64),
     ]
 )
 
@@ -343,7 +403,7 @@ class ContinuousDecoder:
             sequence_of_slot.append(sequences[key])
             count, s = len(job.tokens), job.sampling
             length = len(job.prompt) + count
-            self._rows[row] = (job.seed, length, count, 0, s.max_new_tokens, s.min_new_tokens, s.temperature, s.top_k, s.top_p)
+            self._rows[row] = (job.seed, length, count, 0, s.max_new_tokens, s.min_new_tokens, s.temperature, s.top_k, s.top_p, s.min_p)
             self._tokens[row, :count] = job.tokens
             self._logprobs[row, :count] = job.logprobs
             self._stops[row] = -1
@@ -357,9 +417,17 @@ class ContinuousDecoder:
     def _sample(self, logits: torch.Tensor) -> None:
         num_rows = len(self._jobs)
         rows = self._rows[:num_rows]
-        columns = SamplingColumns(rows["temperature"].copy(), rows["top_k"].copy(), rows["top_p"].copy())
+        columns = SamplingColumns(*(rows[name].copy() for name in ("temperature", "top_k", "top_p", "min_p")))
         forbidden = forbidden_stops(rows["count"] < rows["min_new"], self._stops[:num_rows], logits)
-        tokens, logprobs = draw(logits, columns, uniforms(rows["seed"], rows["count"]), forbidden)
+        shifted = shifted_logits(
+            logits,
+            (
+                (row, job.sampling, np.concatenate([job.prompt, self._tokens[row, : rows["count"][row]]]))
+                for row, job in enumerate(self._jobs)
+                if shifts(job.sampling)
+            ),
+        )
+        tokens, logprobs = draw(logits, columns, uniforms(rows["seed"], rows["count"]), forbidden, shifted)
         # One transfer; float64 holds any token id and any float32 exactly.
         drawn = torch.stack([tokens.double(), logprobs.double()]).cpu().numpy()
         index = np.arange(num_rows)
@@ -371,6 +439,9 @@ class ContinuousDecoder:
         num_rows = len(self._jobs)
         rows = self._rows[:num_rows]
         is_stop = (rows["last"][:, None] == self._stops[:num_rows]).any(1)
+        for row, job in enumerate(self._jobs):
+            if job.stop_texts is not None:
+                is_stop[row] |= job.is_stopped_by(self._tokens[row, : rows["count"][row]])
         done = np.flatnonzero(is_stop | (rows["count"] >= rows["max_new"]))
         finished = [(self._job(row, version), Finish.STOP if is_stop[row] else Finish.LENGTH) for row in done.tolist()]
         self._leave(done)

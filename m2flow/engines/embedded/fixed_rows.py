@@ -19,7 +19,7 @@ from typing import final
 import numpy as np
 import torch
 
-from m2flow.engines.embedded.decoding import SamplingColumns, draw, forbidden_stops, uniforms
+from m2flow.engines.embedded.decoding import SamplingColumns, draw, forbidden_stops, shifted_logits, shifts, uniforms
 from m2flow.engines.embedded.kv_slots import SlotCache
 from m2flow.engines.embedded.slot_model import SlotModel
 from m2flow.engines.models.requests import Job
@@ -192,11 +192,13 @@ class _FixedBatch:
                 self._replay(job, row, self._count + 1)
                 continue
             s = job.sampling
-            columns = SamplingColumns(np.array([s.temperature], np.float32), np.array([s.top_k]), np.array([s.top_p]))
+            columns = SamplingColumns(np.array([s.temperature], np.float32), np.array([s.top_k]), np.array([s.top_p]), np.array([s.min_p]))
             alone = logits[row : row + 1]
             early = np.array([self._count < s.min_new_tokens])
             uniform = uniforms(np.array([job.seed], np.uint64), np.array([self._count]))
-            token, logprob = draw(alone, columns, uniform, forbidden_stops(early, job.stop_ids[None], alone))
+            said = np.concatenate([job.prompt, self._tokens[row, : self._count]])
+            shifted = shifted_logits(alone, [(0, s, said)] if shifts(s) else [])
+            token, logprob = draw(alone, columns, uniform, forbidden_stops(early, job.stop_ids[None], alone), shifted)
             self._tokens[row, self._count], self._logprobs[row, self._count] = int(token), float(logprob)
         self._count += 1
 
@@ -210,7 +212,9 @@ class _FixedBatch:
         for row, job in list(self.jobs.items()):
             if self._count <= len(job.tokens):
                 continue
-            is_stop = bool((job.stop_ids == self._tokens[row, self._count - 1]).any())
+            is_stop = bool((job.stop_ids == self._tokens[row, self._count - 1]).any()) or job.is_stopped_by(
+                self._tokens[row, : self._count]
+            )
             if is_stop or self._count >= job.sampling.max_new_tokens:
                 finished.append((self.take(row, version), Finish.STOP if is_stop else Finish.LENGTH))
         return finished

@@ -35,7 +35,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -173,6 +173,8 @@ class TextCodec:
         self._chat = chat
         self.eos_ids = eos_ids
         """Ids that end a sequence: the tokenizer's, and those of generation_config.json."""
+        self.special_ids = frozenset(int(token) for token in tokenizer.all_special_ids)
+        """Ids that `decode` leaves out."""
 
     @property
     def eos_id(self) -> int:
@@ -209,6 +211,11 @@ class TextCodec:
             messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
             return list(self._tokenizer.apply_chat_template(messages, return_dict=False))
         return [*self.encode_prompt(prompt), *self.encode_target(response), self.eos_id]
+
+    def special_among(self, texts: Sequence[str]) -> frozenset[int]:
+        """The ids of those of these texts that are special tokens."""
+        known = dict(zip(self._tokenizer.all_special_tokens, self._tokenizer.all_special_ids, strict=True))
+        return frozenset(int(known[text]) for text in texts if text in known)
 
     def decode(self, ids: list[int]) -> str:
         """Decode generated tokens, without special tokens."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from m2flow.engines.contract import Generated, Request
+from m2flow.engines.contract import Generated, Request, StopTexts
 from m2flow.engines.models.hf_model import TextCodec
 from m2flow.errors import DatasetError, EngineError, PromptTooLong
 from m2flow.recipe import Sampling
@@ -36,10 +36,15 @@ class Job:
     """As `m2flow.engines.contract.Generated` has them."""
     has_old_cache: bool = False
     """Weights have changed since its tokens were read: those that come now see older keys."""
+    stop_texts: StopTexts | None = None
 
     @property
     def reserved_length(self) -> int:
         return len(self.prompt) + self.sampling.max_new_tokens
+
+    def is_stopped_by(self, tokens: npt.NDArray[np.int32]) -> bool:
+        """Whether the last of these tokens, all of the sample, completes a stop text."""
+        return self.stop_texts is not None and self.stop_texts.are_completed(tokens)
 
     def extended(self, tokens: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32], version: int) -> Job:
         """Return the job with all its tokens; those beyond the ones it had were made by this version."""
@@ -84,7 +89,12 @@ def job_of(request: Request, codec: TextCodec, encoded: dict[str, npt.NDArray[np
             f"sample {who}: a prefix of {len(prefix)} tokens with {len(request.prefix_logprobs)} log-probabilities and "
             f"{len(request.prefix_versions)} versions, for max_new_tokens={num_new}"
         )
-    stops = sorted(codec.eos_ids | set(request.sampling.stop_token_ids))
+    sampling = request.sampling
+    if sampling.logit_bias and max(token for token, _ in sampling.logit_bias) >= vocab_size:
+        raise EngineError(f"sample {who}: logit_bias has a token outside of 0..{vocab_size - 1}")
+    stops = sorted(
+        (frozenset() if sampling.ignore_eos else codec.eos_ids) | set(sampling.stop_token_ids) | codec.special_among(sampling.stop)
+    )
     return Job(
         id=request.id,
         seed=request.seed,
@@ -95,6 +105,7 @@ def job_of(request: Request, codec: TextCodec, encoded: dict[str, npt.NDArray[np
         logprobs=np.array(request.prefix_logprobs, np.float32),
         versions=np.array(request.prefix_versions, np.int32),
         kv_stale=np.array(request.prefix_kv_stale or [False] * len(prefix), np.bool_),
+        stop_texts=StopTexts.of(sampling, codec.decode, codec.special_ids),
     )
 
 
@@ -119,7 +130,7 @@ def jobs_of(requests: Sequence[Request], known: Iterable[int], codec: TextCodec,
 
 def finish_of_prefix(job: Job) -> Finish | None:
     """The finish reason of a request whose prefix is already a whole sample; None if it is not."""
-    if len(job.tokens) and bool((job.stop_ids == job.tokens[-1]).any()):
+    if len(job.tokens) and (bool((job.stop_ids == job.tokens[-1]).any()) or job.is_stopped_by(job.tokens)):
         return Finish.STOP
     return Finish.LENGTH if len(job.tokens) == job.sampling.max_new_tokens else None
 
@@ -139,6 +150,7 @@ def split_finished(jobs: Iterable[Job]) -> tuple[list[Job], list[tuple[Job, Fini
 
 def generated_of(job: Job, finish: Finish, codec: TextCodec) -> Generated:
     """Turn a job that leaves its engine into the sample that the engine returns."""
+    stops = job.stop_texts if finish is Finish.STOP else None
     return Generated(
         id=job.id,
         prompt_tokens=job.prompt,
@@ -147,6 +159,6 @@ def generated_of(job: Job, finish: Finish, codec: TextCodec) -> Generated:
         versions=job.versions,
         kv_stale=job.kv_stale,
         finish=finish,
-        text=codec.decode(job.tokens.tolist()),
+        text=stops.shorten(job.tokens) if stops else codec.decode(job.tokens.tolist()),
         routed_experts=job.routed_experts,
     )

@@ -212,6 +212,11 @@ class ServedRollout(RolloutEngine):
         """Free what is kept for a server that is about to be stopped, or is gone already."""
 
     @property
+    def _must_hear_end(self) -> bool:
+        """Whether the server's last message of a request says more of its tokens than those before."""
+        return False
+
+    @property
     def _must_pause_to_read(self) -> bool:
         """Whether the server must be paused to read weights even if nothing runs."""
         return False
@@ -484,16 +489,25 @@ class ServedRollout(RolloutEngine):
             if self._server is not None and self._server.is_lost(_DEATH_WAIT_S):
                 self._server.check()
             raise self._gave_up(one.job, heard.error)
-        one.tokens += heard.tokens
-        one.logprobs += heard.logprobs
+        one.take_in(heard.tokens, heard.logprobs)
         if heard.finish is None:
-            return
+            return self._stop(heard.rid, one) if one.is_stopped else None
         self._num_cached += heard.num_cached
         self._num_put_back += 0 if one.is_mixed else heard.num_put_back  # A change of weights makes it wait too.
         finish = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORT}.get(heard.finish.type)
+        finish = Finish.STOP if one.is_stopped else finish
         if finish is None or (finish is Finish.ABORT and heard.rid not in self._requests.aborting):
             raise self._gave_up(one.job, heard.finish.message or heard.finish.type)
         self._requests.end(heard.rid, self._extended(one, heard), finish)
+
+    def _stop(self, rid: str, one: Running) -> None:
+        """End a request whose last token has completed a stop text, which the server need not know."""
+        if rid not in self._requests.aborting:
+            self._requests.aborting.add(rid)
+            self._started().begin_abort([rid])
+        # Otherwise the server's last message says what else is to be known of its tokens.
+        if not one.is_mixed and not self._must_hear_end:
+            self._requests.end(rid, one.so_far(self._version), Finish.STOP)
 
     def _is_healthy(self) -> bool:
         """Whether the server reports to be healthy."""

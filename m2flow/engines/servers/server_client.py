@@ -143,6 +143,10 @@ class ServerClient:
         """Start a `call` without waiting for the answer; errors are raised by its `result`."""
         return asyncio.run_coroutine_threadsafe(self._called(path, body, timeout_s), self._loop)
 
+    def begin_abort(self, rids: list[str]) -> None:
+        """As `abort`, without waiting until the server has answered, or minding if it does not."""
+        asyncio.run_coroutine_threadsafe(self._aborted(rids), self._loop)
+
     def abort(self, rids: list[str]) -> None:
         """Ask the server to abort requests; they end in `heard`, with `abort` or with the finish that came first."""
         self._wait(self._aborted(rids))
@@ -224,11 +228,29 @@ class Running:
     """Weights have changed under it: the server reports at its end which version made which token."""
     num_broken: int = 0
     """Connections that broke under it before this one."""
+    is_stopped: bool = False
+    """A token has completed a stop text; what the server makes beyond it is dropped."""
+    num_dropped: int = 0
+    """Tokens dropped so."""
 
     @property
     def num_tokens(self) -> int:
         """Number of tokens that the sample has, without its prompt."""
         return len(self.job.tokens) + len(self.tokens)
+
+    def take_in(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        """Add tokens that have come, up to the first that completes a stop text."""
+        if self.job.stop_texts is None:
+            self.tokens += tokens
+            self.logprobs += logprobs
+            return
+        for at, token in enumerate(tokens):
+            if self.is_stopped:
+                self.num_dropped += len(tokens) - at
+                return
+            self.tokens.append(token)
+            self.logprobs += logprobs[at : at + 1]
+            self.is_stopped = self.job.is_stopped_by(np.concatenate([self.job.tokens, np.array(self.tokens, np.int32)]))
 
     def so_far(self, version: int) -> Job:
         """The job with the tokens that have come, all of them by the weights of this version."""
@@ -312,6 +334,8 @@ def extended(one: Running, spans: Sequence[Span], *, keeps: bool = False) -> Job
         keeps: caches stay when weights change, so what comes after the first weights is of an older cache.
     """
     job, count = one.job, len(one.tokens)
+    if one.is_stopped:
+        spans = [Span(span.version, span.start, min(span.end, count)) for span in spans if span.start < count]
     if len(one.logprobs) != count or (count and (not spans or spans[-1].end != count)):
         raise EngineError(
             f"the server said {len(one.logprobs)} log-probabilities and versions {spans} of {count} tokens "

@@ -44,7 +44,7 @@ from m2flow.engines.servers.server_process import Launch, ServedRolloutOptions
 from m2flow.engines.servers.sglang_weights import WeightTransfer, choose_transfer, open_transfer
 from m2flow.errors import EngineError
 from m2flow.recipe import Model
-from m2flow.samples import Finish
+from m2flow.samples import Finish, SampleId
 
 
 class _Meta(msgspec.Struct, frozen=True):
@@ -137,7 +137,10 @@ def request_body(job: Job) -> dict[str, object]:
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k or -1,
+        "min_p": sampling.min_p,
+        "stop": list(sampling.stop),
         "stop_token_ids": job.stop_ids.tolist(),
+        "ignore_eos": sampling.ignore_eos,
         "skip_special_tokens": False,
         "sampling_seed": job.seed % (1 << 63),
     }
@@ -246,7 +249,20 @@ class SglangRollout(ServedRollout):
         job = super()._extended(one, heard)
         if self._routing is None:
             return job
-        return replace(job, routed_experts=self._routing.read(heard.routed_experts, len(job.prompt) + len(job.tokens)))
+        num_tokens = len(job.prompt) + len(job.tokens)
+        return replace(job, routed_experts=self._routing.read(heard.routed_experts, num_tokens + one.num_dropped)[:num_tokens])
+
+    @property
+    def _must_hear_end(self) -> bool:
+        return self._routing is not None
+
+    def _check(self, job: Job) -> None:
+        if job.sampling.logit_bias or job.sampling.repetition_penalty != 1:
+            raise EngineError(
+                f"sample {SampleId.unpack(job.id)} has logit_bias or repetition_penalty, and the SGLang server says log-probabilities of "
+                "the logits that they change",
+                now="Leave them out, or take the engine 'embedded' or 'vllm'.",
+            )
 
     def _leaving(self, job: Job, finish: Finish) -> Generated:
         return super()._leaving(self._routing.completed(job) if self._routing else job, finish)

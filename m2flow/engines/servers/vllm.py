@@ -18,8 +18,8 @@ A model whose head is its embedding is served with a head of its own, written fr
 the head that it had.
 
 Limits: a sample's random numbers are its own, but begin anew when it is stopped and goes on. A server says log-probabilities at
-temperature 1 alone; or, with `tempered_logprobs`, at that of the sample, but only of samples from which top-k, top-p and `min_new_tokens`
-take nothing away. What it would say wrongly is refused. Those of `m2flow.engines.servers.served_rollout`.
+temperature 1 alone; or, with `tempered_logprobs`, at that of the sample, but only of samples from which top-k, top-p, min-p, biases,
+penalties and `min_new_tokens` take nothing away. What it would say wrongly is refused. Those of `m2flow.engines.servers.served_rollout`.
 """
 
 from __future__ import annotations
@@ -171,11 +171,12 @@ class VllmRollout(ServedRollout):
                 f"sample {who} is of temperature {sampling.temperature}; the vLLM server says log-probabilities at temperature 1",
                 now="Set rollout.options.tempered_logprobs: true in the cluster spec, or take temperature 0 or 1.",
             )
-        is_cut = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_new_tokens > len(job.tokens)
+        is_shifted = bool(sampling.logit_bias) or sampling.repetition_penalty != 1
+        is_cut = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0 or sampling.min_new_tokens > len(job.tokens) or is_shifted
         if self._logprobs_mode == "processed_logprobs" and sampling.temperature > 0 and is_cut:
             raise EngineError(
-                f"sample {who} has top_k, top_p or min_new_tokens, and with tempered_logprobs the vLLM server says log-probabilities "
-                "of what they leave",
+                f"sample {who} has top_k, top_p, min_p, min_new_tokens, a bias or a penalty, and with tempered_logprobs the vLLM server "
+                "says log-probabilities of what they leave",
                 now="Leave them out, or tempered_logprobs (then temperature is 0 or 1).",
             )
 
@@ -188,6 +189,9 @@ class VllmRollout(ServedRollout):
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "repetition_penalty": sampling.repetition_penalty,
+            "logit_bias": dict(sampling.logit_bias),
             "stop_token_ids": job.stop_ids.tolist(),
             "ignore_eos": True,
             "seed": job.seed % (1 << 63),

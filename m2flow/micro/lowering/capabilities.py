@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 
 from m2flow.engines.contract import Capabilities
 from m2flow.engines.registry import check_adapters, engines
@@ -14,7 +15,7 @@ from m2flow.errors import PlanError
 from m2flow.macro.graph import MacroGraph
 from m2flow.macro.oversampling import carries, keeps_cache
 from m2flow.micro.protocol.plan import WorkerPlan
-from m2flow.recipe import Model
+from m2flow.recipe import Model, Sampling
 from m2flow.samples import Batch
 from m2flow.spec import RolloutSpec
 
@@ -88,6 +89,29 @@ def check_lora(models: Mapping[str, Model], workers: Iterable[WorkerPlan]) -> No
                         now=f"Leave `lora=` out, or take one of {', '.join(can)} as `train: {{engine: ...}}` in the cluster spec.",
                     )
                 check_adapters()
+
+
+def check_sampling(graph: MacroGraph, workers: Iterable[WorkerPlan]) -> None:
+    """Check that the rollout engines of each generation can honour its sampling parameters.
+
+    Raises:
+        PlanError: an engine can't.
+    """
+    engines_of = {(slot.role, slot.engine) for worker in workers for slot in worker.engines if slot.kind == "rollout"}
+    for call in graph.calls:
+        sampling = call.options.get("sampling")
+        if not isinstance(sampling, Sampling):
+            continue
+        given = {field.name for field in fields(sampling) if getattr(sampling, field.name) != field.default}
+        for engine in sorted(engine for role, engine in engines_of if role == call.role):
+            can = rollout_capabilities(engine)
+            refused = sorted(given.intersection(can.refused_sampling)) if can is not None else []
+            if refused:
+                able = [info.name for info in engines() if info.kind == "rollout" and not info.capabilities.refused_sampling]
+                raise PlanError(
+                    f"{call.name} at {call.site} has {', '.join(refused)}, which the rollout engine {engine!r} can't honour",
+                    now=f"Leave it out, or take one of {', '.join(able)} as `rollout: {{engine: ...}}` in the cluster spec.",
+                )
 
 
 def notes_on_capabilities(graph: MacroGraph, workers: Iterable[WorkerPlan]) -> tuple[str, ...]:

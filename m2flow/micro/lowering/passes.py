@@ -59,6 +59,7 @@ from m2flow.macro.loss_declarations import asynchrony
 from m2flow.micro.lowering.arithmetic import arithmetic
 from m2flow.micro.lowering.capabilities import (
     check_lora,
+    check_sampling,
     notes_on_capabilities,
     notes_on_difficulty,
     roles_syncing_adapters_only,
@@ -294,6 +295,7 @@ def lower(
     check_deadlock_freedom(routes, stages, workers)
     stages = with_rooms(first, stages, routes, workers)
     check_lora(models, workers)
+    check_sampling(graph, workers)
     names = graph.names()
     # Of a line that a loop repeats, the call of the first turn.
     first_looks = {(seen.site, seen.why): seen for seen in reversed(graph.observations)}
