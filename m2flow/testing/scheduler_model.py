@@ -528,8 +528,8 @@ def _recount_generation(state: CallState, own: Iterable[TaskState]) -> None:
 
 
 def _recount_weights(scheduler: Scheduler, fakes: Mapping[str, FakeWorker]) -> None:
-    scheduler_state, dispatch = scheduler._state, scheduler._rollout
-    for role, counted in dispatch._num_holding.items():
+    scheduler_state = scheduler._state
+    for role, counted in scheduler_state.engine_weights._num_holding.items():
         held = Counter(worker.held.get(role, 0) for worker in scheduler_state.ready_workers.hosts("rollout", role))
         assert +counted == held, f"the weights of {role}: {dict(held)}, not {dict(counted)}"
     for worker in scheduler_state.workers.values():

@@ -17,8 +17,8 @@ from m2flow.micro.lowering import passes, placement
 from m2flow.micro.lowering.passes import lower
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.events import CallAdded, FromWorker, Send, Sourced
-from m2flow.micro.scheduler.call_state import Versions
 from m2flow.micro.scheduler.scheduler import Scheduler
+from m2flow.micro.scheduler.weights import Versions
 from m2flow.samples import Batch
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
 from m2flow.testing.programs import Answer

@@ -16,10 +16,10 @@ from test_same_answer import duet, everything, plain
 from m2flow.macro.flow import Flow
 from m2flow.micro.protocol import execute, train_tasks, worker_state
 from m2flow.micro.protocol.row_store import RowStore
-from m2flow.micro.scheduler import call_state, rollout_dispatch, state
+from m2flow.micro.scheduler import call_state, state, weights
 from m2flow.micro.scheduler.call_state import CallState, MicroBatch, MinibatchEnd, UpdateProgress
 from m2flow.micro.scheduler.function_dispatch import FunctionDispatch
-from m2flow.micro.scheduler.rollout_dispatch import RolloutDispatch
+from m2flow.micro.scheduler.task_queues import Offer
 from m2flow.micro.worker import engine_host
 from m2flow.micro.worker.engine_host import EngineHost
 from m2flow.micro.worker.worker import Worker
@@ -202,21 +202,21 @@ def a_sync_brings_no_weights(patch: Patch) -> None:
 
 
 def a_sync_before_the_engine_is_drained(patch: Patch) -> None:
-    offer = RolloutDispatch._load_offer
+    offer = weights.load_offer
 
-    def at_once(self: RolloutDispatch, worker: worker_state.WorkerState, role: str, version: int) -> rollout_dispatch.Offer | None:
+    def at_once(scheduler: state.SchedulerState, worker: worker_state.WorkerState, role: str, version: int) -> Offer | None:
         if "LoadWeights" in worker.doing:
             return None
         num_tasks, worker.num_tasks["rollout"] = worker.num_tasks["rollout"], 0
-        found = offer(self, worker, role, version)
+        found = offer(scheduler, worker, role, version)
         worker.num_tasks["rollout"] = num_tasks
         return found
 
-    patch.setattr(RolloutDispatch, "_load_offer", at_once)
+    patch.setattr(weights, "load_offer", at_once)
 
 
 def stale_weights_are_good_enough(patch: Patch) -> None:
-    patch.setattr(rollout_dispatch, "window", lambda call: (max(call.reads[0].version - 1, 0), call.reads[0].version))
+    patch.setattr(weights, "window", lambda call: (max(call.reads[0].version - 1, 0), call.reads[0].version))
     patch.setattr(engine_host, "check_admission", lambda call, version: None)
     patch.setattr(train_tasks, "check_consumption", lambda call, samples: None)
 

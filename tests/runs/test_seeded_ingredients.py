@@ -18,8 +18,9 @@ from m2flow.micro.lowering import passes, placement
 from m2flow.micro.protocol import execute, train_tasks
 from m2flow.micro.protocol.plan import Stage
 from m2flow.micro.protocol.staleness import VersionSpan, version_spans_of
-from m2flow.micro.scheduler import rollout_dispatch, state
-from m2flow.micro.scheduler.call_state import CallState, Versions
+from m2flow.micro.scheduler import state, weights
+from m2flow.micro.scheduler.call_state import CallState
+from m2flow.micro.scheduler.weights import Versions
 from m2flow.micro.worker import engine_host, worker
 from m2flow.micro.worker.function_tasks import Arguments
 from m2flow.samples import Batch, Sample
@@ -79,13 +80,13 @@ def versions_one_older_than_allowed(patch: Patch) -> None:
 
 def an_engine_samples_with_what_it_holds(patch: Patch) -> None:
     """The window is right, and nobody looks at it."""
-    whole = rollout_dispatch.window
+    whole = weights.window
 
     def wider(call: Call) -> tuple[int, int]:
         oldest, newest = whole(call)
         return max(oldest - 1, 0) if oldest < newest else oldest, newest
 
-    patch.setattr(rollout_dispatch, "window", wider)
+    patch.setattr(weights, "window", wider)
     patch.setattr(engine_host, "check_admission", lambda call, version: None)
     patch.setattr(train_tasks, "check_consumption", lambda call, samples: None)
 

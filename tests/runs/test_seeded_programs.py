@@ -19,7 +19,8 @@ from m2flow.macro.refill import Refill, RefillEnd
 from m2flow.micro.protocol import execute
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.scheduler import state
-from m2flow.micro.scheduler.call_state import CallState, UpdateProgress, Versions
+from m2flow.micro.scheduler.call_state import CallState, UpdateProgress
+from m2flow.micro.scheduler.weights import Versions
 from m2flow.samples import Batch, group_key, prompt_positions
 from m2flow.spec import ClusterSpec
 from m2flow.testing.programs import Answer, Program

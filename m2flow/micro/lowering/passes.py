@@ -19,8 +19,8 @@ A schedule gives the sequential answer because of these rules (kept by the modul
 - a read of a resource waits for the write of the version that it reads (`state`);
 - a write waits for the earlier reads of what it replaces, and for the write before it (`call_state`, `train_dispatch`);
 - a call ends after all of its inputs have ended, also one that turns out to have no rows (`state`);
-- a rollout engine samples for a call only with a version that the call may use (`rollout_dispatch`);
-- a trainer replaces weights only after every engine that must sample from them has loaded them (`rollout_dispatch`);
+- a rollout engine samples for a call only with a version that the call may use (`weights`);
+- a trainer replaces weights only after every engine that must sample from them has loaded them (`weights`);
 - rows are forgotten when neither the program nor a call can ask for them (`state`);
 - a refill judges whole groups, in which the earliest failing sample counts (`call_state`).
 

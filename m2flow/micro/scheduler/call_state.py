@@ -24,12 +24,12 @@ from __future__ import annotations
 import bisect
 import math
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, final
 
 from m2flow.errors import M2FlowError
-from m2flow.macro.graph import Call, Effect
+from m2flow.macro.graph import Call
 from m2flow.macro.oversampling import is_cut
 from m2flow.macro.refill import Refill
 from m2flow.micro.protocol import messages as m
@@ -656,88 +656,3 @@ class CallState:
 
     def prompts_of(self, rows: Iterable[int]) -> list[int]:
         return [self._prompt_of[row] for row in rows]
-
-
-@final
-class Versions:
-    """Tracks who writes and reads each resource, and which version of the weights each trainer holds. Calls are added in program order."""
-
-    def __init__(self, restored: Mapping[str, int]) -> None:
-        self._writers: dict[str, dict[int, int]] = {}
-        """Resource -> version, in order -> the call that writes it, unless that is done and a newer one is known."""
-        self._readers: dict[str, dict[int, CallState]] = {}
-        """Resource -> unfinished calls that read it, in program order."""
-        self._trained = dict(restored)
-        """Role -> newest version that exists; at first the one that its trainer was restored to."""
-        self._known = dict(restored)
-        """Role -> version once all calls added so far are done."""
-        self._replacing: set[str] = set()
-
-    def written_for(self, call: Call) -> tuple[list[int], list[int]]:
-        """Find the calls that write what a call reads: the oldest versions that suffice, and newer ones that it need not wait for.
-
-        A writer of a version has read the one before, so it can't end before the writers of older ones, and fails with them.
-        """
-        needed: list[int] = []
-        newer: list[int] = []
-        for effect in call.reads:
-            writers = self._writers.get(effect.resource)
-            if writers:
-                first = effect.first
-                if first in writers:
-                    needed.append(writers[first])
-                newer += [writers[version] for version in range(first + 1, effect.version + 1) if version in writers]
-        return needed, newer
-
-    def add(self, state: CallState, is_done: Callable[[int], bool]) -> None:
-        """Add what a call reads and writes."""
-        for effect in state.call.reads:
-            self._readers.setdefault(effect.resource, {})[state.call.ordinal] = state
-        for effect in state.call.writes:
-            if state.call.engine == "train":
-                self._known[state.call.role] = effect.version
-            known = self._writers.setdefault(effect.resource, {})
-            while known and is_done(known[oldest := next(iter(known))]):
-                del known[oldest]
-            known[effect.version] = state.call.ordinal
-
-    def over(self, state: CallState) -> None:
-        """Remove the reads of a call that is done or failed."""
-        for effect in state.call.reads:
-            self._readers[effect.resource].pop(state.call.ordinal, None)
-
-    def done(self, call: Call) -> None:
-        """Record that a call is done: what it trained is the newest version."""
-        if call.engine == "train":
-            for effect in call.writes:
-                self._trained[call.role] = effect.version
-            self._replacing.discard(call.role)
-
-    def known(self) -> dict[str, int]:
-        """Return role -> version once all calls added so far are done, for roles that are trained or copied to."""
-        return dict(self._known)
-
-    def newest(self, role: str) -> int:
-        """Return the role's newest version that exists."""
-        return self._trained.get(role, 0)
-
-    def behind(self, call: Call) -> int:
-        """Count the versions that the trainer is behind the newest that a generation may use."""
-        return max(call.reads[0].version - self.newest(call.role), 0) if call.reads else 0
-
-    def trained(self, role: str) -> int | None:
-        """Return the version that the role's trainer holds; None between the first optimiser step of an update and its last."""
-        return None if role in self._replacing else self.newest(role)
-
-    def replace_weights(self, role: str) -> None:
-        """Note that an optimiser step was dispatched: the trainer's weights are no version until the update is done."""
-        self._replacing.add(role)
-
-    def reads_before(self, call: Call) -> Iterator[CallState]:
-        """Yield earlier unfinished calls that read a version which this call replaces."""
-        for effect in call.writes:
-            for state in self._readers.get(effect.resource, {}).values():
-                if state.call.ordinal >= call.ordinal:
-                    break
-                if Effect(effect.resource, effect.version - 1) in state.call.reads:
-                    yield state

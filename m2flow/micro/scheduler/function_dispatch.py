@@ -17,9 +17,8 @@ from m2flow.macro.graph import Call, Granularity
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.worker_state import WorkerState
 from m2flow.micro.scheduler.call_state import CallState
-from m2flow.micro.scheduler.rollout_dispatch import Offer
 from m2flow.micro.scheduler.state import SchedulerState
-from m2flow.micro.scheduler.task_queues import MAX_QUEUED
+from m2flow.micro.scheduler.task_queues import MAX_QUEUED, Offer
 
 
 class FunctionDispatch:

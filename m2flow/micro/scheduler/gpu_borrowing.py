@@ -100,7 +100,7 @@ class GpuBorrowing:
         """Find the workers with devices of their own that can run the generation."""
         scheduler = self._state
         own = [scheduler.workers[name] for name in state.stage.workers if name not in self._until[state.call.role]]
-        return [worker.name for worker in own if scheduler.can_have_weights(worker, state)]
+        return [worker.name for worker in own if scheduler.engine_weights.can_have(worker, state)]
 
     def _give_back(self, state: CallState, name: str) -> None:
         scheduler, call = self._state, state.call.ordinal

@@ -46,11 +46,13 @@ from m2flow.micro.protocol.events import (
 )
 from m2flow.micro.protocol.plan import Plan
 from m2flow.micro.protocol.worker_state import ROLLOUT, Lease, TaskState, WorkerState, kind_of
+from m2flow.micro.scheduler import weights
 from m2flow.micro.scheduler.backpressure import Channel, Credits
 from m2flow.micro.scheduler.deadlines import time_out
 from m2flow.micro.scheduler.function_dispatch import FunctionDispatch
-from m2flow.micro.scheduler.rollout_dispatch import Offer, RolloutDispatch
+from m2flow.micro.scheduler.rollout_dispatch import RolloutDispatch
 from m2flow.micro.scheduler.state import NOTHING, Ablation, SchedulerState
+from m2flow.micro.scheduler.task_queues import Offer
 from m2flow.micro.scheduler.train_dispatch import TrainDispatch
 from m2flow.micro.scheduler.waiting import Wait, waits_of
 from m2flow.micro.scheduler.worker_failure import join, lose, record_prefixes
@@ -111,7 +113,7 @@ class Scheduler:
         self._num_noted = 0
         """Commands of the current event that `Credits` has been told of."""
         self._rollout = RolloutDispatch(self._state, self._credits)
-        self._train = TrainDispatch(self._state, self._rollout)
+        self._train = TrainDispatch(self._state)
         self._functions = FunctionDispatch(self._state)
         self._dispatches: dict[str, Dispatch] = {"rollout": self._rollout, "train": self._train, "function": self._functions}
         self._dispatches_of = [
@@ -302,9 +304,9 @@ class Scheduler:
                     scheduler.complete(state, done.result)
             case m.PublishWeights(role=role, version=version):
                 assert done.manifest is not None
-                self._rollout.published(role, version, done.manifest)
+                weights.published(scheduler, role, version, done.manifest)
             case m.LoadWeights():
-                self._rollout.loaded(worker, task)
+                weights.loaded(scheduler, worker, task)
             case m.Switch(to=owner):
                 assert worker.lease is not None
                 if worker.lease.is_switching(worker.name):
@@ -330,7 +332,7 @@ class Scheduler:
 
     def _lost(self, event: WorkerLost) -> None:
         """Remove a lost worker; a lease that waits for it to switch goes on without it."""
-        lose(self._state, self._rollout, event)
+        lose(self._state, event)
         commands = self._state.commands
         self._state.commands = [one for one in commands if not (isinstance(one, Send) and one.worker == event.worker)]
         worker = self._state.workers[event.worker]
@@ -347,7 +349,7 @@ class Scheduler:
 
         Its rollout engine holds the devices, as at the start; if another turn has them now, it must switch.
         """
-        join(self._state, self._rollout, worker.name, incarnation)
+        join(self._state, worker.name, incarnation)
         self._credits.joined(worker.name)
         lease = worker.lease
         if lease is not None and worker.name not in lease.workers:

@@ -32,12 +32,13 @@ from m2flow.micro.protocol.events import CONTROLLER, Command, Discarded, Dropped
 from m2flow.micro.protocol.plan import Plan, Stage
 from m2flow.micro.protocol.row_store import stopped_at
 from m2flow.micro.protocol.worker_state import Lease, TaskState, WorkerState, worker_of
-from m2flow.micro.scheduler.call_state import CallState, Versions, progress_of
+from m2flow.micro.scheduler.call_state import CallState, progress_of
 from m2flow.micro.scheduler.gpu_borrowing import EarlyOnload, GpuBorrowing
 from m2flow.micro.scheduler.partial_rollouts import PartialRollouts
 from m2flow.micro.scheduler.policy_dispatch import PolicyDispatches
 from m2flow.micro.scheduler.row_locations import LostTransfers, RowLocations
 from m2flow.micro.scheduler.task_queues import ReadyWorkers, StartQueue, Tasks
+from m2flow.micro.scheduler.weights import EngineWeights, Versions
 from m2flow.micro.scheduler.worker_failure import Restoring, remove_lost_workers
 from m2flow.samples import SampleId, by_group, group_key, make_ids
 
@@ -231,6 +232,7 @@ class SchedulerState:
         self.ready_workers = ReadyWorkers(self.workers)
         self.commands: list[Command] = []
         self.versions = Versions(restored)
+        self.engine_weights = EngineWeights(self.versions, self.ready_workers)
         self.rows = RowLocations()
         self.lost_transfers = LostTransfers(self, self.rows)
         self._errors: dict[int, tuple[int, M2FlowError]] = {}
@@ -253,8 +255,6 @@ class SchedulerState:
         self.functions = StartQueue(self.workers)
         self.num_changes = 0
         """Incremented whenever the set of workers that can run a generation may have changed."""
-        self.can_have_weights: Callable[[WorkerState, CallState], bool] = lambda worker, state: True
-        """Whether a worker holds weights that a generation may use, or will be able to load them; set by `RolloutDispatch`."""
 
     # ---- calls
 
@@ -621,7 +621,7 @@ class SchedulerState:
     def is_away(self, worker: WorkerState, state: CallState) -> bool:
         """Whether a worker can't be given samples of a generation: it is lost, has given back its devices, or can't get the weights."""
         is_lent = self.borrowing.is_used and self.borrowing.passes(worker, state)
-        return worker.is_lost or is_lent or not self.can_have_weights(worker, state)
+        return worker.is_lost or is_lent or not self.engine_weights.can_have(worker, state)
 
     # ---- tasks and rows
 

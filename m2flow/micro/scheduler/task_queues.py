@@ -16,12 +16,15 @@ number of workers, calls or rows.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import final
 
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.worker_state import TaskState, WorkerState
 from m2flow.micro.scheduler.call_state import CallState
+
+Offer = Callable[[], None]
+"""A task that a worker could start now; calling it starts it."""
 
 MAX_QUEUED = 2
 """Tasks that a function process has at a time: one running, and one queued to begin at once."""

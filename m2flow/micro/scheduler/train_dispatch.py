@@ -23,9 +23,10 @@ from m2flow.macro.graph import Call
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.train_tasks import UpdateTally
 from m2flow.micro.protocol.worker_state import WorkerState
+from m2flow.micro.scheduler import weights
 from m2flow.micro.scheduler.call_state import CallState, MicroBatch, MinibatchEnd
-from m2flow.micro.scheduler.rollout_dispatch import Offer, RolloutDispatch
 from m2flow.micro.scheduler.state import SchedulerState
+from m2flow.micro.scheduler.task_queues import Offer
 
 
 @dataclass(frozen=True)
@@ -80,16 +81,15 @@ _MAX_QUEUED = 2
 class TrainDispatch:
     """Dispatches training tasks to the trainers."""
 
-    def __init__(self, scheduler: SchedulerState, rollout: RolloutDispatch) -> None:
+    def __init__(self, scheduler: SchedulerState) -> None:
         self._state = scheduler
-        self._rollout = rollout
         self.saves = Saves()
 
     def offer(self, worker: WorkerState, roles: Sequence[str]) -> Offer | None:
         """Find the next task for this worker's train engines of these roles."""
         if worker.num_tasks["train"] >= _MAX_QUEUED:
             return None
-        publish = self._rollout.publish_offer(worker, roles)
+        publish = weights.publish_offer(self._state, worker, roles)
         if publish is not None:
             return publish
         save = self._save_offer(worker, roles)
@@ -139,7 +139,7 @@ class TrainDispatch:
         if self.saves.holds(state.call):
             return False
         for reader in self._state.versions.reads_before(state.call):
-            if reader.call.engine != "rollout" or self._rollout.needs_loading(reader):
+            if reader.call.engine != "rollout" or self._state.engine_weights.needs_loading(reader):
                 return False
         return True
 

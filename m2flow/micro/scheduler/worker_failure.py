@@ -26,13 +26,13 @@ from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.events import LEDGER, Restored, WorkerLost
 from m2flow.micro.protocol.plan import Stage
 from m2flow.micro.protocol.row_store import stopped_at
+from m2flow.micro.scheduler import weights
 from m2flow.micro.scheduler.call_state import prefixes_in
 from m2flow.samples import SampleId
 
 if TYPE_CHECKING:
     from m2flow.micro.protocol.worker_state import TaskState, WorkerState
     from m2flow.micro.scheduler.call_state import CallState
-    from m2flow.micro.scheduler.rollout_dispatch import RolloutDispatch
     from m2flow.micro.scheduler.state import SchedulerState
 
 
@@ -121,7 +121,7 @@ def record_prefixes(scheduler: SchedulerState, state: CallState, place: str, mes
 _GO_ON = "What no other has can't be made again from where the run is. `m2flow run --resume` goes on from its last checkpoint."
 
 
-def lose(scheduler: SchedulerState, rollout: RolloutDispatch, event: WorkerLost) -> None:
+def lose(scheduler: SchedulerState, event: WorkerLost) -> None:
     """Remove a lost worker: requeue its tasks and find its rows elsewhere.
 
     Raises:
@@ -148,12 +148,12 @@ def lose(scheduler: SchedulerState, rollout: RolloutDispatch, event: WorkerLost)
     for task in _suspected_tasks(scheduler, name):
         _count_losses(scheduler, task, event)
     for number, task in scheduler.tasks.of(name):
-        _requeue_task(scheduler, rollout, number, task)
-    rollout.lost(worker)
+        _requeue_task(scheduler, number, task)
+    weights.lost(scheduler, worker)
     for place, rows in event.missing.items():
         scheduler.lost_transfers.send_again(place, rows)
     for state in scheduler.active.values():
-        if state.is_generation and not state.is_all_begun and not rollout.has_version_for(state):
+        if state.is_generation and not state.is_all_begun and not scheduler.engine_weights.has_version_for(state):
             raise StateLost(
                 f"{worker.name} is lost, and no other has the weights that {state.call.name} began with{_how(event)}",
                 where=state.call.site.describe(),
@@ -162,14 +162,14 @@ def lose(scheduler: SchedulerState, rollout: RolloutDispatch, event: WorkerLost)
     scheduler.ready_workers.wake_all(other for other in scheduler.workers.values() if not other.is_lost)
 
 
-def join(scheduler: SchedulerState, rollout: RolloutDispatch, name: str, incarnation: int) -> None:
+def join(scheduler: SchedulerState, name: str, incarnation: int) -> None:
     """Take in a worker that was restarted."""
     worker = scheduler.workers[name]
     if not worker.is_lost:
         return
     worker.is_lost = worker.returns = False
     worker.incarnation = incarnation
-    rollout.joined(worker)
+    scheduler.engine_weights.joined(worker)
     scheduler.changed()
     for state in scheduler.calls.values():
         if name in state.planned.workers or name in state.planned.forward_to:
@@ -251,12 +251,12 @@ def _count_losses(scheduler: SchedulerState, task: TaskState, event: WorkerLost)
         )
 
 
-def _requeue_task(scheduler: SchedulerState, rollout: RolloutDispatch, number: int, task: TaskState) -> None:
+def _requeue_task(scheduler: SchedulerState, number: int, task: TaskState) -> None:
     """End a task that will not be done, and requeue its rows that are not done."""
     scheduler.end_task(number)
     state = scheduler.calls.get(task.message.call)
     if isinstance(task.message, m.LoadWeights):
-        rollout.unloaded(task.message)
+        scheduler.engine_weights.unloaded(task.message)
     if state is not None and not state.is_over and isinstance(task.message, m.Generate | m.RunFunction):
         left = [row for row in task.rows if row not in state.done and row not in state.dropped]
         left = state.have_come(left)

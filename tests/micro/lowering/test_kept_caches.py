@@ -14,7 +14,7 @@ from m2flow.errors import InternalError
 from m2flow.macro.tracing import trace
 from m2flow.micro.lowering import capabilities
 from m2flow.micro.lowering.passes import lower
-from m2flow.micro.scheduler import rollout_dispatch
+from m2flow.micro.scheduler import weights
 from m2flow.micro.worker import eager_executor
 from m2flow.micro.worker.engine_host import EngineHost
 from m2flow.samples import SampleId
@@ -147,7 +147,7 @@ def _stopping(engine_host: object, take: object, call: object, one: object, stre
 
 
 def weights_change_under_what_must_not_use_them(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(rollout_dispatch, "_takes_under", lambda state, version: True)
+    patch.setattr(weights, "takes_under", lambda state, version: True)
 
 
 def a_stale_token_does_not_say_so(patch: pytest.MonkeyPatch) -> None:

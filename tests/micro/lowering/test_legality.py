@@ -18,9 +18,9 @@ from m2flow.macro.flow import Flow
 from m2flow.micro.lowering import passes
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.plan import Stage
-from m2flow.micro.scheduler import call_state, rollout_dispatch, state
-from m2flow.micro.scheduler.call_state import CallState, Versions
-from m2flow.micro.scheduler.rollout_dispatch import RolloutDispatch
+from m2flow.micro.scheduler import call_state, state, weights
+from m2flow.micro.scheduler.call_state import CallState
+from m2flow.micro.scheduler.weights import EngineWeights, Versions
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
 from m2flow.testing.programs import Answer
 from m2flow.testing.random_programs import difference_of
@@ -242,7 +242,7 @@ def reads_wait_for_writes(patch: Patch) -> None:
         return state
 
     patch.setattr(state.SchedulerState, "add_call", at_once)
-    patch.setattr(rollout_dispatch, "_may_use", lambda state, version: True)
+    patch.setattr(weights, "may_use", lambda state, version: True)
 
 
 def writes_wait_for_reads(patch: Patch) -> None:
@@ -263,11 +263,11 @@ def writes_wait_for_writes(patch: Patch) -> None:
 
 
 def versions_match(patch: Patch) -> None:
-    patch.setattr(rollout_dispatch, "_may_use", lambda state, version: True)
+    patch.setattr(weights, "may_use", lambda state, version: True)
 
 
 def weights_stay_until_they_are_taken(patch: Patch) -> None:
-    patch.setattr(RolloutDispatch, "needs_loading", lambda self, reader: False)
+    patch.setattr(EngineWeights, "needs_loading", lambda self, reader: False)
 
 
 def rows_are_kept_while_they_are_needed(patch: Patch) -> None:

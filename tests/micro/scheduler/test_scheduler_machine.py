@@ -20,13 +20,14 @@ from m2flow.errors import RewardError
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.events import FromWorker
 from m2flow.micro.protocol.worker_state import Lease, TaskState, WorkerState
-from m2flow.micro.scheduler import rollout_dispatch
-from m2flow.micro.scheduler.call_state import CallState, MicroBatch, UpdateProgress, Versions
+from m2flow.micro.scheduler import weights
+from m2flow.micro.scheduler.call_state import CallState, MicroBatch, UpdateProgress
 from m2flow.micro.scheduler.partial_rollouts import PartialRollouts
 from m2flow.micro.scheduler.row_locations import RowLocations
 from m2flow.micro.scheduler.scheduler import Scheduler
 from m2flow.micro.scheduler.state import SchedulerState
 from m2flow.micro.scheduler.task_queues import ReadyWorkers, Tasks
+from m2flow.micro.scheduler.weights import Versions
 from m2flow.testing.scheduler_model import Model
 
 Patch = pytest.MonkeyPatch
@@ -147,7 +148,7 @@ def test_a_sample_of_a_refill_that_fails_does_not_keep_those_before_it_from_bein
 
 
 def any_version_will_do(patch: Patch) -> None:
-    patch.setattr(rollout_dispatch, "_may_use", lambda state, version: True)
+    patch.setattr(weights, "may_use", lambda state, version: True)
 
 
 def a_lease_is_everybodys(patch: Patch) -> None:

@@ -11,9 +11,9 @@ from m2flow import Dataset, Flow, Policy, Reference, Reward, Sample, flow, log, 
 from m2flow.macro.tracing import trace
 from m2flow.micro.protocol import train_tasks
 from m2flow.micro.protocol.staleness import Decision, VersionSpan
-from m2flow.micro.scheduler import rollout_dispatch
-from m2flow.micro.scheduler.call_state import Versions
+from m2flow.micro.scheduler import weights
 from m2flow.micro.scheduler.train_dispatch import TrainDispatch
+from m2flow.micro.scheduler.weights import Versions
 from m2flow.micro.worker import engine_host
 from m2flow.samples import SampleId
 from m2flow.spec import ClusterSpec, RolloutSpec, TrainSpec
@@ -195,7 +195,7 @@ def test_of_an_over_sampled_generation_the_groups_that_are_whole_first_are_kept_
 
 def any_version_will_do(patch: pytest.MonkeyPatch) -> None:
     """The scheduler dispatches at whatever version an engine holds."""
-    patch.setattr(rollout_dispatch, "window", lambda call: (0, call.reads[0].version))
+    patch.setattr(weights, "window", lambda call: (0, call.reads[0].version))
 
 
 def runs(lag: int = 1) -> list[Answer]:
