@@ -60,7 +60,7 @@ class Channel:
 class _Claim:
     """The credits that one call's rows hold on one channel."""
 
-    state: CallState
+    call_state: CallState
     room: Room
     channel: Channel
     held: dict[int, int] = field(default_factory=dict)
@@ -87,7 +87,7 @@ class _Claim:
         return _WHOLE if self.room.is_whole else group_key(row)
 
     def rows_of(self, unit: int) -> list[int]:
-        return self.state.ids if unit == _WHOLE else self._by_group().get(unit, [])
+        return self.call_state.ids if unit == _WHOLE else self._by_group().get(unit, [])
 
     @property
     def next_unit(self) -> int | None:
@@ -101,11 +101,11 @@ class _Claim:
 
     def _is_behind(self, unit: int) -> bool:
         """Whether a unit has reserved, or was restored from the ledger."""
-        return unit in self.units or (self.state.has_restored and self.state.done.issuperset(self._groups[unit]))
+        return unit in self.units or (self.call_state.has_restored and self.call_state.done.issuperset(self._groups[unit]))
 
     def _by_group(self) -> dict[int, list[int]]:
-        if sum(map(len, self._groups.values())) != len(self.state.ids):
-            self._groups = by_group(self.state.ids)
+        if sum(map(len, self._groups.values())) != len(self.call_state.ids):
+            self._groups = by_group(self.call_state.ids)
             self._keys, self._next = sorted(self._groups), 0
         return self._groups
 
@@ -137,62 +137,64 @@ class Credits:
         """Whether any channel is limited."""
         return bool(self.channels)
 
-    def added(self, state: CallState, inputs: Iterable[int]) -> None:
+    def added(self, call_state: CallState, inputs: Iterable[int]) -> None:
         """Add a call: the channels that it sends on, and the claims that it takes from."""
-        for room in state.stage.rooms:
+        for room in call_state.stage.rooms:
             if room.target in self._lost:
                 continue
-            channel = self.channels.get((state.call.name, room.target))
+            channel = self.channels.get((call_state.call.name, room.target))
             if channel is None:
-                channel = self.channels[state.call.name, room.target] = Channel(state.call.name, room.target, room.samples, room.num_bytes)
-            claim = channel.claims[state.call.ordinal] = _Claim(state, room, channel)
-            self._claims.setdefault(state.call.ordinal, []).append(claim)
-        workers = state.stage.workers
+                channel = self.channels[call_state.call.name, room.target] = Channel(
+                    call_state.call.name, room.target, room.samples, room.num_bytes
+                )
+            claim = channel.claims[call_state.call.ordinal] = _Claim(call_state, room, channel)
+            self._claims.setdefault(call_state.call.ordinal, []).append(claim)
+        workers = call_state.stage.workers
         if len(workers) == 1 and self._claims:
             for claim in (claim for ordinal in dict.fromkeys(inputs) for claim in self._claims.get(ordinal, ())):
                 if claim.room.target == workers[0]:
-                    claim.takers[state.call.ordinal] = set()
-                    self._taking.setdefault(state.call.ordinal, []).append(claim)
+                    claim.takers[call_state.call.ordinal] = set()
+                    self._taking.setdefault(call_state.call.ordinal, []).append(claim)
                     self._may_be_room = True
 
-    def num_may_begin(self, state: CallState, worker: str, quota: int) -> int:
+    def num_may_begin(self, call_state: CallState, worker: str, quota: int) -> int:
         """Count the ready rows, up to a quota, that this worker may begin. The unit that may overdraw is put first."""
-        claims = self._claims.get(state.call.ordinal)
+        claims = self._claims.get(call_state.call.ordinal)
         if not claims or quota <= 0:
             return quota
-        quota = min(quota, len(state.ready))
+        quota = min(quota, len(call_state.ready))
         claims = [claim for claim in claims if claim.room.target != worker and not claim.is_free]
-        count = self._num_in_front(state.ready, claims, quota)
-        if not count and self._bring_forward(state, claims):
-            count = self._num_in_front(state.ready, claims, quota, may_overdraw=True)
+        count = self._num_in_front(call_state.ready, claims, quota)
+        if not count and self._bring_forward(call_state, claims):
+            count = self._num_in_front(call_state.ready, claims, quota, may_overdraw=True)
         if count < quota:
-            self._blocked[state.call.ordinal] = state
+            self._blocked[call_state.call.ordinal] = call_state
         return count
 
-    def admit(self, state: CallState, rows: Iterable[int]) -> list[int]:
+    def admit(self, call_state: CallState, rows: Iterable[int]) -> list[int]:
         """Reserve room for rows that a policy may be shown, and return those that fit.
 
         They hold credits from now on, wherever they begin.
         """
-        claims = [claim for claim in self._claims.get(state.call.ordinal, ()) if not claim.is_free]
+        claims = [claim for claim in self._claims.get(call_state.call.ordinal, ()) if not claim.is_free]
         admitted: list[int] = []
         for row in sorted(rows):
             if self._num_in_front((row,), claims, 1, may_overdraw=True):
-                self.reserve(state, (row,), "")
+                self.reserve(call_state, (row,), "")
                 admitted.append(row)
             else:
-                self._blocked[state.call.ordinal] = state
+                self._blocked[call_state.call.ordinal] = call_state
         return admitted
 
-    def is_limited(self, state: CallState) -> bool:
+    def is_limited(self, call_state: CallState) -> bool:
         """Whether a generation sends on limited channels."""
-        return state.call.ordinal in self._claims
+        return call_state.call.ordinal in self._claims
 
-    def reserve(self, state: CallState, rows: Iterable[int], worker: str) -> None:
+    def reserve(self, call_state: CallState, rows: Iterable[int], worker: str) -> None:
         """Take credits for the units of rows that a worker begins."""
-        if self._may_overdraw_for is state:
+        if self._may_overdraw_for is call_state:
             self._may_overdraw_for = None
-        for claim in self._claims.get(state.call.ordinal, ()):
+        for claim in self._claims.get(call_state.call.ordinal, ()):
             for unit in dict.fromkeys(map(claim.unit_of, rows)):
                 if unit not in claim.units:
                     claim.units.add(unit)
@@ -200,18 +202,18 @@ class Credits:
                     if claim.room.target == worker or claim.is_free:
                         continue  # Rows that are made where they are needed are not sent.
                     members = [row for row in claim.rows_of(unit) if row not in claim.gone]
-                    needed = {row: self._predicted(state, row) for row in members}
+                    needed = {row: self._predicted(call_state, row) for row in members}
                     channel = claim.channel
                     if not channel.has_room(len(needed), sum(needed.values())):
-                        channel.overdraft = (state.call.ordinal, unit)
+                        channel.overdraft = (call_state.call.ordinal, unit)
                         channel.num_overdrawn += 1
                     channel.used_samples += len(needed)
                     channel.used_bytes += sum(needed.values())
                     claim.held.update(needed)
 
-    def settle(self, state: CallState, num_tokens: Mapping[int, int]) -> None:
+    def settle(self, call_state: CallState, num_tokens: Mapping[int, int]) -> None:
         """Replace the predicted size of finished rows by their real one."""
-        for claim in self._claims.get(state.call.ordinal, ()):
+        for claim in self._claims.get(call_state.call.ordinal, ()):
             for row, tokens in num_tokens.items():
                 before = claim.held.get(row)
                 if before is not None:
@@ -227,16 +229,16 @@ class Credits:
                     taken.add(row)
                     self._perhaps_free(claim, row)
 
-    def over(self, state: CallState) -> None:
+    def over(self, call_state: CallState) -> None:
         """End a call: it takes nothing more, and of what it made only its result is sent."""
-        ordinal = state.call.ordinal
+        ordinal = call_state.call.ordinal
         for claim in self._taking.pop(ordinal, ()):
             claim.num_over += 1
             del claim.takers[ordinal]
             self._may_be_room = True
             for row in list(claim.held):
                 self._perhaps_free(claim, row)
-        kept = set() if state.is_failed else state.done if state.result is None else set(state.result)
+        kept = set() if call_state.is_failed else call_state.done if call_state.result is None else set(call_state.result)
         for claim in self._claims.get(ordinal, ()):
             for row in [row for row in claim.held if row not in kept]:
                 self._free(claim, row)
@@ -249,9 +251,9 @@ class Credits:
             claim.channel.claims.pop(ordinal, None)
         self._blocked.pop(ordinal, None)
 
-    def channels_of(self, state: CallState) -> list[Channel]:
+    def channels_of(self, call_state: CallState) -> list[Channel]:
         """Return the limited channels that a generation sends on."""
-        return [claim.channel for claim in self._claims.get(state.call.ordinal, ())]
+        return [claim.channel for claim in self._claims.get(call_state.call.ordinal, ())]
 
     def takers_of(self, channel: Channel) -> list[tuple[CallState, int]]:
         """Find the calls that still have samples to take from a channel, or can take none until all are there, with how many."""
@@ -259,7 +261,7 @@ class Credits:
         for claim in channel.claims.values():
             for taker, taken in claim.takers.items():
                 is_awaited = claim.room.is_whole and not claim.units and not channel.used_samples
-                num_left = len(claim.state.ids) if is_awaited else len(claim.held.keys() - taken)
+                num_left = len(claim.call_state.ids) if is_awaited else len(claim.held.keys() - taken)
                 found[taker] = found.get(taker, 0) + num_left
         return [(self._calls[taker], count) for taker, count in found.items() if count and taker in self._calls]
 
@@ -277,9 +279,9 @@ class Credits:
         """Take in a restarted worker: what is begun from now on is sent to it."""
         self._lost.discard(worker)
 
-    def allow_overdraft(self, state: CallState | None) -> None:
+    def allow_overdraft(self, call_state: CallState | None) -> None:
         """Let this generation begin one unit without room, since no task is in flight; None: no longer."""
-        self._may_overdraw_for = state
+        self._may_overdraw_for = call_state
 
     def unblocked(self) -> list[CallState]:
         """Return and reset the blocked calls, if something was freed or one of them may overdraw now."""
@@ -287,7 +289,7 @@ class Credits:
             return []
         self._may_be_room = False
         blocked, self._blocked = self._blocked, {}
-        return [state for state in blocked.values() if not state.is_over]
+        return [call_state for call_state in blocked.values() if not call_state.is_over]
 
     def _num_in_front(self, ready: Iterable[int], claims: list[_Claim], quota: int, *, may_overdraw: bool = False) -> int:
         """Count the rows that fit, from the first on."""
@@ -301,16 +303,16 @@ class Credits:
                     continue
                 members = claim.rows_of(unit)
                 samples[claim] += len(members)
-                num_bytes[claim] += sum(self._predicted(claim.state, member) for member in members)
+                num_bytes[claim] += sum(self._predicted(claim.call_state, member) for member in members)
                 is_first = may_overdraw and not count
                 if not claim.channel.has_room(samples[claim], num_bytes[claim]) and not (is_first and self._may_overdraw(claim, unit)):
                     return count
                 asked[claim].add(unit)
         return quota
 
-    def _bring_forward(self, state: CallState, claims: list[_Claim]) -> bool:
+    def _bring_forward(self, call_state: CallState, claims: list[_Claim]) -> bool:
         """Move the unit that may overdraw to the front, if its rows are ready."""
-        if self._may_overdraw_for is state:
+        if self._may_overdraw_for is call_state:
             return True
         for claim in claims:
             unit = claim.next_unit
@@ -318,10 +320,10 @@ class Credits:
                 continue
             if unit == _WHOLE:
                 return True
-            rows = [row for row in state.ready if group_key(row) == unit]
+            rows = [row for row in call_state.ready if group_key(row) == unit]
             if rows:
                 wanted = set(rows)
-                state.ready = deque([*rows, *(row for row in state.ready if row not in wanted)])
+                call_state.ready = deque([*rows, *(row for row in call_state.ready if row not in wanted)])
                 return True
         return False
 
@@ -330,18 +332,18 @@ class Credits:
         channel = claim.channel
         if unit == _WHOLE and not claim.room.fits:
             return False
-        if self._may_overdraw_for is claim.state:
+        if self._may_overdraw_for is claim.call_state:
             return True
         if channel.overdraft is not None:
             return False
         earliest = min((taker for other in channel.claims.values() for taker in other.takers), default=None)
         return (earliest is None or earliest in claim.takers) and claim.next_unit == unit
 
-    def _predicted(self, state: CallState, row: int) -> int:
+    def _predicted(self, call_state: CallState, row: int) -> int:
         """Predict the bytes of an unfinished sample: as if it became as long as it may."""
-        base = self._calls.get(state.aligned_inputs[0]) if state.aligned_inputs else None
-        prompt = base.num_tokens.get(state.prompt_of(row), 0) if base is not None else 0
-        return (prompt + _most_new(state.call)) * BYTES_PER_TOKEN
+        base = self._calls.get(call_state.aligned_inputs[0]) if call_state.aligned_inputs else None
+        prompt = base.num_tokens.get(call_state.prompt_of(row), 0) if base is not None else 0
+        return (prompt + _most_new(call_state.call)) * BYTES_PER_TOKEN
 
     def _perhaps_free(self, claim: _Claim, row: int) -> None:
         num_taken = claim.num_over + sum(row in taken for taken in claim.takers.values())
@@ -356,7 +358,7 @@ class Credits:
         channel = claim.channel
         channel.used_samples -= 1
         channel.used_bytes -= num_bytes
-        ordinal = claim.state.call.ordinal
+        ordinal = claim.call_state.call.ordinal
         if channel.overdraft == (ordinal, claim.unit_of(row)) and not any(claim.unit_of(r) == claim.unit_of(row) for r in claim.held):
             channel.overdraft = None
         self._may_be_room = True

@@ -53,25 +53,25 @@ class Deadlines:
         return [TimedOut(call, rows) for call, rows in found.items()]
 
 
-def time_out(scheduler: SchedulerState, event: TimedOut) -> None:
+def time_out(state: SchedulerState, event: TimedOut) -> None:
     """Drop the groups of timed-out samples that are not done, and stop what still runs of them."""
-    state = scheduler.calls.get(event.call)
-    if state is None or state.is_over:
+    call_state = state.calls.get(event.call)
+    if call_state is None or call_state.is_over:
         return
-    late = {group_key(row) for row in event.ids if row not in state.done and row not in state.dropped}
-    rows = [row for row in state.ids if group_key(row) in late and row not in state.done]
+    late = {group_key(row) for row in event.ids if row not in call_state.done and row not in call_state.dropped}
+    rows = [row for row in call_state.ids if group_key(row) in late and row not in call_state.done]
     if not rows:
         return
-    state.gave_up(rows)
-    if state.policy_dispatch is not None:
-        state.policy_dispatch.gave_up(rows)
+    call_state.gave_up(rows)
+    if call_state.policy_dispatch is not None:
+        call_state.policy_dispatch.gave_up(rows)
     gone = set(rows)
-    for worker in list(state.tasks_at):
-        there = [row for _, task in scheduler.tasks.of(worker) if task.message.call == event.call for row in task.rows if row in gone]
+    for worker in list(call_state.tasks_at):
+        there = [row for _, task in state.tasks.of(worker) if task.message.call == event.call for row in task.rows if row in gone]
         if there:
-            scheduler.send(worker, m.Preempt(event.call, there))
-    scheduler.handed_out(state)
-    if state.failure is None:
-        scheduler.cut(state)
-    elif state.has_settled:
-        scheduler.fail(state, state.failure[1])
+            state.send(worker, m.Preempt(event.call, there))
+    state.handed_out(call_state)
+    if call_state.failure is None:
+        state.cut(call_state)
+    elif call_state.has_settled:
+        state.fail(call_state, call_state.failure[1])

@@ -24,15 +24,15 @@ from m2flow.micro.scheduler.task_queues import MAX_QUEUED, Offer
 class FunctionDispatch:
     """Dispatches calls on functions to the processes that run them."""
 
-    def __init__(self, scheduler: SchedulerState) -> None:
-        self._state = scheduler
+    def __init__(self, state: SchedulerState) -> None:
+        self._state = state
         self._last: dict[str, CallState] = {}
         """Worker -> call of its last task."""
 
     def offer(self, worker: WorkerState, roles: Sequence[str]) -> Offer | None:
         """Find the next task for this worker."""
-        state = self._state.functions.first(worker)
-        return None if state is None else lambda: self._start(worker, state)
+        call_state = self._state.functions.first(worker)
+        return None if call_state is None else lambda: self._start(worker, call_state)
 
     def hand_out(self) -> None:
         """Start the earliest calls with work on the workers that may take them, the least busy first."""
@@ -58,55 +58,65 @@ class FunctionDispatch:
             return None
         return next((user for user in last.users.values() if self._may_wait(user, worker)), None)
 
-    def _may_wait(self, state: CallState, worker: WorkerState) -> bool:
+    def _may_wait(self, call_state: CallState, worker: WorkerState) -> bool:
         """Whether a worker may get all of a call while some of its inputs are still to be made there."""
-        call, stage = state.call, state.stage
-        is_plain = call.engine == "function" and not (call.reads or call.writes or state.is_union or state.refill or state.has_restored)
-        if not is_plain or worker.name not in stage.workers or not state.has_all_but_rows:
+        call, stage = call_state.call, call_state.stage
+        is_plain = call.engine == "function" and not (
+            call.reads or call.writes or call_state.is_union or call_state.refill or call_state.has_restored
+        )
+        if not is_plain or worker.name not in stage.workers or not call_state.has_all_but_rows:
             return False
-        if not stage.is_barrier and len(state.ids) > stage.chunk:
+        if not stage.is_barrier and len(call_state.ids) > stage.chunk:
             return False
-        sources = [self._state.calls[ordinal] for ordinal in state.aligned_inputs]
+        sources = [self._state.calls[ordinal] for ordinal in call_state.aligned_inputs]
         coming = [source for source in sources if not source.is_done]
         if not all(source.whole_at == worker.name and source.tasks_at and not source.done for source in coming):
             return False
         return len(stage.workers) == 1 or all(_comes_at_once(source) and (len(source.users) == 1 or _is_ours(call)) for source in coming)
 
-    def _start(self, worker: WorkerState, state: CallState) -> None:
-        if state.stage.state and state.call.writes:
-            worker.states.add(state.stage.state)
-        self._give(worker, state, self._state.hand_out(state, len(state.ready) if state.stage.is_barrier else self._num_next(state)))
+    def _start(self, worker: WorkerState, call_state: CallState) -> None:
+        if call_state.stage.state and call_state.call.writes:
+            worker.states.add(call_state.stage.state)
+        self._give(
+            worker,
+            call_state,
+            self._state.hand_out(call_state, len(call_state.ready) if call_state.stage.is_barrier else self._num_next(call_state)),
+        )
 
-    def _give(self, worker: WorkerState, state: CallState, rows: list[int]) -> None:
-        is_whole = len(rows) == len(state.ids) and not (state.call.drops or state.refill or state.has_restored)
-        state.whole_at = worker.name if is_whole else ""
-        self._last[worker.name] = state
-        self._state.bring_inputs(state, rows, worker.name)
-        values, parts = self._state.values_for(state), {}
-        if state.is_union:
-            parts = {base: found for base in state.bases if (found := [row for row in sorted(rows) if state.part_of[row] == base])}
-        is_suspect = state.call.name in self._state.lost_transfers.blamed
+    def _give(self, worker: WorkerState, call_state: CallState, rows: list[int]) -> None:
+        is_whole = len(rows) == len(call_state.ids) and not (call_state.call.drops or call_state.refill or call_state.has_restored)
+        call_state.whole_at = worker.name if is_whole else ""
+        self._last[worker.name] = call_state
+        self._state.bring_inputs(call_state, rows, worker.name)
+        values, parts = self._state.values_for(call_state), {}
+        if call_state.is_union:
+            parts = {
+                base: found for base in call_state.bases if (found := [row for row in sorted(rows) if call_state.part_of[row] == base])
+            }
+        is_suspect = call_state.call.name in self._state.lost_transfers.blamed
         task = m.RunFunction(
             self._state.next_task(),
-            state.call.ordinal,
+            call_state.call.ordinal,
             sorted(rows),
-            list(state.stage.forward_to),
+            list(call_state.stage.forward_to),
             values,  # type: ignore[arg-type]
             parts,
             is_suspect,
         )
         self._state.start(worker, "function", task)
 
-    def _num_next(self, state: CallState) -> int:
+    def _num_next(self, call_state: CallState) -> int:
         """Count the rows of the next task: a chunk of ready rows, and the rest of the last one's unit."""
-        chunk = 1 if state.refill is not None else state.stage.chunk  # A refill goes group by group: later ones may not be needed.
-        if state.suspects and next(iter(state.ready)) in state.suspects:
+        chunk = (
+            1 if call_state.refill is not None else call_state.stage.chunk
+        )  # A refill goes group by group: later ones may not be needed.
+        if call_state.suspects and next(iter(call_state.ready)) in call_state.suspects:
             chunk = 1  # Alone, so that a row that ends its worker is identified.
-        if state.stage.unit == "sample" or chunk >= len(state.ready):
-            return min(chunk, len(state.ready))
-        rows = itertools.islice(state.ready, chunk - 1, None)
-        last = state.unit_of(next(rows))
-        return chunk + sum(1 for _ in itertools.takewhile(lambda row: state.unit_of(row) == last, rows))
+        if call_state.stage.unit == "sample" or chunk >= len(call_state.ready):
+            return min(chunk, len(call_state.ready))
+        rows = itertools.islice(call_state.ready, chunk - 1, None)
+        last = call_state.unit_of(next(rows))
+        return chunk + sum(1 for _ in itertools.takewhile(lambda row: call_state.unit_of(row) == last, rows))
 
 
 def _is_ours(call: Call) -> bool:
@@ -114,6 +124,6 @@ def _is_ours(call: Call) -> bool:
     return call.options.get("style") == "columns"
 
 
-def _comes_at_once(state: CallState) -> bool:
+def _comes_at_once(call_state: CallState) -> bool:
     """Whether a task of this call reports all rows at its end; a slow function on samples reports some before."""
-    return _is_ours(state.call) or state.call.granularity is not Granularity.SAMPLE or len(state.ids) == 1
+    return _is_ours(call_state.call) or call_state.call.granularity is not Granularity.SAMPLE or len(call_state.ids) == 1

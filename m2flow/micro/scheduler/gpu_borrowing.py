@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 class GpuBorrowing:
     """Has rollout engines give borrowed devices back when their trainer is due."""
 
-    def __init__(self, scheduler: SchedulerState, plan: Plan) -> None:
-        self._state = scheduler
+    def __init__(self, state: SchedulerState, plan: Plan) -> None:
+        self._state = state
         self._until: dict[str, dict[str, float]] = {}
         """Role -> worker -> share of a generation's samples that have ended when it gives its devices back."""
         for worker in plan.workers:
@@ -54,33 +54,33 @@ class GpuBorrowing:
         for (worker, role), share in shares.items():
             self._until.setdefault(role, {})[worker] = share
 
-    def passes(self, worker: WorkerState, state: CallState) -> bool:
+    def passes(self, worker: WorkerState, call_state: CallState) -> bool:
         """Whether a worker gets no more samples of a generation, since it has given its devices back."""
-        return worker.name in self._given_back.get(state.call.ordinal, ()) and bool(self._others(state))
+        return worker.name in self._given_back.get(call_state.call.ordinal, ()) and bool(self._others(call_state))
 
-    def ended(self, state: CallState) -> None:
+    def ended(self, call_state: CallState) -> None:
         """Note that rows of a call are done: perhaps devices are due."""
-        if state.is_generation and state.call.role in self._until:
-            self._look(state)
+        if call_state.is_generation and call_state.call.role in self._until:
+            self._look(call_state)
 
     def trains(self) -> None:
         """Note that a trainer has a new call: devices whose share was reached are given back now."""
-        for state in list(self._state.active.values()):
-            self.ended(state)
+        for call_state in list(self._state.active.values()):
+            self.ended(call_state)
 
     def over(self, call: int) -> None:
         self._given_back.pop(call, None)
 
-    def _look(self, state: CallState) -> None:
+    def _look(self, call_state: CallState) -> None:
         """Have every engine give its devices back for which it is time."""
-        if state.is_over or not state.is_prepared:
+        if call_state.is_over or not call_state.is_prepared:
             return
-        num = len(state.ids) if state.refill is None else state.refill.num_allowed * state.num_per_prompt
-        num_ended = len(state.done) + len(state.dropped)
-        known = self._given_back.get(state.call.ordinal, ())
-        for name, until in self._until[state.call.role].items():
-            if name not in known and num_ended >= until * num and self._is_due(name) and self._others(state):
-                self._give_back(state, name)
+        num = len(call_state.ids) if call_state.refill is None else call_state.refill.num_allowed * call_state.num_per_prompt
+        num_ended = len(call_state.done) + len(call_state.dropped)
+        known = self._given_back.get(call_state.call.ordinal, ())
+        for name, until in self._until[call_state.call.role].items():
+            if name not in known and num_ended >= until * num and self._is_due(name) and self._others(call_state):
+                self._give_back(call_state, name)
 
     def _is_due(self, name: str) -> bool:
         """Whether a trainer of the worker's lease has an unfinished call."""
@@ -94,35 +94,35 @@ class GpuBorrowing:
             if kind_of(turn) == "train"
             for role in of_turn
         }
-        return any(state.call.engine == "train" and state.call.role in roles for state in self._state.active.values())
+        return any(call_state.call.engine == "train" and call_state.call.role in roles for call_state in self._state.active.values())
 
-    def _others(self, state: CallState) -> list[str]:
+    def _others(self, call_state: CallState) -> list[str]:
         """Find the workers with devices of their own that can run the generation."""
-        scheduler = self._state
-        own = [scheduler.workers[name] for name in state.stage.workers if name not in self._until[state.call.role]]
-        return [worker.name for worker in own if scheduler.engine_weights.can_have(worker, state)]
+        state = self._state
+        own = [state.workers[name] for name in call_state.stage.workers if name not in self._until[call_state.call.role]]
+        return [worker.name for worker in own if state.engine_weights.can_have(worker, call_state)]
 
-    def _give_back(self, state: CallState, name: str) -> None:
-        scheduler, call = self._state, state.call.ordinal
+    def _give_back(self, call_state: CallState, name: str) -> None:
+        state, call = self._state, call_state.call.ordinal
         self._given_back.setdefault(call, set()).add(name)
-        state.num_passing = len(self._given_back[call])
-        scheduler.changed()
-        tasks = [task for _, task in scheduler.tasks.of(name) if task.message.call == call and isinstance(task.message, m.Generate)]
-        rows = [row for task in tasks for row in task.rows if row not in state.done and row not in state.dropped]
+        call_state.num_passing = len(self._given_back[call])
+        state.changed()
+        tasks = [task for _, task in state.tasks.of(name) if task.message.call == call and isinstance(task.message, m.Generate)]
+        rows = [row for task in tasks for row in task.rows if row not in call_state.done and row not in call_state.dropped]
         if rows:
             self.num_moved += len(rows)
-            scheduler.send(name, m.Preempt(call, rows))
-        scheduler.ready_workers.feed_all(state)
-        scheduler.ready_workers.rows_came(state)
-        scheduler.ready_workers.wake_role(state.call.role)
+            state.send(name, m.Preempt(call, rows))
+        state.ready_workers.feed_all(call_state)
+        state.ready_workers.rows_came(call_state)
+        state.ready_workers.wake_role(call_state.call.role)
 
 
 @final
 class EarlyOnload:
     """Has trainers onload while the last samples still run on the same devices."""
 
-    def __init__(self, scheduler: SchedulerState, plan: Plan) -> None:
-        self._state = scheduler
+    def __init__(self, state: SchedulerState, plan: Plan) -> None:
+        self._state = state
         self._shares = {
             worker.lease: (slot.takes_turn, slot.comes_at) for worker in plan.workers for slot in worker.engines if slot.comes_at
         }
@@ -146,18 +146,18 @@ class EarlyOnload:
             return False
         roles = {role for worker in workers for role in worker.turns.get(turn, ())}
         states = list(self._state.active.values())
-        if not any(kind_of(turn) == state.call.engine == "train" and state.call.role in roles for state in states):
+        if not any(kind_of(turn) == call_state.call.engine == "train" and call_state.call.role in roles for call_state in states):
             return False
         here = [
-            state
-            for state in states
-            if state.is_generation and not state.waits_for and not set(state.stage.workers).isdisjoint(lease.workers)
+            call_state
+            for call_state in states
+            if call_state.is_generation and not call_state.waits_for and not set(call_state.stage.workers).isdisjoint(lease.workers)
         ]
-        return bool(here) and all(_is_ending(state, share) for state in here)
+        return bool(here) and all(_is_ending(call_state, share) for call_state in here)
 
 
-def _is_ending(state: CallState, share: float) -> bool:
+def _is_ending(call_state: CallState, share: float) -> bool:
     """Whether the share of a generation's samples has ended, and all others run."""
-    if state.refill is not None or state.policy_dispatch is not None or not state.is_prepared or state.ready:
+    if call_state.refill is not None or call_state.policy_dispatch is not None or not call_state.is_prepared or call_state.ready:
         return False
-    return len(state.done) + len(state.dropped) >= share * len(state.ids)
+    return len(call_state.done) + len(call_state.dropped) >= share * len(call_state.ids)

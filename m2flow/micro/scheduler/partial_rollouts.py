@@ -63,8 +63,8 @@ def chosen(
 class PartialRollouts:
     """Hands late samples from call to call, for all calls with partial rollouts."""
 
-    def __init__(self, scheduler: SchedulerState) -> None:
-        self._state = scheduler
+    def __init__(self, state: SchedulerState) -> None:
+        self._state = state
         self._next: dict[int, CallState] = {}
         """Call -> the call that takes over from it."""
         self._recalled: dict[int, Recalled] = {}
@@ -75,69 +75,71 @@ class PartialRollouts:
         """Note that the call to be added next was over before the run was resumed."""
         self._recalled[event.call.ordinal] = event
 
-    def added(self, state: CallState) -> None:
+    def added(self, call_state: CallState) -> None:
         """Add a call with partial rollouts."""
-        if state.call.ordinal in self._recalled:
-            state.carry = Carry(None)
-            self._open.append(state)
+        if call_state.call.ordinal in self._recalled:
+            call_state.carry = Carry(None)
+            self._open.append(call_state)
             return
-        previous = state.call.carries_from
-        state.carry = Carry(previous if previous in self._state.calls else None)
-        self._open.append(state)
-        if previous is not None and state.carry.previous is not None:
-            self._next[previous] = state
+        previous = call_state.call.carries_from
+        call_state.carry = Carry(previous if previous in self._state.calls else None)
+        self._open.append(call_state)
+        if previous is not None and call_state.carry.previous is not None:
+            self._next[previous] = call_state
             self.cut_if_done(self._state.calls[previous])  # How old it may leave samples is known now.
 
-    def prepared(self, state: CallState, num_prompts: int) -> None:
+    def prepared(self, call_state: CallState, num_prompts: int) -> None:
         """Set up a call whose own samples are known now: it takes over from the call before."""
-        assert state.carry is not None
-        recalled = self._recalled.pop(state.call.ordinal, None)
+        assert call_state.carry is not None
+        recalled = self._recalled.pop(call_state.call.ordinal, None)
         if recalled is not None:
-            self._replay_end(state, recalled)
+            self._replay_end(call_state, recalled)
             return
-        state.carry.num_late = num_late(state.call.options, num_prompts)
-        self._take_over(state)
-        self.cut_if_done(state)
+        call_state.carry.num_late = num_late(call_state.call.options, num_prompts)
+        self._take_over(call_state)
+        self.cut_if_done(call_state)
 
-    def _replay_end(self, state: CallState, recalled: Recalled) -> None:
+    def _replay_end(self, call_state: CallState, recalled: Recalled) -> None:
         """End a call that was over before the run was resumed, as it ended then."""
-        assert state.carry is not None
-        state.ready.clear()
-        state.done.update(recalled.ids)
-        state.num_tokens.update(zip(recalled.ids, recalled.num_tokens, strict=True))
-        state.result, state.carry.late = list(recalled.ids), tuple(recalled.left)
-        self._state.rows.made(state.call.ordinal, recalled.ids, CONTROLLER, ())
-        self._state.complete(state, None)
+        assert call_state.carry is not None
+        call_state.ready.clear()
+        call_state.done.update(recalled.ids)
+        call_state.num_tokens.update(zip(recalled.ids, recalled.num_tokens, strict=True))
+        call_state.result, call_state.carry.late = list(recalled.ids), tuple(recalled.left)
+        self._state.rows.made(call_state.call.ordinal, recalled.ids, CONTROLLER, ())
+        self._state.complete(call_state, None)
 
-    def handed_out(self, state: CallState, rows: Iterable[int], version: int) -> None:
+    def handed_out(self, call_state: CallState, rows: Iterable[int], version: int) -> None:
         """Record the version of the weights that are about to generate these samples."""
-        if state.carry is not None:
+        if call_state.carry is not None:
             for row in rows:
-                state.carry.oldest[row] = min(version, state.carry.oldest.get(row, version))
+                call_state.carry.oldest[row] = min(version, call_state.carry.oldest.get(row, version))
 
-    def finished(self, state: CallState, message: m.Finished) -> None:
+    def finished(self, call_state: CallState, message: m.Finished) -> None:
         """Record the oldest version of samples that have finished, before or after the call's end."""
-        assert state.carry is not None
+        assert call_state.carry is not None
         for row, stretches in zip(message.ids, message.stretches, strict=True):
-            state.carry.oldest[row] = min(stretch.version for stretch in stretches)
+            call_state.carry.oldest[row] = min(stretch.version for stretch in stretches)
 
-    def finished_late(self, state: CallState, worker: str, ids: Iterable[int], num_tokens: Iterable[int], sent_to: Iterable[str]) -> int:
+    def finished_late(
+        self, call_state: CallState, worker: str, ids: Iterable[int], num_tokens: Iterable[int], sent_to: Iterable[str]
+    ) -> int:
         """Record samples that finished after the call ended without them; return how many are new."""
-        assert state.carry is not None
-        late = set(state.carry.late)
-        fresh = {row: tokens for row, tokens in zip(ids, num_tokens, strict=True) if row in late and row not in state.done}
-        state.done.update(fresh)
-        state.num_tokens.update(fresh)
-        self._state.rows.made(state.call.ordinal, fresh, worker, sent_to)
+        assert call_state.carry is not None
+        late = set(call_state.carry.late)
+        fresh = {row: tokens for row, tokens in zip(ids, num_tokens, strict=True) if row in late and row not in call_state.done}
+        call_state.done.update(fresh)
+        call_state.num_tokens.update(fresh)
+        self._state.rows.made(call_state.call.ordinal, fresh, worker, sent_to)
         return len(fresh)
 
-    def requeued(self, state: CallState, rows: Iterable[int]) -> None:
+    def requeued(self, call_state: CallState, rows: Iterable[int]) -> None:
         """Reset the versions of samples that no worker has any more: they continue from their prefixes, or begin anew."""
-        if state.carry is not None:
+        if call_state.carry is not None:
             for row in rows:
-                state.carry.oldest.pop(row, None)
-                if row in state.prefixes:
-                    state.carry.oldest[row] = state.prefixes[row].oldest
+                call_state.carry.oldest.pop(row, None)
+                if row in call_state.prefixes:
+                    call_state.carry.oldest[row] = call_state.prefixes[row].oldest
 
     def task_ended(self, ordinal: int) -> None:
         """Let the next call take over, if this was the last task that it waited for."""
@@ -146,43 +148,43 @@ class PartialRollouts:
             self._take_over(following)
             self.cut_if_done(following)
 
-    def cut(self, state: CallState) -> list[int] | None:
+    def cut(self, call_state: CallState) -> list[int] | None:
         """Choose the result of a call, if it can end now, and mark the rest as late; None if it can't."""
-        carry = state.carry
+        carry = call_state.carry
         assert carry is not None
-        if carry.previous is not None or not state.is_prepared or state.waits_for or state.failure is not None:
+        if carry.previous is not None or not call_state.is_prepared or call_state.waits_for or call_state.failure is not None:
             return None
-        if state.num_whole < state.num_groups - carry.num_late:
+        if call_state.num_whole < call_state.num_groups - carry.num_late:
             return None
-        groups = by_group(state.ids)
-        result = chosen(groups, state.done, carry.oldest, most_late=carry.num_late, next_oldest=self._next_oldest(state.call))
+        groups = by_group(call_state.ids)
+        result = chosen(groups, call_state.done, carry.oldest, most_late=carry.num_late, next_oldest=self._next_oldest(call_state.call))
         if result is None:
             return None
-        assert all(carry.oldest[row] >= window(state.call)[0] for row in result)
-        carry.late = tuple(sorted(set(state.ids).difference(result)))
-        own = state.call.ordinal
+        assert all(carry.oldest[row] >= window(call_state.call)[0] for row in result)
+        carry.late = tuple(sorted(set(call_state.ids).difference(result)))
+        own = call_state.call.ordinal
         self._state.commands += [
             Late(own, carry.late),
             Given(own, tuple(row for row in result if SampleId.unpack(row).call != own)),
         ]
         return result
 
-    def ended(self, state: CallState) -> None:
+    def ended(self, call_state: CallState) -> None:
         """Note that a call is done or failed."""
-        assert state.carry is not None
-        if not state.carry.late:
-            self._close(state)
+        assert call_state.carry is not None
+        if not call_state.carry.late:
+            self._close(call_state)
         else:
             # The calls that drew samples of its result are needed no more.
-            self._state.perhaps_unreachable(self._involved(state, state.ids))
-        self.task_ended(state.call.ordinal)
+            self._state.perhaps_unreachable(self._involved(call_state, call_state.ids))
+        self.task_ended(call_state.call.ordinal)
 
     def needed(self) -> set[int]:
         """Find the calls that must not be forgotten: samples in flight were drawn or stopped by them, or answer their rows."""
         found: set[int] = set()
-        for state in self._open:
-            assert state.carry is not None
-            found |= self._involved(state, state.carry.late if state.is_over else state.ids)
+        for call_state in self._open:
+            assert call_state.carry is not None
+            found |= self._involved(call_state, call_state.carry.late if call_state.is_over else call_state.ids)
         return found
 
     def _next_oldest(self, call: Call) -> int:
@@ -198,11 +200,11 @@ class PartialRollouts:
         assert isinstance(distance, int)
         return window(call)[1] + max(distance, 1) - staleness
 
-    def _take_over(self, state: CallState) -> None:
+    def _take_over(self, call_state: CallState) -> None:
         """Have a call take over what the call before it left, once all of that was reported."""
-        carry = state.carry
+        carry = call_state.carry
         assert carry is not None
-        if carry.previous is None or not state.is_prepared or state.is_over:
+        if carry.previous is None or not call_state.is_prepared or call_state.is_over:
             return
         before = self._state.calls.get(carry.previous)
         if before is None or before.carry is None:
@@ -213,7 +215,7 @@ class PartialRollouts:
             return
         late, left.late, carry.previous = left.late, (), None
         self._next.pop(before.call.ordinal)
-        oldest, expired, waiting, finished = window(state.call)[0], [], [], []
+        oldest, expired, waiting, finished = window(call_state.call)[0], [], [], []
         for row in late:
             stopped = before.prefixes.get(row)
             age = left.oldest[row] if row in before.done else stopped.oldest if stopped is not None else oldest
@@ -226,41 +228,41 @@ class PartialRollouts:
             else:
                 waiting.append(row)
                 if stopped is not None:
-                    state.prefixes[row], carry.oldest[row] = stopped, age
-        state.take_over(late, waiting, finished)
+                    call_state.prefixes[row], carry.oldest[row] = stopped, age
+        call_state.take_over(late, waiting, finished)
         if expired:
-            self._state.commands.append(Expired(state.call.ordinal, tuple(expired)))
+            self._state.commands.append(Expired(call_state.call.ordinal, tuple(expired)))
         self._close(before)
-        self._reassign(state, before, finished)
+        self._reassign(call_state, before, finished)
 
-    def _reassign(self, state: CallState, before: CallState, finished: list[int]) -> None:
+    def _reassign(self, call_state: CallState, before: CallState, finished: list[int]) -> None:
         """Make finished samples of an earlier call rows of this one, and offer the others to workers."""
-        scheduler, ordinal = self._state, state.call.ordinal
-        scheduler.handed_out(state)
-        scheduler.ready_workers.feed_all(state)
-        scheduler.ready_workers.rows_came(state)
-        state.num_tokens.update((row, before.num_tokens[row]) for row in finished)
-        for owner, rows in scheduler.rows.owners(before.call.ordinal, finished).items():
+        state, ordinal = self._state, call_state.call.ordinal
+        state.handed_out(call_state)
+        state.ready_workers.feed_all(call_state)
+        state.ready_workers.rows_came(call_state)
+        call_state.num_tokens.update((row, before.num_tokens[row]) for row in finished)
+        for owner, rows in state.rows.owners(before.call.ordinal, finished).items():
             if owner == LEDGER:
-                scheduler.rows.made(ordinal, rows, LEDGER, ())  # They are sent from there when a task needs them.
+                state.rows.made(ordinal, rows, LEDGER, ())  # They are sent from there when a task needs them.
                 continue
-            scheduler.send(owner, m.Reassign(ordinal, before.call.ordinal, rows, list(state.stage.forward_to)))
-            scheduler.rows.made(ordinal, rows, owner, map(worker_of, state.stage.forward_to))
+            state.send(owner, m.Reassign(ordinal, before.call.ordinal, rows, list(call_state.stage.forward_to)))
+            state.rows.made(ordinal, rows, owner, map(worker_of, call_state.stage.forward_to))
 
-    def cut_if_done(self, state: CallState) -> None:
+    def cut_if_done(self, call_state: CallState) -> None:
         """End an unfinished call, if it has enough."""
-        if not state.is_over:
-            self._state.cut(state)
+        if not call_state.is_over:
+            self._state.cut(call_state)
 
-    def _close(self, state: CallState) -> None:
-        if state in self._open:
-            self._open.remove(state)
-            self._state.perhaps_unreachable(self._involved(state, state.ids))
+    def _close(self, call_state: CallState) -> None:
+        if call_state in self._open:
+            self._open.remove(call_state)
+            self._state.perhaps_unreachable(self._involved(call_state, call_state.ids))
 
-    def _involved(self, state: CallState, rows: Iterable[int]) -> set[int]:
+    def _involved(self, call_state: CallState, rows: Iterable[int]) -> set[int]:
         """Find the calls that drew these samples of a call, or that their prefixes and prompts are from."""
-        assert state.carry is not None
-        found = {state.call.ordinal, *(prefix.by for prefix in state.prefixes.values())}
+        assert call_state.carry is not None
+        found = {call_state.call.ordinal, *(prefix.by for prefix in call_state.prefixes.values())}
         for drawn in {SampleId.unpack(row).call for row in rows} & self._state.calls.keys():
             found.update((drawn, *self._state.calls[drawn].aligned_inputs))
         return found

@@ -50,7 +50,7 @@ class PolicyDispatch:
 
     def __init__(
         self,
-        state: CallState,
+        call_state: CallState,
         policy: SchedulingPolicy,
         workers: Sequence[WorkerState],
         prompt_tokens: Mapping[int, int],
@@ -72,10 +72,10 @@ class PolicyDispatch:
             pace: how fast its engines are; by default as fast as those of the default decode model.
             difficulties: row of the prompts -> how hard it is said to be.
         """
-        assert isinstance(state.ready, Ready)
-        self.state = state
+        assert isinstance(call_state.ready, Ready)
+        self.call_state = call_state
         self.policy = policy
-        self._ready = state.ready
+        self._ready = call_state.ready
         self._workers = workers
         self._instances = {worker.name: j for j, worker in enumerate(workers)}
         self._prompt_tokens = prompt_tokens
@@ -240,8 +240,8 @@ class PolicyDispatch:
     def _refresh(self) -> None:
         """Show the policy what has changed since it was last asked."""
         self._look()
-        ready, state = self._ready, self.state
-        if not self._is_begun or ready.is_disturbed or len(self._rows) != len(state.ids):
+        ready, call_state = self._ready, self.call_state
+        if not self._is_begun or ready.is_disturbed or len(self._rows) != len(call_state.ids):
             self._begin()
             return
         while self._freed:
@@ -270,8 +270,8 @@ class PolicyDispatch:
 
     def _begin(self) -> None:
         """Build the policy's view from scratch."""
-        state, ready = self.state, self._ready
-        self._rows = list(state.ids)
+        call_state, ready = self.call_state, self._ready
+        self._rows = list(call_state.ids)
         self._index = {row: sample for sample, row in enumerate(self._rows)}
         ready.arrived()
         ready.is_disturbed = False
@@ -280,8 +280,8 @@ class PolicyDispatch:
         members: list[list[int]] = [[] for _ in numbers]
         for sample, group in enumerate(groups):
             members[group].append(sample)
-        prompts = [state.prompt_of(self._rows[of[0]]) for of in members]
-        options = state.call.options
+        prompts = [call_state.prompt_of(self._rows[of[0]]) for of in members]
+        options = call_state.call.options
         sampling = options.get("sampling")
         seen = Seen(
             self._decode_model(),
@@ -294,20 +294,20 @@ class PolicyDispatch:
             MoveCost() if self._pace is None else MoveCost(self._pace.move_s, self._pace.prefill_token_s),
             [self._difficulties.get(prompt, "") for prompt in prompts] if self._difficulties else (),
         )
-        for row in state.done:
+        for row in call_state.done:
             if row in self._index:
-                seen.finished[self._index[row]] = self.lengths.setdefault(row, state.num_tokens.get(row, 1))
+                seen.finished[self._index[row]] = self.lengths.setdefault(row, call_state.num_tokens.get(row, 1))
         seen.loads = [0] * len(self._workers)
         for row, j in self._at.items():
-            if row in self._index and row not in ready and row not in state.done:
+            if row in self._index and row not in ready and row not in call_state.done:
                 seen.place[self._index[row]] = j
                 seen.loads[j] += 1
-        if state.carry is not None:
-            seen.oldest = {self._index[row]: version for row, version in state.carry.oldest.items() if row in self._index}
+        if call_state.carry is not None:
+            seen.oldest = {self._index[row]: version for row, version in call_state.carry.oldest.items() if row in self._index}
         seen.lost, seen.reports, seen.has_reports = self._lost, self._reports, self.policy.needs_reports
         seen.known = None if self._known is None else [self._known(row) for row in self._rows]
         seen.tokens_so_far = lambda sample: self._tokens.get(self._rows[sample], 0)
-        wanted = state.refill.count if state.refill is not None else len(members)
+        wanted = call_state.refill.count if call_state.refill is not None else len(members)
         seen.num_wanted = num_wanted(options, len(members)) if is_cut(options) else wanted
         seen.behind, seen.num_rejected = self._behind(), self._num_rejected()
         self.seen, self._is_begun = seen, True
@@ -321,7 +321,7 @@ class PolicyDispatch:
         self._list_all()
 
     def _decode_model(self) -> DecodeModel:
-        most, pace = max(self.state.stage.chunk, 1), self._pace
+        most, pace = max(self.call_state.stage.chunk, 1), self._pace
         return DecodeModel(max_batch=most) if pace is None else DecodeModel(max(pace.step_s, _LEAST_STEP_S), pace.sample_s, most)
 
     def _show(self, rows: Sequence[int]) -> None:
@@ -333,7 +333,7 @@ class PolicyDispatch:
 
     def _allowed(self, rows: Sequence[int]) -> Sequence[int]:
         """Filter rows to prompts that a refill has allowed so far and that channels have room for; keep the others for later."""
-        refill = self.state.refill
+        refill = self.call_state.refill
         shown = rows if refill is None else [row for row in rows if SampleId.unpack(row).prompt < refill.num_allowed]
         if self.admits is not None:
             shown = self.admits(shown)
@@ -342,12 +342,12 @@ class PolicyDispatch:
         return shown
 
     def _num_rejected(self) -> int:
-        return self.state.refill.num_rejected if self.state.refill is not None else 0
+        return self.call_state.refill.num_rejected if self.call_state.refill is not None else 0
 
     # ---- assigning
 
     def _room(self, j: int) -> int:
-        return self.state.stage.chunk - self._workers[j].num_running - len(self._hands[j])
+        return self.call_state.stage.chunk - self._workers[j].num_running - len(self._hands[j])
 
     def _list(self, j: int) -> None:
         """List an instance that may take more."""
@@ -422,12 +422,12 @@ _ANSWERS_KEPT = 16
 class PolicyDispatches:
     """Creates and keeps the policy dispatch of each generate call of a run."""
 
-    def __init__(self, scheduler: SchedulerState, plan: Plan) -> None:
+    def __init__(self, state: SchedulerState, plan: Plan) -> None:
         """
         Raises:
             SpecError: there is no such policy or predictor.
         """
-        self._state = scheduler
+        self._state = state
         self._names = () if plan.policies in ((), (FIRST_COME,)) else plan.policies
         self._predictor = plan.predictor
         self._difficulty = plan.difficulty
@@ -439,46 +439,46 @@ class PolicyDispatches:
         if self._names:
             make_policies(self._names, plan.predictor)  # Refuses wrong names at the start.
 
-    def begin(self, state: CallState) -> None:
+    def begin(self, call_state: CallState) -> None:
         """Create the policy dispatch of a generation whose rows are known now."""
         if not self._names:
             return
-        role = state.call.role
+        role = call_state.call.role
         free = self._free.setdefault(role, [])
         policy = free.pop() if free else make_policies(self._names, self._predictor)
-        state.ready = Ready()
-        scheduler, prompts = self._state, state.call.input("prompts")
+        call_state.ready = Ready()
+        state, prompts = self._state, call_state.call.input("prompts")
         assert prompts is not None
-        texts = self._said(state, "prompt") if self._earlier else {}
+        texts = self._said(call_state, "prompt") if self._earlier else {}
         earlier = {row: self._earlier.get((role, text), ()) for row, text in texts.items()}
-        workers = [scheduler.workers[name] for name in state.planned.workers]
-        state.policy_dispatch = PolicyDispatch(
-            state,
+        workers = [state.workers[name] for name in call_state.planned.workers]
+        call_state.policy_dispatch = PolicyDispatch(
+            call_state,
             policy,
             workers,
-            scheduler.calls[prompts.call].num_tokens,
+            state.calls[prompts.call].num_tokens,
             earlier,
-            lambda: scheduler.versions.behind(state.call),
-            lambda worker: scheduler.is_away(worker, state),
-            lambda: scheduler.num_changes,
-            scheduler.ablation.lengths,
+            lambda: state.versions.behind(call_state.call),
+            lambda worker: state.is_away(worker, call_state),
+            lambda: state.num_changes,
+            state.ablation.lengths,
             self._paces.get(role),
-            self._said(state, self._difficulty) if self._difficulty else {},
+            self._said(call_state, self._difficulty) if self._difficulty else {},
         )
-        self._dispatches[state.call.ordinal] = state.policy_dispatch
+        self._dispatches[call_state.call.ordinal] = call_state.policy_dispatch
 
-    def over(self, state: CallState) -> None:
+    def over(self, call_state: CallState) -> None:
         """End a generation that is done or failed, and remember the lengths of its answers."""
-        dispatch = self._dispatches.pop(state.call.ordinal, None)
+        dispatch = self._dispatches.pop(call_state.call.ordinal, None)
         if dispatch is None:
             return
         dispatch.over()
-        self._free[state.call.role].append(dispatch.policy)
-        texts = self._said(state, "prompt")
+        self._free[call_state.call.role].append(dispatch.policy)
+        texts = self._said(call_state, "prompt")
         for row, length in dispatch.lengths.items():
-            text = texts.get(state.prompt_of(row))
+            text = texts.get(call_state.prompt_of(row))
             if text is not None:
-                known = self._earlier.setdefault((state.call.role, text), [])
+                known = self._earlier.setdefault((call_state.call.role, text), [])
                 known.append(length)
                 del known[:-_ANSWERS_KEPT]
 
@@ -486,29 +486,29 @@ class PolicyDispatches:
         """Record an engine's load, and preempt samples that policies want to move."""
         load = Load(message.num_running, message.num_queued, message.kv_used, message.kv_capacity)
         for dispatch in self._dispatches.values():
-            if dispatch.state.call.role == message.role:
+            if dispatch.call_state.call.role == message.role:
                 dispatch.reported(worker, load, zip(message.ids, message.num_tokens, strict=True))
                 for name, rows in dispatch.moves().items():
-                    self._state.send(name, m.Preempt(dispatch.state.call.ordinal, rows))
+                    self._state.send(name, m.Preempt(dispatch.call_state.call.ordinal, rows))
 
     def preempted(self, message: m.Preempted) -> None:
         """Requeue preempted samples: at the worker where their policy wants them, if that is still there, else anywhere."""
-        scheduler = self._state
-        state = scheduler.calls.get(message.call)
+        state = self._state
+        call_state = state.calls.get(message.call)
         for row, number in zip(message.ids, message.tasks, strict=True):
-            if not scheduler.tasks.preempted(number, row):
+            if not state.tasks.preempted(number, row):
                 continue
-            scheduler.generated(number, 1)
-            if state is None or state.is_over or row in state.done or row in state.dropped:
+            state.generated(number, 1)
+            if call_state is None or call_state.is_over or row in call_state.done or row in call_state.dropped:
                 continue
-            scheduler.partial_rollouts.requeued(state, [row])
-            to = state.policy_dispatch.preempted(row) if state.policy_dispatch is not None else None
+            state.partial_rollouts.requeued(call_state, [row])
+            to = call_state.policy_dispatch.preempted(row) if call_state.policy_dispatch is not None else None
             if to is None:
-                scheduler.requeue(state, [row])
+                state.requeue(call_state, [row])
             else:
-                state.num_begun -= 1
-                scheduler.requeue(state, [], has_more=True)
-                scheduler.ready_workers.wake(to)
+                call_state.num_begun -= 1
+                state.requeue(call_state, [], has_more=True)
+                state.ready_workers.wake(to)
 
     def lost(self, worker: str) -> None:
         for dispatch in self._dispatches.values():
@@ -519,23 +519,23 @@ class PolicyDispatches:
         if self._names:
             self._state.ready_workers.wake_role(role)
 
-    def deal(self, state: CallState) -> None:
+    def deal(self, call_state: CallState) -> None:
         """Assign more samples of a generation of which some have ended."""
-        if state.policy_dispatch is not None and state.has_rows_to_begin:
-            self._state.ready_workers.wake_all(state.policy_dispatch.deal())
+        if call_state.policy_dispatch is not None and call_state.has_rows_to_begin:
+            self._state.ready_workers.wake_all(call_state.policy_dispatch.deal())
 
     def force(self) -> bool:
         """Overrule policies that hold samples back, since no task is in flight; return whether one did."""
-        held = [p for p in self._dispatches.values() if p.state.has_rows_to_begin and p.force()]
+        held = [p for p in self._dispatches.values() if p.call_state.has_rows_to_begin and p.force()]
         for dispatch in held:
-            self._state.ready_workers.wake_role(dispatch.state.call.role)
+            self._state.ready_workers.wake_role(dispatch.call_state.call.role)
         return bool(held)
 
-    def _said(self, state: CallState, column: str) -> dict[int, str]:
+    def _said(self, call_state: CallState, column: str) -> dict[int, str]:
         """Read a column of the datasets for each prompt row, as text."""
         found: dict[int, str] = {}
         batches: dict[int, Batch | None] = {}
-        for row in state.prompt_rows:
+        for row in call_state.prompt_rows:
             source = SampleId.unpack(row)
             if source.call not in batches:
                 drawn = self._state.calls.get(source.call)

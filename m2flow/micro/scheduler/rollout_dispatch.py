@@ -26,8 +26,8 @@ from m2flow.samples import group_key
 class RolloutDispatch:
     """Dispatches samples and weight loads to rollout engines."""
 
-    def __init__(self, scheduler: SchedulerState, credits: Credits) -> None:
-        self._state = scheduler
+    def __init__(self, state: SchedulerState, credits: Credits) -> None:
+        self._state = state
         self._credits = credits
 
     def offer(self, worker: WorkerState, roles: Sequence[str]) -> Offer | None:
@@ -53,65 +53,69 @@ class RolloutDispatch:
         if not weights.may_use(first, held) or (newest > held and not worker.num_tasks["rollout"]):
             is_sure = first.is_prepared and not first.waits_for
             return weights.load_offer(self._state, worker, role, newest) if newest > held and is_sure else None
-        for state in self._state.open.started("rollout", role):
-            if not state.ready or not weights.may_use(state, held) or (borrowing.is_used and borrowing.passes(worker, state)):
+        for call_state in self._state.open.started("rollout", role):
+            if (
+                not call_state.ready
+                or not weights.may_use(call_state, held)
+                or (borrowing.is_used and borrowing.passes(worker, call_state))
+            ):
                 continue
-            if state.policy_dispatch is not None:
-                room = min(state.stage.chunk - worker.num_running, state.num_may_begin)
-                if room > 0 and self._has_samples_for(worker, state.policy_dispatch):
-                    return lambda state=state, room=room: self._deal_out(worker, state, room)  # type: ignore[misc]
+            if call_state.policy_dispatch is not None:
+                room = min(call_state.stage.chunk - worker.num_running, call_state.num_may_begin)
+                if room > 0 and self._has_samples_for(worker, call_state.policy_dispatch):
+                    return lambda call_state=call_state, room=room: self._deal_out(worker, call_state, room)  # type: ignore[misc]
             else:
-                quota = self._quota(worker, state)
+                quota = self._quota(worker, call_state)
                 if quota > 0:
-                    return lambda state=state, quota=quota: self._hand_out(worker, state, quota)  # type: ignore[misc]
+                    return lambda call_state=call_state, quota=quota: self._hand_out(worker, call_state, quota)  # type: ignore[misc]
         return None
 
-    def _quota(self, worker: WorkerState, state: CallState) -> int:
+    def _quota(self, worker: WorkerState, call_state: CallState) -> int:
         """Count the samples of a call that this worker may take now: its even share of what is left, if there is room."""
-        room = state.stage.chunk - worker.num_running
-        quota = min(room, state.num_may_begin, state.share - state.out_at.get(worker.name, 0))
-        return self._credits.num_may_begin(state, worker.name, quota)
+        room = call_state.stage.chunk - worker.num_running
+        quota = min(room, call_state.num_may_begin, call_state.share - call_state.out_at.get(worker.name, 0))
+        return self._credits.num_may_begin(call_state, worker.name, quota)
 
     def _has_samples_for(self, worker: WorkerState, dispatch: PolicyDispatch) -> bool:
         """Whether a call's policy has samples for this worker. Other workers that it assigned samples to are woken."""
-        if dispatch.admits is None and self._credits.is_limited(dispatch.state):
-            dispatch.admits = functools.partial(self._credits.admit, dispatch.state)
+        if dispatch.admits is None and self._credits.is_limited(dispatch.call_state):
+            dispatch.admits = functools.partial(self._credits.admit, dispatch.call_state)
         found = dispatch.has_samples_for(worker)
         self._state.ready_workers.wake_all(other for other in dispatch.dealt_to() if other is not worker)
         return found
 
-    def _deal_out(self, worker: WorkerState, state: CallState, room: int) -> None:
-        assert state.policy_dispatch is not None
-        rows = state.policy_dispatch.take(worker, room)
-        state.num_begun += len(rows)
-        self._state.handed_out(state)
-        self._begin(worker, state, rows)
+    def _deal_out(self, worker: WorkerState, call_state: CallState, room: int) -> None:
+        assert call_state.policy_dispatch is not None
+        rows = call_state.policy_dispatch.take(worker, room)
+        call_state.num_begun += len(rows)
+        self._state.handed_out(call_state)
+        self._begin(worker, call_state, rows)
 
-    def _hand_out(self, worker: WorkerState, state: CallState, quota: int) -> None:
-        ready = itertools.islice(state.ready, quota - 1, None)
+    def _hand_out(self, worker: WorkerState, call_state: CallState, quota: int) -> None:
+        ready = itertools.islice(call_state.ready, quota - 1, None)
         group = group_key(next(ready))
         more = sum(1 for _ in itertools.takewhile(lambda row: group_key(row) == group, ready))
-        self._begin(worker, state, self._state.hand_out(state, min(quota + more, max(quota, state.stage.chunk))))
+        self._begin(worker, call_state, self._state.hand_out(call_state, min(quota + more, max(quota, call_state.stage.chunk))))
 
-    def _begin(self, worker: WorkerState, state: CallState, rows: list[int]) -> None:
-        self._credits.reserve(state, rows, worker.name)
-        self._state.partial_rollouts.handed_out(state, rows, worker.held.get(state.call.role, 0))
-        for batch in task_batches(state.call.ordinal, state.prefixes, rows, carries=state.carry is not None):
-            self._start(worker, state, batch)
+    def _begin(self, worker: WorkerState, call_state: CallState, rows: list[int]) -> None:
+        self._credits.reserve(call_state, rows, worker.name)
+        self._state.partial_rollouts.handed_out(call_state, rows, worker.held.get(call_state.call.role, 0))
+        for batch in task_batches(call_state.call.ordinal, call_state.prefixes, rows, carries=call_state.carry is not None):
+            self._start(worker, call_state, batch)
 
-    def _start(self, worker: WorkerState, state: CallState, batch: SampleBatch) -> None:
+    def _start(self, worker: WorkerState, call_state: CallState, batch: SampleBatch) -> None:
         drawn, stopped_by, rows, had = batch
-        scheduler, prompts = self._state, []
+        state, prompts = self._state, []
         if stopped_by >= 0:
-            scheduler.bring(stopped_at(stopped_by), rows, worker.name)
+            state.bring(stopped_at(stopped_by), rows, worker.name)
         else:
-            drawing = scheduler.calls[drawn]
+            drawing = state.calls[drawn]
             prompts = drawing.prompts_of(rows)
-            scheduler.bring(drawing.aligned_inputs[0], dict.fromkeys(prompts), worker.name)
+            state.bring(drawing.aligned_inputs[0], dict.fromkeys(prompts), worker.name)
             self._credits.taken(drawn, prompts)
-        scheduler.introduce(drawn, worker.name)
-        forward_to, spills = list(state.stage.forward_to), state.stage.spills
-        task = m.Generate(scheduler.next_task(), state.call.ordinal, rows, prompts, forward_to, drawn, stopped_by, had, spills)
-        scheduler.start(worker, "rollout", task, rows=len(rows))
-        if keeps_cache(state.call.options):
-            scheduler.ready_workers.wake_trainers(state.call.role)  # Its samples may take newer weights while they run.
+        state.introduce(drawn, worker.name)
+        forward_to, spills = list(call_state.stage.forward_to), call_state.stage.spills
+        task = m.Generate(state.next_task(), call_state.call.ordinal, rows, prompts, forward_to, drawn, stopped_by, had, spills)
+        state.start(worker, "rollout", task, rows=len(rows))
+        if keeps_cache(call_state.call.options):
+            state.ready_workers.wake_trainers(call_state.call.role)  # Its samples may take newer weights while they run.

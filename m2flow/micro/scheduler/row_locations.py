@@ -112,8 +112,8 @@ class RowLocations:
 class LostTransfers:
     """Sends rows again that never arrived because their sender was lost, and counts the workers lost with each row."""
 
-    def __init__(self, scheduler: SchedulerState, rows: RowLocations) -> None:
-        self._state = scheduler
+    def __init__(self, state: SchedulerState, rows: RowLocations) -> None:
+        self._state = state
         self._rows = rows
         self._num_losses: Counter[tuple[int, int]] = Counter()
         """(call, row) -> number of workers that were lost with it."""
@@ -152,18 +152,18 @@ class LostTransfers:
                 return [(stopped_at(task.aborted_by), row) for row in task.ids]
             source = self._state.calls[task.drawn_by].aligned_inputs[0]
             return [(source, row) for row in task.prompts]
-        state = self._state.calls.get(task.call)
-        if state is None or not isinstance(task, m.RunFunction | m.Accumulate):
+        call_state = self._state.calls.get(task.call)
+        if call_state is None or not isinstance(task, m.RunFunction | m.Accumulate):
             return []
-        return [(source, row) for source in state.aligned_inputs for row in task.ids]
+        return [(source, row) for source in call_state.aligned_inputs for row in task.ids]
 
     def send_again(self, place: str, missing: Mapping[int, Sequence[int]]) -> None:
         """Send rows again that never came to a place and that its tasks wait for."""
-        scheduler = self._state
+        state = self._state
         wanted = {ordinal: set(rows) for ordinal, rows in missing.items()}
         if place != CONTROLLER:
-            needed = {need for _, task in scheduler.tasks.of(place) for need in self.needs(task.message)}
+            needed = {need for _, task in state.tasks.of(place) for need in self.needs(task.message)}
             wanted = {ordinal: {row for row in rows if (ordinal, row) in needed} for ordinal, rows in wanted.items()}
         for ordinal, rows in wanted.items():
-            if rows and max(ordinal, stopped_at(ordinal)) in scheduler.calls:  # Otherwise it was forgotten meanwhile, and nobody waits.
-                scheduler.bring(ordinal, sorted(rows), place)
+            if rows and max(ordinal, stopped_at(ordinal)) in state.calls:  # Otherwise it was forgotten meanwhile, and nobody waits.
+                state.bring(ordinal, sorted(rows), place)

@@ -61,24 +61,24 @@ if TYPE_CHECKING:
     from m2flow.micro.scheduler.call_state import CallState
 
 
-def wind_down(scheduler: SchedulerState) -> None:
+def wind_down(state: SchedulerState) -> None:
     """Fail every call that no update that has begun depends on."""
     needed: set[int] = set()
-    todo = [state for state in scheduler.active.values() if state.update is not None and state.update.has_begun]
+    todo = [call_state for call_state in state.active.values() if call_state.update is not None and call_state.update.has_begun]
     while todo:
-        state = todo.pop()
-        if state.call.ordinal not in needed:
-            needed.add(state.call.ordinal)
-            todo += _needs(scheduler, state)
-    for state in list(scheduler.active.values()):
-        if state.call.ordinal not in needed and not state.is_over:
-            scheduler.fail(state, RunInterrupted("the run was asked to stop", where=state.call.site.describe()))
+        call_state = todo.pop()
+        if call_state.call.ordinal not in needed:
+            needed.add(call_state.call.ordinal)
+            todo += _needs(state, call_state)
+    for call_state in list(state.active.values()):
+        if call_state.call.ordinal not in needed and not call_state.is_over:
+            state.fail(call_state, RunInterrupted("the run was asked to stop", where=call_state.call.site.describe()))
 
 
-def _needs(scheduler: SchedulerState, state: CallState) -> list[CallState]:
+def _needs(state: SchedulerState, call_state: CallState) -> list[CallState]:
     """Find the unfinished calls that a call waits for."""
-    inputs = {ref.call for _, ref in state.call.inputs}
-    return [scheduler.active[ordinal] for ordinal in inputs | state.waits_for | set(state.aligned_inputs) if ordinal in scheduler.active]
+    inputs = {ref.call for _, ref in call_state.call.inputs}
+    return [state.active[ordinal] for ordinal in inputs | call_state.waits_for | set(call_state.aligned_inputs) if ordinal in state.active]
 
 
 class Dispatch(Protocol):
@@ -127,45 +127,45 @@ class Scheduler:
             M2FlowError: a task that belongs to no call failed (weights, a lease, a save), so the run can't continue; or a worker was lost
                 that no other can replace (`m2flow.micro.scheduler.worker_failure`).
         """
-        scheduler = self._state
-        scheduler.commands, self._num_noted = [], 0
+        state = self._state
+        state.commands, self._num_noted = [], 0
         for event in events:
             self._take(event)
         if not all(isinstance(event, Released) for event in events):
             self._give_work()
-        scheduler.forget_unreachable()
-        return scheduler.commands
+        state.forget_unreachable()
+        return state.commands
 
     def _take(self, event: Event) -> None:
-        scheduler = self._state
+        state = self._state
         if isinstance(event, FromWorker):
-            if not scheduler.workers[event.worker].is_lost:
+            if not state.workers[event.worker].is_lost:
                 self._from_worker(event.worker, event.message)
         elif isinstance(event, CallAdded):
             self._added(event)
         elif isinstance(event, Recalled):
-            scheduler.partial_rollouts.recall(event)
+            state.partial_rollouts.recall(event)
             self._added(event)
         elif isinstance(event, Released):
-            scheduler.release(event.call)
+            state.release(event.call)
         elif isinstance(event, Sourced):
-            scheduler.sourced(scheduler.calls[event.call], event.ids, event.num_tokens)
+            state.sourced(state.calls[event.call], event.ids, event.num_tokens)
         elif isinstance(event, Wanted):
-            scheduler.want(scheduler.calls[event.call])
+            state.want(state.calls[event.call])
         elif isinstance(event, TimedOut):
-            time_out(scheduler, event)
+            time_out(state, event)
         elif isinstance(event, CheckpointDue):
             self._save(event)
         elif isinstance(event, Stopping):
-            wind_down(scheduler)
+            wind_down(state)
         elif isinstance(event, Restored):
-            scheduler.restoring.restore(event)
+            state.restoring.restore(event)
         elif isinstance(event, BorrowThresholds):
-            scheduler.borrowing.set_until(event.shares)
+            state.borrowing.set_until(event.shares)
         elif isinstance(event, WorkerLost):
             self._lost(event)
         else:
-            self._joined(scheduler.workers[event.worker], event.incarnation)
+            self._joined(state.workers[event.worker], event.incarnation)
 
     @property
     def has_calls(self) -> bool:
@@ -187,8 +187,8 @@ class Scheduler:
 
     def is_vital(self, worker: str) -> bool:
         """Whether losing a worker ends the run, since it alone has trained weights or a role's state."""
-        state = self._state.workers[worker]
-        return bool(state.roles["train"] or state.states)
+        known = self._state.workers[worker]
+        return bool(known.roles["train"] or known.states)
 
     def holds(self, versions: Mapping[str, int]) -> bool:
         """Whether the trainers hold exactly these versions, counting every role that was trained or copied to."""
@@ -202,10 +202,12 @@ class Scheduler:
     def waiting(self) -> list[str]:
         """Describe what each unfinished call waits for, one line a call."""
         lines = []
-        for state in self._state.active.values():
-            names = [self._state.calls[c].call.name for c in sorted(state.waits_for) if c in self._state.calls]
+        for call_state in self._state.active.values():
+            names = [self._state.calls[c].call.name for c in sorted(call_state.waits_for) if c in self._state.calls]
             after = f", after {', '.join(names)}" if names else ""
-            lines.append(f"{state.call.name} ({state.call.site}): {len(state.done)} of {len(state.ids)} rows done{after}")
+            lines.append(
+                f"{call_state.call.name} ({call_state.call.site}): {len(call_state.done)} of {len(call_state.ids)} rows done{after}"
+            )
         return lines
 
     def waits(self) -> list[Wait]:
@@ -217,8 +219,8 @@ class Scheduler:
         return list(self._credits.channels.values())
 
     def _added(self, event: CallAdded | Recalled) -> None:
-        state = self._state.add_call(event.call, event.stage)
-        self._credits.added(state, [ref.call for _, ref in event.call.inputs])
+        call_state = self._state.add_call(event.call, event.stage)
+        self._credits.added(call_state, [ref.call for _, ref in event.call.inputs])
         if self._state.borrowing.is_used and event.call.engine == "train":
             self._state.borrowing.trains()
         if self._state.early_onload.is_used and event.call.engine == "train":
@@ -226,42 +228,42 @@ class Scheduler:
 
     def _from_worker(self, name: str, message: m.WorkerReport) -> None:
         """Process a worker's report. Duplicate and late reports change nothing."""
-        scheduler = self._state
+        state = self._state
         if isinstance(message, m.Load):
-            scheduler.policy_dispatches.reported(name, message)
-            scheduler.ready_workers.wake(scheduler.workers[name])
+            state.policy_dispatches.reported(name, message)
+            state.ready_workers.wake(state.workers[name])
             return
         if isinstance(message, m.Preempted):
-            scheduler.policy_dispatches.preempted(message)
+            state.policy_dispatches.preempted(message)
             return
-        state = scheduler.calls.get(message.call) if not isinstance(message, m.TaskDone) else None
+        call_state = state.calls.get(message.call) if not isinstance(message, m.TaskDone) else None
         if isinstance(message, m.Finished):
-            if state is not None:
-                if state.carry is not None:
-                    scheduler.partial_rollouts.finished(state, message)
-                if state.policy_dispatch is not None:
+            if call_state is not None:
+                if call_state.carry is not None:
+                    state.partial_rollouts.finished(call_state, message)
+                if call_state.policy_dispatch is not None:
                     for row, length in zip(message.ids, message.num_generated, strict=True):
-                        state.policy_dispatch.ended(row, length)
-                scheduler.generated(
+                        call_state.policy_dispatch.ended(row, length)
+                state.generated(
                     message.task,
-                    scheduler.rows_done(
-                        state, name, message.ids, message.num_tokens, message.dropped, scheduler.lost_transfers.sent_to(message.task)
+                    state.rows_done(
+                        call_state, name, message.ids, message.num_tokens, message.dropped, state.lost_transfers.sent_to(message.task)
                     ),
                 )
                 if self._credits.is_used:
-                    self._credits.settle(state, dict(zip(message.ids, message.num_tokens, strict=True)))
+                    self._credits.settle(call_state, dict(zip(message.ids, message.num_tokens, strict=True)))
                     self._credits.taken(message.call, (*message.ids, *message.dropped))
-                scheduler.policy_dispatches.deal(state)
-                if scheduler.borrowing.is_used:
-                    scheduler.borrowing.ended(state)
-                if scheduler.early_onload.is_used:
-                    scheduler.early_onload.look(self._shrink_kv_caches)
+                state.policy_dispatches.deal(call_state)
+                if state.borrowing.is_used:
+                    state.borrowing.ended(call_state)
+                if state.early_onload.is_used:
+                    state.early_onload.look(self._shrink_kv_caches)
             if message.ends:
                 self._end_task(message.task)
             return
         if isinstance(message, m.Aborted | m.Flushed):
-            if state is not None:
-                record_prefixes(scheduler, state, name if isinstance(message, m.Aborted) else LEDGER, message)
+            if call_state is not None:
+                record_prefixes(state, call_state, name if isinstance(message, m.Aborted) else LEDGER, message)
             return
         ended = self._end_task(message.task)
         if ended is None:
@@ -269,17 +271,17 @@ class Scheduler:
         if isinstance(message, m.TaskFailed):
             if message.call < 0:
                 raise error_from_record(message.error)
-            if state is not None:
-                error = error_from_record(message.error).located(state.call.site.describe())
-                if state.refill is not None and isinstance(ended.message, m.RunFunction):
-                    if not state.is_over:
-                        scheduler.refills.judge(state, ended.message.ids, error)
-                elif state.refill is not None and isinstance(ended.message, m.Generate):
-                    scheduler.refills.not_generated(state, ended.message, message.row, error)
+            if call_state is not None:
+                error = error_from_record(message.error).located(call_state.call.site.describe())
+                if call_state.refill is not None and isinstance(ended.message, m.RunFunction):
+                    if not call_state.is_over:
+                        state.refills.judge(call_state, ended.message.ids, error)
+                elif call_state.refill is not None and isinstance(ended.message, m.Generate):
+                    state.refills.not_generated(call_state, ended.message, message.row, error)
                 else:
-                    scheduler.task_failed(state, ended.message, message.row, error)
+                    state.task_failed(call_state, ended.message, message.row, error)
             return
-        self._task_done(scheduler.workers[name], ended.message, message)
+        self._task_done(state.workers[name], ended.message, message)
 
     def _end_task(self, number: int) -> TaskState | None:
         """Remove an ended task from its worker; None if it had ended before."""
@@ -289,37 +291,37 @@ class Scheduler:
         return ended
 
     def _task_done(self, worker: WorkerState, task: m.Task, done: m.TaskDone) -> None:
-        scheduler = self._state
-        state = scheduler.calls.get(task.call)
+        state = self._state
+        call_state = state.calls.get(task.call)
         if isinstance(task, m.Accumulate):
             self._credits.taken(task.call, task.ids)
         match task:
-            case m.Accumulate() | m.Apply() if state is not None and state.failure is not None:
-                scheduler.accumulated(state)
+            case m.Accumulate() | m.Apply() if call_state is not None and call_state.failure is not None:
+                state.accumulated(call_state)
             case m.Apply(is_last=True) | m.CopyWeights():
-                if state is not None and not state.is_over:
-                    scheduler.complete(state, done.result)
+                if call_state is not None and not call_state.is_over:
+                    state.complete(call_state, done.result)
             case m.RunFunction():
-                if state is not None and not state.is_over and not state.call.is_aligned:
-                    scheduler.complete(state, done.result)
+                if call_state is not None and not call_state.is_over and not call_state.call.is_aligned:
+                    state.complete(call_state, done.result)
             case m.PublishWeights(role=role, version=version):
                 assert done.manifest is not None
-                weights.published(scheduler, role, version, done.manifest)
+                weights.published(state, role, version, done.manifest)
             case m.LoadWeights():
-                weights.loaded(scheduler, worker, task)
+                weights.loaded(state, worker, task)
             case m.Switch(to=owner):
                 assert worker.lease is not None
                 if worker.lease.is_switching(worker.name):
                     self._switch_engines(worker.lease.switched(worker.name), owner)
                 if not worker.lease.is_moving:
-                    scheduler.ready_workers.wake_all(scheduler.workers[name] for name in worker.lease.workers)
+                    state.ready_workers.wake_all(state.workers[name] for name in worker.lease.workers)
             case m.ShrinkKVCache():
                 assert worker.lease is not None
                 self._switch_engines(worker.lease.shrunk_cache(worker.name), worker.lease.early_turn)
             case m.Save():
                 saved = self._train.saves.done(task.number)
                 if saved is not None:
-                    scheduler.commands.append(CheckpointSaved(saved[1].step, saved[0], str(done.result)))
+                    state.commands.append(CheckpointSaved(saved[1].step, saved[0], str(done.result)))
             case _:
                 pass
 
@@ -360,17 +362,17 @@ class Scheduler:
 
     def _free_room(self) -> None:
         """Release the credits of calls that have ended, and ask workers again for generations that backpressure had blocked."""
-        scheduler = self._state
+        state = self._state
         if self._credits.is_used:
-            for command in scheduler.commands[self._num_noted :]:
-                if isinstance(command, Resolve | Reject) and command.call in scheduler.calls:
-                    self._credits.over(scheduler.calls[command.call])
+            for command in state.commands[self._num_noted :]:
+                if isinstance(command, Resolve | Reject) and command.call in state.calls:
+                    self._credits.over(state.calls[command.call])
                 elif isinstance(command, Forgotten):
                     self._credits.forget(command.call)
-            self._num_noted = len(scheduler.commands)
-            for state in self._credits.unblocked():
-                scheduler.ready_workers.feed_all(state)
-                scheduler.ready_workers.rows_came(state)
+            self._num_noted = len(state.commands)
+            for call_state in self._credits.unblocked():
+                state.ready_workers.feed_all(call_state)
+                state.ready_workers.rows_came(call_state)
 
     def _give_work(self) -> None:
         """Dispatch all that can run now. If no task is in flight and only a full channel or a policy holds samples back, overrule it."""
@@ -382,15 +384,15 @@ class Scheduler:
 
     def _overdraw(self) -> None:
         """Let the earliest blocked generation that can run begin one unit beyond its channel's room."""
-        scheduler, credits = self._state, self._credits
-        for _, state in sorted(credits.blocked.items()):
-            if state.has_rows_to_begin:
-                credits.allow_overdraft(state)
-                scheduler.ready_workers.feed_all(state)
-                scheduler.ready_workers.wake_role(state.call.role)
+        state, credits = self._state, self._credits
+        for _, call_state in sorted(credits.blocked.items()):
+            if call_state.has_rows_to_begin:
+                credits.allow_overdraft(call_state)
+                state.ready_workers.feed_all(call_state)
+                state.ready_workers.wake_role(call_state.call.role)
                 self._ask()
                 credits.allow_overdraft(None)
-            if scheduler.tasks:
+            if state.tasks:
                 return
 
     def _ask(self) -> None:

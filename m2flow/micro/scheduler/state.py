@@ -65,38 +65,38 @@ class OpenCalls:
         self._started: dict[tuple[str, str], list[CallState]] = {}
         self._first: dict[str, CallState | None] = {}
 
-    def add(self, state: CallState) -> None:
+    def add(self, call_state: CallState) -> None:
         """Add a new call, which may still have to wait."""
-        if state.call.engine == "rollout":
-            self._open.setdefault(state.call.role, {})[state.call.ordinal] = state
-            self.changed(state.call.role)
+        if call_state.call.engine == "rollout":
+            self._open.setdefault(call_state.call.role, {})[call_state.call.ordinal] = call_state
+            self.changed(call_state.call.role)
 
-    def reopen(self, state: CallState) -> None:
+    def reopen(self, call_state: CallState) -> None:
         """Add a call again that has samples to hand out again."""
-        if state.call.engine == "rollout":
-            known = self._open.setdefault(state.call.role, {})
-            known[state.call.ordinal] = state
-            self._open[state.call.role] = dict(sorted(known.items()))
-            self.changed(state.call.role)
+        if call_state.call.engine == "rollout":
+            known = self._open.setdefault(call_state.call.role, {})
+            known[call_state.call.ordinal] = call_state
+            self._open[call_state.call.role] = dict(sorted(known.items()))
+            self.changed(call_state.call.role)
 
-    def start(self, state: CallState) -> bool:
+    def start(self, call_state: CallState) -> bool:
         """Note that a call waits for nothing any more; False if that was known."""
-        started = self._started.setdefault((state.call.engine, state.call.role), [])
-        place = bisect.bisect_left(started, state.call.ordinal, key=_ordinal)
-        if place < len(started) and started[place] is state:
+        started = self._started.setdefault((call_state.call.engine, call_state.call.role), [])
+        place = bisect.bisect_left(started, call_state.call.ordinal, key=_ordinal)
+        if place < len(started) and started[place] is call_state:
             return False
-        started.insert(place, state)
+        started.insert(place, call_state)
         return True
 
-    def close(self, state: CallState) -> bool:
+    def close(self, call_state: CallState) -> bool:
         """Remove a call with nothing left to hand out; False if that was known."""
-        started = self._started.get((state.call.engine, state.call.role), [])
-        place = bisect.bisect_left(started, state.call.ordinal, key=_ordinal)
-        if place < len(started) and started[place] is state:
+        started = self._started.get((call_state.call.engine, call_state.call.role), [])
+        place = bisect.bisect_left(started, call_state.call.ordinal, key=_ordinal)
+        if place < len(started) and started[place] is call_state:
             del started[place]
-        if self._open.get(state.call.role, {}).pop(state.call.ordinal, None) is None:
+        if self._open.get(call_state.call.role, {}).pop(call_state.call.ordinal, None) is None:
             return False
-        self.changed(state.call.role)
+        self.changed(call_state.call.role)
         return True
 
     def changed(self, role: str) -> None:
@@ -113,75 +113,75 @@ class OpenCalls:
 
     def set_first(self, role: str, can_run: Callable[[CallState], bool]) -> CallState | None:
         """Find and remember the earliest open generation that can run."""
-        self._first[role] = next((state for state in self._open.get(role, {}).values() if can_run(state)), None)
+        self._first[role] = next((call_state for call_state in self._open.get(role, {}).values() if can_run(call_state)), None)
         return self._first[role]
 
 
-def _ordinal(state: CallState) -> int:
-    return state.call.ordinal
+def _ordinal(call_state: CallState) -> int:
+    return call_state.call.ordinal
 
 
 @final
 class Refills:
     """Tracks unfinished refills: which candidates are kept, which failed, and when each refill has enough (`m2flow.macro.refill`)."""
 
-    def __init__(self, scheduler: SchedulerState) -> None:
-        self._state = scheduler
+    def __init__(self, state: SchedulerState) -> None:
+        self._state = state
         self._members: dict[Refill, list[CallState]] = {}
         self._failed: dict[int, dict[int, M2FlowError]] = {}
         """Generate call -> its samples that can't be generated."""
 
-    def join(self, state: CallState, num_candidates: int) -> Refill:
+    def join(self, call_state: CallState, num_candidates: int) -> Refill:
         """Add a call to the refill of its input, or to a new one."""
-        refill = self._state.calls[state.bases[0]].refill
-        count = state.call.options["refill"]
+        refill = self._state.calls[call_state.bases[0]].refill
+        count = call_state.call.options["refill"]
         assert isinstance(count, int)
         refill = refill or Refill(num_candidates, count)
-        self._members.setdefault(refill, []).append(state)
+        self._members.setdefault(refill, []).append(call_state)
         return refill
 
-    def judge(self, state: CallState, rows: Iterable[int], verdict: bool | M2FlowError) -> None:
+    def judge(self, call_state: CallState, rows: Iterable[int], verdict: bool | M2FlowError) -> None:
         """Record whether candidates are kept, dropped or failed to be judged, and end the refill if that decides it."""
-        assert state.refill is not None
-        generations = [member for member in self._members[state.refill] if member.call.engine == "rollout"]
+        assert call_state.refill is not None
+        generations = [member for member in self._members[call_state.refill] if member.call.engine == "rollout"]
         shares = [member.share for member in generations]
         for position in {SampleId.unpack(row).prompt for row in rows}:
-            state.refill.judge(position, verdict)
+            call_state.refill.judge(position, verdict)
         for member, share in zip(generations, shares, strict=True):
             if member.share > share or member.policy_dispatch is not None:
                 self._state.ready_workers.feed_all(member)
             self._state.ready_workers.rows_came(member)
-        end = state.refill.end()
+        end = call_state.refill.end()
         if end is not None:
-            self._end(self._members.pop(state.refill), end, state)
+            self._end(self._members.pop(call_state.refill), end, call_state)
 
-    def not_generated(self, state: CallState, task: m.Generate, row: int, error: M2FlowError) -> None:
+    def not_generated(self, call_state: CallState, task: m.Generate, row: int, error: M2FlowError) -> None:
         """Record that a candidate can't be generated, which is an error only if the refill needs it.
 
         Its task began nothing, so the task's samples of other groups, and those before it, are requeued.
         """
-        if state.is_over:
+        if call_state.is_over:
             return
         row = row if row in task.ids else min(task.ids)
-        self._state.requeue(state, [other for other in task.ids if group_key(other) != group_key(row) or other < row])
-        self._failed.setdefault(state.call.ordinal, {})[row] = error
-        self._judge_failed(state)
+        self._state.requeue(call_state, [other for other in task.ids if group_key(other) != group_key(row) or other < row])
+        self._failed.setdefault(call_state.call.ordinal, {})[row] = error
+        self._judge_failed(call_state)
 
-    def turned_out(self, state: CallState, kept: Iterable[int], dropped: Iterable[int]) -> None:
+    def turned_out(self, call_state: CallState, kept: Iterable[int], dropped: Iterable[int]) -> None:
         """Record rows that a call of a refill has finished, or dropped."""
-        self._judge_failed(state)
+        self._judge_failed(call_state)
         for verdict, judged in ((True, kept), (False, dropped)):
-            if state.call.drops and judged and not state.is_over:
-                self.judge(state, judged, verdict)
+            if call_state.call.drops and judged and not call_state.is_over:
+                self.judge(call_state, judged, verdict)
 
-    def _judge_failed(self, state: CallState) -> None:
+    def _judge_failed(self, call_state: CallState) -> None:
         """Judge each group in which a sample can't be generated and all samples before it are done: the earliest failure counts."""
-        failed = self._failed.get(state.call.ordinal, {})
+        failed = self._failed.get(call_state.call.ordinal, {})
         for rows in by_group(sorted(failed)).values():
             first = rows[0]
             before = range(first - SampleId.unpack(first).index, first)
-            if state.done.issuperset(before) and not state.is_over:
-                self.judge(state, [first], failed[first])
+            if call_state.done.issuperset(before) and not call_state.is_over:
+                self.judge(call_state, [first], failed[first])
 
     def _end(self, members: list[CallState], end: RefillEnd, judged: CallState) -> None:
         """Abort what still runs beyond what was needed, and end the calls of the refill with the rows that it keeps."""
@@ -270,107 +270,111 @@ class SchedulerState:
             others.add(call.carries_from)
         aligned = tuple([c for c in inputs if calls[c].call.is_aligned])
         waits_for = {c for c in needs if c not in aligned and not self._is_done(c)}
-        state = CallState(call, stage, [], waits_for, aligned, frozenset(others), is_ungrouped=self.ablation.without_groups)
+        call_state = CallState(call, stage, [], waits_for, aligned, frozenset(others), is_ungrouped=self.ablation.without_groups)
         if self.lost_transfers.has_any:
-            remove_lost_workers(self, state)
-        calls[call.ordinal] = state
-        self.active[call.ordinal] = state
-        self.open.add(state)
+            remove_lost_workers(self, call_state)
+        calls[call.ordinal] = call_state
+        self.active[call.ordinal] = call_state
+        self.open.add(call_state)
         for needed in inputs:
-            calls[needed].users[call.ordinal] = state
+            calls[needed].users[call.ordinal] = call_state
         for needed in waits_for:
-            self._waiting_for.setdefault(needed, []).append(state)
+            self._waiting_for.setdefault(needed, []).append(call_state)
         if call.writes and call.engine == "function":
-            state.follows = frozenset(reader.call.ordinal for reader in self.versions.reads_before(call))
-            for followed in state.follows:
-                self._followers.setdefault(followed, []).append(state)
-        self.versions.add(state, self._is_done)
+            call_state.follows = frozenset(reader.call.ordinal for reader in self.versions.reads_before(call))
+            for followed in call_state.follows:
+                self._followers.setdefault(followed, []).append(call_state)
+        self.versions.add(call_state, self._is_done)
         if is_generation:
             self.may_keep = self.may_keep or keeps_cache(call.options)
             if carries(call.options):
-                self.partial_rollouts.added(state)
+                self.partial_rollouts.added(call_state)
         failed = [self._errors[c] for c in needs | others if c in self._errors] if self._errors else []
         if failed:
             root, error = min(failed, key=lambda found: found[0])
-            self.fail(state, error, root=root)
+            self.fail(call_state, error, root=root)
         elif call.engine != "source":
-            self._prepare(state)
-        return state
+            self._prepare(call_state)
+        return call_state
 
-    def sourced(self, state: CallState, ids: list[int], num_tokens: Iterable[int]) -> None:
+    def sourced(self, call_state: CallState, ids: list[int], num_tokens: Iterable[int]) -> None:
         """Record the rows of a dataset call, which the controller has read."""
-        state.prepare(ids, ids)
-        self._prepare_consumers(state)
-        self.rows_done(state, CONTROLLER, ids, num_tokens)
+        call_state.prepare(ids, ids)
+        self._prepare_consumers(call_state)
+        self.rows_done(call_state, CONTROLLER, ids, num_tokens)
 
-    def _prepare(self, state: CallState) -> None:
+    def _prepare(self, call_state: CallState) -> None:
         """Fix the rows of a call once those of its inputs are known, and then those of its consumers."""
-        if state.is_prepared or state.is_over:
+        if call_state.is_prepared or call_state.is_over:
             return
         rows_of: list[int] = []
-        for base in state.bases:
-            rows = self._rows_for(state, self.calls[base])
+        for base in call_state.bases:
+            rows = self._rows_for(call_state, self.calls[base])
             if rows is None:
                 return
             rows_of = sorted([*rows_of, *rows]) if rows_of else rows
-            if state.is_union:
-                state.part_of.update(dict.fromkeys(rows, base))
-        if state.is_union and len(set(rows_of)) < len(rows_of):
+            if call_state.is_union:
+                call_state.part_of.update(dict.fromkeys(rows, base))
+        if call_state.is_union and len(set(rows_of)) < len(rows_of):
             twice = next(a for a, b in itertools.pairwise(rows_of) if a == b)
-            where = state.call.site.describe()
-            self.fail(state, OpError(f"{state.call.name} got sample {SampleId.unpack(twice)} twice", where=where, now=TWICE))
+            where = call_state.call.site.describe()
+            self.fail(call_state, OpError(f"{call_state.call.name} got sample {SampleId.unpack(twice)} twice", where=where, now=TWICE))
             return
-        if state.call.is_gated:
-            state.refill = self.refills.join(state, len(rows_of))
-        is_rollout = state.call.engine == "rollout"
-        state.prepare(make_ids(state.call.ordinal, len(rows_of), state.num_per_prompt).tolist() if is_rollout else rows_of, rows_of)
+        if call_state.call.is_gated:
+            call_state.refill = self.refills.join(call_state, len(rows_of))
+        is_rollout = call_state.call.engine == "rollout"
+        call_state.prepare(
+            make_ids(call_state.call.ordinal, len(rows_of), call_state.num_per_prompt).tolist() if is_rollout else rows_of, rows_of
+        )
         if is_rollout:
-            self.policy_dispatches.begin(state)
-        if state.is_update:
+            self.policy_dispatches.begin(call_state)
+        if call_state.is_update:
             is_ungrouped = self.ablation.without_groups
-            state.update = progress_of(state.call, state.stage, state.ids, by_identity=self.deterministic, is_ungrouped=is_ungrouped)
-        for needed in state.aligned_inputs:
+            call_state.update = progress_of(
+                call_state.call, call_state.stage, call_state.ids, by_identity=self.deterministic, is_ungrouped=is_ungrouped
+            )
+        for needed in call_state.aligned_inputs:
             source = self.calls[needed]
             if source.done:
-                state.arrived(needed, sorted(source.done), source.num_tokens)
+                call_state.arrived(needed, sorted(source.done), source.num_tokens)
             elif source.whole_at:
                 self.functions.note(self.workers[source.whole_at])
-        if not state.ids:
-            self._await_inputs(state)
-        self._start_if_ready(state)
-        if state.carry is not None:
-            self.partial_rollouts.prepared(state, len(rows_of))
-        elif state.result is not None and not state.is_over:
-            self._prepare_consumers(state)
-        self.restoring.prepared(state)
+        if not call_state.ids:
+            self._await_inputs(call_state)
+        self._start_if_ready(call_state)
+        if call_state.carry is not None:
+            self.partial_rollouts.prepared(call_state, len(rows_of))
+        elif call_state.result is not None and not call_state.is_over:
+            self._prepare_consumers(call_state)
+        self.restoring.prepared(call_state)
 
-    def _await_inputs(self, state: CallState) -> None:
+    def _await_inputs(self, call_state: CallState) -> None:
         """Have a call without rows wait for its inputs: no row of theirs holds it back, and it must not end before them."""
-        for needed in state.aligned_inputs:
+        for needed in call_state.aligned_inputs:
             if not self._is_done(needed):
-                state.waits_for.add(needed)
-                self._waiting_for.setdefault(needed, []).append(state)
-        self.handed_out(state)
+                call_state.waits_for.add(needed)
+                self._waiting_for.setdefault(needed, []).append(call_state)
+        self.handed_out(call_state)
 
-    def _rows_for(self, state: CallState, base: CallState) -> list[int] | None:
+    def _rows_for(self, call_state: CallState, base: CallState) -> list[int] | None:
         """Find the rows that a call has from one of its inputs, if they are known. Calls of one refill hand on every candidate."""
-        if state.call.is_gated and base.refill is not None:
+        if call_state.call.is_gated and base.refill is not None:
             return base.ids if base.is_prepared else None
         return base.result
 
-    def abandon(self, state: CallState, *, keeps: bool = False) -> None:
+    def abandon(self, call_state: CallState, *, keeps: bool = False) -> None:
         """Tell workers to abort what they have of a call; with `keeps`, to keep the tokens of stopped samples, which will be continued."""
-        for worker in state.tasks_at:
-            self.send(worker, m.Abort(state.call.ordinal, keeps))
+        for worker in call_state.tasks_at:
+            self.send(worker, m.Abort(call_state.call.ordinal, keeps))
             self.ready_workers.wake(self.workers[worker])  # What else runs there may take newer weights now.
 
-    def _prepare_consumers(self, state: CallState) -> None:
-        for user in list(state.users.values()):
+    def _prepare_consumers(self, call_state: CallState) -> None:
+        for user in list(call_state.users.values()):
             self._prepare(user)
 
     def rows_done(
         self,
-        state: CallState,
+        call_state: CallState,
         worker: str,
         ids: Iterable[int],
         num_tokens: Iterable[int],
@@ -378,150 +382,152 @@ class SchedulerState:
         sent_to: Iterable[str] = (),
     ) -> int:
         """Record finished rows of a call's result, at `worker` and at those that it sent them to; return how many are new."""
-        if state.carry is not None and state.is_done:
-            return self.partial_rollouts.finished_late(state, worker, ids, num_tokens, sent_to)
-        if state.is_over:
+        if call_state.carry is not None and call_state.is_done:
+            return self.partial_rollouts.finished_late(call_state, worker, ids, num_tokens, sent_to)
+        if call_state.is_over:
             return 0
-        fresh = {row: tokens for row, tokens in zip(ids, num_tokens, strict=True) if row not in state.done}
-        gone = set(dropped) - state.dropped if dropped else set()
+        fresh = {row: tokens for row, tokens in zip(ids, num_tokens, strict=True) if row not in call_state.done}
+        gone = set(dropped) - call_state.dropped if dropped else set()
         if not (fresh or gone):
             return 0
         rows = list(fresh)
-        state.turned_out(rows, gone)
-        state.num_tokens.update(fresh)
-        self.rows.made(state.call.ordinal, rows, worker, sent_to)
-        for user in list(state.users.values()):
-            if user.arrived(state.call.ordinal, rows, state.num_tokens):
+        call_state.turned_out(rows, gone)
+        call_state.num_tokens.update(fresh)
+        self.rows.made(call_state.call.ordinal, rows, worker, sent_to)
+        for user in list(call_state.users.values()):
+            if user.arrived(call_state.call.ordinal, rows, call_state.num_tokens):
                 self._rows_came(user)
-        if state.refill is not None:
-            self.refills.turned_out(state, rows, gone)
-        elif state.is_generation and state.failure is None and is_cut(state.call.options):
-            self.cut(state)
-        elif state.call.is_aligned and len(state.done) + len(state.dropped) == len(state.ids):
-            self.complete(state, None)
-        elif state.failure is not None and state.has_settled:
-            self.fail(state, state.failure[1])
+        if call_state.refill is not None:
+            self.refills.turned_out(call_state, rows, gone)
+        elif call_state.is_generation and call_state.failure is None and is_cut(call_state.call.options):
+            self.cut(call_state)
+        elif call_state.call.is_aligned and len(call_state.done) + len(call_state.dropped) == len(call_state.ids):
+            self.complete(call_state, None)
+        elif call_state.failure is not None and call_state.has_settled:
+            self.fail(call_state, call_state.failure[1])
         return len(rows)
 
-    def cut(self, state: CallState) -> None:
+    def cut(self, call_state: CallState) -> None:
         """End a generation that has enough whole groups; abort the other samples, or carry them to the next call of its line."""
-        if state.carry is not None:
-            state.result = self.partial_rollouts.cut(state)
-            if state.result is not None:
-                state.ready.clear()
-                self.abandon(state, keeps=True)
-                self.complete(state, None)
+        if call_state.carry is not None:
+            call_state.result = self.partial_rollouts.cut(call_state)
+            if call_state.result is not None:
+                call_state.ready.clear()
+                self.abandon(call_state, keeps=True)
+                self.complete(call_state, None)
             return
-        late = {group_key(row) for row in state.dropped}
-        wanted = min(num_wanted(state.call.options, state.num_groups), state.num_groups - len(late))
-        if state.num_whole < wanted:
+        late = {group_key(row) for row in call_state.dropped}
+        wanted = min(num_wanted(call_state.call.options, call_state.num_groups), call_state.num_groups - len(late))
+        if call_state.num_whole < wanted:
             return
-        whole = [rows for key, rows in by_group(state.ids).items() if key not in late and state.done.issuperset(rows)]
+        whole = [rows for key, rows in by_group(call_state.ids).items() if key not in late and call_state.done.issuperset(rows)]
         if len(whole) < wanted:
             return
-        state.result = [row for rows in whole[:wanted] for row in rows]
-        state.ready.clear()
-        self.commands.append(Dropped(state.call.ordinal, tuple(sorted(set(state.ids).difference(state.result)))))
-        self.abandon(state)
-        self.complete(state, None)
+        call_state.result = [row for rows in whole[:wanted] for row in rows]
+        call_state.ready.clear()
+        self.commands.append(Dropped(call_state.call.ordinal, tuple(sorted(set(call_state.ids).difference(call_state.result)))))
+        self.abandon(call_state)
+        self.complete(call_state, None)
 
-    def complete(self, state: CallState, value: object) -> None:
+    def complete(self, call_state: CallState, value: object) -> None:
         """End a call with its result."""
-        state.is_done = state.is_over = True
-        state.value = value
-        self.versions.done(state.call)
-        if state.call.engine == "train" and state.call.writes:
+        call_state.is_done = call_state.is_over = True
+        call_state.value = value
+        self.versions.done(call_state.call)
+        if call_state.call.engine == "train" and call_state.call.writes:
             self.changed()
-        if state.is_update:
-            self.open.changed(state.call.role)
-            self.policy_dispatches.trained(state.call.role)
-        if state.result is None:
-            state.result = sorted(state.done)
-        self.commands.append(Resolve(state.call.ordinal, value, state.chosen))  # Before the commands of calls that end because of this.
-        self._leave(state)
-        for other in self._waiting_for.pop(state.call.ordinal, []):
-            other.waits_for.discard(state.call.ordinal)
+        if call_state.is_update:
+            self.open.changed(call_state.call.role)
+            self.policy_dispatches.trained(call_state.call.role)
+        if call_state.result is None:
+            call_state.result = sorted(call_state.done)
+        self.commands.append(
+            Resolve(call_state.call.ordinal, value, call_state.chosen)
+        )  # Before the commands of calls that end because of this.
+        self._leave(call_state)
+        for other in self._waiting_for.pop(call_state.call.ordinal, []):
+            other.waits_for.discard(call_state.call.ordinal)
             self._start_if_ready(other)
             if other.carry is not None:
                 self.partial_rollouts.cut_if_done(other)
-        if state.carry is not None:
-            self.partial_rollouts.ended(state)
-        self._prepare_consumers(state)
-        if state.call.ordinal in self._wanted:
-            self._wanted.discard(state.call.ordinal)
-            self.want(state)
+        if call_state.carry is not None:
+            self.partial_rollouts.ended(call_state)
+        self._prepare_consumers(call_state)
+        if call_state.call.ordinal in self._wanted:
+            self._wanted.discard(call_state.call.ordinal)
+            self.want(call_state)
 
-    def task_failed(self, state: CallState, task: m.Task, row: int, error: M2FlowError) -> None:
+    def task_failed(self, call_state: CallState, task: m.Task, row: int, error: M2FlowError) -> None:
         """Record that a task failed, at this row if that is known.
 
         The call fails with its earliest failing sample, whichever was reported first.
         """
         rows = getattr(task, "ids", [])
-        if isinstance(task, m.Apply) and state.failure is not None:
-            self.accumulated(state)  # It was dispatched before its micro-batch failed, whose error is recorded.
+        if isinstance(task, m.Apply) and call_state.failure is not None:
+            self.accumulated(call_state)  # It was dispatched before its micro-batch failed, whose error is recorded.
             return
-        if isinstance(task, m.Accumulate) and state.update is not None and not state.is_over:
+        if isinstance(task, m.Accumulate) and call_state.update is not None and not call_state.is_over:
             row = row if row in rows else min(rows)
-            state.failed_at(row, error, ())
-            state.update.fail_at(row)
-            self.accumulated(state)
+            call_state.failed_at(row, error, ())
+            call_state.update.fail_at(row)
+            self.accumulated(call_state)
             return
-        if not rows or not state.call.is_aligned:
-            self.fail(state, error)
+        if not rows or not call_state.call.is_aligned:
+            self.fail(call_state, error)
             return
-        state.failed_at(row if row in rows else min(rows), error, [before for before in rows if before < row])
-        if state.has_settled:
-            assert state.failure is not None
-            self.fail(state, state.failure[1])
+        call_state.failed_at(row if row in rows else min(rows), error, [before for before in rows if before < row])
+        if call_state.has_settled:
+            assert call_state.failure is not None
+            self.fail(call_state, call_state.failure[1])
         else:
-            self._rows_came(state)
+            self._rows_came(call_state)
 
-    def accumulated(self, state: CallState) -> None:
+    def accumulated(self, call_state: CallState) -> None:
         """Fail an update with a failed micro-batch, once no group before its earliest failure is in flight."""
-        if state.failure is not None and state.update is not None and state.update.has_tried_all and not state.tasks_at:
-            self.fail(state, state.failure[1])
+        if call_state.failure is not None and call_state.update is not None and call_state.update.has_tried_all and not call_state.tasks_at:
+            self.fail(call_state, call_state.failure[1])
 
-    def fail(self, state: CallState, error: M2FlowError, *, root: int | None = None) -> None:
+    def fail(self, call_state: CallState, error: M2FlowError, *, root: int | None = None) -> None:
         """Fail a call, and whatever depends on it by data or by effect.
 
         `root` is the call that caused the failure. A call that has failed already fails anew if this root is earlier than the known one.
         """
-        ordinal = state.call.ordinal
+        ordinal = call_state.call.ordinal
         root, known = ordinal if root is None else root, self._errors.get(ordinal)
-        if state.is_done or (known is not None and known[0] <= root):
+        if call_state.is_done or (known is not None and known[0] <= root):
             return
         self._errors[ordinal] = (root, error)
         if known is None:
-            state.is_failed = state.is_over = True
-            self._leave(state)
-            self.abandon(state, keeps=state.is_generation and isinstance(error, RunInterrupted))
+            call_state.is_failed = call_state.is_over = True
+            self._leave(call_state)
+            self.abandon(call_state, keeps=call_state.is_generation and isinstance(error, RunInterrupted))
             self._waiting_for.pop(ordinal, None)
-            if state.carry is not None:
-                self.partial_rollouts.ended(state)
+            if call_state.carry is not None:
+                self.partial_rollouts.ended(call_state)
         for other in list(self.calls.values()):
             if ordinal in (*other.waits_for, *other.aligned_inputs, *other.fails_with):
                 self.fail(other, error, root=root)
         # After what depends on it: who waits for that must not see this call rejected while a later call's error is still recorded there.
         self.commands.append(Reject(ordinal, error, root))
 
-    def want(self, state: CallState) -> None:
+    def want(self, call_state: CallState) -> None:
         """Send a call's rows to the controller, as soon as it is done."""
-        ordinal = state.call.ordinal
-        if not state.is_done:
+        ordinal = call_state.call.ordinal
+        if not call_state.is_done:
             self._wanted.add(ordinal)
-        elif state.call.engine != "source":
-            self.bring(ordinal, state.result or (), CONTROLLER)
+        elif call_state.call.engine != "source":
+            self.bring(ordinal, call_state.result or (), CONTROLLER)
         elif ordinal not in self._shown:
             # Its rows are at the controller already, but not yet in the store that the program reads from.
             self._shown.add(ordinal)
-            self.send(CONTROLLER, m.Push(ordinal, list(state.result or ()), CONTROLLER))
+            self.send(CONTROLLER, m.Push(ordinal, list(call_state.result or ()), CONTROLLER))
 
     def release(self, ordinal: int) -> None:
         """Note that the program can't reach a call's result any more."""
-        state = self.calls.get(ordinal)
-        if state is not None:
-            state.is_released = True
-            if not state.users:
+        call_state = self.calls.get(ordinal)
+        if call_state is not None:
+            call_state.is_released = True
+            if not call_state.users:
                 self._perhaps_unreachable.add(ordinal)
 
     def forget_unreachable(self) -> None:
@@ -531,15 +537,15 @@ class SchedulerState:
         checked, self._perhaps_unreachable = self._perhaps_unreachable, set()
         needed = self.partial_rollouts.needed() if checked else checked
         for ordinal in sorted(checked):
-            state = self.calls.get(ordinal)
+            call_state = self.calls.get(ordinal)
             # A failed call is kept: an earlier failure may still reach what depends on it.
-            if state is not None and state.is_released and state.is_done and not state.users and ordinal not in needed:
-                self._forget(state)
+            if call_state is not None and call_state.is_released and call_state.is_done and not call_state.users and ordinal not in needed:
+                self._forget(call_state)
 
-    def _forget(self, state: CallState) -> None:
-        ordinal = state.call.ordinal
+    def _forget(self, call_state: CallState) -> None:
+        ordinal = call_state.call.ordinal
         places = self.rows.forget(ordinal)
-        if state.is_generation:
+        if call_state.is_generation:
             places = list(dict.fromkeys([*places, *self.rows.forget(stopped_at(ordinal))]))
         for place in places:
             self.send(place, m.Forget(ordinal))
@@ -550,43 +556,43 @@ class SchedulerState:
     def _is_done(self, ordinal: int) -> bool:
         return ordinal not in self._errors and (ordinal not in self.calls or self.calls[ordinal].is_done)
 
-    def _leave(self, state: CallState) -> None:
-        del self.active[state.call.ordinal]
-        self.versions.over(state)
-        if state.policy_dispatch is not None:
-            self.policy_dispatches.over(state)
+    def _leave(self, call_state: CallState) -> None:
+        del self.active[call_state.call.ordinal]
+        self.versions.over(call_state)
+        if call_state.policy_dispatch is not None:
+            self.policy_dispatches.over(call_state)
         if self.borrowing.is_used:
-            self.borrowing.over(state.call.ordinal)
-        if self.open.close(state):
-            self.ready_workers.wake_role(state.call.role)
-        if state.call.reads:
+            self.borrowing.over(call_state.call.ordinal)
+        if self.open.close(call_state):
+            self.ready_workers.wake_role(call_state.call.role)
+        if call_state.call.reads:
             self.ready_workers.wake_trainers()
-        for follower in self._followers.pop(state.call.ordinal, []):
-            follower.follows -= {state.call.ordinal}
+        for follower in self._followers.pop(call_state.call.ordinal, []):
+            follower.follows -= {call_state.call.ordinal}
             self._start_if_ready(follower)
-        for _, ref in state.call.inputs:
+        for _, ref in call_state.call.inputs:
             used = self.calls.get(ref.call)
-            if used is not None and used.users.pop(state.call.ordinal, None) is not None and used.is_released and not used.users:
+            if used is not None and used.users.pop(call_state.call.ordinal, None) is not None and used.is_released and not used.users:
                 self._perhaps_unreachable.add(ref.call)
-        if state.is_released:
-            self._perhaps_unreachable.add(state.call.ordinal)
+        if call_state.is_released:
+            self._perhaps_unreachable.add(call_state.call.ordinal)
 
-    def _start_if_ready(self, state: CallState) -> None:
+    def _start_if_ready(self, call_state: CallState) -> None:
         """Start a call if its rows are known and it waits for nothing; called whenever one of these may have changed."""
-        if state.is_prepared and not state.waits_for and not state.is_over:
-            if state.call.engine == "rollout":
-                if self.open.start(state):
-                    self.ready_workers.feed_all(state)
-                self.ready_workers.wake_role(state.call.role)
-            elif state.call.engine == "train":
-                self.open.start(state)
-            if state.call.is_aligned and not (state.ids or state.follows or state.carry):
-                self._end_empty(state)
-        self._rows_came(state)
+        if call_state.is_prepared and not call_state.waits_for and not call_state.is_over:
+            if call_state.call.engine == "rollout":
+                if self.open.start(call_state):
+                    self.ready_workers.feed_all(call_state)
+                self.ready_workers.wake_role(call_state.call.role)
+            elif call_state.call.engine == "train":
+                self.open.start(call_state)
+            if call_state.call.is_aligned and not (call_state.ids or call_state.follows or call_state.carry):
+                self._end_empty(call_state)
+        self._rows_came(call_state)
 
-    def _end_empty(self, state: CallState) -> None:
+    def _end_empty(self, call_state: CallState) -> None:
         """End a call without rows that waits for nothing. One may let the next one end; a queue keeps a chain of them from recursing."""
-        self._empty.append(state)
+        self._empty.append(call_state)
         if len(self._empty) > 1:
             return
         while self._empty:
@@ -594,34 +600,34 @@ class SchedulerState:
                 self.complete(self._empty[0], None)
             self._empty.popleft()
 
-    def _rows_came(self, state: CallState) -> None:
+    def _rows_came(self, call_state: CallState) -> None:
         """Note that rows of a call may be handed out."""
-        if state.call.engine == "function":
-            self.functions.may_start(state)
-        elif state.call.engine == "train":
-            self.ready_workers.wake_trainers(state.call.role)
-        elif state.call.engine == "rollout":
-            self.ready_workers.rows_came(state)
+        if call_state.call.engine == "function":
+            self.functions.may_start(call_state)
+        elif call_state.call.engine == "train":
+            self.ready_workers.wake_trainers(call_state.call.role)
+        elif call_state.call.engine == "rollout":
+            self.ready_workers.rows_came(call_state)
 
-    def hand_out(self, state: CallState, count: int) -> list[int]:
+    def hand_out(self, call_state: CallState, count: int) -> list[int]:
         """Take the next rows of a call for a task."""
-        rows = state.take(count)
-        self.handed_out(state)
+        rows = call_state.take(count)
+        self.handed_out(call_state)
         return rows
 
-    def handed_out(self, state: CallState) -> None:
+    def handed_out(self, call_state: CallState) -> None:
         """Close a generation whose last rows are handed out."""
-        if state.call.engine == "rollout" and state.is_all_begun and self.open.close(state):
-            self.ready_workers.wake_role(state.call.role)
+        if call_state.call.engine == "rollout" and call_state.is_all_begun and self.open.close(call_state):
+            self.ready_workers.wake_role(call_state.call.role)
 
     def changed(self) -> None:
         """Note that the set of workers that can run a generation may have changed."""
         self.num_changes += 1
 
-    def is_away(self, worker: WorkerState, state: CallState) -> bool:
+    def is_away(self, worker: WorkerState, call_state: CallState) -> bool:
         """Whether a worker can't be given samples of a generation: it is lost, has given back its devices, or can't get the weights."""
-        is_lent = self.borrowing.is_used and self.borrowing.passes(worker, state)
-        return worker.is_lost or is_lent or not self.engine_weights.can_have(worker, state)
+        is_lent = self.borrowing.is_used and self.borrowing.passes(worker, call_state)
+        return worker.is_lost or is_lent or not self.engine_weights.can_have(worker, call_state)
 
     # ---- tasks and rows
 
@@ -660,12 +666,12 @@ class SchedulerState:
 
     # ---- requeueing, and moving rows
 
-    def requeue(self, state: CallState, rows: list[int], *, has_more: bool = False) -> None:
+    def requeue(self, call_state: CallState, rows: list[int], *, has_more: bool = False) -> None:
         """Put rows of a task back, to be handed out again."""
         if rows or has_more:
-            state.requeue(rows)
-            self.open.reopen(state)
-            self._start_if_ready(state)
+            call_state.requeue(rows)
+            self.open.reopen(call_state)
+            self._start_if_ready(call_state)
 
     def perhaps_unreachable(self, calls: Iterable[int]) -> None:
         """Check these calls again: something that kept them from being forgotten is over."""
@@ -680,14 +686,14 @@ class SchedulerState:
         for owner, rows in self.rows.send(call, ids, to).items():
             self.send(owner, m.Push(call, rows, self.workers[to].tag if to in self.workers else to))
 
-    def bring_inputs(self, state: CallState, ids: Iterable[int], to: str) -> None:
+    def bring_inputs(self, call_state: CallState, ids: Iterable[int], to: str) -> None:
         """Have these rows of every aligned input of a call sent to a worker; inputs that are still to be made are made there."""
         rows = list(ids)
-        for needed in state.aligned_inputs:
-            if state.early is not None and not self.calls[needed].is_done:
+        for needed in call_state.aligned_inputs:
+            if call_state.early is not None and not self.calls[needed].is_done:
                 continue
-            self.bring(needed, [row for row in rows if state.part_of[row] == needed] if state.is_union else rows, to)
+            self.bring(needed, [row for row in rows if call_state.part_of[row] == needed] if call_state.is_union else rows, to)
 
-    def values_for(self, state: CallState) -> dict[str, object]:
+    def values_for(self, call_state: CallState) -> dict[str, object]:
         """Return the inputs of a call that are whole values, by name."""
-        return {name: self.calls[ref.call].value for name, ref in state.call.inputs if ref.call not in state.aligned_inputs}
+        return {name: self.calls[ref.call].value for name, ref in call_state.call.inputs if ref.call not in call_state.aligned_inputs}

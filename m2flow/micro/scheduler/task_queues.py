@@ -73,13 +73,13 @@ class StartQueue:
         self._noted: dict[str, WorkerState] = {}
         self._has_changed = False
 
-    def may_start(self, state: CallState) -> None:
+    def may_start(self, call_state: CallState) -> None:
         """Note that a call may have work now."""
-        ordinal = state.call.ordinal
+        ordinal = call_state.call.ordinal
         self._has_changed = True
         if ordinal not in self._queued:
             self._queued.add(ordinal)
-            heapq.heappush(self._pool(state.planned.workers).calls, (ordinal, state))
+            heapq.heappush(self._pool(call_state.planned.workers).calls, (ordinal, call_state))
 
     def note(self, worker: WorkerState) -> None:
         """Note that a worker's number of tasks has changed, or that a new call takes what it makes."""
@@ -150,20 +150,20 @@ class Tasks:
         self._last += 1
         return self._last
 
-    def start(self, worker: WorkerState, engine: str, task: m.Task, rows: int, state: CallState | None) -> None:
+    def start(self, worker: WorkerState, engine: str, task: m.Task, rows: int, call_state: CallState | None) -> None:
         """Add a task to a worker, on a call or on none."""
         self._tasks[task.number] = TaskState(worker.name, engine, task, rows)
         worker.num_tasks[engine] += 1
         worker.num_running += rows
         if worker.lease is not None:
             worker.lease.num_tasks += 1
-        words = type(task).__name__ if state is None else state.call.name
+        words = type(task).__name__ if call_state is None else call_state.call.name
         worker.doing[words] = worker.doing.get(words, 0) + 1
-        if state is not None:
-            self._calls[task.number] = state
-            state.tasks_at[worker.name] = state.tasks_at.get(worker.name, 0) + 1
+        if call_state is not None:
+            self._calls[task.number] = call_state
+            call_state.tasks_at[worker.name] = call_state.tasks_at.get(worker.name, 0) + 1
             if rows:
-                state.out_at[worker.name] = state.out_at.get(worker.name, 0) + rows
+                call_state.out_at[worker.name] = call_state.out_at.get(worker.name, 0) + rows
 
     def message(self, number: int) -> m.Task | None:
         """Return the message of a task; None if the task has ended."""
@@ -199,12 +199,12 @@ class Tasks:
         worker.num_tasks[task.engine] -= 1
         if worker.lease is not None:
             worker.lease.num_tasks -= 1
-        state = self._calls.pop(number, None)
-        _take(worker.doing, type(task.message).__name__ if state is None else state.call.name)
-        if state is not None:
-            _take(state.tasks_at, worker.name)
-            if state.is_generation and worker.name not in state.tasks_at:
-                state.out_at.pop(worker.name, None)
+        call_state = self._calls.pop(number, None)
+        _take(worker.doing, type(task.message).__name__ if call_state is None else call_state.call.name)
+        if call_state is not None:
+            _take(call_state.tasks_at, worker.name)
+            if call_state.is_generation and worker.name not in call_state.tasks_at:
+                call_state.out_at.pop(worker.name, None)
         return task
 
     def _less(self, task: TaskState, number: int, num_rows: int) -> WorkerState:
@@ -256,20 +256,20 @@ class ReadyWorkers:
             self._is_awake[worker.place] = True
             heapq.heappush(self._awake, worker.place)
         if worker.saturated_with:
-            for state in worker.saturated_with:
-                if worker.place in state.saturated:
-                    state.saturated.discard(worker.place)
-                    heapq.heappush(state.unsaturated, worker.place)
+            for call_state in worker.saturated_with:
+                if worker.place in call_state.saturated:
+                    call_state.saturated.discard(worker.place)
+                    heapq.heappush(call_state.unsaturated, worker.place)
             worker.saturated_with.clear()
 
     def passed_over(self, worker: WorkerState) -> None:
         """Forget that a worker out of turn is saturated with calls that have no rows left: it is asked again when there are more."""
-        left = [state for state in worker.saturated_with if worker.place in state.saturated]
-        worker.saturated_with = [state for state in left if state.has_rows_to_begin]
-        for state in left:
-            if not state.has_rows_to_begin and worker.place in state.saturated:
-                state.saturated.discard(worker.place)
-                heapq.heappush(state.unsaturated, worker.place)
+        left = [call_state for call_state in worker.saturated_with if worker.place in call_state.saturated]
+        worker.saturated_with = [call_state for call_state in left if call_state.has_rows_to_begin]
+        for call_state in left:
+            if not call_state.has_rows_to_begin and worker.place in call_state.saturated:
+                call_state.saturated.discard(worker.place)
+                heapq.heappush(call_state.unsaturated, worker.place)
 
     def wake_all(self, workers: Iterable[WorkerState]) -> None:
         for worker in workers:
@@ -284,14 +284,14 @@ class ReadyWorkers:
         """Ask the trainers of a role, or all trainers, again."""
         self.wake_all(self._trainers if role is None else self.hosts("train", role))
 
-    def rows_came(self, state: CallState) -> None:
+    def rows_came(self, call_state: CallState) -> None:
         """Offer rows of a generation to the workers that are not saturated with it."""
-        self._came[state.call.ordinal] = state
+        self._came[call_state.call.ordinal] = call_state
 
-    def feed_all(self, state: CallState) -> None:
+    def feed_all(self, call_state: CallState) -> None:
         """Mark every worker of the role as unsaturated with this generation."""
-        state.unsaturated = [worker.place for worker in self.hosts("rollout", state.call.role)]
-        state.saturated.clear()
+        call_state.unsaturated = [worker.place for worker in self.hosts("rollout", call_state.call.role)]
+        call_state.saturated.clear()
 
     @property
     def has_any(self) -> bool:
@@ -301,21 +301,21 @@ class ReadyWorkers:
     def next(self) -> WorkerState | None:
         """Pop the next worker to ask. By the next call it must have taken what it wants: that decides whether it is saturated."""
         if self._offered is not None:
-            state, worker = self._offered
+            call_state, worker = self._offered
             self._offered = None
-            if state.has_rows_to_begin:
-                state.saturated.add(worker.place)
-                worker.saturated_with.append(state)
+            if call_state.has_rows_to_begin:
+                call_state.saturated.add(worker.place)
+                worker.saturated_with.append(call_state)
             else:
-                heapq.heappush(state.unsaturated, worker.place)
+                heapq.heappush(call_state.unsaturated, worker.place)
         if self._awake:
             place = heapq.heappop(self._awake)
             self._is_awake[place] = False
             return self._workers[place]
         while self._came:
-            ordinal, state = next(iter(self._came.items()))
-            if state.unsaturated and state.has_rows_to_begin:
-                self._offered = state, self._workers[heapq.heappop(state.unsaturated)]
+            ordinal, call_state = next(iter(self._came.items()))
+            if call_state.unsaturated and call_state.has_rows_to_begin:
+                self._offered = call_state, self._workers[heapq.heappop(call_state.unsaturated)]
                 return self._offered[1]
             del self._came[ordinal]
         return None

@@ -81,8 +81,8 @@ _MAX_QUEUED = 2
 class TrainDispatch:
     """Dispatches training tasks to the trainers."""
 
-    def __init__(self, scheduler: SchedulerState) -> None:
-        self._state = scheduler
+    def __init__(self, state: SchedulerState) -> None:
+        self._state = state
         self.saves = Saves()
 
     def offer(self, worker: WorkerState, roles: Sequence[str]) -> Offer | None:
@@ -95,8 +95,8 @@ class TrainDispatch:
         save = self._save_offer(worker, roles)
         if save is not None:
             return save
-        for state in self._started(roles):
-            found = self._offer_call(worker, state)
+        for call_state in self._started(roles):
+            found = self._offer_call(worker, call_state)
             if found is not None:
                 return found
         return None
@@ -115,61 +115,61 @@ class TrainDispatch:
     def _started(self, roles: Sequence[str]) -> Iterable[CallState]:
         """Iterate over the calls of these roles that wait for nothing, in program order."""
         lists = [self._state.open.started("train", role) for role in roles]
-        return lists[0] if len(lists) == 1 else heapq.merge(*lists, key=lambda state: state.call.ordinal)
+        return lists[0] if len(lists) == 1 else heapq.merge(*lists, key=lambda call_state: call_state.call.ordinal)
 
-    def _offer_call(self, worker: WorkerState, state: CallState) -> Offer | None:
-        if state.update is not None:
-            return self._update_offer(worker, state)
-        if state.call.method == "copy_of":
-            return None if state.tasks_at or not self._may_be_replaced(state) else lambda: self._copy(worker, state)
-        return (lambda: self._logprobs(worker, state)) if state.ready else None
+    def _offer_call(self, worker: WorkerState, call_state: CallState) -> Offer | None:
+        if call_state.update is not None:
+            return self._update_offer(worker, call_state)
+        if call_state.call.method == "copy_of":
+            return None if call_state.tasks_at or not self._may_be_replaced(call_state) else lambda: self._copy(worker, call_state)
+        return (lambda: self._logprobs(worker, call_state)) if call_state.ready else None
 
-    def _update_offer(self, worker: WorkerState, state: CallState) -> Offer | None:
-        assert state.update is not None
-        if not state.ids:
+    def _update_offer(self, worker: WorkerState, call_state: CallState) -> Offer | None:
+        assert call_state.update is not None
+        if not call_state.ids:
             # No rows to train on: the weights of the new version equal the old.
-            return (lambda: self._state.complete(state, UpdateTally().metrics())) if self._may_replace(state) else None
-        step = state.update.next(is_idle=worker.num_tasks["train"] == 0)
-        if step is None or (isinstance(step, MinibatchEnd) and not self._may_replace(state)):
+            return (lambda: self._state.complete(call_state, UpdateTally().metrics())) if self._may_replace(call_state) else None
+        step = call_state.update.next(is_idle=worker.num_tasks["train"] == 0)
+        if step is None or (isinstance(step, MinibatchEnd) and not self._may_replace(call_state)):
             return None
-        return lambda: self._update(worker, state, step)
+        return lambda: self._update(worker, call_state, step)
 
-    def _may_replace(self, state: CallState) -> bool:
+    def _may_replace(self, call_state: CallState) -> bool:
         """Whether every earlier reader of the weights that the update replaces has had them, and so has a due checkpoint."""
-        if self.saves.holds(state.call):
+        if self.saves.holds(call_state.call):
             return False
-        for reader in self._state.versions.reads_before(state.call):
+        for reader in self._state.versions.reads_before(call_state.call):
             if reader.call.engine != "rollout" or self._state.engine_weights.needs_loading(reader):
                 return False
         return True
 
-    def _may_be_replaced(self, state: CallState) -> bool:
+    def _may_be_replaced(self, call_state: CallState) -> bool:
         """Whether nothing needs the weights that a copy replaces any more: log-probabilities by an older reference, a checkpoint."""
-        return not self.saves.holds(state.call) and next(self._state.versions.reads_before(state.call), None) is None
+        return not self.saves.holds(call_state.call) and next(self._state.versions.reads_before(call_state.call), None) is None
 
-    def _update(self, worker: WorkerState, state: CallState, step: MicroBatch | MinibatchEnd) -> None:
-        assert state.update is not None
-        state.update.take(step)
-        number, call = self._state.next_task(), state.call
+    def _update(self, worker: WorkerState, call_state: CallState, step: MicroBatch | MinibatchEnd) -> None:
+        assert call_state.update is not None
+        call_state.update.take(step)
+        number, call = self._state.next_task(), call_state.call
         if isinstance(step, MicroBatch):
-            self._state.bring_inputs(state, step.ids, worker.name)
+            self._state.bring_inputs(call_state, step.ids, worker.name)
             self._state.start(worker, "train", m.Accumulate(number, call.ordinal, list(step.ids), step.epoch, step.minibatch))
         else:
             self._state.versions.replace_weights(call.role)
             self._state.changed()
             self._state.start(worker, "train", m.Apply(number, call.ordinal, step.is_last, call.writes[0].version))
 
-    def _copy(self, worker: WorkerState, state: CallState) -> None:
-        self._state.start(worker, "train", m.CopyWeights(self._state.next_task(), state.call.ordinal))
+    def _copy(self, worker: WorkerState, call_state: CallState) -> None:
+        self._state.start(worker, "train", m.CopyWeights(self._state.next_task(), call_state.call.ordinal))
 
-    def _logprobs(self, worker: WorkerState, state: CallState) -> None:
+    def _logprobs(self, worker: WorkerState, call_state: CallState) -> None:
         count, filled = 0, 0
-        for row in state.ready:
-            filled += state.num_tokens[row]
-            if count and filled > state.stage.token_budget:
+        for row in call_state.ready:
+            filled += call_state.num_tokens[row]
+            if count and filled > call_state.stage.token_budget:
                 break
             count += 1
-        rows = self._state.hand_out(state, count)
-        self._state.bring_inputs(state, rows, worker.name)
-        task = m.RunFunction(self._state.next_task(), state.call.ordinal, rows, list(state.stage.forward_to))
+        rows = self._state.hand_out(call_state, count)
+        self._state.bring_inputs(call_state, rows, worker.name)
+        task = m.RunFunction(self._state.next_task(), call_state.call.ordinal, rows, list(call_state.stage.forward_to))
         self._state.start(worker, "train", task)

@@ -31,22 +31,22 @@ class Wait(NamedTuple):
     """Whether any one of the waits of `who` suffices."""
 
 
-def waits_of(scheduler: SchedulerState, credits: Credits) -> list[Wait]:
+def waits_of(state: SchedulerState, credits: Credits) -> list[Wait]:
     """List the waits of every unfinished call, and of the channels and leases that they wait for."""
     waits: list[Wait] = []
-    for state in scheduler.active.values():
-        if state.tasks_at:
+    for call_state in state.active.values():
+        if call_state.tasks_at:
             continue
-        who = name_of(state)
-        for ordinal in sorted(state.waits_for):
-            if ordinal in scheduler.calls:
-                waits.append(Wait(who, name_of(scheduler.calls[ordinal]), "its result"))
-        for ordinal in state.aligned_inputs:
-            source = scheduler.calls[ordinal]
+        who = name_of(call_state)
+        for ordinal in sorted(call_state.waits_for):
+            if ordinal in state.calls:
+                waits.append(Wait(who, name_of(state.calls[ordinal]), "its result"))
+        for ordinal in call_state.aligned_inputs:
+            source = state.calls[ordinal]
             if not source.is_over:
                 waits.append(Wait(who, name_of(source), f"rows, of which {len(source.done)} of {len(source.ids)} are done"))
-        waits += _of_room(who, state, credits)
-        waits += _of_leases(who, state, scheduler)
+        waits += _of_room(who, call_state, credits)
+        waits += _of_leases(who, call_state, state)
     return waits
 
 
@@ -70,17 +70,17 @@ def describe_waits(ring: Iterable[Wait]) -> str:
     return "; ".join(f"{wait.who} waits for {wait.on} ({wait.what})" for wait in ring)
 
 
-def name_of(state: CallState) -> str:
+def name_of(call_state: CallState) -> str:
     """Name a call uniquely: one line of a loop within a step makes many calls."""
-    step = f" in step {state.call.step}" if state.call.step >= 0 else ""
-    return f"{state.call.name} of {state.call.site}{step} (call {state.call.ordinal})"
+    step = f" in step {call_state.call.step}" if call_state.call.step >= 0 else ""
+    return f"{call_state.call.name} of {call_state.call.site}{step} (call {call_state.call.ordinal})"
 
 
-def _of_room(who: str, state: CallState, credits: Credits) -> list[Wait]:
-    if state.call.ordinal not in credits.blocked:
+def _of_room(who: str, call_state: CallState, credits: Credits) -> list[Wait]:
+    if call_state.call.ordinal not in credits.blocked:
         return []
     waits = []
-    for channel in credits.channels_of(state):
+    for channel in credits.channels_of(call_state):
         place = f"the channel from {channel.producer} to {channel.target}"
         held = f"{channel.used_samples} of {channel.samples} samples and {channel.used_bytes:,} of {channel.num_bytes:,} bytes are taken"
         waits.append(Wait(who, place, f"room: {held}"))
@@ -88,19 +88,19 @@ def _of_room(who: str, state: CallState, credits: Credits) -> list[Wait]:
     return waits
 
 
-def _of_leases(who: str, state: CallState, scheduler: SchedulerState) -> list[Wait]:
-    if state.call.engine not in ("rollout", "train"):
+def _of_leases(who: str, call_state: CallState, state: SchedulerState) -> list[Wait]:
+    if call_state.call.engine not in ("rollout", "train"):
         return []
     waits = []
-    for name in state.stage.workers:
-        worker = scheduler.workers[name]
+    for name in call_state.stage.workers:
+        worker = state.workers[name]
         lease = worker.lease
-        if lease is not None and state.call.role not in worker.roles_at(lease.turn, state.call.engine):
+        if lease is not None and call_state.call.role not in worker.roles_at(lease.turn, call_state.call.engine):
             place = f"the lease {lease.name}"
             waits.append(Wait(who, place, f"which {lease.owner} has"))
             owners = [
                 other
-                for other in scheduler.active.values()
+                for other in state.active.values()
                 if other.call.engine == kind_of(lease.owner) and set(other.tasks_at) & set(lease.workers)
             ]
             waits += [Wait(place, name_of(owner), "to end its tasks there", True) for owner in owners]

@@ -71,22 +71,22 @@ class Versions:
                 newer += [writers[version] for version in range(first + 1, effect.version + 1) if version in writers]
         return needed, newer
 
-    def add(self, state: CallState, is_done: Callable[[int], bool]) -> None:
+    def add(self, call_state: CallState, is_done: Callable[[int], bool]) -> None:
         """Add what a call reads and writes."""
-        for effect in state.call.reads:
-            self._readers.setdefault(effect.resource, {})[state.call.ordinal] = state
-        for effect in state.call.writes:
-            if state.call.engine == "train":
-                self._known[state.call.role] = effect.version
+        for effect in call_state.call.reads:
+            self._readers.setdefault(effect.resource, {})[call_state.call.ordinal] = call_state
+        for effect in call_state.call.writes:
+            if call_state.call.engine == "train":
+                self._known[call_state.call.role] = effect.version
             known = self._writers.setdefault(effect.resource, {})
             while known and is_done(known[oldest := next(iter(known))]):
                 del known[oldest]
-            known[effect.version] = state.call.ordinal
+            known[effect.version] = call_state.call.ordinal
 
-    def over(self, state: CallState) -> None:
+    def over(self, call_state: CallState) -> None:
         """Remove the reads of a call that is done or failed."""
-        for effect in state.call.reads:
-            self._readers[effect.resource].pop(state.call.ordinal, None)
+        for effect in call_state.call.reads:
+            self._readers[effect.resource].pop(call_state.call.ordinal, None)
 
     def done(self, call: Call) -> None:
         """Record that a call is done: what it trained is the newest version."""
@@ -118,11 +118,11 @@ class Versions:
     def reads_before(self, call: Call) -> Iterator[CallState]:
         """Yield earlier unfinished calls that read a version which this call replaces."""
         for effect in call.writes:
-            for state in self._readers.get(effect.resource, {}).values():
-                if state.call.ordinal >= call.ordinal:
+            for call_state in self._readers.get(effect.resource, {}).values():
+                if call_state.call.ordinal >= call.ordinal:
                     break
-                if Effect(effect.resource, effect.version - 1) in state.call.reads:
-                    yield state
+                if Effect(effect.resource, effect.version - 1) in call_state.call.reads:
+                    yield call_state
 
 
 class _Published(NamedTuple):

@@ -40,88 +40,88 @@ if TYPE_CHECKING:
 class Restoring:
     """Takes in what the ledger has of unfinished calls, as their rows become known."""
 
-    def __init__(self, scheduler: SchedulerState) -> None:
-        self._state = scheduler
+    def __init__(self, state: SchedulerState) -> None:
+        self._state = state
         self._waiting: dict[int, list[m.Finished | m.Flushed]] = {}
 
     def restore(self, event: Restored) -> None:
         """Take in what the ledger has of calls that have been added."""
         messages: list[m.Finished | m.Flushed] = [*event.finished, *event.flushed]
         for message in messages:
-            state = self._state.calls.get(message.call)
-            if state is not None and state.carry is not None and state.is_done:
-                self._take_late(state, message)
-            elif state is not None and not state.is_over:
+            call_state = self._state.calls.get(message.call)
+            if call_state is not None and call_state.carry is not None and call_state.is_done:
+                self._take_late(call_state, message)
+            elif call_state is not None and not call_state.is_over:
                 self._waiting.setdefault(message.call, []).append(message)
-                self.prepared(state)
+                self.prepared(call_state)
 
-    def prepared(self, state: CallState) -> None:
+    def prepared(self, call_state: CallState) -> None:
         """Take in what waits for a call's rows, if they are known now."""
-        if self._waiting and state.is_prepared:
-            for message in self._waiting.pop(state.call.ordinal, ()):
-                if not state.is_over:
-                    self._take(state, message)
+        if self._waiting and call_state.is_prepared:
+            for message in self._waiting.pop(call_state.call.ordinal, ()):
+                if not call_state.is_over:
+                    self._take(call_state, message)
 
-    def _take_late(self, state: CallState, message: m.Finished | m.Flushed) -> None:
+    def _take_late(self, call_state: CallState, message: m.Finished | m.Flushed) -> None:
         """Take in samples left by a call that was over before (`m2flow.micro.protocol.events.Recalled`)."""
         if isinstance(message, m.Flushed):
-            record_prefixes(self._state, state, LEDGER, message)
+            record_prefixes(self._state, call_state, LEDGER, message)
             return
-        self._state.partial_rollouts.finished(state, message)
-        self._state.rows_done(state, LEDGER, message.ids, message.num_tokens)
+        self._state.partial_rollouts.finished(call_state, message)
+        self._state.rows_done(call_state, LEDGER, message.ids, message.num_tokens)
 
-    def _take(self, state: CallState, message: m.Finished | m.Flushed) -> None:
-        if state.refill is not None and state.is_generation:
-            state.refill.resume_at(max((SampleId.unpack(packed).prompt for packed in message.ids), default=-1) + 1)
+    def _take(self, call_state: CallState, message: m.Finished | m.Flushed) -> None:
+        if call_state.refill is not None and call_state.is_generation:
+            call_state.refill.resume_at(max((SampleId.unpack(packed).prompt for packed in message.ids), default=-1) + 1)
         if isinstance(message, m.Flushed):
-            record_prefixes(self._state, state, LEDGER, message)
+            record_prefixes(self._state, call_state, LEDGER, message)
             return
-        known = set(state.ids).difference(state.done, state.dropped)
+        known = set(call_state.ids).difference(call_state.done, call_state.dropped)
         rows = [(packed, tokens) for packed, tokens in zip(message.ids, message.num_tokens, strict=True) if packed in known]
         dropped = known.intersection(message.dropped)
-        state.restored([*(packed for packed, _ in rows), *dropped])
-        if state.carry is not None:
-            self._state.partial_rollouts.finished(state, message)
-        if state.is_generation:
-            self._state.handed_out(state)
+        call_state.restored([*(packed for packed, _ in rows), *dropped])
+        if call_state.carry is not None:
+            self._state.partial_rollouts.finished(call_state, message)
+        if call_state.is_generation:
+            self._state.handed_out(call_state)
             for packed, length in zip(message.ids, message.num_generated, strict=True):
-                if state.policy_dispatch is not None and packed in known:
-                    state.policy_dispatch.ended(packed, length)
-        self._state.rows_done(state, LEDGER, [packed for packed, _ in rows], [tokens for _, tokens in rows], dropped)
+                if call_state.policy_dispatch is not None and packed in known:
+                    call_state.policy_dispatch.ended(packed, length)
+        self._state.rows_done(call_state, LEDGER, [packed for packed, _ in rows], [tokens for _, tokens in rows], dropped)
 
     def unreported(self, message: m.Finished | m.Aborted | m.Flushed) -> None:
         """Take in what a lost worker had written to the ledger but not reported."""
-        state = self._state.calls.get(message.call)
-        if state is None:
+        call_state = self._state.calls.get(message.call)
+        if call_state is None:
             return
         if not isinstance(message, m.Finished):
-            record_prefixes(self._state, state, LEDGER, message)
+            record_prefixes(self._state, call_state, LEDGER, message)
             return
-        if state.carry is not None:
-            self._state.partial_rollouts.finished(state, message)
-        self._state.rows_done(state, LEDGER, message.ids, message.num_tokens)
+        if call_state.carry is not None:
+            self._state.partial_rollouts.finished(call_state, message)
+        self._state.rows_done(call_state, LEDGER, message.ids, message.num_tokens)
 
 
-def record_prefixes(scheduler: SchedulerState, state: CallState, place: str, message: m.Flushed | m.Aborted) -> None:
+def record_prefixes(state: SchedulerState, call_state: CallState, place: str, message: m.Flushed | m.Aborted) -> None:
     """Record the prefixes of samples: their tokens so far are in the ledger, and at this place.
 
     What is known already, or arrives after a newer report, changes nothing.
     """
-    if state.is_over and state.carry is None:
+    if call_state.is_over and call_state.carry is None:
         return
-    told = {packed: prefix for packed, prefix in prefixes_in(message).items() if packed not in state.done}
-    known = state.prefixes
+    told = {packed: prefix for packed, prefix in prefixes_in(message).items() if packed not in call_state.done}
+    known = call_state.prefixes
     prefixes = {row: new for row, new in told.items() if row not in known or not new.is_within(known[row])}
     # The calls whose prefixes these replace may be forgotten now.
-    scheduler.perhaps_unreachable({state.prefixes[row].by for row in prefixes.keys() & state.prefixes.keys()})
-    state.prefixes.update(prefixes)
-    scheduler.rows.replaced(stopped_at(state.call.ordinal), prefixes, place)
+    state.perhaps_unreachable({call_state.prefixes[row].by for row in prefixes.keys() & call_state.prefixes.keys()})
+    call_state.prefixes.update(prefixes)
+    state.rows.replaced(stopped_at(call_state.call.ordinal), prefixes, place)
 
 
 _GO_ON = "What no other has can't be made again from where the run is. `m2flow run --resume` goes on from its last checkpoint."
 
 
-def lose(scheduler: SchedulerState, event: WorkerLost) -> None:
+def lose(state: SchedulerState, event: WorkerLost) -> None:
     """Remove a lost worker: requeue its tasks and find its rows elsewhere.
 
     Raises:
@@ -129,56 +129,56 @@ def lose(scheduler: SchedulerState, event: WorkerLost) -> None:
         WorkerError: nobody else can run its calls, or too many workers were lost with its rows.
     """
     name = event.worker
-    worker = scheduler.workers[name]
+    worker = state.workers[name]
     was_lost, worker.returns = worker.is_lost, event.returns
-    worker.is_lost = scheduler.lost_transfers.has_any = True
+    worker.is_lost = state.lost_transfers.has_any = True
     _check_recoverable(worker, event)
-    for state in scheduler.calls.values():
-        if name in state.planned.workers or name in state.planned.forward_to:
-            remove_lost_workers(scheduler, state)
+    for call_state in state.calls.values():
+        if name in call_state.planned.workers or name in call_state.planned.forward_to:
+            remove_lost_workers(state, call_state)
     if was_lost:
         return
-    scheduler.changed()
-    scheduler.policy_dispatches.lost(name)
+    state.changed()
+    state.policy_dispatches.lost(name)
     for message in event.unreported:
-        scheduler.restoring.unreported(message)
+        state.restoring.unreported(message)
     for place, rows in event.missing.items():
-        scheduler.lost_transfers.never_came(rows, place)
-    scheduler.rows.lost(name)  # Before tasks end: whoever takes them over must know where rows are.
-    for task in _suspected_tasks(scheduler, name):
-        _count_losses(scheduler, task, event)
-    for number, task in scheduler.tasks.of(name):
-        _requeue_task(scheduler, number, task)
-    weights.lost(scheduler, worker)
+        state.lost_transfers.never_came(rows, place)
+    state.rows.lost(name)  # Before tasks end: whoever takes them over must know where rows are.
+    for task in _suspected_tasks(state, name):
+        _count_losses(state, task, event)
+    for number, task in state.tasks.of(name):
+        _requeue_task(state, number, task)
+    weights.lost(state, worker)
     for place, rows in event.missing.items():
-        scheduler.lost_transfers.send_again(place, rows)
-    for state in scheduler.active.values():
-        if state.is_generation and not state.is_all_begun and not scheduler.engine_weights.has_version_for(state):
+        state.lost_transfers.send_again(place, rows)
+    for call_state in state.active.values():
+        if call_state.is_generation and not call_state.is_all_begun and not state.engine_weights.has_version_for(call_state):
             raise StateLost(
-                f"{worker.name} is lost, and no other has the weights that {state.call.name} began with{_how(event)}",
-                where=state.call.site.describe(),
+                f"{worker.name} is lost, and no other has the weights that {call_state.call.name} began with{_how(event)}",
+                where=call_state.call.site.describe(),
                 now=_GO_ON,
             )
-    scheduler.ready_workers.wake_all(other for other in scheduler.workers.values() if not other.is_lost)
+    state.ready_workers.wake_all(other for other in state.workers.values() if not other.is_lost)
 
 
-def join(scheduler: SchedulerState, name: str, incarnation: int) -> None:
+def join(state: SchedulerState, name: str, incarnation: int) -> None:
     """Take in a worker that was restarted."""
-    worker = scheduler.workers[name]
+    worker = state.workers[name]
     if not worker.is_lost:
         return
     worker.is_lost = worker.returns = False
     worker.incarnation = incarnation
-    scheduler.engine_weights.joined(worker)
-    scheduler.changed()
-    for state in scheduler.calls.values():
-        if name in state.planned.workers or name in state.planned.forward_to:
-            state.stage = _without_lost_workers(scheduler, state.planned)
-            if state.is_generation and not state.is_over:
-                scheduler.ready_workers.feed_all(state)
-                scheduler.ready_workers.rows_came(state)
-    scheduler.functions.note(worker)
-    scheduler.ready_workers.wake_all(other for other in scheduler.workers.values() if not other.is_lost)
+    state.engine_weights.joined(worker)
+    state.changed()
+    for call_state in state.calls.values():
+        if name in call_state.planned.workers or name in call_state.planned.forward_to:
+            call_state.stage = _without_lost_workers(state, call_state.planned)
+            if call_state.is_generation and not call_state.is_over:
+                state.ready_workers.feed_all(call_state)
+                state.ready_workers.rows_came(call_state)
+    state.functions.note(worker)
+    state.ready_workers.wake_all(other for other in state.workers.values() if not other.is_lost)
 
 
 def _check_recoverable(worker: WorkerState, event: WorkerLost) -> None:
@@ -194,75 +194,75 @@ def _how(event: WorkerLost) -> str:
     return f": {event.how}" if event.how else ""
 
 
-def remove_lost_workers(scheduler: SchedulerState, state: CallState) -> None:
+def remove_lost_workers(state: SchedulerState, call_state: CallState) -> None:
     """Reduce a call's stage to workers that are not lost, as places to run and to forward to.
 
     Raises:
         WorkerError: nobody can run it, now or after a restart.
     """
-    state.stage = _without_lost_workers(scheduler, state.planned)
-    planned = state.planned.workers
-    if state.is_over or not planned or state.stage.workers or any(scheduler.workers[name].returns for name in planned):
+    call_state.stage = _without_lost_workers(state, call_state.planned)
+    planned = call_state.planned.workers
+    if call_state.is_over or not planned or call_state.stage.workers or any(state.workers[name].returns for name in planned):
         return
     lost = ", ".join(planned)
-    raise WorkerError(f"the worker {lost} is lost, and no other can run {state.call.name}", where=state.call.site.describe())
+    raise WorkerError(f"the worker {lost} is lost, and no other can run {call_state.call.name}", where=call_state.call.site.describe())
 
 
-def _without_lost_workers(scheduler: SchedulerState, stage: Stage) -> Stage:
+def _without_lost_workers(state: SchedulerState, stage: Stage) -> Stage:
     """Copy a stage without lost workers; rows are forwarded to the current processes of the others."""
-    there = [scheduler.workers[name] for name in stage.forward_to if not scheduler.workers[name].is_lost]
+    there = [state.workers[name] for name in stage.forward_to if not state.workers[name].is_lost]
     return msgspec.structs.replace(
         stage,
-        workers=tuple(name for name in stage.workers if not scheduler.workers[name].is_lost),
+        workers=tuple(name for name in stage.workers if not state.workers[name].is_lost),
         forward_to=tuple(worker.tag for worker in there),
     )
 
 
-def _suspected_tasks(scheduler: SchedulerState, name: str) -> list[TaskState]:
+def _suspected_tasks(state: SchedulerState, name: str) -> list[TaskState]:
     """Find the tasks that may have ended the worker: all generations, which run at the same time, and the first function task."""
-    tasks = [(number, task) for number, task in scheduler.tasks.of(name) if isinstance(task.message, m.Generate | m.RunFunction)]
+    tasks = [(number, task) for number, task in state.tasks.of(name) if isinstance(task.message, m.Generate | m.RunFunction)]
     first = next((number for number, task in tasks if isinstance(task.message, m.RunFunction)), None)
     return [task for number, task in tasks if isinstance(task.message, m.Generate) or number == first]
 
 
-def _count_losses(scheduler: SchedulerState, task: TaskState, event: WorkerLost) -> None:
+def _count_losses(state: SchedulerState, task: TaskState, event: WorkerLost) -> None:
     """Count one more worker lost with each row of a task.
 
     Raises:
         WorkerError: there were too many for a row.
     """
-    state = scheduler.calls.get(task.message.call)
-    if state is None or state.is_over:
+    call_state = state.calls.get(task.message.call)
+    if call_state is None or call_state.is_over:
         return
     assert isinstance(task.message, m.Generate | m.RunFunction)
-    rows = [row for row in task.rows if row not in state.done and row not in state.dropped]
-    state.suspects.update(rows)
-    if state.call.engine == "function":
-        scheduler.lost_transfers.blamed.add(state.call.name)
-    worst = [row for row in rows if scheduler.lost_transfers.suspected(state.call.ordinal, row) >= scheduler.max_attempts]
+    rows = [row for row in task.rows if row not in call_state.done and row not in call_state.dropped]
+    call_state.suspects.update(rows)
+    if call_state.call.engine == "function":
+        state.lost_transfers.blamed.add(call_state.call.name)
+    worst = [row for row in rows if state.lost_transfers.suspected(call_state.call.ordinal, row) >= state.max_attempts]
     if worst:
         named = ", ".join(str(SampleId.unpack(row)) for row in worst[:5]) + (f" and {len(worst) - 5} more" if len(worst) > 5 else "")
         raise WorkerError(
-            f"{scheduler.max_attempts} workers in turn were lost with {named} of {state.call.name}, "
+            f"{state.max_attempts} workers in turn were lost with {named} of {call_state.call.name}, "
             f"the last one {event.worker}{_how(event)}",
-            where=state.call.site.describe(),
+            where=call_state.call.site.describe(),
             now="What they do to a process is in its last words and its log. How often to try is `max_attempts` of the run settings.",
             remote=event.last_words,
         )
 
 
-def _requeue_task(scheduler: SchedulerState, number: int, task: TaskState) -> None:
+def _requeue_task(state: SchedulerState, number: int, task: TaskState) -> None:
     """End a task that will not be done, and requeue its rows that are not done."""
-    scheduler.end_task(number)
-    state = scheduler.calls.get(task.message.call)
+    state.end_task(number)
+    call_state = state.calls.get(task.message.call)
     if isinstance(task.message, m.LoadWeights):
-        scheduler.engine_weights.unloaded(task.message)
-    if state is not None and not state.is_over and isinstance(task.message, m.Generate | m.RunFunction):
-        left = [row for row in task.rows if row not in state.done and row not in state.dropped]
-        left = state.have_come(left)
-        scheduler.partial_rollouts.requeued(state, left)
-        scheduler.requeue(state, left)
-        if not state.ids and not state.call.is_aligned:
-            scheduler.functions.may_start(state)  # A call on no rows is run once.
+        state.engine_weights.unloaded(task.message)
+    if call_state is not None and not call_state.is_over and isinstance(task.message, m.Generate | m.RunFunction):
+        left = [row for row in task.rows if row not in call_state.done and row not in call_state.dropped]
+        left = call_state.have_come(left)
+        state.partial_rollouts.requeued(call_state, left)
+        state.requeue(call_state, left)
+        if not call_state.ids and not call_state.call.is_aligned:
+            state.functions.may_start(call_state)  # A call on no rows is run once.
     if isinstance(task.message, m.Generate):
-        scheduler.partial_rollouts.task_ended(task.message.call)
+        state.partial_rollouts.task_ended(task.message.call)
