@@ -19,8 +19,14 @@ from packages import BEGIN, END, package_graph, picture  # noqa: E402
 
 PACKAGE = ROOT / "m2flow"
 
-GROUND = {"errors", "samples", "recipe", "spec"}
-GROUND_MAY_KNOW = {"errors": set(), "samples": {"errors"}, "recipe": {"errors"}, "spec": {"errors"}}
+GROUND = {"errors", "samples", "recipe", "spec", "rewards"}
+GROUND_MAY_KNOW = {
+    "errors": set(),
+    "samples": {"errors"},
+    "recipe": {"errors"},
+    "spec": {"errors"},
+    "rewards": {"errors", "samples", "recipe"},
+}
 NEIGHBOURS = {
     "algorithms": set(),
     "observe": set(),

@@ -13,16 +13,20 @@ where they are used (`m2flow.micro.protocol.train_tasks`): a trace has no values
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, final, get_args
+
+import numpy as np
 
 from m2flow.errors import OptionError, TraceError
 from m2flow.macro.datasets import Dataset
 from m2flow.macro.graph import Call, Granularity, Ref
 from m2flow.macro.handles import Handle, Metrics, Rows, Scores, describe, is_isolated
 from m2flow.macro.loss_declarations import check_update, clipped_value, nll, ppo_clip
+from m2flow.macro.ops import log
 from m2flow.macro.oversampling import carries, check_late, check_line, windows
 from m2flow.macro.refill import Keep, refill
 from m2flow.macro.session import Session, current_session
@@ -648,14 +652,37 @@ class Reward(Role):
             check_choice("on_error", on_error, ("raise",), otherwise="or the reward of a sample that can't be judged")
         else:
             check_number("on_error", on_error)
+        wished = getattr(function, "isolated", None)  # Rewards of m2flow.rewards that may hang say so themselves.
+        isolated = wished if isolated is None and isinstance(wished, bool) else isolated
         self.is_isolated = is_isolated(function, isolated, None if timeout_s == _TIMEOUT_S else timeout_s)
         self.timeout_s = timeout_s
         self.on_error = None if isinstance(on_error, str) else float(on_error)
+
+    @staticmethod
+    def sum(
+        parts: Mapping[Callable[[Sample], object], float],
+        *,
+        name: str = "reward",
+        timeout_s: float | None = _TIMEOUT_S,
+        isolated: bool | None = None,
+        on_error: Literal["raise"] | float = "raise",
+    ) -> RewardSum:
+        """Make a reward that is a weighted sum of functions' rewards: `Reward.sum({MathAnswer(): 1.0, Repetition(): 0.1})`.
+
+        Each function is judged in a call of its own, with this time limit, and its mean is logged as `NAME/FUNCTION`. The options are those
+        of `Reward`, for each part. Where `generate(score=...)` draws prompts, all parts are judged in one call; they are recorded as
+        parts of the reward then, and not logged.
+        """
+        return RewardSum(parts, name=name, timeout_s=timeout_s, isolated=isolated, on_error=on_error)
 
     def score(self, responses: Handle) -> Scores:
         """One finite number for each response."""
         if isinstance(responses, Rows) and responses.scored_by is self:
             return _scores_held(responses)
+        return self.judge(responses)
+
+    def judge(self, responses: Handle) -> Scores:
+        """Score responses, with nothing logged and whatever they were scored by before."""
         return self._score(responses)
 
     @property
@@ -682,6 +709,78 @@ class Reward(Role):
             shown={},
         )
         return Scores(self._session, call)
+
+
+@final
+class RewardSum(Reward):
+    """A weighted sum of rewards, made by `Reward.sum`."""
+
+    def __init__(
+        self,
+        parts: Mapping[Callable[[Sample], object], float],
+        *,
+        name: str,
+        timeout_s: float | None,
+        isolated: bool | None,
+        on_error: Literal["raise"] | float,
+    ) -> None:
+        from m2flow.rewards import WeightedSum  # It knows HTTP, which few flows need.
+
+        if not isinstance(parts, Mapping) or not parts or not all(map(callable, parts)):
+            now = "Give functions and their weights: Reward.sum({is_right: 1.0, is_short: 0.2})."
+            raise TraceError(f"Reward.sum needs functions of a sample, and got {describe(parts)}", now=now)
+        terms: dict[str, tuple[Callable[[Sample], object], float]] = {}
+        for function, weight in parts.items():
+            kind = str(getattr(function, "__name__", "part"))
+            check_number(f"the weight of {kind}", weight)
+            number = next(i for i in itertools.count(1) if (kind if i == 1 else f"{kind}_{i}") not in terms)
+            terms[kind if number == 1 else f"{kind}_{number}"] = function, float(weight)
+        self._parts = {
+            part: Reward(function, name=part, timeout_s=timeout_s, isolated=isolated, on_error=on_error)
+            for part, (function, _) in terms.items()
+        }
+        self._weights_of = tuple(weight for _, weight in terms.values())
+        whole = WeightedSum(tuple((part, function, weight) for part, (function, weight) in terms.items()))
+        is_any_isolated = True if any(part.is_isolated for part in self._parts.values()) else isolated
+        super().__init__(whole, name=name, timeout_s=timeout_s, isolated=is_any_isolated, on_error=on_error)
+
+    def score(self, responses: Handle) -> Scores:
+        if isinstance(responses, Rows) and responses.scored_by is self:
+            return super().score(responses)
+        total, parts = self._judged(responses)
+        log(**{f"{self.name}/{part}": scores.mean() for part, scores in parts.items()})
+        return total
+
+    def judge(self, responses: Handle) -> Scores:
+        return self._judged(responses)[0]
+
+    def _judged(self, responses: Handle) -> tuple[Scores, dict[str, Scores]]:
+        parts = {name: part.judge(responses) for name, part in self._parts.items()}
+        columns = [f"part_{i}" for i in range(len(parts))]
+        call = self._session.record(
+            role=self.name,
+            method="sum",
+            engine="function",
+            granularity=Granularity.SAMPLE,
+            inputs={column: scores.ref for column, scores in zip(columns, parts.values(), strict=True)},
+            options={
+                "function": _Columns(__name__, "_weighted_sum", tuple(zip(columns, self._weights_of, strict=True))),
+                "timeout_s": None,
+                "column": "reward",
+                "style": "columns",
+                "columns": dict.fromkeys(columns, "reward"),
+            },
+            shown=dict(zip(parts, self._weights_of, strict=True)),
+        )
+        return Scores(self._session, call), parts
+
+
+def _weighted_sum(rows: Batch, values: Mapping[str, object], **weights: float) -> Column:
+    """Weight the columns of these names and add them up, in their order: float64 [N]."""
+    total = np.zeros(len(rows))
+    for name, weight in weights.items():
+        total = total + weight * rows.dense(name).astype(np.float64)
+    return total
 
 
 def _scores_held(responses: Rows) -> Scores:

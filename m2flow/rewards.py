@@ -1,0 +1,756 @@
+"""Rewards off the shelf: small functions of a sample, to be given to `Reward`, alone or as a weighted sum.
+
+    verifier = Reward(ExactMatch())
+    verifier = Reward.sum({MathAnswer(): 1.0, Overlong(4096, buffer=512): 0.5, Repetition(): 0.1})
+
+Each is a frozen dataclass whose call takes a `Sample` and returns a number, so that it has options, can be sent to workers, and can be
+called by hand. Columns of the dataset's row are named by an option (`answer="solution"`).
+
+Rewards that may hang or that run a model's text (`MathAnswer`, `UnitTests`) ask `Reward` for a process that can be killed alone
+(`isolated`). What `UnitTests` contains and what it does not is said there. `LlmJudge` and `Remote` talk over HTTP, with retries; their
+answers are as repeatable as the server's, or as their cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib.util
+import inspect
+import json
+import os
+import random
+import re
+import secrets
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, Literal, final
+
+from m2flow.errors import EngineError, MissingExtra, OpError, OptionError
+from m2flow.recipe import check_choice, check_count, check_number, check_text
+from m2flow.samples import Sample
+
+
+class SampleReward(ABC):
+    """Base of the rewards of this module: a callable on a sample, whose name in plans and records is that of its class."""
+
+    @property
+    def isolated(self) -> bool | None:
+        """Whether `Reward` runs it in a process that can be killed alone, if the flow does not say; None: as `Reward` decides."""
+        return None
+
+    @abstractmethod
+    def __call__(self, sample: Sample) -> object:
+        """Judge one sample."""
+
+    def __getattr__(self, name: str) -> str:
+        if name in ("__name__", "__qualname__"):
+            return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(self).__name__).lower()
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+
+# ---- answers
+
+
+@final
+@dataclass(frozen=True)
+class ExactMatch(SampleReward):
+    """1 if the response is the row's answer, but for white space around both.
+
+    Args:
+        answer: the column with the answer, a text or a number; or a list of answers, of which any counts.
+        ignore_case: compare without case.
+
+    >>> from types import SimpleNamespace as Row
+    >>> ExactMatch()(Row(text=" Paris\\n", answer="Paris")), ExactMatch()(Row(text="Rome", answer=["Paris", "Lutetia"]))
+    (1.0, 0.0)
+    """
+
+    answer: str = "answer"
+    ignore_case: bool = False
+
+    def __call__(self, sample: Sample) -> float:
+        expected = getattr(sample, self.answer)
+        accepted = [_plain(one, self.ignore_case) for one in (expected if isinstance(expected, list) else [expected])]
+        return float(_plain(sample.text, self.ignore_case) in accepted)
+
+
+@final
+@dataclass(frozen=True)
+class RegexMatch(SampleReward):
+    r"""1 if what a regular expression finds last in the response is the row's answer; without `answer`, 1 if it finds anything.
+
+    Args:
+        pattern: its first group counts, or all that it matches if it has none. Search is over several lines (`.` matches no line's end).
+        answer: the column to compare with. After `####` only what follows counts, as GSM8K writes its answers; commas in numbers
+            do not.
+
+    >>> from types import SimpleNamespace as Row
+    >>> RegexMatch(r"-?[\d,]+")(Row(text="3 and 4 make 1,007", answer="1000 + 7 ... #### 1007"))
+    1.0
+    >>> RegexMatch(r"^ANSWER: ", answer=None)(Row(text="I guess\nANSWER: 4"))
+    1.0
+    """
+
+    pattern: str
+    answer: str | None = "answer"
+
+    def __post_init__(self) -> None:
+        try:
+            re.compile(self.pattern)
+        except re.error as error:
+            raise OptionError(f"RegexMatch: {self.pattern!r} is no regular expression: {error}") from None
+
+    def __call__(self, sample: Sample) -> float:
+        found = [match[1] if match.re.groups else match[0] for match in re.finditer(self.pattern, str(sample.text), re.MULTILINE)]
+        if self.answer is None or not found:
+            return float(bool(found))
+        return float(_final(found[-1]) == _final(getattr(sample, self.answer)))
+
+
+@final
+@dataclass(frozen=True)
+class MathAnswer(SampleReward):
+    r"""1 if the last boxed answer of the response, `\boxed{...}`, is the row's answer as mathematics.
+
+    Args:
+        answer: the column with the answer: LaTeX or plain, boxed or not, or after `####`.
+        by: `math-verify` compares expressions by the package of that name (`pip install 'm2flow[rewards]'`), which also finds answers
+            that are not boxed; it works on a main thread alone, so that samples are judged in processes of their own. `text` compares
+            numbers, fractions and texts without white space, needs no package, and takes microseconds.
+        timeout_s: what parsing and comparing may take each, seconds; beyond it the answer counts as wrong. `math-verify` alone.
+
+    >>> from types import SimpleNamespace as Row
+    >>> same = MathAnswer(by="text")
+    >>> same(Row(text=r"so it is \boxed{\frac{1}{2}}.", answer="0.5")), same(Row(text="1/2", answer="0.5"))
+    (1.0, 0.0)
+    """
+
+    answer: str = "answer"
+    by: Literal["math-verify", "text"] = "math-verify"
+    timeout_s: int = 5
+
+    def __post_init__(self) -> None:
+        check_choice("by", self.by, ("math-verify", "text"), of="MathAnswer")
+        check_count("timeout_s", self.timeout_s)
+        if self.by == "math-verify" and importlib.util.find_spec("math_verify") is None:
+            now = "Run: pip install 'm2flow[rewards]'; or compare numbers and texts without it: MathAnswer(by=\"text\")."
+            raise MissingExtra("MathAnswer needs the package math-verify, which is not installed", now=now)
+
+    @property
+    def isolated(self) -> bool | None:
+        return True if self.by == "math-verify" else None
+
+    def __call__(self, sample: Sample) -> float:
+        expected, text = _after_hashes(getattr(sample, self.answer)), str(sample.text)
+        if self.by == "text":
+            found = boxed(text)
+            return float(found is not None and _number_or_text(found) == _number_or_text(boxed(expected) or expected))
+        from math_verify import parse, verify
+
+        gold = parse(expected if boxed(expected) else rf"\boxed{{{expected}}}", parsing_timeout=self.timeout_s)
+        return float(verify(gold, parse(text, parsing_timeout=self.timeout_s), timeout_seconds=self.timeout_s))
+
+
+def boxed(text: str) -> str | None:
+    r"""The content of the last `\boxed{...}` whose braces are closed; None if there is none.
+
+    >>> boxed(r"\boxed{1} or \boxed{\frac{1}{2}}")
+    '\\frac{1}{2}'
+    """
+    found = None
+    for match in re.finditer(r"\\(?:f?boxed)\s*\{", text):
+        depth, end = 1, match.end()
+        while end < len(text) and depth:
+            depth += {"{": 1, "}": -1}.get(text[end], 0)
+            end += 1
+        found = text[match.end() : end - 1] if depth == 0 else found
+    return found
+
+
+def _plain(value: object, ignore_case: bool) -> str:
+    text = str(value).strip()
+    return text.casefold() if ignore_case else text
+
+
+def _after_hashes(value: object) -> str:
+    return str(value).rpartition("####")[2].strip()
+
+
+def _final(value: object) -> str | Fraction:
+    return _number_or_text(_after_hashes(value))
+
+
+def _number_or_text(value: str) -> str | Fraction:
+    """A number, however it is written, or the text without white space, dollars and a full stop."""
+    text = re.sub(r"\\[dt]?frac\{([^{}]+)\}\{([^{}]+)\}", r"\1/\2", value)
+    text = re.sub(r"\\[,;!% ]|[\s$]|(?<=\d),(?=\d{3})", "", text).rstrip(".")
+    try:
+        return Fraction(text) if len(text) < 100 and not re.search(r"[eE_]", text) else text
+    except (ValueError, ZeroDivisionError):
+        return text
+
+
+# ---- form and length
+
+
+@final
+@dataclass(frozen=True)
+class Format(SampleReward):
+    """1 if the whole response has this form, a regular expression in which `.` matches line ends too.
+
+    >>> from types import SimpleNamespace as Row
+    >>> Format()(Row(text="<think>2 and 2</think>\\n<answer>4</answer>")), Format()(Row(text="4"))
+    (1.0, 0.0)
+    """
+
+    pattern: str = r"\s*<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*"
+
+    def __call__(self, sample: Sample) -> float:
+        return float(re.fullmatch(self.pattern, str(sample.text), re.DOTALL) is not None)
+
+
+@final
+@dataclass(frozen=True)
+class JsonSchema(SampleReward):
+    """1 if the response is JSON, alone or as its last fenced block, and fits a JSON schema.
+
+    Args:
+        schema: a JSON schema, checked by the package jsonschema (`pip install 'm2flow[rewards]'`); None: any JSON.
+
+    >>> from types import SimpleNamespace as Row
+    >>> JsonSchema()(Row(text='Here: ```json\\n{"a": 1}\\n```')), JsonSchema()(Row(text="{a: 1}"))
+    (1.0, 0.0)
+    """
+
+    schema: Mapping[str, Any] | None = field(default=None, hash=False)
+
+    def __post_init__(self) -> None:
+        if self.schema is None:
+            return
+        if importlib.util.find_spec("jsonschema") is None:
+            raise MissingExtra("JsonSchema with a schema needs the package jsonschema", now="Run: pip install 'm2flow[rewards]'.")
+        from jsonschema import SchemaError, validators
+
+        try:
+            validators.validator_for(self.schema).check_schema(self.schema)
+        except SchemaError as error:
+            raise OptionError(f"JsonSchema: the schema is none: {error.message}") from None
+
+    def __call__(self, sample: Sample) -> float:
+        try:
+            value = json.loads(fenced(str(sample.text), "json"))
+        except (ValueError, RecursionError):
+            return 0.0
+        if self.schema is None:
+            return 1.0
+        from jsonschema import validators
+
+        return float(validators.validator_for(self.schema)(self.schema).is_valid(value))
+
+
+def fenced(text: str, *languages: str) -> str:
+    """The last fenced block of a text, of one of these languages or of none; the text itself if it has no block.
+
+    >>> fenced("So:\\n```python\\nx = 1\\n```\\nDone.", "python")
+    'x = 1\\n'
+    """
+    named = "|".join(map(re.escape, languages))
+    blocks = re.findall(rf"```(?:{named})?[ \t]*\n(.*?)```", text, re.DOTALL)
+    return str(blocks[-1]) if blocks else text
+
+
+@final
+@dataclass(frozen=True)
+class Length(SampleReward):
+    """Minus one for each `per` generated tokens beyond `free`: a price of length.
+
+    >>> from types import SimpleNamespace as Row
+    >>> Length(per=100, free=50)(Row(num_tokens=75)), Length(per=100)(Row(num_tokens=0))
+    (-0.25, 0.0)
+    """
+
+    per: float = 1000.0
+    free: int = 0
+
+    def __post_init__(self) -> None:
+        check_number("per", self.per, above=0)
+        check_count("free", self.free, least=0)
+
+    def __call__(self, sample: Sample) -> float:
+        return -max(0, sample.num_tokens - self.free) / self.per if sample.num_tokens > self.free else 0.0
+
+
+@final
+@dataclass(frozen=True)
+class Overlong(SampleReward):
+    """Soft punishment of overlong responses: 0 up to `max_tokens - buffer` generated tokens, then linear down to -1 at `max_tokens`.
+
+    Source:
+        Yu et al. 2025, DAPO, arXiv:2503.14476, eq. 13.
+
+    >>> from types import SimpleNamespace as Row
+    >>> [Overlong(100, buffer=20)(Row(num_tokens=length)) for length in (80, 90, 100, 120)]
+    [0.0, -0.5, -1.0, -1.0]
+    """
+
+    max_tokens: int
+    buffer: int
+
+    def __post_init__(self) -> None:
+        check_count("max_tokens", self.max_tokens)
+        check_count("buffer", self.buffer)
+
+    def __call__(self, sample: Sample) -> float:
+        over = sample.num_tokens - (self.max_tokens - self.buffer)
+        return -min(1.0, over / self.buffer) if over > 0 else 0.0
+
+
+@final
+@dataclass(frozen=True)
+class Repetition(SampleReward):
+    """Minus the share of the response's n-grams of words that occurred in it before: 0 without repetition, towards -1 for a loop.
+
+    >>> from types import SimpleNamespace as Row
+    >>> Repetition(n=2)(Row(text="a b a b a")), Repetition()(Row(text="all is well"))
+    (-0.5, 0.0)
+    """
+
+    n: int = 3
+
+    def __post_init__(self) -> None:
+        check_count("n", self.n)
+
+    def __call__(self, sample: Sample) -> float:
+        words = str(sample.text).lower().split()
+        grams = Counter(zip(*(words[i:] for i in range(self.n)), strict=False))
+        total = grams.total()
+        return (len(grams) - total) / total if total > len(grams) else 0.0
+
+
+# ---- unit tests of code
+
+
+@final
+@dataclass(frozen=True)
+class UnitTests(SampleReward):
+    """The share of the row's tests that the response's Python code passes; each test runs in a process of its own.
+
+    The code is the last fenced block of the response, or all of it. Forms of the column:
+
+        "assert add(1, 2) == 3"                              statements, run after the code; or a list of them (MBPP)
+        "def check(candidate): ..."                          with a column `entry_point` (HumanEval): check(add) is run
+        {"inputs": ["1 2"], "outputs": ["3"]}                standard input and expected output (APPS, TACO), or the same as JSON
+
+    Args:
+        test: the column with the tests.
+        all_or_nothing: 1 if all pass, else 0; the first that fails is the last to run.
+        timeout_s: of one test, seconds; `Reward(..., timeout_s=)` bounds all tests of a sample.
+        memory_mb: address space of each of its processes, MiB.
+        packages: let the code import installed packages; by default the standard library alone.
+        box: `required` refuses to run where the kernel does not allow the whole box; `limits` does with limits alone.
+
+    Contained by limits: endless loops and sleeps (killed, with what is in their session), CPU seconds, memory of a process, sizes of files
+    and of the output, core dumps, standard streams, environment variables (none are passed), and the working directory (a temporary one).
+    Contained by the rest of the box, which is Linux user, process, IPC and network namespaces and Landlock: the network; signals to, and
+    the sight of, other processes, a daemon left behind among them; reading of files other than Python's own and the system's libraries,
+    and writing anywhere but in the working directory.
+
+    Not contained: a fault of the kernel, since system calls are not filtered; the sum of memory over several processes, of files on the
+    disk, and the number of processes where m2flow runs as root, all until the time limit; and a solution that looks for the test in its own
+    process and cheats on asserts. Ending the process early does not pass a test. Only tests of standard input and output are compared
+    outside the process.
+
+    >>> from types import SimpleNamespace as Row
+    >>> right = "```python\\ndef add(a, b):\\n    return a + b\\n```"
+    >>> UnitTests(box="limits")(Row(text=right, test=["assert add(1, 2) == 3", "assert add(1, 2) == 4"]))
+    0.5
+    """
+
+    test: str = "test"
+    all_or_nothing: bool = False
+    timeout_s: float = 5.0
+    memory_mb: int = 512
+    packages: bool = False
+    box: Literal["required", "limits"] = "required"
+
+    def __post_init__(self) -> None:
+        check_choice("box", self.box, ("required", "limits"), of="UnitTests")
+        check_number("timeout_s", self.timeout_s, above=0)
+        check_count("memory_mb", self.memory_mb, least=64)
+
+    def __call__(self, sample: Sample) -> float:
+        code, found = fenced(str(sample.text), "python", "py", "python3"), getattr(sample, self.test)
+        if isinstance(found, str) and found.lstrip()[:1] in ("{", "["):
+            with contextlib.suppress(ValueError):
+                found = json.loads(found)
+        if isinstance(found, Mapping):
+            cases = list(zip(found["inputs"], found["outputs"], strict=True))
+            checks = [functools.partial(self._prints, code, str(given), str(expected)) for given, expected in cases]
+        else:
+            entry = getattr(sample, "entry_point", None) if "def check(" in str(found) else None
+            tests = list(found) if isinstance(found, list) else [str(found)]
+            checks = [functools.partial(self._holds, code, f"{test}\ncheck({entry})" if entry else str(test)) for test in tests]
+        if not checks:
+            raise OpError(f"UnitTests: the column {self.test!r} has no test")
+        return float(all(check() for check in checks)) if self.all_or_nothing else sum(check() for check in checks) / len(checks)
+
+    def _holds(self, code: str, test: str) -> bool:
+        """Whether statements after the code run to their end, which prints a word that the code has not seen before."""
+        word = secrets.token_hex(16)
+        said = self._run(f"{code}\n\n{test}\n\nimport os as _os\n_os.write(1, {f'{chr(10)}{word}'.encode()!r})\n", "")
+        return said is not None and word in said
+
+    def _prints(self, code: str, given: str, expected: str) -> bool:
+        said = self._run(code, given)
+        return said is not None and _lines(said) == _lines(expected)
+
+    def _run(self, program: str, given: str) -> str | None:
+        how = {"wall_s": self.timeout_s, "memory": self.memory_mb << 20, "box": self.box == "required", "packages": self.packages}
+        return run_boxed(program, given, how)
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().split("\n")]
+
+
+_REFUSED, _GRACE_S = 97, 10.0
+"""Exit status of a box that can't be made; and seconds beyond the time limit after which the box itself is killed."""
+
+
+def run_boxed(program: str, given: str, how: Mapping[str, object]) -> str | None:
+    """Run a Python program in the box of `UnitTests`. Returns what it printed; None if it failed or took too long.
+
+    Args:
+        how: `wall_s`, `memory` (bytes), `box` (whether limits alone will not do), `packages`.
+    Raises:
+        EngineError: this machine can't make the box.
+    """
+    boot = f"{inspect.getsource(_box)}\n_box()"
+    with tempfile.TemporaryDirectory(prefix="m2flow-box-") as folder, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as into:
+        into.write(given.encode("utf-8", "replace"))
+        into.seek(0)
+        (Path(folder) / "program.py").write_text(program, "utf-8", "replace")
+        settings = json.dumps({**how, "folder": folder})
+        command = [sys.executable, "-I", *([] if how["packages"] else ["-S"]), "-c", boot, settings]
+        process = subprocess.Popen(
+            command, stdin=into, stdout=out, stderr=subprocess.DEVNULL, cwd=folder, env={"LC_ALL": "C.UTF-8"}, start_new_session=True
+        )
+        try:
+            status = process.wait(float(str(how["wall_s"])) + _GRACE_S)
+        except subprocess.TimeoutExpired:
+            status = -1
+        finally:
+            process.kill()
+            process.wait()
+        out.seek(0)
+        said = out.read().decode("utf-8", "replace")
+    if status == _REFUSED:
+        now = 'Allow user namespaces and Landlock (Linux 6.7), or accept less containment: UnitTests(box="limits").'
+        raise EngineError(f"this machine can't box the code that a model wrote: {said.strip()}", now=now)
+    return said if status == 0 else None
+
+
+def _box() -> None:  # It runs alone in another interpreter: it must reach nothing of this module.
+    """Process of the box: limit itself, start the program in a child, kill that when its time is up, and exit with its status."""
+    import contextlib
+    import ctypes
+    import errno
+    import json
+    import os
+    import resource
+    import select
+    import signal
+    import struct
+    import sys
+    import sysconfig
+
+    how = json.loads(sys.argv[1])
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def done(result: int, what: str) -> int:
+        if result < 0:
+            raise OSError(ctypes.get_errno(), what)
+        return result
+
+    def restrict_files() -> None:  # Landlock: read and run what Python needs, write in the working directory.
+        abi = libc.syscall(444, None, ctypes.c_size_t(0), 1)
+        if abi < 4:
+            raise OSError(errno.ENOSYS, "Landlock")
+        every = (1 << (15 if abi == 4 else 16)) - 1
+        rules = struct.pack("QQQ", every, 3, 3)[: 16 if abi < 6 else 24]
+        made = done(libc.syscall(444, rules, ctypes.c_size_t(len(rules)), 0), "Landlock")
+        reads = ["/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/dev/null", "/dev/zero", "/dev/urandom"]
+        reads += [sys.prefix, sys.base_prefix, sysconfig.get_path("stdlib"), *(sys.path if how["packages"] else [])]
+        for path, access in [*((path, 1 | 4 | 8) for path in reads), (how["folder"], every)]:
+            if path and os.path.exists(path):
+                place = os.open(path, os.O_PATH)
+                given = struct.pack("=Qi", access if os.path.isdir(path) else access & 7, place)
+                done(libc.syscall(445, made, 1, given, 0), f"Landlock for {path}")
+                os.close(place)
+        done(libc.syscall(446, made, 0), "Landlock")
+
+    libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # It ends with the process that started it.
+    libc.prctl(38, 1, 0, 0, 0)  # No new privileges.
+    try:
+        if how["box"]:
+            uid, gid = os.getuid(), os.getgid()
+            done(libc.unshare(0x10000000 | 0x20000000 | 0x40000000 | 0x08000000), "namespaces")  # user, process, network, IPC
+            for name, text in (("setgroups", "deny"), ("uid_map", f"65534 {uid} 1"), ("gid_map", f"65534 {gid} 1")):
+                with open(f"/proc/self/{name}", "w") as file:
+                    file.write(text)
+    except OSError as error:
+        print(f"{error.strerror}: {os.strerror(error.errno or 0)}", flush=True)
+        os._exit(97)
+    told, tells = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.close(told)
+            libc.prctl(1, signal.SIGKILL, 0, 0, 0)
+            os.setsid()
+            large = 16 << 20
+            cpu = int(how["wall_s"]) + 1
+            limits = {"AS": how["memory"], "CPU": cpu, "FSIZE": large, "NPROC": 64, "NOFILE": 64, "CORE": 0, "MEMLOCK": 0, "STACK": 8 << 20}
+            if how["box"]:
+                restrict_files()
+                libc.prctl(4, 0, 0, 0, 0)
+                none = ctypes.create_string_buffer(24)
+                done(libc.capset(ctypes.byref(ctypes.c_uint64(0x20080522)), none), "capabilities")
+            for name, value in limits.items():
+                if name != "NPROC" or how["box"]:  # Elsewhere it would count all processes of the user.
+                    kind = getattr(resource, f"RLIMIT_{name}")
+                    most = resource.getrlimit(kind)[1]
+                    value = value if most == resource.RLIM_INFINITY else min(value, most)
+                    resource.setrlimit(kind, (value, value))
+        except OSError as error:
+            os.write(tells, f"{error.strerror}: {os.strerror(error.errno or 0)}".encode())
+            os._exit(97)
+        os.close(tells)
+        code = 1
+        try:
+            with open("program.py", encoding="utf-8") as file:
+                source = file.read()
+            os.unlink("program.py")
+            exec(compile(source, "program.py", "exec"), {"__name__": "__main__"})
+            code = 0
+        except SystemExit as end:
+            code = 0 if end.code in (None, 0) else 1
+        except BaseException:
+            code = 1
+        try:
+            sys.stdout.flush()
+        finally:
+            os._exit(code)
+    os.close(tells)
+    why = os.read(told, 4096)
+    if why:
+        os.waitpid(child, 0)
+        print(why.decode(), flush=True)
+        os._exit(97)
+    ends = select.select([os.pidfd_open(child)], [], [], how["wall_s"])[0]
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(OSError):
+            kill(child, signal.SIGKILL)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    os._exit(status if ends and 0 <= status < 97 else 1)
+
+
+# ---- over HTTP
+
+
+@final
+@dataclass(frozen=True)
+class LlmJudge(SampleReward):
+    """What a language model behind an OpenAI-compatible URL says of the response: a number, scaled to 0..1.
+
+    Args:
+        url: up to `/v1`. model: its name there.
+        prompt: what is asked, with `{prompt}`, `{text}` and other columns of the sample in braces.
+        pattern: finds the verdict in the reply: the last match's first group, a number. best: the verdict that counts 1.
+        temperature, max_tokens: of the judge.
+        key: the environment variable that holds the API key, on the host of the worker; without one, no key is sent.
+        retries: further tries after a refusal for load or a fault of the server or the network, after a growing pause.
+        timeout_s: of one try, seconds.
+        cache: a directory for replies, by what was asked. A resumed or repeated run then has the same verdicts. Each host has its own.
+    Raises:
+        OpError: no reply, or none with a verdict. `Reward(..., on_error=0.0)` counts such samples instead.
+
+    >>> judge = LlmJudge("http://localhost:8000/v1", "judge", prompt="Rate 0 to 10: {text}")
+    >>> from types import SimpleNamespace as Row
+    >>> judge.asked(Row(text="Well."))["messages"]
+    [{'role': 'user', 'content': 'Rate 0 to 10: Well.'}]
+    >>> judge.verdict("Clear, but short. Rating: 7")
+    0.7
+    """
+
+    url: str
+    model: str
+    prompt: str = "Question:\n{prompt}\n\nAnswer:\n{text}\n\nRate the answer from 0 (wrong) to 10 (perfect). End with the rating alone."
+    pattern: str = r"(\d+(?:\.\d+)?)"
+    best: float = 10.0
+    temperature: float = 0.0
+    max_tokens: int = 512
+    key: str = "OPENAI_API_KEY"
+    retries: int = 4
+    timeout_s: float = 60.0
+    cache: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_http(self.url, self.retries, self.timeout_s)
+        check_number("best", self.best, above=0)
+
+    def __call__(self, sample: Sample) -> float:
+        asked = self.asked(sample)
+        headers = {"Authorization": f"Bearer {os.environ[self.key]}"} if os.environ.get(self.key) else {}
+        url = f"{self.url.rstrip('/')}/chat/completions"
+        reply = _cached(self.cache, {"url": url, **asked}, lambda: _post(url, asked, headers, self.retries, self.timeout_s))
+        try:
+            said = str(reply["choices"][0]["message"]["content"])
+        except (KeyError, IndexError, TypeError):
+            raise OpError(f"the judge at {url} gave no message: {reply!r:.200}") from None
+        return self.verdict(said)
+
+    def asked(self, sample: Sample) -> dict[str, Any]:
+        """The request's body."""
+        content = re.sub(r"\{(\w+)\}", lambda match: str(getattr(sample, match[1])), self.prompt)
+        messages = [{"role": "user", "content": content}]
+        return {"model": self.model, "messages": messages, "temperature": self.temperature, "max_tokens": self.max_tokens}
+
+    def verdict(self, said: str) -> float:
+        """The number in a reply, scaled."""
+        found = re.findall(self.pattern, said)
+        try:
+            return min(1.0, max(0.0, float(found[-1]) / self.best))
+        except (IndexError, ValueError, TypeError):
+            raise OpError(f"the judge's reply has no verdict: {said!r:.200}", now="Change prompt= or pattern=.") from None
+
+
+@final
+@dataclass(frozen=True)
+class Remote(SampleReward):
+    """What a server of your own says of the response.
+
+    It gets `POST url` with the JSON `{"text": ..., "prompt": ..., further columns}`, and answers with a number, or with `{"reward": ...}`
+    and parts of it.
+
+    Args:
+        columns: of the sample, what is sent.
+        retries, timeout_s, cache: as `LlmJudge`.
+
+    >>> from types import SimpleNamespace as Row
+    >>> Remote("http://localhost:9000/score", columns=("text", "answer")).asked(Row(text="4", answer="4"))
+    {'text': '4', 'answer': '4'}
+    """
+
+    url: str
+    columns: tuple[str, ...] = ("prompt", "text")
+    retries: int = 4
+    timeout_s: float = 60.0
+    cache: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_http(self.url, self.retries, self.timeout_s)
+
+    def __call__(self, sample: Sample) -> object:
+        asked = self.asked(sample)
+        return _cached(self.cache, {"url": self.url, **asked}, lambda: _post(self.url, asked, {}, self.retries, self.timeout_s))
+
+    def asked(self, sample: Sample) -> dict[str, Any]:
+        """The request's body."""
+        return {name: getattr(sample, name) for name in self.columns}
+
+
+_RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
+
+
+def _check_http(url: str, retries: int, timeout_s: float) -> None:
+    check_text("url", url)
+    if not url.startswith(("http://", "https://")):
+        raise OptionError(f"url is {url!r}; it begins with http:// or https://")
+    check_count("retries", retries, least=0)
+    check_number("timeout_s", timeout_s, above=0)
+
+
+def _post(url: str, body: Mapping[str, object], headers: Mapping[str, str], retries: int, timeout_s: float) -> Any:
+    """Post JSON and return the JSON that comes back, after up to so many retries."""
+    data = json.dumps(body).encode()
+    for attempt in range(retries + 1):
+        request = urllib.request.Request(url, data, {"Content-Type": "application/json", **headers})
+        pause_s = min(_FIRST_PAUSE_S * 2**attempt, _LONGEST_PAUSE_S) * random.uniform(0.5, 1.0)
+        try:
+            with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError as error:
+            why, asked_s = f"status {error.code}: {error.read(200).decode(errors='replace')}", error.headers.get("Retry-After", "")
+            if error.code not in _RETRIED:
+                raise OpError(f"{url} refused: {why}") from None
+            pause_s = min(float(asked_s), _LONGEST_PAUSE_S) if re.fullmatch(r"\d+(\.\d+)?", asked_s) else pause_s
+        except (OSError, ValueError) as error:
+            why = f"{type(error).__name__}: {error}"
+        if attempt < retries:
+            time.sleep(pause_s)
+    raise OpError(f"{url} gave no answer in {retries + 1} tries; the last was {why}", now="Is the server up? See retries= and timeout_s=.")
+
+
+def _cached(folder: str | None, asked: Mapping[str, object], ask: Callable[[], Any]) -> Any:
+    """The answer in the cache, or a new one, which is put there whole or not at all."""
+    if folder is None:
+        return ask()
+    place = Path(folder) / (hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest() + ".json")
+    with contextlib.suppress(OSError, ValueError):
+        return json.loads(place.read_text())
+    answer = ask()
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=place.parent, delete=False) as file:
+        json.dump(answer, file)
+    os.replace(file.name, place)
+    return answer
+
+
+# ---- weighted sums
+
+
+@final
+@dataclass(frozen=True)
+class WeightedSum:
+    """A weighted sum of rewards, with each of them as a part: what `Reward.sum` makes, as one function of a sample.
+
+    >>> from types import SimpleNamespace as Row
+    >>> half_price = WeightedSum((("right", ExactMatch(), 1.0), ("length", Length(per=10), 0.5)))
+    >>> half_price(Row(text="4", answer="4", num_tokens=2))
+    {'reward': 0.9, 'right': 1.0, 'length': -0.2}
+    """
+
+    parts: tuple[tuple[str, Callable[[Sample], object], float], ...]
+
+    def __call__(self, sample: Sample) -> object:
+        found = [function(sample) for _, function, _ in self.parts]
+        return self._later(found) if any(inspect.isawaitable(one) for one in found) else self._total(found)
+
+    async def _later(self, found: Sequence[object]) -> dict[str, float]:
+        return self._total([await one if isinstance(one, Awaitable) else one for one in found])
+
+    def _total(self, found: Sequence[object]) -> dict[str, float]:
+        values = [_number(name, one) for (name, _, _), one in zip(self.parts, found, strict=True)]
+        total = sum(weight * value for (_, _, weight), value in zip(self.parts, values, strict=True))
+        return {"reward": total, **{name: value for (name, _, _), value in zip(self.parts, values, strict=True)}}
+
+
+def _number(name: str, found: object) -> float:
+    value = found.get("reward") if isinstance(found, Mapping) else getattr(found, "reward", found)
+    if not isinstance(value, int | float):
+        raise OpError(f"the part {name} of a sum gave {found!r:.60}, which is no number")
+    return float(value)
