@@ -185,7 +185,12 @@ class PlanCommand(PlannedCommand):
 )
 @click.option("--terms", "has_terms", is_flag=True, help="List the constants of the cost model, and where each is from.")
 @click.option("--dot", "is_dot", is_flag=True, help="Print the graph of the calls in Graphviz's language.")
-@click.option("--svg", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Draw the graph of the calls.")
+@click.option(
+    "--svg",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Draw the graph of the calls, by Graphviz where it is installed.",
+)
 @click.option("--png", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Draw the same graph as a PNG.")
 @click.pass_context
 def command(
@@ -270,12 +275,13 @@ def _foreseen(forecast: Forecast) -> list[str]:
 
 
 def _draw(path: FlowPath, file: Path, suffix: str) -> None:
-    from m2flow.macro.graph_display import write_picture
+    from m2flow.macro.graph_display import write_picture, write_with_graphviz
 
     if file.suffix != suffix:
         raise OptionError(f"--{suffix[1:]} {file}: the file's name must end in {suffix}")
     try:
-        write_picture(place(path.graph, [(look.num_calls, look.observation) for look in path.looks]), file)
+        if not write_with_graphviz(path.graph, file):
+            write_picture(place(path.graph, [(look.num_calls, look.observation) for look in path.looks]), file)
     except OSError as error:
         raise OptionError(f"can't write {file}: {error.strerror}") from error
 

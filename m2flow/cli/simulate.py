@@ -350,13 +350,13 @@ def simulate_rollout_command(
 
     \b
     Policies:
-      round-robin, group-round-robin, least-loaded, lpt, longest-first, shortest-first, probe, repack, gather, split, adaptive
+      round-robin, group-round-robin, least-loaded, lpt, longest-first, shortest-first, probe, repack, gather, split
 
     \b
     Examples:
       m2flow simulate rollout --lengths dapo-qwen2.5-32b --instances 16 --known-lengths
       m2flow simulate rollout --lengths dapo-qwen2.5-32b --instances 4 --policy all
-      m2flow simulate rollout --lengths lognormal:median=4000,sigma=0.8,icc=0.9 --instances 4 --policy adaptive --earlier 8 --json
+      m2flow simulate rollout --lengths lognormal:median=4000,sigma=0.8,icc=0.9 --instances 4 --policy split --earlier 8 --json
     """
     from m2flow.rollout_scheduling.decode_model import DecodeModel
     from m2flow.rollout_scheduling.lengths import parse_lengths

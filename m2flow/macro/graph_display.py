@@ -1,20 +1,22 @@
 """Show the macro graph: as a text listing that includes undecided conditions, and as a picture.
 
     Exploration --> nodes (calls, conditions, ends) --> lines                         calls_listing
-    MacroGraph --place--> Drawing (lanes, rows, frames, links) --> .svg or .png       write_picture
-    MacroGraph --> Graphviz's language                                                as_dot
+    MacroGraph --> Graphviz's language --dot, where it is installed--> .svg or .png   as_dot, write_with_graphviz
+    MacroGraph --place--> Drawing (lanes, rows, frames, links) --> .svg or .png       write_picture, elsewhere
 
 Listing. Paths that agree are merged: a condition whose outcomes make the same calls is not shown, and what follows both outcomes alike
 is shown once, below them. A call's place in the listing depends on what it is and works on, not on its number.
 
-Picture. A row for each call, in program order, and a lane for each role, so boxes never overlap, and a horizontal line meets no box
-but its ends. Vertical lines run in the gutters left of the lanes, each on a track of its own; those of one call and one kind share
-theirs. Effects that follow from others are left out. Made for graphs of up to some sixty calls; larger ones become long.
+Picture without Graphviz. A row for each call, in program order, and a lane for each role, so boxes never overlap, and a horizontal line
+meets no box but its ends. Vertical lines run in the gutters left of the lanes, each on a track of its own; those of one call and one kind
+share theirs. Effects that follow from others are left out. Made for graphs of up to some sixty calls; larger ones become long.
 """
 
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
@@ -328,6 +330,23 @@ def as_dot(graph: MacroGraph) -> str:
     for seen in {seen.call: seen for seen in graph.observations}.values():
         lines.append(f'  c{seen.call} [color="#cf222e", penwidth=2, xlabel={_quoted(f"Python waits: {seen.why} {seen.site}")}];')
     return "\n".join([*lines, "}"])
+
+
+def write_with_graphviz(graph: MacroGraph, path: str | Path) -> bool:
+    """Lay a graph out with Graphviz's `dot` and draw to `path`, as its suffix says (.svg or .png); False: it is not installed.
+
+    Raises:
+        OSError: it can't write there, or can't draw such a file.
+    """
+    dot, path = shutil.which("dot"), Path(path)
+    if dot is None:
+        return False
+    path.parent.mkdir(parents=True, exist_ok=True)
+    command = [dot, f"-T{path.suffix[1:]}", "-o", str(path)]
+    done = subprocess.run(command, input=as_dot(graph), capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise OSError(done.returncode, f"Graphviz says: {(done.stderr.strip() or 'nothing').splitlines()[0]}")
+    return True
 
 
 COLOURS = {

@@ -17,8 +17,9 @@ threads only, so one starts at the decode step that was running at the sample's 
 
 Perfetto's packets: a track for each worker, under it one for each engine, one for each counter, and as many called `samples` as samples
 ran there at once; Perfetto lays tracks of one name under one parent out as one group. An arrow is a number that its slices share, so it
-begins at the sample's own slice. The few messages needed are encoded here by the rules of protocol buffers, so m2flow needs no package
-for it; the tests decode the output with Perfetto's own. Source: protos/perfetto/trace/track_event/ (track_descriptor.proto,
+begins at the sample's own slice. The few messages needed are encoded here by the rules of protocol buffers, in 30 lines: every run writes
+its trace, so Perfetto's package, which brings protobuf and 12 MB of memory, would be part of every installation. The tests decode the
+output with it. Source: protos/perfetto/trace/track_event/ (track_descriptor.proto,
 track_event.proto, debug_annotation.proto), field numbers as of version 50, which never change.
 """
 

@@ -1,6 +1,6 @@
 """Find scheduling policies and length predictors by name, and combine those that a cluster spec asks for.
 
-    rollout: {policy: [group-completing, longest-first, "adaptive-concurrency:high=0.85"]}       in a cluster spec
+    rollout: {policy: [oldest-first, longest-first, "adaptive-concurrency:high=0.85"]}       in a cluster spec
 
 A user's policy is a subclass of `m2flow.rollout_scheduling.policy.SchedulingPolicy`; FILE.py:CLASS names it wherever a name is expected.
 """
@@ -13,20 +13,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from m2flow.errors import SpecError, did_you_mean
-from m2flow.rollout_scheduling.length_policies import Balanced, LongestFirst, LongestProcessingTime, Probe, ShortestFirst, Split
+from m2flow.rollout_scheduling.length_policies import Gather, LongestFirst, LongestProcessingTime, Probe, Repack, ShortestFirst, Split
 from m2flow.rollout_scheduling.policy import SchedulingPolicy, composed
 from m2flow.rollout_scheduling.predictors import EarlierSteps, Oracle, Predictor, PromptBuckets, Siblings
 from m2flow.rollout_scheduling.queue_policies import (
     AdaptiveConcurrency,
     Admission,
     FirstCome,
-    GroupCompleting,
     GroupRoundRobin,
     LeastLoaded,
     OldestFirst,
     RoundRobin,
 )
-from m2flow.rollout_scheduling.tail_policies import Adaptive, Gather, Repack
 
 FIRST_COME = FirstCome.name
 """The default policy."""
@@ -41,19 +39,19 @@ POLICIES: Mapping[str, type[SchedulingPolicy]] = {
         LongestProcessingTime,
         LongestFirst,
         ShortestFirst,
-        GroupCompleting,
         OldestFirst,
         Probe,
-        Balanced,
         AdaptiveConcurrency,
         Admission,
         Repack,
         Gather,
         Split,
-        Adaptive,
     )
 }
 """Name -> class."""
+
+_REMOVED = {"adaptive": "split+repack", "balanced": "least-loaded", "group-completing": FIRST_COME}
+"""Policies of earlier versions, and what has the same makespans: none of them won on a trace beyond noise, nor was published."""
 
 PREDICTORS: Mapping[str, Callable[[], Predictor]] = {
     "siblings": Siblings,
@@ -134,6 +132,8 @@ def _parsed(text: str) -> tuple[str, dict[str, float]]:
 
 def _own(name: str) -> type[SchedulingPolicy]:
     """Load a user's policy class from FILE.py:CLASS."""
+    if name in _REMOVED:
+        raise SpecError(f"the policy {name!r} was removed", now=f"Take {_REMOVED[name]}, which is as fast in every study.")
     file, colon, wanted = name.rpartition(":")
     if not colon or not file.endswith(".py"):
         hint = did_you_mean(name, POLICIES, f"There are {', '.join(POLICIES)}; a class of your own is FILE.py:CLASS.")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from m2flow.rollout_scheduling.policy import SchedulingPolicy, Seen
 
@@ -102,36 +102,6 @@ class OldestFirst(SchedulingPolicy):
 
     def rank(self, sample: int) -> float:
         return self.seen.oldest.get(sample, math.inf)
-
-
-class GroupCompleting(SchedulingPolicy):
-    """Rank a sample by how many members of its group have not ended, so that groups which have begun are completed first.
-
-    Partial groups of an earlier call, and groups whose other members ran elsewhere, come before groups that have not begun.
-
-    Neither a published baseline nor measured to win on a real trace. ROLL Flash and Seer (arXiv 2511.14617) also spread groups over
-    instances and have to complete them; this rank is ours.
-    """
-
-    name = "group-completing"
-
-    def begin(self, seen: Seen) -> None:
-        self.seen = seen
-        self._left = [sum(sample not in seen.finished for sample in members) for members in seen.members]
-        self._reranked: set[int] = set()
-
-    def rank(self, sample: int) -> tuple[float, ...]:
-        group = self.seen.groups[sample]
-        return self._left[group], group
-
-    def reranked(self) -> Iterable[int]:
-        found, self._reranked = self._reranked, set()
-        return found
-
-    def ended(self, sample: int, length: int) -> None:
-        group = self.seen.groups[sample]
-        self._left[group] -= 1
-        self._reranked.update(other for other in self.seen.members[group] if other in self.seen.waiting)
 
 
 _GROWTH = 0.1

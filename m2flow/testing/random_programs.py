@@ -285,14 +285,12 @@ def make_referring_program(draws: Draws) -> p.Program:
 
 
 ADVERSARIES = str(Path(__file__).with_name("adversary.py"))
-_OWN_QUEUES = ("round-robin", "group-round-robin", "least-loaded", "lpt", "split", "adaptive")
+_OWN_QUEUES = ("round-robin", "group-round-robin", "least-loaded", "lpt", "split")
 _MORE_POLICIES = (
     "longest-first",
     "shortest-first",
-    "group-completing",
     "oldest-first",
     "probe",
-    "balanced",
     "adaptive-concurrency:start=2",
     "admission:target=0.5",
     "repack",

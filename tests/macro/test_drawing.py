@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+import stat
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from click.testing import CliRunner
 
 from m2flow import Dataset, Policy, Reference, Reward, Sample, flow, load_flow, op, ppo_clip, steps
 from m2flow.cli.main import cli
-from m2flow.macro.graph_display import Drawing, _Layout, as_dot, place, write_picture
+from m2flow.macro.graph_display import Drawing, _Layout, as_dot, place, write_picture, write_with_graphviz
 from m2flow.macro.tracing import explore
 
 ROOT = Path(__file__).parents[2]
@@ -113,7 +115,37 @@ def test_dot_has_a_node_a_call_a_cluster_a_step_and_dashed_effects():
     assert text.count("{") == text.count("}")
 
 
-def test_the_command_writes_them(tmp_path):
+DOT = """#!/bin/sh
+[ "$1" = -Tsvg ] || { echo "no such format" >&2; exit 3; }
+cat > "$3"
+"""
+
+
+def test_where_graphviz_is_installed_it_lays_the_graph_out_and_what_it_refuses_is_said(tmp_path, monkeypatch):
+    """A program that hands its input on stands in for `dot`."""
+    (tmp_path / "bin").mkdir()
+    program = tmp_path / "bin" / "dot"
+    program.write_text(DOT)
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    shown = CliRunner().invoke(cli, ["plan", GRPO, "--svg", str(tmp_path / "new" / "a.svg"), "--dot"])
+    assert shown.exit_code == 0, shown.output
+    assert (tmp_path / "new" / "a.svg").read_text() == shown.stdout.rstrip("\n")
+    refused = CliRunner().invoke(cli, ["plan", GRPO, "--png", str(tmp_path / "a.png")])
+    assert refused.exit_code != 0
+    assert "no such format" in refused.stderr
+
+
+@pytest.mark.skipif(shutil.which("dot") is None, reason="graphviz is not installed")
+def test_graphviz_draws_every_call(tmp_path):
+    assert write_with_graphviz(explore(winding, {}, steps=2).longest.graph, tmp_path / "a.svg")
+    text = (tmp_path / "a.svg").read_text()
+    for name in ("left.generate", "right.update", "judged.score", "reference.logprobs", "spread", "step 0", "step 1", "Python waits"):
+        assert name in text
+
+
+def test_the_command_writes_them(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
     shown = CliRunner().invoke(cli, ["plan", GRPO, "--svg", str(tmp_path / "a.svg"), "--png", str(tmp_path / "a.png"), "--dot"])
     assert shown.exit_code == 0, shown.output
     assert shown.stdout.startswith('digraph "grpo" {')

@@ -163,8 +163,8 @@ def test_policies_that_do_not_exist_or_do_not_go_together_are_refused_before_the
 
 def test_the_plan_says_which_policies_a_rollout_goes_by():
     graph, models, _ = trace(several_epochs, {}, seed=0, assume=0.0)
-    spec = ClusterSpec(rollout=RolloutSpec(engine="fake", policy=("group-completing", "longest-first")), train=TrainSpec(engine="fake"))
-    assert "rollout policy: group-completing, longest-first; lengths by siblings" in str(lower(graph, models, spec))
+    spec = ClusterSpec(rollout=RolloutSpec(engine="fake", policy=("oldest-first", "longest-first")), train=TrainSpec(engine="fake"))
+    assert "rollout policy: oldest-first, longest-first; lengths by siblings" in str(lower(graph, models, spec))
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_the_policies_of_the_document_run_in_the_study_and_live(tmp_path):
 
 @pytest.mark.parametrize("dies", [False, True], ids=["all workers stay", "workers die and come back"])
 @pytest.mark.parametrize(
-    "name", ["longest-first", "group-completing+adaptive-concurrency:start=1", "split", "balanced+admission", ADVERSARY]
+    "name", ["longest-first", "oldest-first+adaptive-concurrency:start=1", "split+repack", "probe+admission", ADVERSARY]
 )
 def test_every_rule_of_the_scheduler_holds_under_a_policy_with_messages_late_and_twice(request, monkeypatch, name, dies):
     if name == ADVERSARY:  # It says another thing whenever it is asked.

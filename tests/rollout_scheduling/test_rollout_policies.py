@@ -15,15 +15,14 @@ from hypothesis import strategies as st
 
 from m2flow.errors import InternalError, SpecError
 from m2flow.rollout_scheduling.decode_model import DecodeModel, run_queue
-from m2flow.rollout_scheduling.length_policies import Balanced, LongestFirst, Probe, Split, split
+from m2flow.rollout_scheduling.length_policies import LongestFirst, Probe, Split, split
 from m2flow.rollout_scheduling.lengths import StepLengths, parse_lengths
 from m2flow.rollout_scheduling.lower_bounds import rollout_bounds
 from m2flow.rollout_scheduling.policies import POLICIES, make_policy
 from m2flow.rollout_scheduling.policy import Load, Move, MoveCost, SchedulingPolicy, Seen, composed
 from m2flow.rollout_scheduling.predictors import EarlierSteps, Oracle, Predictor, PromptBuckets, Siblings, fit_cut_normal, hazard, log_tail
-from m2flow.rollout_scheduling.queue_policies import AdaptiveConcurrency, Admission, GroupCompleting, LeastLoaded, OldestFirst, RoundRobin
+from m2flow.rollout_scheduling.queue_policies import AdaptiveConcurrency, Admission, LeastLoaded, OldestFirst, RoundRobin
 from m2flow.rollout_scheduling.study import StudyStep, play, steps_of, study_known, study_policy, total
-from m2flow.rollout_scheduling.tail_policies import Adaptive
 
 MODEL = DecodeModel(1.0, 0.25, 3)
 FREE = MoveCost(0.0, 0.0)
@@ -158,16 +157,16 @@ def test_splitting_with_an_oracle_comes_near_the_assignment() -> None:
         assert _regret(LeastLoaded(), steps, num_instances, lengths.cap) > 1.1
 
 
-def test_where_prompts_tell_their_length_adaptive_takes_most_of_the_regret_away() -> None:
+def test_where_prompts_tell_their_length_split_takes_most_of_the_regret_away() -> None:
     lengths = parse_lengths("lognormal:median=4000,sigma=0.8,cap=32768,icc=0.9")
     steps = list(steps_of(lengths, 2, num_groups=128, n=8, seed=0, num_earlier=8))
     for num_instances in (4, 16):
         plain = _regret(LeastLoaded(), steps, num_instances, lengths.cap)
-        assert _regret(Adaptive(Siblings()), steps, num_instances, lengths.cap) - 1 < 0.5 * (plain - 1)
+        assert _regret(Split(Siblings()), steps, num_instances, lengths.cap) - 1 < 0.5 * (plain - 1)
 
 
-def test_where_nothing_can_be_told_adaptive_keeps_to_least_loaded() -> None:
-    policy = Adaptive(Siblings())
+def test_where_nothing_can_be_told_split_keeps_to_least_loaded() -> None:
+    policy = Split(Siblings())
     policy.begin(_seen(_groups([[5, 6, 7]] * 9)))
     assert [part.num_instances for part in policy.classes] == [2]
     assert _started(policy, 4) == [0, 1, 2, 3]
@@ -343,7 +342,10 @@ def test_a_policy_of_the_users_own_is_loaded_from_its_file(tmp_path: Path) -> No
     for wrong, message in (
         (f"{file}:First", "not a SchedulingPolicy"),
         ("nowhere.py:Last", "can't read"),
-        ("adaptve", "Did you mean 'adaptive'"),
+        ("repak", "Did you mean 'repack'"),
+        ("adaptive", "split+repack"),
+        ("balanced", "least-loaded"),
+        ("group-completing", "first-come-first-served"),
     ):
         with pytest.raises(SpecError) as caught:
             make_policy(wrong, EarlierSteps())
@@ -395,16 +397,6 @@ def test_groups_of_a_later_step_begin_as_far_as_the_trainer_has_come_and_what_is
     assert begin_all() == [6, 7]
 
 
-def test_what_completes_a_group_goes_first() -> None:
-    policy = composed([GroupCompleting()])
-    seen = _seen(_groups([[1, 1, 1], [1, 1, 1]]))
-    policy.begin(seen)
-    del seen.waiting[3]
-    seen.finished[3] = 1
-    policy.ended(3, 1)
-    assert _started(policy, 5) == [4, 5, 0, 1, 2]
-
-
 def test_carried_samples_with_the_oldest_tokens_go_first() -> None:
     policy = composed([OldestFirst()])
     seen = _seen(_groups([[1, 1], [1, 1]]))
@@ -433,30 +425,3 @@ def test_ranks_count_in_the_order_of_the_policies_and_one_refusal_is_enough() ->
     policy.begin(_seen(_groups([[1, 1, 1, 1, 1]])))
     assert policy.next_sample(1) is None
     assert _started(policy, 5) == [4, 2, 0, 3, 1]
-
-
-def test_balance_is_by_expected_tokens_and_by_what_a_cache_holds() -> None:
-    oracle = Oracle()
-    oracle.know([90, 10, 10, 10, 10, 10, 10, 10, 10, 10])
-    policy = composed([Balanced(oracle)])
-    seen = _seen(_groups([[90] + [10] * 9]))
-    policy.begin(seen)
-    seen.loads = [0, 0]
-
-    def fill(instance: int) -> list[int]:
-        begun = []
-        while (sample := policy.next_sample(instance)) is not None:
-            del seen.waiting[sample]
-            seen.loads[instance] += 1
-            policy.started(sample, instance)
-            begun.append(sample)
-        return begun
-
-    seen.reports[1] = Load(0, 0, 0, 100)
-    assert fill(0) == [0]
-    assert fill(1) == [1, 2, 3, 4, 5, 6, 7, 8, 9]
-    policy.begin(_seen(_groups([[90] + [10] * 9])))
-    seen = policy.seen
-    seen.loads, seen.reports = [0, 1], {1: Load(1, 0, 80, 100)}
-    assert fill(0) == [0]
-    assert fill(1) == []  # 80 + 10 of the prompt + 10 are more than nine tenths of 100.

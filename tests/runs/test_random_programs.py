@@ -214,7 +214,7 @@ WRONG = {
                 Generate(policy=0, source="take", which=2, count=2, n=2, longest=2, more=2),
             ),
         ),
-        scheduled(split_spec(2, 2, 1, 1, max_samples=5), ("adaptive", "admission:target=0.5", "group-completing", "longest-first")),
+        scheduled(split_spec(2, 2, 1, 1, max_samples=5), ("split", "repack", "admission:target=0.5", "probe", "longest-first")),
         order_seed=467346721,
     ),
     "a carried sample ends after its call, likewise": Case(
@@ -253,7 +253,7 @@ WRONG = {
         ),
         scheduled(
             split_spec(3, 5, 20, 64, max_samples=13, max_bytes=700),
-            (f"{ADVERSARIES}:Adversary:seed=401", "balanced", "adaptive-concurrency:start=2"),
+            (f"{ADVERSARIES}:Adversary:seed=401", "probe", "adaptive-concurrency:start=2"),
             "earlier-steps",
         ),
         order_seed=293116344,

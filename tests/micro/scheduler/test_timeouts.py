@@ -77,7 +77,7 @@ def spec(num_rollouts: int = 2, max_running: int = 3, policies: str = "") -> Clu
 
 
 several = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
-policies = st.sampled_from(["", "longest-first", "group-completing+adaptive-concurrency", "least-loaded"])
+policies = st.sampled_from(["", "longest-first", "probe+adaptive-concurrency", "least-loaded"])
 
 
 def groups_of(planned: Answer) -> list[int]:
