@@ -287,8 +287,8 @@ class Split(Predicted, Queued):
     Published baseline: StreamRL (arXiv 2504.15930), with our scenarios and recursion. Without information there is one class, which is
     `least-loaded`. It wins on a real trace: on DAPO with four instances a regret of 1.141 against 1.157 of least-loaded, and 1.002 with
     known lengths (`--predictor oracle`); with 16 instances and on the video trace without them it is within 0.2%. Where prompts repeat
-    with similar responses it wins clearly (lognormal, sigma 0.8, icc 0.9, earlier epoch, four instances: 1.166 against 1.360); with nothing but
-    siblings of the same step it loses (1.410).
+    with similar responses it wins clearly (lognormal, sigma 0.8, icc 0.9, earlier epoch, four instances: 1.166 against 1.360); with
+    nothing but siblings of the same step it loses (1.410).
     """
 
     name = "split"
