@@ -421,6 +421,57 @@ class UnitTests(SampleReward):
         return run_boxed(program, given, how)
 
 
+@final
+@dataclass(frozen=True)
+class ReasoningGym(SampleReward):
+    """What a task of reasoning-gym says of the response, 0 to 1; the rows are those of `Dataset.reasoning_gym(task)`.
+
+    Several tasks evaluate the answer as Python, so that each is scored in the box of `UnitTests`, which takes about a second of CPU.
+    An answer that makes the task fail or takes too long counts 0.
+
+    Args:
+        pattern: finds the answer: the last match's first group; without a match the whole response is the answer.
+        timeout_s, memory_mb, box: as `UnitTests`.
+
+    >>> ReasoningGym("chain_sum").found("So <answer> 4 </answer>.")
+    '4'
+    """
+
+    task: str
+    pattern: str = r"(?s)<answer>(.*?)</answer>"
+    timeout_s: float = 20.0
+    memory_mb: int = 4096
+    box: Literal["required", "limits"] = "required"
+
+    def __post_init__(self) -> None:
+        check_text("task", self.task)
+        check_choice("box", self.box, ("required", "limits"), of="ReasoningGym")
+
+    def __call__(self, sample: Sample) -> float:
+        how = {"wall_s": self.timeout_s, "memory": self.memory_mb << 20, "box": self.box == "required", "packages": True}
+        if not _imports_in_box("reasoning_gym", json.dumps({**how, "wall_s": 120.0})):
+            raise MissingExtra("ReasoningGym needs the package reasoning-gym", now="Run: pip install 'm2flow[smollm]'.")
+        word = secrets.token_hex(16)
+        program = (
+            "import json, os, sys\nfrom reasoning_gym import get_score_answer_fn\n"
+            "task, answer, entry = json.loads(sys.stdin.read())\n"
+            f"score = float(get_score_answer_fn(task)(answer, entry))\nos.write(1, f'\\n{word} {{score}}\\n'.encode())\n"
+        )
+        said = run_boxed(program, json.dumps([self.task, self.found(str(sample.text)), sample.entry]), how)
+        scored = re.search(rf"^{word} (\S+)$", said or "", re.MULTILINE)
+        return float(scored[1]) if scored else 0.0
+
+    def found(self, text: str) -> str:
+        """The answer in a response."""
+        matches = re.findall(self.pattern, text)
+        return str(matches[-1] if matches else text).strip()
+
+
+@functools.cache
+def _imports_in_box(package: str, how: str) -> bool:
+    return run_boxed(f"import {package}", "", json.loads(how)) is not None
+
+
 def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().split("\n")]
 

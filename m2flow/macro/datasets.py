@@ -2,21 +2,32 @@
 
 A dataset is a resource of the flow: each `take` reads it at the cursor and advances the cursor, in program order. Its result is a call
 like any other (`data()` in the printed graph), so that a replay can answer it.
+
+    FILES --read_jsonl, read_csv, read_parquet--> rows, each with its place, FILE:LINE --mapped--> columns by our names --> Dataset
+
+What is drawn depends on the seed and the number of rows drawn before, and on nothing else, so that a resumed run goes on at the very row.
 """
 
 from __future__ import annotations
 
+import copy
+import csv
+import itertools
+import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
 
 import numpy as np
 
-from m2flow.errors import DatasetError
+from m2flow.errors import DatasetError, MissingExtra, did_you_mean
 from m2flow.macro.graph import Granularity
 from m2flow.macro.handles import Handle, Rows
 from m2flow.macro.session import Session, current_session
-from m2flow.recipe import check_count, check_flag, check_text, check_whole, is_count
-from m2flow.samples import Batch, Column, column_of, keyed_bits, make_ids, prompt_positions, taken
+from m2flow.recipe import check_count, check_flag, check_number, check_text, check_whole, is_count, is_number
+from m2flow.samples import Batch, Column, Ragged, column_of, keyed_bits, make_ids, prompt_positions, taken
 
 Row = Mapping[str, object]
 
@@ -33,9 +44,18 @@ class Dataset:
         rows: mappings of the same keys, each with a text under `prompt`.
         shuffle: draw in an order of its own in each epoch, decided by the run's seed.
         name: for plans and errors.
+        curriculum: each epoch goes from the lowest to the highest value of this column of numbers, or of this function of a row; rows of
+            one value are shuffled.
     """
 
-    def __init__(self, rows: Sequence[Row], *, name: str = "dataset", shuffle: bool = True) -> None:
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        *,
+        name: str = "dataset",
+        shuffle: bool = True,
+        curriculum: str | Callable[[Row], float] | None = None,
+    ) -> None:
         if not isinstance(rows, Iterable) or isinstance(rows, str | bytes | Mapping):
             raise DatasetError(f"Dataset got a {type(rows).__name__}", now="Give a list of rows: mappings that have a `prompt`.")
         rows = list(rows)
@@ -59,6 +79,10 @@ class Dataset:
         self.name = name
         self._columns: dict[str, Column] = {key: column_of([row[key] for row in rows], key) for key in sorted(keys)}
         self._num_rows = len(rows)
+        self._lines: LinesOnDisk | None = None
+        """Rows that are read when they are drawn; `_columns` has the first one then."""
+        self._mix: Mix | None = None
+        self._levels = levels(rows, curriculum, name)
         self._shuffle = shuffle
         self._cursor = 0
         self._num_alls = 0
@@ -79,6 +103,191 @@ class Dataset:
         check_count("size", size)
         check_whole("seed", seed)
         return cls([make(random.Random(f"{seed}/{i}")) for i in range(size)], name=name, shuffle=shuffle)
+
+    @classmethod
+    def jsonl(
+        cls,
+        path: Paths,
+        *,
+        columns: Columns | None = None,
+        stream: bool = False,
+        name: str = "",
+        shuffle: bool = True,
+        curriculum: str | Callable[[Row], float] | None = None,
+    ) -> Dataset:
+        """Read rows from a file of a JSON object a line, or from several files of the same columns.
+
+        Args:
+            columns: our name -> the file's, or a function of the row: `{"prompt": "question", "answer": "final"}`; no others are kept.
+                By default all are, under their own names, and the usual ones of math and code sets are recognised: `question` (with
+                `answer`) and `problem` (with `solution` or `answer`) are the prompt, as is MBPP's `text`; `input_output` (APPS) and
+                `test_list` (MBPP) are the `test`. A name that samples have already gets `_of_row` after it: `id_of_row`.
+            stream: keep in memory where each line is (8 bytes), and read rows when they are drawn: for files that do not fit. All lines
+                are checked once at the start.
+            name: by default the file's.
+        Raises:
+            DatasetError: FILE:LINE is no JSON object, lacks a column, or has no prompt.
+        """
+        check_flag("stream", stream)
+        if not stream:
+            return cls._read(read_jsonl, path, columns, name, shuffle, curriculum)
+        lines = LinesOnDisk(_paths(path), columns)
+        made = cls([lines.row(0)], name=name or _paths(path)[0].stem, shuffle=shuffle)
+        made._lines, made._num_rows = lines, len(lines)
+        made._levels = levels((lines.row(i) for i in range(len(lines))), curriculum, made.name) if curriculum is not None else None
+        return made
+
+    @classmethod
+    def csv(
+        cls,
+        path: Paths,
+        *,
+        columns: Columns | None = None,
+        name: str = "",
+        shuffle: bool = True,
+        curriculum: str | Callable[[Row], float] | None = None,
+    ) -> Dataset:
+        """Read rows from CSV files with a line of names; every value is a text. The arguments are those of `jsonl`."""
+        return cls._read(read_csv, path, columns, name, shuffle, curriculum)
+
+    @classmethod
+    def parquet(
+        cls,
+        path: Paths,
+        *,
+        columns: Columns | None = None,
+        name: str = "",
+        shuffle: bool = True,
+        curriculum: str | Callable[[Row], float] | None = None,
+    ) -> Dataset:
+        """Read rows from Parquet files (`pip install 'm2flow[parquet]'`). The arguments are those of `jsonl`."""
+        return cls._read(read_parquet, path, columns, name, shuffle, curriculum)
+
+    @classmethod
+    def hf(
+        cls,
+        repo: str,
+        *,
+        split: str = "train",
+        config: str | None = None,
+        revision: str | None = None,
+        columns: Columns | None = None,
+        name: str = "",
+        shuffle: bool = True,
+        curriculum: str | Callable[[Row], float] | None = None,
+    ) -> Dataset:
+        """Read a split of a dataset of the Hugging Face hub, or of a directory laid out like one: Parquet, JSONL or CSV files.
+
+        Args:
+            repo: `openai/gsm8k`, or a directory. What is in huggingface_hub's cache is not downloaded again.
+            split: a word of the files' names (`train-00000-of-00001.parquet`) or folders. config: the folder they are in, if several
+                have that split. revision: a branch, tag or commit; by default the newest.
+        """
+        check_text("repo", repo)
+        check_text("split", split)
+        files = _files_of_split(_dataset_folder(repo, revision), repo, split, config)
+        read = {".parquet": read_parquet, ".csv": read_csv}.get(files[0].suffix, read_jsonl)
+        return cls._read(read, files, columns, name or f"{repo.rstrip('/').rpartition('/')[2]}-{split}", shuffle, curriculum)
+
+    @classmethod
+    def reasoning_gym(cls, task: str, *, size: int, seed: int = 0, name: str = "", shuffle: bool = True, **options: object) -> Dataset:
+        """Make rows of a task of reasoning-gym: `prompt`, `answer`, and the whole `entry`, for `m2flow.rewards.ReasoningGym(task)`.
+
+        Args:
+            options: the task's own, such as `min_terms=2` of `chain_sum`.
+        """
+        check_count("size", size)
+        check_whole("seed", seed)
+        try:
+            import reasoning_gym
+        except ImportError:
+            now = "Run: pip install 'm2flow[smollm]'."
+            raise MissingExtra("Dataset.reasoning_gym needs the package reasoning-gym, which is not installed", now=now) from None
+        try:
+            entries = list(reasoning_gym.create_dataset(task, size=size, seed=seed, **options))
+        except (AssertionError, TypeError, ValueError) as error:
+            raise DatasetError(f"reasoning-gym makes no {task!r} with {options}: {error}") from None
+        rows = [{"prompt": entry["question"], "answer": str(entry["answer"]), "entry": entry} for entry in entries]
+        return cls(rows, name=name or task, shuffle=shuffle)
+
+    @classmethod
+    def _read(
+        cls,
+        read: Callable[[Path], Iterator[tuple[str, Row]]],
+        path: Paths,
+        columns: Columns | None,
+        name: str,
+        shuffle: bool,
+        curriculum: str | Callable[[Row], float] | None,
+    ) -> Dataset:
+        paths = _paths(path)
+        rows = list(mapped(itertools.chain.from_iterable(map(read, paths)), columns))
+        if not rows:
+            raise DatasetError(f"{paths[0]} has no rows", now="A flow needs at least one prompt.")
+        return cls(rows, name=name or paths[0].stem, shuffle=shuffle, curriculum=curriculum)
+
+    def split(self, heldout: int | float, *, seed: int = 0) -> tuple[Dataset, Dataset]:
+        """Divide the rows at random, but by this seed alone: into most of them, and so many held out (a count, or a share below 1)."""
+        check_number("heldout", heldout, above=0)
+        check_whole("seed", seed)
+        size = round(heldout * len(self)) if heldout < 1 else int(heldout)
+        if self._mix is not None or not 0 < size < len(self):
+            raise DatasetError(
+                f"the dataset {self.name!r} has {len(self)} rows, of which {size} can't be held out"
+                if self._mix is None
+                else "a mix can't be split",
+                now="Hold out fewer rows, or more; split the datasets before mixing them.",
+            )
+        order = list(range(len(self)))
+        random.Random(f"{seed}/split").shuffle(order)
+        chosen = sorted(order[:size])
+        return self._part(sorted(order[size:]), self.name), self._part(chosen, f"{self.name}-heldout")
+
+    def _part(self, index: list[int], name: str) -> Dataset:
+        """These rows as a dataset of their own."""
+        made = copy.copy(self)
+        made.name, made._num_rows, made._session, made._order = name, len(index), None, None
+        made._levels = None if self._levels is None else [self._levels[i] for i in index]
+        if self._lines is not None:
+            made._lines = self._lines.part(index)
+        else:
+            made._columns = taken(self._columns, np.array(index, np.int64))
+        return made
+
+    @classmethod
+    def mix(cls, datasets: Sequence[Dataset], *, weights: Sequence[float] | None = None, name: str = "mix") -> Dataset:
+        """Draw from several datasets with the same columns in fixed proportions; where they have no column `source`, it names each row's.
+
+        Each is drawn in its own order, with epochs of its own, and after any number of rows no dataset is more than a row behind or ahead
+        of its share by much: the next row comes from the one furthest behind.
+
+        Args:
+            weights: of each; by default their numbers of rows.
+        """
+        datasets = list(datasets)
+        if not datasets or not all(isinstance(one, Dataset) and one._mix is None and one._lines is None for one in datasets):
+            raise DatasetError("Dataset.mix takes a list of datasets in memory that are no mixes themselves")
+        weights = [float(len(one)) for one in datasets] if weights is None else list(weights)
+        for weight in weights:
+            check_number("each of weights", weight, above=0)
+        if len(weights) != len(datasets):
+            raise DatasetError(f"Dataset.mix got {len(datasets)} datasets and {len(weights)} weights")
+        first = set(datasets[0]._columns)
+        for one in datasets:
+            if set(one._columns) != first:
+                raise DatasetError(
+                    f"{datasets[0].name!r} and {one.name!r} have different columns: {sorted(first)} and {sorted(one._columns)}",
+                    now="Name those to keep: Dataset.jsonl(path, columns={...}).",
+                )
+        rows = [{"source": one.name, **row} for one in datasets for row in one._rows()]
+        made = cls(rows, name=name)
+        made._mix = Mix(datasets, tuple(weight / sum(weights) for weight in weights))
+        return made
+
+    def _rows(self) -> Iterator[Row]:
+        """The rows as Python values."""
+        for i in range(self._num_rows):
+            yield {name: _value(column, i) for name, column in self._columns.items()}
 
     def __len__(self) -> int:
         return self._num_rows
@@ -133,6 +342,8 @@ class Dataset:
         if self._session is not session:
             self._session, self._key, self._cursor, self._order = session, session.key_dataset(self.name), 0, None
             self._num_alls, self._refilled = 0, None
+            if self._mix is not None:
+                self._mix = Mix(self._mix.sources, self._mix.shares)
         return session
 
     def _settle(self) -> None:
@@ -162,20 +373,32 @@ class Dataset:
 
     def _position(self, drawn: int) -> int:
         assert self._session is not None
+        if self._mix is not None:
+            return self._mix.position(drawn, self._session.seed, self._key)
+        return self._place(drawn, self._session.seed, self._key)
+
+    def _place(self, drawn: int, seed: int, key: str) -> int:
+        """The position of the row that is drawn after so many others."""
         epoch, place = divmod(drawn, self._num_rows)
-        if not self._shuffle:
+        if not self._shuffle and self._levels is None:
             return place
         if self._order is None or self._order[0] != epoch:
             order = list(range(self._num_rows))
-            random.Random(f"{self._session.seed}/{self._key}/{epoch}").shuffle(order)
+            if self._shuffle:
+                random.Random(f"{seed}/{key}/{epoch}").shuffle(order)
+            if self._levels is not None:
+                order.sort(key=self._levels.__getitem__)
             self._order = (epoch, order)
         return self._order[1][place]
+
+    def _columns_at(self, positions: list[int]) -> dict[str, Column]:
+        return taken(self._columns, np.array(positions, np.int64)) if self._lines is None else self._lines.columns_at(positions)
 
     def _record(
         self, session: Session, method: str, positions: list[int], seeds: list[int], shown: dict[str, object], *, moves_by: int
     ) -> Rows:
         ids = make_ids(session.next_ordinal, len(positions))
-        rows = Batch(ids, {**taken(self._columns, np.array(positions, np.int64)), "seed": np.array(seeds, np.uint64)})
+        rows = Batch(ids, {**self._columns_at(positions), "seed": np.array(seeds, np.uint64)})
         resource = f"{self._key}.cursor"
         call = session.record(
             role=self.name,
@@ -195,3 +418,297 @@ class Dataset:
 def _num_used(rows: Batch, values: Mapping[str, object]) -> int:
     """Rows of the source up to the last one whose group was kept."""
     return int(prompt_positions(rows.ids).max()) + 1
+
+
+# ---- orders
+
+
+def levels(rows: Iterable[Row], curriculum: str | Callable[[Row], float] | None, name: str) -> list[float] | None:
+    """The number of each row that a curriculum goes by; None without one.
+
+    Raises:
+        DatasetError: a row has none.
+    """
+    if curriculum is None:
+        return None
+    found: list[float] = []
+    for i, row in enumerate(rows):
+        if isinstance(curriculum, str) and curriculum not in row:
+            now = did_you_mean(curriculum, list(row), f"It has {', '.join(sorted(row))}.")
+            raise DatasetError(f"the dataset {name!r} has no column {curriculum!r} for curriculum=", now=now)
+        level = row[curriculum] if isinstance(curriculum, str) else curriculum(row)
+        if not is_number(level):
+            raise DatasetError(f"the curriculum of the dataset {name!r} goes by numbers, and row {i} has {level!r:.60}")
+        assert isinstance(level, int | float)
+        found.append(level)
+    return found
+
+
+@final
+class Mix:
+    """Which row of several datasets comes next, each having a share of the draws."""
+
+    def __init__(self, sources: Sequence[Dataset], shares: tuple[float, ...]) -> None:
+        self.sources = [copy.copy(one) for one in sources]  # Each order is remembered in it.
+        self.shares = shares
+        self._starts = list(itertools.accumulate(map(len, sources), initial=0))
+        self._drawn: list[tuple[int, int]] = []
+        """For each draw the dataset, and how many rows were drawn of it before."""
+        self._counts = [0] * len(shares)
+        for one in self.sources:
+            one._order = None
+
+    def position(self, drawn: int, seed: int, key: str) -> int:
+        """The position of the row that is drawn after so many others, in the rows of all datasets one after the other."""
+        while len(self._drawn) <= drawn:
+            behind = [share * (len(self._drawn) + 1) - count for share, count in zip(self.shares, self._counts, strict=True)]
+            source = behind.index(max(behind))
+            self._drawn.append((source, self._counts[source]))
+            self._counts[source] += 1
+        source, before = self._drawn[drawn]
+        return self._starts[source] + self.sources[source]._place(before, seed, f"{key}/{source}")
+
+
+# ---- files
+
+Paths = str | Path | Sequence[str | Path]
+Columns = Mapping[str, str | Callable[[Row], object]]
+"""Our name of a column -> the file's, or a function that makes it of the file's row."""
+
+
+def _paths(path: Paths) -> list[Path]:
+    paths = [Path(one) for one in ([path] if isinstance(path, str | Path) else path)]
+    missing = next((one for one in paths if not one.is_file()), None)
+    if missing is not None or not paths:
+        raise DatasetError(f"there is no file {missing}" if paths else "no file was given", now="A path is relative to where m2flow runs.")
+    return paths
+
+
+def read_jsonl(path: Path) -> Iterator[tuple[str, Row]]:
+    """Rows of a JSONL file, each with its place, FILE:LINE. Empty lines are passed over."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                yield (place := f"{path}:{number}"), _object(line, place)
+
+
+def _object(line: bytes, place: str) -> Row:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DatasetError(f"{place} is no JSON: {error}", now="Each line is a JSON object: one row.") from None
+    if not isinstance(row, dict):
+        raise DatasetError(f"{place} is no JSON object, but {row!r:.60}", now="Each line is a JSON object: one row.")
+    return row
+
+
+def read_csv(path: Path) -> Iterator[tuple[str, Row]]:
+    """Rows of a CSV file with a line of names, each with its place, FILE:LINE (its last one, if it has several)."""
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        reader = csv.DictReader(file, strict=True)
+        try:
+            for row in reader:
+                place = f"{path}:{reader.line_num}"
+                if None in row or None in row.values():
+                    raise DatasetError(f"{place} has {'more' if None in row else 'fewer'} values than the first line has names")
+                yield place, row
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise DatasetError(f"{path}:{reader.line_num} is no CSV: {error}") from None
+
+
+def read_parquet(path: Path) -> Iterator[tuple[str, Row]]:
+    """Rows of a Parquet file, each with its place."""
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError:
+        now = "Run: pip install 'm2flow[parquet]'."
+        raise MissingExtra(f"{path}: Parquet needs the package pyarrow, which is not installed", now=now) from None
+    try:
+        with parquet.ParquetFile(path) as file:
+            rows = itertools.chain.from_iterable(batch.to_pylist() for batch in file.iter_batches())
+            yield from ((f"{path}: row {i}", row) for i, row in enumerate(rows))
+    except ArrowException as error:
+        raise DatasetError(f"{path} is no Parquet file: {error}") from None
+
+
+_USUAL = (
+    ({"question", "input_output"}, {"prompt": "question", "test": "input_output"}),
+    ({"text", "test_list"}, {"prompt": "text", "test": "test_list"}),
+    ({"question"}, {"prompt": "question"}),
+    ({"problem"}, {"prompt": "problem"}),
+)
+"""Columns that a set has -> ours -> its; the first that fits counts, where there is no `prompt`."""
+_HAS_PROMPT = frozenset({"prompt", "messages", "conversations"})
+
+
+def mapped(rows: Iterable[tuple[str, Row]], columns: Columns | None) -> Iterator[Row]:
+    """Rows with our names of columns, all of the same ones.
+
+    Raises:
+        DatasetError: with the place of a row that lacks a column, or has another, or whose prompt is empty.
+    """
+    mapping: _Mapping | None = None
+    for place, row in rows:
+        mapping = _Mapping.of(row, columns, place) if mapping is None else mapping
+        yield mapping.apply(row, place)
+
+
+@dataclass(frozen=True)
+class _Mapping:
+    """Our names of a file's columns, decided by its first row."""
+
+    columns: Columns
+    first: str
+    keys: frozenset[str]
+    """The first row's place, and its columns."""
+    is_given: bool
+
+    @classmethod
+    def of(cls, row: Row, columns: Columns | None, place: str) -> _Mapping:
+        """Raises DatasetError: the row has no prompt, and none of the usual columns."""
+        keys = frozenset(row)
+        if columns is not None:
+            if not isinstance(columns, Mapping) or "prompt" not in columns:
+                raise DatasetError(f"columns={columns!r:.80} says nothing of the prompt", now='Write columns={"prompt": "question"}.')
+            return cls(columns, place, keys, is_given=True)
+        usual: Mapping[str, str] = {}
+        if not keys & _HAS_PROMPT:
+            found = next((ours for has, ours in _USUAL if has <= keys), None)
+            if found is None:
+                now = f'Say which it is: columns={{"prompt": {min(keys, default="question")!r}, ...}}.'
+                raise DatasetError(f"{place} has no column 'prompt'; it has {', '.join(sorted(keys))}", now=now)
+            usual = found
+        rest = sorted(keys - set(usual.values()))
+        kept = {_free_name(key): key for key in rest if key not in usual}
+        return cls({**kept, **usual}, place, keys, is_given=False)
+
+    def apply(self, row: Row, place: str) -> Row:
+        """A row under our names. Raises DatasetError, with its place."""
+        if not self.is_given and row.keys() != self.keys:
+            raise DatasetError(f"{place} has the columns {sorted(row)}, and {self.first} has {sorted(self.keys)}")
+        made: dict[str, object] = {}
+        for ours, theirs in self.columns.items():
+            if callable(theirs):
+                made[ours] = theirs(row)
+            elif theirs in row:
+                made[ours] = row[theirs]
+            else:
+                raise DatasetError(
+                    f"{place} has no column {theirs!r}; it has {', '.join(sorted(row))}", now=did_you_mean(theirs, list(row), "")
+                )
+        if "prompt" in made and not (isinstance(made["prompt"], str | list) and made["prompt"]):
+            raise DatasetError(f"{place} has no prompt: {made['prompt']!r:.60}")
+        return made
+
+
+def _free_name(column: str) -> str:
+    return f"{column}_of_row" if column in _TAKEN - _HAS_PROMPT else column
+
+
+@final
+class LinesOnDisk:
+    """Rows of JSONL files that are read when they are drawn: in memory is where each line is, and the kind of each column."""
+
+    def __init__(self, paths: Sequence[Path], columns: Columns | None) -> None:
+        """Raises DatasetError: a line is wrong. All are read once."""
+        self._paths = paths
+        self._mapping: _Mapping | None = None
+        places: list[tuple[int, int, int]] = []
+        self._kinds: dict[str, set[type]] = {}
+        for number, path in enumerate(paths):
+            at = 0
+            with path.open("rb") as file:
+                for line_number, line in enumerate(file, 1):
+                    if line.strip():
+                        places.append((number, at, line_number))
+                        self._note(self._mapped(line, f"{path}:{line_number}", columns), f"{path}:{line_number}")
+                    at += len(line)
+        if not places:
+            raise DatasetError(f"{paths[0]} has no rows", now="A flow needs at least one prompt.")
+        self._places = np.array(places, np.int64)
+
+    def _note(self, row: Row, place: str) -> None:
+        if not isinstance(row.get("prompt"), str):
+            raise DatasetError(f"{place}: a stream has texts as prompts, not {row.get('prompt')!r:.60}", now="Leave stream= out.")
+        for name, value in row.items():
+            self._kinds.setdefault(name, set()).add(type(value))
+
+    def _mapped(self, line: bytes, place: str, columns: Columns | None = None) -> Row:
+        row = _object(line, place)
+        self._mapping = self._mapping or _Mapping.of(row, columns, place)
+        return self._mapping.apply(row, place)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def row(self, position: int) -> Row:
+        """Read a row."""
+        number, at, line_number = self._places[position].tolist()
+        with self._paths[number].open("rb") as file:
+            file.seek(at)
+            return self._mapped(file.readline(), f"{self._paths[number]}:{line_number}")
+
+    def part(self, index: list[int]) -> LinesOnDisk:
+        """Only these rows."""
+        made = copy.copy(self)
+        made._places = self._places[index]
+        return made
+
+    def columns_at(self, positions: list[int]) -> dict[str, Column]:
+        """Columns of these rows, each of the kind that it has over all rows."""
+        rows = [self.row(position) for position in positions]
+        return {name: self._column([row[name] for row in rows], name) for name in sorted(rows[0])}
+
+    def _column(self, values: list[object], name: str) -> Column:
+        kinds = self._kinds[name]
+        if kinds == {str} or kinds == {bool} or kinds == {int}:
+            return column_of(values, name)
+        if kinds <= {int, float}:
+            return np.asarray([float(str(value)) for value in values], np.float64)
+        return Ragged.json(values)
+
+
+def _value(column: Column, row: int) -> object:
+    if isinstance(column, Ragged):
+        return column.item(row)
+    return np.asarray(column)[row].item()
+
+
+_SUFFIXES = (".parquet", ".jsonl", ".csv")
+
+
+def _dataset_folder(repo: str, revision: str | None) -> Path:
+    """The directory of a dataset: the one given, or the hub's, in huggingface_hub's cache."""
+    if Path(repo).is_dir():
+        return Path(repo)
+    from huggingface_hub import snapshot_download
+
+    patterns = [f"*{suffix}" for suffix in _SUFFIXES]
+    try:
+        return Path(snapshot_download(repo, repo_type="dataset", revision=revision, allow_patterns=patterns))
+    except Exception as error:  # The package's own kinds of errors, and those of what it downloads with.
+        now = "Give a directory with its files, or run where the hub can be reached; HF_HOME is where its cache lies."
+        at = f" at {revision}" if revision else ""
+        raise DatasetError(f"the dataset {repo!r}{at} is neither a directory nor to be had from the hub: {error}", now=now) from None
+
+
+def _files_of_split(folder: Path, repo: str, split: str, config: str | None) -> list[Path]:
+    """The files of a split, of one kind: the first of Parquet, JSONL and CSV that it has."""
+    files = sorted(path for path in folder.rglob("*") if path.suffix in _SUFFIXES)
+    found = [path for path in files if _is_of_split(path.relative_to(folder), split) and config in (None, path.parent.name)]
+    kinds = [[path for path in found if path.suffix == suffix] for suffix in _SUFFIXES]
+    chosen = next((kind for kind in kinds if kind), [])
+    if not chosen:
+        listed = ", ".join(str(path.relative_to(folder)) for path in files[:20]) or "no file of rows"
+        raise DatasetError(f"the dataset {repo!r} has no split {split!r}" + (f" of {config!r}" if config else "") + f"; it has {listed}")
+    folders = sorted({path.parent.name for path in chosen})
+    if len(folders) > 1:
+        raise DatasetError(
+            f"several folders of the dataset {repo!r} have a split {split!r}", now=f"Say config= one of {', '.join(folders)}."
+        )
+    return chosen
+
+
+def _is_of_split(path: Path, split: str) -> bool:
+    words = path.stem.replace("_", "-").replace(".", "-").split("-")
+    return split in words or path.stem == split or split in path.parts[:-1]

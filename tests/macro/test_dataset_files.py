@@ -1,0 +1,231 @@
+"""Datasets from files: which columns are found, what is said of a wrong line, splits, mixes, orders, and rows that stay on the disk."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from m2flow import Dataset, Policy, flow, steps
+from m2flow.errors import DatasetError, MissingExtra
+from m2flow.macro.tracing import trace
+from m2flow.samples import Batch
+from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
+from m2flow.testing.world import run_eager, run_planned
+
+SPLIT = ClusterSpec(
+    placement="split",
+    device="cpu",
+    cores=2,
+    rollout=RolloutSpec(engine="fake", workers=2, max_running=3),
+    train=TrainSpec(engine="fake", token_budget=40),
+    functions=FunctionSpec(workers=2, chunk=2),
+)
+
+
+def _written(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows))
+    return path
+
+
+def _drawn(make: Callable[[], Dataset], counts: tuple[int, ...], column: str = "prompt", seed: int = 0) -> list[object]:
+    """What a flow draws of a dataset, `counts` rows at a time."""
+
+    @flow
+    def draws() -> None:
+        dataset, policy = make(), Policy("fake")
+        for count in counts:
+            policy.generate(dataset.take(count), max_new_tokens=1)
+
+    graph, _, _ = trace(draws, {}, seed=seed)
+    rows = [call.options["rows"] for call in graph.calls if call.engine == "source"]
+    return [sample[column] for batch in rows if isinstance(batch, Batch) for sample in batch.rows()]
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"question": "q", "answer": "a"}, {"prompt": "q", "answer": "a"}),
+        ({"problem": "p", "solution": "s", "level": 3}, {"prompt": "p", "solution": "s", "level": 3}),
+        ({"prompt": "p", "test": "t", "entry_point": "f"}, {"prompt": "p", "test": "t", "entry_point": "f"}),
+        ({"text": "p", "test_list": ["t"], "task_id": 4}, {"prompt": "p", "test": ["t"], "task_id": 4}),
+        ({"question": "q", "input_output": "{}"}, {"prompt": "q", "test": "{}"}),
+        ({"prompt": "p", "id": 7, "text": "t"}, {"prompt": "p", "id_of_row": 7, "text_of_row": "t"}),
+    ],
+)
+def test_the_usual_columns_of_math_and_code_sets_are_recognised(row: dict[str, object], expected: object, tmp_path: Path) -> None:
+    assert list(Dataset.jsonl(_written(tmp_path / "train.jsonl", [row]))._rows()) == [expected]
+
+
+def test_columns_are_mapped_by_name_or_made_by_a_function(tmp_path: Path) -> None:
+    path = _written(tmp_path / "train.jsonl", [{"q": "2+2", "a": 4, "b": 5}])
+    dataset = Dataset.jsonl(path, columns={"prompt": lambda row: f"What is {row['q']}?", "answer": "a"})
+    assert list(dataset._rows()) == [{"prompt": "What is 2+2?", "answer": 4}]
+    assert dataset.name == "train"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("lines", "columns", "said"),
+    [
+        (['{"prompt": "a"}', "", "{'prompt'"], None, r"train.jsonl:3 is no JSON: "),
+        (['{"prompt": "a"}', "[1]"], None, r"train.jsonl:2 is no JSON object, but \[1\]"),
+        (['{"prompt": "a"}', '{"prompt": "a", "b": 1}'], None, r"train.jsonl:2 has the columns \['b', 'prompt'\], and .*train.jsonl:1 has"),
+        (['{"prompt": "a"}', '{"prompt": ""}'], None, r"train.jsonl:2 has no prompt: ''"),
+        (['{"sentence": "a"}'], None, r"train.jsonl:1 has no column 'prompt'; it has sentence[\s\S]*columns=\{\"prompt\": 'sentence'"),
+        (['{"sentence": "a"}'], {"prompt": "sentense"}, r"no column 'sentense'; it has sentence[\s\S]*sentence"),
+        (['{"prompt": "a"}'], {"answer": "prompt"}, "says nothing of the prompt"),
+        (["", ""], None, "has no rows"),
+    ],
+)
+def test_a_wrong_row_is_named_by_its_line(lines: list[Any], columns: Any, said: str, stream: bool, tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match=said):
+        Dataset.jsonl(_written(tmp_path / "train.jsonl", lines), columns=columns, stream=stream)
+
+
+def test_csv_rows_are_texts_and_a_wrong_one_is_named_by_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text('question,answer\n"two\nlines",4\nb,5\n')
+    assert list(Dataset.csv(path)._rows()) == [{"prompt": "two\nlines", "answer": "4"}, {"prompt": "b", "answer": "5"}]
+    path.write_text("question,answer\na,1\nb\n")
+    with pytest.raises(DatasetError, match=r"rows.csv:3 has fewer values"):
+        Dataset.csv(path)
+
+
+def test_parquet_rows_are_those_of_the_file_or_the_package_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    path.write_bytes(b"no")
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        with pytest.raises(MissingExtra, match=r"m2flow\[parquet\]"):
+            Dataset.parquet(path)
+        return
+    with pytest.raises(DatasetError, match="is no Parquet file"):
+        Dataset.parquet(path)
+    parquet.write_table(pyarrow.Table.from_pylist([{"problem": "p", "n": 1}, {"problem": "q", "n": None}]), path)
+    assert list(Dataset.parquet(path)._rows()) == [{"prompt": "p", "n": 1}, {"prompt": "q", "n": None}]
+
+
+def test_a_directory_laid_out_like_the_hubs_is_read_by_split_and_config(tmp_path: Path) -> None:
+    for config, question in (("main", "m"), ("socratic", "s")):
+        (tmp_path / config).mkdir()
+        _written(tmp_path / config / "train-00000-of-00002.jsonl", [{"question": f"{question}0", "answer": "1"}])
+        _written(tmp_path / config / "train-00001-of-00002.jsonl", [{"question": f"{question}1", "answer": "1"}])
+    _written(tmp_path / "main" / "test-00000-of-00001.jsonl", [{"question": "t", "answer": "1"}])
+    assert [row["prompt"] for row in Dataset.hf(str(tmp_path), config="main")._rows()] == ["m0", "m1"]
+    assert [row["prompt"] for row in Dataset.hf(str(tmp_path), split="test")._rows()] == ["t"]
+    with pytest.raises(DatasetError, match=r"several folders[\s\S]*main, socratic"):
+        Dataset.hf(str(tmp_path))
+    with pytest.raises(DatasetError, match=r"no split 'validation'; it has main/test"):
+        Dataset.hf(str(tmp_path), split="validation")
+
+
+def test_a_dataset_that_is_not_at_hand_is_refused_in_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(DatasetError, match="'nobody/nothing' at v1 is neither a directory nor to be had from the hub"):
+        Dataset.hf("nobody/nothing", revision="v1")
+
+
+def test_rows_that_stay_on_disk_are_those_in_memory(tmp_path: Path) -> None:
+    rows = [
+        {"question": f"q{i}", "answer": i if i % 2 else i / 2, "tags": ["a"] * (i % 3), "note": None if i == 5 else "n"} for i in range(9)
+    ]
+    files = [_written(tmp_path / "a.jsonl", [*rows[:4], ""]), _written(tmp_path / "b.jsonl", rows[4:])]
+    for column in ("prompt", "answer", "tags", "note"):
+        kept, streamed = (_drawn(lambda s=s: Dataset.jsonl(files, stream=s), (4, 5, 3), column) for s in (False, True))
+        assert streamed == kept
+    (most, few), (_, few_again) = (Dataset.jsonl(files, stream=True).split(3, seed=1) for _ in range(2))
+    assert sorted(map(str, _drawn(lambda: most, (6,)) + _drawn(lambda: few, (3,)))) == [f"q{i}" for i in range(9)]
+    assert _drawn(lambda: few, (3,)) == _drawn(lambda: few_again, (3,))
+
+
+def test_a_split_divides_the_rows_by_its_seed_alone() -> None:
+    def halves(seed: int) -> tuple[Dataset, Dataset]:
+        return Dataset([{"prompt": str(i)} for i in range(10)], name="all").split(0.3, seed=seed)
+
+    train, heldout = halves(1)
+    assert (len(train), len(heldout), train.name, heldout.name) == (7, 3, "all", "all-heldout")
+    prompts = [{row["prompt"] for row in one._rows()} for one in (train, heldout)]
+    assert prompts[0] | prompts[1] == set(map(str, range(10)))
+    assert [list(one._rows()) for one in halves(1)] == [list(one._rows()) for one in (train, heldout)]
+    with pytest.raises(DatasetError, match="has 10 rows, of which 10 can't be held out"):
+        Dataset([{"prompt": str(i)} for i in range(10)]).split(10)
+
+
+def _mixed() -> Dataset:
+    many = Dataset([{"prompt": f"m{i}"} for i in range(6)], name="many")
+    few = Dataset([{"prompt": f"f{i}"} for i in range(2)], name="few", shuffle=False)
+    return Dataset.mix([many, few], weights=[3, 1])
+
+
+def test_a_mix_draws_in_its_proportions_however_many_rows_are_drawn_at_a_time() -> None:
+    sources = _drawn(_mixed, (1, 5, 2, 8), "source")
+    assert [Counter(sources[: 4 * k])["few"] for k in range(1, 5)] == [1, 2, 3, 4]
+    drawn = _drawn(_mixed, (1, 5, 2, 8))
+    assert drawn == _drawn(_mixed, (16,))
+    assert sorted(map(str, drawn))[:4] == ["f0", "f0", "f1", "f1"]
+    assert drawn != _drawn(_mixed, (16,), seed=1)
+    many = [prompt for prompt in drawn if str(prompt).startswith("m")]
+    assert sorted(map(str, many[:6])) == [f"m{i}" for i in range(6)]
+
+
+def test_datasets_of_different_columns_are_not_mixed() -> None:
+    with pytest.raises(DatasetError, match=r"'a' and 'b' have different columns: \['prompt'\] and \['answer', 'prompt'\]"):
+        Dataset.mix([Dataset([{"prompt": "1"}], name="a"), Dataset([{"prompt": "1", "answer": "1"}], name="b")])
+
+
+@pytest.mark.parametrize("curriculum", ["level", lambda row: row["level"]])
+def test_a_curriculum_goes_from_low_to_high_in_each_epoch_and_shuffles_ties(curriculum: Any) -> None:
+    rows = [{"prompt": str(i), "level": i % 3} for i in range(12)]
+    drawn = _drawn(lambda: Dataset(rows, curriculum=curriculum), (5, 19))
+    levels = [int(str(prompt)) % 3 for prompt in drawn]
+    assert levels == [0] * 4 + [1] * 4 + [2] * 4 + [0] * 4 + [1] * 4 + [2] * 4
+    assert drawn[:12] != drawn[12:]
+
+
+@pytest.mark.parametrize(
+    ("curriculum", "said"), [("levle", "no column 'levle'[\\s\\S]*level"), ("prompt", "goes by numbers, and row 0 has '0'")]
+)
+def test_a_curriculum_of_what_is_no_number_is_refused(curriculum: str, said: str) -> None:
+    with pytest.raises(DatasetError, match=said):
+        Dataset([{"prompt": "0", "level": 1}], curriculum=curriculum)
+
+
+def test_streams_mixes_and_curricula_are_the_same_in_both_modes(tmp_path: Path) -> None:
+    path = _written(tmp_path / "rows.jsonl", [{"prompt": f"p{i}", "level": i} for i in range(7)])
+
+    @flow
+    def trains() -> None:
+        policy = Policy("fake")
+        for _ in steps(3):
+            for dataset in datasets:
+                policy.update(policy.generate(dataset.take(2), max_new_tokens=4))
+
+    datasets = [Dataset.jsonl(path, stream=True), _mixed(), Dataset.jsonl(path, curriculum="level", name="steep")]
+    alone = run_eager(trains, {}, SPLIT)
+    assert alone.error == "", alone.error
+    assert run_planned(trains, {}, SPLIT, order_seed=2) == alone
+
+
+def test_a_task_of_reasoning_gym_is_a_dataset_and_its_score_a_reward() -> None:
+    pytest.importorskip("reasoning_gym")
+    from m2flow.rewards import ReasoningGym
+
+    rows = list(Dataset.reasoning_gym("chain_sum", size=2, seed=1, min_terms=2, max_terms=2)._rows())
+    assert [set(row) for row in rows] == [{"prompt", "answer", "entry"}] * 2
+
+    class Row:
+        entry, text = rows[0]["entry"], f"<answer>{rows[0]['answer']}</answer>"
+
+    score = ReasoningGym("chain_sum")
+    assert score(Row()) == 1.0  # type: ignore[arg-type]
+    Row.text = "x"
+    assert score(Row()) < 1.0  # type: ignore[arg-type]
+    with pytest.raises(DatasetError, match="makes no 'chain_summ'"):
+        Dataset.reasoning_gym("chain_summ", size=1)
