@@ -6,6 +6,7 @@ They are part of the program (they change the mathematics), so they live in the 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, ItemsView, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,14 +27,18 @@ Denominator = Literal["tokens", "sequences"]
 # ---- argument checks: each raises `OptionError`, which names the option, and `m2flow.macro.session` adds the line.
 
 
+MOST_COUNTED = 2**31 - 1
+"""Samples, tokens, steps or times: counts of them are kept in 32 bits."""
+
+
 def is_count(value: object) -> bool:
-    """Whether a value is a whole number, 1 or more. `True` and 2.0 are not."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    """Whether a value is a whole number, 1 or more, of at most 31 bits. `True` and 2.0 are not."""
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST_COUNTED
 
 
 def is_number(value: object) -> bool:
     """Whether a value is a finite number. `True` is not."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def check_number(name: str, value: object, *, low: float = -math.inf, high: float = math.inf, above: float = -math.inf) -> None:
@@ -46,9 +51,11 @@ def check_number(name: str, value: object, *, low: float = -math.inf, high: floa
 
 
 def check_count(name: str, value: object, *, least: int = 1, unit: str = "") -> None:
-    """Check that a value is a whole number, `least` or more."""
+    """Check that a value is a whole number, `least` or more, of at most 31 bits."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise OptionError(f"{name} is {value!r:.60}; it must be a whole number{unit and ' of '}{unit}, {least} or more")
+    if value > MOST_COUNTED:
+        raise OptionError(f"{name} is {value!r:.60}; it must be a whole number{unit and ' of '}{unit}, {MOST_COUNTED:,} or less")
 
 
 def check_whole(name: str, value: object) -> None:

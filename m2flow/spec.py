@@ -6,6 +6,7 @@ clusters/laptop.yaml --(m2flow.cli.cluster_file)--> ClusterSpec --(m2flow.micro.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Mapping
 from typing import Literal, NoReturn, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationInfo, field_validator, model_validator
@@ -34,11 +35,28 @@ class _Strict(BaseModel):
     @classmethod
     def _no_truth_for_a_number(cls, given: object, info: ValidationInfo) -> object:
         """Refuse booleans for numbers: YAML reads yes, no, on and off as booleans, which Python accepts as 1 and 0."""
-        wanted = cls.model_fields[info.field_name or ""].annotation
-        kinds = {wanted, *get_args(wanted)}
-        if isinstance(given, bool) and kinds & {int, float} and bool not in kinds:
-            raise PydanticCustomError("truth", "{given} is no number; YAML reads yes, no, on and off so", {"given": str(given).lower()})
+        kinds = _kinds(cls.model_fields[info.field_name or ""].annotation)
+        if kinds & {int, float} and bool not in kinds:
+            for truth in _truths(given):
+                raise PydanticCustomError("truth", "{given} is no number; YAML reads yes, no, on and off so", {"given": str(truth).lower()})
         return given
+
+
+def _kinds(annotation: object) -> set[object]:
+    """Return the types that a field's annotation is made of, those inside lists and mappings included."""
+    return {annotation}.union(*(_kinds(part) for part in get_args(annotation)))
+
+
+def _truths(given: object) -> Iterator[bool]:
+    """Yield the booleans in a value, and in the lists and mappings that it is made of."""
+    if isinstance(given, bool):
+        yield given
+    elif isinstance(given, Mapping):
+        for part in given.values():
+            yield from _truths(part)
+    elif isinstance(given, list | tuple):
+        for part in given:
+            yield from _truths(part)
 
 
 class RolloutSpec(_Strict):
@@ -426,7 +444,7 @@ def _guess(name: str, known: list[str]) -> str:
 class RunSettings(_Strict):
     """How one run is made."""
 
-    seed: int = Field(0, ge=-(2**63), lt=2**63)
+    seed: int = Field(0, ge=0, lt=2**63)
     """Decides every random number of the run."""
     eager: bool = False
     """Run the flow call by call in this process: the reference that plans are compared with."""

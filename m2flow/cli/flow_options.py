@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 else:
     ParamType = click.ParamType
 
+SEED = click.IntRange(min=0, max=2**63 - 1)
+"""The type of `--seed`. Python's generators take a negative seed for the positive one."""
+
 _PREFIX = "flow__"
 """Prefix of the flow's parameters in click, so that they can't collide with the command's own."""
 _FLOW = "m2flow.flow"

@@ -22,7 +22,7 @@ import click
 import msgspec
 
 from m2flow.cli.cluster_file import load_cluster
-from m2flow.cli.flow_options import FlowCommand, find_target, flow_command, option_type
+from m2flow.cli.flow_options import SEED, FlowCommand, find_target, flow_command, option_type
 from m2flow.errors import OptionError
 from m2flow.macro.flow import Flow
 from m2flow.macro.graph import MacroGraph
@@ -174,7 +174,7 @@ class PlanCommand(PlannedCommand):
 )
 @click.option("--shape", "shapes", multiple=True, metavar="ROLE=MODEL", help="Plan as if a role's model were this one: policy=Qwen2.5-7B.")
 @click.option("--policy", default="", metavar="NAME+...", help="Rollout policies, instead of the cluster's: longest-first+repack.")
-@click.option("--seed", type=int, default=0, show_default=True, help="The run's seed.")
+@click.option("--seed", type=SEED, default=0, show_default=True, help="The run's seed.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Write the plan, to edit, compare and pin.")
 @click.option(
@@ -397,7 +397,7 @@ def diff_command(one: Path, other: Path) -> None:
 @click.option("--seconds", type=click.FloatRange(min=0), default=15.0, show_default=True, help="About how long to measure a placement.")
 @click.option("--only-this-placement", is_flag=True, help="Leave out the placement that the spec does not name.")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Write the profile here too.")
-@click.option("--seed", type=int, default=0, show_default=True, help="The run's seed.")
+@click.option("--seed", type=SEED, default=0, show_default=True, help="The run's seed.")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Where the run directories go.")
 @click.option("--json", "as_json", is_flag=True, help="Print the profile as JSON; all else goes to stderr.")
 def profile_command(

@@ -28,7 +28,7 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from m2flow.cli import display
-from m2flow.cli.flow_options import find_target, flow_command
+from m2flow.cli.flow_options import SEED, find_target, flow_command
 from m2flow.cli.main import Failure, failure_of, find_run
 from m2flow.cli.plan import PlannedCommand, plan_inputs, recorded_options, value_of
 from m2flow.errors import DivergenceError, OptionError, RunInterrupted, SpecError, did_you_mean
@@ -290,7 +290,7 @@ _RESTARTED = "M2FLOW_RESTARTED"
 
 @flow_command("run", RunCommand)
 @click.option("--cluster", type=click.Path(path_type=Path), metavar="SPEC.yaml", help="The machines; by default one time-shared device.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Decides every random number of the run.")
+@click.option("--seed", type=SEED, default=0, show_default=True, help="Decides every random number of the run.")
 @click.option("--deterministic", is_flag=True, help="The same result bit by bit each time, on a CPU; slower.")
 @click.option("--eager", is_flag=True, help="Run the flow call by call in this process: the reference for every plan.")
 @click.option("--pin-plan", is_flag=True, help="Stop at a step whose calls are not those of the first one.")

@@ -18,7 +18,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from m2flow.cli.flow_options import flow_command
+from m2flow.cli.flow_options import SEED, flow_command
 from m2flow.cli.plan import PlannedCommand, plan_inputs
 from m2flow.macro.flow import Flow
 from m2flow.macro.tracing import Assumption, KnownValues
@@ -75,7 +75,7 @@ if TYPE_CHECKING:
     metavar="RUN",
     help="Write a run's directory, with the trace, for `m2flow trace`.",
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="The seed of the run and of drawn lengths.")
+@click.option("--seed", type=SEED, default=0, show_default=True, help="The seed of the run and of drawn lengths.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @click.pass_context
 def simulate_flow_command(
@@ -315,7 +315,7 @@ _KNOWN = "known lengths"
 @click.option("--steps", "num_steps", type=click.IntRange(min=1), help="The first steps of a trace, or draws.  [default: all; 1 draw]")
 @click.option("--groups", "num_groups", type=click.IntRange(min=1), default=64, show_default=True, help="Prompts of a step, for a formula.")
 @click.option("--samples", "n", type=click.IntRange(min=1), default=8, show_default=True, help="Samples of a prompt, for a formula.")
-@click.option("--seed", type=int, default=0, show_default=True, help="The seed of drawn lengths.")
+@click.option("--seed", type=SEED, default=0, show_default=True, help="The seed of drawn lengths.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def simulate_rollout_command(
     source: str,

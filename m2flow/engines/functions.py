@@ -113,7 +113,7 @@ class PythonFunctions(FunctionEngine):
         if not isinstance(concurrency, int) or isinstance(concurrency, bool) or concurrency < 1:
             raise EngineError(f"concurrency is {concurrency!r}; it must be a positive integer")
         patience_s = self._settings.options.get("patience_s", PATIENCE_S)
-        if not isinstance(patience_s, int | float) or not patience_s > 0:
+        if not isinstance(patience_s, int | float) or isinstance(patience_s, bool) or not patience_s > 0:
             raise EngineError(f"patience_s is {patience_s!r}; it must be a positive number of seconds")
 
     def stop(self) -> None:

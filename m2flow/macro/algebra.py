@@ -9,6 +9,7 @@ input's name.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Literal, Protocol, runtime_checkable
 
@@ -121,5 +122,5 @@ def as_scalar(value: object) -> Scalar | None:
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, int) and not isinstance(value, bool) and not -(2**63) <= value < 2**63:
-        return float(value)
+        return float(value) if abs(value) <= sys.float_info.max else None
     return value if isinstance(value, bool | int | float | str) else None

@@ -22,7 +22,7 @@ from typing import final
 
 import numpy as np
 
-from m2flow.errors import DatasetError, MissingExtra, did_you_mean
+from m2flow.errors import DatasetError, MissingExtra, did_you_mean, lone_surrogate
 from m2flow.macro.graph import Granularity
 from m2flow.macro.handles import Handle, Rows
 from m2flow.macro.session import Session, current_session
@@ -74,6 +74,11 @@ class Dataset:
                 raise DatasetError(f"row {i} of the dataset {name!r} has the columns {sorted(row)}, row 0 has {sorted(keys)}")
             if not isinstance(row.get("prompt"), str):
                 raise DatasetError(f"row {i} of the dataset {name!r} has no text under 'prompt': {row.get('prompt')!r:.60}")
+            if (at := lone_surrogate(str(row["prompt"]))) >= 0:
+                raise DatasetError(
+                    f"the prompt of row {i} of the dataset {name!r} has half of a surrogate pair at character {at}: {row['prompt']!r:.60}",
+                    now="Mend the text: text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace').",
+                )
         check_text("name", name)
         check_flag("shuffle", shuffle)
         self.name = name

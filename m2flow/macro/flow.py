@@ -19,6 +19,7 @@ import cloudpickle
 
 from m2flow.errors import FlowLoadError, OptionError
 from m2flow.macro.session import Backend, Session, recording
+from m2flow.recipe import MOST_COUNTED
 
 
 def loaded_torch() -> types.ModuleType | None:
@@ -117,7 +118,7 @@ class Flow:
         if isinstance(value, str):
             default = next(parameter.default for parameter in self.parameters if parameter.name == value)
             value = options.get(value, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MOST_COUNTED:
             source = f"the parameter {self.staleness!r}" if isinstance(self.staleness, str) else "@flow(staleness=...)"
             raise OptionError(f"{source} of the flow {self.name} is {value!r:.60}; a staleness is a whole number of versions, 0 or more")
         return value

@@ -56,7 +56,7 @@ from m2flow.macro.graph import Call, Granularity, Ref
 from m2flow.macro.number import Number, Operators
 from m2flow.macro.oversampling import carries
 from m2flow.macro.session import Session
-from m2flow.recipe import check_choice, check_flag, check_seconds
+from m2flow.recipe import MOST_COUNTED, check_choice, check_flag, check_seconds
 from m2flow.samples import Batch, Column, Ragged, Sample, SampleId, prompt_positions
 
 
@@ -144,8 +144,8 @@ class Metrics(Handle):
         return value
 
     def _past(self, steps: int) -> object:
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
-            raise TraceError(f"lagged({steps!r}): the number of steps is a whole number, 0 or more")
+        if isinstance(steps, bool) or not isinstance(steps, int) or not 0 <= steps <= MOST_COUNTED:
+            raise TraceError(f"lagged({steps!r:.60}): the number of steps is a whole number, from 0 to {MOST_COUNTED:,}")
         ordinal = self._session.recall(self._call, steps)
         if ordinal is None:
             return None

@@ -35,7 +35,7 @@ from m2flow.macro.graph import Call, Effect, EngineKind, Granularity, Observatio
 from m2flow.macro.lineage import Lineage
 from m2flow.macro.oversampling import carries, is_cut, num_late, num_wanted
 from m2flow.macro.sites import forget_sites, is_of_user, owner, raised_at, site_of, user_site
-from m2flow.recipe import Model
+from m2flow.recipe import MOST_COUNTED, Model
 from m2flow.samples import Batch
 
 if TYPE_CHECKING:
@@ -516,8 +516,9 @@ class Session:
 
     def iterate(self, count: int) -> Iterator[int]:
         """Iterate over the steps of the flow's outermost iterator. An inner one is plain iteration: its calls belong to the outer step."""
-        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-            raise TraceError(f"steps({count!r}): the number of steps is a whole number, 0 or more", where=user_site().describe())
+        if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= MOST_COUNTED:
+            what = f"steps({count!r:.60}): the number of steps is a whole number, from 0 to {MOST_COUNTED:,}"
+            raise TraceError(what, where=user_site().describe())
         if self._in_steps:
             yield from range(count)
             return

@@ -45,6 +45,7 @@ from m2flow.errors import M2FlowError, OptionError
 from m2flow.macro.tracing import TracingBackend, run_traced
 
 BAD: list[object] = [math.nan, math.inf, -math.inf, -1, -0.5, 2.5, True, 3, None, "no such", "", b"no", ("no",), [-1], {"no": 1}, object()]
+BAD += [10**30, 10**400, (True, True)]
 """What an option might be given by mistake. What of it is legal for which option says `LEGAL`; the rest must be refused."""
 
 ROWS = [{"prompt": f"{i}=", "target": "1"} for i in range(4)]
@@ -263,7 +264,7 @@ LEGAL: dict[str, Callable[[object], bool]] = {
     "Dataset.shuffle": is_flag,
     "Dataset.generate.shuffle": is_flag,
     "Dataset.generate.size": is_count,
-    "Dataset.generate.seed": lambda value: value in (3, -1) and not isinstance(value, bool),
+    "Dataset.generate.seed": lambda value: isinstance(value, int) and not isinstance(value, bool),
     "Dataset.take.count": is_count,
     "Dataset.upto.count": is_count,
     "Dataset.batches.size": is_count,

@@ -7,6 +7,7 @@ block is commands and what they print, where `...` stands for anything. A file w
 from __future__ import annotations
 
 import doctest
+import itertools
 import re
 import shlex
 import subprocess
@@ -15,10 +16,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from m2flow.cli.main import cli
 from m2flow.macro.flow import Flow, load_flow
+from m2flow.recipe import Loss
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
 from m2flow.testing.world import run_eager, run_planned
 
@@ -143,3 +146,22 @@ def test_the_loop_and_the_refill_of_the_tutorial_are_one_program(folder: Path) -
     assert len(said[0]) > 2 * 4 * 2, "no group was rejected, so nothing was tested"
     assert loop.logs == refill.logs
     assert loop.weights == refill.weights
+
+
+def test_the_losses_of_the_tutorial_and_their_gradients_are_finite_at_extreme_inputs(folder: Path) -> None:
+    losses = {found.name: found for name in FILES for found in vars_of(name).values() if isinstance(found, Loss)}
+    assert losses
+    for found in losses.values():
+        assert callable(found.function)
+        extremes = (0.0, 1e4, -1e4, 90.0, -90.0)
+        columns = torch.tensor(list(itertools.product(extremes, repeat=len(found.needs)))).T
+        inputs = {name: column.clone() for name, column in zip(found.needs, columns, strict=True)}
+        trained = inputs["logprobs"].requires_grad_()
+        terms, metrics = found.function(**inputs)
+        (gradient,) = torch.autograd.grad(terms.sum(), trained)
+        assert all(tensor.isfinite().all() for tensor in (terms, gradient, *metrics.values()))
+
+
+def vars_of(name: str) -> dict[str, object]:
+    first = _FLOW.search(FILES[name])
+    return {} if name.startswith("wrong_") or first is None else load_flow(f"{name}:{first[1]}").function.__globals__

@@ -166,7 +166,7 @@ def read(given: Mapping[str, object], model_dtype: str) -> Options:
             raise EngineError(f"the train engine 'deepspeed' has {refused[0]}", now=refused[1])
         if name not in kinds:
             raise EngineError(f"the train engine 'deepspeed' has no option {name!r}", now=did_you_mean(name, kinds))
-        fits = isinstance(value, (int, float)) if kinds[name] is float else type(value) is kinds[name]
+        fits = type(value) in (int, float) if kinds[name] is float else type(value) is kinds[name]
         if not fits and not (name in _OFFLOADS and value == NVME):
             raise EngineError(f"the option {name} of the train engine 'deepspeed' is {value!r}, not a {kinds[name].__name__}")
         found[name] = value

@@ -57,7 +57,7 @@ from m2flow.engines.models.packing import Demonstrations
 from m2flow.engines.models.trainer_checkpoint import spread_like
 from m2flow.engines.registry import built_in
 from m2flow.errors import EngineError, OpError, is_out_of_memory
-from m2flow.recipe import HEAD_OUTPUTS, AdamW, Loss, Model
+from m2flow.recipe import HEAD_OUTPUTS, AdamW, Loss, Model, is_count
 from m2flow.samples import Batch, Ragged, SampleId
 
 # Shapes: T predicted tokens, V vocabulary.
@@ -184,10 +184,23 @@ class EmbeddedTrain(TrainEngine):
 
     @property
     def _keeps_masters(self) -> bool:
-        given = self._settings.options.get("masters", True)
+        return self._flag("masters", default=True)
+
+    def _flag(self, name: str, *, default: bool) -> bool:
+        given = self._settings.options.get(name, default)
         if not isinstance(given, bool):
-            raise EngineError(f"the option masters of the train engine {self.name!r} is {given!r}", now="Write true or false.")
+            raise EngineError(f"the option {name} of the train engine {self.name!r} is {given!r}", now="Write true or false.")
         return given
+
+    @property
+    def _logprob_tokens(self) -> int:
+        """Tokens of a pass without gradient."""
+        given = self._settings.options.get("logprob_tokens", _LOGPROB_TOKENS)
+        if not is_count(given):
+            raise EngineError(
+                f"the option logprob_tokens of the train engine {self.name!r} is {given!r}", now="Write a whole number of tokens."
+            )
+        return int(str(given))
 
     def stop(self) -> None:
         self._model = None
@@ -271,8 +284,7 @@ class EmbeddedTrain(TrainEngine):
 
     def _runs(self, tokens: Ragged) -> Iterator[npt.NDArray[np.int64]]:
         """Rows that go through the model together; each alone with `deterministic`, so that no result depends on its neighbours."""
-        budget = int(str(self._settings.options.get("logprob_tokens", _LOGPROB_TOKENS)))
-        return _token_budget(tokens.lengths, 0 if self._settings.deterministic else budget)
+        return _token_budget(tokens.lengths, 0 if self._settings.deterministic else self._logprob_tokens)
 
     def _tokenised(self, batch: Batch) -> Batch:
         """Add `tokens` and `loss_mask`. Raises `EngineError` for a sample whose result would depend on its neighbours."""
@@ -395,7 +407,7 @@ class EmbeddedTrain(TrainEngine):
         return terms, dict(zip(reported, sums.tolist(), strict=True)), _agreement(batch, outputs)
 
     def _pack(self, batch: Batch) -> packing.Packed:
-        share = bool(self._settings.options.get("share_prompts", True))
+        share = self._flag("share_prompts", default=True)
         tokens, mask = batch.ragged("tokens"), batch.ragged("loss_mask")
         return packing.pack(batch.ids, tokens, mask, device=self._settings.device, share_prompts=share)
 

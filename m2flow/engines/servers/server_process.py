@@ -345,6 +345,6 @@ class ServedRolloutOptions:
 
     def _number(self, name: str, default: float) -> float:
         value = self._given.get(name, default)
-        if not isinstance(value, int | float) or value < 0:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not value >= 0:
             raise EngineError(f"the option {name} of the rollout engine {self._engine} is {value!r}; it must be a number from 0 on")
         return float(value)
