@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from m2flow.macro.datasets import Dataset
+    from m2flow.macro.evaluation import Best, evaluate
     from m2flow.macro.flow import Flow, flow, load_flow
     from m2flow.macro.handles import Metrics, Rows, Scores, concat, join, where
     from m2flow.macro.loss_declarations import clipped_value, distill, loss, nll, ppo_clip, reinforce
@@ -34,6 +35,7 @@ __version__ = "0.1.0"
 
 _WORDS = {
     "m2flow.macro.datasets": "Dataset",
+    "m2flow.macro.evaluation": "Best evaluate",
     "m2flow.macro.flow": "Flow flow load_flow",
     "m2flow.macro.handles": "Metrics Rows Scores concat join where",
     "m2flow.macro.loss_declarations": "clipped_value distill loss nll ppo_clip reinforce",
@@ -54,6 +56,7 @@ _MODULE_OF = {word: module for module, words in _WORDS.items() for word in words
 __all__ = [
     "AdamW",
     "Batch",
+    "Best",
     "Counts",
     "Critic",
     "Dataset",
@@ -77,6 +80,7 @@ __all__ = [
     "clipped_value",
     "concat",
     "distill",
+    "evaluate",
     "flow",
     "gae",
     "informative",
