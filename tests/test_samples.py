@@ -79,7 +79,7 @@ def test_a_column_has_the_kind_of_its_values(rows, kind):
 
 @pytest.mark.parametrize("rows", [[b"bytes"], [{1, 2}], [object()], [10**30], [1, 1j]])
 def test_values_that_are_no_column_are_refused_by_the_columns_name(rows):
-    with pytest.raises(DatasetError, match="column 'k' has values that are neither numbers, texts nor JSON"):
+    with pytest.raises(DatasetError, match=r"column 'k' .*neither numbers, texts nor JSON"):
         column_of(rows, "k")
 
 

@@ -49,7 +49,7 @@ from m2flow.macro.tracing import Copies, anticipate, copies_made, explore, trace
 from m2flow.micro.controller.call_futures import CallFutures
 from m2flow.micro.controller.checkpoint_coordinator import CheckpointCoordinator, CheckpointingBackend, checkpoint_eagerly
 from m2flow.micro.controller.controller import Controller
-from m2flow.micro.controller.launcher import GATHER_S, Job, launcher_for
+from m2flow.micro.controller.launcher import GATHER_S, Job, Launcher, LocalLauncher
 from m2flow.micro.controller.planned_backend import PlannedBackend, RunAhead
 from m2flow.micro.lowering.arithmetic import TRACED_STEPS
 from m2flow.micro.lowering.passes import Lowering, lower
@@ -623,3 +623,18 @@ class Run:
             samples_sha256=samples_digest(self.run_dir),
             weights_sha256=weights,
         )
+
+
+def launcher_for(job: Job) -> Launcher:
+    """Return a launcher that is ready to start the plan's workers, by `launcher` of the cluster spec.
+
+    Raises:
+        SpecError, PlanError: the cluster is not there, or too small.
+    """
+    if job.spec.launcher == "local":
+        return LocalLauncher(job)
+    from m2flow.micro.controller.ray_launcher import RayLauncher
+
+    launcher = RayLauncher(job)
+    launcher.connect()
+    return launcher

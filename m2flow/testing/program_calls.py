@@ -16,6 +16,7 @@ from typing import Any, TypeVar, final
 
 from m2flow.errors import DatasetError, OpError
 from m2flow.macro.datasets import Dataset
+from m2flow.macro.flow import Flow
 from m2flow.macro.handles import Metrics, Rows, concat, where
 from m2flow.macro.loss_declarations import nll, ppo_clip
 from m2flow.macro.number import Number
@@ -26,7 +27,7 @@ from m2flow.recipe import AdamW
 from m2flow.samples import Finish, Sample
 from m2flow.testing import programs as p
 from m2flow.testing.fakes import fake_hash
-from m2flow.testing.programs import Account, Lag, Leave, Look, OnStep, Program, Repeat, Statement, Try
+from m2flow.testing.programs import Account, Lag, Leave, Look, OnStep, Program, Refer, Repeat, Statement, Try
 
 # ---- user functions: rewards, ops, roles, filters and keeps
 
@@ -645,3 +646,16 @@ class Interpreter:
             if statement.drops:
                 self._calls.forget_since(before)
             self._do_all(statement.otherwise)
+
+
+def as_flow(of: Program, account: Account | None = None) -> Flow:
+    """Make the flow of a program; while it runs, it counts into the account."""
+
+    def program() -> None:
+        Interpreter(of, account or Account()).run()
+
+    def referring() -> None:  # A flow is followed for references made in later steps where its text makes one.
+        Interpreter(of, account or Account()).run(lambda policy, name: Reference(policy, name=name))
+
+    makes_references = any(isinstance(statement, Refer) for statement in of.statements())
+    return Flow(referring if makes_references else program, of.staleness)

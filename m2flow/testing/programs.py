@@ -1,6 +1,6 @@
 """Define small programs as data, and the flow of each, for random tests that compare planned and eager runs.
 
-    Program --as_flow--> Flow --run_planned, run_eager--> two Answers --difference--> nothing, or where they differ
+    Program --program_calls.as_flow--> Flow --run_planned, run_eager--> two Answers --difference--> nothing, or where they differ
     Interpreter --generated, updated, lagged--> Account --wrong--> nothing, or what is not as the program says
 
 A statement names its operands by counting back (`samples=0` are the newest samples, `1` those before), modulo their number, and does
@@ -19,9 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from m2flow.errors import M2FlowError
-from m2flow.macro.flow import Flow
 from m2flow.macro.graph import Call
-from m2flow.macro.roles import Reference
 from m2flow.micro.protocol.staleness import Decision, Decisions
 from m2flow.micro.records.segments import Place, read_segment
 from m2flow.observe.spans import SpanBlock
@@ -461,19 +459,6 @@ class Program:
     fails: bool = False
     """Whether one of its rewards, ops or keeps raises on some samples."""
     staleness: int = 0
-
-    def as_flow(self, account: Account | None = None) -> Flow:
-        """Make the flow of the program; while it runs, it counts into the account."""
-        from m2flow.testing.program_calls import Interpreter  # Imported here, since that module imports this one.
-
-        def program() -> None:
-            Interpreter(self, account or Account()).run()
-
-        def referring() -> None:  # A flow is followed for references made in later steps where its text makes one.
-            Interpreter(self, account or Account()).run(lambda policy, name: Reference(policy, name=name))
-
-        makes_references = any(isinstance(statement, Refer) for statement in self.statements())
-        return Flow(referring if makes_references else program, self.staleness)
 
     def statements(self) -> Iterator[Statement]:
         """Return all statements, including those in bodies."""

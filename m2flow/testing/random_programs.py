@@ -29,6 +29,7 @@ from m2flow.macro.session import Backend
 from m2flow.micro.protocol.plan import Plan
 from m2flow.spec import ChannelSpec, ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
 from m2flow.testing import programs as p
+from m2flow.testing.program_calls import as_flow
 from m2flow.testing.programs import Account, Answer
 from m2flow.testing.world import run_eager, run_planned
 
@@ -534,7 +535,7 @@ def difference(
     `num_losses` workers die; if one dies with state that no other has, there is nothing to compare.
     """
     account = Account()
-    flow = program.as_flow(account)
+    flow = as_flow(program, account)
     planned = run_planned(flow, {}, spec, seed=seed, order_seed=order_seed, deterministic=by_identity, seated=seated, num_losses=num_losses)
     if num_losses and planned.error.startswith(StateLost.__name__):
         return None

@@ -68,7 +68,7 @@ def test_what_was_written_over_is_named(tmp_path):
     weights, reader = DeviceWeights(file_memory(tmp_path)), DeviceWeightsReader(file_memory(tmp_path))
     old = weights.write(model(0))
     weights.write([(name, tensor + 1 if name == "layers.3" else tensor) for name, tensor in model(0)])
-    with pytest.raises(ChannelError, match=r"1 of 9 tensors on cpu are not what was written: layers\.3"):
+    with pytest.raises(ChannelError, match=r"1 of 9 tensors on cpu .*: layers\.3"):
         reader.read(old)
     assert len(list(reader.read(old, verify=False))) == 9
 
@@ -121,7 +121,7 @@ def test_a_plan_lends_weights_between_gpus_alone():
 
     (sync,) = plan_syncs(workers("cuda:0", "cuda:1"), spec)
     assert (sync.source, sync.target, sync.transport) == ("train-0", "rollout-0", "cuda ipc")
-    with pytest.raises(PlanError, match=r"from train-0 to rollout-0 by cuda ipc, and rollout-0 has no GPU \(it has cpu\)"):
+    with pytest.raises(PlanError, match=r"by cuda ipc, and rollout-0 .*cpu"):
         plan_syncs(workers("cuda:0", "cpu"), spec)
     assert plan_syncs(workers("cuda:0", "cuda:1"), WeightsSpec())[0].transport == "shared memory"
 

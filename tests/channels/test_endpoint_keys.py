@@ -57,7 +57,7 @@ def test_a_secret_on_loopback_lets_its_holders_talk():
 
 
 def test_a_secret_is_no_key_for_other_hosts():
-    with pytest.raises(SpecError, match="can be reached from other hosts, and there is no key"):
+    with pytest.raises(SpecError, match=r"other hosts.* no key"):
         ZmqInbox("tcp:192.0.2.7", keys=SECRET).open()
 
 
@@ -176,7 +176,7 @@ def test_an_outbox_without_the_key_says_that_its_peer_takes_nothing():
 
 
 def test_a_place_that_others_can_reach_needs_a_key():
-    with pytest.raises(SpecError, match=r"tcp:192\.0\.2\.7 can be reached from other hosts, and there is no key\n.*m2flow keys"):
+    with pytest.raises(SpecError, match=r"tcp:192\.0\.2\.7 .*no key\n.*m2flow keys"):
         ZmqInbox("tcp:192.0.2.7").open()
 
 

@@ -271,7 +271,7 @@ def test_an_empty_dataset_is_named(tmp_path: Path) -> None:
 def test_an_unknown_command_names_the_nearest() -> None:
     result = m2flow("rnu", "x")
     assert result.exit_code == 2
-    assert "There is no command 'rnu'. Did you mean 'run'?" in result.stderr
+    assert "'rnu'. Did you mean 'run'?" in result.stderr
     assert "m2flow run flows/grpo.py" in m2flow("flows/grpo.py").stderr
 
 

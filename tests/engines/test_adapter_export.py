@@ -101,7 +101,7 @@ def test_adapters_whose_base_is_another_one_now_or_nowhere_are_not_exported(mode
     with pytest.raises(ModelError, match=r"is not the model that was trained.*embed_tokens"):
         export_adapters(tmp_path / "saved", tmp_path / "changed")
     next(Path(model.path).glob("*.safetensors")).unlink()
-    with pytest.raises(ModelError, match=r"of no use without the model that they were trained beside.*has no \*\.safetensors"):
+    with pytest.raises(ModelError, match=r"without the model.*has no \*\.safetensors"):
         export_adapters(tmp_path / "saved", tmp_path / "gone")
     shutil.rmtree(tmp_path / "saved" / "adapter")
     with pytest.raises(ModelError, match="has no adapters"):

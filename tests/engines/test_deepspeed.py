@@ -419,9 +419,9 @@ def test_layers_and_sequences_are_not_split_at_once_and_heads_must_divide(model:
     with pytest.raises(EngineError, match="adapters are not split"):
         DeepSpeedTrain(adapted_model(tmp_path), EngineSettings(num_ranks=2, options={"tp": 2}))
     loaded = load_model(model, device="cpu", attention=packing.ATTENTION)
-    with pytest.raises(EngineError, match="tp is 3, which does not divide the model's num_attention_heads"):
+    with pytest.raises(EngineError, match=r"tp is 3.* num_attention_heads"):
         tensor_parallel.Split(loaded, 3)
-    with pytest.raises(EngineError, match="sp is 3, which does not divide the model's num_attention_heads"):
+    with pytest.raises(EngineError, match=r"sp is 3.* num_attention_heads"):
         tensor_parallel.check_heads(loaded.config, 3)
 
 

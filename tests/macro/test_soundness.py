@@ -78,7 +78,7 @@ def test_samples_that_were_drawn_before_another_update_are_refused():
         policy.update(responses, rewards, loss=reinforce())
         policy.update(responses, rewards, loss=reinforce())
 
-    with pytest.raises(TraceError, match=r"the weights were updated once since the samples of \S+test_soundness.py:\d+ were generated"):
+    with pytest.raises(TraceError, match=r"updated once since the samples of \S+test_soundness.py:\d+"):
         trace(twice, {})
 
 
@@ -126,8 +126,8 @@ def waits(lag: int, look: int | None) -> str:
 
 def test_the_plan_names_the_wait_that_makes_a_flow_synchronous_and_its_replacement():
     note = waits(2, None)
-    assert "staleness=2: responses may come from weights that are up to 2 updates older" in note
-    assert "(float()) makes this flow synchronous, whatever its staleness; metrics.lagged(2), the value of 2 steps ago, would not" in note
+    assert "staleness=2: responses may come from weights" in note
+    assert "(float()) makes this flow synchronous, whatever its staleness; metrics.lagged(2)" in note
     assert "lets no more than 1 step run ahead; metrics.lagged(2)" in waits(2, 1)
     assert "lagged(2), the value" not in waits(2, 2)
     assert "staleness" not in waits(0, None)
@@ -185,7 +185,7 @@ def test_a_generate_may_ask_for_less_staleness_than_the_flow_and_not_for_more():
             policy.generate(Dataset(ROWS).take(2), max_new_tokens=3, staleness=much)
 
     trace(asks, {"much": 0})
-    with pytest.raises(OptionError, match=r"generate\(staleness=2\): a call may ask for 0 up to the flow's own staleness, which is 1"):
+    with pytest.raises(OptionError, match=r"generate\(staleness=2\): .* 0 up to .* is 1"):
         trace(asks, {"much": 2})
 
 

@@ -97,7 +97,7 @@ def test_the_plan_says_that_prompts_are_deferred():
     graph, _, _ = trace(DEFERS, {}, steps=1)
     assert "late='defer', count=4" in str(graph)
     (note,) = asynchrony(graph, {})
-    assert "gives the groups that are whole first, and defers the prompts of those that are late to a long round" in note
+    assert "and defers the prompts of those that are late" in note
 
 
 @pytest.mark.parametrize(

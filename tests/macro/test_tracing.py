@@ -116,7 +116,7 @@ def test_a_role_made_after_a_look_is_refused_since_no_plan_could_know_it():
         if float(policy.update(responses, Reward(never).score(responses))["reward"]) == 0:
             Policy("fake", name="judge")
 
-    with pytest.raises(TraceError, match="the role 'judge' is made after the flow has looked at a value"):
+    with pytest.raises(TraceError, match=r"'judge' is made after .* looked at a value"):
         trace(late, {}, assume=0.0)
 
 

@@ -91,7 +91,7 @@ def test_processes_that_share_cores_are_foreseen_as_if_they_did_not_and_it_is_sa
         return forecast(plan, spec.model_copy(update={"cores": cores}), partial(question_of, graph, models))
 
     tight, roomy = foreseen(2), foreseen(5)
-    assert "as if each process had cores of its own: they use 5, and there are 2" in tight.note
+    assert "they use 5, and there are 2" in tight.note
     assert "as if" not in roomy.note
     for found in (tight, roomy):
         assert "by a model of the hardware" in found.note

@@ -261,7 +261,7 @@ def test_an_embedded_engine_trains_on_one_device_and_generates_on_as_many_as_the
     assert legal_layouts(shape, offered("embedded", "train"), "train", 2, 8) == ()
     assert legal_layouts(shape, offered("embedded", "rollout"), "rollout", 8, 8) == (Layout(dp=8),)
     assert ParallelLayouts().names() == []
-    with pytest.raises(EngineError, match=r"no rollout engine 'tgi' to plan for\n  There are embedded, fake, sglang, vllm"):
+    with pytest.raises(EngineError, match=r"no rollout engine 'tgi' .*\n.*embedded, fake, sglang, vllm"):
         offered("tgi", "rollout")
 
 
@@ -362,9 +362,9 @@ def test_shapes_come_from_the_spec_and_else_from_the_flow_s_models() -> None:
     shapes = shapes_of(models, spec)
     assert {role: shape.name for role, shape in shapes.items()} == {"policy": "Qwen2.5-7B", "reference": "Qwen2.5-7B", "judge": "Qwen3-4B"}
     assert (shapes["policy"].dtype, shapes["judge"].dtype) == ("bfloat16", "float32")
-    with pytest.raises(SpecError, match=r"shapes.polcy: the flow has no model of that role\n  Did you mean 'policy'"):
+    with pytest.raises(SpecError, match=r"shapes.polcy: .*no model.*\n.*'policy'"):
         shapes_of(models, ClusterSpec(shapes={"polcy": "Qwen2.5-7B"}))
-    with pytest.raises(ModelError, match=r"model of policy is can't be seen: fake can't be read(.|\n)*Or say which model to plan for"):
+    with pytest.raises(ModelError, match=r"fake can't be read(.|\n)*which model to plan for"):
         shapes_of({"policy": Model("fake")}, ClusterSpec())
     with pytest.raises(ModelError, match=r"no shape for policy\n  Say which model"):
         ModelledCosts(ClusterSpec(), step(), {}, {"": LONG}).shape(ROLLOUT)

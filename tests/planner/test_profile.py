@@ -312,7 +312,7 @@ def test_what_is_no_profile_is_refused_with_what_to_do(tmp_path: Path) -> None:
 def test_a_profile_of_another_model_or_engine_is_refused() -> None:
     same = Model("models/small")
     PROFILE.check({"policy": same}, ClusterSpec())
-    with pytest.raises(SpecError, match=r"another model for policy: small \(lm, float32\), not large"):
+    with pytest.raises(SpecError, match=r"for policy: small \(lm, float32\), not large"):
         PROFILE.check({"policy": Model("models/large")}, ClusterSpec())
     with pytest.raises(SpecError, match="rollout engine 'embedded', not 'fake'"):
         PROFILE.check({"policy": same}, ClusterSpec(rollout=RolloutSpec(engine="fake")))

@@ -15,6 +15,7 @@ import pytest
 
 from m2flow.spec import ChannelSpec, ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
 from m2flow.testing import campaign, programs, random_programs
+from m2flow.testing.program_calls import as_flow
 from m2flow.testing.programs import (
     Account,
     Actor,
@@ -87,7 +88,7 @@ def test_a_program_is_legal_however_it_was_drawn():
     """What it ends with is a fault of its functions, or none: never one of the flow's text, or of ours."""
     for number in range(80):
         program = drawn_case(Dice(f"legal, {number}"), KINDS[number % len(KINDS)]).program
-        error = run_eager(program.as_flow(), {}, SPEC).error
+        error = run_eager(as_flow(program), {}, SPEC).error
         is_users = program.fails and error.startswith(("RewardError", "OpError", "DatasetError"))
         is_unplanned = error.startswith("PlanError: no worker has")  # A branch that the plan has not seen.
         assert not error or is_users or is_unplanned or "only" in error, error
@@ -133,7 +134,7 @@ FOUND = {
 @pytest.mark.parametrize("program", FOUND.values(), ids=list(FOUND))
 @pytest.mark.parametrize("order_seed", range(3))
 def test_what_was_found_once_stays_right(program, order_seed):
-    assert run_eager(program.as_flow(), {}, SPEC).error == ""
+    assert run_eager(as_flow(program), {}, SPEC).error == ""
     assert difference(program, SPEC, order_seed=order_seed) is None
 
 
@@ -320,7 +321,7 @@ def test_a_case_that_once_ended_otherwise_is_the_eager_one(case):
 def test_a_program_counts_the_versions_and_the_steps_that_it_may_see():
     again = Program(1, 3, (), (ASK, Update(0, 0, 0, 0, 1, "rewards"), Lag(0, 1, (), ())), staleness=1)
     account = Account()
-    answer = run_planned(again.as_flow(account), {}, SPEC, order_seed=2)
+    answer = run_planned(as_flow(again, account), {}, SPEC, order_seed=2)
     assert [window for _, window in sorted(account.windows.items())] == [(0, 0), (0, 1), (1, 2)]
     (first, none), (second, seen), _ = account.lags
     assert (first, none) == (None, None)
@@ -334,7 +335,7 @@ def test_a_program_counts_the_versions_and_the_steps_that_it_may_see():
 def test_a_difference_is_told_in_words():
     trained = Program(1, 1, (), (ASK, Update(0, 0, 0, 0, 1, "rewards")))
     otherwise = Program(1, 1, (), (ASK, Update(0, 0, 0, 0, 1, "advantages")))
-    planned, eager = run_planned(otherwise.as_flow(), {}, SPEC), run_eager(trained.as_flow(), {}, SPEC)
+    planned, eager = run_planned(as_flow(otherwise), {}, SPEC), run_eager(as_flow(trained), {}, SPEC)
     assert str(difference_of(planned, eager)).startswith("weights: planned 1 with {'policy_0': ")
     planned.consumed *= 2
     assert difference_of(planned, eager) == "planned: a sample was trained on twice in an epoch"

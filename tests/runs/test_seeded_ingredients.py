@@ -27,6 +27,7 @@ from m2flow.samples import Batch, Sample
 from m2flow.spec import ClusterSpec
 from m2flow.testing import programs as p
 from m2flow.testing.fakes import FakeTrain
+from m2flow.testing.program_calls import as_flow
 from m2flow.testing.programs import Account
 from m2flow.testing.random_programs import Dice, difference_of, eager_of, make_cluster, make_program, make_timed_program
 from m2flow.testing.world import run_planned
@@ -51,7 +52,7 @@ def is_red(case: Case, bug: Callable[[Patch], None]) -> bool:
     """Whether a planned run with the bug is seen to be wrong."""
     program, spec, order_seed = case
     account = Account()
-    flow = program.as_flow(account)
+    flow = as_flow(program, account)
     with Patch.context() as patch:
         bug(patch)
         try:

@@ -23,6 +23,7 @@ from m2flow.micro.scheduler.call_state import CallState, UpdateProgress
 from m2flow.micro.scheduler.weights import Versions
 from m2flow.samples import Batch, group_key, prompt_positions
 from m2flow.spec import ClusterSpec
+from m2flow.testing.program_calls import as_flow
 from m2flow.testing.programs import Answer, Program
 from m2flow.testing.random_programs import Dice, difference_of, make_cluster, make_program
 from m2flow.testing.world import run_eager, run_planned
@@ -52,7 +53,7 @@ def drawn(number: int, fails: bool) -> Case | None:
 def eager_answer(number: int, fails: bool) -> Answer:
     case = drawn(number, fails)
     assert case is not None
-    return run_eager(case[0].as_flow(), {}, case[1])
+    return run_eager(as_flow(case[0]), {}, case[1])
 
 
 def is_red(bug: Callable[[Patch], None], number: int, fails: bool) -> bool:
@@ -65,7 +66,7 @@ def is_red(bug: Callable[[Patch], None], number: int, fails: bool) -> bool:
     with Patch.context() as patch:
         bug(patch)
         try:
-            planned = run_planned(program.as_flow(), {}, spec, order_seed=order_seed, deterministic=by_identity)
+            planned = run_planned(as_flow(program), {}, spec, order_seed=order_seed, deterministic=by_identity)
         except (AssertionError, LookupError, TypeError, ValueError, AttributeError):
             return True
     return difference_of(planned, eager) is not None

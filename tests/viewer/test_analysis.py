@@ -206,7 +206,7 @@ def test_what_is_suggested_was_simulated_with_what_the_run_measured(tmp_path: Pa
     assert found["error"] == pytest.approx(found["simulated_step_s"] / found["measured_step_s"] - 1)
     text = CliRunner().invoke(cli, ["analyze", "--runs-dir", str(tmp_path)]).stdout
     assert f"the simulation is off by {found['error']:+.0%}" in text
-    assert ("warning: the model does not reproduce this run well" in text) == found["is_doubtful"] == (abs(found["error"]) > 0.2)
+    assert ("does not reproduce this run well" in text) == found["is_doubtful"] == (abs(found["error"]) > 0.2)
     assert "is on the critical path for" in text
     stages = {(stage["label"], stage["line"]): stage for stage in found["stages"]}
     planned = told["analysis"]["stages"]

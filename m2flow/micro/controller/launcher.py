@@ -463,18 +463,3 @@ def make_keys(path: Path) -> None:
     from m2flow.channels.zeromq import new_keys
 
     write_keys(path, new_keys())
-
-
-def launcher_for(job: Job) -> Launcher:
-    """Return a launcher that is ready to start the plan's workers, by `launcher` of the cluster spec.
-
-    Raises:
-        SpecError, PlanError: the cluster is not there, or too small.
-    """
-    if job.spec.launcher == "local":
-        return LocalLauncher(job)
-    from m2flow.micro.controller.ray_launcher import RayLauncher
-
-    launcher = RayLauncher(job)
-    launcher.connect()
-    return launcher

@@ -53,7 +53,7 @@ def test_an_sglang_that_is_too_old_is_refused_with_the_version_that_will_do(tmp_
     said = {"version": "0.4.9.post2", "words": words, "saver": True}
     fake.write_text(f"#!/bin/sh\necho '{json.dumps(said)}'\n")
     fake.chmod(0o755)
-    with pytest.raises(MissingExtra, match=r"SGLang 0.4.9.post2 .* lacks weight versions by token, which .* 0\.5\.20 has it"):
+    with pytest.raises(MissingExtra, match=r"SGLang 0.4.9.post2 .* weight versions by token.* 0\.5\.20"):
         check_sglang(str(fake))
 
 
@@ -138,7 +138,7 @@ def dying(place: Path, wait_s: float, how: str = "breaks", *, restarts: int, env
 def test_experts_of_a_model_without_any_are_refused(tmp_path: Path) -> None:
     model = write_model(tmp_path, CONFIGS["qwen2"]())
     engine = SglangRollout(model, EngineSettings(options={"routed_experts": True}))
-    with pytest.raises(EngineError, match="for mixtures of experts, and a qwen2 model is none"):
+    with pytest.raises(EngineError, match=r"mixtures of experts.* qwen2"):
         engine.start()
     engine.stop()
 
@@ -160,5 +160,5 @@ def test_weights_go_into_a_server_by_what_it_can_reach(wanted: str, url: str, st
 def test_a_way_that_a_server_can_not_take_is_refused() -> None:
     with pytest.raises(EngineError, match="is not on this host"):
         choose_transfer("tensors", "http://10.0.0.7:1", 1)
-    with pytest.raises(EngineError, match="without pipeline parallelism only, and the server has 2 stages"):
+    with pytest.raises(EngineError, match=r"pipeline parallelism.* 2 stages"):
         choose_transfer("group", "http://127.0.0.1:1", 2)

@@ -75,7 +75,7 @@ def test_a_checkpoint_without_one_of_its_parts_is_not_committed(tmp_path):
 def test_a_file_that_was_cut_short_is_found(tmp_path, cut):
     found = made(tmp_path, 0, {"policy": 123456})
     os.truncate(found.path / "policy" / "model", cut)
-    with pytest.raises(ModelError, match=r"model is not what was written: its size or checksum differs"):
+    with pytest.raises(ModelError, match=r"model is not what was written"):
         checkpoints.read(found.path)
 
 

@@ -84,7 +84,7 @@ def test_a_plan_of_several_ranks_survives_its_file() -> None:
 
 
 def test_an_engine_gets_no_more_ranks_than_it_offers() -> None:
-    with pytest.raises(PlanError, match=r"'embedded' has at most 1 rank, and train-0 is to have 2") as caught:
+    with pytest.raises(PlanError, match=r"at most 1 rank, and train-0 .* 2") as caught:
         plan_of(spec_of("split", "embedded"))
     assert "fsdp" in caught.value.now
 
@@ -107,7 +107,7 @@ def test_a_rank_sees_its_own_gpu_and_no_other() -> None:
     assert gpus_of_ranks("train-0", "cuda:1", 2, "") == ("cuda:0", ["1", "2"])
     assert gpus_of_ranks("train-0", "cuda:0", 2, "4,5,7") == ("cuda:0", ["4", "5"])
     assert gpus_of_ranks("train-0", "cpu", 2, "4") == ("cpu", ["", ""])
-    with pytest.raises(EngineError, match="has 2 ranks from cuda:1 on, and of GPUs there are 2"):
+    with pytest.raises(EngineError, match=r"2 ranks from cuda:1 on.* 2"):
         gpus_of_ranks("train-0", "cuda:1", 2, "4,5")
 
 

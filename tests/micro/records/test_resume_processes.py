@@ -61,7 +61,7 @@ def check_killed_and_resumed(tmp_path: Path, killed_in: str) -> None:
     assert not has_checkpoint or re.search(r"done +dies: \d+ steps, the last \d+ in ", resumed.stderr)
     again = m2flow(tmp_path, "--resume", str(run_dir))
     assert again.returncode == 2
-    assert "has come to its end: there is nothing to resume" in again.stderr
+    assert "there is nothing to resume" in again.stderr
 
 
 @pytest.mark.slow
@@ -88,7 +88,7 @@ def test_a_run_whose_trainer_dies_goes_on_from_its_last_checkpoint_by_itself(tmp
 def test_a_trainer_that_dies_of_the_same_task_again_and_again_ends_the_run_with_the_reason(tmp_path):
     ended = begun(tmp_path, "trainers")
     assert ended.returncode == 1
-    assert "the run has come this far 3 times, and no further" in ended.stderr
+    assert "come this far 3 times" in ended.stderr
     assert "the worker train-0" in ended.stderr.splitlines()[-12:].__str__()
 
 

@@ -88,7 +88,7 @@ def test_a_checkpoint_that_the_ledger_knows_nothing_of_is_passed_over(killed, im
     shutil.copytree(later, image / "checkpoints" / "step-000003")
     summary, said = go_on(image, tmp_path)
     assert account(summary) == killed[0]
-    assert "the ledger does not have all that went into it" in said[0]
+    assert "does not have all that went into it" in said[0]
 
 
 def test_a_damaged_segment_that_is_needed_is_named(image, tmp_path):
@@ -112,7 +112,7 @@ def test_two_processes_never_write_one_run(image, tmp_path):
     with hold_run_lock(image), pytest.raises(SpecError, match=rf"the run in .* goes on by process {os.getpid()}"):
         go_on(image, tmp_path)
     go_on(image, tmp_path)
-    with pytest.raises(SpecError, match="has come to its end: there is nothing to resume"):
+    with pytest.raises(SpecError, match="nothing to resume"):
         go_on(image, tmp_path)
 
 
@@ -123,7 +123,7 @@ def test_a_flow_that_was_changed_stops_at_the_first_line_that_differs(image, tmp
         for _ in steps(num_steps):
             policy.generate(Dataset([{"prompt": "1="}]).take(1), n=2, max_new_tokens=4)
 
-    with pytest.raises(DivergenceError, match=r"call 0: it is dataset\.take in step 0; recorded was reference\.copy_of"):
+    with pytest.raises(DivergenceError, match=r"call 0: .*dataset\.take .*recorded .*reference\.copy_of"):
         go_on(image, tmp_path, changed)
 
 
@@ -279,8 +279,8 @@ def said(*arguments: str) -> Result:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ([], "has come to its end: there is nothing to resume"),
-        (["--seed", "0", "--num-steps", "1", "--cluster", "cluster.yaml"], "has come to its end: there is nothing to resume"),
+        ([], "nothing to resume"),
+        (["--seed", "0", "--num-steps", "1", "--cluster", "cluster.yaml"], "nothing to resume"),
         (["--seed", "3"], "--seed 3: the run was begun with seed 0, and goes on as it began"),
         (["--deterministic"], "--deterministic True: the run was begun with deterministic False"),
         (["--num-steps", "5"], "--num-steps 5: the run was begun with num_steps=1"),
@@ -343,6 +343,6 @@ def edited() -> None:
     assert answer.returncode != 0
     assert "DivergenceError" in said
     assert "n=3, max_new_tokens=6" in said
-    assert "Put back what was changed, and resume; or begin a new run." in said
+    assert "Put back what was changed, and resume" in said
     assert "plan FLOW --out" not in said
     assert "to go on" not in said

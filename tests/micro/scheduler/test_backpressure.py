@@ -160,7 +160,7 @@ def test_a_plan_that_could_come_to_a_halt_is_refused_with_the_ring(program):
     spec = spec_of(max_samples=4)
     spilling = plan_of(program, spec)
     assert any(route.spills for route in spilling.routes)
-    with pytest.raises(PlanError, match=r"come to a halt: .* waits for all 8 samples of policy\.generate .* waits for room in the channel"):
+    with pytest.raises(PlanError, match=r"halt: .* all 8 samples of policy\.generate .* room in the channel"):
         plan_of(program, spec, pinned=forced(spilling))
 
 
@@ -176,7 +176,7 @@ def test_a_plan_in_which_a_lease_closes_the_ring_is_refused_with_the_lease():
     assert not any(route.spills for route in streaming.routes if route.target == "train-0")
     spilling = plan_of(compares, spec, pinned=leased(streaming))
     assert any(route.spills for route in spilling.routes if route.target == "train-0")
-    with pytest.raises(PlanError, match=r"waits for the lease devices; the lease devices waits for policy\.generate to have nothing left"):
+    with pytest.raises(PlanError, match=r"the lease devices; the lease devices waits for policy\.generate"):
         plan_of(compares, spec, pinned=forced(spilling))
 
 
@@ -217,9 +217,7 @@ def test_the_watchdog_names_the_ring_of_a_run_that_was_forced_into_a_halt(monkey
 @pytest.mark.timeout(300)
 def test_worker_processes_that_are_forced_into_a_halt_end_with_the_ring(monkeypatch, tmp_path):
     monkeypatch.setattr(run, "lower", lambda *args, **named: forced(lower(*args, **named)))
-    with pytest.raises(
-        InternalError, match=r"come to a halt, .* waits for the channel from policy\.generate to functions-0 .*; spread of .*"
-    ):
+    with pytest.raises(InternalError, match=r"halt, .* the channel from policy\.generate to functions-0 .*; spread of"):
         run.Run(gathers, {}, spec_of(max_samples=4), RunSettings(runs_dir=str(tmp_path))).execute()
 
 

@@ -18,6 +18,7 @@ from m2flow.micro.scheduler.scheduler import Scheduler
 from m2flow.micro.scheduler.task_queues import ReadyWorkers
 from m2flow.spec import ChannelSpec, ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
 from m2flow.testing import world
+from m2flow.testing.program_calls import as_flow
 from m2flow.testing.programs import Generate, Program, Score
 from m2flow.testing.random_programs import clusters, programs
 from m2flow.testing.world import run_planned
@@ -52,7 +53,7 @@ def all_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
 @given(programs(fails=None), clusters(), st.integers(0, 2**30), st.booleans())
 def test_nobody_who_has_work_is_passed_over(program: Program, spec: ClusterSpec, order_seed: int, by_identity: bool):
-    run_planned(program.as_flow(), {}, spec, order_seed=order_seed, deterministic=by_identity)
+    run_planned(as_flow(program), {}, spec, order_seed=order_seed, deterministic=by_identity)
 
 
 def test_others_may_have_the_rest_of_a_group_for_which_one_has_got_room():
@@ -67,7 +68,7 @@ def test_others_may_have_the_rest_of_a_group_for_which_one_has_got_room():
         channels=ChannelSpec(max_samples=2, max_bytes=1000),
     )
     program = Program(num_policies=1, num_steps=1, before=(), body=(generate, again, Score(reward=2, samples=2)))
-    run_planned(program.as_flow(), {}, spec, order_seed=261985440)
+    run_planned(as_flow(program), {}, spec, order_seed=261985440)
 
 
 def length(sample: Sample) -> float:

@@ -68,7 +68,7 @@ def test_only_what_shares_its_devices_can_be_said_to_stay() -> None:
     assert "stays" in str(staying(plan))
     (worker, *others) = staying(plan).workers
     alone = msgspec.structs.replace(worker, lease="")
-    with pytest.raises(PlanError, match="is said to stay, and shares its devices with nobody"):
+    with pytest.raises(PlanError, match=r"said to stay.* shares .*nobody"):
         msgspec.structs.replace(plan, workers=(alone, *others)).verify()
 
 

@@ -86,5 +86,5 @@ def test_what_does_not_fit_is_trained_on_in_halves_to_the_same_weights(tmp_path:
 
 
 def test_one_sample_that_does_not_fit_ends_the_run_with_the_reason(tmp_path: Path) -> None:
-    with pytest.raises((EngineError, FlowError), match="out of memory in a micro-batch of 1 samples; one sample of it does not fit"):
+    with pytest.raises((EngineError, FlowError), match=r"out of memory .* 1 samples; one sample .*not fit"):
         trained(tmp_path, 1, 1)

@@ -147,7 +147,7 @@ def test_no_alarm_is_heard_below_the_threshold_or_where_nothing_was_compared() -
 @pytest.mark.parametrize("placement", ["split", "time-shared"])
 def test_the_probe_goes_with_the_weights_and_a_failed_one_ends_the_run(placement: str) -> None:
     tight = run_planned(digits, {}, cluster(placement, probe_tolerance=1e-12), deterministic=True)
-    assert "trainer and rollout do not compute the same with the weights of policy@1" in tight.error
+    assert "with the weights of policy@1" in tight.error
     assert run_planned(digits, {}, cluster(placement, probe_tolerance=1e-12, probe="never"), deterministic=True).error == ""
     eager = run_eager(digits, {}, cluster(placement, probe_tolerance=1e-12), deterministic=True)
     assert eager.error == tight.error
@@ -215,9 +215,7 @@ def test_an_engine_that_holds_all_bytes_and_computes_something_else_is_stopped_w
         held = dict(engine.weights())
         assert all(bool((tensor == held[name]).all()) for name, tensor in trainer.weights())
         prover = proving(Model(path))
-        with pytest.raises(
-            EngineError, match=r"weights of policy@1: over 44 tokens .* token \d+ at position \d+ of sequence \d: trainer -"
-        ):
+        with pytest.raises(EngineError, match=r"policy@1: over 44 tokens .* token \d+ .* sequence \d: trainer -"):
             prover.prove("policy", probed(prover, trainer), engine)
     with engines(Model(path, "random"), Model(path, "random", 1)) as (trainer, engine):
         prover = proving(Model(path))
