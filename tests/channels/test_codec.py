@@ -133,6 +133,23 @@ def test_a_type_off_the_list_is_refused_by_the_column_s_name(column: Column) -> 
         codec.encode(Parcel(0, Batch(make_ids(0, 1), {"odd": column}), "w"))
 
 
+@pytest.mark.parametrize("more", [-1, 0, 1])
+def test_columns_of_about_the_size_that_makes_a_frame_of_their_own_come_back(more: int) -> None:
+    batch = Batch(make_ids(0, 1), {"hidden": np.arange(codec.INLINE_BYTES + more, dtype=np.uint8).reshape(1, -1)})
+    frames = codec.encode(Parcel(0, batch, "w"))
+    assert len(frames) == (2 if more > 0 else 1)
+    assert_same_batch(codec.decode(frames).batch, batch)
+
+
+@pytest.mark.parametrize("change", [b"more", b"", None], ids=["too long", "too short", "one more"])
+def test_frames_of_a_large_column_that_are_not_its_bytes_are_refused(change: bytes | None) -> None:
+    head, large = map(bytes, codec.encode(Parcel(0, Batch(make_ids(0, 2), {"hidden": np.ones((2, codec.INLINE_BYTES), np.uint8)}), "w")))
+    pieces = [large, b"more"] if change is None else [large + change] if change else [large[:-1]]
+    with pytest.raises(DecodeError, match=r"column 'hidden'|left over"):
+        codec.decode([head, *pieces])
+    assert len(codec.decode([head, large[:1000], large[1000:]]).batch) == 2
+
+
 @given(st.lists(st.binary(max_size=80), max_size=3))
 def test_random_bytes_are_refused(frames: list[bytes]) -> None:
     with pytest.raises(DecodeError):
