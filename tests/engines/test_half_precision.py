@@ -97,6 +97,30 @@ def test_the_share_of_weights_that_move_is_told():
     assert "weights_moved" not in Optimizers([exact]).step(AdamW(1e-6), 1.0)
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("embedded", {}),
+        ("fsdp", {}),
+        *(pytest.param("deepspeed", {"zero": zero}, marks=NEEDS_DEEPSPEED, id=f"deepspeed zero {zero}") for zero in (1, 2, 3)),
+    ],
+)
+def test_every_trainer_tells_the_share_of_weights_that_a_step_moves(name, options, model, followers):
+    batch = samples(VOCABULARY)
+    with started(trainer(name, replace(model, dtype="bfloat16"), followers, **options)) as engine:
+        first = copied(engine)
+        engine.accumulate(batch, PPO)
+        told = engine.apply(SMALL_STEP, 3.0)["weights_moved"]
+        last = copied(engine)
+    share = moved(last, first) / sum(tensor.numel() for tensor in first.values())
+    is_whole = name == "embedded" or options.get("zero") in (1, 2)
+    assert told == pytest.approx(share, abs=1e-6 if is_whole else 0.1)  # Of a trainer whose ranks have parts, those of the first.
+    assert 0 < told < 1
+    with started(trainer(name, model, followers, **options)) as engine:
+        engine.accumulate(batch, PPO)
+        assert "weights_moved" not in engine.apply(SMALL_STEP, 3.0)
+
+
 @pytest.mark.parametrize("name", ["embedded", "fsdp", pytest.param("deepspeed", marks=NEEDS_DEEPSPEED)])
 def test_small_steps_in_bfloat16_add_up_in_every_trainer_and_a_checkpoint_keeps_them(name, model, followers, tmp_path):
     model, batch = replace(model, dtype="bfloat16"), samples(VOCABULARY)

@@ -44,7 +44,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from m2flow.engines import installed
-from m2flow.engines.contract import EngineSettings
+from m2flow.engines.contract import MOVED, EngineSettings
 from m2flow.engines.distributed import tensor_parallel
 from m2flow.engines.distributed.ranks import RankedTrain, Root
 from m2flow.engines.embedded import trainer
@@ -400,6 +400,7 @@ class DeepSpeedTrain(RankedTrain):
             raise EngineError(f"the denominator of a mini-batch must be a positive number, got {denominator}")
         rate = optimizer.rate(self._client.num_steps.get(optimizer, 0))
         self._client.due(optimizer, denominator)
+        before = {tensor: self._held(tensor).clone() for tensor in self._rounded()}
         self._step()
         norm = self._client.taken()
         if self._options.compute_dtype == "float16":
@@ -408,14 +409,30 @@ class DeepSpeedTrain(RankedTrain):
             return (
                 {"grad_norm": math.inf, "lr": 0.0, "skipped": 1.0, **scale}
                 if norm is None
-                else {"grad_norm": norm, "lr": rate, "skipped": 0.0, **scale}
+                else {"grad_norm": norm, "lr": rate, "skipped": 0.0, **scale, **self._moved(before)}
             )
         if norm is None or not math.isfinite(norm):
             raise EngineError(
                 f"the gradient is not finite (its norm is {norm}); the weights were left as they were",
                 now="Look for infinite losses or advantages, and for a learning rate that is too high.",
             )
-        return {"grad_norm": norm, "lr": rate}
+        return {"grad_norm": norm, "lr": rate, **self._moved(before)}
+
+    def _rounded(self) -> list[Tensor]:
+        """Trained tensors in half precision, as engines that sample get them; none of those that are away on a drive."""
+        if self._has_masters or self._options.offload_parameters == NVME:
+            return []
+        return [tensor for tensor in self._trained if tensor.dtype != torch.float32]
+
+    def _held(self, tensor: Tensor) -> Tensor:
+        """What this rank holds of a tensor."""
+        held: Tensor = tensor.ds_tensor if self._is_spread(tensor) else tensor
+        return held.detach()
+
+    def _moved(self, before: Mapping[Tensor, Tensor]) -> dict[str, float]:
+        total = sum(held.numel() for held in before.values())
+        moved = [(self._held(tensor) != held).sum() for tensor, held in before.items()]
+        return {MOVED: float(torch.stack(moved).sum()) / total} if total else {}
 
     def discard(self) -> None:
         if self._num_pending:
