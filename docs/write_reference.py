@@ -4,7 +4,7 @@
 
     docstrings of `m2flow.__all__` --> python.md        fields of `m2flow.spec` --> cluster-spec.md, run-settings.md
     errors                         --> errors.md        help of each command    --> commands.md
-    engine registry                --> engines.md
+    engine registry                --> engines.md               m2flow.algorithms     --> the table in docs/guide/flows-algorithms.md
 
 Docstrings are Markdown as they stand, but for their sections (`Args:`, `Raises:`), which become lists, and doctests, which become fences.
 """
@@ -27,6 +27,7 @@ from pydantic import BaseModel
 
 import m2flow
 from m2flow import errors, spec
+from m2flow.algorithms import advantages, gae, losses, shaping
 from m2flow.cli.main import cli
 from m2flow.engines.distributed.deepspeed import Options as DeepSpeedOptions
 from m2flow.engines.registry import capability_tables, engines
@@ -255,7 +256,31 @@ def markdown(docstring: str) -> list[str]:
     return [*found, *(["```"] if in_doctest else []), ""]
 
 
+GUIDE = Path(__file__).parent / "guide" / "flows-algorithms.md"
+BEGIN, END = "<!-- algorithms:begin -->", "<!-- algorithms:end -->"
+
+
+def algorithms() -> str:
+    """A table of the functions of `m2flow.algorithms`, each with its file and its first paper."""
+    kinds = {
+        "advantages, of a group": [*advantages.OF_GROUPS.values(), advantages.remax],
+        "advantages, of the batch": [*advantages.OF_BATCHES.values()],
+        "advantages, of tokens": [gae.gae, gae.length_adaptive_lam, gae.vtrace],
+        "rewards": [shaping.overlong_penalty, shaping.length_reward, shaping.Moments],
+        "losses": [*losses.LOSSES.values()],
+    }
+    lines = ["| kind | function | source |", "|---|---|---|"]
+    for kind, functions in kinds.items():
+        for function in functions:
+            place = "../../" + "/".join(function.__module__.split(".")) + ".py"
+            paper = re.search(r"arXiv:\d{4}\.\d{5}", function.__doc__ or "")
+            lines.append(f"| {kind} | [`{function.__name__}`]({place}) | {paper[0] if paper else ''} |")
+    return "\n".join([*lines, ""])
+
+
 def main() -> None:
+    text = GUIDE.read_text()
+    GUIDE.write_text(f"{text[: text.index(BEGIN)]}{BEGIN}\n{algorithms()}{text[text.index(END) :]}")
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent / "reference"
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in pages().items():

@@ -18,33 +18,53 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from m2flow.algorithms.losses import sequence_mean, sequence_sum
     from m2flow.macro.datasets import Dataset
     from m2flow.macro.evaluation import Best, evaluate
     from m2flow.macro.flow import Flow, flow, load_flow
     from m2flow.macro.handles import Metrics, Rows, Scores, concat, join, where
-    from m2flow.macro.loss_declarations import clipped_value, distill, loss, nll, ppo_clip, reinforce
+    from m2flow.macro.loss_declarations import (
+        cispo,
+        clipped_value,
+        decoupled_ppo,
+        distill,
+        dppo,
+        gmpo,
+        gspo,
+        gspo_token,
+        importance_reinforce,
+        loss,
+        nll,
+        opmd,
+        ppo_clip,
+        reinforce,
+        sapo,
+        topr,
+    )
     from m2flow.macro.number import Number
     from m2flow.macro.ops import Role, call, log, op, steps
     from m2flow.macro.refill import informative, pass_rate_between
     from m2flow.macro.roles import Critic, Policy, Reference, Reward, RewardModel, gae
     from m2flow.observe.otel import traceparent
-    from m2flow.recipe import AdamW, Counts, Lora, Loss, Sampling, pass_at_k
+    from m2flow.recipe import AdamW, Counts, Lora, Loss, PerSequence, Sampling, pass_at_k
     from m2flow.samples import Batch, Finish, Sample, SampleId
 
 __version__ = "0.1.0"
 
 _WORDS = {
+    "m2flow.algorithms.losses": "sequence_mean sequence_sum",
     "m2flow.macro.datasets": "Dataset",
     "m2flow.macro.evaluation": "Best evaluate",
     "m2flow.macro.flow": "Flow flow load_flow",
     "m2flow.macro.handles": "Metrics Rows Scores concat join where",
-    "m2flow.macro.loss_declarations": "clipped_value distill loss nll ppo_clip reinforce",
+    "m2flow.macro.loss_declarations": "cispo clipped_value decoupled_ppo distill dppo gmpo gspo gspo_token "
+    "importance_reinforce loss nll opmd ppo_clip reinforce sapo topr",
     "m2flow.macro.number": "Number",
     "m2flow.macro.ops": "Role call log op steps",
     "m2flow.macro.refill": "informative pass_rate_between",
     "m2flow.macro.roles": "Critic Policy Reference Reward RewardModel gae",
     "m2flow.observe.otel": "traceparent",
-    "m2flow.recipe": "AdamW Counts Lora Loss Sampling pass_at_k",
+    "m2flow.recipe": "AdamW Counts Lora Loss PerSequence Sampling pass_at_k",
     "m2flow.samples": "Batch Finish Sample SampleId",
 }
 """Module -> the words of a flow that it holds. They are loaded when they are first used: the package itself stands below every module
@@ -66,6 +86,7 @@ __all__ = [
     "Loss",
     "Metrics",
     "Number",
+    "PerSequence",
     "Policy",
     "Reference",
     "Reward",
@@ -77,12 +98,19 @@ __all__ = [
     "Sampling",
     "Scores",
     "call",
+    "cispo",
     "clipped_value",
     "concat",
+    "decoupled_ppo",
     "distill",
+    "dppo",
     "evaluate",
     "flow",
     "gae",
+    "gmpo",
+    "gspo",
+    "gspo_token",
+    "importance_reinforce",
     "informative",
     "join",
     "load_flow",
@@ -90,11 +118,16 @@ __all__ = [
     "loss",
     "nll",
     "op",
+    "opmd",
     "pass_at_k",
     "pass_rate_between",
     "ppo_clip",
     "reinforce",
+    "sapo",
+    "sequence_mean",
+    "sequence_sum",
     "steps",
+    "topr",
     "traceparent",
     "where",
 ]

@@ -22,7 +22,9 @@ BatchAdvantage = Literal["reinforce_pp", "reinforce_pp_baseline", "gpg"]
 AdvantageName = Literal[GroupAdvantage, BatchAdvantage]
 """Functions of `m2flow.algorithms.advantages`, listed here for flows, which load no torch."""
 KlEstimator = Literal["k1", "k2", "k3"]
-Denominator = Literal["tokens", "sequences"]
+Denominator = Literal["tokens", "sequences", "groups"]
+"""How terms of tokens become one number, from counts of the whole mini-batch: the mean over tokens; the mean over sequences of the mean
+over a sequence's tokens; the mean over groups of the mean over a group's tokens."""
 
 # ---- argument checks: each raises `OptionError`, which names the option, and `m2flow.macro.session` adds the line.
 
@@ -361,6 +363,26 @@ class Counts:
 
 
 @dataclass(frozen=True)
+class PerSequence:
+    """A denominator: the sum over a sequence is divided by a constant, and the mean is over sequences, so length changes no token's weight.
+
+    Source:
+        Liu et al. 2025 (Dr. GRPO), arXiv:2503.20783, section 3.2, with the most tokens that a response may have as the constant.
+
+    >>> PerSequence(512)(Counts(num_tokens=700, num_sequences=8, num_groups=2))
+    4096
+    """
+
+    tokens: float
+
+    def __post_init__(self) -> None:
+        check_number("tokens", self.tokens, above=0)
+
+    def __call__(self, counts: Counts) -> float:
+        return self.tokens * counts.num_sequences
+
+
+@dataclass(frozen=True)
 class Advantage:
     """A function that turns the rewards of a group into advantages, with its options: `pass_at_k(4)`."""
 
@@ -387,7 +409,7 @@ def pass_at_k(k: int) -> Advantage:
 HEAD_OUTPUTS = {"lm": frozenset({"logprobs", "entropy"}), "value": frozenset({"values"})}
 """Head of a trained model -> what it computes for a loss, with gradient."""
 
-COMPUTED = frozenset({"sequence_lengths", "behaviour_logprobs"}).union(*HEAD_OUTPUTS.values())
+COMPUTED = frozenset({"sequence_lengths", "sequence_ids", "behaviour_logprobs"}).union(*HEAD_OUTPUTS.values())
 """Inputs of a loss that the engine computes itself, on samples with behaviour log-probabilities; anything else is a column."""
 
 
@@ -405,8 +427,8 @@ class Loss:
     """`module:name`, or a callable."""
     needs: tuple[str, ...]
     """Of `logprobs` (with gradient), `entropy` (with gradient), `values` (of a critic, with gradient), `behaviour_logprobs`,
-    `reference_logprobs`, `advantages`, `sequence_lengths` (of the sample that the token belongs to), and the names of per-token or
-    per-sample columns."""
+    `reference_logprobs`, `advantages`, `sequence_lengths` (of the sample that the token belongs to), `sequence_ids` (which sample of the
+    tensors that is, from 0), and the names of per-token or per-sample columns."""
     denominator: Denominator | Callable[[Counts], float] = "tokens"
     """What the sum over a mini-batch is divided by: a count, or a function of the counts of the whole mini-batch."""
     options: tuple[tuple[str, float | int | str | bool], ...] = field(default=())

@@ -31,7 +31,7 @@ NEIGHBOURS = {
     "algorithms": set(),
     "observe": set(),
     "channels": set(),
-    "macro": set(),
+    "macro": {"algorithms"},
     "engines": {"algorithms"},
     "rollout_scheduling": {"micro", "macro"},
     "micro": {"algorithms", "macro", "channels", "observe", "engines", "rollout_scheduling"},

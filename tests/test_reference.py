@@ -5,17 +5,19 @@ from __future__ import annotations
 import runpy
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 import pytest
 
 import m2flow
 from m2flow import errors, spec
+from m2flow.algorithms.losses import LOSSES
 from m2flow.cli.main import cli
 from m2flow.engines.distributed.deepspeed import Options
 from m2flow.engines.servers.server_process import ServedRolloutOptions
 from m2flow.engines.servers.sglang import OWN_OPTIONS
+from m2flow.recipe import AdvantageName
 
 ROOT = Path(__file__).resolve().parent.parent
 WRITER = runpy.run_path(str(ROOT / "docs" / "write_reference.py"), run_name="write_reference")
@@ -64,6 +66,13 @@ def test_every_command_is_there_with_all_of_its_options() -> None:
         options = [param for param in command.params if isinstance(param, click.Option) and not param.hidden]
         assert "Usage: m2flow" in said, words
         assert not [name for option in options for name in option.opts if name not in said], words
+
+
+def test_the_table_of_algorithms_is_that_of_the_functions() -> None:
+    table = WRITER["algorithms"]()
+    assert f"{WRITER['BEGIN']}\n{table}{WRITER['END']}" in WRITER["GUIDE"].read_text(), "python docs/write_reference.py writes it"
+    for name in (*get_args(AdvantageName), *LOSSES):
+        assert f"[`{name}`]" in table
 
 
 def test_every_error_is_in_the_tree() -> None:

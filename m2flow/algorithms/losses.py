@@ -5,7 +5,13 @@
 Every loss follows `m2flow.recipe.Loss`: flat tensors over the tokens that the loss mask selects, passed by keyword. Terms are to be
 minimised. No function here averages over samples: sums are divided by the recipe's `denominator`. Given `sequence_lengths` (float [T],
 masked tokens of the sample that a token belongs to), each term is divided by its own, so that the terms of a sample add up to its mean
-and samples weigh the same however long they are (denominator `sequences`).
+and samples weigh the same however long they are (denominator `sequences`). A loss looks at nothing beyond a sample, so its sums and its
+gradient depend neither on micro-batches, ranks and padding nor on the order of samples.
+
+To add a loss, write its function here: `LOSSES` finds it, and `m2flow.macro.loss_declarations` makes the word of the flow from its
+signature. A parameter that is a `Tensor` is an input, one that is a `Tensor | None` is an input where an option or the aggregation asks
+for it, and any other is an option, with its bounds in its annotation. A loss that requires `sequence_lengths` is a mean over sequences
+unless told otherwise. A flow's own loss is the same function under `@m2flow.loss(needs=[...])`. The module loads no torch.
 
 KL estimates, with r = log p_ref(x) - log p(x) for a token x drawn from the policy p:
 
@@ -20,13 +26,23 @@ gradient of the reverse divergence KL(reference || policy). Used on tokens that 
 
 from __future__ import annotations
 
-from typing import get_args
-
-import torch
-from torch import Tensor
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Literal, get_args
 
 from m2flow.errors import OptionError, ShapeError, did_you_mean
 from m2flow.recipe import KlEstimator
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Share = float
+"""An option from 0 to 1."""
+NotNegative = float
+"""An option of 0 or more."""
+Positive = float
+"""An option above 0."""
+Divergence = Literal["tv", "kl"]
 
 MOST_LOG_RATIO = 20.0
 """Log-ratios are clamped to this before they are exponentiated, and have no gradient beyond: float32 has no exp(89), and the gradient of
@@ -69,7 +85,7 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: KlEstim
 
 # Shapes: T tokens under the loss mask, samples one after the other.
 
-Terms = tuple[Tensor, dict[str, Tensor]]
+Terms = tuple["Tensor", dict[str, "Tensor"]]
 
 
 def ppo_clip(
@@ -83,14 +99,16 @@ def ppo_clip(
     dual_clip: float = 0.0,
     kl_coef: float = 0.0,
     kl: KlEstimator = "k3",
+    entropy: Tensor | None = None,
+    entropy_coef: float = 0.0,
     sequence_lengths: Tensor | None = None,
 ) -> Terms:
-    """The clipped surrogate of PPO, per token, with an optional penalty for leaving a reference.
+    """The clipped surrogate of PPO, per token, with an optional penalty for leaving a reference and a bonus for entropy.
 
         rho     = exp(clip(logprobs - behaviour_logprobs, -20, 20))
         term    = -min(rho * A, clip(rho, 1 - eps_low, 1 + eps_high) * A)
         if A < 0 and dual_clip > 0:  term = min(term, -dual_clip * A)
-        term    = term + kl_coef * KL(logprobs, reference_logprobs)
+        term    = term + kl_coef * KL(logprobs, reference_logprobs) - entropy_coef * entropy
 
     Args:
         logprobs: float [T], with gradient. behaviour_logprobs: float [T], of the weights that sampled the tokens.
@@ -98,6 +116,8 @@ def ppo_clip(
         eps_low, eps_high: how far the ratio may fall and rise before its gradient stops; dimensionless.
         dual_clip: bound on the ratio where the advantage is negative; 0 is off, else above 1.
         kl_coef: weight of the penalty, in units of advantage a nat.
+        entropy: float [T], of the next token's distribution, with gradient; needed if `entropy_coef` is not 0.
+        entropy_coef: weight of the bonus, in units of advantage a nat.
     Returns:
         Terms [T], and `ratio`, `clipped` (1 where clipping stops the gradient), and `kl` if there is a reference.
     Raises:
@@ -107,6 +127,7 @@ def ppo_clip(
         eq. 10; dual clip: Ye et al. 2020, arXiv:1912.09729, eq. 5; the penalty inside the loss: Shao et al. 2024, arXiv:2402.03300; the
         clamped log-ratio: `m2flow.algorithms.losses.MOST_LOG_RATIO`.
 
+    >>> import torch
     >>> old = torch.zeros(2)
     >>> terms, metrics = ppo_clip(logprobs=torch.tensor([1.5, 1.0]).log(), behaviour_logprobs=old, advantages=torch.ones(2))
     >>> [round(term, 4) for term in terms.tolist()], metrics["clipped"].tolist()
@@ -118,11 +139,10 @@ def ppo_clip(
     if dual_clip and not dual_clip > 1:
         raise OptionError(f"dual_clip is {dual_clip}; it must be 0 (off) or above 1")
     ratio = _ratio(logprobs, behaviour_logprobs)
-    terms = -torch.minimum(ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages)
-    clipped = ((advantages > 0) & (ratio > 1 + eps_high)) | ((advantages < 0) & (ratio < 1 - eps_low))
+    terms, clipped = _clipped_surrogate(ratio, advantages, eps_low, eps_high)
     if dual_clip:
         bounded = (advantages < 0) & (ratio > dual_clip)
-        terms = torch.where(bounded, -dual_clip * advantages, terms)
+        terms = terms.where(~bounded, -dual_clip * advantages)
         clipped = clipped | bounded
     metrics = {"ratio": ratio.detach(), "clipped": clipped.to(terms.dtype)}
     if reference_logprobs is not None:
@@ -132,6 +152,10 @@ def ppo_clip(
             terms = terms + kl_coef * divergence
     elif kl_coef:
         raise OptionError(f"kl_coef is {kl_coef}, but there are no reference_logprobs", now="Pass reference=... to the update.")
+    if entropy_coef:
+        if entropy is None:
+            raise OptionError(f"entropy_coef is {entropy_coef}, but there is no entropy")
+        terms = terms - entropy_coef * entropy
     return _per_sequence(terms, sequence_lengths), metrics
 
 
@@ -150,6 +174,7 @@ def reinforce(*, logprobs: Tensor, advantages: Tensor, sequence_lengths: Tensor 
         Williams 1992, "Simple statistical gradient-following algorithms for connectionist reinforcement learning". Off-policy
         (staleness above 0, or a second epoch) it is biased: use `ppo_clip`.
 
+    >>> import torch
     >>> reinforce(logprobs=torch.tensor([-0.5]), advantages=torch.tensor([2.0]))[0].tolist()
     [1.0]
     """
@@ -185,6 +210,7 @@ def distill(
         Agarwal et al. 2024 (GKD), arXiv:2306.13649, with on-policy data alone and the reverse KL, here estimated on the sampled token
         and not summed over the vocabulary; Gu et al. 2024 (MiniLLM), arXiv:2306.08543, section 2.2, the single-step part of the gradient.
 
+    >>> import torch
     >>> terms, metrics = distill(
     ...     logprobs=torch.tensor([-1.0]), behaviour_logprobs=torch.tensor([-1.0]), teacher_logprobs=torch.tensor([-3.0])
     ... )
@@ -198,7 +224,7 @@ def distill(
     divergence = (logprobs - teacher_logprobs).detach()
     terms = ratio * divergence
     if clip:
-        terms = torch.maximum(terms, ratio.clamp(1 - clip, 1 + clip) * divergence)
+        terms = terms.maximum(ratio.clamp(1 - clip, 1 + clip) * divergence)
     return _per_sequence(terms, sequence_lengths), {"teacher_kl": divergence}
 
 
@@ -223,6 +249,7 @@ def clipped_value(
         Schulman et al. 2017 (PPO), arXiv:1707.06347, section 5, for the squared error; the clipping is that of its authors' code
         (OpenAI Baselines, ppo2), described by Engstrom et al. 2020, arXiv:2005.12729, section 3.
 
+    >>> import torch
     >>> terms, metrics = clipped_value(
     ...     values=torch.tensor([1.0, 1.0]), returns=torch.tensor([1.0, 3.0]), old_values=torch.tensor([0.0, 0.9]), clip=0.2
     ... )
@@ -238,7 +265,7 @@ def clipped_value(
         _check_shapes(values=values, old_values=old_values)
         near = (old_values + (values - old_values).clamp(-clip, clip) - returns).square()
         metrics["value_clipped"] = (near > error).to(error.dtype)
-        error = torch.maximum(error, near)
+        error = error.maximum(near)
     return _per_sequence(0.5 * error, sequence_lengths), metrics
 
 
@@ -252,15 +279,434 @@ def nll(*, logprobs: Tensor, sequence_lengths: Tensor | None = None) -> Terms:
     Returns:
         Terms [T], in nats, and no metrics.
 
+    >>> import torch
     >>> nll(logprobs=torch.tensor([-0.75]))[0].tolist()
     [0.75]
     """
     return _per_sequence(-logprobs, sequence_lengths), {}
 
 
+# ---- helpers for losses that look at whole samples
+
+
+def sequence_sum(values: Tensor, sequence_ids: Tensor) -> Tensor:
+    """For each token, the sum over all tokens of its sample; differentiable.
+
+    Args:
+        values: float [T]. sequence_ids: int64 [T], a number for each sample, from 0; `@loss(needs=[..., "sequence_ids"])` has them.
+    Returns:
+        float [T].
+
+    >>> import torch
+    >>> sequence_sum(torch.tensor([1.0, 2.0, 5.0]), torch.tensor([0, 0, 1])).tolist()
+    [3.0, 3.0, 5.0]
+    """
+    if values.shape != sequence_ids.shape:
+        raise ShapeError(f"values are {list(values.shape)}, sequence_ids {list(sequence_ids.shape)}")
+    num = int(sequence_ids.max()) + 1 if len(sequence_ids) else 0
+    return values.new_zeros(num).index_add(0, sequence_ids, values)[sequence_ids]
+
+
+def sequence_mean(values: Tensor, sequence_ids: Tensor) -> Tensor:
+    """For each token, the mean over all tokens of its sample under the loss mask; as `sequence_sum`.
+
+    >>> import torch
+    >>> sequence_mean(torch.tensor([1.0, 2.0, 5.0]), torch.tensor([0, 0, 1])).tolist()
+    [1.5, 1.5, 5.0]
+    """
+    return sequence_sum(values, sequence_ids) / sequence_sum(values.detach().new_ones(values.shape), sequence_ids)
+
+
+# ---- further losses of a policy
+
+
+def gspo(
+    *,
+    logprobs: Tensor,
+    behaviour_logprobs: Tensor,
+    advantages: Tensor,
+    sequence_ids: Tensor,
+    sequence_lengths: Tensor,
+    eps_low: Share = 3e-4,
+    eps_high: NotNegative = 4e-4,
+) -> Terms:
+    """GSPO: PPO's clipped surrogate with one ratio for a sample, the geometric mean of its tokens' ratios.
+
+        s    = exp(mean over the sample of (logprobs - behaviour_logprobs))
+        term = -min(s * A, clip(s, 1 - eps_low, 1 + eps_high) * A)
+
+    Args:
+        As `ppo_clip`; advantages are one number a sample. sequence_ids: int64 [T]; sequence_lengths: float [T].
+    Returns:
+        Terms [T], and `ratio` (the s above) and `clipped`.
+    Source:
+        Zheng et al. 2025, "Group Sequence Policy Optimization", arXiv:2507.18071, eq. 5 to 7, whose experiments have these bounds.
+
+    >>> import torch
+    >>> terms, metrics = gspo(
+    ...     logprobs=torch.tensor([2.0, 0.5]).log(), behaviour_logprobs=torch.zeros(2), advantages=torch.ones(2),
+    ...     sequence_ids=torch.tensor([0, 0]), sequence_lengths=torch.tensor([2.0, 2.0]),
+    ... )
+    >>> terms.tolist(), metrics["ratio"].tolist()
+    ([-0.5, -0.5], [1.0, 1.0])
+    """
+    _check_shapes(logprobs=logprobs, behaviour_logprobs=behaviour_logprobs, advantages=advantages)
+    ratio = _exp(sequence_mean(logprobs - behaviour_logprobs, sequence_ids))
+    terms, clipped = _clipped_surrogate(ratio, advantages, eps_low, eps_high)
+    return _per_sequence(terms, sequence_lengths), {"ratio": ratio.detach(), "clipped": clipped.to(terms.dtype)}
+
+
+def gspo_token(
+    *,
+    logprobs: Tensor,
+    behaviour_logprobs: Tensor,
+    advantages: Tensor,
+    sequence_ids: Tensor,
+    sequence_lengths: Tensor,
+    eps_low: Share = 3e-4,
+    eps_high: NotNegative = 4e-4,
+) -> Terms:
+    """GSPO-token: the value of a sample's ratio as in `gspo`, and the gradient of each token by itself, for advantages of tokens.
+
+        s[t] = s without gradient * exp(logprobs[t] - logprobs[t] without gradient)
+        term = -min(s[t] * A[t], clip(s[t], 1 - eps_low, 1 + eps_high) * A[t])
+
+    With one advantage for all tokens of a sample, terms and gradient are those of `gspo`.
+
+    Args, Returns: as `gspo`; advantages may differ between a sample's tokens.
+    Source:
+        Zheng et al. 2025, arXiv:2507.18071, eq. 13 and 14.
+
+    >>> import torch
+    >>> logprobs = torch.zeros(2, requires_grad=True)
+    >>> ids, lengths, advantages = torch.tensor([0, 0]), torch.full((2,), 2.0), torch.tensor([1.0, 3.0])
+    >>> terms, _ = gspo_token(
+    ...     logprobs=logprobs, behaviour_logprobs=torch.zeros(2), advantages=advantages, sequence_ids=ids, sequence_lengths=lengths
+    ... )
+    >>> torch.autograd.grad(terms.sum(), logprobs)[0].tolist()
+    [-0.5, -1.5]
+    """
+    _check_shapes(logprobs=logprobs, behaviour_logprobs=behaviour_logprobs, advantages=advantages)
+    of_sample = _exp(sequence_mean(logprobs - behaviour_logprobs, sequence_ids)).detach()
+    ratio = of_sample * (logprobs - logprobs.detach()).exp()
+    terms, clipped = _clipped_surrogate(ratio, advantages, eps_low, eps_high)
+    return _per_sequence(terms, sequence_lengths), {"ratio": of_sample, "clipped": clipped.to(terms.dtype)}
+
+
+def gmpo(
+    *,
+    logprobs: Tensor,
+    behaviour_logprobs: Tensor,
+    advantages: Tensor,
+    sequence_ids: Tensor,
+    sequence_lengths: Tensor,
+    log_eps_low: NotNegative = 0.4,
+    log_eps_high: NotNegative = 0.4,
+) -> Terms:
+    """GMPO: the geometric mean over a sample of ratios that are clipped token by token.
+
+        d[t] = logprobs - behaviour_logprobs, at most log_eps_high where A > 0 and at least -log_eps_low where A < 0
+        term = -A exp(mean over the sample of d)
+
+    Args:
+        As `gspo`. log_eps_low, log_eps_high: how far a token's log-ratio may go before its gradient stops; nats.
+    Returns:
+        Terms [T], and `ratio` and `clipped` (1 for a token whose log-ratio was cut off).
+    Source:
+        Zhao et al. 2025, "Geometric-Mean Policy Optimization", arXiv:2507.20673, which clips at exp(-0.4) and exp(0.4).
+
+    >>> import torch
+    >>> terms, metrics = gmpo(
+    ...     logprobs=torch.tensor([1.0, 0.0]), behaviour_logprobs=torch.zeros(2), advantages=torch.ones(2),
+    ...     sequence_ids=torch.tensor([0, 0]), sequence_lengths=torch.tensor([2.0, 2.0]),
+    ... )
+    >>> [round(ratio, 4) for ratio in metrics["ratio"].tolist()], metrics["clipped"].tolist()
+    ([1.2214, 1.2214], [1.0, 0.0])
+    """
+    _check_shapes(logprobs=logprobs, behaviour_logprobs=behaviour_logprobs, advantages=advantages)
+    log_ratio = logprobs - behaviour_logprobs
+    clipped = ((advantages > 0) & (log_ratio > log_eps_high)) | ((advantages < 0) & (log_ratio < -log_eps_low))
+    kept = log_ratio.where(~clipped, log_ratio.detach().clamp(-log_eps_low, log_eps_high))
+    ratio = _exp(sequence_mean(kept, sequence_ids))
+    return _per_sequence(-advantages * ratio, sequence_lengths), {"ratio": ratio.detach(), "clipped": clipped.to(ratio.dtype)}
+
+
+def cispo(
+    *,
+    logprobs: Tensor,
+    behaviour_logprobs: Tensor,
+    advantages: Tensor,
+    eps_low: Share = 1.0,
+    eps_high: NotNegative = 0.28,
+    sequence_lengths: Tensor | None = None,
+) -> Terms:
+    """CISPO: REINFORCE weighted by a clipped ratio, which itself has no gradient; so no token's gradient stops.
+
+        term = -clip(rho, 1 - eps_low, 1 + eps_high) without gradient * A * logprobs
+
+    Args:
+        As `ppo_clip`. eps_low: 1 is no lower bound.
+    Returns:
+        Terms [T], and `ratio` (unclipped) and `clipped` (1 where the ratio is outside its bounds).
+    Source:
+        MiniMax 2025 (MiniMax-M1), arXiv:2506.13585, eq. 4 and 5, without a lower bound there; it does not state eps_high.
+
+    >>> import torch
+    >>> old, now = torch.tensor([-1.0, -1.0]), torch.tensor([-0.5, -1.0])
+    >>> terms, metrics = cispo(logprobs=now, behaviour_logprobs=old, advantages=torch.ones(2))
+    >>> [round(term, 4) for term in terms.tolist()], metrics["clipped"].tolist()
+    ([0.64, 1.0], [1.0, 0.0])
+    """
+    _check_shapes(logprobs=logprobs, behaviour_logprobs=behaviour_logprobs, advantages=advantages)
+    ratio = _ratio(logprobs, behaviour_logprobs).detach()
+    clipped = (ratio > 1 + eps_high) | (ratio < 1 - eps_low)
+    terms = -ratio.clamp(1 - eps_low, 1 + eps_high) * advantages * logprobs
+    return _per_sequence(terms, sequence_lengths), {"ratio": ratio, "clipped": clipped.to(terms.dtype)}
+
+
+def importance_reinforce(
+    *,
+    logprobs: Tensor,
+    behaviour_logprobs: Tensor,
+    advantages: Tensor,
+    max_ratio: Positive = 2.0,
+    sequence_lengths: Tensor | None = None,
+) -> Terms:
+    """REINFORCE weighted by the truncated ratio of the current weights to those that sampled the tokens.
+
+        term = -min(rho, max_ratio) without gradient * A * logprobs
+
+    Args:
+        As `reinforce`. behaviour_logprobs: float [T]. max_ratio: bound on a token's weight; without truncation the policy gradient of
+            the next token alone is unbiased, and its variance has no bound.
+    Returns:
+        Terms [T], and `ratio` (not truncated) and `clipped` (1 where it was).
+    Source:
+        Ionides 2008, "Truncated importance sampling", for the truncation; on tokens: Yao et al. 2025, "Your efficient RL framework
+        secretly brings you off-policy RL training", https://fengyao.notion.site/off-policy-rl.
+
+    >>> import torch
+    >>> terms, _ = importance_reinforce(
+    ...     logprobs=torch.tensor([-1.0]), behaviour_logprobs=torch.tensor([-3.0]), advantages=torch.tensor([1.0])
+    ... )
+    >>> terms.tolist()
+    [2.0]
+    """
+    _check_shapes(logprobs=logprobs, behaviour_logprobs=behaviour_logprobs, advantages=advantages)
+    ratio = _ratio(logprobs, behaviour_logprobs).detach()
+    terms = -ratio.clamp(max=max_ratio) * advantages * logprobs
+    return _per_sequence(terms, sequence_lengths), {"ratio": ratio, "clipped": (ratio > max_ratio).to(terms.dtype)}
+
+
+def sapo(
+    *,
+    logprobs: Tensor,
+    behaviour_logprobs: Tensor,
+    advantages: Tensor,
+    tau_positive: Positive = 1.0,
+    tau_negative: Positive = 1.05,
+    sequence_lengths: Tensor | None = None,
+) -> Terms:
+    """SAPO: a smooth gate on the ratio instead of a clip.
+
+        gate = (4 / tau) sigmoid(tau (rho - 1))        tau: tau_positive where A > 0, else tau_negative
+        term = -gate * A
+
+    At rho = 1 the gate's slope is 1, so on policy the gradient is that of REINFORCE; it falls to 0 on both sides.
+
+    Args:
+        As `ppo_clip`. tau_positive, tau_negative: the larger, the narrower the gate.
+    Returns:
+        Terms [T], and `ratio`.
+    Source:
+        Gao et al. 2025, "Soft Adaptive Policy Optimization", arXiv:2511.20347.
+
+    >>> import torch
+    >>> sapo(logprobs=torch.zeros(1), behaviour_logprobs=torch.zeros(1), advantages=torch.ones(1))[0].tolist()
+    [-2.0]
+    """
+    _check_shapes(logprobs=logprobs, behaviour_logprobs=behaviour_logprobs, advantages=advantages)
+    ratio = _ratio(logprobs, behaviour_logprobs)
+    tau = advantages.new_full(advantages.shape, tau_negative).masked_fill(advantages > 0, tau_positive)
+    terms = -(tau * (ratio - 1)).sigmoid() * (4 / tau) * advantages
+    return _per_sequence(terms, sequence_lengths), {"ratio": ratio.detach()}
+
+
+def topr(
+    *,
+    logprobs: Tensor,
+    behaviour_logprobs: Tensor,
+    advantages: Tensor,
+    sequence_ids: Tensor,
+    sequence_lengths: Tensor | None = None,
+) -> Terms:
+    """TOPR: likelihood for samples of positive advantage, REINFORCE tapered by the sample's ratio for the others.
+
+        w    = 1 where A >= 0, else min(1, exp(sum over the sample of (logprobs - behaviour_logprobs)))        without gradient
+        term = -w * A * logprobs
+
+    Args:
+        As `reinforce`. sequence_ids: int64 [T].
+    Returns:
+        Terms [T], and `weight` (the w above).
+    Source:
+        Le Roux et al. 2025, "Tapered off-policy REINFORCE", arXiv:2503.14286, with its canonical bounds: 1 and 1 for positive samples, 0
+        and 1 for negative ones.
+
+    >>> import torch
+    >>> old, now = torch.tensor([-1.0, -1.0]), torch.tensor([-1.5, -1.5])
+    >>> terms, metrics = topr(logprobs=now, behaviour_logprobs=old, advantages=-torch.ones(2), sequence_ids=torch.tensor([0, 0]))
+    >>> [round(weight, 4) for weight in metrics["weight"].tolist()]
+    [0.3679, 0.3679]
+    """
+    _check_shapes(logprobs=logprobs, behaviour_logprobs=behaviour_logprobs, advantages=advantages)
+    ratio = _exp(sequence_sum((logprobs - behaviour_logprobs).detach(), sequence_ids))
+    weight = ratio.clamp(max=1.0).masked_fill(advantages >= 0, 1.0)
+    return _per_sequence(-weight * advantages * logprobs, sequence_lengths), {"weight": weight}
+
+
+def dppo(
+    *,
+    logprobs: Tensor,
+    behaviour_logprobs: Tensor,
+    advantages: Tensor,
+    divergence: Divergence = "tv",
+    most: NotNegative = 0.15,
+    sequence_lengths: Tensor | None = None,
+) -> Terms:
+    """DPPO: the surrogate of PPO, whose gradient stops where the distributions have moved apart, not where the ratio has.
+
+        p, q = exp(logprobs), exp(behaviour_logprobs)
+        D    = |p - q|                                              tv, of the token against all others
+               q log(q / p) + (1 - q) log((1 - q) / (1 - p))        kl, likewise
+        term = -rho * A,  without gradient where D > most and the gradient would move p further from q
+
+    A rare token may so change by a large factor, and a likely one may not by a small one.
+
+    Args:
+        As `ppo_clip`. most: bound on D; a probability for `tv`, nats for `kl`.
+    Returns:
+        Terms [T], and `ratio`, `divergence` (the D above) and `clipped`.
+    Source:
+        Qi et al. 2026, "Rethinking the trust region in LLM reinforcement learning", arXiv:2602.04879, the binary approximations.
+
+    >>> import torch
+    >>> new, old = torch.tensor([0.9, 0.002]).log(), torch.tensor([0.6, 0.001]).log()
+    >>> dppo(logprobs=new, behaviour_logprobs=old, advantages=torch.ones(2))[1]["clipped"].tolist()
+    [1.0, 0.0]
+    """
+    _check_shapes(logprobs=logprobs, behaviour_logprobs=behaviour_logprobs, advantages=advantages)
+    ratio = _ratio(logprobs, behaviour_logprobs)
+    p, q = (of.detach().clamp(max=0.0).exp() for of in (logprobs, behaviour_logprobs))
+    if divergence == "tv":
+        apart = (p - q).abs()
+    else:
+        smallest = 1e-7  # Keeps the logarithm of a probability that is 0 or 1 finite.
+        p, q = p.clamp(smallest, 1 - smallest), q.clamp(smallest, 1 - smallest)
+        apart = q * (q / p).log() + (1 - q) * ((1 - q) / (1 - p)).log()
+    is_leaving = ((advantages > 0) & (ratio > 1)) | ((advantages < 0) & (ratio < 1))
+    clipped = is_leaving & (apart > most)
+    terms = -ratio.where(~clipped, ratio.detach()) * advantages
+    return _per_sequence(terms, sequence_lengths), {"ratio": ratio.detach(), "divergence": apart, "clipped": clipped.to(terms.dtype)}
+
+
+def decoupled_ppo(
+    *,
+    logprobs: Tensor,
+    behaviour_logprobs: Tensor,
+    proximal_logprobs: Tensor,
+    advantages: Tensor,
+    eps_low: Share = 0.2,
+    eps_high: NotNegative = 0.2,
+    max_weight: Positive = 5.0,
+    sequence_lengths: Tensor | None = None,
+) -> Terms:
+    """Decoupled PPO: clip around a proximal policy, and weigh by how much likelier it was than the one that sampled.
+
+        rho    = exp(logprobs - proximal_logprobs)
+        weight = min(exp(proximal_logprobs - behaviour_logprobs), max_weight)        without gradient
+        term   = -weight * min(rho * A, clip(rho, 1 - eps_low, 1 + eps_high) * A)
+
+    Args:
+        As `ppo_clip`. proximal_logprobs: float [T], of the weights before the update:
+            `columns={"proximal_logprobs": policy.logprobs(responses)}`. max_weight: bound on the weight.
+    Returns:
+        Terms [T], and `ratio` (the rho above), `weight` and `clipped`.
+    Source:
+        Hilton et al. 2022, arXiv:2110.00641, eq. 2; for language models: Fu et al. 2025 (AReaL), arXiv:2505.24298. The bound on the weight
+        is AReaL's `behav_imp_weight_cap`, which masks tokens above it where this truncates.
+
+    >>> import torch
+    >>> zero = torch.zeros(1)
+    >>> terms, metrics = decoupled_ppo(
+    ...     logprobs=zero, proximal_logprobs=zero, behaviour_logprobs=torch.tensor([0.5]).log(), advantages=torch.ones(1)
+    ... )
+    >>> terms.tolist(), metrics["weight"].tolist()
+    ([-2.0], [2.0])
+    """
+    given = {
+        "logprobs": logprobs,
+        "behaviour_logprobs": behaviour_logprobs,
+        "proximal_logprobs": proximal_logprobs,
+        "advantages": advantages,
+    }
+    _check_shapes(**given)
+    ratio = _ratio(logprobs, proximal_logprobs)
+    weight = _ratio(proximal_logprobs, behaviour_logprobs).detach().clamp(max=max_weight)
+    terms, clipped = _clipped_surrogate(ratio, advantages, eps_low, eps_high)
+    metrics = {"ratio": ratio.detach(), "weight": weight, "clipped": clipped.to(terms.dtype)}
+    return _per_sequence(weight * terms, sequence_lengths), metrics
+
+
+def opmd(
+    *,
+    logprobs: Tensor,
+    behaviour_logprobs: Tensor,
+    advantages: Tensor,
+    sequence_ids: Tensor,
+    tau: NotNegative = 1.0,
+    sequence_lengths: Tensor | None = None,
+) -> Terms:
+    """Online policy mirror descent: REINFORCE, and the squared log-ratio of a sample as a penalty.
+
+        d    = sum over the sample of (logprobs - behaviour_logprobs), taken as -20 or 20 beyond those
+        term = -A * logprobs + tau / 2 * d^2 / (tokens of the sample)
+
+    Args:
+        As `reinforce`; advantages are rewards less their group's mean (`dr_grpo`). tau: weight of the penalty, units of advantage a nat^2.
+    Returns:
+        Terms [T], and `log_ratio` (the d above). A sample's terms add up to -A log p + tau / 2 d^2.
+    Source:
+        Kimi k1.5 technical report 2025, arXiv:2501.12599, eq. 3 and the gradient below it; the clamp is ours.
+
+    >>> import torch
+    >>> terms, _ = opmd(
+    ...     logprobs=torch.tensor([-1.0, -2.0]), behaviour_logprobs=torch.tensor([-2.0, -3.0]), advantages=torch.ones(2),
+    ...     sequence_ids=torch.tensor([0, 0]),
+    ... )
+    >>> terms.tolist()
+    [2.0, 3.0]
+    """
+    _check_shapes(logprobs=logprobs, behaviour_logprobs=behaviour_logprobs, advantages=advantages)
+    drift = sequence_sum(logprobs - behaviour_logprobs, sequence_ids).clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO)
+    counts = sequence_sum(logprobs.detach().new_ones(logprobs.shape), sequence_ids)
+    terms = -advantages * logprobs + 0.5 * tau * drift.square() / counts
+    return _per_sequence(terms, sequence_lengths), {"log_ratio": drift.detach()}
+
+
+def _clipped_surrogate(ratio: Tensor, advantages: Tensor, eps_low: float, eps_high: float) -> tuple[Tensor, Tensor]:
+    """PPO's terms [T], and whether clipping stops the gradient of each."""
+    terms = -(ratio * advantages).minimum(ratio.clamp(1 - eps_low, 1 + eps_high) * advantages)
+    return terms, ((advantages > 0) & (ratio > 1 + eps_high)) | ((advantages < 0) & (ratio < 1 - eps_low))
+
+
+def _exp(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO).exp()
+
+
 def _ratio(logprobs: Tensor, behaviour_logprobs: Tensor) -> Tensor:
     """The importance ratio of the current to the sampling policy for each token, always finite."""
-    return (logprobs - behaviour_logprobs).clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO).exp()
+    return _exp(logprobs - behaviour_logprobs)
 
 
 def _per_sequence(terms: Tensor, sequence_lengths: Tensor | None) -> Tensor:
@@ -271,3 +717,9 @@ def _check_shapes(**tensors: Tensor) -> None:
     shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
     if len({tuple(shape) for shape in shapes.values()}) > 1:
         raise ShapeError("per-token tensors differ in shape: " + ", ".join(f"{name} {shape}" for name, shape in shapes.items()))
+
+
+LOSSES: Mapping[str, Callable[..., Terms]] = MappingProxyType(
+    {name: one for name, one in [*globals().items()] if name[0] != "_" and getattr(one, "__annotations__", {}).get("return") == "Terms"}
+)
+"""Every loss of this module by its name."""

@@ -28,7 +28,7 @@ from m2flow.errors import TraceError
 if TYPE_CHECKING:
     import networkx as nx
 
-STRUCTURAL = frozenset({"advantages", "column", "epochs", "gives", "minibatch_size", "n", "refill", "source", "state", "style"})
+STRUCTURAL = frozenset({"advantages", "by_group", "column", "epochs", "gives", "minibatch_size", "n", "refill", "source", "state", "style"})
 """The options that a lowering pass may read. Passes get calls without the others, so that none can be left out here by mistake."""
 
 _IN_ORDER = tuple(sorted(STRUCTURAL))

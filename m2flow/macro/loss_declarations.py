@@ -1,7 +1,8 @@
 """Declare losses in a flow, and refuse updates whose loss can't be right for their samples.
 
-Only the declaration is here (`m2flow.recipe.Loss`); the functions on tensors are in `m2flow.algorithms.losses`, which the engine
-imports. So a flow that names a loss loads no torch.
+Only the declaration is here (`m2flow.recipe.Loss`); the functions on tensors are in `m2flow.algorithms.losses`, which loads no torch, so
+a flow that names a loss loads none either. Each of them is a word here: those below have a declaration of their own, and that of any
+other is made of its function's signature when it is asked for.
 
 A policy gradient without importance weights is right only for samples of the very weights that it changes. Samples are of other weights
 where a generate may be stale, where an update makes several optimiser steps, and where the weights were updated since. A loss says by
@@ -12,12 +13,15 @@ policy's own, say.
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 
-from m2flow.errors import OptionError, TraceError
+from m2flow.algorithms.losses import LOSSES, Divergence
+from m2flow.errors import OptionError, TraceError, did_you_mean
 from m2flow.macro.graph import Call, MacroGraph
 from m2flow.macro.oversampling import is_cut, timeout_of
-from m2flow.recipe import Counts, Denominator, KlEstimator, Loss, check_choice, check_names, check_number
+from m2flow.recipe import Counts, Denominator, KlEstimator, Loss, check_choice, check_flag, check_names, check_number
 
 AnyDenominator = Denominator | Callable[[Counts], float]
 
@@ -29,7 +33,8 @@ def ppo_clip(
     dual_clip: float = 0.0,
     kl_coef: float = 0.0,
     kl: KlEstimator = "k3",
-    denominator: Denominator = "tokens",
+    entropy_coef: float = 0.0,
+    denominator: AnyDenominator = "tokens",
 ) -> Loss:
     """The clipped surrogate of PPO on group or any other advantages; with `kl_coef` a penalty against a reference.
 
@@ -37,7 +42,8 @@ def ppo_clip(
         eps_low, eps_high: how far the ratio may fall and rise before its gradient stops; from 0 to 1, and from 0.
         dual_clip: bound on the ratio where the advantage is negative; 0 is off, else above 1.
         kl_coef: weight of the penalty, in units of advantage a nat, 0 or more. kl: its estimator (`m2flow.algorithms.losses`).
-        denominator: what the sum over a mini-batch is divided by; with `sequences`, each sample's terms are its mean.
+        entropy_coef: weight of a bonus for the entropy of the next token, in units of advantage a nat, 0 or more.
+        denominator: how terms of tokens become one number (`m2flow.recipe.Denominator`).
     Source:
         Schulman et al. 2017, arXiv:1707.06347, eq. 7; asymmetric clipping after DAPO, arXiv:2503.14476, eq. 10; dual clip after Ye et
         al. 2020, arXiv:1912.09729, eq. 5.
@@ -49,21 +55,25 @@ def ppo_clip(
     if 0 < dual_clip <= 1:
         raise OptionError(f"dual_clip is {dual_clip}; it must be 0 (off) or above 1")
     check_choice("kl", kl, KlEstimator)
+    check_number("entropy_coef", entropy_coef, low=0)
     needs = ["logprobs", "behaviour_logprobs", "advantages"]
     options: list[tuple[str, float | int | str | bool]] = [("eps_low", eps_low), ("eps_high", eps_high)]
     options += [("dual_clip", dual_clip)] if dual_clip else []
     if kl_coef:
         needs.append("reference_logprobs")
         options += [("kl_coef", kl_coef), ("kl", kl)]
+    if entropy_coef:
+        needs.append("entropy")
+        options += [("entropy_coef", entropy_coef)]
     return _built_in("ppo_clip", needs, denominator, options)
 
 
-def nll(*, denominator: Denominator = "tokens") -> Loss:
+def nll(*, denominator: AnyDenominator = "tokens") -> Loss:
     """Negative log-likelihood of the tokens under the loss mask: supervised fine-tuning."""
     return _built_in("nll", ["logprobs"], denominator, [])
 
 
-def reinforce(*, denominator: Denominator = "tokens") -> Loss:
+def reinforce(*, denominator: AnyDenominator = "tokens") -> Loss:
     """Advantage times negative log-likelihood. Right only for samples of the current weights.
 
     Source:
@@ -72,7 +82,7 @@ def reinforce(*, denominator: Denominator = "tokens") -> Loss:
     return _built_in("reinforce", ["logprobs", "advantages"], denominator, [])
 
 
-def distill(*, clip: float = 0.0, denominator: Denominator = "tokens") -> Loss:
+def distill(*, clip: float = 0.0, denominator: AnyDenominator = "tokens") -> Loss:
     """On-policy distillation: the reverse KL to a teacher, on tokens that the policy itself sampled.
 
     Needs the column `teacher_logprobs`: `columns={"teacher_logprobs": teacher.logprobs(responses)}`, with `teacher = Reference(path)`.
@@ -86,7 +96,7 @@ def distill(*, clip: float = 0.0, denominator: Denominator = "tokens") -> Loss:
     return _built_in("distill", ["logprobs", "behaviour_logprobs", "teacher_logprobs"], denominator, [("clip", clip)])
 
 
-def clipped_value(*, clip: float = 0.2, denominator: Denominator = "tokens") -> Loss:
+def clipped_value(*, clip: float = 0.2, denominator: AnyDenominator = "tokens") -> Loss:
     """The squared error of a critic, clipped around its old values; `clip=0` is without. What `Critic.update` minimises.
 
     Source:
@@ -102,8 +112,9 @@ def loss(*, needs: Sequence[str], denominator: AnyDenominator = "tokens") -> Cal
 
     Args:
         needs: see `m2flow.recipe.Loss`; a name that is none of its own is a column of the samples, or one of `update(columns=...)`.
-        denominator: what the sum over a mini-batch is divided by: its `tokens` under the loss mask, its `sequences`, or a function
-            of its `Counts` (`lambda counts: 512 * counts.num_sequences`). They are the whole mini-batch's, however it was cut.
+        denominator: what the sum over a mini-batch is divided by: its `tokens` under the loss mask, its `sequences`, its `groups` (each
+            term is divided by the tokens of its group first), or a function of its `Counts`, such as `PerSequence(512)`. They are the whole
+            mini-batch's, however it was cut.
     Raises:
         OptionError: a denominator that is none of these.
     """
@@ -119,14 +130,62 @@ def loss(*, needs: Sequence[str], denominator: AnyDenominator = "tokens") -> Cal
     return declare
 
 
-def _built_in(name: str, needs: list[str], denominator: Denominator, options: list[tuple[str, float | int | str | bool]]) -> Loss:
-    check_choice("denominator", denominator, Denominator)
-    if denominator == "sequences":
+def __getattr__(name: str) -> Callable[..., Loss]:
+    """The declaration of a loss that has none of its own here, made of its function's signature."""
+    if name not in LOSSES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = declaration(name)
+    globals()[name] = found
+    return found
+
+
+_BOUNDS: Mapping[str, Mapping[str, float]] = {"Share": {"low": 0, "high": 1}, "NotNegative": {"low": 0}, "Positive": {"above": 0}}
+_CHOICES: Mapping[str, object] = {"KlEstimator": KlEstimator, "Divergence": Divergence}
+"""Annotation of an option of a loss -> what it may be."""
+
+
+def declaration(name: str) -> Callable[..., Loss]:
+    """Make the word of a flow for one of `LOSSES`: it takes the function's options and `denominator`, and checks them."""
+    function = LOSSES[name]
+    parameters = inspect.signature(function).parameters
+    options = {key: one for key, one in parameters.items() if "Tensor" not in one.annotation}
+    needs = [key for key, one in parameters.items() if one.annotation == "Tensor"]
+    usual: AnyDenominator = "sequences" if "sequence_lengths" in needs else "tokens"
+    aggregation = inspect.Parameter("denominator", inspect.Parameter.KEYWORD_ONLY, default=usual, annotation="AnyDenominator")
+
+    @functools.wraps(function)
+    def declare(*, denominator: AnyDenominator = usual, **given: float | int | str | bool) -> Loss:
+        for key, value in given.items():
+            if key not in options:
+                raise OptionError(f"{name} has no option {key!r}", now=did_you_mean(key, [*options, "denominator"], ""))
+            _check_option(key, value, options[key].annotation)
+        every = {key: one.default for key, one in options.items()} | given
+        return _built_in(name, [*needs], denominator, [(key, every[key]) for key in options])
+
+    declare.__signature__ = inspect.Signature([*options.values(), aggregation], return_annotation="Loss")  # type: ignore[attr-defined]
+    return declare
+
+
+def _check_option(name: str, value: object, annotation: str) -> None:
+    if annotation in _CHOICES:
+        check_choice(name, value, _CHOICES[annotation])
+    elif annotation == "bool":
+        check_flag(name, value)
+    else:
+        check_number(name, value, **_BOUNDS[annotation])
+
+
+def _built_in(name: str, needs: list[str], denominator: AnyDenominator, options: list[tuple[str, float | int | str | bool]]) -> Loss:
+    if not callable(denominator):
+        check_choice("denominator", denominator, Denominator, "or a function of the mini-batch's Counts")
+    if denominator == "sequences" and "sequence_lengths" not in needs:
         needs.append("sequence_lengths")
+    elif denominator != "sequences" and "sequence_lengths" in needs:
+        raise OptionError(f"{name} is a mean over sequences; denominator={denominator!r:.60} is none", now="Leave it out.")
     return Loss(name, f"m2flow.algorithms.losses:{name}", tuple(needs), denominator, tuple(options))
 
 
-_OF_LIKELIHOOD = {"logprobs", "sequence_lengths"}
+_OF_LIKELIHOOD = {"logprobs", "sequence_lengths", "sequence_ids"}
 """What a loss needs that is nothing but the likelihood of the tokens it is given."""
 
 

@@ -207,6 +207,7 @@ class Role:
                 "minibatch_size": settings.minibatch_size,
                 "epochs": settings.epochs,
                 "windows": windows(origins),
+                **({"by_group": True} if settings.loss.denominator == "groups" else {}),
                 **position,
                 **options,
             },

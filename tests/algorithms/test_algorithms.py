@@ -15,6 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import m2flow
 from m2flow.algorithms import advantages, losses
 from m2flow.algorithms.gae import gae, length_adaptive_lam, vtrace
 from m2flow.algorithms.losses import kl_estimate
@@ -28,13 +29,18 @@ OF_BATCHES = list(advantages.OF_BATCHES.values())
 ESTIMATORS: tuple[KlEstimator, ...] = get_args(KlEstimator)
 
 EVERY_OPTION: dict[str, list[dict[str, float | str]]] = {
-    "ppo_clip": [{}, {"dual_clip": 3.0}, *({"kl_coef": 0.1, "kl": estimator} for estimator in ESTIMATORS)],
-    "reinforce": [{}],
+    "ppo_clip": [{}, {"dual_clip": 3.0}, {"entropy_coef": 0.01}, *({"kl_coef": 0.1, "kl": estimator} for estimator in ESTIMATORS)],
     "distill": [{}, {"clip": 0.2}],
     "clipped_value": [{}, {"clip": 0.2}],
-    "nll": [{}],
+    "gspo": [{}, {"eps_low": 0.2, "eps_high": 0.3}],
+    "gspo_token": [{}, {"eps_low": 0.2, "eps_high": 0.3}],
+    "cispo": [{}, {"eps_low": 0.2}],
+    "dppo": [{}, {"divergence": "kl", "most": 0.05}],
+    "opmd": [{}, {"tau": 0.1}],
 }
-"""Options that choose another branch of a loss."""
+"""Options that choose another branch of a loss; any other loss is tried with its defaults."""
+
+LOSS_CASES = [(name, options) for name in losses.LOSSES for options in EVERY_OPTION.get(name, [{}])]
 
 reward_groups = st.lists(st.lists(st.floats(-100, 100, width=32), min_size=2, max_size=6), min_size=1, max_size=5)
 
@@ -345,7 +351,21 @@ def test_advantages_by_name_take_the_bounds_of_a_batch() -> None:
 EXTREMES = [0.0, 1e4, -1e4, 90.0, -90.0, 20.0, -20.0]
 """Log-probabilities, advantages, values: float32 has no exp(89)."""
 
-PER_TOKEN = {"logprobs", "behaviour_logprobs", "reference_logprobs", "teacher_logprobs", "advantages", "values", "returns", "old_values"}
+
+def inputs_of(name: str, options: dict[str, float | str]) -> list[str]:
+    """The inputs of a loss with these options, but for what says where samples begin and end."""
+    return [need for need in getattr(m2flow, name)(**options).needs if not need.startswith("sequence_")]
+
+
+def with_sequences(name: str, lengths: list[int], *, is_mean: bool = True) -> dict[str, Tensor]:
+    """What a loss takes of `sequence_ids` and `sequence_lengths`."""
+    counts = torch.tensor(lengths, dtype=torch.int64)
+    known = {
+        "sequence_ids": torch.arange(len(counts)).repeat_interleave(counts),
+        "sequence_lengths": counts.repeat_interleave(counts).double(),
+    }
+    parameters = inspect.signature(losses.LOSSES[name]).parameters
+    return {key: known[key] for key in known if key in parameters and (is_mean or parameters[key].default is inspect.Parameter.empty)}
 
 
 def extreme_tokens(count: int, names: list[str]) -> dict[str, Tensor]:
@@ -355,26 +375,192 @@ def extreme_tokens(count: int, names: list[str]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("count", [0, 1, None], ids=["empty", "one token", "all"])
-@pytest.mark.parametrize("name", EVERY_OPTION)
-def test_a_loss_and_its_gradient_are_finite_at_extreme_inputs(name: str, count: int | None) -> None:
-    function: Callable[..., tuple[Tensor, dict[str, Tensor]]] = getattr(losses, name)
-    parameters = inspect.signature(function).parameters
-    tensors = [parameter for parameter in parameters if parameter in PER_TOKEN]
-    for options in EVERY_OPTION[name]:
-        inputs = extreme_tokens(7**4 if count is None else count, tensors)
+@pytest.mark.parametrize(("name", "options"), LOSS_CASES)
+def test_a_loss_and_its_gradient_are_finite_at_extreme_inputs(name: str, options: dict[str, float | str], count: int | None) -> None:
+    tensors = inputs_of(name, options)
+    for per_sample in (1, 7):
+        inputs = extreme_tokens(7 ** len(tensors) if count is None else count, tensors)
         trained = inputs["values" if "values" in inputs else "logprobs"].requires_grad_()
-        terms, metrics = function(**inputs, sequence_lengths=torch.ones(len(trained)), **options)
+        num_samples = max(1, len(trained) // per_sample) if len(trained) else 0
+        lengths = [per_sample] * (num_samples - 1) + [len(trained) - per_sample * (num_samples - 1)] if num_samples else []
+        shape = {key: one.float() if key == "sequence_lengths" else one for key, one in with_sequences(name, lengths).items()}
+        terms, metrics = losses.LOSSES[name](**inputs, **shape, **options)
         assert terms.isfinite().all()
         assert all(metric.isfinite().all() for metric in metrics.values())
+        assert all(metric.shape == terms.shape and not metric.requires_grad for metric in metrics.values())
         (gradient,) = torch.autograd.grad(terms.sum(), trained)
         assert gradient.isfinite().all()
-        if "advantages" in inputs and not options.get("kl_coef"):
+        if "advantages" in inputs and per_sample == 1 and name != "opmd" and not {"kl_coef", "entropy_coef"} & set(options):
             assert not gradient[inputs["advantages"] == 0].any()
 
 
-def test_every_loss_of_the_module_is_tried_at_extreme_inputs() -> None:
+def test_every_loss_is_a_public_function_of_the_module_and_a_word_of_flows() -> None:
     public = {name for name, found in vars(losses).items() if inspect.isfunction(found) and found.__module__ == losses.__name__}
-    assert {name for name in public if not name.startswith("_")} == {*EVERY_OPTION, "kl_estimate"}  # The estimators are tried below.
+    helpers = {"kl_estimate", "sequence_sum", "sequence_mean"}
+    assert {name for name in public if not name.startswith("_")} == {*losses.LOSSES, *helpers}
+    for name in losses.LOSSES:
+        declared = getattr(m2flow, name)()
+        assert declared.function == f"m2flow.algorithms.losses:{name}"
+        assert set(declared.needs) <= set(inspect.signature(losses.LOSSES[name]).parameters)
+
+
+LENGTHS = [3, 1, 4, 2]
+
+
+def random_inputs(name: str, options: dict[str, float | str] | None = None, seed: int = 0) -> dict[str, Tensor]:
+    """Float64 inputs near each other, so that some tokens are clipped and some are not; advantages are one number a sample."""
+    generator = torch.Generator().manual_seed(seed)
+    num_tokens = sum(LENGTHS)
+    base = -torch.rand(num_tokens, generator=generator, dtype=torch.float64) * 3 - 0.1
+    inputs = {key: base + 0.3 * torch.randn(num_tokens, generator=generator, dtype=torch.float64) for key in inputs_of(name, options or {})}
+    if "advantages" in inputs:
+        inputs["advantages"] = torch.tensor([1.5, -1.0, -0.5, 2.0], dtype=torch.float64).repeat_interleave(torch.tensor(LENGTHS))
+    return inputs
+
+
+def trained_by(name: str) -> str:
+    return "values" if name == "clipped_value" else "logprobs"
+
+
+def sum_and_gradient(name: str, options: dict[str, float | str], inputs: dict[str, Tensor], lengths: list[int], *, is_mean: bool):
+    inputs = {key: one.detach().clone() for key, one in inputs.items()}
+    trained = inputs[trained_by(name)].requires_grad_()
+    terms, metrics = losses.LOSSES[name](**inputs, **with_sequences(name, lengths, is_mean=is_mean), **options)
+    (gradient,) = torch.autograd.grad(terms.sum(), trained)
+    return terms.sum().detach(), gradient, {key: metric.sum() for key, metric in metrics.items()}
+
+
+@pytest.mark.parametrize("is_mean", [False, True], ids=["tokens", "sequences"])
+@pytest.mark.parametrize(("name", "options"), LOSS_CASES)
+def test_a_losss_sums_and_gradient_do_not_depend_on_cuts_and_order(name: str, options: dict[str, float | str], is_mean: bool) -> None:
+    inputs = random_inputs(name, options)
+    expected, gradient, metrics = sum_and_gradient(name, options, inputs, LENGTHS, is_mean=is_mean)
+    parts = {key: one.split(LENGTHS) for key, one in inputs.items()}
+    for order in ((0, 1, 2, 3), (3, 1, 0, 2), (2, 3, 1, 0)):
+        for cuts in ((), (1,), (2, 3), (1, 2, 3)):
+            found = []
+            for start, end in itertools.pairwise((0, *cuts, len(order))):
+                chosen = order[start:end]
+                chunk = {key: torch.cat([one[i] for i in chosen]) for key, one in parts.items()}
+                found.append(sum_and_gradient(name, options, chunk, [LENGTHS[i] for i in chosen], is_mean=is_mean))
+            torch.testing.assert_close(sum(one[0] for one in found), expected, rtol=1e-12, atol=1e-12)
+            by_sample = torch.cat([one[1] for one in found]).split([LENGTHS[i] for i in order])
+            in_order = torch.cat([by_sample[order.index(i)] for i in range(len(order))])
+            torch.testing.assert_close(in_order, gradient, rtol=1e-12, atol=1e-12)
+            for key, metric in metrics.items():
+                torch.testing.assert_close(sum(one[2][key] for one in found), metric, rtol=1e-12, atol=1e-12)
+
+
+STOPPED = {"distill", "gspo_token", "cispo", "importance_reinforce", "topr"}
+"""Losses of which a part has no gradient by design, so that it is not that of their value."""
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("name", "options"), [case for case in LOSS_CASES if case[0] not in STOPPED])
+def test_the_gradient_of_a_loss_is_its_finite_difference(name: str, options: dict[str, float | str], seed: int) -> None:
+    inputs = random_inputs(name, options, seed)
+    shape = with_sequences(name, LENGTHS)
+
+    def terms(trained: Tensor) -> Tensor:
+        return losses.LOSSES[name](**{**inputs, trained_by(name): trained}, **shape, **options)[0]
+
+    if name == "dppo":  # Beyond the bound the value is kept, and the gradient is not.
+        clipped = losses.LOSSES[name](**inputs, **shape, **options)[1]["clipped"].bool()
+        trained = inputs[trained_by(name)].requires_grad_()
+        assert not torch.autograd.grad(terms(trained).sum(), trained)[0][clipped].any()
+        inputs = {
+            key: one.detach().where(~clipped, inputs["behaviour_logprobs"]) if key == "logprobs" else one for key, one in inputs.items()
+        }
+    assert torch.autograd.gradcheck(terms, inputs[trained_by(name)].detach().requires_grad_())
+
+
+def test_losses_with_stopped_parts_have_the_gradient_that_they_state() -> None:
+    lengths = torch.tensor(LENGTHS).repeat_interleave(torch.tensor(LENGTHS)).double()
+    for seed in range(3):
+        for name in sorted(STOPPED - {"distill"}):
+            inputs = random_inputs(name, seed=seed)
+            log_ratio, advantages_of = inputs["logprobs"] - inputs["behaviour_logprobs"], inputs["advantages"]
+            of_samples = torch.cat([part.sum().expand(len(part)) for part in log_ratio.split(LENGTHS)])
+            geometric = (of_samples / lengths).exp()
+            stops = ((advantages_of > 0) & (geometric > 1 + 4e-4)) | ((advantages_of < 0) & (geometric < 1 - 3e-4))
+            weights = {
+                "cispo": log_ratio.exp().clamp(0.0, 1.28),
+                "importance_reinforce": log_ratio.exp().clamp(max=2.0),
+                "topr": of_samples.exp().clamp(max=1.0).where(advantages_of < 0, torch.tensor(1.0).double()),
+                "gspo_token": geometric.where(~stops, torch.tensor(0.0).double()),
+            }[name]
+            _, gradient, _ = sum_and_gradient(name, {}, inputs, LENGTHS, is_mean=True)
+            torch.testing.assert_close(gradient, -weights * advantages_of / lengths)
+
+
+def test_gspo_and_gspo_token_agree_where_advantages_are_those_of_samples() -> None:
+    inputs = random_inputs("gspo")
+    for options in EVERY_OPTION["gspo"]:
+        whole = sum_and_gradient("gspo", options, inputs, LENGTHS, is_mean=True)
+        torch.testing.assert_close(sum_and_gradient("gspo_token", options, inputs, LENGTHS, is_mean=True), whole)
+
+
+POLICY_LOSSES = [name for name in losses.LOSSES if "advantages" in inputs_of(name, {})]
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_on_policy_every_policy_loss_has_the_gradient_of_reinforce(name: str) -> None:
+    inputs = random_inputs(name)
+    inputs = {key: inputs["logprobs"] if key.endswith("logprobs") else one for key, one in inputs.items()}
+    _, gradient, _ = sum_and_gradient(name, {}, inputs, LENGTHS, is_mean=True)
+    expected = sum_and_gradient("reinforce", {}, {key: inputs[key] for key in ("logprobs", "advantages")}, LENGTHS, is_mean=True)[1]
+    torch.testing.assert_close(gradient, expected)
+
+
+def test_decoupled_ppo_with_the_sampling_policy_as_the_proximal_one_is_ppo() -> None:
+    inputs = random_inputs("ppo_clip")
+    both = {key: inputs[key] for key in ("logprobs", "behaviour_logprobs", "advantages")}
+    found = sum_and_gradient("decoupled_ppo", {}, {**both, "proximal_logprobs": inputs["behaviour_logprobs"]}, LENGTHS, is_mean=True)
+    expected = sum_and_gradient("ppo_clip", {}, both, LENGTHS, is_mean=True)
+    torch.testing.assert_close(found[:2], expected[:2])
+
+
+@pytest.mark.parametrize(("kl", "p_new", "p_old", "distance"), [("tv", 0.5, 0.3, 0.2), ("kl", 0.5, 0.25, 0.13081)])
+def test_the_divergence_of_dppo_is_that_of_the_token_against_the_others(kl: str, p_new: float, p_old: float, distance: float) -> None:
+    one = torch.ones(1, dtype=torch.float64)
+    _, metrics = losses.dppo(
+        logprobs=(p_new * one).log(),
+        behaviour_logprobs=(p_old * one).log(),
+        advantages=one,
+        divergence=kl,  # type: ignore[arg-type]
+    )
+    assert metrics["divergence"].item() == pytest.approx(distance, abs=1e-5)
+
+
+def test_sums_and_means_of_samples_are_given_to_each_token_and_have_gradients() -> None:
+    values = torch.tensor([1.0, 2.0, 6.0], dtype=torch.float64, requires_grad=True)
+    ids = torch.tensor([0, 0, 1])
+    assert torch.autograd.gradcheck(lambda v: losses.sequence_sum(v, ids), values)
+    assert torch.autograd.gradcheck(lambda v: losses.sequence_mean(v, ids), values)
+    assert losses.sequence_mean(values, ids).tolist() == [1.5, 1.5, 6.0]
+    with pytest.raises(ShapeError, match="sequence_ids"):
+        losses.sequence_sum(values, ids[:1])
+
+
+def test_expected_gradients_of_k1_and_k3_are_none_and_that_of_the_other_direction() -> None:
+    logits, q = torch.tensor([0.3, -0.2, 1.0]).double().requires_grad_(), torch.tensor([0.3, 0.3, 0.4]).double()
+    logp = logits.log_softmax(0)
+    p = logp.exp().detach()
+    of_k1, of_k3 = (torch.autograd.grad((p * kl_estimate(logp, q.log(), k)).sum(), logits, retain_graph=True)[0] for k in ("k1", "k3"))  # type: ignore[arg-type]
+    (reverse,) = torch.autograd.grad((q * (q.log() - logp)).sum(), logits)
+    torch.testing.assert_close(of_k1, torch.zeros(3).double())
+    torch.testing.assert_close(of_k3, reverse)
+
+
+def test_k1_in_the_reward_has_the_gradient_of_the_divergence_and_so_equals_k2_in_the_loss() -> None:
+    logits, q = torch.tensor([0.3, -0.2, 1.0]).double().requires_grad_(), torch.tensor([0.3, 0.3, 0.4]).double()
+    logp = logits.log_softmax(0)
+    p = logp.exp().detach()
+    advantages_of = -kl_estimate(logp.detach(), q.log(), "k1")
+    in_reward, _ = losses.reinforce(logprobs=logp, advantages=advantages_of)
+    in_loss = kl_estimate(logp, q.log(), "k2")
+    found, expected = (torch.autograd.grad((p * terms).sum(), logits, retain_graph=True)[0] for terms in (in_reward, in_loss))
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)

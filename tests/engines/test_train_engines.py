@@ -16,16 +16,21 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
+import m2flow
+from m2flow import Dataset, PerSequence, Policy, flow, nll
 from m2flow.engines.contract import EngineSettings, Objective, TrainEngine
 from m2flow.engines.embedded.trainer import EmbeddedTrain, token_logprobs
 from m2flow.engines.models import packing
 from m2flow.engines.models.adamw import Optimizers
 from m2flow.errors import EngineError, ModelError, OpError
+from m2flow.macro.graph import Call
+from m2flow.macro.tracing import trace
+from m2flow.micro.protocol.train_tasks import UpdateTally, objective, training_rows
 from m2flow.recipe import AdamW, Loss, Model
 from m2flow.samples import Batch, Ragged, make_ids
 from m2flow.testing import train_suite
 from m2flow.testing.fakes import FakeTrain
-from m2flow.testing.train_suite import PPO, RECIPE, TrainEngineSuite, copied, distance, samples, started
+from m2flow.testing.train_suite import LINEAR, PPO, RECIPE, TrainEngineSuite, copied, cut, distance, samples, started
 
 VOCABULARY = 32
 SMALL = {
@@ -311,6 +316,47 @@ def test_a_loss_of_the_users_own_gets_what_it_asked_for(model: Model) -> None:
     assert seen["sequence_lengths"].tolist() == np.repeat(counts, counts).tolist()
     assert seen["weight"].tolist() == np.repeat(np.arange(12), counts).tolist()
     assert seen["per_token"].tolist() == np.flatnonzero(mask.values).tolist()
+
+
+def update_with(loss: Loss) -> Call:
+    """An update of samples that have their advantages."""
+
+    @flow
+    def one_update() -> None:
+        policy = Policy("fake")
+        responses = policy.generate(Dataset([{"prompt": "1="}] * 3).take(3), n=4, max_new_tokens=4)
+        policy.update(responses, advantages=responses.length, loss=loss)
+
+    return trace(one_update, {})[0].calls[-1]
+
+
+@pytest.mark.parametrize("denominator", ["sequences", "groups", PerSequence(8)])
+@pytest.mark.parametrize("name", ["ppo_clip", "topr", "opmd"])
+def test_gradients_over_samples_and_groups_do_not_depend_on_the_cut(model: Model, name: str, denominator: object) -> None:
+    call = update_with(getattr(m2flow, name)(denominator=denominator))
+    batch, answers = samples(VOCABULARY), []
+    for sizes in ([12], [8, 4], [4, 4, 4]):
+        with started(EmbeddedTrain(model, EngineSettings())) as engine:
+            tally = UpdateTally()
+            for part in cut(batch, sizes):
+                rows = training_rows(call, {"samples": part})
+                tally.add(engine.accumulate(rows, objective(call)), rows, epoch=0)
+            engine.apply(LINEAR, tally.denominator(objective(call).loss))
+            answers.append(copied(engine))
+    assert max(distance(answer, answers[0]) for answer in answers[1:]) < 1e-5
+
+
+def test_a_mean_over_groups_weighs_each_groups_tokens_alike(model: Model) -> None:
+    batch = samples(VOCABULARY)
+    loss = nll(denominator="groups")
+    call = update_with(loss)
+    rows = training_rows(call, {"samples": batch})
+    with started(EmbeddedTrain(model, EngineSettings())) as engine:
+        logprobs = engine.logprobs(batch).ragged("reference_logprobs")
+        found = engine.accumulate(rows, Objective(loss)).metrics["loss"] / 3
+    mask = batch.ragged("loss_mask")
+    by_group = [[-logprobs.row(i)[mask.row(i).astype(bool)] for i in range(start, end)] for start, end in batch.group_bounds()]
+    assert found == pytest.approx(np.mean([np.concatenate(group).mean() for group in by_group]), rel=1e-5)
 
 
 def test_a_loss_may_leave_out_tokens_that_an_older_cache_was_read_for_and_those_of_older_weights(model: Model) -> None:

@@ -16,6 +16,7 @@ from m2flow import (
     Dataset,
     Lora,
     Loss,
+    PerSequence,
     Policy,
     Reference,
     Reward,
@@ -41,7 +42,9 @@ from m2flow import (
     steps,
     where,
 )
+from m2flow.algorithms.losses import LOSSES
 from m2flow.errors import M2FlowError, OptionError
+from m2flow.macro import loss_declarations
 from m2flow.macro.tracing import TracingBackend, run_traced
 
 BAD: list[object] = [math.nan, math.inf, -math.inf, -1, -0.5, 2.5, True, 3, None, "no such", "", b"no", ("no",), [-1], {"no": 1}, object()]
@@ -132,6 +135,8 @@ VALID: dict[str, list[Valid]] = {
     "pass_rate_between": [lambda w: (pass_rate_between, {"low": 0.25, "high": 0.75})],
     "ppo_clip": [lambda w: (ppo_clip, {}), lambda w: (ppo_clip, {"kl_coef": 0.1})],
     "reinforce": [lambda w: (reinforce, {})],
+    **{name: [lambda w, name=name: (getattr(m2flow, name), {})] for name in sorted(set(LOSSES) - set(vars(loss_declarations)))},  # type: ignore[misc]
+    "PerSequence": [lambda w: (PerSequence, {"tokens": 512})],
     "loss": [lambda w: (loss, {"needs": ["logprobs"]})],
     "flow": [lambda w: (lambda **options: flow(**options)(judge), {})],
     "gae": [lambda w: (gae, {"responses": w.responses, "rewards": w.rewards, "values": w.values})],
@@ -147,6 +152,7 @@ OTHERS = {
     "Batch, Counts, Finish, Metrics, Number, Rows, Sample, SampleId, Scores": "what calls give; a flow makes none",
     "Flow": "made by @flow",
     "informative": "a function for keep=, called on samples",
+    "sequence_mean, sequence_sum": "functions on tensors, for losses",
     "log": "any name, with a number: tests/macro/test_flow.py",
     "traceparent": "has no option",
     "AdamW.rate, AdamW.in_loop": "ours",
@@ -272,7 +278,18 @@ LEGAL: dict[str, Callable[[object], bool]] = {
     "call.size": either(is_none, is_count),
     "call.returns": is_list_of_names,
     "op.size": either(is_none, is_count),
-    "ppo_clip.eps_high": is_number_in(0),
+    "*.eps_high": is_number_in(0),
+    "*.eps_low": is_number_in(0, 1),
+    "*.log_eps_low": is_number_in(0),
+    "*.log_eps_high": is_number_in(0),
+    "*.max_ratio": is_number_in(1e-9),
+    "*.max_weight": is_number_in(1e-9),
+    "*.tau": is_number_in(0),
+    "*.tau_positive": is_number_in(1e-9),
+    "*.tau_negative": is_number_in(1e-9),
+    "*.most": is_number_in(0),
+    "*.entropy_coef": is_number_in(0),
+    "PerSequence.tokens": is_number_in(1e-9),
     "ppo_clip.kl_coef": is_number_in(0),
     "ppo_clip.dual_clip": is_number_in(1.001),
     "loss.needs": is_list_of_names,
@@ -351,6 +368,7 @@ def test_a_choice_that_is_none_is_told_the_nearest() -> None:
         ("Policy.update", "advantages", "dr_grp", "dr_grpo"),
         ("Policy.generate", "late", "dropp", "drop"),
         ("ppo_clip", "denominator", "sequence", "sequences"),
+        ("dppo", "divergence", "tvv", "tv"),
         ("op", "granularity", "samples", "sample"),
         ("Rows.mean", "over", "groups", "group"),
         ("call", "returns", "rewards", "reward"),

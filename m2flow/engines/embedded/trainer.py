@@ -402,6 +402,8 @@ class EmbeddedTrain(TrainEngine):
         terms, reported = _evaluate(loss, self._inputs(batch, loss, outputs))
         num_tokens = len(packed.targets)
         _check_terms(loss, terms, num_tokens)
+        if loss.denominator == "groups":
+            terms = terms / self._column(batch, "group_lengths", "a mean over groups needs them")
         reported = {"loss": terms, **self._monitored(batch, outputs), **reported}
         sums = torch.stack([_per_token(loss, name, value, num_tokens).detach().double().sum() for name, value in reported.items()])
         return terms, dict(zip(reported, sums.tolist(), strict=True)), _agreement(batch, outputs)
@@ -450,6 +452,9 @@ class EmbeddedTrain(TrainEngine):
             elif name == "sequence_lengths":
                 counts = packing.num_masked(batch.ragged("loss_mask"))
                 inputs[name] = self._put(np.repeat(counts.astype(np.float32), counts))
+            elif name == "sequence_ids":
+                counts = packing.num_masked(batch.ragged("loss_mask"))
+                inputs[name] = self._put(np.repeat(np.arange(len(counts)), counts))
             else:
                 inputs[name] = self._column(
                     batch, "logprobs" if name == "behaviour_logprobs" else name, f"the loss {loss.name} needs {name}"

@@ -109,8 +109,8 @@ def _stage(call: Call) -> Stage:
 
 
 def accumulation_unit(call: Call) -> Granularity:
-    """The unit by which an update may accumulate gradients: a group where advantages compare siblings, else a sample."""
-    return Granularity.GROUP if call.options.get("advantages") else Granularity.SAMPLE
+    """The unit by which an update may accumulate gradients: a group where siblings are compared or averaged over, else a sample."""
+    return Granularity.GROUP if call.options.get("advantages") or call.options.get("by_group") else Granularity.SAMPLE
 
 
 def pack(stages: tuple[Stage, ...], spec: ClusterSpec) -> tuple[Stage, ...]:

@@ -46,7 +46,22 @@ def training_rows(call: Call, inputs: Mapping[str, Batch]) -> Batch:
         reward = np.asarray(samples.dense("reward"), np.float64)
         chosen = advantages if isinstance(advantages, Advantage) else Advantage(str(advantages))
         samples = samples.with_columns(advantages=_advantages(chosen, reward, samples))
+    if objective(call).loss.denominator == "groups":
+        if "tokens" not in samples:
+            raise OpError(f"{call.name}: a mean over groups counts tokens, and these rows are texts", now="Take another denominator.")
+        lengths = _num_trained(samples)
+        sums = [lengths[start:end].sum() for start, end in samples.group_bounds()]
+        whole = np.repeat(sums, [end - start for start, end in samples.group_bounds()])
+        samples = samples.with_columns(group_lengths=np.asarray(whole, np.float32))
     return samples
+
+
+def _num_trained(samples: Batch) -> npt.NDArray[np.int64]:
+    """Count the tokens under the loss mask of each sample; rows of texts, which have no tokens yet, have none."""
+    if "tokens" not in samples:
+        return np.zeros(len(samples), np.int64)
+    mask = samples.ragged("loss_mask").values.astype(bool)
+    return np.diff(np.concatenate(([0], np.cumsum(mask)))[samples.ragged("tokens").offsets])
 
 
 def with_same_weights(call: Call, rows: Batch) -> Batch:
@@ -117,11 +132,7 @@ def _advantages(chosen: Advantage, reward: npt.NDArray[np.float64], samples: Bat
     """Compute advantages group by group in float64, so that they don't depend on other groups. Only trainers import torch, here."""
     from m2flow.algorithms import advantages
 
-    lengths = None
-    if "tokens" in samples:
-        mask, offsets = samples.ragged("loss_mask").values, samples.ragged("tokens").offsets
-        lengths = np.diff(np.concatenate(([0], np.cumsum(mask)))[offsets])
-    return advantages.on_arrays(chosen.name, reward, samples.group_bounds(), lengths=lengths, **dict(chosen.options))
+    return advantages.on_arrays(chosen.name, reward, samples.group_bounds(), lengths=_num_trained(samples), **dict(chosen.options))
 
 
 def objective(call: Call) -> Objective:
@@ -193,9 +204,10 @@ class UpdateTally:
         """
         num_tokens = sum(s.num_tokens for s in self._minibatch)
         num_sequences = sum(s.num_sequences for s in self._minibatch)
-        if not callable(loss.denominator):
-            return float(max(num_tokens if loss.denominator == "tokens" else num_sequences, 1))
         counts = Counts(num_tokens, num_sequences, len(self._groups))
+        if not callable(loss.denominator):
+            named = {"tokens": num_tokens, "sequences": num_sequences, "groups": counts.num_groups}
+            return float(max(named[loss.denominator], 1))
         try:
             value = float(loss.denominator(counts))
         except Exception as error:
