@@ -811,7 +811,7 @@ class Model:
         if self.is_ended:
             return
         kept = (
-            (self.released & self.resolved) - self.forgotten - self.scheduler._state.partial_rollouts.needed()
+            (self.released & self.resolved) - self.forgotten - self.scheduler._calls._partial_rollouts.needed()
         )  # A later call might take these over.
         assert not kept or self.rejected, f"the calls {sorted(kept)} can't be asked for, and are kept"  # A failure may reach these.
         for fake in self.fakes.values():

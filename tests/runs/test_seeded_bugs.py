@@ -17,6 +17,7 @@ from m2flow.macro.flow import Flow
 from m2flow.micro.protocol import execute, train_tasks, worker_state
 from m2flow.micro.protocol.row_store import RowStore
 from m2flow.micro.scheduler import call_state, state, weights
+from m2flow.micro.scheduler.call_lifecycle import CallLifecycle
 from m2flow.micro.scheduler.call_state import CallState, MicroBatch, MinibatchEnd, UpdateProgress
 from m2flow.micro.scheduler.function_dispatch import FunctionDispatch
 from m2flow.micro.scheduler.task_queues import Offer
@@ -222,17 +223,17 @@ def stale_weights_are_good_enough(patch: Patch) -> None:
 
 
 def a_call_does_not_wait_for_what_it_reads(patch: Patch) -> None:
-    add = state.SchedulerState.add_call
+    add = CallLifecycle.add_call
 
-    def at_once(self: state.SchedulerState, call: object, stage: object) -> CallState:
+    def at_once(self: CallLifecycle, call: object, stage: object) -> CallState:
         state = add(self, call, stage)
         if state.call.engine != "function":
             state.waits_for.clear()
-            self.versions._trained.update((state.call.role, effect.version) for effect in state.call.writes)
+            self._state.versions._trained.update((state.call.role, effect.version) for effect in state.call.writes)
             self._start_if_ready(state)
         return state
 
-    patch.setattr(state.SchedulerState, "add_call", at_once)
+    patch.setattr(CallLifecycle, "add_call", at_once)
 
 
 # The lease.

@@ -18,7 +18,8 @@ from m2flow.micro.lowering import passes, placement
 from m2flow.micro.protocol import execute, train_tasks
 from m2flow.micro.protocol.plan import Stage
 from m2flow.micro.protocol.staleness import VersionSpan, version_spans_of
-from m2flow.micro.scheduler import state, weights
+from m2flow.micro.scheduler import call_lifecycle, state, weights
+from m2flow.micro.scheduler.call_lifecycle import CallLifecycle
 from m2flow.micro.scheduler.call_state import CallState
 from m2flow.micro.scheduler.weights import Versions
 from m2flow.micro.worker import engine_host, worker
@@ -101,21 +102,21 @@ def a_version_is_noted_one_too_new(patch: Patch) -> None:
 
 def a_dropped_group_counts_too(patch: Patch) -> None:
     """A generation that has enough groups gives one more, if that is whole as well."""
-    wanted = state.num_wanted
-    patch.setattr(state, "num_wanted", lambda options, number: min(wanted(options, number) + 1, number))
+    wanted = call_lifecycle.num_wanted
+    patch.setattr(call_lifecycle, "num_wanted", lambda options, number: min(wanted(options, number) + 1, number))
 
 
 def a_late_group_takes_the_place_of_one_in_time(patch: Patch) -> None:
     """What the generation gives is said before its last groups are there."""
 
-    def cut(self: state.SchedulerState, state: CallState) -> None:
+    def cut(self: CallLifecycle, state: CallState) -> None:
         whole(self, state)
         if state.is_done and state.result is not None:
             others = [row for row in state.ids if row not in set(state.result)]
             state.result = sorted([*state.result[: -len(others)], *others]) if others else state.result
 
-    whole = state.SchedulerState.cut
-    patch.setattr(state.SchedulerState, "cut", cut)
+    whole = CallLifecycle.cut
+    patch.setattr(CallLifecycle, "cut", cut)
 
 
 def a_carried_sample_goes_on_with_other_random_numbers(patch: Patch) -> None:

@@ -19,6 +19,7 @@ from m2flow.macro.refill import Refill, RefillEnd
 from m2flow.micro.protocol import execute
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.scheduler import state
+from m2flow.micro.scheduler.call_lifecycle import CallLifecycle
 from m2flow.micro.scheduler.call_state import CallState, UpdateProgress
 from m2flow.micro.scheduler.weights import Versions
 from m2flow.samples import Batch, group_key, prompt_positions
@@ -105,15 +106,15 @@ def minibatches_of_ops_by_another_order(patch: Patch) -> None:
 
 def a_filters_rows_are_known_too_early(patch: Patch) -> None:
     """What has been kept when half is judged is taken for all."""
-    done = state.SchedulerState.rows_done
+    done = CallLifecycle.rows_done
 
-    def early(self: state.SchedulerState, state: CallState, *rest: object, **more: object) -> int:
+    def early(self: CallLifecycle, state: CallState, *rest: object, **more: object) -> int:
         count = done(self, state, *rest, **more)  # type: ignore[arg-type]
         if state.call.drops and state.refill is None and not state.is_over and 2 * len(state.done | state.dropped) >= len(state.ids):
             self.complete(state, None)
         return count
 
-    patch.setattr(state.SchedulerState, "rows_done", early)
+    patch.setattr(CallLifecycle, "rows_done", early)
 
 
 # Refills.
@@ -213,14 +214,14 @@ def log_probabilities_of_later_weights(patch: Patch) -> None:
 
 
 def a_call_is_forgotten_while_it_is_needed(patch: Patch) -> None:
-    release = state.SchedulerState.release
+    release = CallLifecycle.release
 
-    def at_once(self: state.SchedulerState, ordinal: int) -> None:
+    def at_once(self: CallLifecycle, ordinal: int) -> None:
         release(self, ordinal)
-        for place in self.rows._places.get(ordinal, {}):
-            self.send(place, m.Forget(ordinal))
+        for place in self._state.rows._places.get(ordinal, {}):
+            self._state.send(place, m.Forget(ordinal))
 
-    patch.setattr(state.SchedulerState, "release", at_once)
+    patch.setattr(CallLifecycle, "release", at_once)
 
 
 def the_first_error_to_come_counts(patch: Patch) -> None:
@@ -233,13 +234,13 @@ def the_first_error_to_come_counts(patch: Patch) -> None:
 
 def an_error_stays_with_its_call(patch: Patch) -> None:
     """What depends on it waits for ever."""
-    fail = state.SchedulerState.fail
+    fail = CallLifecycle.fail
 
-    def alone(self: state.SchedulerState, state: CallState, error: M2FlowError, *, root: int | None = None) -> None:
+    def alone(self: CallLifecycle, state: CallState, error: M2FlowError, *, root: int | None = None) -> None:
         if root in (None, state.call.ordinal):
             fail(self, state, error, root=root)
 
-    patch.setattr(state.SchedulerState, "fail", alone)
+    patch.setattr(CallLifecycle, "fail", alone)
 
 
 BUGS = [

@@ -16,7 +16,7 @@ Updates (`UpdateProgress`): membership of a mini-batch goes by identity and is f
 micro-batches are filled with whole groups: those that have come in, or, where the order of summation must not depend on arrival, the next
 ones in the order of identity, cut by the same rule as `m2flow.micro.lowering.passes.cut`.
 
-Pure bookkeeping: the decisions are the scheduler's.
+Pure bookkeeping: the decisions are those of `m2flow.micro.scheduler.call_lifecycle` and the dispatches.
 """
 
 from __future__ import annotations
@@ -383,7 +383,7 @@ class CallState:
     """Heap of the places (in the plan) of workers that may take more rows."""
     saturated: set[int] = field(init=False)
     """Places of workers that take no more rows until something of their own changes."""
-    num_passing: int = 0
+    given_back: set[str] = field(init=False)
     """Workers that get no more of its samples, since they gave back their devices (`m2flow.micro.scheduler.gpu_borrowing`)."""
     num_whole: int = field(init=False)
     """Of an over-sampled generation: groups whose samples are all done."""
@@ -398,7 +398,7 @@ class CallState:
         self.is_union = self.call.options.get("gives") == "concat"
         """Whether its rows are those of all its inputs; otherwise they are those of the first, which the others have too."""
         if self.is_generation:
-            self.out_at, self.unsaturated, self.saturated, self.num_whole = {}, [], set(), 0
+            self.out_at, self.unsaturated, self.saturated, self.given_back, self.num_whole = {}, [], set(), set(), 0
             self._left_of_group: dict[int, int] = {}
             self._by_prompt: dict[int, tuple[int, ...]] = {}
             self._prompt_of: dict[int, int] = {}
@@ -463,7 +463,7 @@ class CallState:
     def share(self) -> int:
         """Most samples of a generation on one worker: its even share of those that are not done."""
         allowed = len(self.ids) if self.refill is None else self.refill.num_allowed * self.num_per_prompt
-        return math.ceil((allowed - len(self.done)) / max(len(self.stage.workers) - self.num_passing, 1))
+        return math.ceil((allowed - len(self.done)) / max(len(self.stage.workers) - len(self.given_back), 1))
 
     @property
     def has_rows_to_begin(self) -> bool:

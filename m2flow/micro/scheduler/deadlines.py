@@ -19,6 +19,7 @@ from m2flow.micro.protocol.events import TimedOut
 from m2flow.samples import group_key
 
 if TYPE_CHECKING:
+    from m2flow.micro.scheduler.call_state import CallState
     from m2flow.micro.scheduler.state import SchedulerState
 
 
@@ -53,15 +54,15 @@ class Deadlines:
         return [TimedOut(call, rows) for call, rows in found.items()]
 
 
-def time_out(state: SchedulerState, event: TimedOut) -> None:
-    """Drop the groups of timed-out samples that are not done, and stop what still runs of them."""
+def time_out(state: SchedulerState, event: TimedOut) -> CallState | None:
+    """Drop the groups of timed-out samples that are not done, and stop what still runs of them; return the call if there were any."""
     call_state = state.calls.get(event.call)
     if call_state is None or call_state.is_over:
-        return
+        return None
     late = {group_key(row) for row in event.ids if row not in call_state.done and row not in call_state.dropped}
     rows = [row for row in call_state.ids if group_key(row) in late and row not in call_state.done]
     if not rows:
-        return
+        return None
     call_state.gave_up(rows)
     if call_state.policy_dispatch is not None:
         call_state.policy_dispatch.gave_up(rows)
@@ -71,7 +72,4 @@ def time_out(state: SchedulerState, event: TimedOut) -> None:
         if there:
             state.send(worker, m.Preempt(event.call, there))
     state.handed_out(call_state)
-    if call_state.failure is None:
-        state.cut(call_state)
-    elif call_state.has_settled:
-        state.fail(call_state, call_state.failure[1])
+    return call_state

@@ -54,7 +54,7 @@ class FunctionDispatch:
     def _following(self, worker: WorkerState) -> CallState | None:
         """Find the next call after the worker's last task's that may wait in its queue."""
         last = self._last.get(worker.name)
-        if last is None or worker.num_tasks["function"] >= MAX_QUEUED or self._state.lost_transfers.has_any:
+        if last is None or worker.num_tasks["function"] >= MAX_QUEUED or self._state.has_losses:
             return None
         return next((user for user in last.users.values() if self._may_wait(user, worker)), None)
 
@@ -93,7 +93,7 @@ class FunctionDispatch:
             parts = {
                 base: found for base in call_state.bases if (found := [row for row in sorted(rows) if call_state.part_of[row] == base])
             }
-        is_suspect = call_state.call.name in self._state.lost_transfers.blamed
+        is_suspect = call_state.call.name in self._state.blamed
         task = m.RunFunction(
             self._state.next_task(),
             call_state.call.ordinal,

@@ -15,7 +15,7 @@ never onloaded over early, since it is not known what they begin next.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, final
 
 from m2flow.micro.protocol import messages as m
@@ -23,7 +23,6 @@ from m2flow.micro.protocol.worker_state import ROLLOUT, Lease, kind_of
 
 if TYPE_CHECKING:
     from m2flow.micro.protocol.plan import Plan
-    from m2flow.micro.protocol.worker_state import WorkerState
     from m2flow.micro.scheduler.call_state import CallState
     from m2flow.micro.scheduler.state import SchedulerState
 
@@ -32,44 +31,25 @@ if TYPE_CHECKING:
 class GpuBorrowing:
     """Has rollout engines give borrowed devices back when their trainer is due."""
 
-    def __init__(self, state: SchedulerState, plan: Plan) -> None:
+    def __init__(self, state: SchedulerState) -> None:
         self._state = state
-        self._until: dict[str, dict[str, float]] = {}
-        """Role -> worker -> share of a generation's samples that have ended when it gives its devices back."""
-        for worker in plan.workers:
-            for slot in worker.engines:
-                if slot.lent_until:
-                    self._until.setdefault(slot.role, {})[worker.name] = slot.lent_until
-        self._given_back: dict[int, set[str]] = {}
-        """Generation -> workers that get no more of it, since they have given their devices back."""
         self.num_moved = 0
         """Samples that were preempted to continue elsewhere."""
-
-    @property
-    def is_used(self) -> bool:
-        return bool(self._until)
 
     def set_until(self, shares: Mapping[tuple[str, str], float]) -> None:
         """Change the shares, by (worker, role), at which engines give devices back; at 0 they get no sample."""
         for (worker, role), share in shares.items():
-            self._until.setdefault(role, {})[worker] = share
-
-    def passes(self, worker: WorkerState, call_state: CallState) -> bool:
-        """Whether a worker gets no more samples of a generation, since it has given its devices back."""
-        return worker.name in self._given_back.get(call_state.call.ordinal, ()) and bool(self._others(call_state))
+            self._state.lent_until.setdefault(role, {})[worker] = share
 
     def ended(self, call_state: CallState) -> None:
         """Note that rows of a call are done: perhaps devices are due."""
-        if call_state.is_generation and call_state.call.role in self._until:
+        if call_state.is_generation and call_state.call.role in self._state.lent_until:
             self._look(call_state)
 
     def trains(self) -> None:
         """Note that a trainer has a new call: devices whose share was reached are given back now."""
-        for call_state in list(self._state.active.values()):
+        for call_state in list(self._state.active.values()) if self._state.lent_until else ():
             self.ended(call_state)
-
-    def over(self, call: int) -> None:
-        self._given_back.pop(call, None)
 
     def _look(self, call_state: CallState) -> None:
         """Have every engine give its devices back for which it is time."""
@@ -77,9 +57,9 @@ class GpuBorrowing:
             return
         num = len(call_state.ids) if call_state.refill is None else call_state.refill.num_allowed * call_state.num_per_prompt
         num_ended = len(call_state.done) + len(call_state.dropped)
-        known = self._given_back.get(call_state.call.ordinal, ())
-        for name, until in self._until[call_state.call.role].items():
-            if name not in known and num_ended >= until * num and self._is_due(name) and self._others(call_state):
+        known = call_state.given_back
+        for name, until in self._state.lent_until[call_state.call.role].items():
+            if name not in known and num_ended >= until * num and self._is_due(name) and self._state.others_for(call_state):
                 self._give_back(call_state, name)
 
     def _is_due(self, name: str) -> bool:
@@ -96,16 +76,9 @@ class GpuBorrowing:
         }
         return any(call_state.call.engine == "train" and call_state.call.role in roles for call_state in self._state.active.values())
 
-    def _others(self, call_state: CallState) -> list[str]:
-        """Find the workers with devices of their own that can run the generation."""
-        state = self._state
-        own = [state.workers[name] for name in call_state.stage.workers if name not in self._until[call_state.call.role]]
-        return [worker.name for worker in own if state.engine_weights.can_have(worker, call_state)]
-
     def _give_back(self, call_state: CallState, name: str) -> None:
         state, call = self._state, call_state.call.ordinal
-        self._given_back.setdefault(call, set()).add(name)
-        call_state.num_passing = len(self._given_back[call])
+        call_state.given_back.add(name)
         state.changed()
         tasks = [task for _, task in state.tasks.of(name) if task.message.call == call and isinstance(task.message, m.Generate)]
         rows = [row for task in tasks for row in task.rows if row not in call_state.done and row not in call_state.dropped]
@@ -127,16 +100,13 @@ class EarlyOnload:
             worker.lease: (slot.takes_turn, slot.comes_at) for worker in plan.workers for slot in worker.engines if slot.comes_at
         }
 
-    @property
-    def is_used(self) -> bool:
-        return bool(self._shares)
-
-    def look(self, tell: Callable[[Iterable[str]], None]) -> None:
-        """Begin the early onload on each lease for which it is time; `tell` the rollout workers that must shrink their KV cache."""
+    def look(self) -> None:
+        """Begin the early onload on each lease for which it is time: its rollout workers shrink their KV caches first."""
         for name, (turn, share) in self._shares.items():
             lease = self._state.leases[name]
             if self._is_time(lease, turn, share):
-                tell(lease.onload_early(turn))
+                for worker in lease.onload_early(turn):
+                    self._state.start(self._state.workers[worker], "rollout", m.ShrinkKVCache(self._state.next_task(), -1))
 
     def _is_time(self, lease: Lease, turn: str, share: float) -> bool:
         if lease.turn != ROLLOUT or lease.is_idle:

@@ -22,7 +22,7 @@ from m2flow.samples import SampleId, by_group
 
 if TYPE_CHECKING:
     from m2flow.macro.graph import Call
-    from m2flow.micro.scheduler.call_state import CallState
+    from m2flow.micro.scheduler.call_state import CallState, Prefix
     from m2flow.micro.scheduler.state import SchedulerState
 
 
@@ -38,6 +38,23 @@ class Carry:
     """Sample -> oldest version among its tokens, including those being generated."""
     late: tuple[int, ...] = ()
     """Samples that it left unfinished, until they are taken over."""
+
+    def begun(self, rows: Iterable[int], version: int) -> None:
+        """Record the version of the weights that are about to generate these samples."""
+        for row in rows:
+            self.oldest[row] = min(version, self.oldest.get(row, version))
+
+    def finished(self, message: m.Finished) -> None:
+        """Record the oldest version of samples that have finished, before or after the call's end."""
+        for row, stretches in zip(message.ids, message.stretches, strict=True):
+            self.oldest[row] = min(stretch.version for stretch in stretches)
+
+    def requeued(self, rows: Iterable[int], prefixes: Mapping[int, Prefix]) -> None:
+        """Reset the versions of samples that no worker has any more: they continue from their prefixes, or begin anew."""
+        for row in rows:
+            self.oldest.pop(row, None)
+            if row in prefixes:
+                self.oldest[row] = prefixes[row].oldest
 
 
 def chosen(
@@ -61,65 +78,48 @@ def chosen(
 
 @final
 class PartialRollouts:
-    """Hands late samples from call to call, for all calls with partial rollouts."""
+    """Hands late samples from call to call, and says which call may end then (`m2flow.micro.scheduler.call_lifecycle`)."""
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
-        self._next: dict[int, CallState] = {}
-        """Call -> the call that takes over from it."""
-        self._recalled: dict[int, Recalled] = {}
-        self._open: list[CallState] = []
-        """Calls that are unfinished, or whose late samples nobody has taken over."""
 
-    def recall(self, event: Recalled) -> None:
-        """Note that the call to be added next was over before the run was resumed."""
-        self._recalled[event.call.ordinal] = event
-
-    def added(self, call_state: CallState) -> None:
-        """Add a call with partial rollouts."""
-        if call_state.call.ordinal in self._recalled:
+    def added(self, call_state: CallState) -> CallState | None:
+        """Add a call with partial rollouts; return the call that it takes over from: how old that one may leave samples is known now."""
+        if call_state.call.ordinal in self._state.recalled:
             call_state.carry = Carry(None)
-            self._open.append(call_state)
-            return
+            self._state.carrying.append(call_state)
+            return None
         previous = call_state.call.carries_from
         call_state.carry = Carry(previous if previous in self._state.calls else None)
-        self._open.append(call_state)
-        if previous is not None and call_state.carry.previous is not None:
-            self._next[previous] = call_state
-            self.cut_if_done(self._state.calls[previous])  # How old it may leave samples is known now.
+        self._state.carrying.append(call_state)
+        if previous is None or call_state.carry.previous is None:
+            return None
+        self._state.taken_over_by[previous] = call_state
+        return self._state.calls[previous]
 
-    def prepared(self, call_state: CallState, num_prompts: int) -> None:
-        """Set up a call whose own samples are known now: it takes over from the call before."""
+    def prepared(self, call_state: CallState, num_prompts: int) -> bool:
+        """Set up a call whose own samples are known now: it takes over from the call before.
+
+        Returns:
+            Whether it was over before the run was resumed, and so is done, as it was then.
+        """
         assert call_state.carry is not None
-        recalled = self._recalled.pop(call_state.call.ordinal, None)
+        recalled = self._state.recalled.pop(call_state.call.ordinal, None)
         if recalled is not None:
             self._replay_end(call_state, recalled)
-            return
+            return True
         call_state.carry.num_late = num_late(call_state.call.options, num_prompts)
         self._take_over(call_state)
-        self.cut_if_done(call_state)
+        return False
 
     def _replay_end(self, call_state: CallState, recalled: Recalled) -> None:
-        """End a call that was over before the run was resumed, as it ended then."""
+        """Restore the result of a call that was over before the run was resumed."""
         assert call_state.carry is not None
         call_state.ready.clear()
         call_state.done.update(recalled.ids)
         call_state.num_tokens.update(zip(recalled.ids, recalled.num_tokens, strict=True))
         call_state.result, call_state.carry.late = list(recalled.ids), tuple(recalled.left)
         self._state.rows.made(call_state.call.ordinal, recalled.ids, CONTROLLER, ())
-        self._state.complete(call_state, None)
-
-    def handed_out(self, call_state: CallState, rows: Iterable[int], version: int) -> None:
-        """Record the version of the weights that are about to generate these samples."""
-        if call_state.carry is not None:
-            for row in rows:
-                call_state.carry.oldest[row] = min(version, call_state.carry.oldest.get(row, version))
-
-    def finished(self, call_state: CallState, message: m.Finished) -> None:
-        """Record the oldest version of samples that have finished, before or after the call's end."""
-        assert call_state.carry is not None
-        for row, stretches in zip(message.ids, message.stretches, strict=True):
-            call_state.carry.oldest[row] = min(stretch.version for stretch in stretches)
 
     def finished_late(
         self, call_state: CallState, worker: str, ids: Iterable[int], num_tokens: Iterable[int], sent_to: Iterable[str]
@@ -133,20 +133,12 @@ class PartialRollouts:
         self._state.rows.made(call_state.call.ordinal, fresh, worker, sent_to)
         return len(fresh)
 
-    def requeued(self, call_state: CallState, rows: Iterable[int]) -> None:
-        """Reset the versions of samples that no worker has any more: they continue from their prefixes, or begin anew."""
-        if call_state.carry is not None:
-            for row in rows:
-                call_state.carry.oldest.pop(row, None)
-                if row in call_state.prefixes:
-                    call_state.carry.oldest[row] = call_state.prefixes[row].oldest
-
-    def task_ended(self, ordinal: int) -> None:
-        """Let the next call take over, if this was the last task that it waited for."""
-        following = self._next.get(ordinal)
+    def task_ended(self, ordinal: int) -> CallState | None:
+        """Let the next call take over, if this was the last task that it waited for, and return it."""
+        following = self._state.taken_over_by.get(ordinal)
         if following is not None:
             self._take_over(following)
-            self.cut_if_done(following)
+        return following
 
     def cut(self, call_state: CallState) -> list[int] | None:
         """Choose the result of a call, if it can end now, and mark the rest as late; None if it can't."""
@@ -169,20 +161,20 @@ class PartialRollouts:
         ]
         return result
 
-    def ended(self, call_state: CallState) -> None:
-        """Note that a call is done or failed."""
+    def ended(self, call_state: CallState) -> CallState | None:
+        """Note that a call is done or failed; return the call that takes over from it, if that is known."""
         assert call_state.carry is not None
         if not call_state.carry.late:
             self._close(call_state)
         else:
             # The calls that drew samples of its result are needed no more.
-            self._state.perhaps_unreachable(self._involved(call_state, call_state.ids))
-        self.task_ended(call_state.call.ordinal)
+            self._state.perhaps_unreachable.update(self._involved(call_state, call_state.ids))
+        return self.task_ended(call_state.call.ordinal)
 
     def needed(self) -> set[int]:
         """Find the calls that must not be forgotten: samples in flight were drawn or stopped by them, or answer their rows."""
         found: set[int] = set()
-        for call_state in self._open:
+        for call_state in self._state.carrying:
             assert call_state.carry is not None
             found |= self._involved(call_state, call_state.carry.late if call_state.is_over else call_state.ids)
         return found
@@ -192,7 +184,7 @@ class PartialRollouts:
 
         If the program has not made that call yet, it is assumed to be as many updates away as this call is from the last; at least one.
         """
-        following = self._next.get(call.ordinal)
+        following = self._state.taken_over_by.get(call.ordinal)
         if following is not None:
             return window(following.call)[0]
         staleness, distance = call.options["staleness"], call.options.get("updates_since", 1)
@@ -214,7 +206,7 @@ class PartialRollouts:
         if not before.is_done or (left.late and before.tasks_at):
             return
         late, left.late, carry.previous = left.late, (), None
-        self._next.pop(before.call.ordinal)
+        self._state.taken_over_by.pop(before.call.ordinal)
         oldest, expired, waiting, finished = window(call_state.call)[0], [], [], []
         for row in late:
             stopped = before.prefixes.get(row)
@@ -249,15 +241,10 @@ class PartialRollouts:
             state.send(owner, m.Reassign(ordinal, before.call.ordinal, rows, list(call_state.stage.forward_to)))
             state.rows.made(ordinal, rows, owner, map(worker_of, call_state.stage.forward_to))
 
-    def cut_if_done(self, call_state: CallState) -> None:
-        """End an unfinished call, if it has enough."""
-        if not call_state.is_over:
-            self._state.cut(call_state)
-
     def _close(self, call_state: CallState) -> None:
-        if call_state in self._open:
-            self._open.remove(call_state)
-            self._state.perhaps_unreachable(self._involved(call_state, call_state.ids))
+        if call_state in self._state.carrying:
+            self._state.carrying.remove(call_state)
+            self._state.perhaps_unreachable.update(self._involved(call_state, call_state.ids))
 
     def _involved(self, call_state: CallState, rows: Iterable[int]) -> set[int]:
         """Find the calls that drew these samples of a call, or that their prefixes and prompts are from."""

@@ -501,7 +501,8 @@ class PolicyDispatches:
             state.generated(number, 1)
             if call_state is None or call_state.is_over or row in call_state.done or row in call_state.dropped:
                 continue
-            state.partial_rollouts.requeued(call_state, [row])
+            if call_state.carry is not None:
+                call_state.carry.requeued([row], call_state.prefixes)
             to = call_state.policy_dispatch.preempted(row) if call_state.policy_dispatch is not None else None
             if to is None:
                 state.requeue(call_state, [row])

@@ -15,7 +15,6 @@ from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.row_store import stopped_at
 from m2flow.micro.protocol.worker_state import WorkerState
 from m2flow.micro.scheduler import weights
-from m2flow.micro.scheduler.backpressure import Credits
 from m2flow.micro.scheduler.call_state import CallState, SampleBatch, task_batches
 from m2flow.micro.scheduler.policy_dispatch import PolicyDispatch
 from m2flow.micro.scheduler.state import SchedulerState
@@ -26,9 +25,8 @@ from m2flow.samples import group_key
 class RolloutDispatch:
     """Dispatches samples and weight loads to rollout engines."""
 
-    def __init__(self, state: SchedulerState, credits: Credits) -> None:
+    def __init__(self, state: SchedulerState) -> None:
         self._state = state
-        self._credits = credits
 
     def offer(self, worker: WorkerState, roles: Sequence[str]) -> Offer | None:
         """Find the next task for this worker's rollout engines of these roles."""
@@ -45,8 +43,7 @@ class RolloutDispatch:
         under = weights.load_under_offer(self._state, worker, role, first)
         if under is not None or first is None:
             return under
-        borrowing = self._state.borrowing
-        if borrowing.is_used and borrowing.passes(worker, first):
+        if self._state.has_given_back(worker, first):
             return None
         held = worker.held.get(role, 0)
         newest = weights.loadable(self._state, worker, role, first)
@@ -54,11 +51,7 @@ class RolloutDispatch:
             is_sure = first.is_prepared and not first.waits_for
             return weights.load_offer(self._state, worker, role, newest) if newest > held and is_sure else None
         for call_state in self._state.open.started("rollout", role):
-            if (
-                not call_state.ready
-                or not weights.may_use(call_state, held)
-                or (borrowing.is_used and borrowing.passes(worker, call_state))
-            ):
+            if not call_state.ready or not weights.may_use(call_state, held) or self._state.has_given_back(worker, call_state):
                 continue
             if call_state.policy_dispatch is not None:
                 room = min(call_state.stage.chunk - worker.num_running, call_state.num_may_begin)
@@ -74,12 +67,12 @@ class RolloutDispatch:
         """Count the samples of a call that this worker may take now: its even share of what is left, if there is room."""
         room = call_state.stage.chunk - worker.num_running
         quota = min(room, call_state.num_may_begin, call_state.share - call_state.out_at.get(worker.name, 0))
-        return self._credits.num_may_begin(call_state, worker.name, quota)
+        return self._state.credits.num_may_begin(call_state, worker.name, quota)
 
     def _has_samples_for(self, worker: WorkerState, dispatch: PolicyDispatch) -> bool:
         """Whether a call's policy has samples for this worker. Other workers that it assigned samples to are woken."""
-        if dispatch.admits is None and self._credits.is_limited(dispatch.call_state):
-            dispatch.admits = functools.partial(self._credits.admit, dispatch.call_state)
+        if dispatch.admits is None and self._state.credits.is_limited(dispatch.call_state):
+            dispatch.admits = functools.partial(self._state.credits.admit, dispatch.call_state)
         found = dispatch.has_samples_for(worker)
         self._state.ready_workers.wake_all(other for other in dispatch.dealt_to() if other is not worker)
         return found
@@ -98,8 +91,9 @@ class RolloutDispatch:
         self._begin(worker, call_state, self._state.hand_out(call_state, min(quota + more, max(quota, call_state.stage.chunk))))
 
     def _begin(self, worker: WorkerState, call_state: CallState, rows: list[int]) -> None:
-        self._credits.reserve(call_state, rows, worker.name)
-        self._state.partial_rollouts.handed_out(call_state, rows, worker.held.get(call_state.call.role, 0))
+        self._state.credits.reserve(call_state, rows, worker.name)
+        if call_state.carry is not None:
+            call_state.carry.begun(rows, worker.held.get(call_state.call.role, 0))
         for batch in task_batches(call_state.call.ordinal, call_state.prefixes, rows, carries=call_state.carry is not None):
             self._start(worker, call_state, batch)
 
@@ -112,8 +106,8 @@ class RolloutDispatch:
             drawing = state.calls[drawn]
             prompts = drawing.prompts_of(rows)
             state.bring(drawing.aligned_inputs[0], dict.fromkeys(prompts), worker.name)
-            self._credits.taken(drawn, prompts)
-        state.introduce(drawn, worker.name)
+            self._state.credits.taken(drawn, prompts)
+        state.rows.introduce(drawn, worker.name)
         forward_to, spills = list(call_state.stage.forward_to), call_state.stage.spills
         task = m.Generate(state.next_task(), call_state.call.ordinal, rows, prompts, forward_to, drawn, stopped_by, had, spills)
         state.start(worker, "rollout", task, rows=len(rows))

@@ -5,21 +5,30 @@
 The controller feeds it what has happened; the simulator and tests feed it what might happen. It decides order, place and time and nothing
 else, within what the plan allows for each call (`m2flow.micro.protocol.plan`).
 
-`Scheduler.handle` turns events into changes of the `SchedulerState`; each change notes the workers that may have something new to do. Then
-these workers are offered work by one dispatch for each kind (rollout, training, functions) until none takes any, and a lease whose owner
-has nothing to do goes to the next turn that has.
+The state is one data structure (`m2flow.micro.scheduler.state`). Deciders read and change it. They do not know each other, save that the
+lifecycle of calls asks those that have a say in it. This module alone composes them and passes each event through them, in this order:
 
-When the run is asked to stop (`wind_down`), updates that have begun are finished, since they have consumed samples and changed the
-trainer's gradient. All other calls fail; their running samples are stopped and written to the ledger, so that a resumed run continues
-them.
+    take the event
+        what it says of calls and rows       CallLifecycle, Recovery, PolicyDispatches, Credits, time_out
+        what it says of weights, saves       weights, TrainDispatch.saves
+        whether devices are due              GpuBorrowing, EarlyOnload, Lease
+    give work
+        generations that have room now       Credits
+        each worker that may want some       RolloutDispatch, TrainDispatch, FunctionDispatch, in the turn of its lease
+        each lease that is idle              to the next turn that has work
+        function processes                   FunctionDispatch
+    forget calls                             CallLifecycle
+
+A change of the state notes the workers that may have something new to do. These are offered work until none takes any, and a lease whose
+owner has nothing to do goes to the next turn that has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from m2flow.errors import RunInterrupted, error_from_record
+from m2flow.errors import error_from_record
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.events import (
     LEDGER,
@@ -47,38 +56,19 @@ from m2flow.micro.protocol.events import (
 from m2flow.micro.protocol.plan import Plan
 from m2flow.micro.protocol.worker_state import ROLLOUT, Lease, TaskState, WorkerState, kind_of
 from m2flow.micro.scheduler import weights
-from m2flow.micro.scheduler.backpressure import Channel, Credits
+from m2flow.micro.scheduler.backpressure import Channel
+from m2flow.micro.scheduler.call_lifecycle import CallLifecycle
+from m2flow.micro.scheduler.call_state import CallState
 from m2flow.micro.scheduler.deadlines import time_out
 from m2flow.micro.scheduler.function_dispatch import FunctionDispatch
+from m2flow.micro.scheduler.gpu_borrowing import EarlyOnload, GpuBorrowing
+from m2flow.micro.scheduler.policy_dispatch import PolicyDispatches
 from m2flow.micro.scheduler.rollout_dispatch import RolloutDispatch
 from m2flow.micro.scheduler.state import NOTHING, Ablation, SchedulerState
 from m2flow.micro.scheduler.task_queues import Offer
 from m2flow.micro.scheduler.train_dispatch import TrainDispatch
 from m2flow.micro.scheduler.waiting import Wait, waits_of
-from m2flow.micro.scheduler.worker_failure import join, lose, record_prefixes
-
-if TYPE_CHECKING:
-    from m2flow.micro.scheduler.call_state import CallState
-
-
-def wind_down(state: SchedulerState) -> None:
-    """Fail every call that no update that has begun depends on."""
-    needed: set[int] = set()
-    todo = [call_state for call_state in state.active.values() if call_state.update is not None and call_state.update.has_begun]
-    while todo:
-        call_state = todo.pop()
-        if call_state.call.ordinal not in needed:
-            needed.add(call_state.call.ordinal)
-            todo += _needs(state, call_state)
-    for call_state in list(state.active.values()):
-        if call_state.call.ordinal not in needed and not call_state.is_over:
-            state.fail(call_state, RunInterrupted("the run was asked to stop", where=call_state.call.site.describe()))
-
-
-def _needs(state: SchedulerState, call_state: CallState) -> list[CallState]:
-    """Find the unfinished calls that a call waits for."""
-    inputs = {ref.call for _, ref in call_state.call.inputs}
-    return [state.active[ordinal] for ordinal in inputs | call_state.waits_for | set(call_state.aligned_inputs) if ordinal in state.active]
+from m2flow.micro.scheduler.worker_failure import Recovery, record_prefixes
 
 
 class Dispatch(Protocol):
@@ -109,10 +99,14 @@ class Scheduler:
         self._state = SchedulerState(
             plan, deterministic=deterministic, restored=restored or {}, max_attempts=max_attempts, ablation=ablation
         )
-        self._credits = Credits(self._state.calls)
         self._num_noted = 0
         """Commands of the current event that `Credits` has been told of."""
-        self._rollout = RolloutDispatch(self._state, self._credits)
+        self._policies = PolicyDispatches(self._state, plan)
+        self._recovery = Recovery(self._state)
+        self._calls = CallLifecycle(self._state, self._policies, self._recovery)
+        self._borrowing = GpuBorrowing(self._state)
+        self._early_onload = EarlyOnload(self._state, plan)
+        self._rollout = RolloutDispatch(self._state)
         self._train = TrainDispatch(self._state)
         self._functions = FunctionDispatch(self._state)
         self._dispatches: dict[str, Dispatch] = {"rollout": self._rollout, "train": self._train, "function": self._functions}
@@ -133,7 +127,7 @@ class Scheduler:
             self._take(event)
         if not all(isinstance(event, Released) for event in events):
             self._give_work()
-        state.forget_unreachable()
+        self._calls.forget_unreachable()
         return state.commands
 
     def _take(self, event: Event) -> None:
@@ -144,24 +138,27 @@ class Scheduler:
         elif isinstance(event, CallAdded):
             self._added(event)
         elif isinstance(event, Recalled):
-            state.partial_rollouts.recall(event)
+            state.recalled[event.call.ordinal] = event
             self._added(event)
         elif isinstance(event, Released):
-            state.release(event.call)
+            self._calls.release(event.call)
         elif isinstance(event, Sourced):
-            state.sourced(state.calls[event.call], event.ids, event.num_tokens)
+            self._calls.sourced(state.calls[event.call], event.ids, event.num_tokens)
         elif isinstance(event, Wanted):
-            state.want(state.calls[event.call])
+            self._calls.want(state.calls[event.call])
         elif isinstance(event, TimedOut):
-            time_out(state, event)
+            late = time_out(state, event)
+            if late is not None:
+                self._calls.gave_up(late)
         elif isinstance(event, CheckpointDue):
             self._save(event)
         elif isinstance(event, Stopping):
-            wind_down(state)
+            self._calls.wind_down()
         elif isinstance(event, Restored):
-            state.restoring.restore(event)
+            for report in self._recovery.restore(event):
+                self._calls.rows_done(*report)
         elif isinstance(event, BorrowThresholds):
-            state.borrowing.set_until(event.shares)
+            self._borrowing.set_until(event.shares)
         elif isinstance(event, WorkerLost):
             self._lost(event)
         else:
@@ -183,7 +180,7 @@ class Scheduler:
 
     def sent_by(self, worker: str) -> dict[str, dict[int, list[int]]]:
         """Find the rows made by a worker that were sent elsewhere, as far as is known: destination -> call -> rows."""
-        return self._state.lost_transfers.sent_by(worker)
+        return self._state.rows.sent_by(worker)
 
     def is_vital(self, worker: str) -> bool:
         """Whether losing a worker ends the run, since it alone has trained weights or a role's state."""
@@ -212,98 +209,93 @@ class Scheduler:
 
     def waits(self) -> list[Wait]:
         """Build the wait graph of all unfinished calls (`m2flow.micro.scheduler.waiting`)."""
-        return waits_of(self._state, self._credits)
+        return waits_of(self._state)
 
     def channels(self) -> list[Channel]:
         """Return the channels with a limit, with their current use."""
-        return list(self._credits.channels.values())
+        return list(self._state.credits.channels.values())
+
+    # ---- events
 
     def _added(self, event: CallAdded | Recalled) -> None:
-        call_state = self._state.add_call(event.call, event.stage)
-        self._credits.added(call_state, [ref.call for _, ref in event.call.inputs])
-        if self._state.borrowing.is_used and event.call.engine == "train":
-            self._state.borrowing.trains()
-        if self._state.early_onload.is_used and event.call.engine == "train":
-            self._state.early_onload.look(self._shrink_kv_caches)
+        call_state = self._calls.add_call(event.call, event.stage)
+        self._state.credits.added(call_state, [ref.call for _, ref in event.call.inputs])
+        if event.call.engine == "train":
+            self._borrowing.trains()
+            self._early_onload.look()
 
     def _from_worker(self, name: str, message: m.WorkerReport) -> None:
         """Process a worker's report. Duplicate and late reports change nothing."""
         state = self._state
-        if isinstance(message, m.Load):
-            state.policy_dispatches.reported(name, message)
-            state.ready_workers.wake(state.workers[name])
-            return
-        if isinstance(message, m.Preempted):
-            state.policy_dispatches.preempted(message)
-            return
-        call_state = state.calls.get(message.call) if not isinstance(message, m.TaskDone) else None
         if isinstance(message, m.Finished):
+            call_state = state.calls.get(message.call)
             if call_state is not None:
-                if call_state.carry is not None:
-                    state.partial_rollouts.finished(call_state, message)
-                if call_state.policy_dispatch is not None:
-                    for row, length in zip(message.ids, message.num_generated, strict=True):
-                        call_state.policy_dispatch.ended(row, length)
-                state.generated(
-                    message.task,
-                    state.rows_done(
-                        call_state, name, message.ids, message.num_tokens, message.dropped, state.lost_transfers.sent_to(message.task)
-                    ),
-                )
-                if self._credits.is_used:
-                    self._credits.settle(call_state, dict(zip(message.ids, message.num_tokens, strict=True)))
-                    self._credits.taken(message.call, (*message.ids, *message.dropped))
-                state.policy_dispatches.deal(call_state)
-                if state.borrowing.is_used:
-                    state.borrowing.ended(call_state)
-                if state.early_onload.is_used:
-                    state.early_onload.look(self._shrink_kv_caches)
+                self._finished(call_state, name, message)
             if message.ends:
                 self._end_task(message.task)
-            return
-        if isinstance(message, m.Aborted | m.Flushed):
+        elif isinstance(message, m.Load):
+            self._policies.reported(name, message)
+            state.ready_workers.wake(state.workers[name])
+        elif isinstance(message, m.Preempted):
+            self._policies.preempted(message)
+        elif isinstance(message, m.Aborted | m.Flushed):
+            call_state = state.calls.get(message.call)
             if call_state is not None:
                 record_prefixes(state, call_state, name if isinstance(message, m.Aborted) else LEDGER, message)
-            return
-        ended = self._end_task(message.task)
-        if ended is None:
-            return
-        if isinstance(message, m.TaskFailed):
-            if message.call < 0:
-                raise error_from_record(message.error)
-            if call_state is not None:
-                error = error_from_record(message.error).located(call_state.call.site.describe())
-                if call_state.refill is not None and isinstance(ended.message, m.RunFunction):
-                    if not call_state.is_over:
-                        state.refills.judge(call_state, ended.message.ids, error)
-                elif call_state.refill is not None and isinstance(ended.message, m.Generate):
-                    state.refills.not_generated(call_state, ended.message, message.row, error)
-                else:
-                    state.task_failed(call_state, ended.message, message.row, error)
-            return
-        self._task_done(state.workers[name], ended.message, message)
+        else:
+            ended = self._end_task(message.task)
+            if ended is not None and isinstance(message, m.TaskFailed):
+                self._task_failed(ended.message, message)
+            elif ended is not None and isinstance(message, m.TaskDone):
+                self._task_done(state.workers[name], ended.message, message)
+
+    def _finished(self, call_state: CallState, worker: str, message: m.Finished) -> None:
+        """Take in finished rows of a call."""
+        state = self._state
+        if call_state.carry is not None:
+            call_state.carry.finished(message)
+        if call_state.policy_dispatch is not None:
+            for row, length in zip(message.ids, message.num_generated, strict=True):
+                call_state.policy_dispatch.ended(row, length)
+        sent_to = self._recovery.sent_to(message.task)
+        num_new = self._calls.rows_done(call_state, worker, message.ids, message.num_tokens, message.dropped, sent_to)
+        state.generated(message.task, num_new)
+        if state.credits.is_used:
+            state.credits.settle(call_state, dict(zip(message.ids, message.num_tokens, strict=True)))
+            state.credits.taken(message.call, (*message.ids, *message.dropped))
+        self._policies.deal(call_state)
+        self._borrowing.ended(call_state)
+        self._early_onload.look()
 
     def _end_task(self, number: int) -> TaskState | None:
         """Remove an ended task from its worker; None if it had ended before."""
         ended = self._state.end_task(number)
         if ended is not None and isinstance(ended.message, m.Generate):
-            self._state.partial_rollouts.task_ended(ended.message.call)
+            self._calls.task_ended(ended.message.call)
         return ended
+
+    def _task_failed(self, task: m.Task, failed: m.TaskFailed) -> None:
+        call_state = self._state.calls.get(failed.call)
+        if failed.call < 0:
+            raise error_from_record(failed.error)
+        if call_state is not None:
+            error = error_from_record(failed.error).located(call_state.call.site.describe())
+            self._calls.task_failed(call_state, task, failed.row, error)
 
     def _task_done(self, worker: WorkerState, task: m.Task, done: m.TaskDone) -> None:
         state = self._state
         call_state = state.calls.get(task.call)
         if isinstance(task, m.Accumulate):
-            self._credits.taken(task.call, task.ids)
+            state.credits.taken(task.call, task.ids)
         match task:
             case m.Accumulate() | m.Apply() if call_state is not None and call_state.failure is not None:
-                state.accumulated(call_state)
+                self._calls.accumulated(call_state)
             case m.Apply(is_last=True) | m.CopyWeights():
                 if call_state is not None and not call_state.is_over:
-                    state.complete(call_state, done.result)
+                    self._calls.complete(call_state, done.result)
             case m.RunFunction():
                 if call_state is not None and not call_state.is_over and not call_state.call.is_aligned:
-                    state.complete(call_state, done.result)
+                    self._calls.complete(call_state, done.result)
             case m.PublishWeights(role=role, version=version):
                 assert done.manifest is not None
                 weights.published(state, role, version, done.manifest)
@@ -334,11 +326,19 @@ class Scheduler:
 
     def _lost(self, event: WorkerLost) -> None:
         """Remove a lost worker; a lease that waits for it to switch goes on without it."""
-        lose(self._state, event)
+        if self._recovery.lost(event):
+            self._policies.lost(event.worker)
+            for message in event.unreported:
+                for report in self._recovery.unreported(message):
+                    self._calls.rows_done(*report)
+            for task in self._recovery.requeue_tasks(event):
+                if isinstance(task, m.Generate):
+                    self._calls.task_ended(task.call)
+            self._recovery.replace(event)
         commands = self._state.commands
         self._state.commands = [one for one in commands if not (isinstance(one, Send) and one.worker == event.worker)]
         worker = self._state.workers[event.worker]
-        self._credits.lost(worker.name)
+        self._state.credits.lost(worker.name)
         lease = worker.lease
         if lease is not None:
             to = lease.moving_to
@@ -351,8 +351,8 @@ class Scheduler:
 
         Its rollout engine holds the devices, as at the start; if another turn has them now, it must switch.
         """
-        join(self._state, worker.name, incarnation)
-        self._credits.joined(worker.name)
+        self._recovery.join(worker.name, incarnation)
+        self._state.credits.joined(worker.name)
         lease = worker.lease
         if lease is not None and worker.name not in lease.workers:
             lease.join(worker.name, worker.turns)
@@ -360,31 +360,33 @@ class Scheduler:
             if to != ROLLOUT:
                 self._switch_engines((worker.name,), to)
 
+    # ---- work
+
     def _free_room(self) -> None:
         """Release the credits of calls that have ended, and ask workers again for generations that backpressure had blocked."""
         state = self._state
-        if self._credits.is_used:
+        if self._state.credits.is_used:
             for command in state.commands[self._num_noted :]:
                 if isinstance(command, Resolve | Reject) and command.call in state.calls:
-                    self._credits.over(state.calls[command.call])
+                    self._state.credits.over(state.calls[command.call])
                 elif isinstance(command, Forgotten):
-                    self._credits.forget(command.call)
+                    self._state.credits.forget(command.call)
             self._num_noted = len(state.commands)
-            for call_state in self._credits.unblocked():
+            for call_state in self._state.credits.unblocked():
                 state.ready_workers.feed_all(call_state)
                 state.ready_workers.rows_came(call_state)
 
     def _give_work(self) -> None:
         """Dispatch all that can run now. If no task is in flight and only a full channel or a policy holds samples back, overrule it."""
         self._ask()
-        if not self._state.tasks and self._credits.blocked:
+        if not self._state.tasks and self._state.credits.blocked:
             self._overdraw()
-        if not self._state.tasks and self._state.active and self._state.policy_dispatches.force():
+        if not self._state.tasks and self._state.active and self._policies.force():
             self._ask()
 
     def _overdraw(self) -> None:
         """Let the earliest blocked generation that can run begin one unit beyond its channel's room."""
-        state, credits = self._state, self._credits
+        state, credits = self._state, self._state.credits
         for _, call_state in sorted(credits.blocked.items()):
             if call_state.has_rows_to_begin:
                 credits.allow_overdraft(call_state)
@@ -408,7 +410,7 @@ class Scheduler:
             for lease in leases.values():
                 self._hand_over(lease)
         self._functions.hand_out()
-        if self._credits.is_used and len(self._state.commands) > self._num_noted:  # Calls without rows have ended meanwhile.
+        if self._state.credits.is_used and len(self._state.commands) > self._num_noted:  # Calls without rows have ended meanwhile.
             self._free_room()
             if self._state.ready_workers.has_any:
                 self._give_work()
@@ -416,7 +418,9 @@ class Scheduler:
     def _dispatch(self, worker: WorkerState) -> None:
         """Give a worker tasks until it takes no more."""
         while (offer := self._offer(worker)) is not None:
-            offer()
+            ended = offer()
+            if ended is not None:
+                self._calls.complete(*ended)
 
     def _offer(self, worker: WorkerState) -> Offer | None:
         """Find the next task for a worker: from all engines that it hosts or, under a lease, from those whose turn it is."""
@@ -453,10 +457,6 @@ class Scheduler:
         kind = kind_of(turn)
         roles = worker.roles_at(turn, kind)
         return bool(roles) and self._dispatches[kind].offer(worker, roles) is not None
-
-    def _shrink_kv_caches(self, workers: Iterable[str]) -> None:
-        for name in workers:
-            self._state.start(self._state.workers[name], "rollout", m.ShrinkKVCache(self._state.next_task(), -1))
 
     def _switch_engines(self, workers: Iterable[str], to: str) -> None:
         for name in workers:

@@ -17,14 +17,22 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Mapping
-from typing import final
+from typing import NamedTuple, final
 
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.worker_state import TaskState, WorkerState
 from m2flow.micro.scheduler.call_state import CallState
 
-Offer = Callable[[], None]
-"""A task that a worker could start now; calling it starts it."""
+
+class Ended(NamedTuple):
+    """A call that is done without a task, and its result."""
+
+    call_state: CallState
+    value: object
+
+
+Offer = Callable[[], Ended | None]
+"""A task that a worker could start now; calling it starts it, or says which call is done instead."""
 
 MAX_QUEUED = 2
 """Tasks that a function process has at a time: one running, and one queued to begin at once."""

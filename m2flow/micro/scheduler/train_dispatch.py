@@ -26,7 +26,7 @@ from m2flow.micro.protocol.worker_state import WorkerState
 from m2flow.micro.scheduler import weights
 from m2flow.micro.scheduler.call_state import CallState, MicroBatch, MinibatchEnd
 from m2flow.micro.scheduler.state import SchedulerState
-from m2flow.micro.scheduler.task_queues import Offer
+from m2flow.micro.scheduler.task_queues import Ended, Offer
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class TrainDispatch:
         assert call_state.update is not None
         if not call_state.ids:
             # No rows to train on: the weights of the new version equal the old.
-            return (lambda: self._state.complete(call_state, UpdateTally().metrics())) if self._may_replace(call_state) else None
+            return (lambda: Ended(call_state, UpdateTally().metrics())) if self._may_replace(call_state) else None
         step = call_state.update.next(is_idle=worker.num_tasks["train"] == 0)
         if step is None or (isinstance(step, MinibatchEnd) and not self._may_replace(call_state)):
             return None

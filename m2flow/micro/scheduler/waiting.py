@@ -1,6 +1,6 @@
 """Find deadlocks: build the wait graph of unfinished calls and search it for rings. Pure, and without time.
 
-    SchedulerState, Credits --waits_of--> [Wait] --find_deadlock--> a ring that nobody in it can leave, or nothing
+    SchedulerState --waits_of--> [Wait] --find_deadlock--> a ring that nobody in it can leave, or nothing
 
 A call with a task in flight waits for nobody here: its worker continues, or the supervisor finds that it hangs. A call needs all that it
 waits for; of those that could free room in a channel, or give up a lease, one is enough. So a ring counts only among those of which none
@@ -31,7 +31,7 @@ class Wait(NamedTuple):
     """Whether any one of the waits of `who` suffices."""
 
 
-def waits_of(state: SchedulerState, credits: Credits) -> list[Wait]:
+def waits_of(state: SchedulerState) -> list[Wait]:
     """List the waits of every unfinished call, and of the channels and leases that they wait for."""
     waits: list[Wait] = []
     for call_state in state.active.values():
@@ -45,7 +45,7 @@ def waits_of(state: SchedulerState, credits: Credits) -> list[Wait]:
             source = state.calls[ordinal]
             if not source.is_over:
                 waits.append(Wait(who, name_of(source), f"rows, of which {len(source.done)} of {len(source.ids)} are done"))
-        waits += _of_room(who, call_state, credits)
+        waits += _of_room(who, call_state, state.credits)
         waits += _of_leases(who, call_state, state)
     return waits
 

@@ -1,6 +1,6 @@
 """Recover from lost workers, and restore rows of an earlier process: from the ledger, which has every row that a worker has reported.
 
-    WorkerLost --lose--> rows of its tasks are ready again, samples continue from their prefixes; its rows are taken from elsewhere
+    WorkerLost --Recovery--> rows of its tasks are ready again, samples continue from their prefixes; its rows are taken from elsewhere
     WorkerJoined --join--> it is offered work again, and rows are sent there again
     Restored (what the ledger recorded) -> done rows, at the ledger; prefixes -> only the rest is handed out
 
@@ -12,20 +12,23 @@ What can't be recovered (`StateLost`): a trainer's weights, a role's state, and 
 
 Restored rows are treated as if a worker had just reported them, except that their place is the ledger
 (`m2flow.micro.protocol.events.LEDGER`), from which they are sent to whoever needs them. What is restored of a call before its rows are
-known waits until they are.
+known waits until they are. Rows that were lost in transfer are sent again, from another worker that has them or from the ledger. Until a
+worker is lost all this costs nothing.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, final
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple, final
 
 import msgspec
 
 from m2flow.errors import StateLost, WorkerError
 from m2flow.micro.protocol import messages as m
-from m2flow.micro.protocol.events import LEDGER, Restored, WorkerLost
+from m2flow.micro.protocol.events import CONTROLLER, LEDGER, Restored, WorkerLost
 from m2flow.micro.protocol.plan import Stage
 from m2flow.micro.protocol.row_store import stopped_at
+from m2flow.micro.protocol.worker_state import worker_of
 from m2flow.micro.scheduler import weights
 from m2flow.micro.scheduler.call_state import prefixes_in
 from m2flow.samples import SampleId
@@ -36,41 +39,53 @@ if TYPE_CHECKING:
     from m2flow.micro.scheduler.state import SchedulerState
 
 
+class RowsReport(NamedTuple):
+    """Rows of a call that count as done from now on (`CallLifecycle.rows_done`)."""
+
+    call_state: CallState
+    place: str
+    ids: Sequence[int]
+    num_tokens: Sequence[int]
+    dropped: Iterable[int] = ()
+
+
 @final
-class Restoring:
-    """Takes in what the ledger has of unfinished calls, as their rows become known."""
+class Recovery:
+    """Takes in what the ledger has of calls, and says which rows are done by that; recovers from the loss of workers."""
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
-        self._waiting: dict[int, list[m.Finished | m.Flushed]] = {}
 
-    def restore(self, event: Restored) -> None:
+    # ---- what the ledger has
+
+    def restore(self, event: Restored) -> Iterator[RowsReport]:
         """Take in what the ledger has of calls that have been added."""
         messages: list[m.Finished | m.Flushed] = [*event.finished, *event.flushed]
         for message in messages:
             call_state = self._state.calls.get(message.call)
             if call_state is not None and call_state.carry is not None and call_state.is_done:
-                self._take_late(call_state, message)
+                yield from self._take_late(call_state, message)
             elif call_state is not None and not call_state.is_over:
-                self._waiting.setdefault(message.call, []).append(message)
-                self.prepared(call_state)
+                self._state.recorded.setdefault(message.call, []).append(message)
+                yield from self.prepared(call_state)
 
-    def prepared(self, call_state: CallState) -> None:
+    def prepared(self, call_state: CallState) -> Iterator[RowsReport]:
         """Take in what waits for a call's rows, if they are known now."""
-        if self._waiting and call_state.is_prepared:
-            for message in self._waiting.pop(call_state.call.ordinal, ()):
+        if self._state.recorded and call_state.is_prepared:
+            for message in self._state.recorded.pop(call_state.call.ordinal, ()):
                 if not call_state.is_over:
-                    self._take(call_state, message)
+                    yield from self._take(call_state, message)
 
-    def _take_late(self, call_state: CallState, message: m.Finished | m.Flushed) -> None:
+    def _take_late(self, call_state: CallState, message: m.Finished | m.Flushed) -> Iterator[RowsReport]:
         """Take in samples left by a call that was over before (`m2flow.micro.protocol.events.Recalled`)."""
         if isinstance(message, m.Flushed):
             record_prefixes(self._state, call_state, LEDGER, message)
             return
-        self._state.partial_rollouts.finished(call_state, message)
-        self._state.rows_done(call_state, LEDGER, message.ids, message.num_tokens)
+        assert call_state.carry is not None
+        call_state.carry.finished(message)
+        yield RowsReport(call_state, LEDGER, message.ids, message.num_tokens)
 
-    def _take(self, call_state: CallState, message: m.Finished | m.Flushed) -> None:
+    def _take(self, call_state: CallState, message: m.Finished | m.Flushed) -> Iterator[RowsReport]:
         if call_state.refill is not None and call_state.is_generation:
             call_state.refill.resume_at(max((SampleId.unpack(packed).prompt for packed in message.ids), default=-1) + 1)
         if isinstance(message, m.Flushed):
@@ -81,15 +96,15 @@ class Restoring:
         dropped = known.intersection(message.dropped)
         call_state.restored([*(packed for packed, _ in rows), *dropped])
         if call_state.carry is not None:
-            self._state.partial_rollouts.finished(call_state, message)
+            call_state.carry.finished(message)
         if call_state.is_generation:
             self._state.handed_out(call_state)
             for packed, length in zip(message.ids, message.num_generated, strict=True):
                 if call_state.policy_dispatch is not None and packed in known:
                     call_state.policy_dispatch.ended(packed, length)
-        self._state.rows_done(call_state, LEDGER, [packed for packed, _ in rows], [tokens for _, tokens in rows], dropped)
+        yield RowsReport(call_state, LEDGER, [packed for packed, _ in rows], [tokens for _, tokens in rows], dropped)
 
-    def unreported(self, message: m.Finished | m.Aborted | m.Flushed) -> None:
+    def unreported(self, message: m.Finished | m.Aborted | m.Flushed) -> Iterator[RowsReport]:
         """Take in what a lost worker had written to the ledger but not reported."""
         call_state = self._state.calls.get(message.call)
         if call_state is None:
@@ -98,8 +113,122 @@ class Restoring:
             record_prefixes(self._state, call_state, LEDGER, message)
             return
         if call_state.carry is not None:
-            self._state.partial_rollouts.finished(call_state, message)
-        self._state.rows_done(call_state, LEDGER, message.ids, message.num_tokens)
+            call_state.carry.finished(message)
+        yield RowsReport(call_state, LEDGER, message.ids, message.num_tokens)
+
+    # ---- lost workers
+
+    def lost(self, event: WorkerLost) -> bool:
+        """Record that a worker is lost, and leave it out of the stages of calls; return whether that is news.
+
+        Raises:
+            StateLost: it had state that no other has.
+            WorkerError: nobody else can run its calls.
+        """
+        state, name = self._state, event.worker
+        worker = state.workers[name]
+        was_lost, worker.returns = worker.is_lost, event.returns
+        worker.is_lost = state.has_losses = True
+        _check_recoverable(worker, event)
+        for call_state in state.calls.values():
+            if name in call_state.planned.workers or name in call_state.planned.forward_to:
+                remove_lost_workers(state, call_state)
+        if not was_lost:
+            state.changed()
+        return not was_lost
+
+    def requeue_tasks(self, event: WorkerLost) -> Iterator[m.Task]:
+        """End the tasks of a lost worker, requeue their rows that are not done, and yield each.
+
+        Raises:
+            WorkerError: too many workers were lost with one of the rows.
+        """
+        state, name = self._state, event.worker
+        for place, rows in event.missing.items():
+            self.never_came(rows, place)
+        state.rows.lost(name)  # Before tasks end: whoever takes them over must know where rows are.
+        for task in _suspected_tasks(state, name):
+            _count_losses(state, task, event)
+        for number, task in state.tasks.of(name):
+            _requeue_task(state, number, task)
+            yield task.message
+
+    def replace(self, event: WorkerLost) -> None:
+        """Have others take over from a lost worker: its rows are sent again, and all are asked again.
+
+        Raises:
+            StateLost: it had weights that a generation still needs.
+        """
+        state, worker = self._state, self._state.workers[event.worker]
+        weights.lost(state, worker)
+        for place, rows in event.missing.items():
+            self.send_again(place, rows)
+        for call_state in state.active.values():
+            if call_state.is_generation and not call_state.is_all_begun and not state.engine_weights.has_version_for(call_state):
+                raise StateLost(
+                    f"{worker.name} is lost, and no other has the weights that {call_state.call.name} began with{_how(event)}",
+                    where=call_state.call.site.describe(),
+                    now=_GO_ON,
+                )
+        state.ready_workers.wake_all(other for other in state.workers.values() if not other.is_lost)
+
+    def join(self, name: str, incarnation: int) -> None:
+        """Take in a worker that was restarted."""
+        state = self._state
+        worker = state.workers[name]
+        if not worker.is_lost:
+            return
+        worker.is_lost = worker.returns = False
+        worker.incarnation = incarnation
+        state.engine_weights.joined(worker)
+        state.changed()
+        for call_state in state.calls.values():
+            if name in call_state.planned.workers or name in call_state.planned.forward_to:
+                call_state.stage = _without_lost_workers(state, call_state.planned)
+                if call_state.is_generation and not call_state.is_over:
+                    state.ready_workers.feed_all(call_state)
+                    state.ready_workers.rows_came(call_state)
+        state.functions.note(worker)
+        state.ready_workers.wake_all(other for other in state.workers.values() if not other.is_lost)
+
+    # ---- lost transfers
+
+    def sent_to(self, number: int) -> Iterable[str]:
+        """Find the workers that have the rows a task forwarded: of the processes that it names, those still alive."""
+        task = self._state.tasks.message(number)
+        tags = task.forward_to if isinstance(task, m.Generate | m.RunFunction) else ()
+        if not self._state.has_losses:
+            return tags
+        there = [self._state.workers[worker_of(tag)] for tag in tags]
+        return [worker.name for worker, tag in zip(there, tags, strict=True) if worker.tag == tag and not worker.is_lost]
+
+    def never_came(self, rows: Mapping[int, Sequence[int]], to: str) -> None:
+        """Record that rows did not arrive where they were sent."""
+        for ordinal, missing in rows.items():
+            self._state.rows.never_came(ordinal, missing, to)
+
+    def _needs(self, task: m.Task) -> list[tuple[int, int]]:
+        """List (call, row) of all input rows of a task; for a union also rows that are in another of its inputs."""
+        if isinstance(task, m.Generate):
+            if task.aborted_by >= 0:
+                return [(stopped_at(task.aborted_by), row) for row in task.ids]
+            source = self._state.calls[task.drawn_by].aligned_inputs[0]
+            return [(source, row) for row in task.prompts]
+        call_state = self._state.calls.get(task.call)
+        if call_state is None or not isinstance(task, m.RunFunction | m.Accumulate):
+            return []
+        return [(source, row) for source in call_state.aligned_inputs for row in task.ids]
+
+    def send_again(self, place: str, missing: Mapping[int, Sequence[int]]) -> None:
+        """Send rows again that never came to a place and that its tasks wait for."""
+        state = self._state
+        wanted = {ordinal: set(rows) for ordinal, rows in missing.items()}
+        if place != CONTROLLER:
+            needed = {need for _, task in state.tasks.of(place) for need in self._needs(task.message)}
+            wanted = {ordinal: {row for row in rows if (ordinal, row) in needed} for ordinal, rows in wanted.items()}
+        for ordinal, rows in wanted.items():
+            if rows and max(ordinal, stopped_at(ordinal)) in state.calls:  # Otherwise it was forgotten meanwhile, and nobody waits.
+                state.bring(ordinal, sorted(rows), place)
 
 
 def record_prefixes(state: SchedulerState, call_state: CallState, place: str, message: m.Flushed | m.Aborted) -> None:
@@ -113,72 +242,12 @@ def record_prefixes(state: SchedulerState, call_state: CallState, place: str, me
     known = call_state.prefixes
     prefixes = {row: new for row, new in told.items() if row not in known or not new.is_within(known[row])}
     # The calls whose prefixes these replace may be forgotten now.
-    state.perhaps_unreachable({call_state.prefixes[row].by for row in prefixes.keys() & call_state.prefixes.keys()})
+    state.perhaps_unreachable.update({call_state.prefixes[row].by for row in prefixes.keys() & call_state.prefixes.keys()})
     call_state.prefixes.update(prefixes)
     state.rows.replaced(stopped_at(call_state.call.ordinal), prefixes, place)
 
 
 _GO_ON = "What no other has can't be made again from where the run is. `m2flow run --resume` goes on from its last checkpoint."
-
-
-def lose(state: SchedulerState, event: WorkerLost) -> None:
-    """Remove a lost worker: requeue its tasks and find its rows elsewhere.
-
-    Raises:
-        StateLost: it had state that no other has.
-        WorkerError: nobody else can run its calls, or too many workers were lost with its rows.
-    """
-    name = event.worker
-    worker = state.workers[name]
-    was_lost, worker.returns = worker.is_lost, event.returns
-    worker.is_lost = state.lost_transfers.has_any = True
-    _check_recoverable(worker, event)
-    for call_state in state.calls.values():
-        if name in call_state.planned.workers or name in call_state.planned.forward_to:
-            remove_lost_workers(state, call_state)
-    if was_lost:
-        return
-    state.changed()
-    state.policy_dispatches.lost(name)
-    for message in event.unreported:
-        state.restoring.unreported(message)
-    for place, rows in event.missing.items():
-        state.lost_transfers.never_came(rows, place)
-    state.rows.lost(name)  # Before tasks end: whoever takes them over must know where rows are.
-    for task in _suspected_tasks(state, name):
-        _count_losses(state, task, event)
-    for number, task in state.tasks.of(name):
-        _requeue_task(state, number, task)
-    weights.lost(state, worker)
-    for place, rows in event.missing.items():
-        state.lost_transfers.send_again(place, rows)
-    for call_state in state.active.values():
-        if call_state.is_generation and not call_state.is_all_begun and not state.engine_weights.has_version_for(call_state):
-            raise StateLost(
-                f"{worker.name} is lost, and no other has the weights that {call_state.call.name} began with{_how(event)}",
-                where=call_state.call.site.describe(),
-                now=_GO_ON,
-            )
-    state.ready_workers.wake_all(other for other in state.workers.values() if not other.is_lost)
-
-
-def join(state: SchedulerState, name: str, incarnation: int) -> None:
-    """Take in a worker that was restarted."""
-    worker = state.workers[name]
-    if not worker.is_lost:
-        return
-    worker.is_lost = worker.returns = False
-    worker.incarnation = incarnation
-    state.engine_weights.joined(worker)
-    state.changed()
-    for call_state in state.calls.values():
-        if name in call_state.planned.workers or name in call_state.planned.forward_to:
-            call_state.stage = _without_lost_workers(state, call_state.planned)
-            if call_state.is_generation and not call_state.is_over:
-                state.ready_workers.feed_all(call_state)
-                state.ready_workers.rows_came(call_state)
-    state.functions.note(worker)
-    state.ready_workers.wake_all(other for other in state.workers.values() if not other.is_lost)
 
 
 def _check_recoverable(worker: WorkerState, event: WorkerLost) -> None:
@@ -238,8 +307,9 @@ def _count_losses(state: SchedulerState, task: TaskState, event: WorkerLost) -> 
     rows = [row for row in task.rows if row not in call_state.done and row not in call_state.dropped]
     call_state.suspects.update(rows)
     if call_state.call.engine == "function":
-        state.lost_transfers.blamed.add(call_state.call.name)
-    worst = [row for row in rows if state.lost_transfers.suspected(call_state.call.ordinal, row) >= state.max_attempts]
+        state.blamed.add(call_state.call.name)
+    state.num_losses.update((call_state.call.ordinal, row) for row in rows)
+    worst = [row for row in rows if state.num_losses[call_state.call.ordinal, row] >= state.max_attempts]
     if worst:
         named = ", ".join(str(SampleId.unpack(row)) for row in worst[:5]) + (f" and {len(worst) - 5} more" if len(worst) > 5 else "")
         raise WorkerError(
@@ -260,9 +330,8 @@ def _requeue_task(state: SchedulerState, number: int, task: TaskState) -> None:
     if call_state is not None and not call_state.is_over and isinstance(task.message, m.Generate | m.RunFunction):
         left = [row for row in task.rows if row not in call_state.done and row not in call_state.dropped]
         left = call_state.have_come(left)
-        state.partial_rollouts.requeued(call_state, left)
+        if call_state.carry is not None:
+            call_state.carry.requeued(left, call_state.prefixes)
         state.requeue(call_state, left)
         if not call_state.ids and not call_state.call.is_aligned:
             state.functions.may_start(call_state)  # A call on no rows is run once.
-    if isinstance(task.message, m.Generate):
-        state.partial_rollouts.task_ended(task.message.call)

@@ -15,7 +15,7 @@ from m2flow.micro.controller.supervisor import InflightRecovery
 from m2flow.micro.lowering.passes import lower
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.row_store import RowStore
-from m2flow.micro.scheduler import row_locations
+from m2flow.micro.scheduler.worker_failure import Recovery
 from m2flow.samples import Batch, make_ids
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
 from m2flow.testing.random_programs import difference_of
@@ -87,9 +87,9 @@ def test_what_a_dead_worker_should_take_over_from_an_earlier_call_and_send_on_is
 
 
 BUGS = {
-    "what never came is thought to be there": (row_locations.LostTransfers, "never_came", lambda self, rows, to: None),
+    "what never came is thought to be there": (Recovery, "never_came", lambda self, rows, to: None),
     "what a dead worker sent counts": (RowStore, "drop_sent_by", lambda self, sender, but: {}),
-    "what never came is not sent again": (row_locations.LostTransfers, "send_again", lambda self, place, row_locations: None),
+    "what never came is not sent again": (Recovery, "send_again", lambda self, place, rows: None),
 }
 
 

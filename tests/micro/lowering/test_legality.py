@@ -19,6 +19,7 @@ from m2flow.micro.lowering import passes
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.plan import Stage
 from m2flow.micro.scheduler import call_state, state, weights
+from m2flow.micro.scheduler.call_lifecycle import CallLifecycle
 from m2flow.micro.scheduler.call_state import CallState
 from m2flow.micro.scheduler.weights import EngineWeights, Versions
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
@@ -232,16 +233,16 @@ def batch_barrier(patch: Patch) -> None:
 
 
 def reads_wait_for_writes(patch: Patch) -> None:
-    add = state.SchedulerState.add_call
+    add = CallLifecycle.add_call
 
-    def at_once(self: state.SchedulerState, call: object, stage: Stage) -> CallState:
+    def at_once(self: CallLifecycle, call: object, stage: Stage) -> CallState:
         state = add(self, call, stage)  # type: ignore[arg-type]
         if state.call.engine == "rollout":
             state.waits_for.clear()
             self._start_if_ready(state)
         return state
 
-    patch.setattr(state.SchedulerState, "add_call", at_once)
+    patch.setattr(CallLifecycle, "add_call", at_once)
     patch.setattr(weights, "may_use", lambda state, version: True)
 
 
@@ -250,16 +251,16 @@ def writes_wait_for_reads(patch: Patch) -> None:
 
 
 def writes_wait_for_writes(patch: Patch) -> None:
-    add = state.SchedulerState.add_call
+    add = CallLifecycle.add_call
 
-    def at_once(self: state.SchedulerState, call: object, stage: Stage) -> CallState:
+    def at_once(self: CallLifecycle, call: object, stage: Stage) -> CallState:
         state = add(self, call, stage)  # type: ignore[arg-type]
         if state.is_update:
             state.waits_for.clear()
             self._start_if_ready(state)
         return state
 
-    patch.setattr(state.SchedulerState, "add_call", at_once)
+    patch.setattr(CallLifecycle, "add_call", at_once)
 
 
 def versions_match(patch: Patch) -> None:
@@ -271,14 +272,14 @@ def weights_stay_until_they_are_taken(patch: Patch) -> None:
 
 
 def rows_are_kept_while_they_are_needed(patch: Patch) -> None:
-    release = state.SchedulerState.release
+    release = CallLifecycle.release
 
-    def at_once(self: state.SchedulerState, ordinal: int) -> None:
+    def at_once(self: CallLifecycle, ordinal: int) -> None:
         release(self, ordinal)
-        for place in self.rows._places.get(ordinal, {}):
-            self.send(place, m.Forget(ordinal))
+        for place in self._state.rows._places.get(ordinal, {}):
+            self._state.send(place, m.Forget(ordinal))
 
-    patch.setattr(state.SchedulerState, "release", at_once)
+    patch.setattr(CallLifecycle, "release", at_once)
 
 
 def refills_judge_groups(patch: Patch) -> None:
@@ -286,14 +287,14 @@ def refills_judge_groups(patch: Patch) -> None:
 
 
 def calls_without_rows_wait_too(patch: Patch) -> None:
-    prepare = state.SchedulerState._prepare
+    prepare = CallLifecycle._prepare
 
-    def at_once(self: state.SchedulerState, state: CallState) -> None:
+    def at_once(self: CallLifecycle, state: CallState) -> None:
         prepare(self, state)
         if state.is_prepared and state.call.is_aligned and not (state.ids or state.is_over):
             self.complete(state, None)
 
-    patch.setattr(state.SchedulerState, "_prepare", at_once)
+    patch.setattr(CallLifecycle, "_prepare", at_once)
 
 
 RULES: list[tuple[Callable[[Patch], None], Flow]] = [

@@ -21,11 +21,11 @@ from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.events import FromWorker
 from m2flow.micro.protocol.worker_state import Lease, TaskState, WorkerState
 from m2flow.micro.scheduler import weights
+from m2flow.micro.scheduler.call_lifecycle import CallLifecycle
 from m2flow.micro.scheduler.call_state import CallState, MicroBatch, UpdateProgress
 from m2flow.micro.scheduler.partial_rollouts import PartialRollouts
-from m2flow.micro.scheduler.row_locations import RowLocations
 from m2flow.micro.scheduler.scheduler import Scheduler
-from m2flow.micro.scheduler.state import SchedulerState
+from m2flow.micro.scheduler.state import RowLocations
 from m2flow.micro.scheduler.task_queues import ReadyWorkers, Tasks
 from m2flow.micro.scheduler.weights import Versions
 from m2flow.testing.scheduler_model import Model
@@ -160,16 +160,16 @@ def a_lease_moves_while_somebody_works(patch: Patch) -> None:
 
 
 def what_is_told_twice_counts_twice(patch: Patch) -> None:
-    whole = SchedulerState.rows_done
+    whole = CallLifecycle.rows_done
 
     def counted(
-        self: SchedulerState, state: CallState, worker: str, ids: Iterable[int], num_tokens: Iterable[int], *rest: Iterable[int]
+        self: CallLifecycle, state: CallState, worker: str, ids: Iterable[int], num_tokens: Iterable[int], *rest: Iterable[int]
     ) -> int:
         rows = list(ids)
         whole(self, state, worker, rows, num_tokens, *rest)
         return len(rows)
 
-    patch.setattr(SchedulerState, "rows_done", counted)
+    patch.setattr(CallLifecycle, "rows_done", counted)
 
 
 def a_task_ends_twice(patch: Patch) -> None:
@@ -223,7 +223,7 @@ def nobody_is_woken_by_new_weights(patch: Patch) -> None:
 
 
 def nothing_is_forgotten(patch: Patch) -> None:
-    patch.setattr(SchedulerState, "forget_unreachable", lambda self: None)
+    patch.setattr(CallLifecycle, "forget_unreachable", lambda self: None)
 
 
 def everything_released_is_forgotten(patch: Patch) -> None:
@@ -268,13 +268,13 @@ def whole_groups_are_miscounted(patch: Patch) -> None:
 
 
 def failures_do_not_spread(patch: Patch) -> None:
-    fail = SchedulerState.fail
+    fail = CallLifecycle.fail
 
-    def alone(self: SchedulerState, state: CallState, error: object, *, root: int | None = None) -> None:
+    def alone(self: CallLifecycle, state: CallState, error: object, *, root: int | None = None) -> None:
         if root is None:
             fail(self, state, error)  # type: ignore[arg-type]
 
-    patch.setattr(SchedulerState, "fail", alone)
+    patch.setattr(CallLifecycle, "fail", alone)
 
 
 # Some that were real.
@@ -283,11 +283,11 @@ def failures_do_not_spread(patch: Patch) -> None:
 def what_drew_carried_samples_is_kept_for_ever(patch: Patch) -> None:
     ended = PartialRollouts.ended
 
-    def as_it_was(self: PartialRollouts, state: CallState) -> None:
+    def as_it_was(self: PartialRollouts, state: CallState) -> CallState | None:
         patch_of_involved = PartialRollouts._involved
         PartialRollouts._involved = lambda self, state, rows: set()  # type: ignore[method-assign]
         try:
-            ended(self, state)
+            return ended(self, state)
         finally:
             PartialRollouts._involved = patch_of_involved  # type: ignore[method-assign]
 
