@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, final
 
@@ -50,41 +50,32 @@ class PolicyDispatch:
 
     def __init__(
         self,
+        state: SchedulerState,
         call_state: CallState,
         policy: SchedulingPolicy,
-        workers: Sequence[WorkerState],
-        prompt_tokens: Mapping[int, int],
         earlier: Mapping[int, Sequence[int]],
-        behind: Callable[[], int],
-        is_away: Callable[[WorkerState], bool],
-        num_changes: Callable[[], int],
-        known: Callable[[int], int] | None = None,
         pace: Pace | None = None,
         difficulties: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
         """
         Args:
-            prompt_tokens: of each row of the prompts, as far as it is known.
             earlier: row of the prompts -> lengths of answers to the same prompt in earlier epochs.
-            behind: how many versions the trainer is behind the one of sequential execution.
-            is_away: whether a worker can get none of the call's samples; it may say so of another one only when `num_changes` has changed.
-            known: row -> tokens that it will generate (`m2flow.micro.scheduler.state`).
             pace: how fast its engines are; by default as fast as those of the default decode model.
             difficulties: row of the prompts -> how hard it is said to be.
         """
         assert isinstance(call_state.ready, Ready)
+        prompts = call_state.call.input("prompts")
+        assert prompts is not None
+        self._state = state
         self.call_state = call_state
         self.policy = policy
         self._ready = call_state.ready
-        self._workers = workers
-        self._instances = {worker.name: j for j, worker in enumerate(workers)}
-        self._prompt_tokens = prompt_tokens
+        self._workers = [state.workers[name] for name in call_state.planned.workers]
+        self._instances = {worker.name: j for j, worker in enumerate(self._workers)}
+        self._prompt_tokens = state.calls[prompts.call].num_tokens
         self._earlier = earlier
-        self._behind = behind
-        self._is_away = is_away
-        self._num_changes = num_changes
-        self._num_known = num_changes()
-        self._known = known
+        self._num_known = state.num_changes
+        """`SchedulerState.num_changes` when it was last looked who is away."""
         self._pace = pace
         self._difficulties = difficulties
         self._dealt: set[int] = set()
@@ -95,7 +86,7 @@ class PolicyDispatch:
         self._reports: dict[int, Load] = {}
         self._at: dict[int, int] = {}
         """Row in flight -> instance that has it."""
-        self._lost = {j for j, worker in enumerate(workers) if is_away(worker)}
+        self._lost = self._away()
         self._moving: dict[int, int] = {}
         """Row that is being preempted -> instance where it is to continue."""
         self.num_moved = 0
@@ -107,8 +98,6 @@ class PolicyDispatch:
         """Instances where samples have ended since the policy was last asked."""
         self._num_ended = 0
         """Samples that have ended since all instances were listed."""
-        self.admits: Callable[[Sequence[int]], Sequence[int]] | None = None
-        """Filters rows for the policy to those that channels have room for (`m2flow.micro.scheduler.backpressure`)."""
 
     # ---- asked by `RolloutDispatch`
 
@@ -259,14 +248,21 @@ class PolicyDispatch:
 
     def _look(self) -> None:
         """Find out which workers are away now."""
-        if self._num_known == self._num_changes():
+        if self._num_known == self._state.num_changes:
             return
-        self._num_known = self._num_changes()
-        away = {j for j, worker in enumerate(self._workers) if self._is_away(worker)}
+        self._num_known = self._state.num_changes
+        away = self._away()
         if away != self._lost:
             self._lost.clear()
             self._lost.update(away)  # The policy sees it.
             self._ready.is_disturbed = True
+
+    def _away(self) -> set[int]:
+        return {j for j, worker in enumerate(self._workers) if self._state.is_away(worker, self.call_state)}
+
+    def _behind(self) -> int:
+        """Count the versions that the trainer is behind the one of sequential execution."""
+        return self._state.versions.behind(self.call_state.call)
 
     def _begin(self) -> None:
         """Build the policy's view from scratch."""
@@ -305,7 +301,8 @@ class PolicyDispatch:
         if call_state.carry is not None:
             seen.oldest = {self._index[row]: version for row, version in call_state.carry.oldest.items() if row in self._index}
         seen.lost, seen.reports, seen.has_reports = self._lost, self._reports, self.policy.needs_reports
-        seen.known = None if self._known is None else [self._known(row) for row in self._rows]
+        lengths = self._state.ablation.lengths
+        seen.known = None if lengths is None else [lengths(row) for row in self._rows]
         seen.tokens_so_far = lambda sample: self._tokens.get(self._rows[sample], 0)
         wanted = call_state.refill.count if call_state.refill is not None else len(members)
         seen.num_wanted = num_wanted(options, len(members)) if is_cut(options) else wanted
@@ -335,8 +332,8 @@ class PolicyDispatch:
         """Filter rows to prompts that a refill has allowed so far and that channels have room for; keep the others for later."""
         refill = self.call_state.refill
         shown = rows if refill is None else [row for row in rows if SampleId.unpack(row).prompt < refill.num_allowed]
-        if self.admits is not None:
-            shown = self.admits(shown)
+        if self._state.credits.is_limited(self.call_state):
+            shown = self._state.credits.admit(self.call_state, shown)
         left = set(shown)
         self._held_back = [row for row in rows if row not in left] if len(shown) < len(rows) else []
         return shown
@@ -447,24 +444,10 @@ class PolicyDispatches:
         free = self._free.setdefault(role, [])
         policy = free.pop() if free else make_policies(self._names, self._predictor)
         call_state.ready = Ready()
-        state, prompts = self._state, call_state.call.input("prompts")
-        assert prompts is not None
         texts = self._said(call_state, "prompt") if self._earlier else {}
         earlier = {row: self._earlier.get((role, text), ()) for row, text in texts.items()}
-        workers = [state.workers[name] for name in call_state.planned.workers]
-        call_state.policy_dispatch = PolicyDispatch(
-            call_state,
-            policy,
-            workers,
-            state.calls[prompts.call].num_tokens,
-            earlier,
-            lambda: state.versions.behind(call_state.call),
-            lambda worker: state.is_away(worker, call_state),
-            lambda: state.num_changes,
-            state.ablation.lengths,
-            self._paces.get(role),
-            self._said(call_state, self._difficulty) if self._difficulty else {},
-        )
+        difficulties = self._said(call_state, self._difficulty) if self._difficulty else {}
+        call_state.policy_dispatch = PolicyDispatch(self._state, call_state, policy, earlier, self._paces.get(role), difficulties)
         self._dispatches[call_state.call.ordinal] = call_state.policy_dispatch
 
     def over(self, call_state: CallState) -> None:

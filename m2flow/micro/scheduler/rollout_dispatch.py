@@ -6,7 +6,6 @@ workers, whole groups together where there is room, so that a prompt is prefille
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Sequence
 
@@ -71,8 +70,6 @@ class RolloutDispatch:
 
     def _has_samples_for(self, worker: WorkerState, dispatch: PolicyDispatch) -> bool:
         """Whether a call's policy has samples for this worker. Other workers that it assigned samples to are woken."""
-        if dispatch.admits is None and self._state.credits.is_limited(dispatch.call_state):
-            dispatch.admits = functools.partial(self._state.credits.admit, dispatch.call_state)
         found = dispatch.has_samples_for(worker)
         self._state.ready_workers.wake_all(other for other in dispatch.dealt_to() if other is not worker)
         return found
