@@ -5,9 +5,10 @@ They are part of the program (they change the mathematics), so they live in the 
 
 from __future__ import annotations
 
+import json
 import math
 import sys
-from collections.abc import Callable, ItemsView, Iterable, Sequence
+from collections.abc import Callable, ItemsView, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -151,6 +152,49 @@ class Lora:
 
 
 @dataclass(frozen=True)
+class ChatTemplate:
+    """How conversations become the text that a model sees."""
+
+    system: str = ""
+    """The system message of conversations that bring none."""
+    template: str = ""
+    """A Jinja template; empty: the tokenizer's own."""
+    arguments: str = "{}"
+    """JSON: further variables of the template, as `{"enable_thinking": false}`."""
+    tools: str = "[]"
+    """JSON: descriptions of the tools that the template presents."""
+
+    @classmethod
+    def of(cls, system: object, template: object, arguments: object, tools: object) -> ChatTemplate:
+        """Check what a flow gives. `template` may be the path of a file.
+
+        Raises:
+            OptionError: something is not what its name says.
+        """
+        for name, value in (("system", system), ("chat_template", template)):
+            if value is not None and not (name == "chat_template" and isinstance(value, Path)):
+                check_text(name, value)
+        if isinstance(template, Path) or (isinstance(template, str) and template.endswith(".jinja")):
+            try:
+                template = Path(template).expanduser().read_text()
+            except (OSError, UnicodeDecodeError) as error:
+                raise OptionError(f"chat_template={str(template)!r} can't be read: {error}") from None
+        if arguments is not None and not (isinstance(arguments, Mapping) and all(isinstance(key, str) for key in arguments)):
+            raise OptionError(
+                f"chat_template_kwargs is {arguments!r:.60}; it must map names to values",
+                now='Write chat_template_kwargs={"enable_thinking": False}.',
+            )
+        if tools is not None and not (isinstance(tools, list | tuple) and all(isinstance(tool, Mapping) for tool in tools)):
+            raise OptionError(f"tools is {tools!r:.60}; it must be a list of JSON descriptions of functions")
+        texts = {"chat_template_kwargs": dict(arguments or {}), "tools": list(tools or ())}
+        try:
+            written = {name: json.dumps(value, sort_keys=name != "tools") for name, value in texts.items()}
+        except (TypeError, ValueError) as error:
+            raise OptionError(f"chat_template_kwargs and tools must be what JSON can say: {error}") from None
+        return cls(str(system or ""), str(template or ""), written["chat_template_kwargs"], written["tools"])
+
+
+@dataclass(frozen=True)
 class Model:
     """A model: where it is loaded from, in which dtype, with which head."""
 
@@ -161,7 +205,7 @@ class Model:
     seed: int = 0
     dtype: Dtype = "float32"
     chat: bool = False
-    """Put each prompt through the tokenizer's chat template, as a user's message."""
+    """Put each prompt that is a text through the chat template, as a user's message. One of messages always is."""
     head: Head = "lm"
     """What the model gives: the next token, a value of each token (a critic), or a score of the whole (a reward model)."""
     is_policy: bool = True
@@ -172,6 +216,7 @@ class Model:
     """Train these adapters; None: train all weights."""
     is_frozen: bool = False
     """Nothing in the flow ever changes its weights."""
+    template: ChatTemplate = ChatTemplate()
 
     def __post_init__(self) -> None:
         check_choice("init", self.init, Init)

@@ -344,6 +344,38 @@ class Batch(msgspec.Struct, frozen=True, eq=False):
         return (Sample(self, row) for row in range(len(self)))
 
 
+Message = Mapping[str, object]
+"""A message of a conversation: a `role`, a `content` (a text, or a list of parts) and whatever else the chat template reads."""
+Prompt = str | Sequence[Message]
+"""A text, or the messages of a conversation."""
+
+
+def check_prompt(prompt: object, what: str) -> Prompt:
+    """Check that a value is a text, or a list of messages. Returns it.
+
+    Raises:
+        DatasetError: it is neither; `what` names it.
+    """
+    if isinstance(prompt, str):
+        return prompt
+    if not isinstance(prompt, list | tuple) or not prompt:
+        raise DatasetError(f"{what} is {prompt!r:.60}; it must be a text or a list of messages", now=_MESSAGES_LIKE)
+    for at, message in enumerate(prompt):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise DatasetError(f"message {at} of {what} has no role: {message!r:.60}", now=_MESSAGES_LIKE)
+        content = message.get("content")
+        is_parts = isinstance(content, list | tuple) and all(isinstance(p, Mapping) and isinstance(p.get("text"), str) for p in content)
+        if not isinstance(content, str) and not is_parts and not (content is None and "tool_calls" in message):
+            raise DatasetError(
+                f"message {at} of {what} has the content {content!r:.60}; it must be a text, or a list of parts with texts",
+                now=_MESSAGES_LIKE,
+            )
+    return prompt
+
+
+_MESSAGES_LIKE = 'Messages are like [{"role": "user", "content": "What is 2 + 2?"}].'
+
+
 class Sample:
     """One row of a batch, as a user's function sees it: `sample.text`, `sample.prompt`, and each metadata column by its name."""
 
@@ -366,6 +398,17 @@ class Sample:
     def finish(self) -> Finish:
         return Finish(int(self._batch.dense("finish")[self._row]))
 
+    @property
+    def messages(self) -> list[Message]:
+        """The messages of the prompt; of a text, one of the user. The response is in `text`."""
+        prompt = self.__getattr__("prompt")
+        return list(prompt) if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+
+    @property
+    def prompt_text(self) -> str:
+        """What the model saw: the prompt as the chat template made it, special tokens included; of a raw prompt its text."""
+        return str(self["prompt_text"] if "prompt_text" in self._batch else self.__getattr__("prompt"))
+
     def __getitem__(self, name: str) -> object:
         column = self._batch.columns[name]
         if isinstance(column, Ragged):
@@ -380,7 +423,7 @@ class Sample:
             return self[name]
         except KeyError:
             known = ", ".join(sorted(self._batch.columns))
-            raise AttributeError(f"the sample has no {name!r}; it has {known}, id, num_tokens, finish") from None
+            raise AttributeError(f"the sample has no {name!r}; it has {known}, id, num_tokens, finish, messages, prompt_text") from None
 
     def __repr__(self) -> str:
         return f"Sample({self.id}, prompt={self['prompt']!r}, text={self['text']!r})" if "text" in self._batch else f"Sample({self.id})"
@@ -409,6 +452,8 @@ def _concat(columns: list[Column]) -> Column:
     first = columns[0]
     if isinstance(first, Ragged):
         ragged = [column for column in columns if isinstance(column, Ragged)]
+        if len({column.kind for column in ragged}) > 1:  # Texts and messages.
+            return Ragged.json([column.item(i) for column in ragged for i in range(len(column))])
         lengths = np.concatenate([column.lengths for column in ragged])
         return Ragged(np.concatenate([column.values for column in ragged]), _offsets(lengths), first.kind)
     return np.concatenate([column for column in columns if not isinstance(column, Ragged)])

@@ -30,7 +30,7 @@ import numpy.typing as npt
 
 from m2flow.errors import EngineError, OpError
 from m2flow.recipe import AdamW, Loss, Model, Sampling
-from m2flow.samples import Batch, Finish, Sample
+from m2flow.samples import Batch, Finish, Prompt, Sample
 
 # ---- memory
 
@@ -302,8 +302,8 @@ class Request:
 
     id: int
     """A packed `SampleId`."""
-    prompt: str | tuple[int, ...]
-    """A text, which the engine tokenises, or token ids."""
+    prompt: Prompt | tuple[int, ...]
+    """A text or messages, which the engine tokenises, or token ids."""
     seed: int
     """64 bits; with the position of a token it decides that token's random number."""
     sampling: Sampling
@@ -313,6 +313,8 @@ class Request:
     prefix_versions: tuple[int, ...] = ()
     prefix_kv_stale: tuple[bool, ...] = ()
     """Empty: none was. Passed through only: a prefix is prefilled again, so later tokens see a cache of the weights held."""
+    prompt_text: str | None = None
+    """Of a prompt in token ids that a chat template made: its text, passed through."""
 
 
 @dataclass(frozen=True)
@@ -332,6 +334,8 @@ class Generated:
     routed_experts: npt.NDArray[np.int16] | None = None
     """Of a mixture, where the engine reports it: experts of each token of prompt and response, [T, layers, experts of a token].
     -1 where unknown, as for the last token, which no layer has seen."""
+    prompt_text: str | None = None
+    """The prompt as the chat template made it; None where none did."""
 
 
 _MORE_TOKENS = 8

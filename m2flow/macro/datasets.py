@@ -27,21 +27,103 @@ from m2flow.macro.graph import Granularity
 from m2flow.macro.handles import Handle, Rows
 from m2flow.macro.session import Session, current_session
 from m2flow.recipe import check_count, check_flag, check_number, check_text, check_whole, is_count, is_number
-from m2flow.samples import Batch, Column, Ragged, column_of, keyed_bits, make_ids, prompt_positions, taken
+from m2flow.samples import Batch, Column, Ragged, check_prompt, column_of, keyed_bits, make_ids, prompt_positions, taken
 
 Row = Mapping[str, object]
 
-_ON_SAMPLES = {"id", "num_tokens", "finish", "seed", "temperature", "text", "reward", "value", "advantages", "reference_logprobs"}
+_ON_SAMPLES = {
+    "id",
+    "messages",
+    "prompt_text",
+    "num_tokens",
+    "finish",
+    "seed",
+    "temperature",
+    "text",
+    "reward",
+    "value",
+    "advantages",
+    "reference_logprobs",
+}
 _ON_TOKENS = {"tokens", "loss_mask", "logprobs", "versions", "kv_stale", "routed_experts", "segment_kinds", "segment_lengths"}
 _TAKEN = frozenset(_ON_SAMPLES | _ON_TOKENS)
 """Names that samples have already: a column of such a name would be lost, or taken for what it is not."""
+
+
+_CONVERSATIONS = ("messages", "conversations", "chosen")
+_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant", "model": "assistant",
+          "function_response": "tool", "observation": "tool", "function": "tool"}  # fmt: skip
+"""ShareGPT's names of roles -> those of messages."""
+_QUESTIONS = ("question", "problem", "instruction", "query", "input", "text")
+
+
+def with_prompts(rows: Sequence[Row], name: str) -> list[Row]:
+    """Rows with a `prompt` and, where there is one, a `target`, made of the usual columns of conversations.
+
+    Raises:
+        DatasetError: a row has no conversation where the first one has, or is not like it.
+    """
+    if "prompt" in rows[0]:
+        is_pair = "chosen" in rows[0] and "target" not in rows[0]
+        rows = [{**row, "target": _said_last(row.get("chosen"))} for row in rows] if is_pair else list(rows)
+        if all(isinstance(row.get("prompt"), str) for row in rows) or not any(isinstance(row.get("prompt"), list | tuple) for row in rows):
+            return list(rows)
+        return [{**row, "prompt": [{"role": "user", "content": p}]} if isinstance(p := row.get("prompt"), str) else row for row in rows]
+    column = next((column for column in _CONVERSATIONS if isinstance(rows[0].get(column), list | tuple)), None)
+    if column is None:
+        return list(rows)
+    made = [_taken_apart(row, column, f"{column!r} of row {i} of the dataset {name!r}") for i, row in enumerate(rows)]
+    different = next((i for i, row in enumerate(made) if ("target" in row) != ("target" in made[0])), None)
+    if different is not None:
+        raise DatasetError(
+            f"of the {column!r} of rows 0 and {different} of the dataset {name!r} one ends with the assistant, and the other does not",
+            now="Give prompts and demonstrations as two datasets.",
+        )
+    return made
+
+
+def _taken_apart(row: Row, column: str, what: str) -> Row:
+    """A row whose conversation is a prompt and, if the assistant speaks last, a target."""
+    given = row.get(column)
+    messages = check_prompt([_message(one) for one in given] if isinstance(given, list | tuple) else given, what)
+    rest = {key: value for key, value in row.items() if key != column}
+    if isinstance(messages, str):
+        raise DatasetError(f"{what} is a text, where row 0 has a list of messages")
+    if messages[-1]["role"] != "assistant" or "target" in row:
+        return {**rest, "prompt": list(messages)}
+    if len(messages) == 1:
+        raise DatasetError(f"{what} has only a message of the assistant, and nothing that it answers")
+    return {**rest, "prompt": list(messages[:-1]), "target": _said_last(messages)}
+
+
+def _message(one: object) -> object:
+    """A message in ShareGPT's form, `from` and `value`, as role and content; anything else as it is."""
+    if not isinstance(one, Mapping) or "from" not in one or "value" not in one:
+        return one
+    return {"role": _ROLES.get(str(one["from"]), str(one["from"])), "content": one["value"]}
+
+
+def _said_last(said: object) -> object:
+    """The text of the last of these messages; of a text itself."""
+    content = said[-1].get("content") if isinstance(said, list | tuple) and said and isinstance(said[-1], Mapping) else said
+    return "".join(str(part.get("text")) for part in content) if isinstance(content, list | tuple) else content or ""
+
+
+def _now(row: Row) -> str:
+    """What to write for rows without a prompt."""
+    column = next((column for column in _QUESTIONS if column in row), None)
+    if column is None or "prompt" in row:
+        return 'A row has a text or messages under "prompt", or a conversation under "messages" or "conversations".'
+    return f'Write Dataset([{{**row, "prompt": row["{column}"]}} for row in rows]).'
 
 
 class Dataset:
     """Rows with a `prompt`, any other columns being metadata (a `target` makes a row a demonstration).
 
     Args:
-        rows: mappings of the same keys, each with a text under `prompt`.
+        rows: mappings of the same keys, each with a text or a list of messages under `prompt`. Rows with `messages`, or `conversations`
+            as ShareGPT has them, are taken apart: a last message of the assistant is the `target`, those before it are the prompt. So
+            is `chosen`, if it is a conversation; beside a `prompt` its text is the target.
         shuffle: draw in an order of its own in each epoch, decided by the run's seed.
         name: for plans and errors.
         curriculum: each epoch goes from the lowest to the highest value of this column of numbers, or of this function of a row; rows of
@@ -64,6 +146,7 @@ class Dataset:
         for i, row in enumerate(rows):
             if not isinstance(row, Mapping) or not all(isinstance(key, str) for key in row):
                 raise DatasetError(f"row {i} of the dataset {name!r} is no mapping of names to values: {row!r:.60}")
+        rows = with_prompts(rows, name)
         keys = set(rows[0])
         if keys & _TAKEN:
             column = min(keys & _TAKEN)
@@ -72,13 +155,15 @@ class Dataset:
         for i, row in enumerate(rows):
             if set(row) != keys:
                 raise DatasetError(f"row {i} of the dataset {name!r} has the columns {sorted(row)}, row 0 has {sorted(keys)}")
-            if not isinstance(row.get("prompt"), str):
-                raise DatasetError(f"row {i} of the dataset {name!r} has no text under 'prompt': {row.get('prompt')!r:.60}")
-            if (at := lone_surrogate(str(row["prompt"]))) >= 0:
+            prompt = row.get("prompt")
+            if not isinstance(prompt, str | list | tuple):
+                raise DatasetError(f"row {i} of the dataset {name!r} has no text under 'prompt': {prompt!r:.60}", now=_now(row))
+            if isinstance(prompt, str) and (at := lone_surrogate(prompt)) >= 0:
                 raise DatasetError(
-                    f"the prompt of row {i} of the dataset {name!r} has half of a surrogate pair at character {at}: {row['prompt']!r:.60}",
+                    f"the prompt of row {i} of the dataset {name!r} has half of a surrogate pair at character {at}: {prompt!r:.60}",
                     now="Mend the text: text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace').",
                 )
+            check_prompt(prompt, f"the prompt of row {i} of the dataset {name!r}")
         check_text("name", name)
         check_flag("shuffle", shuffle)
         self.name = name

@@ -31,7 +31,7 @@ from typing import Generic, Literal, TypeVar, cast, final, overload
 
 import numpy as np
 
-from m2flow.errors import FieldError, OpError, RowError, TraceError, did_you_mean
+from m2flow.errors import DatasetError, FieldError, OpError, RowError, TraceError, did_you_mean
 from m2flow.macro.algebra import Inputs, as_operand
 from m2flow.macro.columns import (
     Elementwise,
@@ -57,7 +57,7 @@ from m2flow.macro.number import Number, Operators
 from m2flow.macro.oversampling import carries
 from m2flow.macro.session import Session
 from m2flow.recipe import MOST_COUNTED, check_choice, check_flag, check_seconds
-from m2flow.samples import Batch, Column, Ragged, Sample, SampleId, prompt_positions
+from m2flow.samples import Batch, Column, Ragged, Sample, SampleId, check_prompt, prompt_positions
 
 
 class Handle:
@@ -480,9 +480,11 @@ def _column(name: str, operand: Operand | Elementwise, rows: Batch, values: Mapp
         return found
     texts = [found.item(i) for i in range(len(found))] if isinstance(found, Ragged) else list(found.tolist())
     for packed, text in zip(rows.ids.tolist(), texts, strict=True):
-        if not isinstance(text, str):
-            raise OpError(f"the prompt of sample {SampleId.unpack(packed)} is {text!r:.60}; it must be a text")
-    return Ragged.texts([str(text) for text in texts])
+        try:
+            check_prompt(text, f"the prompt of sample {SampleId.unpack(packed)}")
+        except DatasetError as error:
+            raise OpError(error.what, now=error.now) from None
+    return Ragged.texts([str(text) for text in texts]) if all(isinstance(text, str) for text in texts) else Ragged.json(texts)
 
 
 # ---- reductions

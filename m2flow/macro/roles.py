@@ -39,6 +39,7 @@ from m2flow.recipe import (
     Advantage,
     AdvantageName,
     BatchAdvantage,
+    ChatTemplate,
     Lora,
     Loss,
     Model,
@@ -317,7 +318,13 @@ class Policy(Role):
         dtype: of the weights that are trained.
         rollout_dtype: what engines that sample hold them in, by default the same. `bfloat16` halves what they read for a token; each
             sampled token's log-probability is then that of the rounded weights.
-        chat: put prompts through the tokenizer's chat template.
+        chat: put prompts that are texts through the tokenizer's chat template, as a user's message; any of the next four does so too.
+            Without it a text is *raw*: the tokenizer adds its own special tokens, as a beginning-of-sequence token, and nothing else. A
+            prompt of messages always goes through the template, which then decides on all special tokens.
+        system: the system message of conversations that bring none.
+        chat_template: a Jinja template, or the path of one, in place of the tokenizer's.
+        chat_template_kwargs: further variables of the template: `{"enable_thinking": False}`.
+        tools: JSON descriptions of functions, which the template presents to the model.
         optimizer: for `update` calls that bring none.
         lora: train adapters of low rank, not the weights themselves. Engines that sample get the sum of both.
     """
@@ -331,15 +338,20 @@ class Policy(Role):
         dtype: Literal["float32", "bfloat16", "float16"] = "float32",
         rollout_dtype: Literal["float32", "bfloat16", "float16"] | None = None,
         chat: bool = False,
+        system: str | None = None,
+        chat_template: str | Path | None = None,
+        chat_template_kwargs: Mapping[str, object] | None = None,
+        tools: Sequence[Mapping[str, object]] | None = None,
         optimizer: AdamW | None = None,
         lora: Lora | None = None,
     ) -> None:
         super().__init__(name, "Policy")
         self.optimizer = AdamW() if optimizer is None else optimizer
         check_optimizer(self.optimizer)
-        self._session.add_model(
-            name, Model(model_path(model), init, self._session.seed, dtype, chat, rollout_dtype=rollout_dtype, lora=lora)
-        )
+        template = ChatTemplate.of(system, chat_template, chat_template_kwargs, tools)
+        check_flag("chat", chat)
+        made = Model(model_path(model), init, self._session.seed, dtype, chat or template != ChatTemplate())
+        self._session.add_model(name, replace(made, rollout_dtype=rollout_dtype, lora=lora, template=template))
 
     def generate(
         self,

@@ -118,6 +118,7 @@ class _Sequence:
     num_read: int = 0
     """Tokens read by older weights."""
     stop_texts: StopTexts | None = None
+    prompt_text: str | None = None
 
     @property
     def finish(self) -> Finish | None:
@@ -172,7 +173,7 @@ class FakeRollout(RolloutEngine):
         new = []
         for request in requests:
             who = SampleId.unpack(request.id)
-            prompt = encode_fake(request.prompt) if isinstance(request.prompt, str) else list(request.prompt)
+            prompt, prompt_text = _encoded(request)
             if len(prompt) + request.sampling.max_new_tokens > FAKE_CONTEXT:
                 raise PromptTooLong(
                     f"sample {who}: a prompt of {len(prompt)} tokens and max_new_tokens={request.sampling.max_new_tokens} "
@@ -186,7 +187,7 @@ class FakeRollout(RolloutEngine):
             stale = list(request.prefix_kv_stale) or [False] * len(request.prefix)
             given = list(request.prefix), list(request.prefix_logprobs), list(request.prefix_versions), stale
             texts = StopTexts.of(request.sampling, decode_fake, frozenset(range(_FIRST_BYTE)))
-            new.append(_Sequence(request, prompt, stops, fake_hash(*prompt), *given, stop_texts=texts))
+            new.append(_Sequence(request, prompt, stops, fake_hash(*prompt), *given, stop_texts=texts, prompt_text=prompt_text))
         self._queue += new
 
     def step(self) -> list[Generated]:
@@ -277,6 +278,16 @@ class FakeRollout(RolloutEngine):
         sequence.kv_stale.append(sequence.old_cache != 0)
 
 
+def _encoded(request: Request) -> tuple[list[int], str | None]:
+    """The tokens of a prompt, and its text if it is of messages."""
+    if isinstance(request.prompt, str):
+        return encode_fake(request.prompt), None
+    if request.prompt and isinstance(request.prompt[0], Mapping):
+        text = "".join(f"<{message['role']}>{message.get('content')}" for message in request.prompt if isinstance(message, Mapping))
+        return encode_fake(text), text
+    return [token for token in request.prompt if isinstance(token, int)], request.prompt_text
+
+
 def _generated(sequence: _Sequence, finish: Finish | None) -> Generated:
     assert finish is not None
     stops = sequence.stop_texts if finish is Finish.STOP else None
@@ -289,6 +300,7 @@ def _generated(sequence: _Sequence, finish: Finish | None) -> Generated:
         kv_stale=np.array(sequence.kv_stale, np.bool_),
         finish=finish,
         text=stops.shorten(np.array(sequence.tokens, np.int32)) if stops else decode_fake(sequence.tokens),
+        prompt_text=sequence.prompt_text,
     )
 
 

@@ -17,12 +17,14 @@ SMALL: dict[str, dict[str, object]] = {
     "distill": {"num_steps": 2, "warm_steps": 2, "batch": 3},
     "selfplay": {"num_steps": 2, "batch": 3, "n": 2},
     "judge": {"num_steps": 2, "warm_steps": 1, "batch": 3, "n": 2},
+    "chat": {"model": "fake", "num_steps": 2, "batch": 3, "n": 2},
 }
 TRAINED = {
     "ppo": {"policy", "critic", "reference"},
     "distill": {"teacher", "student"},
     "selfplay": {"first", "second"},
     "judge": {"policy", "judge"},
+    "chat": {"policy"},
 }
 
 

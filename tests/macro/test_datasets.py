@@ -12,6 +12,7 @@ from m2flow.errors import DatasetError, TraceError
 from m2flow.macro.flow import Flow
 from m2flow.macro.graph import MacroGraph
 from m2flow.macro.tracing import trace
+from m2flow.samples import Batch
 
 ROWS = [{"prompt": str(i)} for i in range(5)]
 
@@ -25,6 +26,13 @@ def taken(body: Callable[[], object], *, seed: int = 0, max_steps: int = 100) ->
 def prompts(graph: MacroGraph, i: int) -> list[str]:
     rows = graph.calls[i].options["rows"]
     return [str(sample.prompt) for sample in rows.rows()]
+
+
+def all_rows(given: list[dict[str, object]]) -> Batch:
+    """The rows that a dataset of these gives."""
+    rows = trace(Flow(lambda: Dataset(given).all()), {}, steps=1, seed=0)[0].calls[0].options["rows"]
+    assert isinstance(rows, Batch)
+    return rows
 
 
 def test_the_cursor_moves_on_and_wraps_around():
@@ -143,6 +151,59 @@ def test_rows_that_do_not_fit_are_refused_by_number_and_name(rows, message):
     with pytest.raises(DatasetError) as caught:
         Dataset(rows, name="mine")
     assert caught.value.what == message
+
+
+QUESTION, ANSWER = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
+SHARED = [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "made"),
+    [
+        ({"prompt": [QUESTION], "k": 1}, {"prompt": [QUESTION], "k": 1}),
+        ({"messages": [QUESTION, ANSWER], "k": 1}, {"prompt": [QUESTION], "target": "4", "k": 1}),
+        ({"messages": [QUESTION, ANSWER, QUESTION]}, {"prompt": [QUESTION, ANSWER, QUESTION]}),
+        ({"messages": [QUESTION, ANSWER], "target": "5"}, {"prompt": [QUESTION, ANSWER], "target": "5"}),
+        ({"conversations": SHARED}, {"prompt": [{"role": "system", "content": "Be brief."}, QUESTION], "target": "4"}),
+        ({"prompt": "2+2?", "chosen": "4", "rejected": "5"}, {"prompt": "2+2?", "chosen": "4", "rejected": "5", "target": "4"}),
+        ({"prompt": [QUESTION], "chosen": [ANSWER]}, {"prompt": [QUESTION], "chosen": [ANSWER], "target": "4"}),
+        (
+            {"chosen": [QUESTION, ANSWER], "rejected": [QUESTION, ANSWER]},
+            {"prompt": [QUESTION], "target": "4", "rejected": [QUESTION, ANSWER]},
+        ),
+        ({"prompt": [{"role": "user", "content": [{"type": "text", "text": "2+2?"}]}]},) * 2,
+    ],
+)
+def test_conversations_in_the_usual_columns_are_prompts_and_targets(row, made):
+    rows = all_rows([row])
+    sample = next(rows.rows())
+    assert {name: sample[name] for name in rows.columns if name != "seed"} == made
+    assert sample.messages == (made["prompt"] if isinstance(made["prompt"], list) else [QUESTION])
+
+
+def test_a_text_among_prompts_of_messages_is_a_users_message():
+    rows = all_rows([{"prompt": "2+2?"}, {"prompt": [QUESTION]}])
+    assert [sample["prompt"] for sample in rows.rows()] == [[QUESTION]] * 2
+
+
+@pytest.mark.parametrize(
+    ("rows", "what", "now"),
+    [
+        ([{"question": "a"}], "row 0 of the dataset 'mine' has no text under 'prompt'", '"prompt": row["question"]'),
+        ([{"messages": [QUESTION]}, {"messages": [QUESTION, ANSWER]}], "rows 0 and 1 of the dataset 'mine'", "two datasets"),
+        ([{"messages": [QUESTION]}, {"messages": "a"}], "'messages' of row 1 of the dataset 'mine' is a text", ""),
+        ([{"messages": [ANSWER]}], "'messages' of row 0 of the dataset 'mine' has only a message of the assistant", ""),
+        ([{"messages": [{"content": "a"}]}], "message 0 of 'messages' of row 0 of the dataset 'mine' has no role", '"role": "user"'),
+        ([{"prompt": [QUESTION, {"role": "user", "content": 3}]}], "message 1 of the prompt of row 0 of the dataset 'mine'", "role"),
+        ([{"prompt": []}], "the prompt of row 0 of the dataset 'mine' is []; it must be a text or a list of messages", "role"),
+        ([{"prompt": "a", "messages": [QUESTION]}], "has a column 'messages', a name that samples have already", "messages_of_row"),
+    ],
+)
+def test_conversations_that_are_none_are_refused_with_what_to_write(rows, what, now):
+    with pytest.raises(DatasetError) as caught:
+        Dataset(rows, name="mine")
+    assert what in caught.value.what
+    assert now in caught.value.now
 
 
 @pytest.mark.parametrize(

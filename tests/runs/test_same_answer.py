@@ -15,6 +15,7 @@ from m2flow.testing.random_programs import clusters
 from m2flow.testing.world import run_eager, run_planned
 
 ROWS = [{"prompt": f"{i * 7919 % 100000}=", "target": str(i)} for i in range(12)]
+CHATS = [{"prompt": [{"role": "user", "content": row["prompt"]}], "target": row["target"]} for row in ROWS[:5]]
 
 
 def digit_share(sample: Sample) -> float:
@@ -46,7 +47,7 @@ def plain(num_steps: int = 2, batch: int = 3, n: int = 2, minibatch: int = 0, ep
 @flow
 def everything(num_steps: int = 2, batch: int = 3, n: int = 2, minibatch: int = 0, epochs: int = 1) -> None:
     policy, verifier, short = Policy("fake"), Reward(digit_share), Reward(length_penalty)
-    prompts, heldout, demos = Dataset(ROWS), Dataset(ROWS[:5], name="heldout"), Dataset(ROWS, name="demos", shuffle=False)
+    prompts, heldout, demos = Dataset(ROWS), Dataset(CHATS, name="heldout"), Dataset(ROWS, name="demos", shuffle=False)
     policy.update(demos.all(), loss=nll(), minibatch_size=5, optimizer=AdamW(1e-3))
     reference = Reference(policy)
     for step in steps(num_steps):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 DIGITS = Path(__file__).parents[2] / "flows" / "models" / "digits"
 
@@ -27,10 +27,13 @@ _SIZES: dict[str, Any] = {
 }
 
 
-def byte_tokenizer(folder: Path, *, merges: Sequence[str] = (), special: Sequence[str] = ("<eos>", "<turn>"), **options: Any) -> Any:
+def byte_tokenizer(
+    folder: Path, *, merges: Sequence[str] = (), special: Sequence[str] = ("<eos>", "<turn>"), adds: str = "", **options: Any
+) -> Any:
     """A byte-level BPE tokenizer, saved in the directory: special tokens first, then bytes, then what these merges make of them.
 
     Args:
+        adds: a special token that it puts before every text.
         options: of its tokenizer_config.json: `bos_token`, `chat_template`.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -39,6 +42,8 @@ def byte_tokenizer(folder: Path, *, merges: Sequence[str] = (), special: Sequenc
     made = Tokenizer(models.BPE(vocab=vocab, merges=pairs))
     made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False), decoders.ByteLevel()
     made.add_special_tokens([AddedToken(token, special=True) for token in special])
+    if adds:
+        made.post_processor = processors.TemplateProcessing(single=f"{adds} $A", special_tokens=[(adds, vocab[adds])])
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=made, eos_token=special[0], additional_special_tokens=list(special[1:]), **options
     )

@@ -28,6 +28,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import fcntl
+import functools
 import hashlib
 import importlib.util
 import io
@@ -35,19 +36,21 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 import transformers
+from jinja2 import TemplateError
 from safetensors import SafetensorError
 from torch import Tensor
 
 from m2flow.engines.models import scalar_head
 from m2flow.errors import DatasetError, EngineError, MissingExtra, ModelError, lone_surrogate
-from m2flow.recipe import Model
+from m2flow.recipe import ChatTemplate, Model
+from m2flow.samples import Prompt, check_prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -164,13 +167,20 @@ def _check_whole(text: str) -> None:
         )
 
 
+def _with_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message whose parts are joined to one text, as vLLM and SGLang do for templates that know texts alone."""
+    content = message.get("content")
+    return message if isinstance(content, str | None) else {**message, "content": "\n".join(part["text"] for part in content)}
+
+
 @final
 class TextCodec:
     """Encode text to token ids and decode them, by the model's own tokenizer."""
 
-    def __init__(self, tokenizer: Any, eos_ids: frozenset[int], *, chat: bool) -> None:
+    def __init__(self, tokenizer: Any, eos_ids: frozenset[int], *, chat: bool, template: ChatTemplate) -> None:
         self._tokenizer = tokenizer
         self._chat = chat
+        self._template = template
         self.eos_ids = eos_ids
         """Ids that end a sequence: the tokenizer's, and those of generation_config.json."""
         self.special_ids = frozenset(int(token) for token in tokenizer.all_special_ids)
@@ -185,31 +195,94 @@ class TextCodec:
             raise ModelError("the tokenizer has no end-of-sequence token", now="Set `eos_token` in its tokenizer_config.json.")
         return min(self.eos_ids)
 
-    def encode_prompt(self, text: str) -> list[int]:
-        """Encode a prompt: with the tokenizer's own special tokens, or as a user's message in the chat template.
+    def encode_prompt(self, prompt: Prompt) -> list[int]:
+        """Encode a prompt: a text with the tokenizer's own special tokens, and messages by the chat template.
+
+        With `Model.chat` a text is a user's message. What the template writes is all that the model sees: no further
+        beginning-of-sequence token is added, and a raw text that begins with one gets no second.
 
         Raises:
-            DatasetError: it has half of a surrogate pair.
+            DatasetError: it has half of a surrogate pair, or messages that the template refuses, or there is no template.
         """
-        _check_whole(text)
-        if self._chat:
-            message = [{"role": "user", "content": text}]
-            return list(self._tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False))
-        ids = list(self._tokenizer(text).input_ids)
+        rendered = self.prompt_text(prompt)
+        if rendered is not None:
+            return list(self._tokenizer(rendered, add_special_tokens=False).input_ids)
+        assert isinstance(prompt, str)
+        _check_whole(prompt)
+        ids = list(self._tokenizer(prompt).input_ids)
+        if len(ids) > 1 and ids[0] == ids[1] == self._tokenizer.bos_token_id:
+            ids = ids[1:]
         # A tokenizer that closes its texts with the end token would leave the model nothing to continue.
         return ids[:-1] if ids and ids[-1] in self.eos_ids else ids
+
+    def prompt_text(self, prompt: Prompt) -> str | None:
+        """A prompt as the chat template writes it, special tokens included; None of a raw text. Raises as `encode_prompt` does.
+
+        Messages that end with one of the assistant are continued within it.
+        """
+        if isinstance(prompt, str) and not self._chat:
+            return None
+        messages = self._messages(prompt)
+        is_begun = messages[-1]["role"] == "assistant"
+        return self._rendered(messages, add_generation_prompt=not is_begun, continue_final_message=is_begun)
+
+    def _messages(self, prompt: Prompt) -> list[dict[str, Any]]:
+        """The messages of a prompt, after the policy's system message unless they have their own."""
+        given: Prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else check_prompt(prompt, "the prompt")
+        messages: list[dict[str, Any]] = [dict(message) for message in given if isinstance(message, Mapping)]
+        if self._template.system and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": self._template.system})
+        return messages
+
+    def _rendered(self, messages: Sequence[Mapping[str, Any]], **options: object) -> str:
+        if not self._tokenizer.chat_template:
+            raise DatasetError(
+                "a prompt is a list of messages, and the tokenizer has no chat template",
+                now="Pass Policy(..., chat_template=...), or write the prompt as a text.",
+            )
+        messages = messages if self._takes_parts else [_with_text(message) for message in messages]
+        try:
+            rendered = self._rendered_as_given(messages, **options)
+        except (TemplateError, ValueError, TypeError) as error:
+            raise DatasetError(
+                f"the chat template refuses the messages: {_brief(error)}", now="Write the prompt as the model's template wants it."
+            ) from error
+        _check_whole(rendered)
+        return rendered
+
+    def _rendered_as_given(self, messages: Sequence[Mapping[str, Any]], **options: object) -> str:
+        template = self._template
+        return str(
+            self._tokenizer.apply_chat_template(
+                list(messages),
+                tokenize=False,
+                tools=json.loads(template.tools) or None,
+                **json.loads(template.arguments),
+                **options,
+            )
+        )
+
+    @functools.cached_property
+    def _takes_parts(self) -> bool:
+        """Whether the template writes a content of parts as it writes their text; most templates know texts alone."""
+        probes: list[object] = ["probe", [{"type": "text", "text": "probe"}]]
+        try:
+            text, parts = (self._rendered_as_given([{"role": "user", "content": probe}], add_generation_prompt=True) for probe in probes)
+        except (TemplateError, ValueError, TypeError):
+            return False
+        return text == parts
 
     def encode_target(self, text: str) -> list[int]:
         """Encode a text that follows a prompt, without special tokens. Raises as `encode_prompt` does."""
         _check_whole(text)
         return list(self._tokenizer(text, add_special_tokens=False).input_ids)
 
-    def encode_exchange(self, prompt: str, response: str) -> list[int]:
+    def encode_exchange(self, prompt: Prompt, response: str) -> list[int]:
         """Encode a prompt with its whole response, as a reward model reads them: in the chat template, or with an end token."""
-        _check_whole(prompt + response)
-        if self._chat:
-            messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
-            return list(self._tokenizer.apply_chat_template(messages, return_dict=False))
+        _check_whole(response)
+        if self._chat or not isinstance(prompt, str):
+            messages = [*self._messages(prompt), {"role": "assistant", "content": response}]
+            return list(self._tokenizer(self._rendered(messages), add_special_tokens=False).input_ids)
         return [*self.encode_prompt(prompt), *self.encode_target(response), self.eos_id]
 
     def special_among(self, texts: Sequence[str]) -> frozenset[int]:
@@ -240,13 +313,15 @@ def load_tokenizer(model: Model) -> TextCodec:
         raise ModelError(
             f"the tokenizer in {directory} can't be read: {_brief(error)}", now="Save it again, or restore the file."
         ) from error
+    if model.template.template:
+        tokenizer.chat_template = model.template.template
     if model.chat and not tokenizer.chat_template:
         raise ModelError(
             f"chat=True, but the tokenizer in {directory} has no chat template",
-            now="Drop chat=True, or add chat_template.jinja to the directory.",
+            now="Drop chat=True, pass chat_template=..., or add chat_template.jinja to the directory.",
         )
     eos = {tokenizer.eos_token_id, *_generation_eos(directory)} - {None}
-    return TextCodec(tokenizer, frozenset(int(token) for token in eos), chat=model.chat)
+    return TextCodec(tokenizer, frozenset(int(token) for token in eos), chat=model.chat, template=model.template)
 
 
 def load_model(model: Model, *, device: str, attention: str) -> PreTrainedModel:

@@ -19,6 +19,7 @@ Limit: attention over a shared prompt is computed for each sample; only linear l
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -33,7 +34,7 @@ from transformers import AttentionInterface
 from m2flow.engines.models import scalar_head
 from m2flow.engines.models.model_probe import NUM_JUDGED, Probe, Reach, explicit_attention, longest_sequence, scoring_of
 from m2flow.errors import DatasetError, EngineError
-from m2flow.samples import Batch, IdArray, Ragged, SampleId, group_keys
+from m2flow.samples import Batch, IdArray, Prompt, Ragged, SampleId, group_keys
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -72,8 +73,9 @@ class Demonstrations:
         mask = Ragged(position >= np.repeat(num_prompt, tokens.lengths), tokens.offsets)
         return batch.with_columns(tokens=tokens, loss_mask=mask)
 
-    def _encode(self, prompt: str, target: str, sample: int) -> tuple[npt.NDArray[np.int32], int]:
-        found = self._known.get((prompt, target))
+    def _encode(self, prompt: Prompt, target: str, sample: int) -> tuple[npt.NDArray[np.int32], int]:
+        key = json.dumps(prompt), target
+        found = self._known.get(key)
         if found is None:
             prompt_ids = self.codec.encode_prompt(prompt)
             if not prompt_ids:
@@ -83,14 +85,14 @@ class Demonstrations:
             if self._num_remembered + len(ids) > _MAX_REMEMBERED_TOKENS:
                 self._known.clear()
                 self._num_remembered = 0
-            self._known[prompt, target] = found
+            self._known[key] = found
             self._num_remembered += len(ids)
         return found
 
 
-def _texts(batch: Batch) -> list[tuple[str, str]]:
+def _texts(batch: Batch) -> list[tuple[Prompt, str]]:
     prompts, targets = batch.ragged("prompt"), batch.ragged("target")
-    return [(str(prompts.item(i)), str(targets.item(i))) for i in range(len(batch))]
+    return [(cast(Prompt, prompts.item(i)), str(targets.item(i))) for i in range(len(batch))]
 
 
 # Shapes: S sequences of a bucket, L their padded length, R rows of the packed sequence, T predicted tokens,

@@ -5,8 +5,10 @@ Request --job_of--> Job --an engine--> Job --generated_of--> Generated
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +17,7 @@ from m2flow.engines.contract import Generated, Request, StopTexts
 from m2flow.engines.models.hf_model import TextCodec
 from m2flow.errors import DatasetError, EngineError, PromptTooLong
 from m2flow.recipe import Sampling
-from m2flow.samples import Finish, SampleId
+from m2flow.samples import Finish, Prompt, SampleId
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +39,8 @@ class Job:
     has_old_cache: bool = False
     """Weights have changed since its tokens were read: those that come now see older keys."""
     stop_texts: StopTexts | None = None
+    prompt_text: str | None = None
+    """As `m2flow.engines.contract.Generated` has it."""
 
     @property
     def reserved_length(self) -> int:
@@ -55,7 +59,11 @@ class Job:
         return replace(self, tokens=tokens.copy(), logprobs=logprobs.copy(), versions=versions, kv_stale=stale)
 
 
-def job_of(request: Request, codec: TextCodec, encoded: dict[str, npt.NDArray[np.int32]], *, vocab_size: int, max_context: int) -> Job:
+Encoded = dict[str, tuple[npt.NDArray[np.int32], str | None]]
+"""Prompt as JSON -> its tokens, and its text as the chat template made it."""
+
+
+def job_of(request: Request, codec: TextCodec, encoded: Encoded, *, vocab_size: int, max_context: int) -> Job:
     """Validate and tokenise a request. `encoded` caches the prompts of a call.
 
     Raises:
@@ -63,13 +71,16 @@ def job_of(request: Request, codec: TextCodec, encoded: dict[str, npt.NDArray[np
             not have, or a prefix that is not whole.
     """
     who = SampleId.unpack(request.id)
-    if isinstance(request.prompt, str):
-        if request.prompt not in encoded:
+    prompt_text = request.prompt_text
+    if isinstance(request.prompt, str) or (request.prompt and not isinstance(request.prompt[0], int)):
+        given = cast(Prompt, request.prompt)
+        key = json.dumps(given)
+        if key not in encoded:
             try:
-                encoded[request.prompt] = np.array(codec.encode_prompt(request.prompt), np.int32)
+                encoded[key] = np.array(codec.encode_prompt(given), np.int32), codec.prompt_text(given)
             except DatasetError as error:
                 raise DatasetError(f"sample {who}: {error.what}", now=error.now) from None
-        prompt = encoded[request.prompt]
+        prompt, prompt_text = encoded[key]
     else:
         prompt = np.array(request.prompt, np.int32)
     prefix = np.array(request.prefix, np.int32)
@@ -106,6 +117,7 @@ def job_of(request: Request, codec: TextCodec, encoded: dict[str, npt.NDArray[np
         versions=np.array(request.prefix_versions, np.int32),
         kv_stale=np.array(request.prefix_kv_stale or [False] * len(prefix), np.bool_),
         stop_texts=StopTexts.of(sampling, codec.decode, codec.special_ids),
+        prompt_text=prompt_text,
     )
 
 
@@ -118,7 +130,7 @@ def jobs_of(requests: Sequence[Request], known: Iterable[int], codec: TextCodec,
         EngineError: one of them is known, or comes twice. And as `job_of`.
     """
     seen = set(known)
-    encoded: dict[str, npt.NDArray[np.int32]] = {}
+    encoded: Encoded = {}
     jobs = []
     for request in requests:
         jobs.append(job_of(request, codec, encoded, vocab_size=vocab_size, max_context=max_context))
@@ -161,4 +173,5 @@ def generated_of(job: Job, finish: Finish, codec: TextCodec) -> Generated:
         finish=finish,
         text=stops.shorten(job.tokens) if stops else codec.decode(job.tokens.tolist()),
         routed_experts=job.routed_experts,
+        prompt_text=job.prompt_text,
     )

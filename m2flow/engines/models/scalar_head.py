@@ -10,14 +10,14 @@ critic, whose head then starts at zero, and a critic can start from a reward mod
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from m2flow.errors import EngineError, ModelError
-from m2flow.samples import Batch, Ragged, SampleId
+from m2flow.samples import Batch, Prompt, Ragged, SampleId
 
 if TYPE_CHECKING:
     from m2flow.engines.models.hf_model import TextCodec
@@ -86,7 +86,7 @@ def scored_tokens(codec: TextCodec, batch: Batch, max_tokens: int) -> tuple[Ragg
         if name not in batch:
             raise EngineError(f"a reward model scores `prompt` and `text`, and the batch has {', '.join(sorted(batch.columns))}")
     prompts, texts = batch.ragged("prompt"), batch.ragged("text")
-    rows = [codec.encode_exchange(str(prompts.item(i)), str(texts.item(i))) for i in range(len(batch))]
+    rows = [codec.encode_exchange(cast(Prompt, prompts.item(i)), str(texts.item(i))) for i in range(len(batch))]
     for packed, row in zip(batch.ids.tolist(), rows, strict=True):
         if len(row) > max_tokens:
             raise EngineError(

@@ -19,7 +19,7 @@ import json
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from m2flow.errors import InternalError, M2FlowError, OpError, RewardError
 from m2flow.macro.graph import Call, Granularity
 from m2flow.macro.lineage import TWICE
 from m2flow.recipe import Sampling
-from m2flow.samples import Batch, Column, Finish, Ragged, Sample, SampleId, Segment, keyed_bits
+from m2flow.samples import Batch, Column, Finish, Prompt, Ragged, Sample, SampleId, Segment, keyed_bits
 
 Parts = dict[str, float]
 """Part of a reward -> its value; a reward may have none."""
@@ -89,7 +89,7 @@ def requests(call: Call, ids: Iterable[int], prompts: Batch, run_seed: int) -> l
     return [
         Request(
             id=packed,
-            prompt=str(texts.item(row)),
+            prompt=cast(Prompt, texts.item(row)),
             seed=sample_seed(run_seed, call.role, repeat, origins[row], SampleId.unpack(packed).index),
             sampling=sampling,
         )
@@ -113,11 +113,14 @@ def continuations(call: Call, stopped: Batch) -> list[Request]:
                 prefix_logprobs=tuple(logprobs[num_prompt:]),
                 prefix_versions=tuple(versions[num_prompt:]),
                 prefix_kv_stale=tuple(stale[num_prompt:]),
+                prompt_text=str(stopped.ragged(_PROMPT_TEXT).item(row)) if _PROMPT_TEXT in stopped else None,
             )
         )
     return made
 
 
+_PROMPT_TEXT = "prompt_text"
+"""Column of what the model saw of a prompt, where a chat template made it."""
 _MADE = ("tokens", "logprobs", "versions", "kv_stale")
 
 
@@ -150,6 +153,11 @@ def responses(calls: Sequence[Call], generated: Sequence[Generated], prompts: Ba
         "temperature": np.array([_sampling(call).temperature or 1.0 for call in calls], np.float64),
         "text": Ragged.texts([g.text for g in generated]),
     }
+    given = prompts.ragged("prompt")
+    # A function of the call, not of these samples alone, since rows of a call are brought together.
+    if given.kind == "json" or any(g.prompt_text is not None for g in generated):
+        texts = [given.item(row) if g.prompt_text is None else g.prompt_text for row, g in enumerate(generated)]
+        columns[_PROMPT_TEXT] = Ragged.texts([str(text) for text in texts])
     routed = [g.routed_experts for g in generated if g.routed_experts is not None]
     if routed:
         columns["routed_experts"] = Ragged.of(routed, np.int16)

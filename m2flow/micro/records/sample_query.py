@@ -162,7 +162,7 @@ class SampleQuery:
         )
         return Entry(
             **known,
-            prompt_text=str(row.ragged("prompt").item(0)) if "prompt" in row else "",
+            prompt_text=next(row.rows()).prompt_text if "prompt" in row else "",
             response_text=str(row.ragged("text").item(0)) if "text" in row else "",
             rewards={f"{name} {site}": value for name, site, value, _ in rewards},
             parts={f"{name} {site}": json.loads(parts) for name, site, _, parts in rewards if parts},

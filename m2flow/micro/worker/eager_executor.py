@@ -440,7 +440,8 @@ class EagerExecutor:
         result = replay_generation(self._engine_host, functools.partial(self._weights.take, call.role), call, asked, stretches)
         if not len(result):
             return result  # It has no columns.
-        example = [str(result.ragged(name).item(0)) for name in ("prompt", "text")]
+        sample = next(result.rows())
+        example = [sample.prompt_text, str(sample["text"])]
         numbers = (execute.num_tokens_of(result), execute.num_generated_of(result), execute.finish_of(result))
         self._notes.samples_done(call, result.ids.tolist(), *numbers, self._segments.append(result), example)
         if is_time_dependent(call):

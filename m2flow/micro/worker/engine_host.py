@@ -313,7 +313,10 @@ class EngineHost:
         engine = self._engine(self._rollout, call.role)
         check_admission(call, engine.version)
         add(engine, requests)
-        start, prompts = now_ns(), prompts.without(GENERATED)  # What a prompt has of these is replaced by what its sample has.
+        start, prompts = (
+            now_ns(),
+            prompts.without({*GENERATED, "prompt_text"}),
+        )  # What a prompt has of these is replaced by what its sample has.
         for row, r in enumerate(requests):
             self._inflight[r.id] = InflightSample(call, drawn, prompts, row, r.seed, start, len(r.prefix), waited_us)
         self._sample_spans.began({r.id: len(r.prefix) for r in requests})

@@ -136,7 +136,8 @@ def finished(
         ends: whether the task has no further rows.
     """
     has_texts = call.engine == "rollout" and len(rows) > 0
-    texts = [_showable(str(rows.ragged(name).item(0))) for name in ("prompt", "text")] if has_texts else []
+    first = next(rows.rows(), None) if has_texts else None
+    texts = [_showable(first.prompt_text), _showable(str(first["text"]))] if first is not None else []
     return m.Finished(
         task,
         call.ordinal,

