@@ -74,6 +74,8 @@ if TYPE_CHECKING:
 _MOST_DOWN_SETS = 64
 _MOST_CUTS = 1500
 """Most cuts of all parts. Time grows with their number; five independent calls have some 1,000, and so has a chain of twenty."""
+_MOST_CUTS_OF_ORDERS = 700
+"""The same where only a few orders of the calls are tried: with 1,500, twelve calls took 12 s instead of 4, and the plan was the same."""
 _SHORT = 6
 """Most calls of a part that begins later than the step, where even the cuts of a few orders are too many."""
 
@@ -174,7 +176,7 @@ class CallGraph:
         for order in self._orders():
             more = found | set(itertools.accumulate((1 << i for i in order), operator.or_, initial=0))
             more |= {one & other for one, other in itertools.combinations(more, 2)}
-            if not found or (len(more) <= _MOST_DOWN_SETS and _num_cuts(more) <= _MOST_CUTS):
+            if not found or (len(more) <= _MOST_DOWN_SETS and _num_cuts(more) <= _MOST_CUTS_OF_ORDERS):
                 found = more
         return tuple(sorted(found))
 
