@@ -141,6 +141,21 @@ def test_columns_of_about_the_size_that_makes_a_frame_of_their_own_come_back(mor
     assert_same_batch(codec.decode(frames).batch, batch)
 
 
+@pytest.mark.parametrize("version", [codec.FORMAT - 1, codec.FORMAT + 1])
+def test_another_format_older_or_newer_is_refused_with_both_numbers(version: int) -> None:
+    frame = bytearray(codec.encode(rollout_parcel())[0])
+    frame[3] = version
+    with pytest.raises(DecodeError, match=rf"wire format {version}; .* {codec.FORMAT}\b"):
+        codec.decode([frame])
+
+
+@pytest.mark.parametrize("num_rows", [3, 100])
+def test_rows_without_values_come_back(num_rows: int) -> None:
+    texts = ["" if row % 2 else str(row) for row in range(num_rows)]
+    batch = codec.decode_batch(codec.encode_batch(Batch(make_ids(0, num_rows), {"text": Ragged.texts(texts)})))
+    assert [batch.ragged("text").item(row) for row in range(num_rows)] == texts
+
+
 @pytest.mark.parametrize("change", [b"more", b"", None], ids=["too long", "too short", "one more"])
 def test_frames_of_a_large_column_that_are_not_its_bytes_are_refused(change: bytes | None) -> None:
     head, large = map(bytes, codec.encode(Parcel(0, Batch(make_ids(0, 2), {"hidden": np.ones((2, codec.INLINE_BYTES), np.uint8)}), "w")))

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from m2flow.channels.weights import tensors as sums
+import m2flow.channels.weights.tensors as sums
 from m2flow.channels.weights.manifest import TensorChecksum, array_checksums
 from m2flow.channels.weights.tensors import RawBits, Tied, Weight
 
