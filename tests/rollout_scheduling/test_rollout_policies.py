@@ -15,13 +15,23 @@ from hypothesis import strategies as st
 
 from m2flow.errors import InternalError, SpecError
 from m2flow.rollout_scheduling.decode_model import DecodeModel, run_queue
-from m2flow.rollout_scheduling.length_policies import LongestFirst, Probe, Split, split
 from m2flow.rollout_scheduling.lengths import StepLengths, parse_lengths
 from m2flow.rollout_scheduling.lower_bounds import rollout_bounds
-from m2flow.rollout_scheduling.policies import POLICIES, make_policy
+from m2flow.rollout_scheduling.policies import (
+    POLICIES,
+    AdaptiveConcurrency,
+    Admission,
+    LeastLoaded,
+    LongestFirst,
+    OldestFirst,
+    Probe,
+    RoundRobin,
+    Split,
+    make_policy,
+    split,
+)
 from m2flow.rollout_scheduling.policy import Load, Move, MoveCost, SchedulingPolicy, Seen, composed
 from m2flow.rollout_scheduling.predictors import EarlierSteps, Oracle, Predictor, PromptBuckets, Siblings, fit_cut_normal, hazard, log_tail
-from m2flow.rollout_scheduling.queue_policies import AdaptiveConcurrency, Admission, LeastLoaded, OldestFirst, RoundRobin
 from m2flow.rollout_scheduling.study import StudyStep, play, steps_of, study_known, study_policy, total
 
 MODEL = DecodeModel(1.0, 0.25, 3)

@@ -10,9 +10,8 @@ from simulated import cluster, ran
 from test_redundant_syncs import costs_of, long_answers
 
 from m2flow.rollout_scheduling.decode_model import DecodeModel
-from m2flow.rollout_scheduling.length_policies import Gather
 from m2flow.rollout_scheduling.lengths import StepLengths, parse_lengths
-from m2flow.rollout_scheduling.policies import POLICIES
+from m2flow.rollout_scheduling.policies import POLICIES, Gather
 from m2flow.rollout_scheduling.policy import Load, Move, MoveCost, Seen
 from m2flow.rollout_scheduling.predictors import Oracle
 from m2flow.rollout_scheduling.study import play

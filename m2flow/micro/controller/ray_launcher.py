@@ -28,8 +28,7 @@ from m2flow.channels.endpoints import is_private
 from m2flow.errors import M2FlowError, PlanError, WorkerError
 from m2flow.micro.controller.host_agent import Started, StartWorker
 from m2flow.micro.controller.launcher import Job, Launcher
-from m2flow.micro.controller.placement_groups import Bundle, bundles, holders, num_gpus, part_of, place_of
-from m2flow.micro.controller.ray_cluster import RayCluster, lacking, too_much
+from m2flow.micro.controller.ray_cluster import Bundle, RayCluster, bundles, holders, lacking, num_gpus, part_of, place_of, too_much
 from m2flow.micro.protocol.plan import WorkerPlan
 
 _ANSWERS_S = 1.0

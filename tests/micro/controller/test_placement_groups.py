@@ -7,8 +7,7 @@ import socket
 import pytest
 
 from m2flow.errors import PlanError, SpecError
-from m2flow.micro.controller.placement_groups import Bundle, bundles, holders
-from m2flow.micro.controller.ray_cluster import Node, check_answer, lacking, too_much
+from m2flow.micro.controller.ray_cluster import Bundle, Node, bundles, check_answer, holders, lacking, too_much
 from m2flow.micro.protocol.plan import EngineSlot, Plan, WorkerPlan
 from m2flow.spec import ClusterSpec, PoolSpec, RaySpec
 

@@ -16,8 +16,8 @@ from m2flow.micro.lowering.passes import lower
 from m2flow.micro.protocol.cost_terms import DecodeCost
 from m2flow.micro.scheduler import policy_dispatch
 from m2flow.micro.scheduler.policy_dispatch import PolicyDispatch
-from m2flow.rollout_scheduling.length_policies import Repack
 from m2flow.rollout_scheduling.lengths import parse_lengths
+from m2flow.rollout_scheduling.policies import Repack
 from m2flow.simulator.machines import paced, with_paces
 from m2flow.testing.costs import PlainCosts
 
