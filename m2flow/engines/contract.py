@@ -430,7 +430,8 @@ class RolloutEngine(Engine):
 
     @abstractmethod
     def add(self, requests: Sequence[Request]) -> None:
-        """Queue requests. Raises `PromptTooLong`, and queues none, if a prompt and its `max_new_tokens` exceed the context."""
+        """Queue requests. Raises `PromptTooLong`, and queues none, if a prompt fills the context. A response that comes to its end there
+        has `Finish.LENGTH`."""
 
     @abstractmethod
     def step(self) -> list[Generated]:

@@ -12,24 +12,29 @@ from __future__ import annotations
 
 import copy
 import csv
+import importlib
 import itertools
 import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import final
+from typing import TYPE_CHECKING, Literal, final
 
 import numpy as np
 
-from m2flow.errors import DatasetError, MissingExtra, did_you_mean, lone_surrogate
+from m2flow.errors import DatasetError, MissingExtra, OptionError, did_you_mean, lone_surrogate
 from m2flow.macro.graph import Granularity
 from m2flow.macro.handles import Handle, Rows
 from m2flow.macro.session import Session, current_session
-from m2flow.recipe import check_count, check_flag, check_number, check_text, check_whole, is_count, is_number
+from m2flow.recipe import check_choice, check_count, check_flag, check_number, check_text, check_whole, is_count, is_number
 from m2flow.samples import Batch, Column, Ragged, check_prompt, column_of, keyed_bits, make_ids, prompt_positions, taken
 
+if TYPE_CHECKING:
+    from m2flow.macro.roles import Policy
+
 Row = Mapping[str, object]
+TooLong = Literal["error", "drop", "truncate-left", "truncate-middle"]
 
 _ON_SAMPLES = {
     "id",
@@ -109,6 +114,52 @@ def _said_last(said: object) -> object:
     return "".join(str(part.get("text")) for part in content) if isinstance(content, list | tuple) else content or ""
 
 
+_NAMED = 8
+"""Rows that a plan names of those that were too long."""
+
+
+def _within(rows: list[Row], name: str, policy: Policy | None, limit: int, too_long: TooLong) -> tuple[list[Row], dict[str, object]]:
+    """The rows whose prompts have no more tokens than this, or were shortened to them; and what a plan shows of the others.
+
+    Raises:
+        DatasetError: a prompt is too long and is to be an error, or can't be shortened; or no row is left.
+    """
+    session = current_session(f"the dataset {name!r}")
+    if policy is None or getattr(policy, "name", None) not in session.models:
+        raise OptionError(f"max_prompt_tokens={limit} counts the tokens of a policy, and got policy={policy!r:.60}", now=_POLICY)
+    # Tokenizers are the engines', and are loaded only where a flow counts by them.
+    codec = importlib.import_module("m2flow.engines.models.hf_model").load_tokenizer(session.models[policy.name])
+    kept: list[Row] = []
+    found: list[int] = []
+    for i, row in enumerate(rows):
+        prompt = row["prompt"]
+        count = len(codec.encode_prompt(prompt))
+        if count <= limit:
+            kept.append(row)
+            continue
+        found.append(i)
+        if too_long == "error":
+            raise DatasetError(
+                f"the prompt of row {i} of the dataset {name!r} has {count} tokens, and max_prompt_tokens is {limit}",
+                now='Raise it, or say what becomes of such rows: too_long="drop", "truncate-left" or "truncate-middle".',
+            )
+        if too_long == "drop":
+            continue
+        shorter = codec.shortened(prompt, limit, in_middle=too_long == "truncate-middle")
+        if shorter is None:
+            raise DatasetError(
+                f"the prompt of row {i} of the dataset {name!r} can't be shortened to {limit} tokens", now="Raise the limit."
+            )
+        kept.append({**row, "prompt": shorter})
+    if not kept:
+        raise DatasetError(f"all {len(rows)} prompts of the dataset {name!r} have more than {limit} tokens", now="Raise max_prompt_tokens.")
+    named = ", ".join(map(str, found[:_NAMED])) + (", ..." if len(found) > _NAMED else "")
+    return kept, {"dropped" if too_long == "drop" else "truncated": f"{len(found)} of {len(rows)} rows: {named}"} if found else {}
+
+
+_POLICY = "Write Dataset(rows, policy=policy, max_prompt_tokens=512)."
+
+
 def _now(row: Row) -> str:
     """What to write for rows without a prompt."""
     column = next((column for column in _QUESTIONS if column in row), None)
@@ -124,6 +175,9 @@ class Dataset:
         rows: mappings of the same keys, each with a text or a list of messages under `prompt`. Rows with `messages`, or `conversations`
             as ShareGPT has them, are taken apart: a last message of the assistant is the `target`, those before it are the prompt. So
             is `chosen`, if it is a conversation; beside a `prompt` its text is the target.
+        max_prompt_tokens: most tokens of a prompt, counted as `policy` sees it: by its tokenizer, in its chat template.
+        too_long: what becomes of longer ones: an error that names the row; `drop` leaves the row out; `truncate-left` and
+            `truncate-middle` take tokens out of the prompt, of messages out of the longest. The plan says how many and which.
         shuffle: draw in an order of its own in each epoch, decided by the run's seed.
         name: for plans and errors.
         curriculum: each epoch goes from the lowest to the highest value of this column of numbers, or of this function of a row; rows of
@@ -137,6 +191,9 @@ class Dataset:
         name: str = "dataset",
         shuffle: bool = True,
         curriculum: str | Callable[[Row], float] | None = None,
+        policy: Policy | None = None,
+        max_prompt_tokens: int | None = None,
+        too_long: TooLong = "error",
     ) -> None:
         if not isinstance(rows, Iterable) or isinstance(rows, str | bytes | Mapping):
             raise DatasetError(f"Dataset got a {type(rows).__name__}", now="Give a list of rows: mappings that have a `prompt`.")
@@ -166,6 +223,13 @@ class Dataset:
             check_prompt(prompt, f"the prompt of row {i} of the dataset {name!r}")
         check_text("name", name)
         check_flag("shuffle", shuffle)
+        check_choice("too_long", too_long, TooLong)
+        self._cut: dict[str, object] = {}
+        if max_prompt_tokens is not None:
+            check_count("max_prompt_tokens", max_prompt_tokens)
+            rows, self._cut = _within(rows, name, policy, max_prompt_tokens, too_long)
+        elif policy is not None:
+            raise OptionError("policy= goes with max_prompt_tokens=", now="Leave it out, or say how many tokens a prompt may have.")
         self.name = name
         self._columns: dict[str, Column] = {key: column_of([row[key] for row in rows], key) for key in sorted(keys)}
         self._num_rows = len(rows)
@@ -497,7 +561,7 @@ class Dataset:
             granularity=Granularity.SAMPLE,
             inputs={},
             options={"rows": rows, "cursor": self._cursor},
-            shown=shown,
+            shown={**shown, **self._cut},
             reads=(resource,),
             writes=(resource,) if moves_by else (),
         )
@@ -521,6 +585,8 @@ def levels(rows: Iterable[Row], curriculum: str | Callable[[Row], float] | None,
     """
     if curriculum is None:
         return None
+    if not isinstance(curriculum, str) and not callable(curriculum):
+        raise OptionError(f"curriculum={curriculum!r:.60} is neither a column's name nor a function of a row")
     found: list[float] = []
     for i, row in enumerate(rows):
         if isinstance(curriculum, str) and curriculum not in row:

@@ -384,7 +384,8 @@ class Policy(Role):
 
         Args:
             prompts: rows to answer; or a dataset, from which prompts are drawn until `count` groups are kept.
-            max_new_tokens: of a response at most. temperature: 0 is greedy. top_k, min_p: 0 is off. top_p: 1 is off.
+            max_new_tokens: of a response at most; where the context ends before, so does the response, and its finish is `length`.
+            temperature: 0 is greedy. top_k, min_p: 0 is off. top_p: 1 is off.
             stop: texts that end a response: it has all tokens up to the one that completes the first of them, and its `text` ends before
                 it, or with it if `include_stop`. Where in the tokens a text begins and ends does not matter. The text of a special token
                 means that token.
@@ -408,7 +409,7 @@ class Policy(Role):
         Returns:
             one row a response: its tokens, log-probabilities and versions, its `text`, and the prompt's columns.
         Raises:
-            PromptTooLong (at the first look): a prompt and `max_new_tokens` exceed the model's context.
+            PromptTooLong (at the first look): a prompt leaves no room for a response in the model's context.
             DatasetError (at the first look): fewer than `count` groups were kept among `max_draws` prompts.
         """
         if not is_count(n) or n > MAX_GROUP:

@@ -124,7 +124,8 @@ class _Sequence:
     def finish(self) -> Finish | None:
         if self.tokens and (self.tokens[-1] in self.stops or self._is_stopped_by_text):
             return Finish.STOP
-        return Finish.LENGTH if len(self.tokens) >= self.request.sampling.max_new_tokens else None
+        most = min(self.request.sampling.max_new_tokens, FAKE_CONTEXT - len(self.prompt))
+        return Finish.LENGTH if len(self.tokens) >= most else None
 
     @property
     def _is_stopped_by_text(self) -> bool:
@@ -174,11 +175,10 @@ class FakeRollout(RolloutEngine):
         for request in requests:
             who = SampleId.unpack(request.id)
             prompt, prompt_text = _encoded(request)
-            if len(prompt) + request.sampling.max_new_tokens > FAKE_CONTEXT:
+            if len(prompt) >= FAKE_CONTEXT:
                 raise PromptTooLong(
-                    f"sample {who}: a prompt of {len(prompt)} tokens and max_new_tokens={request.sampling.max_new_tokens} "
-                    f"do not fit the context of {FAKE_CONTEXT}",
-                    now="Shorten the prompt or lower max_new_tokens.",
+                    f"sample {who}: a prompt of {len(prompt)} tokens leaves no room for a response in the context of {FAKE_CONTEXT}",
+                    now="Shorten the prompt.",
                 )
             if request.id in known:
                 raise EngineError(f"sample {who} is already being generated")

@@ -705,7 +705,7 @@ def check_what_runs_goes_on_when_the_cache_is_condensed(factory: Factory) -> Non
 def check_a_prompt_that_does_not_fit_queues_nothing(factory: Factory) -> None:
     with started(factory) as engine:
         with raises(PromptTooLong):
-            engine.add([make_request(0, 0, SAMPLED), make_request(1, 0, Sampling(10**6))])
+            engine.add([make_request(0, 0, SAMPLED), replace(make_request(1, 0, SAMPLED), prompt="31=" * 10**4)])
         assert engine.num_unfinished == 0
 
 

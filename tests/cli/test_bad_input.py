@@ -215,7 +215,7 @@ def test_a_broken_model_is_named(place: Path) -> None:
 def test_a_prompt_longer_than_the_context_is_named_with_its_sample_and_line(place: Path) -> None:
     said = run(place, "--model", str(DIGITS), "--prompt", "1" * 80, "--quiet", status=1)
     assert re.search(r"(?m)^PromptTooLong: bad\.py:\d+  responses = policy\.generate", said)
-    assert "do not fit the context of 64" in said
+    assert "no room for a response in the context of 64" in said
     assert "Shorten the prompt" in said
 
 

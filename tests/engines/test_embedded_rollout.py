@@ -17,6 +17,7 @@ from m2flow.engines.models.model_probe import NUM_JUDGED, Probe
 from m2flow.errors import EngineError, ModelError, PromptTooLong
 from m2flow.recipe import Model, Sampling
 from m2flow.samples import Finish, SampleId, make_ids
+from m2flow.testing.rollout_suite import continued
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Qwen2": {"tie_word_embeddings": True},
@@ -155,8 +156,8 @@ def test_admission_keeps_to_the_memory_for_keys_and_values(tmp_path: Path) -> No
 
 def test_requests_that_make_no_sense_are_named(tmp_path: Path) -> None:
     engine = started(save_config("Qwen2", tmp_path))
-    with pytest.raises(PromptTooLong, match=r"p3/1: .* 3 tokens .*max_new_tokens=62 .*context of 64"):
-        engine.add([Request(SampleId(0, 3, 1).pack(), "12=", 0, Sampling(62))])
+    with pytest.raises(PromptTooLong, match=r"p3/1: .* 64 tokens .*context of 64"):
+        engine.add([Request(SampleId(0, 3, 1).pack(), "1" * 64, 0, Sampling(1))])
     with pytest.raises(EngineError, match="the prompt has no tokens"):
         engine.add([Request(0, "", 0, Sampling(2))])
     with pytest.raises(EngineError, match=r"token ids outside of 0\.\.13"):
@@ -164,6 +165,20 @@ def test_requests_that_make_no_sense_are_named(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="a prefix of 1 tokens with 0 log-probabilities"):
         engine.add([Request(0, "1=", 0, Sampling(2), prefix=(4,))])
     assert engine.num_unfinished == 0
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_response_ends_with_the_context(tmp_path: Path, deterministic: bool) -> None:
+    engine = started(save_config("Qwen2", tmp_path), deterministic=deterministic)
+    sampling = Sampling(100, ignore_eos=True, min_new_tokens=80)
+    (whole,) = generate(engine, [Request(0, "1" * 50, 1, sampling)])
+    assert (len(whole.tokens), whole.finish) == (14, Finish.LENGTH)
+    engine.add([Request(0, "1" * 50, 1, sampling)])
+    for _ in range(5):
+        engine.step()
+    (part,) = engine.abort([0])
+    (resumed,) = generate(engine, [continued(Request(0, "1" * 50, 1, sampling), part, len(part.tokens))])
+    assert (resumed.tokens.tolist(), resumed.finish) == (whole.tokens.tolist(), Finish.LENGTH)
 
 
 def test_half_loaded_weights_are_not_used(tmp_path: Path) -> None:

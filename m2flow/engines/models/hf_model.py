@@ -226,6 +226,33 @@ class TextCodec:
         is_begun = messages[-1]["role"] == "assistant"
         return self._rendered(messages, add_generation_prompt=not is_begun, continue_final_message=is_begun)
 
+    def shortened(self, prompt: Prompt, limit: int, *, in_middle: bool) -> Prompt | None:
+        """A prompt without so many of its first tokens, or those in its middle, that it has no more than `limit`; None if that can't be.
+
+        Of messages it is the longest that is shortened, so that what the template writes around them stays whole.
+        """
+        if isinstance(prompt, str):
+            text = prompt
+        else:
+            prompt = [_with_text(message) for message in prompt]
+            longest = max(range(len(prompt)), key=lambda at: len(str(prompt[at].get("content") or "")))
+            text = str(prompt[longest].get("content") or "")
+        ids = self.encode_target(text)
+        num_kept = len(ids) - max(len(self.encode_prompt(prompt)) - limit, 1)
+        while num_kept >= 0:
+            head = (num_kept + 1) // 2 if in_middle else 0
+            tail = ids[len(ids) - (num_kept - head) :]
+            # Half a character at the cut is left out.
+            cut = self.decode(ids[:head]).rstrip("\ufffd") + self.decode(tail).lstrip("\ufffd")
+            shorter: Prompt = cut
+            if not isinstance(prompt, str):
+                shorter = [{**message, "content": cut} if at == longest else message for at, message in enumerate(prompt)]
+            count = len(self.encode_prompt(shorter))
+            if 0 < count <= limit:
+                return shorter
+            num_kept -= max(count - limit, 1)
+        return None
+
     def _messages(self, prompt: Prompt) -> list[dict[str, Any]]:
         """The messages of a prompt, after the policy's system message unless they have their own."""
         given: Prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else check_prompt(prompt, "the prompt")

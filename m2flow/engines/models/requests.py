@@ -64,10 +64,10 @@ Encoded = dict[str, tuple[npt.NDArray[np.int32], str | None]]
 
 
 def job_of(request: Request, codec: TextCodec, encoded: Encoded, *, vocab_size: int, max_context: int) -> Job:
-    """Validate and tokenise a request. `encoded` caches the prompts of a call.
+    """Validate and tokenise a request; its response ends where the context does. `encoded` caches the prompts of a call.
 
     Raises:
-        PromptTooLong: the prompt and its `max_new_tokens` do not fit the context. EngineError: no prompt, tokens that the model does
+        PromptTooLong: the prompt alone fills the context. EngineError: no prompt, tokens that the model does
             not have, or a prefix that is not whole.
     """
     who = SampleId.unpack(request.id)
@@ -89,18 +89,18 @@ def job_of(request: Request, codec: TextCodec, encoded: Encoded, *, vocab_size: 
     for ids in (prompt, prefix):
         if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
             raise EngineError(f"sample {who} has token ids outside of 0..{vocab_size - 1}", now="Do tokenizer and model belong together?")
-    num_new = request.sampling.max_new_tokens
-    if len(prompt) + num_new > max_context:
+    if len(prompt) >= max_context:
         raise PromptTooLong(
-            f"sample {who}: a prompt of {len(prompt)} tokens and max_new_tokens={num_new} do not fit the context of {max_context}",
-            now="Shorten the prompt or lower max_new_tokens.",
+            f"sample {who}: a prompt of {len(prompt)} tokens leaves no room for a response in the context of {max_context}",
+            now='Shorten the prompt: Dataset(..., policy=policy, max_prompt_tokens=..., too_long="truncate-left", or "drop").',
         )
+    num_new = min(request.sampling.max_new_tokens, max_context - len(prompt))
+    sampling = replace(request.sampling, max_new_tokens=num_new, min_new_tokens=min(request.sampling.min_new_tokens, num_new))
     if not len(prefix) == len(request.prefix_logprobs) == len(request.prefix_versions) or len(prefix) > num_new:
         raise EngineError(
             f"sample {who}: a prefix of {len(prefix)} tokens with {len(request.prefix_logprobs)} log-probabilities and "
             f"{len(request.prefix_versions)} versions, for max_new_tokens={num_new}"
         )
-    sampling = request.sampling
     if sampling.logit_bias and max(token for token, _ in sampling.logit_bias) >= vocab_size:
         raise EngineError(f"sample {who}: logit_bias has a token outside of 0..{vocab_size - 1}")
     stops = sorted(
@@ -109,7 +109,7 @@ def job_of(request: Request, codec: TextCodec, encoded: Encoded, *, vocab_size: 
     return Job(
         id=request.id,
         seed=request.seed,
-        sampling=request.sampling,
+        sampling=sampling,
         prompt=prompt,
         stop_ids=np.array([token for token in stops if token < vocab_size], np.int64),
         tokens=prefix,

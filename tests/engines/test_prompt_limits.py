@@ -1,0 +1,87 @@
+"""Prompts that are too long by a policy's tokenizer: an error with the row, left out, or shortened; and the plan says which."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import byte_tokenizer
+
+from m2flow import Dataset, Policy
+from m2flow.engines.models.hf_model import load_tokenizer
+from m2flow.errors import DatasetError, OptionError
+from m2flow.macro.flow import Flow
+from m2flow.macro.graph import MacroGraph
+from m2flow.macro.tracing import trace
+from m2flow.recipe import Model
+from m2flow.samples import Batch
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<turn>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+ROWS = [{"prompt": "a" * length} for length in (3, 9, 8, 20)]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    byte_tokenizer(folder, merges=["a b"], chat_template=TEMPLATE)
+    return str(folder)
+
+
+def graph_of(path: str, rows: list[dict[str, Any]], system: str | None = None, **options: Any) -> MacroGraph:
+    def body() -> None:
+        policy = Policy(path, init="random", system=system)
+        Dataset(rows, policy=policy, max_prompt_tokens=8, **options).all()
+
+    return trace(Flow(body), {}, steps=1, seed=0)[0]
+
+
+def prompts(graph: MacroGraph) -> list[object]:
+    rows = graph.calls[0].options["rows"]
+    assert isinstance(rows, Batch)
+    return [sample["prompt"] for sample in rows.rows()]
+
+
+def test_a_prompt_that_is_too_long_is_an_error_with_its_row(path: str) -> None:
+    with pytest.raises(DatasetError, match="the prompt of row 1 of the dataset 'dataset' has 9 tokens, and max_prompt_tokens is 8"):
+        graph_of(path, ROWS)
+    with pytest.raises(DatasetError, match="all 1 prompts of the dataset 'dataset' have more than 8 tokens"):
+        graph_of(path, ROWS[1:2], too_long="drop")
+    with pytest.raises(OptionError, match="policy=policy"):
+        trace(Flow(lambda: Dataset(ROWS, max_prompt_tokens=8).all()), {}, steps=1, seed=0)
+
+
+def test_the_plan_says_which_rows_were_left_out_or_shortened(path: str) -> None:
+    dropped, cut = graph_of(path, ROWS, too_long="drop"), graph_of(path, ROWS, too_long="truncate-left")
+    assert prompts(dropped) == ["aaa", "aaaaaaaa"]
+    assert "dropped='2 of 4 rows: 1, 3'" in str(dropped)
+    assert prompts(cut) == ["aaa", "aaaaaaaa", "aaaaaaaa", "aaaaaaaa"]
+    assert "truncated='2 of 4 rows: 1, 3'" in str(cut)
+    assert "dropped" not in str(graph_of(path, ROWS[:1], too_long="drop"))
+
+
+def test_what_the_template_writes_counts_and_stays(path: str) -> None:
+    question = [{"role": "user", "content": "a" * 30}]
+    with pytest.raises(DatasetError, match="the prompt of row 0 of the dataset 'dataset' can't be shortened to 8 tokens"):
+        graph_of(path, [{"prompt": question}], too_long="truncate-left")
+    codec = load_tokenizer(Model(path))
+    shorter = codec.shortened([{"role": "system", "content": "b"}, *question], 42, in_middle=False)
+    assert shorter is not None
+    assert codec.prompt_text(shorter) == f"<system>b<turn><user>{'a' * 14}<turn><assistant>"
+    assert len(codec.encode_prompt(shorter)) == 42
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=st.text("ab é€\U0001f600", min_size=1, max_size=30), limit=st.integers(1, 20), in_middle=st.booleans())
+def test_a_shortened_text_is_what_is_left_of_its_ends_and_fits(path: str, text: str, limit: int, in_middle: bool) -> None:
+    codec = load_tokenizer(Model(path))
+    if len(codec.encode_prompt(text)) <= limit:
+        return
+    shorter = codec.shortened(text, limit, in_middle=in_middle)
+    if shorter is None:  # Its last character alone has more tokens.
+        assert limit < 8
+        return
+    assert isinstance(shorter, str)
+    assert 0 < len(codec.encode_prompt(shorter)) <= limit
+    assert any(text.startswith(shorter[:at]) and text.endswith(shorter[at:]) for at in (range(len(shorter) + 1) if in_middle else [0]))
