@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from m2flow.macro.refill import informative, pass_rate_between
     from m2flow.macro.roles import Critic, Policy, Reference, Reward, RewardModel, gae
     from m2flow.observe.otel import traceparent
-    from m2flow.recipe import AdamW, Counts, Lora, Loss, PerSequence, Sampling, pass_at_k
+    from m2flow.recipe import AdamW, Correction, Counts, Lora, Loss, PerSequence, Sampling, pass_at_k
     from m2flow.samples import Batch, Finish, Sample, SampleId
 
 __version__ = "0.1.0"
@@ -64,7 +64,7 @@ _WORDS = {
     "m2flow.macro.refill": "informative pass_rate_between",
     "m2flow.macro.roles": "Critic Policy Reference Reward RewardModel gae",
     "m2flow.observe.otel": "traceparent",
-    "m2flow.recipe": "AdamW Counts Lora Loss PerSequence Sampling pass_at_k",
+    "m2flow.recipe": "AdamW Correction Counts Lora Loss PerSequence Sampling pass_at_k",
     "m2flow.samples": "Batch Finish Sample SampleId",
 }
 """Module -> the words of a flow that it holds. They are loaded when they are first used: the package itself stands below every module
@@ -77,6 +77,7 @@ __all__ = [
     "AdamW",
     "Batch",
     "Best",
+    "Correction",
     "Counts",
     "Critic",
     "Dataset",

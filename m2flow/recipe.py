@@ -451,8 +451,39 @@ def pass_at_k(k: int) -> Advantage:
     return Advantage("pass_at_k", (("k", k),))
 
 
+@dataclass(frozen=True)
+class Correction:
+    """Correct an update for samples that another engine or older weights drew: `update(correction=Correction(upper=2.0))`.
+
+    The trainer computes the samples' log-probabilities before the update, a forward pass that the plan shows. A loss takes them for its
+    `behaviour_logprobs`, so it clips around the weights before the update; and each token's term, with any penalty in it, is weighted by
+    their ratio to the rollout's, bounded. Equations and metrics are at `m2flow.algorithms.losses.correction_weights`.
+    """
+
+    level: Literal["token", "sequence", "geometric"] = "token"
+    """Whose ratio: the token's, the product over its response, or the geometric mean over it."""
+    mode: Literal["truncate", "mask"] = "truncate"
+    """What becomes of a ratio outside the bounds: the bound, or 0. Denominators still count a masked token."""
+    upper: float = 2.0
+    """Bound on the ratio, above 0."""
+    lower: float = 0.0
+    """From 0 to `upper`."""
+    veto: float = 0.0
+    """A response with a token whose ratio is below this counts nothing. 0 is off; below 1."""
+
+    def __post_init__(self) -> None:
+        check_choice("level", self.level, ("token", "sequence", "geometric"))
+        check_choice("mode", self.mode, ("truncate", "mask"))
+        check_number("upper", self.upper, above=0)
+        check_number("lower", self.lower, low=0, high=self.upper)
+        check_number("veto", self.veto, low=0, high=1)
+
+
 HEAD_OUTPUTS = {"lm": frozenset({"logprobs", "entropy"}), "value": frozenset({"values"})}
 """Head of a trained model -> what it computes for a loss, with gradient."""
+
+PROXIMAL = "proximal_logprobs"
+"""Column of the trainer's own log-probabilities before an update."""
 
 COMPUTED = frozenset({"sequence_lengths", "sequence_ids", "behaviour_logprobs"}).union(*HEAD_OUTPUTS.values())
 """Inputs of a loss that the engine computes itself, on samples with behaviour log-probabilities; anything else is a column."""
@@ -478,8 +509,11 @@ class Loss:
     """What the sum over a mini-batch is divided by: a count, or a function of the counts of the whole mini-batch."""
     options: tuple[tuple[str, float | int | str | bool], ...] = field(default=())
     """Further keywords."""
+    correction: Correction | None = None
+    """Weights for what another policy sampled; set by an update that has one."""
 
     def __post_init__(self) -> None:
+        check_instance("correction", self.correction, Correction, "update(correction=Correction(upper=2.0))")
         check_text("name of the loss", self.name)
         if not callable(self.function) and not isinstance(self.function, str):
             raise OptionError(f"function={self.function!r:.60}; it must be a function, or its place as 'module:name'")

@@ -31,7 +31,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, get_args
 
 from m2flow.errors import OptionError, ShapeError, did_you_mean
-from m2flow.recipe import KlEstimator
+from m2flow.recipe import Correction, KlEstimator
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -315,6 +315,73 @@ def sequence_mean(values: Tensor, sequence_ids: Tensor) -> Tensor:
     [1.5, 1.5, 5.0]
     """
     return sequence_sum(values, sequence_ids) / sequence_sum(values.detach().new_ones(values.shape), sequence_ids)
+
+
+# ---- weights for samples that another policy drew
+#
+# A rollout engine computes other probabilities than the trainer does for the same weights: other kernels, other dtypes, other experts. With
+# the trainer's own log-probabilities of the samples before the update (the proximal policy), the ratio to those of the rollout is the
+# importance weight of a sample's tokens; bounded, it is multiplied on the terms of any loss.
+
+
+def correction_weights(
+    proximal_logprobs: Tensor, rollout_logprobs: Tensor, sequence_ids: Tensor, correction: Correction
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Importance weights of tokens, without gradient, and how far the two policies are apart.
+
+        d = proximal_logprobs - rollout_logprobs
+        r = exp(d)                                    level token
+            exp(sum of d over the sample)             level sequence
+            exp(mean of d over the sample)            level geometric
+        w = clip(r, lower, upper)                     mode truncate
+            r within the bounds, else 0               mode mask
+            0 for a sample with a token whose exp(d) is below veto
+
+    Log-ratios are taken as -20 or 20 beyond those.
+
+    Args:
+        proximal_logprobs, rollout_logprobs: float [T]. sequence_ids: int64 [T], a number for each sample, from 0.
+    Returns:
+        float [T], and as float [T] `correction_weight` and its square, `correction_clipped` (1 where a bound or the veto changed it),
+        and of tokens, whatever the level: `rollout_kl` (an estimate of KL(rollout || proximal), k3), `proximal_kl` (of the other direction)
+        and `chi_square`. Their means over tokens estimate what they are named after.
+    Raises:
+        ShapeError: the tensors differ in shape.
+    Source:
+        Truncated: Ionides 2008, "Truncated importance sampling"; on the tokens of language models: Yao et al. 2025,
+        https://fengyao.notion.site/off-policy-rl. Masked: Ling team 2025 (IcePop), arXiv:2510.18855. `veto` is that of verl's rollout
+        correction.
+
+    >>> import torch
+    >>> new, old = torch.tensor([0.8, 0.1]).log(), torch.tensor([0.2, 0.2]).log()
+    >>> ids = torch.tensor([0, 0])
+    >>> [round(w, 4) for w in correction_weights(new, old, ids, Correction(upper=2.0))[0].tolist()]
+    [2.0, 0.5]
+    >>> [round(w, 4) for w in correction_weights(new, old, ids, Correction(level="geometric", upper=2.0))[0].tolist()]
+    [1.4142, 1.4142]
+    """
+    if not proximal_logprobs.shape == rollout_logprobs.shape == sequence_ids.shape:
+        shapes = [list(one.shape) for one in (proximal_logprobs, rollout_logprobs, sequence_ids)]
+        raise ShapeError(f"proximal_logprobs, rollout_logprobs and sequence_ids are {shapes}")
+    difference = (proximal_logprobs - rollout_logprobs).detach()
+    of_level = {"token": lambda: difference, "sequence": lambda: sequence_sum(difference, sequence_ids)}
+    log_ratio = of_level.get(correction.level, lambda: sequence_mean(difference, sequence_ids))()
+    ratio = log_ratio.clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO).exp()
+    is_outside = (ratio < correction.lower) | (ratio > correction.upper)
+    weights = ratio.masked_fill(is_outside, 0.0) if correction.mode == "mask" else ratio.clamp(correction.lower, correction.upper)
+    limited = difference.clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO)
+    of_token = limited.exp()
+    if correction.veto:
+        vetoed = sequence_sum((of_token < correction.veto).to(ratio.dtype), sequence_ids) > 0
+        weights, is_outside = weights.masked_fill(vetoed, 0.0), is_outside | vetoed
+    return weights, {
+        "correction_weight": weights,
+        "correction_weight_square": weights.square(),
+        "correction_clipped": is_outside.to(ratio.dtype),
+        "rollout_kl": limited.expm1() - limited,
+        "proximal_kl": of_token * limited - limited.expm1(),
+        "chi_square": limited.expm1().square(),
+    }
 
 
 # ---- further losses of a policy

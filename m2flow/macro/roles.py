@@ -35,11 +35,13 @@ from m2flow.macro.tail_batching import generate_deferred
 from m2flow.recipe import (
     COMPUTED,
     HEAD_OUTPUTS,
+    PROXIMAL,
     AdamW,
     Advantage,
     AdvantageName,
     BatchAdvantage,
     ChatTemplate,
+    Correction,
     Lora,
     Loss,
     Model,
@@ -48,6 +50,7 @@ from m2flow.recipe import (
     check_choice,
     check_count,
     check_flag,
+    check_instance,
     check_number,
     check_seconds,
     check_text,
@@ -178,6 +181,7 @@ class Role:
         """Record an update on these samples, with the columns that come from other calls."""
         self._check_needs(samples, settings.loss, given)
         shown: dict[str, object] = {"loss": settings.loss.name}
+        shown |= {"correction": settings.loss.correction.level} if settings.loss.correction is not None else {}
         shown |= {"advantages": str(options["advantages"])} if options.get("advantages") else {}
         shown |= {"minibatch_size": settings.minibatch_size} if settings.minibatch_size is not None else {}
         shown |= {"epochs": settings.epochs} if settings.epochs != 1 else {}
@@ -503,6 +507,7 @@ class Policy(Role):
         minibatch_size: int | None = None,
         epochs: int = 1,
         allow_unsound: bool = False,
+        correction: Correction | None = None,
     ) -> Metrics:
         """Train on these samples; later lines see the new weights.
 
@@ -518,6 +523,7 @@ class Policy(Role):
             minibatch_size: prompts in a mini-batch, one optimiser step each; all of them by default. Membership goes by identity.
             epochs: passes over the samples.
             allow_unsound: train also where the loss can't be right for samples of other weights than these; the plan shows it.
+            correction: weigh tokens by the bounded ratio of the trainer's log-probabilities before the update to the rollout's.
         Returns:
             means over the call: `reward` (if rewards were given), `loss`, `grad_norm`, `response_length` and what the loss reports. Where
             a filter has left no row nothing is trained, and each of them is nan; `num_sequences` and `num_steps` are 0.
@@ -542,13 +548,20 @@ class Policy(Role):
         if not is_named:
             given["advantages"] = self._column(advantages, "update", NUMBERS)
         elif has_rewards and advantages in get_args(BatchAdvantage):
-            given["advantages"] = self._over_batch(str(advantages), responses, rewards)
+            over_batch = self._over_batch(str(advantages), responses, rewards)
+            given["advantages"] = self._column(over_batch, "update", NUMBERS)
         elif has_rewards and responses.maker.engine == "rollout" and responses.maker.options["n"] == 1:
             raise TraceError(
                 f"advantages={str(advantages)!r} compares the responses to one prompt, and {describe(responses)} have one for each",
                 now="Generate with n=2 or more.",
             )
         given |= self._further_columns(columns)
+        check_instance("correction", correction, Correction, "correction=Correction(upper=2.0)")
+        if correction is not None:
+            settings = replace(settings, loss=replace(settings.loss, correction=correction))
+            if PROXIMAL not in given:
+                before = self.logprobs(responses)  # A result is dropped with its last handle, so this lives until the update is recorded.
+                given[PROXIMAL] = self._column(before, "update", NUMBERS)
         if "advantages" in settings.loss.needs and not has_advantages:
             raise TraceError(f"the loss {settings.loss.name} needs advantages, and this update got no rewards")
         if "reference_logprobs" in settings.loss.needs and reference is None:
@@ -560,7 +573,7 @@ class Policy(Role):
         by_group = advantages if has_rewards and "advantages" not in given else None
         return self._train(samples, given, settings, advantages=by_group)
 
-    def _over_batch(self, name: str, responses: Handle, rewards: Handle | None) -> tuple[Ref, str]:
+    def _over_batch(self, name: str, responses: Handle, rewards: Handle | None) -> Rows:
         """Record a call that computes advantages from all rewards of an update."""
         given = {"samples": (self._rows(responses, "update", RESPONSES), ""), "rewards": self._column(rewards, "update", REWARDS)}
         call = self._session.record(
@@ -579,7 +592,7 @@ class Policy(Role):
             },
             shown={},
         )
-        return Ref(call.ordinal), "advantages"
+        return Rows(self._session, call, "advantages")
 
     def logprobs(self, responses: Handle) -> Rows:
         """The log-probability of each token of the responses under the weights as they are at this line; as `Reference.logprobs`."""

@@ -46,7 +46,7 @@ from m2flow.engines.contract import (
 )
 from m2flow.engines.registry import built_in
 from m2flow.errors import EngineError, ModelError, PromptTooLong
-from m2flow.recipe import HEAD_OUTPUTS, AdamW, Model
+from m2flow.recipe import HEAD_OUTPUTS, PROXIMAL, AdamW, Model
 from m2flow.samples import Batch, Finish, Ragged, SampleId
 
 # ---- hashes, weights and texts
@@ -347,12 +347,13 @@ class FakeTrain(TrainEngine):
             raise EngineError(f"the loss {objective.loss.name} needs {name}, which a model with a {self._model.head} head does not give")
         batch = _tokenised(batch)
         names = ["behaviour_logprobs" if name == "logprobs" else name for name in sorted(batch.columns) if name == "logprobs"]
-        names = sorted({*names, *objective.loss.needs} - _COMPUTED)
+        corrected = [objective.loss.correction] if objective.loss.correction is not None else []
+        names = sorted({*names, *objective.loss.needs, *([PROXIMAL] if corrected else [])} - _COMPUTED)
         columns = {name: "logprobs" if name == "behaviour_logprobs" else name for name in names}
         missing = [name for name, column in columns.items() if column not in batch]
         if missing:
             raise EngineError(f"the loss {objective.loss.name} needs {missing[0]}, and the batch has {', '.join(sorted(batch.columns))}")
-        recipe = repr((objective.loss.name, objective.loss.needs, objective.loss.options)).encode()
+        recipe = repr((objective.loss.name, objective.loss.needs, objective.loss.options, *corrected)).encode()
         tokens, mask = batch.ragged("tokens"), batch.ragged("loss_mask")
         loss = 0
         for row, sample in enumerate(batch.ids.tolist()):

@@ -21,7 +21,7 @@ from m2flow.algorithms.gae import gae, length_adaptive_lam, vtrace
 from m2flow.algorithms.losses import kl_estimate
 from m2flow.algorithms.shaping import Moments, length_reward, overlong_penalty
 from m2flow.errors import OptionError, RewardError, ShapeError
-from m2flow.recipe import BatchAdvantage, GroupAdvantage, KlEstimator
+from m2flow.recipe import BatchAdvantage, Correction, GroupAdvantage, KlEstimator
 
 ALL = [advantages.grpo, advantages.grpo_population, advantages.dr_grpo, advantages.rloo]
 """Advantages of any rewards, which look at one group at a time and at nothing but rewards."""
@@ -396,7 +396,7 @@ def test_a_loss_and_its_gradient_are_finite_at_extreme_inputs(name: str, options
 
 def test_every_loss_is_a_public_function_of_the_module_and_a_word_of_flows() -> None:
     public = {name for name, found in vars(losses).items() if inspect.isfunction(found) and found.__module__ == losses.__name__}
-    helpers = {"kl_estimate", "sequence_sum", "sequence_mean"}
+    helpers = {"kl_estimate", "sequence_sum", "sequence_mean", "correction_weights"}
     assert {name for name in public if not name.startswith("_")} == {*losses.LOSSES, *helpers}
     for name in losses.LOSSES:
         declared = getattr(m2flow, name)()
@@ -694,3 +694,63 @@ def test_running_moments_are_those_of_all_rewards_however_they_are_cut(batches: 
         assert moments.mean == pytest.approx(everything.mean(), abs=1e-6)
         assert moments.deviation == pytest.approx(everything.std(ddof=1), abs=1e-6)
     assert np.abs(moments.normalised(np.array([1e30]), clip=5.0)).max() <= 5.0
+
+
+RATIOS = torch.tensor([3.0, 0.5, 1.0, 0.1, 1.5], dtype=torch.float64)
+RATIO_IDS = torch.tensor([0, 0, 1, 1, 2])
+
+
+@pytest.mark.parametrize(
+    ("correction", "expected"),
+    [
+        (Correction(), [2.0, 0.5, 1.0, 0.1, 1.5]),
+        (Correction(upper=10.0, lower=0.2), [3.0, 0.5, 1.0, 0.2, 1.5]),
+        (Correction(mode="mask", lower=0.2), [0.0, 0.5, 1.0, 0.0, 1.5]),
+        (Correction(level="sequence", upper=1.4), [1.4, 1.4, 0.1, 0.1, 1.4]),
+        (Correction(level="geometric", mode="mask", lower=0.5, upper=1.3), [1.5**0.5, 1.5**0.5, 0.0, 0.0, 0.0]),
+        (Correction(upper=10.0, veto=0.2), [3.0, 0.5, 0.0, 0.0, 1.5]),
+    ],
+    ids=str,
+)
+def test_corrections_are_bounded_ratios_of_tokens_and_of_samples(correction: Correction, expected: list[float]) -> None:
+    weights, metrics = losses.correction_weights(RATIOS.log(), torch.zeros(5).double(), RATIO_IDS, correction)
+    assert weights.tolist() == pytest.approx(expected)
+    of_level = {
+        "token": RATIOS,
+        "sequence": torch.tensor([1.5, 1.5, 0.1, 0.1, 1.5]),
+        "geometric": torch.tensor([1.5, 1.5, 0.1, 0.1, 2.25]).sqrt(),
+    }
+    changed = (weights - of_level[correction.level].double()).abs() > 1e-6
+    assert metrics["correction_clipped"].bool().tolist() == changed.tolist()
+
+
+def test_metrics_of_a_correction_average_to_what_they_are_named_after() -> None:
+    rollout, proximal = torch.tensor([0.7, 0.2, 0.1]).double(), torch.tensor([0.3, 0.3, 0.4]).double()
+    _, metrics = losses.correction_weights(proximal.log(), rollout.log(), torch.arange(3), Correction(upper=100.0))
+    expected = {
+        "correction_weight": 1.0,
+        "rollout_kl": (rollout * (rollout / proximal).log()).sum().item(),
+        "proximal_kl": (proximal * (proximal / rollout).log()).sum().item(),
+        "chi_square": ((proximal - rollout).square() / rollout).sum().item(),
+        "correction_weight_square": ((proximal - rollout).square() / rollout).sum().item() + 1,
+    }
+    assert {name: (rollout * metrics[name]).sum().item() for name in expected} == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize("mode", ["truncate", "mask"])
+def test_corrections_are_finite_at_extremes_and_do_not_depend_on_order(level: str, mode: str) -> None:
+    correction = Correction(level=level, mode=mode, upper=3.0, lower=0.1, veto=1e-4)  # type: ignore[arg-type]
+    inputs = extreme_tokens(49, ["proximal", "rollout"])
+    ids = torch.arange(49) // 7
+    weights, metrics = losses.correction_weights(inputs["proximal"], inputs["rollout"], ids, correction)
+    assert all(one.isfinite().all() for one in (weights, *metrics.values()))
+    turned = losses.correction_weights(inputs["proximal"].flip(0), inputs["rollout"].flip(0), 6 - ids.flip(0), correction)[0]
+    torch.testing.assert_close(turned.flip(0), weights)
+    alone = [
+        losses.correction_weights(inputs["proximal"][i : i + 7], inputs["rollout"][i : i + 7], ids[:7], correction)[0]
+        for i in range(0, 49, 7)
+    ]
+    torch.testing.assert_close(torch.cat(alone), weights)
+    empty = losses.correction_weights(torch.zeros(0), torch.zeros(0), torch.zeros(0, dtype=torch.int64), correction)[0]
+    assert empty.tolist() == []

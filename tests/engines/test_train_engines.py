@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 import m2flow
-from m2flow import Dataset, PerSequence, Policy, flow, nll
+from m2flow import Correction, Dataset, PerSequence, Policy, flow, nll
+from m2flow.algorithms.losses import correction_weights
 from m2flow.engines.contract import EngineSettings, Objective, TrainEngine
 from m2flow.engines.embedded.trainer import EmbeddedTrain, token_logprobs
 from m2flow.engines.models import packing
@@ -343,6 +345,30 @@ def test_gradients_over_samples_and_groups_do_not_depend_on_the_cut(model: Model
                 tally.add(engine.accumulate(rows, objective(call)), rows, epoch=0)
             engine.apply(LINEAR, tally.denominator(objective(call).loss))
             answers.append(copied(engine))
+    assert max(distance(answer, answers[0]) for answer in answers[1:]) < 1e-5
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_a_correction_weighs_tokens_and_clips_around_the_weights_before(model: Model, level: str) -> None:
+    batch, correction = samples(VOCABULARY), Correction(level=level)  # type: ignore[arg-type]
+    plain, answers = m2flow.ppo_clip(), []
+    with started(EmbeddedTrain(model, EngineSettings())) as engine:
+        proximal = engine.logprobs(batch).ragged("reference_logprobs")
+    batch = batch.with_columns(proximal_logprobs=proximal)
+    mask = batch.ragged("loss_mask")
+    counts = torch.tensor([int(np.count_nonzero(mask.row(i))) for i in range(12)])
+    held = [torch.from_numpy(column.values[mask.values.astype(bool)]) for column in (proximal, batch.ragged("logprobs"))]
+    weights, _ = correction_weights(*held, torch.arange(12).repeat_interleave(counts), correction)
+    spread = np.zeros(len(mask.values), np.float32)
+    spread[mask.values.astype(bool)] = weights.numpy() * np.repeat(np.asarray(batch.dense("advantages")), counts)
+    by_hand = batch.with_columns(advantages=Ragged(spread, mask.offsets), logprobs=proximal)
+    for rows, loss in ((batch, replace(plain, correction=correction)), (by_hand, plain)):
+        for sizes in ([12], [5, 7]):
+            with started(EmbeddedTrain(model, EngineSettings())) as engine:
+                sums = [engine.accumulate(part, Objective(loss)) for part in cut(rows, sizes)]
+                engine.apply(LINEAR, 3.0)
+                answers.append(copied(engine))
+            assert ("correction_weight" in sums[0].metrics) == (loss.correction is not None)
     assert max(distance(answer, answers[0]) for answer in answers[1:]) < 1e-5
 
 

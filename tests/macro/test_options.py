@@ -12,6 +12,7 @@ import pytest
 import m2flow
 from m2flow import (
     AdamW,
+    Correction,
     Critic,
     Dataset,
     Lora,
@@ -136,6 +137,7 @@ VALID: dict[str, list[Valid]] = {
     "ppo_clip": [lambda w: (ppo_clip, {}), lambda w: (ppo_clip, {"kl_coef": 0.1})],
     "reinforce": [lambda w: (reinforce, {})],
     **{name: [lambda w, name=name: (getattr(m2flow, name), {})] for name in sorted(set(LOSSES) - set(vars(loss_declarations)))},  # type: ignore[misc]
+    "Correction": [lambda w: (Correction, {})],
     "PerSequence": [lambda w: (PerSequence, {"tokens": 512})],
     "loss": [lambda w: (loss, {"needs": ["logprobs"]})],
     "flow": [lambda w: (lambda **options: flow(**options)(judge), {})],
@@ -296,6 +298,10 @@ LEGAL: dict[str, Callable[[object], bool]] = {
     "*.tau_negative": is_number_in(1e-9),
     "*.most": is_number_in(0),
     "*.entropy_coef": is_number_in(0),
+    "*.correction": is_none,
+    "Correction.upper": is_number_in(1e-9),
+    "Correction.lower": is_number_in(0, 2),
+    "Correction.veto": is_number_in(0, 1),
     "PerSequence.tokens": is_number_in(1e-9),
     "ppo_clip.kl_coef": is_number_in(0),
     "ppo_clip.dual_clip": is_number_in(1.001),

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from m2flow import (
+    Correction,
     Counts,
     Dataset,
     Loss,
@@ -265,6 +266,33 @@ def test_an_op_on_the_batch_that_gives_too_few_numbers_is_refused():
         assert "short returned [1.0] for the batch p0/0 to p1/0" in answer.error
     with pytest.raises(OptionError, match="per_sample"):
         op(granularity="group", per_sample=True)
+
+
+@flow(staleness=1)
+def corrected(num_steps: int = 2, n: int = 2, minibatch: int = 0, level: str = "token") -> None:
+    policy, verifier = Policy("fake"), Reward(length_share)
+    prompts = Dataset(ROWS)
+    for _ in steps(num_steps):
+        responses = policy.generate(prompts.take(3), n=n, max_new_tokens=12)
+        correction = Correction(level=level)  # type: ignore[arg-type]
+        policy.update(
+            responses,
+            verifier.score(responses),
+            minibatch_size=minibatch or None,
+            correction=correction,
+            loss=ppo_clip(denominator="groups"),
+        )
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_a_correction_is_a_forward_pass_of_the_plan_and_the_same_planned_and_eager(level):
+    lines = str(trace(corrected, {"level": level}, steps=1)[0]).splitlines()
+    assert [line for line in lines if "policy.logprobs(%responses)" in line and "reads policy.weights@0" in line]
+    assert [line for line in lines if "proximal_logprobs=%" in line and f"correction='{level}'" in line]
+    for minibatch in (0, 2):
+        eager = run_eager(corrected, {"level": level, "minibatch": minibatch}, SPEC)
+        assert eager.error == ""
+        assert run_planned(corrected, {"level": level, "minibatch": minibatch}, SPEC).error == ""
 
 
 def test_a_greedy_baseline_is_arithmetic_on_rewards_of_the_prompts():

@@ -38,7 +38,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from m2flow.algorithms.losses import MOST_LOG_RATIO
+from m2flow.algorithms.losses import MOST_LOG_RATIO, correction_weights
 from m2flow.engines.contract import (
     NO_AGREEMENT,
     Agreement,
@@ -57,7 +57,7 @@ from m2flow.engines.models.packing import Demonstrations
 from m2flow.engines.models.trainer_checkpoint import spread_like
 from m2flow.engines.registry import built_in
 from m2flow.errors import EngineError, OpError, is_out_of_memory
-from m2flow.recipe import HEAD_OUTPUTS, AdamW, Loss, Model, is_count
+from m2flow.recipe import HEAD_OUTPUTS, PROXIMAL, AdamW, Correction, Loss, Model, is_count
 from m2flow.samples import Batch, Ragged, SampleId
 
 # Shapes: T predicted tokens, V vocabulary.
@@ -404,6 +404,9 @@ class EmbeddedTrain(TrainEngine):
         _check_terms(loss, terms, num_tokens)
         if loss.denominator == "groups":
             terms = terms / self._column(batch, "group_lengths", "a mean over groups needs them")
+        if loss.correction is not None:
+            weights, found = self._correction(batch, loss.correction)
+            terms, reported = terms * weights, {**found, **reported}
         reported = {"loss": terms, **self._monitored(batch, outputs), **reported}
         sums = torch.stack([_per_token(loss, name, value, num_tokens).detach().double().sum() for name, value in reported.items()])
         return terms, dict(zip(reported, sums.tolist(), strict=True)), _agreement(batch, outputs)
@@ -453,13 +456,21 @@ class EmbeddedTrain(TrainEngine):
                 counts = packing.num_masked(batch.ragged("loss_mask"))
                 inputs[name] = self._put(np.repeat(counts.astype(np.float32), counts))
             elif name == "sequence_ids":
-                counts = packing.num_masked(batch.ragged("loss_mask"))
-                inputs[name] = self._put(np.repeat(np.arange(len(counts)), counts))
+                inputs[name] = self._sequence_ids(batch)
             else:
-                inputs[name] = self._column(
-                    batch, "logprobs" if name == "behaviour_logprobs" else name, f"the loss {loss.name} needs {name}"
-                )
+                behaviour = "logprobs" if loss.correction is None else PROXIMAL
+                column = behaviour if name == "behaviour_logprobs" else name
+                inputs[name] = self._column(batch, column, f"the loss {loss.name} needs {name}")
         return inputs
+
+    def _correction(self, batch: Batch, correction: Correction) -> tuple[Tensor, dict[str, Tensor]]:
+        """The weights of a correction, and its metrics, each [T]."""
+        proximal, rollout = (self._column(batch, name, "a correction needs it") for name in (PROXIMAL, "logprobs"))
+        return correction_weights(proximal, rollout, self._sequence_ids(batch), correction)
+
+    def _sequence_ids(self, batch: Batch) -> Tensor:
+        counts = packing.num_masked(batch.ragged("loss_mask"))
+        return self._put(np.repeat(np.arange(len(counts)), counts))
 
     def _column(self, batch: Batch, name: str, reason: str) -> Tensor:
         """A per-token or per-sample column of numbers, as [T]."""

@@ -235,6 +235,8 @@ class UpdateTally:
         result |= {name: float(np.mean([step[name] for step in self._steps])) for name in (self._steps[0] if self._steps else {})}
         result |= {"loss": float(np.mean(self._losses)) if self._losses else math.nan}
         result |= {"num_tokens": float(num_tokens), "num_sequences": float(num_sequences), "num_steps": float(len(self._steps))}
+        if square := result.get("correction_weight_square"):
+            result["effective_sample_share"] = result["correction_weight"] ** 2 / square
         result |= self.agreement.metrics()
         result["response_length"] = num_tokens / num_sequences if num_sequences else math.nan
         if self._rewards:
