@@ -70,11 +70,35 @@ def _imports(path: Path) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             base = [*package[: len(package) - node.level + 1]] if node.level else []
             module = ".".join([*base, *([node.module] if node.module else [])])
-            yield from (f"m2flow.{alias.name}" for alias in node.names) if module == "m2flow" else (module,)
+            is_package = module in ("m2flow", "m2flow.micro.scheduler")
+            yield from (f"{module}.{alias.name}" for alias in node.names) if is_package else (module,)
 
 
 def _layer(module: str) -> str:
     return module.split(".")[1]
+
+
+DECIDERS = {
+    "deadlines",
+    "function_dispatch",
+    "gpu_borrowing",
+    "partial_rollouts",
+    "policy_dispatch",
+    "rollout_dispatch",
+    "train_dispatch",
+    "waiting",
+    "worker_failure",
+}
+"""Modules of the scheduler that decide, besides `call_lifecycle`, which asks some of them, and `scheduler`, which composes them."""
+
+
+def test_the_schedulers_deciders_know_the_state_and_not_each_other():
+    folder = PACKAGE / "micro" / "scheduler"
+    for path in folder.glob("*.py"):
+        known = {name.rpartition(".")[2] for name in _imports(path) if name.startswith("m2flow.micro.scheduler")}
+        allowed = {"scheduler": DECIDERS | {"call_lifecycle"}, "call_lifecycle": DECIDERS, "call_state": {"policy_dispatch"}}
+        wrong = known & (DECIDERS | {"call_lifecycle"}) - allowed.get(path.stem, set())
+        assert not wrong, f"{path.name} imports {sorted(wrong)}"
 
 
 @pytest.mark.parametrize("path", _modules(), ids=lambda path: str(path.relative_to(PACKAGE)))

@@ -34,7 +34,6 @@ from m2flow.macro.oversampling import is_cut
 from m2flow.macro.refill import Refill
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.plan import Stage
-from m2flow.micro.scheduler.partial_rollouts import Carry
 from m2flow.samples import SampleId, by_group, group_key
 
 if TYPE_CHECKING:
@@ -301,6 +300,37 @@ def progress_of(call: Call, stage: Stage, ids: Iterable[int], *, by_identity: bo
         size = None if size is None else size * most
         groups = [Group(row, (row,)) for group in groups for row in group.ids]
     return UpdateProgress(groups, minibatch_size=size, epochs=epochs, token_budget=stage.token_budget, by_identity=by_identity)
+
+
+@dataclass(eq=False)
+class Carry:
+    """What a call with partial rollouts has taken over, and what it leaves."""
+
+    previous: int | None
+    """The call that it has yet to take over from; None if it has done so or there is none."""
+    num_late: int = 0
+    """Groups that may be late when it ends."""
+    oldest: dict[int, int] = field(default_factory=dict)
+    """Sample -> oldest version among its tokens, including those being generated."""
+    late: tuple[int, ...] = ()
+    """Samples that it left unfinished, until they are taken over."""
+
+    def begun(self, rows: Iterable[int], version: int) -> None:
+        """Record the version of the weights that are about to generate these samples."""
+        for row in rows:
+            self.oldest[row] = min(version, self.oldest.get(row, version))
+
+    def finished(self, message: m.Finished) -> None:
+        """Record the oldest version of samples that have finished, before or after the call's end."""
+        for row, stretches in zip(message.ids, message.stretches, strict=True):
+            self.oldest[row] = min(stretch.version for stretch in stretches)
+
+    def requeued(self, rows: Iterable[int], prefixes: Mapping[int, Prefix]) -> None:
+        """Reset the versions of samples that no worker has any more: they continue from their prefixes, or begin anew."""
+        for row in rows:
+            self.oldest.pop(row, None)
+            if row in prefixes:
+                self.oldest[row] = prefixes[row].oldest
 
 
 _EVERYTHING = -1

@@ -10,7 +10,6 @@ call that takes it over begins anew, and is counted.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, final
 
 from m2flow.macro.oversampling import num_late
@@ -18,43 +17,13 @@ from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.events import CONTROLLER, LEDGER, Expired, Given, Late, Recalled
 from m2flow.micro.protocol.staleness import window
 from m2flow.micro.protocol.worker_state import worker_of
+from m2flow.micro.scheduler.call_state import Carry
 from m2flow.samples import SampleId, by_group
 
 if TYPE_CHECKING:
     from m2flow.macro.graph import Call
-    from m2flow.micro.scheduler.call_state import CallState, Prefix
+    from m2flow.micro.scheduler.call_state import CallState
     from m2flow.micro.scheduler.state import SchedulerState
-
-
-@dataclass(eq=False)
-class Carry:
-    """What a call with partial rollouts has taken over, and what it leaves."""
-
-    previous: int | None
-    """The call that it has yet to take over from; None if it has done so or there is none."""
-    num_late: int = 0
-    """Groups that may be late when it ends."""
-    oldest: dict[int, int] = field(default_factory=dict)
-    """Sample -> oldest version among its tokens, including those being generated."""
-    late: tuple[int, ...] = ()
-    """Samples that it left unfinished, until they are taken over."""
-
-    def begun(self, rows: Iterable[int], version: int) -> None:
-        """Record the version of the weights that are about to generate these samples."""
-        for row in rows:
-            self.oldest[row] = min(version, self.oldest.get(row, version))
-
-    def finished(self, message: m.Finished) -> None:
-        """Record the oldest version of samples that have finished, before or after the call's end."""
-        for row, stretches in zip(message.ids, message.stretches, strict=True):
-            self.oldest[row] = min(stretch.version for stretch in stretches)
-
-    def requeued(self, rows: Iterable[int], prefixes: Mapping[int, Prefix]) -> None:
-        """Reset the versions of samples that no worker has any more: they continue from their prefixes, or begin anew."""
-        for row in rows:
-            self.oldest.pop(row, None)
-            if row in prefixes:
-                self.oldest[row] = prefixes[row].oldest
 
 
 def chosen(

@@ -15,7 +15,6 @@ from m2flow.micro.protocol.row_store import stopped_at
 from m2flow.micro.protocol.worker_state import WorkerState
 from m2flow.micro.scheduler import weights
 from m2flow.micro.scheduler.call_state import CallState, SampleBatch, task_batches
-from m2flow.micro.scheduler.policy_dispatch import PolicyDispatch
 from m2flow.micro.scheduler.state import SchedulerState
 from m2flow.micro.scheduler.task_queues import Offer
 from m2flow.samples import group_key
@@ -54,7 +53,7 @@ class RolloutDispatch:
                 continue
             if call_state.policy_dispatch is not None:
                 room = min(call_state.stage.chunk - worker.num_running, call_state.num_may_begin)
-                if room > 0 and self._has_samples_for(worker, call_state.policy_dispatch):
+                if room > 0 and self._has_samples_for(worker, call_state):
                     return lambda call_state=call_state, room=room: self._deal_out(worker, call_state, room)  # type: ignore[misc]
             else:
                 quota = self._quota(worker, call_state)
@@ -68,10 +67,11 @@ class RolloutDispatch:
         quota = min(room, call_state.num_may_begin, call_state.share - call_state.out_at.get(worker.name, 0))
         return self._state.credits.num_may_begin(call_state, worker.name, quota)
 
-    def _has_samples_for(self, worker: WorkerState, dispatch: PolicyDispatch) -> bool:
+    def _has_samples_for(self, worker: WorkerState, call_state: CallState) -> bool:
         """Whether a call's policy has samples for this worker. Other workers that it assigned samples to are woken."""
-        found = dispatch.has_samples_for(worker)
-        self._state.ready_workers.wake_all(other for other in dispatch.dealt_to() if other is not worker)
+        assert call_state.policy_dispatch is not None
+        found = call_state.policy_dispatch.has_samples_for(worker)
+        self._state.ready_workers.wake_all(other for other in call_state.policy_dispatch.dealt_to() if other is not worker)
         return found
 
     def _deal_out(self, worker: WorkerState, call_state: CallState, room: int) -> None:
