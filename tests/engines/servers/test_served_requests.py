@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from m2flow.engines.contract import StopTexts
 from m2flow.engines.models.requests import Job
 from m2flow.engines.servers.server_client import Requests, Running, Span, extended
 from m2flow.errors import EngineError
@@ -72,3 +75,30 @@ def test_only_those_that_are_asked_for_leave() -> None:
 def test_tokens_without_a_version_are_refused() -> None:
     with pytest.raises(EngineError, match="of 2 tokens of sample"):
         extended(running(0, 4, 5), [Span("3", 0, 1)])
+
+
+def spelled(number: int, stop: str, *tokens: int) -> Running:
+    """A running request whose tokens are letters, with a stop text."""
+    texts = StopTexts.of(Sampling(9, stop=(stop,)), lambda ids: "".join(chr(97 + token) for token in ids), frozenset())
+    return Running(replace(job(number, *tokens), sampling=Sampling(9, stop=(stop,)), stop_texts=texts))
+
+
+def test_what_a_server_makes_beyond_a_stop_text_is_dropped_with_its_versions() -> None:
+    one = spelled(0, "de", 0, 3)  # It was stopped within the text: after "ad".
+    one.take_in([4, 3, 4], [-1.0, -2.0, -3.0])
+    one.take_in([7], [-4.0])
+    assert (one.is_stopped, one.num_dropped) == (True, 3)
+    whole = extended(one, [Span("5", 0, 1), Span("6", 1, 4)])
+    assert (whole.tokens.tolist(), whole.versions.tolist(), whole.logprobs.tolist()) == ([0, 3, 4], [0, 0, 5], [-1.0, -1.0, -1.0])
+    assert whole.stop_texts is not None
+    assert whole.stop_texts.shorten(whole.tokens) == "a"
+
+
+def test_a_stop_text_is_found_however_its_tokens_come() -> None:
+    for sizes in ((1, 1, 1, 1), (2, 2), (1, 3), (4,)):
+        one, tokens = spelled(0, "cd"), [0, 2, 3, 4]
+        for size in sizes:
+            one.take_in(tokens[:size], [-0.5] * size)
+            del tokens[:size]
+        assert one.is_stopped
+        assert one.so_far(1).tokens.tolist() == [0, 2, 3]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from m2flow import AdamW, Dataset, Policy, Reward, Sample, flow, log, steps
 from m2flow.engines.contract import Capabilities
-from m2flow.errors import InternalError
+from m2flow.errors import InternalError, PlanError
 from m2flow.macro.tracing import trace
 from m2flow.micro.lowering import capabilities
 from m2flow.micro.lowering.passes import lower
@@ -186,3 +186,20 @@ def test_a_bug_is_found(of_planned, of_eager, monkeypatch):
         return False
 
     assert any(is_red(order_seed) for order_seed in range(4))
+
+
+def test_biases_and_penalties_are_refused_for_an_engine_that_would_report_other_logprobs() -> None:
+    @flow
+    def biased() -> None:
+        responses = Policy("fake").generate(Dataset(ROWS).take(2), max_new_tokens=4, logit_bias={5: 1.0}, repetition_penalty=1.2)
+        log(share=Reward(digit_share).score(responses).mean())
+
+    graph, models, _ = trace(biased, {}, steps=1)
+    fake, sglang = (
+        ClusterSpec(cores=2, device="cpu", rollout=RolloutSpec(engine=engine), train=TrainSpec(engine="fake"))
+        for engine in ("fake", "sglang")
+    )
+    lower(graph, models, fake)
+    with pytest.raises(PlanError, match="logit_bias, repetition_penalty, which the rollout engine 'sglang' can't honour") as caught:
+        lower(graph, models, sglang)
+    assert "embedded" in caught.value.now
