@@ -219,16 +219,19 @@ class Best:
         self._num_worse = 0
         self.value = -math.inf
         """The best value so far."""
-        self.reference: Reference | None = None
-        """The weights of that value, for log-probabilities or as they are; None before the first, or without `keep`."""
+        self.reference = self._copied()  # Before the loop too, so that the plan has a place for it.
+        """The weights of that value, for log-probabilities or as they are; before the first those of the start. None without `keep`."""
 
     def stop(self, value: Number | float) -> bool:
         """Note an evaluation of the policy's weights of this line; whether patience is at its end. Python waits for the value."""
         now = float(value)
         if now > self.value + self._least or self.value == -math.inf:
             self.value, self._num_worse = now, 0
-            self.reference = Reference(self._policy, name=f"{self._policy.name}_best") if self._keep else None
+            self.reference = self._copied()
         else:
             self._num_worse += 1
         log(**{f"{self._policy.name}_best": self.value})
         return self._patience is not None and self._num_worse >= self._patience
+
+    def _copied(self) -> Reference | None:
+        return Reference(self._policy, name=f"{self._policy.name}_best") if self._keep else None

@@ -144,5 +144,5 @@ def test_a_run_stops_when_patience_ends_and_keeps_a_copy_of_the_best_weights() -
     assert [value for _, name, value in alone.logs if name == "policy_best"] == [0.1, 0.4, 0.4, 0.4]
     graph, models, _ = trace(stopping, {}, steps=8)
     copies = [call for call in graph.calls if call.method == "copy_of"]
-    assert [call.step for call in copies] == [0, 1]
+    assert [call.step for call in copies] == [-1, 0, 1]
     assert set(models) == {"policy", "policy_best"}
