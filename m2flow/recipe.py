@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, ItemsView, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from m2flow.errors import OptionError, did_you_mean, lone_surrogate
+from m2flow.errors import ModelError, OptionError, did_you_mean, lone_surrogate
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Init = Literal["pretrained", "random"]
@@ -130,6 +131,10 @@ def check_instance(name: str, value: object, kind: type, instead: str, *, or_non
         raise OptionError(f"{name}={value!r:.60} is no {kind.__name__}", now=f"Write {instead}.")
 
 
+LATER = {"later": True}
+"""Metadata of a field that its class did not have in an earlier release: a fingerprint leaves it out at its default."""
+
+
 @dataclass(frozen=True)
 class Lora:
     """LoRA: train low-rank adapters of linear layers instead of their weights: W + alpha / rank * B A.
@@ -199,7 +204,8 @@ class Model:
     """A model: where it is loaded from, in which dtype, with which head."""
 
     path: str
-    """A Hugging Face model directory (config.json, tokenizer.json, *.safetensors), or a .gguf file, which is dequantised."""
+    """A Hugging Face model directory (config.json, tokenizer.json, *.safetensors), a .gguf file, which is dequantised, or a name of the
+    Hugging Face hub (`Qwen/Qwen2.5-0.5B-Instruct`), if there is no such directory."""
     init: Init = "pretrained"
     """`random` needs only config.json and the tokenizer; the weights are drawn from `seed`."""
     seed: int = 0
@@ -217,8 +223,12 @@ class Model:
     is_frozen: bool = False
     """Nothing in the flow ever changes its weights."""
     template: ChatTemplate = ChatTemplate()
+    revision: str | None = field(default=None, metadata=LATER)
+    """Of a model of the hub: a branch, tag or commit; None: its main branch, as far as the cache has none."""
 
     def __post_init__(self) -> None:
+        if self.revision is not None:
+            check_text("revision", self.revision)
         check_choice("init", self.init, Init)
         check_choice("dtype", self.dtype, Dtype)
         check_flag("chat", self.chat)
@@ -227,11 +237,75 @@ class Model:
         check_instance("lora", self.lora, Lora, "Lora(rank=16)")
 
 
+_SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
+_HUB_S = 30.0
+"""Seconds that the hub may take for its first answer."""
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tekken.json")
+
+
+def is_of_hub(path: str) -> bool:
+    """Whether this names a model of the Hugging Face hub: OWNER/NAME, and no directory or file is there."""
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", path) is not None and not path.startswith(".") and not Path(path).expanduser().exists()
+
+
+def hub_directory(model: Model, *, with_weights: bool) -> Path:
+    """Find a model of the hub in huggingface_hub's cache; download what is missing, with a progress bar, where there is a network.
+
+    Args:
+        with_weights: whether the weights are needed, too. Without them config and tokenizer are downloaded; but weights that are
+            missing are an error here too where the hub can't be reached.
+    Raises:
+        ModelError: files are missing that can't be had.
+    """
+    from huggingface_hub import HfApi, constants, snapshot_download
+
+    found, why = _in_cache(model), ""
+    if found is None or missing_files(found, with_weights=model.init == "pretrained"):
+        try:
+            HfApi().model_info(model.path, revision=model.revision, timeout=_HUB_S)  # snapshot_download is content with what it has.
+            patterns = [*_SMALL_FILES, *(["*.safetensors"] if with_weights and model.init == "pretrained" else [])]
+            found = Path(snapshot_download(model.path, revision=model.revision, allow_patterns=patterns))
+            is_whole = not missing_files(found, with_weights=with_weights and model.init == "pretrained")
+        except Exception as error:  # The package's own kinds of errors, and those of what it downloads with.
+            found, is_whole, why = _in_cache(model), False, f": {str(error).strip().splitlines()[0] if str(error).strip() else error!r}"
+        if not is_whole:
+            at = f" at {model.revision}" if model.revision else ""
+            lacking = f"lacks {', '.join(missing_files(found, with_weights=model.init == 'pretrained'))}" if found else "is not"
+            raise ModelError(
+                f"{model.path} is no directory, and the hub's model of that name{at} {lacking} in the cache at {constants.HF_HUB_CACHE}; "
+                f"the hub {f'could not be asked{why}' if why else 'does not have it either'}",
+                now=f"Where there is a network: hf download {model.path}{f' --revision {model.revision}' if model.revision else ''}. "
+                "HF_HOME says where the cache is.",
+            )
+    assert found is not None
+    return found
+
+
+def _in_cache(model: Model) -> Path | None:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model.path, revision=model.revision, local_files_only=True))
+    except (OSError, ValueError):  # Nothing of it is there, or it is no name of a model.
+        return None
+
+
+def missing_files(directory: Path, *, with_weights: bool) -> list[str]:
+    """Files that a model's directory lacks: config, tokenizer, and with weights the shards that its index names."""
+    missing = [] if (directory / "config.json").is_file() else ["config.json"]
+    missing += [] if any((directory / name).is_file() for name in _TOKENIZERS) else ["tokenizer.json"]
+    index = directory / "model.safetensors.index.json"
+    if not with_weights or (directory / "model.safetensors").is_file():
+        return missing
+    if not index.is_file():
+        return missing if any(directory.glob("*.safetensors")) else [*missing, "model.safetensors"]
+    shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    return missing + [name for name in shards if not (directory / name).is_file()]
+
+
 _COLDEST, _HOTTEST = 1e-3, 1e3
 """Bounds of the temperature, so that no logit overflows float32 when divided by it."""
 _LEAST_PENALTY, _LARGEST_BIAS = 1e-2, 1e9
-LATER = {"later": True}
-"""Metadata of a field that its class did not have in an earlier release: a fingerprint leaves it out at its default."""
 
 
 @dataclass(frozen=True)

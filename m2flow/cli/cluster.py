@@ -31,6 +31,7 @@ from m2flow.cli.main import find_run
 from m2flow.engines.contract import EngineKind
 from m2flow.errors import M2FlowError, MissingExtra, OptionError, SpecError
 from m2flow.micro.controller.launcher import make_keys
+from m2flow.recipe import is_of_hub
 from m2flow.spec import ClusterSpec, RaySpec, RolloutSpec, TrainSpec
 
 # ---- init
@@ -385,7 +386,7 @@ def findings_of(query: NodeQuery) -> Iterator[Finding]:
     if query.is_driver and spec.channels.port is not None:
         yield _port(spec.channels.host, spec.channels.port)
     for path in query.models:
-        is_there = Path(path).exists()
+        is_there = Path(path).exists() or is_of_hub(path)  # Each node finds a model of the hub by its own cache.
         yield Finding(
             "model", "ok" if is_there else "missing", path, "" if is_there else "Copy it there, or name a path that all nodes see."
         )

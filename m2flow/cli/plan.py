@@ -36,7 +36,7 @@ from m2flow.micro.protocol.plan import Plan
 from m2flow.micro.records.flow_record import read_record
 from m2flow.micro.records.plan_file import KEY, Origin, check_edited, origin_of, read_plan, write_plan_file
 from m2flow.planner.explaining import as_document, differences, explain, step_lines
-from m2flow.planner.planning import Forecast, forecast, is_searched, question_of, with_shapes
+from m2flow.planner.planning import Forecast, find_models, forecast, is_searched, question_of, with_shapes
 from m2flow.planner.profiles import read_profile
 from m2flow.simulator.machines import paced
 from m2flow.spec import LAPTOP, ClusterSpec, RunSettings
@@ -235,6 +235,7 @@ def command(
     pinned = read_plan(check) if check else None
     copies = copies_made(flow, options, num_steps=exploration.num_steps, seed=seed, known=known, exploration=exploration)
     models, choice = {**copies.models, **exploration.models}, None
+    find_models(models, spec, with_weights=False)
     if is_searched(spec) and pinned is None:
         question = question_of(graph, models, spec, lengths=lengths, profile=profile, copies=copies.sources)
         for doubt in question.doubts:

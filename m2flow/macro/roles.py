@@ -317,7 +317,8 @@ class Policy(Role):
     """A language model that is sampled from and trained.
 
     Args:
-        model: a Hugging Face model directory, or a .gguf file.
+        model: a Hugging Face model directory, a .gguf file, or a name of the Hugging Face hub, such as `Qwen/Qwen2.5-0.5B-Instruct`:
+            then what huggingface_hub's cache has is used, and what it lacks is downloaded where there is a network.
         init: `random` draws the weights instead of loading them; only the config and the tokenizer are read then.
         dtype: of the weights that are trained.
         rollout_dtype: what engines that sample hold them in, by default the same. `bfloat16` halves what they read for a token; each
@@ -331,6 +332,7 @@ class Policy(Role):
         tools: JSON descriptions of functions, which the template presents to the model.
         optimizer: for `update` calls that bring none.
         lora: train adapters of low rank, not the weights themselves. Engines that sample get the sum of both.
+        revision: of a model of the hub, a branch, tag or commit; by default its main branch.
     """
 
     def __init__(
@@ -348,6 +350,7 @@ class Policy(Role):
         tools: Sequence[Mapping[str, object]] | None = None,
         optimizer: AdamW | None = None,
         lora: Lora | None = None,
+        revision: str | None = None,
     ) -> None:
         super().__init__(name, "Policy")
         self.optimizer = AdamW() if optimizer is None else optimizer
@@ -355,7 +358,7 @@ class Policy(Role):
         template = ChatTemplate.of(system, chat_template, chat_template_kwargs, tools)
         check_flag("chat", chat)
         made = Model(model_path(model), init, self._session.seed, dtype, chat or template != ChatTemplate())
-        self._session.add_model(name, replace(made, rollout_dtype=rollout_dtype, lora=lora, template=template))
+        self._session.add_model(name, replace(made, rollout_dtype=rollout_dtype, lora=lora, template=template, revision=revision))
 
     def generate(
         self,
@@ -614,7 +617,7 @@ class Reference(Role):
         model: a policy, whose weights as they are at this line are kept; or a path as `Policy` takes. In a later step it may be made
             of that policy again, to compare with newer weights from there on: `reference = Reference(policy)` every so many steps. The
             older weights are gone then; a reference of another `name` keeps its own.
-        dtype, chat: of a path; as `Policy`.
+        dtype, chat, revision: of a path; as `Policy`.
     """
 
     def __init__(
@@ -624,13 +627,15 @@ class Reference(Role):
         name: str = "reference",
         dtype: Literal["float32", "bfloat16", "float16"] = "float32",
         chat: bool = False,
+        revision: str | None = None,
     ) -> None:
         super().__init__(name, "Reference")
         if isinstance(model, Policy):
             self._copy(model.name, "lm")
         else:
             self._session.add_model(
-                name, Model(model_path(model), "pretrained", self._session.seed, dtype, chat, is_policy=False, is_frozen=True)
+                name,
+                Model(model_path(model), "pretrained", self._session.seed, dtype, chat, is_policy=False, is_frozen=True, revision=revision),
             )
 
     def logprobs(self, responses: Handle) -> Rows:
@@ -851,6 +856,7 @@ class Critic(Role):
         dtype: Literal["float32", "bfloat16", "float16"] = "float32",
         chat: bool = False,
         optimizer: AdamW | None = None,
+        revision: str | None = None,
     ) -> None:
         super().__init__(name, "Critic")
         self.optimizer = AdamW() if optimizer is None else optimizer
@@ -858,7 +864,9 @@ class Critic(Role):
         if isinstance(model, Policy):
             self._copy(model.name, "value")
         else:
-            self._session.add_model(name, Model(model_path(model), init, self._session.seed, dtype, chat, head="value", is_policy=False))
+            self._session.add_model(
+                name, Model(model_path(model), init, self._session.seed, dtype, chat, head="value", is_policy=False, revision=revision)
+            )
 
     def values(self, responses: Handle) -> Rows:
         """The value estimate before each token: a ragged row for each response, in the unit of the reward, 0 for the prompt."""
@@ -916,10 +924,14 @@ class RewardModel(Role):
         init: Literal["pretrained", "random"] = "pretrained",
         dtype: Literal["float32", "bfloat16", "float16"] = "float32",
         chat: bool = False,
+        revision: str | None = None,
     ) -> None:
         super().__init__(name, "RewardModel")
         self._session.add_model(
-            name, Model(model_path(model), init, self._session.seed, dtype, chat, head="score", is_policy=False, is_frozen=True)
+            name,
+            Model(
+                model_path(model), init, self._session.seed, dtype, chat, head="score", is_policy=False, is_frozen=True, revision=revision
+            ),
         )
 
     def score(self, responses: Handle) -> Scores:

@@ -54,7 +54,7 @@ from m2flow.micro.protocol.cost_terms import (
 from m2flow.planner.model_shapes import ModelShape, adapted, shape_named
 from m2flow.planner.pools import Pool, adds_adapters, legal_layouts, offered, pools_of, thread_layouts
 from m2flow.planner.workload import Extent, Workload
-from m2flow.recipe import Model
+from m2flow.recipe import Model, hub_directory, is_of_hub
 from m2flow.spec import ClusterSpec
 
 # ---- memory
@@ -665,7 +665,9 @@ def shapes_of(models: Mapping[str, Model], spec: ClusterSpec) -> dict[str, Model
 
 def _own_shape(role: str, model: Model) -> ModelShape:
     try:
-        return ModelShape.from_config(model.path).with_dtype(model.dtype)
+        return ModelShape.from_config(hub_directory(model, with_weights=False) if is_of_hub(model.path) else model.path).with_dtype(
+            model.dtype
+        )
     except ModelError as error:
         now = f"Or say which model to plan for: `shapes: {{{role}: Qwen2.5-7B}}` in the cluster spec."
         raise ModelError(f"how large the model of {role} is can't be seen: {error.what}", now=f"{error.now}\n{now}") from None

@@ -34,7 +34,7 @@ from m2flow.planner.model_shapes import ModelShape
 from m2flow.planner.profiles import Profile, ProfiledCosts, read_profile
 from m2flow.planner.search import find_plan
 from m2flow.planner.workload import Workload, extents_of, workload_of
-from m2flow.recipe import Model
+from m2flow.recipe import Model, hub_directory, is_of_hub
 from m2flow.rollout_scheduling.lengths import Lengths, Mixture, parse_lengths
 from m2flow.spec import ClusterSpec, LayoutSpec, PinSpec
 
@@ -90,6 +90,19 @@ def with_shapes(spec: ClusterSpec, texts: tuple[str, ...]) -> ClusterSpec:
             raise SpecError(f"--shape {text}: it must be ROLE=MODEL", now="Example: --shape policy=Qwen2.5-7B")
         shapes[role] = name
     return spec.model_copy(update={"shapes": shapes})
+
+
+def find_models(models: Mapping[str, Model], spec: ClusterSpec, *, with_weights: bool) -> None:
+    """Find the hub's models that this machine needs, or download them: for a plan their config and tokenizer, for a run the weights.
+
+    Raises:
+        ModelError: files are missing that can't be had.
+    """
+    is_elsewhere = bool(spec.pools) and not with_weights
+    for role, model in models.items():
+        is_fake = {spec.rollout.engine, spec.train.engine} == {"fake"}
+        if is_of_hub(model.path) and not is_fake and not is_elsewhere and (with_weights or role not in spec.shapes):
+            hub_directory(model, with_weights=with_weights)
 
 
 def question_of(

@@ -72,7 +72,7 @@ from m2flow.observe.perfetto import write_trace
 from m2flow.observe.spans import busy_seconds
 from m2flow.observe.store import read_trace, to_otel
 from m2flow.planner.measuring import measured_so_far
-from m2flow.planner.planning import Forecast, forecast, is_searched, question_of, write_forecast
+from m2flow.planner.planning import Forecast, find_models, forecast, is_searched, question_of, write_forecast
 from m2flow.planner.profiles import read_profile
 from m2flow.recipe import Model
 from m2flow.rollout_scheduling.lengths import parse_lengths
@@ -303,6 +303,7 @@ class Run:
         with prints_muted():  # The flow prints when it runs.
             graph, self._models, num_steps = trace(self.flow, self.options, seed=self.settings.seed, steps=TRACED_STEPS)
         self._num_steps = num_steps
+        find_models(self._models, self.spec, with_weights=False)
         if self._resume is not None and (self._resume / "ledger.db").exists():
             check_same(read_record(self._resume), graph)
         if self.spec.pools and self.spec.launcher == "local":
@@ -375,6 +376,7 @@ class Run:
         """
         plan = self._plan or self.prepare()
         check_engines(plan, self.spec)
+        find_models(self._models, self.spec, with_weights=True)
         # Missing packages and accounts are reported before there is a directory.
         destinations(self.settings, Path(), self.flow.name, lambda said: None)
         with naming_disk_errors(self.settings.runs_dir):

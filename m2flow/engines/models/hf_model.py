@@ -49,7 +49,7 @@ from torch import Tensor
 
 from m2flow.engines.models import scalar_head
 from m2flow.errors import DatasetError, EngineError, MissingExtra, ModelError, lone_surrogate
-from m2flow.recipe import ChatTemplate, Model
+from m2flow.recipe import ChatTemplate, Model, hub_directory, is_of_hub
 from m2flow.samples import Prompt, check_prompt
 
 if TYPE_CHECKING:
@@ -438,8 +438,10 @@ def _load_weights(directory: Path, model: Model, kind: Any, config: Any, dtype: 
 
 
 def model_directory(model: Model) -> Path:
-    """Return the model's directory: the given one, or that of the converted .gguf file. Raises `ModelError`."""
+    """Return the model's directory: the given one, that of the hub's cache, or that of the converted .gguf file. Raises `ModelError`."""
     path = Path(model.path).expanduser()
+    if is_of_hub(model.path):
+        return hub_directory(model, with_weights=True)
     if not path.exists():
         raise ModelError(f"there is no model at {model.path}", now="Give the directory of a Hugging Face model, or a .gguf file.")
     if path.is_file() and path.suffix == ".gguf":
