@@ -383,6 +383,8 @@ class Dataset:
     def split(self, heldout: int | float, *, seed: int = 0) -> tuple[Dataset, Dataset]:
         """Divide the rows at random, but by this seed alone: into most of them, and so many held out (a count, or a share below 1)."""
         check_number("heldout", heldout, above=0)
+        if heldout >= 1:
+            check_whole("heldout", heldout)
         check_whole("seed", seed)
         size = round(heldout * len(self)) if heldout < 1 else int(heldout)
         if self._mix is not None or not 0 < size < len(self):
@@ -418,9 +420,11 @@ class Dataset:
         Args:
             weights: of each; by default their numbers of rows.
         """
-        datasets = list(datasets)
+        datasets = list(datasets) if isinstance(datasets, list | tuple) else []
         if not datasets or not all(isinstance(one, Dataset) and one._mix is None and one._lines is None for one in datasets):
             raise DatasetError("Dataset.mix takes a list of datasets in memory that are no mixes themselves")
+        if not isinstance(weights, list | tuple | None):
+            raise DatasetError(f"Dataset.mix got weights={weights!r:.60}; it takes a list of numbers")
         weights = [float(len(one)) for one in datasets] if weights is None else list(weights)
         for weight in weights:
             check_number("each of weights", weight, above=0)

@@ -72,6 +72,8 @@ def evaluate(
     """
     _check(policy, dataset, score, n, metrics)
     check_number("right", right)
+    if answer is not None and not callable(answer):
+        raise OptionError(f"answer={answer!r:.60} is no function of a sample")
     check_text("name", name)
     session = policy._session
     responses = policy.generate(dataset.all(), n=n, max_new_tokens=max_new_tokens, **{"staleness": 0, **sampling})
@@ -224,6 +226,8 @@ class Best:
 
     def stop(self, value: Number | float) -> bool:
         """Note an evaluation of the policy's weights of this line; whether patience is at its end. Python waits for the value."""
+        if not isinstance(value, Number):
+            check_number("value", value)
         now = float(value)
         if now > self.value + self._least or self.value == -math.inf:
             self.value, self._num_worse = now, 0

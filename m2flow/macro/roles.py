@@ -758,6 +758,7 @@ class RewardSum(Reward):
     ) -> None:
         from m2flow.rewards import WeightedSum  # It knows HTTP, which few flows need.
 
+        check_text("name", name)
         if not isinstance(parts, Mapping) or not parts or not all(map(callable, parts)):
             now = "Give functions and their weights: Reward.sum({is_right: 1.0, is_short: 0.2})."
             raise TraceError(f"Reward.sum needs functions of a sample, and got {describe(parts)}", now=now)
