@@ -31,7 +31,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from m2flow.errors import DatasetError, InternalError
+from m2flow.errors import DatasetError, InternalError, lone_surrogate
 
 IdArray = npt.NDArray[np.int64]
 Scalar = TypeVar("Scalar", bound=np.generic)
@@ -354,9 +354,10 @@ def check_prompt(prompt: object, what: str) -> Prompt:
     """Check that a value is a text, or a list of messages. Returns it.
 
     Raises:
-        DatasetError: it is neither; `what` names it.
+        DatasetError: it is neither, or a text has half of a surrogate pair; `what` names it.
     """
     if isinstance(prompt, str):
+        _check_whole(prompt, what)
         return prompt
     if not isinstance(prompt, list | tuple) or not prompt:
         raise DatasetError(f"{what} is {prompt!r:.60}; it must be a text or a list of messages", now=_MESSAGES_LIKE)
@@ -370,7 +371,17 @@ def check_prompt(prompt: object, what: str) -> Prompt:
                 f"message {at} of {what} has the content {content!r:.60}; it must be a text, or a list of parts with texts",
                 now=_MESSAGES_LIKE,
             )
+        for text in [content] if isinstance(content, str) else [part["text"] for part in content or ()]:
+            _check_whole(text, f"message {at} of {what}")
     return prompt
+
+
+def _check_whole(text: str, what: str) -> None:
+    if (at := lone_surrogate(text)) >= 0:
+        raise DatasetError(
+            f"{what} has half of a surrogate pair at character {at}: {text!r:.60}",
+            now="Mend the text: text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace').",
+        )
 
 
 _MESSAGES_LIKE = 'Messages are like [{"role": "user", "content": "What is 2 + 2?"}].'

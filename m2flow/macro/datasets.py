@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Literal, final
 
 import numpy as np
 
-from m2flow.errors import DatasetError, MissingExtra, OptionError, did_you_mean, lone_surrogate
+from m2flow.errors import DatasetError, MissingExtra, OptionError, did_you_mean
 from m2flow.macro.graph import Granularity
 from m2flow.macro.handles import Handle, Rows
 from m2flow.macro.session import Session, current_session
@@ -215,11 +215,6 @@ class Dataset:
             prompt = row.get("prompt")
             if not isinstance(prompt, str | list | tuple):
                 raise DatasetError(f"row {i} of the dataset {name!r} has no text under 'prompt': {prompt!r:.60}", now=_now(row))
-            if isinstance(prompt, str) and (at := lone_surrogate(prompt)) >= 0:
-                raise DatasetError(
-                    f"the prompt of row {i} of the dataset {name!r} has half of a surrogate pair at character {at}: {prompt!r:.60}",
-                    now="Mend the text: text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace').",
-                )
             check_prompt(prompt, f"the prompt of row {i} of the dataset {name!r}")
         check_text("name", name)
         check_flag("shuffle", shuffle)
@@ -790,6 +785,7 @@ class LinesOnDisk:
     def _note(self, row: Row, place: str) -> None:
         if not isinstance(row.get("prompt"), str):
             raise DatasetError(f"{place}: a stream has texts as prompts, not {row.get('prompt')!r:.60}", now="Leave stream= out.")
+        check_prompt(row["prompt"], f"{place}: the prompt")
         for name, value in row.items():
             self._kinds.setdefault(name, set()).add(type(value))
 

@@ -137,6 +137,10 @@ def test_a_generated_row_depends_on_the_seed_and_its_number_alone():
             [{"prompt": "a"}, {"prompt": "b\ud800c"}],
             "the prompt of row 1 of the dataset 'mine' has half of a surrogate pair at character 1: 'b\\ud800c'",
         ),
+        (
+            [{"prompt": [{"role": "user", "content": "\ud800"}]}],
+            "message 0 of the prompt of row 0 of the dataset 'mine' has half of a surrogate pair at character 0: '\\ud800'",
+        ),
         ([{"prompt": "a"}, {"prompt": 3}], "row 1 of the dataset 'mine' has no text under 'prompt': 3"),
         (["a", "b"], "row 0 of the dataset 'mine' is no mapping of names to values: 'a'"),
         ([{"prompt": "a", 1: 2}], "row 0 of the dataset 'mine' is no mapping of names to values: {'prompt': 'a', 1: 2}"),
