@@ -7,7 +7,7 @@ Program. The flow runs once, before the simulation, along one path, with the ans
 are those that `m2flow plan` shows (assumed, from an earlier run, or each condition answered with no). Limit: it ends where the flow reads
 rows.
 
-Scheduler. It is the controller's (`m2flow.micro.scheduler.scheduler`); its events come from virtual workers instead of real ones. All is a
+Controller. It is the real one's core (`m2flow.micro.controller.controller_core`); its inputs come from virtual workers. All is a
 function of the inputs: two runs of the same are equal to the last bit.
 
 Idle causes. `causes_of` names the cause of idleness for devices that generate and for those that train; real traces use the same rule.
@@ -31,12 +31,24 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, final
 
+import numpy as np
+
 from m2flow.errors import InternalError, TraceError
 from m2flow.macro.flow import Flow
 from m2flow.macro.graph import Call, MacroGraph
 from m2flow.macro.number import exploring_floats
 from m2flow.macro.replay import prints_muted
 from m2flow.macro.tracing import MOST_ASKED, Explorer, KnownValues, TracingBackend, run_traced
+from m2flow.micro.controller.controller_core import (
+    ControllerCore,
+    Effect,
+    Records,
+    Rejected,
+    Resolved,
+    SendRows,
+    Submitted,
+    Unreported,
+)
 from m2flow.micro.controller.planned_backend import RunAhead
 from m2flow.micro.lowering.passes import Lowering
 from m2flow.micro.protocol import execute
@@ -45,24 +57,16 @@ from m2flow.micro.protocol.cost_terms import FunctionCost
 from m2flow.micro.protocol.events import (
     CONTROLLER,
     LEDGER,
-    CallAdded,
-    Command,
     Discarded,
     Dropped,
-    Event,
     Expired,
-    Forgotten,
     FromWorker,
     Given,
     Late,
-    Reject,
     Released,
-    Resolve,
     Send,
-    Sourced,
     TimedOut,
     Wanted,
-    WorkerJoined,
     WorkerLost,
 )
 from m2flow.micro.protocol.plan import Plan, Stage
@@ -184,19 +188,18 @@ Blocked = Literal["", "value", "steps", "memory"]
 
 @final
 class Driver:
-    """Submits the program's calls to the scheduler, as `m2flow.micro.controller.planned_backend` does."""
+    """Submits the program's calls to the controller's core, as `m2flow.micro.controller.planned_backend` does."""
 
     def __init__(
-        self, program: Program, lowering: Lowering, ahead: RunAhead, tell: Callable[[Event], None], made: Callable[[Call, Stage], None]
+        self, program: Program, lowering: Lowering, ahead: RunAhead, post: Callable[[Submitted | Wanted | Released], None]
     ) -> None:
         self._program = program
         self._lowering = lowering
         self._ahead = ahead
-        self._tell = tell
-        self._made = made
+        self._post = post
         self._position = 0
         self._segment: list[Call] = []
-        self._later: list[Event] = []
+        self._later: list[Released] = []
         self._open: dict[int, int] = {}
         """Step -> calls that are not done."""
         self._done: set[int] = set()
@@ -236,7 +239,7 @@ class Driver:
                 case Waits(ordinal, is_shown):
                     self._flush()
                     if is_shown:
-                        self._tell(Wanted(ordinal))
+                        self._post(Wanted(ordinal))
                     self._wait, self.blocked = (lambda ordinal=ordinal: ordinal in self._done), "value"
                 case StepEnd(step):
                     self._flush()
@@ -254,14 +257,10 @@ class Driver:
         calls, self._segment = self._segment, []
         stages: Sequence[Stage] = self._lowering.stages(MacroGraph(self._program.flow, tuple(calls))) if calls else ()
         for call, stage in zip(calls, stages, strict=True):
-            self._made(call, stage)
-            self._tell(CallAdded(call, stage))
-            rows = call.options.get("rows")
-            if isinstance(rows, Batch):
-                self._tell(Sourced(call.ordinal, rows.ids.tolist(), execute.num_tokens_of(rows)))
+            self._post(Submitted(call, stage, b""))
         later, self._later = self._later, []
-        for event in later:
-            self._tell(event)
+        for post in later:
+            self._post(post)
 
 
 # ---- idle causes and device time
@@ -434,6 +433,59 @@ def _first_kind(machines: Iterable[Machine]) -> str:
 # ---- the simulation
 
 
+class _Records(Records):
+    """What workers have written down when they fail."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unreported: dict[str, list[m.Flushed]] = {}
+
+    def settle(self, worker: str, reason: str = "") -> Unreported:
+        return tuple(self.unreported.pop(worker, ()))
+
+    def read_back(self, push: m.Push) -> Batch:
+        return _NO_ROWS
+
+
+_NO_ROWS = Batch(np.zeros(0, np.int64))
+"""Rows without contents: where they are and since when is `Rows`'."""
+
+
+@final
+class _RowsHere:
+    """The rows of datasets, by time and place (`Rows`)."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation = simulation
+
+    def put(self, call: int, batch: Batch, sender: str = "") -> None:
+        self._simulation.sourced(call, batch)
+
+    def get(self, call: int, ids: Sequence[int]) -> Batch:
+        return _NO_ROWS
+
+    def forget(self, call: int) -> None:
+        self._simulation.rows.forget(call, CONTROLLER)
+
+
+@final
+class _Alarms:
+    """The deadlines of running samples, each with an action of the clock."""
+
+    def __init__(self, clock: Clock, late: Callable[[list[TimedOut]], None]) -> None:
+        self._deadlines = Deadlines()
+        self._clock = clock
+        self._late = late
+
+    def began(self, task: m.Generate, call: Call, now_s: float) -> None:
+        due_s = self._deadlines.began(task, call, self._clock.now_s)
+        if due_s is not None:
+            self._clock.at(due_s, lambda: self._late(self.due(self._clock.now_s)))
+
+    def due(self, now_s: float) -> list[TimedOut]:
+        return self._deadlines.due(now_s)
+
+
 @dataclass(frozen=True)
 class Failure:
     """A failure of workers, for good or until a given time."""
@@ -518,7 +570,6 @@ class Simulation:
     ) -> None:
         self._without_groups = without_groups
         self.clock = Clock()
-        self._deadlines = Deadlines()
         self.drawn = drawn
         pools = {name: machine.pool for name, machine in machines.items()}
         self.rows = Rows(lambda num_bytes, source, target: hop_s(num_bytes, pools.get(source, ""), pools.get(target, "")))
@@ -529,7 +580,13 @@ class Simulation:
         every = report_every(plan.policies, plan.predictor)
         self._workers = {name: VirtualWorker(machine, self, report_every=every) for name, machine in machines.items()}
         ahead = RunAhead(program.staleness, spec.run_ahead_bytes)
-        self._driver = Driver(program, Lowering(plan, spec), ahead, self._handle, self._made)
+        self._records = _Records()
+        alarms = _Alarms(self.clock, lambda late: self._said.extend(late))
+        self._core = ControllerCore(plan, self._scheduler, self._records, alarms, _RowsHere(self))
+        for name in machines:
+            self._core.came_up(name)
+        self._core.begin()
+        self._driver = Driver(program, Lowering(plan, spec), ahead, self._post)
         self._usage = Usage(machines, {name: pool.num_devices for name, pool in spec.pools.items()})
         for failure in failures:
             self.clock.at(failure.at_s, lambda failure=failure: self._fail(failure))  # type: ignore[misc]
@@ -693,33 +750,47 @@ class Simulation:
         """Give the scheduler what was said, and let the program go on, until nothing is left to do at this moment."""
         while True:
             while self._said:
-                self._handle(self._said.popleft())
+                said = self._said.popleft()
+                if isinstance(said, FromWorker):
+                    self._carry_out(self._core.heard(said.worker, said.message))
+                else:
+                    self._carry_out(self._core.handle(said))
             self._driver.advance()
             if not self._said:
                 return
 
-    def _handle(self, event: Event) -> None:
-        for command in self._scheduler.handle(event):
-            self._carry_out(command)
+    def _post(self, post: Submitted | Wanted | Released) -> None:
+        if isinstance(post, Submitted):
+            self._calls[post.call.ordinal] = post.call
+        self._carry_out(self._core.post(post))
+        if isinstance(post, Submitted):
+            self.drawn.made(post.call, self._calls)
+        self._carry_out(self._core.flush())
 
-    def _carry_out(self, command: Command) -> None:
-        match command:
-            case Send(worker, m.Push(call=call, ids=ids, to=to)) if worker in (CONTROLLER, LEDGER):
-                self.rows.send(call, ids, worker, worker_of(to), self.clock.now_s, self.num_tokens)
-            case Send(worker, m.Forget(call=call)) if worker == CONTROLLER:
-                self.rows.forget(call, CONTROLLER)
-            case Send(worker, message):
-                if isinstance(message, m.Generate):
-                    self._began(worker, message)
-                if self._message_s:
-                    count = self._incarnations[worker]
-                    self.clock.at(self.clock.now_s + self._message_s, lambda: self._told(worker, count, message))
-                else:
-                    self._workers[worker].told(message)
-            case Resolve(ordinal, _):
-                self._driver.resolved(ordinal)
-                self._resolved(ordinal)
-            case Reject(_, error, _):
+    def _carry_out(self, effects: Iterable[Effect]) -> None:
+        for effect in effects:
+            if type(effect) is Send:
+                self._tell(effect.worker, effect.message)
+            else:
+                self._act(effect)
+
+    def _tell(self, worker: str, message: m.ToWorker) -> None:
+        if isinstance(message, m.Generate):
+            self._began(worker, message)
+        if self._message_s:
+            count = self._incarnations[worker]
+            self.clock.at(self.clock.now_s + self._message_s, lambda: self._told(worker, count, message))
+        else:
+            self._workers[worker].told(message)
+
+    def _act(self, effect: Effect) -> None:
+        match effect:
+            case SendRows(to, call, ids, _, source):
+                self.rows.send(call, ids, source, worker_of(to), self.clock.now_s, self.num_tokens)
+            case Resolved(call, _):
+                self._driver.resolved(call.ordinal)
+                self._resolved(call.ordinal)
+            case Rejected(_, error, _):
                 raise error
             case Discarded(ordinal, last):
                 self._wasted.update(row for row in self._versions if _is_beyond(row, ordinal, last))
@@ -731,26 +802,20 @@ class Simulation:
             case Expired(_, ids):
                 for life in [life for w in self._workers.values() for life in w.lives if life.id in ids]:
                     life.is_wasted, life.num_kept = True, 0
-            case Forgotten():
+            case _:
                 pass
 
     def _began(self, worker: str, task: m.Generate) -> None:
         """Note the weight version of dispatched samples; of samples that go on, the oldest."""
-        due_s = self._deadlines.began(task, self._calls[task.call], self.clock.now_s)
-        if due_s is not None:
-            self.clock.at(due_s, lambda: self._said.extend(self._deadlines.due(self.clock.now_s)))
         held = self._held.get((worker, self._calls[task.call].role), 0)
         for row in task.ids:
             self._versions[row] = min(held, self._versions.get(row, held)) if task.aborted_by >= 0 else held
 
-    def _made(self, call: Call, stage: Stage) -> None:
-        self._calls[call.ordinal] = call
-        rows = call.options.get("rows")
-        if isinstance(rows, Batch):
-            ids = rows.ids.tolist()
-            self._texts.update(zip(ids, execute.num_tokens_of(rows), strict=True))
-            self.rows.made(call.ordinal, ids, CONTROLLER, self.clock.now_s)
-        self.drawn.made(call, self._calls)
+    def sourced(self, ordinal: int, rows: Batch) -> None:
+        """Note that a dataset's rows are read."""
+        ids = rows.ids.tolist()
+        self._texts.update(zip(ids, execute.num_tokens_of(rows), strict=True))
+        self.rows.made(ordinal, ids, CONTROLLER, self.clock.now_s)
 
     def _resolved(self, ordinal: int) -> None:
         """End the periods whose calls are all done."""
@@ -774,16 +839,15 @@ class Simulation:
 
     def _fail(self, failure: Failure) -> None:
         """Fail workers: only what they had written down is left; tell the scheduler."""
-        unreported: dict[str, list[m.Flushed]] = {}
         for name in failure.workers:
             if not self._workers[name].is_lost:
-                unreported[name] = self._workers[name].flushed()
+                self._records.unreported[name] = self._workers[name].flushed()
                 self.rows.written_down(name, LEDGER, self.clock.now_s)
                 self._workers[name].lose()
                 self.rows.lost(name)
                 self._usage.lost(name)
         for name in failure.workers:
-            self._handle(WorkerLost(name, returns=failure.back_s is not None, unreported=tuple(unreported.get(name, ()))))
+            self._carry_out(self._core.lost(WorkerLost(name, returns=failure.back_s is not None)))
         if failure.back_s is not None:
             self.clock.at(max(failure.back_s, self.clock.now_s), lambda: self._come_back(failure.workers))
 
@@ -796,7 +860,7 @@ class Simulation:
                     del self._held[name, role]
                 self._workers[name].come_back()
                 self._usage.came_back(name)
-                self._handle(WorkerJoined(name, self._incarnations[name]))
+                self._carry_out(self._core.came_up(name, self._incarnations[name]))
 
     def _told(self, worker: str, incarnation: int, message: m.ToWorker) -> None:
         if incarnation == self._incarnations[worker]:

@@ -4,7 +4,7 @@
     samples = policy.generate(...)
     model.submit(); model.turn(3); model.deliver(3); model.drain()
 
-    FakeWorker.inbox <- messages; FakeWorker.turn(random) -> messages; parcels to other workers
+    ControllerCore --messages--> FakeWorker.inbox; FakeWorker.turn(random) --> messages; parcels to other workers
 
 The rules of a `FakeWorker` are those of `m2flow.micro.worker.worker`: tasks in their order, generation beside them, an abort between two
 tokens, a task only when its rows are here. It refuses (AssertionError) what a worker could not do: rows that it does not have, a call that
@@ -19,11 +19,14 @@ that nobody works on. Workers die, are detected as lost and restart; trainers do
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import final
+
+import numpy as np
 
 from m2flow.channels.weights import Manifest
 from m2flow.errors import RewardError, StateLost
@@ -33,28 +36,21 @@ from m2flow.macro.handles import Handle
 from m2flow.macro.oversampling import is_cut, keeps_cache
 from m2flow.macro.session import Backend, Session, recording
 from m2flow.macro.tracing import trace
-from m2flow.micro.controller.supervisor import InflightRecovery
+from m2flow.micro.controller.controller_core import (
+    CallForgotten,
+    ControllerCore,
+    Delivered,
+    Effect,
+    LossSettled,
+    Records,
+    Rejected,
+    Resolved,
+    SendRows,
+    Submitted,
+)
 from m2flow.micro.lowering.passes import Lowering, lower
 from m2flow.micro.protocol import messages as m
-from m2flow.micro.protocol.events import (
-    CONTROLLER,
-    LEDGER,
-    CallAdded,
-    Dropped,
-    Event,
-    Forgotten,
-    FromWorker,
-    Given,
-    Late,
-    Reject,
-    Released,
-    Resolve,
-    Send,
-    Sourced,
-    Wanted,
-    WorkerJoined,
-    WorkerLost,
-)
+from m2flow.micro.protocol.events import CONTROLLER, LEDGER, Dropped, Event, Given, Late, Released, Send, Wanted, WorkerLost
 from m2flow.micro.protocol.plan import Stage, WorkerPlan
 from m2flow.micro.protocol.row_store import stopped_at
 from m2flow.micro.protocol.staleness import VersionSpan, is_time_dependent, window
@@ -557,6 +553,14 @@ def _recount_rows(scheduler_state: SchedulerState, fakes: Mapping[str, FakeWorke
 
 # ---- the scheduler and its workers
 
+
+class _Ledger(Records):
+    """Has all rows that are asked of it; what they are, the model knows."""
+
+    def read_back(self, push: m.Push) -> Batch:
+        return Batch(np.array(push.ids, np.int64))
+
+
 _RECOUNTED_EVERY = 25
 """Number of events between two recounts."""
 
@@ -602,13 +606,14 @@ class _Calls(Backend):
 
 @final
 class Model:
-    """A scheduler with its model workers, driven step by step."""
+    """The controller's core with its scheduler and model workers, driven step by step."""
 
     def __init__(self, roles: Flow, spec: ClusterSpec, *, staleness: int = 0, seed: int = 0, deterministic: bool = False) -> None:
         graph, models, _ = trace(roles, {}, steps=1)
         plan = lower(graph, models, spec, deterministic=deterministic)
         self.rng = random.Random(seed)
         self.scheduler = Scheduler(plan, deterministic=deterministic, max_attempts=1 << 30)
+        self.core = ControllerCore(plan, self.scheduler, _Ledger(), RandomTimeouts(random.Random(seed)))
         self.calls: dict[int, Call] = {}
         self.stages: dict[int, Stage] = {}
         self.fakes = {worker.name: FakeWorker(worker, self.calls) for worker in plan.workers}
@@ -627,21 +632,22 @@ class Model:
         self._session = Session(self._backend, flow=roles.name, staleness=staleness)
         self._open.enter_context(recording(self._session))
         self._steps = self._session.iterate(1 << 30)
-        self._timeouts = RandomTimeouts(random.Random(seed))
-        self._rows_here = HeldRows()
-        """Rows at the controller."""
-        self._recovery = InflightRecovery()
-        self._dead: set[str] = set()
-        """Tags of dead processes."""
+        self._rows_here: dict[int, set[int]] = {}
+        """Rows of datasets and of looks that the controller has."""
         self._dying: list[str] = []
         """Dead, and not detected yet."""
         self._away: list[str] = []
         """Known to be lost, and not restarted yet."""
         self.is_ended = False
         """Whether state was lost that can't be made again; a real run would resume from a checkpoint."""
-        self._said: deque[FromWorker] = deque(maxlen=200)
+        self._said: deque[tuple[str, Said]] = deque(maxlen=200)
         self._stopped: dict[int, tuple[VersionSpan, ...]] = {}
         """Version spans of stopped samples, as the ledger has them."""
+        self._introduced: dict[str, set[int]] = {}
+        """Process -> calls that were defined there."""
+        for name in self.fakes:
+            self.core.came_up(name)
+        self._carry_out(self.core.begin())
         self._left_out: set[int] = set()
         """Samples that are in no result."""
 
@@ -662,23 +668,23 @@ class Model:
         calls, self._backend.made[:] = list(self._backend.made), []
         for call, stage in zip(calls, self._lowering.stages(MacroGraph(self._roles, tuple(calls))) if calls else (), strict=True):
             self.calls[call.ordinal], self.stages[call.ordinal] = call, stage
-            self.tell(CallAdded(call, stage))
             rows = call.options.get("rows")
             if isinstance(rows, Batch):
-                ids = rows.ids.tolist()
-                self._rows_here.put([(call.ordinal, row) for row in ids], CONTROLLER)
-                self.tell(Sourced(call.ordinal, ids, [9] * len(ids)))
+                self._rows_here[call.ordinal] = set(rows.ids.tolist())
+            self._input(self.core.post, Submitted(call, stage, b"the call"))
         released, self._backend.released[:] = list(self._backend.released), []
         self.released.update(released)
         for ordinal in released:
-            self.tell(Released(ordinal))
+            self._input(self.core.post, Released(ordinal))
+        if calls or released:
+            self._input(self.core.flush)
 
     def look(self, handle: Handle) -> bool:
         """Let the program wait for a call's rows; returns False if they are not done."""
         ordinal = handle.ref.call
         is_there = ordinal in self.resolved and self.calls[ordinal].is_aligned
         if is_there:
-            self.tell(Wanted(ordinal))
+            self._input(self.core.post, Wanted(ordinal))
         return is_there
 
     # ---- what workers and links do
@@ -697,14 +703,12 @@ class Model:
         if speaking:
             fake = speaking[pick % len(speaking)]
             said = fake.said.popleft()
-            if isinstance(said, m.Missing):
-                self._recovery.answered(fake.name, said)
-                self._lose_those_known()
-            else:
-                if isinstance(said, m.Aborted):
-                    self._stopped.update(zip(said.ids, said.stretches, strict=True))
-                self._said.append(FromWorker(fake.name, said))
-                self.tell(self._said[-1])
+            if isinstance(said, m.Aborted):
+                self._stopped.update(zip(said.ids, said.stretches, strict=True))
+            if not isinstance(said, m.Missing):
+                self._said.append((fake.name, said))
+            self._input(self.core.heard, fake.name, said)
+            self._poll(self.core.settle_losses)
 
     def kill(self, pick: int) -> None:
         """Kill a worker that others can replace; some of its messages and parcels are lost."""
@@ -725,20 +729,13 @@ class Model:
         """Let the controller detect the loss of a dead worker."""
         if self._dying and not self.is_ended:
             name = self._dying.pop(0)
-            fake, sent = self.fakes[name], self.scheduler.sent_by(name)
-            fake.said.clear()
+            self.fakes[name].said.clear()
             # Messages of a dead process are not delivered any more, nor again.
-            said = [event for event in self._said if event.worker != name]
+            said = [(worker, message) for worker, message in self._said if worker != name]
             self._said.clear()
             self._said.extend(said)
-            self._dead.add(fake.tag)
-            missing = self._rows_here.drop_sender(fake.tag, sent.get(CONTROLLER, {}))
-            others = [other.name for other in self.fakes.values() if other.tag not in self._dead]
-            for other, message in self._recovery.begin(name, fake.tag, sent, others).items():
-                self.fakes[other].inbox.append(message)
-            for call, rows in missing.items():
-                self._recovery.not_sent(name, CONTROLLER, call, rows)
-            self._lose_those_known()
+            self._input(self.core.died, WorkerLost(name, returns=True))
+            self._poll(self.core.settle_losses)
 
     def restart(self) -> None:
         """Restart a lost worker as a new process."""
@@ -746,17 +743,12 @@ class Model:
             fake = self.fakes[self._away.pop(0)]
             incarnation = fake.incarnation + self.rng.choice([1, 1, 2])  # A process that died while starting was never known.
             self.fakes[fake.name] = FakeWorker(fake.plan, self.calls, incarnation)
-            self.tell(WorkerJoined(fake.name, incarnation))
-
-    def _lose_those_known(self) -> None:
-        for name, missing in self._recovery.done():
-            self._away.append(name)
-            self.tell(WorkerLost(name, returns=True, missing=missing))
+            self._input(self.core.came_up, fake.name, incarnation)
 
     def deliver_again(self, pick: int) -> None:
         """Deliver a message to the controller that was delivered before."""
         if self._said:
-            self.tell(self._said[pick % len(self._said)])
+            self._input(self.core.heard, *self._said[pick % len(self._said)])
 
     def fail(self, pick: int) -> None:
         """Let a task of some worker fail."""
@@ -770,8 +762,7 @@ class Model:
         for _ in range(num_moves):
             if self.is_ended:
                 return
-            if (late := self._timeouts.due()) is not None:
-                self.tell(late)
+            self._poll(self.core.tick)
             which = self.rng.random()
             if which < 0.05:
                 self.deliver_again(self.rng.randrange(1 << 16))
@@ -803,7 +794,7 @@ class Model:
         left = self.calls.keys() - self.resolved - self.rejected.keys()
         assert not left, f"the calls {sorted(left)} are neither done nor failed, and the scheduler has nothing to do"
         self._check_training()
-        recount(self.scheduler, self.fakes, self._rows_here.rows())
+        recount(self.scheduler, self.fakes, self._at_controller())
 
     def end(self) -> None:
         """End the program, which then holds no results, and check that nothing is kept."""
@@ -821,51 +812,72 @@ class Model:
     # ---- what the scheduler says
 
     def tell(self, event: Event) -> None:
-        """Have the scheduler handle an event, and carry out what it says."""
+        """Have the scheduler handle an event."""
+        self._input(self.core.handle, event)
+
+    def _input(self, take: Callable[..., list[Effect]], *what: object) -> None:
+        """Hand an input to the controller's core, carry out what follows, and check the scheduler's state."""
         if self.is_ended:
             return
-        self.num_events += 1
         try:
-            commands = self.scheduler.handle(event)
+            effects = take(*what)
         except StateLost:
             self.is_ended = True
             return
-        for command in commands:
-            match command:
-                case Send(worker, m.Push(call=call, ids=ids, to=to)) if worker == CONTROLLER:
-                    assert self._rows_here.has(call, ids), "the controller has not these rows"
-                    self._send(Parcel(to, CONTROLLER, tuple((call, row) for row in ids)))
-                case Send(worker, m.Forget(call=call)) if worker == CONTROLLER:
-                    self._rows_here.forget(call)
-                case Send(worker, m.Push(call=call, ids=ids, to=to)) if worker == LEDGER:
+        self._done(effects)
+
+    def _poll(self, take: Callable[[], list[Effect]]) -> None:
+        """Ask the core for what is due now, if anything is."""
+        if not self.is_ended and (effects := take()):
+            self._done(effects)
+
+    def _done(self, effects: Iterable[Effect]) -> None:
+        self._carry_out(effects)
+        self.num_events += 1
+        self._check_that_all_were_asked()
+        if self.num_events % _RECOUNTED_EVERY == 0:
+            recount(self.scheduler, self.fakes, self._at_controller())
+
+    def _carry_out(self, effects: Iterable[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Send(worker, message):
+                    self._told(worker, message)
+                case SendRows(to, call, ids, _, source):
+                    here = self._rows_here.get(call, set())
+                    assert source == LEDGER or here.issuperset(ids), "the controller has not these rows"
                     stopped = {packed: self._stopped[packed] for packed in ids} if call < 0 else {}
                     self._send(Parcel(to, CONTROLLER, tuple((call, row) for row in ids), stopped))
-                case Send(worker, message):
-                    self._recovery.told(worker, message)
-                    self._timeouts.began(message, self.calls.get(getattr(message, "call", -1)))
-                    self._told(worker, message)
-                case Resolve(call, _):
+                case Delivered(call, rows):
+                    self._rows_here.setdefault(call, set()).update(rows.ids.tolist())
+                case LossSettled(worker):
+                    self._away.append(worker)
+                case Resolved(done, _):
+                    call = done.ordinal
                     assert call not in self.resolved, f"call {call} is done twice"
                     assert call not in self.rejected, f"call {call} is done after it failed"
                     self.resolved.add(call)
-                    self._note_empty_update(self.calls[call])
-                case Reject(call, _, root):
+                    self._note_empty_update(done)
+                case Rejected(failed, _, root):
+                    call = failed.ordinal
                     assert call not in self.resolved, f"call {call} failed after it was done"
                     assert root < self.rejected.get(call, call + 1), f"call {call} fails again, with no earlier reason"
                     self.rejected[call] = root
-                case Forgotten(call):
+                case CallForgotten(gone):
+                    call = gone.ordinal
                     assert call not in self.forgotten, f"call {call} is forgotten twice"
                     assert call in self.resolved, f"call {call} is forgotten before it is done"
                     self.forgotten.add(call)
+                    self._rows_here.pop(call, None)
                 case Dropped(_, ids) | Late(_, ids):
                     self._left_out.update(ids)
                 case Given(_, ids):
                     self._left_out.difference_update(ids)
                 case _:
                     pass
-        self._check_that_all_were_asked()
-        if self.num_events % _RECOUNTED_EVERY == 0:
-            recount(self.scheduler, self.fakes, self._rows_here.rows())
+
+    def _at_controller(self) -> set[Row]:
+        return {(call, row) for call, rows in self._rows_here.items() for row in rows}
 
     def _note_empty_update(self, call: Call) -> None:
         """Give the weights the new version, without any task, where an update had nothing to train on."""
@@ -876,8 +888,14 @@ class Model:
 
     def _told(self, name: str, message: m.ToWorker) -> None:
         fake = self.fakes[name]
+        if isinstance(message, m.Define):
+            self._introduced.setdefault(fake.tag, set()).add(message.call)
+        if isinstance(message, m.Define | m.Peers):
+            return
         assert not self.scheduler._state.workers[name].is_lost, f"{name} is lost, and is told {message}"
         if isinstance(message, m.Task):
+            unknown = set(m.calls_of(message)) - self._introduced.get(fake.tag, set())
+            assert not unknown, f"{name} was not told what the calls {unknown} are"
             if message.call >= 0:
                 assert message.call not in self.forgotten, f"a task on call {message.call}, which is forgotten"
                 assert message.call not in self.rejected, f"a task on call {message.call}, which failed"
@@ -957,6 +975,8 @@ class Model:
 
     def _send(self, parcel: Parcel) -> None:
         if parcel.to == CONTROLLER:
-            self._rows_here.put(parcel.rows, parcel.sender)
+            for call, rows in itertools.groupby(parcel.rows, key=lambda row: row[0]):
+                batch = Batch(np.array([row for _, row in rows], np.int64))
+                self._input(self.core.rows_arrived, call, batch, parcel.sender)
         elif self.fakes[worker_of(parcel.to)].tag == parcel.to:
             self.fakes[worker_of(parcel.to)].coming.append(parcel)

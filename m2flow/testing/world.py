@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 
 from m2flow.channels.channel import MemoryInbox, MemoryOutbox, Parcel
-from m2flow.errors import InternalError, M2FlowError, error_from_record
+from m2flow.errors import InternalError, M2FlowError
 from m2flow.macro.eager import EagerBackend, number_of
 from m2flow.macro.flow import Flow, randomness_kept
 from m2flow.macro.graph import Call, MacroGraph, Observation
@@ -34,37 +34,25 @@ from m2flow.macro.session import Backend
 from m2flow.macro.sites import user_site
 from m2flow.macro.tracing import copies_made, trace
 from m2flow.micro.controller.call_futures import FirstError
-from m2flow.micro.controller.sample_lifecycle import SampleLifecycle
-from m2flow.micro.controller.supervisor import InflightRecovery
+from m2flow.micro.controller.controller_core import (
+    CallForgotten,
+    Consumed,
+    ControllerCore,
+    Delivered,
+    Effect,
+    LossSettled,
+    Records,
+    Rejected,
+    Resolved,
+    SendRows,
+    Submitted,
+)
+from m2flow.micro.controller.sample_lifecycle import JournalRecords
 from m2flow.micro.lowering.passes import Lowering, lower
-from m2flow.micro.protocol import execute
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.call_bodies import call_body
-from m2flow.micro.protocol.events import (
-    CONTROLLER,
-    LEDGER,
-    CallAdded,
-    Command,
-    Discarded,
-    Dropped,
-    Event,
-    Expired,
-    Forgotten,
-    FromWorker,
-    Given,
-    Late,
-    Reject,
-    Released,
-    Resolve,
-    Send,
-    Sourced,
-    TimedOut,
-    Wanted,
-    WorkerJoined,
-    WorkerLost,
-)
+from m2flow.micro.protocol.events import CONTROLLER, Discarded, Dropped, Given, Late, Released, Send, TimedOut, Wanted, WorkerLost
 from m2flow.micro.protocol.plan import Plan, WorkerPlan
-from m2flow.micro.protocol.row_store import RowStore
 from m2flow.micro.protocol.staleness import Decisions, given_by
 from m2flow.micro.records.flow_log import FlowLog, Logged
 from m2flow.micro.records.journal import Journal
@@ -88,22 +76,22 @@ _SHARE = 0.01
 
 @final
 class RandomTimeouts:
-    """Draws at random which running samples time out. Without calls that have a time-out, no random number is drawn."""
+    """Draws at random which running samples time out (`controller_core.Timeouts`). Without such calls no random number is drawn."""
 
     def __init__(self, order: random.Random) -> None:
         self._order = order
         self._running: list[tuple[int, int]] = []
         """(call, sample), including those that have finished since."""
 
-    def began(self, message: m.ToWorker, call: Call | None) -> None:
-        if isinstance(message, m.Generate) and call is not None and timeout_of(call.options) is not None:
-            self._running += [(message.call, row) for row in message.ids if (message.call, row) not in self._running]
+    def began(self, task: m.Generate, call: Call, now_s: float) -> None:
+        if timeout_of(call.options) is not None:
+            self._running += [(task.call, row) for row in task.ids if (task.call, row) not in self._running]
 
-    def due(self) -> TimedOut | None:
+    def due(self, now_s: float) -> list[TimedOut]:
         if not self._running or self._order.random() >= _SHARE:
-            return None
+            return []
         call, row = self._running.pop(self._order.randrange(len(self._running)))
-        return TimedOut(call, [row])
+        return [TimedOut(call, [row])]
 
 
 _ONCE_IN = 60
@@ -154,89 +142,6 @@ class WorkerFailures:
     def num_delivered(self, count: int) -> int:
         """Draw how many of `count` messages or parcels are delivered."""
         return self._random.randint(0, count)
-
-
-# ---- records
-
-Unsaid = tuple[m.Finished | m.Aborted | m.Flushed, ...]
-
-
-class NoRecords:
-    """Keeps no records, for runs in which no worker is lost; the interface of `RunRecords`."""
-
-    def open(self) -> None:
-        pass
-
-    def close(self, workers: Iterable[str]) -> None:
-        """The run is over, and these workers have ended."""
-
-    def call_added(self, call: Call) -> None:
-        pass
-
-    def told(self, message: m.ToController) -> None:
-        """A worker sent a message."""
-
-    def consumed(self, task: m.Accumulate) -> None:
-        """A micro-batch is done."""
-
-    def commanded(self, command: Command) -> None:
-        """The scheduler issued a command."""
-
-    def settle(self, worker: str) -> Unsaid:
-        """Settle the samples of a lost worker; returns the messages that it could not send."""
-        return ()
-
-    def read_back(self, push: m.Push) -> Batch:
-        raise InternalError("nothing was written down")
-
-
-@final
-class RunRecords(NoRecords):
-    """Keeps journal and sample records of one run, from which the work of lost workers is recovered."""
-
-    def __init__(self, run_dir: Path, calls: Mapping[int, Call]) -> None:
-        self._calls = calls
-        self._journal = Journal(run_dir)
-        self._lifecycle = SampleLifecycle(self._journal, run_dir, calls)
-
-    def open(self) -> None:
-        self._journal.open()
-
-    def close(self, workers: Iterable[str]) -> None:
-        for name in workers:
-            self._lifecycle.settle(name, "the run ended")
-        self._journal.close()
-
-    def call_added(self, call: Call) -> None:
-        self._journal.call_added(call)
-
-    def told(self, message: m.ToController) -> None:
-        if isinstance(message, m.Finished | m.Aborted | m.Flushed | m.GivenUp):
-            self._lifecycle.told(message)
-
-    def consumed(self, task: m.Accumulate) -> None:
-        self._journal.consumed(self._calls[task.call], task.epoch, task.ids)
-
-    def commanded(self, command: Command) -> None:
-        match command:
-            case Send(worker, m.Generate() as task):
-                self._lifecycle.begins(worker, task)
-            case Discarded() | Dropped() | Late() | Given() | Expired():
-                self._lifecycle.decided(command)
-            case Resolve(ordinal, value):
-                self._journal.call_done(self._calls[ordinal], value)
-            case Reject(ordinal, error, _):
-                self._journal.call_failed(self._calls[ordinal], error)
-            case Forgotten(ordinal):
-                self._journal.forgotten(ordinal)
-            case _:
-                pass
-
-    def settle(self, worker: str) -> Unsaid:
-        return self._lifecycle.settle(worker, f"{worker} was lost")
-
-    def read_back(self, push: m.Push) -> Batch:
-        return self._lifecycle.read_back(push)
 
 
 # ---- the cluster
@@ -339,24 +244,20 @@ class World(Backend):
         self._make = make
         self._workers = {worker.name: make(worker, 0) for worker in plan.workers}
         self._failures = WorkerFailures(order_seed, num_losses)
-        self._recovery = InflightRecovery()
         self._dead_workers: list[Worker] = []
-        self._dead: set[str] = set()
         self._end: M2FlowError | None = None
         self._order = random.Random(order_seed)
-        self._timeouts = RandomTimeouts(self._order)
         self._outbox = MemoryOutbox()
         self._inbox = MemoryInbox()
-        self._addresses: dict[str, str] = {}
-        self._rows = RowStore()
+        self._journal = Journal(run_dir) if num_losses else None
+        self._records = Records() if self._journal is None else JournalRecords(self._journal, run_dir)
+        self._core = ControllerCore(plan, scheduler, self._records, RandomTimeouts(self._order))
         self._calls: dict[int, Call] = {}
         self._bodies: dict[int, bytes] = {}
-        self._defined: dict[str, set[int]] = {name: set() for name in self._workers}
         self._segment: list[Call] = []
         self._values: dict[int, object] = {}
+        self._delivered: dict[int, Batch] = {}
         self._settling = FirstError()
-        self._collected = RowStore()
-        self._consuming: dict[int, m.Accumulate] = {}
         self._logbook = FlowLog(self, lambda step, name, number: self.answer.logs.append((step, name, number)))
         self._logged: list[tuple[int, int]] = []
         self._released: list[int] = []
@@ -365,30 +266,29 @@ class World(Backend):
         self._failed: set[int] = set()
         """Failed calls, and the calls of failed refills."""
         self._run_dir = run_dir
-        self._records = RunRecords(run_dir, self._calls) if num_losses else NoRecords()
 
     def open(self) -> None:
-        self._records.open()
-        self._addresses[CONTROLLER] = self._inbox.open()
+        if self._journal is not None:
+            self._journal.open()
+        self._core.addresses[CONTROLLER] = self._inbox.open()
         for name in self._workers:
             self._open(name)
-        self._announce()
+        self._carry_out(self._core.begin())
 
     def _open(self, name: str) -> None:
         worker, link, _ = self._workers[name]
         worker.open()
         ready = m.decode_to_controller(link.to_controller.popleft())
         assert isinstance(ready, m.Ready)
-        self._addresses[worker.settings.tag] = ready.address
-
-    def _announce(self) -> None:
-        for _, link, _ in self._workers.values():
-            link.to_worker.append(m.encode(m.Peers(self._addresses)))
+        self._carry_out(self._core.came_up(name, worker.settings.incarnation, ready.address))
 
     def close(self) -> None:
         for worker in [*self._dead_workers, *(worker for worker, _, _ in self._workers.values())]:
             worker.close()
-        self._records.close(self._workers)
+        for name in self._workers:
+            self._records.settle(name, "the run ended")
+        if self._journal is not None:
+            self._journal.close()
         self._outbox.close()
         self._inbox.close()
 
@@ -408,10 +308,9 @@ class World(Backend):
             raise error
         if not self._calls[ordinal].is_aligned:
             return self._values[ordinal]
-        self._handle(Wanted(ordinal))
-        num_rows = self._scheduler.num_rows(ordinal)
-        self._turn_until(lambda: len(self._collected.ids(ordinal)) >= num_rows)
-        return self._collected.get(ordinal, self._collected.ids(ordinal))
+        self._input(self._core.post, Wanted(ordinal))
+        self._turn_until(lambda: ordinal in self._delivered)
+        return self._delivered[ordinal]
 
     def observed(self, observation: Observation) -> None:
         pass
@@ -489,15 +388,11 @@ class World(Backend):
         calls, self._segment = self._segment, []
         stages = self._lowering.stages(MacroGraph(self._flow, tuple(calls))) if calls else ()
         for call, stage in zip(calls, stages, strict=True):
-            self._records.call_added(call)
-            self._handle(CallAdded(call, stage))
-            rows = call.options.get("rows")
-            if isinstance(rows, Batch):
-                self._rows.put(call.ordinal, rows)
-                self._handle(Sourced(call.ordinal, rows.ids.tolist(), execute.num_tokens_of(rows)))
+            self._input(self._core.post, Submitted(call, stage, self._bodies.pop(call.ordinal)))
         released, self._released = self._released, []
         for ordinal in released:
-            self._handle(Released(ordinal))
+            self._input(self._core.post, Released(ordinal))
+        self._input(self._core.flush)
 
     def _turn_until(self, is_met) -> None:  # type: ignore[no-untyped-def]
         with randomness_kept():
@@ -515,7 +410,7 @@ class World(Backend):
         """Test for a deadlock: no message is in flight and no worker has anything to do."""
         if (
             self._failures.is_pending
-            or self._recovery.is_open
+            or self._core.is_recovering
             or any(link.to_worker or link.to_controller for _, link, _ in self._workers.values())
         ):
             return False
@@ -527,25 +422,23 @@ class World(Backend):
         """Do one thing at random: a worker's turn, or reading a message of one."""
         name = self._order.choice(list(self._workers))
         worker, link, _ = self._workers[name]
-        is_alive = worker.settings.tag in self._addresses and name not in self._failures.dying
+        is_alive = worker.settings.tag in self._core.addresses and name not in self._failures.dying
         if self._order.random() < 0.5:
             if is_alive:
                 worker.turn()
         elif link.to_controller:
             self._received(name, m.decode_to_controller(link.to_controller.popleft()))
         for parcel in self._inbox.take():
-            if parcel.sender not in self._dead:
-                self._collected.put(parcel.call, parcel.batch, parcel.sender)
-        if (late := self._timeouts.due()) is not None:
-            self._handle(late)
+            self._input(self._core.rows_arrived, parcel.call, parcel.batch, parcel.sender)
+        self._input(self._core.tick)
         self._fail_and_restart()
 
     def _fail_and_restart(self) -> None:
         """Let workers die, have their loss detected, or restart them, as drawn."""
         failures = self._failures
-        if not (failures.is_possible or self._recovery.is_open):
+        if not (failures.is_possible or self._core.is_recovering):
             return
-        alive = [n for n, (w, _, _) in self._workers.items() if w.settings.tag in self._addresses and n not in failures.dying]
+        alive = [n for n, (w, _, _) in self._workers.items() if w.settings.tag in self._core.addresses and n not in failures.dying]
         if (dead := failures.next_dead([n for n in alive if not self._scheduler.is_vital(n)])) is not None:
             worker, link, _ = self._workers[dead]
             for inbox in [self._inbox, *(inbox for _, _, inbox in self._workers.values())]:
@@ -553,51 +446,21 @@ class World(Backend):
             for message in list(link.to_controller)[failures.num_delivered(len(link.to_controller)) :]:
                 link.to_controller.remove(message)
         if (detected := failures.next_detected()) is not None:
-            self._lose(detected)
-        for name, missing in self._recovery.done():
-            failures.away.append(name)
-            unreported = self._records.settle(name)
-            self._note(*unreported)
-            self._handle(WorkerLost(name, returns=True, missing=missing, unreported=unreported))
+            self._workers[detected][1].to_controller.clear()
+            self._input(self._core.died, WorkerLost(detected, returns=True))
+        self._input(self._core.settle_losses)
         if (restarted := failures.next_restarted()) is not None:
             self._restart(restarted)
-
-    def _lose(self, name: str) -> None:
-        worker, link, _ = self._workers[name]
-        link.to_controller.clear()
-        tag, sent = worker.settings.tag, self._scheduler.sent_by(name)
-        self._dead.add(tag)
-        del self._addresses[tag]
-        missing = self._collected.drop_sent_by(tag, sent.get(CONTROLLER, {}))
-        others = [n for n, (w, _, _) in self._workers.items() if w.settings.tag in self._addresses]
-        for other, message in self._recovery.begin(name, tag, sent, others).items():
-            self._workers[other][1].to_worker.append(m.encode(message))
-        for call, rows in missing.items():
-            self._recovery.not_sent(name, CONTROLLER, call, rows)
 
     def _restart(self, name: str) -> None:
         worker = self._workers[name][0]
         self._dead_workers.append(worker)
         self._workers[name] = self._make(self._plan.worker(name), worker.settings.incarnation + 1)
-        self._defined[name] = set()
         self._open(name)
-        self._announce()
-        self._handle(WorkerJoined(name, worker.settings.incarnation + 1))
 
     def _received(self, worker: str, message: m.ToController) -> None:
-        if isinstance(message, m.Missing):
-            self._recovery.answered(worker, message)
-        if isinstance(message, m.Fatal):
-            raise error_from_record(message.error)
         self._note(message)
-        self._records.told(message)
-        if isinstance(message, m.TaskDone):
-            task = self._consuming.pop(message.task, None)
-            self.answer.consumed += [(task.call, task.epoch, packed) for packed in task.ids] if task else []
-            if task:
-                self._records.consumed(task)
-        if isinstance(message, m.WorkerReport):
-            self._handle(FromWorker(worker, message))
+        self._input(self._core.heard, worker, message)
 
     def _note(self, *messages: m.ToController) -> None:
         for message in [message for message in messages if isinstance(message, m.Finished)]:
@@ -609,30 +472,29 @@ class World(Backend):
             if message.stretches:
                 self.answer.decisions |= given_by(message.call, message.ids, message.stretches)
 
-    def _handle(self, event: Event) -> None:
+    def _input(self, take: Callable[..., list[Effect]], *what: object) -> None:
+        """Hand an input to the core, and carry out its effects."""
         try:
-            commands = self._scheduler.handle(event)
+            effects = take(*what)
         except M2FlowError as ended:
             self._end = ended
             raise
-        for command in commands:
-            self._records.commanded(command)
-            match command:
-                case Send(worker, m.Push(call=call, ids=ids, to=to)) if worker == CONTROLLER:
-                    if to in self._addresses:
-                        self._outbox.send(self._addresses[to], Parcel(call, self._rows.get(call, ids), CONTROLLER))
-                case Send(worker, m.Forget(call=call)) if worker == CONTROLLER:
-                    self._rows.forget(call)
-                case Send(worker, m.Push(to=to) as push) if worker == LEDGER:
-                    rows = self._records.read_back(push)
-                    if to == CONTROLLER:
-                        self._collected.put(push.call, rows, CONTROLLER)
-                    elif to in self._addresses:
-                        self._outbox.send(self._addresses[to], Parcel(push.call, rows, CONTROLLER))
+        if effects:
+            self._carry_out(effects)
+
+    def _carry_out(self, effects: Iterable[Effect]) -> None:
+        for effect in effects:
+            match effect:
                 case Send(worker, message):
-                    self._recovery.told(worker, message)
-                    self._timeouts.began(message, self._calls.get(getattr(message, "call", -1)))
-                    self._tell(worker, message)
+                    self._workers[worker][1].to_worker.append(m.encode(message))
+                case SendRows(to, call, _, rows):
+                    if to in self._core.addresses:
+                        self._outbox.send(self._core.addresses[to], Parcel(call, rows, CONTROLLER))
+                case LossSettled(worker, unreported):
+                    self._failures.away.append(worker)
+                    self._note(*unreported)
+                case Consumed(update, epoch, ids):
+                    self.answer.consumed += [(update.ordinal, epoch, packed) for packed in ids]
                 case Discarded(call, last):
                     self._discarded[call] = last
                 case Dropped(_, ids) | Late(_, ids):
@@ -640,27 +502,20 @@ class World(Backend):
                 case Given(call, ids):
                     self._dropped.difference_update(ids)
                     self.answer.decisions |= {packed: self.answer.decisions[packed]._replace(call=call) for packed in ids}
-                case Resolve(call, value):
-                    self._values[call] = value
-                    self._settling.done(call)
-                    self._logbook.call_ended(call)
+                case Resolved(done, value):
+                    self._values[done.ordinal] = value
+                    self._settling.done(done.ordinal)
+                    self._logbook.call_ended(done.ordinal)
                     self._logbook.write_due()
-                case Reject(call, error, root):
-                    self._consuming = {number: task for number, task in self._consuming.items() if task.call != call}
-                    self._settling.failed(self._calls[call], root, error)
-                    self._failed.update((*self._calls[call].under_refill, call))
-                    self._logbook.call_ended(call)
+                case Rejected(failed, error, root):
+                    self._settling.failed(failed, root, error)
+                    self._failed.update((*failed.under_refill, failed.ordinal))
+                    self._logbook.call_ended(failed.ordinal)
                     self._logbook.write_due()
-
-    def _tell(self, worker: str, message: m.ToWorker) -> None:
-        link = self._workers[worker][1]
-        for call in m.calls_of(message) if isinstance(message, m.Task) else ():
-            if call not in self._defined[worker]:
-                self._defined[worker].add(call)
-                link.to_worker.append(m.encode(m.Define(call, self._bodies[call])))
-        if isinstance(message, m.Accumulate):
-            self._consuming[message.number] = message
-        link.to_worker.append(m.encode(message))
+                case Delivered(call, rows):
+                    self._delivered[call] = rows
+                case CallForgotten(gone):
+                    self._delivered.pop(gone.ordinal, None)
 
 
 # ---- running flows

@@ -18,7 +18,8 @@ from m2flow.channels.channel import Dropped, MemoryInbox, MemoryOutbox
 from m2flow.macro.flow import Flow, randomness_kept
 from m2flow.micro.controller.call_futures import CallFutures
 from m2flow.micro.controller.checkpoint_coordinator import CheckpointCoordinator
-from m2flow.micro.controller.controller import Controller, Post
+from m2flow.micro.controller.controller import Controller
+from m2flow.micro.controller.controller_core import Post
 from m2flow.micro.controller.launcher import Job, LocalLauncher
 from m2flow.micro.controller.supervisor import Supervisor
 from m2flow.micro.protocol import messages as m
@@ -68,7 +69,7 @@ class OneThread(Controller):
         self.order, self.hook = random.Random(0), _nothing
         self._listener = _Listener()  # type: ignore[assignment]
         self._inbox, self._outbox = MemoryInbox(), MemoryOutbox()  # type: ignore[assignment]
-        self._supervisor = Supervisor(plan, settings, launcher, self._listener, self._outbox, self._scheduler, journal, self._sever, print)
+        self._supervisor = Supervisor(plan, settings, launcher, self._listener, self._outbox, self._core, journal, print)  # type: ignore[arg-type]
         self._workers: dict[str, Worker] = {}
 
     def open(self) -> None:
@@ -108,7 +109,7 @@ class OneThread(Controller):
                 if isinstance(message, m.Spans):
                     self._journal.spans(message.block)
         for name in self._workers:
-            self._lifecycle.settle(name, "the run ended")
+            self._records.settle(name, "the run ended")
         self._launcher.stop(self._workers)
         self._outbox.close()
         self._inbox.close()

@@ -30,8 +30,8 @@ from typing import final
 import msgspec
 
 from m2flow.errors import SpecError
+from m2flow.micro.controller.controller_core import Effect
 from m2flow.micro.controller.supervisor import Supervisor
-from m2flow.micro.protocol.events import Event
 from m2flow.micro.protocol.plan import Plan
 from m2flow.micro.records.journal import Journal
 from m2flow.micro.scheduler.scheduler import Scheduler
@@ -62,15 +62,15 @@ class Request:
         self._path = path
         self._change = change
 
-    def answered_by(self, scale: Callable[[int], tuple[list[Event], str]]) -> list[Event]:
-        """Carry out the request with `scale`, write the answer, and return events for the scheduler."""
+    def answered_by(self, scale: Callable[[int], tuple[list[Effect], str]]) -> list[Effect]:
+        """Carry out the request with `scale`, write the answer, and return what follows."""
         try:
-            events, what = scale(self._change)
+            effects, what = scale(self._change)
             answer = _Answer(what)
         except SpecError as error:
-            events, answer = [], _Answer(error.what, error.now, is_done=False)
+            effects, answer = [], _Answer(error.what, error.now, is_done=False)
         _write(self._path.with_suffix(_ANSWER), msgspec.json.encode(answer))
-        return events
+        return effects
 
 
 def requests(run_dir: Path) -> Iterator[Request]:
@@ -196,8 +196,8 @@ class ScalingLoop:
         self._scheduler = scheduler
         self._journal = journal
 
-    def look(self, now_s: float) -> list[Event]:
-        """Measure, scale if it is time, and return events of workers that leave; those that join report themselves when they are up."""
+    def look(self, now_s: float) -> list[Effect]:
+        """Measure, scale if it is time, and return what follows from workers that leave; those that join report when they are up."""
         if self._autoscaler is None or not self._supervisor.is_ready:
             return []
         busy = self._scheduler.running().keys()
@@ -207,8 +207,8 @@ class ScalingLoop:
         if change is None:
             return []
         try:
-            events, what = self._supervisor.scale(change.by)
+            effects, what = self._supervisor.scale(change.by)
         except SpecError:  # A worker has left in this moment.
             return []
         self._journal.incident("re-planned", "controller", f"{change.why}: {what}")
-        return events
+        return effects

@@ -15,7 +15,8 @@ from m2flow.macro.graph import Call, MacroGraph, Observation
 from m2flow.macro.session import Backend
 from m2flow.macro.sites import user_site
 from m2flow.micro.controller.call_futures import CallFutures
-from m2flow.micro.controller.controller import Controller, Post, SaveAll, Submitted
+from m2flow.micro.controller.controller import Controller
+from m2flow.micro.controller.controller_core import Post, SaveAll, Submitted
 from m2flow.micro.lowering.passes import Lowering
 from m2flow.micro.protocol.call_bodies import call_body
 from m2flow.micro.protocol.events import CheckpointDue, Released, Wanted

@@ -1,6 +1,6 @@
 """Record what becomes of each sample in the journal, and recover what a dead worker had written of its samples.
 
-    messages of workers, commands of the scheduler --SampleLifecycle--> journal
+    messages of workers, commands of the scheduler --ControllerCore--> JournalRecords --> journal
     a worker is lost --settle--> unreported results from its files, for the scheduler; its other tokens are counted as lost
     rows that nobody else has --read_back--> from the segment files
 
@@ -13,16 +13,19 @@ lost, and the worker's token meter says how many tokens that are, sample by samp
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import final
 
+from m2flow.errors import ErrorRecord, M2FlowError
 from m2flow.macro.graph import Call
+from m2flow.micro.controller.controller_core import Records, SampleDecision, Unreported
 from m2flow.micro.protocol import execute
 from m2flow.micro.protocol import messages as m
-from m2flow.micro.protocol.events import Discarded, Dropped, Expired, Given, Late
+from m2flow.micro.protocol.events import Discarded, Dropped, Expired, Given, Late, Restored
 from m2flow.micro.protocol.execute import gives_reward
+from m2flow.micro.protocol.plan import Stage
 from m2flow.micro.protocol.staleness import given_by, is_time_dependent, version_spans_of
 from m2flow.micro.records.journal import Journal
 from m2flow.micro.records.segments import Found, Kind, Place, read_segment, scan_segments, scratch_name, segment_files, start_of
@@ -106,23 +109,42 @@ class CrashRecovery:
 
 # ---- lifecycle
 
-SampleDecision = Discarded | Dropped | Late | Given | Expired
-"""Commands that only say what becomes of samples."""
 
+class JournalRecords(Records):
+    """Write all that becomes of one run's calls and samples to its journal."""
 
-@final
-class SampleLifecycle:
-    """Write the lifecycle of one run's samples to its journal. `calls` is the controller's own table of calls."""
-
-    def __init__(self, journal: Journal, run_dir: Path, calls: Mapping[int, Call]) -> None:
+    def __init__(self, journal: Journal, run_dir: Path) -> None:
+        super().__init__()
         self._journal = journal
         self._run_dir = run_dir
-        self._calls = calls
         self._crashes = CrashRecovery(run_dir / "segments")
+
+    def call_added(self, call: Call) -> None:
+        self._journal.call_added(call)
+
+    def restored(self, call: Call, stage: Stage) -> Restored | None:
+        return self._journal.restored(call, stage)
+
+    def call_done(self, call: Call, value: object, chosen: tuple[int, ...] | None) -> None:
+        if chosen is not None:
+            self._journal.gave(call, chosen)
+        self._journal.call_done(call, value)
+
+    def call_failed(self, call: Call, error: M2FlowError) -> None:
+        self._journal.call_failed(call, error)
+
+    def forgotten(self, ordinal: int) -> None:
+        self._journal.forgotten(ordinal)
+
+    def consumed(self, call: Call, epoch: int, ids: Sequence[int]) -> None:
+        self._journal.consumed(call, epoch, ids)
+
+    def sample_failed(self, call: Call, row: int, error: ErrorRecord) -> None:
+        self._journal.sample_failed(call, row, error.what)
 
     def told(self, message: UnreportedMessage) -> None:
         """Record a worker's message about samples or rows: finished, aborted, flushed or given up."""
-        call = self._calls.get(message.call)
+        call = self.calls.get(message.call)
         match message:
             case m.GivenUp():
                 self._journal.samples_given_up(message.call, message.ids, message.num_generated)
@@ -148,10 +170,10 @@ class SampleLifecycle:
         if task.had:
             self._journal.samples_went_on(task.call, task.ids, task.had, worker)
 
-    def decided(self, command: SampleDecision) -> None:
+    def decided(self, decision: SampleDecision) -> None:
         """Record the scheduler's decision about samples."""
-        call = self._calls[command.call]
-        match command:
+        call = self.calls[decision.call]
+        match decision:
             case Discarded(_, last):
                 self._journal.discarded(call, last)
             case Dropped(_, ids):
@@ -164,18 +186,20 @@ class SampleLifecycle:
                 self._journal.expired(call, ids)
                 self._journal.make_certain()
 
-    def settle(self, worker: str, reason: str) -> tuple[m.Finished | m.Aborted | m.Flushed, ...]:
+    def settle(self, worker: str, reason: str = "") -> Unreported:
         """Record what a dead worker could not report any more, and count the tokens that are lost with it.
 
         Must be called before the scheduler hears of the loss. A second call for the same processes does nothing.
 
+        Args:
+            reason: why its tokens are lost; the worker was lost, unless given.
         Returns:
             Messages that the scheduler should be given together with the loss.
         """
-        left = self._crashes.of(worker, self._calls)
+        left = self._crashes.of(worker, self.calls)
         for message in left.messages:
             self.told(message)
-        self._journal.tokens_lost(left.running, worker, reason)
+        self._journal.tokens_lost(left.running, worker, reason or f"{worker} was lost")
         for meter in left.meters:
             self._journal.taken_in(meter)
         self._journal.make_certain()  # Before any of it is generated again, so that a resume which finds both can tell them apart.
@@ -183,7 +207,7 @@ class SampleLifecycle:
 
     def read_back(self, push: m.Push) -> Batch:
         """Read rows that no worker has any more from the segment files."""
-        call = self._calls.get(push.call)
+        call = self.calls.get(push.call)
         return self._journal.read_back(self._run_dir, push.call, push.ids, is_reward=call is not None and gives_reward(call))
 
     def _finished(self, call: Call, message: m.Finished) -> None:

@@ -1,6 +1,6 @@
-"""Supervise worker processes: detect hung and dead ones by heartbeat and exit code, find their lost rows, and restart them.
+"""Supervise worker processes: detect hung and dead ones by heartbeat and exit code, and restart them.
 
-    exit codes, heartbeats --check--> PeerLost to all others --Missing--> WorkerLost --backoff--> a new process --Ready--> WorkerJoined
+    exit codes, heartbeats --check--> ControllerCore.died --LossSettled--> backoff --> a new process --Ready--> ControllerCore.came_up
 
 A worker that has ended is noticed at once; one that hangs is killed first. If it held state that nobody else has (a trainer), the run
 ends or goes back to a checkpoint (`StateLost`). Any other worker is restarted, after a wait that doubles each time, and messages and rows
@@ -21,21 +21,15 @@ Liveness (`LivenessWatch`). A process counts as hung in one of four ways:
 A large micro-batch uses the processor (a thread that waits for a GPU does too), and a slow reward is user code, whose time limit is the
 flow's: neither is ever idle or endless.
 
-Recovery of in-flight rows (`InflightRecovery`). On `PeerLost` every peer answers which rows of the dead worker never arrived; it accepts
-nothing from that process afterwards, so its answer stays true. The scheduler hears of the loss (`WorkerLost.missing`) only when all have
-answered; until then it may still count on the dead worker, and what it tells that one to send is missing too. Limit: a process answers
-between two tasks, so a long task delays all who wait for the lost worker.
-
-`ClockOffset`, `LivenessWatch` and `InflightRecovery` are pure: they are told the time. The controller's thread alone uses this module.
+`ClockOffset` and `LivenessWatch` are pure: they are told the time. The controller's thread alone uses this module.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, final
 
@@ -44,13 +38,13 @@ import msgspec
 from m2flow.channels.channel import Outbox, Parcel
 from m2flow.channels.zeromq import LinkListener
 from m2flow.errors import BrokenChannel, DecodeError, M2FlowError, SpecError, StateLost, WorkerError
+from m2flow.micro.controller.controller_core import ControllerCore, Effect
 from m2flow.micro.controller.launcher import Launcher
 from m2flow.micro.protocol import messages as m
-from m2flow.micro.protocol.events import CONTROLLER, Event, WorkerJoined, WorkerLost
+from m2flow.micro.protocol.events import CONTROLLER, WorkerLost
 from m2flow.micro.protocol.plan import Plan
 from m2flow.micro.protocol.worker_state import rank_tag, split_rank, tag_of, worker_of
 from m2flow.micro.records.journal import Journal
-from m2flow.micro.scheduler.scheduler import Scheduler
 from m2flow.micro.worker.peers import Peers
 from m2flow.observe.spans import SpanBlock, now_ns, unix_anchor_ns
 from m2flow.spec import RunSettings
@@ -297,69 +291,6 @@ class HeartbeatMetrics:
         return now_ns() + self._anchor_ns
 
 
-# ---- in-flight rows of dead workers
-
-Sent = Mapping[str, Mapping[int, Iterable[int]]]
-"""Receiver -> call -> rows that a worker was told to send there."""
-
-
-@dataclass
-class _Dead:
-    tag: str
-    waits_for: set[str]
-    missing: dict[str, dict[int, list[int]]] = field(default_factory=dict)
-
-    def add(self, place: str, call: int, rows: Iterable[int]) -> None:
-        self.missing.setdefault(place, {}).setdefault(call, []).extend(rows)
-
-
-@final
-class InflightRecovery:
-    """Find in-flight rows of dead workers by asking their peers which of them never arrived.
-
-    begin --PeerLost--> all others --Missing--> answered --> done: the worker, and the rows that never arrived
-    """
-
-    def __init__(self) -> None:
-        self._dead: dict[str, _Dead] = {}
-
-    def begin(self, worker: str, tag: str, sent: Sent, others: Iterable[str]) -> dict[str, m.PeerLost]:
-        """Begin for a dead worker; return what to tell each of the others. Those that were sent nothing need not answer."""
-        asked = {name: m.PeerLost(tag, {call: list(rows) for call, rows in sent.get(name, {}).items()}) for name in others}
-        self._dead[worker] = _Dead(tag, {name for name, message in asked.items() if message.rows})
-        for dead in self._dead.values():
-            dead.waits_for.discard(worker)
-        return asked
-
-    @property
-    def is_open(self) -> bool:
-        """Whether some dead worker is not settled yet."""
-        return bool(self._dead)
-
-    def not_sent(self, worker: str, to: str, call: int, rows: Iterable[int]) -> None:
-        """Note rows that a dead worker was told to send and never will."""
-        self._dead[worker].add(to, call, rows)
-
-    def told(self, worker: str, message: m.ToWorker) -> None:
-        """Note what the scheduler tells a worker that it does not know to be dead: rows that this one should send are missing."""
-        if worker in self._dead and isinstance(message, m.Push | m.Reassign):
-            for tag in (message.to,) if isinstance(message, m.Push) else message.forward_to:
-                self.not_sent(worker, worker_of(tag), message.call, message.ids)
-
-    def answered(self, place: str, message: m.Missing) -> None:
-        for dead in self._dead.values():
-            if dead.tag == message.peer:
-                dead.waits_for.discard(place)
-                for call, rows in message.rows.items():
-                    dead.add(place, call, rows)
-
-    def done(self) -> Iterator[tuple[str, dict[str, dict[int, list[int]]]]]:
-        """Yield the workers for which all have answered, each once, with their missing rows. While the scheduler handles one, it may still
-        count on the next; what it tells that one to send is then among its missing rows."""
-        while (worker := next((name for name, dead in self._dead.items() if not dead.waits_for), None)) is not None:
-            yield worker, self._dead.pop(worker).missing
-
-
 # ---- the supervisor
 
 BEAT = ".beat"
@@ -378,7 +309,6 @@ class _End:
     """How a process ended, and whether the worker is restarted."""
 
     how: str
-    last_words: str
     returns: bool
 
 
@@ -395,7 +325,10 @@ class Rollouts:
 
 @final
 class Supervisor:
-    """Supervise the workers of one plan. `heard` is given what arrives on the control link; `check`, called regularly, returns events."""
+    """Supervise the workers of one plan. `heard` is given what arrives on the control link; `check`, called regularly, returns effects.
+
+    Which workers are up, and what others are told of it, is the core's; how their processes are, and when they restart, is decided here.
+    """
 
     def __init__(
         self,
@@ -404,30 +337,21 @@ class Supervisor:
         launcher: Launcher,
         listener: LinkListener,
         outbox: Outbox,
-        scheduler: Scheduler,
+        core: ControllerCore,
         journal: Journal,
-        sever: Callable[[str, Mapping[int, Iterable[int]]], Mapping[int, list[int]]],
         warn: Callable[[str], None],
     ) -> None:
-        """
-        Args:
-            sever: drops rows of a dead process that are still under way to the program; returns those of the given rows that have not
-            arrived.
-            warn: shows the user a warning.
-        """
+        """`warn`: shows the user a warning."""
         self._warn = warn
         self._settings = settings
         self._launcher = launcher
         self._listener = listener
-        self._scheduler = scheduler
+        self._core = core
+        self._scheduler = core.scheduler
         self._journal = journal
-        self._sever = sever
         self._num_started = dict.fromkeys([worker.name for worker in plan.workers], 0)
         self._num_ranks = {worker.name: worker.ranks for worker in plan.workers}
-        self._addresses: dict[str, str] = {}
         self._peers = Peers(outbox, self._note_dead)
-        self._knows: dict[str, set[int]] = {}
-        """Worker that is up -> calls that were defined there."""
         self._watches: dict[str, LivenessWatch] = {}
         self._up_s: dict[str, float] = {}
         self._ends: dict[str, _End] = {}
@@ -437,7 +361,6 @@ class Supervisor:
         self._starting_s: dict[str, float] = {}
         self._num_deaths: Counter[str] = Counter()
         """Deaths in a row, none of them after `_IS_WELL_S`."""
-        self._recovery = InflightRecovery()
         self._gone: set[str] = set()
         self._away = {worker.name for worker in plan.workers if worker.is_spare}
         """Spare workers: they may join, and run no process."""
@@ -457,7 +380,7 @@ class Supervisor:
 
     def set_own_address(self, address: str) -> None:
         """Set the address of the controller's inbox."""
-        self._addresses[CONTROLLER] = address
+        self._core.addresses[CONTROLLER] = address
 
     def heard(self, peer: str, body: bytes) -> tuple[str, m.ToController] | None:
         """Decode what has arrived; return the worker and its message, or None if it is a heartbeat or of a former process.
@@ -495,20 +418,14 @@ class Supervisor:
             watch.beat(now_s, message.num_turns, message.cpu_s, is_in_users_code=message.is_in_users_code)
         return None
 
-    def tell(self, worker: str, message: m.ToWorker, body_of: Callable[[int], bytes] = lambda call: b"") -> None:
-        """Send a message to a worker; before its first task of a call, that call's definition. Messages to a dead worker are void.
+    def tell(self, worker: str, *messages: m.ToWorker) -> None:
+        """Send messages to a worker together. What is said to a dead worker is void.
 
         Raises:
             BrokenChannel: the worker is alive and accepts nothing.
         """
-        self._recovery.told(worker, message)
-        if worker not in self._knows:
+        if not self._core.is_up(worker):
             return
-        new = [call for call in m.calls_of(message) if call not in self._knows[worker]] if isinstance(message, m.Task) else []
-        self._knows[worker].update(new)
-        self._say(worker, *[m.Define(call, body_of(call)) for call in new], message)
-
-    def _say(self, worker: str, *messages: m.ToWorker) -> None:
         try:
             self._listener.send(self._tag(worker), *map(m.encode, messages))
         except BrokenChannel:
@@ -518,16 +435,13 @@ class Supervisor:
                     raise
                 time.sleep(0.01)
 
-    def forget_call(self, ordinal: int) -> None:
-        for known in self._knows.values():
-            known.discard(ordinal)
-
     def send(self, tag: str, parcel: Parcel) -> None:
         """Send rows from the controller to a process."""
         self._peers.send(tag, parcel)
 
-    def counts(self, parcel: Parcel) -> bool:
-        return self._peers.counts(parcel)
+    def announce(self, addresses: Mapping[str, str]) -> None:
+        """Note which processes take rows now."""
+        self._peers.announce(addresses, {})
 
     def _note_dead(self) -> None:
         for worker in self._launcher.ended():
@@ -535,74 +449,63 @@ class Supervisor:
 
     # Up and down
 
-    def came_up(self, worker: str, ready: m.Ready) -> list[Event]:
-        """Note that a worker's engines have loaded; return events once all are up."""
-        self._knows[worker] = set()
+    def came_up(self, worker: str, ready: m.Ready) -> list[Effect]:
+        """Note that a worker's engines have loaded. The run begins once all are up."""
         self._up_s[worker] = now_s = time.monotonic()
         self._start_s = max(self._start_s, now_s - self._starting_s.get(worker, self._began_s))
         limits = self._settings
         self._watches[worker] = LivenessWatch(
             now_s, hung_after_s=limits.hung_after_s, turn_limit_s=limits.turn_limit_s, num_ranks=self._num_ranks[worker]
         )
-        self._addresses[self._tag(worker)] = ready.address
+        effects = self._core.came_up(worker, self._num_started[worker], ready.address)
         if not self._was_ready:
-            self._was_ready = self._knows.keys() == self._num_started.keys() - self._away
-            if not self._was_ready:
-                return []
-            self._announce()
-            return [WorkerLost(spare, how="has not joined") for spare in sorted(self._away)]
+            self._was_ready = set(self._core.up) == self._num_started.keys() - self._away
+            return self._core.begin(sorted(self._away)) if self._was_ready else []
         joins = not self._num_deaths[worker]
         del self._ends[worker], self._starting_s[worker]
-        self._announce()
         kind = "joined" if joins else "started again"
         self._journal.incident(kind, worker, f"process {self._num_started[worker] + 1}, pid {ready.pid}")
-        return [WorkerJoined(worker, self._num_started[worker])]
+        return effects
 
     @property
     def is_ready(self) -> bool:
         """Whether all workers have come up once."""
         return self._was_ready
 
-    def check(self) -> list[Event]:
-        """Look for dead and hung workers, restart those that are due, and return what the scheduler should know.
+    def check(self) -> list[Effect]:
+        """Look for dead and hung workers, restart those that are due, and return what follows from it.
 
         Raises:
             WorkerError: one died before the run began.
         """
         now_s = time.monotonic()
         pause_s, self._checked_s = now_s - self._checked_s - _LONGEST_TURN_S, now_s
-        events: list[Event] = []
+        effects: list[Effect] = []
         for watch in self._watches.values() if pause_s > 0 else ():
             watch.excuse(pause_s)
         for worker, how in self._launcher.ended().items():
             if worker not in self._gone and (worker not in self._ends or worker in self._starting_s):
-                events += self._died(worker, how)
+                effects += self._died(worker, how)
         for worker, watch in list(self._watches.items()):
             how = watch.why_hung(now_s)
             if how:
                 self._launcher.blame(worker, watch.silent_rank(now_s))
-                events += self._died(worker, how, is_hung=True)
+                effects += self._died(worker, how, is_hung=True)
             elif stopped := self._stopped(worker, watch, now_s):
                 rank, silent_s = stopped
                 self._launcher.blame(worker, rank)
                 whose = f"has a rank {rank} that was stopped by a signal" if rank else "was stopped by a signal"
-                events += self._died(worker, f"{whose} and gave no sign of life for {silent_s:.0f} s", is_hung=True)
+                effects += self._died(worker, f"{whose} and gave no sign of life for {silent_s:.0f} s", is_hung=True)
         for worker, since_s in list(self._starting_s.items()):
             if now_s - since_s > self._settings.start_timeout_s:
-                events += self._died(worker, f"did not come up in {self._settings.start_timeout_s:.0f} s", is_hung=True)
-        for worker, missing in itertools.islice(self._recovery.done(), 1):  # One at a time: the scheduler's answer may still use the next.
-            end = self._ends[worker]
-            self._plan_restart(worker, now_s)
-            if worker in self._leaving:
-                self._leaving.discard(worker)
-                self._away.add(worker)
-            events.append(WorkerLost(worker, end.returns, missing, end.how, end.last_words))
+                effects += self._died(worker, f"did not come up in {self._settings.start_timeout_s:.0f} s", is_hung=True)
+        effects += self._core.settle_losses()
         for worker in [worker for worker, due_s in self._due_s.items() if due_s <= now_s]:
             del self._due_s[worker]
             self._num_started[worker] += 1
             self._starting_s[worker] = now_s
             self._launcher.restart(worker, self._num_started[worker])
-        return events
+        return effects
 
     def _stopped(self, worker: str, watch: LivenessWatch, now_s: float) -> tuple[int, float] | None:
         """Return a rank of a worker that a signal has stopped, and for how long it has been silent."""
@@ -611,17 +514,25 @@ class Supervisor:
         found = [rank for rank in self._launcher.stopped(worker) if rank in silent] if silent else []
         return (found[0], watch.silence_s(now_s, found[0])) if found else None
 
-    def said_goodbye(self, worker: str) -> list[Event]:
+    def settled(self, worker: str) -> None:
+        """Plan the restart of a lost worker, or end it for good, now that nothing that it had sent is in doubt."""
+        if worker in self._ends:
+            self._plan_restart(worker, time.monotonic())
+        if worker in self._leaving:
+            self._leaving.discard(worker)
+            self._away.add(worker)
+
+    def said_goodbye(self, worker: str) -> list[Effect]:
         """Handle a worker that leaves without having been told to: it failed, and could not report why."""
         return self._died(worker, "ended", is_hung=True)
 
     @property
     def rollouts(self) -> Rollouts:
         """How many workers generate, and how many more could."""
-        return Rollouts(sum(worker in self._knows for worker in self._rollouts), len(self._away), self._start_s)
+        return Rollouts(sum(map(self._core.is_up, self._rollouts)), len(self._away), self._start_s)
 
-    def scale(self, change: int) -> tuple[list[Event], str]:
-        """Have `change` rollout workers join, or leave if negative; return events for the scheduler, and an answer for who asked.
+    def scale(self, change: int) -> tuple[list[Effect], str]:
+        """Have `change` rollout workers join, or leave if negative; return what follows, and an answer for who asked.
 
         Raises:
             SpecError: fewer workers than that can join or leave.
@@ -636,30 +547,27 @@ class Supervisor:
             now_s = time.monotonic()
             for worker in joining:
                 self._away.discard(worker)
-                self._ends[worker], self._num_deaths[worker], self._due_s[worker] = _End("has not joined", "", returns=True), 0, now_s
+                self._ends[worker], self._num_deaths[worker], self._due_s[worker] = _End("has not joined", returns=True), 0, now_s
             return [], f"{', '.join(joining)} will join" if joining else "nothing is to change"
-        there = [worker for worker in self._rollouts if worker in self._knows and not self._scheduler.is_vital(worker)]
+        there = [worker for worker in self._rollouts if self._core.is_up(worker) and not self._scheduler.is_vital(worker)]
         most = len(there) if self._samples_elsewhere else max(0, len(there) - 1)
         if -change > most:
             raise SpecError(f"{most} rollout workers can leave this run, not {-change}", now="Somebody must be left to generate.")
         leaving = there[change:]
-        events: list[Event] = []
+        effects: list[Effect] = []
         for worker in leaving:
             self._leaving.add(worker)
-            events += self._died(worker, "was told to leave", is_hung=True, may_return=False)
+            effects += self._died(worker, "was told to leave", is_hung=True, may_return=False)
             self._launcher.give_back(worker)
-        return events, f"{', '.join(leaving)} left; what they were at goes on elsewhere"
-
-    def answered(self, worker: str, message: m.Missing) -> None:
-        self._recovery.answered(worker, message)
+        return effects, f"{', '.join(leaving)} left; what they were at goes on elsewhere"
 
     def why(self, error: M2FlowError) -> M2FlowError:
         """Explain a broken link: the error of the worker that has died, if one has, else the error itself."""
         ended = [worker for worker in self._launcher.ended() if worker not in self._ends]
         return self._error(ended[0], "ended") if ended else error
 
-    def _died(self, worker: str, how: str, *, is_hung: bool = False, may_return: bool = True) -> list[Event]:
-        tag, was_up = self._tag(worker), worker in self._knows
+    def _died(self, worker: str, how: str, *, is_hung: bool = False, may_return: bool = True) -> list[Effect]:
+        tag, was_up = self._tag(worker), self._core.is_up(worker)
         named = f"{how} (pid {self._launcher.pid(worker)})"
         doing = self._scheduler.running().get(worker)
         if doing and was_up:
@@ -670,7 +578,7 @@ class Supervisor:
         if not self._was_ready:
             raise self._error(worker, how)
         self._num_deaths[worker] = 1 + (0 if self._lived_long(worker) else self._num_deaths[worker])
-        end = _End(named, self._launcher.log_tail(worker), returns=may_return and self._num_deaths[worker] <= self._settings.restarts)
+        end = _End(named, returns=may_return and self._num_deaths[worker] <= self._settings.restarts)
         self._ends[worker] = end
         for name in (rank_tag(tag, rank) for rank in range(self._num_ranks[worker])):
             for peer in (name, name + BEAT):
@@ -678,27 +586,16 @@ class Supervisor:
         self._peers.sever(tag)
         if may_return and not self._scheduler.is_vital(worker):
             self._warn(f"the worker {worker} {named}; " + ("it is started again" if end.returns else "it is given up"))
-        for known in (self._watches, self._knows, self._starting_s):
-            known.pop(worker, None)
-        self._addresses.pop(tag, None)
+        self._watches.pop(worker, None)
+        self._starting_s.pop(worker, None)
         self.heartbeats.forget(worker)
-        if not was_up:
+        loss = WorkerLost(worker, end.returns, how=named, last_words=self._launcher.log_tail(worker))
+        if was_up:
+            return self._core.died(loss)
+        if end.returns:
             self._plan_restart(worker, time.monotonic())
-            return [] if end.returns else [WorkerLost(worker, how=named, last_words=end.last_words)]
-        if self._scheduler.is_vital(worker):
-            return [WorkerLost(worker, how=named, last_words=end.last_words)]
-        self._ask_for(worker, tag)
-        return []
-
-    def _ask_for(self, worker: str, tag: str) -> None:
-        """Ask the other workers which rows of a dead one have not arrived."""
-        sent = self._scheduler.sent_by(worker)
-        missing = self._sever(tag, sent.get(CONTROLLER, {}))
-        for other, message in self._recovery.begin(worker, tag, sent, list(self._knows)).items():
-            self._say(other, message)
-        for call, rows in missing.items():
-            self._recovery.not_sent(worker, CONTROLLER, call, rows)
-        self._announce()
+            return []
+        return self._core.lost(loss)
 
     def _plan_restart(self, worker: str, now_s: float) -> None:
         if self._ends[worker].returns:
@@ -706,12 +603,7 @@ class Supervisor:
             self._due_s[worker] = now_s + min(wait_s, _LONGEST_WAIT_S)
 
     def _lived_long(self, worker: str) -> bool:
-        return worker in self._knows and time.monotonic() - self._up_s[worker] > _IS_WELL_S
-
-    def _announce(self) -> None:
-        self._peers.announce(self._addresses, {})
-        for worker in self._knows:
-            self._say(worker, m.Peers(self._addresses))
+        return self._core.is_up(worker) and time.monotonic() - self._up_s[worker] > _IS_WELL_S
 
     def _tag(self, worker: str) -> str:
         return tag_of(worker, self._num_started.get(worker, 0))
@@ -727,7 +619,7 @@ class Supervisor:
     # Stopping
 
     def tell_all_to_stop(self) -> None:
-        for worker in self._knows:
+        for worker in self._core.up:
             with contextlib.suppress(M2FlowError):  # It may be dead already.
                 self._listener.send(self._tag(worker), m.encode(m.Stop()))
 
@@ -738,7 +630,7 @@ class Supervisor:
     @property
     def are_leaving(self) -> bool:
         """Whether a worker that is up has neither said goodbye nor ended."""
-        return bool(self._knows.keys() - self._gone - self._launcher.ended().keys())
+        return bool(set(self._core.up) - self._gone - self._launcher.ended().keys())
 
     @property
     def leaving(self) -> set[str]:

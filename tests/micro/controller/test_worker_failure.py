@@ -15,10 +15,13 @@ from typing import Any
 from m2flow import Dataset, Policy, Reward, Sample, flow, log, steps
 from m2flow.channels.channel import MemoryOutbox
 from m2flow.errors import BrokenChannel
+from m2flow.micro.controller.controller_core import ControllerCore, Records
 from m2flow.micro.controller.supervisor import Supervisor
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.plan import EngineSlot, Plan, WorkerPlan
 from m2flow.micro.records.audit import read_token_account
+from m2flow.micro.scheduler.deadlines import Deadlines
+from m2flow.micro.scheduler.scheduler import Scheduler
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, RunSettings, TrainSpec
 from m2flow.testing.world import run_eager, run_planned
 
@@ -80,7 +83,8 @@ def test_what_is_said_to_a_worker_whose_link_is_gone_is_void_however_late_it_is_
     plan = Plan("f", "c", "split", "", (worker,), (), (), (), (), ())
     launcher: Any = SimpleNamespace(ended=ended)
     others: Any = SimpleNamespace(send=send, spans=None)
-    supervisor = Supervisor(plan, RunSettings(), launcher, others, MemoryOutbox(), others, others, lambda tag, sent: {}, print)
-    supervisor._knows[worker.name] = set()
+    core = ControllerCore(plan, Scheduler(plan), Records(), Deadlines())
+    core.came_up(worker.name)
+    supervisor = Supervisor(plan, RunSettings(), launcher, others, MemoryOutbox(), core, others, print)
     supervisor.tell(worker.name, m.Forget(0))
     assert next(looks) > 150

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from m2flow import Dataset, Policy, Reward, Sample, flow, op, steps
 from m2flow.channels.channel import MemoryInbox
 from m2flow.macro.tracing import trace
-from m2flow.micro.controller.supervisor import InflightRecovery
+from m2flow.micro.controller.controller_core import InflightRecovery
 from m2flow.micro.lowering.passes import lower
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.row_store import RowStore

@@ -11,7 +11,7 @@ import pytest
 from m2flow import Dataset, Policy, Reference, Reward, Sample, flow, log, op, steps
 from m2flow.errors import InternalError, PlanError
 from m2flow.macro.tracing import trace
-from m2flow.micro.controller.controller import Watchdog
+from m2flow.micro.controller.controller_core import Watchdog
 from m2flow.micro.lowering.passes import lower
 from m2flow.micro.lowering.routing import is_below_need
 from m2flow.micro.protocol.plan import Plan

@@ -301,8 +301,8 @@ def test_what_carried_samples_need_is_forgotten_when_they_are_given(monkeypatch)
     known: list[int] = []
     handle = Scheduler.handle
 
-    def watched(self: Scheduler, event: object) -> list[Command]:
-        commands = handle(self, event)
+    def watched(self: Scheduler, *events: object) -> list[Command]:
+        commands = handle(self, *events)
         known.append(len(self._state.calls))
         return commands
 

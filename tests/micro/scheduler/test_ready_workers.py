@@ -37,14 +37,14 @@ class NotAsked(BaseException):
 def all_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     handle = Scheduler.handle
 
-    def checked(self: Scheduler, event: Event) -> list[Command]:
-        commands = handle(self, event)
+    def checked(self: Scheduler, *events: Event) -> list[Command]:
+        commands = handle(self, *events)
         for worker in self._state.workers.values():
             if self._offer(worker) is not None:
-                raise NotAsked(f"{worker.name}, after {event!r:.200}")
+                raise NotAsked(f"{worker.name}, after {events!r:.200}")
         for lease in self._state.leases.values():
             if self._next_turn(lease):
-                raise NotAsked(f"{lease.name}, after {event!r:.200}")
+                raise NotAsked(f"{lease.name}, after {events!r:.200}")
         return commands
 
     monkeypatch.setattr(Scheduler, "handle", checked)
