@@ -15,6 +15,7 @@
     ├── SpecError                the cluster spec or the run settings are at fault
     │   └── PortInUse            an address that the spec asks for is in use by another process
     ├── PlanError                no legal plan, or one that was edited into an illegal one
+    │   └── DoesNotFit           the models do not fit the cluster, or not under the pins of its spec
     ├── ModelError               a model path that is missing or broken
     ├── EngineError              an engine can't start, or failed at work
     │   ├── MissingExtra         a package that is not installed, and how to get it

@@ -18,7 +18,7 @@ from m2flow.macro.flow import Flow
 from m2flow.micro.lowering import passes
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.plan import Stage
-from m2flow.micro.scheduler import call_state, state, weights
+from m2flow.micro.scheduler import call_lifecycle, call_state, weights
 from m2flow.micro.scheduler.call_lifecycle import CallLifecycle
 from m2flow.micro.scheduler.call_state import CallState
 from m2flow.micro.scheduler.weights import EngineWeights, Versions
@@ -214,7 +214,7 @@ def granularity_closure(patch: Patch) -> None:
 
 
 def whole_groups(patch: Patch) -> None:
-    patch.setattr(state, "by_group", lambda ids: {row: [row] for row in ids})
+    patch.setattr(call_lifecycle, "by_group", lambda ids: {row: [row] for row in ids})
     patch.setattr(call_state, "group_key", lambda row: row)
 
 
