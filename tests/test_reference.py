@@ -2,38 +2,120 @@
 
 from __future__ import annotations
 
+import inspect
+import json
+import re
 import runpy
+import sys
 from collections.abc import Callable, Iterator
+from enum import Enum
 from pathlib import Path
 from typing import Any, get_args
 
 import click
 import pytest
+from click.testing import CliRunner
 
 import m2flow
-from m2flow import errors, spec
+from m2flow import errors, rewards, spec
 from m2flow.algorithms.losses import LOSSES
+from m2flow.cli.help import TOPICS, docstring, documentation, help_of, methods, public
 from m2flow.cli.main import cli
 from m2flow.engines.distributed.deepspeed import Options
 from m2flow.engines.servers.server_process import ServedRolloutOptions
 from m2flow.engines.servers.sglang import OWN_OPTIONS
+from m2flow.macro.handles import Handle
 from m2flow.recipe import AdvantageName
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "docs"))
 WRITER = runpy.run_path(str(ROOT / "docs" / "write_reference.py"), run_name="write_reference")
 PAGES: dict[str, str] = WRITER["pages"]()
-documentation: Callable[[type], dict[str, str]] = WRITER["documentation"]
 markdown: Callable[[str], list[str]] = WRITER["markdown"]
+write_site = WRITER["write_site"]
 
 
 def _section(page: str, title: str) -> str:
     return f"\n{PAGES[page]}\n".partition(f"\n## {title}\n")[2].partition("\n## ")[0]
 
 
-@pytest.mark.parametrize("name", m2flow.__all__)
-def test_every_public_name_has_a_section_that_says_what_it_is(name: str) -> None:
-    first = (getattr(m2flow, name).__doc__ or "").strip().splitlines()[0]
-    assert first in _section("python.md", name)
+NAMES = [(topic, name, value) for topic in TOPICS for name, value in public(topic).items()]
+
+
+@pytest.mark.parametrize(("topic", "name", "value"), NAMES, ids=[name for _, name, _ in NAMES])
+def test_every_public_name_has_a_section_that_says_what_it_is(topic: str, name: str, value: object) -> None:
+    first = (value.__doc__ or "").strip().splitlines()[0]
+    assert first in _section(f"{topic}.md", name)
+    assert first in help_of(name)
+
+
+def test_every_public_name_stands_on_one_page() -> None:
+    of_flows = [name for topic, name, _ in NAMES if topic != "rewards"]
+    assert sorted(of_flows) == sorted(m2flow.__all__)
+    off_the_shelf = [name for name, kind in vars(rewards).items() if inspect.isclass(kind) and issubclass(kind, rewards.SampleReward)]
+    assert sorted(public("rewards")) == sorted(set(off_the_shelf) - {"SampleReward"})
+
+
+def test_every_option_of_a_public_function_is_explained() -> None:
+    missing = []
+    for _, name, value in NAMES:
+        about = docstring(value) + " ".join(f"`{field}`" for field in (documentation(value) if inspect.isclass(value) else ()))
+        members = [(f"{name}.{method}", member) for method, member in methods(value)] if inspect.isclass(value) else []
+        for path, member in [(name, value), *members]:
+            if (inspect.isclass(member) and issubclass(member, Enum | Handle | m2flow.Number)) or isinstance(member, property):
+                continue
+            text = about + (inspect.getdoc(member) or "")
+            options = [one for one in inspect.signature(member).parameters.values() if one.kind is one.KEYWORD_ONLY]
+            missing += [f"{path}({one.name}=)" for one in options if not re.search(rf"\b{one.name}\b", text)]
+            missing += [path] if not inspect.getdoc(member) else []
+    assert missing == []
+
+
+def test_the_site_has_every_page_and_its_search_every_public_name(tmp_path: Path) -> None:
+    folder = tmp_path / "reference"
+    folder.mkdir()
+    for name, text in PAGES.items():
+        (folder / name).write_text(text)
+    pages = write_site(folder, tmp_path / "site")
+    assert {f"reference/{name.removesuffix('.md')}" for name in PAGES} | {"index", "guide/flows"} <= {page.place for page in pages}
+    search = (tmp_path / "site" / "search.js").read_text()
+    sections = json.loads(search.partition(" = ")[2].partition(";\n")[0])
+    assert {name for _, name, _ in NAMES} <= {section["title"] for section in sections}
+    for section in sections:
+        place, _, anchor = section["place"].partition("#")
+        assert not anchor or f'id="{anchor}"' in (tmp_path / "site" / place).read_text(), section["place"]
+
+
+def test_a_link_that_leads_nowhere_stops_the_site(tmp_path: Path) -> None:
+    (tmp_path / "a.md").write_text("# A\n\nSee [B](b.md).\n")
+    with pytest.raises(ValueError, match=r"a\.md: the link b\.md leads nowhere"):
+        write_site(tmp_path, tmp_path / "site")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("Policy.generate", "max_new_tokens: of a response at most"),
+        ("rollout.max_running", "Most samples that an instance decodes in one batch."),
+        ("checkpoint_steps", "Steps from one checkpoint to the next"),
+        ("simulate rollout", "Usage: m2flow simulate rollout"),
+        ("data", "Dataset "),
+        ("m2flow.rewards.ExactMatch", "1 if the response is the row's answer"),
+        ("prompttoolong", "The prompt and its answer do not fit"),
+    ],
+)
+def test_help_in_the_terminal_knows_names_methods_fields_commands_and_topics(name: str, said: str) -> None:
+    done = CliRunner().invoke(cli, ["help", *name.split()])
+    assert done.exit_code == 0, done.output
+    assert said in done.output
+
+
+def test_help_without_a_name_lists_all_and_an_unknown_name_is_answered_with_the_nearest() -> None:
+    listed = CliRunner().invoke(cli, ["help"]).output
+    assert not [name for _, name, _ in NAMES if name not in listed]
+    done = CliRunner().invoke(cli, ["help", "Polcy"])
+    assert done.exit_code == 2
+    assert "Did you mean 'Policy'?" in done.output
 
 
 @pytest.mark.parametrize(("page", "root"), [("cluster-spec.md", spec.ClusterSpec), ("run-settings.md", spec.RunSettings)])
@@ -47,7 +129,7 @@ def test_every_field_of_a_spec_is_there_with_its_meaning(page: str, root: type[A
         assert len(rows) == len(model.model_fields)
         missing += [name for name in model.model_fields if not documentation(model).get(name)]
         missing += [name for name, row in zip(model.model_fields, rows, strict=True) if not row.startswith(f"| `{name}` |")]
-    assert not missing
+    assert missing == []
 
 
 def _commands(words: str, command: click.Command) -> Iterator[tuple[str, click.Command]]:

@@ -181,6 +181,7 @@ _COMMANDS = {
     "keys": "Make the key that the channels of a cluster use between hosts.",
     "doctor": "Check what this machine has and what is missing.",
     "engines": "List the engines, what they can do, and which work here.",
+    "help": "Say what a name of m2flow means: a role, an option, an error, a field of a spec.",
 }
 
 

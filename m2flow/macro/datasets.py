@@ -343,6 +343,7 @@ class Dataset:
         """Make rows of a task of reasoning-gym: `prompt`, `answer`, and the whole `entry`, for `m2flow.rewards.ReasoningGym(task)`.
 
         Args:
+            size: rows. seed: of the task's own generator.
             options: the task's own, such as `min_terms=2` of `chain_sum`.
         """
         check_count("size", size)
@@ -481,7 +482,7 @@ class Dataset:
         return self._record(session, "all", list(range(self._num_rows)), seeds, {}, moves_by=0)
 
     def batches(self, size: int, *, epochs: int = 1) -> Iterator[Rows]:
-        """Batches of `size` rows, a step each; a last smaller one is left out, as `m2flow plan` says."""
+        """Batches of `size` rows, a step each, for so many `epochs`; a last smaller one is left out, as `m2flow plan` says."""
         if not is_count(size) or not is_count(epochs):
             raise DatasetError(f"batches({size!r}, epochs={epochs!r}) of the dataset {self.name!r}: both are whole numbers, 1 or more")
         if size > self._num_rows:

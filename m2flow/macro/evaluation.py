@@ -60,6 +60,7 @@ def evaluate(
         right: the reward from which on a response is right.
         answer: what a response's answer is, for `maj@k`; by default what is boxed, or else the whole text.
         name: what stands before the metrics' names in the log: `eval/pass@1`.
+        max_new_tokens: of a response at most.
         sampling: further options of `Policy.generate`: `temperature=0.6`, `top_p=0.95`.
     Returns:
         numbers by name: of each metric M its value `M`, and `M low` and `M high`, the bounds of its 95 % confidence interval: the normal

@@ -124,7 +124,7 @@ class Flow:
         return value
 
     def run(self, backend: Backend, options: Mapping[str, object], *, seed: int = 0, max_steps: int | None = None) -> object:
-        """Run the function with its calls recorded into the backend, and wait for all of them."""
+        """Run the function with its calls recorded into the backend, by this `seed`, up to `max_steps` steps; wait for all of them."""
         known = {parameter.name for parameter in self.parameters}
         missing = [parameter.name for parameter in self.parameters if parameter.is_required and parameter.name not in options]
         if missing:

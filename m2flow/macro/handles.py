@@ -153,6 +153,7 @@ class Metrics(Handle):
         return _own(value) if isinstance(value, dict) else value
 
     def items(self) -> dict[str, float]:
+        """The numbers by name. Python waits for them."""
         value = self.observe("items()")
         assert isinstance(value, dict)
         return _own(value)
@@ -505,6 +506,7 @@ class Reducible(ABC, Generic[R]):
     @overload
     def mean(self, over: Over) -> R: ...
     def mean(self, over: Over | None = None) -> Number | R:
+        """The mean."""
         return self.reduce("mean", over)
 
     @overload
@@ -520,6 +522,7 @@ class Reducible(ABC, Generic[R]):
     @overload
     def min(self, over: Over) -> R: ...
     def min(self, over: Over | None = None) -> Number | R:
+        """The smallest value."""
         return self.reduce("min", over)
 
     @overload
@@ -527,6 +530,7 @@ class Reducible(ABC, Generic[R]):
     @overload
     def max(self, over: Over) -> R: ...
     def max(self, over: Over | None = None) -> Number | R:
+        """The largest value."""
         return self.reduce("max", over)
 
     @overload

@@ -291,6 +291,7 @@ def op(
     `random.Random`, or a `numpy.random.Generator` if it is annotated so, which depends on the run's seed, the op and the unit alone.
 
     Args:
+        granularity: `sample`, `group`, `minibatch` or `batch`.
         size: prompts in a mini-batch.
         per_sample: whether a function on a `batch` returns one value for each sample, in the order of identity: advantages, say.
         timeout_s: seconds that one unit may take.
@@ -415,7 +416,7 @@ def call(
 ) -> Callable[[Callable[..., Any]], Any]:
     """Decorator: make a method of a `Role`, plain or async, a call of the graph.
 
-    Units, arguments and `rng` are as for `m2flow.op`.
+    Units (`granularity`, `size`), arguments and `rng` are as for `m2flow.op`.
 
     Args:
         returns: `value`, any; `reward`, one finite number a sample, or one with its parts as `m2flow.Reward` has it; or the names of
@@ -473,7 +474,10 @@ class _RoleType(type):
 
 
 class Role(metaclass=_RoleType):
-    """Base class of users' roles."""
+    """Base class of users' roles: an object with state on a worker, whose methods under `@call` are calls of the graph.
+
+    In a flow `MyRole(..., name="judge")` makes one; `name` is what plans and runs call it, by default the class's name in small letters.
+    """
 
     def __init_subclass__(cls) -> None:
         """Raises `OptionError` for a resource of its own that is read and that nothing writes: most likely it is misspelt."""

@@ -846,6 +846,7 @@ class Critic(Role):
             copied.
         init: `random` draws the weights instead of loading them.
         optimizer: for `update` calls that bring none.
+        name, dtype, chat, revision: as `Policy`.
     """
 
     def __init__(
@@ -915,6 +916,7 @@ class RewardModel(Role):
         chat: put them through the tokenizer's chat template, as a user's message and the assistant's; otherwise an end-of-sequence
             token follows the response.
         init: `random` draws the weights instead of loading them.
+        name, dtype, revision: as `Policy`.
     """
 
     def __init__(
