@@ -4,7 +4,7 @@
 
     topics of m2flow.cli.help --> a page each        fields of `m2flow.spec` --> cluster-spec.md, run-settings.md
     errors                    --> errors.md          help of each command    --> commands.md
-    engine registry           --> engines.md         m2flow.algorithms       --> the table in docs/guide/flows-algorithms.md
+    engines and their options --> engines.md         m2flow.algorithms       --> algorithms.md
 
 Docstrings are Markdown as they stand, but for their sections (`Args:`, `Raises:`), which become lists, and doctests, which become fences.
 `docs/site_pages.py` makes FOLDER/site from these pages and the guides.
@@ -23,11 +23,21 @@ from site_pages import write_site
 from m2flow import spec
 from m2flow.algorithms import advantages, gae, losses, shaping
 from m2flow.cli.help import SINCE, TOPICS, Field, commands, docstring, fields, first_line, kinds_of_error, methods, public, signature, specs
+from m2flow.engines.distributed import fsdp
 from m2flow.engines.distributed.deepspeed import Options as DeepSpeedOptions
+from m2flow.engines.embedded import rollout_engine, trainer
 from m2flow.engines.registry import capability_tables, engines
+from m2flow.engines.servers import server_process, sglang, vllm
 
 NOTE = "<!-- Written by docs/write_reference.py. Do not edit. -->\n"
 
+ENGINE_OPTIONS = {
+    "rollout `embedded`": rollout_engine.OPTIONS,
+    "rollout `sglang`": {**server_process.OPTIONS, **sglang.OWN_OPTIONS},
+    "rollout `vllm`": {**server_process.OPTIONS, **vllm.OWN_OPTIONS},
+    "train `embedded`": trainer.OPTIONS,
+    "train `fsdp`": fsdp.OPTIONS,
+}
 _SECTIONS = ("Args", "Returns", "Raises", "Yields", "Source", "Attributes", "Limits")
 
 
@@ -39,6 +49,7 @@ def pages() -> dict[str, str]:
         "cluster-spec.md": _specs("The cluster spec", [one for one in specs().values() if one is not spec.RunSettings]),
         "run-settings.md": _specs("Run settings", [spec.RunSettings]),
         "engines.md": _engines(),
+        "algorithms.md": _algorithms(),
         "commands.md": _commands(),
     }
 
@@ -104,8 +115,11 @@ def _errors() -> str:
 
 
 def _engines() -> str:
+    """What each engine can do, and its options."""
     lines = ["# Engines", "", "## Capabilities", "", capability_tables([info for info in engines() if info.factory.startswith("m2flow.")])]
-    lines += ["## Options of `deepspeed`", "", *_fields(DeepSpeedOptions), "`docs/guide/engines.md` has the options of all engines.", ""]
+    for title, options in ENGINE_OPTIONS.items():
+        lines += [f"## Options of {title}", "", *([f"- `{name}`: {said}" for name, said in options.items()]), ""]
+    lines += ["## Options of train `deepspeed`", "", *_fields(DeepSpeedOptions)]
     return "\n".join(lines)
 
 
@@ -141,12 +155,8 @@ def markdown(docstring: str) -> list[str]:
     return [*found, *(["```"] if in_doctest else []), ""]
 
 
-GUIDE = Path(__file__).parent / "guide" / "flows-algorithms.md"
-BEGIN, END = "<!-- algorithms:begin -->", "<!-- algorithms:end -->"
-
-
-def algorithms() -> str:
-    """A table of the functions of `m2flow.algorithms`, each with its file and its first paper."""
+def _algorithms() -> str:
+    """A table of the functions of `m2flow.algorithms`, each with its module, what it is and its first paper."""
     kinds = {
         "advantages, of a group": [*advantages.OF_GROUPS.values(), advantages.remax],
         "advantages, of the batch": [*advantages.OF_BATCHES.values()],
@@ -154,18 +164,16 @@ def algorithms() -> str:
         "rewards": [shaping.overlong_penalty, shaping.length_reward, shaping.Moments],
         "losses": [*losses.LOSSES.values()],
     }
-    lines = ["| kind | function | source |", "|---|---|---|"]
+    lines = ["# Algorithms", "", "All are in `m2flow.algorithms`.", "", "| kind | function | what it is | source |", "|---|---|---|---|"]
     for kind, functions in kinds.items():
         for function in functions:
-            place = "../../" + "/".join(function.__module__.split(".")) + ".py"
+            name = f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
             paper = re.search(r"arXiv:\d{4}\.\d{5}", function.__doc__ or "")
-            lines.append(f"| {kind} | [`{function.__name__}`]({place}) | {paper[0] if paper else ''} |")
+            lines.append(f"| {kind} | `{name}` | {_cell(first_line(function))} | {paper[0] if paper else ''} |")
     return "\n".join([*lines, ""])
 
 
 def main() -> None:
-    text = GUIDE.read_text()
-    GUIDE.write_text(f"{text[: text.index(BEGIN)]}{BEGIN}\n{algorithms()}{text[text.index(END) :]}")
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent / "reference"
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in pages().items():

@@ -22,8 +22,9 @@ from m2flow.algorithms.losses import LOSSES
 from m2flow.cli.help import TOPICS, docstring, documentation, help_of, methods, public
 from m2flow.cli.main import cli
 from m2flow.engines.distributed.deepspeed import Options
+from m2flow.engines.registry import capability_tables, engines
+from m2flow.engines.servers import sglang, vllm
 from m2flow.engines.servers.server_process import ServedRolloutOptions
-from m2flow.engines.servers.sglang import OWN_OPTIONS
 from m2flow.macro.handles import Handle
 from m2flow.recipe import AdvantageName
 
@@ -150,11 +151,9 @@ def test_every_command_is_there_with_all_of_its_options() -> None:
         assert not [name for option in options for name in option.opts if name not in said], words
 
 
-def test_the_table_of_algorithms_is_that_of_the_functions() -> None:
-    table = WRITER["algorithms"]()
-    assert f"{WRITER['BEGIN']}\n{table}{WRITER['END']}" in WRITER["GUIDE"].read_text(), "python docs/write_reference.py writes it"
-    for name in (*get_args(AdvantageName), *LOSSES):
-        assert f"[`{name}`]" in table
+def test_every_advantage_and_loss_is_in_the_table_of_algorithms() -> None:
+    missing = [name for name in (*get_args(AdvantageName), *LOSSES) if f".{name}`" not in PAGES["algorithms.md"]]
+    assert not missing
 
 
 def test_every_error_is_in_the_tree() -> None:
@@ -189,10 +188,18 @@ def test_a_docstring_becomes_markdown() -> None:
     ]
 
 
-def test_the_options_of_every_engine_are_in_the_guide() -> None:
-    guide = (ROOT / "docs" / "guide" / "engines.md").read_text()
-    names = [*Options.__dataclass_fields__, *OWN_OPTIONS, "tempered_logprobs"]
-    with pytest.raises(errors.EngineError) as refused:
-        ServedRolloutOptions("sglang", {"no_such_option": 1}, ()).check()
-    names += refused.value.now.removeprefix("It has ").removesuffix(".").split(", ")
-    assert not [name for name in names if f"`{name}" not in guide]
+def test_the_options_of_every_engine_are_there_with_their_meanings() -> None:
+    said = _section("engines.md", "Options of train `deepspeed`")
+    assert not [name for name in Options.__dataclass_fields__ if not documentation(Options).get(name) or f"| `{name}` |" not in said]
+    for engine, own in (("sglang", sglang.OWN_OPTIONS), ("vllm", vllm.OWN_OPTIONS)):
+        with pytest.raises(errors.EngineError) as refused:
+            ServedRolloutOptions(engine, {"no_such_option": 1}, own).check()
+        names = refused.value.now.removeprefix("It has ").removesuffix(".").split(", ")
+        said = _section("engines.md", f"Options of rollout `{engine}`")
+        assert set(own) < set(names)
+        assert not [name for name in names if f"- `{name}`: " not in said]
+
+
+def test_the_reference_has_the_capabilities_of_every_engine_of_the_registry() -> None:
+    built_in = [info for info in engines() if info.factory.startswith("m2flow.")]
+    assert _section("engines.md", "Capabilities").strip() == capability_tables(built_in).strip()

@@ -243,7 +243,7 @@ def _size(num_bytes: int) -> str:
 
 @click.command("engines")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list.")
-@click.option("--markdown", is_flag=True, help="Print what they can do as tables: those of docs/guide/engines.md.")
+@click.option("--markdown", is_flag=True, help="Print what they can do as tables: those of docs/reference/engines.md.")
 @click.option(
     "--cluster", type=click.Path(path_type=Path), metavar="SPEC.yaml", help="Look into the interpreters that this spec names, too."
 )

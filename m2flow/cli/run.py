@@ -157,7 +157,7 @@ settings_option = click.option(
     "given_settings",
     multiple=True,
     metavar="NAME=VALUE",
-    help="A run setting, like stopped_after_s=4; docs/guide/reliability.md lists them. May be repeated.",
+    help=f"A run setting, like stopped_after_s=4; may be repeated. There are {', '.join(SETTINGS)}; `m2flow help NAME` explains one.",
 )
 
 
@@ -181,7 +181,9 @@ def apply_settings(settings: RunSettings, given: tuple[str, ...]) -> RunSettings
     except ValidationError as error:
         wrong = error.errors()[0]
         names = [str(part) for part in wrong.get("ctx", {}).get("at", wrong["loc"])]
-        raise OptionError(f"--setting {'.'.join(names)}: {wrong['msg']}", now="docs/guide/reliability.md lists the settings.") from None
+        raise OptionError(
+            f"--setting {'.'.join(names)}: {wrong['msg']}", now="`m2flow help RunSettings` says what each setting means."
+        ) from None
 
 
 # ---- resume

@@ -128,27 +128,28 @@ class Options:
     """The options of `train: {engine: deepspeed}`."""
 
     zero: int = 1
-    """ZeRO stage. 0: nothing is spread. 1: the optimiser's state. 2: gradients too. 3: weights too."""
+    """ZeRO stage. 0: nothing is sharded. 1: the optimiser's state. 2: gradients too. 3: weights too. Take the lowest that fits."""
     tp: int = 1
     """Neighbouring ranks that split the layers among them (AutoTP)."""
     sp: int = 1
-    """Neighbouring ranks that have a part of each sequence, and in the attention a part of the heads (Ulysses)."""
+    """Neighbouring ranks that share each sequence, and in the attention the heads (Ulysses)."""
     compute_dtype: str = ""
     """Type of the passes; by default the model's own. Below float32, weights and moments are kept in float32 beside it."""
     offload_optimizer: bool | str = False
-    """Moments and float32 weights live in the host's memory, and are stepped there. `nvme`: moments on a drive, in stage 3 those weights
-    too."""
+    """Moments and float32 weights are kept in the host's memory and stepped there (`zero` 1 to 3). `nvme`: moments on a drive, in stage 3
+    those weights too."""
     offload_parameters: bool | str = False
-    """Stage 3: the weights live in the host's memory, and come for their turn. `nvme`: on a drive."""
+    """Weights are kept in the host's memory (`zero: 3`). `nvme`: on a drive, which needs libaio."""
     nvme_path: str = ""
     """A directory on that drive."""
     activation_checkpointing: bool = False
-    """Keep only the input of each layer, and compute the rest again in the backward pass."""
+    """Keep only the input of each layer, and recompute the rest in the backward pass."""
     loss_scale: float = 0.0
-    """float16: what a loss is multiplied by; 0 finds it by itself, from `initial_loss_scale`."""
+    """float16: what a loss is multiplied by; 0 searches for a scale, from `initial_loss_scale` on."""
     initial_loss_scale: float = 65536.0
+    """float16: where the search for a scale starts."""
     bucket_elements: int = 50_000_000
-    """Numbers that are sent at a time."""
+    """Numbers sent at a time."""
 
 
 def read(given: Mapping[str, object], model_dtype: str) -> Options:

@@ -37,6 +37,17 @@ from m2flow.engines.registry import built_in
 from m2flow.errors import EngineError, naming_host_errors
 from m2flow.recipe import AdamW, Model
 
+OPTIONS = {
+    "compute_dtype": "Type of the passes: `bfloat16` over float32 weights; by default float32.",
+    "masters": "As of the embedded trainer: float32 copies of weights below float32; by default true.",
+    "cpu_offload": "Weights, gradients and optimiser in the host's memory; by default false.",
+    "reshard_after_forward": "Release gathered weights after the forward pass; by default true.",
+    "tp": "Neighbouring ranks that split the layers among them (DTensor), by default 1.",
+    "spread_checkpoints": "Every rank writes its part of a checkpoint (`m2flow_parts/`, of PyTorch's distributed checkpoints), which every "
+    "trainer loads and `m2flow export` merges; by default false. Policies with adapters are saved whole.",
+}
+"""The options of `train: {engine: fsdp}`, each with its meaning."""
+
 
 class FsdpTrain(RankedTrain):
     """The embedded trainer on a model that is sharded over ranks."""

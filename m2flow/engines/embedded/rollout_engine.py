@@ -34,7 +34,13 @@ from m2flow.samples import Finish
 _SMALL_STEP = 1 << 24
 """Multiplications of a decode step (rows times weights) below which further threads cost more than they do: a model of a million
 weights breaks even between 8 and 32 rows on two idle cores, later on busy ones."""
-_OPTIONS = ("max_context", "max_prefill_tokens", "kv_budget_bytes", "deterministic_rows")
+OPTIONS = {
+    "max_context": "Tokens of a prompt and its response together, by default as many as the model allows.",
+    "max_prefill_tokens": "Prompt tokens that are prefilled together, by default 16384.",
+    "kv_budget_bytes": "Size of the KV cache, by default a share of the free memory.",
+    "deterministic_rows": "Rows of a decode pass with `--deterministic`, by default 8.",
+}
+"""The options of `rollout: {engine: embedded}`, each with its meaning."""
 
 
 @final
@@ -58,9 +64,9 @@ class EmbeddedRollout(RolloutEngine):
         self._decoder: Decoder | None = None
 
     def start(self) -> None:
-        unknown = sorted(set(self._settings.options) - set(_OPTIONS))
+        unknown = sorted(set(self._settings.options) - set(OPTIONS))
         if unknown:
-            raise EngineError(f"the embedded rollout engine has no option {', '.join(unknown)}", now=f"It has {', '.join(_OPTIONS)}.")
+            raise EngineError(f"the embedded rollout engine has no option {', '.join(unknown)}", now=f"It has {', '.join(OPTIONS)}.")
         self._use_threads()
         self._codec = load_tokenizer(self._source)
         options = _Options(self._settings.options)

@@ -156,6 +156,12 @@ def keep_freed_memory() -> bool:
 
 _LOGPROB_TOKENS = 16384
 """Tokens of a forward pass without gradient. The option `logprob_tokens` overrides it."""
+OPTIONS = {
+    "logprob_tokens": "Tokens of a forward pass without gradient, by default 16384.",
+    "share_prompts": "Compute a prompt that several samples share once; by default true.",
+    "masters": "Step weights below float32 on float32 copies of them (4 bytes a weight), which checkpoints keep; by default true.",
+}
+"""The options of `train: {engine: embedded}`, each with its meaning."""
 
 
 class EmbeddedTrain(TrainEngine):

@@ -122,8 +122,8 @@ class ServedRollout(RolloutEngine):
     """Pass requests on to a server at once, which decides what runs; tokens stream in."""
 
     dialect: Dialect
-    own_options: tuple[str, ...] = ()
-    """Options beyond those that all served engines have."""
+    own_options: Mapping[str, str] = {}
+    """Options beyond those that all served engines have, each with its meaning."""
 
     def __init__(self, model: Model, settings: EngineSettings) -> None:
         self._source = model

@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import final
@@ -281,7 +281,19 @@ class ServerProcess:
             return ""
 
 
-_NAMES = ("python", "args", "env", "start_timeout_s", "url", "stream_interval", "weights_dir", "restarts", "hung_after_s", "keep_kv")
+OPTIONS = {
+    "python": "The server's interpreter; by default this one.",
+    "args": "Further arguments of the server.",
+    "env": "Environment variables of the server, `A=1 B=2`.",
+    "start_timeout_s": "Seconds that the server may take to come up, by default 300.",
+    "url": "A running server to use. It receives the flow's weights at the start, and continues if its previous user left it paused.",
+    "stream_interval": "Tokens between two reports of a sample, by default 8.",
+    "weights_dir": "Where weights are handed over as files, by default `/dev/shm`.",
+    "restarts": "How often a lost server is restarted, by default 2.",
+    "hung_after_s": "Seconds of silence after which a server counts as hung, by default 120.",
+    "keep_kv": 'With `kv="keep"`, running samples keep their KV cache when weights change; by default the server recomputes it.',
+}
+"""The options of all served rollout engines, each with its meaning."""
 _STREAM_INTERVAL = 8
 _RESTARTS = 2
 _HUNG_AFTER_S = 120.0
@@ -291,10 +303,10 @@ _HUNG_AFTER_S = 120.0
 class ServedRolloutOptions:
     """Options of one served rollout engine, from the cluster spec."""
 
-    def __init__(self, engine: str, given: Mapping[str, object], own: tuple[str, ...]) -> None:
+    def __init__(self, engine: str, given: Mapping[str, object], own: Iterable[str]) -> None:
         self._engine = engine
         self._given = given
-        self._names = (*_NAMES, *own)
+        self._names = (*OPTIONS, *own)
 
     def check(self) -> None:
         """Check names and values. Raises `EngineError`."""

@@ -105,7 +105,10 @@ def reported_memory(info: Mapping[str, Any]) -> Memory:
     return Memory(weights=weights, kv=kv)
 
 
-OWN_OPTIONS = ("deterministic_inference", "routed_experts")
+OWN_OPTIONS = {
+    "deterministic_inference": "Random numbers go by a sample's seed and the token's position, at a cost in speed.",
+    "routed_experts": "Record with each sample the experts of each token and layer (mixtures of experts).",
+}
 """Options beyond those that all served rollout engines have."""
 
 

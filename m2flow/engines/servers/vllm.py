@@ -9,10 +9,8 @@ Which weights made which token is what the server says (`weight_versions`). A ch
 running batch (/reset_prefix_cache with `reset_running_requests`): their caches are computed anew, so no token sees an older one. With
 `keep_kv` they stay, caches and all, and what comes after is marked. No request finds a cache of other weights: they salt its key.
 
-Options: `python` (an interpreter that has vLLM), `args` and `env` of the server, `start_timeout_s`; or `url` of one that runs already,
-with `--enable-scale-out` and VLLM_SERVER_DEV_MODE=1. `tempered_logprobs`: see below. `stream_interval` (tokens between two pieces of news
-of a sample, default 8), `weights_dir` (where weights are handed over, default /dev/shm), `restarts` (how often a server that is lost is
-started again, default 2), `hung_after_s` (default 120), `keep_kv`.
+Options: those of `m2flow.engines.servers.server_process`, and `tempered_logprobs` (see below). A server given by its `url` must have been
+started with `--enable-scale-out` and VLLM_SERVER_DEV_MODE=1.
 
 A model whose head is its embedding is served with a head of its own, written from the embedding: vLLM reads the embedding again, and keeps
 the head that it had.
@@ -101,13 +99,17 @@ _EMBEDDING = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"
 
 
+OWN_OPTIONS = {"tempered_logprobs": "Log-probabilities at the sample's temperature, of what top-k, top-p and `min_new_tokens` leave."}
+"""Options beyond those that all served rollout engines have."""
+
+
 @final
 class VllmRollout(ServedRollout):
     """A rollout engine on one vLLM server."""
 
     name = "vllm"
     dialect = VllmDialect()
-    own_options = ("tempered_logprobs",)
+    own_options = OWN_OPTIONS
     capabilities = built_in("vllm", "rollout")
 
     def load_weights(self, tensors: Iterable[tuple[str, Any]], version: int, *, under_requests: bool = False) -> None:
