@@ -37,6 +37,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal, final
 
+from m2flow import sandbox
 from m2flow.errors import EngineError, MissingExtra, OpError, OptionError
 from m2flow.recipe import check_choice, check_count, check_number, check_text
 from m2flow.samples import Sample
@@ -476,8 +477,8 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
-_REFUSED, _GRACE_S = 97, 10.0
-"""Exit status of a box that can't be made; and seconds beyond the time limit after which the box itself is killed."""
+_GRACE_S = 10.0
+"""Seconds beyond the time limit after which the box itself is killed."""
 
 
 def run_boxed(program: str, given: str, how: Mapping[str, object]) -> str | None:
@@ -488,13 +489,12 @@ def run_boxed(program: str, given: str, how: Mapping[str, object]) -> str | None
     Raises:
         EngineError: this machine can't make the box.
     """
-    boot = f"{inspect.getsource(_box)}\n_box()"
     with tempfile.TemporaryDirectory(prefix="m2flow-box-") as folder, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as into:
         into.write(given.encode("utf-8", "replace"))
         into.seek(0)
         (Path(folder) / "program.py").write_text(program, "utf-8", "replace")
         settings = json.dumps({**how, "folder": folder})
-        command = [sys.executable, "-I", *([] if how["packages"] else ["-S"]), "-c", boot, settings]
+        command = [sys.executable, "-I", *([] if how["packages"] else ["-S"]), sandbox.__file__, settings]
         process = subprocess.Popen(
             command, stdin=into, stdout=out, stderr=subprocess.DEVNULL, cwd=folder, env={"LC_ALL": "C.UTF-8"}, start_new_session=True
         )
@@ -507,115 +507,10 @@ def run_boxed(program: str, given: str, how: Mapping[str, object]) -> str | None
             process.wait()
         out.seek(0)
         said = out.read().decode("utf-8", "replace")
-    if status == _REFUSED:
+    if status == sandbox.REFUSED:
         now = 'Allow user namespaces and Landlock (Linux 6.7), or accept less containment: UnitTests(box="limits").'
         raise EngineError(f"this machine can't box the code that a model wrote: {said.strip()}", now=now)
     return said if status == 0 else None
-
-
-def _box() -> None:  # It runs alone in another interpreter: it must reach nothing of this module.
-    """Process of the box: limit itself, start the program in a child, kill that when its time is up, and exit with its status."""
-    import contextlib
-    import ctypes
-    import errno
-    import json
-    import os
-    import resource
-    import select
-    import signal
-    import struct
-    import sys
-    import sysconfig
-
-    how = json.loads(sys.argv[1])
-    libc = ctypes.CDLL(None, use_errno=True)
-
-    def done(result: int, what: str) -> int:
-        if result < 0:
-            raise OSError(ctypes.get_errno(), what)
-        return result
-
-    def restrict_files() -> None:  # Landlock: read and run what Python needs, write in the working directory.
-        abi = libc.syscall(444, None, ctypes.c_size_t(0), 1)
-        if abi < 4:
-            raise OSError(errno.ENOSYS, "Landlock")
-        every = (1 << (15 if abi == 4 else 16)) - 1
-        rules = struct.pack("QQQ", every, 3, 3)[: 16 if abi < 6 else 24]
-        made = done(libc.syscall(444, rules, ctypes.c_size_t(len(rules)), 0), "Landlock")
-        reads = ["/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/dev/null", "/dev/zero", "/dev/urandom"]
-        reads += [sys.prefix, sys.base_prefix, sysconfig.get_path("stdlib"), *(sys.path if how["packages"] else [])]
-        for path, access in [*((path, 1 | 4 | 8) for path in reads), (how["folder"], every)]:
-            if path and os.path.exists(path):
-                place = os.open(path, os.O_PATH)
-                given = struct.pack("=Qi", access if os.path.isdir(path) else access & 7, place)
-                done(libc.syscall(445, made, 1, given, 0), f"Landlock for {path}")
-                os.close(place)
-        done(libc.syscall(446, made, 0), "Landlock")
-
-    libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # It ends with the process that started it.
-    libc.prctl(38, 1, 0, 0, 0)  # No new privileges.
-    try:
-        if how["box"]:
-            uid, gid = os.getuid(), os.getgid()
-            done(libc.unshare(0x10000000 | 0x20000000 | 0x40000000 | 0x08000000), "namespaces")  # user, process, network, IPC
-            for name, text in (("setgroups", "deny"), ("uid_map", f"65534 {uid} 1"), ("gid_map", f"65534 {gid} 1")):
-                with open(f"/proc/self/{name}", "w") as file:
-                    file.write(text)
-    except OSError as error:
-        print(f"{error.strerror}: {os.strerror(error.errno or 0)}", flush=True)
-        os._exit(97)
-    told, tells = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.close(told)
-            libc.prctl(1, signal.SIGKILL, 0, 0, 0)
-            os.setsid()
-            large = 16 << 20
-            cpu = int(how["wall_s"]) + 1
-            limits = {"AS": how["memory"], "CPU": cpu, "FSIZE": large, "NPROC": 64, "NOFILE": 64, "CORE": 0, "MEMLOCK": 0, "STACK": 8 << 20}
-            if how["box"]:
-                restrict_files()
-                libc.prctl(4, 0, 0, 0, 0)
-                none = ctypes.create_string_buffer(24)
-                done(libc.capset(ctypes.byref(ctypes.c_uint64(0x20080522)), none), "capabilities")
-            for name, value in limits.items():
-                if name != "NPROC" or how["box"]:  # Elsewhere it would count all processes of the user.
-                    kind = getattr(resource, f"RLIMIT_{name}")
-                    most = resource.getrlimit(kind)[1]
-                    value = value if most == resource.RLIM_INFINITY else min(value, most)
-                    resource.setrlimit(kind, (value, value))
-        except OSError as error:
-            os.write(tells, f"{error.strerror}: {os.strerror(error.errno or 0)}".encode())
-            os._exit(97)
-        os.close(tells)
-        code = 1
-        try:
-            with open("program.py", encoding="utf-8") as file:
-                source = file.read()
-            os.unlink("program.py")
-            exec(compile(source, "program.py", "exec"), {"__name__": "__main__"})
-            code = 0
-        except SystemExit as end:
-            code = 0 if end.code in (None, 0) else 1
-        except BaseException:
-            code = 1
-        try:
-            sys.stdout.flush()
-        finally:
-            os._exit(code)
-    os.close(tells)
-    why = os.read(told, 4096)
-    if why:
-        os.waitpid(child, 0)
-        print(why.decode(), flush=True)
-        os._exit(97)
-    ends = select.select([os.pidfd_open(child)], [], [], how["wall_s"])[0]
-    for kill in (os.killpg, os.kill):
-        with contextlib.suppress(OSError):
-            kill(child, signal.SIGKILL)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    os._exit(status if ends and 0 <= status < 97 else 1)
 
 
 # ---- over HTTP

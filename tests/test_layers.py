@@ -19,13 +19,14 @@ from packages import BEGIN, END, package_graph, picture  # noqa: E402
 
 PACKAGE = ROOT / "m2flow"
 
-GROUND = {"errors", "samples", "recipe", "spec", "rewards"}
+GROUND = {"errors", "samples", "recipe", "spec", "rewards", "sandbox"}
 GROUND_MAY_KNOW = {
     "errors": set(),
     "samples": {"errors"},
     "recipe": {"errors"},
     "spec": {"errors"},
-    "rewards": {"errors", "samples", "recipe"},
+    "rewards": {"errors", "samples", "recipe", "sandbox"},
+    "sandbox": set(),
 }
 NEIGHBOURS = {
     "algorithms": set(),

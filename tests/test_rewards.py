@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import pickle
@@ -16,7 +15,7 @@ from typing import Any, cast
 import psutil
 import pytest
 
-from m2flow import Dataset, Policy, Reward, Sample, flow, steps
+from m2flow import Dataset, Policy, Reward, Sample, flow, sandbox, steps
 from m2flow.errors import EngineError, M2FlowError, MissingExtra, OpError, OptionError
 from m2flow.macro.tracing import trace
 from m2flow.rewards import (
@@ -32,7 +31,6 @@ from m2flow.rewards import (
     Repetition,
     UnitTests,
     WeightedSum,
-    _box,
     run_boxed,
 )
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
@@ -185,9 +183,10 @@ def test_what_a_program_started_ends_with_it() -> None:
     assert not [each for each in psutil.process_iter(["cmdline"]) if f'"memory": {memory}' in " ".join(each.info["cmdline"] or [])]
 
 
-def test_a_box_that_can_not_be_made_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    source = inspect.getsource(_box)
-    monkeypatch.setattr(inspect, "getsource", lambda _: source.replace("libc.unshare(", "libc.unshare(-1 | "))
+def test_a_box_that_can_not_be_made_is_refused_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without = tmp_path / "sandbox.py"
+    without.write_text(Path(sandbox.__file__).read_text().replace("libc.unshare(", "libc.unshare(-1 | "))
+    monkeypatch.setattr(sandbox, "__file__", str(without))
     with pytest.raises(EngineError, match=r"can't box[\s\S]*box=\"limits\""):
         run_boxed("print(1)", "", BOX)
     assert run_boxed("print(1)", "", {**BOX, "box": False}) == "1\n"
