@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from m2flow.algorithms.losses import sequence_mean, sequence_sum
+    from m2flow.macro.critic import Critic, gae
     from m2flow.macro.datasets import Dataset
     from m2flow.macro.evaluation import Best, evaluate
     from m2flow.macro.flow import Flow, flow, load_flow
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from m2flow.macro.number import Number
     from m2flow.macro.ops import Role, call, log, op, steps
     from m2flow.macro.refill import informative, pass_rate_between
-    from m2flow.macro.roles import Critic, Policy, Reference, Reward, RewardModel, gae
+    from m2flow.macro.roles import Policy, Reference, Reward, RewardModel
     from m2flow.observe.otel import traceparent
     from m2flow.recipe import AdamW, Correction, Counts, Lora, Loss, PerSequence, Sampling, pass_at_k
     from m2flow.samples import Batch, Finish, Sample, SampleId
@@ -53,6 +54,7 @@ __version__ = "0.1.0"
 
 _WORDS = {
     "m2flow.algorithms.losses": "sequence_mean sequence_sum",
+    "m2flow.macro.critic": "Critic gae",
     "m2flow.macro.datasets": "Dataset",
     "m2flow.macro.evaluation": "Best evaluate",
     "m2flow.macro.flow": "Flow flow load_flow",
@@ -62,7 +64,7 @@ _WORDS = {
     "m2flow.macro.number": "Number",
     "m2flow.macro.ops": "Role call log op steps",
     "m2flow.macro.refill": "informative pass_rate_between",
-    "m2flow.macro.roles": "Critic Policy Reference Reward RewardModel gae",
+    "m2flow.macro.roles": "Policy Reference Reward RewardModel",
     "m2flow.observe.otel": "traceparent",
     "m2flow.recipe": "AdamW Correction Counts Lora Loss PerSequence Sampling pass_at_k",
     "m2flow.samples": "Batch Finish Sample SampleId",

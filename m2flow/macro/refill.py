@@ -17,19 +17,19 @@ Source:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
 from m2flow.errors import DatasetError, M2FlowError, OptionError, TraceError
 from m2flow.macro.graph import Call, Granularity
 from m2flow.macro.handles import Rows, describe
-from m2flow.recipe import Sampling, check_count, check_number
+from m2flow.recipe import check_count, check_number
 from m2flow.samples import Sample
 
 if TYPE_CHECKING:
     from m2flow.macro.datasets import Dataset
-    from m2flow.macro.roles import Policy, Reward
+    from m2flow.macro.roles import GenerateSettings, Policy, Reward
 
 Keep = Callable[[list[Sample]], bool]
 
@@ -72,21 +72,19 @@ class _PassRate:
         return self.low <= share <= self.high
 
 
-def refill(
-    policy: Policy,
-    source: Dataset,
-    *,
-    n: int,
-    sampling: Sampling,
-    count: int | None,
-    score: Reward | None,
-    keep: Keep | None,
-    max_draws: int | None,
-    staleness: int,
-    kv: str,
-    shown: Mapping[str, object],
-) -> Rows:
+@dataclass(frozen=True)
+class Draws:
+    """Options of `policy.generate(dataset, ...)` that say how many prompts it draws, and which groups it keeps."""
+
+    count: int | None = None
+    score: Reward | None = None
+    keep: Keep | None = None
+    max_draws: int | None = None
+
+
+def refill(policy: Policy, source: Dataset, settings: GenerateSettings, draws: Draws) -> Rows:
     """Record the calls of `policy.generate(source, count=..., score=..., keep=...)`; the rows have a column `reward`."""
+    count, score, keep = draws.count, draws.score, informative if draws.keep is None else draws.keep
     if count is None or score is None:
         raise OptionError(
             f"{policy.name}.generate draws from a dataset itself with count= (groups to keep) and score= (a Reward)",
@@ -95,15 +93,14 @@ def refill(
     if not hasattr(score, "_score"):
         raise TraceError(f"score got {describe(score)}; it takes a Reward", now="Make one of a function: Reward(function).")
     check_count("count", count)
-    if max_draws is not None:
-        check_count("max_draws", max_draws)
-    keep = informative if keep is None else keep
+    if draws.max_draws is not None:
+        check_count("max_draws", draws.max_draws)
     if not callable(keep):
         raise TraceError(f"keep needs a function of a group's samples, and got {describe(keep)}")
     session = policy._session
-    limit = max_draws or _DRAWS_PER_GROUP * count
-    prompts = source.upto(limit)
-    responses = policy._generate(prompts.ref, {**shown, "count": count}, n=n, sampling=sampling, staleness=staleness, kv=kv, refill=count)
+    prompts = source.upto(draws.max_draws or _DRAWS_PER_GROUP * count)
+    shown = {**settings.shown, "count": count}
+    responses = policy._generate(prompts.ref, shown, staleness=settings.staleness, refill=count, **settings.common)
     rewards = score._score(responses, refill=count)
     kept = session.record(
         role="keep",

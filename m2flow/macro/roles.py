@@ -1,9 +1,8 @@
-"""The built-in roles of a flow (Policy, Reference, Reward, Critic, RewardModel), and what each of their calls declares.
+"""The built-in roles of a flow (Policy, Reference, Reward, RewardModel; `m2flow.macro.critic` has another), and what their calls declare.
 
-    values = critic.values(responses)
-    estimate = gae(rewards, values, lam=0.95)
-    policy.update(responses, rewards, advantages=estimate.advantages)
-    critic.update(responses, returns=estimate.returns, old_values=values)
+    responses = policy.generate(prompts, n=8, max_new_tokens=64)
+    rewards = verifier.score(responses)
+    policy.update(responses, rewards, reference=reference)
 
 A role says what a call reads and writes, on which unit it may be run, and what kind of engine executes it. It knows nothing of where that
 engine is. An `InputKind` says which handles fit an input of a call. Whether the numbers behind a handle have the right shape is checked
@@ -23,13 +22,13 @@ import numpy as np
 
 from m2flow.errors import OptionError, TraceError
 from m2flow.macro.datasets import Dataset
-from m2flow.macro.graph import Call, Granularity, Ref
+from m2flow.macro.graph import Granularity, Ref
 from m2flow.macro.handles import Handle, Metrics, Rows, Scores, describe, is_isolated
-from m2flow.macro.loss_declarations import check_update, clipped_value, nll, ppo_clip
+from m2flow.macro.loss_declarations import check_update, nll, ppo_clip
 from m2flow.macro.ops import log
 from m2flow.macro.oversampling import carries, check_late, check_line, windows
-from m2flow.macro.refill import Keep, refill
-from m2flow.macro.session import Session, current_session
+from m2flow.macro.refill import Draws, Keep, refill
+from m2flow.macro.session import current_session
 from m2flow.macro.sites import user_site
 from m2flow.macro.tail_batching import generate_deferred
 from m2flow.recipe import (
@@ -279,6 +278,49 @@ class UpdateSettings:
         check_optimizer(self.optimizer)
 
 
+@dataclass(frozen=True)
+class GenerateSettings:
+    """Settings of a generate call, wherever its prompts come from. Raises `OptionError` if one is invalid or does not go with another."""
+
+    n: int
+    sampling: Sampling
+    asked_staleness: int | None
+    """What the program says; `staleness` is that, or the flow's."""
+    staleness: int
+    oversample: float
+    late: Literal["wait", "drop", "carry", "defer"]
+    timeout_s: float | None
+    kv: Literal["recompute", "keep"]
+
+    def __post_init__(self) -> None:
+        if not is_count(self.n) or self.n > MAX_GROUP:
+            raise OptionError(f"n is {self.n!r}; a prompt has from 1 to {MAX_GROUP} responses, a whole number")
+        check_late(self.oversample, self.late, self.kv, self.staleness, self.timeout_s)
+
+    @property
+    def common(self) -> dict[str, object]:
+        """Options that every generate call has."""
+        return {"n": self.n, "sampling": self.sampling, "kv": self.kv}
+
+    @property
+    def options(self) -> dict[str, object]:
+        """Options of a call whose prompts are given."""
+        options: dict[str, object] = {**self.common, "late": self.late, "oversample": self.oversample}
+        return options | ({"timeout_s": self.timeout_s} if self.timeout_s is not None else {})
+
+    @property
+    def shown(self) -> dict[str, object]:
+        """What the graph shows of the call: its sizes, and the options that differ from their defaults."""
+        shown: dict[str, object] = {"n": self.n, "max_new_tokens": self.sampling.max_new_tokens}
+        shown |= {"temperature": self.sampling.temperature} if self.sampling.temperature != 1.0 else {}
+        shown |= {"stop": list(self.sampling.stop)} if self.sampling.stop else {}
+        shown |= {"staleness": self.asked_staleness} if self.asked_staleness is not None else {}
+        shown |= ({"oversample": self.oversample} if self.oversample != 1.0 else {}) | {"late": self.late} if self.late != "wait" else {}
+        shown |= {"timeout_s": self.timeout_s} if self.timeout_s is not None else {}
+        shown |= {"kv": self.kv} if self.kv != "recompute" else {}
+        return shown
+
+
 _WITH_ADVANTAGES, _WITHOUT = ppo_clip(), nll()
 """What an update minimises that names no loss."""
 
@@ -289,23 +331,9 @@ _NOT_COLUMNS = {"samples", "rewards", "reward", "advantages", "reference", "refe
 # ---- Policy and Reference
 
 
-def _shown_options(
-    n: int, sampling: Sampling, staleness: int | None, oversample: float, late: str, timeout_s: float | None, kv: str
-) -> dict[str, object]:
-    """Return what the graph shows of a generate call: its sizes, and the options that differ from their defaults."""
-    shown: dict[str, object] = {"n": n, "max_new_tokens": sampling.max_new_tokens}
-    shown |= {"temperature": sampling.temperature} if sampling.temperature != 1.0 else {}
-    shown |= {"stop": list(sampling.stop)} if sampling.stop else {}
-    shown |= {"staleness": staleness} if staleness is not None else {}
-    shown |= ({"oversample": oversample} if oversample != 1.0 else {}) | {"late": late} if late != "wait" else {}
-    shown |= {"timeout_s": timeout_s} if timeout_s is not None else {}
-    shown |= {"kv": kv} if kv != "recompute" else {}
-    return shown
-
-
-def _check_given_prompts(late: str, *, has_draw_options: bool) -> None:
+def _check_given_prompts(late: str, draws: Draws) -> None:
     """Raise `OptionError` for options of a generate call that draws its prompts from a dataset, where prompts are given."""
-    if has_draw_options:
+    if draws != Draws():
         now = "Pass the dataset itself: generate(dataset, count=..., score=...)."
         raise OptionError("count=, score=, keep= and max_draws= go with prompts that generate draws itself", now=now)
     if late == "defer":
@@ -419,52 +447,29 @@ class Policy(Role):
             PromptTooLong (at the first look): a prompt leaves no room for a response in the model's context.
             DatasetError (at the first look): fewer than `count` groups were kept among `max_draws` prompts.
         """
-        if not is_count(n) or n > MAX_GROUP:
-            raise OptionError(f"n is {n!r}; a prompt has from 1 to {MAX_GROUP} responses, a whole number")
-        sampling = Sampling(
-            max_new_tokens,
-            temperature,
-            top_p,
-            top_k,
-            min_new_tokens,
-            stop_token_ids=as_tuple(stop_token_ids),
-            stop=(stop,) if isinstance(stop, str) else as_tuple(stop),
-            include_stop=include_stop,
-            ignore_eos=ignore_eos,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            logit_bias=() if logit_bias is None else as_tuple(logit_bias.items() if isinstance(logit_bias, Mapping) else logit_bias),
-        )
-        shown = _shown_options(n, sampling, staleness, oversample, late, timeout_s, kv)
+        drawn = max_new_tokens, temperature, top_p, top_k, min_new_tokens  # In the order of the fields of `Sampling`, as the next.
+        ends = as_tuple(stop_token_ids), (stop,) if isinstance(stop, str) else as_tuple(stop), include_stop, ignore_eos
+        bias = () if logit_bias is None else as_tuple(logit_bias.items() if isinstance(logit_bias, Mapping) else logit_bias)
+        sampling = Sampling(*drawn, *ends, min_p=min_p, repetition_penalty=repetition_penalty, logit_bias=bias)
         allowed = self._session.staleness_of_generate(staleness)
-        check_late(oversample, late, kv, allowed, timeout_s)
+        settings = GenerateSettings(n, sampling, staleness, allowed, oversample, late, timeout_s, kv)
+        draws = Draws(count, score, keep, max_draws)
         if isinstance(prompts, Dataset):
-            if late == "defer" and score is None and keep is None and max_draws is None:
-                given = {"n": n, "sampling": sampling, "count": count, "oversample": oversample}
-                return generate_deferred(self, prompts, **given, staleness=allowed, kv=kv, shown=shown)  # type: ignore[arg-type]
-            if late != "wait":
-                raise OptionError(
-                    f"oversample= and late={late!r} go with prompts that are given; count= draws as many as it needs",
-                    now="Say generate(dataset.take(40), oversample=1.25, late=...) and filter what it gives, or leave them out here.",
-                )
-            return refill(
-                self,
-                prompts,
-                n=n,
-                sampling=sampling,
-                count=count,
-                score=score,
-                keep=keep,
-                max_draws=max_draws,
-                staleness=allowed,
-                kv=kv,
-                shown=shown,
-            )
-        _check_given_prompts(late, has_draw_options=not (count is None and score is None and keep is None and max_draws is None))
+            return self._generate_drawn(prompts, settings, draws)
+        _check_given_prompts(late, draws)
         asked = self._rows(prompts, "generate", PROMPTS)
-        options: dict[str, object] = {"late": late, "oversample": oversample, "kv": kv}
-        options |= {"timeout_s": timeout_s} if timeout_s is not None else {}
-        return self._generate(asked, shown, n=n, sampling=sampling, staleness=allowed, **options)
+        return self._generate(asked, settings.shown, staleness=allowed, **settings.options)
+
+    def _generate_drawn(self, source: Dataset, settings: GenerateSettings, draws: Draws) -> Rows:
+        """Record the calls of a generation that draws its prompts from a dataset."""
+        if settings.late == "defer" and draws == Draws(draws.count):
+            return generate_deferred(self, source, settings, draws.count)
+        if settings.late != "wait":
+            raise OptionError(
+                f"oversample= and late={settings.late!r} go with prompts that are given; count= draws as many as it needs",
+                now="Say generate(dataset.take(40), oversample=1.25, late=...) and filter what it gives, or leave them out here.",
+            )
+        return refill(self, source, settings, draws)
 
     def _generate(self, prompts: Ref, shown: Mapping[str, object], *, staleness: int, **options: object) -> Rows:
         """Record a generate call with these options."""
@@ -586,7 +591,7 @@ class Policy(Role):
             granularity=Granularity.BATCH,
             inputs={key: ref for key, (ref, _) in given.items()},
             options={
-                "function": _Columns("m2flow.algorithms.advantages", "of_batch", (("name", name),)),
+                "function": ColumnFunction("m2flow.algorithms.advantages", "of_batch", (("name", name),)),
                 "style": "columns",
                 "gives": "column",
                 "column": "advantages",
@@ -797,7 +802,7 @@ class RewardSum(Reward):
             granularity=Granularity.SAMPLE,
             inputs={column: scores.ref for column, scores in zip(columns, parts.values(), strict=True)},
             options={
-                "function": _Columns(__name__, "_weighted_sum", tuple(zip(columns, self._weights_of, strict=True))),
+                "function": ColumnFunction(__name__, "_weighted_sum", tuple(zip(columns, self._weights_of, strict=True))),
                 "timeout_s": None,
                 "column": "reward",
                 "style": "columns",
@@ -835,77 +840,7 @@ def _reward_column(rows: Batch, values: Mapping[str, object]) -> Column:
     return rows["reward"]
 
 
-# ---- Critic and RewardModel
-
-
-class Critic(Role):
-    """A model with a value head: before each token it estimates the reward still to come.
-
-    Args:
-        model: a path as `Policy` takes, whose head starts at zero unless it has one; or a policy, whose body as it is at this line is
-            copied.
-        init: `random` draws the weights instead of loading them.
-        optimizer: for `update` calls that bring none.
-        name, dtype, chat, revision: as `Policy`.
-    """
-
-    def __init__(
-        self,
-        model: Policy | str | Path,
-        *,
-        name: str = "critic",
-        init: Literal["pretrained", "random"] = "pretrained",
-        dtype: Literal["float32", "bfloat16", "float16"] = "float32",
-        chat: bool = False,
-        optimizer: AdamW | None = None,
-        revision: str | None = None,
-    ) -> None:
-        super().__init__(name, "Critic")
-        self.optimizer = AdamW() if optimizer is None else optimizer
-        check_optimizer(self.optimizer)
-        if isinstance(model, Policy):
-            self._copy(model.name, "value")
-        else:
-            self._session.add_model(
-                name, Model(model_path(model), init, self._session.seed, dtype, chat, head="value", is_policy=False, revision=revision)
-            )
-
-    def values(self, responses: Handle) -> Rows:
-        """The value estimate before each token: a ragged row for each response, in the unit of the reward, 0 for the prompt."""
-        return self._of_tokens(responses, "values", "values")
-
-    def update(
-        self,
-        responses: Handle,
-        *,
-        returns: Handle,
-        old_values: Handle | None = None,
-        clip: float = 0.2,
-        loss: Loss | None = None,
-        optimizer: AdamW | None = None,
-        minibatch_size: int | None = None,
-        epochs: int = 1,
-    ) -> Metrics:
-        """Move the values towards the returns; later lines see the new weights.
-
-        Args:
-            returns: what the values should have been: one number a token, or one a response.
-            old_values: the values that the returns were estimated with. With them, no value is rewarded for moving further than `clip`.
-            loss: `clipped_value(clip=clip)` by default; it may need `values`, `returns` and `old_values`.
-            minibatch_size, epochs: as `Policy.update`.
-        Returns:
-            means over the call: `loss`, `value`, `value_error`, `value_clipped` (with old values), `grad_norm`.
-        """
-        check_number("clip", clip, low=0)
-        loss = clipped_value(clip=clip if old_values is not None else 0.0) if loss is None else loss
-        settings = UpdateSettings(loss, self.optimizer if optimizer is None else optimizer, minibatch_size, epochs)
-        if "old_values" in loss.needs and old_values is None:
-            raise TraceError(f"the loss {loss.name} needs old_values", now="Pass the values that the returns were estimated with.")
-        samples = self._rows(self._common(responses, returns, old_values), "update", RESPONSES)
-        given = {"returns": self._column(returns, "update", NUMBERS)}
-        if old_values is not None:
-            given["old_values"] = self._column(old_values, "update", NUMBERS)
-        return self._train(samples, given, settings)
+# ---- RewardModel
 
 
 class RewardModel(Role):
@@ -952,80 +887,8 @@ class RewardModel(Role):
         return Scores(self._session, call)
 
 
-def gae(
-    responses: Handle,
-    rewards: Handle,
-    values: Handle,
-    *,
-    kl: Handle | None = None,
-    gamma: float = 1.0,
-    lam: float = 0.95,
-    critic_lam: float | None = None,
-    length_alpha: float = 0.0,
-) -> Estimate:
-    """Generalised advantage estimation: advantages and returns of every generated token, from rewards and a critic's values.
-
-    Args:
-        rewards: one number a response, which its last token gets, or one a token.
-        values: what `critic.values(responses)` gave.
-        kl: a penalty for each token, taken off its reward: `0.05 * (responses.logprobs - reference.logprobs(responses))`.
-        gamma: discount of a token. lam: 0 trusts the values alone, 1 the rewards alone.
-        critic_lam: the lam of the returns, where it is another than that of the advantages (decoupled GAE).
-        length_alpha: with a number above 0, such as 0.05, lam is 1 - 1 / (length_alpha * length) for each response instead (VAPO).
-    Source:
-        Schulman et al. 2016, arXiv:1506.02438. The equations are at `m2flow.algorithms.gae.gae`; the penalty in the reward is that of
-        Ziegler et al. 2019, arXiv:1909.08593, eq. 2.
-    """
-    session = current_session("gae()")
-    for name, value in (("gamma", gamma), ("lam", lam)):
-        check_number(name, value, low=0, high=1)
-    check_number("length_alpha", length_alpha, low=0)
-    chosen: dict[str, float] = {"gamma": float(gamma), "lam": float(lam)} | ({"length_alpha": length_alpha} if length_alpha else {})
-    if critic_lam is not None:
-        check_number("critic_lam", critic_lam, low=0, high=1)
-        chosen["critic_lam"] = float(critic_lam)
-    given = {"rewards": (rewards, REWARDS), "values": (values, NUMBERS)} | ({"penalties": (kl, NUMBERS)} if kl is not None else {})
-    inputs, columns = {"samples": _fitting(responses, "responses", RESPONSES).check(session, "gae")}, {}
-    for name, (handle, wants) in given.items():
-        rows = _fitting(handle, "kl" if name == "penalties" else name, wants)
-        inputs[name], columns[name] = rows.check(session, "gae"), rows.column or ""
-    call = session.record(
-        role="gae",
-        method="",
-        engine="function",
-        granularity=Granularity.SAMPLE,
-        inputs=inputs,
-        options={
-            "function": _Columns("m2flow.algorithms.gae", "gae_rows", tuple(chosen.items())),
-            "style": "columns",
-            "gives": "rows",
-            "columns": columns,
-            "fields": frozenset({"advantages", "returns"}),
-            "timeout_s": None,
-        },
-        shown={**chosen, "gamma": gamma, "lam": lam},
-    )
-    return Estimate(session, call, responses)
-
-
-class Estimate(Handle):
-    """The result of `gae`: `advantages` and `returns`, each a ragged row for each response, aligned with its tokens."""
-
-    def __init__(self, session: Session, call: Call, responses: Handle) -> None:
-        super().__init__(session, call)
-        self._responses = responses if isinstance(responses, Rows) else None
-
-    @property
-    def advantages(self) -> Rows:
-        return Rows(self._session, self._call, "advantages", owner=self, tokens_of=self._responses)
-
-    @property
-    def returns(self) -> Rows:
-        return Rows(self._session, self._call, "returns", owner=self, tokens_of=self._responses)
-
-
 @dataclass(frozen=True)
-class _Columns:
+class ColumnFunction:
     """A function on columns, by name: the worker that runs it imports what it needs."""
 
     module: str
@@ -1034,9 +897,3 @@ class _Columns:
 
     def __call__(self, rows: Batch, values: Mapping[str, object]) -> object:
         return getattr(importlib.import_module(self.module), self.name)(rows, values, **dict(self.options))
-
-
-def _fitting(handle: object, name: str, wants: InputKind) -> Rows:
-    if not isinstance(handle, Rows) or not wants.fit(handle):
-        raise TraceError(f"gae needs {name}: {wants.what}; and got {describe(handle)}", now=wants.now)
-    return handle

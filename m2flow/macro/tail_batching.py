@@ -33,12 +33,12 @@ from m2flow.errors import OptionError
 from m2flow.macro.graph import Granularity
 from m2flow.macro.handles import Rows, concat
 from m2flow.macro.sites import user_site
-from m2flow.recipe import Sampling, is_count
+from m2flow.recipe import is_count
 from m2flow.samples import Batch, Column, SampleId, prompt_positions
 
 if TYPE_CHECKING:
     from m2flow.macro.datasets import Dataset
-    from m2flow.macro.roles import Policy
+    from m2flow.macro.roles import GenerateSettings, Policy
 
 
 @dataclass(frozen=True)
@@ -82,18 +82,7 @@ class DeferredPrompts:
         return found
 
 
-def generate_deferred(
-    policy: Policy,
-    source: Dataset,
-    *,
-    n: int,
-    sampling: Sampling,
-    count: int | None,
-    oversample: float,
-    staleness: int,
-    kv: str,
-    shown: Mapping[str, object],
-) -> Rows:
+def generate_deferred(policy: Policy, source: Dataset, settings: GenerateSettings, count: int | None) -> Rows:
     """Record the calls of one round of such a line; the rows are those of `count` groups."""
     if not is_count(count):
         raise OptionError(
@@ -101,6 +90,7 @@ def generate_deferred(
             now="Say generate(dataset, n=8, count=32, oversample=1.25, late='defer').",
         )
     assert count is not None
+    oversample, staleness, shown = settings.oversample, settings.staleness, {**settings.shown, "count": count}
     num_drawn = math.floor(count * oversample + 1e-9)
     if num_drawn == count:
         raise OptionError(
@@ -109,12 +99,11 @@ def generate_deferred(
         )
     site = user_site()
     waiting = policy._session.deferred.setdefault((policy.name, source, site.file, site.line, site.path), DeferredPrompts())
-    common: dict[str, object] = {"n": n, "sampling": sampling, "kv": kv}
     if waiting.count >= count:
-        prompts, options = waiting.take(count), {"late": "wait", "oversample": 1.0, "is_long": True, **common}
-        return policy._generate(prompts.ref, {**shown, "count": count, "round": "long"}, staleness=staleness, **options)
-    prompts, options = source.take(num_drawn), {"late": "defer", "oversample": oversample, **common}
-    rows = policy._generate(prompts.ref, {**shown, "count": count}, staleness=staleness, **options)
+        prompts, options = waiting.take(count), {**settings.common, "late": "wait", "oversample": 1.0, "is_long": True}
+        return policy._generate(prompts.ref, {**shown, "round": "long"}, staleness=staleness, **options)
+    prompts, options = source.take(num_drawn), {**settings.common, "late": "defer", "oversample": oversample}
+    rows = policy._generate(prompts.ref, shown, staleness=staleness, **options)
     waiting.join(_unanswered(prompts, rows, num_drawn - count), num_drawn - count)
     return rows
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, final
 
 from m2flow.errors import DatasetError, OpError
+from m2flow.macro.critic import Critic, gae
 from m2flow.macro.datasets import Dataset
 from m2flow.macro.flow import Flow
 from m2flow.macro.handles import Metrics, Rows, concat, where
@@ -22,7 +23,7 @@ from m2flow.macro.loss_declarations import nll, ppo_clip
 from m2flow.macro.number import Number
 from m2flow.macro.ops import Role, call, log, op, steps
 from m2flow.macro.refill import Keep, informative
-from m2flow.macro.roles import Critic, Policy, Reference, Reward, gae
+from m2flow.macro.roles import Policy, Reference, Reward
 from m2flow.recipe import AdamW
 from m2flow.samples import Finish, Sample
 from m2flow.testing import programs as p
