@@ -70,7 +70,7 @@ not-run:
 
 # The tests always draw the same programs; these are new ones each time. What it prints of a difference can be pasted into tests/runs/test_random_programs.py.
 fuzz: $(VENV)/.installed ## Random programs with new seeds, planned and eager, for MINUTES=30. SEED=... makes those of a seed again.
-	@OMP_NUM_THREADS=1 $(BIN)/python -m m2flow.testing.campaign --minutes $(MINUTES) --jobs $(JOBS) $(if $(SEED),--seed $(SEED))
+	@OMP_NUM_THREADS=1 $(BIN)/python tests/support/campaign.py --minutes $(MINUTES) --jobs $(JOBS) $(if $(SEED),--seed $(SEED))
 
 bench: $(VENV)/.installed ## Every benchmark, one after the other; each prints what it measured and how.
 	@status=0; for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file $(ARGS) || status=1; done; exit $$status

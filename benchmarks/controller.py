@@ -29,6 +29,7 @@ from typing import Any
 
 import msgspec
 import psutil
+from sides.periodic import Periodically
 from sides.unbroken import Unbroken
 
 from m2flow import Dataset, Policy, Reward, Sample, flow, steps
@@ -45,7 +46,6 @@ from m2flow.micro.worker.worker import Worker
 from m2flow.micro.worker.worker_settings import WorkerSettings
 from m2flow.runner import run as runs
 from m2flow.spec import ChannelSpec, ClusterSpec, FunctionSpec, RolloutSpec, RunSettings, TrainSpec
-from m2flow.testing.periodic import Periodically
 
 GROUP = 8
 TOKENS = 8

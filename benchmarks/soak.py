@@ -19,12 +19,12 @@ import time
 from pathlib import Path
 
 import psutil
+from sides.periodic import Periodically
 
 from m2flow import Dataset, Policy, Reward, Sample, flow, steps
 from m2flow.micro.records.audit import audit
 from m2flow.runner.run import Run
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, RunSettings, TrainSpec
-from m2flow.testing.periodic import Periodically
 
 _PROMPTS, _N = 64, 8
 _EVERY_S = 0.5

@@ -160,7 +160,7 @@ def simulate_flow_command(
 def _write_run(out: Path, scenario: Scenario, outcome: Outcome, plan: Plan, target: str, options: Mapping[str, object]) -> None:
     """Write the directory of a simulated run; with the plan's forecast, if the plan was not chosen by one."""
     from m2flow.planner.planning import forecast, write_forecast
-    from m2flow.simulator.simulated_trace import write_run
+    from m2flow.simulator.scenario import write_run
 
     write_run(out, scenario, outcome, flow_file=target, options=options)
     if plan.choice is None:

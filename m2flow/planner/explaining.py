@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from m2flow.micro.protocol.plan import Choice, Plan, Seat, Stage, WorkerPlan
-from m2flow.micro.protocol.plan_text import in_columns
+from m2flow.micro.protocol.plan import Choice, Plan, Seat, Stage, WorkerPlan, in_columns
 
 _GIB = 2**30
 

@@ -1,17 +1,25 @@
-"""Prepare what a simulation needs: a flow's program, the costs of its engines, the lengths of its samples, failures, and a plan.
+"""Prepare, run and record a simulation: a flow's program, the costs of its engines, the lengths of its samples, failures, and a plan.
 
     Flow, ClusterSpec, Lengths --prepare--> Scenario: Program, Costs --plan--> Plan --run--> Outcome
+    Outcome --write_run--> a run directory: config.json, plan.txt, plan.json, report.json, trace/, trace.json.gz
 
-A scenario is prepared once; it can then make plans for other clusters, modes or stalenesses, and simulate any number of runs.
+A scenario is prepared once; it can then make plans for other clusters, modes or stalenesses, and simulate any number of runs. A simulated
+run is written in the formats of real ones, so that the same tools show both; its virtual time begins at 0, which viewers show as
+1 January 1970.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+import msgspec
 
 from m2flow.errors import OptionError, PlanError, SpecError
 from m2flow.macro.flow import Flow
@@ -19,17 +27,22 @@ from m2flow.macro.graph import Call, Effect, MacroGraph
 from m2flow.macro.tracing import MOST_ASKED, Copies, KnownValues, copies_made, explore, follow
 from m2flow.micro.lowering.arithmetic import TRACED_STEPS
 from m2flow.micro.lowering.passes import lower
+from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.cost_terms import Costs, EngineId
-from m2flow.micro.protocol.plan import Choice, Mode, Plan
-from m2flow.micro.protocol.plan_text import names_text
+from m2flow.micro.protocol.plan import Choice, Mode, Plan, names_text
 from m2flow.micro.records.plan_file import check_edited
+from m2flow.micro.records.rundir import write_plan
+from m2flow.observe.perfetto import write_trace
+from m2flow.observe.spans import SpanBlock, SpanName, plain_attributes
+from m2flow.observe.store import TraceStore
 from m2flow.planner.planning import Question, is_searched, question_of
 from m2flow.planner.problem import pin_of
 from m2flow.recipe import Model
 from m2flow.rollout_scheduling.lengths import Lengths
 from m2flow.simulator.machines import Machine, machines_of
-from m2flow.simulator.simulation import Failure, Made, Program, follow_program
+from m2flow.simulator.simulation import Did, Failure, Made, Program, follow_program
 from m2flow.simulator.simulation_report import Report, RunTotals, Simulated, report_of, simulate, totals_of
+from m2flow.simulator.virtual_worker import Life
 from m2flow.spec import ClusterSpec, PinSpec
 
 
@@ -260,3 +273,104 @@ def _loosened_call(call: Call, staleness: int, first: Mapping[str, int]) -> Call
         oldest = max(effect.version - staleness, first.get(effect.resource, 0))
         reads.append(Effect(effect.resource, effect.version, oldest if oldest < effect.version else None))
     return replace(call, reads=tuple(reads), options={**call.options, "staleness": staleness})
+
+
+# ---- the run directory of a simulated run
+
+_Span = tuple[str, int, int, dict[str, object]]
+
+
+def write_run(directory: Path, scenario: Scenario, outcome: Outcome, *, flow_file: str, options: Mapping[str, object]) -> None:
+    """Write a directory that `m2flow view`, `trace`, `analyze` and `compare` open.
+
+    Raises:
+        SpecError: it is there and not empty, or can't be written.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if any(directory.iterdir()):
+            raise SpecError(f"{directory} is not empty", now="Give --out a new directory.")
+        _write(directory, scenario, outcome, flow_file, options)
+    except OSError as error:
+        raise SpecError(f"can't write the simulated run to {directory}: {error.strerror}") from error
+
+
+def _write(directory: Path, scenario: Scenario, outcome: Outcome, flow_file: str, options: Mapping[str, object]) -> None:
+    config = {
+        "flow": flow_file,
+        "options": {name: value if isinstance(value, int | float | str | bool | None) else repr(value) for name, value in options.items()},
+        "simulated": {"lengths": scenario.lengths.name, "seed": scenario.seed, "staleness": scenario.program.staleness},
+        "cluster": scenario.spec.model_dump(),
+    }
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    write_plan(directory, outcome.plan)
+    (directory / "report.json").write_bytes(msgspec.json.format(msgspec.json.encode(outcome.report)) + b"\n")
+    with TraceStore(directory) as store:
+        for block in blocks_of(outcome):
+            store.append(block)
+    write_trace(directory, directory / "trace.json.gz", devices=outcome.plan.device_names)
+
+
+def blocks_of(outcome: Outcome) -> Iterable[SpanBlock]:
+    """The spans that each worker would have recorded."""
+    history = outcome.simulated.history
+    tasks: dict[str, list[_Span]] = {}
+    for did in history.dids:
+        found = _of_task(did)
+        if found is not None:
+            tasks.setdefault(did.worker, []).append(found)
+    for worker, lives in history.lives.items():
+        spans = [*tasks.get(worker, []), *_turns(lives), *(_life(life, history.calls[life.call]) for life in lives if life.begun >= 0)]
+        if spans:
+            yield SpanBlock(worker, 0, [(name, start, end, plain_attributes(about)) for name, start, end, about in spans], [])
+
+
+def _of_task(did: Did) -> _Span | None:
+    about: dict[str, object] = _about(did.call) if did.call else {}
+    match did.task:
+        case m.RunFunction(ids=ids):
+            name = SpanName.FUNCTION_CALL if did.call and did.call.engine == "function" else SpanName.TRAIN_LOGPROBS
+            about |= {"num_samples": len(ids), "samples": ids}
+        case m.Accumulate(ids=ids):
+            name = SpanName.TRAIN_ACCUMULATE
+            about |= {"num_samples": len(ids), "samples": ids}
+        case m.Apply(version=version):
+            name = SpanName.TRAIN_APPLY
+            about |= {"version": version}
+        case m.PublishWeights(role=role, version=version):
+            name, about = SpanName.WEIGHTS_PUBLISH, {"version": version, "label": role}
+        case m.LoadWeights(role=role, version=version):
+            name, about = SpanName.WEIGHTS_LOAD, {"version": version, "label": role}
+        case m.Switch(to=to):
+            name, about = SpanName.SWITCH, {"label": f"to {to}"}
+        case _:
+            return None
+    return name, _ns(did.start_s), _ns(did.end_s), about
+
+
+def _turns(lives: Sequence[Life]) -> Iterable[_Span]:
+    """A span for each stretch of time in which the number of decoding samples is constant."""
+    changes: Counter[int] = Counter()
+    for life in lives:
+        if life.begun >= 0:
+            changes[_ns(life.begun_s)] += 1
+            changes[_ns(life.ended_s)] -= 1
+    running = 0
+    for start, end in itertools.pairwise(sorted(changes)):
+        running += changes[start]
+        if running > 0:
+            yield SpanName.ROLLOUT_STEP, start, end, {"num_samples": running}
+
+
+def _life(life: Life, call: Call) -> _Span:
+    tokens = round(life.tokens_until(life.ended))
+    about = {**_about(call), "sample": life.id, "num_tokens": tokens, "version": life.version}
+    return SpanName.SAMPLE, _ns(life.begun_s), _ns(life.ended_s), about
+
+
+def _about(call: Call) -> dict[str, object]:
+    return {"call": call.ordinal, "step": call.step, "flow_line": str(call.site), "label": call.name}
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * 1e9)

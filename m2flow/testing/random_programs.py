@@ -6,7 +6,7 @@
 
 A case is a program with the conditions of one run. Random choices come from `Draws`: `Dice`, a cheap function of a seed, or hypothesis, for
 which `programs`, `timed_programs`, `clusters` and `policies` are strategies. The text of a case recreates it and can be pasted into a test;
-`shrunk` makes that text short. Many cases in a row: `m2flow.testing.campaign`.
+`shrunk` makes that text short.
 """
 
 from __future__ import annotations

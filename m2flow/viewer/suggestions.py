@@ -25,8 +25,7 @@ from m2flow.micro.records.rundir import read_config
 from m2flow.planner.planning import read_prediction
 from m2flow.runner.probing import measured_run
 from m2flow.simulator.ablation import AS_PLANNED, Row, compare
-from m2flow.simulator.scenario import Scenario, prepare
-from m2flow.simulator.simulated_trace import write_run
+from m2flow.simulator.scenario import Scenario, prepare, write_run
 from m2flow.spec import ClusterSpec
 from m2flow.viewer.analysis import analysis_of
 from m2flow.viewer.idle import idle_of

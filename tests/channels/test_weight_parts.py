@@ -17,8 +17,7 @@ from m2flow.channels.weights import tensors as sums
 from m2flow.channels.weights.buckets import receive_buckets, send_buckets, unpack_buckets
 from m2flow.channels.weights.delta import Changes, applied
 from m2flow.channels.weights.manifest import Change, Content, TensorEntry, laid_out, padded
-from m2flow.channels.weights.tensors import checksum, copy_with_checksum
-from m2flow.channels.weights.torch_tensors import checksum_on_device
+from m2flow.channels.weights.tensors import checksum, checksum_on_device, copy_with_checksum
 from m2flow.errors import BrokenChannel, DecodeError
 
 

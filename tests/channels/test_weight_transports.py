@@ -34,8 +34,7 @@ from m2flow.channels.weights.broadcast import BroadcastReceiver, BroadcastServer
 from m2flow.channels.weights.device import CudaIpc
 from m2flow.channels.weights.manifest import Content, laid_out, padded
 from m2flow.channels.weights.streams import StreamReceiver, StreamServer
-from m2flow.channels.weights.tensors import bytes_of, checksum, mark_tied
-from m2flow.channels.weights.torch_tensors import from_wire, to_wire
+from m2flow.channels.weights.tensors import bytes_of, checksum, from_wire, mark_tied, to_wire
 from m2flow.channels.weights.weight_files import open_file, remove_files
 from m2flow.channels.zeromq import new_keys
 from m2flow.errors import BrokenChannel, ChannelClosed, ChannelError, DecodeError, InternalError, SpecError

@@ -13,8 +13,7 @@ from safetensors.torch import load_file
 from tiny_models import save_config
 
 from m2flow.channels.weights import Publisher, Subscriber, WeightOptions
-from m2flow.channels.weights.tensors import mark_tied
-from m2flow.channels.weights.torch_tensors import from_wire, to_wire
+from m2flow.channels.weights.tensors import from_wire, mark_tied, to_wire
 from m2flow.engines.contract import EngineSettings
 from m2flow.engines.embedded.rollout_engine import EmbeddedRollout
 from m2flow.engines.models.hf_model import EXPERTS, load_model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from cost_tables import NOTHING, PlainCosts
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from simulated import Given, Ran, ran
@@ -15,7 +16,6 @@ from m2flow.macro.tracing import trace
 from m2flow.micro.protocol.cost_terms import DecodeCost, PassCost, TrainCost
 from m2flow.samples import SampleId
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
-from m2flow.testing.costs import NOTHING, PlainCosts
 from m2flow.testing.random_programs import clusters
 from m2flow.testing.world import run_eager, run_planned
 

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import campaign
 import pytest
 
 from m2flow.spec import ChannelSpec, ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
-from m2flow.testing import campaign, programs, random_programs
+from m2flow.testing import programs, random_programs
 from m2flow.testing.program_calls import as_flow
 from m2flow.testing.programs import (
     Account,

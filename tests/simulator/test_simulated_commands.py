@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cost_tables import NOTHING, PlainCosts
 from simulated import Given, zero
 
 from m2flow import Dataset, Flow, Policy, Reward, flow, steps
@@ -33,7 +34,6 @@ from m2flow.simulator.machines import machines_of
 from m2flow.simulator.simulation import follow_program
 from m2flow.simulator.simulation_report import simulate
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, RunSettings, TrainSpec
-from m2flow.testing.costs import NOTHING, PlainCosts
 
 Told = tuple[str, str, int, tuple[int, ...]]
 """What a worker is told: kind of task, call, step, rows."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from cost_tables import NOTHING, PlainCosts
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from simulated import Given, cluster, plain, ran, stale, zero
@@ -16,7 +17,6 @@ from m2flow.simulator.machines import Machine, Place
 from m2flow.simulator.scenario import failure_of
 from m2flow.simulator.simulation import Failure
 from m2flow.spec import ClusterSpec, PoolSpec
-from m2flow.testing.costs import NOTHING, PlainCosts
 
 some = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 SLOW = {name: FunctionCost((3.0, 5.0, 30.0)) for name in ("zero.score", "ranks", "twice")}

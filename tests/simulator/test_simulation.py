@@ -7,6 +7,7 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 import pytest
+from cost_tables import NOTHING, PlainCosts
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from simulated import Given, cluster, evaluated, leased, plain, ran, stale
@@ -17,7 +18,6 @@ from m2flow.micro.protocol.plan import Plan
 from m2flow.rollout_scheduling.lengths import parse_lengths
 from m2flow.simulator import virtual_worker
 from m2flow.simulator.virtual_worker import Decoding, Life
-from m2flow.testing.costs import NOTHING, PlainCosts
 
 some = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 T0, T1 = 1.0, 0.25

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from cost_tables import NOTHING, PlainCosts
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from simulated import Given, Ran, cluster, leased, ran, zero
@@ -11,7 +12,6 @@ from m2flow import Dataset, Policy, Reward, flow, steps
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.cost_terms import DecodeCost, PassCost, TrainCost
 from m2flow.rollout_scheduling.lengths import parse_lengths
-from m2flow.testing.costs import NOTHING, PlainCosts
 
 COSTS = PlainCosts(DecodeCost(1.0, 0.25, 0.0, 1000), TrainCost(NOTHING, PassCost(0.0, 0.01, 0.0), 1.0))
 some = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])

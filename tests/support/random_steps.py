@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 
 import numpy as np
+from cost_tables import Entry, TableCosts
 
 from m2flow.micro.protocol.cost_terms import DecodeCost, EngineId, Footprint, FunctionCost, Layout, PassCost, Switch, TrainCost
 from m2flow.planner.problem import Problem
 from m2flow.planner.workload import CallLoad, Workload
 from m2flow.spec import ClusterSpec, PoolSpec
-from m2flow.testing.costs import Entry, TableCosts
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 15, 16)
 

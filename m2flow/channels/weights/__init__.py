@@ -3,9 +3,9 @@
     trainer.weights() --Publisher.publish--> Manifest --control link--> Subscriber.tensors --> rollout.load_weights
                         staged once, checksums        shared memory | cuda ipc | broadcast | tcp | file
 
-Modules, from the inside out: `tensors` (names, types, checksums), `manifest`, `delta` (what changed since the last version), `buckets`
-(double buffering), `torch_tensors` (the one that knows torch tensors), `transport` (the interface of all transports), a module for each
-of them (`shared_segment`, `device` for CUDA IPC, `broadcast`, `streams`, `weight_files`), `publication` (their table, and both ends).
+Modules, from the inside out: `tensors` (types, conversion, checksums), `manifest`, `delta` (what changed since the last version), `buckets`
+(double buffering), `transport` (the interface of all transports), a module for each of them (`shared_segment`, `device` for CUDA IPC,
+`broadcast`, `streams`, `weight_files`), `publication` (their table, and both ends).
 """
 
 from m2flow.channels.weights.manifest import Manifest, TensorEntry

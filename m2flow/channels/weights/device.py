@@ -21,8 +21,7 @@ from typing import Any, final
 
 from m2flow.channels.weights.delta import Changes
 from m2flow.channels.weights.manifest import DeviceBuffer, DeviceLoan, Manifest, TensorEntry, listed, padded
-from m2flow.channels.weights.tensors import Tied, num_bytes_of
-from m2flow.channels.weights.torch_tensors import checksum_on_device, on_device
+from m2flow.channels.weights.tensors import Tied, checksum_on_device, num_bytes_of, on_device
 from m2flow.channels.weights.transport import Bytes, Held, Receiver, Stage, Transport, WeightOptions
 from m2flow.errors import ChannelClosed, ChannelError, DecodeError, InternalError
 

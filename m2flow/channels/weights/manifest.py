@@ -6,13 +6,23 @@ A manifest travels on the control link; the bytes never do. `compare_checksums` 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from m2flow.channels.weights.tensors import Weight, bytes_of, checksum, num_bytes_of, weight_of
+from m2flow.channels.weights.tensors import (
+    RawBits,
+    Tied,
+    Weight,
+    bytes_of,
+    checksum,
+    checksum_on_device,
+    num_bytes_of,
+    to_wire,
+    weight_of,
+)
 from m2flow.errors import DecodeError
 
 ALIGNMENT = 64
@@ -162,10 +172,19 @@ class TensorChecksum(NamedTuple):
 
 
 def array_checksums(tensors: Iterable[tuple[str, Weight]]) -> Iterator[TensorChecksum]:
-    """Compute the checksums of tensors in this host's memory. For those on a GPU: `torch_tensors.tensor_checksums`."""
+    """Compute the checksums of tensors in this host's memory. For those on a GPU: `tensor_checksums`."""
     for name, weight in tensors:
         dtype, shape, raw = bytes_of(name, weight)
         yield TensorChecksum(name, dtype, shape, checksum(raw))
+
+
+def tensor_checksums(tensors: Iterable[tuple[str, Any]]) -> Iterator[TensorChecksum]:
+    """Compute the checksums of engines' tensors. Of those on a GPU only row hashes leave it."""
+    for name, tensor in tensors:
+        if isinstance(tensor, np.ndarray | RawBits) or tensor.device.type == "cpu":
+            yield from array_checksums((each, weight) for each, weight in to_wire([(name, tensor)]) if not isinstance(weight, Tied))
+        else:
+            yield TensorChecksum(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), checksum_on_device(tensor))
 
 
 def compare_checksums(entries: Sequence[TensorEntry], held: Iterable[TensorChecksum]) -> tuple[list[str], set[str]]:

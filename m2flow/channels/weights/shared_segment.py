@@ -27,8 +27,7 @@ import numpy.typing as npt
 
 from m2flow.channels.weights.delta import Changes
 from m2flow.channels.weights.manifest import Manifest, TensorEntry, listed, named, padded, part_of
-from m2flow.channels.weights.tensors import Tied, Weight, bytes_of, checksum, copy_with_checksum
-from m2flow.channels.weights.torch_tensors import to_wire
+from m2flow.channels.weights.tensors import Tied, Weight, bytes_of, checksum, copy_with_checksum, to_wire
 from m2flow.channels.weights.transport import Held, Receiver, Stage, Transport, WeightOptions
 from m2flow.errors import ChannelClosed, ChannelError, DecodeError, SpecError
 

@@ -133,7 +133,7 @@ class Receiver(ABC):
     def receive(self, manifest: Manifest, held: Held | None, verify: Collection[str] | None) -> Iterator[tuple[str, Any]]:
         """Yield a version's tensors under all of their names, each valid until the next is taken.
 
-        Arrays or raw bits of host memory, torch tensors of a GPU (`torch_tensors.from_wire` makes one of both).
+        Arrays or raw bits of host memory, torch tensors of a GPU (`tensors.from_wire` makes one of both).
 
         Args:
             verify: names of tensors whose checksums are compared on arrival, None for all; the caller checks the others.

@@ -268,7 +268,7 @@ def export_part(part: Part, out: Path) -> str:
         ModelError: they are not those that the trainer held, or there is no model.
     """
     from m2flow.channels.weights import Tied, digest
-    from m2flow.channels.weights.torch_tensors import to_wire
+    from m2flow.channels.weights.tensors import to_wire
     from m2flow.engines.models.model_export import export_model
 
     weights = export_model(part.path, out)

@@ -31,7 +31,7 @@ import msgspec
 
 from m2flow.channels.channel import Statistics
 from m2flow.channels.weights import Manifest, Tied, Weight, digest
-from m2flow.channels.weights.torch_tensors import to_wire
+from m2flow.channels.weights.tensors import to_wire
 from m2flow.engines.contract import Engine, EngineSettings, Generated, Memory, Occupancy, Request, RolloutEngine, Tensor, TrainEngine
 from m2flow.engines.registry import make_function, make_rollout
 from m2flow.errors import InternalError, M2FlowError, OpError, PromptTooLong

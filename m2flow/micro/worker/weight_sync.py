@@ -30,9 +30,16 @@ import numpy as np
 
 from m2flow.channels.endpoints import Keys
 from m2flow.channels.weights import TRANSPORTS, Manifest, Publisher, Subscriber, WeightOptions
-from m2flow.channels.weights.manifest import Probe, TensorChecksum, TensorEntry, array_checksums, compare_checksums, listed
-from m2flow.channels.weights.tensors import RawBits, Tied, Weight, mark_tied
-from m2flow.channels.weights.torch_tensors import from_wire, tensor_checksums, to_wire
+from m2flow.channels.weights.manifest import (
+    Probe,
+    TensorChecksum,
+    TensorEntry,
+    array_checksums,
+    compare_checksums,
+    listed,
+    tensor_checksums,
+)
+from m2flow.channels.weights.tensors import RawBits, Tied, Weight, from_wire, mark_tied, to_wire
 from m2flow.engines.contract import RolloutEngine, TrainEngine, agreement_of
 from m2flow.errors import ChannelError, EngineError
 from m2flow.micro.protocol.plan import WeightSync

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cost_tables import PlainCosts
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from simulated import Ran, cluster, ran, zero
@@ -19,7 +20,6 @@ from m2flow.micro.scheduler.policy_dispatch import PolicyDispatch
 from m2flow.rollout_scheduling.lengths import parse_lengths
 from m2flow.rollout_scheduling.policies import Repack
 from m2flow.simulator.machines import paced, with_paces
-from m2flow.testing.costs import PlainCosts
 
 
 @flow

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
+from cost_tables import NOTHING, PlainCosts
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from simulated import Given, cluster, leased, ran
@@ -28,7 +29,6 @@ from m2flow.planner.explaining import explain
 from m2flow.planner.search import find_plan
 from m2flow.rollout_scheduling.lengths import lognormal
 from m2flow.spec import ClusterSpec, FunctionSpec, PoolSpec, RolloutSpec, TrainSpec
-from m2flow.testing.costs import NOTHING, PlainCosts
 from m2flow.testing.program_calls import as_flow
 from m2flow.testing.random_programs import beside_the_trainer, difference_of, programs
 from m2flow.testing.world import run_eager, run_planned

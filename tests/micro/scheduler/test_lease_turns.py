@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 import pytest
+from cost_tables import NOTHING, PlainCosts
 from simulated import Given, cluster, ran
 from test_critics import ppo
 from test_placement import choice, seat
@@ -24,7 +25,6 @@ from m2flow.micro.protocol.plan import EngineSlot, Plan, Seat, WorkerPlan
 from m2flow.micro.protocol.worker_state import Lease
 from m2flow.micro.worker.engine_host import EngineHost
 from m2flow.spec import ClusterSpec, PoolSpec, RolloutSpec, TrainSpec
-from m2flow.testing.costs import NOTHING, PlainCosts
 from m2flow.testing.fakes import FakeTrain
 from m2flow.testing.world import run_eager, run_planned
 

@@ -6,6 +6,7 @@ import dataclasses
 
 import msgspec
 import pytest
+from cost_tables import NOTHING, PlainCosts
 from simulated import Given, cluster, ran
 from test_lease_turns import EIGHT, SPEC, all_apart
 from test_placement import choice, seat
@@ -21,7 +22,6 @@ from m2flow.micro.protocol.cost_terms import EngineId, Footprint, Layout, PassCo
 from m2flow.micro.protocol.plan import Plan
 from m2flow.simulator.machines import machines_of
 from m2flow.spec import RolloutSpec
-from m2flow.testing.costs import NOTHING, PlainCosts
 from m2flow.testing.fakes import FakeRollout, FakeTrain
 from m2flow.testing.world import run_eager, run_planned
 

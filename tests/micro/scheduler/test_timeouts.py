@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from cost_tables import NOTHING, PlainCosts
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from machine_lines import ProgramLines, cluster, roles
@@ -25,7 +26,6 @@ from m2flow.runner.run import Run
 from m2flow.samples import by_group, group_key, make_ids
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, RunSettings, TrainSpec
 from m2flow.testing import world
-from m2flow.testing.costs import NOTHING, PlainCosts
 from m2flow.testing.programs import Answer
 from m2flow.testing.scheduler_model import Model
 from m2flow.testing.world import run_eager, run_planned

@@ -1,6 +1,6 @@
 """Run random programs continuously, with new seeds: `make fuzz MINUTES=30`.
 
-    python -m m2flow.testing.campaign [--minutes 30] [--jobs 2] [--seed SEED] [--only NUMBER]
+    python tests/support/campaign.py [--minutes 30] [--jobs 2] [--seed SEED] [--only NUMBER]
 
 Seed and number determine a case (`m2flow.testing.random_programs`): a program of some kind, tight or ample channels, rollout policies,
 shared or separate devices, and workers that die. A case whose planned run differs from the eager one is shrunk and printed as text that
@@ -147,7 +147,7 @@ def _progress_line(count: int, differences: int, took_s: float) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m m2flow.testing.campaign", description="Run random programs planned and eager.")
+    parser = argparse.ArgumentParser(prog="python tests/support/campaign.py", description="Run random programs planned and eager.")
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--seed", default="", help="any text; a new one if it is not given")
