@@ -18,16 +18,26 @@ ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- packages:begin -->", "<!-- packages:end -->"
 
 
-def package_graph() -> nx.DiGraph:
-    """A node for each package, by dotted name without `m2flow.`; the ground is `ground`. An edge leads to a package that is imported."""
+def file_graph() -> nx.DiGraph:
+    """A node for each file, by the name of its module, with its path. An edge leads to a file that is imported."""
     files = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in _files()}
     graph = nx.DiGraph()
-    graph.add_nodes_from(_package(path) for path in files.values())
-    for path in files.values():
+    graph.add_nodes_from((name, {"path": path}) for name, path in files.items())
+    for name, path in files.items():
         for module in _imported(path):
-            target = files.get(module) or files.get(module.rpartition(".")[0])
-            if target is not None and _package(target) != _package(path):
-                graph.add_edge(_package(path), _package(target))
+            target = module if module in files else module.rpartition(".")[0]
+            if target in files and target != name:
+                graph.add_edge(name, target)
+    return graph
+
+
+def package_graph() -> nx.DiGraph:
+    """A node for each package, by dotted name without `m2flow.`; the ground is `ground`. An edge leads to a package that is imported."""
+    files = file_graph()
+    package = {name: _package(path) for name, path in files.nodes(data="path")}
+    graph = nx.DiGraph()
+    graph.add_nodes_from(package.values())
+    graph.add_edges_from((package[name], package[target]) for name, target in files.edges if package[name] != package[target])
     return graph
 
 

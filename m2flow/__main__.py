@@ -1,6 +1,6 @@
 """`python -m m2flow` is the command `m2flow`."""
 
-import runpy
+import importlib
 
 if __name__ == "__main__":
-    runpy.run_module("m2flow.cli", run_name="__main__", alter_sys=True)
+    importlib.import_module("m2flow.cli.main").main()  # By name: the package itself stands below its command line.

@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "docs"))
 
-from packages import BEGIN, END, package_graph, picture  # noqa: E402
+from packages import BEGIN, END, file_graph, package_graph, picture  # noqa: E402
 
 PACKAGE = ROOT / "m2flow"
 
@@ -55,6 +55,7 @@ VENDORS = {
 }
 """Vendor -> the files that import it, or none."""
 
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 HEAVY = ("torch", "transformers", "ray", "sglang", "deepspeed")
 
 
@@ -118,6 +119,23 @@ def test_a_file_imports_only_what_lies_below_its_layer(path: Path) -> None:
 def test_no_package_imports_itself_by_way_of_another() -> None:
     cycles = [sorted(each) for each in nx.strongly_connected_components(package_graph()) if len(each) > 1]
     assert not cycles
+
+
+def test_no_file_imports_itself_by_way_of_another_not_even_inside_a_function() -> None:
+    cycles = [sorted(each) for each in nx.strongly_connected_components(file_graph()) if len(each) > 1]
+    assert not cycles
+
+
+MOST_FILES, MOST_LINES, MOST_LINES_OF_A_FUNCTION = 260, 1000, 80
+
+
+def test_modules_are_few_and_functions_short() -> None:
+    lengths = {path: len(path.read_text().splitlines()) for path in _modules()}
+    assert len(lengths) <= MOST_FILES, "modules that are one concept belong together"
+    assert not [str(path) for path, length in lengths.items() if length > MOST_LINES]
+    functions = [(path, node) for path in lengths for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, FUNCTIONS)]
+    long = [f"{path}:{node.lineno} {node.name}" for path, node in functions if node.end_lineno - node.lineno >= MOST_LINES_OF_A_FUNCTION]
+    assert not long
 
 
 def test_the_picture_of_the_packages_is_that_of_the_code() -> None:

@@ -28,7 +28,7 @@ from m2flow.engines.servers.server_process import ServedRolloutOptions
 from m2flow.macro.handles import Handle
 from m2flow.recipe import AdvantageName
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "docs"))
 WRITER = runpy.run_path(str(ROOT / "docs" / "write_reference.py"), run_name="write_reference")
 PAGES: dict[str, str] = WRITER["pages"]()

@@ -72,7 +72,7 @@ def test_an_error_is_also_what_a_caller_of_python_expects(kind, also):
 
 
 def test_what_the_machine_refuses_has_words_of_its_own_whatever_library_says_it(tmp_path):
-    script = Path(__file__).parent / "support" / "refused.py"
+    script = Path(__file__).parents[1] / "support" / "refused.py"
     done = subprocess.run([sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, timeout=240)
     said = dict(line.split(": ", 1) for line in done.stdout.splitlines())
     assert len(said) == 13, done.stderr

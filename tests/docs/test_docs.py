@@ -13,7 +13,7 @@ import pytest
 from m2flow.cli.main import cli
 from m2flow.macro.flow import load_flow
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 BUILT = "docs/reference"
 _PAGES = re.findall(r'"([\w-]+\.md)": _', (ROOT / "docs" / "write_reference.py").read_text())

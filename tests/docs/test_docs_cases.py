@@ -10,7 +10,7 @@ from m2flow.cli.cluster_file import load_cluster
 from m2flow.macro.flow import load_flow
 from m2flow.macro.tracing import trace
 
-CASES = Path(__file__).parents[1] / "docs" / "cases"
+CASES = Path(__file__).parents[2] / "docs" / "cases"
 
 
 @pytest.mark.parametrize("name", ["tail", "tail_covered", "barrier", "barrier_lagged", "slow_reward"])

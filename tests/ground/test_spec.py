@@ -13,7 +13,7 @@ from m2flow.cli.main import cli
 from m2flow.errors import SpecError
 from m2flow.spec import LAPTOP, ClusterSpec, RunSettings
 
-CLUSTERS = Path(__file__).resolve().parent.parent / "clusters"
+CLUSTERS = Path(__file__).resolve().parents[2] / "clusters"
 
 
 def _refused(tmp_path: Path, text: str) -> SpecError:
