@@ -228,6 +228,7 @@ def help_of(name: str) -> str:
     raise OptionError(f"m2flow has no name {name!r}", now=did_you_mean(plain, found, "`m2flow help` lists the topics."))
 
 
+@functools.cache
 def _texts() -> dict[str, Callable[[], str]]:
     """Every name that has help, with what makes its text. Where names are equal the first of these counts."""
     found: dict[str, Callable[[], str]] = {}
