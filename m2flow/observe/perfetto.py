@@ -17,10 +17,8 @@ threads only, so one starts at the decode step that was running at the sample's 
 
 Perfetto's packets: a track for each worker, under it one for each engine, one for each counter, and as many called `samples` as samples
 ran there at once; Perfetto lays tracks of one name under one parent out as one group. An arrow is a number that its slices share, so it
-begins at the sample's own slice. The few messages needed are encoded here by the rules of protocol buffers, in 30 lines: every run writes
-its trace, so Perfetto's package, which brings protobuf and 12 MB of memory, would be part of every installation. The tests decode the
-output with it. Source: protos/perfetto/trace/track_event/ (track_descriptor.proto,
-track_event.proto, debug_annotation.proto), field numbers as of version 50, which never change.
+begins at the sample's own slice. Messages are those of Perfetto's own package, which is loaded when this format is asked for. Source:
+protos/perfetto/trace/track_event/ (track_descriptor.proto, track_event.proto, debug_annotation.proto).
 """
 
 from __future__ import annotations
@@ -29,12 +27,11 @@ import bisect
 import gzip
 import heapq
 import math
-import struct
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NamedTuple, cast, final
+from typing import IO, Any, Literal, NamedTuple, cast, final
 
 import msgspec
 
@@ -288,54 +285,100 @@ class _DecodeSteps:
         return source, max(source.span.start_ns, at_ns)
 
 
-_BEGIN, _END, _INSTANT, _COUNTER = 1, 2, 3, 4
+@final
+class _Packets:
+    """Build Perfetto's packets and serialise them, some thousand at a time: as messages they take twenty times the memory of their bytes.
+
+    Tracks are numbered by key as they are asked for, and described before all events.
+    """
+
+    def __init__(self) -> None:
+        from perfetto.protos.perfetto.trace import perfetto_trace_pb2  # 12 MB and a tenth of a second, for this format alone.
+
+        self._proto: Any = perfetto_trace_pb2
+        self._building = self._proto.Trace()
+        self._described = self._proto.Trace()
+        self._serialised: list[bytes] = []
+        self._known: dict[tuple[object, ...], int] = {}
+
+    def track(self, *key: object, name: str, parent: int = 0, is_counter: bool = False) -> int:
+        """Return the number of the track of this key, which is described when it is new."""
+        if key in self._known:
+            return self._known[key]
+        number = self._known[key] = len(self._known) + 1
+        packet = self._described.packet.add(trusted_packet_sequence_id=_SEQUENCE)
+        told = packet.track_descriptor
+        told.uuid, told.name, told.sibling_order_rank = number, name, number
+        if parent:
+            told.parent_uuid = parent
+        else:
+            told.child_ordering = self._proto.TrackDescriptor.EXPLICIT
+        if is_counter:
+            told.counter.SetInParent()
+        return number
+
+    def event(self, kind: Literal["SLICE_BEGIN", "SLICE_END", "INSTANT", "COUNTER"], at_ns: int, track: int) -> Any:
+        """Add an event, and return it, to be completed before the next one is added."""
+        if len(self._building.packet) >= _PACKETS_AT_ONCE:
+            self._serialise()
+        event = self._building.packet.add(timestamp=at_ns, trusted_packet_sequence_id=_SEQUENCE).track_event
+        event.type, event.track_uuid = getattr(self._proto.TrackEvent, f"TYPE_{kind}"), track
+        return event
+
+    def write(self, file: IO[bytes]) -> None:
+        self._serialise()
+        file.write(self._described.SerializeToString())
+        file.writelines(self._serialised)
+
+    def _serialise(self) -> None:
+        self._serialised.append(self._building.SerializeToString())
+        self._building.Clear()
+
+
 _SEQUENCE = 1
-_EXPLICIT = 3
+_PACKETS_AT_ONCE = 4096
 
 
 def write_packets(layout: TraceLayout, file: IO[bytes]) -> None:
     """Write the layout as Perfetto's packets."""
-    numbers = _Tracks()
-    body = b"".join(_packet_events(layout, numbers))  # Numbers the tracks, which have to be described first.
-    for parent, name, uuid, more in numbers.described:
-        place = (_varint(5, parent) if parent else b"") + _varint(12, uuid)
-        file.write(_packet(_message(60, _varint(1, uuid) + place + _text(2, name) + more)))
-    file.write(body)
+    packets = _Packets()
+    workers = {pid: packets.track("worker", pid, name=layout.titles[worker]) for worker, pid in layout.pids.items()}
+    tracks = {(pid, tid): packets.track("thread", pid, tid, name=name, parent=workers[pid]) for (pid, tid), name in layout.threads.items()}
+    passing, begun = _flows(layout)
+    _add_slices(packets, layout, tracks, passing)
+    for version, piece in layout.versions:
+        event = packets.event("INSTANT", piece.span.end_ns - layout.origin_ns, tracks[piece.pid, piece.tid])
+        event.name = f"weights v{version}"
+        event.categories.append("version")
+    _add_samples(packets, layout, workers, begun)
+    for count in layout.trace.counts:
+        if math.isfinite(count.value):
+            pid = layout.pids[count.track.partition("/")[0]]
+            track = packets.track("counter", count.track, count.name, name=count.name, parent=workers[pid], is_counter=True)
+            packets.event("COUNTER", count.at_ns - layout.origin_ns, track).double_counter_value = count.value
+    packets.write(file)
 
 
-class _Tracks:
-    """Number tracks by key, as they are asked for, and collect their descriptors."""
-
-    def __init__(self) -> None:
-        self.described: list[tuple[int, str, int, bytes]] = []
-        """Parent, name, number, further fields."""
-        self._known: dict[tuple[object, ...], int] = {}
-
-    def of(self, *key: object, name: str, parent: int = 0, more: bytes = b"") -> int:
-        if key not in self._known:
-            self._known[key] = len(self._known) + 1
-            self.described.append((parent, name, self._known[key], more))
-        return self._known[key]
-
-
-def _packet_events(layout: TraceLayout, numbers: _Tracks) -> Iterator[bytes]:
-    root = _varint(11, _EXPLICIT)
-    workers = {pid: numbers.of("worker", pid, name=layout.titles[worker], more=root) for worker, pid in layout.pids.items()}
-    flows, sample_flows = _flows(layout)
-    tracks = {(pid, tid): numbers.of("thread", pid, tid, name=name, parent=workers[pid]) for (pid, tid), name in layout.threads.items()}
+def _add_slices(
+    packets: _Packets, layout: TraceLayout, tracks: Mapping[tuple[int, int], int], passing: Mapping[_Key, Sequence[tuple[int, bool]]]
+) -> None:
+    """Add the slices of threads: on each track, begins and ends in the order in which they nest."""
     stacks: defaultdict[int, list[int]] = defaultdict(list)
     for piece in layout.slices:
         track, stack = tracks[piece.pid, piece.tid], stacks[tracks[piece.pid, piece.tid]]
         while stack and stack[-1] <= piece.span.start_ns:
-            yield _event(layout, stack.pop(), _END, track)
-        yield _event(layout, piece.span.start_ns, _BEGIN, track, _named(piece.span) + flows.get(_key(piece), b""))
+            packets.event("SLICE_END", stack.pop() - layout.origin_ns, track)
+        event = _begin(packets, layout, piece.span, track)
+        for number, is_last in passing.get(_key(piece), ()):
+            (event.terminating_flow_ids if is_last else event.flow_ids).append(number)
         stack.append(piece.span.end_ns)
     for track, stack in stacks.items():
         while stack:
-            yield _event(layout, stack.pop(), _END, track)
-    for version, piece in layout.versions:
-        track = tracks[piece.pid, piece.tid]
-        yield _event(layout, piece.span.end_ns, _INSTANT, track, _text(22, "version") + _text(23, f"weights v{version}"))
+            packets.event("SLICE_END", stack.pop() - layout.origin_ns, track)
+
+
+def _add_samples(packets: _Packets, layout: TraceLayout, workers: Mapping[int, int], begun: Mapping[int, int]) -> None:
+    """Add the samples of each worker on as few tracks as hold them side by side."""
     busy: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
     for span in sorted(layout.sample_spans, key=lambda span: span.start_ns):
         pid = layout.pids[span.lane[0]]
@@ -345,84 +388,47 @@ def _packet_events(layout: TraceLayout, numbers: _Tracks) -> Iterator[bytes]:
         else:
             row = len(rows)
             heapq.heappush(rows, (span.end_ns, row))
-        track = numbers.of("sample_span", pid, row, name="samples", parent=workers[pid])
-        yield _event(layout, span.start_ns, _BEGIN, track, _named(span) + sample_flows.get(id(span), b""))
-        yield _event(layout, span.end_ns, _END, track)
-    for count in layout.trace.counts:
-        if math.isfinite(count.value):
-            pid = layout.pids[count.track.partition("/")[0]]
-            track = numbers.of("counter", count.track, count.name, name=count.name, parent=workers[pid], more=_message(8, b""))
-            yield _event(layout, count.at_ns, _COUNTER, track, _double(44, count.value))
+        track = packets.track("sample_span", pid, row, name="samples", parent=workers[pid])
+        event = _begin(packets, layout, span, track)
+        if id(span) in begun:
+            event.flow_ids.append(begun[id(span)])
+        packets.event("SLICE_END", span.end_ns - layout.origin_ns, track)
 
 
-def _flows(layout: TraceLayout) -> tuple[dict[tuple[int, int, int], bytes], dict[int, bytes]]:
-    """Encode the numbers of the arrows that pass each slice, and of the one that begins at each `sample` span; the last slice ends it."""
-    passing: defaultdict[tuple[int, int, int], bytes] = defaultdict(bytes)
-    begun: dict[int, bytes] = {}
+_Key = tuple[int, int, int]
+
+
+def _flows(layout: TraceLayout) -> tuple[dict[_Key, list[tuple[int, bool]]], dict[int, int]]:
+    """Number the arrows: those that pass each slice, and whether they end there; and the one that begins at each `sample` span."""
+    passing: defaultdict[_Key, list[tuple[int, bool]]] = defaultdict(list)
+    begun: dict[int, int] = {}
     for number, chain in enumerate(layout.arrows, start=1):
-        begun[id(chain.sample_span)] = _fixed64(47, number)
+        begun[id(chain.sample_span)] = number
         for piece in chain.then:
-            passing[_key(piece)] += _fixed64(48 if piece is chain.then[-1] else 47, number)
+            passing[_key(piece)].append((number, piece is chain.then[-1]))
     return passing, begun
 
 
-def _key(piece: Slice) -> tuple[int, int, int]:
+def _key(piece: Slice) -> _Key:
     """Its place and its span, which can't be hashed: it has a dictionary."""
     return piece.pid, piece.tid, id(piece.span)
 
 
-def _event(layout: TraceLayout, at_ns: int, kind: int, track: int, more: bytes = b"") -> bytes:
-    return _packet(_varint(8, at_ns - layout.origin_ns) + _message(11, _varint(9, kind) + _varint(11, track) + more))
-
-
-def _named(span: Span) -> bytes:
-    return _text(22, span.name) + _text(23, span.name) + b"".join(_annotations(span_args(span)))
-
-
-def _annotations(args: Mapping[str, object]) -> Iterator[bytes]:
-    """Encode attributes that are one number or one text; lists of samples are shown as arrows."""
-    for key, value in args.items():
+def _begin(packets: _Packets, layout: TraceLayout, span: Span, track: int) -> Any:
+    """Add the beginning of a span, with its attributes that are one number or one text; lists of samples are shown as arrows."""
+    event = packets.event("SLICE_BEGIN", span.start_ns - layout.origin_ns, track)
+    event.name = span.name
+    event.categories.append(span.name)
+    for key, value in span_args(span).items():
         if isinstance(value, bool):
-            yield _message(4, _text(10, key) + _varint(2, int(value)))
+            event.debug_annotations.add(name=key, bool_value=value)
         elif isinstance(value, int):
-            yield _message(4, _text(10, key) + _varint(4, value))
+            event.debug_annotations.add(name=key, **{"int_value" if value < 1 << 63 else "uint_value": value})
         elif isinstance(value, float):
-            yield _message(4, _text(10, key) + _double(5, value))
+            event.debug_annotations.add(name=key, double_value=value)
         elif isinstance(value, str):
-            yield _message(4, _text(10, key) + _text(6, value))
-
-
-def _packet(body: bytes) -> bytes:
-    return _message(1, body + _varint(10, _SEQUENCE))
-
-
-def _number(value: int) -> bytes:
-    value &= (1 << 64) - 1  # Negative numbers are written as their two's complement.
-    found = bytearray()
-    while value > 127:
-        found.append(value & 127 | 128)
-        value >>= 7
-    return bytes((*found, value))
-
-
-def _varint(field: int, value: int) -> bytes:
-    return _number(field << 3) + _number(value)
-
-
-def _fixed64(field: int, value: int) -> bytes:
-    return _number(field << 3 | 1) + struct.pack("<Q", value)
-
-
-def _double(field: int, value: float) -> bytes:
-    return _number(field << 3 | 1) + struct.pack("<d", value)
-
-
-def _message(field: int, body: bytes) -> bytes:
-    return _number(field << 3 | 2) + _number(len(body)) + body
-
-
-def _text(field: int, value: str) -> bytes:
-    return _message(field, value.encode())
+            event.debug_annotations.add(name=key, string_value=value)
+    return event
 
 
 PACKETS = (".pftrace", ".perfetto-trace")

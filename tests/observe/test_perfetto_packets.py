@@ -8,18 +8,18 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
-import pytest
 from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from observed_run import MS, record_run, store_run
+from perfetto.protos.perfetto.trace import perfetto_trace_pb2
 
 from m2flow.cli.main import cli
 from m2flow.observe.perfetto import write_trace
 from m2flow.observe.spans import Recorder
 from m2flow.samples import SampleId
 
-proto: Any = pytest.importorskip("perfetto.protos.perfetto.trace.perfetto_trace_pb2", reason="viewer-tests: perfetto is not installed")
+proto: Any = perfetto_trace_pb2
 
 
 class Read:
