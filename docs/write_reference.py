@@ -5,6 +5,7 @@
     topics of m2flow.cli.help --> a page each        fields of `m2flow.spec` --> cluster-spec.md, run-settings.md
     errors                    --> errors.md          help of each command    --> commands.md
     engines and their options --> engines.md         m2flow.algorithms       --> algorithms.md
+    rollout scheduling        --> policies.md
 
 Docstrings are Markdown as they stand, but for their sections (`Args:`, `Raises:`), which become lists, and doctests, which become fences.
 `docs/site_pages.py` makes FOLDER/site from these pages and the guides.
@@ -28,6 +29,7 @@ from m2flow.engines.distributed.deepspeed import Options as DeepSpeedOptions
 from m2flow.engines.embedded import rollout_engine, trainer
 from m2flow.engines.registry import capability_tables, engines
 from m2flow.engines.servers import server_process, sglang, vllm
+from m2flow.rollout_scheduling.policies import POLICIES
 
 NOTE = "<!-- Written by docs/write_reference.py. Do not edit. -->\n"
 
@@ -50,6 +52,7 @@ def pages() -> dict[str, str]:
         "run-settings.md": _specs("Run settings", [spec.RunSettings]),
         "engines.md": _engines(),
         "algorithms.md": _algorithms(),
+        "policies.md": _policies(),
         "commands.md": _commands(),
     }
 
@@ -120,6 +123,13 @@ def _engines() -> str:
     for title, options in ENGINE_OPTIONS.items():
         lines += [f"## Options of {title}", "", *([f"- `{name}`: {said}" for name, said in options.items()]), ""]
     lines += ["## Options of train `deepspeed`", "", *_fields(DeepSpeedOptions)]
+    return "\n".join(lines)
+
+
+def _policies() -> str:
+    lines = ["# Policies of rollout scheduling", ""]
+    for name, policy in POLICIES.items():
+        lines += [f"## {name}", "", *markdown(policy.__doc__ or "")]
     return "\n".join(lines)
 
 

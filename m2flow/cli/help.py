@@ -25,6 +25,8 @@ from m2flow.cli.main import cli
 from m2flow.errors import OptionError, did_you_mean
 from m2flow.macro.handles import Handle
 from m2flow.macro.number import Number
+from m2flow.rollout_scheduling.policies import POLICIES
+from m2flow.rollout_scheduling.policy import SchedulingPolicy
 
 # ---- what there is
 
@@ -251,6 +253,8 @@ def _texts() -> dict[str, Callable[[], str]]:
         add(path, _text_of_field, path, field)
     for context in commands():
         add(context.command_path.removeprefix("m2flow").strip(), context.command.get_help, context)
+    for name, policy in POLICIES.items():
+        add(name, _text_of_policy, name, policy)
     return found
 
 
@@ -267,7 +271,9 @@ def _overview() -> str:
     lines = []
     for topic, (title, names) in TOPICS.items():
         lines += [title, *textwrap.wrap(names, 100, initial_indent="  ", subsequent_indent="  "), f"  -> m2flow help {topic}", ""]
-    return "\n".join([*lines, "Likewise: a method, an error, a command, a field of a cluster spec or a run setting (rollout.max_running)."])
+    return "\n".join(
+        [*lines, "Likewise: a method, an error, a command, a field of a cluster spec or a run setting (rollout.max_running), a policy."]
+    )
 
 
 def _text_of_topic(topic: str) -> str:
@@ -311,6 +317,10 @@ def _text_of_name(name: str, value: object) -> str:
 
 def _text_of_method(path: str, member: object) -> str:
     return f"{path if isinstance(member, property) else signature(path, member)}\n\n{inspect.getdoc(member) or ''}"
+
+
+def _text_of_policy(name: str, policy: type[SchedulingPolicy]) -> str:
+    return f"{name}, a policy of rollout scheduling\n\n{inspect.getdoc(policy) or ''}"
 
 
 def _text_of_field(path: str, field: Field) -> str:

@@ -27,6 +27,7 @@ from m2flow.engines.servers import sglang, vllm
 from m2flow.engines.servers.server_process import ServedRolloutOptions
 from m2flow.macro.handles import Handle
 from m2flow.recipe import AdvantageName
+from m2flow.rollout_scheduling.policies import POLICIES
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "docs"))
@@ -103,6 +104,7 @@ def test_a_link_that_leads_nowhere_stops_the_site(tmp_path: Path) -> None:
         ("data", "Dataset "),
         ("m2flow.rewards.ExactMatch", "1 if the response is the row's answer"),
         ("prompttoolong", "The prompt and its answer do not fit"),
+        ("longest-first", "Rank by expected length"),
     ],
 )
 def test_help_in_the_terminal_knows_names_methods_fields_commands_and_topics(name: str, said: str) -> None:
@@ -154,6 +156,11 @@ def test_every_command_is_there_with_all_of_its_options() -> None:
 def test_every_advantage_and_loss_is_in_the_table_of_algorithms() -> None:
     missing = [name for name in (*get_args(AdvantageName), *LOSSES) if f".{name}`" not in PAGES["algorithms.md"]]
     assert not missing
+
+
+def test_every_scheduling_policy_is_there_and_says_whether_it_is_a_baseline() -> None:
+    for name in POLICIES:
+        assert re.search("[Bb]aseline", _section("policies.md", name)), name
 
 
 def test_every_error_is_in_the_tree() -> None:
