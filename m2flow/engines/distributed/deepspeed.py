@@ -8,8 +8,26 @@
 How a batch is shared out is in `m2flow.engines.distributed.ranks`. Only the public interface of an unpatched release is used. The plan sets
 the boundary of gradient accumulation (`managed_gradient_accumulation: false`): every `step` is one. Clipping, rate and AdamW itself
 are the recipe's (`m2flow.engines.models.adamw`). A checkpoint is the embedded trainer's: any trainer goes on from it, over any number of
-ranks and in any stage, so the library's own format, bound to both, is not needed. Where the library deviates from its documentation
-or from the other trainers is in `docs/internals/deepspeed.md`; `tests/engines/test_deepspeed.py` holds each of these.
+ranks and in any stage, so the library's own format, bound to both, is not needed.
+
+Where release 0.19.8 deviates from its documentation or from the other trainers (`tests/engines/test_deepspeed.py` tests each):
+
+- It averages gradients over ranks and wants to know the last micro-batch in advance: sums are accumulated, and the plan ends a mini-batch.
+- It fixes clipping and learning rate at the start: a recipe's AdamW is passed as a client optimiser that clips, with moments, rate and
+  threshold per recipe, and reports one norm in every stage.
+- Its wrappers take a first step with zeros, which counts in Adam's bias correction: the client optimiser moves only when a step is due.
+- Stage 0 in half precision keeps float32 weights out of reach: refused.
+- It rounds float32 weights and rotary tables to bfloat16 before it makes masters: both are restored.
+- Stage 3 replaces `torch.nn.functional.linear` for the whole process: turned off, since ranks with and without it would add gradients in
+  different orders in stage 2, unnoticed.
+- `offload_states` loses the moments in stages 1 and 2 and needs its own Adam in stage 3: moments and partitions are moved here.
+- A process that was the only rank of a stage 3 hangs as one of several later: a run never changes its number of ranks.
+- An interrupted compilation leaves a lock that blocks every later start: locks of compilations that nobody runs any more are removed.
+- AutoTP saves one rank's part of each layer, or gathers the whole model: each weight is assembled when it is sent or saved, one at a time.
+- AutoTP pickles the first micro-batch to compare it among the ranks of a group: removed. A norm counts what is not split once.
+- With a sequence group (`mpu`), stages 1 and 2 report a norm too large by the group's size: it is not told of the group, as gradients of
+  data-parallel ranks are sums in any case.
+- Its NVMe optimiser swapping knows only its own optimiser: the moments of every recipe are memory-mapped from files.
 
 `NvmeOffload` maps optimiser states from files; the operating system moves pages as they are needed. A file gets its full size before it is
 mapped, so a full drive is an error then and no signal later. It is unlinked once mapped: its space is free again when the tensor is gone or
