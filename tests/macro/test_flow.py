@@ -210,7 +210,7 @@ def two_policies() -> None:
 
 @flow
 def odd_prompts() -> None:
-    texts = ["\"quoted\" 'single'", "line\nbreak\r\n\ttab", "\u2028 \U0001f600 é", "", " ", "\x00", "\ud800 alone"]
+    texts = ["\"quoted\" 'single'", "line\nbreak\r\n\ttab", "\u2028 \U0001f600 é", "", " ", "\x00", "\ufeff\uffff"]
     policy, verifier = Policy("fake"), Reward(lambda s: float(len(s.prompt)))
     prompts = Dataset([{"prompt": text} for text in texts], shuffle=False)
     policy.update(prompts_of := policy.generate(prompts.take(7), n=2, max_new_tokens=5), verifier.score(prompts_of))

@@ -47,7 +47,6 @@ from m2flow import (
 )
 from m2flow.algorithms.losses import LOSSES
 from m2flow.errors import M2FlowError, OptionError
-from m2flow.macro import loss_declarations
 from m2flow.macro.tracing import TracingBackend, run_traced
 
 BAD: list[object] = [math.nan, math.inf, -math.inf, -1, -0.5, 2.5, True, 3, None, "no such", "", b"no", ("no",), [-1], {"no": 1}, object()]
@@ -144,7 +143,6 @@ VALID: dict[str, list[Valid]] = {
     "pass_rate_between": [lambda w: (pass_rate_between, {"low": 0.25, "high": 0.75})],
     "ppo_clip": [lambda w: (ppo_clip, {}), lambda w: (ppo_clip, {"kl_coef": 0.1})],
     "reinforce": [lambda w: (reinforce, {})],
-    **{name: [lambda w, name=name: (getattr(m2flow, name), {})] for name in sorted(set(LOSSES) - set(vars(loss_declarations)))},  # type: ignore[misc]
     "Correction": [lambda w: (Correction, {})],
     "PerSequence": [lambda w: (PerSequence, {"tokens": 512})],
     "loss": [lambda w: (loss, {"needs": ["logprobs"]})],
@@ -156,6 +154,7 @@ VALID: dict[str, list[Valid]] = {
     "concat": [lambda w: (concat, {})],
     "join": [lambda w: (join, {"first": w.responses})],
 }
+VALID |= {name: [lambda w, name=name: (getattr(m2flow, name), {})] for name in sorted(LOSSES) if name not in VALID}  # type: ignore[misc]
 """What a flow may call -> valid calls of it, in which one option after the other is replaced."""
 
 OTHERS = {

@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from test_gpu_borrowing import simple
+from tiny_models import DIGITS
 
 from m2flow.cli.main import cli
 from m2flow.errors import SpecError
@@ -397,7 +398,7 @@ def test_profile_says_what_is_wrong_with_a_run_that_it_can_t_use(tmp_path: Path)
 
 
 def test_profile_says_that_an_engine_can_t_start(tmp_path: Path) -> None:
-    (tmp_path / "tiny.py").write_text(FLOW)
+    (tmp_path / "tiny.py").write_text(FLOW.replace("models/tiny", str(DIGITS)))
     spec = tmp_path / "spec.yaml"
     spec.write_text("device: cpu\nrollout: {engine: sglang, options: {python: nowhere/python}}\ntrain: {engine: fake}\n")
     arguments = ["profile", str(tmp_path / "tiny.py"), "--cluster", str(spec), "--runs-dir", str(tmp_path / "runs")]

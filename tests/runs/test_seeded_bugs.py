@@ -16,7 +16,7 @@ from test_same_answer import duet, everything, plain
 from m2flow.macro.flow import Flow
 from m2flow.micro.protocol import execute, train_tasks, worker_state
 from m2flow.micro.protocol.row_store import RowStore
-from m2flow.micro.scheduler import call_state, state, weights
+from m2flow.micro.scheduler import call_lifecycle, call_state, state, weights
 from m2flow.micro.scheduler.call_lifecycle import CallLifecycle
 from m2flow.micro.scheduler.call_state import CallState, MicroBatch, MinibatchEnd, UpdateProgress
 from m2flow.micro.scheduler.function_dispatch import FunctionDispatch
@@ -74,7 +74,7 @@ def first_red(patch: Patch) -> int | None:
 
 def advantages_on_parts_of_groups(patch: Patch) -> None:
     """Every sample is a group of its own."""
-    patch.setattr(state, "by_group", lambda ids: {row: [row] for row in ids})
+    patch.setattr(call_lifecycle, "by_group", lambda ids: {row: [row] for row in ids})
     patch.setattr(call_state, "group_key", lambda row: row)
 
 
