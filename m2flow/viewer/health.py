@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 
 from m2flow.micro.records.ledger import read_incidents
+from m2flow.micro.records.rundir import reading_ledger
 from m2flow.observe.store import CounterColumn
 from m2flow.viewer.run_trace import RunTrace
 
@@ -138,7 +139,7 @@ def state_of(run_dir: Path) -> State:
         name = "simulated" if (run_dir / "report.json").is_file() else "unknown"
         return State(name, "", (run_dir / "config.json").stat().st_mtime, None, 0)
     try:
-        with contextlib.closing(sqlite3.connect(f"file:{run_dir / 'ledger.db'}?mode=ro", uri=True)) as db:
+        with reading_ledger(run_dir) as db:
             found = db.execute("SELECT began, ended, reason FROM attempts ORDER BY number").fetchall()
     except sqlite3.Error as error:
         return State("unknown", str(error), 0.0, None, 0)
@@ -159,7 +160,7 @@ def health_of(run_dir: Path, trace: RunTrace) -> Health:
     lost = 0
     with contextlib.suppress(sqlite3.Error):
         incidents = [Happened(one.at_s, one.kind, one.worker, one.what) for one in read_incidents(run_dir)]
-        with contextlib.closing(sqlite3.connect(f"file:{run_dir / 'ledger.db'}?mode=ro", uri=True)) as db:
+        with reading_ledger(run_dir) as db:
             failed = db.execute(
                 "SELECT ordinal, name, site, error FROM calls WHERE error IS NOT NULL ORDER BY ordinal LIMIT 100"
             ).fetchall()

@@ -24,6 +24,7 @@ import numpy.typing as npt
 from m2flow.macro.replay import CallRecord
 from m2flow.micro.protocol.plan import Choice, Plan
 from m2flow.micro.records.ledger import read_beginnings
+from m2flow.micro.records.rundir import reading_ledger
 from m2flow.observe.spans import SpanName
 from m2flow.observe.store import TraceColumns
 from m2flow.planner.planning import read_prediction
@@ -54,13 +55,13 @@ class KnownCalls:
     """The calls of one run, read from its ledger or its spans as they come."""
 
     def __init__(self, run_dir: Path) -> None:
-        self._path = run_dir / "ledger.db"
+        self._run_dir = run_dir
         self.by_ordinal: dict[int, KnownCall] = {}
         self.has_ledger = False
 
     def refresh(self, columns: TraceColumns) -> None:
         """Read the new calls from the ledger or from spans."""
-        if self._path.is_file():
+        if (self._run_dir / "ledger.db").is_file():
             with contextlib.suppress(sqlite3.Error):  # The ledger is being created.
                 self._read()
                 self.has_ledger = True
@@ -68,7 +69,7 @@ class KnownCalls:
             self._take_from(columns)
 
     def _read(self) -> None:
-        with contextlib.closing(sqlite3.connect(f"file:{self._path}?mode=ro", uri=True)) as db:
+        with reading_ledger(self._run_dir) as db:
             newest = max(self.by_ordinal, default=-1)
             for ordinal, step, name, site in db.execute("SELECT ordinal, step, name, site FROM calls WHERE ordinal > ?", (newest,)):
                 self.by_ordinal[ordinal] = KnownCall(ordinal, step, name, site)

@@ -16,7 +16,6 @@ not written, until the run is resumed; eager runs have no meters, and their left
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import re
 import sqlite3
@@ -34,6 +33,7 @@ from m2flow.macro.replay import CallRecord
 from m2flow.micro.protocol.staleness import Decision, version_spans_of
 from m2flow.micro.records.flow_record import read_record
 from m2flow.micro.records.ledger import ENDINGS, IS_CURRENT, add_endings, read_decisions
+from m2flow.micro.records.rundir import reading_ledger
 from m2flow.micro.records.segments import Place, read_segment
 from m2flow.micro.records.token_accounting import read_meter
 from m2flow.samples import Batch, Finish, SampleId, Segment, by_group
@@ -163,7 +163,7 @@ def read_facts(run_dir: Path) -> Facts:
     """
     record = read_record(run_dir)
     try:
-        with contextlib.closing(sqlite3.connect(f"file:{run_dir / 'ledger.db'}?mode=ro", uri=True)) as db:
+        with reading_ledger(run_dir) as db:
             db.execute("BEGIN")  # One snapshot for all queries.
             return _facts(run_dir, db, {call.ordinal: call for call in record.calls})
     except sqlite3.Error as error:
@@ -258,7 +258,7 @@ def read_token_account(run_dir: Path) -> TokenAccount:
         SpecError: the directory has no ledger, or one of another version of m2flow.
     """
     try:
-        with contextlib.closing(sqlite3.connect(f"file:{run_dir / 'ledger.db'}?mode=ro", uri=True)) as db:
+        with reading_ledger(run_dir) as db:
             add_endings(db)
             kept = dict(db.execute(_KEPT))
             wasted = {ending: count for ending, count in kept.items() if ending != "consumed"}

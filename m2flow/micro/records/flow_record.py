@@ -9,7 +9,6 @@ pickled.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sqlite3
 import threading
@@ -24,6 +23,7 @@ from m2flow.errors import ErrorRecord, InternalError, M2FlowError, SpecError, er
 from m2flow.macro.graph import Call
 from m2flow.macro.replay import CallRecord, LogEntry, Look
 from m2flow.micro.records.ledger import Ledger
+from m2flow.micro.records.rundir import reading_ledger
 from m2flow.micro.records.segments import Place, read_segment
 from m2flow.samples import Batch
 
@@ -105,7 +105,7 @@ class RunRecord:
         self._run_dir = run_dir
 
     def value(self, ordinal: int) -> object:
-        with _reading(self._run_dir) as db:
+        with reading_ledger(self._run_dir) as db:
             found = db.execute("SELECT kind, body FROM seen WHERE call=?", (ordinal,)).fetchone()
             if found is None:
                 return self._unseen(db, ordinal)
@@ -121,7 +121,7 @@ class RunRecord:
 
     def has(self, ordinal: int) -> bool:
         """Whether `value` would find something; reads nothing."""
-        with _reading(self._run_dir) as db:
+        with reading_ledger(self._run_dir) as db:
             tables = "results WHERE call", "seen WHERE call", "rewards WHERE call", "samples WHERE call"
             return any(db.execute(f"SELECT 1 FROM {table}=? LIMIT 1", (ordinal,)).fetchone() for table in tables)
 
@@ -159,11 +159,6 @@ def _rewards(db: sqlite3.Connection, call: int) -> Batch:
     return Batch(np.array([i for i, _ in rewards], np.int64), {"reward": np.array([v for _, v in rewards], np.float64)})
 
 
-def _reading(run_dir: Path) -> contextlib.closing[sqlite3.Connection]:
-    """A read-only connection that is closed at the end, which sqlite3's own `with` does not do."""
-    return contextlib.closing(sqlite3.connect(f"file:{run_dir / 'ledger.db'}?mode=ro", uri=True))
-
-
 def read_record(run_dir: Path) -> RunRecord:
     """Read the record of a run's flow; also while the run goes on or after it failed.
 
@@ -174,7 +169,7 @@ def read_record(run_dir: Path) -> RunRecord:
         raise SpecError(f"there is no run in {run_dir}", now="Give a run's directory, as `m2flow run` prints it.")
     seed = json.loads((run_dir / "config.json").read_text())["settings"]["seed"] if (run_dir / "config.json").is_file() else 0
     try:
-        with _reading(run_dir) as db:
+        with reading_ledger(run_dir) as db:
             bodies = {
                 kind: [body for (body,) in db.execute("SELECT body FROM record WHERE kind=? ORDER BY position", (kind,))]
                 for kind in ("call", "look", "log")

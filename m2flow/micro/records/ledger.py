@@ -32,10 +32,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from m2flow.errors import InternalError, SpecError, naming_host_errors
+from m2flow.errors import InternalError, naming_host_errors
 from m2flow.macro.graph import Call
 from m2flow.micro.protocol.staleness import Decision, Decisions, VersionSpan
 from m2flow.micro.records.length_bias import Class, bias_of
+from m2flow.micro.records.rundir import reading_ledger
 from m2flow.micro.records.segments import Place, read_segment
 from m2flow.samples import Batch, Finish, SampleId, Segment
 
@@ -358,8 +359,7 @@ def read_samples(run_dir: Path) -> Iterator[tuple[Batch, list[float]]]:
     """Each sample of a run that counts (a batch of one) with its rewards in the order of their calls; in the order of identity. A reward
     that failed gives none.
     """
-    db = sqlite3.connect(f"file:{run_dir / 'ledger.db'}?mode=ro", uri=True)
-    try:
+    with reading_ledger(run_dir) as db:
         rewards: dict[int, list[float]] = {}
         for sample, value in db.execute(f"SELECT sample, value FROM rewards WHERE call NOT IN ({_FAILED}) ORDER BY call, sample"):
             rewards.setdefault(sample, []).append(value)
@@ -371,8 +371,6 @@ def read_samples(run_dir: Path) -> Iterator[tuple[Batch, list[float]]]:
                 records[where] = (batch, {one: row for row, one in enumerate(batch.ids.tolist())})
             batch, rows = records[where]
             yield batch.take([rows[packed]]), rewards.get(packed, [])
-    finally:
-        db.close()
 
 
 def read_decisions(run_dir: Path) -> dict[int, Decision]:
@@ -383,17 +381,9 @@ def read_decisions(run_dir: Path) -> dict[int, Decision]:
     Raises:
         SpecError: the directory has no ledger with such a record.
     """
-    try:
-        db = sqlite3.connect(f"file:{run_dir / 'ledger.db'}?mode=ro", uri=True)
-        try:
-            found = db.execute("SELECT sample, call, stretches FROM decisions WHERE sample NOT IN (SELECT sample FROM dropped)")
-            return {sample: Decision(call, _decode(stretches)) for sample, call, stretches in found}
-        finally:
-            db.close()
-    except sqlite3.Error as error:
-        raise SpecError(
-            f"can't read the decisions of {run_dir}: {error}", now="Give the directory of a run, as `m2flow run` names it."
-        ) from None
+    with reading_ledger(run_dir, "decisions") as db:
+        found = db.execute("SELECT sample, call, stretches FROM decisions WHERE sample NOT IN (SELECT sample FROM dropped)")
+        return {sample: Decision(call, _decode(stretches)) for sample, call, stretches in found}
 
 
 def read_lengths(run_dir: Path) -> Iterator[tuple[int, int, int, int, int, bool]]:
@@ -403,19 +393,11 @@ def read_lengths(run_dir: Path) -> Iterator[tuple[int, int, int, int, int, bool]
     Raises:
         SpecError: the directory has no ledger.
     """
-    try:
-        db = sqlite3.connect(f"file:{run_dir / 'ledger.db'}?mode=ro", uri=True)
-        try:
-            rows = "SELECT call, prompt, step, num_tokens - num_generated, num_generated, finish FROM samples ORDER BY id"
-            for *numbers, finish in db.execute(rows):
-                call, prompt, step, num_prompt, num_generated = numbers
-                yield call, prompt, step, num_prompt, num_generated, finish != Finish.STOP
-        finally:
-            db.close()
-    except sqlite3.Error as error:
-        raise SpecError(
-            f"can't read the samples of {run_dir}: {error}", now="Give the directory of a run, as `m2flow run` names it."
-        ) from None
+    with reading_ledger(run_dir, "samples") as db:
+        rows = "SELECT call, prompt, step, num_tokens - num_generated, num_generated, finish FROM samples ORDER BY id"
+        for *numbers, finish in db.execute(rows):
+            call, prompt, step, num_prompt, num_generated = numbers
+            yield call, prompt, step, num_prompt, num_generated, finish != Finish.STOP
 
 
 @dataclass(frozen=True)
@@ -432,32 +414,26 @@ class Incident:
 
 def read_incidents(run_dir: Path) -> list[Incident]:
     """Incidents of a run's workers in the order of time."""
-    db = sqlite3.connect(f"file:{run_dir / 'ledger.db'}?mode=ro", uri=True)
-    try:
+    with reading_ledger(run_dir) as db:
         return [Incident(*row) for row in db.execute("SELECT at_s, kind, worker, what FROM incidents ORDER BY at_s")]
-    finally:
-        db.close()
 
 
 def read_beginnings(run_dir: Path) -> list[float]:
     """The begin of each attempt at a run, Unix seconds; empty for a run without a ledger."""
-    with contextlib.suppress(sqlite3.Error), contextlib.closing(sqlite3.connect(f"file:{run_dir / 'ledger.db'}?mode=ro", uri=True)) as db:
+    with contextlib.suppress(sqlite3.Error), reading_ledger(run_dir) as db:
         return [began for (began,) in db.execute("SELECT began FROM attempts ORDER BY number")]
     return []
 
 
 def read_endings(run_dir: Path) -> dict[str, int]:
     """Number of samples of a run that are in no result, by reason: `late` (dropped), `unused` (carried, and never used)."""
-    db = sqlite3.connect(f"file:{run_dir / 'ledger.db'}?mode=ro", uri=True)
-    try:
+    with reading_ledger(run_dir) as db:
         return dict(db.execute("SELECT reason, COUNT(*) FROM dropped GROUP BY reason ORDER BY reason"))
-    finally:
-        db.close()
 
 
 def read_num_failed(run_dir: Path) -> int:
     """Number of failed calls of a run; if it ended well, these are the ones whose error the flow caught."""
-    with contextlib.closing(sqlite3.connect(f"file:{run_dir / 'ledger.db'}?mode=ro", uri=True)) as db:
+    with reading_ledger(run_dir) as db:
         return len(db.execute(_FAILED).fetchall())
 
 
@@ -467,17 +443,9 @@ def read_token_counts(run_dir: Path) -> dict[int, tuple[int, int, int]]:
     Raises:
         SpecError: the directory has no ledger.
     """
-    try:
-        db = sqlite3.connect(f"file:{run_dir / 'ledger.db'}?mode=ro", uri=True)
-        try:
-            rows = db.execute("SELECT id, step, num_tokens - num_generated, num_generated FROM samples")
-            return {packed: (step, num_prompt, num_generated) for packed, step, num_prompt, num_generated in rows}
-        finally:
-            db.close()
-    except sqlite3.Error as error:
-        raise SpecError(
-            f"can't read the samples of {run_dir}: {error}", now="Give the directory of a run, as `m2flow run` names it."
-        ) from None
+    with reading_ledger(run_dir, "samples") as db:
+        rows = db.execute("SELECT id, step, num_tokens - num_generated, num_generated FROM samples")
+        return {packed: (step, num_prompt, num_generated) for packed, step, num_prompt, num_generated in rows}
 
 
 def samples_digest(run_dir: Path) -> str:
@@ -485,7 +453,7 @@ def samples_digest(run_dir: Path) -> str:
     generation are left out, since how many it made depends on the plan.
     """
     total = hashlib.sha256()
-    with contextlib.closing(sqlite3.connect(f"file:{run_dir / 'ledger.db'}?mode=ro", uri=True)) as db:
+    with reading_ledger(run_dir) as db:
         failed = {call for (call,) in db.execute(_FAILED)}
     for sample, rewards in read_samples(run_dir):
         if SampleId.unpack(int(sample.ids[0])).call in failed:

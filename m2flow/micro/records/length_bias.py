@@ -25,9 +25,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from m2flow.errors import SpecError
 from m2flow.macro.graph import Call
 from m2flow.micro.protocol.staleness import VersionSpan
+from m2flow.micro.records.rundir import reading_ledger
 from m2flow.samples import Finish, SampleId
 
 CLASSES = ("sampled", "trained", "carried", "dropped", "truncated", "stale")
@@ -62,19 +62,11 @@ def bias_of_run(run_dir: Path) -> dict[str, Class]:
     Raises:
         SpecError: the directory has no ledger.
     """
-    try:
-        db = sqlite3.connect(f"file:{run_dir / 'ledger.db'}?mode=ro", uri=True)
-        try:
-            updates = db.execute(
-                "SELECT DISTINCT ordinal, step FROM consumption JOIN calls ON ordinal = update_call WHERE step >= 0"
-            ).fetchall()
-            return _bias(db, updates)
-        finally:
-            db.close()
-    except sqlite3.Error as error:
-        raise SpecError(
-            f"can't read the samples of {run_dir}: {error}", now="Give the directory of a run, as `m2flow run` names it."
-        ) from None
+    with reading_ledger(run_dir, "samples") as db:
+        updates = db.execute(
+            "SELECT DISTINCT ordinal, step FROM consumption JOIN calls ON ordinal = update_call WHERE step >= 0"
+        ).fetchall()
+        return _bias(db, updates)
 
 
 def as_metrics(bias: Mapping[str, Class]) -> dict[str, float]:

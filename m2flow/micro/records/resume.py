@@ -17,7 +17,6 @@ that can't be read is made again.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import sqlite3
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -38,6 +37,7 @@ from m2flow.micro.protocol.staleness import is_time_dependent, version_spans_of
 from m2flow.micro.records.checkpoints import Checkpoint, newest_good
 from m2flow.micro.records.flow_record import RunRecord, read_record
 from m2flow.micro.records.ledger import IS_CURRENT, Ledger
+from m2flow.micro.records.rundir import reading_ledger
 from m2flow.micro.records.segments import Found, Kind, Place, read_segment, scan_segments, worker_of
 from m2flow.micro.records.tally import Tally
 from m2flow.micro.records.token_accounting import read_meter
@@ -400,7 +400,7 @@ def read_past(run_dir: Path, warn: Callable[[str], None]) -> Past:
     """
     record = read_record(run_dir)
     try:
-        with contextlib.closing(sqlite3.connect(f"file:{run_dir / 'ledger.db'}?mode=ro", uri=True)) as db:
+        with reading_ledger(run_dir) as db:
             attempts = db.execute("SELECT number, reason FROM attempts ORDER BY number").fetchall()
             if attempts and attempts[-1][1] == DONE:
                 raise SpecError(f"the run in {run_dir} has come to its end: there is nothing to resume")

@@ -30,6 +30,30 @@ from m2flow.spec import ClusterSpec, RunSettings
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
 
 
+def open_ledger(run_dir: Path) -> sqlite3.Connection:
+    """Open the ledger of a run for reading. Raises `sqlite3.Error`: there is none."""
+    return sqlite3.connect(f"{(run_dir / 'ledger.db').absolute().as_uri()}?mode=ro", uri=True)
+
+
+@contextlib.contextmanager
+def reading_ledger(run_dir: Path, what: str = "") -> Iterator[sqlite3.Connection]:
+    """Open the ledger of a run for reading, and close it, which the connection's own `with` does not do.
+
+    Args:
+        what: what is read, for the error; without it, SQLite's errors are raised as they are.
+    Raises:
+        SpecError: the directory has no ledger, or one that can't be read.
+    """
+    try:
+        with contextlib.closing(open_ledger(run_dir)) as db:
+            yield db
+    except sqlite3.Error as error:
+        if not what:
+            raise
+        now = "Give the directory of a run, as `m2flow run` names it."
+        raise SpecError(f"can't read the {what} of {run_dir}: {error}", now=now) from None
+
+
 @contextlib.contextmanager
 def naming_disk_errors(directory: Path | str) -> Iterator[None]:
     """Turn an operating system's error of a full or broken disk, while records are written, into one that names the directory. Other

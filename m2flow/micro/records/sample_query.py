@@ -21,6 +21,7 @@ import numpy as np
 
 from m2flow.errors import EngineError, OptionError, SpecError
 from m2flow.micro.records.ledger import add_endings
+from m2flow.micro.records.rundir import open_ledger
 from m2flow.micro.records.segments import Place, read_segment, worker_of
 from m2flow.samples import Batch, Finish, SampleId
 
@@ -103,7 +104,7 @@ class SampleQuery:
         if not path.is_file():
             raise SpecError(f"there is no ledger in {self._run_dir}", now="Give a run's directory, as `m2flow run` prints it.")
         try:
-            self._db = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
+            self._db = open_ledger(self._run_dir)
             add_endings(self._db)
             self._db.execute(_VIEW)
         except sqlite3.Error as error:

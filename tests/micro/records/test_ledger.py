@@ -163,3 +163,9 @@ def test_a_ledger_is_opened_again_with_what_it_had(tmp_path):
     again.open()
     again.close()
     assert len(list(read_samples(tmp_path))) == 2
+
+
+def test_the_records_of_a_run_are_read_whatever_its_directory_is_called(tmp_path: Path) -> None:
+    run_dir = tmp_path / "50%25 done?" / "a#b"
+    write(run_dir, [IDS]).close()
+    assert [sample.ids.tolist() for sample, _ in read_samples(run_dir)] == [[one] for one in IDS]
