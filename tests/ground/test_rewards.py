@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import psutil
 import pytest
+from fake_clusters import SPLIT
 
 from m2flow import Dataset, Policy, Reward, Sample, flow, sandbox, steps
 from m2flow.errors import EngineError, M2FlowError, MissingExtra, OpError, OptionError
@@ -33,17 +34,8 @@ from m2flow.rewards import (
     WeightedSum,
     run_boxed,
 )
-from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
 from m2flow.testing.world import run_eager, run_planned
 
-SPLIT = ClusterSpec(
-    placement="split",
-    device="cpu",
-    cores=2,
-    rollout=RolloutSpec(engine="fake", workers=2, max_running=3),
-    train=TrainSpec(engine="fake", token_budget=40),
-    functions=FunctionSpec(workers=2, chunk=2),
-)
 BOX = {"wall_s": 10.0, "memory": 512 << 20, "box": True, "packages": False}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from fake_clusters import FAKES
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -14,12 +15,10 @@ from m2flow.errors import OptionError, TraceError
 from m2flow.macro.tracing import trace
 from m2flow.micro.lowering.passes import lower
 from m2flow.samples import Batch, Ragged, make_ids
-from m2flow.spec import ClusterSpec, RolloutSpec, TrainSpec
 from m2flow.testing.random_programs import clusters
 from m2flow.testing.world import run_eager, run_planned
 
 ROWS = [{"prompt": f"{i * 7919 % 100000}="} for i in range(8)]
-SPEC = ClusterSpec(device="cpu", cores=2, rollout=RolloutSpec(engine="fake"), train=TrainSpec(engine="fake"))
 
 
 def length_share(sample: Sample) -> float:
@@ -68,7 +67,7 @@ def test_ppo_with_a_critic_and_a_reward_model_is_the_same_planned_and_eager(spec
 
 
 def test_the_rows_of_a_reward_model_are_rewards_of_the_run():
-    answer = run_eager(ppo, {"num_steps": 1}, SPEC)
+    answer = run_eager(ppo, {"num_steps": 1}, FAKES)
     assert len({call for call, _ in answer.rewards}) == 2
 
 
@@ -85,7 +84,7 @@ def test_a_critic_learns_and_the_policy_learns_of_it():
                 policy.update(responses, advantages=estimate.advantages)
                 critic.update(responses, returns=estimate.returns, old_values=values, clip=changes.get("clip", 0.2))
 
-        return run_eager(variant, {}, SPEC).weights
+        return run_eager(variant, {}, FAKES).weights
 
     plain = weights()
     assert weights() == plain
@@ -108,7 +107,7 @@ def test_gae_on_handles_is_the_equation_on_generated_tokens_alone():
         for row, (reward, value, advantage, returned) in enumerate(zip(*columns, strict=True)):
             found.append((reward, value, advantage, returned, responses.batch().ragged("loss_mask").row(row).tolist()))
 
-    assert run_eager(looks, {}, SPEC).error == ""
+    assert run_eager(looks, {}, FAKES).error == ""
     assert len(found) == 3
     for reward, values, advantages, returns, mask in found:
         value = np.asarray(values, np.float64)[mask]
@@ -167,7 +166,7 @@ def test_numbers_that_do_not_fit_the_tokens_are_refused_with_the_sample():
         policy.update(responses, advantages=gae(responses, rule.score(responses), short(responses)).advantages)
 
     for run in (run_eager, run_planned):
-        assert "gae got values with" in run(misfit, {}, SPEC).error
+        assert "gae got values with" in run(misfit, {}, FAKES).error
 
 
 def traced(body) -> str:  # type: ignore[no-untyped-def]
@@ -183,7 +182,7 @@ def test_critics_and_reward_models_get_no_rollout_engine_where_the_trace_ends_ea
             policy.update(responses, advantages=critic.values(responses))
 
     graph, models, _ = trace(flow(looks), {})
-    slots = {(slot.role, slot.kind) for worker in lower(graph, models, SPEC).workers for slot in worker.engines}
+    slots = {(slot.role, slot.kind) for worker in lower(graph, models, FAKES).workers for slot in worker.engines}
     assert {("policy", "rollout"), ("critic", "train"), ("judge", "train")} <= slots
     assert not slots & {("critic", "rollout"), ("judge", "rollout")}
 
@@ -220,4 +219,4 @@ def test_views_of_one_result_keep_it_alive_and_lose_it_together():
         advantages = gae(responses, rule.score(responses), critic.values(responses)).advantages
         assert isinstance(advantages.batch()["advantages"], Ragged)
 
-    assert run_eager(views, {}, SPEC).error == ""
+    assert run_eager(views, {}, FAKES).error == ""

@@ -9,22 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_clusters import SPLIT
 
 from m2flow import Dataset, Policy, flow, steps
 from m2flow.errors import DatasetError, MissingExtra
 from m2flow.macro.tracing import trace
 from m2flow.samples import Batch
-from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
 from m2flow.testing.world import run_eager, run_planned
-
-SPLIT = ClusterSpec(
-    placement="split",
-    device="cpu",
-    cores=2,
-    rollout=RolloutSpec(engine="fake", workers=2, max_running=3),
-    train=TrainSpec(engine="fake", token_budget=40),
-    functions=FunctionSpec(workers=2, chunk=2),
-)
 
 
 def _written(path: Path, rows: list[Any]) -> Path:

@@ -8,23 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fake_clusters import SPLIT
 
 from m2flow import Best, Dataset, Policy, Reward, Sample, evaluate, flow, log, steps
 from m2flow.errors import M2FlowError
 from m2flow.macro.evaluation import Measures, majority_at, pass_at
 from m2flow.macro.tracing import trace
 from m2flow.samples import Batch, Ragged, make_ids
-from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
 from m2flow.testing.world import run_eager, run_planned
 
-SPLIT = ClusterSpec(
-    placement="split",
-    device="cpu",
-    cores=2,
-    rollout=RolloutSpec(engine="fake", workers=2, max_running=3),
-    train=TrainSpec(engine="fake", token_budget=40),
-    functions=FunctionSpec(workers=2, chunk=2),
-)
 ROWS = [{"prompt": f"{i} + {i}"} for i in range(6)]
 
 

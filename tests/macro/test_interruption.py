@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from fake_clusters import FAKES
 
 from m2flow import Dataset, Policy, Reward, Sample, flow, steps
 from m2flow.errors import FlowError, RunInterrupted
@@ -12,11 +13,9 @@ from m2flow.macro.flow import Flow
 from m2flow.macro.handles import Handle
 from m2flow.macro.session import Backend
 from m2flow.macro.tracing import trace
-from m2flow.spec import ClusterSpec, RolloutSpec, TrainSpec
 from m2flow.testing.world import run_eager, run_planned
 
 ROWS = [{"prompt": f"{i}="} for i in range(6)]
-SPEC = ClusterSpec(cores=2, device="cpu", rollout=RolloutSpec(engine="fake"), train=TrainSpec(engine="fake"))
 
 
 def test_a_recursion_without_end_is_named_by_the_lines_that_go_round():
@@ -66,7 +65,7 @@ def test_a_recursion_in_a_reward_shows_only_its_last_frames():
         list(Reward(judged).score(Policy("fake").generate(Dataset(ROWS).take(1), max_new_tokens=2)))
 
     for run in (run_eager, run_planned):
-        assert "judged raised RecursionError on sample p0/0" in run(endless, {}, SPEC).error
+        assert "judged raised RecursionError on sample p0/0" in run(endless, {}, FAKES).error
 
 
 def interrupted(at: int) -> tuple[Flow, Callable[[Backend], Backend]]:
@@ -97,7 +96,7 @@ def interrupted(at: int) -> tuple[Flow, Callable[[Backend], Backend]]:
 @pytest.mark.parametrize("run", [run_eager, run_planned])
 def test_ctrl_c_says_where_python_was_and_keeps_what_was_computed(run):
     waits, around = interrupted(at=2)
-    answer = run(waits, {}, SPEC, around=around)
+    answer = run(waits, {}, FAKES, around=around)
     assert answer.error == "RunInterrupted: stopped by Ctrl-C"
     assert answer.where.startswith("Python was at tests/macro/test_interruption.py:")
     assert answer.where.endswith(" in waits")

@@ -6,15 +6,14 @@ import copy
 import math
 
 import pytest
+from fake_clusters import FAKES
 
 from m2flow import Dataset, Flow, Policy, Reward, Rows, Sample, flow, log
 from m2flow.errors import FlowError
-from m2flow.spec import ClusterSpec, RolloutSpec, TrainSpec
 from m2flow.testing.programs import Answer
 from m2flow.testing.world import run_eager, run_planned
 
 ROWS = [{"prompt": f"{i}=", "level": i % 2} for i in range(6)]
-SPEC = ClusterSpec(device="cpu", cores=2, rollout=RolloutSpec(engine="fake"), train=TrainSpec(engine="fake"))
 RUNS = [pytest.param(run_eager, id="eager"), pytest.param(run_planned, id="planned")]
 
 
@@ -57,7 +56,7 @@ MISTAKES = {
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("line", MISTAKES)
 def test_a_mistake_is_theirs_and_has_their_line(run, line):
-    answer = run(program(line), {}, SPEC)
+    answer = run(program(line), {}, FAKES)
     assert MISTAKES[line].partition("{line}")[0].partition("(tests")[0] in answer.error
     assert "/tmp/their/flow.py:1" in answer.where
 
@@ -72,7 +71,7 @@ def test_a_row_that_is_not_there_is_an_index_error_to_whoever_catches_it(run):
         except IndexError as error:
             log(num_rows=float(len(rewards)), last=float(str(rewards[-1])), is_ours=isinstance(error, FlowError))
 
-    answer: Answer = run(careful, {}, SPEC)
+    answer: Answer = run(careful, {}, FAKES)
     assert answer.error == ""
     assert [name for _, name, _ in answer.logs] == ["num_rows", "last", "is_ours"]
 
@@ -90,7 +89,7 @@ def test_numbers_do_what_pythons_numbers_do(run):
         log(most=max(rewards), total=sum(rewards), middle=sorted(rewards)[3])  # type: ignore[arg-type, type-var]
         log(same=sum(rewards) - rewards.sum())  # type: ignore[arg-type]
 
-    answer: Answer = run(numbers, {}, SPEC)
+    answer: Answer = run(numbers, {}, FAKES)
     assert answer.error == ""
     assert answer.logs[-1][2] == 0.0
     assert copy.copy(answer.logs[0])[1] == "most"
@@ -106,6 +105,6 @@ def test_a_handle_of_a_run_that_is_over_is_named_with_the_line_that_uses_it(run)
             kept[0].mean()
         kept.append(Reward(length).score(Policy("fake").generate(Dataset(ROWS).take(1), max_new_tokens=3)))
 
-    answer = run(again, {}, SPEC)  # The trace before it has run the flow too.
+    answer = run(again, {}, FAKES)  # The trace before it has run the flow too.
     assert answer.error == "TraceError: mean was used after its flow had ended"
     assert "kept[0].mean()" in answer.where

@@ -7,21 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from fake_clusters import SPLIT
 
 from m2flow import Dataset, Policy, Reward, Role, Sample, call, flow, steps
 from m2flow.macro.flow import Flow
-from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
 from m2flow.testing.world import run_eager, run_planned
 
 ROWS = [{"prompt": f"{i} + {i}"} for i in range(8)]
-SPLIT = ClusterSpec(
-    placement="split",
-    device="cpu",
-    cores=2,
-    rollout=RolloutSpec(engine="fake", workers=2, max_running=3),
-    train=TrainSpec(engine="fake", token_budget=40),
-    functions=FunctionSpec(workers=2, chunk=2),
-)
 
 
 @dataclass(frozen=True)

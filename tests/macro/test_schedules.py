@@ -12,11 +12,10 @@ from m2flow.macro.graph import MacroGraph
 from m2flow.macro.tracing import trace
 from m2flow.micro.lowering.arithmetic import arithmetic
 from m2flow.micro.protocol.train_tasks import optimizer
-from m2flow.spec import ClusterSpec, RolloutSpec, TrainSpec
+from m2flow.spec import ClusterSpec
 from m2flow.testing.world import run_eager, run_planned
 
 DIGITS = Path(__file__).resolve().parents[2] / "flows" / "models" / "digits"
-SPEC = ClusterSpec(device="cpu", cores=2, rollout=RolloutSpec(engine="fake"), train=TrainSpec(engine="fake"))
 
 
 def program(recipe: AdamW, *, num_steps: int = 4, minibatch_size: int | None = 2) -> Flow:

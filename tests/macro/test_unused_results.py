@@ -7,15 +7,14 @@ import warnings
 from collections.abc import Callable
 
 import pytest
+from fake_clusters import FAKES
 
 from m2flow import Dataset, Policy, Reward, Sample, flow, log, op, steps
 from m2flow.errors import RewardError, UnusedResult
 from m2flow.macro.tracing import trace
-from m2flow.spec import ClusterSpec, RolloutSpec, TrainSpec
 from m2flow.testing.world import run_eager, run_planned
 
 ROWS = [{"prompt": f"{i}="} for i in range(6)]
-SPEC = ClusterSpec(cores=2, device="cpu", rollout=RolloutSpec(engine="fake"), train=TrainSpec(engine="fake"))
 
 
 def one(sample: Sample) -> float:
@@ -28,7 +27,7 @@ def warned(body: Callable[..., object]) -> list[str]:
     for run in (run_eager, run_planned):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            assert run(flow(body), {}, SPEC).error == ""
+            assert run(flow(body), {}, FAKES).error == ""
         found = [warning for warning in caught if warning.category is UnusedResult]
         assert all(warning.filename == "tests/macro/test_unused_results.py" and warning.lineno for warning in found)
         named.append([str(warning.message).removeprefix("nothing uses what ").partition(" gives")[0] for warning in found])
@@ -81,7 +80,7 @@ def test_the_line_is_named_with_what_to_do():
         policy.generate(prompts.take(2), max_new_tokens=3)
 
     with pytest.warns(UnusedResult, match=r"nothing uses what policy\.generate gives; .*log\(\) it"):
-        run_eager(body, {}, SPEC)
+        run_eager(body, {}, FAKES)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         trace(body, {})  # A rehearsal names nothing: the run will.

@@ -7,6 +7,7 @@ from typing import get_args
 
 import numpy as np
 import pytest
+from fake_clusters import FAKES
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -112,7 +113,6 @@ sizes = st.fixed_dictionaries(
         "kind": st.integers(0, 2),
     }
 )
-SPEC = ClusterSpec(device="cpu", cores=2, rollout=RolloutSpec(engine="fake"), train=TrainSpec(engine="fake"))
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
@@ -133,7 +133,7 @@ def test_a_denominator_of_counts_gives_the_same_weights_under_every_token_budget
 
 
 def test_each_form_of_advantages_counts_and_reward_is_reported_only_where_rewards_were_given():
-    answers = [run_eager(columns, {"num_steps": 1, "kind": kind}, SPEC) for kind in (0, 1, 2)]
+    answers = [run_eager(columns, {"num_steps": 1, "kind": kind}, FAKES) for kind in (0, 1, 2)]
     assert [answer.error for answer in answers] == [""] * 3
     assert len({answer.weights["policy"] for answer in answers}) == 3
     assert [{name: value for _, name, value in answer.logs}["seen"] for answer in answers] == [1.0, 0.0, 1.0]
@@ -153,7 +153,7 @@ def test_one_number_a_generated_token_and_one_a_token_are_the_same_where_tokens_
             responses = policy.generate(Dataset(ROWS).take(4), max_new_tokens=9)
             policy.update(responses, advantages=numbers(responses))
 
-        answer = run_eager(one_update, {}, SPEC)
+        answer = run_eager(one_update, {}, FAKES)
         assert answer.error == ""
         return answer.weights["policy"]
 
@@ -172,8 +172,8 @@ def test_advantages_that_fit_no_token_are_refused_with_the_sample(function, said
         responses = policy.generate(Dataset(ROWS, shuffle=False).take(2), max_new_tokens=9)
         policy.update(responses, advantages=op()(function)(responses))
 
-    assert said in run_eager(misfit, {}, SPEC).error
-    assert said in run_planned(misfit, {}, SPEC).error
+    assert said in run_eager(misfit, {}, FAKES).error
+    assert said in run_planned(misfit, {}, FAKES).error
 
 
 def test_rewards_may_come_from_any_call_that_gives_a_number_a_sample():
@@ -184,7 +184,7 @@ def test_rewards_may_come_from_any_call_that_gives_a_number_a_sample():
             responses = policy.generate(Dataset(ROWS).take(3), n=2, max_new_tokens=9)
             policy.update(responses, op()(length_share)(responses) if wrap else Reward(length_share).score(responses))
 
-        answer = run_eager(rewarded, {}, SPEC)
+        answer = run_eager(rewarded, {}, FAKES)
         assert answer.error == ""
         return answer.weights["policy"]
 
@@ -198,7 +198,7 @@ def test_a_reward_that_is_no_finite_number_is_refused_by_the_update():
         responses = policy.generate(Dataset(ROWS).take(3), n=2, max_new_tokens=9)
         policy.update(responses, op()(lambda sample: float("inf"))(responses))
 
-    assert "rewards must be finite" in run_eager(infinite, {}, SPEC).error
+    assert "rewards must be finite" in run_eager(infinite, {}, FAKES).error
 
 
 @op(granularity="batch", per_sample=True)
@@ -239,7 +239,7 @@ def test_every_advantage_by_name_or_of_an_op_on_the_batch_is_the_same_planned_an
 
 
 def test_each_advantage_trains_other_weights():
-    answers = [run_eager(whole_batches, {"kind": kind}, SPEC) for kind in range(KINDS)]
+    answers = [run_eager(whole_batches, {"kind": kind}, FAKES) for kind in range(KINDS)]
     assert [answer.error for answer in answers] == [""] * KINDS
     assert len({answer.weights["policy"] for answer in answers}) >= KINDS - 1  # `dr_grpo` by the user's op is another's sibling.
 
@@ -262,7 +262,7 @@ def test_an_op_on_the_batch_that_gives_too_few_numbers_is_refused():
         responses = policy.generate(Dataset(ROWS, shuffle=False).take(2), max_new_tokens=9)
         policy.update(responses, advantages=short(responses))
 
-    for answer in (run_eager(misfit, {}, SPEC), run_planned(misfit, {}, SPEC)):
+    for answer in (run_eager(misfit, {}, FAKES), run_planned(misfit, {}, FAKES)):
         assert "short returned [1.0] for the batch p0/0 to p1/0" in answer.error
     with pytest.raises(OptionError, match="per_sample"):
         op(granularity="group", per_sample=True)
@@ -291,9 +291,9 @@ def test_a_correction_is_a_forward_pass_of_the_plan_and_the_same_planned_and_eag
     assert [line for line in lines if "proximal_logprobs=%" in line and f"correction='{level}'" in line]
     for minibatch in (0, 2):
         options = {"level": level, "minibatch": minibatch}
-        planned = run_planned(corrected, options, SPEC)
+        planned = run_planned(corrected, options, FAKES)
         assert planned.error == ""
-        assert difference_of(planned, run_eager(corrected, options, SPEC, decisions=planned.decisions or None)) is None
+        assert difference_of(planned, run_eager(corrected, options, FAKES, decisions=planned.decisions or None)) is None
 
 
 def test_a_greedy_baseline_is_arithmetic_on_rewards_of_the_prompts():
@@ -305,9 +305,9 @@ def test_a_greedy_baseline_is_arithmetic_on_rewards_of_the_prompts():
         responses = policy.generate(prompts.with_columns(baseline=greedy.back_to(prompts)), n=2, max_new_tokens=9)
         policy.update(responses, advantages=verifier.score(responses) - responses.baseline)
 
-    answer = run_eager(remax, {}, SPEC)
+    answer = run_eager(remax, {}, FAKES)
     assert answer.error == ""
-    assert run_planned(remax, {}, SPEC) == answer
+    assert run_planned(remax, {}, FAKES) == answer
 
 
 def test_a_group_passes_by_its_share_of_right_answers():

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_clusters import FAKES
 from opentelemetry import trace
 
 from m2flow import Dataset, Policy, Reward, Role, Sample, call, flow, op, steps, traceparent
@@ -19,9 +20,8 @@ from m2flow.micro.records.sample_query import SampleQuery
 from m2flow.observe.otel import Trace, run_span, sample_span, traceparent_of
 from m2flow.runner.run import Run
 from m2flow.samples import SampleId
-from m2flow.spec import ClusterSpec, RolloutSpec, RunSettings, TrainSpec
+from m2flow.spec import RunSettings
 
-FAKES = ClusterSpec(device="cpu", cores=2, rollout=RolloutSpec(engine="fake"), train=TrainSpec(engine="fake"))
 ROWS = [{"prompt": f"{i} + {i}"} for i in range(8)]
 
 

@@ -6,6 +6,7 @@ import gc
 from pathlib import Path
 
 import pytest
+from fake_clusters import FAKES
 
 from m2flow import Dataset, Policy, Reward, Sample, flow, informative, log, op, steps
 from m2flow.errors import TraceError
@@ -13,11 +14,10 @@ from m2flow.macro import session
 from m2flow.macro.graph import Call
 from m2flow.macro.lineage import ResultInfo
 from m2flow.runner.run import Run
-from m2flow.spec import ClusterSpec, RolloutSpec, RunSettings, TrainSpec
+from m2flow.spec import RunSettings
 from m2flow.testing.world import run_eager, run_planned
 
 ROWS = [{"prompt": f"{i * 7919 % 1000}="} for i in range(9)]
-SPEC = ClusterSpec(device="cpu", cores=2, rollout=RolloutSpec(engine="fake"), train=TrainSpec(engine="fake"))
 MOST_LAG = 5
 
 
@@ -66,7 +66,7 @@ def long(num_steps: int, found: list[tuple[int, int]]) -> None:
 @pytest.mark.parametrize("is_eager", [True, False], ids=["eager", "planned"])
 def test_a_run_of_twice_the_steps_holds_no_more_calls(tmp_path: Path, is_eager: bool):
     found: list[tuple[int, int]] = []
-    run = Run(long, {"num_steps": 60, "found": found}, SPEC, RunSettings(runs_dir=str(tmp_path), eager=is_eager))
+    run = Run(long, {"num_steps": 60, "found": found}, FAKES, RunSettings(runs_dir=str(tmp_path), eager=is_eager))
     run.prepare()
     found.clear()
     run.execute()
@@ -89,9 +89,9 @@ def looks_far_back(ago: int, num_steps: int = 12) -> None:
 
 @pytest.mark.parametrize("run", [run_eager, run_planned])
 def test_a_look_too_far_back_says_how_far_a_run_remembers(run):
-    assert run(looks_far_back, {"ago": MOST_LAG}, SPEC).error == ""
-    answer = run(looks_far_back, {"ago": MOST_LAG + 1}, SPEC)
+    assert run(looks_far_back, {"ago": MOST_LAG}, FAKES).error == ""
+    answer = run(looks_far_back, {"ago": MOST_LAG + 1}, FAKES)
     assert answer.error == f"{TraceError.__name__}: lagged(6) of a result of step 11 asks for step 5, and this is step 11"
     assert "lagged(abs(ago))" in answer.where
-    assert run(looks_far_back, {"ago": -1}, SPEC).error == ""
-    assert run(looks_far_back, {"ago": 0}, SPEC).error == ""
+    assert run(looks_far_back, {"ago": -1}, FAKES).error == ""
+    assert run(looks_far_back, {"ago": 0}, FAKES).error == ""

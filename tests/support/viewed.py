@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import uvicorn
+from fake_clusters import FAKES
 from observed_run import record_run, store_run
 
 from m2flow import Dataset, Policy, Reward, Sample, flow, steps
 from m2flow.runner.run import Run
-from m2flow.spec import ClusterSpec, RolloutSpec, RunSettings, TrainSpec
+from m2flow.spec import RunSettings
 from m2flow.viewer.serving import Folder, application, configured, open_socket
 
-FAKES = ClusterSpec(device="cpu", cores=2, rollout=RolloutSpec(engine="fake"), train=TrainSpec(engine="fake"))
 HOSTILE = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script></script><!-- ' \" & \u2028 \x1b[2J"
 _ENDS_IN_S = 240
 """What a page asked for as its test ended is answered, not cut off, which a page would say it has failed by."""

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from fake_clusters import FAKES
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -13,12 +14,11 @@ from m2flow import Dataset, Policy, Reward, Sample, flow, log, op, steps
 from m2flow.errors import RewardError, TraceError
 from m2flow.micro.records.flow_log import FlowLog, Logged
 from m2flow.runner.run import Run
-from m2flow.spec import ClusterSpec, RolloutSpec, RunSettings, TrainSpec
+from m2flow.spec import RunSettings
 from m2flow.testing.random_programs import clusters
 from m2flow.testing.world import run_eager, run_planned
 
 ROWS = [{"prompt": f"{i * 7919 % 1000}="} for i in range(9)]
-SPEC = ClusterSpec(device="cpu", cores=2, rollout=RolloutSpec(engine="fake"), train=TrainSpec(engine="fake"))
 few = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 
 
@@ -71,7 +71,7 @@ def logs_of(run_dir: str | Path) -> list[tuple[int, str]]:
 def test_so_do_runs_of_processes_though_python_is_steps_ahead(tmp_path, how, error):
     found = []
     for is_eager in (True, False):
-        run = Run(fails, {"how": how, "at": 4, "num_steps": 6}, SPEC, RunSettings(runs_dir=str(tmp_path), eager=is_eager))
+        run = Run(fails, {"how": how, "at": 4, "num_steps": 6}, FAKES, RunSettings(runs_dir=str(tmp_path), eager=is_eager))
         with pytest.raises(error):
             run.execute()
         found.append((logs_of(run.run_dir), run.tally.num_steps, sorted(run.tally.logs)))
@@ -94,8 +94,8 @@ def misnamed(text: bool = False) -> None:
 @pytest.mark.parametrize(("text", "said"), [(False, "there is no metric 'los'; there are grad_norm, loss"), (True, "a str is no number")])
 def test_a_log_of_what_is_no_number_names_its_line_in_both_modes(text, said):
     for answer in (
-        run_eager(misnamed, {"text": text}, SPEC),
-        *(run_planned(misnamed, {"text": text}, SPEC, order_seed=i) for i in range(3)),
+        run_eager(misnamed, {"text": text}, FAKES),
+        *(run_planned(misnamed, {"text": text}, FAKES, order_seed=i) for i in range(3)),
     ):
         assert answer.error.startswith(f"TraceError: log: {said}")
         assert "badly=said(responses)" in answer.where

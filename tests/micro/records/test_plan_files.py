@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from click.testing import CliRunner
+from fake_clusters import FAKES
 
 from m2flow import load_flow
 from m2flow.cli.main import cli
@@ -19,9 +20,8 @@ from m2flow.micro.protocol.plan import Plan
 from m2flow.micro.records.plan_file import check_edited, read_plan, write_plan_file
 from m2flow.planner.explaining import differences
 from m2flow.runner.run import Run
-from m2flow.spec import ClusterSpec, RolloutSpec, RunSettings, TrainSpec
+from m2flow.spec import RunSettings
 
-SPEC = ClusterSpec(device="cpu", cores=2, rollout=RolloutSpec(engine="fake"), train=TrainSpec(engine="fake"))
 SOURCE = """
 from m2flow import Dataset, Policy, Reward, flow, steps
 
@@ -49,7 +49,7 @@ def program(tmp_path: Path) -> Path:
 
 def plan_of(program: Path, pinned: Plan | None = None, **options: object) -> Plan:
     graph, models, num_steps = trace(load_flow(str(program)), options)
-    return lower(graph, models, SPEC, num_steps=num_steps, pinned=pinned)
+    return lower(graph, models, FAKES, num_steps=num_steps, pinned=pinned)
 
 
 def edited(plan: Plan, change: Callable[[dict], None]) -> Plan:
@@ -80,7 +80,7 @@ def test_an_edited_chunk_holds_for_every_call_of_the_name(program):
 
     pinned = edited(plan_of(program), smaller)
     fresh = plan_of(program, pinned)
-    check_edited(pinned, fresh, SPEC)
+    check_edited(pinned, fresh, FAKES)
     assert {s.call: s.chunk for s in fresh.stages}["judged.score"] == 2
     assert differences(plan_of(program), fresh) == [
         "call judged.score: @sample on functions-0, chunk 64 -> @sample on functions-0, chunk 2"
@@ -95,10 +95,10 @@ def test_a_run_pinned_to_an_edited_plan_has_its_workers_and_gives_the_same_sampl
 
     pinned = edited(plan_of(program), second_judge)
     settings = RunSettings(runs_dir=str(tmp_path / "runs"))
-    run = Run(load_flow(str(program)), {}, SPEC, settings, pinned=pinned)
+    run = Run(load_flow(str(program)), {}, FAKES, settings, pinned=pinned)
     summary = run.execute()
     assert [w.name for w in read_plan(run.run_dir / "plan.json").workers] == ["device-0", "functions-0", "functions-1"]
-    plain = Run(load_flow(str(program)), {}, SPEC, settings).execute()
+    plain = Run(load_flow(str(program)), {}, FAKES, settings).execute()
     assert (summary.samples_sha256, summary.weights_sha256) == (plain.samples_sha256, plain.weights_sha256)
 
 
@@ -115,7 +115,7 @@ def test_a_run_pinned_to_an_edited_plan_has_its_workers_and_gives_the_same_sampl
 def test_what_can_not_be_edited_is_refused_by_name(program, change, said):
     pinned = edited(plan_of(program), change)
     with pytest.raises(PlanError, match=said):
-        check_edited(pinned, plan_of(program, pinned), SPEC)
+        check_edited(pinned, plan_of(program, pinned), FAKES)
 
 
 def test_a_plan_without_an_engine_that_a_call_needs_is_refused(program):
@@ -129,7 +129,7 @@ def test_a_plan_without_an_engine_that_a_call_needs_is_refused(program):
 def test_a_plan_of_other_calls_is_refused_with_what_differs(program):
     pinned = plan_of(program, extra=True)
     with pytest.raises(PlanError, match=r"the plan is of other calls"):
-        check_edited(pinned, plan_of(program, pinned), SPEC)
+        check_edited(pinned, plan_of(program, pinned), FAKES)
 
 
 def test_files_that_are_no_plan_are_refused_with_the_field(tmp_path):

@@ -9,15 +9,14 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from fake_clusters import FAKES
 
 from m2flow import Dataset, Policy, Reward, Sample, flow, steps
 from m2flow.cli.main import cli
 from m2flow.errors import EngineError, OptionError, SpecError
 from m2flow.micro.records.sample_query import COLUMNS, SampleQuery, export
 from m2flow.runner.run import Run
-from m2flow.spec import ClusterSpec, RolloutSpec, RunSettings, TrainSpec
-
-SPEC = ClusterSpec(device="cpu", cores=2, rollout=RolloutSpec(engine="fake"), train=TrainSpec(engine="fake"))
+from m2flow.spec import RunSettings
 
 
 def length(sample: Sample) -> float:
@@ -50,7 +49,7 @@ def twice() -> None:
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     runs = tmp_path_factory.mktemp("runs")
-    return Path(Run(twice, {}, SPEC, RunSettings(runs_dir=str(runs), eager=True)).execute().run_dir)
+    return Path(Run(twice, {}, FAKES, RunSettings(runs_dir=str(runs), eager=True)).execute().run_dir)
 
 
 def test_every_sample_is_there_in_the_order_of_identity(run_dir):
