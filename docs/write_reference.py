@@ -5,7 +5,7 @@
     topics of m2flow.cli.help --> a page each        fields of `m2flow.spec` --> cluster-spec.md, run-settings.md
     errors                    --> errors.md          help of each command    --> commands.md
     engines and their options --> engines.md         m2flow.algorithms       --> algorithms.md
-    rollout scheduling        --> policies.md
+    rollout scheduling        --> policies.md        m2flow.observe.spans     --> spans.md
 
 Docstrings are Markdown as they stand, but for their sections (`Args:`, `Raises:`), which become lists, and doctests, which become fences.
 `docs/site_pages.py` makes FOLDER/site from these pages and the guides.
@@ -16,6 +16,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
+import textwrap
 from pathlib import Path
 
 from pydantic import BaseModel
@@ -23,12 +24,27 @@ from site_pages import write_site
 
 from m2flow import spec
 from m2flow.algorithms import advantages, gae, losses, shaping
-from m2flow.cli.help import SINCE, TOPICS, Field, commands, docstring, fields, first_line, kinds_of_error, methods, public, signature, specs
+from m2flow.cli.help import (
+    SINCE,
+    TOPICS,
+    Field,
+    commands,
+    docstring,
+    documentation,
+    fields,
+    first_line,
+    kinds_of_error,
+    methods,
+    public,
+    signature,
+    specs,
+)
 from m2flow.engines.distributed import fsdp
 from m2flow.engines.distributed.deepspeed import Options as DeepSpeedOptions
 from m2flow.engines.embedded import rollout_engine, trainer
 from m2flow.engines.registry import capability_tables, engines
 from m2flow.engines.servers import server_process, sglang, vllm
+from m2flow.observe import spans
 from m2flow.rollout_scheduling.policies import POLICIES
 
 NOTE = "<!-- Written by docs/write_reference.py. Do not edit. -->\n"
@@ -53,6 +69,7 @@ def pages() -> dict[str, str]:
         "engines.md": _engines(),
         "algorithms.md": _algorithms(),
         "policies.md": _policies(),
+        "spans.md": _spans(),
         "commands.md": _commands(),
     }
 
@@ -131,6 +148,15 @@ def _policies() -> str:
     for name, policy in POLICIES.items():
         lines += [f"## {name}", "", *markdown(policy.__doc__ or "")]
     return "\n".join(lines)
+
+
+def _spans() -> str:
+    """The names of spans, and the attributes that viewers understand."""
+    said = documentation(spans.SpanName)
+    _, _, attributes = (spans.__doc__ or "").partition("Attributes that viewers understand:\n")
+    table = textwrap.dedent(attributes.partition("\n\nThe hot path")[0].strip("\n"))
+    lines = ["# Spans", "", *(f"- `{name.value}`: {said[name.name]}" for name in spans.SpanName), "", "## Attributes", ""]
+    return "\n".join([*lines, "```text", table, "```", ""])
 
 
 def _commands() -> str:
