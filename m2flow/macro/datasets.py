@@ -118,8 +118,19 @@ _NAMED = 8
 """Rows that a plan names of those that were too long."""
 
 
-def _within(rows: list[Row], name: str, policy: Policy | None, limit: int, too_long: TooLong) -> tuple[list[Row], dict[str, object]]:
-    """The rows whose prompts have no more tokens than this, or were shortened to them; and what a plan shows of the others.
+@dataclass(frozen=True)
+class _Fitting:
+    """The prompts of a dataset that have no more tokens than a limit, or were shortened to it."""
+
+    kept: list[int]
+    shortened: dict[int, object]
+    """Row -> its prompt then."""
+    shown: dict[str, object]
+    """What a plan shows of the others."""
+
+
+def _fitting(prompts: Iterable[object], name: str, policy: Policy | None, limit: int, too_long: TooLong) -> _Fitting:
+    """Choose the rows whose prompts have no more tokens than this, as the policy sees them.
 
     Raises:
         DatasetError: a prompt is too long and is to be an error, or can't be shortened; or no row is left.
@@ -129,13 +140,12 @@ def _within(rows: list[Row], name: str, policy: Policy | None, limit: int, too_l
         raise OptionError(f"max_prompt_tokens={limit} counts the tokens of a policy, and got policy={policy!r:.60}", now=_POLICY)
     # Tokenizers are the engines', and are loaded only where a flow counts by them.
     codec = importlib.import_module("m2flow.engines.models.hf_model").load_tokenizer(session.models[policy.name])
-    kept: list[Row] = []
-    found: list[int] = []
-    for i, row in enumerate(rows):
-        prompt = row["prompt"]
+    kept, found, shortened, num_rows = [], [], {}, 0
+    for i, prompt in enumerate(prompts):
+        num_rows += 1
         count = len(codec.encode_prompt(prompt))
         if count <= limit:
-            kept.append(row)
+            kept.append(i)
             continue
         found.append(i)
         if too_long == "error":
@@ -145,16 +155,17 @@ def _within(rows: list[Row], name: str, policy: Policy | None, limit: int, too_l
             )
         if too_long == "drop":
             continue
-        shorter = codec.shortened(prompt, limit, in_middle=too_long == "truncate-middle")
-        if shorter is None:
+        shortened[i] = codec.shortened(prompt, limit, in_middle=too_long == "truncate-middle")
+        if shortened[i] is None:
             raise DatasetError(
                 f"the prompt of row {i} of the dataset {name!r} can't be shortened to {limit} tokens", now="Raise the limit."
             )
-        kept.append({**row, "prompt": shorter})
+        kept.append(i)
     if not kept:
-        raise DatasetError(f"all {len(rows)} prompts of the dataset {name!r} have more than {limit} tokens", now="Raise max_prompt_tokens.")
+        raise DatasetError(f"all {num_rows} prompts of the dataset {name!r} have more than {limit} tokens", now="Raise max_prompt_tokens.")
     named = ", ".join(map(str, found[:_NAMED])) + (", ..." if len(found) > _NAMED else "")
-    return kept, {"dropped" if too_long == "drop" else "truncated": f"{len(found)} of {len(rows)} rows: {named}"} if found else {}
+    shown = {"dropped" if too_long == "drop" else "truncated": f"{len(found)} of {num_rows} rows: {named}"} if found else {}
+    return _Fitting(kept, shortened, dict(shown))
 
 
 _POLICY = "Write Dataset(rows, policy=policy, max_prompt_tokens=512)."
@@ -222,7 +233,9 @@ class Dataset:
         self._cut: dict[str, object] = {}
         if max_prompt_tokens is not None:
             check_count("max_prompt_tokens", max_prompt_tokens)
-            rows, self._cut = _within(rows, name, policy, max_prompt_tokens, too_long)
+            fitting = _fitting((row["prompt"] for row in rows), name, policy, max_prompt_tokens, too_long)
+            rows = [{**rows[i], "prompt": fitting.shortened.get(i, rows[i]["prompt"])} for i in fitting.kept]
+            self._cut = fitting.shown
         elif policy is not None:
             raise OptionError("policy= goes with max_prompt_tokens=", now="Leave it out, or say how many tokens a prompt may have.")
         self.name = name
@@ -244,14 +257,21 @@ class Dataset:
 
     @classmethod
     def generate(
-        cls, make: Callable[[random.Random], Row], size: int, *, seed: int = 0, name: str = "dataset", shuffle: bool = False
+        cls,
+        make: Callable[[random.Random], Row],
+        size: int,
+        *,
+        seed: int = 0,
+        name: str = "dataset",
+        shuffle: bool = False,
+        curriculum: str | Callable[[Row], float] | None = None,
     ) -> Dataset:
         """Make `size` rows by a function of a random generator; row i depends on (seed, i) alone."""
         if not callable(make):
             raise DatasetError(f"Dataset.generate got make={make!r:.60}; it takes a function of a random generator that gives a row")
         check_count("size", size)
         check_whole("seed", seed)
-        return cls([make(random.Random(f"{seed}/{i}")) for i in range(size)], name=name, shuffle=shuffle)
+        return cls([make(random.Random(f"{seed}/{i}")) for i in range(size)], name=name, shuffle=shuffle, curriculum=curriculum)
 
     @classmethod
     def jsonl(
@@ -271,8 +291,8 @@ class Dataset:
                 By default all are, under their own names, and the usual ones of math and code sets are recognised: `question` (with
                 `answer`) and `problem` (with `solution` or `answer`) are the prompt, as is MBPP's `text`; `input_output` (APPS) and
                 `test_list` (MBPP) are the `test`. A name that samples have already gets `_of_row` after it: `id_of_row`.
-            stream: keep in memory where each line is (8 bytes), and read rows when they are drawn: for files that do not fit. All lines
-                are checked once at the start.
+            stream: keep in memory where each line is (24 bytes), and read rows when they are drawn: for files that do not fit. All lines
+                are checked once at the start. All prompts are texts, or all are messages.
             name: by default the file's.
         Raises:
             DatasetError: FILE:LINE is no JSON object, lacks a column, or has no prompt.
@@ -339,7 +359,17 @@ class Dataset:
         return cls._read(read, files, columns, name or f"{repo.rstrip('/').rpartition('/')[2]}-{split}", shuffle, curriculum)
 
     @classmethod
-    def reasoning_gym(cls, task: str, *, size: int, seed: int = 0, name: str = "", shuffle: bool = True, **options: object) -> Dataset:
+    def reasoning_gym(
+        cls,
+        task: str,
+        *,
+        size: int,
+        seed: int = 0,
+        name: str = "",
+        shuffle: bool = True,
+        curriculum: str | Callable[[Row], float] | None = None,
+        **options: object,
+    ) -> Dataset:
         """Make rows of a task of reasoning-gym: `prompt`, `answer`, and the whole `entry`, for `m2flow.rewards.ReasoningGym(task)`.
 
         Args:
@@ -358,7 +388,7 @@ class Dataset:
         except (AssertionError, TypeError, ValueError) as error:
             raise DatasetError(f"reasoning-gym makes no {task!r} with {options}: {error}") from None
         rows = [{"prompt": entry["question"], "answer": str(entry["answer"]), "entry": entry} for entry in entries]
-        return cls(rows, name=name or task, shuffle=shuffle)
+        return cls(rows, name=name or task, shuffle=shuffle, curriculum=curriculum)
 
     @classmethod
     def _read(
@@ -394,6 +424,32 @@ class Dataset:
         random.Random(f"{seed}/split").shuffle(order)
         chosen = sorted(order[:size])
         return self._part(sorted(order[size:]), self.name), self._part(chosen, f"{self.name}-heldout")
+
+    def within(self, policy: Policy, max_prompt_tokens: int, *, too_long: TooLong = "error") -> Dataset:
+        """Bound the prompts' tokens, as `Dataset(rows, policy=, max_prompt_tokens=, too_long=)` does, of rows from wherever they are.
+
+            prompts = Dataset.jsonl("train.jsonl").within(policy, max_prompt_tokens=512, too_long="drop")
+
+        A stream (`jsonl(stream=True)`) is read once for it; its prompts can be dropped, and not be shortened.
+        """
+        check_count("max_prompt_tokens", max_prompt_tokens)
+        check_choice("too_long", too_long, TooLong)
+        if self._mix is not None:
+            raise DatasetError("a mix has the prompts of its datasets", now="Bound those before mixing them.")
+        if self._lines is not None and too_long.startswith("truncate"):
+            now = 'Leave stream=True out, or say too_long="drop".'
+            raise DatasetError(f"rows of the dataset {self.name!r} are read when they are drawn, and can't be shortened", now=now)
+        prompts = [self._prompt(i) for i in range(self._num_rows)] if self._lines is None else map(self._prompt, range(self._num_rows))
+        fitting = _fitting(prompts, self.name, policy, max_prompt_tokens, too_long)
+        made = self._part(fitting.kept, self.name)
+        made._cut = fitting.shown
+        if fitting.shortened:
+            whole = [fitting.shortened.get(i, self._prompt(i)) for i in fitting.kept]
+            made._columns = {**made._columns, "prompt": column_of(whole, "prompt")}
+        return made
+
+    def _prompt(self, row: int) -> object:
+        return _value(self._columns["prompt"], row) if self._lines is None else self._lines.row(row)["prompt"]
 
     def _part(self, index: list[int], name: str) -> Dataset:
         """These rows as a dataset of their own."""
@@ -784,16 +840,22 @@ class LinesOnDisk:
         self._places = np.array(places, np.int64)
 
     def _note(self, row: Row, place: str) -> None:
-        if not isinstance(row.get("prompt"), str):
-            raise DatasetError(f"{place}: a stream has texts as prompts, not {row.get('prompt')!r:.60}", now="Leave stream= out.")
-        check_prompt(row["prompt"], f"{place}: the prompt")
+        prompt = row.get("prompt")
+        if not isinstance(prompt, str | list):
+            raise DatasetError(f"{place} has no text or messages as its prompt: {prompt!r:.60}")
+        check_prompt(prompt, f"{place}: the prompt")
+        if self._kinds and row.keys() != self._kinds.keys():
+            now = "Give prompts and demonstrations as two datasets."
+            raise DatasetError(f"{place} makes the columns {sorted(row)}, and the rows before it {sorted(self._kinds)}", now=now)
         for name, value in row.items():
             self._kinds.setdefault(name, set()).add(type(value))
+        if len(self._kinds["prompt"]) > 1:
+            raise DatasetError(f"{place}: the prompt is of another kind than those before it: texts, or messages", now="Leave stream= out.")
 
     def _mapped(self, line: bytes, place: str, columns: Columns | None = None) -> Row:
         row = _object(line, place)
         self._mapping = self._mapping or _Mapping.of(row, columns, place)
-        return self._mapping.apply(row, place)
+        return with_prompts([self._mapping.apply(row, place)], place)[0]
 
     def __len__(self) -> int:
         return len(self._places)

@@ -94,6 +94,7 @@ def evaluate(
             "timeout_s": None,
             "column": "value",
             "style": "columns",
+            "gives": "table",
             "columns": columns,
         },
         shown={"metrics": ", ".join(metrics)},

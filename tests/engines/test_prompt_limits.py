@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from tiny_models import byte_tokenizer
 from m2flow import Dataset, Policy
 from m2flow.engines.models.hf_model import load_tokenizer
 from m2flow.errors import DatasetError, OptionError
+from m2flow.macro.datasets import TooLong
 from m2flow.macro.flow import Flow
 from m2flow.macro.graph import MacroGraph
 from m2flow.macro.tracing import trace
@@ -85,3 +88,32 @@ def test_a_shortened_text_is_what_is_left_of_its_ends_and_fits(path: str, text: 
     assert isinstance(shorter, str)
     assert 0 < len(codec.encode_prompt(shorter)) <= limit
     assert any(text.startswith(shorter[:at]) and text.endswith(shorter[at:]) for at in (range(len(shorter) + 1) if in_middle else [0]))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("as_messages", [False, True])
+def test_rows_of_any_loader_are_bounded_as_those_of_a_list(path: str, tmp_path: Path, stream: bool, as_messages: bool) -> None:
+    rows: list[dict[str, Any]] = [{"messages": [{"role": "user", "content": row["prompt"]}]} for row in ROWS] if as_messages else ROWS
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    limit = 8 + 18 * as_messages  # The template writes <user>, <assistant> and the token <turn>.
+
+    def graph(loaded: bool, too_long: TooLong) -> MacroGraph:
+        def body() -> None:
+            policy = Policy(path, init="random")
+            if loaded:
+                read = Dataset.jsonl(tmp_path / "rows.jsonl", stream=stream, shuffle=False, name="dataset")
+                read.within(policy, limit, too_long=too_long).take(2)
+            else:
+                Dataset(rows, policy=policy, max_prompt_tokens=limit, too_long=too_long, shuffle=False).take(2)
+
+        return trace(Flow(body), {}, steps=1, seed=0)[0]
+
+    assert str(graph(True, "drop")).partition("test_")[0] == str(graph(False, "drop")).partition("test_")[0]
+    assert prompts(graph(True, "drop")) == prompts(graph(False, "drop"))
+    with pytest.raises(DatasetError, match="row 1 of the dataset 'dataset' has"):
+        graph(True, "error")
+    if stream:
+        with pytest.raises(DatasetError, match="can't be shortened"):
+            graph(True, "truncate-left")
+    else:
+        assert prompts(graph(True, "truncate-left")) == prompts(graph(False, "truncate-left"))

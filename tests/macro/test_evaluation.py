@@ -13,7 +13,7 @@ from fake_clusters import SPLIT
 from m2flow import Best, Dataset, Policy, Reward, Sample, evaluate, flow, log, steps
 from m2flow.errors import M2FlowError
 from m2flow.macro.evaluation import Measures, majority_at, pass_at
-from m2flow.macro.tracing import trace
+from m2flow.macro.tracing import explore, trace
 from m2flow.samples import Batch, Ragged, make_ids
 from m2flow.testing.world import run_eager, run_planned
 
@@ -138,3 +138,22 @@ def test_a_run_stops_when_patience_ends_and_keeps_a_copy_of_the_best_weights() -
     copies = [call for call in graph.calls if call.method == "copy_of"]
     assert [call.step for call in copies] == [-1, 0, 1]
     assert set(models) == {"policy", "policy_best"}
+
+
+@flow
+def stopping_by_measures(num_steps: int = 4) -> None:
+    policy, reward = Policy("fake"), Reward(even)
+    prompts, best = Dataset(ROWS), Best(policy, patience=1)
+    for _ in steps(num_steps):
+        measured = evaluate(policy, Dataset(ROWS, name="heldout"), score=reward, n=2, max_new_tokens=4)
+        if best.stop(measured["pass@1"]):
+            break
+        responses = policy.generate(prompts.take(2), n=2, max_new_tokens=5)
+        policy.update(responses, reward.score(responses))
+
+
+def test_a_stop_by_what_was_measured_is_planned_and_the_same_planned_and_eager() -> None:
+    assert explore(stopping_by_measures, {}).paths
+    alone = run_eager(stopping_by_measures, {}, SPLIT)
+    assert alone.error == "", alone.error
+    assert run_planned(stopping_by_measures, {}, SPLIT, order_seed=4) == alone

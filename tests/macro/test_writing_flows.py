@@ -26,7 +26,7 @@ from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
 from m2flow.testing.world import run_eager, run_planned
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = "".join((ROOT / "docs" / "guide" / f"flows{part}.md").read_text() for part in ("", "-algorithms", "-order"))
+PAGES = "".join((ROOT / "docs" / "guide" / f"{page}.md").read_text() for page in ("flows", "flows-algorithms", "flows-order", "recipes"))
 
 _FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _NAME = re.compile(r"# (\w+\.py)\n")
@@ -72,6 +72,8 @@ def _sessions() -> Iterator[tuple[str, str]]:
 
 FILES = _files()
 RIGHT = [f"{name}:{flow}" for name, text in FILES.items() if not name.startswith("wrong_") for flow in _FLOW.findall(text)]
+ON_REAL_ENGINES = ["own_loss.py", "ppo_digits.py", "recipes.py:adapted"]
+"""Flows that train a real model here too; the last one in place of fakes, which train no adapters."""
 SESSIONS = list(_sessions())
 
 
@@ -90,7 +92,7 @@ def _small(flow: Flow) -> dict[str, object]:
     return {parameter.name: 2 for parameter in flow.parameters if parameter.name == "num_steps"}
 
 
-@pytest.mark.parametrize("target", RIGHT)
+@pytest.mark.parametrize("target", [target for target in RIGHT if target != "recipes.py:adapted"])
 def test_a_flow_of_the_tutorial_gives_the_same_planned_and_eager(target: str, folder: Path) -> None:
     flow = load_flow(target)
     options = _small(flow)
@@ -130,8 +132,10 @@ def test_every_wrong_flow_of_the_tutorial_is_shown_with_its_error() -> None:
 EMBEDDED = ClusterSpec(placement="split", device="cpu", cores=2, train=TrainSpec(token_budget=200), functions=FunctionSpec(chunk=3))
 
 
-@pytest.mark.parametrize("target", ["own_loss.py", "ppo_digits.py"])
+@pytest.mark.parametrize("target", ON_REAL_ENGINES)
 def test_flows_of_the_tutorial_train_a_real_model_and_give_the_same_bits(target: str, folder: Path) -> None:
+    if target == "recipes.py:adapted":
+        pytest.importorskip("peft")
     flow = load_flow(target)
     eager = run_eager(flow, {"num_steps": 1}, EMBEDDED, deterministic=True)
     assert eager.error == ""
