@@ -17,7 +17,7 @@ from m2flow.cli.help import help_of
 from m2flow.cli.main import cli
 from m2flow.recipe import AdvantageName
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PEERS = ("trl", "verl", "openrlhf")
 
 peers = pytest.mark.parametrize("peer", PEERS)
