@@ -1,7 +1,6 @@
 """Simulate one worker: it takes the messages that a real worker takes, and sends the messages that a real one sends, when a real one would.
 
-It mirrors `m2flow.micro.worker.worker`, message by message, and knows nothing that the scheduler does not tell it. Its tasks run one after
-the other, each when its rows are here; a generation only begins in turn, and then goes on concurrently.
+What messages mean and which task is next is the real worker's own logic (`m2flow.micro.worker.task_queue`); what is done, takes time.
 
 Decoding. A turn decodes one token for each running sample; it takes `step_s + b sample_s` for each role with b samples, as in the worker's
 own loop. While no sample joins or leaves, all turns are alike, so the clock advances from one change to the next, however many tokens lie
@@ -28,6 +27,7 @@ from m2flow.micro.protocol.cost_terms import DecodeCost, FunctionCost, TrainCost
 from m2flow.micro.protocol.row_store import stopped_at
 from m2flow.micro.protocol.staleness import VersionSpan, is_time_dependent
 from m2flow.micro.protocol.worker_state import ROLLOUT, worker_of
+from m2flow.micro.worker.task_queue import Answer, TaskQueue
 from m2flow.samples import group_key
 from m2flow.simulator.machines import Machine
 from m2flow.simulator.sample_lengths import Drawn
@@ -382,7 +382,7 @@ class Surroundings(Protocol):
 
 @final
 class VirtualWorker:
-    """One worker of the plan, simulated."""
+    """One worker of the plan, simulated: the `Executor` of its task queue."""
 
     def __init__(self, machine: Machine, around: Surroundings, *, report_every: int = 0) -> None:
         """
@@ -398,14 +398,15 @@ class VirtualWorker:
         """All samples that it ever had, for the report."""
         self.is_lost = False
         self._around = around
-        self._queue: deque[m.Task] = deque()
+        self._tasks = TaskQueue(self)
         self._current: m.Task | None = None
         self._left_to_do_s = 0.0
         """Seconds left of the current task at full speed, as of `_since_s`, when its pace last changed."""
         self._since_s = 0.0
         self._pace = 1.0
         self._num_begun = 0
-        self._generations: dict[int, tuple[m.Generate, dict[int, Life]]] = {}
+        self._running: dict[int, Life] = {}
+        """Samples that it has and that have not been reported as finished."""
         self._alarm = 0
         self._turn = ROLLOUT
         """The turn of its lease that has the devices here."""
@@ -429,48 +430,31 @@ class VirtualWorker:
         """Receive a message of the controller."""
         if self.is_lost:
             return
-        around = self._around
-        match message:
-            case m.Push(call=call, ids=ids, to=to):
-                around.rows.send(call, ids, self.name, worker_of(to), around.clock.now_s, around.num_tokens)
-            case m.Abort(call=call, keeps=keeps):
-                if keeps:
-                    self._stop(call)
-                self._abort(call)
-            case m.Preempt(call=call, ids=ids):
-                self._yield(call, ids)
-            case m.Reassign(call=call, drawn=drawn, ids=ids, forward_to=forward_to):
-                around.rows.adopted(call, drawn, ids, self.name)
-                for place in forward_to:
-                    around.rows.send(call, ids, self.name, worker_of(place), around.clock.now_s, around.num_tokens)
-            case m.Forget(call=call):
-                around.rows.forget(call, self.name)
-                around.rows.forget(stopped_at(call), self.name)
-            case m.Task():
-                self._queue.append(message)
-                self._wake()
+        self._tasks.hear((message,))
+        self._tasks.read()
+        if isinstance(message, m.Task | m.Abort):
+            self._wake()
 
     def flushed(self, every_tokens: int = RunSettings().flush_tokens) -> list[m.Flushed]:
         """What it has written of its samples in flight, each after every so many tokens."""
         around, found = self._around, dict[int, list[tuple[int, tuple[VersionSpan, ...]]]]()
         turns = self.decoding.turns_at(around.clock.now_s) if self.machine.decode else 0.0
-        for task, left in self._generations.values():
-            for life in left.values():
-                life.num_kept = int(life.tokens_until(turns)) // every_tokens * every_tokens
-                if life.num_kept:
-                    found.setdefault(task.call, []).append((life.id, life.stretches(life.num_kept)))
+        for life in self._running.values():
+            life.num_kept = int(life.tokens_until(turns)) // every_tokens * every_tokens
+            if life.num_kept:
+                found.setdefault(life.call, []).append((life.id, life.stretches(life.num_kept)))
         return [m.Flushed(call, *self._kept(call, samples), ("", 0, 0, 0)) for call, samples in found.items()]
 
     def lose(self) -> None:
         """Fail: nothing that it does is heard of any more."""
         self.is_lost = True
-        self._queue.clear()
-        lives = [life for _, left in self._generations.values() for life in left.values()]
+        self._tasks = TaskQueue(self)
+        lives = list(self._running.values())
         for life in lives:
             life.is_wasted = True
         self.decoding.give_up(lives, self._around.clock.now_s)
         self._around.generating(self.name, -len(lives))
-        self._generations.clear()
+        self._running.clear()
         self._alarm += 1
         if self._current is not None:
             task, self._current = self._current, None
@@ -488,13 +472,12 @@ class VirtualWorker:
     def _wake(self) -> None:
         """Begin the tasks that can begin."""
         around, clock = self._around, self._around.clock
-        while self._queue and self._current is None and not self.is_lost:
-            task = self._queue[0]
-            ready_s = self._ready_s(task)
+        while self._tasks.first is not None and self._current is None and not self.is_lost:
+            ready_s = max((around.rows.ready_s(call, ids, self.name) for call, ids, _ in self._tasks.rows_needed()), default=0.0)
             if ready_s > clock.now_s:
                 clock.at(ready_s, self._wake)
                 return
-            self._queue.popleft()
+            task = self._tasks.pop()
             if isinstance(task, m.Generate):
                 self._generate(task)
                 continue
@@ -548,22 +531,6 @@ class VirtualWorker:
         around.say(self.name, m.TaskDone(task.number, result, manifest))
         self._current = None
         self._wake()
-
-    def _ready_s(self, task: m.Task) -> float:
-        """Time at which a task's rows are available."""
-        rows = self._around.rows
-        if isinstance(task, m.Generate):
-            if task.aborted_by >= 0:
-                return rows.ready_s(stopped_at(task.aborted_by), task.ids, self.name)
-            (prompts,) = (ref.call for name, ref in self._around.call(task.drawn_by).inputs if name == "prompts")
-            return rows.ready_s(prompts, task.prompts, self.name)
-        if isinstance(task, m.RunFunction | m.Accumulate):
-            call = self._around.call(task.call)
-            if isinstance(task, m.RunFunction) and task.parts:
-                return max(rows.ready_s(source, ids, self.name) for source, ids in task.parts.items())
-            sources = [ref.call for name, ref in call.inputs if not (isinstance(task, m.RunFunction) and name in task.values)]
-            return max((rows.ready_s(source, task.ids, self.name) for source in sources), default=0.0)
-        return 0.0
 
     def _trainer(self, task: m.Task) -> TrainCost:
         return self.machine.train[self._around.call(task.call).role]
@@ -652,7 +619,8 @@ class VirtualWorker:
             life.version, life.before = self._held.get(role, 0), before
             lives[row] = life
         self.lives += lives.values()
-        self._generations[task.number] = (task, lives)
+        self._running.update(lives)
+        self._tasks.began(task)
         self._report_later()
         around.generating(self.name, len(lives))
         self.decoding.add(lives.values(), around.clock.now_s)
@@ -661,7 +629,7 @@ class VirtualWorker:
     def _report_later(self) -> None:
         """Schedule a load report after so many turns."""
         turn_s = sum(cost.seconds(1) for cost in self.machine.decode.values())
-        if self._report_every and not self._is_reporting and self._generations and turn_s:
+        if self._report_every and not self._is_reporting and self._running and turn_s:
             self._is_reporting = True
             clock = self._around.clock
             clock.at(clock.now_s + self._report_every * max(self.decoding.turn_s, turn_s), self._report_load)
@@ -672,7 +640,7 @@ class VirtualWorker:
             return
         turns = self.decoding.turns_at(self._around.clock.now_s)
         for role, cost in self.machine.decode.items():
-            lives = [life for _, left in self._generations.values() for life in left.values() if life.role == role]
+            lives = [life for life in self._running.values() if life.role == role]
             if lives:
                 said = report_of(role, lives, turns, int(cost.max_running * self._around.drawn.mean_tokens))
                 self._around.say(self.name, said)
@@ -699,7 +667,7 @@ class VirtualWorker:
 
     def _hand_over(self) -> None:
         """Report finished samples, which takes the process some time."""
-        leaving, self._finished = [life for life in self._finished if life.task in self._generations], []
+        leaving, self._finished = [life for life in self._finished if self._has(life)], []
         if not leaving or self.is_lost:
             return
         clock, costs = self._around.clock, [self.machine.decode[life.role] for life in leaving]
@@ -714,47 +682,68 @@ class VirtualWorker:
 
     def _leave(self, leaving: Iterable[Life]) -> None:
         around = self._around
-        by_task: dict[int, list[Life]] = {}
-        for life in leaving:
-            by_task.setdefault(life.task, []).append(life)
-        for number, lives in by_task.items():
-            if number not in self._generations:
-                continue  # They were given up in the meantime.
-            task, left = self._generations[number]
-            ids = [life.id for life in lives]
+        lives = [life for life in leaving if self._has(life)]  # Others were given up in the meantime.
+        for task, positions, ends in self._tasks.finished(life.id for life in lives):
+            part = [lives[position] for position in positions]
+            ids = [life.id for life in part]
             for row in ids:
-                del left[row]
+                del self._running[row]
             around.generating(self.name, -len(ids))
-            stretches = [life.stretches(life.num_tokens) for life in lives] if is_time_dependent(around.call(task.call)) else []
+            stretches = [life.stretches(life.num_tokens) for life in part] if is_time_dependent(around.call(task.call)) else []
             num_tokens, generated = [around.num_tokens(row) for row in ids], [around.drawn.response_tokens(row) for row in ids]
-            self._report(number, task.call, ids, task.forward_to, num_tokens, stretches=stretches, num_generated=generated)
-            if not left:
-                del self._generations[number]
-                around.say(self.name, m.TaskDone(number))
+            self._report(task.number, task.call, ids, task.forward_to, num_tokens, stretches=stretches, num_generated=generated)
+            if ends:
+                around.say(self.name, m.TaskDone(task.number))
 
-    def _yield(self, call: int, ids: Sequence[int]) -> None:
-        """Preempt these samples, except finished ones; those with tokens go on from them elsewhere."""
+    def _has(self, life: Life) -> bool:
+        """Whether a sample has not been given up."""
+        return self._running.get(life.id) is life
+
+    # ---- what the task queue has it do
+
+    def call(self, ordinal: int) -> Call:
+        return self._around.call(ordinal)
+
+    def say(self, message: Answer) -> None:
+        assert not isinstance(message, m.Missing)
+        self._around.say(self.name, message)
+
+    def define(self, message: m.Define) -> None:
+        """Do nothing: the simulation knows all calls."""
+
+    def forget(self, call: int) -> None:
+        self._around.rows.forget(call, self.name)
+        self._around.rows.forget(stopped_at(call), self.name)
+
+    def connect(self, peers: m.Peers) -> None:
+        """Do nothing: workers have no addresses."""
+
+    def disconnect(self, lost: m.PeerLost) -> Mapping[int, list[int]]:
+        """Nothing is missing: rows of a lost worker that were sent arrive."""
+        return {}
+
+    def push(self, call: int, ids: list[int], to: Sequence[str]) -> None:
+        around = self._around
+        for place in to:
+            around.rows.send(call, ids, self.name, worker_of(place), around.clock.now_s, around.num_tokens)
+
+    def adopt(self, call: int, drawn: int, ids: list[int]) -> None:
+        self._around.rows.adopted(call, drawn, ids, self.name)
+
+    def is_running(self, packed: int, call: int) -> bool:
+        life = self._running.get(packed)
+        return life is not None and life.call == call and not life.is_over
+
+    def preempt(self, call: int, ids: list[int]) -> m.Aborted | None:
         around, turns = self._around, self.decoding.turns_at(self._around.clock.now_s)
-        gone = {
-            row: (number, left.pop(row))
-            for number, (task, left) in self._generations.items()
-            for row in (ids if task.call == call else ())
-            if row in left and not left[row].is_over
-        }
-        lives = [life for _, life in gone.values()]
+        lives = [self._running.pop(row) for row in ids]
         found = [(life.id, life.stretches(int(life.tokens_until(turns)))) for life in lives if life.tokens_until(turns) >= 1 or life.before]
         self.decoding.give_up(lives, around.clock.now_s)
         around.generating(self.name, -len(lives))
-        if found:
-            around.say(self.name, m.Aborted(call, *self._kept(call, found), ("", 0, 0, 0)))
-        if gone:
-            around.say(self.name, m.Preempted(call, list(gone), [number for number, _ in gone.values()]))
-        for number in {number for number, _ in gone.values() if not self._generations[number][1]}:
-            del self._generations[number]
-            around.say(self.name, m.TaskDone(number))
         self._set_alarm()
+        return m.Aborted(call, *self._kept(call, found), ("", 0, 0, 0)) if found else None
 
-    def _stop(self, call: int) -> None:
+    def stop(self, call: int) -> m.Aborted | None:
         """Stop the samples of a call; what has tokens is kept and reported, and so is what has finished by now."""
         around, now_s = self._around, self._around.clock.now_s
         done, self._finished = [f for f in self._finished if f.call == call], [f for f in self._finished if f.call != call]
@@ -762,16 +751,34 @@ class VirtualWorker:
             self._leave(done)
         turns = self.decoding.turns_at(now_s)
         found: list[tuple[int, tuple[VersionSpan, ...]]] = []
-        for number in [number for number, (task, _) in self._generations.items() if task.call == call]:
-            _, left = self._generations[number]
-            kept = [life for life in left.values() if life.tokens_until(turns) >= 1 or life.before]
+        for lives in self._by_task(call):
+            kept = [life for life in lives if life.tokens_until(turns) >= 1 or life.before]
             for life in kept:
-                del left[life.id]
+                del self._running[life.id]
                 found.append((life.id, life.stretches(int(life.tokens_until(turns)))))
             self.decoding.give_up(kept, now_s)
             around.generating(self.name, -len(kept))
-        if found:
-            around.say(self.name, m.Aborted(call, *self._kept(call, found), ("", 0, 0, 0)))
+        return m.Aborted(call, *self._kept(call, found), ("", 0, 0, 0)) if found else None
+
+    def give_up(self, call: int) -> None:
+        for lives in self._by_task(call):
+            for life in lives:
+                life.is_wasted = True
+                del self._running[life.id]
+            self.decoding.give_up(lives, self._around.clock.now_s)
+            self._around.generating(self.name, -len(lives))
+        self._set_alarm()
+
+    def _by_task(self, call: int) -> list[list[Life]]:
+        """The samples of a call by generate task."""
+        found: dict[int, list[Life]] = {}
+        for life in self._running.values():
+            if life.call == call:
+                found.setdefault(life.task, []).append(life)
+        return list(found.values())
+
+    def end(self) -> None:
+        """Do nothing: the simulation ends with its program."""
 
     def _kept(
         self, call: int, samples: Sequence[tuple[int, tuple[VersionSpan, ...]]]
@@ -783,19 +790,3 @@ class VirtualWorker:
         around.rows.made(stopped_at(call), ids, self.name, around.clock.now_s)
         generated = [sum(stretch.num_tokens for stretch in of) for of in stretches]
         return ids, [around.drawn.prompt_tokens(row) + count for row, count in zip(ids, generated, strict=True)], generated, stretches
-
-    def _abort(self, call: int) -> None:
-        """Abort the samples and queued tasks of a call. Its tasks end as done."""
-        around = self._around
-        for number in [number for number, (task, _) in self._generations.items() if task.call == call]:
-            _, left = self._generations.pop(number)
-            for life in left.values():
-                life.is_wasted = True
-            self.decoding.give_up(left.values(), around.clock.now_s)
-            around.generating(self.name, -len(left))
-            around.say(self.name, m.TaskDone(number))
-        for task in [task for task in self._queue if task.call == call]:
-            self._queue.remove(task)
-            around.say(self.name, m.TaskDone(task.number))
-        self._set_alarm()
-        self._wake()

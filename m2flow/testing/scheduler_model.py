@@ -6,9 +6,10 @@
 
     ControllerCore --messages--> FakeWorker.inbox; FakeWorker.turn(random) --> messages; parcels to other workers
 
-The rules of a `FakeWorker` are those of `m2flow.micro.worker.worker`: tasks in their order, generation beside them, an abort between two
-tokens, a task only when its rows are here. It refuses (AssertionError) what a worker could not do: rows that it does not have, a call that
-it was told to forget, weights of an unknown version, an engine whose device the other kind has.
+A `FakeWorker` reads messages as the real worker does (`m2flow.micro.worker.task_queue`), and models what they lead to. It refuses
+(AssertionError) what a worker could not do: rows that it does not have, a call that it was told to forget, weights of an unknown version,
+an engine whose device the other kind has. What is under way on it, the model counts by what it was told and what it answered, not by that
+queue: a task that is lost, started out of turn, or answered twice, is found.
 
 From its construction until `close`, a model is the running flow: calls are real ones, recorded by a session. What a worker says is
 delivered in its order, at moments that the caller chooses, and sometimes twice. An AssertionError says which rule was broken: a sample in
@@ -59,6 +60,7 @@ from m2flow.micro.scheduler.call_state import CallState
 from m2flow.micro.scheduler.scheduler import Scheduler
 from m2flow.micro.scheduler.state import SchedulerState
 from m2flow.micro.scheduler.task_queues import MAX_QUEUED
+from m2flow.micro.worker.task_queue import Answer, TaskQueue
 from m2flow.samples import Batch, by_group, group_key
 from m2flow.spec import ClusterSpec
 from m2flow.testing.world import RandomTimeouts
@@ -129,7 +131,7 @@ class HeldRows:
 
 @final
 class FakeWorker:
-    """A model of one worker, which follows the protocol without engines."""
+    """A model of one worker without engines: the `Executor` of its task queue."""
 
     def __init__(self, plan: WorkerPlan, calls: Mapping[int, Call], incarnation: int = 0) -> None:
         self.name = plan.name
@@ -161,12 +163,12 @@ class FakeWorker:
         """(update, epoch, sample)."""
         self._rows_here = HeldRows()
         self._stopped: dict[int, tuple[VersionSpan, ...]] = {}
-        self._queue: deque[m.Task] = deque()
+        self._tasks = TaskQueue(self)
+        self._unanswered: dict[int, m.Task] = {}
+        """Tasks that it has read and not answered, in the order in which they came."""
         self._growing: dict[int, _Sample] = {}
-        self._generations: dict[int, m.Generate] = {}
-        """Generate tasks that it has begun, by number."""
-        self._left: dict[int, int] = {}
-        """Task -> number of its samples that have not finished."""
+        self._begun: set[int] = set()
+        """Generate tasks that it has begun."""
         self._open_epoch: dict[int, tuple[int, int]] = {}
 
     @property
@@ -174,7 +176,7 @@ class FakeWorker:
         """Test whether a turn could change anything."""
         if self.is_dead:
             return False
-        return bool(self.inbox or self.coming or self._growing or (self._queue and self._is_ready(self._queue[0])))
+        return bool(self.inbox or self.coming or self._growing or self._next_is_ready())
 
     def has_trained(self, role: str, version: int) -> bool:
         """Test whether the trainer's weights are of this version now."""
@@ -183,17 +185,17 @@ class FakeWorker:
 
     def waiting_tasks(self) -> list[int]:
         """Return the numbers of the tasks that it has not begun."""
-        return [task.number for task in (*self._queue, *self.inbox) if isinstance(task, m.Task) and task.call >= 0]
+        return [task.number for task in self.under_way() if task.number not in self._begun and task.call >= 0]
 
     def under_way(self) -> list[m.Task]:
         """Return the tasks that it was given and has not ended."""
-        return [task for task in (*self.inbox, *self._queue, *self._generations.values()) if isinstance(task, m.Task)]
+        return [*self._unanswered.values(), *(message for message in self.inbox if isinstance(message, m.Task))]
 
     def generating(self) -> dict[int, int]:
         """Map samples that run or wait here to their tasks, including those of unread messages."""
         found = {packed: sample.task.number for packed, sample in self._growing.items()}
-        for task in (*self._queue, *self.inbox):
-            if isinstance(task, m.Generate):
+        for task in self.under_way():
+            if isinstance(task, m.Generate) and task.number not in self._begun:
                 found |= dict.fromkeys(task.ids, task.number)
         return found
 
@@ -208,97 +210,115 @@ class FakeWorker:
             self._rows_here.put(parcel.rows, parcel.sender)
             self._stopped.update(parcel.stretches)
         while self.inbox:
-            self._read(self.inbox.popleft())
+            message = self.inbox.popleft()
+            if isinstance(message, m.Task):
+                self._unanswered[message.number] = message
+            self._tasks.hear((message,))
+            self._tasks.read()
         self._decode(rng)
-        if self._queue and self._is_ready(self._queue[0]):
-            self._do(self._queue.popleft(), rng)
+        if self._next_is_ready():
+            task = self._tasks.pop()
+            self._check_start(task)
+            self._do(task, rng)
 
-    # ---- reading
+    # ---- what the task queue has it do
 
-    def _read(self, message: m.ToWorker) -> None:
-        match message:
-            case m.Push(call=call, ids=ids, to=to):
-                self._has(call, ids)
-                stopped = {packed: self._stopped[packed] for packed in ids} if call < 0 else {}
-                if to != self.tag:
-                    self.parcels.append(Parcel(to, self.tag, tuple((call, row) for row in ids), stopped))
-            case m.PeerLost(peer=peer, rows=rows):
-                self.said.append(m.Missing(peer, self._rows_here.drop_sender(peer, rows)))
-            case m.Abort(call=call, keeps=keeps):
-                if keeps:
-                    self._stop(call)
-                self._abort(call)
-            case m.Preempt(call=call, ids=ids):
-                self._yield(call, ids)
-            case m.Reassign(call=call, drawn=drawn, ids=ids, forward_to=forward_to):
-                self._has(drawn, ids)
-                self._deliver(call, ids, forward_to)
-            case m.Forget(call=call):
-                self._rows_here.forget(call, stopped_at(call))
-            case m.Task():
-                self._queue.append(message)
+    def call(self, ordinal: int) -> Call:
+        return self._calls[ordinal]
+
+    def say(self, message: Answer | m.Finished | m.TaskFailed) -> None:
+        ends = not isinstance(message, m.Finished) or message.ends
+        if isinstance(message, m.TaskDone | m.TaskFailed | m.Finished) and ends:
+            task = self._unanswered.pop(message.task, None)
+            assert task is not None, f"{self.name} ends task {message.task} twice"
+            assert all(s.task is not task for s in self._growing.values()), f"{self.name} ends task {message.task} under its samples"
+            self._begun.discard(message.task)
+        self.said.append(message)
+
+    def define(self, message: m.Define) -> None:
+        """Do nothing: the model knows all calls."""
+
+    def forget(self, call: int) -> None:
+        self._rows_here.forget(call, stopped_at(call))
+
+    def connect(self, peers: m.Peers) -> None:
+        """Do nothing: the model delivers parcels by name."""
+
+    def disconnect(self, lost: m.PeerLost) -> Mapping[int, list[int]]:
+        return self._rows_here.drop_sender(lost.peer, lost.rows)
+
+    def push(self, call: int, ids: list[int], to: Sequence[str]) -> None:
+        self._has(call, ids)
+        stopped = {packed: self._stopped[packed] for packed in ids} if call < 0 else {}
+        self.parcels += [Parcel(peer, self.tag, tuple((call, row) for row in ids), stopped) for peer in to if peer != self.tag and ids]
+
+    def adopt(self, call: int, drawn: int, ids: list[int]) -> None:
+        self._has(drawn, ids)
+        self._rows_here.put([(call, row) for row in ids], self.tag)
+
+    def is_running(self, packed: int, call: int) -> bool:
+        return packed in self._growing and self._growing[packed].task.call == call
+
+    def preempt(self, call: int, ids: list[int]) -> m.Aborted | None:
+        kept = self._keep(call, [packed for packed in ids if self._growing[packed].num_generated])
+        for packed in ids:
+            self._growing.pop(packed, None)
+        return kept
+
+    def stop(self, call: int) -> m.Aborted | None:
+        return self._keep(call, [packed for packed, s in self._growing.items() if s.task.call == call and s.num_generated])
+
+    def _keep(self, call: int, ids: Sequence[int]) -> m.Aborted | None:
+        """Stop samples, of which others may go on from the tokens that they have."""
+        if not ids:
+            return None
+        stopped = [self._growing.pop(packed) for packed in ids]
+        stretches = [tuple(sample.stretches) for sample in stopped]
+        self._stopped.update(zip(ids, stretches, strict=True))
+        self._rows_here.put([(stopped_at(call), packed) for packed in ids], self.tag)
+        numbers = [sample.num_generated for sample in stopped]
+        return m.Aborted(call, list(ids), [9 + n for n in numbers], numbers, stretches, ("x", 0, 0, 0))
+
+    def give_up(self, call: int) -> None:
+        self._growing = {packed: s for packed, s in self._growing.items() if s.task.call != call}
+
+    def end(self) -> None:
+        raise AssertionError(f"{self.name} is told to exit")
+
+    # ---- checks
 
     def _has(self, call: int, rows: Iterable[int]) -> None:
         assert self._rows_here.has(call, rows), f"{self.name} lacks some of the rows {list(rows)} of call {call}"
 
-    def _is_ready(self, task: m.Task) -> bool:
+    def _next_is_ready(self) -> bool:
+        return self._tasks.first is not None and all(self._rows_here.has(call, ids) for call, ids, _ in self._tasks.rows_needed())
+
+    def _check_start(self, task: m.Task) -> None:
+        """Check that a task starts in its turn, with its rows here."""
+        first = next((number for number in self._unanswered if number not in self._begun), None)
+        assert task.number == first, f"{self.name} starts task {task.number} before task {first}"
         if isinstance(task, m.Generate):
             if task.aborted_by >= 0:
-                return self._rows_here.has(stopped_at(task.aborted_by), task.ids)
-            ref = self._calls[task.drawn_by].input("prompts")
-            assert ref is not None
-            return self._rows_here.has(ref.call, task.prompts)
-        if isinstance(task, m.RunFunction | m.Accumulate):
+                self._has(stopped_at(task.aborted_by), task.ids)
+            else:
+                ref = self._calls[task.drawn_by].input("prompts")
+                assert ref is not None
+                self._has(ref.call, task.prompts)
+        elif isinstance(task, m.RunFunction | m.Accumulate):
             call = self._calls[task.call]
             values = task.values if isinstance(task, m.RunFunction) else {}
-            if isinstance(task, m.RunFunction) and call.options.get("gives") == "concat":
-                return all(self._rows_here.has(source, rows) for source, rows in task.parts.items())
-            return all(self._rows_here.has(ref.call, task.ids) for name, ref in call.inputs if name not in values)
-        return True
-
-    def _stop(self, call: int) -> None:
-        self._give_back(call, {packed: s for packed, s in self._growing.items() if s.task.call == call and s.num_generated})
-
-    def _give_back(self, call: int, stopped: Mapping[int, _Sample]) -> None:
-        if stopped:
-            for packed, sample in stopped.items():
-                self._stopped[packed] = tuple(sample.stretches)
-                self._rows_here.put([(stopped_at(call), packed)], self.tag)
-                del self._growing[packed]
-            numbers = [sample.num_generated for sample in stopped.values()]
-            stretches = [tuple(sample.stretches) for sample in stopped.values()]
-            self.said.append(m.Aborted(call, list(stopped), [9 + n for n in numbers], numbers, stretches, ("x", 0, 0, 0)))
-
-    def _yield(self, call: int, ids: Iterable[int]) -> None:
-        """Preempt running samples: give them back with their tokens so far."""
-        here = {packed: s for packed, s in self._growing.items() if s.task.call == call and packed in ids}
-        self._give_back(call, {packed: s for packed, s in here.items() if s.num_generated})
-        for packed in here:
-            self._growing.pop(packed, None)
-        if here:
-            self.said.append(m.Preempted(call, list(here), [s.task.number for s in here.values()]))
-        for sample in here.values():
-            self._left[sample.task.number] -= 1
-            if not self._left[sample.task.number]:
-                del self._left[sample.task.number], self._generations[sample.task.number]
-                self.said.append(m.TaskDone(sample.task.number))
-
-    def _abort(self, call: int) -> None:
-        given_up = {s.task.number: s.task for s in self._growing.values() if s.task.call == call}
-        given_up |= {number: self._generations[number] for number in self._left if self._generations[number].call == call}
-        self._growing = {packed: s for packed, s in self._growing.items() if s.task.call != call}
-        for number in given_up:
-            del self._left[number], self._generations[number]
-            self.said.append(m.TaskDone(number))
-        for task in [task for task in self._queue if task.call == call]:
-            self._queue.remove(task)
-            self.said.append(m.TaskDone(task.number))
+            if call.options.get("gives") != "concat":
+                for name, ref in call.inputs:
+                    self._has(ref.call, () if name in values else task.ids)
+            elif isinstance(task, m.RunFunction):
+                for source, rows in task.parts.items():
+                    self._has(source, rows)
 
     # ---- working
 
     def _decode(self, rng: random.Random) -> None:
         """Decode some tokens of each sample; some samples finish."""
-        done: dict[int, list[int]] = {}
+        done: list[int] = []
         for packed, sample in self._growing.items():
             version = self.held[self._calls[sample.task.call].role]
             last = sample.stretches[-1] if sample.stretches else VersionSpan(0, version)
@@ -308,26 +328,22 @@ class FakeWorker:
             elif count:
                 sample.stretches.append(VersionSpan(count, version, is_stale=True))
             if sample.num_generated and rng.random() < 0.3:
-                done.setdefault(sample.task.number, []).append(packed)
-        for number, rows in done.items():
-            task = self._generations[number]
+                done.append(packed)
+        for task, positions, ends in self._tasks.finished(done):
+            rows = [done[position] for position in positions]
             samples = [self._growing.pop(packed) for packed in rows]
-            self._left[number] -= len(rows)
-            call = self._calls[task.call]
-            stretches = [tuple(sample.stretches) for sample in samples] if is_time_dependent(call) else []
+            assert all(sample.task is task for sample in samples), "samples are reported for another task"
+            stretches = [tuple(sample.stretches) for sample in samples] if is_time_dependent(self._calls[task.call]) else []
             self._deliver(task.call, rows, task.forward_to)
-            ends = self._left[number] == 0
-            if ends:
-                del self._left[number], self._generations[number]
             numbers = [sample.num_generated for sample in samples]
-            self._finished(number, task.call, rows, [9 + n for n in numbers], stretches=stretches, ends=ends)
+            self._finished(task.number, task.call, rows, [9 + n for n in numbers], stretches=stretches, ends=ends)
 
     def _do(self, task: m.Task, rng: random.Random) -> None:
         if task.number in self.fails:
             self.fails.discard(task.number)
             rows: Sequence[int] = getattr(task, "ids", [])
             row = rng.choice(rows) if rows else -1
-            self.said.append(m.TaskFailed(task.number, task.call, RewardError(f"call {task.call} failed").to_record(), row))
+            self.say(m.TaskFailed(task.number, task.call, RewardError(f"call {task.call} failed").to_record(), row))
             return
         manifest: Manifest | None = None
         match task:
@@ -370,7 +386,7 @@ class FakeWorker:
                 self.owner = to
             case _:
                 raise AssertionError(f"{self.name} was given {task}")
-        self.said.append(m.TaskDone(task.number, 1.0, manifest))
+        self.say(m.TaskDone(task.number, 1.0, manifest))
 
     def _load(self, task: m.LoadWeights) -> None:
         self._owns("rollout", task.role)
@@ -397,8 +413,8 @@ class FakeWorker:
             before = list(self._stopped[packed]) if task.aborted_by >= 0 else []
             assert all(oldest <= stretch.version <= newest for stretch in before), "a sample goes on from tokens that are too old"
             self._growing[packed] = _Sample(task, before)
-        self._left[task.number] = len(task.ids)
-        self._generations[task.number] = task
+        self._begun.add(task.number)
+        self._tasks.began(task)
 
     def _owns(self, kind: str, role: str) -> None:
         if kind and self._has_lease:
@@ -434,7 +450,7 @@ class FakeWorker:
     ) -> None:
         finish, generated = [0] * len(rows), [tokens - 9 for tokens in num_tokens]
         said = m.Finished(number, call, list(rows), list(num_tokens), generated, [], finish, [], None, list(dropped), list(stretches), ends)
-        self.said.append(said)
+        self.say(said)
 
 
 # ---- recounting the scheduler's state
@@ -793,6 +809,8 @@ class Model:
         assert self.scheduler.is_idle, "nothing moves any more: " + "; ".join(self.scheduler.waiting())
         left = self.calls.keys() - self.resolved - self.rejected.keys()
         assert not left, f"the calls {sorted(left)} are neither done nor failed, and the scheduler has nothing to do"
+        unanswered = {name: fake.under_way() for name, fake in self.fakes.items() if fake.under_way()}
+        assert not unanswered, f"nobody waits for {unanswered} any more, which are not answered"
         self._check_training()
         recount(self.scheduler, self.fakes, self._at_controller())
 

@@ -40,7 +40,6 @@ from m2flow.macro.graph import Call
 from m2flow.macro.lineage import GENERATED
 from m2flow.macro.sites import is_of_user
 from m2flow.micro.protocol import execute, train_tasks
-from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.plan import EngineSlot
 from m2flow.micro.protocol.staleness import check_admission, check_given, version_spans_of
 from m2flow.micro.protocol.worker_state import ROLLOUT
@@ -123,14 +122,6 @@ def _moved(recorder: Recorder, name: SpanName, slot: EngineSlot, engine: Engine,
         took_s = time.monotonic() - start
         num_bytes = abs(engine.memory().total - before)
         span.set(num_bytes=num_bytes, gb_per_s=round(num_bytes / max(took_s, 1e-9) / 1e9, 4))
-
-
-@dataclass
-class Generation:
-    """A generate task under way."""
-
-    task: m.Generate
-    num_left: int
 
 
 @dataclass(frozen=True)

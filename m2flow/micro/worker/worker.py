@@ -5,7 +5,7 @@
 
 Since a turn decodes one token of all that generates and does at most one task, tasks and generation interleave, and an abort takes effect
 between two tokens. Its links and channels are given to it: ZeroMQ's by `m2flow.micro.worker.worker_process`, in-memory ones by
-`m2flow.testing.world`.
+`m2flow.testing.world`. What a message does to its tasks, and which one is next, is `m2flow.micro.worker.task_queue`'s.
 
 Reports (`Reports`). The next task of a chain of calls needs only the rows of the one before, while a segment, rows for other workers and
 `Finished` take as long as a small function. So these wait until the next task has begun, or until none can begin at once. An error in
@@ -46,9 +46,10 @@ from m2flow.micro.protocol.row_store import RowStore, stopped_at
 from m2flow.micro.protocol.staleness import is_time_dependent, version_spans_of
 from m2flow.micro.records.segments import Kind, Place, Scratch, SegmentWriter, read_segment, scratch_name
 from m2flow.micro.records.token_accounting import TokenMeter
-from m2flow.micro.worker.engine_host import EngineHost, Gauges, Generation
+from m2flow.micro.worker.engine_host import EngineHost, Gauges
 from m2flow.micro.worker.peers import Peers
 from m2flow.micro.worker.rank_group import MakeTrain, make_own_train
+from m2flow.micro.worker.task_queue import Answer, TaskQueue, prompts_of
 from m2flow.micro.worker.worker_settings import WorkerSettings
 from m2flow.observe.spans import Recorder, SpanName, now_ns
 from m2flow.samples import Batch
@@ -260,7 +261,10 @@ _FLUSH_SPANS_NS = 250_000_000
 
 
 class Worker:
-    """Do a worker's tasks on the links and channels that it is given. Call `open`, then `turn` until `is_stopping`, then `close`."""
+    """Do a worker's tasks on the links and channels that it is given. Call `open`, then `turn` until `is_stopping`, then `close`.
+
+    The methods after `killed` are those of an `Executor`, for its task queue.
+    """
 
     def __init__(
         self, settings: WorkerSettings, link: ControlLink, inbox: Inbox, outbox: Outbox, make_train: MakeTrain = make_own_train
@@ -293,15 +297,11 @@ class Worker:
         self._calls: dict[int, Call] = {}
         self._peers = Peers(outbox, self._hear, knows_all=not settings.incarnation)
         self._gauges, self._idle_spans = Gauges(self.recorder, self.engine_host), IdleSpans(self.recorder)
-        self._heard: deque[m.ToWorker] = deque()
-        """Messages of the controller that are not handled yet."""
+        self._tasks = TaskQueue(self)
         self.num_turns = 0
         self.is_in_users_code = False
         """Whether a user's function is being called, whose duration is not the worker's fault."""
-        self._queue: deque[m.Task] = deque()
         self._reports = Reports(self._attempt)
-        self._generations: dict[int, Generation] = {}
-        self._task_of: dict[int, int] = {}
         self._flushed_ns = 0
         self._num_turns = 0
 
@@ -319,16 +319,15 @@ class Worker:
         """Receive what has arrived, decode one token of everything that generates, and do one task."""
         self.num_turns += 1
         if not self._reads_meanwhile():
-            self._read()
-            while self._heard:
-                self._take(self._heard.popleft())
+            self._receive()
+            self._tasks.read()
         if self.engine_host.num_unfinished:
             self._idle_spans.works()
             self._decode()
         self._report_load()
         if self._next_is_ready():
             self._idle_spans.works()
-            self._do(self._queue.popleft())
+            self._do(self._tasks.pop())
         else:
             self._reports.make()
         if not self._reads_meanwhile():
@@ -336,22 +335,31 @@ class Worker:
 
     def _reads_meanwhile(self) -> bool:
         """Whether the next task can begin at once, and there is time for all else while it runs (`_meanwhile`)."""
-        task = self._queue[0] if self._queue and not self._heard and not self.engine_host.num_unfinished else None
+        task = None if self._tasks.has_heard or self.engine_host.num_unfinished else self._tasks.first
         return isinstance(task, m.RunFunction) and self._calls[task.call].engine == "function" and self._next_is_ready()
 
-    def _read(self) -> None:
-        """Rows that peers have sent are taken in; what the controller has said is only heard."""
+    def _next_is_ready(self) -> bool:
+        """Whether there is a next task, and its rows are here."""
+        has, has_prefixes = self._store.has, self._store.has_prefixes
+        return self._tasks.first is not None and all(
+            has(call, ids) if num_generated is None else has_prefixes(call, ids, num_generated)
+            for call, ids, num_generated in self._tasks.rows_needed()
+        )
+
+    def _receive(self) -> None:
+        """Take in rows that peers have sent, and queue the controller's messages."""
         for parcel in self._inbox.take():
             if self._peers.counts(parcel):
                 self._store.put(parcel.call, parcel.batch, parcel.sender)
         if news := self._inbox.dropped.news():
             print(f"{self.settings.name} {news}", flush=True)
             self.recorder.count("messages dropped", self._inbox.dropped.num, now_ns())
-        self._heard += map(m.decode_to_worker, self._link.receive(0.0))
+        self._tasks.hear(map(m.decode_to_worker, self._link.receive(0.0)))
 
     def rest(self) -> None:
         """There is nothing to do now; to be called before somebody waits for that."""
-        self._idle_spans.waits(self._calls.get(self._queue[0].call) if self._queue else None)
+        task = self._tasks.first
+        self._idle_spans.waits(self._calls.get(task.call) if task is not None else None)
 
     def _report_load(self) -> None:
         """Say how full the engines are, every so many turns of decoding."""
@@ -380,68 +388,76 @@ class Worker:
         self._send(m.Fatal(error.to_record()))
 
     def _hear(self) -> None:
-        """A peer takes nothing: perhaps because it is dead. What is said of peers is taken in the order in which it was said, first what
-        waits here already: who is up by now must not be forgotten again for an older word."""
-        self._heard += map(m.decode_to_worker, self._link.receive(0.05))
-        of_peers = [message for message in self._heard if isinstance(message, m.Peers | m.PeerLost)]
-        self._heard = deque(message for message in self._heard if not isinstance(message, m.Peers | m.PeerLost))
-        for message in of_peers:
-            self._take(message)
+        """A peer accepts no rows, perhaps since it is dead: hear what the controller says of it."""
+        self._tasks.hear(map(m.decode_to_worker, self._link.receive(0.05)))
+        self._tasks.read_of_peers()
 
-    def _take(self, message: m.ToWorker) -> None:
-        match message:
-            case m.Define(call=ordinal, body=body):
-                self._calls[ordinal] = call_of(body)
-            case m.Peers(addresses=addresses):
-                self._peers.announce(addresses, self.settings.transports)
-            case m.PeerLost(peer=peer, rows=sent):
-                self._peers.sever(peer)
-                self._send(m.Missing(peer, self._store.drop_sent_by(peer, sent)))
-            case m.Push(call=ordinal, ids=ids, to=to):
-                self._forward(ordinal, self._store.get(ordinal, ids), [to])
-            case m.Abort(call=ordinal, keeps=keeps):
-                self._reports.make()  # They may be about this call, which is forgotten next.
-                if keeps:
-                    self._stop(ordinal)
-                self._abort(ordinal)
-            case m.Preempt(call=ordinal, ids=ids):
-                self._yield(ordinal, ids)
-            case m.Reassign(call=ordinal, drawn=drawn, ids=ids, forward_to=forward_to):
-                rows = self._store.get(drawn, ids)
-                self._store.put(ordinal, rows)
-                self._forward(ordinal, rows, forward_to)
-            case m.Forget(call=ordinal):
-                self._progress_log.forget(ordinal)
-                self._store.forget(ordinal)
-                self._store.forget(stopped_at(ordinal))
-                self._calls.pop(ordinal, None)
-            case m.Stop():
-                self.is_stopping = True
-            case m.Task():
-                self._queue.append(message)
+    # What the task queue has it do
 
-    def _next_is_ready(self) -> bool:
-        """Whether the next task's rows are here. Tasks wait for each other: their order is the controller's decision."""
-        if not self._queue:
-            return False
-        task = self._queue[0]
-        if isinstance(task, m.Generate):
-            if task.aborted_by >= 0:
-                return self._store.has_prefixes(stopped_at(task.aborted_by), task.ids, task.had)
-            return self._store.has(self._prompts(task), task.prompts)
-        if isinstance(task, m.RunFunction | m.Accumulate):
-            call = self._calls[task.call]
-            if isinstance(task, m.RunFunction) and execute.gives(call) == "concat":
-                return all(self._store.has(source, ids) for source, ids in task.parts.items())
-            sources = [ref.call for name, ref in call.inputs if not (isinstance(task, m.RunFunction) and name in task.values)]
-            return all(self._store.has(source, task.ids) for source in sources)
-        return True
+    def call(self, ordinal: int) -> Call:
+        return self._calls[ordinal]
 
-    def _prompts(self, task: m.Generate) -> int:
-        ref = self._calls[task.drawn_by].input("prompts")
-        if ref is None:
-            raise InternalError(f"{self._calls[task.drawn_by].name} has no input 'prompts'")
-        return ref.call
+    def say(self, message: Answer) -> None:
+        self._send(message)
+
+    def define(self, message: m.Define) -> None:
+        self._calls[message.call] = call_of(message.body)
+
+    def forget(self, call: int) -> None:
+        self._progress_log.forget(call)
+        self._store.forget(call)
+        self._store.forget(stopped_at(call))
+        self._calls.pop(call, None)
+
+    def connect(self, peers: m.Peers) -> None:
+        self._peers.announce(peers.addresses, self.settings.transports)
+
+    def disconnect(self, lost: m.PeerLost) -> Mapping[int, list[int]]:
+        self._peers.sever(lost.peer)
+        return self._store.drop_sent_by(lost.peer, lost.rows)
+
+    def push(self, call: int, ids: list[int], to: Sequence[str]) -> None:
+        self._forward(call, self._store.get(call, ids), to)
+
+    def adopt(self, call: int, drawn: int, ids: list[int]) -> None:
+        self._store.put(call, self._store.get(drawn, ids))
+
+    def is_running(self, packed: int, call: int) -> bool:
+        return self.engine_host.is_growing(packed, call)
+
+    def preempt(self, call: int, ids: list[int]) -> m.Aborted | None:
+        return self._kept(call, self.engine_host.interrupt(ids))
+
+    def stop(self, call: int) -> m.Aborted | None:
+        self._reports.make()  # They may be about this call, which is forgotten next.
+        finished, stopped = self.engine_host.stop(call)
+        if len(finished):
+            self._generated(self._calls[call], finished)
+        return self._kept(call, stopped)
+
+    def _kept(self, call: int, stopped: Batch) -> m.Aborted | None:
+        """Keep samples of a call that were stopped and have tokens to go on from."""
+        if not len(stopped):
+            return None
+        self._store.put(stopped_at(call), stopped)
+        place = self._progress_log.stopped(call, stopped)
+        self._progress_log.measure(self.engine_host)
+        return m.Aborted(call, stopped.ids.tolist(), *execute.lengths_of(stopped), version_spans_of(stopped), place)
+
+    def give_up(self, call: int) -> None:
+        self._reports.make()
+        given_up = self.engine_host.abort(call)
+        if given_up:
+            self._progress_log.given_up(call, given_up)
+            self._progress_log.measure(self.engine_host)
+            self._send(m.GivenUp(call, list(given_up), list(given_up.values())))
+        if call in self._calls and self._calls[call].method == "update":
+            self.engine_host.give_up(self._calls[call])
+
+    def end(self) -> None:
+        self.is_stopping = True
+
+    # Tasks
 
     def _do(self, task: m.Task) -> None:
         self.is_in_users_code = isinstance(task, m.RunFunction) and self._calls[task.call].engine == "function"
@@ -520,9 +536,8 @@ class Worker:
     def _meanwhile(self) -> None:
         """A function runs: report what was done before it, take in what will be done next, and send what was recorded."""
         self._reports.make()
-        self._read()
-        while self._heard and isinstance(self._heard[0], m.Define | m.Task | m.Forget):
-            self._take(self._heard.popleft())
+        self._receive()
+        self._tasks.read_during_function()
         self.flush_spans(force=False)
 
     def _inputs(self, task: m.RunFunction | m.Accumulate) -> Mapping[str, Batch]:
@@ -538,9 +553,8 @@ class Worker:
             self.engine_host.resume(call, self._store.get(stopped_at(task.aborted_by), task.ids), drawn, task.waited_us)
             self._progress_log.began(task.ids, task.had)
         else:
-            self.engine_host.generate(call, task.ids, self._store.get(self._prompts(task), task.prompts), drawn, task.waited_us)
-        self._generations[task.number] = Generation(task, len(task.ids))
-        self._task_of.update(dict.fromkeys(task.ids, task.number))
+            self.engine_host.generate(call, task.ids, self._store.get(prompts_of(drawn), task.prompts), drawn, task.waited_us)
+        self._tasks.began(task)
 
     def _decode(self) -> None:
         """One token of everything that generates; what has finished leaves, and what goes on is written down now and then."""
@@ -556,19 +570,11 @@ class Worker:
     def _generated(self, call: Call, rows: Batch) -> None:
         """Samples are done: write them down, hand them on, and say so; end their tasks."""
         place = self._progress_log.finished(call.ordinal, rows)
-        by_task: dict[int, list[int]] = {}
-        for row, packed in enumerate(rows.ids.tolist()):
-            by_task.setdefault(self._task_of.pop(packed), []).append(row)
-        for number, positions in by_task.items():
-            generation = self._generations[number]
-            generation.num_left -= len(positions)
-            task = generation.task
+        for task, positions, ends in self._tasks.finished(rows.ids.tolist()):
             if task.spills:
                 own = rows.ids[positions]
                 self._store.spill(call.ordinal, own.tolist(), lambda own=own: self._progress_log.read(place).select(own))  # type: ignore[misc]
-            self._deliver(number, call, rows.take(positions), task.forward_to, place, ends=generation.num_left == 0, keeps=not task.spills)
-            if generation.num_left == 0:
-                del self._generations[number]
+            self._deliver(task.number, call, rows.take(positions), task.forward_to, place, ends=ends, keeps=not task.spills)
 
     def _deliver(
         self,
@@ -597,51 +603,6 @@ class Worker:
             start = now_ns()
             if peer != self.settings.tag and self._peers.send(peer, Parcel(call, rows, self.settings.tag)):
                 self.recorder.add(SpanName.SEND, start, now_ns(), call=call, num_samples=len(rows), num_bytes=rows.num_bytes, label=peer)
-
-    def _yield(self, ordinal: int, ids: list[int]) -> None:
-        """Stop these samples of a call, those that have not finished; their tasks end without them."""
-        here = [packed for packed in ids if packed in self._task_of and self.engine_host.is_growing(packed, ordinal)]
-        self._kept(ordinal, self.engine_host.interrupt(here))
-        tasks = [self._task_of.pop(packed) for packed in here]
-        if here:
-            self._send(m.Preempted(ordinal, here, tasks))
-        for number in tasks:
-            self._generations[number].num_left -= 1
-            if self._generations[number].num_left == 0:
-                del self._generations[number]
-                self._send(m.TaskDone(number))
-
-    def _stop(self, ordinal: int) -> None:
-        """Stop what runs for a call; what has tokens is kept, and reported, as is what has finished by now."""
-        finished, stopped = self.engine_host.stop(ordinal)
-        if len(finished):
-            self._generated(self._calls[ordinal], finished)
-        self._kept(ordinal, stopped)
-
-    def _kept(self, ordinal: int, stopped: Batch) -> None:
-        """Samples of a call were stopped, and have tokens to go on from."""
-        if len(stopped):
-            self._store.put(stopped_at(ordinal), stopped)
-            place = self._progress_log.stopped(ordinal, stopped)
-            self._progress_log.measure(self.engine_host)
-            self._send(m.Aborted(ordinal, stopped.ids.tolist(), *execute.lengths_of(stopped), version_spans_of(stopped), place))
-
-    def _abort(self, ordinal: int) -> None:
-        """Give up what runs or waits for a call. Its tasks end as done: the controller knows that they were aborted."""
-        given_up = self.engine_host.abort(ordinal)
-        if given_up:
-            self._progress_log.given_up(ordinal, given_up)
-            self._progress_log.measure(self.engine_host)
-            self._send(m.GivenUp(ordinal, list(given_up), list(given_up.values())))
-        for number in [n for n, g in self._generations.items() if g.task.call == ordinal]:
-            for packed in self._generations.pop(number).task.ids:
-                self._task_of.pop(packed, None)
-            self._send(m.TaskDone(number))
-        for task in [task for task in self._queue if task.call == ordinal]:
-            self._queue.remove(task)
-            self._send(m.TaskDone(task.number))
-        if ordinal in self._calls and self._calls[ordinal].method == "update":
-            self.engine_host.give_up(self._calls[ordinal])
 
     def _send(self, message: m.ToController) -> None:
         self._link.send(m.encode(message))

@@ -3,11 +3,12 @@ workers that die and come back.
 
 The rules are those of `m2flow.testing.scheduler_model`; the moves are in `machine_lines`. Random walks make the same moves without
 hypothesis, many times faster; `pytest --long` takes millions of events. That the rules see anything is tested too: each of a list of small
-breakages of the scheduler must be found.
+breakages of the scheduler, and of the queue by which workers read its messages, must be found.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
 
 import pytest
@@ -28,6 +29,7 @@ from m2flow.micro.scheduler.scheduler import Scheduler
 from m2flow.micro.scheduler.state import RowLocations
 from m2flow.micro.scheduler.task_queues import ReadyWorkers, Tasks
 from m2flow.micro.scheduler.weights import Versions
+from m2flow.micro.worker.task_queue import TaskQueue
 from m2flow.testing.scheduler_model import Model
 
 Patch = pytest.MonkeyPatch
@@ -306,6 +308,29 @@ def a_lost_message_stops_everything(patch: Patch) -> None:
     patch.setattr(Scheduler, "_from_worker", deaf)
 
 
+def a_task_overtakes_another(patch: Patch) -> None:
+    patch.setattr(TaskQueue, "pop", lambda self: self._waiting.pop())
+
+
+def a_task_starts_without_its_rows(patch: Patch) -> None:
+    patch.setattr(TaskQueue, "rows_needed", lambda self: [])
+
+
+def an_aborted_task_that_waited_is_not_answered(patch: Patch) -> None:
+    whole = TaskQueue._abort
+
+    def abort(self: TaskQueue, call: int, *, keeps: bool) -> None:
+        self._waiting = deque(task for task in self._waiting if task.call != call)
+        whole(self, call, keeps=keeps)
+
+    patch.setattr(TaskQueue, "_abort", abort)
+
+
+def a_generate_task_ends_before_its_last_sample(patch: Patch) -> None:
+    leaves = TaskQueue._leaves
+    patch.setattr(TaskQueue, "_leaves", lambda self, number, count: leaves(self, number, self._generations[number].num_left))
+
+
 BUGS: list[Callable[[Patch], None]] = [
     any_version_will_do,
     a_lease_is_everybodys,
@@ -326,6 +351,10 @@ BUGS: list[Callable[[Patch], None]] = [
     failures_do_not_spread,
     what_drew_carried_samples_is_kept_for_ever,
     a_lost_message_stops_everything,
+    a_task_overtakes_another,
+    a_task_starts_without_its_rows,
+    an_aborted_task_that_waited_is_not_answered,
+    a_generate_task_ends_before_its_last_sample,
 ]
 _MOST_WALKS = 400
 
