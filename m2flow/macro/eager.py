@@ -1,7 +1,7 @@
 """The reference interpreter: execute each call when the program makes it, whole, one after the other.
 
 It is the oracle that every plan is compared with, so it shares nothing with the lowering and is small enough to be read in one sitting.
-What a call *means* on given inputs comes from a `Performer`; when to do it is the program's order.
+What a call *means* on given inputs comes from an `Executor`; when to do it is the program's order.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class Deferred:
     inputs: Mapping[str, object]
 
 
-class Performer(Protocol):
+class Executor(Protocol):
     """Execute one whole call on whole inputs."""
 
     def check(self, call: Call) -> None:
         """Raises PlanError when the program makes a call of a kind that cannot be executed here."""
 
-    def perform(self, call: Call, inputs: Mapping[str, object]) -> object: ...
+    def execute(self, call: Call, inputs: Mapping[str, object]) -> object: ...
 
     def recall(self, call: Call, inputs: Mapping[str, object], left: Sequence[int]) -> None:
         """Restore a finished generation, which left these samples to the next call of its line."""
@@ -42,7 +42,7 @@ class Journal(Protocol):
     """Receive what was executed, to record it."""
 
     def call_added(self, call: Call) -> None:
-        """A call is not executed, since what it needs has failed. The performer reports the others."""
+        """A call is not executed, since what it needs has failed. The executor reports the others."""
 
     def call_done(self, call: Call, value: object) -> None: ...
 
@@ -56,8 +56,8 @@ class Journal(Protocol):
 class EagerBackend(Backend):
     """Execute each call as it is made."""
 
-    def __init__(self, performer: Performer, journal: Journal) -> None:
-        self._performer = performer
+    def __init__(self, executor: Executor, journal: Journal) -> None:
+        self._executor = executor
         self._journal = journal
         self._values: CallValues[object] = CallValues()
         self._step = -1
@@ -69,7 +69,7 @@ class EagerBackend(Backend):
         """Resource -> the call that wrote it last."""
 
     def submit(self, call: Call) -> None:
-        self._performer.check(call)
+        self._executor.check(call)
         self._step, self._num_calls = call.step, call.ordinal + 1
         failed = self._inherited(call)
         if failed is None:
@@ -78,7 +78,7 @@ class EagerBackend(Backend):
                 if call.is_gated and not call.drops:
                     self._values[call.ordinal] = Deferred(call, inputs)
                     return
-                value = self._performer.perform(call, inputs)
+                value = self._executor.execute(call, inputs)
                 for deferred in [value for value in inputs.values() if isinstance(value, Deferred)]:
                     self._journal.call_done(deferred.call, None)
             except M2FlowError as raised:
@@ -103,7 +103,7 @@ class EagerBackend(Backend):
         return min(failed, key=lambda found: found[0], default=None)
 
     def recall(self, call: Call, rows: Batch, left: Sequence[int]) -> None:
-        self._performer.recall(call, {name: self._values[ref.call] for name, ref in call.inputs}, left)
+        self._executor.recall(call, {name: self._values[ref.call] for name, ref in call.inputs}, left)
         self._values[call.ordinal] = rows
 
     def fail(self, call: Call, root: int, error: M2FlowError) -> None:

@@ -13,7 +13,7 @@ look (`Look`) with where and why; a value once, however often it was looked at.
 Replay. The flow's own Python runs again in full, under the same seeds, so its variables are what they were. Up to the point nothing is
 executed, logs and prints are muted, and each call and look must be what the record has: the first that is not ends the replay.
 
-Engine state is not in the record. Either the caller has restored it (a checkpoint), or `reperform` says which calls before the point are
+Engine state is not in the record. Either the caller has restored it (a checkpoint), or `redoes` says which calls before the point are
 executed again, with recorded rows: by default none, `trains` for those of the trainers, which recreates every weight and optimiser. A
 resumed run has the end of its record as its point, and executes again what came after its checkpoint and what was not over. Calls that
 are executed take an earlier result from the record; the result of a function without effects that the record lacks is computed again,
@@ -335,7 +335,7 @@ class ReplayBackend(Backend):
 
     Args:
         until_call: the first call that is live again. until_step: the first step that is. Neither: the end of the record.
-        reperform: which calls before the point are done again by the live backend.
+        redoes: which calls before the point are done again by the live backend.
         logged: step and name -> how many such logs were written; others are written now. By default all those before the point were.
         left: generation -> the samples that it left to the next one of its line.
         failed: calls that failed, and whose error the program caught -> the call that failed by itself, and its error.
@@ -348,7 +348,7 @@ class ReplayBackend(Backend):
         *,
         until_call: int | None = None,
         until_step: int | None = None,
-        reperform: Callable[[Call], bool] = nothing,
+        redoes: Callable[[Call], bool] = nothing,
         logged: Mapping[tuple[int, str], int] | None = None,
         left: Mapping[int, Sequence[int]] | None = None,
         failed: Mapping[int, tuple[int, M2FlowError]] | None = None,
@@ -357,7 +357,7 @@ class ReplayBackend(Backend):
         self._live = live
         self._until_call = len(record.calls) if until_call is None else min(until_call, len(record.calls))
         self._until_step = until_step
-        self._reperform = reperform
+        self._redoes = redoes
         self._logged = None if logged is None else Counter(logged)
         self._left = left
         self._failed = failed or {}
@@ -399,7 +399,7 @@ class ReplayBackend(Backend):
         if call.ordinal in self._failed:
             self._known_live.add(call.ordinal)
             self._live.fail(call, *self._failed[call.ordinal])
-        elif self._reperform(call):
+        elif self._redoes(call):
             self._provide_inputs(call)
             self._to_live(call)
 
@@ -589,14 +589,14 @@ def replay(
     seed: int = 0,
     until_call: int | None = None,
     until_step: int | None = None,
-    reperform: Callable[[Call], bool] = nothing,
+    redoes: Callable[[Call], bool] = nothing,
 ) -> object:
     """Run a recorded flow again and return its result. `options` and `seed` must be those of the recorded run.
 
     Raises:
         DivergenceError: the flow makes other calls than it did; nothing after that line is done.
     """
-    backend = ReplayBackend(record, live, until_call=until_call, until_step=until_step, reperform=reperform)
+    backend = ReplayBackend(record, live, until_call=until_call, until_step=until_step, redoes=redoes)
     with prints_muted(lambda: not backend.is_live):
         return flow.run(backend, options, seed=seed)
 

@@ -111,7 +111,7 @@ def _seat_row(seat: Seat) -> tuple[str, ...]:
 def _lease(seat: Seat) -> str:
     if seat.lent_until:
         return f"some devices lent ({seat.lease}), until {seat.lent_until * 100:.3g}% of its samples have ended"
-    comes = f", comes when {seat.comes_at:.0%} of the samples have ended" if seat.comes_at else ""
+    comes = f", comes when {seat.onload_at:.0%} of the samples have ended" if seat.onload_at else ""
     return f"takes turns ({seat.lease}){comes}" if seat.lease else ""
 
 

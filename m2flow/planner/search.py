@@ -67,7 +67,7 @@ def with_early_onload(problem: Problem, seats: tuple[Seat, ...]) -> tuple[Seat, 
             (rollout,) = others
             has_one_process = rollout.layout.dp == 1 and rollout.devices == seat.devices
             if not rollout.lent_until and not has_one_process and not share_a_process(rollout, seat, problem.spec):
-                seat = msgspec.structs.replace(seat, comes_at=_share(problem, rollout, seat))
+                seat = msgspec.structs.replace(seat, onload_at=_share(problem, rollout, seat))
         found.append(seat)
     return tuple(found)
 

@@ -60,7 +60,7 @@ from m2flow.micro.records.flow_record import read_record
 from m2flow.micro.records.journal import Journal
 from m2flow.micro.records.ledger import read_endings, read_num_failed, samples_digest
 from m2flow.micro.records.plan_file import check_edited
-from m2flow.micro.records.resume import DONE, Past, read_past
+from m2flow.micro.records.resume import DONE, ResumeState, read_resume_state
 from m2flow.micro.records.rundir import create_run_dir, move, naming_disk_errors, write_config, write_plan
 from m2flow.micro.records.storage import copy_pictures, fetch_run_dir, share
 from m2flow.micro.records.tally import Alarm, Tally
@@ -277,7 +277,7 @@ class Run:
         self._foresees = foresees
         self._forecast: Forecast | None = None
         self._warn = warn
-        self._past: Past | None = None
+        self._resumed: ResumeState | None = None
         self._start_ns = 0
         """Unix time in ns at which the measured part of the run begins."""
         self._has_lost_state = False
@@ -393,8 +393,8 @@ class Run:
                     )
                     write_plan(self.run_dir, plan)
                 else:
-                    self._past = read_past(self.run_dir, self._warn)
-                    if move(self.run_dir, self.spec, plan, self._past.attempt):
+                    self._resumed = read_resume_state(self.run_dir, self._warn)
+                    if move(self.run_dir, self.spec, plan, self._resumed.attempt):
                         self._warn(f"the run goes on with another cluster spec, {self.spec.name}, and a new plan")
                 if self._forecast is not None:
                     write_forecast(self.run_dir, self._forecast)
@@ -424,21 +424,21 @@ class Run:
                 return self._run_once(plan, how)
             except (StateLost, MicroBatchTooLarge) as error:
                 self._has_lost_state = True
-                past, wait_s, how = read_past(self.run_dir, self._warn), 0.0, ""
+                resumed, wait_s, how = read_resume_state(self.run_dir, self._warn), 0.0, ""
                 if isinstance(error, MicroBatchTooLarge):
                     self.spec = with_smaller_microbatches(self.spec)
-                    move(self.run_dir, self.spec, plan, past.attempt)
+                    move(self.run_dir, self.spec, plan, resumed.attempt)
                     how = f"every micro-batch goes through in {self.spec.train.parts} parts"
                 else:
-                    wait_s = attempts.record_failure(error, len(past.done))
-                self._warn(f"{error.what}; the run goes on from {past.where}{', and ' if how else ''}{how}")
+                    wait_s = attempts.record_failure(error, len(resumed.done))
+                self._warn(f"{error.what}; the run goes on from {resumed.where}{', and ' if how else ''}{how}")
                 time.sleep(wait_s)
-                self._past = past
+                self._resumed = resumed
 
     def _run_once(self, plan: Plan, how: str) -> tuple[float, Mapping[str, str]]:
         clear_leftovers(self.run_dir)
         alarm, tensorboard = Alarm(self.spec.weights.warn_above, self._warn), has_tensorboard(self.settings)
-        self._journal = Journal(self.run_dir, self._past, keeps=not self.settings.eager, tensorboard=tensorboard, alarm=alarm)
+        self._journal = Journal(self.run_dir, self._resumed, keeps=not self.settings.eager, tensorboard=tensorboard, alarm=alarm)
         self._journal.open()
         if how:
             self._journal.incident("out of memory", "controller", how)
@@ -522,30 +522,30 @@ class Run:
     def _run_eager(self, plan: Plan) -> tuple[float, Mapping[str, str]]:
         assert self._journal is not None
         journal, coordinator = self._journal, self._checkpoint_coordinator()
-        performer = EagerExecutor(plan, self.spec, self.settings, self._models, self.run_dir, journal, self._decisions, self._past)
+        executor = EagerExecutor(plan, self.spec, self.settings, self._models, self.run_dir, journal, self._decisions, self._resumed)
         checkpointing: CheckpointingBackend | None = None
 
         def save(step: int) -> None:
-            checkpoint_eagerly(coordinator, step, performer, journal.make_durable)
+            checkpoint_eagerly(coordinator, step, executor, journal.make_durable)
 
         try:
-            performer.open()
+            executor.open()
             start = self._begin()
-            backend = self._shield = UninterruptedUpdates(EagerBackend(performer, journal))
+            backend = self._shield = UninterruptedUpdates(EagerBackend(executor, journal))
             checkpointing = CheckpointingBackend(
                 self._replayed(backend), coordinator, begin=lambda due: None, end=save, num_over=journal.num_well
             )
             self._run_flow(checkpointing)
             wall_s = time.monotonic() - start
-            return wall_s, performer.save(self.run_dir / "checkpoints" / "final")
+            return wall_s, executor.save(self.run_dir / "checkpoints" / "final")
         except KeyboardInterrupt:
             with contextlib.suppress(M2FlowError):
-                due = checkpointing.begin_last(performer.versions.__eq__) if checkpointing is not None and self._is_live else None
+                due = checkpointing.begin_last(executor.versions.__eq__) if checkpointing is not None and self._is_live else None
                 if due is not None:
                     save(due.step)
             raise
         finally:
-            performer.close()
+            executor.close()
 
     def interrupt(self, reason: str) -> bool:
         """Stop as soon as the update that is under way in this thread is done; False: there is none. For a signal handler."""
@@ -568,17 +568,21 @@ class Run:
     @property
     def _restored(self) -> tuple[Mapping[str, int], Mapping[str, str], int]:
         """Weight versions and checkpoint parts that the trainers begin with, and the number of the attempt."""
-        return ({}, {}, 0) if self._past is None else (self._past.versions, self._past.parts, self._past.attempt)
+        return ({}, {}, 0) if self._resumed is None else (self._resumed.versions, self._resumed.parts, self._resumed.attempt)
 
     def _checkpoint_coordinator(self) -> CheckpointCoordinator:
-        return CheckpointCoordinator(self.run_dir, self.settings, self._restored[2], None if self._past is None else self._past.checkpoint)
+        return CheckpointCoordinator(
+            self.run_dir, self.settings, self._restored[2], None if self._resumed is None else self._resumed.checkpoint
+        )
 
     def _replayed(self, live: Backend) -> Backend:
         """The backend with replay of earlier attempts, if the run is resumed."""
-        past = self._past
-        if past is None:
+        resumed = self._resumed
+        if resumed is None:
             return live
-        self._replay = ReplayBackend(past.record, live, reperform=past.redo, logged=past.logged, left=past.left, failed=past.failed)
+        self._replay = ReplayBackend(
+            resumed.record, live, redoes=resumed.redo, logged=resumed.logged, left=resumed.left, failed=resumed.failed
+        )
         return self._replay
 
     def _recorded(self, backend: Backend) -> Backend:

@@ -68,8 +68,8 @@ def samples_of(rows: Batch) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]
     return {packed: (tuple(tokens.row(i).tolist()), tuple(versions.row(i).tolist())) for i, packed in enumerate(rows.ids.tolist())}
 
 
-class Notes:
-    """Collect the records of an eager run as an `Answer` (`m2flow.micro.worker.eager_executor.Notes`, `m2flow.macro.eager.Journal`)."""
+class AnswerJournal:
+    """Collect the records of an eager run as an `Answer`: an `EagerJournal` of `m2flow.micro.worker.eager_executor`."""
 
     def __init__(self, run_dir: Path) -> None:
         self.answer = Answer()

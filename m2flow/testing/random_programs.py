@@ -421,7 +421,7 @@ class Case:
             return plan
         if self.seats == "lent":
             return beside_the_trainer(*names[1:], rollout={"lent_until": self.share})(plan)
-        return beside_the_trainer(*names, train={"comes_at": self.share})(plan)
+        return beside_the_trainer(*names, train={"onload_at": self.share})(plan)
 
     def __str__(self) -> str:
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

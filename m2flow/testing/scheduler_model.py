@@ -641,7 +641,7 @@ class Model:
         self.num_events = 0
         self._roles = roles.name
         self._leases = {worker.name: worker.lease for worker in plan.workers if worker.lease}
-        self._come_ahead = {worker.name for worker in plan.workers for slot in worker.engines if slot.comes_at}
+        self._come_ahead = {worker.name for worker in plan.workers for slot in worker.engines if slot.onload_at}
         self._lowering = Lowering(plan, spec)
         self._backend = _Calls(self._wait)
         self._open = contextlib.ExitStack()

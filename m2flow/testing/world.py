@@ -66,7 +66,7 @@ from m2flow.recipe import Model
 from m2flow.rollout_scheduling.policies import report_every
 from m2flow.samples import Batch, SampleId
 from m2flow.spec import ClusterSpec, RunSettings
-from m2flow.testing.programs import Answer, Notes, samples_of
+from m2flow.testing.programs import Answer, AnswerJournal, samples_of
 
 # ---- random time-outs and failures
 
@@ -347,7 +347,7 @@ class World(Backend):
         self._turn_until(lambda: self._scheduler.is_idle)
         self._raise_first()
 
-    # What the logbook asks
+    # What the log of the flow asks
 
     def is_resolved(self, ordinal: int) -> bool:
         return ordinal in self._values
@@ -601,18 +601,18 @@ def run_eager(
     models = {**copies.models, **models}
     plan = lower(graph, models, spec, deterministic=deterministic, copies=copies.sources)
     with tempfile.TemporaryDirectory() as directory:
-        notes = Notes(Path(directory))
+        journal = AnswerJournal(Path(directory))
         settings = RunSettings(seed=seed, deterministic=deterministic)
-        performer = EagerExecutor(plan, spec, settings, models, Path(directory), notes, decisions)
-        performer.open()
+        executor = EagerExecutor(plan, spec, settings, models, Path(directory), journal, decisions)
+        executor.open()
         try:
-            flow.run(around(EagerBackend(performer, notes)), options, seed=seed)
+            flow.run(around(EagerBackend(executor, journal)), options, seed=seed)
         except M2FlowError as error:
-            notes.answer.error, notes.answer.where = f"{type(error).__name__}: {error.what}", error.where
-        notes.answer.forget(notes.failed)
+            journal.answer.error, journal.answer.where = f"{type(error).__name__}: {error.what}", error.where
+        journal.answer.forget(journal.failed)
         trained = {slot.role for worker in plan.workers for slot in worker.engines if slot.kind == "train"}
-        digests = performer.save(save_to or Path(directory))
-        notes.answer.weights = {role: digests[role] for role in trained}
-        performer.close()
-    notes.answer.consumed.sort()
-    return notes.answer
+        digests = executor.save(save_to or Path(directory))
+        journal.answer.weights = {role: digests[role] for role in trained}
+        executor.close()
+    journal.answer.consumed.sort()
+    return journal.answer

@@ -48,7 +48,7 @@ from m2flow.planner.profiles import fit
 from m2flow.rollout_scheduling.decode_model import DecodeModel
 from m2flow.rollout_scheduling.lower_bounds import rollout_bounds
 from m2flow.viewer.idle import Device, IdleTime
-from m2flow.viewer.run_trace import FUNCTION, LIFE, SYNC, TRAIN, WAIT, RunTrace, Step
+from m2flow.viewer.run_trace import FUNCTION, SAMPLE, SYNC, TRAIN, WAIT, RunTrace, Step
 
 IntArray = npt.NDArray[np.int64]
 # ---- lower bounds from measured decode steps
@@ -95,14 +95,14 @@ def step_bounds(trace: RunTrace, step: Step, devices: list[Device], decode: Meas
     size = np.array([next((device.num_devices for device in devices if name in device.workers), 1) for name in names] + [1], np.int64)
     weighed = np.maximum(inside, 0) * size[columns["worker"]]
     train_s = float(weighed[trace.group == TRAIN].sum() / 1e9)
-    lives = np.flatnonzero((trace.group == LIFE) & (columns["start"] >= step.start) & (columns["end"] <= step.end))
-    lengths = columns["num_tokens"][lives]
+    sample_spans = np.flatnonzero((trace.group == SAMPLE) & (columns["start"] >= step.start) & (columns["end"] <= step.end))
+    lengths = columns["num_tokens"][sample_spans]
     lengths = lengths[lengths > 0]
     decode_s = 0.0
     if decode is not None and len(lengths):
-        num_instances = max(len(np.unique(columns["worker"][trace.group == LIFE])), 1)
+        num_instances = max(len(np.unique(columns["worker"][trace.group == SAMPLE])), 1)
         bounds = rollout_bounds(lengths, decode.model, num_instances)
-        whole = lives[columns["num_tokens"][lives] > 0]
+        whole = sample_spans[columns["num_tokens"][sample_spans] > 0]
         decode_s = decode.model.best_token_s * int((lengths * size[columns["worker"][whole]]).sum())
         found |= {"longest_sample": bounds.longest_s, "k_longest": bounds.k_longest_s, "no_migration": bounds.no_migration_s}
     if devices and (train_s or decode_s):
@@ -135,7 +135,7 @@ class CriticalPath:
         self._trace = trace
         self._start, self._end = columns["start"], columns["end"]
         worker = columns["worker"]
-        is_work = ~np.isin(trace.group, (LIFE, WAIT))
+        is_work = ~np.isin(trace.group, (SAMPLE, WAIT))
         self._by_worker: dict[int, IntArray] = {}
         for at in np.unique(worker).tolist():
             name = columns.workers.texts[at]
@@ -144,8 +144,8 @@ class CriticalPath:
             mine = np.flatnonzero(is_work & np.isin(worker, members))
             self._by_worker[at] = mine[np.argsort(self._end[mine], kind="stable")]
         self._work = np.flatnonzero(is_work)
-        lives = np.flatnonzero((trace.group == LIFE) & (columns["sample"] >= 0))
-        self._lives = lives[np.argsort(columns["sample"][lives], kind="stable")]
+        sample_spans = np.flatnonzero((trace.group == SAMPLE) & (columns["sample"] >= 0))
+        self._sample_spans = sample_spans[np.argsort(columns["sample"][sample_spans], kind="stable")]
         touches = columns.touches
         self._touches = touches[np.argsort(touches[:, 1], kind="stable")]
         judged = touches[trace.group[touches[:, 1]] == FUNCTION] if len(touches) else touches
@@ -179,11 +179,11 @@ class CriticalPath:
             samples = self._touches[first:last, 0]
             if group == TRAIN:
                 found += self._latest(self._judged[:, 0], self._judged[:, 1], samples, start)
-            found += self._latest(columns["sample"][self._lives], self._lives, samples, start)
+            found += self._latest(columns["sample"][self._sample_spans], self._sample_spans, samples, start)
         elif group == SYNC and columns["version"][span] >= 0:
             same = self._syncs[columns["version"][self._syncs] == columns["version"][span]]
             found += same.tolist()
-        elif group == LIFE:
+        elif group == SAMPLE:
             same = self._syncs[(columns["worker"][self._syncs] == columns["worker"][span]) & (self._end[self._syncs] <= start)]
             found += same[-1:].tolist()
         # A span that began no earlier can't have delayed this one, whatever the clocks say; this ensures that the search ends.
@@ -442,7 +442,7 @@ def _step(
     rest_s = makespan_s - sum(by_kind.values())
     if links and rest_s > 0:
         shares.append(PathShare(OVERHEAD, "", rest_s, rest_s / makespan_s))
-    ended = (trace.group == LIFE) & (trace.columns["end"] > step.start) & (trace.columns["end"] <= step.end)
+    ended = (trace.group == SAMPLE) & (trace.columns["end"] > step.start) & (trace.columns["end"] <= step.end)
     best = max(bounds.values(), default=0.0)
     return StepAnalysis(
         step=step.step,
@@ -522,8 +522,8 @@ def _staleness(trace: RunTrace) -> dict[int, dict[int, int]]:
         return {}
     applies = np.flatnonzero((columns["name"] == columns.names.texts.index(SpanName.TRAIN_APPLY)) & (columns["version"] >= 0))
     written = dict(zip(columns["call"][applies].tolist(), columns["version"][applies].tolist(), strict=True))
-    lives = np.flatnonzero((trace.group == LIFE) & (columns["sample"] >= 0))
-    drawn_at = dict(zip(columns["sample"][lives].tolist(), columns["version"][lives].tolist(), strict=True))
+    sample_spans = np.flatnonzero((trace.group == SAMPLE) & (columns["sample"] >= 0))
+    drawn_at = dict(zip(columns["sample"][sample_spans].tolist(), columns["version"][sample_spans].tolist(), strict=True))
     trained = columns.touches[trace.group[columns.touches[:, 1]] == TRAIN]
     seen: set[tuple[int, int]] = set()
     found: dict[int, dict[int, int]] = {}

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from m2flow.observe.metrics import metrics_path
 from m2flow.planner.explaining import differences
 from m2flow.viewer.analysis import Analysis, PathShare, StepAnalysis
-from m2flow.viewer.run_trace import LIFE, RunTrace
+from m2flow.viewer.run_trace import SAMPLE, RunTrace
 
 # ---- metrics over steps
 
@@ -263,7 +263,7 @@ def _side(trace: RunTrace, analysis: Analysis, name: str, steps: Sequence[int]) 
 def _sample_spans(trace: RunTrace, steps: Sequence[int]) -> IntArray:
     if not trace.columns.num_spans:
         return np.zeros(0, np.int64)
-    return np.flatnonzero((trace.group == LIFE) & np.isin(trace.step, steps) & (trace.columns["num_tokens"] > 0))
+    return np.flatnonzero((trace.group == SAMPLE) & np.isin(trace.step, steps) & (trace.columns["num_tokens"] > 0))
 
 
 def _lengths(trace: RunTrace, steps: Sequence[int]) -> dict[str, float]:
@@ -271,11 +271,13 @@ def _lengths(trace: RunTrace, steps: Sequence[int]) -> dict[str, float]:
 
     A sample that ran in several places has a span in each: the last of them has all of its tokens.
     """
-    lives = _sample_spans(trace, steps)
-    if not len(lives):
+    sample_spans = _sample_spans(trace, steps)
+    if not len(sample_spans):
         return {}
     most: dict[int, int] = {}
-    for sample, tokens in zip(trace.columns["sample"][lives].tolist(), trace.columns["num_tokens"][lives].tolist(), strict=True):
+    for sample, tokens in zip(
+        trace.columns["sample"][sample_spans].tolist(), trace.columns["num_tokens"][sample_spans].tolist(), strict=True
+    ):
         most[sample] = max(tokens, most.get(sample, 0))
     values = np.array(list(most.values()))
     return {"mean": float(values.mean()), **{name: float(np.quantile(values, at)) for name, at in _QUANTILES}}

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from m2flow.simulator.simulation import CAUSES as SIMULATED
 from m2flow.simulator.simulation import Doing, causes_of
-from m2flow.viewer.run_trace import FUNCTION, LIFE, OTHER, ROLLOUT, SWITCH, SYNC, TRAIN, RunTrace
+from m2flow.viewer.run_trace import FUNCTION, OTHER, ROLLOUT, SAMPLE, SWITCH, SYNC, TRAIN, RunTrace
 
 IntArray = npt.NDArray[np.int64]
 
@@ -105,7 +105,7 @@ def idle_of(trace: RunTrace) -> list[IdleTime]:
     start, end, worker, until = trace.columns["start"], trace.columns["end"], trace.columns["worker"], trace.worked_until
     names = trace.columns.workers.texts
     works = np.isin(trace.group, (ROLLOUT, TRAIN, FUNCTION, OTHER))
-    generates = np.isin(trace.group, (LIFE, ROLLOUT))
+    generates = np.isin(trace.group, (SAMPLE, ROLLOUT))
     instances = {at: union(start[mine], end[mine]) for at in range(len(names)) if (mine := generates & (worker == at)).any()}
     moments, causes = _causes(trace, list(instances.values()))
     found = []

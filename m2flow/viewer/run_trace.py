@@ -98,7 +98,7 @@ IntArray = npt.NDArray[np.int64]
 
 GROUPS = ("rollout", "train", "function", "other", "sync", "switch", "wait", "life")
 """The groups of spans: kinds of engines that work, and what is no engine's work."""
-ROLLOUT, TRAIN, FUNCTION, OTHER, SYNC, SWITCH, WAIT, LIFE = range(len(GROUPS))
+ROLLOUT, TRAIN, FUNCTION, OTHER, SYNC, SWITCH, WAIT, SAMPLE = range(len(GROUPS))
 _BY_NAME = {
     SpanName.WEIGHTS_PUBLISH: SYNC,
     SpanName.WEIGHTS_LOAD: SYNC,
@@ -108,7 +108,7 @@ _BY_NAME = {
     SpanName.DRAIN: WAIT,
     SpanName.SEND: WAIT,
     SpanName.WAIT: WAIT,
-    SpanName.SAMPLE: LIFE,
+    SpanName.SAMPLE: SAMPLE,
 }
 _UPKEEP = (SpanName.TRAIN_SAVE, SpanName.TRAIN_PROBE, SpanName.ROLLOUT_PROBE)
 """Work that no line of the flow calls for."""
@@ -220,13 +220,13 @@ class RunTrace:
         call = columns["call"].copy()
         unknown = (call < 0) & (self.group == ROLLOUT)
         for worker in np.unique(columns["worker"][unknown]).tolist():
-            lives = np.flatnonzero((self.group == LIFE) & (columns["worker"] == worker))
-            if not len(lives):
+            sample_spans = np.flatnonzero((self.group == SAMPLE) & (columns["worker"] == worker))
+            if not len(sample_spans):
                 continue
-            lives = lives[np.argsort(columns["start"][lives], kind="stable")]
+            sample_spans = sample_spans[np.argsort(columns["start"][sample_spans], kind="stable")]
             mine = np.flatnonzero(unknown & (columns["worker"] == worker))
-            at = np.searchsorted(columns["start"][lives], columns["end"][mine], side="left") - 1
-            call[mine] = columns["call"][lives[np.maximum(at, 0)]]
+            at = np.searchsorted(columns["start"][sample_spans], columns["end"][mine], side="left") - 1
+            call[mine] = columns["call"][sample_spans[np.maximum(at, 0)]]
         return call
 
     def _derive_kinds(self, num_calls: int) -> None:

@@ -28,7 +28,7 @@ from m2flow.viewer.analysis import Analysis, analysis_of
 from m2flow.viewer.comparison import Comparison, Series, Training, comparison_of, read_series, series_of_steps
 from m2flow.viewer.health import Health, State, health_of, log_text, state_of
 from m2flow.viewer.idle import CAUSES
-from m2flow.viewer.run_trace import FUNCTION, LIFE, TRAIN, KnownCall, RunTrace
+from m2flow.viewer.run_trace import FUNCTION, SAMPLE, TRAIN, KnownCall, RunTrace
 from m2flow.viewer.sample_pages import Columns, SamplePage, sample_page, samples_table
 from m2flow.viewer.schedule import Lane, LaneWindow, Marks, Schedule
 
@@ -139,9 +139,9 @@ def _count(trace: RunTrace, node: Node, ordinals: list[int]) -> None:
     if not columns.num_spans:
         return
     mine = np.isin(trace.call, ordinals)
-    work = mine & ~np.isin(trace.group, (LIFE,))
+    work = mine & ~np.isin(trace.group, (SAMPLE,))
     node.busy_s = float((columns["end"][work] - columns["start"][work]).sum() / 1e9)
-    done = mine & (trace.group == LIFE) if node.engine == "rollout" else work & np.isin(trace.group, (FUNCTION, TRAIN))
+    done = mine & (trace.group == SAMPLE) if node.engine == "rollout" else work & np.isin(trace.group, (FUNCTION, TRAIN))
     amount = np.ones(int(done.sum()), np.int64) if node.engine == "rollout" else np.maximum(columns["num_samples"][done], 0)
     node.num_samples = int(amount.sum())
     recent = columns["end"][done] > trace.worked_until - _RECENT_NS
@@ -189,12 +189,12 @@ def _progress(trace: RunTrace) -> tuple[dict[int, int], dict[int, int]]:
     columns = trace.columns
     if not columns.num_spans:
         return {}, {}
-    lives = np.unique(trace.call[trace.group == LIFE], return_counts=True)
+    sample_spans = np.unique(trace.call[trace.group == SAMPLE], return_counts=True)
     tasks = np.isin(trace.group, (FUNCTION, TRAIN)) & (columns["num_samples"] > 0)
     calls, at = np.unique(trace.call[tasks], return_inverse=True)
     counts = np.bincount(at.reshape(-1), weights=columns["num_samples"][tasks], minlength=len(calls)).astype(np.int64)
     begun = dict(zip(calls.tolist(), counts.tolist(), strict=True))
-    return {**begun, **dict(zip(lives[0].tolist(), lives[1].tolist(), strict=True))}, begun
+    return {**begun, **dict(zip(sample_spans[0].tolist(), sample_spans[1].tolist(), strict=True))}, begun
 
 
 # ---- one run, followed

@@ -23,7 +23,7 @@ from m2flow.micro.records.ledger import ENDINGS
 from m2flow.micro.records.sample_query import Entry, SampleQuery
 from m2flow.observe.spans import SpanName
 from m2flow.samples import Batch, Finish, SampleId, Segment, group_indices, prompt_positions
-from m2flow.viewer.run_trace import FUNCTION, LIFE, TRAIN, RunTrace
+from m2flow.viewer.run_trace import FUNCTION, SAMPLE, TRAIN, RunTrace
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -142,16 +142,16 @@ def samples_table(run_dir: Path, trace: RunTrace) -> Columns:
 
 
 def _from_ledger(run_dir: Path) -> list[tuple]:  # type: ignore[type-arg]
-    with SampleQuery(run_dir) as book:
-        return book.table(_ASKED)
+    with SampleQuery(run_dir) as query:
+        return query.table(_ASKED)
 
 
 def _from_trace(trace: RunTrace) -> list[tuple]:  # type: ignore[type-arg]
     columns = trace.columns
-    lives = np.flatnonzero((trace.group == LIFE) & (columns["sample"] >= 0)) if columns.num_spans else np.zeros(0, np.int64)
-    lives = lives[np.lexsort((columns["end"][lives], columns["sample"][lives]))]
-    lives = (
-        lives[np.append(np.diff(columns["sample"][lives]) != 0, True)] if len(lives) else lives
+    sample_spans = np.flatnonzero((trace.group == SAMPLE) & (columns["sample"] >= 0)) if columns.num_spans else np.zeros(0, np.int64)
+    sample_spans = sample_spans[np.lexsort((columns["end"][sample_spans], columns["sample"][sample_spans]))]
+    sample_spans = (
+        sample_spans[np.append(np.diff(columns["sample"][sample_spans]) != 0, True)] if len(sample_spans) else sample_spans
     )  # The last span of a sample has all of its tokens.
     used = (
         set(trace.columns.touches[trace.group[trace.columns.touches[:, 1]] == TRAIN, 0].tolist()) if len(trace.columns.touches) else set()
@@ -159,7 +159,10 @@ def _from_trace(trace: RunTrace) -> list[tuple]:  # type: ignore[type-arg]
     return [
         (sample, step, 0, tokens, "stop", None, int(sample in used), "consumed" if sample in used else "unused")
         for sample, step, tokens in zip(
-            columns["sample"][lives].tolist(), trace.step[lives].tolist(), columns["num_tokens"][lives].tolist(), strict=True
+            columns["sample"][sample_spans].tolist(),
+            trace.step[sample_spans].tolist(),
+            columns["num_tokens"][sample_spans].tolist(),
+            strict=True,
         )
     ]
 
@@ -168,21 +171,21 @@ def _life_of(trace: RunTrace, ids: IntArray) -> IntArray:
     """Find the last span in which each sample ran, as its position; -1: none."""
     if not trace.columns.num_spans or not len(ids):
         return np.full(len(ids), -1, np.int64)
-    lives = np.flatnonzero((trace.group == LIFE) & (trace.columns["sample"] >= 0))
-    lives = lives[np.lexsort((trace.columns["end"][lives], trace.columns["sample"][lives]))]
-    return _last_of(trace.columns["sample"][lives], lives, ids)
+    sample_spans = np.flatnonzero((trace.group == SAMPLE) & (trace.columns["sample"] >= 0))
+    sample_spans = sample_spans[np.lexsort((trace.columns["end"][sample_spans], trace.columns["sample"][sample_spans]))]
+    return _last_of(trace.columns["sample"][sample_spans], sample_spans, ids)
 
 
 def _repeated_spans(trace: RunTrace, ids: IntArray) -> dict[str, list[tuple[int, int, int, int]]]:
     if not trace.columns.num_spans or not len(ids):
         return {}
     columns = trace.columns
-    lives = np.flatnonzero((trace.group == LIFE) & (columns["sample"] >= 0))
-    who, number = np.unique(columns["sample"][lives], return_counts=True)
-    lives = lives[np.isin(columns["sample"][lives], who[number > 1])]
-    place = {sample: at for at, sample in enumerate(ids.tolist())} if len(lives) else {}
+    sample_spans = np.flatnonzero((trace.group == SAMPLE) & (columns["sample"] >= 0))
+    who, number = np.unique(columns["sample"][sample_spans], return_counts=True)
+    sample_spans = sample_spans[np.isin(columns["sample"][sample_spans], who[number > 1])]
+    place = {sample: at for at, sample in enumerate(ids.tolist())} if len(sample_spans) else {}
     found: dict[str, list[tuple[int, int, int, int]]] = {}
-    for span in lives[np.argsort(columns["start"][lives], kind="stable")].tolist():
+    for span in sample_spans[np.argsort(columns["start"][sample_spans], kind="stable")].tolist():
         at = place.get(int(columns["sample"][span]))
         if at is not None:
             start, end = ((int(columns[edge][span]) - trace.start) // 1000 for edge in ("start", "end"))
@@ -298,10 +301,10 @@ def sample_pages(run_dir: Path, wanted: Sequence[int]) -> Iterator[SamplePage]:
         SpecError: the ledger can't be read. EngineError: rows can't be read.
     """
     tokenizer = _tokenizer(run_dir)
-    with SampleQuery(run_dir) as book:
-        for entry in book.entries(f"id IN ({', '.join(map(str, map(int, wanted)))})"):
+    with SampleQuery(run_dir) as query:
+        for entry in query.entries(f"id IN ({', '.join(map(str, map(int, wanted)))})"):
             call, prompt, member = map(int, entry.sample.split("/"))
-            yield _page(entry, book.rows_of(SampleId(call, prompt, member).pack()), SampleId(call, prompt, member), tokenizer)
+            yield _page(entry, query.rows_of(SampleId(call, prompt, member).pack()), SampleId(call, prompt, member), tokenizer)
 
 
 def _page(entry: Entry, row: Batch, who: SampleId, tokenizer: Tokenizer | None) -> SamplePage:

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from m2flow.samples import group_indices, prompt_positions
 from m2flow.viewer.idle import IdleTime, idle_of
-from m2flow.viewer.run_trace import FUNCTION, LIFE, ROLLOUT, TRAIN, WAIT, RunTrace
+from m2flow.viewer.run_trace import FUNCTION, ROLLOUT, SAMPLE, TRAIN, WAIT, RunTrace
 
 IntArray = npt.NDArray[np.int64]
 
@@ -232,7 +232,7 @@ class Schedule:
     def _forget(self) -> None:
         self._laid = 0
         self._rows: dict[tuple[int, int], Rows] = {}
-        self._lives: dict[int, tuple[IntArray, IntArray]] = {}
+        self._sample_spans: dict[int, tuple[IntArray, IntArray]] = {}
         self._order: list[int] = []
 
     def refresh(self) -> None:
@@ -242,15 +242,15 @@ class Schedule:
             self._generation = columns.generation
             self._forget()
         new = np.arange(self._laid, columns.num_spans)
-        part = np.where(trace.group == LIFE, 2, np.where(trace.group == WAIT, 1, 0))
+        part = np.where(trace.group == SAMPLE, 2, np.where(trace.group == WAIT, 1, 0))
         worker = columns["worker"]
         start, end = columns["start"], columns["end"]
         for lane in np.unique(worker[new]).tolist():
             for kind in range(len(PARTS)):
                 mine = new[(worker[new] == lane) & (part[new] == kind)]
                 self._rows.setdefault((lane, kind), Rows()).add(mine, start[mine], end[mine])
-            lives = (worker == lane) & (part == 2)
-            self._lives[lane] = np.sort(start[lives]), np.sort(end[lives])
+            sample_spans = (worker == lane) & (part == 2)
+            self._sample_spans[lane] = np.sort(start[sample_spans]), np.sort(end[sample_spans])
         self._laid = columns.num_spans
         self.devices = idle_of(trace)
         self.idle = {name: device for device in self.devices for name in device.device.workers}
@@ -294,13 +294,13 @@ class Schedule:
                 continue
             lane = self._order[at]
             idle = self.idle.get(self.trace.columns.workers.texts[lane])
-            lives = self._bars(lane, 2, replace(window, width=-(-window.width // 2))) if at in expanded else []
+            sample_spans = self._bars(lane, 2, replace(window, width=-(-window.width // 2))) if at in expanded else []
             found.append(
                 LaneWindow(
                     at,
                     self._bars(lane, 0, window),
                     self._bars(lane, 1, window),
-                    lives,
+                    sample_spans,
                     None if idle is None else self._times(bars_in(idle.start, idle.end, idle.cause, window)),
                     self._running(lane, window),
                 )
@@ -356,7 +356,7 @@ class Schedule:
         return sent
 
     def _running(self, lane: int, window: Window) -> list[int]:
-        starts, ends = self._lives.get(lane, (np.zeros(0, np.int64),) * 2)
+        starts, ends = self._sample_spans.get(lane, (np.zeros(0, np.int64),) * 2)
         if not len(starts):
             return []
         times = np.linspace(window.start, window.end, max((window.width or 2000) // 2, 2)).astype(np.int64)
@@ -384,6 +384,6 @@ class Schedule:
         """Sort key of lanes: devices that generate, then functions, then training; `rollout-10` after `rollout-9`."""
         columns, name = self.trace.columns, self.trace.columns.workers.texts[lane]
         groups = set(np.unique(self.trace.group[columns["worker"] == lane]).tolist())
-        first = next((at for at, group in enumerate((ROLLOUT, LIFE, FUNCTION, TRAIN)) if group in groups), 9)
+        first = next((at for at, group in enumerate((ROLLOUT, SAMPLE, FUNCTION, TRAIN)) if group in groups), 9)
         stem = name.rstrip("0123456789")
         return first, stem, int(name[len(stem) :] or -1), name

@@ -19,13 +19,13 @@ class Breaking:
 
     def __init__(self, failures: Mapping[str, Exception]) -> None:
         self.failures = failures
-        self.performed: list[str] = []
+        self.executed: list[str] = []
 
     def check(self, call: Call) -> None:
         pass
 
-    def perform(self, call: Call, inputs: Mapping[str, object]) -> object:
-        self.performed.append(call.name)
+    def execute(self, call: Call, inputs: Mapping[str, object]) -> object:
+        self.executed.append(call.name)
         if call.name in self.failures:
             raise self.failures[call.name]
         return call.options.get("rows") or next(iter(inputs.values())) if call.is_aligned else {"loss": 1.0}
@@ -65,12 +65,12 @@ def second(sample: Sample) -> float:
 
 
 def run(body: Callable[[], object], **failures: Exception) -> tuple[Breaking, Noting, M2FlowError | None]:
-    performer, notes = Breaking({name.replace("__", "."): error for name, error in failures.items()}), Noting()
+    executor, notes = Breaking({name.replace("__", "."): error for name, error in failures.items()}), Noting()
     try:
-        flow(body).run(EagerBackend(performer, notes), {})
+        flow(body).run(EagerBackend(executor, notes), {})
     except M2FlowError as error:
-        return performer, notes, error
-    return performer, notes, None
+        return executor, notes, error
+    return executor, notes, None
 
 
 def test_calls_are_done_whole_in_the_order_of_the_program():
@@ -80,9 +80,9 @@ def test_calls_are_done_whole_in_the_order_of_the_program():
             responses = policy.generate(prompts.take(2), n=2, max_new_tokens=4)
             log(loss=policy.update(responses, verifier.score(responses))["loss"])
 
-    performer, notes, error = run(body)
+    executor, notes, error = run(body)
     assert error is None
-    assert performer.performed == ["dataset.take", "policy.generate", "first.score", "policy.update"] * 2 == notes.done
+    assert executor.executed == ["dataset.take", "policy.generate", "first.score", "policy.update"] * 2 == notes.done
     assert notes.steps == [0, 1]
     assert notes.logs == [("loss", 1.0)] * 2
 
@@ -96,11 +96,11 @@ def test_an_error_waits_for_the_first_look_and_has_the_line_of_its_call():
         float(rewards.mean())
         reached.append("after the look")
 
-    performer, notes, error = run(body, first__score=RewardError("it broke"))
+    executor, notes, error = run(body, first__score=RewardError("it broke"))
     assert reached == ["after the call"]
     assert isinstance(error, RewardError)
     assert "rewards = Reward(first).score(" in error.where
-    assert "mean" not in performer.performed
+    assert "mean" not in executor.executed
     assert "first.score" not in notes.done
 
 
@@ -129,10 +129,10 @@ def test_an_error_spreads_by_data_and_by_effect_and_no_further():
         Reward(second).score(policy.generate(rows, max_new_tokens=4))
         other.generate(rows, max_new_tokens=4)
 
-    performer, _, error = run(body, first__score=RewardError("it broke"))
+    executor, _, error = run(body, first__score=RewardError("it broke"))
     assert error is not None
     assert error.what == "it broke"
-    assert performer.performed == ["dataset.take", "policy.generate", "first.score", "other.generate"]
+    assert executor.executed == ["dataset.take", "policy.generate", "first.score", "other.generate"]
 
 
 def test_of_several_errors_the_earliest_in_program_order_is_raised():
@@ -214,7 +214,7 @@ def test_a_step_that_is_left_ends_like_any_other(leave):
                 return
         policy.generate(prompts.take(2), max_new_tokens=4)
 
-    performer, notes, error = run(body)
+    executor, notes, error = run(body)
     assert error is None
     assert notes.steps == [0, 1]
-    assert performer.performed.count("policy.generate") == (3 if leave == "break" else 2)
+    assert executor.executed.count("policy.generate") == (3 if leave == "break" else 2)

@@ -138,7 +138,7 @@ def test_after_the_point_the_flow_goes_on_with_the_same_calls_cursors_samples_an
 
     def around(backend: Backend) -> Backend:
         watched.append(Counting(backend))
-        return Recorder(ReplayBackend(record, watched[0], reperform=trains, **point), again)
+        return Recorder(ReplayBackend(record, watched[0], redoes=trains, **point), again)
 
     answer = run(curriculum, OPTIONS | {"seen": second}, SPEC, around=around)
     assert answer.error == ""
@@ -162,7 +162,7 @@ def test_a_trainer_that_was_restored_otherwise_is_not_trained_again():
 def test_a_look_back_past_the_point_is_answered_from_the_record():
     seen: list[object] = []
     record, _ = recorded()
-    run_eager(curriculum, OPTIONS | {"seen": seen}, SPEC, around=lambda live: ReplayBackend(record, live, until_step=2, reperform=trains))
+    run_eager(curriculum, OPTIONS | {"seen": seen}, SPEC, around=lambda live: ReplayBackend(record, live, until_step=2, redoes=trains))
     assert seen[2][5] == record.value(record.looks[-3].call)  # type: ignore[index]
 
 
@@ -317,7 +317,7 @@ def test_a_generation_whose_rows_are_lost_is_named_and_not_made_anew():
     record, _ = recorded()
     number = next(c.ordinal for c in record.calls if c.name == "policy.generate" and c.step == 0)
     del record.values[number]
-    answer = run_eager(curriculum, OPTIONS, SPEC, around=lambda live: ReplayBackend(record, live, until_call=number + 1, reperform=trains))
+    answer = run_eager(curriculum, OPTIONS, SPEC, around=lambda live: ReplayBackend(record, live, until_call=number + 1, redoes=trains))
     assert "the record has no rows of policy.generate" in answer.error
 
 
@@ -333,7 +333,7 @@ def test_a_run_leaves_a_record_on_disk_that_replays_and_goes_on(tmp_path, eager)
     assert list(record.calls) == recorded()[0].calls
     assert len(record.logs) == 8
     answer = run_eager(
-        curriculum, OPTIONS | {"seen": again}, SPEC, around=lambda live: ReplayBackend(record, live, until_step=2, reperform=trains)
+        curriculum, OPTIONS | {"seen": again}, SPEC, around=lambda live: ReplayBackend(record, live, until_step=2, redoes=trains)
     )
     assert answer.error == ""
     assert again == seen
@@ -397,5 +397,5 @@ def test_a_run_that_failed_replays_up_to_where_it_failed_and_fails_there_again(t
     assert [look.num_calls for look in record.looks] == [4, 8, 12]
     with pytest.raises(RewardError, match="it is Tuesday"):
         replay(daily, {}, record, Refusing())
-    error = run_eager(daily, {}, SPEC, around=lambda live: ReplayBackend(record, live, until_step=2, reperform=trains)).error
+    error = run_eager(daily, {}, SPEC, around=lambda live: ReplayBackend(record, live, until_step=2, redoes=trains)).error
     assert error.startswith("RewardError")

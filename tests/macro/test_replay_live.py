@@ -69,19 +69,17 @@ def frozen(num_steps: int = 4, seen: list[object] | None = None) -> None:
 class Resumed(Run):
     """A run of worker processes that begins where another was. Updates are made again, where there are any: no checkpoint is taken."""
 
-    def __init__(
-        self, flow: Flow, seen: list[object], runs: Path, record: Record, until_step: int, reperform: Callable[[Call], bool]
-    ) -> None:
+    def __init__(self, flow: Flow, seen: list[object], runs: Path, record: Record, until_step: int, redoes: Callable[[Call], bool]) -> None:
         super().__init__(flow, {"seen": seen}, SPEC, RunSettings(runs_dir=str(runs)))
-        self._from = record, until_step, reperform
+        self._from = record, until_step, redoes
         self.replay: ReplayBackend | None = None
         self.executed: list[Call] = []
 
     def _recorded(self, backend: Backend) -> Backend:
-        record, until_step, reperform = self._from
+        record, until_step, redoes = self._from
         live = Counting(backend)
         self.executed = live.calls
-        self.replay = ReplayBackend(record, live, until_step=until_step, reperform=reperform)
+        self.replay = ReplayBackend(record, live, until_step=until_step, redoes=redoes)
         return super()._recorded(self.replay)
 
     def go_on(self) -> Summary:
@@ -100,17 +98,17 @@ def samples_of(summary: Summary) -> dict[SampleId, tuple[list[int], list[float]]
     return {SampleId.unpack(int(row.ids[0])): (row.ragged("tokens").row(0).tolist(), rewards) for row, rewards in rows}
 
 
-@pytest.mark.parametrize(("program", "until_step", "reperform"), [(loop, 2, trains), (frozen, 2, nothing)], ids=["trained", "frozen"])
-def test_a_run_of_processes_goes_on_from_the_middle_of_its_record(tmp_path, capsys, program, until_step, reperform):
+@pytest.mark.parametrize(("program", "until_step", "redoes"), [(loop, 2, trains), (frozen, 2, nothing)], ids=["trained", "frozen"])
+def test_a_run_of_processes_goes_on_from_the_middle_of_its_record(tmp_path, capsys, program, until_step, redoes):
     summary, seen = whole(program, tmp_path)
     capsys.readouterr()
     again: list[object] = []
-    resumed = Resumed(program, again, tmp_path / "resumed", read_record(Path(summary.run_dir)), until_step, reperform)
+    resumed = Resumed(program, again, tmp_path / "resumed", read_record(Path(summary.run_dir)), until_step, redoes)
     went_on = resumed.go_on()
 
     done_again = [call for call in resumed.executed if call.step < until_step and call.engine != "source"]
     assert all(call.engine == "train" for call in done_again)
-    assert bool(done_again) == (reperform is trains)
+    assert bool(done_again) == (redoes is trains)
     assert again == seen
     assert went_on.weights_sha256 == summary.weights_sha256
     before, after = samples_of(summary), samples_of(went_on)

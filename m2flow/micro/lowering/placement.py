@@ -257,7 +257,7 @@ def seat_workers(choice: Choice, spec: ClusterSpec, device: str, *, deterministi
             stays = bool(seat.lease) and not seat.is_swapped and (seat.engine.kind == "train" or can_stay_resident(engine))
             lease = seat.lease if _shares(seat, place, choice.seats) else ""
             turn, stays = (turns.get(seat.engine, ""), stays) if lease else ("", False)
-            slot = EngineSlot(seat.engine.role, seat.engine.kind, engine, turn, stays, seat.lent_until if lease else 0.0, seat.comes_at)
+            slot = EngineSlot(seat.engine.role, seat.engine.kind, engine, turn, stays, seat.lent_until if lease else 0.0, seat.onload_at)
             laid = seated_degrees(slot, seat, spec) if seat.engine.kind == "rollout" else slot
             slots.setdefault((seat.engine.kind, place, lease), []).append(laid)
             threads[place] = place[2] - place[1] if device == "cpu" and not spec.pools and not deterministic else 1

@@ -46,7 +46,7 @@ class Seat(msgspec.Struct, frozen=True):
     lent_until: float = 0.0
     """Of a rollout engine that borrows devices of a trainer: the share of its samples that have ended when it gives them back."""
 
-    comes_at: float = 0.0
+    onload_at: float = msgspec.field(default=0.0, name="comes_at")
     """Of a swapped trainer: the share of the samples before it that have ended when it onloads, while others still run. 0: all."""
 
     @property
@@ -129,7 +129,7 @@ class EngineSlot(msgspec.Struct, frozen=True):
     lent_until: float = 0.0
     """Under a lease, of a rollout engine that borrows a trainer's devices while others of its role have their own: the share of a
     generation's samples that have ended when it gives them back, and its samples continue elsewhere. 0: it keeps its samples."""
-    comes_at: float = 0.0
+    onload_at: float = msgspec.field(default=0.0, name="comes_at")
     """Under a lease, of a trainer that offloads: the share of a generation's samples that have ended when it onloads again, while the
     others still run. 0: when none runs."""
     tp: int = 1
@@ -371,9 +371,9 @@ def check_early_onload(workers: Sequence[WorkerPlan]) -> None:
         generates = any(slot.kind == "rollout" for slot in worker.engines)
         for slot in worker.engines:
             leaves = bool(worker.lease) and slot.kind == "train" and not slot.stays
-            if slot.comes_at and not (leaves and not generates and 0 < slot.comes_at <= 1):
+            if slot.onload_at and not (leaves and not generates and 0 < slot.onload_at <= 1):
                 raise PlanError(
-                    f"{worker.name}: the {slot.kind} engine of {slot.role} can't come when {slot.comes_at:.3g} of the samples have ended",
+                    f"{worker.name}: the {slot.kind} engine of {slot.role} can't come when {slot.onload_at:.3g} of the samples have ended",
                     now="It must be a trainer under a lease, in a worker of its own, that does not stay; the share is at most 1.",
                 )
 
@@ -500,7 +500,7 @@ def _slots(worker: WorkerPlan) -> str:
 
 def _turn(slot: EngineSlot) -> str:
     lent = f", lent until {slot.lent_until * 100:.3g}% have ended" if slot.lent_until else ""
-    comes = f", comes when {slot.comes_at * 100:.3g}% have ended" if slot.comes_at else ""
+    comes = f", comes when {slot.onload_at * 100:.3g}% have ended" if slot.onload_at else ""
     return f" in turn {slot.turn!r}" * bool(slot.turn) + " stays" * slot.stays + lent + comes
 
 

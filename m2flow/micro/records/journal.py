@@ -26,7 +26,7 @@ from m2flow.micro.protocol.staleness import Decisions, VersionSpan, given_by
 from m2flow.micro.records.flow_record import LedgerWriter
 from m2flow.micro.records.ledger import Ledger
 from m2flow.micro.records.length_bias import as_metrics
-from m2flow.micro.records.resume import DONE, Past, Resumption
+from m2flow.micro.records.resume import DONE, ResumeState, Resumption
 from m2flow.micro.records.segments import Place, clear_scratch, read_segment
 from m2flow.micro.records.storage import StorageCopier
 from m2flow.micro.records.tally import Alarm, Tally
@@ -70,13 +70,19 @@ class Journal:
     """The writer of all records of one run."""
 
     def __init__(
-        self, run_dir: Path, past: Past | None = None, *, keeps: bool = False, tensorboard: bool = True, alarm: Alarm | None = None
+        self,
+        run_dir: Path,
+        resumed: ResumeState | None = None,
+        *,
+        keeps: bool = False,
+        tensorboard: bool = True,
+        alarm: Alarm | None = None,
     ) -> None:
         """With `keeps`, what an earlier attempt at the run left unfinished goes on (`restored`); else it begins anew."""
         self._alarm = alarm
-        self.tally = Tally() if past is None else past.tally
-        self._past = past
-        self._attempt = 0 if past is None else past.attempt
+        self.tally = Tally() if resumed is None else resumed.tally
+        self._resumed = resumed
+        self._attempt = 0 if resumed is None else resumed.attempt
         self._ledger = Ledger(run_dir / "ledger.db")
         self.record = LedgerWriter(self._ledger)
         """Written by the flow's thread: its calls, and what it saw."""
@@ -85,7 +91,7 @@ class Journal:
         self._copying = StorageCopier.of(run_dir)
         self._run_dir, self._keeps = run_dir, keeps
         self._num_well = 0
-        self._taking_up: Resumption | None = None
+        self._resumption: Resumption | None = None
         self.num_failed: Counter[tuple[str, str]] = Counter()
         """(reward, how it failed) -> samples whose reward is what `on_error` says."""
         self._known: dict[str, int] = {}
@@ -93,23 +99,23 @@ class Journal:
 
     def open(self) -> None:
         self._ledger.open()
-        if self._past is None:
+        if self._resumed is None:
             self._ledger.attempt_began(0, "", 0)
         else:
-            self._taking_up = self._past.take_up(self._ledger, self._run_dir, keeps=self._keeps)
-        self._metrics.open(None if self._past is None else self._past.metrics_size)
+            self._resumption = self._resumed.resumption(self._ledger, self._run_dir, keeps=self._keeps)
+        self._metrics.open(None if self._resumed is None else self._resumed.metrics_size)
         self._trace.open()
         self._ledger.before_commit.append(lambda: self._ledger.mark("metrics", self._metrics.size))
         self._ledger.before_commit.append(self._write_known)
-        self._ledger.commit(durably=self._past is not None)
+        self._ledger.commit(durably=self._resumed is not None)
         if self._copying is not None:
             self._copying.open()
-        if self._past is not None and self._keeps:
+        if self._resumed is not None and self._keeps:
             self._clear_scratch(is_last=False)
 
     def restored(self, call: Call, stage: Stage) -> Restored | None:
         """What an earlier attempt left of a call that goes on now; None: nothing."""
-        found = None if self._taking_up is None else self._taking_up.of(call, stage)
+        found = None if self._resumption is None else self._resumption.of(call, stage)
         for message in found.finished if found is not None else ():
             if message.stretches:
                 self.decided(call, given_by(call.ordinal, message.ids, message.stretches))
@@ -305,7 +311,7 @@ class Journal:
 
     def _is_known(self, call: Call) -> bool:
         """Whether an earlier attempt at the run finished the call, which is then repeated or only stands for its rows."""
-        return self._past is not None and call.ordinal in self._past.done
+        return self._resumed is not None and call.ordinal in self._resumed.done
 
     def call_failed(self, call: Call, error: M2FlowError) -> None:
         for ordinal in (*call.under_refill, call.ordinal):

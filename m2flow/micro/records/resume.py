@@ -1,8 +1,8 @@
 """Resume a run: find what it had done when it stopped, and take over what its processes left unfinished.
 
-    run directory --read_past--> Past --> ReplayBackend (which calls are made again, which answer from the record)
+    run directory --read_resume_state--> ResumeState --> ReplayBackend (which calls are made again, which answer from the record)
                                       --> trainers (parts of the checkpoint), scheduler (their versions), Journal (what is known)
-    Past --take_up--> Resumption --begin--> the ledger as of the run's end, without what is made again
+    ResumeState --resumption--> Resumption --begin--> the ledger as of the run's end, without what is made again
     a call that was not over --Resumption.of--> its finished rows, and the prefixes that its samples go on from (`Restored`)
 
 Every call before the checkpoint's point is over and never made again, except those that make the state of a user's role. After the point,
@@ -327,7 +327,7 @@ DONE = "done"
 
 
 @dataclass(frozen=True, eq=False)
-class Past:
+class ResumeState:
     """A stopped run: its checkpoint, and which of its calls are over."""
 
     record: RunRecord
@@ -380,7 +380,7 @@ class Past:
             return bool(call.writes) or (bool(call.reads) and not self.record.has(call.ordinal))
         return False
 
-    def take_up(self, ledger: Ledger, run_dir: Path, *, keeps: bool) -> Resumption:
+    def resumption(self, ledger: Ledger, run_dir: Path, *, keeps: bool) -> Resumption:
         """Start a resumption on the ledger; with `keeps`, unfinished samples go on too."""
         over = self.done | self.failed.keys()
         found = Resumption(ledger, run_dir / "segments", self.record.calls, over, self.left, self.num_included, self.failed)
@@ -390,7 +390,7 @@ class Past:
         return found
 
 
-def read_past(run_dir: Path, warn: Callable[[str], None]) -> Past:
+def read_resume_state(run_dir: Path, warn: Callable[[str], None]) -> ResumeState:
     """Read how far a stopped run has come.
 
     Args:
@@ -420,7 +420,7 @@ def read_past(run_dir: Path, warn: Callable[[str], None]) -> Past:
     kept = RunRecord(run_dir, record.calls[:num_calls], record.looks[:num_looks], record.logs, record.seed)
     over = done | failed.keys()
     is_of_it = lambda point: point.num_calls <= num_calls and over.issuperset(range(point.num_calls))  # noqa: E731
-    return Past(
+    return ResumeState(
         kept,
         newest_good(run_dir, warn, is_of_it),
         frozenset(done),

@@ -46,7 +46,7 @@ COLUMNS = {
 
 _FINISH = "CASE finish " + " ".join(f"WHEN {finish.value} THEN '{finish.name.lower()}'" for finish in Finish) + " END"
 _VIEW = f"""
-CREATE TEMP VIEW book AS SELECT samples.id AS id,
+CREATE TEMP VIEW listed AS SELECT samples.id AS id,
     samples.call || '/' || samples.prompt || '/' || samples.member AS sample,
     samples.step AS step, calls.name AS call, calls.site AS site, samples.prompt AS prompt, samples.member AS member,
     samples.num_tokens - samples.num_generated AS prompt_tokens, samples.num_generated AS response_tokens, {_FINISH} AS finish,
@@ -121,7 +121,7 @@ class SampleQuery:
         Raises:
             OptionError: the condition is no expression over the columns.
         """
-        return int(self._rows(f"SELECT count(*) FROM book {_condition(where)}")[0][0])
+        return int(self._rows(f"SELECT count(*) FROM listed {_condition(where)}")[0][0])
 
     def entries(self, where: str = "", *, order: str = "", limit: int | None = None) -> Iterator[Entry]:
         """The samples that meet a condition, in the order of identity or of an expression.
@@ -133,12 +133,12 @@ class SampleQuery:
         names = ", ".join(COLUMNS)
         by = f"{order}, id" if order else "id"
         cut = "" if limit is None else f" LIMIT {int(limit)}"
-        for packed, *values in self._rows(f"SELECT id, {names} FROM book {_condition(where)} ORDER BY {by}{cut}"):
+        for packed, *values in self._rows(f"SELECT id, {names} FROM listed {_condition(where)} ORDER BY {by}{cut}"):
             yield self._entry(packed, values)
 
     def table(self, columns: Sequence[str]) -> list[tuple[Any, ...]]:
         """The packed identity and some of `COLUMNS` of every sample, in the order of identity. Reads no texts."""
-        return self._rows(f"SELECT id, {', '.join(column for column in columns if column in COLUMNS)} FROM book ORDER BY id")
+        return self._rows(f"SELECT id, {', '.join(column for column in columns if column in COLUMNS)} FROM listed ORDER BY id")
 
     def rows_of(self, packed: int) -> Batch:
         """A sample's row as its worker wrote it.

@@ -6,7 +6,7 @@ has a call to run, the engine gets no more of the generation; its samples are pr
 have. Then nothing is in flight in rollout's turn, and the lease moves by itself. Where samples run changes no result, so neither does
 this.
 
-`EarlyOnload`, for engines with `comes_at` in the plan, whose search has seen to it that there is memory for both: when the planned share
+`EarlyOnload`, for engines with `onload_at` in the plan, whose search has seen to it that there is memory for both: when the planned share
 of the samples has ended, all others run, and the trainer has a call to run, `ShrinkKVCache` goes to the rollout engines of the lease, and
 `Switch` to the trainers as soon as these have answered. Nothing more begins on the lease before it moves, so nothing grows into the freed
 memory; if the lease goes back to rollout, the trainers leave first (`Lease.move`). Limit: generations under a policy, and refills, are
@@ -97,7 +97,7 @@ class EarlyOnload:
     def __init__(self, state: SchedulerState, plan: Plan) -> None:
         self._state = state
         self._shares = {
-            worker.lease: (slot.takes_turn, slot.comes_at) for worker in plan.workers for slot in worker.engines if slot.comes_at
+            worker.lease: (slot.takes_turn, slot.onload_at) for worker in plan.workers for slot in worker.engines if slot.onload_at
         }
 
     def look(self) -> None:

@@ -241,7 +241,7 @@ class WeightHistory:
             self._kept[role, version] = self._engine_host.keep_weights(role)
 
 
-class Notes(Protocol):
+class EagerJournal(Protocol):
     """Is told what was done, to write it down (`m2flow.micro.records.journal`)."""
 
     def call_added(self, call: Call) -> None: ...
@@ -286,7 +286,7 @@ class Restored(Protocol):
 
 
 class EagerExecutor:
-    """A `m2flow.macro.eager.Performer` on engines of this process."""
+    """A `m2flow.macro.eager.Executor` on engines of this process."""
 
     def __init__(
         self,
@@ -295,7 +295,7 @@ class EagerExecutor:
         settings: RunSettings,
         models: Mapping[str, Model],
         run_dir: Path,
-        notes: Notes,
+        journal: EagerJournal,
         decisions: Decisions | None = None,
         restored: Restored | None = None,
     ) -> None:
@@ -337,20 +337,20 @@ class EagerExecutor:
         """Generations that were over before, with their prompts."""
         self._token_budget = spec.train.token_budget
         self._segments = SegmentWriter(run_dir / "segments", "eager")
-        self._notes = notes
+        self._journal = journal
 
     def open(self) -> None:
         self._engine_host.open()
 
     def close(self) -> None:
-        self._notes.spans(self._recorder.drain())
+        self._journal.spans(self._recorder.drain())
         self._segments.close()
         self._engine_host.close()
 
     def check(self, call: Call) -> None:
         check_place(call, self._hosted)
 
-    def perform(self, call: Call, inputs: Mapping[str, object]) -> object:
+    def execute(self, call: Call, inputs: Mapping[str, object]) -> object:
         """Do one whole call."""
         with randomness_kept():
             return self._perform(call, inputs)
@@ -362,7 +362,7 @@ class EagerExecutor:
         return result
 
     def _result(self, call: Call, inputs: Mapping[str, object]) -> object:
-        self._notes.call_added(call)
+        self._journal.call_added(call)
         given = [value for value in inputs.values() if isinstance(value, Batch)]
         takes_over = call.carries_from is not None and bool(self._late.get(call.carries_from))
         if call.is_aligned and given and not takes_over and not any(map(len, given[: None if execute.gives(call) == "concat" else 1])):
@@ -411,8 +411,8 @@ class EagerExecutor:
         generate, score = inputs["samples"], inputs["reward"]
         assert isinstance(generate, Deferred)
         assert isinstance(score, Deferred)
-        self._notes.call_added(generate.call)
-        self._notes.call_added(score.call)
+        self._journal.call_added(generate.call)
+        self._journal.call_added(score.call)
         prompts, kept = _batch(generate.inputs["prompts"]), []
         for position in range(len(prompts)):
             samples = self._generate(generate.call, prompts.take([position]), first=position)
@@ -443,9 +443,9 @@ class EagerExecutor:
         sample = next(result.rows())
         example = [sample.prompt_text, str(sample["text"])]
         numbers = (execute.num_tokens_of(result), execute.num_generated_of(result), execute.finish_of(result))
-        self._notes.samples_done(call, result.ids.tolist(), *numbers, self._segments.append(result), example)
+        self._journal.samples_done(call, result.ids.tolist(), *numbers, self._segments.append(result), example)
         if is_time_dependent(call):
-            self._notes.decided(call, given_by(call.ordinal, result.ids.tolist(), version_spans_of(result)))
+            self._journal.decided(call, given_by(call.ordinal, result.ids.tolist(), version_spans_of(result)))
         return result
 
     def _carried(self, call: Call, ids: Sequence[int], prompts: Batch, n: int) -> list[Asked]:
@@ -456,15 +456,15 @@ class EagerExecutor:
         given = self._weights.candidates_given(call, sorted(groups), num_late(call.options, len(prompts)))
         asked = [groups.pop(key) for key in given]
         self._late[call.ordinal] = groups
-        self._notes.late(call, [packed for part in groups.values() for packed in part.ids])
-        self._notes.given(call, [packed for part in asked if part.drawn is not call for packed in part.ids])
+        self._journal.late(call, [packed for part in groups.values() for packed in part.ids])
+        self._journal.given(call, [packed for part in asked if part.drawn is not call for packed in part.ids])
         return asked
 
     def _function(self, call: Call, inputs: Mapping[str, object]) -> object:
         rows = {name: value for name, value in inputs.items() if isinstance(value, Batch)}
         result = self._engine_host.perform(call, rows, {name: value for name, value in inputs.items() if name not in rows})
         if call.drops and isinstance(result, Batch):
-            self._notes.filtered(
+            self._journal.filtered(
                 call, sorted({packed for value in rows.values() for packed in value.ids.tolist()} - set(result.ids.tolist()))
             )
         return self._noted(call, result) if isinstance(result, Batch) else execute.plain_value(call, result)
@@ -472,7 +472,7 @@ class EagerExecutor:
     def _noted(self, call: Call, result: object) -> object:
         if isinstance(result, Batch) and execute.gives_reward(call):
             result, parts = without_parts(result)
-            self._notes.rewarded(call, result.ids.tolist(), [float(v) for v in result.dense("reward")], parts)
+            self._journal.rewarded(call, result.ids.tolist(), [float(v) for v in result.dense("reward")], parts)
         return result
 
     def _update(self, call: Call, inputs: Mapping[str, Batch]) -> dict[str, float]:
@@ -494,7 +494,7 @@ class EagerExecutor:
                     taken += count
                     prepared = train_tasks.training_rows(call, {**inputs, "samples": rows})
                     self._engine_host.accumulate(call, prepared, epoch=epoch)
-                    self._notes.consumed(call, epoch, rows.ids.tolist())
+                    self._journal.consumed(call, epoch, rows.ids.tolist())
                 is_last = epoch == epochs - 1 and start + size >= len(bounds)
                 metrics = self._engine_host.apply(call, is_last=is_last)
         return metrics

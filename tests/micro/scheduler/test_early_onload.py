@@ -44,7 +44,7 @@ pytestmark = pytest.mark.usefixtures("quick")
 
 def ahead(share: float, *names: str) -> Callable[[Plan], Plan]:
     """It comes at a share of their samples."""
-    return beside_the_trainer(*names, train={"comes_at": share})
+    return beside_the_trainer(*names, train={"onload_at": share})
 
 
 @pytest.fixture
@@ -146,7 +146,7 @@ def test_the_simulator_has_it_come_as_a_run_does_and_the_step_is_shorter_by_its_
     def comes(plan: Plan) -> Plan:
         workers = []
         for worker in leased(plan).workers:
-            slots = [msgspec.structs.replace(s, comes_at=0.7 if s.kind == "train" else 0.0) for s in worker.engines]
+            slots = [msgspec.structs.replace(s, onload_at=0.7 if s.kind == "train" else 0.0) for s in worker.engines]
             workers.append(msgspec.structs.replace(worker, engines=tuple(slots)))
         return msgspec.structs.replace(plan, workers=tuple(workers)).verify()
 
@@ -163,7 +163,7 @@ def test_a_plan_says_who_comes_when_and_refuses_others() -> None:
         ahead(1.2, "rollout-0")(plan)
     shared = lower(graph, models, split().model_copy(update={"placement": "time-shared"}))
     (first, *rest) = shared.workers
-    slots = tuple(msgspec.structs.replace(s, comes_at=0.5 if s.kind == "train" else 0.0) for s in first.engines)
+    slots = tuple(msgspec.structs.replace(s, onload_at=0.5 if s.kind == "train" else 0.0) for s in first.engines)
     with pytest.raises(PlanError, match="in a worker of its own"):
         msgspec.structs.replace(shared, workers=(msgspec.structs.replace(first, engines=slots), *rest)).verify()
 
@@ -194,15 +194,15 @@ def shapes_of_a_small_model() -> dict[str, ModelShape]:
 def test_the_search_has_a_trainer_come_as_soon_as_there_is_room_where_it_has_to_leave() -> None:
     _, train = searched().seats
     assert train.is_swapped
-    assert 0.5 < train.comes_at < 1
+    assert 0.5 < train.onload_at < 1
     assert "comes when" in explain(searched())
-    assert {w.name: [s.comes_at for s in w.engines] for w in seat_workers(searched(), ClusterSpec(), "cuda:0") if w.lease} == {
+    assert {w.name: [s.onload_at for s in w.engines] for w in seat_workers(searched(), ClusterSpec(), "cuda:0") if w.lease} == {
         "rollout-0": [0.0],
         "rollout-1": [0.0],
-        "train-0": [train.comes_at],
+        "train-0": [train.onload_at],
     }
-    assert not any(seat.comes_at for seat in searched(engine="sglang").seats), "its cache has one size"
-    assert not any(seat.comes_at or seat.is_swapped for seat in searched(max_running=256).seats), "both fit, and stay"
+    assert not any(seat.onload_at for seat in searched(engine="sglang").seats), "its cache has one size"
+    assert not any(seat.onload_at or seat.is_swapped for seat in searched(max_running=256).seats), "both fit, and stay"
 
 
 def test_a_trainer_in_the_process_of_one_of_several_instances_does_not_come_beside_it() -> None:
