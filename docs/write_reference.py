@@ -151,12 +151,14 @@ def _policies() -> str:
 
 
 def _spans() -> str:
-    """The names of spans, and the attributes that viewers understand."""
+    """The names of spans, the attributes that viewers understand, and the counters."""
     said = documentation(spans.SpanName)
-    _, _, attributes = (spans.__doc__ or "").partition("Attributes that viewers understand:\n")
-    table = textwrap.dedent(attributes.partition("\n\nThe hot path")[0].strip("\n"))
-    lines = ["# Spans", "", *(f"- `{name.value}`: {said[name.name]}" for name in spans.SpanName), "", "## Attributes", ""]
-    return "\n".join([*lines, "```text", table, "```", ""])
+    about = spans.__doc__ or ""
+    lines = ["# Spans and counters", "", *(f"- `{name.value}`: {said[name.name]}" for name in spans.SpanName), ""]
+    for heading in ("Attributes that viewers understand", "Counters, by worker"):
+        listed = about.partition(f"{heading}:\n\n")[2].partition("\n\n")[0]
+        lines += [f"## {heading}", "", "```text", textwrap.dedent(listed), "```", ""]
+    return "\n".join(lines)
 
 
 def _commands() -> str:

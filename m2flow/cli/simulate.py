@@ -345,7 +345,7 @@ def simulate_rollout_command(
       FILE.jsonl              {"step": 0, "prompt_tokens": 112, "response_tokens": [450, 453]} in each line
       dapo-qwen2.5-32b        a trace that comes with m2flow; also video-qwen2.5-vl-7b
       runs/grpo-20260102-0304 what a run generated
-      lognormal:median=4000,sigma=0.8,cap=32768,icc=0.3
+      lognormal:median=4000,sigma=0.8,cap=32768,icc=0.3,prompt=512    (or mean=)
       mixture:weights=0.7/0.3,median=400/6000,sigma=0.5/0.6,cap=32768
 
     \b

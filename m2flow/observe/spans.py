@@ -28,6 +28,23 @@ Attributes that viewers understand:
                  share of values that changed
     error        the exception's name, if the work raised
 
+Counters, by worker:
+
+    running, waiting, kv tokens, kv capacity, version, ROLE
+                 of a rollout engine: its samples, its cache, and the version of its weights
+    put back for want of memory, ROLE
+                 times that a running sample was preempted
+    tokens found in the cache, ROLE
+                 of SGLang
+    generated tokens, tokens/s
+    cpu seconds, cpu cores, memory bytes, gpu use, gpu memory bytes
+                 once a second; cores in use, and the use of an NVIDIA GPU from 0 to 1
+    clock offset s, clock error s
+                 of the worker's clock to the controller's
+    channel to NAME: bytes, samples, parcels, seconds blocked
+    channel samples, channel bytes, A to B
+                 of the controller: the backpressure credits in use
+
 The hot path appends (name, start, end, attributes) to a list; naming, anchoring, checking and writing happen elsewhere and later
 (`drain`, then `m2flow.observe.store`). Appending is safe from several threads; `drain` belongs to one. The list grows until it is
 drained: a worker drains with every message to the controller, or at least every few seconds.

@@ -26,6 +26,7 @@ from m2flow.engines.registry import capability_tables, engines
 from m2flow.engines.servers import sglang, vllm
 from m2flow.engines.servers.server_process import ServedRolloutOptions
 from m2flow.macro.handles import Handle
+from m2flow.observe.spans import SpanName
 from m2flow.recipe import AdvantageName
 from m2flow.rollout_scheduling.policies import POLICIES
 
@@ -161,6 +162,13 @@ def test_every_advantage_and_loss_is_in_the_table_of_algorithms() -> None:
 def test_every_scheduling_policy_is_there_and_says_whether_it_is_a_baseline() -> None:
     for name in POLICIES:
         assert re.search("[Bb]aseline", _section("policies.md", name)), name
+
+
+def test_spans_are_there_with_their_attributes_and_counters() -> None:
+    page = PAGES["spans.md"]
+    assert not [name.value for name in SpanName if f"- `{name.value}`: " not in page]
+    assert "waited_us" in _section("spans.md", "Attributes that viewers understand")
+    assert "kv capacity" in _section("spans.md", "Counters, by worker")
 
 
 def test_every_error_is_in_the_tree() -> None:
