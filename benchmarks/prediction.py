@@ -121,11 +121,11 @@ def predicted(job: Job, cluster: Path, profile: Profile, lengths: Lengths, *, nu
         step_s += [period.makespan_s for period in counted]
     start_s, end_s = counted[0].start_s, counted[-1].end_s
     parts: dict[str, float] = defaultdict(float)
-    for did in history.dids:
-        if start_s <= did.start_s < end_s:
-            parts[_TASKS.get(type(did.task).__name__, "other")] += did.end_s - did.start_s
-    lives = [(max(life.begun_s, start_s), min(life.ended_s, end_s)) for lives in history.lives.values() for life in lives]
-    parts["decode"] = _union(pair for pair in lives if pair[0] < pair[1])
+    for done in history.done_tasks:
+        if start_s <= done.start_s < end_s:
+            parts[_TASKS.get(type(done.task).__name__, "other")] += done.end_s - done.start_s
+    runs = [(max(run.begun_s, start_s), min(run.ended_s, end_s)) for runs in history.sample_runs.values() for run in runs]
+    parts["decode"] = _union(pair for pair in runs if pair[0] < pair[1])
     return step_s, {name: seconds / len(counted) for name, seconds in parts.items()}
 
 

@@ -123,7 +123,7 @@ class NullPerformer:
     def check(self, call: Call) -> None:
         pass
 
-    def perform(self, call: Call, inputs: Mapping[str, object]) -> object:
+    def execute(self, call: Call, inputs: Mapping[str, object]) -> object:
         return None
 
     def call_done(self, call: Call, value: object) -> None:

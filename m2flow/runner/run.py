@@ -50,7 +50,7 @@ from m2flow.micro.controller.call_futures import CallFutures
 from m2flow.micro.controller.checkpoint_coordinator import CheckpointCoordinator, CheckpointingBackend, checkpoint_eagerly
 from m2flow.micro.controller.controller import Controller
 from m2flow.micro.controller.launcher import GATHER_S, Job, Launcher, LocalLauncher
-from m2flow.micro.controller.planned_backend import PlannedBackend, RunAhead
+from m2flow.micro.controller.planned_backend import Lookahead, PlannedBackend
 from m2flow.micro.lowering.arithmetic import TRACED_STEPS
 from m2flow.micro.lowering.passes import Lowering, lower
 from m2flow.micro.protocol.plan import Choice, Plan
@@ -467,7 +467,7 @@ class Run:
         coordinator = self._checkpoint_coordinator()
         futures, self._controller = self._make_controller(plan, self._journal, coordinator)
         self._lowering = Lowering(plan, self.spec)
-        ahead = RunAhead(self.flow.staleness_for(self.options), self.spec.run_ahead_bytes)
+        ahead = Lookahead(self.flow.staleness_for(self.options), self.spec.run_ahead_bytes)
         checkpointing: CheckpointingBackend | None = None
         backend = PlannedBackend(self.flow.name, self._lowering, self._controller, futures, self._journal, ahead)
         try:

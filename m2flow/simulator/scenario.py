@@ -40,9 +40,9 @@ from m2flow.planner.problem import pin_of
 from m2flow.recipe import Model
 from m2flow.rollout_scheduling.lengths import Lengths
 from m2flow.simulator.machines import Machine, machines_of
-from m2flow.simulator.simulation import Did, Failure, Made, Program, follow_program
+from m2flow.simulator.simulation import DoneTask, Failure, Made, Program, follow_program
 from m2flow.simulator.simulation_report import Report, RunTotals, Simulated, report_of, simulate, totals_of
-from m2flow.simulator.virtual_worker import Life
+from m2flow.simulator.virtual_worker import SampleRun
 from m2flow.spec import ClusterSpec, PinSpec
 
 
@@ -315,21 +315,21 @@ def blocks_of(outcome: Outcome) -> Iterable[SpanBlock]:
     """The spans that each worker would have recorded."""
     history = outcome.simulated.history
     tasks: dict[str, list[_Span]] = {}
-    for did in history.dids:
-        found = _of_task(did)
+    for done in history.done_tasks:
+        found = _of_task(done)
         if found is not None:
-            tasks.setdefault(did.worker, []).append(found)
-    for worker, lives in history.lives.items():
-        spans = [*tasks.get(worker, []), *_turns(lives), *(_life(life, history.calls[life.call]) for life in lives if life.begun >= 0)]
+            tasks.setdefault(done.worker, []).append(found)
+    for worker, runs in history.sample_runs.items():
+        spans = [*tasks.get(worker, []), *_turns(runs), *(_span_of(run, history.calls[run.call]) for run in runs if run.begun >= 0)]
         if spans:
             yield SpanBlock(worker, 0, [(name, start, end, plain_attributes(about)) for name, start, end, about in spans], [])
 
 
-def _of_task(did: Did) -> _Span | None:
-    about: dict[str, object] = _about(did.call) if did.call else {}
-    match did.task:
+def _of_task(done: DoneTask) -> _Span | None:
+    about: dict[str, object] = _about(done.call) if done.call else {}
+    match done.task:
         case m.RunFunction(ids=ids):
-            name = SpanName.FUNCTION_CALL if did.call and did.call.engine == "function" else SpanName.TRAIN_LOGPROBS
+            name = SpanName.FUNCTION_CALL if done.call and done.call.engine == "function" else SpanName.TRAIN_LOGPROBS
             about |= {"num_samples": len(ids), "samples": ids}
         case m.Accumulate(ids=ids):
             name = SpanName.TRAIN_ACCUMULATE
@@ -345,16 +345,16 @@ def _of_task(did: Did) -> _Span | None:
             name, about = SpanName.SWITCH, {"label": f"to {to}"}
         case _:
             return None
-    return name, _ns(did.start_s), _ns(did.end_s), about
+    return name, _ns(done.start_s), _ns(done.end_s), about
 
 
-def _turns(lives: Sequence[Life]) -> Iterable[_Span]:
+def _turns(runs: Sequence[SampleRun]) -> Iterable[_Span]:
     """A span for each stretch of time in which the number of decoding samples is constant."""
     changes: Counter[int] = Counter()
-    for life in lives:
-        if life.begun >= 0:
-            changes[_ns(life.begun_s)] += 1
-            changes[_ns(life.ended_s)] -= 1
+    for run in runs:
+        if run.begun >= 0:
+            changes[_ns(run.begun_s)] += 1
+            changes[_ns(run.ended_s)] -= 1
     running = 0
     for start, end in itertools.pairwise(sorted(changes)):
         running += changes[start]
@@ -362,10 +362,10 @@ def _turns(lives: Sequence[Life]) -> Iterable[_Span]:
             yield SpanName.ROLLOUT_STEP, start, end, {"num_samples": running}
 
 
-def _life(life: Life, call: Call) -> _Span:
-    tokens = round(life.tokens_until(life.ended))
-    about = {**_about(call), "sample": life.id, "num_tokens": tokens, "version": life.version}
-    return SpanName.SAMPLE, _ns(life.begun_s), _ns(life.ended_s), about
+def _span_of(run: SampleRun, call: Call) -> _Span:
+    tokens = round(run.tokens_until(run.ended))
+    about = {**_about(call), "sample": run.id, "num_tokens": tokens, "version": run.version}
+    return SpanName.SAMPLE, _ns(run.begun_s), _ns(run.ended_s), about
 
 
 def _about(call: Call) -> dict[str, object]:

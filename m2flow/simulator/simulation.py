@@ -49,7 +49,7 @@ from m2flow.micro.controller.controller_core import (
     Submitted,
     Unreported,
 )
-from m2flow.micro.controller.planned_backend import RunAhead
+from m2flow.micro.controller.planned_backend import Lookahead
 from m2flow.micro.lowering.passes import Lowering
 from m2flow.micro.protocol import execute
 from m2flow.micro.protocol import messages as m
@@ -80,7 +80,7 @@ from m2flow.rollout_scheduling.policies import report_every
 from m2flow.samples import Batch, SampleId
 from m2flow.simulator.machines import Machine, kinds
 from m2flow.simulator.sample_lengths import Drawn
-from m2flow.simulator.virtual_worker import Clock, Kind, Life, Paces, Rows, Slowdown, VirtualWorker, undisturbed
+from m2flow.simulator.virtual_worker import Clock, Kind, Paces, Rows, SampleRun, Slowdown, VirtualWorker, undisturbed
 from m2flow.spec import ClusterSpec
 
 # ---- the program
@@ -191,7 +191,7 @@ class Driver:
     """Submits the program's calls to the controller's core, as `m2flow.micro.controller.planned_backend` does."""
 
     def __init__(
-        self, program: Program, lowering: Lowering, ahead: RunAhead, post: Callable[[Submitted | Wanted | Released], None]
+        self, program: Program, lowering: Lowering, ahead: Lookahead, post: Callable[[Submitted | Wanted | Released], None]
     ) -> None:
         self._program = program
         self._lowering = lowering
@@ -496,7 +496,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Did:
+class DoneTask:
     """A task that a worker did, other than generation."""
 
     worker: str
@@ -531,9 +531,9 @@ class History:
     """All that happened in a simulated run."""
 
     periods: list[Period]
-    lives: Mapping[str, list[Life]]
+    sample_runs: Mapping[str, list[SampleRun]]
     """Worker -> the samples that it had."""
-    dids: list[Did]
+    done_tasks: list[DoneTask]
     calls: Mapping[int, Call]
     versions: Mapping[int, int]
     """Sample -> the version of the weights that generated it; the oldest of several."""
@@ -579,7 +579,7 @@ class Simulation:
         self._scheduler = Scheduler(plan, ablation=Ablation(drawn.response_tokens, without_groups))
         every = report_every(plan.policies, plan.predictor)
         self._workers = {name: VirtualWorker(machine, self, report_every=every) for name, machine in machines.items()}
-        ahead = RunAhead(program.staleness, spec.run_ahead_bytes)
+        ahead = Lookahead(program.staleness, spec.run_ahead_bytes)
         self._records = _Records()
         alarms = _Alarms(self.clock, lambda late: self._said.extend(late))
         self._core = ControllerCore(plan, self._scheduler, self._records, alarms, _RowsHere(self))
@@ -603,9 +603,9 @@ class Simulation:
         self._given: dict[int, int] = {}
         self._kept: dict[int, tuple[VersionSpan, ...]] = {}
         """Stopped sample -> its tokens then."""
-        self._dids: list[Did] = []
+        self._done_tasks: list[DoneTask] = []
         self._starts: dict[int, float] = {}
-        self._num_lives: Counter[str] = Counter()
+        self._num_sample_runs: Counter[str] = Counter()
         self._num_generating = 0
         self._num_instances = sum("rollout" in kinds(machine) for machine in machines.values())
         self._num_busy: Counter[str] = Counter()
@@ -631,11 +631,11 @@ class Simulation:
             self.clock.turn()
             self._settle()
         self._end_periods()
-        lives = {name: worker.lives for name, worker in self._workers.items()}
+        runs = {name: worker.sample_runs for name, worker in self._workers.items()}
         return History(
             self._periods,
-            lives,
-            self._dids,
+            runs,
+            self._done_tasks,
             self._calls,
             self._versions,
             self._given,
@@ -684,7 +684,7 @@ class Simulation:
         self._starts[task.number] = self.clock.now_s
         if isinstance(task, m.Switch):
             lease = self._machines[worker].lease
-            if any(self._num_lives[name] for name, machine in self._machines.items() if machine.lease == lease):
+            if any(self._num_sample_runs[name] for name, machine in self._machines.items() if machine.lease == lease):
                 self._ahead.add(task.number)
                 self._note_memory(worker, self._machines[worker].kept_bytes(task.to))
                 return
@@ -703,7 +703,7 @@ class Simulation:
 
     def ended(self, worker: str, task: m.Task) -> None:
         call = self._calls.get(task.call)
-        self._dids.append(Did(worker, task, call, self._starts.pop(task.number), self.clock.now_s))
+        self._done_tasks.append(DoneTask(worker, task, call, self._starts.pop(task.number), self.clock.now_s))
         if task.number in self._ahead:
             return
         if isinstance(task, m.Switch):
@@ -723,14 +723,14 @@ class Simulation:
         self._usage.end(worker, _state(task))
         self._works(worker, task, -1)
 
-    def generating(self, worker: str, num_lives: int) -> None:
-        before = self._num_lives[worker]
-        self._num_lives[worker] += num_lives
-        self._num_generating += bool(self._num_lives[worker]) - bool(before)
-        if not before and num_lives > 0:
+    def generating(self, worker: str, num_runs: int) -> None:
+        before = self._num_sample_runs[worker]
+        self._num_sample_runs[worker] += num_runs
+        self._num_generating += bool(self._num_sample_runs[worker]) - bool(before)
+        if not before and num_runs > 0:
             self._usage.begin(worker, "work")
             self._changes_pace(worker, "rollout", 1)
-        elif before and not self._num_lives[worker]:
+        elif before and not self._num_sample_runs[worker]:
             self._usage.end(worker, "work")
             self._changes_pace(worker, "rollout", -1)
 
@@ -800,8 +800,8 @@ class Simulation:
                 self._wasted.difference_update(ids)
                 self._given.update(dict.fromkeys(ids, ordinal))
             case Expired(_, ids):
-                for life in [life for w in self._workers.values() for life in w.lives if life.id in ids]:
-                    life.is_wasted, life.num_kept = True, 0
+                for run in [run for w in self._workers.values() for run in w.sample_runs if run.id in ids]:
+                    run.is_wasted, run.num_kept = True, 0
             case _:
                 pass
 

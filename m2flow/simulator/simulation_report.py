@@ -42,8 +42,8 @@ from m2flow.rollout_scheduling.lower_bounds import rollout_bounds
 from m2flow.samples import SampleId, by_group
 from m2flow.simulator.machines import Machine, machines_of, with_paces
 from m2flow.simulator.sample_lengths import Drawn
-from m2flow.simulator.simulation import Did, Failure, History, Period, Program, Simulation
-from m2flow.simulator.virtual_worker import Life
+from m2flow.simulator.simulation import DoneTask, Failure, History, Period, Program, Simulation
+from m2flow.simulator.virtual_worker import SampleRun
 from m2flow.spec import ClusterSpec
 
 
@@ -120,17 +120,17 @@ def span_bounds(history: History, machines: Mapping[str, Machine], span: Span, *
         is_self_contained: what is trained in the span was generated in it, so that the order of both counts too.
     """
     pieces = {
-        name: [(life, _whole(life, span.turns_before.get(name, 0.0), span.turns_after[name])) for life in lives]
-        for name, lives in history.lives.items()
+        name: [(run, _whole(run, span.turns_before.get(name, 0.0), span.turns_after[name])) for run in runs]
+        for name, runs in history.sample_runs.items()
         if machines[name].decode
     }
-    dids = [did for did in history.dids if did.end_s > span.start_s and did.start_s < span.end_s]
+    done_tasks = [done for done in history.done_tasks if done.end_s > span.start_s and done.start_s < span.end_s]
     found: dict[str, float] = {}
-    device_s = _decode_device_s(pieces, machines, span) + _train_device_s(dids, history, machines, span)
+    device_s = _decode_device_s(pieces, machines, span) + _train_device_s(done_tasks, history, machines, span)
     found["work"] = device_s / max(history.num_devices, 1)
     for role in {role for machine in machines.values() for role in machine.decode}:
         hosts = [name for name, machine in machines.items() if role in machine.decode]
-        lengths = np.array([tokens for name in hosts for life, tokens in pieces[name] if life.role == role and tokens])
+        lengths = np.array([tokens for name in hosts for run, tokens in pieces[name] if run.role == role and tokens])
         if not len(lengths):
             continue
         bounds = rollout_bounds(lengths, _best(machines[name].decode[role] for name in hosts), len(hosts))
@@ -141,8 +141,8 @@ def span_bounds(history: History, machines: Mapping[str, Machine], span: Span, *
         ):
             found[key] = max(found.get(key, 0.0), seconds)
     if is_self_contained:
-        made = {life.id: (life, tokens) for found_here in pieces.values() for life, tokens in found_here if tokens}
-        for update in _updates(dids, history, machines, span):
+        made = {run.id: (run, tokens) for found_here in pieces.values() for run, tokens in found_here if tokens}
+        for update in _updates(done_tasks, history, machines, span):
             parts = [[row] for row in update.ids] if history.without_groups else list(by_group(update.ids).values())
             _of_update(found, update, made, machines, parts)
     return found
@@ -169,7 +169,7 @@ class _Update:
 def _of_update(
     found: dict[str, float],
     update: _Update,
-    made: Mapping[int, tuple[Life, int]],
+    made: Mapping[int, tuple[SampleRun, int]],
     machines: Mapping[str, Machine],
     parts: Sequence[Sequence[int]],
 ) -> None:
@@ -178,7 +178,7 @@ def _of_update(
     for machine in machines.values():
         for role, cost in machine.decode.items():
             alone[role] = min(alone.get(role, float("inf")), cost.step_s + cost.sample_s)
-    released_s = {row: tokens * alone[life.role] for row, (life, tokens) in made.items()}
+    released_s = {row: tokens * alone[run.role] for row, (run, tokens) in made.items()}
     for row in update.ids:
         if row in made:
             whole_s = released_s[row] + update.seconds([row]) + update.end_s
@@ -190,48 +190,48 @@ def _of_update(
         found["critical_path"] = max(found.get("critical_path", 0.0), release_s + left_s + update.end_s)
 
 
-def _updates(dids: Sequence[Did], history: History, machines: Mapping[str, Machine], span: Span) -> list[_Update]:
+def _updates(done_tasks: Sequence[DoneTask], history: History, machines: Mapping[str, Machine], span: Span) -> list[_Update]:
     """The updates whose work lies in a span, each for one epoch."""
     rows: dict[int, list[int]] = {}
     costs: dict[int, TrainCost] = {}
     stepped: set[int] = set()
-    for did in dids:
-        if did.call is None or did.call.method != "update" or did.start_s < span.start_s or did.end_s > span.end_s:
+    for done in done_tasks:
+        if done.call is None or done.call.method != "update" or done.start_s < span.start_s or done.end_s > span.end_s:
             continue
-        costs[did.call.ordinal] = machines[did.worker].train[did.call.role]
-        if isinstance(did.task, m.Accumulate) and did.task.epoch == 0:
-            rows.setdefault(did.call.ordinal, []).extend(did.task.ids)
-        if isinstance(did.task, m.Apply) and did.task.is_last:
-            stepped.add(did.call.ordinal)
+        costs[done.call.ordinal] = machines[done.worker].train[done.call.role]
+        if isinstance(done.task, m.Accumulate) and done.task.epoch == 0:
+            rows.setdefault(done.call.ordinal, []).extend(done.task.ids)
+        if isinstance(done.task, m.Apply) and done.task.is_last:
+            stepped.add(done.call.ordinal)
     return [
         _Update(costs[ordinal], ids, {row: history.num_tokens(row) for row in ids}, ordinal in stepped) for ordinal, ids in rows.items()
     ]
 
 
-def _whole(life: Life, before: float, after: float) -> int:
+def _whole(run: SampleRun, before: float, after: float) -> int:
     """Whole tokens of a sample between two counts of turns."""
-    return int(life.tokens_until(after) - life.tokens_until(before) + _ROUNDING)
+    return int(run.tokens_until(after) - run.tokens_until(before) + _ROUNDING)
 
 
-def _decode_device_s(pieces: Mapping[str, Sequence[tuple[Life, int]]], machines: Mapping[str, Machine], span: Span) -> float:
+def _decode_device_s(pieces: Mapping[str, Sequence[tuple[SampleRun, int]]], machines: Mapping[str, Machine], span: Span) -> float:
     """Device seconds of decoding at the best rate, and of prefill that began in the span."""
     total = 0.0
     for name, found in pieces.items():
         machine = machines[name]
-        for life, tokens in found:
-            cost = machine.decode[life.role]
+        for run, tokens in found:
+            cost = machine.decode[run.role]
             total += tokens * (cost.step_s / cost.max_running + cost.sample_s) * machine.num_devices
     return total
 
 
-def _train_device_s(dids: Sequence[Did], history: History, machines: Mapping[str, Machine], span: Span) -> float:
+def _train_device_s(done_tasks: Sequence[DoneTask], history: History, machines: Mapping[str, Machine], span: Span) -> float:
     total = 0.0
-    for did in dids:
-        if did.call is None or did.call.engine != "train":
+    for done in done_tasks:
+        if done.call is None or done.call.engine != "train":
             continue
-        cost = machines[did.worker].train[did.call.role]
-        lengths = [history.num_tokens(row) for row in getattr(did.task, "ids", ())]
-        match did.task:
+        cost = machines[done.worker].train[done.call.role]
+        lengths = [history.num_tokens(row) for row in getattr(done.task, "ids", ())]
+        match done.task:
             case m.Accumulate():
                 needed_s = cost.update.seconds(lengths, 0)
             case m.RunFunction():
@@ -240,9 +240,9 @@ def _train_device_s(dids: Sequence[Did], history: History, machines: Mapping[str
                 needed_s = cost.optimizer_s
             case _:
                 continue
-        inside_s = min(did.end_s, span.end_s) - max(did.start_s, span.start_s)
-        took_s = did.end_s - did.start_s
-        total += needed_s * (inside_s / took_s if took_s > 0 else 1.0) * machines[did.worker].num_devices
+        inside_s = min(done.end_s, span.end_s) - max(done.start_s, span.start_s)
+        took_s = done.end_s - done.start_s
+        total += needed_s * (inside_s / took_s if took_s > 0 else 1.0) * machines[done.worker].num_devices
     return total
 
 
@@ -372,18 +372,18 @@ def _step(history: History, machines: Mapping[str, Machine], period: Period, bef
 def _consumed(history: History, step: int) -> set[int]:
     return {
         row
-        for did in history.dids
-        if isinstance(did.task, m.Accumulate) and did.call is not None and did.call.step == step
-        for row in did.task.ids
+        for done in history.done_tasks
+        if isinstance(done.task, m.Accumulate) and done.call is not None and done.call.step == step
+        for row in done.task.ids
     }
 
 
 def _wasted(history: History, step: int) -> int:
     total = 0.0
-    for lives in history.lives.values():
-        for life in lives:
-            if (life.is_wasted or life.id in history.wasted) and history.calls[life.call].step == step:
-                total += life.tokens_until(life.ended) - (0 if life.id in history.wasted else life.num_kept)
+    for runs in history.sample_runs.values():
+        for run in runs:
+            if (run.is_wasted or run.id in history.wasted) and history.calls[run.call].step == step:
+                total += run.tokens_until(run.ended) - (0 if run.id in history.wasted else run.num_kept)
     return round(total)
 
 

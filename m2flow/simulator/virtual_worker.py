@@ -169,8 +169,11 @@ _NEAR = 1e-9
 
 
 @dataclass
-class Life:
-    """A sample on a worker. `begun` and `ended` are in turns, not seconds: they give the number of tokens of any part of it."""
+class SampleRun:
+    """A sample on a simulated worker, until it ends or leaves.
+
+    `begun` and `ended` are in turns, not seconds: they give the number of tokens of any part of it.
+    """
 
     id: int
     role: str
@@ -211,12 +214,12 @@ class Life:
         return min(max(last - self.begun, 0.0), float(self.num_tokens))
 
 
-def report_of(role: str, lives: Sequence[Life], turns: float, kv_capacity: int) -> m.Load:
+def report_of(role: str, runs: Sequence[SampleRun], turns: float, kv_capacity: int) -> m.Load:
     """The load report of an engine at this count of turns."""
-    tokens = [int(life.tokens_until(turns)) + sum(stretch.num_tokens for stretch in life.before) for life in lives]
-    running = [life.begun >= 0 for life in lives]
-    held = sum(life.prefill_tokens + count for life, count, runs in zip(lives, tokens, running, strict=True) if runs)
-    return m.Load(role, sum(running), len(lives) - sum(running), held, kv_capacity, [life.id for life in lives], tokens)
+    tokens = [int(run.tokens_until(turns)) + sum(stretch.num_tokens for stretch in run.before) for run in runs]
+    running = [run.begun >= 0 for run in runs]
+    held = sum(run.prefill_tokens + count for run, count, is_running in zip(runs, tokens, running, strict=True) if is_running)
+    return m.Load(role, sum(running), len(runs) - sum(running), held, kv_capacity, [run.id for run in runs], tokens)
 
 
 @final
@@ -230,9 +233,9 @@ class Decoding:
         self._last_s = 0.0
         self._held_s = 0.0
         """Seconds of prefill and other work of the process that come before the next turn."""
-        self._running: dict[str, list[tuple[float, int, Life]]] = {role: [] for role in costs}
+        self._running: dict[str, list[tuple[float, int, SampleRun]]] = {role: [] for role in costs}
         self._num_running = dict.fromkeys(costs, 0)
-        self._waiting: dict[str, deque[Life]] = {role: deque() for role in costs}
+        self._waiting: dict[str, deque[SampleRun]] = {role: deque() for role in costs}
         self._turn_s = 0.0
         self._pace = 1.0
         self._num_added = 0
@@ -251,11 +254,11 @@ class Decoding:
         """Whether no sample decodes or waits."""
         return not self.num_running and not any(self._waiting.values())
 
-    def add(self, lives: Iterable[Life], now_s: float) -> None:
+    def add(self, runs: Iterable[SampleRun], now_s: float) -> None:
         """Add samples; those that there is room for begin."""
         self.advance(now_s)
-        for life in lives:
-            self._waiting[life.role].append(life)
+        for run in runs:
+            self._waiting[run.role].append(run)
         self._admit(now_s)
 
     def hold(self, seconds: float, now_s: float) -> None:
@@ -281,30 +284,30 @@ class Decoding:
         nearest = min((heap[0][0] for heap in self._live_heaps()), default=None)
         return None if nearest is None else self._last_s + self._held_s + max(nearest - self.turns, 0.0) * self._turn_s
 
-    def finished(self, now_s: float) -> list[Life]:
+    def finished(self, now_s: float) -> list[SampleRun]:
         """Remove and return the samples that end now, at the time of `next_s`."""
         nearest = min(heap[0][0] for heap in self._live_heaps())
         self._last_s, self._held_s, self.turns = now_s, 0.0, max(nearest, self.turns)
-        ended: list[tuple[int, Life]] = []
+        ended: list[tuple[int, SampleRun]] = []
         for heap in self._running.values():
             while heap and (heap[0][2].is_over or heap[0][0] <= self.turns + _NEAR):
-                _, number, life = heapq.heappop(heap)
-                if not life.is_over:
-                    self._end(life, now_s)
-                    ended.append((number, life))
+                _, number, run = heapq.heappop(heap)
+                if not run.is_over:
+                    self._end(run, now_s)
+                    ended.append((number, run))
         self._admit(now_s)
-        return [life for _, life in sorted(ended, key=lambda pair: pair[0])]
+        return [run for _, run in sorted(ended, key=lambda pair: pair[0])]
 
-    def give_up(self, lives: Iterable[Life], now_s: float) -> None:
+    def give_up(self, runs: Iterable[SampleRun], now_s: float) -> None:
         """Abort samples; `ended` keeps the tokens that they have."""
         self.advance(now_s)
-        for life in lives:
-            if life.begun >= 0:
-                self._end(life, now_s)
+        for run in runs:
+            if run.begun >= 0:
+                self._end(run, now_s)
             else:
-                life.is_over = True
+                run.is_over = True
         for role, waiting in self._waiting.items():
-            self._waiting[role] = deque(life for life in waiting if not life.is_over)
+            self._waiting[role] = deque(run for run in waiting if not run.is_over)
         self._admit(now_s)
 
     def advance(self, now_s: float) -> None:
@@ -316,25 +319,25 @@ class Decoding:
         if self._turn_s > 0:
             self.turns += (passed - held) / self._turn_s
 
-    def _end(self, life: Life, now_s: float) -> None:
-        life.ended, life.ended_s, life.is_over = self.turns, now_s, True
-        self._num_running[life.role] -= 1
+    def _end(self, run: SampleRun, now_s: float) -> None:
+        run.ended, run.ended_s, run.is_over = self.turns, now_s, True
+        self._num_running[run.role] -= 1
 
     def _admit(self, now_s: float) -> None:
         for role, waiting in self._waiting.items():
             cost = self._costs[role]
             while waiting and self._num_running[role] < cost.max_running:
-                life = waiting.popleft()
-                life.begun, life.begun_s = self.turns, now_s
-                self._held_s += cost.enter_s + life.prefill_tokens * cost.prefill_token_s
+                run = waiting.popleft()
+                run.begun, run.begun_s = self.turns, now_s
+                self._held_s += cost.enter_s + run.prefill_tokens * cost.prefill_token_s
                 self._num_added += 1
                 self._num_running[role] += 1
-                heapq.heappush(self._running[role], (self.turns + life.num_tokens, self._num_added, life))
+                heapq.heappush(self._running[role], (self.turns + run.num_tokens, self._num_added, run))
         self._turn_s = self._pace * sum(self._costs[role].seconds(count) for role, count in self._num_running.items() if count)
         if not self._turn_s:
             self._held_s = 0.0  # Prefill of samples that were all given up.
 
-    def _live_heaps(self) -> list[list[tuple[float, int, Life]]]:
+    def _live_heaps(self) -> list[list[tuple[float, int, SampleRun]]]:
         for heap in self._running.values():
             while heap and heap[0][2].is_over:
                 heapq.heappop(heap)
@@ -373,7 +376,7 @@ class Surroundings(Protocol):
     def keep(self, ids: Iterable[int], stretches: Iterable[tuple[VersionSpan, ...]]) -> None:
         """Note samples that were stopped and may go on."""
 
-    def generating(self, worker: str, num_lives: int) -> None:
+    def generating(self, worker: str, num_runs: int) -> None:
         """Add to the number of samples that the worker has, waiting ones included."""
 
     def pace(self, worker: str, kind: Kind) -> float:
@@ -394,7 +397,7 @@ class VirtualWorker:
         self._is_reporting = False
         self.name = machine.worker
         self.decoding = Decoding(machine.decode)
-        self.lives: list[Life] = []
+        self.sample_runs: list[SampleRun] = []
         """All samples that it ever had, for the report."""
         self.is_lost = False
         self._around = around
@@ -405,13 +408,13 @@ class VirtualWorker:
         self._since_s = 0.0
         self._pace = 1.0
         self._num_begun = 0
-        self._running: dict[int, Life] = {}
+        self._running: dict[int, SampleRun] = {}
         """Samples that it has and that have not been reported as finished."""
         self._alarm = 0
         self._turn = ROLLOUT
         """The turn of its lease that has the devices here."""
         self._held: dict[str, int] = {}
-        self._finished: list[Life] = []
+        self._finished: list[SampleRun] = []
         """Finished samples that wait for others, to be reported together."""
         self._left_s = float("-inf")
         self._handlers: Mapping[type, Callable[[m.Task], float]] = {
@@ -439,21 +442,21 @@ class VirtualWorker:
         """What it has written of its samples in flight, each after every so many tokens."""
         around, found = self._around, dict[int, list[tuple[int, tuple[VersionSpan, ...]]]]()
         turns = self.decoding.turns_at(around.clock.now_s) if self.machine.decode else 0.0
-        for life in self._running.values():
-            life.num_kept = int(life.tokens_until(turns)) // every_tokens * every_tokens
-            if life.num_kept:
-                found.setdefault(life.call, []).append((life.id, life.stretches(life.num_kept)))
+        for run in self._running.values():
+            run.num_kept = int(run.tokens_until(turns)) // every_tokens * every_tokens
+            if run.num_kept:
+                found.setdefault(run.call, []).append((run.id, run.stretches(run.num_kept)))
         return [m.Flushed(call, *self._kept(call, samples), ("", 0, 0, 0)) for call, samples in found.items()]
 
     def lose(self) -> None:
         """Fail: nothing that it does is heard of any more."""
         self.is_lost = True
         self._tasks = TaskQueue(self)
-        lives = list(self._running.values())
-        for life in lives:
-            life.is_wasted = True
-        self.decoding.give_up(lives, self._around.clock.now_s)
-        self._around.generating(self.name, -len(lives))
+        runs = list(self._running.values())
+        for run in runs:
+            run.is_wasted = True
+        self.decoding.give_up(runs, self._around.clock.now_s)
+        self._around.generating(self.name, -len(runs))
         self._running.clear()
         self._alarm += 1
         if self._current is not None:
@@ -607,7 +610,7 @@ class VirtualWorker:
     def _generate(self, task: m.Generate) -> None:
         around = self._around
         role = around.call(task.call).role
-        lives: dict[int, Life] = {}
+        runs: dict[int, SampleRun] = {}
         last_group = -1
         for row in task.ids:
             prefill = around.drawn.prompt_tokens(row) if group_key(row) != last_group else 0  # Siblings share the KV cache of their prompt.
@@ -615,15 +618,15 @@ class VirtualWorker:
             before = around.stopped(row) if task.aborted_by >= 0 else ()
             had = sum(stretch.num_tokens for stretch in before)
             left = max(around.drawn.response_tokens(row) - had, 1)
-            life = Life(row, role, task.call, task.number, left, prefill + had, around.clock.now_s)
-            life.version, life.before = self._held.get(role, 0), before
-            lives[row] = life
-        self.lives += lives.values()
-        self._running.update(lives)
+            run = SampleRun(row, role, task.call, task.number, left, prefill + had, around.clock.now_s)
+            run.version, run.before = self._held.get(role, 0), before
+            runs[row] = run
+        self.sample_runs += runs.values()
+        self._running.update(runs)
         self._tasks.began(task)
         self._report_later()
-        around.generating(self.name, len(lives))
-        self.decoding.add(lives.values(), around.clock.now_s)
+        around.generating(self.name, len(runs))
+        self.decoding.add(runs.values(), around.clock.now_s)
         self._set_alarm()
 
     def _report_later(self) -> None:
@@ -640,9 +643,9 @@ class VirtualWorker:
             return
         turns = self.decoding.turns_at(self._around.clock.now_s)
         for role, cost in self.machine.decode.items():
-            lives = [life for life in self._running.values() if life.role == role]
-            if lives:
-                said = report_of(role, lives, turns, int(cost.max_running * self._around.drawn.mean_tokens))
+            runs = [run for run in self._running.values() if run.role == role]
+            if runs:
+                said = report_of(role, runs, turns, int(cost.max_running * self._around.drawn.mean_tokens))
                 self._around.say(self.name, said)
         self._report_later()
 
@@ -658,7 +661,7 @@ class VirtualWorker:
             return
         clock = self._around.clock
         self._finished += self.decoding.finished(clock.now_s)
-        gather_s = max((self.machine.decode[life.role].gather_s for life in self._finished), default=0.0)
+        gather_s = max((self.machine.decode[run.role].gather_s for run in self._finished), default=0.0)
         if self.decoding.is_empty or clock.now_s - self._left_s >= gather_s:
             self._hand_over()
         else:
@@ -667,10 +670,10 @@ class VirtualWorker:
 
     def _hand_over(self) -> None:
         """Report finished samples, which takes the process some time."""
-        leaving, self._finished = [life for life in self._finished if self._has(life)], []
+        leaving, self._finished = [run for run in self._finished if self._has(run)], []
         if not leaving or self.is_lost:
             return
-        clock, costs = self._around.clock, [self.machine.decode[life.role] for life in leaving]
+        clock, costs = self._around.clock, [self.machine.decode[run.role] for run in leaving]
         self._left_s = clock.now_s
         takes_s = max(cost.handover_s for cost in costs) + sum(cost.leave_s for cost in costs)
         if not takes_s:
@@ -680,24 +683,24 @@ class VirtualWorker:
         self._set_alarm()
         clock.at(clock.now_s + takes_s, lambda: self._leave(leaving))
 
-    def _leave(self, leaving: Iterable[Life]) -> None:
+    def _leave(self, leaving: Iterable[SampleRun]) -> None:
         around = self._around
-        lives = [life for life in leaving if self._has(life)]  # Others were given up in the meantime.
-        for task, positions, ends in self._tasks.finished(life.id for life in lives):
-            part = [lives[position] for position in positions]
-            ids = [life.id for life in part]
+        runs = [run for run in leaving if self._has(run)]  # Others were given up in the meantime.
+        for task, positions, ends in self._tasks.finished(run.id for run in runs):
+            part = [runs[position] for position in positions]
+            ids = [run.id for run in part]
             for row in ids:
                 del self._running[row]
             around.generating(self.name, -len(ids))
-            stretches = [life.stretches(life.num_tokens) for life in part] if is_time_dependent(around.call(task.call)) else []
+            stretches = [run.stretches(run.num_tokens) for run in part] if is_time_dependent(around.call(task.call)) else []
             num_tokens, generated = [around.num_tokens(row) for row in ids], [around.drawn.response_tokens(row) for row in ids]
             self._report(task.number, task.call, ids, task.forward_to, num_tokens, stretches=stretches, num_generated=generated)
             if ends:
                 around.say(self.name, m.TaskDone(task.number))
 
-    def _has(self, life: Life) -> bool:
+    def _has(self, run: SampleRun) -> bool:
         """Whether a sample has not been given up."""
-        return self._running.get(life.id) is life
+        return self._running.get(run.id) is run
 
     # ---- what the task queue has it do
 
@@ -731,15 +734,15 @@ class VirtualWorker:
         self._around.rows.adopted(call, drawn, ids, self.name)
 
     def is_running(self, packed: int, call: int) -> bool:
-        life = self._running.get(packed)
-        return life is not None and life.call == call and not life.is_over
+        run = self._running.get(packed)
+        return run is not None and run.call == call and not run.is_over
 
     def preempt(self, call: int, ids: list[int]) -> m.Aborted | None:
         around, turns = self._around, self.decoding.turns_at(self._around.clock.now_s)
-        lives = [self._running.pop(row) for row in ids]
-        found = [(life.id, life.stretches(int(life.tokens_until(turns)))) for life in lives if life.tokens_until(turns) >= 1 or life.before]
-        self.decoding.give_up(lives, around.clock.now_s)
-        around.generating(self.name, -len(lives))
+        runs = [self._running.pop(row) for row in ids]
+        found = [(run.id, run.stretches(int(run.tokens_until(turns)))) for run in runs if run.tokens_until(turns) >= 1 or run.before]
+        self.decoding.give_up(runs, around.clock.now_s)
+        around.generating(self.name, -len(runs))
         self._set_alarm()
         return m.Aborted(call, *self._kept(call, found), ("", 0, 0, 0)) if found else None
 
@@ -751,30 +754,30 @@ class VirtualWorker:
             self._leave(done)
         turns = self.decoding.turns_at(now_s)
         found: list[tuple[int, tuple[VersionSpan, ...]]] = []
-        for lives in self._by_task(call):
-            kept = [life for life in lives if life.tokens_until(turns) >= 1 or life.before]
-            for life in kept:
-                del self._running[life.id]
-                found.append((life.id, life.stretches(int(life.tokens_until(turns)))))
+        for runs in self._by_task(call):
+            kept = [run for run in runs if run.tokens_until(turns) >= 1 or run.before]
+            for run in kept:
+                del self._running[run.id]
+                found.append((run.id, run.stretches(int(run.tokens_until(turns)))))
             self.decoding.give_up(kept, now_s)
             around.generating(self.name, -len(kept))
         return m.Aborted(call, *self._kept(call, found), ("", 0, 0, 0)) if found else None
 
     def give_up(self, call: int) -> None:
-        for lives in self._by_task(call):
-            for life in lives:
-                life.is_wasted = True
-                del self._running[life.id]
-            self.decoding.give_up(lives, self._around.clock.now_s)
-            self._around.generating(self.name, -len(lives))
+        for runs in self._by_task(call):
+            for run in runs:
+                run.is_wasted = True
+                del self._running[run.id]
+            self.decoding.give_up(runs, self._around.clock.now_s)
+            self._around.generating(self.name, -len(runs))
         self._set_alarm()
 
-    def _by_task(self, call: int) -> list[list[Life]]:
+    def _by_task(self, call: int) -> list[list[SampleRun]]:
         """The samples of a call by generate task."""
-        found: dict[int, list[Life]] = {}
-        for life in self._running.values():
-            if life.call == call:
-                found.setdefault(life.task, []).append(life)
+        found: dict[int, list[SampleRun]] = {}
+        for run in self._running.values():
+            if run.call == call:
+                found.setdefault(run.task, []).append(run)
         return list(found.values())
 
     def end(self) -> None:

@@ -127,7 +127,7 @@ def test_a_worker_that_is_back_works_on_and_its_devices_count_again():
     result = ran(plain, COSTS, lengths, cluster(instances=2, max_running=2), options=options, failures=failures)
     (step,) = result.report.steps
     assert step.idle_s["failed"] == pytest.approx(10.0)
-    assert {life.id for life in result.history.lives["rollout-1"] if not life.is_wasted}
+    assert {run.id for run in result.history.sample_runs["rollout-1"] if not run.is_wasted}
 
 
 def test_the_last_instance_can_not_be_replaced():

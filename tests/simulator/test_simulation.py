@@ -17,7 +17,7 @@ from m2flow.micro.protocol.cost_terms import DecodeCost, FunctionCost, PassCost,
 from m2flow.micro.protocol.plan import Plan
 from m2flow.rollout_scheduling.lengths import parse_lengths
 from m2flow.simulator import virtual_worker
-from m2flow.simulator.virtual_worker import Decoding, Life
+from m2flow.simulator.virtual_worker import Decoding, SampleRun
 
 some = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 T0, T1 = 1.0, 0.25
@@ -76,7 +76,7 @@ def test_split_ends_when_the_trainer_has_done_what_is_released(groups, instances
     costs = PlainCosts(decodes(), TRAINING)
     spec = cluster(instances=instances, token_budget=1)
     result = ran(plain, costs, Given(groups), spec, options={"batch": len(groups), "n": 2})
-    ended = {life.id: life.ended_s for lives in result.history.lives.values() for life in lives}
+    ended = {run.id: run.ended_s for runs in result.history.sample_runs.values() for run in runs}
     ordered = sorted(ended)
     releases = [max(ended[first], ended[second]) for first, second in zip(ordered[::2], ordered[1::2], strict=True)]
     order = sorted(range(len(groups)), key=lambda i: releases[i], reverse=True)
@@ -189,8 +189,8 @@ def test_two_runs_of_the_same_are_equal_to_the_last_bit(run):
     costs, lengths, spec, options, seated = run
     first, second = (ran(stale, costs, lengths, spec, options=options, num_steps=3, seated=seated) for _ in range(2))
     assert first.report.steps == second.report.steps
-    assert [(d.worker, d.task, d.start_s, d.end_s) for d in first.history.dids] == [
-        (d.worker, d.task, d.start_s, d.end_s) for d in second.history.dids
+    assert [(d.worker, d.task, d.start_s, d.end_s) for d in first.history.done_tasks] == [
+        (d.worker, d.task, d.start_s, d.end_s) for d in second.history.done_tasks
     ]
 
 
@@ -199,7 +199,7 @@ def test_how_long_a_sample_is_depends_on_who_it_is_and_not_on_the_plan():
 
     def tokens(spec, seed):
         result = ran(plain, PlainCosts(decodes()), lengths, spec, options={"batch": 6, "n": 3, "num_steps": 2}, num_steps=2, seed=seed)
-        return {life.id: life.num_tokens for lives in result.history.lives.values() for life in lives}
+        return {run.id: run.num_tokens for runs in result.history.sample_runs.values() for run in runs}
 
     assert tokens(cluster(), 1) == tokens(cluster("time-shared", instances=3, max_running=2), 1)
     assert tokens(cluster(), 1) != tokens(cluster(), 2)
@@ -225,9 +225,9 @@ def test_an_evaluation_before_it_does_not_take_a_generation_its_recorded_step():
 # Continuous batching, by itself.
 
 
-def in_small_steps(lives: list[tuple[int, int]], cost: DecodeCost) -> dict[int, float]:
+def in_small_steps(runs: list[tuple[int, int]], cost: DecodeCost) -> dict[int, float]:
     """(id, tokens) in order: each turn one token of all that run, as an engine does it."""
-    waiting, running, now, ended = list(lives), {}, 0.0, {}
+    waiting, running, now, ended = list(runs), {}, 0.0, {}
     while waiting or running:
         while waiting and len(running) < cost.max_running:
             number, tokens = waiting.pop(0)
@@ -245,10 +245,10 @@ def in_small_steps(lives: list[tuple[int, int]], cost: DecodeCost) -> dict[int, 
 def test_from_finish_to_finish_is_as_long_as_token_by_token(tokens, max_running, enter_s):
     cost = DecodeCost(T0, T1, 0.0, max_running, enter_s=enter_s)
     virtual_worker = Decoding({"policy": cost})
-    virtual_worker.add([Life(i, "policy", 0, 0, n, 0, 0.0) for i, n in enumerate(tokens)], 0.0)
+    virtual_worker.add([SampleRun(i, "policy", 0, 0, n, 0, 0.0) for i, n in enumerate(tokens)], 0.0)
     ended = {}
     while (when_s := virtual_worker.next_s()) is not None:
-        ended |= {life.id: when_s for life in virtual_worker.finished(when_s)}
+        ended |= {run.id: when_s for run in virtual_worker.finished(when_s)}
     expected = in_small_steps(list(enumerate(tokens)), cost)
     assert ended == {number: pytest.approx(when_s) for number, when_s in expected.items()}
 
@@ -269,18 +269,18 @@ def test_a_sample_that_ends_early_is_found_out(monkeypatch):
 
     def with_fewer(self, now_s):
         for waiting in self._waiting.values():
-            for life in waiting:
-                life.num_tokens -= life.num_tokens // 10
+            for run in waiting:
+                run.num_tokens -= run.num_tokens // 10
         admit(self, now_s)
 
     monkeypatch.setattr(virtual_worker.Decoding, "_admit", with_fewer)
     result = ran(plain, PlainCosts(decodes()), Given([[100, 100]]), cluster())
-    generated = sum(life.ended - life.begun for lives in result.history.lives.values() for life in lives)
+    generated = sum(run.ended - run.begun for runs in result.history.sample_runs.values() for run in runs)
     assert generated != pytest.approx(sum(step.trained_tokens for step in result.report.steps))
 
 
 def test_what_is_generated_is_what_is_trained_on():
     result = ran(plain, PlainCosts(decodes()), Given([[100, 31]]), cluster())
-    generated = sum(life.ended - life.begun for lives in result.history.lives.values() for life in lives)
+    generated = sum(run.ended - run.begun for runs in result.history.sample_runs.values() for run in runs)
     assert generated == pytest.approx(sum(step.trained_tokens for step in result.report.steps))
     assert np.sum([step.wasted_tokens for step in result.report.steps]) == 0

@@ -45,7 +45,7 @@ def refilling(num_steps: int = 2, count: int = 4) -> None:
 
 
 def generated(result: Ran) -> float:
-    return sum(life.tokens_until(life.ended) for lives in result.history.lives.values() for life in lives)
+    return sum(run.tokens_until(run.ended) for runs in result.history.sample_runs.values() for run in runs)
 
 
 def test_the_longest_group_is_dropped_and_its_tokens_are_wasted():
@@ -61,8 +61,8 @@ def test_the_longest_group_is_dropped_and_its_tokens_are_wasted():
 def test_what_is_carried_goes_on_from_its_tokens_and_is_generated_once():
     lengths = Given([[10, 10], [10, 10], [500, 20], [10, 10], [10, 10]])
     result = ran(carrying, COSTS, lengths, cluster(max_running=12), num_steps=4, options={"num_steps": 4})
-    assert any(isinstance(did.task, m.Accumulate) for did in result.history.dids)
-    again = [life for lives in result.history.lives.values() for life in lives if life.before]
+    assert any(isinstance(done.task, m.Accumulate) for done in result.history.done_tasks)
+    again = [run for runs in result.history.sample_runs.values() for run in runs if run.before]
     assert again, "nobody went on from earlier tokens"
     trained = sum(step.trained_tokens for step in result.report.steps)
     wasted = sum(step.wasted_tokens for step in result.report.steps)

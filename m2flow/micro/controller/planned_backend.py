@@ -1,7 +1,7 @@
 """Run a flow's calls on the workers of a plan: the backend that lowers them segment by segment and hands them to the controller.
 
 Calls gather until Python waits for a result or the step ends; then they are lowered as one segment. Python may run some steps ahead of the
-workers (`RunAhead`), so that the next calls are known before they can start: with staleness k the next k steps can generate while a step
+workers (`Lookahead`), so that the next calls are known before they can start: with staleness k the next k steps can generate while a step
 trains, and the calls of the step after those should be known by the time it can start.
 """
 
@@ -30,7 +30,7 @@ _BYTES_PER_TOKEN = 16
 """Bytes of a sample's columns per token: id, log-probability and version 4 each, two masks, and about 2 of text."""
 
 
-class RunAhead:
+class Lookahead:
     """Limit how many steps Python may run ahead, by staleness and by the memory of samples under way.
 
     Samples are counted at their longest, since their lengths are not known yet. Above staleness 0 their bytes are kept below
@@ -71,7 +71,7 @@ class PlannedBackend(Backend):
     """Execute a program's calls on the workers of a plan. The flow's thread alone uses it."""
 
     def __init__(
-        self, flow: str, lowering: Lowering, controller: Controller, futures: CallFutures, journal: Journal, ahead: RunAhead
+        self, flow: str, lowering: Lowering, controller: Controller, futures: CallFutures, journal: Journal, ahead: Lookahead
     ) -> None:
         self._flow = flow
         self._lowering = lowering

@@ -102,7 +102,7 @@ class Journal:
         if self._resumed is None:
             self._ledger.attempt_began(0, "", 0)
         else:
-            self._resumption = self._resumed.resumption(self._ledger, self._run_dir, keeps=self._keeps)
+            self._resumption = self._resumed.begin_resumption(self._ledger, self._run_dir, keeps=self._keeps)
         self._metrics.open(None if self._resumed is None else self._resumed.metrics_size)
         self._trace.open()
         self._ledger.before_commit.append(lambda: self._ledger.mark("metrics", self._metrics.size))

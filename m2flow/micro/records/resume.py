@@ -2,7 +2,7 @@
 
     run directory --read_resume_state--> ResumeState --> ReplayBackend (which calls are made again, which answer from the record)
                                       --> trainers (parts of the checkpoint), scheduler (their versions), Journal (what is known)
-    ResumeState --resumption--> Resumption --begin--> the ledger as of the run's end, without what is made again
+    ResumeState --begin_resumption--> Resumption --begin--> the ledger as of the run's end, without what is made again
     a call that was not over --Resumption.of--> its finished rows, and the prefixes that its samples go on from (`Restored`)
 
 Every call before the checkpoint's point is over and never made again, except those that make the state of a user's role. After the point,
@@ -380,7 +380,7 @@ class ResumeState:
             return bool(call.writes) or (bool(call.reads) and not self.record.has(call.ordinal))
         return False
 
-    def resumption(self, ledger: Ledger, run_dir: Path, *, keeps: bool) -> Resumption:
+    def begin_resumption(self, ledger: Ledger, run_dir: Path, *, keeps: bool) -> Resumption:
         """Start a resumption on the ledger; with `keeps`, unfinished samples go on too."""
         over = self.done | self.failed.keys()
         found = Resumption(ledger, run_dir / "segments", self.record.calls, over, self.left, self.num_included, self.failed)

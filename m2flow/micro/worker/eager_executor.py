@@ -353,9 +353,9 @@ class EagerExecutor:
     def execute(self, call: Call, inputs: Mapping[str, object]) -> object:
         """Do one whole call."""
         with randomness_kept():
-            return self._perform(call, inputs)
+            return self._execute(call, inputs)
 
-    def _perform(self, call: Call, inputs: Mapping[str, object]) -> object:
+    def _execute(self, call: Call, inputs: Mapping[str, object]) -> object:
         result = self._result(call, inputs)
         if call.engine == "train":
             self._versions.update((call.role, effect.version) for effect in call.writes)
@@ -382,7 +382,7 @@ class EagerExecutor:
                 self._engine_host.copy_weights(call)
                 return None
             case "train":
-                return self._noted(call, self._engine_host.perform(call, {"samples": _batch(inputs["samples"])}, {}))
+                return self._noted(call, self._engine_host.run_call(call, {"samples": _batch(inputs["samples"])}, {}))
         raise InternalError(f"no engine for {call.name}")
 
     def recall(self, call: Call, inputs: Mapping[str, object], left: Sequence[int]) -> None:
@@ -462,7 +462,7 @@ class EagerExecutor:
 
     def _function(self, call: Call, inputs: Mapping[str, object]) -> object:
         rows = {name: value for name, value in inputs.items() if isinstance(value, Batch)}
-        result = self._engine_host.perform(call, rows, {name: value for name, value in inputs.items() if name not in rows})
+        result = self._engine_host.run_call(call, rows, {name: value for name, value in inputs.items() if name not in rows})
         if call.drops and isinstance(result, Batch):
             self._journal.filtered(
                 call, sorted({packed for value in rows.values() for packed in value.ids.tolist()} - set(result.ids.tolist()))

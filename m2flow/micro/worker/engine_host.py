@@ -437,7 +437,7 @@ class EngineHost:
     # Functions
 
     @accounted("train")
-    def perform(
+    def run_call(
         self,
         call: Call,
         inputs: Mapping[str, Batch],
@@ -465,7 +465,7 @@ class EngineHost:
                 return {"logprobs": engine.logprobs, "values": engine.values, "score": engine.scores}[call.method](samples)
         if self._functions is None:
             raise InternalError(f"{call.name} came to a process without a function engine")
-        return self._functions.perform(call, inputs, values, leave, meanwhile, is_suspect=is_suspect)
+        return self._functions.run_call(call, inputs, values, leave, meanwhile, is_suspect=is_suspect)
 
     # Training
 

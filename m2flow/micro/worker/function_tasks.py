@@ -237,7 +237,7 @@ class Functions:
         self._instances = Instances()
         self._num_shown: Counter[str] = Counter()
 
-    def perform(
+    def run_call(
         self,
         call: Call,
         inputs: Mapping[str, Batch],
@@ -247,7 +247,7 @@ class Functions:
         *,
         is_suspect: bool = False,
     ) -> Batch | object:
-        """Run a call's task; see `m2flow.micro.worker.engine_host.EngineHost.perform`."""
+        """Run a call's task; see `m2flow.micro.worker.engine_host.EngineHost.run_call`."""
         is_sorted = "arguments" in call.options
         rows = next(iter(inputs.values()), Batch.concat([])) if is_sorted else execute.function_input(call, inputs)
         with self._recorder.span(
@@ -376,7 +376,7 @@ def _received(body: bytes, run: str, run_seed: int) -> Callable[[_Crossing], obj
         function = _childs_instances().method(call)
         _childs_instances().make(call)
 
-    def perform(crossed: _Crossing) -> object:
+    def on_unit(crossed: _Crossing) -> object:
         rows, values, is_list = crossed
         called = function
         if not isinstance(rows, Batch):
@@ -386,8 +386,8 @@ def _received(body: bytes, run: str, run_seed: int) -> Callable[[_Crossing], obj
         result = execute.checked(call, _in_trace(trace, called))(samples if is_list else samples[0])
         return _later(call, result) if inspect.isawaitable(result) else _plain(call, result)
 
-    perform.__name__ = perform.__qualname__ = getattr(function, "__qualname__", call.name)
-    return perform
+    on_unit.__name__ = on_unit.__qualname__ = getattr(function, "__qualname__", call.name)
+    return on_unit
 
 
 @functools.cache

@@ -463,7 +463,7 @@ class Worker:
         self.is_in_users_code = isinstance(task, m.RunFunction) and self._calls[task.call].engine == "function"
         if not self.is_in_users_code:
             self._reports.make()
-        self._attempt(task, lambda: self._perform(task))
+        self._attempt(task, lambda: self._run_task(task))
         self.is_in_users_code = False
 
     def _attempt(self, task: m.Task, action: Callable[[], m.TaskDone | None]) -> None:
@@ -484,7 +484,7 @@ class Worker:
         named = type(error)(error.what + where, where=error.where, now=error.now, remote=error.remote)
         self._send(m.TaskFailed(task.number, task.call, named.to_record(), error.row))
 
-    def _perform(self, task: m.Task) -> m.TaskDone | None:
+    def _run_task(self, task: m.Task) -> m.TaskDone | None:
         """Do a task; what to say at its end, if its last samples do not say it. A generation only begins here."""
         engine_host = self.engine_host
         match task:
@@ -499,7 +499,7 @@ class Worker:
                     left.update(ids)
                     self._deliver(task.number, call, rows, forward_to, dropped=sorted(set(ids) - set(rows.ids.tolist())), ends=False)
 
-                result = engine_host.perform(call, self._inputs(task), task.values, leave, self._meanwhile, is_suspect=task.is_suspect)
+                result = engine_host.run_call(call, self._inputs(task), task.values, leave, self._meanwhile, is_suspect=task.is_suspect)
                 if isinstance(result, Batch):
                     if len(result):
                         self._store.put(call.ordinal, without_parts(result)[0])  # The next task may need them; all else can wait.

@@ -9,7 +9,7 @@ import pytest
 from m2flow import AdamW, Dataset, Policy, Reward, Sample, flow, steps
 from m2flow.errors import SpecError
 from m2flow.macro.tracing import trace
-from m2flow.micro.controller.planned_backend import RunAhead
+from m2flow.micro.controller.planned_backend import Lookahead
 from m2flow.micro.records.ledger import read_decisions
 from m2flow.runner.run import Run
 from m2flow.spec import ClusterSpec, RolloutSpec, RunSettings, TrainSpec
@@ -31,7 +31,7 @@ def loop(lag: int = 1, num_steps: int = 8) -> None:
 def due(lag: int, budget_bytes: int) -> list[int]:
     """The step that must be over at the end of each of five."""
     graph, _, _ = trace(loop, {"lag": lag}, steps=5)
-    ahead = RunAhead(lag, budget_bytes)
+    ahead = Lookahead(lag, budget_bytes)
     found = []
     for step in range(5):
         for call in graph.calls:

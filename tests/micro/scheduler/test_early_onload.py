@@ -137,8 +137,8 @@ def simulated(seated: Callable[[Plan], Plan]) -> tuple[float, float]:
     lengths = Given([[10, 12], [8, 14], [9, 11], [10, 60]], prompt=2)
     options = {"batch": 4, "n": 2, "num_steps": 2}
     found = ran(simulated_flow, costs, lengths, cluster(token_budget=30), options=options, num_steps=2, seated=seated)
-    switches = [did for did in found.history.dids if isinstance(did.task, m.Switch) and did.worker == "train-0"]
-    assert {did.task.to for did in switches} == {"train", "rollout"}
+    switches = [done for done in found.history.done_tasks if isinstance(done.task, m.Switch) and done.worker == "train-0"]
+    assert {done.task.to for done in switches} == {"train", "rollout"}
     return found.makespans[1], found.history.periods[1].peak_bytes
 
 

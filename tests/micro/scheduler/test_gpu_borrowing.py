@@ -111,8 +111,8 @@ def simulated(seated: Callable[[Plan], Plan], instances: int = 2) -> tuple[float
     lengths = Given([[10, 12], [8, 14], [9, 11], [10, 60]], prompt=2)
     options = {"batch": 4, "n": 2, "num_steps": 2}
     found = ran(simulated_flow, costs, lengths, cluster(instances=instances, token_budget=30), options=options, num_steps=2, seated=seated)
-    turns = [did.task.to for did in found.history.dids if isinstance(did.task, m.Switch) and did.worker == "train-0"]
-    homes = [life.id for lives in found.history.lives.values() for life in lives]
+    turns = [done.task.to for done in found.history.done_tasks if isinstance(done.task, m.Switch) and done.worker == "train-0"]
+    homes = [run.id for runs in found.history.sample_runs.values() for run in runs]
     return found.makespans[1], turns, len(homes) - len(set(homes))
 
 

@@ -120,7 +120,7 @@ def test_the_simulator_takes_turns_as_the_run_does() -> None:
 
     def made(seated: Callable[[Plan], Plan]) -> tuple[list[str], float]:
         result = ran(duet, costs, Given([[10]], prompt=2), cluster("time-shared"), options=options, seated=seated)
-        return [did.task.to for did in result.history.dids if isinstance(did.task, m.Switch)], result.makespans[0]
+        return [done.task.to for done in result.history.done_tasks if isinstance(done.task, m.Switch)], result.makespans[0]
 
     (together, together_s), (apart, apart_s) = made(lambda plan: plan), made(in_one_process)
     assert (together, apart) == (["train"], ["train left", "train right"])

@@ -124,6 +124,6 @@ def test_the_simulator_counts_the_way_of_the_weights_or_of_all_that_comes_back(e
     spec = cluster("time-shared")
     spec = spec.model_copy(update={"train": spec.train.model_copy(update={"engine": engine})})
     result = ran(everything, costs, Given([[10]], prompt=2), spec, options={"num_steps": 1}, seated=all_apart)
-    (copy,) = (did for did in result.history.dids if isinstance(did.task, m.CopyWeights))
+    (copy,) = (done for done in result.history.done_tasks if isinstance(done.task, m.CopyWeights))
     assert copy.end_s - copy.start_s == pytest.approx(seconds)
     assert result.history.periods[0].peak_bytes == peak_gib * GIB  # What comes before the first step.
