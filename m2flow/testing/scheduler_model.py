@@ -965,7 +965,7 @@ class Model:
         for worker in self.scheduler._state.workers.values():
             assert self.scheduler._offer(worker) is None, f"{worker.name} was not asked"
         for lease in self.scheduler._state.leases.values():
-            assert not self.scheduler._next_turn(lease), f"{lease.name} was not asked for"
+            assert not self.scheduler._turns.next_turn(lease), f"{lease.name} was not asked for"
 
     def _check_training(self) -> None:
         """Check that finished updates have trained on each of their rows once an epoch, and on nothing else."""

@@ -1,4 +1,7 @@
-"""Share a trainer's devices with rollout: borrowed devices are given back when training is due, and trainers may onload early.
+"""Share devices between engines: move their leases, give borrowed ones back when training is due, and onload trainers early.
+
+`LeaseTurns`, for devices under a lease: an idle lease whose owner has nothing to do moves to the next turn that has work, and `Switch`
+tells the workers that offload, then those that onload (`m2flow.micro.protocol.worker_state.Lease`).
 
 `GpuBorrowing`, for engines with `lent_until` in the plan: a rollout engine on a trainer's devices works under their lease, while other
 instances of its role have devices of their own. When the planned share of a generation's samples has ended, and a trainer of that lease
@@ -15,16 +18,86 @@ never onloaded over early, since it is not known what they begin next.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, final
 
 from m2flow.micro.protocol import messages as m
-from m2flow.micro.protocol.worker_state import ROLLOUT, Lease, kind_of
+from m2flow.micro.protocol.worker_state import ROLLOUT, Lease, WorkerState, kind_of
 
 if TYPE_CHECKING:
     from m2flow.micro.protocol.plan import Plan
     from m2flow.micro.scheduler.call_state import CallState
     from m2flow.micro.scheduler.state import SchedulerState
+
+
+@final
+class LeaseTurns:
+    """Moves leases of devices from turn to turn."""
+
+    def __init__(self, state: SchedulerState, has_work: Callable[[WorkerState, str], bool]) -> None:
+        """
+        Args:
+            has_work: whether a worker would have a task in a turn of its lease.
+        """
+        self._state = state
+        self._has_work = has_work
+
+    def hand_over(self, lease: Lease) -> None:
+        """Move an idle lease to the next turn that has work, if the owner has none."""
+        to = self.next_turn(lease)
+        if to:
+            self._tell(lease.move(to), to)
+            if not lease.is_moving:  # Those that had to leave are lost, and nobody has to onload.
+                self._wake(lease)
+        elif lease.is_idle and not lease.is_moving:
+            for name in lease.workers:
+                self._state.ready_workers.passed_over(self._state.workers[name])
+
+    def next_turn(self, lease: Lease) -> str:
+        """Find the turn that an idle lease should move to; empty if it stays."""
+        if not lease.is_idle or lease.is_moving:
+            return ""
+        workers = [self._state.workers[name] for name in lease.workers]
+        return next((turn for turn in lease.next_turns if any(self._has_work(worker, turn) for worker in workers)), "")
+
+    def switched(self, worker: WorkerState, to: str) -> None:
+        """Take in that a worker has switched to a turn."""
+        lease = worker.lease
+        assert lease is not None
+        if lease.is_switching(worker.name):
+            self._tell(lease.switched(worker.name), to)
+        if not lease.is_moving:
+            self._wake(lease)
+
+    def shrunk_cache(self, worker: WorkerState) -> None:
+        """Take in that a worker has shrunk its KV cache for an early onload."""
+        assert worker.lease is not None
+        self._tell(worker.lease.shrunk_cache(worker.name), worker.lease.early_turn)
+
+    def worker_lost(self, worker: WorkerState) -> None:
+        """Remove a lost worker; a lease that waits for it to switch goes on without it."""
+        lease = worker.lease
+        if lease is not None:
+            to = lease.moving_to
+            self._tell(lease.worker_lost(worker.name), to)
+            if to and not lease.is_moving:
+                self._wake(lease)
+
+    def worker_joined(self, worker: WorkerState) -> None:
+        """Take in a restarted worker: its rollout engine holds the devices, as at the start, so it must switch if another turn has them."""
+        lease = worker.lease
+        if lease is not None and worker.name not in lease.workers:
+            lease.join(worker.name, worker.turns)
+            to = lease.moving_to or lease.owner
+            if to != ROLLOUT:
+                self._tell((worker.name,), to)
+
+    def _wake(self, lease: Lease) -> None:
+        self._state.ready_workers.wake_all(self._state.workers[name] for name in lease.workers)
+
+    def _tell(self, workers: Iterable[str], to: str) -> None:
+        for name in workers:
+            self._state.start(self._state.workers[name], "train", m.Switch(self._state.next_task(), -1, to))
 
 
 @final

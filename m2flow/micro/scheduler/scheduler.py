@@ -11,11 +11,11 @@ lifecycle of calls asks those that have a say in it. This module alone composes 
     take the event
         what it says of calls and rows       CallLifecycle, Recovery, PolicyDispatches, Credits, time_out
         what it says of weights, saves       weights, TrainDispatch.saves
-        whether devices are due              GpuBorrowing, EarlyOnload, Lease
+        whether devices are due              GpuBorrowing, EarlyOnload, LeaseTurns
     give work
         generations that have room now       Credits
         each worker that may want some       RolloutDispatch, TrainDispatch, FunctionDispatch, in the turn of its lease
-        each lease that is idle              to the next turn that has work
+        each lease that is idle              LeaseTurns
         function processes                   FunctionDispatch
     forget calls                             CallLifecycle
 
@@ -25,7 +25,7 @@ owner has nothing to do goes to the next turn that has.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from m2flow.errors import error_from_record
@@ -54,14 +54,14 @@ from m2flow.micro.protocol.events import (
     WorkerLost,
 )
 from m2flow.micro.protocol.plan import Plan
-from m2flow.micro.protocol.worker_state import ROLLOUT, Lease, TaskState, WorkerState, kind_of
+from m2flow.micro.protocol.worker_state import Lease, TaskState, WorkerState, kind_of
 from m2flow.micro.scheduler import weights
 from m2flow.micro.scheduler.backpressure import Channel
 from m2flow.micro.scheduler.call_lifecycle import CallLifecycle
 from m2flow.micro.scheduler.call_state import CallState
 from m2flow.micro.scheduler.deadlines import time_out
 from m2flow.micro.scheduler.function_dispatch import FunctionDispatch
-from m2flow.micro.scheduler.gpu_borrowing import EarlyOnload, GpuBorrowing
+from m2flow.micro.scheduler.gpu_borrowing import EarlyOnload, GpuBorrowing, LeaseTurns
 from m2flow.micro.scheduler.policy_dispatch import PolicyDispatches
 from m2flow.micro.scheduler.rollout_dispatch import RolloutDispatch
 from m2flow.micro.scheduler.state import NOTHING, Ablation, SchedulerState
@@ -106,6 +106,7 @@ class Scheduler:
         self._calls = CallLifecycle(self._state, self._policies, self._recovery)
         self._borrowing = GpuBorrowing(self._state)
         self._early_onload = EarlyOnload(self._state, plan)
+        self._turns = LeaseTurns(self._state, self._has_work)
         self._rollout = RolloutDispatch(self._state)
         self._train = TrainDispatch(self._state)
         self._functions = FunctionDispatch(self._state)
@@ -301,15 +302,10 @@ class Scheduler:
                 weights.published(state, role, version, done.manifest)
             case m.LoadWeights():
                 weights.loaded(state, worker, task)
-            case m.Switch(to=owner):
-                assert worker.lease is not None
-                if worker.lease.is_switching(worker.name):
-                    self._switch_engines(worker.lease.switched(worker.name), owner)
-                if not worker.lease.is_moving:
-                    state.ready_workers.wake_all(state.workers[name] for name in worker.lease.workers)
+            case m.Switch(to=to):
+                self._turns.switched(worker, to)
             case m.ShrinkKVCache():
-                assert worker.lease is not None
-                self._switch_engines(worker.lease.shrunk_cache(worker.name), worker.lease.early_turn)
+                self._turns.shrunk_cache(worker)
             case m.Save():
                 saved = self._train.saves.done(task.number)
                 if saved is not None:
@@ -325,7 +321,7 @@ class Scheduler:
         self._state.ready_workers.wake_trainers()
 
     def _lost(self, event: WorkerLost) -> None:
-        """Remove a lost worker; a lease that waits for it to switch goes on without it."""
+        """Remove a lost worker."""
         if self._recovery.lost(event):
             self._policies.lost(event.worker)
             for message in event.unreported:
@@ -339,26 +335,13 @@ class Scheduler:
         self._state.commands = [one for one in commands if not (isinstance(one, Send) and one.worker == event.worker)]
         worker = self._state.workers[event.worker]
         self._state.credits.lost(worker.name)
-        lease = worker.lease
-        if lease is not None:
-            to = lease.moving_to
-            self._switch_engines(lease.worker_lost(worker.name), to)
-            if to and not lease.is_moving:
-                self._state.ready_workers.wake_all(self._state.workers[name] for name in lease.workers)
+        self._turns.worker_lost(worker)
 
     def _joined(self, worker: WorkerState, incarnation: int) -> None:
-        """Take in a restarted worker.
-
-        Its rollout engine holds the devices, as at the start; if another turn has them now, it must switch.
-        """
+        """Take in a restarted worker."""
         self._recovery.join(worker.name, incarnation)
         self._state.credits.joined(worker.name)
-        lease = worker.lease
-        if lease is not None and worker.name not in lease.workers:
-            lease.join(worker.name, worker.turns)
-            to = lease.moving_to or lease.owner
-            if to != ROLLOUT:
-                self._switch_engines((worker.name,), to)
+        self._turns.worker_joined(worker)
 
     # ---- work
 
@@ -408,7 +391,7 @@ class Scheduler:
                 if worker.lease is not None:
                     leases[worker.lease.name] = worker.lease
             for lease in leases.values():
-                self._hand_over(lease)
+                self._turns.hand_over(lease)
         self._functions.hand_out()
         if self._state.credits.is_used and len(self._state.commands) > self._num_noted:  # Calls without rows have ended meanwhile.
             self._free_room()
@@ -435,29 +418,8 @@ class Scheduler:
                     return offer
         return None
 
-    def _hand_over(self, lease: Lease) -> None:
-        """Move an idle lease to the next turn that has work, if the owner has none."""
-        to = self._next_turn(lease)
-        if to:
-            self._switch_engines(lease.move(to), to)
-            if not lease.is_moving:  # Those that had to leave are lost, and nobody has to onload.
-                self._state.ready_workers.wake_all(self._state.workers[name] for name in lease.workers)
-        elif lease.is_idle and not lease.is_moving:
-            for name in lease.workers:
-                self._state.ready_workers.passed_over(self._state.workers[name])
-
-    def _next_turn(self, lease: Lease) -> str:
-        """Find the turn that an idle lease should move to; empty if it stays."""
-        if not lease.is_idle or lease.is_moving:
-            return ""
-        workers = [self._state.workers[name] for name in lease.workers]
-        return next((turn for turn in lease.next_turns if any(self._has_work(worker, turn) for worker in workers)), "")
-
     def _has_work(self, worker: WorkerState, turn: str) -> bool:
+        """Whether a worker would have a task in a turn of its lease."""
         kind = kind_of(turn)
         roles = worker.roles_at(turn, kind)
         return bool(roles) and self._dispatches[kind].offer(worker, roles) is not None
-
-    def _switch_engines(self, workers: Iterable[str], to: str) -> None:
-        for name in workers:
-            self._state.start(self._state.workers[name], "train", m.Switch(self._state.next_task(), -1, to))

@@ -43,7 +43,7 @@ def all_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
             if self._offer(worker) is not None:
                 raise NotAsked(f"{worker.name}, after {events!r:.200}")
         for lease in self._state.leases.values():
-            if self._next_turn(lease):
+            if self._turns.next_turn(lease):
                 raise NotAsked(f"{lease.name}, after {events!r:.200}")
         return commands
 

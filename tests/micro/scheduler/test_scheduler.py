@@ -230,7 +230,7 @@ class Rig:
         for worker in self.scheduler._state.workers.values():
             assert self.scheduler._offer(worker) is None, f"{worker.name} was not asked"
         for lease in self.scheduler._state.leases.values():
-            assert not self.scheduler._next_turn(lease), f"{lease.name} was not asked for"
+            assert not self.scheduler._turns.next_turn(lease), f"{lease.name} was not asked for"
 
     def told(self, worker: str, message: m.ToWorker) -> None:
         match message:
