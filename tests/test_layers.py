@@ -98,7 +98,7 @@ def test_the_schedulers_deciders_know_the_state_and_not_each_other():
     folder = PACKAGE / "micro" / "scheduler"
     for path in folder.glob("*.py"):
         known = {name.rpartition(".")[2] for name in _imports(path) if name.startswith("m2flow.micro.scheduler")}
-        allowed = {"scheduler": DECIDERS | {"call_lifecycle"}, "call_lifecycle": DECIDERS, "call_state": {"policy_dispatch"}}
+        allowed = {"scheduler": DECIDERS | {"call_lifecycle"}, "call_lifecycle": DECIDERS}
         wrong = known & (DECIDERS | {"call_lifecycle"}) - allowed.get(path.stem, set())
         assert not wrong, f"{path.name} imports {sorted(wrong)}"
 

@@ -20,6 +20,7 @@ from m2flow.micro.scheduler import call_lifecycle, call_state, state, weights
 from m2flow.micro.scheduler.call_lifecycle import CallLifecycle
 from m2flow.micro.scheduler.call_state import CallState, MicroBatch, MinibatchEnd, UpdateProgress
 from m2flow.micro.scheduler.function_dispatch import FunctionDispatch
+from m2flow.micro.scheduler.rollout_dispatch import RolloutDispatch
 from m2flow.micro.scheduler.task_queues import Offer
 from m2flow.micro.worker import engine_host
 from m2flow.micro.worker.engine_host import EngineHost
@@ -203,17 +204,17 @@ def a_sync_brings_no_weights(patch: Patch) -> None:
 
 
 def a_sync_before_the_engine_is_drained(patch: Patch) -> None:
-    offer = weights.load_offer
+    offer = RolloutDispatch._load_offer
 
-    def at_once(scheduler: state.SchedulerState, worker: worker_state.WorkerState, role: str, version: int) -> Offer | None:
+    def at_once(self: RolloutDispatch, worker: worker_state.WorkerState, role: str, version: int) -> Offer | None:
         if "LoadWeights" in worker.doing:
             return None
         num_tasks, worker.num_tasks["rollout"] = worker.num_tasks["rollout"], 0
-        found = offer(scheduler, worker, role, version)
+        found = offer(self, worker, role, version)
         worker.num_tasks["rollout"] = num_tasks
         return found
 
-    patch.setattr(weights, "load_offer", at_once)
+    patch.setattr(RolloutDispatch, "_load_offer", at_once)
 
 
 def stale_weights_are_good_enough(patch: Patch) -> None:

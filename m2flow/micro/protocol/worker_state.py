@@ -16,12 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, final
+from typing import Literal, final
 
 from m2flow.micro.protocol import messages as m
-
-if TYPE_CHECKING:
-    from m2flow.micro.scheduler.call_state import CallState
 
 ROLLOUT = "rollout"
 
@@ -198,8 +195,6 @@ class WorkerState:
     """Role -> version of the weights in its rollout engine here."""
     doing: dict[str, int] = field(default_factory=dict)
     """Description of a task -> number of such tasks in flight."""
-    saturated_with: list[CallState] = field(default_factory=list)
-    """Generations of which it takes no more rows until something of its own changes (`m2flow.micro.scheduler.task_queues`)."""
     is_lost: bool = False
     returns: bool = False
     """Whether it is lost and will be restarted."""

@@ -32,7 +32,7 @@ from m2flow.micro.scheduler.call_state import CallState, progress_of
 from m2flow.micro.scheduler.partial_rollouts import PartialRollouts
 from m2flow.micro.scheduler.policy_dispatch import PolicyDispatches
 from m2flow.micro.scheduler.state import SchedulerState
-from m2flow.micro.scheduler.worker_failure import Recovery, remove_lost_workers
+from m2flow.micro.scheduler.worker_failure import Recovery, RowsReport, remove_lost_workers
 from m2flow.samples import SampleId, by_group, group_key, make_ids
 
 
@@ -69,7 +69,7 @@ class Refills:
         for position in {SampleId.unpack(row).prompt for row in rows}:
             call_state.refill.judge(position, verdict)
         for member, share in zip(generations, shares, strict=True):
-            if member.share > share or member.policy_dispatch is not None:
+            if member.share > share or member.is_under_policy:
                 self._state.ready_workers.feed_all(member)
             self._state.ready_workers.rows_came(member)
         end = call_state.refill.end()
@@ -215,7 +215,7 @@ class CallLifecycle:
         elif call_state.result is not None and not call_state.is_over:
             self._prepare_consumers(call_state)
         for report in self._recovery.prepared(call_state):
-            self.rows_done(*report)
+            self.restored(report)
 
     def _await_inputs(self, call_state: CallState) -> None:
         """Have a call without rows wait for its inputs: no row of theirs holds it back, and it must not end before them."""
@@ -242,6 +242,12 @@ class CallLifecycle:
             self._prepare(user)
 
     # ---- rows
+
+    def restored(self, report: RowsReport) -> None:
+        """Record rows that are done by what the ledger has."""
+        if report.num_generated:
+            self._policies.ended(report.call_state, report.ids, report.num_generated)
+        self.rows_done(report.call_state, report.place, report.ids, report.num_tokens, report.dropped)
 
     def rows_done(
         self,
@@ -438,8 +444,7 @@ class CallLifecycle:
     def _leave(self, call_state: CallState) -> None:
         del self._state.active[call_state.call.ordinal]
         self._state.versions.over(call_state)
-        if call_state.policy_dispatch is not None:
-            self._policies.over(call_state)
+        self._policies.over(call_state)
         if self._state.open.close(call_state):
             self._state.ready_workers.wake_role(call_state.call.role)
         if call_state.call.reads:

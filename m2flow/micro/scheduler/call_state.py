@@ -26,7 +26,7 @@ import math
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, final
+from typing import NamedTuple, final
 
 from m2flow.errors import M2FlowError
 from m2flow.macro.graph import Call
@@ -35,9 +35,6 @@ from m2flow.macro.refill import Refill
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.plan import Stage
 from m2flow.samples import SampleId, by_group, group_key
-
-if TYPE_CHECKING:
-    from m2flow.micro.scheduler.policy_dispatch import PolicyDispatch
 
 
 class Prefix(NamedTuple):
@@ -388,8 +385,6 @@ class CallState:
     is_over: bool = False
     """Done or failed."""
     is_released: bool = False
-    policy_dispatch: PolicyDispatch | None = None
-    """Of a generation under a scheduling policy."""
     has_restored: bool = False
     """Some of its rows were made by an earlier process of the run."""
     prefixes: dict[int, Prefix] = field(default_factory=dict)
@@ -470,6 +465,11 @@ class CallState:
     def has_settled(self) -> bool:
         """Whether no row in flight can fail before the earliest failure."""
         return self.failure is not None and not self._unsettled
+
+    @property
+    def is_under_policy(self) -> bool:
+        """Whether a scheduling policy decides where its samples run, and when."""
+        return isinstance(self.ready, Ready)
 
     @property
     def num_may_begin(self) -> int:

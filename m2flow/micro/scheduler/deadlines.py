@@ -64,8 +64,6 @@ def time_out(state: SchedulerState, event: TimedOut) -> CallState | None:
     if not rows:
         return None
     call_state.gave_up(rows)
-    if call_state.policy_dispatch is not None:
-        call_state.policy_dispatch.gave_up(rows)
     gone = set(rows)
     for worker in list(call_state.tasks_at):
         there = [row for _, task in state.tasks.of(worker) if task.message.call == event.call for row in task.rows if row in gone]

@@ -201,6 +201,6 @@ class EarlyOnload:
 
 def _is_ending(call_state: CallState, share: float) -> bool:
     """Whether the share of a generation's samples has ended, and all others run."""
-    if call_state.refill is not None or call_state.policy_dispatch is not None or not call_state.is_prepared or call_state.ready:
+    if call_state.refill is not None or call_state.is_under_policy or not call_state.is_prepared or call_state.ready:
         return False
     return len(call_state.done) + len(call_state.dropped) >= share * len(call_state.ids)

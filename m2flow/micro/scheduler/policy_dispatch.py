@@ -447,8 +447,8 @@ class PolicyDispatches:
         texts = self._said(call_state, "prompt") if self._earlier else {}
         earlier = {row: self._earlier.get((role, text), ()) for row, text in texts.items()}
         difficulties = self._said(call_state, self._difficulty) if self._difficulty else {}
-        call_state.policy_dispatch = PolicyDispatch(self._state, call_state, policy, earlier, self._paces.get(role), difficulties)
-        self._dispatches[call_state.call.ordinal] = call_state.policy_dispatch
+        dispatch = PolicyDispatch(self._state, call_state, policy, earlier, self._paces.get(role), difficulties)
+        self._dispatches[call_state.call.ordinal] = dispatch
 
     def over(self, call_state: CallState) -> None:
         """End a generation that is done or failed, and remember the lengths of its answers."""
@@ -464,6 +464,30 @@ class PolicyDispatches:
                 known = self._earlier.setdefault((call_state.call.role, text), [])
                 known.append(length)
                 del known[:-_ANSWERS_KEPT]
+
+    def has_samples_for(self, call_state: CallState, worker: WorkerState) -> bool:
+        """Ask a generation's policy for samples for this worker. Other workers that it assigned some to are woken."""
+        dispatch = self._dispatches[call_state.call.ordinal]
+        found = dispatch.has_samples_for(worker)
+        self._state.ready_workers.wake_all(other for other in dispatch.dealt_to() if other is not worker)
+        return found
+
+    def take(self, call_state: CallState, worker: WorkerState, most: int) -> list[int]:
+        """Take this worker's next samples of a generation."""
+        return self._dispatches[call_state.call.ordinal].take(worker, most)
+
+    def ended(self, call_state: CallState, ids: Iterable[int], lengths: Iterable[int]) -> None:
+        """Record that samples of a call are done, and how many tokens each has generated."""
+        dispatch = self._dispatches.get(call_state.call.ordinal)
+        if dispatch is not None:
+            for row, length in zip(ids, lengths, strict=True):
+                dispatch.ended(row, length)
+
+    def gave_up(self, call_state: CallState) -> None:
+        """Drop a generation's late samples."""
+        dispatch = self._dispatches.get(call_state.call.ordinal)
+        if dispatch is not None:
+            dispatch.gave_up(call_state.dropped)
 
     def reported(self, worker: str, message: m.Load) -> None:
         """Record an engine's load, and preempt samples that policies want to move."""
@@ -486,7 +510,8 @@ class PolicyDispatches:
                 continue
             if call_state.carry is not None:
                 call_state.carry.requeued([row], call_state.prefixes)
-            to = call_state.policy_dispatch.preempted(row) if call_state.policy_dispatch is not None else None
+            dispatch = self._dispatches.get(message.call)
+            to = dispatch.preempted(row) if dispatch is not None else None
             if to is None:
                 state.requeue(call_state, [row])
             else:
@@ -505,8 +530,9 @@ class PolicyDispatches:
 
     def deal(self, call_state: CallState) -> None:
         """Assign more samples of a generation of which some have ended."""
-        if call_state.policy_dispatch is not None and call_state.has_rows_to_begin:
-            self._state.ready_workers.wake_all(call_state.policy_dispatch.deal())
+        dispatch = self._dispatches.get(call_state.call.ordinal)
+        if dispatch is not None and call_state.has_rows_to_begin:
+            self._state.ready_workers.wake_all(dispatch.deal())
 
     def force(self) -> bool:
         """Overrule policies that hold samples back, since no task is in flight; return whether one did."""

@@ -2,12 +2,16 @@
 
 Samples go where the call's policy says (`m2flow.micro.scheduler.policy_dispatch`). Without one they are shared out evenly over the call's
 workers, whole groups together where there is room, so that a prompt is prefilled once.
+
+An engine loads the newest version that the trainer has when nothing runs on it and the earliest call with samples left may use that
+version; and under running samples if all of their calls may use it and allow that (`kv="keep"`), and the engine can.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Protocol
 
 from m2flow.macro.oversampling import keeps_cache
 from m2flow.micro.protocol import messages as m
@@ -20,11 +24,20 @@ from m2flow.micro.scheduler.task_queues import Offer
 from m2flow.samples import group_key
 
 
+class Policies(Protocol):
+    """Says which samples of a generation under a policy a worker gets now."""
+
+    def has_samples_for(self, call_state: CallState, worker: WorkerState) -> bool: ...
+
+    def take(self, call_state: CallState, worker: WorkerState, most: int) -> list[int]: ...
+
+
 class RolloutDispatch:
     """Dispatches samples and weight loads to rollout engines."""
 
-    def __init__(self, state: SchedulerState) -> None:
+    def __init__(self, state: SchedulerState, policies: Policies) -> None:
         self._state = state
+        self._policies = policies
 
     def offer(self, worker: WorkerState, roles: Sequence[str]) -> Offer | None:
         """Find the next task for this worker's rollout engines of these roles."""
@@ -37,23 +50,23 @@ class RolloutDispatch:
     def _offer_role(self, worker: WorkerState, role: str) -> Offer | None:
         if self._state.engine_weights.is_loading(worker, role):
             return None
-        first = weights.first_generation(self._state, role)
-        under = weights.load_under_offer(self._state, worker, role, first)
+        first = self._state.first_generation(role)
+        under = self._load_under_offer(worker, role, first)
         if under is not None or first is None:
             return under
         if self._state.has_given_back(worker, first):
             return None
         held = worker.held.get(role, 0)
-        newest = weights.loadable(self._state, worker, role, first)
+        newest = self._state.engine_weights.loadable(worker, role, first)
         if not weights.may_use(first, held) or (newest > held and not worker.num_tasks["rollout"]):
             is_sure = first.is_prepared and not first.waits_for
-            return weights.load_offer(self._state, worker, role, newest) if newest > held and is_sure else None
+            return self._load_offer(worker, role, newest) if newest > held and is_sure else None
         for call_state in self._state.open.started("rollout", role):
             if not call_state.ready or not weights.may_use(call_state, held) or self._state.has_given_back(worker, call_state):
                 continue
-            if call_state.policy_dispatch is not None:
+            if call_state.is_under_policy:
                 room = min(call_state.stage.chunk - worker.num_running, call_state.num_may_begin)
-                if room > 0 and self._has_samples_for(worker, call_state):
+                if room > 0 and self._policies.has_samples_for(call_state, worker):
                     return lambda call_state=call_state, room=room: self._deal_out(worker, call_state, room)  # type: ignore[misc]
             else:
                 quota = self._quota(worker, call_state)
@@ -61,22 +74,39 @@ class RolloutDispatch:
                     return lambda call_state=call_state, quota=quota: self._hand_out(worker, call_state, quota)  # type: ignore[misc]
         return None
 
+    def _load_under_offer(self, worker: WorkerState, role: str, first: CallState | None) -> Offer | None:
+        """Find new weights to load under an engine's running samples: all of their calls may use them and allow that (`kv="keep"`)."""
+        state = self._state
+        may_keep = state.may_keep and role in worker.keeps_caches and worker.num_running
+        version = state.engine_weights.offered(worker, role) if may_keep else None
+        if version is None or version <= worker.held.get(role, 0):
+            return None
+        running = state.running(role, worker.name)
+        if not running or not all(weights.takes_under(call_state, version) for call_state in running):
+            return None
+        if first and not weights.may_use(first, version):
+            return None
+        return lambda: self._load(worker, role, version, under_requests=True)
+
+    def _load_offer(self, worker: WorkerState, role: str, version: int) -> Offer | None:
+        """Offer to load a version into an engine on which nothing runs."""
+        return None if worker.num_tasks["rollout"] else lambda: self._load(worker, role, version)
+
+    def _load(self, worker: WorkerState, role: str, version: int, *, under_requests: bool = False) -> None:
+        state = self._state
+        manifest = state.engine_weights.manifest(worker, role)
+        state.engine_weights.loading(worker, role, version, manifest)
+        state.changed()
+        state.start(worker, "rollout", m.LoadWeights(state.next_task(), -1, role, version, manifest, under_requests))
+
     def _quota(self, worker: WorkerState, call_state: CallState) -> int:
         """Count the samples of a call that this worker may take now: its even share of what is left, if there is room."""
         room = call_state.stage.chunk - worker.num_running
         quota = min(room, call_state.num_may_begin, call_state.share - call_state.out_at.get(worker.name, 0))
         return self._state.credits.num_may_begin(call_state, worker.name, quota)
 
-    def _has_samples_for(self, worker: WorkerState, call_state: CallState) -> bool:
-        """Whether a call's policy has samples for this worker. Other workers that it assigned samples to are woken."""
-        assert call_state.policy_dispatch is not None
-        found = call_state.policy_dispatch.has_samples_for(worker)
-        self._state.ready_workers.wake_all(other for other in call_state.policy_dispatch.dealt_to() if other is not worker)
-        return found
-
     def _deal_out(self, worker: WorkerState, call_state: CallState, room: int) -> None:
-        assert call_state.policy_dispatch is not None
-        rows = call_state.policy_dispatch.take(worker, room)
+        rows = self._policies.take(call_state, worker, room)
         call_state.num_begun += len(rows)
         self._state.handed_out(call_state)
         self._begin(worker, call_state, rows)

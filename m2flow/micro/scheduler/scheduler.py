@@ -10,7 +10,7 @@ lifecycle of calls asks those that have a say in it. This module alone composes 
 
     take the event
         what it says of calls and rows       CallLifecycle, Recovery, PolicyDispatches, Credits, time_out
-        what it says of weights, saves       weights, TrainDispatch.saves
+        what it says of weights, saves       SchedulerState, TrainDispatch.saves
         whether devices are due              GpuBorrowing, EarlyOnload, LeaseTurns
     give work
         generations that have room now       Credits
@@ -55,7 +55,6 @@ from m2flow.micro.protocol.events import (
 )
 from m2flow.micro.protocol.plan import Plan
 from m2flow.micro.protocol.worker_state import Lease, TaskState, WorkerState, kind_of
-from m2flow.micro.scheduler import weights
 from m2flow.micro.scheduler.backpressure import Channel
 from m2flow.micro.scheduler.call_lifecycle import CallLifecycle
 from m2flow.micro.scheduler.call_state import CallState
@@ -107,7 +106,7 @@ class Scheduler:
         self._borrowing = GpuBorrowing(self._state)
         self._early_onload = EarlyOnload(self._state, plan)
         self._turns = LeaseTurns(self._state, self._has_work)
-        self._rollout = RolloutDispatch(self._state)
+        self._rollout = RolloutDispatch(self._state, self._policies)
         self._train = TrainDispatch(self._state)
         self._functions = FunctionDispatch(self._state)
         self._dispatches: dict[str, Dispatch] = {"rollout": self._rollout, "train": self._train, "function": self._functions}
@@ -150,6 +149,7 @@ class Scheduler:
         elif isinstance(event, TimedOut):
             late = time_out(state, event)
             if late is not None:
+                self._policies.gave_up(late)
                 self._calls.gave_up(late)
         elif isinstance(event, CheckpointDue):
             self._save(event)
@@ -157,7 +157,7 @@ class Scheduler:
             self._calls.wind_down()
         elif isinstance(event, Restored):
             for report in self._recovery.restore(event):
-                self._calls.rows_done(*report)
+                self._calls.restored(report)
         elif isinstance(event, BorrowThresholds):
             self._borrowing.set_until(event.shares)
         elif isinstance(event, WorkerLost):
@@ -255,9 +255,7 @@ class Scheduler:
         state = self._state
         if call_state.carry is not None:
             call_state.carry.finished(message)
-        if call_state.policy_dispatch is not None:
-            for row, length in zip(message.ids, message.num_generated, strict=True):
-                call_state.policy_dispatch.ended(row, length)
+        self._policies.ended(call_state, message.ids, message.num_generated)
         sent_to = self._recovery.sent_to(message.task)
         num_new = self._calls.rows_done(call_state, worker, message.ids, message.num_tokens, message.dropped, sent_to)
         state.generated(message.task, num_new)
@@ -299,9 +297,9 @@ class Scheduler:
                     self._calls.complete(call_state, done.result)
             case m.PublishWeights(role=role, version=version):
                 assert done.manifest is not None
-                weights.published(state, role, version, done.manifest)
+                state.weights_published(role, version, done.manifest)
             case m.LoadWeights():
-                weights.loaded(state, worker, task)
+                state.weights_loaded(worker, task)
             case m.Switch(to=to):
                 self._turns.switched(worker, to)
             case m.ShrinkKVCache():
@@ -326,7 +324,7 @@ class Scheduler:
             self._policies.lost(event.worker)
             for message in event.unreported:
                 for report in self._recovery.unreported(message):
-                    self._calls.rows_done(*report)
+                    self._calls.restored(report)
             for task in self._recovery.requeue_tasks(event):
                 if isinstance(task, m.Generate):
                     self._calls.task_ended(task.call)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
+from m2flow.channels.weights import Manifest
 from m2flow.errors import M2FlowError
 from m2flow.macro.refill import Refill
 from m2flow.micro.lowering.capabilities import keeps_caches
@@ -313,6 +314,38 @@ class SchedulerState:
         lent = self.lent_until[call_state.call.role]
         own = [self.workers[name] for name in call_state.stage.workers if name not in lent]
         return [worker.name for worker in own if self.engine_weights.can_have(worker, call_state)]
+
+    # ---- weights
+
+    def first_generation(self, role: str) -> CallState | None:
+        """Find the earliest call with samples left whose oldest version exists.
+
+        One without is passed over: the version that it waits for may depend on later calls.
+        """
+        known, first = self.open.first(role)
+        return first if known else self.open.set_first(role, self.versions.has_oldest_for)
+
+    def running(self, role: str, worker: str | None = None) -> list[CallState]:
+        """List the role's generations with tasks in flight, on any worker or on this one."""
+        calls = [found for found in self.active.values() if found.call.engine == "rollout" and found.call.role == role]
+        return [found for found in calls if (found.tasks_at if worker is None else worker in found.tasks_at)]
+
+    def weights_published(self, role: str, version: int, manifest: Manifest) -> None:
+        """Note that a trainer has published weights: engines may load them."""
+        self.engine_weights.published(role, version, manifest)
+        self.changed()
+        self.ready_workers.wake_role(role)
+
+    def weights_loaded(self, worker: WorkerState, task: m.LoadWeights) -> None:
+        """Note that an engine has loaded weights: its trainer may have waited for that."""
+        self.engine_weights.loaded(worker, task)
+        self.ready_workers.wake_trainers(task.role)
+
+    def weights_lost(self, worker: WorkerState) -> None:
+        """Note that a worker is lost: no trainer waits for its engines."""
+        self.engine_weights.lost(worker)
+        for role in worker.roles["rollout"]:
+            self.ready_workers.wake_trainers(role)
 
     # ---- tasks and rows
 

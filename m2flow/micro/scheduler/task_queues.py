@@ -245,6 +245,8 @@ class ReadyWorkers:
         self._trainers = [worker for worker in self._workers if worker.roles["train"]]
         self._awake: list[int] = []
         self._is_awake = [False] * len(self._workers)
+        self._saturated_with: list[list[CallState]] = [[] for _ in self._workers]
+        """Place of a worker -> generations of which it takes no more rows until something of its own changes."""
         self._came: dict[int, CallState] = {}
         """Generations with rows to offer to unsaturated workers."""
         self._offered: tuple[CallState, WorkerState] | None = None
@@ -263,17 +265,17 @@ class ReadyWorkers:
         if not self._is_awake[worker.place]:
             self._is_awake[worker.place] = True
             heapq.heappush(self._awake, worker.place)
-        if worker.saturated_with:
-            for call_state in worker.saturated_with:
+        if saturated_with := self._saturated_with[worker.place]:
+            for call_state in saturated_with:
                 if worker.place in call_state.saturated:
                     call_state.saturated.discard(worker.place)
                     heapq.heappush(call_state.unsaturated, worker.place)
-            worker.saturated_with.clear()
+            saturated_with.clear()
 
     def passed_over(self, worker: WorkerState) -> None:
         """Forget that a worker out of turn is saturated with calls that have no rows left: it is asked again when there are more."""
-        left = [call_state for call_state in worker.saturated_with if worker.place in call_state.saturated]
-        worker.saturated_with = [call_state for call_state in left if call_state.has_rows_to_begin]
+        left = [call_state for call_state in self._saturated_with[worker.place] if worker.place in call_state.saturated]
+        self._saturated_with[worker.place] = [call_state for call_state in left if call_state.has_rows_to_begin]
         for call_state in left:
             if not call_state.has_rows_to_begin and worker.place in call_state.saturated:
                 call_state.saturated.discard(worker.place)
@@ -313,7 +315,7 @@ class ReadyWorkers:
             self._offered = None
             if call_state.has_rows_to_begin:
                 call_state.saturated.add(worker.place)
-                worker.saturated_with.append(call_state)
+                self._saturated_with[worker.place].append(call_state)
             else:
                 heapq.heappush(call_state.unsaturated, worker.place)
         if self._awake:

@@ -89,7 +89,7 @@ class TrainDispatch:
         """Find the next task for this worker's train engines of these roles."""
         if worker.num_tasks["train"] >= _MAX_QUEUED:
             return None
-        publish = weights.publish_offer(self._state, worker, roles)
+        publish = self._publish_offer(worker, roles)
         if publish is not None:
             return publish
         save = self._save_offer(worker, roles)
@@ -100,6 +100,39 @@ class TrainDispatch:
             if found is not None:
                 return found
         return None
+
+    def _publish_offer(self, worker: WorkerState, roles: Sequence[str]) -> Offer | None:
+        """Find weights of these roles that this worker's trainers should publish, since rollout engines of other workers wait for them.
+
+        Nobody may still load what was published before: the new weights overwrite the old ones in shared memory.
+        """
+        state = self._state
+        for role in roles:
+            if not state.ready_workers.has_others("rollout", role, worker):
+                continue
+            version = self._awaited(role)
+            if version is None or not state.engine_weights.may_publish(role, version):
+                continue
+            if state.engine_weights.oldest(role, but=worker) >= version:
+                continue
+            return lambda role=role, version=version: self._publish(worker, role, version)  # type: ignore[misc]
+        return None
+
+    def _awaited(self, role: str) -> int | None:
+        """Find the trainer's version, if the earliest generate call with samples left may use it, or running samples may take it."""
+        state = self._state
+        first, trained = state.first_generation(role), state.versions.trained(role)
+        if not trained:
+            return None
+        if first is not None and not first.waits_for and first.is_prepared and weights.may_use(first, trained):
+            return trained
+        may_keep = state.may_keep and any(role in worker.keeps_caches for worker in state.ready_workers.hosts("rollout", role))
+        return trained if may_keep and any(weights.takes_under(call_state, trained) for call_state in state.running(role)) else None
+
+    def _publish(self, worker: WorkerState, role: str, version: int) -> None:
+        self._state.engine_weights.publishing(role)
+        self._state.changed()
+        self._state.start(worker, "train", m.PublishWeights(self._state.next_task(), -1, role, version))
 
     def _save_offer(self, worker: WorkerState, roles: Sequence[str]) -> Offer | None:
         """Find a checkpoint part of a version that this worker holds now."""

@@ -3,18 +3,16 @@
     Apply, CopyWeights --> Versions (trained) --> PublishWeights --> EngineWeights (published) --> LoadWeights --> EngineWeights (held)
 
 `Versions` knows the program's side: which call writes and reads which version, and what the trainers hold. `EngineWeights` knows the
-engines' side. The functions decide, on both: an engine has one version of the weights, and a generation runs only where a version of its
-window is held (`m2flow.micro.protocol.staleness`), exactly one version unless the flow allows older ones. An engine loads the newest
-version that the trainer has when nothing runs on it and the earliest call with samples left may use that version; and under running
-samples if all of their calls may use it and allow that (`kv="keep"`), and the engine can. A trainer publishes what engines of other
-workers wait for, when nobody loads what it published before: the new weights overwrite the old ones in shared memory.
+engines' side. An engine has one version of the weights, and a generation runs only where a version of its window is held
+(`m2flow.micro.protocol.staleness`), exactly one version unless the flow allows older ones. When an engine loads weights is decided in
+`m2flow.micro.scheduler.rollout_dispatch`, when a trainer publishes them in `m2flow.micro.scheduler.train_dispatch`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, final
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple, final
 
 from m2flow.channels.weights import Manifest
 from m2flow.macro.graph import Call, Effect
@@ -22,11 +20,8 @@ from m2flow.macro.oversampling import keeps_cache
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.staleness import ANY_VERSION, window
 from m2flow.micro.protocol.worker_state import WorkerState
-from m2flow.micro.scheduler.task_queues import Offer, ReadyWorkers
-
-if TYPE_CHECKING:
-    from m2flow.micro.scheduler.call_state import CallState
-    from m2flow.micro.scheduler.state import SchedulerState
+from m2flow.micro.scheduler.call_state import CallState
+from m2flow.micro.scheduler.task_queues import ReadyWorkers
 
 
 def may_use(call_state: CallState, version: int) -> bool:
@@ -103,6 +98,10 @@ class Versions:
         """Return the role's newest version that exists."""
         return self._trained.get(role, 0)
 
+    def has_oldest_for(self, call_state: CallState) -> bool:
+        """Whether the oldest version that a generation may use exists."""
+        return window(call_state.call)[0] <= self.newest(call_state.call.role)
+
     def behind(self, call: Call) -> int:
         """Count the versions that the trainer is behind the newest that a generation may use."""
         return max(call.reads[0].version - self.newest(call.role), 0) if call.reads else 0
@@ -163,6 +162,11 @@ class EngineWeights:
         if role in worker.roles["train"]:
             return self._versions.trained(role)
         return self._published[role].version if role in self._published else None
+
+    def loadable(self, worker: WorkerState, role: str, first: CallState) -> int:
+        """Find the newest version that this worker could load now and the call may use; otherwise the one that it holds."""
+        held, found = worker.held.get(role, 0), self.offered(worker, role)
+        return found if found is not None and found > held and may_use(first, found) else held
 
     def manifest(self, worker: WorkerState, role: str) -> Manifest | None:
         """Return the manifest of the published weights; None for a worker that has the trainer itself."""
@@ -244,105 +248,3 @@ class EngineWeights:
             del held[before]
         held[version] += 1
         worker.held[role] = version
-
-
-# ---- decisions
-
-
-def first_generation(state: SchedulerState, role: str) -> CallState | None:
-    """Find the earliest call with samples left whose oldest version exists.
-
-    One without is passed over: the version that it waits for may depend on later calls.
-    """
-    known, first = state.open.first(role)
-    if not known:
-        newest = state.versions.newest(role)
-        first = state.open.set_first(role, lambda call_state: window(call_state.call)[0] <= newest)
-    return first
-
-
-def publish_offer(state: SchedulerState, worker: WorkerState, roles: Sequence[str]) -> Offer | None:
-    """Find weights of these roles that this worker's trainers should publish, since rollout engines of other workers wait for them."""
-    for role in roles:
-        if not state.ready_workers.has_others("rollout", role, worker):
-            continue
-        version = _awaited(state, role)
-        if version is None or not state.engine_weights.may_publish(role, version):
-            continue
-        if state.engine_weights.oldest(role, but=worker) >= version:
-            continue
-        return lambda role=role, version=version: _publish(state, worker, role, version)  # type: ignore[misc]
-    return None
-
-
-def load_under_offer(state: SchedulerState, worker: WorkerState, role: str, first: CallState | None) -> Offer | None:
-    """Find new weights to load under an engine's running samples."""
-    may_keep = state.may_keep and role in worker.keeps_caches and worker.num_running
-    version = state.engine_weights.offered(worker, role) if may_keep else None
-    if version is None or version <= worker.held.get(role, 0):
-        return None
-    running = _running(state, role, worker.name)
-    if not running or not all(takes_under(call_state, version) for call_state in running) or (first and not may_use(first, version)):
-        return None
-    return lambda: _load(state, worker, role, version, under_requests=True)
-
-
-def loadable(state: SchedulerState, worker: WorkerState, role: str, first: CallState) -> int:
-    """Find the newest version that this worker could load now and the call may use; otherwise the one that it holds."""
-    held, found = worker.held.get(role, 0), state.engine_weights.offered(worker, role)
-    return found if found is not None and found > held and may_use(first, found) else held
-
-
-def load_offer(state: SchedulerState, worker: WorkerState, role: str, version: int) -> Offer | None:
-    """Offer to load a version into an engine on which nothing runs."""
-    return None if worker.num_tasks["rollout"] else lambda: _load(state, worker, role, version)
-
-
-def published(state: SchedulerState, role: str, version: int, manifest: Manifest) -> None:
-    """Take in that a trainer has published weights: engines may load them."""
-    state.engine_weights.published(role, version, manifest)
-    state.changed()
-    state.ready_workers.wake_role(role)
-
-
-def loaded(state: SchedulerState, worker: WorkerState, task: m.LoadWeights) -> None:
-    """Take in that an engine has loaded weights: its trainer may have waited for that."""
-    state.engine_weights.loaded(worker, task)
-    state.ready_workers.wake_trainers(task.role)
-
-
-def lost(state: SchedulerState, worker: WorkerState) -> None:
-    """Take in that a worker is lost: no trainer waits for it."""
-    state.engine_weights.lost(worker)
-    for role in worker.roles["rollout"]:
-        state.ready_workers.wake_trainers(role)
-
-
-def _awaited(state: SchedulerState, role: str) -> int | None:
-    """Find the trainer's version, if the earliest generate call with samples left may use it, or running samples may take it."""
-    first, trained = first_generation(state, role), state.versions.trained(role)
-    if not trained:
-        return None
-    if first is not None and not first.waits_for and first.is_prepared and may_use(first, trained):
-        return trained
-    may_keep = state.may_keep and any(role in worker.keeps_caches for worker in state.ready_workers.hosts("rollout", role))
-    return trained if may_keep and any(takes_under(call_state, trained) for call_state in _running(state, role)) else None
-
-
-def _running(state: SchedulerState, role: str, worker: str | None = None) -> list[CallState]:
-    """List the role's generations with tasks in flight, on any worker or on this one."""
-    calls = [found for found in state.active.values() if found.call.engine == "rollout" and found.call.role == role]
-    return [found for found in calls if (found.tasks_at if worker is None else worker in found.tasks_at)]
-
-
-def _publish(state: SchedulerState, worker: WorkerState, role: str, version: int) -> None:
-    state.engine_weights.publishing(role)
-    state.changed()
-    state.start(worker, "train", m.PublishWeights(state.next_task(), -1, role, version))
-
-
-def _load(state: SchedulerState, worker: WorkerState, role: str, version: int, *, under_requests: bool = False) -> None:
-    manifest = state.engine_weights.manifest(worker, role)
-    state.engine_weights.loading(worker, role, version, manifest)
-    state.changed()
-    state.start(worker, "rollout", m.LoadWeights(state.next_task(), -1, role, version, manifest, under_requests))

@@ -29,7 +29,6 @@ from m2flow.micro.protocol.events import CONTROLLER, LEDGER, Restored, WorkerLos
 from m2flow.micro.protocol.plan import Stage
 from m2flow.micro.protocol.row_store import stopped_at
 from m2flow.micro.protocol.worker_state import worker_of
-from m2flow.micro.scheduler import weights
 from m2flow.micro.scheduler.call_state import prefixes_in
 from m2flow.samples import SampleId
 
@@ -47,6 +46,8 @@ class RowsReport(NamedTuple):
     ids: Sequence[int]
     num_tokens: Sequence[int]
     dropped: Iterable[int] = ()
+    num_generated: Sequence[int] = ()
+    """Generated tokens of each row, for the scheduling policy of its call."""
 
 
 @final
@@ -92,17 +93,16 @@ class Recovery:
             record_prefixes(self._state, call_state, LEDGER, message)
             return
         known = set(call_state.ids).difference(call_state.done, call_state.dropped)
-        rows = [(packed, tokens) for packed, tokens in zip(message.ids, message.num_tokens, strict=True) if packed in known]
+        numbers = zip(message.ids, message.num_tokens, message.num_generated, strict=True)
+        rows = [(packed, tokens, generated) for packed, tokens, generated in numbers if packed in known]
+        ids, num_tokens, num_generated = ([row[column] for row in rows] for column in range(3))
         dropped = known.intersection(message.dropped)
-        call_state.restored([*(packed for packed, _ in rows), *dropped])
+        call_state.restored([*ids, *dropped])
         if call_state.carry is not None:
             call_state.carry.finished(message)
         if call_state.is_generation:
             self._state.handed_out(call_state)
-            for packed, length in zip(message.ids, message.num_generated, strict=True):
-                if call_state.policy_dispatch is not None and packed in known:
-                    call_state.policy_dispatch.ended(packed, length)
-        yield RowsReport(call_state, LEDGER, [packed for packed, _ in rows], [tokens for _, tokens in rows], dropped)
+        yield RowsReport(call_state, LEDGER, ids, num_tokens, dropped, num_generated)
 
     def unreported(self, message: m.Finished | m.Aborted | m.Flushed) -> Iterator[RowsReport]:
         """Take in what a lost worker had written to the ledger but not reported."""
@@ -160,7 +160,7 @@ class Recovery:
             StateLost: it had weights that a generation still needs.
         """
         state, worker = self._state, self._state.workers[event.worker]
-        weights.lost(state, worker)
+        state.weights_lost(worker)
         for place, rows in event.missing.items():
             self.send_again(place, rows)
         for call_state in state.active.values():
