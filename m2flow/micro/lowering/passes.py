@@ -33,13 +33,12 @@ arrival.
 Ranks. On this machine the spec's `train.ranks` says how many a trainer has, since cores can be threads of one rank as well as ranks; in a
 pool each device of the trainer's seat is a rank. All ranks are one worker to the plan and the scheduler.
 
-Weight syncs. The transport is the cheapest one, unless the spec names one: within a process one copy; between processes of a host a copy
-in and one out for each receiver, at the speed of memory; to other hosts a broadcast, in which all receivers share the bandwidth of the
-trainer's link. Files cost both a write and a read of the storage, so they are taken only if the spec says so. Of a policy with adapters,
-only these are sent to other processes whose engines can apply them; inside a process, and on a borrowed GPU, the merged weights are used.
-The local launcher has one host, so between processes the rule finds shared memory. Workers of a Ray cluster, and of pools with several
-nodes, are on hosts that are unknown before the run, and a broadcast listens to a network without encryption: there the default is
-m2flow's own connections, which are encrypted.
+Weight syncs. The transport is the cheapest one, unless the spec names one: within a process one copy; between processes of a host a copy in
+and one out for each receiver, at the speed of memory; to other hosts m2flow's own connections, which are encrypted. A broadcast, in which
+all receivers share the bandwidth of the trainer's link, listens to a network without encryption. Files cost both a write and a read of the
+storage. Both are taken only if the spec says so. Of a policy with adapters, only these are sent to other processes whose engines can apply
+them; inside a process, and on a borrowed GPU, the merged weights are used. The local launcher has one host, so between processes the rule
+finds shared memory. Workers of a Ray cluster, and of pools with several nodes, are on hosts that are unknown before the run.
 """
 
 from __future__ import annotations
@@ -205,11 +204,9 @@ def plan_syncs(
     syncs = []
     for role, source, target in pairs:
         is_same_process = source == target
-        transport: SyncTransport
-        if not is_one_host and spec.transport == "auto" and not is_same_process:
-            transport, why = "tcp", _OTHER_HOSTS
-        else:
-            transport, why = choose_transport(spec, is_same_process=is_same_process, num_receivers=others[role, source])
+        transport, why = choose_transport(
+            spec, is_same_process=is_same_process, is_same_host=is_one_host, num_receivers=others[role, source]
+        )
         sends: Literal["weights", "adapters"] = "weights"
         if role in alone and not is_same_process and transport != "cuda ipc":
             sends = "adapters"
@@ -222,8 +219,8 @@ def choose_transport(
 ) -> tuple[SyncTransport, str]:
     """Choose the transport of one weight sync, and say why.
 
-    >>> choose_transport(WeightsSpec(), is_same_process=False, is_same_host=False, num_receivers=2)
-    ('broadcast', 'another host: one stream for 2 receivers')
+    >>> choose_transport(WeightsSpec(), is_same_process=False, num_receivers=2)
+    ('shared memory', 'same host: one copy in, one out for 2 receivers')
     """
     if is_same_process:
         return "same process", "one copy"
@@ -231,7 +228,7 @@ def choose_transport(
         return spec.transport, "as the cluster spec says"
     if is_same_host:
         return "shared memory", f"same host: one copy in, one out for {_receivers(num_receivers)}"
-    return "broadcast", f"another host: one stream for {_receivers(num_receivers)}"
+    return "tcp", _OTHER_HOSTS
 
 
 def plan_switches(workers: tuple[WorkerPlan, ...]) -> tuple[SwitchPlan, ...]:

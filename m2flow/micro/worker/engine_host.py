@@ -549,7 +549,7 @@ class EngineHost:
             self._weight_syncs.copy(role, version, self._engine(self._train, role), engine, under_requests=under_requests)
         else:
             self._weight_syncs.load(role, version, manifest, engine, under_requests=under_requests)
-        self._logprob_check.prove(role, self._logprob_check.probe(role, version) if manifest is None else manifest.probe, engine)
+        self._logprob_check.check_probe(role, self._logprob_check.probe(role, version) if manifest is None else manifest.probe, engine)
 
     def keep_weights(self, role: str) -> list[tuple[str, Weight]]:
         """A copy of a role's trained weights as they are now, in the type that its rollout engines hold."""

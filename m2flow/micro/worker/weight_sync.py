@@ -145,7 +145,7 @@ class LogprobCheck:
         found = self._probes.get(role)
         return found if found is not None and found.version == version else None
 
-    def prove(self, role: str, probe: Probe | None, engine: RolloutEngine) -> None:
+    def check_probe(self, role: str, probe: Probe | None, engine: RolloutEngine) -> None:
         """The rollout engine has taken weights.
 
         Raises:
