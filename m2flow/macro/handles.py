@@ -1,7 +1,7 @@
 """Handles: lazy results of calls, and the calculations on them that do not make Python wait.
 
 A handle stands for a call's result. Passing it to another call draws an edge; looking at it (`float`, `len`, a loop, an index) makes
-Python wait for it, and for nothing else. Calculating with it does not wait, it records a call (`m2flow.macro.algebra`) whose function
+Python wait for it, and for nothing else. Calculating with it does not wait, it records a call (`m2flow.macro.number`) whose function
 is in `m2flow.macro.columns`:
 
     rewards - 0.1 * kl.sum(over="sample")                   rows: elementwise, a sum over each sample's tokens
@@ -32,7 +32,6 @@ from typing import Generic, Literal, TypeVar, cast, final, overload
 import numpy as np
 
 from m2flow.errors import DatasetError, FieldError, OpError, RowError, TraceError, did_you_mean
-from m2flow.macro.algebra import Inputs, as_operand
 from m2flow.macro.columns import (
     Elementwise,
     Given,
@@ -53,7 +52,7 @@ from m2flow.macro.columns import (
     value_of,
 )
 from m2flow.macro.graph import Call, Granularity, Ref
-from m2flow.macro.number import Number, Operators
+from m2flow.macro.number import Inputs, Number, Operators, as_operand
 from m2flow.macro.oversampling import carries
 from m2flow.macro.session import Session
 from m2flow.recipe import MOST_COUNTED, check_choice, check_flag, check_seconds

@@ -1,10 +1,12 @@
-"""Numbers that are not computed yet: lazy expressions of metrics, and unknown numbers whose comparisons a trace explores.
+"""Calculations with what is not computed yet: recorded as calls on rows, kept as expressions of single numbers, explored by a trace.
 
     gap = metrics["reward"] - metrics["kl"]     # a `Number`: nothing waits, and nothing is recorded
     if gap > 0.9: ...                           # the truth of a comparison is an observation: Python waits here
 
 `Operators` gives a class Python's operators; the class itself says what one operation on some operands is (`operate`): a recorded call
-for rows (`m2flow.macro.handles`), an expression for single numbers (`Number`). The operations are in `m2flow.macro.columns`. Looking at
+for rows (`m2flow.macro.handles`), an expression for single numbers (`Number`). The operations are in `m2flow.macro.columns`. `Inputs` are
+those of a call that is about to be recorded: the first decides which rows it works on, so the one with the fewest rows comes first; of
+each further one with rows, the option `columns` names the column that counts, and the function finds it under the input's name. Looking at
 an expression observes the calls that it is made of; handed to `log`, or to an operation on rows, it becomes a call, or a part of that
 one. So `if` works with a comparison, and nothing else waits.
 
@@ -28,16 +30,126 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Protocol, TypeVar, final
+from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar, final, runtime_checkable
+
+import numpy as np
 
 from m2flow.errors import OpError, TraceError
-from m2flow.macro.algebra import Inputs, as_scalar
-from m2flow.macro.columns import TRUTHS, Elementwise, Given, Operand, Scalar, metric, scalar, whole
+from m2flow.macro.columns import TRUTHS, Elementwise, Given, Operand, Rowwise, Scalar, Whole, metric, scalar, whole
 from m2flow.macro.graph import Call, Granularity, Ref
 from m2flow.macro.session import Session
 from m2flow.macro.sites import owner
 
 T = TypeVar("T")
+
+
+# ---- operands, and the calls that calculate with them
+
+Gives = Literal["column", "rows", "kept", "concat", "table"]
+
+
+@runtime_checkable
+class Lazy(Protocol):
+    """A value that is not computed yet and can be an input of a call."""
+
+    def operand(self, inputs: Inputs, label: str) -> Operand | Elementwise: ...
+
+
+class Inputs:
+    """The inputs of a call that is about to be recorded."""
+
+    def __init__(self, session: Session, what: str) -> None:
+        self.session = session
+        self.what = what
+        self._refs: dict[str, Ref] = {}
+        self._columns: dict[str, str] = {}
+        self._aligned: list[str] = []
+
+    def rows(self, ref: Ref, column: str | None, label: str) -> Rowwise:
+        """Add an input with rows, of which one column counts; None: all columns."""
+        name = self._name(label)
+        self._refs[name] = ref
+        self._aligned.append(name)
+        if column is not None:
+            self._columns[name] = column
+        return Rowwise(name)
+
+    def whole(self, ref: Ref, field: str | None, label: str) -> Whole:
+        """Add an input that is one value, or a field of one. The same call needs only one input."""
+        known = next((name for name, of in self._refs.items() if of == ref and name not in self._aligned), None)
+        name = known or self._name(label)
+        self._refs[name] = ref
+        return Whole(name, field)
+
+    @property
+    def single(self) -> tuple[str, ...]:
+        """Input -> its column's name in the function's rows, for inputs of which one column counts."""
+        return tuple(self._columns)
+
+    @property
+    def base(self) -> Ref | None:
+        """The input with rows whose rows all others have.
+
+        Raises:
+            TraceError: there is none: they are of different samples, or filtered in different ways.
+        """
+        rows = [(name, self._refs[name]) for name in self._aligned]
+        found = self.session.lineage.narrowest(ref for _, ref in rows)
+        if rows and found is None:
+            raise self.session.lineage.mismatch(self.what, rows)
+        return found
+
+    def record(
+        self,
+        role: str,
+        function: Callable[..., object] | None,
+        *,
+        granularity: Granularity = Granularity.SAMPLE,
+        gives: Gives = "column",
+        column: str = "value",
+        is_aligned: bool = True,
+        shown: Mapping[str, object] | None = None,
+        fields: frozenset[str] | None = None,
+    ) -> Call:
+        """Record the call; its input with the fewest rows comes first."""
+        names = list(self._refs)
+        if gives != "concat":
+            base = self.base
+            names.sort(key=lambda name: not (name in self._aligned and self._refs[name] == base))
+        options: dict[str, object] = {"function": function, "timeout_s": None, "column": column, "style": "columns", "gives": gives}
+        options |= {"columns": dict(self._columns)} if self._columns else {}
+        options |= {"fields": tuple(sorted(fields))} if fields is not None else {}
+        return self.session.record(
+            role=role,
+            method="",
+            engine="function",
+            granularity=granularity,
+            inputs={name: self._refs[name] for name in names},
+            options=options,
+            shown=shown or {},
+            is_aligned=is_aligned,
+        )
+
+    def _name(self, label: str) -> str:
+        count = sum(name == label or name.rstrip("0123456789") == label for name in self._refs)
+        return f"{label}{count + 1}" if count else label
+
+
+def as_operand(value: object, inputs: Inputs, label: str) -> Operand | Elementwise | None:
+    """Convert any value to an operand of a call with these inputs; None if nothing can be calculated with it."""
+    if isinstance(value, Lazy):
+        return value.operand(inputs, label)
+    plain = as_scalar(value)
+    return None if plain is None else Given(plain)
+
+
+def as_scalar(value: object) -> Scalar | None:
+    """Convert a plain Python value to an operand; None if nothing can be calculated with it."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, int) and not isinstance(value, bool) and not -(2**63) <= value < 2**63:
+        return float(value) if abs(value) <= sys.float_info.max else None
+    return value if isinstance(value, bool | int | float | str) else None
 
 
 class Operators(ABC, Generic[T]):

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from m2flow.engines.contract import NO_AGREEMENT, Agreement, EngineSettings, Objective, Sums, TrainEngine
 from m2flow.engines.embedded.trainer import EmbeddedTrain
-from m2flow.engines.models import lora, packing, scalar_head
+from m2flow.engines.models import lora, packing
 from m2flow.engines.models.hf_model import checkpoint_tensors
 from m2flow.engines.process_environment import keep_gloo_here
 from m2flow.errors import EngineError, M2FlowError
@@ -256,7 +256,7 @@ class RankedTrain(EmbeddedTrain):
     def scores(self, batch: Batch) -> Batch:
         self._check_head("score", "scores")
         ordered = batch.in_order()
-        tokens, mask = self._together(lambda: scalar_head.scored_tokens(self._codec, ordered, self._longest))
+        tokens, mask = self._together(lambda: packing.scored_tokens(self._codec, ordered, self._longest))
 
         def score(rows: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
             packed = packing.pack(ordered.ids[rows], tokens.take(rows), mask.take(rows), device=self._settings.device, share_prompts=False)
@@ -341,7 +341,7 @@ class Root(torch.nn.Module):  # type: ignore[misc]
     def __init__(self, model: Any, head: str) -> None:
         super().__init__()
         self.model = model
-        self._compute = packing.batched_logits if head == "lm" else scalar_head.column_scalars
+        self._compute = packing.batched_logits if head == "lm" else packing.column_scalars
 
     def forward(self, packed: packing.Packed) -> Tensor:
         return self._compute(self.model, packed)

@@ -6,7 +6,7 @@
 Log-probabilities are those of softmax(logits / temperature), with the batch's `temperature` column (0 and no column: 1), as the rollout
 engine records them: before top-k and top-p. They are computed in float32, some rows at a time (`token_logprobs`): forward keeps the logits
 alone, backward computes their gradient from them. Plain autograd would keep a log-softmax beside the logits, and two such gradients.
-The head of a critic or a reward model takes the place of the logits (`m2flow.engines.models.scalar_head`).
+The head of a critic or a reward model takes the place of the logits (`m2flow.engines.models.packing`).
 
 Weights below float32 have float32 master weights (`m2flow.engines.models.adamw`), which the option `masters: false` leaves out.
 
@@ -50,7 +50,7 @@ from m2flow.engines.contract import (
     agreement_of,
     bytes_on,
 )
-from m2flow.engines.models import lora, packing, scalar_head, trainer_checkpoint
+from m2flow.engines.models import lora, packing, trainer_checkpoint
 from m2flow.engines.models.adamw import Optimizers
 from m2flow.engines.models.hf_model import checkpoint_tensors, load_model, load_tokenizer, use_threads
 from m2flow.engines.models.packing import Demonstrations
@@ -262,7 +262,7 @@ class EmbeddedTrain(TrainEngine):
     def scores(self, batch: Batch) -> Batch:
         self._check_head("score", "scores")
         ordered = batch.in_order()
-        tokens, mask = scalar_head.scored_tokens(self._codec, ordered, self._longest)
+        tokens, mask = packing.scored_tokens(self._codec, ordered, self._longest)
         scores = np.zeros(len(ordered), np.float64)
         for rows in self._runs(tokens):
             packed = packing.pack(ordered.ids[rows], tokens.take(rows), mask.take(rows), device=self._settings.device, share_prompts=False)
@@ -448,7 +448,7 @@ class EmbeddedTrain(TrainEngine):
         """Compute the head's output: logits [T, V], or one number a token [T]."""
         if self._source.head == "lm":
             return packing.forward_logits(self._model, packed)
-        return scalar_head.forward_scalars(self._model, packed)
+        return packing.forward_scalars(self._model, packed)
 
     def _inputs(self, batch: Batch, loss: Loss, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Collect the loss's inputs, each [T]."""

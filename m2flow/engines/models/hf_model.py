@@ -6,6 +6,9 @@
 Never a network look-up, never unpickled weights, never code from the model's directory. Random weights come from a generator of their own,
 seeded by `model.seed`: every process draws the same ones, and no other random state changes.
 
+A critic and a reward model have a scalar head, `score`, of Hugging Face's own classes: any checkpoint of a causal language model has the
+body of a critic, whose head then starts at zero, and a critic can start from a reward model, head included.
+
 A `.gguf` file is a quantised, degraded copy of the model it was made from. It is dequantised to float32, exactly, and kept under
 `~/.cache/m2flow/gguf/<digest of path, size and modification time>` (or `$XDG_CACHE_HOME`). Several processes that need it at once wait for
 the first.
@@ -47,13 +50,17 @@ from jinja2 import TemplateError
 from safetensors import SafetensorError
 from torch import Tensor
 
-from m2flow.engines.models import scalar_head
 from m2flow.errors import DatasetError, EngineError, MissingExtra, ModelError, lone_surrogate
 from m2flow.recipe import ChatTemplate, Model, hub_directory, is_of_hub
 from m2flow.samples import Prompt, check_prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+HEADS = {"lm": "AutoModelForCausalLM", "value": "AutoModelForTokenClassification", "score": "AutoModelForSequenceClassification"}
+"""Head of a `m2flow.recipe.Model` -> the class of transformers that has it."""
+
+_HEAD = "score."
 
 
 def converted_directory(file: Path) -> Path:
@@ -351,8 +358,32 @@ def load_tokenizer(model: Model) -> TextCodec:
     return TextCodec(tokenizer, frozenset(int(token) for token in eos), chat=model.chat, template=model.template)
 
 
+def _prepare_head(model: Any, head: str, missing: list[str], path: str) -> list[str]:
+    """Check the head of a loaded model, and set a critic's to zero where the checkpoint has none.
+
+    Args:
+        missing: names that the checkpoint lacks; all of the head's for random weights.
+    Returns:
+        The names that are still missing.
+    Raises:
+        ModelError: the architecture has no linear head of one number.
+    """
+    if head == "lm":
+        return missing
+    layer = getattr(model, "score", None)
+    if not isinstance(layer, torch.nn.Linear) or layer.out_features != 1:
+        raise ModelError(f"a {model.config.model_type!r} model ({path}) has no head of one number here", now="Choose another architecture.")
+    if head == "value":
+        with torch.no_grad():
+            for name, parameter in layer.named_parameters():
+                if _HEAD + name in missing:
+                    parameter.zero_()
+        return [name for name in missing if not name.startswith(_HEAD)]
+    return missing
+
+
 def load_model(model: Model, *, device: str, attention: str) -> PreTrainedModel:
-    """Load the model with its head (`m2flow.engines.models.scalar_head`), in eval mode on `device`.
+    """Load the model with its head (`HEADS`), in eval mode on `device`.
 
     Args:
         attention: the name of an attention function that transformers knows, or that was registered with it.
@@ -365,7 +396,7 @@ def load_model(model: Model, *, device: str, attention: str) -> PreTrainedModel:
     directory = model_directory(model)
     config = _read_config(directory)
     dtype = getattr(torch, model.dtype)
-    kind = getattr(transformers, scalar_head.HEADS[model.head])
+    kind = getattr(transformers, HEADS[model.head])
     if model.head != "lm":
         config.num_labels = 1
     try:
@@ -374,7 +405,7 @@ def load_model(model: Model, *, device: str, attention: str) -> PreTrainedModel:
                 # Not torch.manual_seed: it would also reseed every accelerator, which fork_rng does not bring back here.
                 torch.default_generator.manual_seed(model.seed)
                 loaded = kind.from_config(config, dtype=dtype, attn_implementation=attention, trust_remote_code=False)
-            scalar_head.prepare(loaded, model.head, list(loaded.state_dict()), model.path)
+            _prepare_head(loaded, model.head, list(loaded.state_dict()), model.path)
         else:
             loaded = _load_weights(directory, model, kind, config, dtype, attention)
     except ModelError:
@@ -428,7 +459,7 @@ def _load_weights(directory: Path, model: Model, kind: Any, config: Any, dtype: 
         output_loading_info=True,
     )
     # transformers draws what a checkpoint lacks at random and only warns.
-    missing = scalar_head.prepare(loaded, model.head, sorted(info["missing_keys"]), model.path)
+    missing = _prepare_head(loaded, model.head, sorted(info["missing_keys"]), model.path)
     if missing:
         raise ModelError(
             f"the weights in {directory} lack {len(missing)} tensors of the model: {', '.join(missing[:4])}",

@@ -1,6 +1,7 @@
 """Run a micro-batch as one packed forward pass: no padding, each shared prompt once, demonstrations tokenised.
 
     samples --pack--> Packed --forward_logits--> logits of the positions that predict a masked token
+                             --forward_scalars-> a critic's values there; a reward model's score at the last token of each exchange
 
 The tokens of all samples lie one after the other in a single sequence [1, R] with explicit positions. Samples of one group
 whose tokens agree up to the first masked one share the rows of that prefix. Padding exists only inside attention: its rows are
@@ -31,7 +32,6 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from transformers import AttentionInterface
 
-from m2flow.engines.models import scalar_head
 from m2flow.engines.models.model_probe import NUM_JUDGED, Probe, Reach, explicit_attention, longest_sequence, scoring_of
 from m2flow.errors import DatasetError, EngineError
 from m2flow.samples import Batch, IdArray, Prompt, Ragged, SampleId, group_keys
@@ -249,7 +249,7 @@ def check_model(model: PreTrainedModel, head: str = "lm") -> tuple[int, str]:
     with probe.explained(), torch.no_grad():
         model.set_attn_implementation(ATTENTION)
         packed = pack(ids, tokens, mask, device=str(next(model.parameters()).device))
-        computed = batched_logits(model, packed)[0] if head == "lm" else scalar_head.hidden_states(model, packed)
+        computed = batched_logits(model, packed)[0] if head == "lm" else hidden_states(model, packed)
         probe.judge(computed.split(NUM_JUDGED))
     return longest, rope
 
@@ -410,3 +410,50 @@ def _visible(layout: AttentionLayout, reach: Reach | None, length: int, like: Te
 
 # No mask function is registered beside it, and for such a name transformers builds no mask.
 AttentionInterface.register(ATTENTION, packed_attention)
+
+
+# ---- scalar heads: a critic's value of each token, a reward model's score of an exchange
+
+
+def forward_scalars(model: Any, packed: Packed) -> Tensor:
+    """Compute the head's output where a masked token is predicted: float32 [T], with gradient."""
+    return column_scalars(model, packed)[:, 0].float()
+
+
+def column_scalars(model: Any, packed: Packed) -> Tensor:
+    """Compute the head's output as the head returns it, [T, 1], in the model's dtype."""
+    scalars: Tensor = model.score(hidden_states(model, packed))
+    return scalars
+
+
+def hidden_states(model: Any, packed: Packed) -> Tensor:
+    """Compute the hidden states where a masked token is predicted, [T, width]."""
+    output: Tensor = model.base_model(
+        input_ids=packed.input_ids, position_ids=packed.position_ids, use_cache=False, packed_layout=packed.layout
+    ).last_hidden_state
+    return output[0][packed.predictors]
+
+
+def scored_tokens(codec: TextCodec, batch: Batch, max_tokens: int) -> tuple[Ragged, Ragged]:
+    """Tokenise prompts and responses by the scoring model's own tokenizer, as tokens and loss mask for `pack`.
+
+    Each sample has one more token at its end, alone under the mask: what "predicts" it is the last token of the exchange.
+
+    Raises:
+        EngineError: a batch without texts, or an exchange that exceeds the model's context.
+    """
+    for name in ("prompt", "text"):
+        if name not in batch:
+            raise EngineError(f"a reward model scores `prompt` and `text`, and the batch has {', '.join(sorted(batch.columns))}")
+    prompts, texts = batch.ragged("prompt"), batch.ragged("text")
+    rows = [codec.encode_exchange(cast(Prompt, prompts.item(i)), str(texts.item(i))) for i in range(len(batch))]
+    for packed, row in zip(batch.ids.tolist(), rows, strict=True):
+        if len(row) > max_tokens:
+            raise EngineError(
+                f"sample {SampleId.unpack(packed)} has {len(row)} tokens for the reward model, whose context is {max_tokens}",
+                now="Generate with a smaller max_new_tokens, or use a reward model with a longer context.",
+            )
+    tokens = Ragged.of([[*row, 0] for row in rows], np.int32)
+    mask = np.zeros(len(tokens.values), np.bool_)
+    mask[tokens.offsets[1:] - 1] = True
+    return tokens, Ragged(mask, tokens.offsets)
