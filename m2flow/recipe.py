@@ -94,6 +94,16 @@ def check_text(name: str, value: object) -> None:
         raise OptionError(f"{name} is {value!r:.60}, which has half of a surrogate pair; no file takes it")
 
 
+def check_schema(text: str) -> None:
+    """Check that a text is a JSON Schema as far as its JSON goes."""
+    try:
+        is_schema = isinstance(json.loads(text), dict)
+    except ValueError:
+        is_schema = False
+    if not is_schema:
+        raise OptionError(f"json_schema is {text!r:.60}; it must be a JSON Schema", now='Write json_schema={"type": "object", ...}.')
+
+
 def model_path(model: object) -> str:
     """Check a model's path. Returns it as a text."""
     if not isinstance(model, Path):
@@ -334,6 +344,12 @@ class Sampling:
     """Logits of tokens that prompt or response have are divided by this if positive, else multiplied. 1 is off."""
     logit_bias: tuple[tuple[int, float], ...] = field(default=(), metadata=LATER)
     """Token and what is added to its logit, before the penalty."""
+    regex: str = field(default="", metadata=LATER)
+    """What the whole response matches; at most one of this and the next two. Empty is off."""
+    json_schema: str = field(default="", metadata=LATER)
+    """A JSON Schema, as JSON, of which the response is an instance."""
+    grammar: str = field(default="", metadata=LATER)
+    """A grammar that the response is a sentence of, in the form of llama.cpp (GBNF) or Lark."""
 
     def __post_init__(self) -> None:
         check_count("max_new_tokens", self.max_new_tokens)
@@ -356,6 +372,23 @@ class Sampling:
         check_number("min_p", self.min_p, low=0, high=1)
         check_number("repetition_penalty", self.repetition_penalty, low=_LEAST_PENALTY, high=1 / _LEAST_PENALTY)
         self._check_bias()
+        self._check_constraint()
+
+    @property
+    def is_constrained(self) -> bool:
+        return bool(self.regex or self.json_schema or self.grammar)
+
+    def _check_constraint(self) -> None:
+        given = [name for name in ("regex", "json_schema", "grammar") if getattr(self, name) != ""]
+        for name in given:
+            check_text(name, getattr(self, name))
+        if self.json_schema:
+            check_schema(self.json_schema)
+        if len(given) > 1:
+            raise OptionError(f"{' and '.join(given)} are given, and a response has one constraint", now="Write both as one grammar=.")
+        if given and (self.ignore_eos or self.min_new_tokens):
+            other = "ignore_eos" if self.ignore_eos else "min_new_tokens"
+            raise OptionError(f"{given[0]} ends a response where it is whole, and {other} would not", now=f"Leave {other} out.")
 
     def _check_stop(self) -> None:
         stop: object = self.stop

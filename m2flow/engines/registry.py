@@ -71,6 +71,8 @@ def version_of(distribution: str) -> str:
 
 
 _DEVICES = ("cpu", "cuda")
+_CONSTRAINTS = ("regex", "json_schema", "grammar")
+"""Refused by servers: the log-probabilities that they return under a constraint are not the model's own but those of the tokens left."""
 _HEADS = get_args(Head)
 _BUILT_IN = (
     EngineInfo(
@@ -103,7 +105,7 @@ _BUILT_IN = (
             devices=("cuda", "cpu"),
             into_server=("files", "tensors", "group"),
             routed_experts=True,
-            refused_sampling=("repetition_penalty", "logit_bias"),
+            refused_sampling=("repetition_penalty", "logit_bias", *_CONSTRAINTS),
             parallel_layouts=ParallelLayouts(tp=None, pp=8, dp=None, ep=None),
         ),
         "An SGLang server in an interpreter of its own (rollout.options.python), over HTTP.",
@@ -123,6 +125,7 @@ _BUILT_IN = (
             probes=True,
             into_server=("files",),
             devices=("cuda", "cpu"),
+            refused_sampling=_CONSTRAINTS,
             parallel_layouts=ParallelLayouts(tp=None),
         ),
         "A vLLM server in an interpreter of its own (rollout.options.python), over HTTP.",

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -405,6 +406,9 @@ class Policy(Role):
         min_p: float = 0.0,
         repetition_penalty: float = 1.0,
         logit_bias: Mapping[int, float] | None = None,
+        regex: str = "",
+        json_schema: Mapping[str, object] | str = "",
+        grammar: str = "",
         count: int | None = None,
         score: Reward | None = None,
         keep: Keep | None = None,
@@ -428,6 +432,9 @@ class Policy(Role):
             min_new_tokens: before so many tokens no response ends.
             repetition_penalty: above 1, tokens that prompt or response have become less likely. logit_bias: token to what is added to its
                 logit. Neither changes the log-probabilities that are reported: as with top-k, they are the model's own.
+            regex, json_schema, grammar: what a response must be (one of them): what an expression matches, an instance of a JSON Schema, a
+                sentence of a grammar (GBNF or Lark); by llguidance, `pip install 'm2flow[grammar]'`. It ends where it is whole, or cut
+                off at max_new_tokens.
             count: groups to keep; rejected ones are replaced while others still run. With `late="defer"`, those that each turn gives.
             score: judges the responses that are drawn this way; `score(responses)` of the result costs nothing more.
             keep: says of a group's samples, which have a `reward`, whether it counts; by default those with different rewards.
@@ -450,7 +457,8 @@ class Policy(Role):
         drawn = max_new_tokens, temperature, top_p, top_k, min_new_tokens  # In the order of the fields of `Sampling`, as the next.
         ends = as_tuple(stop_token_ids), (stop,) if isinstance(stop, str) else as_tuple(stop), include_stop, ignore_eos
         bias = () if logit_bias is None else as_tuple(logit_bias.items() if isinstance(logit_bias, Mapping) else logit_bias)
-        sampling = Sampling(*drawn, *ends, min_p=min_p, repetition_penalty=repetition_penalty, logit_bias=bias)
+        schema = json_schema if isinstance(json_schema, str) else json.dumps(json_schema, default=repr)
+        sampling = Sampling(*drawn, *ends, min_p, repetition_penalty, bias, regex, schema, grammar)
         allowed = self._session.staleness_of_generate(staleness)
         settings = GenerateSettings(n, sampling, staleness, allowed, oversample, late, timeout_s, kv)
         draws = Draws(count, score, keep, max_draws)

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from m2flow.engines.embedded.kv_slots import SlotCache
 from m2flow.engines.embedded.slot_model import SlotModel
+from m2flow.engines.models.constraints import forbidden_by
 from m2flow.engines.models.requests import Job
 from m2flow.errors import OutOfMemory
 from m2flow.recipe import Sampling
@@ -419,6 +420,9 @@ class ContinuousDecoder:
         rows = self._rows[:num_rows]
         columns = SamplingColumns(*(rows[name].copy() for name in ("temperature", "top_k", "top_p", "min_p")))
         forbidden = forbidden_stops(rows["count"] < rows["min_new"], self._stops[:num_rows], logits)
+        forbidden = forbidden_by(
+            ((row, job.constraint, self._tokens[row, : rows["count"][row]]) for row, job in enumerate(self._jobs)), forbidden, logits
+        )
         shifted = shifted_logits(
             logits,
             (

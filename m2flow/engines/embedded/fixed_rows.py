@@ -22,6 +22,7 @@ import torch
 from m2flow.engines.embedded.decoding import SamplingColumns, draw, forbidden_stops, shifted_logits, shifts, uniforms
 from m2flow.engines.embedded.kv_slots import SlotCache
 from m2flow.engines.embedded.slot_model import SlotModel
+from m2flow.engines.models.constraints import forbidden_by
 from m2flow.engines.models.requests import Job
 from m2flow.errors import EngineError, OutOfMemory
 from m2flow.samples import Finish, SampleId
@@ -198,7 +199,9 @@ class _FixedBatch:
             uniform = uniforms(np.array([job.seed], np.uint64), np.array([self._count]))
             said = np.concatenate([job.prompt, self._tokens[row, : self._count]])
             shifted = shifted_logits(alone, [(0, s, said)] if shifts(s) else [])
-            token, logprob = draw(alone, columns, uniform, forbidden_stops(early, job.stop_ids[None], alone), shifted)
+            stops = forbidden_stops(early, job.stop_ids[None], alone)
+            forbidden = forbidden_by([(0, job.constraint, self._tokens[row, : self._count])], stops, alone)
+            token, logprob = draw(alone, columns, uniform, forbidden, shifted)
             self._tokens[row, self._count], self._logprobs[row, self._count] = int(token), float(logprob)
         self._count += 1
 

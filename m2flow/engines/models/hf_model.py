@@ -194,6 +194,11 @@ class TextCodec:
         """Ids that `decode` leaves out."""
 
     @property
+    def fast(self) -> Any:
+        """The tokenizer of transformers, for what works on its vocabulary."""
+        return self._tokenizer
+
+    @property
     def eos_id(self) -> int:
         """The id that a demonstration ends with. Raises `ModelError` if the tokenizer has none."""
         if self._tokenizer.eos_token_id is not None:

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from m2flow.engines.contract import Generated, Request, StopTexts
+from m2flow.engines.models.constraints import Constraint
 from m2flow.engines.models.hf_model import TextCodec
 from m2flow.errors import DatasetError, EngineError, PromptTooLong
 from m2flow.recipe import Sampling
@@ -41,6 +42,7 @@ class Job:
     stop_texts: StopTexts | None = None
     prompt_text: str | None = None
     """As `m2flow.engines.contract.Generated` has it."""
+    constraint: Constraint | None = None
 
     @property
     def reserved_length(self) -> int:
@@ -118,6 +120,7 @@ def job_of(request: Request, codec: TextCodec, encoded: Encoded, *, vocab_size: 
         kv_stale=np.array(request.prefix_kv_stale or [False] * len(prefix), np.bool_),
         stop_texts=StopTexts.of(sampling, codec.decode, codec.special_ids),
         prompt_text=prompt_text,
+        constraint=Constraint.of(sampling, codec, vocab_size),
     )
 
 

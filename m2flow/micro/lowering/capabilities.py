@@ -107,7 +107,7 @@ def check_sampling(graph: MacroGraph, workers: Iterable[WorkerPlan]) -> None:
             can = rollout_capabilities(engine)
             refused = sorted(given.intersection(can.refused_sampling)) if can is not None else []
             if refused:
-                able = [info.name for info in engines() if info.kind == "rollout" and not info.capabilities.refused_sampling]
+                able = [info.name for info in engines() if info.kind == "rollout" and given.isdisjoint(info.capabilities.refused_sampling)]
                 raise PlanError(
                     f"{call.name} at {call.site} has {', '.join(refused)}, which the rollout engine {engine!r} can't honour",
                     now=f"Leave it out, or take one of {', '.join(able)} as `rollout: {{engine: ...}}` in the cluster spec.",

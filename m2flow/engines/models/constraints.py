@@ -1,0 +1,115 @@
+"""Constrained decoding: which tokens may come next, so that a response matches an expression, a JSON schema or a grammar.
+
+    Sampling.regex | json_schema | grammar --Constraint.of--> Constraint --allowed(tokens so far)--> bool [V]
+
+What may come next depends on the constraint and the sample's tokens alone, so a sample that is aborted and resumed, or decoded beside
+others, goes on as it would alone. The package llguidance does the matching, byte by byte over the tokenizer's vocabulary.
+
+Legend: V vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any, final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from m2flow.engines.models.hf_model import TextCodec
+from m2flow.errors import EngineError, MissingExtra
+from m2flow.recipe import Sampling
+
+
+@final
+class Constraint:
+    """The constraint of one sample; it remembers how far the sample's tokens are matched."""
+
+    def __init__(self, matcher: Any, vocab_size: int) -> None:
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+        self._matched: npt.NDArray[np.int32] = np.zeros(0, np.int32)
+
+    @classmethod
+    def of(cls, sampling: Sampling, codec: TextCodec, vocab_size: int) -> Constraint | None:
+        """The constraint of these parameters; None if they have none.
+
+        Raises:
+            EngineError: it can't be read, or the tokenizer has no end-of-sequence token. MissingExtra: llguidance is not installed.
+        """
+        if not sampling.is_constrained:
+            return None
+        if not codec.eos_ids:
+            raise EngineError("a constraint ends a response by an end-of-sequence token, and the tokenizer has none")
+        try:
+            from llguidance import LLMatcher
+        except ImportError:
+            now = "Run: pip install 'm2flow[grammar]'."
+            raise MissingExtra("regex=, json_schema= and grammar= need the package llguidance, which is not installed", now=now) from None
+        try:
+            matcher = LLMatcher(_tokenizer_of(codec, vocab_size), _grammar(sampling), log_level=0)
+            problem = matcher.get_error() if matcher.is_error() else ""
+        except Exception as error:  # Of the package's own kinds, bare `Exception` included.
+            problem = str(error)
+        if problem:
+            option = next(name for name in ("regex", "json_schema", "grammar") if getattr(sampling, name))
+            raise EngineError(f"{option}={getattr(sampling, option)!r:.80} can't be read: {problem.strip().splitlines()[0]}")
+        return cls(matcher, vocab_size)
+
+    def allowed(self, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+        """Which tokens may follow these, all of the sample's so far: bool [V].
+
+        Raises:
+            EngineError: the tokens do not match, or nothing may follow them.
+        """
+        num_matched = len(self._matched)
+        if num_matched > len(tokens) or not np.array_equal(self._matched, tokens[:num_matched]):
+            self._matcher.reset()
+            num_matched = 0
+        if not self._matcher.consume_tokens(tokens[num_matched:].tolist()):
+            raise EngineError(f"a sample does not match its constraint: {self._matcher.get_error()}")
+        self._matched = tokens.copy()
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        mask = np.unpackbits(bits, bitorder="little")[: self._vocab_size].astype(np.bool_)
+        if not mask.any():
+            raise EngineError(f"no token may follow in a constrained sample: {self._matcher.get_error() or 'its text is at an end'}")
+        return mask
+
+
+def _grammar(sampling: Sampling) -> str:
+    """The constraint in llguidance's own form."""
+    from llguidance import LLMatcher, gbnf_to_lark
+
+    if sampling.regex:
+        return str(LLMatcher.grammar_from_regex(sampling.regex))
+    if sampling.json_schema:
+        return str(LLMatcher.grammar_from_json_schema(sampling.json_schema))
+    return str(LLMatcher.grammar_from_lark(gbnf_to_lark.any_to_lark(sampling.grammar)))
+
+
+def forbidden_by(
+    rows: Iterable[tuple[int, Constraint | None, npt.NDArray[np.int32]]], forbidden: torch.Tensor | None, like: torch.Tensor
+) -> torch.Tensor | None:
+    """Add what constraints do not allow to the forbidden tokens: bool [B, V] like the logits, or None if nothing is forbidden.
+
+    Args:
+        rows: row, its constraint if it has one, and its tokens so far.
+    """
+    for row, constraint, tokens in rows:
+        if constraint is not None:
+            forbidden = torch.zeros(like.shape, dtype=torch.bool, device=like.device) if forbidden is None else forbidden
+            forbidden[row] |= torch.from_numpy(~constraint.allowed(tokens)).to(like.device)
+    return forbidden
+
+
+@functools.lru_cache(maxsize=4)
+def _tokenizer_of(codec: TextCodec, vocab_size: int) -> Any:
+    """Prepare a tokenizer for matching, which takes about a second for 150,000 tokens."""
+    from llguidance.hf import from_tokenizer
+
+    try:
+        return from_tokenizer(codec.fast, n_vocab=vocab_size, eos_token=sorted(codec.eos_ids))
+    except ValueError as error:
+        raise EngineError(f"constraints need a fast tokenizer that llguidance reads: {error}") from None
