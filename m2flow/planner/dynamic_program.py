@@ -72,7 +72,7 @@ from m2flow.planner.problem import (
     undominated,
     zero_times,
 )
-from m2flow.planner.workload import Draw, Instances
+from m2flow.planner.workload import LentRollouts, lent_rollout
 
 # ---- lower bounds
 
@@ -364,37 +364,8 @@ def _syncs(problem: Problem, engine: EngineId) -> tuple[FloatArray, bool]:
 
 WORTH = 0.02
 """Relative gain that a plan with lent devices must have, since the cost of migrating samples is only estimated."""
-_SHARES = np.array([0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.93, 0.95, 0.97, 0.98, 0.99, 0.995, 0.998, 1.0])
-"""Candidate shares of a step's samples that have ended when the devices are given back."""
 _STEPS = 4
 """Steps over which a share is averaged."""
-_MOST_SAMPLES = 1024
-"""Samples of a step that are considered."""
-
-
-@dataclass(frozen=True, eq=False)
-class Lent:
-    """Rollouts that give the trainer's devices back after each share of their samples, [steps, shares]."""
-
-    given_back_s: FloatArray
-    """Seconds from the start of the rollout until the devices are given back."""
-    total_s: FloatArray
-    """Seconds until the rollout ends."""
-    num_own: int
-    """The number of leading steps that the rest of the search uses."""
-
-    def best(self, a: float, fed: tuple[float, float], b: tuple[float, float], slower: tuple[float, float]) -> tuple[float, float]:
-        """Seconds until training is done, and the share of samples, chosen for all of the steps.
-
-        Args:
-            a: seconds of the rollout if nothing is given back. fed: l' and T' of training's input. b: T and d of training.
-            slower: slowdown factors of rollout and of training while both work.
-        """
-        both = np.clip(self.total_s - self.given_back_s, 0.0, b[0])
-        trained = np.maximum(self.given_back_s, fed[0] * self.total_s / max(a, 1e-12)) + b[0] + (slower[1] - 1) * both
-        ends = np.maximum(trained, self.total_s + (slower[0] - 1) * both + fed[1] - a + b[1])
-        best = int(np.argmin(ends.mean(axis=0)))
-        return float(ends[: self.num_own, best].mean()), float(_SHARES[best])
 
 
 def may_lend(problem: Problem, cut: Cut, first: Option, second: Option) -> bool:
@@ -423,7 +394,7 @@ def lent_times(problem: Problem, cut: Cut, first: Option, second: Option, a: Tim
     return Times(end, end, end, end), ended
 
 
-def _lent(problem: Problem, cut: Cut, first: Option, second: Option) -> Lent:
+def _lent(problem: Problem, cut: Cut, first: Option, second: Option) -> LentRollouts:
     (call,) = problem.graph.members(cut.first)
     assert call.engine is not None
     batch = problem.batches[call.name]
@@ -432,36 +403,10 @@ def _lent(problem: Problem, cut: Cut, first: Option, second: Option) -> Lent:
     if key not in known:
         ways = instances(call.engine, [first], problem.costs)
         num_lent = second.num_devices // (first.num_devices // first.layout.dp)
-        each = [_of_draw(draw, ways, num_lent) for draw in batch.several(_STEPS)]
+        each = [lent_rollout(draw, ways, num_lent) for draw in batch.several(_STEPS)]
         given_back, total = (np.stack([one[i] for one in each]) + first.come_s + first.leave_s for i in range(2))
-        known[key] = Lent(given_back, total, len(batch.draws))
+        known[key] = LentRollouts(given_back, total, len(batch.draws))
     return known[key]
-
-
-def _of_draw(draw: Draw, ways: Instances, num_lent: int) -> tuple[FloatArray, FloatArray]:
-    """Simulate one step: when devices are given back after each share of its samples, and when the rollout then ends."""
-    num, slots = float(ways.num[0]), float(ways.slots[0])
-    own, step_s, sample_s = num - num_lent, float(ways.step_s[0]), float(ways.sample_s[0])
-    lengths = draw.responses.ravel().astype(np.float64)
-    tokens, count = float(lengths.sum()), len(lengths)
-    begins = np.maximum(0.0, np.arange(count) / count - slots / count) * tokens / slots  # As in `Draw.releases_s`.
-    ends = begins + lengths
-    at = np.concatenate([[0.0], np.sort(ends)])[np.ceil(_SHARES * count).astype(np.int64)]
-    every = max(1, count // _MOST_SAMPLES)
-    lengths, begins, ends = lengths[::every], begins[::every], ends[::every]
-    made = np.clip(at[:, None] - begins, 0.0, lengths)
-    done = made.sum(axis=1) * tokens / max(float(lengths.sum()), 1.0)
-    given_back = step_s * at + sample_s * done / num
-    left = np.maximum(at[-1] - at, (tokens - done) / (slots * own / num))
-    moves = ((begins < at[:, None]) & (ends > at[:, None])).sum(axis=1) * every * num_lent / num
-    prefix = float(draw.prompts.mean()) + np.where(ends > at[:, None], made, 0.0).sum(axis=1) * every * num_lent / num / np.maximum(
-        moves, 1.0
-    )
-    moving = moves / own * (prefix * float(ways.prefill_token_s[0]) + float(ways.enter_leave_s[0]))
-    whole, alone = float(draw.seconds(ways)[0]), float(given_back[-1])
-    scale = whole / alone if alone else 1.0
-    total = scale * (given_back + step_s * left + sample_s * (tokens - done) / own) + moving
-    return given_back * scale, np.maximum(whole, total)
 
 
 BoolArray = npt.NDArray[np.bool_]

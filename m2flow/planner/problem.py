@@ -54,7 +54,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations, pairwise
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -63,11 +63,8 @@ import numpy.typing as npt
 from m2flow.errors import PlanError
 from m2flow.micro.protocol.cost_terms import Costs, EngineId, Footprint, FunctionCost, Layout, Switch
 from m2flow.planner.shortage import no_room
-from m2flow.planner.workload import BatchTimes, CallLoad, Draws, Instances, Workload
+from m2flow.planner.workload import BatchTimes, CallLoad, Draws, Instances, LentRollouts, Workload
 from m2flow.spec import ClusterSpec, PinSpec
-
-if TYPE_CHECKING:
-    from m2flow.planner.dynamic_program import Lent
 
 # ---- sets of calls and their cuts
 
@@ -830,7 +827,7 @@ class Problem:
     """Device counts to try, by pool; None: all."""
     most_chunks: int = 0
     """Chunk sizes to try for a leaf; 0: all."""
-    lent: dict[tuple[object, ...], Lent] = field(default_factory=dict)
+    lent: dict[tuple[object, ...], LentRollouts] = field(default_factory=dict)
     """Cache of `dynamic_program`: rollouts with lent devices."""
     _leaves: dict[int, LeafTimes] = field(default_factory=dict)
     _syncs_s: dict[tuple[str, str, Layout, str, Layout, bool], float] = field(default_factory=dict)
