@@ -163,6 +163,14 @@ class Link:
         self.to_controller.append(message)
 
 
+class _LinkWithoutSpans(Link):
+    """A link that drops spans: workers send them as time goes by, and the order of a world is to depend on its seed alone."""
+
+    def send(self, message: bytes) -> None:
+        if not isinstance(m.decode_to_controller(message), m.Spans):
+            super().send(message)
+
+
 def make_worker(
     plan: Plan,
     worker: WorkerPlan,
@@ -180,7 +188,7 @@ def make_worker(
     settings = msgspec.structs.replace(settings, flush_tokens=flush_tokens)
     weights = weight_settings(worker.name, plan.syncs, spec.weights, f"{directory}/weights")
     settings = msgspec.structs.replace(settings, weights=weights)
-    link, inbox = Link(), MemoryInbox()
+    link, inbox = _LinkWithoutSpans(), MemoryInbox()
     return Worker(settings, link, inbox, MemoryOutbox()), link, inbox
 
 

@@ -10,6 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from m2flow import AdamW, Dataset, Policy, Reference, Reward, Sample, flow, log, nll, op, ppo_clip, steps
+from m2flow.micro.protocol.events import Command, Event
+from m2flow.micro.scheduler.scheduler import Scheduler
+from m2flow.micro.worker import worker
 from m2flow.spec import ClusterSpec, RolloutSpec, TrainSpec
 from m2flow.testing.random_programs import clusters
 from m2flow.testing.world import run_eager, run_planned
@@ -176,3 +179,22 @@ def test_an_update_over_no_rows_is_a_version_without_a_step_whose_means_are_nan(
             assert dataclasses.replace(planned, logs=[]) == dataclasses.replace(eager, logs=[])
             assert repr(looks) == seen
         looks.clear()
+
+
+def test_the_order_of_a_world_is_that_of_its_seed_however_often_workers_send_what_they_have_recorded(monkeypatch):
+    told: list[str] = []
+    handle = Scheduler.handle
+
+    def noted(self: Scheduler, *events: Event) -> list[Command]:
+        commands = handle(self, *events)
+        told.extend(repr(command) for command in commands)
+        return commands
+
+    monkeypatch.setattr(Scheduler, "handle", noted)
+    orders = []
+    for period_ns in (0, 1 << 62):
+        monkeypatch.setattr(worker, "_FLUSH_SPANS_NS", period_ns)
+        run_planned(plain, {}, ClusterSpec(rollout=RolloutSpec(engine="fake", workers=2), train=TrainSpec(engine="fake")), order_seed=5)
+        orders.append(list(told))
+        told.clear()
+    assert orders[0] == orders[1]
