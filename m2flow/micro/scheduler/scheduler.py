@@ -255,7 +255,8 @@ class Scheduler:
         state = self._state
         if call_state.carry is not None:
             call_state.carry.finished(message)
-        self._policies.ended(call_state, message.ids, message.num_generated)
+        if call_state.is_under_policy:
+            self._policies.ended(call_state, message.ids, message.num_generated)
         sent_to = self._recovery.sent_to(message.task)
         num_new = self._calls.rows_done(call_state, worker, message.ids, message.num_tokens, message.dropped, sent_to)
         state.generated(message.task, num_new)
