@@ -350,6 +350,8 @@ class Sampling:
     """A JSON Schema, as JSON, of which the response is an instance."""
     grammar: str = field(default="", metadata=LATER)
     """A grammar that the response is a sentence of, in the form of llama.cpp (GBNF) or Lark."""
+    temperature_of: str = field(default="", metadata=LATER)
+    """A column of the prompts that has each sample's temperature, in place of `temperature`. Engines get that one."""
 
     def __post_init__(self) -> None:
         check_count("max_new_tokens", self.max_new_tokens)
@@ -373,6 +375,8 @@ class Sampling:
         check_number("repetition_penalty", self.repetition_penalty, low=_LEAST_PENALTY, high=1 / _LEAST_PENALTY)
         self._check_bias()
         self._check_constraint()
+        if self.temperature_of != "":
+            check_text("temperature_of", self.temperature_of)
 
     @property
     def is_constrained(self) -> bool:

@@ -21,7 +21,7 @@ from typing import Literal, final, get_args
 
 import numpy as np
 
-from m2flow.errors import OptionError, TraceError
+from m2flow.errors import OptionError, TraceError, did_you_mean
 from m2flow.macro.datasets import Dataset
 from m2flow.macro.graph import Granularity, Ref
 from m2flow.macro.handles import Handle, Metrics, Rows, Scores, describe, is_isolated
@@ -313,13 +313,22 @@ class GenerateSettings:
     def shown(self) -> dict[str, object]:
         """What the graph shows of the call: its sizes, and the options that differ from their defaults."""
         shown: dict[str, object] = {"n": self.n, "max_new_tokens": self.sampling.max_new_tokens}
-        shown |= {"temperature": self.sampling.temperature} if self.sampling.temperature != 1.0 else {}
+        temperature = self.sampling.temperature_of or self.sampling.temperature
+        shown |= {"temperature": temperature} if temperature != 1.0 else {}
         shown |= {"stop": list(self.sampling.stop)} if self.sampling.stop else {}
         shown |= {"staleness": self.asked_staleness} if self.asked_staleness is not None else {}
         shown |= ({"oversample": self.oversample} if self.oversample != 1.0 else {}) | {"late": self.late} if self.late != "wait" else {}
         shown |= {"timeout_s": self.timeout_s} if self.timeout_s is not None else {}
         shown |= {"kv": self.kv} if self.kv != "recompute" else {}
         return shown
+
+
+def _temperature(given: float | str) -> tuple[float, str]:
+    """The temperature of all samples, or 1 and the name of the column that has each one's."""
+    if not isinstance(given, str):
+        return given, ""
+    check_text("temperature", given)
+    return 1.0, given
 
 
 _WITH_ADVANTAGES, _WITHOUT = ppo_clip(), nll()
@@ -395,7 +404,7 @@ class Policy(Role):
         *,
         n: int = 1,
         max_new_tokens: int,
-        temperature: float = 1.0,
+        temperature: float | str = 1.0,
         top_p: float = 1.0,
         top_k: int = 0,
         min_new_tokens: int = 0,
@@ -424,7 +433,8 @@ class Policy(Role):
         Args:
             prompts: rows to answer; or a dataset, from which prompts are drawn until `count` groups are kept.
             max_new_tokens: of a response at most; where the context ends before, so does the response, and its finish is `length`.
-            temperature: 0 is greedy. top_k, min_p: 0 is off. top_p: 1 is off.
+            temperature: 0 is greedy. A text is the name of a column of the prompts, with the temperature of each.
+            top_k, min_p: 0 is off. top_p: 1 is off.
             stop: texts that end a response: it has all tokens up to the one that completes the first of them, and its `text` ends before
                 it, or with it if `include_stop`. Where in the tokens a text begins and ends does not matter. The text of a special token
                 means that token.
@@ -454,11 +464,12 @@ class Policy(Role):
             PromptTooLong (at the first look): a prompt leaves no room for a response in the model's context.
             DatasetError (at the first look): fewer than `count` groups were kept among `max_draws` prompts.
         """
-        drawn = max_new_tokens, temperature, top_p, top_k, min_new_tokens  # In the order of the fields of `Sampling`, as the next.
+        heat, heat_of = _temperature(temperature)
+        drawn = max_new_tokens, heat, top_p, top_k, min_new_tokens  # In the order of the fields of `Sampling`, as the next.
         ends = as_tuple(stop_token_ids), (stop,) if isinstance(stop, str) else as_tuple(stop), include_stop, ignore_eos
         bias = () if logit_bias is None else as_tuple(logit_bias.items() if isinstance(logit_bias, Mapping) else logit_bias)
         schema = json_schema if isinstance(json_schema, str) else json.dumps(json_schema, default=repr)
-        sampling = Sampling(*drawn, *ends, min_p, repetition_penalty, bias, regex, schema, grammar)
+        sampling = Sampling(*drawn, *ends, min_p, repetition_penalty, bias, regex, schema, grammar, heat_of)
         allowed = self._session.staleness_of_generate(staleness)
         settings = GenerateSettings(n, sampling, staleness, allowed, oversample, late, timeout_s, kv)
         draws = Draws(count, score, keep, max_draws)
@@ -481,6 +492,7 @@ class Policy(Role):
 
     def _generate(self, prompts: Ref, shown: Mapping[str, object], *, staleness: int, **options: object) -> Rows:
         """Record a generate call with these options."""
+        self._check_column(prompts, options["sampling"])
         if carries(options):
             options |= self._carried(prompts, options["n"])
         repeat = self._session.count_generation(self.name, prompts.call)
@@ -496,6 +508,14 @@ class Policy(Role):
             staleness=staleness,
         )
         return Rows(self._session, call)
+
+    def _check_column(self, prompts: Ref, sampling: object) -> None:
+        """Raises TraceError: the prompts are known not to have the column with the temperatures."""
+        assert isinstance(sampling, Sampling)
+        column, fields = sampling.temperature_of, self._session.lineage.known(prompts.call).fields
+        if column and fields is not None and column not in fields:
+            now = did_you_mean(column, sorted(fields))
+            raise TraceError(f"{self.name}.generate takes temperatures from the column {column!r}, which the prompts do not have", now=now)
 
     def _carried(self, prompts: Ref, n: object) -> dict[str, object]:
         """The late groups that a call takes over from the previous one of its line."""

@@ -243,6 +243,7 @@ LEGAL: dict[str, Callable[[object], bool]] = {
     "*.include_stop": is_flag,
     "*.regex": either(is_text, lambda value: value == ""),
     "*.grammar": either(is_text, lambda value: value == ""),
+    "*.temperature_of": either(is_text, lambda value: value == ""),
     "*.json_schema": lambda value: value in ("", {"no": 1}),
     "*.ignore_eos": is_flag,
     "*.min_p": is_number_in(0, 1),

@@ -19,12 +19,13 @@ import json
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, cast
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from m2flow.engines.contract import Generated, Request
-from m2flow.errors import InternalError, M2FlowError, OpError, RewardError
+from m2flow.errors import DatasetError, InternalError, M2FlowError, OpError, OptionError, RewardError
 from m2flow.macro.graph import Call, Granularity
 from m2flow.macro.lineage import TWICE
 from m2flow.recipe import Sampling
@@ -83,7 +84,7 @@ def sample_seed(run_seed: int, role: str, repeat: int, origin: int, index: int) 
 
 def requests(call: Call, ids: Iterable[int], prompts: Batch, run_seed: int) -> list[Request]:
     """Make the requests of a generate call for these samples; row i of `prompts` is the prompt of sample i."""
-    sampling, repeat = _sampling(call), call.options["repeat"]
+    repeat = call.options["repeat"]
     assert isinstance(repeat, int)
     texts, origins = prompts.ragged("prompt"), prompts.dense("seed").tolist()
     return [
@@ -91,7 +92,7 @@ def requests(call: Call, ids: Iterable[int], prompts: Batch, run_seed: int) -> l
             id=packed,
             prompt=cast(Prompt, texts.item(row)),
             seed=sample_seed(run_seed, call.role, repeat, origins[row], SampleId.unpack(packed).index),
-            sampling=sampling,
+            sampling=_sampling(call, prompts, row),
         )
         for row, packed in enumerate(ids)
     ]
@@ -99,7 +100,7 @@ def requests(call: Call, ids: Iterable[int], prompts: Batch, run_seed: int) -> l
 
 def continuations(call: Call, stopped: Batch) -> list[Request]:
     """Make the requests for stopped samples of a call: each continues from the tokens in its row."""
-    sampling, made = _sampling(call), []
+    made = []
     for row, packed in enumerate(stopped.ids.tolist()):
         num_prompt = int(stopped.ragged("segment_lengths").row(row)[0])
         tokens, logprobs, versions, stale = (stopped.ragged(name).row(row).tolist() for name in _MADE)
@@ -108,7 +109,7 @@ def continuations(call: Call, stopped: Batch) -> list[Request]:
                 id=packed,
                 prompt=tuple(tokens[:num_prompt]),
                 seed=int(stopped.dense("seed")[row]),
-                sampling=sampling,
+                sampling=_sampling(call, stopped, row),
                 prefix=tuple(tokens[num_prompt:]),
                 prefix_logprobs=tuple(logprobs[num_prompt:]),
                 prefix_versions=tuple(versions[num_prompt:]),
@@ -150,7 +151,7 @@ def responses(calls: Sequence[Call], generated: Sequence[Generated], prompts: Ba
         "segment_lengths": Ragged.of([[p, len(g.tokens)] for p, g in zip(num_prompt, generated, strict=True)], np.int32),
         "seed": np.array([seeds[g.id] for g in generated], np.uint64),
         "finish": np.array([g.finish for g in generated], np.uint8),
-        "temperature": np.array([_sampling(call).temperature or 1.0 for call in calls], np.float64),
+        "temperature": np.array([_sampling(call, prompts, row).temperature or 1.0 for row, call in enumerate(calls)], np.float64),
         "text": Ragged.texts([g.text for g in generated]),
     }
     given = prompts.ragged("prompt")
@@ -164,10 +165,22 @@ def responses(calls: Sequence[Call], generated: Sequence[Generated], prompts: Ba
     return Batch(ids, {**prompts.columns, **columns})
 
 
-def _sampling(call: Call) -> Sampling:
+def _sampling(call: Call, rows: Batch, row: int) -> Sampling:
+    """Return the parameters of the sample whose prompt this row is.
+
+    Raises:
+        DatasetError: its column has no temperature.
+    """
     sampling = call.options["sampling"]
     assert isinstance(sampling, Sampling)
-    return sampling
+    if not sampling.temperature_of:
+        return sampling
+    column = rows.columns[sampling.temperature_of]
+    value: Any = column.item(row) if isinstance(column, Ragged) else column[row].item()
+    try:
+        return replace(sampling, temperature=value, temperature_of="")
+    except OptionError as error:
+        raise DatasetError(f"{call.name} takes temperatures from the column {sampling.temperature_of!r}: {error.what}") from None
 
 
 def function_of(call: Call) -> Callable[..., object]:
