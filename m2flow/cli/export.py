@@ -7,13 +7,20 @@ send     spans and metrics to OpenTelemetry, Weights & Biases or MLflow
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
+from m2flow import __version__
 from m2flow.cli.main import find_run
 from m2flow.cli.run import to_option
 from m2flow.errors import OptionError, SpecError
+
+if TYPE_CHECKING:
+    from m2flow.micro.records.checkpoints import Part
 
 # ---- export
 
@@ -29,28 +36,98 @@ from m2flow.errors import OptionError, SpecError
 @click.option("--role", metavar="ROLE", help="The role whose model is exported, if several are trained.")
 @click.option("--adapters", is_flag=True, help="Export only the adapters of a policy with lora=, as peft reads them.")
 @click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Where it goes.  [default: RUN/export/ROLE-STEP[-adapters]]")
+@click.option("--shard-size", metavar="SIZE", help="Most that a file of weights may have: 5GB, 500MB.  [default: as they are]")
+@click.option("--push", metavar="OWNER/NAME", help="Upload it to this repository of the Hugging Face hub; it is made if need be.")
+@click.option("--public", is_flag=True, help="With --push: a repository that is made is public.  [default: private]")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Where runs are looked for.")
-def command(run: str | None, step: int | None, role: str | None, adapters: bool, out: Path | None, runs_dir: Path) -> None:
+def command(
+    run: str | None,
+    step: int | None,
+    role: str | None,
+    adapters: bool,
+    out: Path | None,
+    shard_size: str | None,
+    push: str | None,
+    public: bool,
+    runs_dir: Path,
+) -> None:
     """Write the model of a run as a Hugging Face directory, which `transformers` loads; it is loaded and compared before it is there.
 
-    RUN is a run directory or its name; the newest one by default. The run may still be going on.
+    RUN is a run directory or its name; the newest one by default. The run may still be going on. A model card, README.md, says what
+    the model was trained with. --push uploads as the user who is logged in by `hf auth login`.
 
     \b
     Example:
       m2flow export grpo-20260102-030405 --step 40 --out sorted-digits
       m2flow export grpo-20260102-030405 --adapters
+      m2flow export grpo-20260102-030405 --push me/sorted-digits
     """
     from m2flow.micro.records.checkpoints import export_part, export_part_adapters, find_part
 
+    if shard_size is not None and (adapters or not re.fullmatch(r"[1-9]\d*(KB|MB|GB)", shard_size)):
+        raise OptionError(f"--shard-size {shard_size} " + ("goes with whole models" if adapters else "is no size"), now="Write 5GB, 500MB.")
     run_dir = find_run(run, runs_dir)
     part = find_part(run_dir, step, role)
     target = out or run_dir / "export" / f"{part.role}-{part.which.replace(' ', '-')}{'-adapters' * adapters}"
     if adapters:
         base = export_part_adapters(part, target)
         click.echo(f"{target}: adapters of {part.role} at {part.which}, for {base}; loaded by peft, added and compared")
-        return
-    digest = export_part(part, target)
-    click.echo(f"{target}: {part.role} at {part.which}, weights {digest[:12]}, loaded by transformers and compared")
+    else:
+        digest = export_part(part, target, shard_size)
+        click.echo(f"{target}: {part.role} at {part.which}, weights {digest[:12]}, loaded by transformers and compared")
+    (target / "README.md").write_text(_card(run_dir, part, is_adapter=adapters))
+    if push is not None:
+        click.echo(_pushed(target, push, is_private=not public))
+
+
+def _card(run_dir: Path, part: Part, *, is_adapter: bool) -> str:
+    """The model card: what the run's records say of how the model came to be. No path of this machine is in it."""
+    config, plan = (json.loads(file.read_text()) if file.is_file() else {} for file in (run_dir / "config.json", run_dir / "plan.json"))
+    rows = {
+        "flow": plan.get("flow", ""),
+        "options": ", ".join(f"{name}={value!r}" for name, value in config.get("options", {}).items() if not isinstance(value, str)),
+        "seed": str(config.get("settings", {}).get("seed", "")),
+        "role": part.role,
+        "after": part.which,
+        "cluster": plan.get("cluster", ""),
+        "trained with": f"m2flow {__version__}",
+    }
+    values = _last_values(run_dir, part)
+    loading = "peft.PeftModel.from_pretrained(base, path)" if is_adapter else "transformers.AutoModelForCausalLM.from_pretrained(path)"
+    lines = ["---", f"library_name: {'peft' if is_adapter else 'transformers'}", "tags: [m2flow, reinforcement-learning]", "---", ""]
+    lines += [f"# {part.role} of {rows['flow'] or 'a flow'}", "", f"Load it with `{loading}`.", "", "| | |", "|---|---|"]
+    lines += [f"| {name} | {value} |" for name, value in rows.items() if value]
+    lines += ["", "Last values of the run:", "", "| metric | value |", "|---|---|"] if values else []
+    return "\n".join([*lines, *(f"| {name} | {value:.4g} |" for name, value in sorted(values.items())), ""])
+
+
+def _last_values(run_dir: Path, part: Part) -> dict[str, float]:
+    """What the flow logged last, up to the checkpoint: rewards, accuracies, evaluations; no sizes and times."""
+    last = int(part.which.removeprefix("step ")) - 1 if part.which.startswith("step ") else None
+    found: dict[str, float] = {}
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines() if (run_dir / "metrics.jsonl").is_file() else []
+    for line in map(json.loads, lines):
+        if last is None or line["step"] <= last:
+            named = {name: value for name, value in line["values"].items() if isinstance(value, int | float)}
+            found |= {name: value for name, value in named.items() if "/" not in name or name.startswith(("eval/", "reward/"))}
+    return {name: value for name, value in found.items() if not name.startswith("num_")}
+
+
+def _pushed(folder: Path, repo: str, *, is_private: bool) -> str:
+    """Upload a directory to the hub, and return the address of the commit.
+
+    Raises:
+        SpecError: the hub can't be reached, or refuses it.
+    """
+    from huggingface_hub import HfApi
+
+    hub = HfApi(library_name="m2flow", library_version=__version__)
+    try:
+        hub.create_repo(repo, private=is_private, exist_ok=True)
+        return str(hub.upload_folder(repo_id=repo, folder_path=folder, commit_message="m2flow export"))
+    except Exception as error:  # The package's own kinds, and those of what it uploads with.
+        now = f"The model is in {folder}. Log in with `hf auth login`, then: hf upload {repo} {folder}"
+        raise SpecError(f"{repo} can't be pushed: {error}", now=now) from None
 
 
 # ---- trace

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import base64
+import json
+import os
 import shutil
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -107,3 +115,85 @@ def test_an_engine_that_keeps_no_model_has_none_to_export(tmp_path: Path) -> Non
     said = export(trained(tmp_path, "fake").run_dir)
     assert said.exit_code != 0
     assert "has no Hugging Face model" in said.output
+
+
+def test_weights_may_be_written_in_files_of_a_size(run: Path, tmp_path: Path) -> None:
+    assert export(run, "--out", tmp_path / "whole").exit_code == 0
+    said = export(run, "--shard-size", "400KB", "--out", tmp_path / "shards")
+    assert said.exit_code == 0, said.output
+    files = sorted(path.name for path in (tmp_path / "shards").glob("*.safetensors"))
+    assert len(files) > 1
+    assert (tmp_path / "shards" / "model.safetensors.index.json").is_file()
+    whole, shards = weights(tmp_path / "whole"), weights(tmp_path / "shards")
+    assert whole.keys() == shards.keys()
+    assert all(torch.equal(tensor, shards[name]) for name, tensor in whole.items())
+    assert "is no size" in export(run, "--shard-size", "5", "--out", tmp_path / "none").output
+
+
+def test_the_model_card_says_what_the_run_was_and_no_place_of_this_machine(run: Path, tmp_path: Path) -> None:
+    assert export(run, "--step", 1, "--out", tmp_path / "one").exit_code == 0
+    card = (tmp_path / "one" / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\n")
+    assert "| flow | small |" in card
+    assert "| after | step 1 |" in card
+    assert "| seed | 0 |" in card
+    assert "| reward | " in card
+    assert str(run) not in card
+    assert str(DIGITS) not in card
+
+
+class Hub(BaseHTTPRequestHandler):
+    """As much of the Hugging Face hub as an upload of small files needs."""
+
+    files: ClassVar[dict[str, bytes]] = {}
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        answer: dict[str, object] = {}
+        if self.path == "/api/repos/create":
+            answer = {"url": f"http://127.0.0.1/{json.loads(body)['organization']}/{json.loads(body)['name']}"}
+        elif "/preupload/" in self.path:
+            asked = [one["path"] for one in json.loads(body)["files"]]
+            answer = {"files": [{"path": path, "uploadMode": "regular", "shouldIgnore": False} for path in asked]}
+        elif "/commit/" in self.path:
+            for line in map(json.loads, body.splitlines()):
+                if line["key"] == "file":
+                    self.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+            answer = {"success": True, "commitUrl": "http://127.0.0.1/me/sorted/commit/abc", "commitOid": "abc"}
+        self.answer(answer)
+
+    def do_GET(self) -> None:
+        self.answer({"id": "me/sorted", "sha": "abc", "siblings": []})
+
+    def answer(self, content: dict[str, object]) -> None:
+        body = json.dumps(content).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def test_a_push_uploads_what_was_exported(run: Path, tmp_path: Path) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as hub:
+        threading.Thread(target=hub.serve_forever, daemon=True).start()
+        command = [sys.executable, "-m", "m2flow", "export", str(run), "--out", str(tmp_path / "pushed"), "--push", "me/sorted"]
+        address = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_TOKEN": "hf_of_a_test", "HF_HUB_OFFLINE": "0"}
+        environment = {**os.environ, **address, "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(tmp_path / "home")}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        hub.shutdown()
+    assert done.returncode == 0, done.stderr
+    assert "me/sorted/commit/abc" in done.stdout
+    assert Hub.files == {path.name: path.read_bytes() for path in (tmp_path / "pushed").iterdir()}
+
+
+def test_a_hub_that_can_not_be_reached_leaves_the_model_here_and_says_so(run: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "m2flow", "export", str(run), "--out", str(tmp_path / "kept"), "--push", "me/sorted"]
+    environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_TOKEN": "hf_of_a_test", "HF_HOME": str(tmp_path / "home")}
+    done = subprocess.run(command, env={**environment, "HF_HUB_OFFLINE": "0"}, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "me/sorted can't be pushed" in done.stderr
+    assert weights(tmp_path / "kept")

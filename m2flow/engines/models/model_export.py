@@ -37,12 +37,13 @@ _OURS = "m2flow_"
 """Prefix of a checkpoint's files that are for m2flow alone."""
 
 
-def export_model(checkpoint: Path, out: Path) -> dict[str, Tensor]:
+def export_model(checkpoint: Path, out: Path, shard_size: str | None = None) -> dict[str, Tensor]:
     """Export the model of a checkpoint; returns its weights as transformers has loaded them, by their names in the files.
 
     Args:
         checkpoint: a directory that a trainer wrote, known to be whole.
         out: a directory that is not there yet.
+        shard_size: most that a file of weights may have, such as `5GB`; None: as the trainer wrote them.
     Raises:
         ModelError: the checkpoint has no Hugging Face model, or not one that transformers loads as it was saved. EngineError: `out` is
             there already, or can't be written.
@@ -55,8 +56,13 @@ def export_model(checkpoint: Path, out: Path) -> dict[str, Tensor]:
         for file in sorted(checkpoint.iterdir()):
             if file.is_file() and not file.name.startswith(_OURS):
                 shutil.copyfile(file, fresh / file.name)
-        if parts := parts_of(checkpoint):
-            _written_whole(fresh, parts)
+        parts = parts_of(checkpoint)
+        if shard_size is not None and not parts:
+            parts = {name: tensor for file in sorted(fresh.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+        if parts:
+            for file in fresh.glob("*.safetensors*"):
+                file.unlink()
+            _written_whole(fresh, parts, shard_size or "50GB")
         weights = _loaded_as_saved(fresh)
     return weights
 
@@ -80,14 +86,14 @@ def put_in_place(out: Path) -> Iterator[Path]:
             shutil.rmtree(fresh, ignore_errors=True)
 
 
-def _written_whole(directory: Path, weights: dict[str, Tensor]) -> None:
-    """Write weights that ranks had parts of as transformers does. Raises ModelError: they do not fit the configuration."""
+def _written_whole(directory: Path, weights: dict[str, Tensor], shard_size: str) -> None:
+    """Write weights as transformers does, in files of at most this size. Raises ModelError: they do not fit the configuration."""
     config = transformers.AutoConfig.from_pretrained(str(directory), local_files_only=True)
     with torch.device("meta"):
         model = getattr(transformers, config.architectures[0])(config)
     if set(weights) - set(model.state_dict()):
         raise ModelError(f"{directory} has weights that a {config.model_type!r} model has not")
-    model.save_pretrained(str(directory), state_dict=weights)
+    model.save_pretrained(str(directory), state_dict=weights, max_shard_size=shard_size)
 
 
 def _loaded_as_saved(directory: Path) -> dict[str, Tensor]:

@@ -261,8 +261,8 @@ def find_part(run_dir: Path, step: int | None, role: str | None) -> Part:
     return Part(Path(found.parts[name]), name, f"step {step}", found.point.digests.get(name, ""))
 
 
-def export_part(part: Part, out: Path) -> str:
-    """Write the model as transformers loads it, and return the digest of its weights.
+def export_part(part: Part, out: Path, shard_size: str | None = None) -> str:
+    """Write the model as transformers loads it, in files of at most this size, and return the digest of its weights.
 
     Raises:
         ModelError: they are not those that the trainer held, or there is no model.
@@ -271,7 +271,7 @@ def export_part(part: Part, out: Path) -> str:
     from m2flow.channels.weights.tensors import to_wire
     from m2flow.engines.models.model_export import export_model
 
-    weights = export_model(part.path, out)
+    weights = export_model(part.path, out, shard_size)
     found = digest((name, weight) for name, weight in to_wire(weights.items()) if not isinstance(weight, Tied))
     if part.digest and found != part.digest:
         raise ModelError(
