@@ -29,23 +29,27 @@ if TYPE_CHECKING:
         clipped_value,
         decoupled_ppo,
         distill,
+        dpo,
         dppo,
         gmpo,
         gspo,
         gspo_token,
         importance_reinforce,
+        ipo,
+        kto,
         loss,
         nll,
         opmd,
         ppo_clip,
         reinforce,
         sapo,
+        simpo,
         topr,
     )
     from m2flow.macro.number import Number
     from m2flow.macro.ops import Role, call, log, op, steps
     from m2flow.macro.refill import informative, pass_rate_between
-    from m2flow.macro.roles import Policy, Reference, Reward, RewardModel
+    from m2flow.macro.roles import Policy, Reference, Reward, RewardModel, best_and_worst
     from m2flow.observe.otel import traceparent
     from m2flow.recipe import AdamW, Correction, Counts, Lora, Loss, PerSequence, Sampling, pass_at_k
     from m2flow.samples import Batch, Finish, Sample, SampleId
@@ -59,12 +63,12 @@ _WORDS = {
     "m2flow.macro.evaluation": "Best evaluate",
     "m2flow.macro.flow": "Flow flow load_flow",
     "m2flow.macro.handles": "Metrics Rows Scores concat join where",
-    "m2flow.macro.loss_declarations": "cispo clipped_value decoupled_ppo distill dppo gmpo gspo gspo_token "
-    "importance_reinforce loss nll opmd ppo_clip reinforce sapo topr",
+    "m2flow.macro.loss_declarations": "cispo clipped_value decoupled_ppo distill dpo dppo gmpo gspo gspo_token "
+    "importance_reinforce ipo kto loss nll opmd ppo_clip reinforce sapo simpo topr",
     "m2flow.macro.number": "Number",
     "m2flow.macro.ops": "Role call log op steps",
     "m2flow.macro.refill": "informative pass_rate_between",
-    "m2flow.macro.roles": "Policy Reference Reward RewardModel",
+    "m2flow.macro.roles": "Policy Reference Reward RewardModel best_and_worst",
     "m2flow.observe.otel": "traceparent",
     "m2flow.recipe": "AdamW Correction Counts Lora Loss PerSequence Sampling pass_at_k",
     "m2flow.samples": "Batch Finish Sample SampleId",
@@ -100,12 +104,14 @@ __all__ = [
     "SampleId",
     "Sampling",
     "Scores",
+    "best_and_worst",
     "call",
     "cispo",
     "clipped_value",
     "concat",
     "decoupled_ppo",
     "distill",
+    "dpo",
     "dppo",
     "evaluate",
     "flow",
@@ -115,7 +121,9 @@ __all__ = [
     "gspo_token",
     "importance_reinforce",
     "informative",
+    "ipo",
     "join",
+    "kto",
     "load_flow",
     "log",
     "loss",
@@ -129,6 +137,7 @@ __all__ = [
     "sapo",
     "sequence_mean",
     "sequence_sum",
+    "simpo",
     "steps",
     "topr",
     "traceparent",

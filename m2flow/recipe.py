@@ -596,7 +596,7 @@ HEAD_OUTPUTS = {"lm": frozenset({"logprobs", "entropy"}), "value": frozenset({"v
 PROXIMAL = "proximal_logprobs"
 """Column of the trainer's own log-probabilities before an update."""
 
-COMPUTED = frozenset({"sequence_lengths", "sequence_ids", "behaviour_logprobs"}).union(*HEAD_OUTPUTS.values())
+COMPUTED = frozenset({"sequence_lengths", "sequence_ids", "group_ids", "behaviour_logprobs"}).union(*HEAD_OUTPUTS.values())
 """Inputs of a loss that the engine computes itself, on samples with behaviour log-probabilities; anything else is a column."""
 
 
@@ -615,13 +615,19 @@ class Loss:
     needs: tuple[str, ...]
     """Of `logprobs` (with gradient), `entropy` (with gradient), `values` (of a critic, with gradient), `behaviour_logprobs`,
     `reference_logprobs`, `advantages`, `sequence_lengths` (of the sample that the token belongs to), `sequence_ids` (which sample of the
-    tensors that is, from 0), and the names of per-token or per-sample columns."""
+    tensors that is, from 0), `group_ids` (which group that is, from 0; a loss that needs them gets whole groups), and the names of
+    per-token or per-sample columns."""
     denominator: Denominator | Callable[[Counts], float] = "tokens"
     """What the sum over a mini-batch is divided by: a count, or a function of the counts of the whole mini-batch."""
     options: tuple[tuple[str, float | int | str | bool], ...] = field(default=())
     """Further keywords."""
     correction: Correction | None = None
     """Weights for what another policy sampled; set by an update that has one."""
+
+    @property
+    def is_of_groups(self) -> bool:
+        """Whether it looks at all samples of a group together, so that groups are kept whole wherever samples are divided."""
+        return "group_ids" in self.needs
 
     def __post_init__(self) -> None:
         check_instance("correction", self.correction, Correction, "update(correction=Correction(upper=2.0))")

@@ -5,13 +5,15 @@
 Every loss follows `m2flow.recipe.Loss`: flat tensors over the tokens that the loss mask selects, passed by keyword. Terms are to be
 minimised. No function here averages over samples: sums are divided by the recipe's `denominator`. Given `sequence_lengths` (float [T],
 masked tokens of the sample that a token belongs to), each term is divided by its own, so that the terms of a sample add up to its mean
-and samples weigh the same however long they are (denominator `sequences`). A loss looks at nothing beyond a sample, so its sums and its
-gradient depend neither on micro-batches, ranks and padding nor on the order of samples.
+and samples weigh the same however long they are (denominator `sequences`). A loss looks at nothing beyond a sample, or beyond a group if
+it takes `group_ids` (groups are kept whole then), so its sums and its gradient depend neither on micro-batches, ranks and padding nor on
+the order of samples.
 
 To add a loss, write its function here: `LOSSES` finds it, and `m2flow.macro.loss_declarations` makes the word of the flow from its
 signature. A parameter that is a `Tensor` is an input, one that is a `Tensor | None` is an input where an option or the aggregation asks
 for it, and any other is an option, with its bounds in its annotation. A loss that requires `sequence_lengths` is a mean over sequences
-unless told otherwise. A flow's own loss is the same function under `@m2flow.loss(needs=[...])`. The module loads no torch.
+unless told otherwise; one that requires `group_ids` is a mean over groups: its terms are divided by the tokens of their group. A flow's
+own loss is the same function under `@m2flow.loss(needs=[...])`. The module loads no torch.
 
 KL estimates, with r = log p_ref(x) - log p(x) for a token x drawn from the policy p:
 
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
 
 Share = float
 """An option from 0 to 1."""
+Half = float
+"""An option from 0 to 0.5."""
 NotNegative = float
 """An option of 0 or more."""
 Positive = float
@@ -759,6 +763,198 @@ def opmd(
     counts = sequence_sum(logprobs.detach().new_ones(logprobs.shape), sequence_ids)
     terms = -advantages * logprobs + 0.5 * tau * drift.square() / counts
     return _per_sequence(terms, sequence_lengths), {"log_ratio": drift.detach()}
+
+
+# ---- preferences: pairs of a chosen and a rejected answer to one prompt, and answers that are judged alone
+
+
+def dpo(
+    *,
+    logprobs: Tensor,
+    reference_logprobs: Tensor,
+    chosen: Tensor,
+    sequence_ids: Tensor,
+    group_ids: Tensor,
+    beta: Positive = 0.1,
+    label_smoothing: Half = 0.0,
+) -> Terms:
+    """DPO: the likelihood that the chosen answer of a pair is preferred, under the reward that the policy itself implies.
+
+        h    = beta (sum over the chosen answer of d - sum over the rejected one of d),  d = logprobs - reference_logprobs
+        term = -(1 - label_smoothing) log sigmoid(h) - label_smoothing log sigmoid(-h)        the same for each token of the pair
+
+    Args:
+        logprobs: float [T], with gradient. reference_logprobs: float [T], of the policy before it was trained: `update(reference=...)`.
+        chosen: [T], 1 for the tokens of a chosen answer, 0 for those of a rejected one: a column of `Dataset.pairs()` and of
+            `best_and_worst(responses, rewards)`. sequence_ids, group_ids: int64 [T].
+        beta: how much a nat of log-ratio is worth in reward; the smaller, the further the policy may leave the reference.
+        label_smoothing: the share of pairs whose labels are taken to be swapped (conservative DPO).
+    Returns:
+        Terms [T], of which the mean over groups is the mean over pairs; and `margin` (the h above) and `accuracy` (1 where it is above 0),
+        averaged over tokens as all metrics are.
+    Raises:
+        ShapeError: the tensors differ in shape, or a group is no pair of a chosen and a rejected answer.
+    Source:
+        Rafailov et al. 2023, arXiv:2305.18290, eq. 7; label smoothing: Mitchell 2023, "A note on DPO with noisy preferences",
+        https://ericmitchell.ai/cdpo.pdf.
+
+    >>> import torch
+    >>> terms, metrics = dpo(
+    ...     logprobs=torch.tensor([-1.0, -4.0]), reference_logprobs=torch.tensor([-2.0, -3.0]), chosen=torch.tensor([1.0, 0.0]),
+    ...     sequence_ids=torch.tensor([0, 1]), group_ids=torch.tensor([0, 0]), beta=0.5,
+    ... )
+    >>> [round(term, 4) for term in terms.tolist()], metrics["margin"].tolist()
+    ([0.3133, 0.3133], [1.0, 1.0])
+    """
+    _check_shapes(logprobs=logprobs, reference_logprobs=reference_logprobs)
+    margin = beta * _contrast(logprobs - reference_logprobs, chosen, sequence_ids, group_ids)
+    terms = (1 - label_smoothing) * _softplus(-margin) + label_smoothing * _softplus(margin)
+    return terms, _preference_metrics(margin)
+
+
+def ipo(
+    *,
+    logprobs: Tensor,
+    reference_logprobs: Tensor,
+    chosen: Tensor,
+    sequence_ids: Tensor,
+    group_ids: Tensor,
+    beta: Positive = 0.1,
+    average: bool = True,
+) -> Terms:
+    """IPO: the squared distance of a pair's log-ratios from 1 / (2 beta), which pairs that always agree do not drive to infinity.
+
+        h    = mean over the chosen answer of d - mean over the rejected one of d,  d = logprobs - reference_logprobs
+        term = (h - 1 / (2 beta))^2
+
+    Args:
+        As `dpo`. beta: the paper's tau. average: means over tokens as above, which TRL takes; else the sums that the paper writes.
+    Returns:
+        Terms [T], and `margin` (the h above) and `accuracy`, as `dpo`.
+    Source:
+        Azar et al. 2023, "A general theoretical paradigm to understand learning from human preferences", arXiv:2310.12036, eq. 17.
+
+    >>> import torch
+    >>> terms, _ = ipo(
+    ...     logprobs=torch.tensor([-1.0, -4.0]), reference_logprobs=torch.tensor([-2.0, -3.0]), chosen=torch.tensor([1.0, 0.0]),
+    ...     sequence_ids=torch.tensor([0, 1]), group_ids=torch.tensor([0, 0]), beta=0.5,
+    ... )
+    >>> terms.tolist()
+    [1.0, 1.0]
+    """
+    _check_shapes(logprobs=logprobs, reference_logprobs=reference_logprobs)
+    log_ratio = logprobs - reference_logprobs
+    margin = _contrast(_per_token_of(log_ratio, sequence_ids) if average else log_ratio, chosen, sequence_ids, group_ids)
+    return (margin - 1 / (2 * beta)).square(), _preference_metrics(margin)
+
+
+def simpo(
+    *,
+    logprobs: Tensor,
+    chosen: Tensor,
+    sequence_ids: Tensor,
+    group_ids: Tensor,
+    beta: Positive = 2.0,
+    gamma: NotNegative = 1.0,
+) -> Terms:
+    """SimPO: the likelihood of a preference by mean log-probabilities, which have to differ by a margin; there is no reference.
+
+        h    = beta (mean over the chosen answer of logprobs - mean over the rejected one of logprobs)
+        term = -log sigmoid(h - gamma)
+
+    Args:
+        As `dpo`. beta: reward of a nat a token. gamma: the margin, in units of reward.
+    Returns:
+        Terms [T], and `margin` (the h above) and `accuracy`, as `dpo`.
+    Source:
+        Meng et al. 2024, arXiv:2405.14734, eq. 6; it takes beta from 2 to 10 and gamma from 0.3 to 1.6 or so.
+
+    >>> import torch
+    >>> terms, metrics = simpo(
+    ...     logprobs=torch.tensor([-1.0, -1.0, -2.0]), chosen=torch.tensor([1.0, 1.0, 0.0]),
+    ...     sequence_ids=torch.tensor([0, 0, 1]), group_ids=torch.tensor([0, 0, 0]),
+    ... )
+    >>> [round(term, 4) for term in terms.tolist()], metrics["margin"].tolist()
+    ([0.3133, 0.3133, 0.3133], [2.0, 2.0, 2.0])
+    """
+    margin = beta * _contrast(_per_token_of(logprobs, sequence_ids), chosen, sequence_ids, group_ids)
+    return _softplus(gamma - margin), _preference_metrics(margin)
+
+
+def kto(
+    *,
+    logprobs: Tensor,
+    reference_logprobs: Tensor,
+    chosen: Tensor,
+    baseline: Tensor,
+    sequence_ids: Tensor,
+    sequence_lengths: Tensor,
+    beta: Positive = 0.1,
+    desirable_weight: NotNegative = 1.0,
+    undesirable_weight: NotNegative = 1.0,
+) -> Terms:
+    """KTO: raise answers that are desirable and lower the others, each judged alone against how far the policy is from the reference.
+
+        r    = sum over the sample of (logprobs - reference_logprobs);  z = max(baseline, 0)
+        term = desirable_weight (1 - sigmoid(beta (r - z)))      where chosen
+               undesirable_weight (1 - sigmoid(beta (z - r)))    elsewhere
+
+    Args:
+        logprobs, reference_logprobs: as `dpo`. chosen: [T], 1 for a desirable answer, 0 for another; answers need not come in pairs.
+        baseline: float [T], an estimate of KL(policy || reference) in nats, without gradient: one number for all samples, which the flow
+            computes before the update, so that no micro-batch has one of its own (TRL estimates it anew in each, from answers to other
+            prompts). Of responses that the policy has just generated it is the mean of r itself.
+        desirable_weight, undesirable_weight: the paper's lambdas, which balance the two kinds.
+    Returns:
+        Terms [T], and `implied_reward` (beta r).
+    Source:
+        Ethayarajh et al. 2024, arXiv:2402.01306, eq. 8.
+
+    >>> import torch
+    >>> terms, _ = kto(
+    ...     logprobs=torch.tensor([-1.0, -1.0]), reference_logprobs=torch.tensor([-1.0, -1.0]), chosen=torch.tensor([1.0, 0.0]),
+    ...     baseline=torch.zeros(2), sequence_ids=torch.tensor([0, 1]), sequence_lengths=torch.ones(2),
+    ... )
+    >>> terms.tolist()
+    [0.5, 0.5]
+    """
+    _check_shapes(logprobs=logprobs, reference_logprobs=reference_logprobs, chosen=chosen, baseline=baseline)
+    log_ratio = sequence_sum(logprobs - reference_logprobs, sequence_ids)
+    above = beta * (log_ratio - baseline.detach().clamp(min=0))
+    is_chosen = chosen > 0.5
+    terms = (desirable_weight * (-above).sigmoid()).where(is_chosen, undesirable_weight * above.sigmoid())
+    return _per_sequence(terms, sequence_lengths), {"implied_reward": (beta * log_ratio).detach()}
+
+
+def _contrast(values: Tensor, chosen: Tensor, sequence_ids: Tensor, group_ids: Tensor) -> Tensor:
+    """For each token of a pair, the sum of these values over the chosen answer less that over the rejected one."""
+    _check_shapes(logprobs=values, chosen=chosen, sequence_ids=sequence_ids, group_ids=group_ids)
+    sign = values.detach().new_ones(values.shape).masked_fill(chosen < 0.5, -1.0)
+    is_first = sequence_ids != sequence_ids.roll(1)  # A sample's tokens lie together.
+    is_first[:1] = True
+    firsts = sign * is_first
+    num_answers, balance = sequence_sum(firsts.abs(), group_ids), sequence_sum(firsts, group_ids)
+    if ((num_answers != 2) | (balance != 0)).any():
+        raise ShapeError(
+            "a group is no pair of one chosen and one rejected answer",
+            now="Make pairs with Dataset.pairs() or best_and_worst(responses, rewards), and filter whole groups.",
+        )
+    return sequence_sum(sign * values, group_ids)
+
+
+def _per_token_of(values: Tensor, sequence_ids: Tensor) -> Tensor:
+    """Values divided by the number of tokens of their sample."""
+    return values / sequence_sum(values.detach().new_ones(values.shape), sequence_ids)
+
+
+def _softplus(values: Tensor) -> Tensor:
+    """log(1 + exp(values)), which is -log sigmoid(-values)."""
+    return values.logaddexp(values.new_zeros(()))
+
+
+def _preference_metrics(margin: Tensor) -> dict[str, Tensor]:
+    margin = margin.detach()
+    return {"margin": margin, "accuracy": (margin > 0).to(margin.dtype)}
 
 
 def _clipped_surrogate(ratio: Tensor, advantages: Tensor, eps_low: float, eps_high: float) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from m2flow.errors import SpecError
 from m2flow.macro.flow import Flow, load_flow
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-_KINDS = ("grpo", "chat", "dapo", "distill", "judge", "ppo", "selfplay")
+_KINDS = ("grpo", "chat", "dapo", "distill", "judge", "ppo", "selfplay", "sft_then_dpo")
 _DEMO = "grpo"
 _TINY = {"num_steps": 2, "warm_steps": 1, "batch": 2, "n": 2, "eval_every": 1, "model": "fake"}
 """Options of a run that a test makes with fake engines, for the flows that have them."""

@@ -114,6 +114,39 @@ def _said_last(said: object) -> object:
     return "".join(str(part.get("text")) for part in content) if isinstance(content, list | tuple) else content or ""
 
 
+def _answers(row: Row, what: str) -> tuple[str, str]:
+    """The texts of the chosen and the rejected answer of a row.
+
+    Raises:
+        DatasetError: one is no text and no messages, or answers something else than the row's prompt.
+    """
+    prompt = row["prompt"]
+    before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    found = []
+    for name in ("chosen" if "chosen" in row else "target", "rejected"):
+        said = row[name]
+        messages = [_message(one) for one in said] if isinstance(said, list | tuple) else said
+        answer = _said_last(messages)
+        if messages in (None, [], ()) or not isinstance(answer, str):
+            raise DatasetError(f"the {name!r} of {what} is neither a text nor messages: {said!r:.60}")
+        if isinstance(messages, list) and messages[:-1] not in ([], before):
+            raise DatasetError(
+                f"the {name!r} of {what} answers another conversation than its prompt", now="Both answers of a pair have one beginning."
+            )
+        found.append(answer)
+    return found[0], found[1]
+
+
+def _of_two(columns: Mapping[str, Column], count: int) -> dict[str, Column]:
+    """Columns of the samples of `count` pairs, from those of the pairs: the chosen answer first."""
+    both = taken({key: column for key, column in columns.items() if key != "rejected"}, np.arange(count).repeat(2))
+    chosen, rejected = (columns[key] for key in ("target", "rejected"))
+    assert isinstance(chosen, Ragged)
+    assert isinstance(rejected, Ragged)
+    texts = [str(answers.item(i)) for i in range(count) for answers in (chosen, rejected)]
+    return {**both, "target": Ragged.texts(texts), "chosen": np.tile(np.array([1.0, 0.0]), count)}
+
+
 _NAMED = 8
 """Rows that a plan names of those that were too long."""
 
@@ -185,7 +218,7 @@ class Dataset:
     Args:
         rows: mappings of the same keys, each with a text or a list of messages under `prompt`. Rows with `messages`, or `conversations`
             as ShareGPT has them, are taken apart: a last message of the assistant is the `target`, those before it are the prompt. So
-            is `chosen`, if it is a conversation; beside a `prompt` its text is the target.
+            is `chosen`, if it is a conversation; beside a `prompt` its text is the target. `pairs()` sets `rejected` beside it.
         max_prompt_tokens: most tokens of a prompt, counted as `policy` sees it: by its tokenizer, in its chat template.
         too_long: what becomes of longer ones: an error that names the row; `drop` leaves the row out; `truncate-left` and
             `truncate-middle` take tokens out of the prompt, of messages out of the longest. The plan says how many and which.
@@ -244,6 +277,8 @@ class Dataset:
         self._lines: LinesOnDisk | None = None
         """Rows that are read when they are drawn; `_columns` has the first one then."""
         self._mix: Mix | None = None
+        self._num_each = 1
+        """Samples that a row is drawn as: 2 for the two answers of a pair."""
         self._levels = levels(rows, curriculum, name)
         self._shuffle = shuffle
         self._cursor = 0
@@ -462,6 +497,32 @@ class Dataset:
             made._columns = taken(self._columns, np.array(index, np.int64))
         return made
 
+    def pairs(self) -> Dataset:
+        """The rows as preferences: each is drawn as a group of two samples, the chosen answer and the rejected one.
+
+        Both have the row's prompt and other columns, their own answer as `target`, and the column `chosen`, 1 and 0, for losses on pairs
+        (`dpo`, `ipo`, `simpo`, `kto`). `take(32)` gives 32 groups.
+
+        Rows have `prompt`, `chosen` and `rejected`, each a text or messages, of which the last is the answer; or `chosen` and `rejected`
+        as whole conversations with the same beginning.
+
+        Raises:
+            DatasetError: a row has no two answers to its prompt; or the rows are read from a stream, or pairs already.
+        """
+        if self._num_each != 1 or self._lines is not None or not {"target", "rejected"} <= set(self._columns):
+            why = "has pairs already" if self._num_each != 1 else "is a stream" if self._lines is not None else "has other columns"
+            raise DatasetError(f"the dataset {self.name!r} gives no pairs: it {why}", now="Give rows with prompt, chosen and rejected.")
+        made = copy.copy(self)
+        made._session, made._order, made._num_each = None, None, 2
+        answers = [_answers(row, f"row {i} of the dataset {self.name!r}") for i, row in enumerate(self._rows())]
+        kept = {key: column for key, column in self._columns.items() if key not in ("chosen", "rejected", "target")}
+        made._columns = {
+            **kept,
+            "target": Ragged.texts([good for good, _ in answers]),
+            "rejected": Ragged.texts([bad for _, bad in answers]),
+        }
+        return made
+
     @classmethod
     def mix(cls, datasets: Sequence[Dataset], *, weights: Sequence[float] | None = None, name: str = "mix") -> Dataset:
         """Draw from several datasets with the same columns in fixed proportions; where they have no column `source`, it names each row's.
@@ -473,8 +534,8 @@ class Dataset:
             weights: of each; by default their numbers of rows.
         """
         datasets = list(datasets) if isinstance(datasets, list | tuple) else []
-        if not datasets or not all(isinstance(one, Dataset) and one._mix is None and one._lines is None for one in datasets):
-            raise DatasetError("Dataset.mix takes a list of datasets in memory that are no mixes themselves")
+        if not datasets or not all(isinstance(one, Dataset) and one._is_plain for one in datasets):
+            raise DatasetError("Dataset.mix takes a list of datasets in memory that are no mixes themselves, and no pairs")
         if not isinstance(weights, list | tuple | None):
             raise DatasetError(f"Dataset.mix got weights={weights!r:.60}; it takes a list of numbers")
         weights = [float(len(one)) for one in datasets] if weights is None else list(weights)
@@ -493,6 +554,10 @@ class Dataset:
         made = cls(rows, name=name)
         made._mix = Mix(datasets, tuple(weight / sum(weights) for weight in weights))
         return made
+
+    @property
+    def _is_plain(self) -> bool:
+        return self._mix is None and self._lines is None and self._num_each == 1
 
     def _rows(self) -> Iterator[Row]:
         """The rows as Python values."""
@@ -607,8 +672,11 @@ class Dataset:
     def _record(
         self, session: Session, method: str, positions: list[int], seeds: list[int], shown: dict[str, object], *, moves_by: int
     ) -> Rows:
-        ids = make_ids(session.next_ordinal, len(positions))
-        rows = Batch(ids, {**self._columns_at(positions), "seed": np.array(seeds, np.uint64)})
+        ids = make_ids(session.next_ordinal, len(positions), self._num_each)
+        columns = self._columns_at(positions)
+        if self._num_each == 2:
+            columns = _of_two(columns, len(positions))
+        rows = Batch(ids, {**columns, "seed": np.array(seeds, np.uint64).repeat(self._num_each)})
         resource = f"{self._key}.cursor"
         call = session.record(
             role=self.name,
@@ -616,7 +684,7 @@ class Dataset:
             engine="source",
             granularity=Granularity.SAMPLE,
             inputs={},
-            options={"rows": rows, "cursor": self._cursor},
+            options={"rows": rows, "cursor": self._cursor} | ({"n": self._num_each} if self._num_each > 1 else {}),
             shown={**shown, **self._cut},
             reads=(resource,),
             writes=(resource,) if moves_by else (),

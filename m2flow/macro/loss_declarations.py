@@ -8,7 +8,7 @@ A policy gradient without importance weights is right only for samples of the ve
 where a generate may be stale, where an update makes several optimiser steps, and where the weights were updated since. A loss says by
 its `needs` whether it corrects for that (`behaviour_logprobs`); nothing else is looked at, so a loss that names them and ignores them
 passes. A loss that weights tokens by nothing is their likelihood, which is right for any samples: fine-tuning on filtered samples of the
-policy's own, say.
+policy's own, say. So is one that compares answers by whether they were `chosen`, whoever gave them.
 """
 
 from __future__ import annotations
@@ -139,7 +139,12 @@ def __getattr__(name: str) -> Callable[..., Loss]:
     return found
 
 
-_BOUNDS: Mapping[str, Mapping[str, float]] = {"Share": {"low": 0, "high": 1}, "NotNegative": {"low": 0}, "Positive": {"above": 0}}
+_BOUNDS: Mapping[str, Mapping[str, float]] = {
+    "Share": {"low": 0, "high": 1},
+    "Half": {"low": 0, "high": 0.5},
+    "NotNegative": {"low": 0},
+    "Positive": {"above": 0},
+}
 _CHOICES: Mapping[str, object] = {"KlEstimator": KlEstimator, "Divergence": Divergence}
 """Annotation of an option of a loss -> what it may be."""
 
@@ -150,7 +155,7 @@ def declaration(name: str) -> Callable[..., Loss]:
     parameters = inspect.signature(function).parameters
     options = {key: one for key, one in parameters.items() if "Tensor" not in one.annotation}
     needs = [key for key, one in parameters.items() if one.annotation == "Tensor"]
-    usual: AnyDenominator = "sequences" if "sequence_lengths" in needs else "tokens"
+    usual: AnyDenominator = "groups" if "group_ids" in needs else "sequences" if "sequence_lengths" in needs else "tokens"
     aggregation = inspect.Parameter("denominator", inspect.Parameter.KEYWORD_ONLY, default=usual, annotation="AnyDenominator")
 
     @functools.wraps(function)
@@ -178,6 +183,8 @@ def _check_option(name: str, value: object, annotation: str) -> None:
 def _built_in(name: str, needs: list[str], denominator: AnyDenominator, options: list[tuple[str, float | int | str | bool]]) -> Loss:
     if not callable(denominator):
         check_choice("denominator", denominator, Denominator, "or a function of the mini-batch's Counts")
+    if "group_ids" in needs and denominator != "groups":
+        raise OptionError(f"{name} is a mean over groups; denominator={denominator!r:.60} is none", now="Leave it out.")
     if denominator == "sequences" and "sequence_lengths" not in needs:
         needs.append("sequence_lengths")
     elif denominator != "sequences" and "sequence_lengths" in needs:
@@ -195,7 +202,7 @@ def check_update(loss: Loss, origins: Sequence[Call], *, name: str, version: int
     Raises:
         TraceError: the samples may be of other weights, and the loss does not need `behaviour_logprobs`.
     """
-    if not origins or "behaviour_logprobs" in loss.needs or not set(loss.needs) - _OF_LIKELIHOOD:
+    if not origins or {"behaviour_logprobs", "chosen"} & set(loss.needs) or not set(loss.needs) - _OF_LIKELIHOOD:
         return
     found = _reuse(origins, version, epochs, minibatch_size)
     if found is not None:

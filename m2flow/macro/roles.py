@@ -212,7 +212,7 @@ class Role:
                 "minibatch_size": settings.minibatch_size,
                 "epochs": settings.epochs,
                 "windows": windows(origins),
-                **({"by_group": True} if settings.loss.denominator == "groups" else {}),
+                **({"by_group": True} if settings.loss.is_of_groups or settings.loss.denominator == "groups" else {}),
                 **position,
                 **options,
             },
@@ -925,3 +925,55 @@ class ColumnFunction:
 
     def __call__(self, rows: Batch, values: Mapping[str, object]) -> object:
         return getattr(importlib.import_module(self.module), self.name)(rows, values, **dict(self.options))
+
+
+# ---- preferences
+
+
+def best_and_worst(responses: Handle, rewards: Handle) -> Rows:
+    """Keep two responses to each prompt as a pair: the best, whose column `chosen` is 1, and the worst, where it is 0.
+
+    For losses on pairs, as online DPO trains: `policy.update(best_and_worst(responses, rewards), loss=dpo(), reference=reference)`. Of
+    equal rewards the first response counts; a group whose rewards are all equal gives no pair.
+
+    Args:
+        rewards: one number a response.
+    Source:
+        Guo et al. 2024, "Direct language model alignment from online AI feedback", arXiv:2402.04792, for pairs made while training.
+    """
+    session = current_session("best_and_worst()")
+    inputs, columns = {}, {}
+    for name, handle, wants in (("samples", responses, RESPONSES), ("rewards", rewards, REWARDS)):
+        if not isinstance(handle, Rows) or not wants.fit(handle):
+            raise TraceError(f"best_and_worst needs {wants.what}, and got {describe(handle)}", now=wants.now)
+        inputs[name], columns[name] = handle.check(session, "best_and_worst"), handle.column or ""
+    assert isinstance(responses, Rows)
+    call = session.record(
+        role="best_and_worst",
+        method="",
+        engine="function",
+        granularity=Granularity.GROUP,
+        inputs=inputs,
+        options={
+            "function": ColumnFunction(__name__, "_places", ()),
+            "style": "columns",
+            "column": "value",
+            "columns": {"rewards": columns["rewards"]},
+            "timeout_s": None,
+        },
+        shown={},
+    )
+    places = Rows(session, call, "value")
+    return responses.within(places).with_columns(chosen=places).select(places >= 0)
+
+
+def _places(rows: Batch, values: Mapping[str, object]) -> Column:
+    """1 for the best of each group, 0 for the worst, -1 for the others: float64 [N]."""
+    rewards = np.asarray(rows.dense("rewards"), np.float64)
+    found = np.full(len(rows), -1.0)
+    for start, end in rows.group_bounds():
+        of_group = rewards[start:end]
+        best, worst = start + int(of_group.argmax()), start + int(of_group.argmin())
+        if rewards[best] > rewards[worst]:
+            found[best], found[worst] = 1.0, 0.0
+    return found

@@ -308,7 +308,7 @@ def _generated(sequence: _Sequence, finish: Finish | None) -> Generated:
 
 PRIME = (1 << 61) - 1
 _STATE = "fake_train.json"
-_COMPUTED = {"sequence_lengths", "sequence_ids"}.union(*HEAD_OUTPUTS.values())
+_COMPUTED = {"sequence_lengths", "sequence_ids", "group_ids"}.union(*HEAD_OUTPUTS.values())
 
 
 class FakeTrain(TrainEngine):

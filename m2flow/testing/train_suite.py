@@ -30,6 +30,9 @@ from m2flow.samples import Batch, Ragged, make_ids
 
 PPO = Objective(Loss("ppo_clip", "m2flow.algorithms.losses:ppo_clip", ("logprobs", "behaviour_logprobs", "advantages")))
 NLL = Objective(Loss("nll", "m2flow.algorithms.losses:nll", ("logprobs",)))
+DPO = Objective(
+    Loss("dpo", "m2flow.algorithms.losses:dpo", ("logprobs", "reference_logprobs", "chosen", "sequence_ids", "group_ids"), "groups")
+)
 RECIPE = AdamW(lr=1e-2)
 
 Weights = dict[str, npt.NDArray[Any]]
@@ -53,6 +56,16 @@ class TrainEngineSuite:
         (first_sums, first_weights), *others = results
         for sums, weights in others:
             assert (sums.num_sequences, sums.num_tokens, sums.num_context_tokens) == counts(first_sums)
+            self.assert_close(metric_weights(sums), metric_weights(first_sums))
+            self.assert_close(weights, first_weights)
+
+    def test_a_loss_on_pairs_gets_whole_groups_however_a_mini_batch_is_cut(self) -> None:
+        batch = samples(self.vocabulary, n=2)
+        reference = batch.ragged("logprobs")  # Of a micro-batch of one pair no rank may have a half.
+        batch = batch.with_columns(chosen=np.tile(np.array([1.0, 0.0]), 3), reference_logprobs=reference)
+        results = [self._trained(cut(batch, sizes), objective=DPO) for sizes in ([6], [2, 4], [2, 2, 2])]
+        (first_sums, first_weights), *others = results
+        for sums, weights in others:
             self.assert_close(metric_weights(sums), metric_weights(first_sums))
             self.assert_close(weights, first_weights)
 
@@ -279,10 +292,10 @@ class TrainEngineSuite:
         difference = distance(found, expected)
         assert difference == 0 if self.is_exact else difference <= self.tolerance
 
-    def _trained(self, micro_batches: Sequence[Batch], denominator: float = 3.0) -> tuple[Sums, Weights]:
+    def _trained(self, micro_batches: Sequence[Batch], denominator: float = 3.0, objective: Objective = PPO) -> tuple[Sums, Weights]:
         # The rate is a thousand times eps's share: Adam's first step would hide the size of a gradient behind its sign.
         with started(self.make()) as engine:
-            sums = [engine.accumulate(batch, PPO) for batch in micro_batches]
+            sums = [engine.accumulate(batch, objective) for batch in micro_batches]
             engine.apply(LINEAR, denominator)
             return added(sums), copied(engine)
 

@@ -28,6 +28,9 @@ ALL = [advantages.grpo, advantages.grpo_population, advantages.dr_grpo, advantag
 OF_BATCHES = list(advantages.OF_BATCHES.values())
 ESTIMATORS: tuple[KlEstimator, ...] = get_args(KlEstimator)
 
+PAIRED = {"dpo", "ipo", "simpo"}
+"""Losses on whole pairs: in tests, each two samples."""
+
 EVERY_OPTION: dict[str, list[dict[str, float | str]]] = {
     "ppo_clip": [{}, {"dual_clip": 3.0}, {"entropy_coef": 0.01}, *({"kl_coef": 0.1, "kl": estimator} for estimator in ESTIMATORS)],
     "distill": [{}, {"clip": 0.2}],
@@ -37,6 +40,9 @@ EVERY_OPTION: dict[str, list[dict[str, float | str]]] = {
     "cispo": [{}, {"eps_low": 0.2}],
     "dppo": [{}, {"divergence": "kl", "most": 0.05}],
     "opmd": [{}, {"tau": 0.1}],
+    "dpo": [{}, {"label_smoothing": 0.2}],
+    "ipo": [{}, {"average": False}],
+    "kto": [{}, {"desirable_weight": 0.5, "undesirable_weight": 2.0}],
 }
 """Options that choose another branch of a loss; any other loss is tried with its defaults."""
 
@@ -354,18 +360,24 @@ EXTREMES = [0.0, 1e4, -1e4, 90.0, -90.0, 20.0, -20.0]
 
 def inputs_of(name: str, options: dict[str, float | str]) -> list[str]:
     """The inputs of a loss with these options, but for what says where samples begin and end."""
-    return [need for need in getattr(m2flow, name)(**options).needs if not need.startswith("sequence_")]
+    return [need for need in getattr(m2flow, name)(**options).needs if not need.startswith(("sequence_", "group_"))]
 
 
 def with_sequences(name: str, lengths: list[int], *, is_mean: bool = True) -> dict[str, Tensor]:
-    """What a loss takes of `sequence_ids` and `sequence_lengths`."""
+    """What a loss takes of `sequence_ids`, `group_ids` and `sequence_lengths`."""
     counts = torch.tensor(lengths, dtype=torch.int64)
     known = {
+        "group_ids": (torch.arange(len(counts)) // 2).repeat_interleave(counts),
         "sequence_ids": torch.arange(len(counts)).repeat_interleave(counts),
         "sequence_lengths": counts.repeat_interleave(counts).double(),
     }
     parameters = inspect.signature(losses.LOSSES[name]).parameters
     return {key: known[key] for key in known if key in parameters and (is_mean or parameters[key].default is inspect.Parameter.empty)}
+
+
+def is_chosen(lengths: list[int]) -> Tensor:
+    """1 for each token of every other sample, from the first on."""
+    return (torch.arange(len(lengths)) % 2 == 0).double().repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
 
 
 def extreme_tokens(count: int, names: list[str]) -> dict[str, Tensor]:
@@ -380,9 +392,15 @@ def test_a_loss_and_its_gradient_are_finite_at_extreme_inputs(name: str, options
     tensors = inputs_of(name, options)
     for per_sample in (1, 7):
         inputs = extreme_tokens(7 ** len(tensors) if count is None else count, tensors)
+        num_tokens = len(next(iter(inputs.values())))
+        num_samples = max(1, num_tokens // per_sample) if num_tokens else 0
+        lengths = [per_sample] * (num_samples - 1) + [num_tokens - per_sample * (num_samples - 1)] if num_samples else []
+        if name in PAIRED:
+            lengths = lengths[: len(lengths) // 2 * 2]
+            inputs = {key: one[: sum(lengths)] for key, one in inputs.items()}
+        if "chosen" in inputs:
+            inputs["chosen"] = is_chosen(lengths).float()
         trained = inputs["values" if "values" in inputs else "logprobs"].requires_grad_()
-        num_samples = max(1, len(trained) // per_sample) if len(trained) else 0
-        lengths = [per_sample] * (num_samples - 1) + [len(trained) - per_sample * (num_samples - 1)] if num_samples else []
         shape = {key: one.float() if key == "sequence_lengths" else one for key, one in with_sequences(name, lengths).items()}
         terms, metrics = losses.LOSSES[name](**inputs, **shape, **options)
         assert terms.isfinite().all()
@@ -415,6 +433,10 @@ def random_inputs(name: str, options: dict[str, float | str] | None = None, seed
     inputs = {key: base + 0.3 * torch.randn(num_tokens, generator=generator, dtype=torch.float64) for key in inputs_of(name, options or {})}
     if "advantages" in inputs:
         inputs["advantages"] = torch.tensor([1.5, -1.0, -0.5, 2.0], dtype=torch.float64).repeat_interleave(torch.tensor(LENGTHS))
+    if "chosen" in inputs:
+        inputs["chosen"] = is_chosen(LENGTHS)
+    if "baseline" in inputs:
+        inputs["baseline"] = torch.full((num_tokens,), 0.2, dtype=torch.float64)
     return inputs
 
 
@@ -436,8 +458,11 @@ def test_a_losss_sums_and_gradient_do_not_depend_on_cuts_and_order(name: str, op
     inputs = random_inputs(name, options)
     expected, gradient, metrics = sum_and_gradient(name, options, inputs, LENGTHS, is_mean=is_mean)
     parts = {key: one.split(LENGTHS) for key, one in inputs.items()}
-    for order in ((0, 1, 2, 3), (3, 1, 0, 2), (2, 3, 1, 0)):
-        for cuts in ((), (1,), (2, 3), (1, 2, 3)):
+    orders, all_cuts = ((0, 1, 2, 3), (3, 1, 0, 2), (2, 3, 1, 0)), ((), (1,), (2, 3), (1, 2, 3))
+    if name in PAIRED:
+        orders, all_cuts = ((0, 1, 2, 3), (3, 2, 0, 1), (2, 3, 1, 0)), ((), (2,))
+    for order in orders:
+        for cuts in all_cuts:
             found = []
             for start, end in itertools.pairwise((0, *cuts, len(order))):
                 chosen = order[start:end]
@@ -491,6 +516,75 @@ def test_losses_with_stopped_parts_have_the_gradient_that_they_state() -> None:
             }[name]
             _, gradient, _ = sum_and_gradient(name, {}, inputs, LENGTHS, is_mean=True)
             torch.testing.assert_close(gradient, -weights * advantages_of / lengths)
+
+
+def test_losses_on_preferences_are_what_trl_computes_pair_by_pair() -> None:
+    for seed in range(3):
+        inputs = random_inputs("dpo", seed=seed)
+        policy, reference = (inputs[key].split(LENGTHS) for key in ("logprobs", "reference_logprobs"))
+        sums = [float((p - r).sum()) for p, r in zip(policy, reference, strict=True)]
+        means = [float((p - r).mean()) for p, r in zip(policy, reference, strict=True)]
+        alone = [float(p.mean()) for p in policy]
+
+        def log_sigmoid(value: float) -> float:
+            return -math.log1p(math.exp(-value))
+
+        expected: dict[tuple[str, str], list[float]] = {}
+        for good, bad in ((0, 1), (2, 3)):  # As `DPOTrainer.dpo_loss` and `CPOTrainer.cpo_loss` of TRL write them.
+            h = 0.1 * (sums[good] - sums[bad])
+            of_pair = {
+                ("dpo", "{}"): -log_sigmoid(h),
+                ("dpo", "{'label_smoothing': 0.2}"): -0.8 * log_sigmoid(h) - 0.2 * log_sigmoid(-h),
+                ("ipo", "{}"): (means[good] - means[bad] - 5.0) ** 2,
+                ("ipo", "{'average': False}"): (sums[good] - sums[bad] - 5.0) ** 2,
+                ("simpo", "{}"): -log_sigmoid(2.0 * (alone[good] - alone[bad] - 0.5)),
+            }
+            for key, value in of_pair.items():
+                expected.setdefault(key, []).extend([value] * (LENGTHS[good] + LENGTHS[bad]))
+        for name in PAIRED:
+            for options in EVERY_OPTION.get(name, [{}]):
+                terms, _ = losses.LOSSES[name](**random_inputs(name, seed=seed), **with_sequences(name, LENGTHS), **options)
+                assert terms.tolist() == pytest.approx(expected[name, str(options)], rel=1e-12)
+
+
+def test_kto_judges_each_answer_against_the_baseline() -> None:
+    # r is 3 nats for the first answer and -1 for the second; the baseline is 1.
+    given = {
+        "logprobs": torch.tensor([-1.0, -1.0, -2.0]),
+        "reference_logprobs": torch.tensor([-2.0, -3.0, -1.0]),
+        "chosen": torch.tensor([1.0, 1.0, 0.0]),
+        "sequence_ids": torch.tensor([0, 0, 1]),
+        "sequence_lengths": torch.tensor([2.0, 2.0, 1.0]),
+    }
+    sigmoid = lambda value: 1 / (1 + math.exp(-value))  # noqa: E731
+    terms, metrics = losses.kto(**given, baseline=torch.ones(3), beta=0.5, desirable_weight=1.0, undesirable_weight=3.0)
+    assert terms.tolist() == pytest.approx([(1 - sigmoid(1.0)) / 2, (1 - sigmoid(1.0)) / 2, 3 * (1 - sigmoid(1.0))])
+    assert metrics["implied_reward"].tolist() == [1.5, 1.5, -0.5]
+    below, _ = losses.kto(**given, baseline=-torch.ones(3))
+    torch.testing.assert_close(below, losses.kto(**given, baseline=torch.zeros(3))[0])
+
+
+@pytest.mark.parametrize("name", sorted(PAIRED))
+@pytest.mark.parametrize(("lengths", "chosen"), [([2, 1], [1.0, 1.0]), ([3], [0.0]), ([1, 1, 1], [1.0, 0.0, 0.0]), ([1, 1], [0.0, 0.0])])
+def test_a_group_that_is_no_pair_is_refused(name: str, lengths: list[int], chosen: list[float]) -> None:
+    counts = torch.tensor(lengths)
+    shape = {
+        "sequence_ids": torch.arange(len(counts)).repeat_interleave(counts),
+        "group_ids": torch.zeros(sum(lengths), dtype=torch.int64),
+        "chosen": torch.tensor(chosen).repeat_interleave(counts),
+    }
+    inputs = {key: torch.zeros(sum(lengths)) for key in inputs_of(name, {}) if key != "chosen"}
+    with pytest.raises(ShapeError, match="no pair"):
+        losses.LOSSES[name](**inputs, **shape)
+
+
+def test_losses_on_pairs_are_means_over_groups_and_nothing_else() -> None:
+    for name in PAIRED:
+        assert getattr(m2flow, name)().denominator == "groups"
+        with pytest.raises(OptionError, match="mean over groups"):
+            getattr(m2flow, name)(denominator="tokens")
+    with pytest.raises(OptionError, match=r"label_smoothing"):
+        m2flow.dpo(label_smoothing=0.6)
 
 
 def test_gspo_and_gspo_token_agree_where_advantages_are_those_of_samples() -> None:

@@ -31,6 +31,7 @@ from m2flow.recipe import AdamW, Loss, Model
 from m2flow.testing.fakes import FakeRanks
 from m2flow.testing.mirrored import Followers, Mirrored
 from m2flow.testing.train_suite import (
+    DPO,
     LINEAR,
     PPO,
     RECIPE,
@@ -256,6 +257,33 @@ def test_shares_are_a_partition_that_no_rank_dominates(rows: list[tuple[int, int
     loads = [sum(sizes[row] for row in share) for share in found]
     # What is given out last was given to whoever had least, and no piece is larger than an even share or one sample.
     assert max(loads) <= min(loads) + max([sum(sizes) / count, *sizes], default=0)
+
+
+@given(st.lists(st.tuples(st.integers(1, 50), st.integers(0, 4)), max_size=20), st.integers(1, 5))
+def test_shares_of_whole_groups_divide_none(rows: list[tuple[int, int]], count: int) -> None:
+    groups = [group for _, group in rows]
+    found = shares([size for size, _ in rows], groups, count, is_whole=True)
+    assert sorted(row for share in found for row in share) == list(range(len(rows)))
+    assert all(
+        len({groups[row] for row in share} & {groups[row] for row in other}) == 0
+        for share in found
+        for other in found
+        if share is not other
+    )
+
+
+def test_two_ranks_train_on_pairs_as_the_embedded_trainer_does(model: Model, followers: Followers) -> None:
+    for num_prompts in (1, 3):
+        batch = samples(VOCABULARY, num_prompts=num_prompts, n=2)
+        batch = batch.with_columns(chosen=np.tile(np.array([1.0, 0.0]), num_prompts), reference_logprobs=batch.ragged("logprobs"))
+        answers = []
+        for engine in (EmbeddedTrain(model, EngineSettings()), Mirrored(FsdpTrain, model, EngineSettings(), followers)):
+            with started(engine):
+                sums = engine.accumulate(batch, DPO)
+                engine.apply(LINEAR, float(num_prompts))
+                answers.append((sums.metrics["loss"], copied(engine)))
+        assert answers[0][0] == pytest.approx(answers[1][0], rel=1e-5)
+        assert distance(answers[0][1], answers[1][1]) < 1e-5
 
 
 def spread(model: Model, num_ranks: int, followers: Followers) -> TrainEngine:

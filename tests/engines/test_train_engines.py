@@ -348,6 +348,21 @@ def test_gradients_over_samples_and_groups_do_not_depend_on_the_cut(model: Model
     assert max(distance(answer, answers[0]) for answer in answers[1:]) < 1e-5
 
 
+@pytest.mark.parametrize("name", ["dpo", "ipo", "simpo", "kto"])
+def test_losses_on_preferences_do_not_depend_on_the_cut(model: Model, name: str) -> None:
+    batch = samples(VOCABULARY, n=2)
+    given = {"chosen": np.tile(np.array([1.0, 0.0]), 3), "baseline": np.full(6, 0.5), "reference_logprobs": batch.ragged("logprobs")}
+    loss, answers = getattr(m2flow, name)(), []
+    for sizes in ([6], [2, 4], [2, 2, 2]):
+        with started(EmbeddedTrain(model, EngineSettings())) as engine:
+            tally = UpdateTally()
+            for rows in cut(batch.with_columns(**given), sizes):
+                tally.add(engine.accumulate(rows, Objective(loss)), rows, epoch=0)
+            engine.apply(LINEAR, tally.denominator(loss))
+            answers.append(copied(engine))
+    assert max(distance(answer, answers[0]) for answer in answers[1:]) < 1e-5
+
+
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 def test_a_correction_weighs_tokens_and_clips_around_the_weights_before(model: Model, level: str) -> None:
     batch, correction = samples(VOCABULARY), Correction(level=level)  # type: ignore[arg-type]

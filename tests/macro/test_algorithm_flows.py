@@ -16,6 +16,7 @@ SMALL: dict[str, dict[str, object]] = {
     "ppo": {"num_steps": 2, "warm_steps": 1, "batch": 3, "n": 2},
     "distill": {"num_steps": 2, "warm_steps": 2, "batch": 3},
     "selfplay": {"num_steps": 2, "batch": 3, "n": 2},
+    "sft_then_dpo": {"num_steps": 2, "warm_steps": 2, "batch": 3},
     "judge": {"num_steps": 2, "warm_steps": 1, "batch": 3, "n": 2},
     "chat": {"model": "fake", "num_steps": 2, "batch": 3, "n": 2},
 }
@@ -23,6 +24,7 @@ TRAINED = {
     "ppo": {"policy", "critic", "reference"},
     "distill": {"teacher", "student"},
     "selfplay": {"first", "second"},
+    "sft_then_dpo": {"policy", "reference"},
     "judge": {"policy", "judge"},
     "chat": {"policy"},
 }

@@ -76,6 +76,14 @@ def test_distillation_asks_a_teacher_that_generates_before_the_steps_only() -> N
     assert [str(engine) for engine in work.outside] == ["teacher.rollout"]
 
 
+def test_updates_on_a_datasets_pairs_are_of_groups_of_two() -> None:
+    work = of("sft_then_dpo")
+    assert [brief(load) for load in work.calls] == [
+        ("reference.logprobs", "forward", "reference.train", "64x2", "sample", ()),
+        ("policy.update", "update", "policy.train", "64x2", "group", ("reference.logprobs",)),
+    ]
+
+
 def test_selfplay_has_two_generations_of_different_size_and_calls_named_by_line() -> None:
     work = of("selfplay")
     assert [brief(load)[:5] for load in work.calls] == [

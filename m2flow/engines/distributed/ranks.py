@@ -11,6 +11,7 @@ left makes a pass whose result counts nothing. How gradients add up over ranks, 
 from __future__ import annotations
 
 import datetime
+import math
 import os
 import sys
 from abc import abstractmethod
@@ -152,15 +153,15 @@ class Ranks:
         return bytes(body.cpu().numpy()).decode(errors="replace")
 
 
-def shares(num_tokens: Sequence[int], groups: Sequence[int], count: int) -> list[list[int]]:
+def shares(num_tokens: Sequence[int], groups: Sequence[int], count: int, *, is_whole: bool = False) -> list[list[int]]:
     """Assign rows to `count` ranks by whole groups (a prompt goes through the model once), the largest first to the least loaded rank.
 
-    A group with more tokens than an even share is split. A function of the batch alone: every rank comes to the same.
+    A group with more tokens than an even share is split, unless `is_whole`. A function of the batch alone: every rank comes to the same.
 
     >>> shares([5, 5, 1, 1, 1], [0, 0, 1, 1, 2], 2)
     [[0, 2, 3], [1, 4]]
     """
-    fair = sum(num_tokens) / count
+    fair = math.inf if is_whole else sum(num_tokens) / count
     pieces: dict[tuple[int, int], list[int]] = {}
     totals: dict[int, float] = {}
     for row, group in enumerate(groups):
@@ -209,11 +210,11 @@ class RankedTrain(EmbeddedTrain):
         """Set one of the model's tensors to a value that every rank has whole."""
 
     def accumulate(self, batch: Batch, objective: Objective) -> Sums:
-        batch = self._tokenised(batch).in_order()
+        batch = self._to_train(batch, objective.loss)
         num_masked = packing.num_masked(batch.ragged("loss_mask"))
         metrics, agreement = dict[str, float](), NO_AGREEMENT
         if num_masked.any():
-            own, weight = self._share(batch, num_masked)
+            own, weight = self._share(batch, num_masked, is_whole=objective.loss.is_of_groups)
             terms, metrics, of_own = self._together(lambda: self._terms(own, objective.loss))
             self._backward(terms.sum() * weight)
             counted = weight if self._ranks.rank % self._num_alike == 0 else 0.0
@@ -287,13 +288,14 @@ class RankedTrain(EmbeddedTrain):
 
     # What each rank does of a batch
 
-    def _share(self, batch: Batch, num_masked: npt.NDArray[np.int64]) -> tuple[Batch, float]:
-        """This rank's samples, and their weight: a rank without any takes the first of the batch, with weight 0."""
+    def _share(self, batch: Batch, num_masked: npt.NDArray[np.int64], *, is_whole: bool) -> tuple[Batch, float]:
+        """This rank's samples, and their weight: a rank without any takes the first of the batch, or its group, with weight 0."""
         rows = np.flatnonzero(num_masked)
+        groups = group_keys(batch.ids[rows])
         num_shares = self._ranks.count // self._num_alike
-        of_ranks = shares(batch.ragged("tokens").lengths[rows].tolist(), group_keys(batch.ids[rows]).tolist(), num_shares)
+        of_ranks = shares(batch.ragged("tokens").lengths[rows].tolist(), groups.tolist(), num_shares, is_whole=is_whole)
         own = rows[of_ranks[self._ranks.rank // self._num_alike]]
-        return (batch.take(own), 1.0) if len(own) else (batch.take(rows[:1]), 0.0)
+        return (batch.take(own), 1.0) if len(own) else (batch.take(rows[groups == groups[0]] if is_whole else rows[:1]), 0.0)
 
     def _spread(
         self, batch: Batch, tokens: Ragged, mask: Ragged, compute: Callable[[npt.NDArray[np.int64]], npt.NDArray[Any]]

@@ -58,7 +58,7 @@ from m2flow.engines.models.trainer_checkpoint import spread_like
 from m2flow.engines.registry import built_in
 from m2flow.errors import EngineError, OpError, is_out_of_memory
 from m2flow.recipe import HEAD_OUTPUTS, PROXIMAL, AdamW, Correction, Loss, Model, is_count
-from m2flow.samples import Batch, Ragged, SampleId
+from m2flow.samples import Batch, Ragged, SampleId, group_keys
 
 # Shapes: T predicted tokens, V vocabulary.
 
@@ -238,7 +238,7 @@ class EmbeddedTrain(TrainEngine):
         _empty_device_cache(self._settings.device)
 
     def accumulate(self, batch: Batch, objective: Objective) -> Sums:
-        batch = self._tokenised(batch).in_order()
+        batch = self._to_train(batch, objective.loss)
         metrics, agreement = dict[str, float](), NO_AGREEMENT
         if num_tokens := int(packing.num_masked(batch.ragged("loss_mask")).sum()):
             terms, metrics, agreement = self._terms(batch, objective.loss)
@@ -303,6 +303,15 @@ class EmbeddedTrain(TrainEngine):
                 now="Generate with a smaller max_new_tokens.",
             )
         return batch
+
+    def _to_train(self, batch: Batch, loss: Loss) -> Batch:
+        """Order a micro-batch and add what the loss's terms need of whole groups, before it is shared out over ranks."""
+        batch = self._tokenised(batch).in_order()
+        if loss.denominator != "groups":
+            return batch
+        num_masked = packing.num_masked(batch.ragged("loss_mask"))
+        lengths = [num_masked[start:end].sum().repeat(end - start) for start, end in batch.group_bounds()]
+        return batch.with_columns(group_lengths=np.concatenate([*lengths, np.zeros(0)]).astype(np.float32))
 
     def num_training_tokens(self, batch: Batch) -> npt.NDArray[np.int64]:
         return self._demonstrations.tokenised(batch).ragged("tokens").lengths
@@ -463,6 +472,9 @@ class EmbeddedTrain(TrainEngine):
                 inputs[name] = self._put(np.repeat(counts.astype(np.float32), counts))
             elif name == "sequence_ids":
                 inputs[name] = self._sequence_ids(batch)
+            elif name == "group_ids":
+                _, group_of_sample = np.unique(group_keys(batch.ids), return_inverse=True)
+                inputs[name] = self._put(np.repeat(group_of_sample, packing.num_masked(batch.ragged("loss_mask"))))
             else:
                 behaviour = "logprobs" if loss.correction is None else PROXIMAL
                 column = behaviour if name == "behaviour_logprobs" else name

@@ -46,13 +46,6 @@ def training_rows(call: Call, inputs: Mapping[str, Batch]) -> Batch:
         reward = np.asarray(samples.dense("reward"), np.float64)
         chosen = advantages if isinstance(advantages, Advantage) else Advantage(str(advantages))
         samples = samples.with_columns(advantages=_advantages(chosen, reward, samples))
-    if objective(call).loss.denominator == "groups":
-        if "tokens" not in samples:
-            raise OpError(f"{call.name}: a mean over groups counts tokens, and these rows are texts", now="Take another denominator.")
-        lengths = _num_trained(samples)
-        sums = [lengths[start:end].sum() for start, end in samples.group_bounds()]
-        whole = np.repeat(sums, [end - start for start, end in samples.group_bounds()])
-        samples = samples.with_columns(group_lengths=np.asarray(whole, np.float32))
     return samples
 
 
