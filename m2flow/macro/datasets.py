@@ -19,7 +19,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, final
+from typing import TYPE_CHECKING, Literal, cast, final
 
 import numpy as np
 
@@ -130,21 +130,19 @@ def _answers(row: Row, what: str) -> tuple[str, str]:
         if messages in (None, [], ()) or not isinstance(answer, str):
             raise DatasetError(f"the {name!r} of {what} is neither a text nor messages: {said!r:.60}")
         if isinstance(messages, list) and messages[:-1] not in ([], before):
-            raise DatasetError(
-                f"the {name!r} of {what} answers another conversation than its prompt", now="Both answers of a pair have one beginning."
-            )
+            now = "Both answers of a pair have one beginning."
+            raise DatasetError(f"the {name!r} of {what} answers another conversation than its prompt", now=now)
         found.append(answer)
     return found[0], found[1]
 
 
 def _of_two(columns: Mapping[str, Column], count: int) -> dict[str, Column]:
     """Columns of the samples of `count` pairs, from those of the pairs: the chosen answer first."""
-    both = taken({key: column for key, column in columns.items() if key != "rejected"}, np.arange(count).repeat(2))
-    chosen, rejected = (columns[key] for key in ("target", "rejected"))
-    assert isinstance(chosen, Ragged)
-    assert isinstance(rejected, Ragged)
-    texts = [str(answers.item(i)) for i in range(count) for answers in (chosen, rejected)]
-    return {**both, "target": Ragged.texts(texts), "chosen": np.tile(np.array([1.0, 0.0]), count)}
+    answers = columns["target"]
+    assert isinstance(answers, Ragged)
+    texts = [str(text) for i in range(count) for text in cast("tuple[str, str]", answers.item(i))]
+    labels = np.tile(np.array([1.0, 0.0]), count)
+    return {**taken(columns, np.arange(count).repeat(2)), "target": Ragged.texts(texts), "chosen": labels}
 
 
 _NAMED = 8
@@ -278,7 +276,7 @@ class Dataset:
         """Rows that are read when they are drawn; `_columns` has the first one then."""
         self._mix: Mix | None = None
         self._num_each = 1
-        """Samples that a row is drawn as: 2 for the two answers of a pair."""
+        """Samples of a row: 2 are the answers of a pair."""
         self._levels = levels(rows, curriculum, name)
         self._shuffle = shuffle
         self._cursor = 0
@@ -501,10 +499,8 @@ class Dataset:
         """The rows as preferences: each is drawn as a group of two samples, the chosen answer and the rejected one.
 
         Both have the row's prompt and other columns, their own answer as `target`, and the column `chosen`, 1 and 0, for losses on pairs
-        (`dpo`, `ipo`, `simpo`, `kto`). `take(32)` gives 32 groups.
-
-        Rows have `prompt`, `chosen` and `rejected`, each a text or messages, of which the last is the answer; or `chosen` and `rejected`
-        as whole conversations with the same beginning.
+        such as `dpo`. `take(32)` gives 32 groups. Rows have `prompt`, `chosen` and `rejected`, each a text or messages, of which the last
+        is the answer; or `chosen` and `rejected` as whole conversations with the same beginning.
 
         Raises:
             DatasetError: a row has no two answers to its prompt; or the rows are read from a stream, or pairs already.
@@ -514,13 +510,9 @@ class Dataset:
             raise DatasetError(f"the dataset {self.name!r} gives no pairs: it {why}", now="Give rows with prompt, chosen and rejected.")
         made = copy.copy(self)
         made._session, made._order, made._num_each = None, None, 2
-        answers = [_answers(row, f"row {i} of the dataset {self.name!r}") for i, row in enumerate(self._rows())]
+        answers = Ragged.json([_answers(row, f"row {i} of the dataset {self.name!r}") for i, row in enumerate(self._rows())])
         kept = {key: column for key, column in self._columns.items() if key not in ("chosen", "rejected", "target")}
-        made._columns = {
-            **kept,
-            "target": Ragged.texts([good for good, _ in answers]),
-            "rejected": Ragged.texts([bad for _, bad in answers]),
-        }
+        made._columns = {**kept, "target": answers}
         return made
 
     @classmethod
@@ -534,7 +526,9 @@ class Dataset:
             weights: of each; by default their numbers of rows.
         """
         datasets = list(datasets) if isinstance(datasets, list | tuple) else []
-        if not datasets or not all(isinstance(one, Dataset) and one._is_plain for one in datasets):
+        if not datasets or not all(
+            isinstance(one, Dataset) and (one._mix, one._lines, one._num_each) == (None, None, 1) for one in datasets
+        ):
             raise DatasetError("Dataset.mix takes a list of datasets in memory that are no mixes themselves, and no pairs")
         if not isinstance(weights, list | tuple | None):
             raise DatasetError(f"Dataset.mix got weights={weights!r:.60}; it takes a list of numbers")
@@ -554,10 +548,6 @@ class Dataset:
         made = cls(rows, name=name)
         made._mix = Mix(datasets, tuple(weight / sum(weights) for weight in weights))
         return made
-
-    @property
-    def _is_plain(self) -> bool:
-        return self._mix is None and self._lines is None and self._num_each == 1
 
     def _rows(self) -> Iterator[Row]:
         """The rows as Python values."""
@@ -673,9 +663,7 @@ class Dataset:
         self, session: Session, method: str, positions: list[int], seeds: list[int], shown: dict[str, object], *, moves_by: int
     ) -> Rows:
         ids = make_ids(session.next_ordinal, len(positions), self._num_each)
-        columns = self._columns_at(positions)
-        if self._num_each == 2:
-            columns = _of_two(columns, len(positions))
+        columns = self._columns_at(positions) if self._num_each == 1 else _of_two(self._columns_at(positions), len(positions))
         rows = Batch(ids, {**columns, "seed": np.array(seeds, np.uint64).repeat(self._num_each)})
         resource = f"{self._key}.cursor"
         call = session.record(
