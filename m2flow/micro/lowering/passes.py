@@ -276,13 +276,10 @@ def lower(
     mode: Mode = "split" if spec.placement == "split" else "time-shared"
     if pinned is not None:
         workers, choice, sizes, mode = pinned.workers, pinned.choice, sizes_of(pinned.stages), pinned.mode
-    elif choice is not None:
-        workers = seat_workers(choice, spec, device_of(spec), deterministic=deterministic)
-        sizes, mode = seat_sizes(choice, pack(legal_stages(first), spec)), choice.mode
     else:
-        workers = place_workers(graph, models, spec, deterministic=deterministic)
-    if pinned is None:
-        workers = with_weight_copies(workers, copies or {})
+        workers = with_weight_copies(_workers(graph, models, spec, choice, deterministic=deterministic), copies or {})
+    if choice is not None and pinned is None:
+        sizes, mode = seat_sizes(choice, pack(legal_stages(first), spec)), choice.mode
     check_ranks(workers)
     check_degrees(workers, spec.weights)
     routes, stages = _stages(first, workers, spec, sizes)
@@ -294,12 +291,8 @@ def lower(
     check_lora(models, workers)
     check_sampling(graph, workers)
     names = graph.names()
-    # Of a line that a loop repeats, the call of the first turn.
-    first_looks = {(seen.site, seen.why): seen for seen in reversed(graph.observations)}
-    notes = tuple(
-        f"Python waits for {names.get(seen.call, seen.call)} at {seen.site} ({seen.why}); later calls are placed by the same rules"
-        for seen in reversed(first_looks.values())
-    )
+    alone = roles_syncing_adapters_only(models, workers) if spec.weights.adapters == "alone" else ()
+    num_ranks = max((worker.ranks for worker in workers), default=1)
     return Plan(
         flow=graph.flow,
         cluster=spec.name,
@@ -308,25 +301,38 @@ def lower(
         workers=workers,
         stages=stages,
         routes=routes,
-        syncs=plan_syncs(
-            workers,
-            spec.weights,
-            is_one_host=spec.is_one_host,
-            alone=roles_syncing_adapters_only(models, workers) if spec.weights.adapters == "alone" else (),
-        ),
+        syncs=plan_syncs(workers, spec.weights, is_one_host=spec.is_one_host, alone=alone),
         switches=plan_switches(workers),
-        arithmetic=arithmetic(
-            graph,
-            num_steps=num_steps,
-            token_budget=spec.train.token_budget,
-            num_ranks=max((worker.ranks for worker in workers), default=1),
+        arithmetic=arithmetic(graph, num_steps=num_steps, token_budget=spec.train.token_budget, num_ranks=num_ranks),
+        notes=(
+            *_notes_on_looks(graph, names),
+            *asynchrony(graph, names),
+            *notes_on_capabilities(graph, workers),
+            *notes_on_difficulty(graph, spec.rollout),
         ),
-        notes=notes + asynchrony(graph, names) + notes_on_capabilities(graph, workers) + notes_on_difficulty(graph, spec.rollout),
         choice=choice,
         policies=spec.rollout.policy,
         predictor=spec.rollout.predictor,
         difficulty=spec.rollout.difficulty,
     ).verify()
+
+
+def _workers(
+    graph: MacroGraph, models: Mapping[str, Model], spec: ClusterSpec, choice: Choice | None, *, deterministic: bool
+) -> tuple[WorkerPlan, ...]:
+    """Place the workers as the search has chosen, or by the rule of the spec's `placement`."""
+    if choice is not None:
+        return seat_workers(choice, spec, device_of(spec), deterministic=deterministic)
+    return place_workers(graph, models, spec, deterministic=deterministic)
+
+
+def _notes_on_looks(graph: MacroGraph, names: Mapping[int, str]) -> tuple[str, ...]:
+    """Notes for the plan: where Python waits for a value. Of a line that a loop repeats, the call of the first turn."""
+    first_looks = {(seen.site, seen.why): seen for seen in reversed(graph.observations)}
+    return tuple(
+        f"Python waits for {names.get(seen.call, seen.call)} at {seen.site} ({seen.why}); later calls are placed by the same rules"
+        for seen in reversed(first_looks.values())
+    )
 
 
 class Lowering:
