@@ -76,3 +76,18 @@ def test_a_step_of_the_flow_trains_it_time_shared(converted: Path, tmp_path: Pat
     assert {name: tensor.shape for name, tensor in after.items()} == {name: tensor.shape for name, tensor in before.items()}
     assert not [name for name, tensor in after.items() if tensor.equal(before[name])]
     shutil.rmtree(run_dir / "checkpoints")  # more than a gigabyte, with the optimiser's state
+
+
+def test_the_chat_flow_asks_it_in_its_own_template_and_stops_at_the_line_end(converted: Path, tmp_path: Path) -> None:
+    small = ["--num-steps", "1", "--batch", "1", "--n", "2", "--max-new-tokens", "8", "--model", str(converted)]
+    command = [sys.executable, "-m", "m2flow", "run", str(ROOT / "flows" / "chat.py"), "--json", "--quiet", *small]
+    done = subprocess.run([*command, "--runs-dir", str(tmp_path)], capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    run_dir = Path(json.loads(done.stdout.splitlines()[-1])["run_dir"])
+    shown = [sys.executable, "-m", "m2flow", "samples", str(run_dir), "--json"]
+    samples = [json.loads(line) for line in subprocess.run(shown, capture_output=True, text=True, check=True).stdout.splitlines()]
+    assert len(samples) == 2
+    for sample in samples:
+        assert sample["prompt_text"].startswith("<|im_start|>system\nAnswer with one number.<|im_end|>\n<|im_start|>user\n")
+        assert "\n" not in sample["response_text"]
+    shutil.rmtree(run_dir / "checkpoints")
