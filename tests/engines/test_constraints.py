@@ -119,5 +119,6 @@ def test_constraints_that_contradict_something_are_refused_where_they_are_writte
 def test_the_plan_refuses_a_constraint_for_a_server(engine: str) -> None:
     flow = Flow(lambda: Policy("fake").generate(Dataset([{"prompt": "a"}]).take(1), max_new_tokens=4, regex="a+"))
     graph, models, _ = trace(flow, {})
+    assert "regex='a+'" in str(graph)
     with pytest.raises(PlanError, match=f"has regex, which the rollout engine '{engine}' can't honour"):
         lower(graph, models, ClusterSpec(device="cpu", cores=2, placement="split", rollout=RolloutSpec(engine=engine)))
