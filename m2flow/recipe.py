@@ -626,8 +626,8 @@ class Loss:
 
     @property
     def is_of_groups(self) -> bool:
-        """Whether it looks at all samples of a group together, so that groups are kept whole wherever samples are divided."""
-        return "group_ids" in self.needs
+        """Whether it looks at all samples of a group together or averages over groups, so that micro-batches have whole groups."""
+        return "group_ids" in self.needs or self.denominator == "groups"
 
     def __post_init__(self) -> None:
         check_instance("correction", self.correction, Correction, "update(correction=Correction(upper=2.0))")

@@ -212,7 +212,7 @@ class Role:
                 "minibatch_size": settings.minibatch_size,
                 "epochs": settings.epochs,
                 "windows": windows(origins),
-                **({"by_group": True} if settings.loss.is_of_groups or settings.loss.denominator == "groups" else {}),
+                **({"by_group": True} if settings.loss.is_of_groups else {}),
                 **position,
                 **options,
             },

@@ -19,15 +19,16 @@ from torch import Tensor
 
 import m2flow
 from m2flow import Correction, Dataset, PerSequence, Policy, flow, nll
-from m2flow.algorithms.losses import correction_weights
+from m2flow.algorithms.losses import correction_weights, sequence_sum
 from m2flow.engines.contract import EngineSettings, Objective, TrainEngine
 from m2flow.engines.embedded.trainer import EmbeddedTrain, token_logprobs
 from m2flow.engines.models import packing
 from m2flow.engines.models.adamw import Optimizers
-from m2flow.errors import EngineError, ModelError, OpError
+from m2flow.errors import EngineError, ModelError, OpError, OutOfMemory
 from m2flow.macro.graph import Call
 from m2flow.macro.tracing import trace
 from m2flow.micro.protocol.train_tasks import UpdateTally, objective, training_rows
+from m2flow.micro.worker.out_of_memory import MiniBatch
 from m2flow.recipe import AdamW, Loss, Model
 from m2flow.samples import Batch, Ragged, make_ids
 from m2flow.testing import train_suite
@@ -361,6 +362,29 @@ def test_losses_on_preferences_do_not_depend_on_the_cut(model: Model, name: str)
             engine.apply(LINEAR, tally.denominator(loss))
             answers.append(copied(engine))
     assert max(distance(answer, answers[0]) for answer in answers[1:]) < 1e-5
+
+
+@pytest.mark.parametrize("needs", [("logprobs", "sequence_ids"), ("logprobs", "sequence_ids", "group_ids")])
+def test_what_does_not_fit_is_cut_between_groups_where_the_loss_looks_at_those(model: Model, needs: tuple[str, ...]) -> None:
+    room = [100]
+
+    def bounded(logprobs: Tensor, sequence_ids: Tensor, group_ids: Tensor | None = None) -> Tensor:
+        if len(sequence_ids.unique()) > room[0]:
+            raise MemoryError
+        return -logprobs if group_ids is None else sequence_sum(logprobs, group_ids).square()
+
+    objective, answers = Objective(Loss("bounded", bounded, needs, "groups")), []
+    for room[0] in (100, 4):
+        with started(EmbeddedTrain(model, EngineSettings())) as engine:
+            minibatch = MiniBatch(engine, may_halve=True)
+            minibatch.accumulate(samples(VOCABULARY), objective)
+            engine.apply(LINEAR, 3.0)
+            answers.append(copied(engine))
+            assert minibatch.num_halved == (0 if room[0] == 100 else 2)
+    assert distance(*answers) < 1e-5
+    room[0] = 3
+    with started(EmbeddedTrain(model, EngineSettings())) as engine, pytest.raises(OutOfMemory, match="one group of it does not fit"):
+        MiniBatch(engine, may_halve=True).accumulate(samples(VOCABULARY), objective)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])

@@ -214,7 +214,7 @@ class RankedTrain(EmbeddedTrain):
         num_masked = packing.num_masked(batch.ragged("loss_mask"))
         metrics, agreement = dict[str, float](), NO_AGREEMENT
         if num_masked.any():
-            own, weight = self._share(batch, num_masked, is_whole=objective.loss.is_of_groups)
+            own, weight = self._share(batch, num_masked, is_whole="group_ids" in objective.loss.needs)
             terms, metrics, of_own = self._together(lambda: self._terms(own, objective.loss))
             self._backward(terms.sum() * weight)
             counted = weight if self._ranks.rank % self._num_alike == 0 else 0.0

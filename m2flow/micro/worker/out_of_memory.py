@@ -3,10 +3,10 @@
     MiniBatch.accumulate --engine.accumulate--> out of memory --engine.discard, earlier micro-batches again--> its halves
     MemoryError, an allocator's error --accounted--> OutOfMemory: weights, gradients, optimiser, cache of each engine; the rest; settings
 
-The gradient of a mini-batch is a sum over its samples, so how it is cut changes only the last bits. An engine that runs out of memory in
-the middle of a backward pass has added up some of it; so the mini-batch's gradient is discarded and its earlier micro-batches are
-accumulated again. Their rows are kept for that until the step is made. Only for engines that allow it (`Capabilities.retries_smaller`)
-and that have one rank.
+The gradient of a mini-batch is a sum over its samples, or over its groups where the loss looks at those, so how it is cut changes only the
+last bits. An engine that runs out of memory in the middle of a backward pass has added up some of it; so the mini-batch's gradient is
+discarded and its earlier micro-batches are accumulated again. Their rows are kept for that until the step is made. Only for engines that
+allow it (`Capabilities.retries_smaller`) and that have one rank.
 
 The ranks of a rank group are in the middle of a pass that gathers weights from all of them, and each would wait for the one that can't go
 on. So they end, and the run resumes from its last checkpoint with every micro-batch cut into twice as many parts from the start, on all
@@ -125,7 +125,7 @@ class MiniBatch:
         Raises:
             MicroBatchTooLarge: it does not fit on several ranks. OutOfMemory: one sample alone does not fit, or the engine can't retry.
         """
-        parts = _cut(rows, self._num_parts)
+        parts = _cut(rows, self._num_parts, objective)
         self.num_halved += len(parts) - 1
         return added(*[self._accumulate(part, objective) for part in parts]) if len(parts) > 1 else self._accumulate(rows, objective)
 
@@ -133,9 +133,9 @@ class MiniBatch:
         sums = self._tried(rows, objective)
         if sums is not None:
             return sums
-        halves = _cut(rows, 2)
+        halves = _cut(rows, 2, objective)
         if not self._may_halve or len(halves) < 2:
-            raise too_large(len(rows), may_cut=self._may_halve)
+            raise too_large(rows, objective, may_cut=self._may_halve)
         self.num_halved += 1
         print(f"out of memory in a micro-batch of {len(rows)} samples: it is trained on in halves", flush=True)
         self._engine.discard()
@@ -201,21 +201,32 @@ def added(*parts: Sums) -> Sums:
     )
 
 
-def too_large(num_samples: int, *, may_cut: bool) -> OutOfMemory:
-    """Make the error of a micro-batch of `num_samples` samples that did not fit.
+def too_large(rows: Batch, objective: Objective, *, may_cut: bool) -> OutOfMemory:
+    """Make the error of a micro-batch that did not fit.
 
     Args:
-        may_cut: whether it could be tried in smaller parts, if it has more than one sample.
+        may_cut: whether it could be tried in smaller parts, if it has more than one sample, or group of a loss on groups.
     """
-    one = "one sample of it" if may_cut and num_samples < 2 else "it"
-    what = f"out of memory in a micro-batch of {num_samples} samples; {one} does not fit"
+    is_one = len(_units(rows.in_order(), objective)) < 2
+    one = f"one {'group' if objective.loss.is_of_groups else 'sample'} of it" if may_cut and is_one else "it"
+    what = f"out of memory in a micro-batch of {len(rows)} samples; {one} does not fit"
     now = "Lower train.token_budget in the cluster spec, or shorten the samples (max_new_tokens)."
-    return (MicroBatchTooLarge if may_cut and num_samples > 1 else OutOfMemory)(what, now=now)
+    return (OutOfMemory if is_one or not may_cut else MicroBatchTooLarge)(what, now=now)
 
 
-def _cut(rows: Batch, parts: int) -> list[Batch]:
-    """Cut rows, in order of identity, into parts of equal numbers of samples; each has at least one."""
+def _cut(rows: Batch, parts: int, objective: Objective) -> list[Batch]:
+    """Cut rows, in order of identity, into parts of equal numbers of samples or, for a loss on groups, groups; each has at least one."""
     if parts == 1:
         return [rows]
     ordered = rows.in_order()
-    return [ordered.take(part) for part in np.array_split(np.arange(len(ordered)), parts) if len(part)]
+    units = _units(ordered, objective)
+    return [
+        ordered.take(np.concatenate([np.arange(*units[unit]) for unit in part]))
+        for part in np.array_split(np.arange(len(units)), parts)
+        if len(part)
+    ]
+
+
+def _units(rows: Batch, objective: Objective) -> list[tuple[int, int]]:
+    """The first row of each sample, or group of a loss on groups, and the row after its last one; rows are in order."""
+    return rows.group_bounds() if objective.loss.is_of_groups else [(row, row + 1) for row in range(len(rows))]

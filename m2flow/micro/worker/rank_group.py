@@ -295,7 +295,7 @@ def accumulate_share(engine: TrainEngine, batch: Batch, objective: Objective) ->
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        raise too_large(len(batch), may_cut=True) from error
+        raise too_large(batch, objective, may_cut=True) from error
 
 
 def _mourn(rank: int) -> NoReturn:
