@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+
 import msgspec
 import numpy as np
 import pytest
@@ -252,3 +254,14 @@ def test_another_format_version_is_refused_with_advice() -> None:
     frame[3] += 1
     with pytest.raises(DecodeError, match="the same version of m2flow"):
         codec.decode([frame])
+
+
+def test_the_header_is_read_by_another_implementation_of_messagepack() -> None:
+    msgpack = pytest.importorskip("msgpack")
+    batch = Batch(make_ids(5, 2), {"reward": np.array([0.5, 1.0]), "text": Ragged.texts(["é", "b"])})
+    head = bytes(codec.encode(Parcel(5, batch, "worker-0"))[0])
+    magic, version, size = struct.unpack_from("<3sBI", head)
+    assert (magic, version) == (b"m2f", codec.FORMAT)
+    call, sender, num_rows, inline_bytes, columns = msgpack.unpackb(head[8 : 8 + size])
+    assert (call, sender, num_rows, inline_bytes) == (5, "worker-0", 2, codec.INLINE_BYTES)
+    assert columns == [["reward", "dense", "float64", [2]], ["text", "text", "uint8", [3]]]
