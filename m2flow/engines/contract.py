@@ -547,7 +547,8 @@ class TrainEngine(Engine):
 
         A model with a value head gives the loss `values`, any other `logprobs` and `entropy`. The batch has the token columns of
         `m2flow.samples` (`tokens`, `loss_mask`, `logprobs` as behaviour) and a column for each further need of the loss: one number a
-        sample (`advantages` [N]), or ragged with one for each token (`reference_logprobs`, `returns`). A batch with `prompt` and
+        sample (`advantages` [N]), or ragged with one for each token (`reference_logprobs`, `returns`). Where the loss `is_of_groups`, it
+        has whole groups; those of a loss that needs `group_ids` are divided over no ranks either. A batch with `prompt` and
         `target` texts instead of `tokens` is a set of demonstrations, tokenised here, its loss mask on the target and the
         end-of-sequence token. `same_weights`, ragged bool, names the tokens that were sampled with the very weights held now."""
 
