@@ -64,20 +64,20 @@ class RolloutSpec(_Strict):
 
     engine: str = "embedded"
     """A rollout engine's name; `m2flow engines` lists them."""
-    workers: int = Field(1, ge=1, le=_MOST_PROCESSES)
+    workers: int = Field(default=1, ge=1, le=_MOST_PROCESSES)
     """Instances, each a process with the whole model. Time-shared, there is one for each trainer: 1."""
-    spare: int = Field(0, ge=0, le=_MOST_PROCESSES)
+    spare: int = Field(default=0, ge=0, le=_MOST_PROCESSES)
     """Further ones, which are not there when a run begins and may join while it goes on (`m2flow cluster scale`). Not with a placement that
     is searched for."""
     scale: Literal["asked", "auto"] = "asked"
     """Who decides whether spare ones join, and others leave: `m2flow cluster scale` alone, or also the run itself, by what it measures."""
-    replan_s: float = Field(20.0, gt=0, le=_MOST_SECONDS)
+    replan_s: float = Field(default=20.0, gt=0, le=_MOST_SECONDS)
     """With `scale: auto`: seconds of a window; three must say the same. A placement that was searched for is looked at every six."""
-    threads: int | None = Field(None, ge=1, le=_MOST_PROCESSES)
+    threads: int | None = Field(default=None, ge=1, le=_MOST_PROCESSES)
     """CPU threads of an instance; by default its share of the machine."""
-    max_running: int = Field(256, ge=1, le=_MOST_SAMPLES)
+    max_running: int = Field(default=256, ge=1, le=_MOST_SAMPLES)
     """Most samples that an instance decodes in one batch."""
-    chunk: int | None = Field(None, ge=1, le=_MOST_SAMPLES)
+    chunk: int | None = Field(default=None, ge=1, le=_MOST_SAMPLES)
     """Most samples in one task; by default as many as fit `max_running`."""
     policy: tuple[str, ...] = ()
     """Scheduling policies: which sample goes first, to which engine, and how many at once. Names of docs/guide/rollout-scheduling.md, or
@@ -102,13 +102,13 @@ class TrainSpec(_Strict):
 
     engine: str = "embedded"
     """A train engine's name; `m2flow engines` lists them."""
-    ranks: int = Field(1, ge=1, le=_MOST_PROCESSES)
+    ranks: int = Field(default=1, ge=1, le=_MOST_PROCESSES)
     """Processes (ranks) that a model is sharded over, each on a GPU or with threads of its own; more than 1 for engines that offer it."""
-    threads: int | None = Field(None, ge=1, le=_MOST_PROCESSES)
+    threads: int | None = Field(default=None, ge=1, le=_MOST_PROCESSES)
     """CPU threads of a rank; by default its share of the machine."""
-    token_budget: int = Field(8192, ge=1, le=_MOST_SAMPLES)
+    token_budget: int = Field(default=8192, ge=1, le=_MOST_SAMPLES)
     """Tokens up to which a micro-batch is filled."""
-    parts: int = Field(1, ge=1, le=_MOST_SAMPLES)
+    parts: int = Field(default=1, ge=1, le=_MOST_SAMPLES)
     """Passes that a micro-batch goes through a model of several ranks in, at most one for each of its samples. A run whose ranks are out of
     memory goes on with twice as many."""
     options: dict[str, str | int | float | bool] = {}
@@ -118,13 +118,13 @@ class TrainSpec(_Strict):
 class FunctionSpec(_Strict):
     """Where rewards and ops run."""
 
-    workers: int = Field(1, ge=1, le=_MOST_PROCESSES)
+    workers: int = Field(default=1, ge=1, le=_MOST_PROCESSES)
     """Processes."""
-    chunk: int = Field(64, ge=1, le=_MOST_SAMPLES)
+    chunk: int = Field(default=64, ge=1, le=_MOST_SAMPLES)
     """Most samples in one task."""
-    concurrency: int = Field(1, ge=1, le=_MOST_PROCESSES)
+    concurrency: int = Field(default=1, ge=1, le=_MOST_PROCESSES)
     """Samples that a process works on concurrently; for functions that wait (for a service, say) rather than compute."""
-    patience_s: float = Field(1.0, gt=0, le=_MOST_SECONDS)
+    patience_s: float = Field(default=1.0, gt=0, le=_MOST_SECONDS)
     """Seconds after which a sample that is still being judged (a straggler) no longer keeps others from being judged concurrently."""
     latency_s: dict[str, float | tuple[float, ...]] = {}
     """What a plan without a profile takes a call to last, by its name (`reward.score`), for one unit: a number, or several at evenly
@@ -139,16 +139,16 @@ class ChannelSpec(_Strict):
     torch.distributed: Gloo, or NCCL between workers that have a GPU each. By default `ipc` on one host, `tcp` on several."""
     host: str = "127.0.0.1"
     """With `tcp`: the IPv4 address of this host that sockets listen at. Any but loopback needs `keys`."""
-    port: int | None = Field(None, ge=1024, le=65535)
+    port: int | None = Field(default=None, ge=1024, le=65535)
     """The controller's port with `tcp`; by default one that is free."""
     keys: str = ""
     """With `tcp`: the file of the cluster's key (`m2flow keys FILE`). All that passes is then encrypted, and only its holders are heard."""
-    max_samples: int | None = Field(None, ge=1, le=_MOST_SAMPLES)
+    max_samples: int | None = Field(default=None, ge=1, le=_MOST_SAMPLES)
     """Backpressure: most samples of one call's name in flight to one worker, begun but not taken there; by default as many as the steps
     that may run at once have. A group counts whole, and one may be over."""
-    max_bytes: int = Field(2**36, ge=1, le=_MOST_BYTES)
+    max_bytes: int = Field(default=2**36, ge=1, le=_MOST_BYTES)
     """The same in bytes, each sample at its longest. What must be there at once and does not fit goes to segment files (see the plan)."""
-    shared_bytes: int = Field(2**30, ge=0, le=_MOST_BYTES)
+    shared_bytes: int = Field(default=2**30, ge=0, le=_MOST_BYTES)
     """With `ipc`: shared memory that each worker may take to lend large columns to others. 0: they go through the sockets. Where it is
     full, they do too, and are counted."""
 
@@ -169,19 +169,19 @@ class WeightsSpec(_Strict):
     adapters: Literal["alone", "added"] = "alone"
     """Of a policy with `lora=`: send the adapters alone, to rollout engines of other processes that can add them (not by `cuda ipc`); or
     whole weights, with them added. `added` saves those engines the host's memory for a copy of the layers that are adapted."""
-    bucket_mib: int = Field(16, ge=1, le=1024)
+    bucket_mib: int = Field(default=16, ge=1, le=1024)
     """Of `broadcast`, `tcp` and `file`: each side has two buffers of this size."""
     into_server: Literal["auto", "files", "tensors", "group"] = "auto"
     """From a worker into the server that it samples with (SGLang): `files` in memory, which the server reads; `tensors` in shared memory or
     on the GPU, which it maps; a `group` of processes, by Gloo or NCCL. `auto`: files on this host, a group elsewhere."""
     probe: Literal["first", "always", "never"] = "first"
     """Which weights a rollout engine verifies, by comparing the log-probabilities of a few sequences with the trainer's."""
-    probe_tolerance: float | None = Field(None, gt=0)
+    probe_tolerance: float | None = Field(default=None, gt=0)
     """Mean absolute difference of a token allowed in a probe, in nats; by default 0.001 in float32, 0.03 in float16, 0.15 in bfloat16."""
-    warn_above: float | None = Field(0.1, gt=0)
+    warn_above: float | None = Field(default=0.1, gt=0)
     """A warning where an update's tokens, sampled with the very weights that it begins with, have log-probabilities of trainer and rollout
     that differ by more than this on average, in nats (`rollout_diff/mean` of the metrics). None: no warning."""
-    stop_above: float | None = Field(None, gt=0)
+    stop_above: float | None = Field(default=None, gt=0)
     """The same, and the run ends before the weights are changed."""
 
 
@@ -200,9 +200,9 @@ class RaySpec(_Strict):
     """Environment variables of the workers."""
     autoscales: bool = False
     """Nodes may be added: a plan that does not fit those of now waits for them."""
-    patience_s: float = Field(60.0, gt=0, le=_MOST_SECONDS)
+    patience_s: float = Field(default=60.0, gt=0, le=_MOST_SECONDS)
     """Seconds to wait for room in the cluster, and for what its nodes say of themselves (`m2flow cluster check`)."""
-    silent_after_s: float = Field(5.0, gt=0, le=_MOST_SECONDS)
+    silent_after_s: float = Field(default=5.0, gt=0, le=_MOST_SECONDS)
     """Seconds without an answer after which a node counts as lost, with the workers on it."""
 
 
@@ -212,7 +212,7 @@ class StorageSpec(_Strict):
     directory: str = ""
     """One that all hosts see, at the same path; each run gets a directory there. Samples and checkpoints are written there by those who
     make them, the ledger is copied there. By default all of it is in the run's directory alone."""
-    every_s: float = Field(5.0, gt=0, le=_MOST_SECONDS)
+    every_s: float = Field(default=5.0, gt=0, le=_MOST_SECONDS)
     """Seconds from one copy of the ledger to the next; before a checkpoint is complete it is copied in any case."""
 
 
@@ -221,19 +221,19 @@ class PoolSpec(_Strict):
 
     device: str
     """A name of the device list, like `h100`; `m2flow engines` says where it is and how to add one."""
-    nodes: int = Field(1, ge=1, le=_MOST_DEVICES)
+    nodes: int = Field(default=1, ge=1, le=_MOST_DEVICES)
     """Hosts."""
-    devices_per_node: int = Field(8, ge=1, le=_MOST_DEVICES)
+    devices_per_node: int = Field(default=8, ge=1, le=_MOST_DEVICES)
     """Of one host; an engine whose parallel layout needs fast links stays within it."""
-    memory_gib: float | None = Field(None, gt=0, le=_MOST_GIB)
+    memory_gib: float | None = Field(default=None, gt=0, le=_MOST_GIB)
     """Of each device; by default what the device list says."""
-    host_memory_gib: float | None = Field(None, gt=0, le=_MOST_GIB)
+    host_memory_gib: float | None = Field(default=None, gt=0, le=_MOST_GIB)
     """Of each node, for what engines offload; by default what the device list says."""
-    host_link_gb_s: float | None = Field(None, gt=0, le=_MOST_GB_S)
+    host_link_gb_s: float | None = Field(default=None, gt=0, le=_MOST_GB_S)
     """Between each device and its node's memory (PCIe), in each direction, 10^9 bytes a second; by default what the device list says."""
-    link_gb_s: float | None = Field(None, gt=0, le=_MOST_GB_S)
+    link_gb_s: float | None = Field(default=None, gt=0, le=_MOST_GB_S)
     """Between the devices of a node (NVLink, or PCIe without it), in each direction, 10^9 bytes a second; by default the device list's."""
-    network_gb_s: float | None = Field(None, gt=0, le=_MOST_GB_S)
+    network_gb_s: float | None = Field(default=None, gt=0, le=_MOST_GB_S)
     """Of a node to the others, in each direction, 10^9 bytes a second; by default what the device list says."""
 
     @property
@@ -244,15 +244,15 @@ class PoolSpec(_Strict):
 class LayoutSpec(_Strict):
     """The parts of a parallel layout that are fixed; the planner chooses the rest."""
 
-    tp: int | None = Field(None, ge=1, le=_MOST_DEVICES)
+    tp: int | None = Field(default=None, ge=1, le=_MOST_DEVICES)
     """Tensor parallel: devices that share each layer."""
-    pp: int | None = Field(None, ge=1, le=_MOST_DEVICES)
+    pp: int | None = Field(default=None, ge=1, le=_MOST_DEVICES)
     """Pipeline parallel: stages of layers."""
-    sp: int | None = Field(None, ge=1, le=_MOST_DEVICES)
+    sp: int | None = Field(default=None, ge=1, le=_MOST_DEVICES)
     """Sequence parallel: devices that share each sequence."""
-    dp: int | None = Field(None, ge=1, le=_MOST_DEVICES)
+    dp: int | None = Field(default=None, ge=1, le=_MOST_DEVICES)
     """Data parallel: replicas, each with its own samples."""
-    ep: int | None = Field(None, ge=1, le=_MOST_DEVICES)
+    ep: int | None = Field(default=None, ge=1, le=_MOST_DEVICES)
     """Expert parallel: devices that share the experts of a layer."""
     zero: Literal[0, 1, 2, 3] | None = None
     """Stage of ZeRO: what data-parallel trainers share out (1 the optimiser, 2 gradients too, 3 weights too)."""
@@ -265,7 +265,7 @@ class PinSpec(_Strict):
     """One of `pools`."""
     devices: tuple[int, int] | None = None
     """The first device of the pool and the one after the last: [0, 8] are the first eight."""
-    num_devices: int | None = Field(None, ge=1, le=_MOST_DEVICES)
+    num_devices: int | None = Field(default=None, ge=1, le=_MOST_DEVICES)
     """How many it has; which ones is open."""
     layout: LayoutSpec = LayoutSpec()
     """Its parallel layout."""
@@ -301,7 +301,7 @@ class ClusterSpec(_Strict):
     """Of `launcher: ray`: which cluster, and what goes to it."""
     device: str = "auto"
     """`cpu`, `cuda:0`, or `auto`: the first GPU if there is one."""
-    cores: int | None = Field(None, ge=1, le=_MOST_PROCESSES)
+    cores: int | None = Field(default=None, ge=1, le=_MOST_PROCESSES)
     """CPU cores to share out; by default those that this process may use."""
     placement: Literal["time-shared", "split", "auto"] = "time-shared"
     """Rollout and training take turns on the same device, or each has its own. `auto`: what the search predicts to be fastest."""
@@ -330,7 +330,7 @@ class ClusterSpec(_Strict):
     """How new weights reach the engines that sample."""
     storage: StorageSpec = StorageSpec()
     """Where a run's record outlives the controller's host."""
-    run_ahead_bytes: int = Field(2**30, ge=1, le=_MOST_BYTES)
+    run_ahead_bytes: int = Field(default=2**30, ge=1, le=_MOST_BYTES)
     """Memory for samples of the steps in flight, each counted at its longest. Only a flow with staleness has several such steps."""
     _places: Places = PrivateAttr(default_factory=Places)
 
@@ -444,7 +444,7 @@ def _guess(name: str, known: list[str]) -> str:
 class RunSettings(_Strict):
     """How one run is made."""
 
-    seed: int = Field(0, ge=0, lt=2**63)
+    seed: int = Field(default=0, ge=0, lt=2**63)
     """Decides every random number of the run."""
     eager: bool = False
     """Run the flow call by call in this process: the reference that plans are compared with."""
@@ -452,45 +452,45 @@ class RunSettings(_Strict):
     """Results are a function of identity, bit by bit, on a CPU; at a cost in speed."""
     runs_dir: str = "runs"
     """Where run directories go."""
-    checkpoint_steps: int | None = Field(None, ge=1, le=_MOST_SAMPLES)
+    checkpoint_steps: int | None = Field(default=None, ge=1, le=_MOST_SAMPLES)
     """Steps from one checkpoint to the next; by default it goes by time alone."""
-    checkpoint_s: float | None = Field(600.0, ge=0, le=_MOST_SECONDS)
+    checkpoint_s: float | None = Field(default=600.0, ge=0, le=_MOST_SECONDS)
     """Seconds from one checkpoint to the next, at the ends of steps; None: it goes by steps alone, or there are none but the final one."""
-    checkpoints_kept: int = Field(2, ge=1, le=_MOST_SAMPLES)
+    checkpoints_kept: int = Field(default=2, ge=1, le=_MOST_SAMPLES)
     """The newest ones stay."""
-    attempts: int = Field(3, ge=1, le=_MOST_SAMPLES)
+    attempts: int = Field(default=3, ge=1, le=_MOST_SAMPLES)
     """Times that a run whose trainer died is resumed without making progress, before it ends."""
-    retry_wait_s: float = Field(1.0, ge=0, le=_MOST_SECONDS)
+    retry_wait_s: float = Field(default=1.0, ge=0, le=_MOST_SECONDS)
     """Seconds before the first of these; twice as many before each further one."""
-    heartbeat_s: float = Field(0.5, gt=0, le=_MOST_SECONDS)
+    heartbeat_s: float = Field(default=0.5, gt=0, le=_MOST_SECONDS)
     """Seconds between a worker's heartbeats."""
-    flush_tokens: int = Field(512, ge=1, le=_MOST_SAMPLES)
+    flush_tokens: int = Field(default=512, ge=1, le=_MOST_SAMPLES)
     """Tokens that a running sample gets at most before it is written down again: a worker's death loses no more of it."""
-    flush_s: float = Field(10.0, gt=0, le=_MOST_SECONDS)
+    flush_s: float = Field(default=10.0, gt=0, le=_MOST_SECONDS)
     """Seconds after which it is written down, if it has not got so many."""
-    hung_after_s: float = Field(60.0, gt=0, le=_MOST_SECONDS)
+    hung_after_s: float = Field(default=60.0, gt=0, le=_MOST_SECONDS)
     """Seconds without a heartbeat, or without a turn of its main loop and without using the processor, after which a worker counts as hung.
     It is killed, and started again. A user's function may take as long as it takes: its own time limit counts."""
-    stopped_after_s: float = Field(10.0, gt=0, le=_MOST_SECONDS)
+    stopped_after_s: float = Field(default=10.0, gt=0, le=_MOST_SECONDS)
     """The same for a worker without heartbeats whose host reports that a signal (SIGSTOP) has stopped it: no load makes it look so."""
-    turn_limit_s: float | None = Field(None, gt=0, le=_MOST_SECONDS)
+    turn_limit_s: float | None = Field(default=None, gt=0, le=_MOST_SECONDS)
     """Seconds that an engine may be at one thing (a micro-batch, a decode step), even if it uses the processor. By default any time."""
-    restarts: int = Field(5, ge=0, le=_MOST_SAMPLES)
+    restarts: int = Field(default=5, ge=0, le=_MOST_SAMPLES)
     """Times in a row that a worker is started again, when it dies within a minute each time, before it is gone for good."""
-    restart_wait_s: float = Field(0.5, ge=0, le=_MOST_SECONDS)
+    restart_wait_s: float = Field(default=0.5, ge=0, le=_MOST_SECONDS)
     """Seconds before the first of these; twice as many before each further one, up to 30."""
-    sample_attempts: int = Field(3, ge=1, le=_MOST_SAMPLES)
+    sample_attempts: int = Field(default=3, ge=1, le=_MOST_SAMPLES)
     """Workers that may die while they have a sample, before that is taken for its fault, and the run ends."""
-    start_timeout_s: float = Field(600.0, gt=0, le=_MOST_SECONDS)
+    start_timeout_s: float = Field(default=600.0, gt=0, le=_MOST_SECONDS)
     """Seconds that a worker may take to come up, a server of its own and a library that compiles itself included."""
-    record_every: int = Field(1, ge=1, le=_MOST_SAMPLES)
+    record_every: int = Field(default=1, ge=1, le=_MOST_SAMPLES)
     """How much of what repeats itself is recorded. 1: everything. N: N decode steps as one span, and one group in N sample by sample."""
     otlp: str = ""
     """URL of an OpenTelemetry collector, `http://HOST:4318`, for spans and metrics. Empty: OTEL_EXPORTER_OTLP_ENDPOINT's, if set."""
     metrics_to: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] | None = None
     """Where metrics go besides the run's directory. By default to TensorBoard's files, and to Weights & Biases and MLflow if they are
     installed and the environment configures them (WANDB_PROJECT, WANDB_API_KEY or WANDB_MODE; MLFLOW_TRACKING_URI)."""
-    drain_s: float = Field(5.0, ge=0, le=_MOST_SECONDS)
+    drain_s: float = Field(default=5.0, ge=0, le=_MOST_SECONDS)
     """Seconds at the end of a run for what collectors and trackers have not taken yet."""
 
     @model_validator(mode="after")

@@ -39,6 +39,16 @@ def test_a_new_project_has_a_flow_a_spec_a_readme_and_a_test_that_passes(
         assert planned.exit_code == 0, planned.output
 
 
+@pytest.mark.slow
+def test_a_new_project_passes_a_strict_type_checker_that_knows_nothing_of_pydantic(tmp_path: Path) -> None:
+    pytest.importorskip("mypy")
+    for kind in ("grpo", "chat"):
+        assert CliRunner().invoke(cli, ["new", str(tmp_path / kind), "--from", kind]).exit_code == 0
+        check = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path / "cache"), f"{kind}.py", f"test_{kind}.py"]
+        done = subprocess.run(check, cwd=tmp_path / kind, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout
+
+
 def test_a_folder_that_is_there_is_left_alone(tmp_path: Path) -> None:
     done = CliRunner().invoke(cli, ["new", str(tmp_path)])
     assert done.exit_code == 2
