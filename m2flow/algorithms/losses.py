@@ -790,8 +790,7 @@ def dpo(
         beta: how much a nat of log-ratio is worth in reward; the smaller, the further the policy may leave the reference.
         label_smoothing: the share of pairs whose labels are taken to be swapped (conservative DPO).
     Returns:
-        Terms [T], of which the mean over groups is the mean over pairs; and `margin` (the h above) and `accuracy` (1 where it is above 0),
-        averaged over tokens as all metrics are.
+        Terms [T]; and `margin` (the h above) and `accuracy` (1 where it is above 0). The loss and its metrics are means over pairs.
     Raises:
         ShapeError: the tensors differ in shape, or a group is no pair of a chosen and a rejected answer.
     Source:

@@ -523,6 +523,9 @@ class Objective:
     loss: Loss
 
 
+PER_GROUP = "group:"
+
+
 @dataclass(frozen=True)
 class Sums:
     """Sums over a micro-batch, so that no number depends on how a mini-batch was cut."""
@@ -533,7 +536,8 @@ class Sums:
     num_context_tokens: int
     """All tokens that went through the model."""
     metrics: Mapping[str, float]
-    """Each a sum over the tokens under the mask: `loss`, and what the loss reports."""
+    """Each a sum over the tokens under the mask: `loss`, and what the loss reports. One whose name begins with `PER_GROUP` is a sum over
+    groups of the group's mean, and is averaged over groups: what a loss on groups reports."""
     agreement: Agreement = NO_AGREEMENT
     """With the rollout engine, over the tokens that the column `same_weights` marks; empty if the batch has no such column."""
 

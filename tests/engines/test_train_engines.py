@@ -353,7 +353,7 @@ def test_gradients_over_samples_and_groups_do_not_depend_on_the_cut(model: Model
 def test_losses_on_preferences_do_not_depend_on_the_cut(model: Model, name: str) -> None:
     batch = samples(VOCABULARY, n=2)
     given = {"chosen": np.tile(np.array([1.0, 0.0]), 3), "baseline": np.full(6, 0.5), "reference_logprobs": batch.ragged("logprobs")}
-    loss, answers = getattr(m2flow, name)(), []
+    loss, answers, metrics = getattr(m2flow, name)(), [], []
     for sizes in ([6], [2, 4], [2, 2, 2]):
         with started(EmbeddedTrain(model, EngineSettings())) as engine:
             tally = UpdateTally()
@@ -361,7 +361,12 @@ def test_losses_on_preferences_do_not_depend_on_the_cut(model: Model, name: str)
                 tally.add(engine.accumulate(rows, Objective(loss)), rows, epoch=0)
             engine.apply(LINEAR, tally.denominator(loss))
             answers.append(copied(engine))
+            tally.stepped({}, tally.denominator(loss))
+            metrics.append(tally.metrics())
     assert max(distance(answer, answers[0]) for answer in answers[1:]) < 1e-5
+    assert metrics[1] == metrics[2] == pytest.approx(metrics[0], rel=1e-4)
+    if name != "kto":  # Pairs of different length count alike.
+        assert any(metrics[0]["accuracy"] == pytest.approx(right / 3) for right in range(4))
 
 
 @pytest.mark.parametrize("needs", [("logprobs", "sequence_ids"), ("logprobs", "sequence_ids", "group_ids")])

@@ -41,6 +41,7 @@ from torch import Tensor
 from m2flow.algorithms.losses import MOST_LOG_RATIO, correction_weights
 from m2flow.engines.contract import (
     NO_AGREEMENT,
+    PER_GROUP,
     Agreement,
     EngineSettings,
     Memory,
@@ -418,7 +419,10 @@ class EmbeddedTrain(TrainEngine):
         num_tokens = len(packed.targets)
         _check_terms(loss, terms, num_tokens)
         if loss.denominator == "groups":
-            terms = terms / self._column(batch, "group_lengths", "a mean over groups needs them")
+            lengths = self._column(batch, "group_lengths", "a mean over groups needs them")
+            terms = terms / lengths
+            if "group_ids" in loss.needs:
+                reported = {PER_GROUP + name: _per_token(loss, name, value, num_tokens) / lengths for name, value in reported.items()}
         if loss.correction is not None:
             weights, found = self._correction(batch, loss.correction)
             terms, reported = terms * weights, {**found, **reported}

@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from m2flow.engines.contract import Agreement, Objective, Sums
+from m2flow.engines.contract import PER_GROUP, Agreement, Objective, Sums
 from m2flow.errors import EngineError, OpError, RewardError
 from m2flow.macro.graph import Call
 from m2flow.micro.protocol.staleness import check_consumption
@@ -167,6 +167,8 @@ class UpdateTally:
     def __init__(self) -> None:
         self._minibatch: list[Sums] = []
         self._groups: set[int] = set()
+        self._num_groups = 0
+        """In all mini-batches that ended, over all epochs."""
         self._sums: list[Sums] = []
         self._rewards: list[np.ndarray] = []
         self._steps: list[Mapping[str, float]] = []
@@ -212,19 +214,23 @@ class UpdateTally:
     def stepped(self, applied: Mapping[str, float], denominator: float) -> None:
         """Record the optimiser step that ends a mini-batch."""
         self._losses.append(math.fsum(s.metrics.get("loss", 0.0) for s in self._minibatch) / denominator)
+        self._num_groups += len(self._groups)
         self._minibatch = []
         self._groups = set()
         self._steps.append(applied)
 
     def metrics(self) -> dict[str, float]:
-        """Compute the metrics of the call: means over tokens, and over optimiser steps for the loss, `grad_norm` and `lr`.
+        """Compute the metrics of the call: means over tokens, or over groups of what a loss on groups reports, and over optimiser steps
+        for the loss, `grad_norm` and `lr`.
 
         Over no rows the loss is nan, as is any other metric that is asked for (`m2flow.macro.columns.metric`).
         """
         num_tokens = sum(s.num_tokens for s in self._sums)
         num_sequences = sum(s.num_sequences for s in self._sums)
         names = dict.fromkeys(name for s in self._sums for name in s.metrics)
-        result = {name: math.fsum(s.metrics.get(name, 0.0) for s in self._sums) / max(num_tokens, 1) for name in names}
+        counts = {name: self._num_groups if name.startswith(PER_GROUP) else num_tokens for name in names}
+        sums = {name: math.fsum(s.metrics.get(name, 0.0) for s in self._sums) for name in names}
+        result = {name.removeprefix(PER_GROUP): sums[name] / max(counts[name], 1) for name in names}
         result |= {name: float(np.mean([step[name] for step in self._steps])) for name in (self._steps[0] if self._steps else {})}
         result |= {"loss": float(np.mean(self._losses)) if self._losses else math.nan}
         result |= {"num_tokens": float(num_tokens), "num_sequences": float(num_sequences), "num_steps": float(len(self._steps))}
