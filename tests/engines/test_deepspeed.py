@@ -390,6 +390,14 @@ def test_a_stage_3_before_it_in_one_of_the_processes_changes_no_gradient_of_stag
     assert distance(results[1], results[0]) < 1e-4  # Of differences of weights, which are themselves rounded.
 
 
+def test_a_stage_3_before_it_in_one_of_the_processes_does_not_stop_stage_3_on_all(model: Model, followers: Followers) -> None:
+    # The library compares numbers that modules and parameters get from counters of each process.
+    batch = samples(VOCABULARY)
+    for num_ranks in (1, 2):
+        with started(deepspeed(model, num_ranks, followers, zero=3)) as engine:
+            step(engine, batch)
+
+
 @pytest.mark.parametrize("options", [{"zero": 2}, {"zero": 1, "sp": 2}, {"zero": 3, "activation_checkpointing": True}], ids=str)
 def test_windows_are_those_of_the_embedded_trainer(options: dict[str, int], followers: Followers, tmp_path: Path) -> None:
     model, batch = write_model(tmp_path, CONFIGS["window"]()), samples(VOCABULARY)

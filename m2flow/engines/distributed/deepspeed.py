@@ -21,7 +21,7 @@ Where release 0.19.8 deviates from its documentation or from the other trainers 
 - Stage 3 replaces `torch.nn.functional.linear` for the whole process: turned off, since ranks with and without it would add gradients in
   different orders in stage 2, unnoticed.
 - `offload_states` loses the moments in stages 1 and 2 and needs its own Adam in stage 3: moments and partitions are moved here.
-- A process that was the only rank of a stage 3 hangs as one of several later: a run never changes its number of ranks.
+- Stage 3 compares numbers that each process counts, so a process that was a rank of another stage 3 hangs: the counters are aligned.
 - An interrupted compilation leaves a lock that blocks every later start: locks of compilations that nobody runs any more are removed.
 - AutoTP saves one rank's part of each layer, or gathers the whole model: each weight is assembled when it is sent or saved, one at a time.
 - AutoTP pickles the first micro-batch to compare it among the ranks of a group: removed. A norm counts what is not split once.
@@ -640,6 +640,8 @@ class DeepSpeedTrain(RankedTrain):
         largest = max(parameter.numel() for parameter in self._root.parameters())
         told = None if self._split is None else self._split.deepspeed_config()
         config = configuration(self._options, pin_memory=self._pins, largest=largest, tensor_parallel=told)
+        if self._options.zero == 3:
+            self._align_numbers()
         with _quiet():
             self._engine, *_ = self._library.initialize(model=self._root, optimizer=self._client, config=config)
         if (split := self._split) is not None:
@@ -659,6 +661,18 @@ class DeepSpeedTrain(RankedTrain):
             self._use(NvmeOffload(self._options.nvme_path))
         if self._split is not None and self._options.zero:
             self._mark_repeated(self._split)
+
+    def _align_numbers(self) -> None:
+        """Let stage 3 number parameters and modules from the same number on all ranks.
+
+        It numbers them by counters of the process and compares the numbers between ranks; a process that had such a trainer before has
+        counted further than the others.
+        """
+        zero = self._library.runtime.zero
+        parameters = zero.partition_parameters.Init
+        parameters.param_id = self._ranks.most(parameters.param_id)
+        (modules,) = zero.parameter_offload.DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__
+        modules[0] = self._ranks.most(modules[0])
 
     def _use(self, drive: NvmeOffload) -> None:
         """Keep optimiser states in files. In stages 1 and 2 DeepSpeed has views of its float32 weights, which stay in the host's memory."""
