@@ -163,7 +163,7 @@ def test_the_first_sync_is_proved_or_each_or_none(probe: str, versions: list[int
     for version in (1, 2):
         prover.notice("policy", rows(), is_sampled_here=True)
         prover.updated("policy", version, trainer)
-        prover.prove("policy", prover.probe("policy", version), engine)
+        prover.check_probe("policy", prover.probe("policy", version), engine)
     assert [about["version"] for name, _, _, about in recorder.drain().spans if name == "rollout.probe"] == versions
     assert prover.probe("policy", 1) is None  # That was another version's.
 
@@ -216,14 +216,14 @@ def test_an_engine_that_holds_all_bytes_and_computes_something_else_is_stopped_w
         assert all(bool((tensor == held[name]).all()) for name, tensor in trainer.weights())
         prover = proving(Model(path))
         with pytest.raises(EngineError, match=r"policy@1: over 44 tokens .* token \d+ .* sequence \d: trainer -"):
-            prover.prove("policy", probed(prover, trainer), engine)
+            prover.check_probe("policy", probed(prover, trainer), engine)
     with engines(Model(path, "random"), Model(path, "random", 1)) as (trainer, engine):
         prover = proving(Model(path))
         probe = probed(prover, trainer)
         with pytest.raises(EngineError, match="do not compute the same"):
-            prover.prove("policy", probe, engine)  # It has not got the weights.
+            prover.check_probe("policy", probe, engine)  # It has not got the weights.
         engine.load_weights(trainer.weights(), 1)
-        prover.prove("policy", probe, engine)
+        prover.check_probe("policy", probe, engine)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
