@@ -117,7 +117,7 @@ def assert_other_weights_are_found_out(model: Model, make: Factory, place: Path)
         assert isinstance(engine, ServedRollout)
         engine.load_weights(trainer.weights(), 1)
         said = probe.probe("policy", 1)
-        probe.prove("policy", said, engine)
+        probe.check_probe("policy", said, engine)
         again = LogprobCheck({"policy": model}, Checks(), Recorder("x"), published=frozenset())
         shutil.copytree(model.path, place / "other")
         other = load_model(Model(str(place / "other"), "random", seed=5), device="cpu", attention="eager")
@@ -125,7 +125,7 @@ def assert_other_weights_are_found_out(model: Model, make: Factory, place: Path)
         engine._read_weights(place / "other", 1)
         assert all(bool((tensor == dict(trainer.weights())[name]).all()) for name, tensor in engine.weights())
         with pytest.raises(EngineError, match="do not compute the same"):
-            again.prove("policy", said, engine)
+            again.check_probe("policy", said, engine)
     trainer.stop()
 
 
