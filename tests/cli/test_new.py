@@ -56,7 +56,6 @@ def test_a_folder_that_is_there_is_left_alone(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
 def test_a_wheel_has_all_that_the_demo_and_new_projects_need(tmp_path: Path) -> None:
     source = tmp_path / "source"
     for folder in ("m2flow", "flows"):
