@@ -8,6 +8,7 @@ send     spans and metrics to OpenTelemetry, Weights & Biases or MLflow
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -103,14 +104,16 @@ def _card(run_dir: Path, part: Part, *, is_adapter: bool) -> str:
 
 def _last_values(run_dir: Path, part: Part) -> dict[str, float]:
     """What the flow logged last, up to the checkpoint: rewards, accuracies, evaluations; no sizes and times."""
-    last = int(part.which.removeprefix("step ")) - 1 if part.which.startswith("step ") else None
+    from m2flow.observe.metrics import read_metrics
+
+    last = int(part.which.removeprefix("step ")) - 1 if part.which.startswith("step ") else math.inf
     found: dict[str, float] = {}
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines() if (run_dir / "metrics.jsonl").is_file() else []
-    for line in map(json.loads, lines):
-        if last is None or line["step"] <= last:
-            named = {name: value for name, value in line["values"].items() if isinstance(value, int | float)}
-            found |= {name: value for name, value in named.items() if "/" not in name or name.startswith(("eval/", "reward/"))}
-    return {name: value for name, value in found.items() if not name.startswith("num_")}
+    for name, points in read_metrics(run_dir).items():
+        is_of_flow = "/" not in name or name.startswith(("eval/", "reward/"))
+        values = [value for step, value in points if step <= last and math.isfinite(value)]
+        if values and is_of_flow and not name.startswith("num_"):
+            found[name] = values[-1]
+    return found
 
 
 def _pushed(folder: Path, repo: str, *, is_private: bool) -> str:

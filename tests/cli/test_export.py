@@ -142,6 +142,15 @@ def test_the_model_card_says_what_the_run_was_and_no_place_of_this_machine(run: 
     assert str(DIGITS) not in card
 
 
+def test_a_line_of_metrics_that_is_being_written_does_not_stop_an_export(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run, tmp_path / "run")
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"step":1,"time_s":2.5,"val')
+    said = export(tmp_path / "run", "--step", 1, "--out", tmp_path / "one")
+    assert said.exit_code == 0, said.output
+    assert "| reward | " in (tmp_path / "one" / "README.md").read_text()
+
+
 class Hub(BaseHTTPRequestHandler):
     """As much of the Hugging Face hub as an upload of small files needs."""
 
