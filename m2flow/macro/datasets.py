@@ -472,13 +472,12 @@ class Dataset:
         if self._lines is not None and too_long.startswith("truncate"):
             now = 'Leave stream=True out, or say too_long="drop".'
             raise DatasetError(f"rows of the dataset {self.name!r} are read when they are drawn, and can't be shortened", now=now)
-        prompts = [self._prompt(i) for i in range(self._num_rows)] if self._lines is None else map(self._prompt, range(self._num_rows))
-        fitting = _fitting(prompts, self.name, policy, max_prompt_tokens, too_long)
+        fitting = _fitting(map(self._prompt, range(self._num_rows)), self.name, policy, max_prompt_tokens, too_long)
         made = self._part(fitting.kept, self.name)
         made._cut = fitting.shown
         if fitting.shortened:
-            whole = [fitting.shortened.get(i, self._prompt(i)) for i in fitting.kept]
-            made._columns = {**made._columns, "prompt": column_of(whole, "prompt")}
+            prompts = [fitting.shortened[i] if i in fitting.shortened else self._prompt(i) for i in fitting.kept]
+            made._columns = {**made._columns, "prompt": column_of(prompts, "prompt")}
         return made
 
     def _prompt(self, row: int) -> object:

@@ -17,7 +17,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, final, get_args
+from typing import Any, Literal, final, get_args
 
 import numpy as np
 
@@ -29,7 +29,7 @@ from m2flow.macro.loss_declarations import check_update, nll, ppo_clip
 from m2flow.macro.ops import log
 from m2flow.macro.oversampling import carries, check_late, check_line, windows
 from m2flow.macro.refill import Draws, Keep, refill
-from m2flow.macro.session import current_session
+from m2flow.macro.session import Session, current_session
 from m2flow.macro.sites import user_site
 from m2flow.macro.tail_batching import generate_deferred
 from m2flow.recipe import (
@@ -67,6 +67,12 @@ class InputKind:
     what: str
     fit: Callable[[Rows], bool]
     now: str
+
+    def checked(self, session: Session, handle: object, by: str) -> tuple[Ref, str]:
+        """Check an input of a call that `by` records. Returns it with the column of its rows that counts; empty for whole samples."""
+        if not isinstance(handle, Rows) or not self.fit(handle):
+            raise TraceError(f"{by} needs {self.what}, and got {describe(handle)}", now=self.now)
+        return handle.check(session, by), handle.column or ""
 
 
 def _has_target(rows: Rows) -> bool:
@@ -122,9 +128,7 @@ class Role:
 
     def _column(self, handle: object, method: str, wants: InputKind) -> tuple[Ref, str]:
         """Check an input as `_rows` does. Returns it with the column of its rows that counts; empty for whole samples."""
-        if not isinstance(handle, Rows) or not wants.fit(handle):
-            raise TraceError(f"{self.name}.{method} needs {wants.what}, and got {describe(handle)}", now=wants.now)
-        return handle.check(self._session, f"{self.name}.{method}"), handle.column or ""
+        return wants.checked(self._session, handle, f"{self.name}.{method}")
 
     def _common(self, responses: Handle, *others: object) -> Handle:
         """Drop the responses that a filter of the other inputs has dropped."""
@@ -324,6 +328,16 @@ class GenerateSettings:
         return shown
 
 
+def _texts(values: object) -> Any:
+    """The texts that end a response; one alone may be given as it is."""
+    return (values,) if isinstance(values, str) else as_tuple(values)
+
+
+def _bias(values: object) -> Any:
+    """What is added to the logits of tokens, as pairs; anything else as it is, for the check that refuses it."""
+    return () if values is None else as_tuple(values.items() if isinstance(values, Mapping) else values)
+
+
 def _temperature(given: float | str) -> tuple[float, str]:
     """The temperature of all samples, or 1 and the name of the column that has each one's."""
     if not isinstance(given, str):
@@ -466,11 +480,11 @@ class Policy(Role):
             DatasetError (at the first look): fewer than `count` groups were kept among `max_draws` prompts.
         """
         heat, heat_of = _temperature(temperature)
-        drawn = max_new_tokens, heat, top_p, top_k, min_new_tokens  # In the order of the fields of `Sampling`, as the next.
-        ends = as_tuple(stop_token_ids), (stop,) if isinstance(stop, str) else as_tuple(stop), include_stop, ignore_eos
-        bias = () if logit_bias is None else as_tuple(logit_bias.items() if isinstance(logit_bias, Mapping) else logit_bias)
         schema = json_schema if isinstance(json_schema, str) else json.dumps(json_schema, default=repr)
-        sampling = Sampling(*drawn, *ends, min_p, repetition_penalty, bias, regex, schema, grammar, heat_of)
+        drawn: dict[str, Any] = {"top_p": top_p, "top_k": top_k, "min_p": min_p, "temperature_of": heat_of, "ignore_eos": ignore_eos}
+        drawn |= {"stop_token_ids": as_tuple(stop_token_ids), "stop": _texts(stop), "include_stop": include_stop, "grammar": grammar}
+        drawn |= {"min_new_tokens": min_new_tokens, "repetition_penalty": repetition_penalty, "logit_bias": _bias(logit_bias)}
+        sampling = Sampling(max_new_tokens, heat, regex=regex, json_schema=schema, **drawn)
         allowed = self._session.staleness_of_generate(staleness)
         settings = GenerateSettings(n, sampling, staleness, allowed, oversample, late, timeout_s, kv)
         draws = Draws(count, score, keep, max_draws)
@@ -943,23 +957,20 @@ def best_and_worst(responses: Handle, rewards: Handle) -> Rows:
         Guo et al. 2024, "Direct language model alignment from online AI feedback", arXiv:2402.04792, for pairs made while training.
     """
     session = current_session("best_and_worst()")
-    inputs, columns = {}, {}
-    for name, handle, wants in (("samples", responses, RESPONSES), ("rewards", rewards, REWARDS)):
-        if not isinstance(handle, Rows) or not wants.fit(handle):
-            raise TraceError(f"best_and_worst needs {wants.what}, and got {describe(handle)}", now=wants.now)
-        inputs[name], columns[name] = handle.check(session, "best_and_worst"), handle.column or ""
+    samples, _ = RESPONSES.checked(session, responses, "best_and_worst")
+    scored, column = REWARDS.checked(session, rewards, "best_and_worst")
     assert isinstance(responses, Rows)
     call = session.record(
         role="best_and_worst",
         method="",
         engine="function",
         granularity=Granularity.GROUP,
-        inputs=inputs,
+        inputs={"samples": samples, "rewards": scored},
         options={
             "function": ColumnFunction(__name__, "_places", ()),
             "style": "columns",
             "column": "value",
-            "columns": {"rewards": columns["rewards"]},
+            "columns": {"rewards": column},
             "timeout_s": None,
         },
         shown={},

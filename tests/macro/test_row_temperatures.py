@@ -5,23 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from fake_clusters import SPLIT
 
 from m2flow import Dataset, Policy, Reward, Sample, flow, log, steps
 from m2flow.errors import TraceError
 from m2flow.macro.flow import Flow
 from m2flow.macro.tracing import trace
 from m2flow.samples import SampleId
-from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
 from m2flow.testing.world import run_eager, run_planned
-
-SPLIT = ClusterSpec(
-    placement="split",
-    device="cpu",
-    cores=2,
-    rollout=RolloutSpec(engine="fake", workers=2, max_running=3),
-    train=TrainSpec(engine="fake", token_budget=40),
-    functions=FunctionSpec(workers=2, chunk=2),
-)
 
 
 def rows(*heats: Any) -> list[dict[str, Any]]:

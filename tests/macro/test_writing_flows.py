@@ -18,11 +18,12 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+from fake_clusters import FAKES, SPLIT
 
 from m2flow.cli.main import cli
 from m2flow.macro.flow import Flow, load_flow
 from m2flow.recipe import Loss
-from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
+from m2flow.spec import ClusterSpec, FunctionSpec, TrainSpec
 from m2flow.testing.world import run_eager, run_planned
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,17 +33,9 @@ _FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _NAME = re.compile(r"# (\w+\.py)\n")
 _FLOW = re.compile(r"^@flow.*\ndef (\w+)", re.MULTILINE)
 
-FAKES = {"rollout": RolloutSpec(engine="fake"), "train": TrainSpec(engine="fake")}
 CLUSTERS = {
-    "time-shared": ClusterSpec(device="cpu", cores=2, **FAKES),
-    "split": ClusterSpec(
-        placement="split",
-        device="cpu",
-        cores=2,
-        rollout=RolloutSpec(engine="fake", workers=2, max_running=3),
-        train=TrainSpec(engine="fake", token_budget=40),
-        functions=FunctionSpec(workers=2, chunk=2),
-    ),
+    "time-shared": FAKES,
+    "split": SPLIT,
 }
 
 
