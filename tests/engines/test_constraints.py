@@ -8,16 +8,16 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from tiny_models import byte_tokenizer, save_config
+from tiny_models import byte_tokenizer, save_config, started_engines
 
 from m2flow import Dataset, Policy
-from m2flow.engines.contract import EngineSettings, Generated, Request
+from m2flow.engines.contract import Generated, Request
 from m2flow.engines.embedded.rollout_engine import EmbeddedRollout
 from m2flow.errors import EngineError, OptionError, PlanError
 from m2flow.macro.flow import Flow
 from m2flow.macro.tracing import trace
 from m2flow.micro.lowering.passes import lower
-from m2flow.recipe import Model, Sampling
+from m2flow.recipe import Sampling
 from m2flow.samples import Finish, SampleId
 from m2flow.spec import ClusterSpec, RolloutSpec
 from m2flow.testing.rollout_suite import continued
@@ -37,12 +37,8 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[bool, Emb
     folder = tmp_path_factory.mktemp("constrained")
     tokenizer = byte_tokenizer(folder, merges=["a a", "1 2", "\u00c3 \u00a9", "t r"])
     path = save_config("Qwen2", folder, vocab_size=len(tokenizer) + 5, eos_token_id=0, pad_token_id=0, tokenizer=False)
-    made = {is_fixed: EmbeddedRollout(Model(path, "random"), EngineSettings(deterministic=is_fixed)) for is_fixed in (False, True)}
-    for engine in made.values():
-        engine.start()
-    yield made
-    for engine in made.values():
-        engine.stop()
+    with started_engines(path) as made:
+        yield made
 
 
 def run(engine: EmbeddedRollout, requests: list[Request]) -> dict[int, Generated]:

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import byte_tokenizer, save_config
+from tiny_models import byte_tokenizer, save_config, started_engines
 
-from m2flow.engines.contract import EngineSettings, Generated, Request, StopTexts
+from m2flow.engines.contract import Generated, Request, StopTexts
 from m2flow.engines.embedded.rollout_engine import EmbeddedRollout
 from m2flow.engines.models.hf_model import load_tokenizer
 from m2flow.errors import EngineError
@@ -34,12 +34,8 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def engines(path: str) -> Iterator[dict[bool, EmbeddedRollout]]:
-    made = {is_fixed: EmbeddedRollout(Model(path, "random"), EngineSettings(deterministic=is_fixed)) for is_fixed in (False, True)}
-    for engine in made.values():
-        engine.start()
-    yield made
-    for engine in made.values():
-        engine.stop()
+    with started_engines(path) as made:
+        yield made
 
 
 def bytes_of(path: str, tokens: Sequence[int]) -> list[bytes]:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
+from m2flow.engines.contract import EngineSettings
+from m2flow.engines.embedded.rollout_engine import EmbeddedRollout
+from m2flow.recipe import Model
 
 DIGITS = Path(__file__).parents[2] / "flows" / "models" / "digits"
 
@@ -59,3 +64,14 @@ def save_config(kind: str, folder: Path, *, tokenizer: bool = True, **changes: A
     for name in ("tokenizer.json", "tokenizer_config.json") if tokenizer else ():
         shutil.copy(DIGITS / name, folder / name)
     return str(folder)
+
+
+@contextlib.contextmanager
+def started_engines(path: str) -> Iterator[dict[bool, EmbeddedRollout]]:
+    """Started rollout engines of a directory's model with random weights: one, and at True one with deterministic rows."""
+    made = {is_fixed: EmbeddedRollout(Model(path, "random"), EngineSettings(deterministic=is_fixed)) for is_fixed in (False, True)}
+    with contextlib.ExitStack() as stack:
+        for engine in made.values():
+            engine.start()
+            stack.callback(engine.stop)
+        yield made
