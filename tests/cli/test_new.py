@@ -1,14 +1,10 @@
-"""`m2flow new` and `m2flow demo`: a project that works as it stands, from a checkout and from a wheel."""
+"""`m2flow new` and `m2flow demo`: a project that works as it stands; from a wheel: tests/test_packaging.py."""
 
 from __future__ import annotations
 
-import json
-import os
 import runpy
-import shutil
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -16,8 +12,6 @@ from click.testing import CliRunner
 
 from m2flow.cli.main import cli
 from m2flow.cli.new import _KINDS, shipped_flows
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_every_shipped_flow_may_begin_a_project() -> None:
@@ -54,44 +48,3 @@ def test_a_folder_that_is_there_is_left_alone(tmp_path: Path) -> None:
     assert done.exit_code == 2
     assert "exists already" in done.output
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_wheel_has_all_that_the_demo_and_new_projects_need(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    for folder in ("m2flow", "flows"):
-        shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for file in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
-        shutil.copy(ROOT / file, source)
-    build = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-m",
-        "pip",
-        "wheel",
-        "-q",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        str(tmp_path),
-        str(source),
-    ]
-    done = subprocess.run(build, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    (wheel,) = tmp_path.glob("m2flow-*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(tmp_path / "installed")
-    empty = tmp_path / "empty"
-    empty.mkdir()
-
-    def m2flow(*words: str) -> str:
-        environment = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
-        ran = subprocess.run(
-            [sys.executable, "-m", "m2flow", *words], cwd=empty, env=environment, capture_output=True, text=True, check=False
-        )
-        assert ran.returncode == 0, ran.stderr
-        return ran.stdout
-
-    m2flow("new", "mine")
-    said = json.loads(m2flow("demo", "--num-steps", "1", "--warm-steps", "1", "--batch", "2", "--n", "2", "--json", "--quiet"))
-    assert str(Path("installed", "m2flow", "flows")) in (empty / said["run_dir"] / "config.json").read_text()
