@@ -6,7 +6,7 @@
 
 A role says what a call reads and writes, on which unit it may be run, and what kind of engine executes it. It knows nothing of where that
 engine is. An `InputKind` says which handles fit an input of a call. Whether the numbers behind a handle have the right shape is checked
-where they are used (`m2flow.micro.protocol.train_tasks`): a trace has no values.
+where they are used (`m2flow.micro.protocol.update_semantics`): a trace has no values.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ from m2flow.micro.controller.controller_core import (
 )
 from m2flow.micro.controller.planned_backend import Lookahead
 from m2flow.micro.lowering.passes import Lowering
-from m2flow.micro.protocol import execute
+from m2flow.micro.protocol import call_semantics
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.cost_terms import FunctionCost
 from m2flow.micro.protocol.events import (
@@ -814,7 +814,7 @@ class Simulation:
     def sourced(self, ordinal: int, rows: Batch) -> None:
         """Note that a dataset's rows are read."""
         ids = rows.ids.tolist()
-        self._texts.update(zip(ids, execute.num_tokens_of(rows), strict=True))
+        self._texts.update(zip(ids, call_semantics.num_tokens_of(rows), strict=True))
         self.rows.made(ordinal, ids, CONTROLLER, self.clock.now_s)
 
     def _resolved(self, ordinal: int) -> None:

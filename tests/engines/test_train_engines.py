@@ -27,7 +27,7 @@ from m2flow.engines.models.adamw import Optimizers
 from m2flow.errors import EngineError, ModelError, OpError, OutOfMemory
 from m2flow.macro.graph import Call
 from m2flow.macro.tracing import trace
-from m2flow.micro.protocol.train_tasks import UpdateTally, objective, training_rows
+from m2flow.micro.protocol.update_semantics import UpdateTally, objective, training_rows
 from m2flow.micro.worker.out_of_memory import MiniBatch
 from m2flow.recipe import AdamW, Loss, Model
 from m2flow.samples import Batch, Ragged, make_ids

@@ -11,7 +11,7 @@ from m2flow.errors import FlowError, OptionError
 from m2flow.macro.graph import MacroGraph
 from m2flow.macro.tracing import trace
 from m2flow.micro.lowering.arithmetic import arithmetic
-from m2flow.micro.protocol.train_tasks import optimizer
+from m2flow.micro.protocol.update_semantics import optimizer
 from m2flow.spec import ClusterSpec
 from m2flow.testing.world import run_eager, run_planned
 

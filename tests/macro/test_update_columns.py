@@ -33,7 +33,7 @@ from m2flow import (
 from m2flow.engines.contract import Sums
 from m2flow.errors import OpError, OptionError, TraceError
 from m2flow.macro.tracing import trace
-from m2flow.micro.protocol.train_tasks import UpdateTally
+from m2flow.micro.protocol.update_semantics import UpdateTally
 from m2flow.recipe import BatchAdvantage, GroupAdvantage
 from m2flow.samples import Batch, make_ids
 from m2flow.spec import ClusterSpec, RolloutSpec, TrainSpec

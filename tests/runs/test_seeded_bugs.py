@@ -14,7 +14,7 @@ import pytest
 from test_same_answer import duet, everything, plain
 
 from m2flow.macro.flow import Flow
-from m2flow.micro.protocol import execute, train_tasks, worker_state
+from m2flow.micro.protocol import call_semantics, update_semantics, worker_state
 from m2flow.micro.protocol.row_store import RowStore
 from m2flow.micro.scheduler import call_lifecycle, call_state, state, weights
 from m2flow.micro.scheduler.call_lifecycle import CallLifecycle
@@ -112,19 +112,19 @@ def rewards_joined_by_position(patch: Patch) -> None:
         whole, wanted = Batch.concat(self._parts[call]), set(ids)
         return whole.take([row for row, packed in enumerate(whole.ids.tolist()) if packed in wanted])
 
-    join = train_tasks.training_rows
+    join = update_semantics.training_rows
 
     def joined(call: object, inputs: dict[str, Batch]) -> Batch:
         ids = inputs["samples"].in_order().ids
         return join(call, {name: rows if name == "samples" else Batch(ids, rows.columns) for name, rows in inputs.items()})
 
     patch.setattr(RowStore, "get", get)
-    patch.setattr(train_tasks, "training_rows", joined)
+    patch.setattr(update_semantics, "training_rows", joined)
 
 
 def seeds_by_arrival(patch: Patch) -> None:
     counter = itertools.count(1)
-    patch.setattr(execute, "sample_seed", lambda *_: next(counter))
+    patch.setattr(call_semantics, "sample_seed", lambda *_: next(counter))
 
 
 # Counting.
@@ -147,13 +147,13 @@ def an_optimiser_step_before_the_last_group(patch: Patch) -> None:
 
 
 def a_denominator_of_the_last_micro_batch(patch: Patch) -> None:
-    whole = train_tasks.UpdateTally.denominator
+    whole = update_semantics.UpdateTally.denominator
 
-    def last(self: train_tasks.UpdateTally, loss: object) -> float:
+    def last(self: update_semantics.UpdateTally, loss: object) -> float:
         self._minibatch = self._minibatch[-1:]
         return whole(self, loss)
 
-    patch.setattr(train_tasks.UpdateTally, "denominator", last)
+    patch.setattr(update_semantics.UpdateTally, "denominator", last)
 
 
 def a_micro_batch_is_trained_on_twice(patch: Patch) -> None:
@@ -220,7 +220,7 @@ def a_sync_before_the_engine_is_drained(patch: Patch) -> None:
 def stale_weights_are_good_enough(patch: Patch) -> None:
     patch.setattr(weights, "window", lambda call: (max(call.reads[0].version - 1, 0), call.reads[0].version))
     patch.setattr(engine_host, "check_admission", lambda call, version: None)
-    patch.setattr(train_tasks, "check_consumption", lambda call, samples: None)
+    patch.setattr(update_semantics, "check_consumption", lambda call, samples: None)
 
 
 def a_call_does_not_wait_for_what_it_reads(patch: Patch) -> None:

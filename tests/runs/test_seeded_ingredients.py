@@ -15,7 +15,7 @@ import pytest
 from m2flow.macro.graph import Call, Effect
 from m2flow.macro.session import Session
 from m2flow.micro.lowering import passes, placement
-from m2flow.micro.protocol import execute, train_tasks
+from m2flow.micro.protocol import call_semantics, update_semantics
 from m2flow.micro.protocol.plan import Stage
 from m2flow.micro.protocol.staleness import VersionSpan, version_spans_of
 from m2flow.micro.scheduler import call_lifecycle, state, weights
@@ -90,7 +90,7 @@ def an_engine_samples_with_what_it_holds(patch: Patch) -> None:
 
     patch.setattr(weights, "window", wider)
     patch.setattr(engine_host, "check_admission", lambda call, version: None)
-    patch.setattr(train_tasks, "check_consumption", lambda call, samples: None)
+    patch.setattr(update_semantics, "check_consumption", lambda call, samples: None)
 
 
 def a_version_is_noted_one_too_new(patch: Patch) -> None:
@@ -120,8 +120,8 @@ def a_late_group_takes_the_place_of_one_in_time(patch: Patch) -> None:
 
 
 def a_carried_sample_goes_on_with_other_random_numbers(patch: Patch) -> None:
-    made = execute.continuations
-    patch.setattr(execute, "continuations", lambda call, stopped: [replace(one, seed=one.seed ^ 1) for one in made(call, stopped)])
+    made = call_semantics.continuations
+    patch.setattr(call_semantics, "continuations", lambda call, stopped: [replace(one, seed=one.seed ^ 1) for one in made(call, stopped)])
 
 
 def a_union_takes_a_late_sample_from_both_turns(patch: Patch) -> None:

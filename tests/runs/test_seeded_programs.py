@@ -16,7 +16,7 @@ from m2flow.errors import M2FlowError
 from m2flow.macro import datasets
 from m2flow.macro.graph import Call
 from m2flow.macro.refill import Refill, RefillEnd
-from m2flow.micro.protocol import execute
+from m2flow.micro.protocol import call_semantics
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.scheduler import state
 from m2flow.micro.scheduler.call_lifecycle import CallLifecycle
@@ -174,15 +174,15 @@ def the_whole_value_of_another_call(patch: Patch) -> None:
 
 def a_union_has_its_first_part_twice(patch: Patch) -> None:
     """The parts are told apart by their place alone."""
-    joined = execute.function_input
+    joined = call_semantics.function_input
 
     def twice(call: Call, inputs: Mapping[str, Batch]) -> Batch:
         rows = joined(call, inputs)
-        if execute.gives(call) != "concat" or len(rows) < 2:
+        if call_semantics.gives(call) != "concat" or len(rows) < 2:
             return rows
         return Batch(rows.ids, rows.take([0, *range(len(rows) - 1)]).columns)
 
-    patch.setattr(execute, "function_input", twice)
+    patch.setattr(call_semantics, "function_input", twice)
 
 
 def numbers_of_a_filtered_call_are_joined_by_place(patch: Patch) -> None:
@@ -191,18 +191,18 @@ def numbers_of_a_filtered_call_are_joined_by_place(patch: Patch) -> None:
 
 
 def seeds_go_by_the_call(patch: Patch) -> None:
-    whole = execute.requests
+    whole = call_semantics.requests
 
     def keyed(call: Call, ids: list[int], prompts: Batch, run_seed: int) -> list[Request]:
         return [replace(request, seed=request.id ^ run_seed) for request in whole(call, ids, prompts, run_seed)]
 
-    patch.setattr(execute, "requests", keyed)
+    patch.setattr(call_semantics, "requests", keyed)
 
 
 def a_second_answer_is_the_first(patch: Patch) -> None:
     """How often the prompts were answered before does not count."""
-    seed = execute.sample_seed
-    patch.setattr(execute, "sample_seed", lambda run, role, repeat, *rest: seed(run, role, 0, *rest))
+    seed = call_semantics.sample_seed
+    patch.setattr(call_semantics, "sample_seed", lambda run, role, repeat, *rest: seed(run, role, 0, *rest))
 
 
 # Effects, memory, errors.

@@ -26,8 +26,8 @@ from typing import NamedTuple, Protocol, final
 from m2flow.macro.graph import Call
 from m2flow.macro.replay import BackendWrapper
 from m2flow.macro.session import Backend
+from m2flow.micro.protocol.call_semantics import gives_reward
 from m2flow.micro.protocol.events import CheckpointDue
-from m2flow.micro.protocol.execute import gives_reward
 from m2flow.micro.records import checkpoints
 from m2flow.micro.records.checkpoints import Checkpoint, Point
 from m2flow.spec import RunSettings

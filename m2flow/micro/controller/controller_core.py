@@ -32,7 +32,7 @@ import msgspec
 
 from m2flow.errors import ErrorRecord, InternalError, M2FlowError, RunInterrupted, error_from_record
 from m2flow.macro.graph import Call
-from m2flow.micro.protocol import execute
+from m2flow.micro.protocol import call_semantics
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.events import (
     CONTROLLER,
@@ -461,7 +461,7 @@ class ControllerCore:
         self._records.call_added(call)
         if given is not None:
             self._rows.put(call.ordinal, given)
-            self._pending.append(Recalled(call, post.stage, given.ids.tolist(), execute.num_tokens_of(given), list(post.left)))
+            self._pending.append(Recalled(call, post.stage, given.ids.tolist(), call_semantics.num_tokens_of(given), list(post.left)))
         else:
             self._pending.append(CallAdded(call, post.stage))
         restored = self._records.restored(call, post.stage)
@@ -470,7 +470,7 @@ class ControllerCore:
         rows = call.options.get("rows")
         if given is None and isinstance(rows, Batch):
             self._rows.put(call.ordinal, rows)
-            self._pending.append(Sourced(call.ordinal, rows.ids.tolist(), execute.num_tokens_of(rows)))
+            self._pending.append(Sourced(call.ordinal, rows.ids.tolist(), call_semantics.num_tokens_of(rows)))
 
     # Workers
 

@@ -21,10 +21,10 @@ from typing import final
 from m2flow.errors import ErrorRecord, M2FlowError
 from m2flow.macro.graph import Call
 from m2flow.micro.controller.controller_core import Records, SampleDecision, Unreported
-from m2flow.micro.protocol import execute
+from m2flow.micro.protocol import call_semantics
 from m2flow.micro.protocol import messages as m
+from m2flow.micro.protocol.call_semantics import gives_reward
 from m2flow.micro.protocol.events import Discarded, Dropped, Expired, Given, Late, Restored
-from m2flow.micro.protocol.execute import gives_reward
 from m2flow.micro.protocol.plan import Stage
 from m2flow.micro.protocol.staleness import given_by, is_time_dependent, version_spans_of
 from m2flow.micro.records.journal import Journal
@@ -99,10 +99,10 @@ class CrashRecovery:
         ids, call = rows.ids.tolist(), calls.get(found.call)
         if found.kind is Kind.GIVEN_UP:
             return m.GivenUp(found.call, ids, [int(count) for count in rows.dense("num_generated")])
-        total, made = execute.num_tokens_of(rows), execute.num_generated_of(rows)
+        total, made = call_semantics.num_tokens_of(rows), call_semantics.num_generated_of(rows)
         if found.kind is Kind.FINISHED:
             stretches = version_spans_of(rows) if call is not None and is_time_dependent(call) else []
-            return m.Finished(-1, found.call, ids, total, made, [], execute.finish_of(rows), [], found.place, [], stretches)
+            return m.Finished(-1, found.call, ids, total, made, [], call_semantics.finish_of(rows), [], found.place, [], stretches)
         kind = m.Flushed if found.kind is Kind.RUNNING else m.Aborted
         return kind(found.call, ids, total, made, version_spans_of(rows), found.place)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 from m2flow.macro.graph import Call, MacroGraph
-from m2flow.micro.protocol.execute import num_tokens_of
+from m2flow.micro.protocol.call_semantics import num_tokens_of
 from m2flow.micro.protocol.plan import Line
 from m2flow.recipe import AdamW, Sampling
 from m2flow.samples import Batch

@@ -34,7 +34,7 @@ from m2flow.channels.codec import INLINE_BYTES
 from m2flow.errors import PlanError
 from m2flow.macro.graph import Call, MacroGraph
 from m2flow.macro.oversampling import is_cut
-from m2flow.micro.protocol.execute import num_tokens_of
+from m2flow.micro.protocol.call_semantics import num_tokens_of
 from m2flow.micro.protocol.plan import Room, Route, Stage, WorkerPlan
 from m2flow.recipe import Sampling
 from m2flow.samples import Batch

@@ -30,7 +30,7 @@ class Sourced(msgspec.Struct, frozen=True):
     call: int
     ids: list[int]
     num_tokens: list[int]
-    """Predicted from the texts (`m2flow.micro.protocol.execute.num_tokens_of`)."""
+    """Predicted from the texts (`m2flow.micro.protocol.call_semantics.num_tokens_of`)."""
 
 
 class Recalled(msgspec.Struct, frozen=True):

@@ -217,7 +217,7 @@ class Finished(Message, frozen=True):
     ends: bool = False
     """The task is done with these: no `TaskDone` follows."""
     parts: list[dict[str, float]] = []
-    """The parts of each reward (`m2flow.micro.protocol.execute`); empty where no function gave any."""
+    """The parts of each reward (`m2flow.micro.protocol.call_semantics`); empty where no function gave any."""
 
 
 class Missing(Message, frozen=True):

@@ -29,7 +29,7 @@ import numpy as np
 from m2flow.errors import M2FlowError, SpecError
 from m2flow.macro.graph import Call
 from m2flow.macro.replay import CallRecord
-from m2flow.micro.protocol import execute
+from m2flow.micro.protocol import call_semantics
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.events import Restored
 from m2flow.micro.protocol.plan import Stage
@@ -144,7 +144,7 @@ class Resumption:
         for found, rows in records:
             if found.kind is Kind.GIVEN_UP:
                 continue
-            for packed, count in zip(rows.ids.tolist(), execute.num_generated_of(rows), strict=True):
+            for packed, count in zip(rows.ids.tolist(), call_semantics.num_generated_of(rows), strict=True):
                 written = _Written(found.kind is Kind.FINISHED, count, found)
                 if packed not in best or written[:2] > best[packed][:2]:
                     best[packed] = written
@@ -167,10 +167,10 @@ class Resumption:
         return bool(found or self._ledger.select(f"SELECT 1 FROM expired WHERE sample=? AND {where}", (sample, *values)))
 
     def _told(self, found: Found, rows: Batch) -> None:
-        ids, total, made = rows.ids.tolist(), execute.num_tokens_of(rows), execute.num_generated_of(rows)
+        ids, total, made = rows.ids.tolist(), call_semantics.num_tokens_of(rows), call_semantics.num_generated_of(rows)
         step = self._calls[found.call].step if 0 <= found.call < len(self._calls) else -1
         if found.kind is not Kind.RUNNING:
-            finish = execute.finish_of(rows) if found.kind is Kind.FINISHED else [int(Finish.ABORT)] * len(ids)
+            finish = call_semantics.finish_of(rows) if found.kind is Kind.FINISHED else [int(Finish.ABORT)] * len(ids)
             self._ledger.samples_done(step, ids, total, made, finish, found.place)
         if found.kind is not Kind.FINISHED:
             self._ledger.flushed(found.call, ids, total, made, version_spans_of(rows), found.place)
@@ -249,7 +249,7 @@ class Resumption:
         for place, rows in self._read((packed, _place(place)) for packed, *place in done):
             finished.append(_finished(call, rows, place))
         for place, rows in self._read((packed, place) for packed, place in known if packed in mine):
-            numbers = execute.num_tokens_of(rows), execute.num_generated_of(rows)
+            numbers = call_semantics.num_tokens_of(rows), call_semantics.num_generated_of(rows)
             flushed.append(m.Flushed(call.ordinal, rows.ids.tolist(), *numbers, version_spans_of(rows), place))
         for message in flushed:  # Some were stopped, and are known by that alone.
             self._ledger.flushed(call.ordinal, message.ids, message.num_tokens, message.num_generated, message.stretches, message.segment)
@@ -278,7 +278,7 @@ class Resumption:
         for sample in self._restarted:
             for table in ("rewards", "filtered"):
                 self._ledger.change(f"DELETE FROM {table} WHERE call=? AND sample=?", (ordinal, sample))
-        if execute.gives_reward(call):
+        if call_semantics.gives_reward(call):
             rewards = self._ledger.select("SELECT sample, value FROM rewards WHERE call=? ORDER BY sample", (ordinal,))
             rows = Batch(np.array([i for i, _ in rewards], np.int64), {"reward": np.array([value for _, value in rewards], np.float64)})
         else:
@@ -289,7 +289,7 @@ class Resumption:
             return None
         rows = rows.select(np.array(ids, np.int64))
         finish = [int(Finish.STOP)] * len(ids)
-        return m.Finished(-1, ordinal, ids, execute.num_tokens_of(rows), [0] * len(ids), [], finish, [], None, dropped)
+        return m.Finished(-1, ordinal, ids, call_semantics.num_tokens_of(rows), [0] * len(ids), [], finish, [], None, dropped)
 
     def _result(self, call: int) -> Batch:
         """The rows that a function gave; empty if one of its records can't be read."""
@@ -315,7 +315,7 @@ def _place(columns: Sequence[object]) -> Place:
 
 
 def _finished(call: Call, rows: Batch, place: Place) -> m.Finished:
-    total, made, finish = execute.num_tokens_of(rows), execute.num_generated_of(rows), execute.finish_of(rows)
+    total, made, finish = call_semantics.num_tokens_of(rows), call_semantics.num_generated_of(rows), call_semantics.finish_of(rows)
     stretches = version_spans_of(rows) if is_time_dependent(call) else []
     return m.Finished(-1, call.ordinal, rows.ids.tolist(), total, made, [], finish, [], place, [], stretches)
 

@@ -67,11 +67,11 @@ class RolloutDispatch:
             if call_state.is_under_policy:
                 room = min(call_state.stage.chunk - worker.num_running, call_state.num_may_begin)
                 if room > 0 and self._policies.has_samples_for(call_state, worker):
-                    return lambda call_state=call_state, room=room: self._deal_out(worker, call_state, room)  # type: ignore[misc]
+                    return lambda call_state=call_state, room=room: self._give_by_policy(worker, call_state, room)  # type: ignore[misc]
             else:
                 quota = self._quota(worker, call_state)
                 if quota > 0:
-                    return lambda call_state=call_state, quota=quota: self._hand_out(worker, call_state, quota)  # type: ignore[misc]
+                    return lambda call_state=call_state, quota=quota: self._give_in_order(worker, call_state, quota)  # type: ignore[misc]
         return None
 
     def _load_under_offer(self, worker: WorkerState, role: str, first: CallState | None) -> Offer | None:
@@ -105,13 +105,13 @@ class RolloutDispatch:
         quota = min(room, call_state.num_may_begin, call_state.share - call_state.out_at.get(worker.name, 0))
         return self._state.credits.num_may_begin(call_state, worker.name, quota)
 
-    def _deal_out(self, worker: WorkerState, call_state: CallState, room: int) -> None:
+    def _give_by_policy(self, worker: WorkerState, call_state: CallState, room: int) -> None:
         rows = self._policies.take(call_state, worker, room)
         call_state.num_begun += len(rows)
         self._state.handed_out(call_state)
         self._begin(worker, call_state, rows)
 
-    def _hand_out(self, worker: WorkerState, call_state: CallState, quota: int) -> None:
+    def _give_in_order(self, worker: WorkerState, call_state: CallState, quota: int) -> None:
         ready = itertools.islice(call_state.ready, quota - 1, None)
         group = group_key(next(ready))
         more = sum(1 for _ in itertools.takewhile(lambda row: group_key(row) == group, ready))

@@ -21,7 +21,7 @@ from typing import final
 
 from m2flow.macro.graph import Call
 from m2flow.micro.protocol import messages as m
-from m2flow.micro.protocol.train_tasks import UpdateTally
+from m2flow.micro.protocol.update_semantics import UpdateTally
 from m2flow.micro.protocol.worker_state import WorkerState
 from m2flow.micro.scheduler import weights
 from m2flow.micro.scheduler.call_state import CallState, MicroBatch, MinibatchEnd

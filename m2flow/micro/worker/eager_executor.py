@@ -34,8 +34,8 @@ from m2flow.macro.oversampling import carries, is_cut, num_late, num_wanted, tim
 from m2flow.macro.refill import source_exhausted
 from m2flow.micro.lowering.passes import cut
 from m2flow.micro.lowering.placement import check_place, places
-from m2flow.micro.protocol import execute, train_tasks
-from m2flow.micro.protocol.execute import without_parts
+from m2flow.micro.protocol import call_semantics, update_semantics
+from m2flow.micro.protocol.call_semantics import without_parts
 from m2flow.micro.protocol.plan import Plan
 from m2flow.micro.protocol.staleness import Decisions, VersionSpan, given_by, is_time_dependent, version_spans_of, window
 from m2flow.micro.records.segments import Place, SegmentWriter
@@ -365,7 +365,12 @@ class EagerExecutor:
         self._journal.call_added(call)
         given = [value for value in inputs.values() if isinstance(value, Batch)]
         takes_over = call.carries_from is not None and bool(self._late.get(call.carries_from))
-        if call.is_aligned and given and not takes_over and not any(map(len, given[: None if execute.gives(call) == "concat" else 1])):
+        if (
+            call.is_aligned
+            and given
+            and not takes_over
+            and not any(map(len, given[: None if call_semantics.gives(call) == "concat" else 1]))
+        ):
             return Batch(np.zeros(0, np.int64))
         match call.engine:
             case "source":
@@ -442,7 +447,7 @@ class EagerExecutor:
             return result  # It has no columns.
         sample = next(result.rows())
         example = [sample.prompt_text, str(sample["text"])]
-        numbers = (execute.num_tokens_of(result), execute.num_generated_of(result), execute.finish_of(result))
+        numbers = (call_semantics.num_tokens_of(result), call_semantics.num_generated_of(result), call_semantics.finish_of(result))
         self._journal.samples_done(call, result.ids.tolist(), *numbers, self._segments.append(result), example)
         if is_time_dependent(call):
             self._journal.decided(call, given_by(call.ordinal, result.ids.tolist(), version_spans_of(result)))
@@ -467,10 +472,10 @@ class EagerExecutor:
             self._journal.filtered(
                 call, sorted({packed for value in rows.values() for packed in value.ids.tolist()} - set(result.ids.tolist()))
             )
-        return self._noted(call, result) if isinstance(result, Batch) else execute.plain_value(call, result)
+        return self._noted(call, result) if isinstance(result, Batch) else call_semantics.plain_value(call, result)
 
     def _noted(self, call: Call, result: object) -> object:
-        if isinstance(result, Batch) and execute.gives_reward(call):
+        if isinstance(result, Batch) and call_semantics.gives_reward(call):
             result, parts = without_parts(result)
             self._journal.rewarded(call, result.ids.tolist(), [float(v) for v in result.dense("reward")], parts)
         return result
@@ -483,8 +488,8 @@ class EagerExecutor:
         assert isinstance(epochs, int)
         bounds = samples.group_bounds()
         size = size if isinstance(size, int) else max(len(bounds), 1)
-        num_tokens = execute.num_tokens_of(samples)
-        metrics = train_tasks.UpdateTally().metrics()
+        num_tokens = call_semantics.num_tokens_of(samples)
+        metrics = update_semantics.UpdateTally().metrics()
         for epoch in range(epochs):
             for start in range(0, len(bounds), size):
                 minibatch = bounds[start : start + size]
@@ -492,7 +497,7 @@ class EagerExecutor:
                 for count in cut([sum(num_tokens[a:b]) for a, b in minibatch], self._token_budget):
                     rows = samples.take(range(minibatch[taken][0], minibatch[taken + count - 1][1]))
                     taken += count
-                    prepared = train_tasks.training_rows(call, {**inputs, "samples": rows})
+                    prepared = update_semantics.training_rows(call, {**inputs, "samples": rows})
                     self._engine_host.accumulate(call, prepared, epoch=epoch)
                     self._journal.consumed(call, epoch, rows.ids.tolist())
                 is_last = epoch == epochs - 1 and start + size >= len(bounds)

@@ -39,7 +39,7 @@ from m2flow.macro.capture import forget_copies
 from m2flow.macro.graph import Call
 from m2flow.macro.lineage import GENERATED
 from m2flow.macro.sites import is_of_user
-from m2flow.micro.protocol import execute, train_tasks
+from m2flow.micro.protocol import call_semantics, update_semantics
 from m2flow.micro.protocol.plan import EngineSlot
 from m2flow.micro.protocol.staleness import check_admission, check_given, version_spans_of
 from m2flow.micro.protocol.worker_state import ROLLOUT
@@ -147,7 +147,7 @@ def rows_of(generated: Sequence[Generated], growing: Sequence[InflightSample]) -
     """Make the rows of samples, finished or not."""
     prompts = Batch.concat([g.prompts.take([g.row]) for g in growing])
     seeds = {g.id: s.seed for g, s in zip(generated, growing, strict=True)}
-    return execute.responses([g.drawn for g in growing], generated, prompts, seeds)
+    return call_semantics.responses([g.drawn for g in growing], generated, prompts, seeds)
 
 
 def shared_trainer_of(slot: EngineSlot, slots: Sequence[EngineSlot], models: Mapping[str, Model]) -> str | None:
@@ -234,7 +234,7 @@ class EngineHost:
         """Tokens that all in-flight samples had when they were queued."""
         self._num_left = 0
         """Tokens generated here of samples that have left."""
-        self._tallies: dict[int, train_tasks.UpdateTally] = {}
+        self._tallies: dict[int, update_semantics.UpdateTally] = {}
         self._minibatches = MiniBatches()
         self._weight_syncs = WeightSyncs(worker, shared_prefix, models, weights, recorder)
         self._stop_above = weights.checks.stop_above
@@ -292,13 +292,13 @@ class EngineHost:
     def generate(self, call: Call, ids: Sequence[int], prompts: Batch, drawn: Call | None = None, waited_us: int = 0) -> None:
         """Queue samples; row i of `prompts` is the prompt of sample i. An earlier call may have drawn them, and left them to this one."""
         drawn = drawn or call
-        self._begin(call, drawn, execute.requests(drawn, ids, prompts, self._run_seed), prompts, waited_us)
+        self._begin(call, drawn, call_semantics.requests(drawn, ids, prompts, self._run_seed), prompts, waited_us)
 
     def resume(self, call: Call, stopped: Batch, drawn: Call, waited_us: int = 0) -> None:
         """Queue samples that resume from the tokens in these rows."""
         for packed, stretches in zip(stopped.ids.tolist(), version_spans_of(stopped), strict=True):
             check_given(call, packed, stretches)
-        self._begin(call, drawn, execute.continuations(drawn, stopped), stopped, waited_us)
+        self._begin(call, drawn, call_semantics.continuations(drawn, stopped), stopped, waited_us)
 
     def _begin(self, call: Call, drawn: Call, requests: Sequence[Request], prompts: Batch, waited_us: int) -> None:
         engine = self._engine(self._rollout, call.role)
@@ -460,7 +460,7 @@ class EngineHost:
         if call.engine == "train":
             samples = inputs["samples"].in_order()
             ids = samples.ids.tolist()
-            with self._recorder.span(SpanName.TRAIN_LOGPROBS, **execute.span_attributes(call), num_samples=len(ids), samples=ids):
+            with self._recorder.span(SpanName.TRAIN_LOGPROBS, **call_semantics.span_attributes(call), num_samples=len(ids), samples=ids):
                 engine = self._engine(self._train, call.role)
                 return {"logprobs": engine.logprobs, "values": engine.values, "score": engine.scores}[call.method](samples)
         if self._functions is None:
@@ -474,13 +474,15 @@ class EngineHost:
 
     @accounted("train")
     def accumulate(self, call: Call, rows: Batch, *, epoch: int) -> None:
-        """Add up the gradient of one micro-batch (`training.training_rows`)."""
-        tally = self._tallies.setdefault(call.ordinal, train_tasks.UpdateTally())
-        rows = rows if tally.is_stepped else train_tasks.with_same_weights(call, rows)
+        """Add up the gradient of one micro-batch (`update_semantics.training_rows`)."""
+        tally = self._tallies.setdefault(call.ordinal, update_semantics.UpdateTally())
+        rows = rows if tally.is_stepped else update_semantics.with_same_weights(call, rows)
         self._logprob_check.notice(call.role, rows, is_sampled_here=call.role in self._rollout)
         ids = rows.ids.tolist()
-        with self._recorder.span(SpanName.TRAIN_ACCUMULATE, **execute.span_attributes(call), num_samples=len(ids), samples=ids) as span:
-            objective = train_tasks.objective(call)
+        with self._recorder.span(
+            SpanName.TRAIN_ACCUMULATE, **call_semantics.span_attributes(call), num_samples=len(ids), samples=ids
+        ) as span:
+            objective = update_semantics.objective(call)
             try:
                 engine = self._engine(self._train, call.role)
                 sums = self._minibatches.of(call.ordinal, engine, self._settings["train"]).accumulate(rows, objective)
@@ -496,11 +498,11 @@ class EngineHost:
     @accounted("train")
     def apply(self, call: Call, *, is_last: bool) -> dict[str, float]:
         """One optimiser step. After the last of a call: its metrics."""
-        tally = self._tallies.setdefault(call.ordinal, train_tasks.UpdateTally())
-        train_tasks.check_agreement(call, tally, self._stop_above)
-        with self._recorder.span(SpanName.TRAIN_APPLY, **execute.span_attributes(call), version=call.writes[0].version):
-            denominator = tally.denominator(train_tasks.objective(call).loss)
-            tally.stepped(self._engine(self._train, call.role).apply(train_tasks.optimizer(call), denominator), denominator)
+        tally = self._tallies.setdefault(call.ordinal, update_semantics.UpdateTally())
+        update_semantics.check_agreement(call, tally, self._stop_above)
+        with self._recorder.span(SpanName.TRAIN_APPLY, **call_semantics.span_attributes(call), version=call.writes[0].version):
+            denominator = tally.denominator(update_semantics.objective(call).loss)
+            tally.stepped(self._engine(self._train, call.role).apply(update_semantics.optimizer(call), denominator), denominator)
         halved = self._minibatches.stepped(call.ordinal, is_last=is_last)
         if not is_last:
             return {}

@@ -10,7 +10,7 @@ A role has up to two objects here: one with its state, for calls that declare wh
 anywhere and must not see that state. So what a call sees does not depend on where it runs.
 
 How units are run (threads, processes, time limits) is the function engine's business; what a call's kind makes of arguments and results
-is in `m2flow.micro.protocol.execute`.
+is in `m2flow.micro.protocol.call_semantics`.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from m2flow.errors import InternalError, OpError
 from m2flow.macro.capture import Snapshot
 from m2flow.macro.graph import Call, Granularity
 from m2flow.macro.ops import Argument, may_write
-from m2flow.micro.protocol import execute
+from m2flow.micro.protocol import call_semantics
 from m2flow.micro.protocol.call_bodies import call_body, call_of
-from m2flow.micro.protocol.execute import Judged
+from m2flow.micro.protocol.call_semantics import Judged
 from m2flow.observe.otel import Trace
 from m2flow.observe.spans import Recorder, SpanName, now_ns
 from m2flow.samples import Batch, Column, Ragged, Sample, keyed_bits, rows_of
@@ -214,7 +214,7 @@ class Instances:
         with self._making:  # Two units at once must not make two.
             if key not in self._made:
                 try:
-                    self._made[key] = execute.function_of(call)()
+                    self._made[key] = call_semantics.function_of(call)()
                 except Exception as error:
                     raise OpError(f"the role {key[0]} can't be made: {type(error).__name__}: {error}") from error
             return self._made[key]
@@ -249,16 +249,16 @@ class Functions:
     ) -> Batch | object:
         """Run a call's task; see `m2flow.micro.worker.engine_host.EngineHost.run_call`."""
         is_sorted = "arguments" in call.options
-        rows = next(iter(inputs.values()), Batch.concat([])) if is_sorted else execute.function_input(call, inputs)
+        rows = next(iter(inputs.values()), Batch.concat([])) if is_sorted else call_semantics.function_input(call, inputs)
         with self._recorder.span(
-            SpanName.FUNCTION_CALL, **execute.span_attributes(call), num_samples=len(rows), samples=rows.ids.tolist()
+            SpanName.FUNCTION_CALL, **call_semantics.span_attributes(call), num_samples=len(rows), samples=rows.ids.tolist()
         ) as span:
-            if execute.gives(call) == "concat":
+            if call_semantics.gives(call) == "concat":
                 return rows
             if call.options.get("style") == "columns":
                 if meanwhile is not None:
                     meanwhile()
-                return execute.columns_result(call, inputs, rows, execute.function_of(call)(rows, values))
+                return call_semantics.columns_result(call, inputs, rows, call_semantics.function_of(call)(rows, values))
             took_ns: list[int] = []
             result = self._by_unit(call, rows, inputs, values, took_ns, leave, meanwhile, is_suspect)
             span.set(unit_us=[round(ns / 1e3, 1) for ns in took_ns])
@@ -279,7 +279,7 @@ class Functions:
         timeout_s, size = call.options["timeout_s"], call.options.get("minibatch_size")
         assert timeout_s is None or isinstance(timeout_s, int | float)
         assert size is None or isinstance(size, int)
-        function = self._instances.method(call) if "instance" in call.options else execute.function_of(call)
+        function = self._instances.method(call) if "instance" in call.options else call_semantics.function_of(call)
         arguments = None
         if "arguments" in call.options:
             function = arguments = Arguments(call, function, inputs, values, self._run_seed)
@@ -287,10 +287,10 @@ class Functions:
         leaving = None
         if leave is not None and call.is_aligned and call.granularity is Granularity.SAMPLE:
             rows = rows.in_order()
-            leaving = Leaving(lambda part, results: execute.function_rows(call, part, results), rows, leave)
+            leaving = Leaving(lambda part, results: call_semantics.function_rows(call, part, results), rows, leave)
         try:
             results = self.engine.call(
-                execute.checked(call, _in_trace(self._trace, function), took_ns),
+                call_semantics.checked(call, _in_trace(self._trace, function), took_ns),
                 rows,
                 granularity=call.granularity.value,
                 size=size,
@@ -302,12 +302,12 @@ class Functions:
                 on_failure=functools.partial(self._counted, call) if call.options.get("on_error") is not None else None,
             )
         except OpError as error:
-            raise execute.function_error(call, error) from error
+            raise call_semantics.function_error(call, error) from error
         if not call.is_aligned:
             return results[0]
         if leaving is not None and leaving.has_left:
             return leaving.rest(results)
-        return execute.function_rows(call, rows, results)
+        return call_semantics.function_rows(call, rows, results)
 
     def _isolation(self, call: Call, arguments: Arguments | None, values: Mapping[str, object], *, is_suspect: bool) -> Isolation | None:
         """How the call's units can run in processes of their own; None for one that has its role's state here."""
@@ -330,7 +330,7 @@ class Functions:
         """The reward of a sample on which its function failed, with how it did as a part of the reward."""
         self._num_shown[call.role] += 1
         if self._num_shown[call.role] <= _MOST_SHOWN:
-            print(f"counted as {call.options['on_error']}: {execute.function_error(call, error)}", file=sys.stderr, flush=True)
+            print(f"counted as {call.options['on_error']}: {call_semantics.function_error(call, error)}", file=sys.stderr, flush=True)
         return Judged(call.options["on_error"], {how: 1.0})
 
 
@@ -369,7 +369,7 @@ _Crossing = tuple[Batch | Mapping[str, Batch], Mapping[str, object], bool]
 def _received(body: bytes, run: str, run_seed: int) -> Callable[[_Crossing], object]:
     """A call's function on a unit, with all that it imports and captures: from here on its time counts."""
     call, trace = call_of(body), Trace(run)
-    function = execute.function_of(call)
+    function = call_semantics.function_of(call)
     if isinstance(function, Snapshot):
         function.fresh()
     if "instance" in call.options:
@@ -383,7 +383,7 @@ def _received(body: bytes, run: str, run_seed: int) -> Callable[[_Crossing], obj
             called = arguments = Arguments(call, function, rows, values, run_seed)
             rows = arguments.rows
         samples = list(rows.frozen().rows())
-        result = execute.checked(call, _in_trace(trace, called))(samples if is_list else samples[0])
+        result = call_semantics.checked(call, _in_trace(trace, called))(samples if is_list else samples[0])
         return _later(call, result) if inspect.isawaitable(result) else _plain(call, result)
 
     on_unit.__name__ = on_unit.__qualname__ = getattr(function, "__qualname__", call.name)
@@ -401,12 +401,12 @@ async def _later(call: Call, result: Awaitable[object]) -> object:
 
 
 def _plain(call: Call, result: object) -> object:
-    return result if call.is_aligned else execute.plain_value(call, result)
+    return result if call.is_aligned else call_semantics.plain_value(call, result)
 
 
 def _crossed_back(call: Call, result: object) -> object:
     """A checked result, of which JSON has made lists of tuples."""
-    if not (call.is_aligned and execute.gives_reward(call)):
+    if not (call.is_aligned and call_semantics.gives_reward(call)):
         return result
     if call.granularity is Granularity.SAMPLE:
         return _as_judged(result)

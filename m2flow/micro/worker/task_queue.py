@@ -32,7 +32,7 @@ from typing import NamedTuple, Protocol, final
 
 from m2flow.errors import InternalError
 from m2flow.macro.graph import Call
-from m2flow.micro.protocol import execute
+from m2flow.micro.protocol import call_semantics
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.row_store import stopped_at
 
@@ -106,7 +106,7 @@ def rows_needed(task: m.Task, call_of: Callable[[int], Call]) -> list[RowsNeeded
     if not isinstance(task, m.RunFunction | m.Accumulate):
         return []
     call, values = call_of(task.call), task.values if isinstance(task, m.RunFunction) else ()
-    if isinstance(task, m.RunFunction) and execute.gives(call) == "concat":
+    if isinstance(task, m.RunFunction) and call_semantics.gives(call) == "concat":
         return [RowsNeeded(source, ids) for source, ids in task.parts.items()]
     return [RowsNeeded(ref.call, task.ids) for name, ref in call.inputs if name not in values]
 

@@ -38,10 +38,10 @@ import numpy as np
 from m2flow.channels.channel import ControlLink, Inbox, Outbox, Parcel
 from m2flow.errors import InternalError, M2FlowError, unexpected
 from m2flow.macro.graph import Call
-from m2flow.micro.protocol import execute, train_tasks
+from m2flow.micro.protocol import call_semantics, update_semantics
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.call_bodies import call_of
-from m2flow.micro.protocol.execute import Parts, without_parts
+from m2flow.micro.protocol.call_semantics import Parts, without_parts
 from m2flow.micro.protocol.row_store import RowStore, stopped_at
 from m2flow.micro.protocol.staleness import is_time_dependent, version_spans_of
 from m2flow.micro.records.segments import Kind, Place, Scratch, SegmentWriter, read_segment, scratch_name
@@ -143,10 +143,10 @@ def finished(
         task,
         call.ordinal,
         rows.ids.tolist(),
-        execute.num_tokens_of(rows),
-        execute.num_generated_of(rows),
-        [float(v) for v in rows.dense("reward")] if execute.gives_reward(call) else [],
-        execute.finish_of(rows),
+        call_semantics.num_tokens_of(rows),
+        call_semantics.num_generated_of(rows),
+        [float(v) for v in rows.dense("reward")] if call_semantics.gives_reward(call) else [],
+        call_semantics.finish_of(rows),
         texts,
         place,
         list(dropped),
@@ -220,7 +220,7 @@ class ProgressLog:
         total, counts = engine_host.tokens()
         self._counts = dict(counts)
         for rows in leaving:
-            counts.update(zip(rows.ids.tolist(), execute.num_generated_of(rows), strict=True))
+            counts.update(zip(rows.ids.tolist(), call_semantics.num_generated_of(rows), strict=True))
         self._meter.write(total, counts)
 
     def due(self, engine_host: EngineHost) -> list[tuple[Call, Batch, Place]]:
@@ -238,7 +238,7 @@ class ProgressLog:
         for call, rows in engine_host.snapshot(wanted) if wanted else ():
             ids = rows.ids.tolist()
             done.append((call, rows, self._running.append(rows, ids, Kind.RUNNING, call.ordinal)))
-            self._written.update(zip(ids, execute.num_generated_of(rows), strict=True))
+            self._written.update(zip(ids, call_semantics.num_generated_of(rows), strict=True))
         return done
 
     def close(self) -> None:
@@ -442,7 +442,7 @@ class Worker:
         self._store.put(stopped_at(call), stopped)
         place = self._progress_log.stopped(call, stopped)
         self._progress_log.measure(self.engine_host)
-        return m.Aborted(call, stopped.ids.tolist(), *execute.lengths_of(stopped), version_spans_of(stopped), place)
+        return m.Aborted(call, stopped.ids.tolist(), *call_semantics.lengths_of(stopped), version_spans_of(stopped), place)
 
     def give_up(self, call: int) -> None:
         self._reports.make()
@@ -508,10 +508,10 @@ class Worker:
                         task, lambda: self._deliver(task.number, call, result, forward_to, dropped=dropped, ends=True, keeps=False)
                     )
                     return None
-                return m.TaskDone(task.number, execute.plain_value(call, result))
+                return m.TaskDone(task.number, call_semantics.plain_value(call, result))
             case m.Accumulate(epoch=epoch):
                 call = self._calls[task.call]
-                engine_host.accumulate(call, train_tasks.training_rows(call, self._inputs(task)), epoch=epoch)
+                engine_host.accumulate(call, update_semantics.training_rows(call, self._inputs(task)), epoch=epoch)
                 return m.TaskDone(task.number)
             case m.Apply(is_last=is_last):
                 return m.TaskDone(task.number, engine_host.apply(self._calls[task.call], is_last=is_last))
@@ -543,7 +543,7 @@ class Worker:
     def _inputs(self, task: m.RunFunction | m.Accumulate) -> Mapping[str, Batch]:
         call = self._calls[task.call]
         refs = {name: ref.call for name, ref in call.inputs if not (isinstance(task, m.RunFunction) and name in task.values)}
-        if isinstance(task, m.RunFunction) and execute.gives(call) == "concat":
+        if isinstance(task, m.RunFunction) and call_semantics.gives(call) == "concat":
             return {name: self._store.get(source, task.parts[source]) for name, source in refs.items() if source in task.parts}
         return {name: self._store.get(source, task.ids) for name, source in refs.items()}
 
@@ -565,7 +565,7 @@ class Worker:
         if left:
             self._progress_log.measure(self.engine_host)
         for call, rows, place in self._progress_log.due(self.engine_host):
-            self._send(m.Flushed(call.ordinal, rows.ids.tolist(), *execute.lengths_of(rows), version_spans_of(rows), place))
+            self._send(m.Flushed(call.ordinal, rows.ids.tolist(), *call_semantics.lengths_of(rows), version_spans_of(rows), place))
 
     def _generated(self, call: Call, rows: Batch) -> None:
         """Samples are done: write them down, hand them on, and say so; end their tasks."""
@@ -590,7 +590,7 @@ class Worker:
     ) -> None:
         """Keep rows of a call's result in memory, send them where they are needed, and report them."""
         rows, parts = without_parts(rows)
-        if place is None and len(rows) and call.engine == "function" and not execute.gives_reward(call):
+        if place is None and len(rows) and call.engine == "function" and not call_semantics.gives_reward(call):
             place = self._progress_log.result(call.ordinal, rows)
         if len(rows):
             if keeps:

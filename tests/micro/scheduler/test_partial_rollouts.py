@@ -20,7 +20,7 @@ from m2flow.macro.oversampling import num_late
 from m2flow.macro.replay import MemoryRecord, Recorder, ReplayBackend
 from m2flow.macro.tracing import trace
 from m2flow.micro.lowering.passes import lower
-from m2flow.micro.protocol import execute
+from m2flow.micro.protocol import call_semantics
 from m2flow.micro.protocol.events import Command, Expired
 from m2flow.micro.records.ledger import read_decisions, read_endings
 from m2flow.micro.records.sample_query import SampleQuery
@@ -354,9 +354,9 @@ def a_finished_member_is_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_prefix_loses_its_logprobs(patch: pytest.MonkeyPatch) -> None:
-    made = execute.continuations
+    made = call_semantics.continuations
     patch.setattr(
-        execute,
+        call_semantics,
         "continuations",
         lambda call, stopped: [replace(one, prefix_logprobs=(0.0,) * len(one.prefix)) for one in made(call, stopped)],
     )
@@ -373,17 +373,17 @@ def the_resumed_part_has_the_version_of_the_first(patch: pytest.MonkeyPatch) -> 
 
 
 def the_prefix_has_the_version_of_the_rest(patch: pytest.MonkeyPatch) -> None:
-    made = execute.continuations
+    made = call_semantics.continuations
 
     def newer(call: object, stopped: object) -> list[Request]:
         return [replace(one, prefix_versions=tuple(version + 1 for version in one.prefix_versions)) for one in made(call, stopped)]
 
-    patch.setattr(execute, "continuations", newer)
+    patch.setattr(call_semantics, "continuations", newer)
 
 
 def a_resumed_sample_has_another_seed(patch: pytest.MonkeyPatch) -> None:
-    made = execute.continuations
-    patch.setattr(execute, "continuations", lambda call, stopped: [replace(one, seed=one.seed ^ 1) for one in made(call, stopped)])
+    made = call_semantics.continuations
+    patch.setattr(call_semantics, "continuations", lambda call, stopped: [replace(one, seed=one.seed ^ 1) for one in made(call, stopped)])
 
 
 def a_carried_sample_has_the_options_of_the_call_that_gives_it(patch: pytest.MonkeyPatch) -> None:
@@ -393,7 +393,7 @@ def a_carried_sample_has_the_options_of_the_call_that_gives_it(patch: pytest.Mon
 
 
 def a_sample_goes_on_from_the_tokens_of_another(patch: pytest.MonkeyPatch) -> None:
-    made = execute.continuations
+    made = call_semantics.continuations
 
     def swapped(call: object, stopped: object) -> list[Request]:
         names = ("prefix", "prefix_logprobs", "prefix_versions", "prefix_kv_stale")
@@ -401,7 +401,7 @@ def a_sample_goes_on_from_the_tokens_of_another(patch: pytest.MonkeyPatch) -> No
         others = [*requests[1:], *requests[:1]]
         return [replace(one, **{name: getattr(other, name) for name in names}) for one, other in zip(requests, others, strict=True)]
 
-    patch.setattr(execute, "continuations", swapped)
+    patch.setattr(call_semantics, "continuations", swapped)
 
 
 def one_group_too_many_is_late(patch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from m2flow import Dataset, Flow, Policy, Reference, Reward, Sample, flow, log, nll, op, ppo_clip, steps
 from m2flow.macro.tracing import trace
-from m2flow.micro.protocol import train_tasks
+from m2flow.micro.protocol import update_semantics
 from m2flow.micro.protocol.staleness import Decision, VersionSpan
 from m2flow.micro.scheduler import weights
 from m2flow.micro.scheduler.train_dispatch import TrainDispatch
@@ -221,7 +221,7 @@ def test_without_either_check_samples_beyond_the_bound_are_trained_on(monkeypatc
     """So the property above rests on the scheduler's window."""
     any_version_will_do(monkeypatch)
     monkeypatch.setattr(engine_host, "check_admission", lambda call, version: None)
-    monkeypatch.setattr(train_tasks, "check_consumption", lambda call, samples: None)
+    monkeypatch.setattr(update_semantics, "check_consumption", lambda call, samples: None)
     (program, options) = (EVERYTHING, {"lag": 1, "num_steps": 4, "batch": 4, "epochs": 2, "minibatch": 2})
     reds = 0
     for answer in runs():

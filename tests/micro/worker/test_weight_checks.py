@@ -19,7 +19,7 @@ from m2flow.engines.contract import NO_AGREEMENT, Agreement, EngineSettings, Req
 from m2flow.engines.embedded.rollout_engine import EmbeddedRollout
 from m2flow.engines.embedded.trainer import EmbeddedTrain
 from m2flow.errors import EngineError
-from m2flow.micro.protocol.train_tasks import with_same_weights
+from m2flow.micro.protocol.update_semantics import with_same_weights
 from m2flow.micro.records.tally import Alarm, Divergence, Tally
 from m2flow.micro.worker.weight_sync import Checks, LogprobCheck
 from m2flow.observe.metrics import read_metrics

@@ -1,4 +1,4 @@
-"""Execute a call in terms of engines: requests and rows of generations, inputs and checked results of functions, parts of rewards.
+"""Give the meaning of a call in terms of engines: requests and rows of generations, inputs and checked results of functions, reward parts.
 
 This is the one place where a macro call and an engine's contract meet. Workers use these functions chunk by chunk, the eager executor call
 by call. So a plan can change when and where something is done, but not what.

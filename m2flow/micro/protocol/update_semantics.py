@@ -1,7 +1,7 @@
-"""Execute an update in terms of a train engine: the rows of a micro-batch, the loss, its denominators and the metrics.
+"""Give the meaning of an update in terms of a train engine: the rows of a micro-batch, the loss, its denominators and the metrics.
 
-Workers and the eager executor train with the same functions, as with those of `m2flow.micro.protocol.execute`. Everything that the loss
-reads of other calls comes in here, joined by identity; so neither arrival nor cutting into micro-batches can change what belongs to a
+Workers and the eager executor train with the same functions, as with those of `m2flow.micro.protocol.call_semantics`. Everything that the
+loss reads of other calls comes in here, joined by identity; so neither arrival nor cutting into micro-batches can change what belongs to a
 sample.
 """
 
