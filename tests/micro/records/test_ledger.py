@@ -91,6 +91,19 @@ def test_each_sample_comes_back_with_its_rewards_in_the_order_of_their_calls(tmp
     assert read[3][0].ragged("tokens").values.tolist() == first
 
 
+def test_of_samples_lost_with_a_worker_only_the_tokens_that_were_not_written_down_count_as_lost(tmp_path):
+    ledger = write(tmp_path, [IDS[:3]])
+    more, same, fewer = IDS[:3]
+    known = {packed: ledger.tokens_of(packed) for packed in IDS[:3]}
+    running = {more: known[more] + 4, same: known[same], fewer: known[fewer] - 1, IDS[3]: 2}
+    assert ledger.lost(running, "rollout-0", "killed") == 4 + 2
+    assert ledger.select("SELECT sample, num_tokens, worker, reason FROM lost ORDER BY sample") == [
+        (more, 4, "rollout-0", "killed"),
+        (IDS[3], 2, "rollout-0", "killed"),
+    ]
+    ledger.close()
+
+
 def test_samples_and_rewards_that_are_told_twice_stay_as_they_were(tmp_path):
     ledger = write(tmp_path, [IDS, IDS], dict.fromkeys(IDS, 1.0), calls=(SCORE, SCORE))
     ledger.rewarded(SCORE, IDS, [2.0] * len(IDS))

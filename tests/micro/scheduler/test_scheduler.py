@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from m2flow import Dataset, Policy, Reference, Reward, Sample, flow, nll, op, ppo_clip, steps
 from m2flow.channels.weights import Manifest
-from m2flow.errors import EngineError, RewardError
+from m2flow.errors import EngineError, RewardError, StateLost
 from m2flow.macro.graph import Call
 from m2flow.macro.tracing import trace
 from m2flow.micro.lowering.passes import Lowering, lower
@@ -31,6 +31,7 @@ from m2flow.micro.protocol.events import (
     Send,
     Sourced,
     Wanted,
+    WorkerLost,
 )
 from m2flow.micro.protocol.plan import Plan, Stage
 from m2flow.micro.scheduler.scheduler import Scheduler
@@ -428,3 +429,20 @@ def test_a_failure_that_belongs_to_no_call_ends_the_run():
     load = rig.queues["rollout-0"].popleft()
     with pytest.raises(EngineError, match="the weights differ"):
         rig.say("rollout-0", m.TaskFailed(load.number, -1, EngineError("the weights differ").to_record()))
+
+
+@pytest.mark.parametrize("returns", [False, True], ids=["for good", "until it is restarted"])
+def test_a_worker_that_is_lost_with_samples_of_weights_that_the_others_have_replaced_ends_the_run(returns):
+    rig = Rig(SPLIT.model_copy(update={"rollout": RolloutSpec(engine="fake", workers=2)}))
+    for ordinal in range(first(rig, "generate") + 1):
+        rig.add(ordinal)
+    while not rig.generating["rollout-0"]:
+        rig.act()
+    rig.generating["rollout-0"].clear()  # It never ends these.
+    for ordinal in list(rig.calls)[ordinal + 1 :]:
+        rig.add(ordinal)
+    while rig.act():
+        pass
+    assert [rig.held[name, "policy"] for name in ("rollout-0", "rollout-1")] == [1, 2]
+    with pytest.raises(StateLost, match=r"no other has the weights that policy\.generate began with"):
+        rig.tell(WorkerLost("rollout-0", returns=returns))

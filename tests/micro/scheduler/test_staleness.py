@@ -3,11 +3,14 @@
 Real scheduler, real workers, fake engines in exact integers; the interleaving is drawn by a seed.
 """
 
+import contextlib
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from m2flow import Dataset, Flow, Policy, Reference, Reward, Sample, flow, log, nll, op, ppo_clip, steps
+from m2flow.errors import RewardError
 from m2flow.macro.tracing import trace
 from m2flow.micro.protocol import update_semantics
 from m2flow.micro.protocol.staleness import Decision, VersionSpan
@@ -277,3 +280,29 @@ def test_an_error_in_an_update_reaches_the_generation_that_could_have_done_witho
         error = run_planned(failing, {}, SPLIT, order_seed=order_seed).error
         assert error.startswith("RewardError: ")
         assert "'seven'" in error
+
+
+def test_a_generation_after_an_update_that_is_known_to_have_failed_fails_with_it_though_older_weights_would_do():
+    seen = []
+
+    @flow(staleness=1)
+    def failing() -> None:
+        def raises(sample: Sample) -> float:
+            raise KeyError("seven")
+
+        policy, verifier, broken, prompts = Policy("fake"), Reward(digit_share), Reward(raises, name="broken"), Dataset(ROWS)
+        for _ in steps(1):
+            responses = policy.generate(prompts.take(2), n=2, max_new_tokens=3)
+            metrics = policy.update(responses, broken.score(responses))
+            with contextlib.suppress(RewardError):
+                metrics.items()
+            later = verifier.score(policy.generate(prompts.take(2), n=2, max_new_tokens=3)).mean()
+            try:
+                float(later)
+            except RewardError as error:
+                seen.append(error.what)
+
+    run_eager(failing, {}, SPLIT)
+    run_planned(failing, {}, SPLIT)
+    eager, planned = seen
+    assert planned.startswith(eager)  # And then says on which worker.
