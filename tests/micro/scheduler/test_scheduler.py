@@ -434,12 +434,13 @@ def test_a_failure_that_belongs_to_no_call_ends_the_run():
 @pytest.mark.parametrize("returns", [False, True], ids=["for good", "until it is restarted"])
 def test_a_worker_that_is_lost_with_samples_of_weights_that_the_others_have_replaced_ends_the_run(returns):
     rig = Rig(SPLIT.model_copy(update={"rollout": RolloutSpec(engine="fake", workers=2)}))
-    for ordinal in range(first(rig, "generate") + 1):
+    generate = first(rig, "generate")
+    for ordinal in range(generate + 1):
         rig.add(ordinal)
     while not rig.generating["rollout-0"]:
         rig.act()
     rig.generating["rollout-0"].clear()  # It never ends these.
-    for ordinal in list(rig.calls)[ordinal + 1 :]:
+    for ordinal in range(generate + 1, len(rig.calls)):
         rig.add(ordinal)
     while rig.act():
         pass
