@@ -1,4 +1,4 @@
-"""What is shipped: the wheel, the source distribution, the extras."""
+"""What is shipped: the wheel, the source distribution, the extras, the Dockerfiles."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ import tomllib
 import zipfile
 from pathlib import Path
 
+import click
 import pytest
 
+from m2flow.cli.cluster_file import load_cluster
+from m2flow.cli.main import cli
 from m2flow.engines.registry import engines
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -105,3 +108,51 @@ def test_all_has_every_extra_for_users_but_vllm() -> None:
     (everything,) = EXTRAS["all"]
     assert everything.startswith("m2flow[")
     assert set(everything[7:-1].split(",")) == EXTRAS.keys() - {"all", "dev", "viewer-tests", "vllm"}
+
+
+DOCKERFILES = sorted((ROOT / "docker").glob("*.Dockerfile"))
+PYTHONS = {"python:3.11-slim": "3.11", "nvidia/cuda:13.0.1-devel-ubuntu24.04": "3.12"}
+"""Base image -> the Python that it has, or that its distribution installs."""
+
+
+def instructions(dockerfile: Path) -> list[tuple[str, str]]:
+    text = re.sub(r"^#.*\n", "", dockerfile.read_text(), flags=re.MULTILINE).replace("\\\n", " ")
+    return [(line.split()[0], line.split(maxsplit=1)[1]) for line in text.splitlines() if line.strip()]
+
+
+each_dockerfile = pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.stem)
+
+
+@each_dockerfile
+def test_what_a_dockerfile_copies_is_there_and_in_the_context(dockerfile: Path) -> None:
+    context = {line.removeprefix("!") for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    copied = {name for kind, rest in instructions(dockerfile) if kind == "COPY" for name in rest.split()[:-1]}
+    assert {"pyproject.toml", "setup.py", "m2flow", "flows", "requirements.lock"} <= copied <= context
+    assert all((ROOT / name).exists() for name in copied)
+
+
+@each_dockerfile
+def test_python_extras_and_versions_of_a_dockerfile_are_those_of_the_project(dockerfile: Path) -> None:
+    ((_, base),) = (each for each in instructions(dockerfile) if each[0] == "FROM")
+    assert f"Programming Language :: Python :: {PYTHONS[base]}" in PROJECT["classifiers"]
+    installs = " ".join(rest for kind, rest in instructions(dockerfile) if kind == "RUN")
+    assert {name for names in re.findall(r"\.\[([^\]]*)\]", installs) for name in names.split(",")} <= EXTRAS.keys()
+    assert "--constraint requirements.lock" in installs
+    pinned = (ROOT / "requirements-sglang-cpu.lock").read_text().splitlines()
+    assert [word for word in installs.split() if "==" in word and word not in pinned] == []
+
+
+@each_dockerfile
+def test_an_image_starts_a_command_of_m2flow_as_a_user_without_rights(dockerfile: Path) -> None:
+    last = dict(instructions(dockerfile))
+    assert json.loads(last["ENTRYPOINT"]) == ["m2flow"]
+    assert json.loads(last["CMD"])[0] in cli.list_commands(click.Context(cli))
+    assert last["USER"] == "m2flow"
+
+
+def test_the_spec_of_the_cuda_image_names_an_interpreter_and_a_place_that_it_has() -> None:
+    spec = load_cluster(ROOT / "docker" / "sglang.yaml")
+    python = str(spec.rollout.options["python"])
+    image = (ROOT / "docker" / "cuda.Dockerfile").read_text()
+    assert f"python3 -m venv {python.removesuffix('/bin/python')} " in image
+    assert "COPY docker/sglang.yaml /etc/m2flow/sglang.yaml\n" in image

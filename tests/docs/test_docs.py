@@ -24,7 +24,7 @@ WRITTEN = [
 ]
 DOCUMENTS = [README, ROOT / "CHANGELOG.md", *WRITTEN]
 
-_FOLDERS = ("flows", "clusters", "m2flow", "tests", "benchmarks", "docs")
+_FOLDERS = ("flows", "clusters", "m2flow", "tests", "benchmarks", "docs", "docker")
 _PATH = re.compile(
     rf"(?<![\w./-])(?:{'|'.join(_FOLDERS)})/[\w./-]*\w|(?<![\w./])(?:Makefile|LICENSE|CHANGELOG\.md|README\.md|requirements[\w-]*\.lock)\b"
 )
