@@ -224,17 +224,21 @@ def test_a_header_that_announces_four_billion_columns_is_refused() -> None:
         codec.decode([codec._PREFIX.pack(b"m2f", codec.FORMAT, len(header)) + header])
 
 
+@pytest.mark.parametrize("more_rows", [0, 20], ids=["few rows", "many rows"])
 @pytest.mark.parametrize("offsets", [[0, 3, 2, 4], [1, 2, 3, 4], [0, 1, 2, 5], [0, -1, 2, 4], [0, 1, 2, 3]])
-def test_ragged_offsets_that_do_not_rise_over_the_values_are_refused(offsets: list[int]) -> None:
-    body = np.zeros(3, np.int64).tobytes() + np.array(offsets, np.int64).tobytes() + np.zeros(4, np.int64).tobytes()
+def test_ragged_offsets_that_do_not_rise_over_the_values_are_refused(offsets: list[int], more_rows: int) -> None:
+    offsets = offsets + offsets[-1:] * more_rows
+    num_rows = len(offsets) - 1
+    body = np.zeros(num_rows, np.int64).tobytes() + np.array(offsets, np.int64).tobytes() + np.zeros(4, np.int64).tobytes()
     with pytest.raises(DecodeError, match="column 'c': offsets"):
-        codec.decode([forged([0, "w", 3, 1 << 20, [["c", "numbers", "int64", [4]]]], body)])
+        codec.decode([forged([0, "w", num_rows, 1 << 20, [["c", "numbers", "int64", [4]]]], body)])
 
 
-def test_bytes_that_are_not_booleans_are_refused() -> None:
-    body = np.zeros(1, np.int64).tobytes() + b"\x02" + bytes(7)
+@pytest.mark.parametrize("num_values", [8, 1 << 15])
+def test_bytes_that_are_not_booleans_are_refused(num_values: int) -> None:
+    values = bytes(num_values - 1) + b"\x02"
     with pytest.raises(DecodeError, match="not booleans"):
-        codec.decode([forged([0, "w", 1, 1 << 20, [["c", "dense", "bool", [1]]]], body)])
+        codec.decode([forged([0, "w", 1, 1 << 20, [["c", "dense", "bool", [1, num_values]]]], bytes(8) + values)])
 
 
 def test_a_column_that_comes_twice_is_refused() -> None:

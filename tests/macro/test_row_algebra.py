@@ -19,6 +19,7 @@ from m2flow import (
     steps,
 )
 from m2flow.errors import FieldError, TraceError
+from m2flow.macro.tracing import trace
 from m2flow.testing.world import run_eager, run_planned
 
 
@@ -89,8 +90,9 @@ def test_rows_of_different_samples_or_of_different_filters_do_not_go_together_an
                 mix()
         with pytest.raises(TraceError, match=rf"filtered at {place} and right filtered at {place}, which are different rows of the same"):
             high - low
-        with pytest.raises(TraceError, match=r"concat got samples twice that policy.generate made"):
-            concat([rewards, high])
+        for parts in ([rewards, high], [high, rewards]):
+            with pytest.raises(TraceError, match=r"concat got samples twice that policy.generate made"):
+                concat(parts)
 
     eager(mixes.function)
 
@@ -114,6 +116,18 @@ def test_parts_of_the_same_samples_are_put_together_and_go_with_them_again():
         log(kl=kl.mean())
 
     same(parts)
+
+
+def test_a_plan_counts_the_rows_of_all_parts_of_a_concatenation():
+    @flow
+    def both() -> None:
+        policy, prompts = Policy("fake"), Dataset(ROWS)
+        short, long = (policy.generate(prompts.take(count), n=2, max_new_tokens=4) for count in (2, 3))
+        policy.generate(concat([short, long]), n=3, max_new_tokens=4)
+
+    *_, joined, further = trace(both, {})[0].calls
+    assert (joined.name, joined.most_rows) == ("concat", (2 + 3) * 2)
+    assert further.most_rows == (2 + 3) * 2 * 3
 
 
 def test_concat_of_overlapping_filters_is_an_error_that_names_a_sample():
