@@ -12,11 +12,11 @@ WORKDIR /src
 COPY requirements.lock pyproject.toml setup.py MANIFEST.in README.md LICENSE ./
 COPY m2flow m2flow
 COPY flows flows
-RUN --mount=type=cache,target=/root/.cache/pip pip install --constraint requirements.lock .
+RUN --mount=type=cache,target=/var/cache/pip pip install --cache-dir /var/cache/pip --constraint requirements.lock .
 
-RUN useradd --create-home m2flow
+RUN useradd --create-home --home-dir /m2flow m2flow
 USER m2flow
-WORKDIR /home/m2flow
+WORKDIR /m2flow
 # A volume that is mounted here belongs to this user.
 RUN mkdir runs
 ENTRYPOINT ["m2flow"]
