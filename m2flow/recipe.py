@@ -300,6 +300,19 @@ def _in_cache(model: Model) -> Path | None:
         return None
 
 
+def origin(model: Model) -> dict[str, str]:
+    """What a run's record says of where a model comes from: `path` and `init`, and of a model of the hub `hub`, its name, and `revision`.
+
+    The revision is a commit if the cache has the model. A directory of the hub's cache is the hub's model that it holds.
+    """
+    found = _in_cache(model) if is_of_hub(model.path) else Path(model.path).expanduser().absolute()
+    of_cache = re.search(r"/models--([\w.-]+?)--([\w.-]+)/snapshots/(\w+)$", str(found or ""))
+    record = {"path": model.path, "init": str(model.init)}
+    if of_cache:
+        return record | {"hub": f"{of_cache[1]}/{of_cache[2]}", "revision": of_cache[3]}
+    return record | ({"hub": model.path, "revision": model.revision or ""} if is_of_hub(model.path) else {})
+
+
 def missing_files(directory: Path, *, with_weights: bool) -> list[str]:
     """Files that a model's directory lacks: config, tokenizer, and with weights the shards that its index names."""
     missing = [] if (directory / "config.json").is_file() else ["config.json"]

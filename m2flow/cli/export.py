@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -71,7 +72,7 @@ def command(
     part = find_part(run_dir, step, role)
     target = out or run_dir / "export" / f"{part.role}-{part.which.replace(' ', '-')}{'-adapters' * adapters}"
     if adapters:
-        base = export_part_adapters(part, target)
+        base = _with_hub_base(target, export_part_adapters(part, target), _origin(run_dir, part.role))
         click.echo(f"{target}: adapters of {part.role} at {part.which}, for {base}; loaded by peft, added and compared")
     else:
         digest = export_part(part, target, shard_size)
@@ -81,11 +82,42 @@ def command(
         click.echo(_pushed(target, push, is_private=not public))
 
 
+def _json_of(file: Path) -> dict[str, Any]:
+    """The object in a file of the run; empty if there is none."""
+    found = json.loads(file.read_text()) if file.is_file() else {}
+    return found if isinstance(found, dict) else {}
+
+
+def _origin(run_dir: Path, role: str) -> dict[str, str]:
+    """Where the role's model came from (`m2flow.recipe.origin`); empty if the run's record does not say."""
+    return dict(_json_of(run_dir / "config.json").get("models", {}).get(role, {}))
+
+
+def _with_hub_base(adapters: Path, base: Path, origin: Mapping[str, str]) -> str:
+    """Name the hub's model in the configuration of adapters, where their base is one: its place in this machine's cache is of no use to
+    others. Returns what the base is called.
+    """
+    if "hub" not in origin:
+        return str(base)
+    file = adapters / "adapter_config.json"
+    named = {"base_model_name_or_path": origin["hub"], "revision": origin["revision"] or None}
+    file.write_text(json.dumps(_json_of(file) | named, indent=2) + "\n")
+    return origin["hub"]
+
+
+def _base_in_words(origin: Mapping[str, str]) -> str:
+    """The model that training began with, by a name that says nothing of this machine's directories."""
+    name = origin.get("hub") or Path(origin.get("path", "")).name
+    revision = f", revision {origin['revision']}" if origin.get("revision") else ""
+    return name + revision + (", its weights drawn at random" if origin.get("init") == "random" else "")
+
+
 def _card(run_dir: Path, part: Part, *, is_adapter: bool) -> str:
     """The model card: what the run's records say of how the model came to be. No path of this machine is in it."""
-    config, plan = (json.loads(file.read_text()) if file.is_file() else {} for file in (run_dir / "config.json", run_dir / "plan.json"))
+    config, plan, origin = _json_of(run_dir / "config.json"), _json_of(run_dir / "plan.json"), _origin(run_dir, part.role)
     rows = {
         "flow": plan.get("flow", ""),
+        "base model": _base_in_words(origin),
         "options": ", ".join(f"{name}={value!r}" for name, value in config.get("options", {}).items() if not isinstance(value, str)),
         "seed": str(config.get("settings", {}).get("seed", "")),
         "role": part.role,
@@ -95,11 +127,27 @@ def _card(run_dir: Path, part: Part, *, is_adapter: bool) -> str:
     }
     values = _last_values(run_dir, part)
     loading = "peft.PeftModel.from_pretrained(base, path)" if is_adapter else "transformers.AutoModelForCausalLM.from_pretrained(path)"
-    lines = ["---", f"library_name: {'peft' if is_adapter else 'transformers'}", "tags: [m2flow, reinforcement-learning]", "---", ""]
+    lines = ["---", _card_data(origin, is_adapter=is_adapter), "---", ""]
     lines += [f"# {part.role} of {rows['flow'] or 'a flow'}", "", f"Load it with `{loading}`.", "", "| | |", "|---|---|"]
     lines += [f"| {name} | {value} |" for name, value in rows.items() if value]
     lines += ["", "Last values of the run:", "", "| metric | value |", "|---|---|"] if values else []
     return "\n".join([*lines, *(f"| {name} | {value:.4g} |" for name, value in sorted(values.items())), ""])
+
+
+def _card_data(origin: Mapping[str, str], *, is_adapter: bool) -> str:
+    """What the hub reads of a model card. A base model is one of the hub, with weights that training began from."""
+    from huggingface_hub import ModelCardData
+
+    base = origin.get("hub") if origin.get("init") == "pretrained" else None
+    data = ModelCardData(
+        library_name="peft" if is_adapter else "transformers",
+        pipeline_tag="text-generation",
+        base_model=base,
+        tags=["m2flow", "reinforcement-learning", *(["lora"] if is_adapter else [])],
+    )
+    if base:
+        data["base_model_relation"] = "adapter" if is_adapter else "finetune"
+    return str(data.to_yaml())
 
 
 def _last_values(run_dir: Path, part: Part) -> dict[str, float]:

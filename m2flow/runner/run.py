@@ -389,6 +389,7 @@ class Run:
                         options=self.options,
                         settings=self.settings,
                         spec=self.spec,
+                        models=self._models,
                         repeats_decisions=self._decisions is not None,
                     )
                     write_plan(self.run_dir, plan)

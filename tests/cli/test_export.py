@@ -16,10 +16,12 @@ from typing import ClassVar
 import pytest
 import torch
 import transformers
+import yaml
 from click.testing import CliRunner, Result
 
 from m2flow import Dataset, Policy, Reward, Sample, flow, steps
 from m2flow.cli.main import cli
+from m2flow.recipe import Model, origin
 from m2flow.runner.run import Run, Summary
 from m2flow.spec import ClusterSpec, RolloutSpec, RunSettings, TrainSpec
 
@@ -130,16 +132,43 @@ def test_weights_may_be_written_in_files_of_a_size(run: Path, tmp_path: Path) ->
     assert "is no size" in export(run, "--shard-size", "5", "--out", tmp_path / "none").output
 
 
+def card_data(card: str) -> dict[str, object]:
+    return dict(yaml.safe_load(card.split("---\n")[1]))
+
+
 def test_the_model_card_says_what_the_run_was_and_no_place_of_this_machine(run: Path, tmp_path: Path) -> None:
     assert export(run, "--step", 1, "--out", tmp_path / "one").exit_code == 0
     card = (tmp_path / "one" / "README.md").read_text()
-    assert card.startswith("---\nlibrary_name: transformers\n")
+    assert card_data(card) == {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["m2flow", "reinforcement-learning"],
+    }
+    assert "| base model | digits, its weights drawn at random |" in card
     assert "| flow | small |" in card
     assert "| after | step 1 |" in card
     assert "| seed | 0 |" in card
     assert "| reward | " in card
     assert str(run) not in card
     assert str(DIGITS) not in card
+
+
+def test_the_model_card_names_the_base_model_of_the_hub_and_its_commit(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home, commit = tmp_path / "hub" / "models--nobody--digits", "a" * 40
+    shutil.copytree(run / "checkpoints" / "final" / "policy", home / "snapshots" / commit)
+    (home / "refs").mkdir()
+    (home / "refs" / "main").write_text(commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    found = origin(Model("nobody/digits"))
+    assert found == {"path": "nobody/digits", "init": "pretrained", "hub": "nobody/digits", "revision": commit}
+    assert origin(Model(str(home / "snapshots" / commit))) | {"path": "nobody/digits"} == found
+    again = Path(shutil.copytree(run, tmp_path / "run"))
+    config = json.loads((again / "config.json").read_text())
+    (again / "config.json").write_text(json.dumps(config | {"models": {"policy": found}}))
+    assert export(again, "--out", tmp_path / "out").exit_code == 0
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"| base model | nobody/digits, revision {commit} |" in card
+    assert {"base_model": "nobody/digits", "base_model_relation": "finetune"}.items() <= card_data(card).items()
 
 
 def test_a_line_of_metrics_that_is_being_written_does_not_stop_an_export(run: Path, tmp_path: Path) -> None:

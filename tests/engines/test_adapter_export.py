@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -66,12 +67,17 @@ def export(*arguments: object) -> Result:
 def test_peft_loads_what_is_exported_onto_the_base_and_computes_what_the_whole_model_does(model: Model, tmp_path: Path) -> None:
     import peft
 
+    in_cache = shutil.copytree(model.path, tmp_path / "hub" / "models--nobody--tiny" / "snapshots" / "abc")
+    model = replace(model, path=str(in_cache))
     run = trained(model, tmp_path / "runs")
     said = export(run, "--adapters")
     assert said.exit_code == 0, said.output
     out = run / "export" / "policy-final-adapters"
     assert str(out) in said.output
-    assert model.path in said.output
+    assert "for nobody/tiny;" in said.output
+    named = json.loads((out / "adapter_config.json").read_text())
+    assert (named["base_model_name_or_path"], named["revision"]) == ("nobody/tiny", "abc")
+    assert "base_model: nobody/tiny\n" in (out / "README.md").read_text()
     assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= {file.name for file in out.iterdir()}
     assert not list(out.glob("m2flow*"))
     assert export(run, "--step", 1, "--adapters", "--out", tmp_path / "first").exit_code == 0

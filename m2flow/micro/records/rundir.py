@@ -25,6 +25,7 @@ from pathlib import Path
 
 from m2flow.errors import SpecError, host_error
 from m2flow.micro.protocol.plan import Plan
+from m2flow.recipe import Model, origin
 from m2flow.spec import ClusterSpec, RunSettings
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
@@ -132,9 +133,10 @@ def write_config(
     options: Mapping[str, object],
     settings: RunSettings,
     spec: ClusterSpec,
+    models: Mapping[str, Model],
     repeats_decisions: bool = False,
 ) -> None:
-    """Write the resolved configuration of a run."""
+    """Write the resolved configuration of a run, and where the models of its roles come from."""
     config = {
         "flow": flow_file,
         "directory": str(Path.cwd()),
@@ -142,6 +144,7 @@ def write_config(
         "repeats_decisions": repeats_decisions,
         "settings": settings.model_dump(),
         "cluster": spec.model_dump(),
+        "models": {role: origin(model) for role, model in models.items()},
     }
     (run_dir / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
