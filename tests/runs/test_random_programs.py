@@ -28,6 +28,7 @@ from m2flow.testing.programs import (
     Log,
     Look,
     OnStep,
+    Post,
     Program,
     Refill,
     Score,
@@ -308,6 +309,26 @@ WRONG = {
         ),
         SPEC.model_copy(update={"placement": "time-shared", "channels": ChannelSpec(max_samples=2)}),
         order_seed=875036343,
+    ),
+    "the worker of a call that writes dies again, after some of its rows were reported": Case(
+        Program(
+            num_policies=1,
+            num_steps=1,
+            before=(),
+            body=(Generate(policy=0, source="take", which=0, count=2, n=1, longest=6, more=1), Post(is_read=False, samples=1)),
+            after=(Update(policy=1, samples=0, numbers=1, minibatch=1, epochs=2, form="reference"),),
+        ),
+        SPEC.model_copy(
+            update={
+                "placement": "time-shared",
+                "rollout": RolloutSpec(engine="fake"),
+                "train": TrainSpec(engine="fake", token_budget=20),
+                "functions": FunctionSpec(chunk=1),
+                "channels": ChannelSpec(max_samples=2),
+            }
+        ),
+        order_seed=6794691,
+        num_losses=3,
     ),
 }
 """Cases that have ended otherwise than eager, as `make fuzz` prints them."""

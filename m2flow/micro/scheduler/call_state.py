@@ -513,7 +513,9 @@ class CallState:
             return False
         if not self.ids and not self.call.is_aligned:  # A call on no rows is run too, once.
             return self.is_prepared and not self.tasks_at
-        return len(self.ready) == len(self.ids) > 0 if self.stage.is_barrier else bool(self.ready)
+        # What a barrier's task reported of its rows before its worker was lost stays; the rest go together again.
+        num_left = len(self.ids) - len(self.done) - len(self.dropped) if self.stage.is_barrier else 1
+        return len(self.ready) >= num_left > 0
 
     @property
     def is_all_begun(self) -> bool:

@@ -319,7 +319,8 @@ class Functions:
             return (rows if arguments is None else arguments.of(rows)), values, isinstance(unit, list)
 
         return Isolation(
-            is_wanted=bool(call.options.get("isolated")) or is_suspect,
+            # What a call declares to read or write may be in this process's memory, and not in another's.
+            is_wanted=bool(call.options.get("isolated")) or (is_suspect and not (call.reads or call.writes)),
             function=_Sent(call, self._run, self._run_seed),
             argument=argument,
             result=functools.partial(_crossed_back, call),

@@ -31,6 +31,7 @@ from m2flow.micro.protocol.events import (
     Send,
     Sourced,
     Wanted,
+    WorkerJoined,
     WorkerLost,
 )
 from m2flow.micro.protocol.plan import Plan, Stage
@@ -447,3 +448,32 @@ def test_a_worker_that_is_lost_with_samples_of_weights_that_the_others_have_repl
     assert [rig.held[name, "policy"] for name in ("rollout-0", "rollout-1")] == [1, 2]
     with pytest.raises(StateLost, match=r"no other has the weights that policy\.generate began with"):
         rig.tell(WorkerLost("rollout-0", returns=returns))
+
+
+@op(writes=["notes"])
+def noted(sample: Sample) -> float:
+    return 1.0
+
+
+@flow
+def notes() -> None:
+    noted(Dataset([{"prompt": "a"}] * 3).take(3)).mean()
+
+
+def test_what_a_call_that_writes_had_not_reported_when_its_worker_was_lost_is_run_in_one_piece_when_it_is_back():
+    graph, models, _ = trace(notes, {}, steps=1)
+    spec = ClusterSpec(device="cpu", cores=2)
+    plan = lower(graph, models, spec)
+    scheduler, worker = Scheduler(plan), "functions-0"
+    calls = {call.role: call for call in graph.calls}
+    stages = Lowering(plan, spec).stages(graph)
+    rows = calls["dataset"].options["rows"].ids.tolist()
+
+    def tasks(*events: Event) -> list[list[int]]:
+        sent = [command for event in events for command in scheduler.handle(event) if isinstance(command, Send)]
+        return [to.message.ids for to in sent if isinstance(to.message, m.RunFunction) and to.message.call == calls["noted"].ordinal]
+
+    added = [CallAdded(call, stage) for call, stage in zip(graph.calls, stages, strict=True)]
+    assert tasks(*added, Sourced(calls["dataset"].ordinal, rows, [1] * 3)) == [rows]
+    assert tasks(FromWorker(worker, m.Finished(1, calls["noted"].ordinal, rows[:1], [1], [0], [], [0], [], None))) == []
+    assert tasks(WorkerLost(worker, returns=True), WorkerJoined(worker, 1)) == [rows[1:]]
