@@ -176,7 +176,9 @@ class Ledger:
             self._run("INSERT INTO cursors VALUES (?,?,?,?)", (call.ordinal, call.role, call.options["cursor"], len(rows)))
 
     def call_ended(self, ordinal: int, state: str, error: str | None = None) -> None:
-        self._run("UPDATE calls SET state=?, error=? WHERE ordinal=? AND state <> 'failed'", (state, error, ordinal))
+        """Record how a call ended. A failed call stays failed; if it fails anew, with an earlier cause, that is its error from then on."""
+        values = (state, error, ordinal, state)
+        self._run("UPDATE calls SET state=?, error=? WHERE ordinal=? AND (state <> 'failed' OR ? = 'failed')", values)
 
     def samples_done(
         self, step: int, ids: Sequence[int], num_tokens: Sequence[int], num_generated: Sequence[int], finish: Sequence[int], place: Place

@@ -14,6 +14,7 @@ from m2flow import Dataset, Policy, Reward, flow, steps
 from m2flow.errors import EngineError, InternalError
 from m2flow.macro.graph import Call
 from m2flow.macro.tracing import trace
+from m2flow.micro.records.journal import Journal
 from m2flow.micro.records.ledger import Ledger, read_samples, samples_digest
 from m2flow.micro.records.segments import SegmentWriter
 from m2flow.samples import Batch, Ragged, Segment, make_ids
@@ -102,6 +103,25 @@ def test_of_samples_lost_with_a_worker_only_the_tokens_that_were_not_written_dow
         (IDS[3], 2, "rollout-0", "killed"),
     ]
     ledger.close()
+
+
+def test_a_failed_call_stays_failed_and_has_the_error_of_the_earliest_cause_which_is_told_last(tmp_path):
+    ledger = write(tmp_path, [IDS])
+    ledger.call_added(SCORE)
+    for state, error in (("failed", "of another"), ("failed", "of an earlier one"), ("done", None)):
+        ledger.call_ended(SCORE.ordinal, state, error)
+    assert ledger.select("SELECT state, error FROM calls") == [("failed", "of an earlier one")]
+    ledger.close()
+
+
+def test_a_failed_sample_is_counted_and_a_part_of_a_reward_that_is_named_like_a_failure_is_not(tmp_path):
+    judge = replace(SCORE, options={**SCORE.options, "on_error": -1.0})
+    journal = Journal(tmp_path, tensorboard=False)
+    journal.open()
+    journal.rewarded(judge, IDS[:3], [-1.0, -1.0, 0.5], [{"died": 1.0}, {"invalid": 1.0}, {"invalid": 1.0, "length": 7.0}])
+    journal.rewarded(SCORE, IDS[3:4], [0.5], [{"died": 1.0}])
+    journal.close()
+    assert journal.num_failed == {("judge", "died"): 1, ("judge", "invalid"): 1}
 
 
 def test_samples_and_rewards_that_are_told_twice_stay_as_they_were(tmp_path):
