@@ -137,6 +137,35 @@ def test_all_room_is_free_when_everything_is_over(monkeypatch):
     assert all((channel.used_samples, channel.used_bytes) == (0, 0) for channel in seen[-1].channels())
 
 
+@flow(staleness=1)
+def leaves_some(num_steps: int = 3) -> None:
+    """Of four groups the first two that are whole are the result."""
+    policy, verifier = Policy("fake"), Reward(share_of_sevens)
+    prompts = Dataset(ROWS)
+    for _ in steps(num_steps):
+        responses = policy.generate(prompts.take(4), n=2, max_new_tokens=12, oversample=2.0, late="drop")
+        policy.update(responses, verifier.score(responses))
+
+
+def test_finished_samples_that_are_in_no_result_take_no_room(monkeypatch):
+    finished, held = set(), set()
+    handle = Scheduler.handle
+
+    def watched(self, *events):
+        commands = handle(self, *events)
+        for claim in (claim for channel in self.channels() for claim in channel.claims.values() if claim.call_state.is_done):
+            left_out = claim.call_state.done.difference(claim.call_state.result)
+            finished.update(left_out)
+            held.update(left_out & claim.held.keys())
+        return commands
+
+    monkeypatch.setattr(Scheduler, "handle", watched)
+    for order_seed in range(4):
+        assert run_planned(leaves_some, {}, spec_of(max_samples=8), order_seed=order_seed).error == ""
+    assert finished
+    assert not held
+
+
 def test_a_plan_says_what_is_limited_and_what_is_spilled():
     text = str(plan_of(gathers, spec_of(max_samples=4)))
     assert "policy.generate -> spread" in text
