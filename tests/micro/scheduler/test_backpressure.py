@@ -301,6 +301,12 @@ def test_a_channel_that_one_of_its_takers_can_empty_is_in_no_ring():
     assert len(find_deadlock([*waits, Wait("c", "a", "")])) == 3
 
 
+def test_a_call_that_waits_twice_for_one_that_goes_on_is_in_no_ring():
+    """It waits for its result and for its rows."""
+    waits = [Wait("a", "b", "its result"), Wait("a", "b", "rows"), Wait("channel", "a", "", True), Wait("channel", "c", "", True)]
+    assert find_deadlock([*waits, Wait("c", "channel", "")]) == []
+
+
 def test_a_long_chain_of_waits_is_looked_through_without_recursion():
     chain = [Wait(str(i), str(i + 1), "") for i in range(5000)]
     assert find_deadlock(chain) == []
