@@ -85,7 +85,7 @@ DECIDERS = {
     "function_dispatch",
     "gpu_borrowing",
     "partial_rollouts",
-    "policy_dispatch",
+    "scheduling_policy_dispatch",
     "rollout_dispatch",
     "train_dispatch",
     "waiting",

@@ -103,7 +103,7 @@ class Ref(msgspec.Struct, frozen=True):
 
 
 class Effect(msgspec.Struct, frozen=True, eq=False):
-    """A resource at a version: read there, or written to it."""
+    """A resource at a version: read there, or written to it. Effects are equal if these are, whatever older versions would do."""
 
     resource: str
     version: int

@@ -4,7 +4,7 @@
 
 A session numbers the calls, tracks each resource's version, and asks its backend for a value when the program observes one. Backends
 differ only in when they do the work: `m2flow.macro.eager` at once, `m2flow.macro.tracing` never, and
-`m2flow.micro.controller.controller` on workers.
+`m2flow.micro.controller.planned_backend` on workers.
 
 Unused results. A result is used by a call that takes it, by a look at it, by `log`, or by whoever still holds its handle when the flow
 ends; a call that writes a resource needs no use. Python says when a handle is gone, so a warning comes at the end of the step, once for

@@ -47,7 +47,7 @@ from m2flow.micro.controller.controller_core import (
     SendRows,
     Submitted,
 )
-from m2flow.micro.controller.sample_lifecycle import JournalRecords
+from m2flow.micro.controller.journal_records import JournalRecords
 from m2flow.micro.lowering.passes import Lowering, lower
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.call_bodies import call_body

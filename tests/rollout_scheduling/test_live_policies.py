@@ -17,7 +17,7 @@ from m2flow import Dataset, Policy, Reward, Sample, flow, steps
 from m2flow.errors import SpecError
 from m2flow.macro.tracing import trace
 from m2flow.micro.lowering.passes import lower
-from m2flow.micro.scheduler.policy_dispatch import PolicyDispatch
+from m2flow.micro.scheduler.scheduling_policy_dispatch import PolicyDispatch
 from m2flow.rollout_scheduling.decode_model import DecodeModel
 from m2flow.rollout_scheduling.lengths import StepLengths
 from m2flow.rollout_scheduling.policies import POLICIES, make_policy

@@ -36,9 +36,9 @@ from m2flow.micro.controller.controller_core import (
     SendRows,
     Watchdog,
 )
+from m2flow.micro.controller.journal_records import JournalRecords
 from m2flow.micro.controller.launcher import Launcher
 from m2flow.micro.controller.online_replanning import OnlineReplanning, SearchAnew
-from m2flow.micro.controller.sample_lifecycle import JournalRecords
 from m2flow.micro.controller.supervisor import Supervisor
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.events import CONTROLLER, CheckpointBegun, CheckpointDue, CheckpointSaved, Send, Stopping

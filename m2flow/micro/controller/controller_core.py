@@ -511,7 +511,7 @@ class ControllerCore:
                 self._records.sample_failed(self.calls[message.call], message.row, message.error)
         elif task is not None:
             call = self.calls[task.call]
-            self._records.consumed(call, task.epoch, task.ids)
+            self._records.consumed(call, task.epoch, task.ids)  # Once: `m2flow.micro.records.ledger.Ledger.consumed` has a key for it.
             return [Consumed(call, task.epoch, task.ids), *self.handle(FromWorker(worker, message))]
         return self.handle(FromWorker(worker, message))
 

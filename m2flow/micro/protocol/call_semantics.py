@@ -72,7 +72,9 @@ def without_parts(rows: Batch) -> tuple[Batch, list[Parts]]:
 
 
 def sample_seed(run_seed: int, role: str, repeat: int, origin: int, index: int) -> int:
-    """Compute the 64-bit seed of a sample's random numbers from its identity, never from when or where it runs.
+    """Compute the 64-bit seed of a sample's random numbers from the draw of its prompt and its place in its group.
+
+    Its call does not count, nor when or where it runs.
 
     Args:
         repeat: how often the program has had this role answer these prompts before.

@@ -44,7 +44,7 @@ class Task(Message, frozen=True):
 
 
 class Generate(Task, frozen=True):
-    """Generate samples; finished ones are reported and forwarded one by one."""
+    """Generate samples; finished ones are reported and forwarded as they come, a few together."""
 
     ids: list[int]
     prompts: list[int]
@@ -96,14 +96,14 @@ class CopyWeights(Task, frozen=True):
 
 
 class PublishWeights(Task, frozen=True):
-    """Write a role's trained weights into shared memory, for other workers."""
+    """Stage a role's trained weights for the engines of other workers, which fetch them over the plan's transports."""
 
     role: str
     version: int
 
 
 class LoadWeights(Task, frozen=True):
-    """Load a role's weights into the rollout engine: from shared memory or, without a manifest, from this worker's trainer."""
+    """Load a role's weights into the rollout engine: what a manifest names or, without one, those of this worker's trainer."""
 
     role: str
     version: int

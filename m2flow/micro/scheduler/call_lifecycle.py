@@ -30,7 +30,7 @@ from m2flow.micro.protocol.plan import Stage
 from m2flow.micro.protocol.row_store import stopped_at
 from m2flow.micro.scheduler.call_state import CallState, progress_of
 from m2flow.micro.scheduler.partial_rollouts import PartialRollouts
-from m2flow.micro.scheduler.policy_dispatch import PolicyDispatches
+from m2flow.micro.scheduler.scheduling_policy_dispatch import PolicyDispatches
 from m2flow.micro.scheduler.state import SchedulerState
 from m2flow.micro.scheduler.worker_failure import Recovery, RowsReport, remove_lost_workers
 from m2flow.samples import SampleId, by_group, group_key, make_ids

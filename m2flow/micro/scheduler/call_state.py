@@ -12,9 +12,10 @@ its line has taken it over. Its tokens are within its call's window of versions,
 a version of the window is held (perhaps an older one, if its worker was lost and others are behind). Rows of prefixes go by the call that
 they were generated for (`m2flow.micro.protocol.row_store.stopped_at`); of each sample only the newest counts.
 
-Updates (`UpdateProgress`): membership of a mini-batch goes by identity and is fixed before the first sample is there. Within it,
-micro-batches are filled with whole groups: those that have come in, or, where the order of summation must not depend on arrival, the next
-ones in the order of identity, cut by the same rule as `m2flow.micro.lowering.passes.cut`.
+Updates (`UpdateProgress`): membership of a mini-batch goes by identity and is fixed before the first sample is there; with `count=` or
+`oversample=`, which decide what the samples are, when the generation ends. Within it, micro-batches are filled with whole groups: those
+that have come in, or, where the order of summation must not depend on arrival, the next ones in the order of identity, cut by the same rule
+as `m2flow.micro.lowering.passes.cut`.
 
 Pure bookkeeping: the decisions are those of `m2flow.micro.scheduler.call_lifecycle` and the dispatches.
 """

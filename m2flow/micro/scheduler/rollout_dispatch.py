@@ -1,7 +1,7 @@
 """Dispatch samples to rollout engines, where a version of the weights is held or loaded first that their call may use.
 
-Samples go where the call's policy says (`m2flow.micro.scheduler.policy_dispatch`). Without one they are shared out evenly over the call's
-workers, whole groups together where there is room, so that a prompt is prefilled once.
+Samples go where the call's scheduling policy says (`m2flow.micro.scheduler.scheduling_policy_dispatch`). Without one they are shared out
+evenly over the call's workers, whole groups together where there is room, so that a prompt is prefilled once.
 
 An engine loads the newest version that the trainer has when nothing runs on it and the earliest call with samples left may use that
 version; and under running samples if all of their calls may use it and allow that (`kv="keep"`), and the engine can.
@@ -25,7 +25,7 @@ from m2flow.samples import group_key
 
 
 class Policies(Protocol):
-    """Says which samples of a generation under a policy a worker gets now."""
+    """Says which samples of a generation under a scheduling policy a worker gets now."""
 
     def has_samples_for(self, call_state: CallState, worker: WorkerState) -> bool: ...
 

@@ -61,8 +61,8 @@ from m2flow.micro.scheduler.call_state import CallState
 from m2flow.micro.scheduler.deadlines import time_out
 from m2flow.micro.scheduler.function_dispatch import FunctionDispatch
 from m2flow.micro.scheduler.gpu_borrowing import EarlyOnload, GpuBorrowing, LeaseTurns
-from m2flow.micro.scheduler.policy_dispatch import PolicyDispatches
 from m2flow.micro.scheduler.rollout_dispatch import RolloutDispatch
+from m2flow.micro.scheduler.scheduling_policy_dispatch import PolicyDispatches
 from m2flow.micro.scheduler.state import NOTHING, Ablation, SchedulerState
 from m2flow.micro.scheduler.task_queues import Offer
 from m2flow.micro.scheduler.train_dispatch import TrainDispatch

@@ -318,7 +318,7 @@ class WeightSyncs:
             wrong, self._unlisted[role] = _compared(manifest.tensors, taking.held())
             if wrong:
                 is_in_place = TRANSPORTS[transport].is_in_place
-                self._say(role, wrong, transport, (lambda: subscriber.tensors(manifest, transport)) if is_in_place else None)
+                self._raise_for(role, wrong, transport, (lambda: subscriber.tensors(manifest, transport)) if is_in_place else None)
             self._held[role] = manifest.version
             span.set(sends=taking.what, num_bytes=subscriber.num_bytes, transport=transport, gb_per_s=_rate(subscriber.num_bytes, start))
 
@@ -349,7 +349,7 @@ class WeightSyncs:
             engine.load_weights(from_wire(passing, _first(engine)), version, under_requests=under_requests)
             wrong, _ = _compared(entries, engine.weights())
             if wrong:
-                self._say(role, wrong, "same process", None)
+                self._raise_for(role, wrong, "same process", None)
             self._held.pop(role, None)
             span.set(num_bytes=sum(sizes), transport="same process", gb_per_s=_rate(sum(sizes), start))
 
@@ -384,8 +384,8 @@ class WeightSyncs:
             bucket_bytes=settings.bucket_bytes,
         )
 
-    def _say(self, role: str, wrong: list[str], transport: str, again: Callable[[], Iterable[object]] | None) -> None:
-        """Raises for tensors that the engine holds wrongly; what is read in place can be read again, to tell whose fault it is."""
+    def _raise_for(self, role: str, wrong: list[str], transport: str, again: Callable[[], Iterable[object]] | None) -> None:
+        """Raise for tensors that the engine holds wrongly; what is read in place can be read again, to tell whose fault it is."""
         what = f"the weights of {role} differ between trainer and rollout after a sync ({transport}): {listed(wrong)}"
         if again is not None:
             try:

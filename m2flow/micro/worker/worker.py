@@ -11,7 +11,7 @@ Reports (`Reports`). The next task of a chain of calls needs only the rows of th
 `Finished` take as long as a small function. So these wait until the next task has begun, or until none can begin at once. An error in
 them fails the task that they are about.
 
-Progress log (`ProgressLog`). What `m2flow.micro.controller.sample_lifecycle` reads after the process was killed:
+Progress log (`ProgressLog`). What `m2flow.micro.controller.journal_records` reads after the process was killed:
 
     finished samples, stopped ones   -> <worker>.seg              kept with the run
     running samples, now and then    -> <worker>-running.seg      the newest of each is kept, while it runs

@@ -15,8 +15,8 @@ from m2flow import Dataset, Policy, Reward, flow, steps
 from m2flow.macro.tracing import trace
 from m2flow.micro.lowering.passes import lower
 from m2flow.micro.protocol.cost_terms import DecodeCost
-from m2flow.micro.scheduler import policy_dispatch
-from m2flow.micro.scheduler.policy_dispatch import PolicyDispatch
+from m2flow.micro.scheduler import scheduling_policy_dispatch
+from m2flow.micro.scheduler.scheduling_policy_dispatch import PolicyDispatch
 from m2flow.rollout_scheduling.lengths import parse_lengths
 from m2flow.rollout_scheduling.policies import Repack
 from m2flow.simulator.machines import paced, with_paces
@@ -70,7 +70,7 @@ def num_moved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         moved.append(row)
         return preempted(self, row)
 
-    monkeypatch.setattr(policy_dispatch.PolicyDispatch, "preempted", watched)
+    monkeypatch.setattr(scheduling_policy_dispatch.PolicyDispatch, "preempted", watched)
     return moved
 
 

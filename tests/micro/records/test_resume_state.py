@@ -14,7 +14,7 @@ from test_resume import account, spec_of
 
 from m2flow import AdamW, Dataset, Policy, Reward, flow, ppo_clip, steps
 from m2flow.errors import SpecError
-from m2flow.micro.controller.sample_lifecycle import CrashRecovery
+from m2flow.micro.controller.journal_records import CrashRecovery
 from m2flow.micro.protocol.row_store import stopped_at
 from m2flow.micro.protocol.staleness import VersionSpan
 from m2flow.micro.records.audit import audit, read_token_account
