@@ -39,6 +39,14 @@ if TYPE_CHECKING:
 @click.option("--adapters", is_flag=True, help="Export only the adapters of a policy with lora=, as peft reads them.")
 @click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Where it goes.  [default: RUN/export/ROLE-STEP[-adapters]]")
 @click.option("--shard-size", metavar="SIZE", help="Most that a file of weights may have: 5GB, 500MB.  [default: as they are]")
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["safetensors", "gguf"]),
+    default="safetensors",
+    show_default=True,
+    help="gguf is refused, with the way to have it from llama.cpp.",
+)
 @click.option("--push", metavar="OWNER/NAME", help="Upload it to this repository of the Hugging Face hub; it is made if need be.")
 @click.option("--public", is_flag=True, help="With --push: a repository that is made is public.  [default: private]")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Where runs are looked for.")
@@ -49,6 +57,7 @@ def command(
     adapters: bool,
     out: Path | None,
     shard_size: str | None,
+    form: str,
     push: str | None,
     public: bool,
     runs_dir: Path,
@@ -66,6 +75,11 @@ def command(
     """
     from m2flow.micro.records.checkpoints import export_part, export_part_adapters, find_part
 
+    if form == "gguf":
+        now = (
+            "Leave --format out, and give the directory that is written to llama.cpp: python convert_hf_to_gguf.py DIR --outfile MODEL.gguf"
+        )
+        raise OptionError("--format gguf: m2flow does not write GGUF files", now=now)
     if shard_size is not None and (adapters or not re.fullmatch(r"[1-9]\d*(KB|MB|GB)", shard_size)):
         raise OptionError(f"--shard-size {shard_size} " + ("goes with whole models" if adapters else "is no size"), now="Write 5GB, 500MB.")
     run_dir = find_run(run, runs_dir)

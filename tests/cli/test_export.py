@@ -100,6 +100,12 @@ def test_a_directory_that_is_there_is_left_alone(run: Path, tmp_path: Path) -> N
     assert "exists already" in said.output
 
 
+def test_a_gguf_file_is_refused_with_the_way_to_have_one(tmp_path: Path) -> None:
+    said = export(tmp_path, "--format", "gguf")
+    assert said.exit_code == 2
+    assert "python convert_hf_to_gguf.py DIR --outfile MODEL.gguf" in said.output
+
+
 def test_a_damaged_checkpoint_is_not_exported(run: Path, tmp_path: Path) -> None:
     file = run / "checkpoints" / "step-000001" / "policy" / "model.safetensors"
     whole = file.read_bytes()
