@@ -262,7 +262,7 @@ class Load(Message, frozen=True):
 
 
 class Flushed(Message, frozen=True):
-    """Running samples were written to the ledger with their tokens so far, from which another worker can continue if this one is lost."""
+    """Running samples were written to the worker's file with their tokens so far; another continues from there if this one is lost."""
 
     call: int
     ids: list[int]

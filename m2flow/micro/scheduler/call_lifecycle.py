@@ -314,9 +314,9 @@ class CallLifecycle:
         call_state.value = value
         self._state.versions.done(call_state.call)
         if call_state.call.engine == "train" and call_state.call.writes:
-            self._state.changed()
+            self._state.engines_changed()
         if call_state.is_update:
-            self._state.open.changed(call_state.call.role)
+            self._state.open.forget_first(call_state.call.role)
             self._policies.trained(call_state.call.role)
         if call_state.result is None:
             call_state.result = sorted(call_state.done)

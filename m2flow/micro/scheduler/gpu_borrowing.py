@@ -152,7 +152,7 @@ class GpuBorrowing:
     def _give_back(self, call_state: CallState, name: str) -> None:
         state, call = self._state, call_state.call.ordinal
         call_state.given_back.add(name)
-        state.changed()
+        state.engines_changed()
         tasks = [task for _, task in state.tasks.of(name) if task.message.call == call and isinstance(task.message, m.Generate)]
         rows = [row for task in tasks for row in task.rows if row not in call_state.done and row not in call_state.dropped]
         if rows:

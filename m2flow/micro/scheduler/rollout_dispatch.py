@@ -96,7 +96,7 @@ class RolloutDispatch:
         state = self._state
         manifest = state.engine_weights.manifest(worker, role)
         state.engine_weights.loading(worker, role, version, manifest)
-        state.changed()
+        state.engines_changed()
         state.start(worker, "rollout", m.LoadWeights(state.next_task(), -1, role, version, manifest, under_requests))
 
     def _quota(self, worker: WorkerState, call_state: CallState) -> int:

@@ -259,7 +259,7 @@ class Scheduler:
             self._policies.ended(call_state, message.ids, message.num_generated)
         sent_to = self._recovery.sent_to(message.task)
         num_new = self._calls.rows_done(call_state, worker, message.ids, message.num_tokens, message.dropped, sent_to)
-        state.generated(message.task, num_new)
+        state.samples_ended(message.task, num_new)
         if state.credits.is_used:
             state.credits.settle(call_state, dict(zip(message.ids, message.num_tokens, strict=True)))
             state.credits.taken(message.call, (*message.ids, *message.dropped))

@@ -505,7 +505,7 @@ class PolicyDispatches:
         for row, number in zip(message.ids, message.tasks, strict=True):
             if not state.tasks.preempted(number, row):
                 continue
-            state.generated(number, 1)
+            state.samples_ended(number, 1)
             if call_state is None or call_state.is_over or row in call_state.done or row in call_state.dropped:
                 continue
             if call_state.carry is not None:

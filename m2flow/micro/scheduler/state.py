@@ -60,7 +60,7 @@ class OpenCalls:
         """Add a new call, which may still have to wait."""
         if call_state.call.engine == "rollout":
             self._open.setdefault(call_state.call.role, {})[call_state.call.ordinal] = call_state
-            self.changed(call_state.call.role)
+            self.forget_first(call_state.call.role)
 
     def reopen(self, call_state: CallState) -> None:
         """Add a call again that has samples to hand out again."""
@@ -68,7 +68,7 @@ class OpenCalls:
             known = self._open.setdefault(call_state.call.role, {})
             known[call_state.call.ordinal] = call_state
             self._open[call_state.call.role] = dict(sorted(known.items()))
-            self.changed(call_state.call.role)
+            self.forget_first(call_state.call.role)
 
     def start(self, call_state: CallState) -> bool:
         """Note that a call waits for nothing any more; False if that was known."""
@@ -87,10 +87,10 @@ class OpenCalls:
             del started[place]
         if self._open.get(call_state.call.role, {}).pop(call_state.call.ordinal, None) is None:
             return False
-        self.changed(call_state.call.role)
+        self.forget_first(call_state.call.role)
         return True
 
-    def changed(self, role: str) -> None:
+    def forget_first(self, role: str) -> None:
         """Forget which generation of a role is the first: it may have changed."""
         self._first.pop(role, None)
 
@@ -297,7 +297,7 @@ class SchedulerState:
         if call_state.call.engine == "rollout" and call_state.is_all_begun and self.open.close(call_state):
             self.ready_workers.wake_role(call_state.call.role)
 
-    def changed(self) -> None:
+    def engines_changed(self) -> None:
         """Note that the set of workers that can run a generation may have changed."""
         self.num_changes += 1
 
@@ -333,7 +333,7 @@ class SchedulerState:
     def weights_published(self, role: str, version: int, manifest: Manifest) -> None:
         """Note that a trainer has published weights: engines may load them."""
         self.engine_weights.published(role, version, manifest)
-        self.changed()
+        self.engines_changed()
         self.ready_workers.wake_role(role)
 
     def weights_loaded(self, worker: WorkerState, task: m.LoadWeights) -> None:
@@ -365,9 +365,9 @@ class SchedulerState:
                 self.rows.introduce(task.call, place)  # Also if the call fails before it is reported what was sent there.
         self.send(worker.name, task)  # type: ignore[arg-type]
 
-    def generated(self, number: int, num_rows: int) -> None:
+    def samples_ended(self, number: int, num_rows: int) -> None:
         """Note that samples of a generation do not run any more."""
-        worker = self.tasks.generated(number, num_rows)
+        worker = self.tasks.samples_ended(number, num_rows)
         if worker is not None:
             self.ready_workers.wake(worker)
 

@@ -182,7 +182,7 @@ class Tasks:
         """Return a worker's tasks, the oldest first."""
         return [(number, task) for number, task in self._tasks.items() if task.worker == worker]
 
-    def generated(self, number: int, num_rows: int) -> WorkerState | None:
+    def samples_ended(self, number: int, num_rows: int) -> WorkerState | None:
         """Note that samples of a task do not run any more, and return its worker; None if none of it ran."""
         task = self._tasks.get(number)
         if task is None or not task.rows_left:

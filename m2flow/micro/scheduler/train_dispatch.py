@@ -122,7 +122,7 @@ class TrainDispatch:
         """Find the trainer's version, if the earliest generate call with samples left may use it, or running samples may take it."""
         state = self._state
         first, trained = state.first_generation(role), state.versions.trained(role)
-        if not trained:
+        if not trained:  # None: an update is under way; 0: every engine begins with these.
             return None
         if first is not None and not first.waits_for and first.is_prepared and weights.may_use(first, trained):
             return trained
@@ -131,7 +131,7 @@ class TrainDispatch:
 
     def _publish(self, worker: WorkerState, role: str, version: int) -> None:
         self._state.engine_weights.publishing(role)
-        self._state.changed()
+        self._state.engines_changed()
         self._state.start(worker, "train", m.PublishWeights(self._state.next_task(), -1, role, version))
 
     def _save_offer(self, worker: WorkerState, roles: Sequence[str]) -> Offer | None:
@@ -154,20 +154,20 @@ class TrainDispatch:
         if call_state.update is not None:
             return self._update_offer(worker, call_state)
         if call_state.call.method == "copy_of":
-            return None if call_state.tasks_at or not self._may_be_replaced(call_state) else lambda: self._copy(worker, call_state)
+            return None if call_state.tasks_at or not self._may_copy_into(call_state) else lambda: self._copy(worker, call_state)
         return (lambda: self._logprobs(worker, call_state)) if call_state.ready else None
 
     def _update_offer(self, worker: WorkerState, call_state: CallState) -> Offer | None:
         assert call_state.update is not None
         if not call_state.ids:
             # No rows to train on: the weights of the new version equal the old.
-            return (lambda: Ended(call_state, UpdateTally().metrics())) if self._may_replace(call_state) else None
+            return (lambda: Ended(call_state, UpdateTally().metrics())) if self._may_step(call_state) else None
         step = call_state.update.next(is_idle=worker.num_tasks["train"] == 0)
-        if step is None or (isinstance(step, MinibatchEnd) and not self._may_replace(call_state)):
+        if step is None or (isinstance(step, MinibatchEnd) and not self._may_step(call_state)):
             return None
         return lambda: self._update(worker, call_state, step)
 
-    def _may_replace(self, call_state: CallState) -> bool:
+    def _may_step(self, call_state: CallState) -> bool:
         """Whether every earlier reader of the weights that the update replaces has had them, and so has a due checkpoint."""
         if self.saves.holds(call_state.call):
             return False
@@ -176,7 +176,7 @@ class TrainDispatch:
                 return False
         return True
 
-    def _may_be_replaced(self, call_state: CallState) -> bool:
+    def _may_copy_into(self, call_state: CallState) -> bool:
         """Whether nothing needs the weights that a copy replaces any more: log-probabilities by an older reference, a checkpoint."""
         return not self.saves.holds(call_state.call) and next(self._state.versions.reads_before(call_state.call), None) is None
 
@@ -188,8 +188,8 @@ class TrainDispatch:
             self._state.bring_inputs(call_state, step.ids, worker.name)
             self._state.start(worker, "train", m.Accumulate(number, call.ordinal, list(step.ids), step.epoch, step.minibatch))
         else:
-            self._state.versions.replace_weights(call.role)
-            self._state.changed()
+            self._state.versions.step_dispatched(call.role)
+            self._state.engines_changed()
             self._state.start(worker, "train", m.Apply(number, call.ordinal, step.is_last, call.writes[0].version))
 
     def _copy(self, worker: WorkerState, call_state: CallState) -> None:

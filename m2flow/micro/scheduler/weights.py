@@ -110,7 +110,7 @@ class Versions:
         """Return the version that the role's trainer holds; None between the first optimiser step of an update and its last."""
         return None if role in self._replacing else self.newest(role)
 
-    def replace_weights(self, role: str) -> None:
+    def step_dispatched(self, role: str) -> None:
         """Note that an optimiser step was dispatched: the trainer's weights are no version until the update is done."""
         self._replacing.add(role)
 

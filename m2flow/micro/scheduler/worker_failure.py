@@ -134,7 +134,7 @@ class Recovery:
             if name in call_state.planned.workers or name in call_state.planned.forward_to:
                 remove_lost_workers(state, call_state)
         if not was_lost:
-            state.changed()
+            state.engines_changed()
         return not was_lost
 
     def requeue_tasks(self, event: WorkerLost) -> Iterator[m.Task]:
@@ -181,7 +181,7 @@ class Recovery:
         worker.is_lost = worker.returns = False
         worker.incarnation = incarnation
         state.engine_weights.joined(worker)
-        state.changed()
+        state.engines_changed()
         for call_state in state.calls.values():
             if name in call_state.planned.workers or name in call_state.planned.forward_to:
                 call_state.stage = _without_lost_workers(state, call_state.planned)

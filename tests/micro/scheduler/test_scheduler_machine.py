@@ -217,7 +217,7 @@ def an_optimiser_step_too_early(patch: Patch) -> None:
 
 
 def half_trained_weights_are_a_version(patch: Patch) -> None:
-    patch.setattr(Versions, "replace_weights", lambda self, role: None)
+    patch.setattr(Versions, "step_dispatched", lambda self, role: None)
 
 
 def nobody_is_woken_by_new_weights(patch: Patch) -> None:

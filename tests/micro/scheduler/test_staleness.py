@@ -238,7 +238,7 @@ def test_without_either_check_samples_beyond_the_bound_are_trained_on(monkeypatc
 
 def test_an_update_that_does_not_wait_for_readers_of_older_weights_leaves_them_none(monkeypatch):
     monkeypatch.setattr(world, "MAX_TURNS", 20_000)
-    monkeypatch.setattr(TrainDispatch, "_may_replace", lambda self, state: True)
+    monkeypatch.setattr(TrainDispatch, "_may_step", lambda self, state: True)
     spec = SPLIT.model_copy(update={"placement": "time-shared"})
     options = {"lag": 3, "batch": 2, "num_steps": 8}
     answers = (run_planned(EVERYTHING, options, spec, order_seed=order_seed) for order_seed in range(8))
@@ -249,7 +249,7 @@ def test_weights_are_not_published_in_the_middle_of_an_update(monkeypatch):
     """An update of several optimiser steps passes through weights that are no version."""
     options = {"lag": 2, "num_steps": 5, "batch": 4, "minibatch": 1}
     spec = SPLIT.model_copy(update={"rollout": RolloutSpec(engine="fake", workers=3, max_running=2)})
-    monkeypatch.setattr(Versions, "replace_weights", lambda self, role: None)
+    monkeypatch.setattr(Versions, "step_dispatched", lambda self, role: None)
     planned = (run_planned(PLAIN, options, spec, order_seed=order_seed) for order_seed in range(20))
     assert any(run_eager(PLAIN, options, spec, decisions=answer.decisions) != answer for answer in planned)
 
