@@ -105,6 +105,24 @@ def test_of_samples_lost_with_a_worker_only_the_tokens_that_were_not_written_dow
     ledger.close()
 
 
+def test_tokens_of_a_sample_that_is_begun_anew_are_written_down_no_more(tmp_path):
+    ledger = write(tmp_path, [IDS[:2]])
+    old, kept = IDS[:2]
+    assert ledger.tokens_of(old) > 0
+    ledger.expired(GENERATE, [old])
+    assert ledger.tokens_of(old) == 0
+    assert ledger.tokens_of(kept) > 0
+    assert ledger.lost({old: 1}, "rollout-0", "killed") == 1
+    ledger.close()
+
+
+def test_samples_up_to_the_last_prompt_that_was_needed_count_and_no_others(tmp_path):
+    ledger = write(tmp_path, [IDS])
+    ledger.discarded(GENERATE.ordinal, 1)
+    ledger.close()
+    assert [int(sample.ids[0]) for sample, _ in read_samples(tmp_path)] == IDS[:4]  # Two of each prompt.
+
+
 def test_a_failed_call_stays_failed_and_has_the_error_of_the_earliest_cause_which_is_told_last(tmp_path):
     ledger = write(tmp_path, [IDS])
     ledger.call_added(SCORE)
