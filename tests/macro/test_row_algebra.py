@@ -168,6 +168,21 @@ def test_groupby_gives_a_number_for_each_key_or_each_row_that_of_its_key():
     same(groups)
 
 
+def test_grades_go_back_to_rows_of_the_prompts_long_after_the_program_has_dropped_those_that_it_generated_from():
+    @flow
+    def late() -> None:
+        policy, verifier, prompts = Policy("fake"), Reward(digit_share), Dataset(ROWS)
+        asked = prompts.take(2).with_columns(kind="new")
+        others = asked.with_columns(level=1.0)
+        grades = verifier.score(policy.generate(asked, n=2, max_new_tokens=4))
+        del asked
+        for _ in range(2000):
+            prompts.take(1)
+        log(mean=grades.back_to(others).mean())
+
+    trace(late, {})
+
+
 def test_a_judge_answers_prompts_made_of_responses_and_its_grades_go_back_to_them():
     @flow
     def judged(num_steps: int = 2) -> None:
