@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
@@ -20,6 +20,7 @@ from m2flow import __version__
 from m2flow.cli.main import find_run
 from m2flow.cli.run import to_option
 from m2flow.errors import OptionError, SpecError
+from m2flow.recipe import Dtype
 
 if TYPE_CHECKING:
     from m2flow.micro.records.checkpoints import Part
@@ -45,7 +46,10 @@ if TYPE_CHECKING:
     type=click.Choice(["safetensors", "gguf"]),
     default="safetensors",
     show_default=True,
-    help="gguf is refused, with the way to have it from llama.cpp.",
+    help="gguf: one file for llama.cpp, of a Llama, Mistral, Qwen2 or Qwen3.",
+)
+@click.option(
+    "--dtype", type=click.Choice(get_args(Dtype)), help="With --format gguf: type of the matrices.  [default: as they were trained]"
 )
 @click.option("--push", metavar="OWNER/NAME", help="Upload it to this repository of the Hugging Face hub; it is made if need be.")
 @click.option("--public", is_flag=True, help="With --push: a repository that is made is public.  [default: private]")
@@ -58,6 +62,7 @@ def command(
     out: Path | None,
     shard_size: str | None,
     form: str,
+    dtype: str | None,
     push: str | None,
     public: bool,
     runs_dir: Path,
@@ -70,28 +75,31 @@ def command(
     \b
     Example:
       m2flow export grpo-20260102-030405 --step 40 --out sorted-digits
+      m2flow export grpo-20260102-030405 --format gguf --dtype float16
       m2flow export grpo-20260102-030405 --adapters
       m2flow export grpo-20260102-030405 --push me/sorted-digits
     """
-    from m2flow.micro.records.checkpoints import export_part, export_part_adapters, find_part
+    from m2flow.micro.records.checkpoints import export_part, export_part_adapters, export_part_gguf, find_part
 
-    if form == "gguf":
-        now = (
-            "Leave --format out, and give the directory that is written to llama.cpp: python convert_hf_to_gguf.py DIR --outfile MODEL.gguf"
-        )
-        raise OptionError("--format gguf: m2flow does not write GGUF files", now=now)
     if shard_size is not None and (adapters or not re.fullmatch(r"[1-9]\d*(KB|MB|GB)", shard_size)):
         raise OptionError(f"--shard-size {shard_size} " + ("goes with whole models" if adapters else "is no size"), now="Write 5GB, 500MB.")
+    if form == "gguf" and (adapters or shard_size is not None):
+        raise OptionError(f"--format gguf and {'--adapters' if adapters else '--shard-size'} exclude each other", now="Leave one out.")
+    if dtype is not None and form != "gguf":
+        raise OptionError(f"--dtype {dtype} goes with --format gguf", now="Other exports have the type that was trained.")
     run_dir = find_run(run, runs_dir)
     part = find_part(run_dir, step, role)
-    target = out or run_dir / "export" / f"{part.role}-{part.which.replace(' ', '-')}{'-adapters' * adapters}"
-    if adapters:
+    kind = "adapters" if adapters else form
+    target = out or run_dir / "export" / f"{part.role}-{part.which.replace(' ', '-')}{'' if kind == 'safetensors' else f'-{kind}'}"
+    if kind == "gguf":
+        click.echo(f"{export_part_gguf(part, target, dtype)}: {part.role} at {part.which}, written for llama.cpp, read back and compared")
+    elif adapters:
         base = _with_hub_base(target, export_part_adapters(part, target), _origin(run_dir, part.role))
         click.echo(f"{target}: adapters of {part.role} at {part.which}, for {base}; loaded by peft, added and compared")
     else:
         digest = export_part(part, target, shard_size)
         click.echo(f"{target}: {part.role} at {part.which}, weights {digest[:12]}, loaded by transformers and compared")
-    (target / "README.md").write_text(_card(run_dir, part, is_adapter=adapters))
+    (target / "README.md").write_text(_card(run_dir, part, kind))
     if push is not None:
         click.echo(_pushed(target, push, is_private=not public))
 
@@ -126,7 +134,14 @@ def _base_in_words(origin: Mapping[str, str]) -> str:
     return name + revision + (", its weights drawn at random" if origin.get("init") == "random" else "")
 
 
-def _card(run_dir: Path, part: Part, *, is_adapter: bool) -> str:
+_LOADED_BY = {
+    "safetensors": "transformers.AutoModelForCausalLM.from_pretrained(path)",
+    "adapters": "peft.PeftModel.from_pretrained(base, path)",
+    "gguf": "llama-cli -m FILE.gguf",
+}
+
+
+def _card(run_dir: Path, part: Part, kind: str) -> str:
     """The model card: what the run's records say of how the model came to be. No path of this machine is in it."""
     config, plan, origin = _json_of(run_dir / "config.json"), _json_of(run_dir / "plan.json"), _origin(run_dir, part.role)
     rows = {
@@ -140,27 +155,26 @@ def _card(run_dir: Path, part: Part, *, is_adapter: bool) -> str:
         "trained with": f"m2flow {__version__}",
     }
     values = _last_values(run_dir, part)
-    loading = "peft.PeftModel.from_pretrained(base, path)" if is_adapter else "transformers.AutoModelForCausalLM.from_pretrained(path)"
-    lines = ["---", _card_data(origin, is_adapter=is_adapter), "---", ""]
-    lines += [f"# {part.role} of {rows['flow'] or 'a flow'}", "", f"Load it with `{loading}`.", "", "| | |", "|---|---|"]
+    lines = ["---", _card_data(origin, kind), "---", ""]
+    lines += [f"# {part.role} of {rows['flow'] or 'a flow'}", "", f"Load it with `{_LOADED_BY[kind]}`.", "", "| | |", "|---|---|"]
     lines += [f"| {name} | {value} |" for name, value in rows.items() if value]
     lines += ["", "Last values of the run:", "", "| metric | value |", "|---|---|"] if values else []
     return "\n".join([*lines, *(f"| {name} | {value:.4g} |" for name, value in sorted(values.items())), ""])
 
 
-def _card_data(origin: Mapping[str, str], *, is_adapter: bool) -> str:
+def _card_data(origin: Mapping[str, str], kind: str) -> str:
     """What the hub reads of a model card. A base model is one of the hub, with weights that training began from."""
     from huggingface_hub import ModelCardData
 
     base = origin.get("hub") if origin.get("init") == "pretrained" else None
     data = ModelCardData(
-        library_name="peft" if is_adapter else "transformers",
+        library_name={"adapters": "peft", "gguf": "gguf"}.get(kind, "transformers"),
         pipeline_tag="text-generation",
         base_model=base,
-        tags=["m2flow", "reinforcement-learning", *(["lora"] if is_adapter else [])],
+        tags=["m2flow", "reinforcement-learning", *(["lora"] if kind == "adapters" else [])],
     )
     if base:
-        data["base_model_relation"] = "adapter" if is_adapter else "finetune"
+        data["base_model_relation"] = "adapter" if kind == "adapters" else "finetune"
     return str(data.to_yaml())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import importlib.util
 import json
 import os
 import shutil
@@ -18,6 +19,8 @@ import torch
 import transformers
 import yaml
 from click.testing import CliRunner, Result
+from safetensors.torch import load_file
+from tiny_models import byte_tokenizer, save_config
 
 from m2flow import Dataset, Policy, Reward, Sample, flow, steps
 from m2flow.cli.main import cli
@@ -100,10 +103,34 @@ def test_a_directory_that_is_there_is_left_alone(run: Path, tmp_path: Path) -> N
     assert "exists already" in said.output
 
 
-def test_a_gguf_file_is_refused_with_the_way_to_have_one(tmp_path: Path) -> None:
-    said = export(tmp_path, "--format", "gguf")
-    assert said.exit_code == 2
-    assert "python convert_hf_to_gguf.py DIR --outfile MODEL.gguf" in said.output
+def test_options_of_a_gguf_file_are_checked_and_a_model_that_can_not_be_one_leaves_nothing(run: Path, tmp_path: Path) -> None:
+    assert "--format gguf and --adapters exclude each other" in export(run, "--format", "gguf", "--adapters").output
+    assert "--format gguf and --shard-size exclude each other" in export(run, "--format", "gguf", "--shard-size", "5GB").output
+    assert "--dtype float16 goes with --format gguf" in export(run, "--dtype", "float16").output
+    said = export(run, "--format", "gguf", "--out", tmp_path / "digits")
+    assert said.exit_code != 0
+    has_package = importlib.util.find_spec("gguf") is not None
+    assert ("the tokenizer is WordLevel" if has_package else "pip install 'm2flow[gguf]'") in said.output
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="gguf: the extra gguf is not installed")
+def test_a_gguf_file_has_the_weights_of_the_run_and_a_card_of_its_own(tmp_path: Path) -> None:
+    import gguf
+
+    byte_tokenizer(tmp_path / "model")
+    described = json.loads((tmp_path / "model" / "tokenizer.json").read_text())
+    described["pre_tokenizer"]["use_regex"] = True
+    (tmp_path / "model" / "tokenizer.json").write_text(json.dumps(described))
+    run = trained(tmp_path / "runs", save_config("Qwen2", tmp_path / "model", tokenizer=False, vocab_size=258)).run_dir
+    said = export(run, "--format", "gguf", "--dtype", "bfloat16", "--out", tmp_path / "out")
+    assert said.exit_code == 0, said.output
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["README.md", "policy-final.gguf"]
+    assert card_data((tmp_path / "out" / "README.md").read_text())["library_name"] == "gguf"
+    found = {str(tensor.name): tensor for tensor in gguf.GGUFReader(tmp_path / "out" / "policy-final.gguf").tensors}
+    (final,) = (Path(run) / "checkpoints" / "final" / "policy").glob("*.safetensors")
+    held = load_file(final)["model.layers.1.mlp.up_proj.weight"].to(torch.bfloat16)
+    assert found["blk.1.ffn_up.weight"].data.tobytes() == held.view(torch.uint8).numpy().tobytes()
 
 
 def test_a_damaged_checkpoint_is_not_exported(run: Path, tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def export_model(checkpoint: Path, out: Path, shard_size: str | None = None) -> 
                 shutil.copyfile(file, fresh / file.name)
         parts = parts_of(checkpoint)
         if shard_size is not None and not parts:
-            parts = {name: tensor for file in sorted(fresh.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+            parts = saved_weights(fresh)
         if parts:
             for file in fresh.glob("*.safetensors*"):
                 file.unlink()
@@ -106,7 +106,7 @@ def _loaded_as_saved(directory: Path) -> dict[str, Tensor]:
     wrong = {name: sorted(report[name]) for name in ("missing_keys", "unexpected_keys", "mismatched_keys") if report.get(name)}
     if wrong:
         raise ModelError(f"transformers loads something else than was saved: {wrong}")
-    saved = {name: tensor for file in sorted(directory.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    saved = saved_weights(directory)
     held = dict(named_weights(model))
     differing = [
         name for name in saved.keys() | held.keys() if name not in saved or name not in held or not _are_same(saved[name], held[name])
@@ -114,6 +114,11 @@ def _loaded_as_saved(directory: Path) -> dict[str, Tensor]:
     if differing:
         raise ModelError(f"transformers holds other weights than were saved: {', '.join(sorted(differing)[:5])}")
     return held
+
+
+def saved_weights(directory: Path) -> dict[str, Tensor]:
+    """The tensors of a directory's *.safetensors, by their names there."""
+    return {name: tensor for file in sorted(directory.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
 def _are_same(one: Tensor, other: Tensor) -> bool:
@@ -159,7 +164,7 @@ def export_adapters(checkpoint: Path, out: Path) -> Path:
 
 def _compare(base: Path, adapter: Path, checkpoint: Path) -> None:
     """Merge an adapter into its base by peft and compare. Raises ModelError: it does not load, or differs from what was saved."""
-    saved: dict[str, Tensor] = {name: t for file in sorted(checkpoint.glob("*.safetensors")) for name, t in load_file(file).items()}
+    saved = saved_weights(checkpoint)
     dtype = next(iter(saved.values())).dtype
     allowed = max(_TOLERANCE, torch.finfo(dtype).eps)
     try:

@@ -281,6 +281,25 @@ def export_part(part: Part, out: Path, shard_size: str | None = None) -> str:
     return found
 
 
+def export_part_gguf(part: Part, out: Path, dtype: str | None = None) -> Path:
+    """Write the model as one GGUF file in a directory, and return the file.
+
+    Args:
+        dtype: of the matrices, `float32`, `float16` or `bfloat16`; None: as the trainer held them.
+    Raises:
+        ModelError: as `export_part` does, or it is a model that can't be written so. MissingExtra: the package gguf is not installed.
+    """
+    from m2flow.engines.models.gguf_export import write_gguf
+    from m2flow.engines.models.model_export import put_in_place, saved_weights
+
+    name = f"{part.role}-{part.which.replace(' ', '-')}"
+    with put_in_place(out) as fresh:
+        export_part(part, fresh / "model")
+        write_gguf(fresh / "model", saved_weights(fresh / "model"), fresh / f"{name}.gguf", name=name, dtype=dtype)
+        shutil.rmtree(fresh / "model")
+    return out / f"{name}.gguf"
+
+
 def export_part_adapters(part: Part, out: Path) -> Path:
     """Write the adapters alone, and return the directory of the model that they belong to.
 
