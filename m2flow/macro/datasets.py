@@ -23,17 +23,18 @@ from typing import TYPE_CHECKING, Literal, cast, final
 
 import numpy as np
 
-from m2flow.errors import DatasetError, MissingExtra, OptionError, did_you_mean
+from m2flow.errors import DatasetError, MissingExtra, OptionError, TraceError, did_you_mean
+from m2flow.macro.columns import ReduceByKey
+from m2flow.macro.draw_order import ROW, Curriculum, Epochs, Mix, Observed, Row, levels, order_of
 from m2flow.macro.graph import Granularity
-from m2flow.macro.handles import Handle, Rows
+from m2flow.macro.handles import Handle, Rows, describe
 from m2flow.macro.session import Session, current_session
-from m2flow.recipe import check_choice, check_count, check_flag, check_number, check_text, check_whole, is_count, is_number
+from m2flow.recipe import check_choice, check_count, check_flag, check_number, check_text, check_whole, is_count
 from m2flow.samples import Batch, Column, Ragged, check_prompt, column_of, keyed_bits, make_ids, prompt_positions, taken
 
 if TYPE_CHECKING:
     from m2flow.macro.roles import Policy
 
-Row = Mapping[str, object]
 TooLong = Literal["error", "drop", "truncate-left", "truncate-middle"]
 
 _ON_SAMPLES = {
@@ -51,7 +52,7 @@ _ON_SAMPLES = {
     "reference_logprobs",
 }
 _ON_TOKENS = {"tokens", "loss_mask", "logprobs", "versions", "kv_stale", "routed_experts", "segment_kinds", "segment_lengths"}
-_TAKEN = frozenset(_ON_SAMPLES | _ON_TOKENS)
+TAKEN = frozenset(_ON_SAMPLES | _ON_TOKENS)
 """Names that samples have already: a column of such a name would be lost, or taken for what it is not."""
 
 
@@ -223,7 +224,8 @@ class Dataset:
         shuffle: draw in an order of its own in each epoch, decided by the run's seed.
         name: for plans and errors.
         curriculum: each epoch goes from the lowest to the highest value of this column of numbers, or of this function of a row; rows of
-            one value are shuffled.
+            one value are shuffled. A function of a row and of what was seen of it (the means that `observe` was given, oldest first) is
+            asked again as these come; None passes the row over for now. It adds a column `row`, the row's position.
     """
 
     def __init__(
@@ -232,7 +234,7 @@ class Dataset:
         *,
         name: str = "dataset",
         shuffle: bool = True,
-        curriculum: str | Callable[[Row], float] | None = None,
+        curriculum: Curriculum | None = None,
         policy: Policy | None = None,
         max_prompt_tokens: int | None = None,
         too_long: TooLong = "error",
@@ -247,8 +249,8 @@ class Dataset:
                 raise DatasetError(f"row {i} of the dataset {name!r} is no mapping of names to values: {row!r:.60}")
         rows = with_prompts(rows, name)
         keys = set(rows[0])
-        if keys & _TAKEN:
-            column = min(keys & _TAKEN)
+        if keys & TAKEN:
+            column = min(keys & TAKEN)
             now = f"Rename the column, to {column}_of_row for example."
             raise DatasetError(f"the dataset {name!r} has a column {column!r}, a name that samples have already", now=now)
         for i, row in enumerate(rows):
@@ -274,11 +276,9 @@ class Dataset:
         self._num_rows = len(rows)
         self._lines: LinesOnDisk | None = None
         """Rows that are read when they are drawn; `_columns` has the first one then."""
-        self._mix: Mix | None = None
         self._num_each = 1
         """Samples of a row: 2 are the answers of a pair."""
-        self._levels = levels(rows, curriculum, name)
-        self._shuffle = shuffle
+        self._order = order_of(rows, curriculum, name, shuffle=shuffle)
         self._cursor = 0
         self._num_alls = 0
         self._first_unsure = 0
@@ -286,7 +286,9 @@ class Dataset:
         """Rows that a refill kept from `_first_unsure` on: the last sample tells how many were used, and so where the cursor is."""
         self._session: Session | None = None
         self._key = ""
-        self._order: tuple[int, list[int]] | None = None
+        self._unread: list[Handle] = []
+        """What `observe` has recorded, and no draw has read yet."""
+        self._lag = 0
 
     @classmethod
     def generate(
@@ -297,7 +299,7 @@ class Dataset:
         seed: int = 0,
         name: str = "dataset",
         shuffle: bool = False,
-        curriculum: str | Callable[[Row], float] | None = None,
+        curriculum: Curriculum | None = None,
     ) -> Dataset:
         """Make `size` rows by a function of a random generator; row i depends on (seed, i) alone."""
         if not callable(make):
@@ -315,7 +317,7 @@ class Dataset:
         stream: bool = False,
         name: str = "",
         shuffle: bool = True,
-        curriculum: str | Callable[[Row], float] | None = None,
+        curriculum: Curriculum | None = None,
     ) -> Dataset:
         """Read rows from a file of a JSON object a line, or from several files of the same columns.
 
@@ -336,7 +338,7 @@ class Dataset:
         lines = LinesOnDisk(_paths(path), columns)
         made = cls([lines.row(0)], name=name or _paths(path)[0].stem, shuffle=shuffle)
         made._lines, made._num_rows = lines, len(lines)
-        made._levels = levels((lines.row(i) for i in range(len(lines))), curriculum, made.name) if curriculum is not None else None
+        made._order = Epochs(len(lines), levels(map(lines.row, range(len(lines))), curriculum, made.name), shuffle=shuffle)
         return made
 
     @classmethod
@@ -347,7 +349,7 @@ class Dataset:
         columns: Columns | None = None,
         name: str = "",
         shuffle: bool = True,
-        curriculum: str | Callable[[Row], float] | None = None,
+        curriculum: Curriculum | None = None,
     ) -> Dataset:
         """Read rows from CSV files with a line of names; every value is a text. The arguments are those of `jsonl`."""
         return cls._read(read_csv, path, columns, name, shuffle, curriculum)
@@ -360,7 +362,7 @@ class Dataset:
         columns: Columns | None = None,
         name: str = "",
         shuffle: bool = True,
-        curriculum: str | Callable[[Row], float] | None = None,
+        curriculum: Curriculum | None = None,
     ) -> Dataset:
         """Read rows from Parquet files (`pip install 'm2flow[parquet]'`). The arguments are those of `jsonl`."""
         return cls._read(read_parquet, path, columns, name, shuffle, curriculum)
@@ -376,7 +378,7 @@ class Dataset:
         columns: Columns | None = None,
         name: str = "",
         shuffle: bool = True,
-        curriculum: str | Callable[[Row], float] | None = None,
+        curriculum: Curriculum | None = None,
     ) -> Dataset:
         """Read a split of a dataset of the Hugging Face hub, or of a directory laid out like one: Parquet, JSONL or CSV files.
 
@@ -400,7 +402,7 @@ class Dataset:
         seed: int = 0,
         name: str = "",
         shuffle: bool = True,
-        curriculum: str | Callable[[Row], float] | None = None,
+        curriculum: Curriculum | None = None,
         **options: object,
     ) -> Dataset:
         """Make rows of a task of reasoning-gym: `prompt`, `answer`, and the whole `entry`, for `m2flow.rewards.ReasoningGym(task)`.
@@ -431,7 +433,7 @@ class Dataset:
         columns: Columns | None,
         name: str,
         shuffle: bool,
-        curriculum: str | Callable[[Row], float] | None,
+        curriculum: Curriculum | None,
     ) -> Dataset:
         paths = _paths(path)
         rows = list(mapped(itertools.chain.from_iterable(map(read, paths)), columns))
@@ -446,10 +448,10 @@ class Dataset:
             check_whole("heldout", heldout)
         check_whole("seed", seed)
         size = round(heldout * len(self)) if heldout < 1 else int(heldout)
-        if self._mix is not None or not 0 < size < len(self):
+        if isinstance(self._order, Mix) or not 0 < size < len(self):
             raise DatasetError(
                 f"the dataset {self.name!r} has {len(self)} rows, of which {size} can't be held out"
-                if self._mix is None
+                if not isinstance(self._order, Mix)
                 else "a mix can't be split",
                 now="Hold out fewer rows, or more; split the datasets before mixing them.",
             )
@@ -467,7 +469,7 @@ class Dataset:
         """
         check_count("max_prompt_tokens", max_prompt_tokens)
         check_choice("too_long", too_long, TooLong)
-        if self._mix is not None:
+        if isinstance(self._order, Mix):
             raise DatasetError("a mix has the prompts of its datasets", now="Bound those before mixing them.")
         if self._lines is not None and too_long.startswith("truncate"):
             now = 'Leave stream=True out, or say too_long="drop".'
@@ -486,8 +488,7 @@ class Dataset:
     def _part(self, index: list[int], name: str) -> Dataset:
         """These rows as a dataset of their own."""
         made = copy.copy(self)
-        made.name, made._num_rows, made._session, made._order = name, len(index), None, None
-        made._levels = None if self._levels is None else [self._levels[i] for i in index]
+        made.name, made._num_rows, made._session, made._order = name, len(index), None, self._order.part(index)
         if self._lines is not None:
             made._lines = self._lines.part(index)
         else:
@@ -508,7 +509,7 @@ class Dataset:
             why = "has pairs already" if self._num_each != 1 else "is a stream" if self._lines is not None else "has other columns"
             raise DatasetError(f"the dataset {self.name!r} gives no pairs: it {why}", now="Give rows with prompt, chosen and rejected.")
         made = copy.copy(self)
-        made._session, made._order, made._num_each = None, None, 2
+        made._session, made._order, made._num_each = None, self._order.fresh(), 2
         answers = Ragged.json([_answers(row, f"row {i} of the dataset {self.name!r}") for i, row in enumerate(self._rows())])
         kept = {key: column for key, column in self._columns.items() if key not in ("chosen", "rejected", "target")}
         made._columns = {**kept, "target": answers}
@@ -526,9 +527,10 @@ class Dataset:
         """
         datasets = list(datasets) if isinstance(datasets, list | tuple) else []
         if not datasets or not all(
-            isinstance(one, Dataset) and (one._mix, one._lines, one._num_each) == (None, None, 1) for one in datasets
+            isinstance(one, Dataset) and isinstance(one._order, Epochs) and (one._lines, one._num_each) == (None, 1) for one in datasets
         ):
-            raise DatasetError("Dataset.mix takes a list of datasets in memory that are no mixes themselves, and no pairs")
+            what = "datasets in memory that are no mixes themselves, no pairs, and have no curriculum of what was seen"
+            raise DatasetError(f"Dataset.mix takes a list of {what}")
         if not isinstance(weights, list | tuple | None):
             raise DatasetError(f"Dataset.mix got weights={weights!r:.60}; it takes a list of numbers")
         weights = [float(len(one)) for one in datasets] if weights is None else list(weights)
@@ -545,7 +547,7 @@ class Dataset:
                 )
         rows = [{"source": one.name, **row} for one in datasets for row in one._rows()]
         made = cls(rows, name=name)
-        made._mix = Mix(datasets, tuple(weight / sum(weights) for weight in weights))
+        made._order = Mix([one._order for one in datasets], list(map(len, datasets)), [weight / sum(weights) for weight in weights])
         return made
 
     def _rows(self) -> Iterator[Row]:
@@ -568,7 +570,8 @@ class Dataset:
             raise DatasetError(f"take({count!r}) of the dataset {self.name!r}: it takes a whole number of rows, 1 or more")
         session = self._join()
         self._settle()
-        positions = [self._position(self._cursor + i) for i in range(count)]
+        self._read_observed()
+        positions = [self._order.at(self._cursor + i, session.seed, self._key) for i in range(count)]
         # The seed depends on the dataset and the draw, however many rows are drawn at a time.
         seeds = [keyed_bits(self._key, "take", self._cursor + i) for i in range(count)]
         return self._record(session, "take", positions, seeds, {"count": count}, moves_by=count)
@@ -604,11 +607,63 @@ class Dataset:
     def _join(self) -> Session:
         session = current_session(f"the dataset {self.name!r}")
         if self._session is not session:
-            self._session, self._key, self._cursor, self._order = session, session.key_dataset(self.name), 0, None
-            self._num_alls, self._refilled = 0, None
-            if self._mix is not None:
-                self._mix = Mix(self._mix.sources, self._mix.shares)
+            self._session, self._key, self._cursor, self._order = session, session.key_dataset(self.name), 0, self._order.fresh()
+            self._num_alls, self._refilled, self._unread = 0, None, []
         return session
+
+    def observe(self, responses: Rows, values: Rows, *, lag: int = 0) -> None:
+        """Tell a curriculum of what was seen: of each row of the dataset the mean of these values over its responses.
+
+        The next draw waits for them, as for any value that Python reads; so what is drawn follows the program's order.
+
+        Args:
+            responses: generated from rows of this dataset. values: one number for each: their rewards.
+            lag: of how many calls of this method, the newest, draws do not know yet, and so do not wait: 1 where steps overlap.
+        Raises:
+            TraceError: the curriculum is no function of a row and what was seen, or these are not its rows.
+        """
+        what = f"{self.name}.observe"
+        session = self._join()
+        if not isinstance(self._order, Observed):
+            raise TraceError(
+                f"{what}: the dataset has no curriculum of what was seen", now="Write Dataset(rows, curriculum=function_of_row_and_seen)."
+            )
+        if not isinstance(responses, Rows) or responses.column is not None or ROW not in (responses.fields or {ROW}):
+            raise TraceError(f"{what} needs responses to rows of this dataset, and got {describe(responses)}")
+        if not isinstance(values, Rows) or values.column is None:
+            raise TraceError(f"{what} needs one number for each response, and got {describe(values)}", now="Pass rewards.")
+        check_count("lag", lag, least=0)
+        call = session.record(
+            role=self.name,
+            method="observe",
+            engine="function",
+            granularity=Granularity.BATCH,
+            inputs={"samples": responses.check(session, what), "seen": values.check(session, what)},
+            options={
+                "function": ReduceByKey("mean", "seen", ROW),
+                "timeout_s": None,
+                "column": "value",
+                "style": "columns",
+                "gives": "table",
+                "columns": {"seen": values.column},
+                "expected": {},
+            },
+            shown={},
+            is_aligned=False,
+        )
+        self._lag = lag
+        self._unread.append(Handle(session, call))
+
+    def _read_observed(self) -> None:
+        """Wait for what a draw is to know of earlier rows."""
+        while len(self._unread) > self._lag:
+            handle = self._unread.pop(0)
+            assert isinstance(self._order, Observed)
+            assert self._session is not None
+            if handle.call.ordinal not in self._session.raised:
+                seen = handle.observe(f"what was seen of {self.name}, which decides the next rows")
+                assert isinstance(seen, Mapping)
+                self._order.saw(seen)
 
     def _settle(self) -> None:
         """Wait until it is known how many rows the last refill used."""
@@ -634,26 +689,8 @@ class Dataset:
         used = Handle(self._session, call).observe(f"the cursor of {self.name}, which a refill moves")
         assert isinstance(used, int | float)
         self._cursor = self._first_unsure + int(used)
-
-    def _position(self, drawn: int) -> int:
-        assert self._session is not None
-        if self._mix is not None:
-            return self._mix.position(drawn, self._session.seed, self._key)
-        return self._place(drawn, self._session.seed, self._key)
-
-    def _place(self, drawn: int, seed: int, key: str) -> int:
-        """The position of the row that is drawn after so many others."""
-        epoch, place = divmod(drawn, self._num_rows)
-        if not self._shuffle and self._levels is None:
-            return place
-        if self._order is None or self._order[0] != epoch:
-            order = list(range(self._num_rows))
-            if self._shuffle:
-                random.Random(f"{seed}/{key}/{epoch}").shuffle(order)
-            if self._levels is not None:
-                order.sort(key=self._levels.__getitem__)
-            self._order = (epoch, order)
-        return self._order[1][place]
+        if isinstance(self._order, Observed):
+            self._order.go_back(self._cursor)
 
     def _columns_at(self, positions: list[int]) -> dict[str, Column]:
         return taken(self._columns, np.array(positions, np.int64)) if self._lines is None else self._lines.columns_at(positions)
@@ -663,6 +700,8 @@ class Dataset:
     ) -> Rows:
         ids = make_ids(session.next_ordinal, len(positions), self._num_each)
         columns = self._columns_at(positions) if self._num_each == 1 else _of_two(self._columns_at(positions), len(positions))
+        if isinstance(self._order, Observed):
+            columns[ROW] = np.array(positions, np.int64).repeat(self._num_each)
         rows = Batch(ids, {**columns, "seed": np.array(seeds, np.uint64).repeat(self._num_each)})
         resource = f"{self._key}.cursor"
         call = session.record(
@@ -683,57 +722,6 @@ class Dataset:
 def _num_used(rows: Batch, values: Mapping[str, object]) -> int:
     """Rows of the source up to the last one whose group was kept."""
     return int(prompt_positions(rows.ids).max()) + 1
-
-
-# ---- orders
-
-
-def levels(rows: Iterable[Row], curriculum: str | Callable[[Row], float] | None, name: str) -> list[float] | None:
-    """The number of each row that a curriculum goes by; None without one.
-
-    Raises:
-        DatasetError: a row has none.
-    """
-    if curriculum is None:
-        return None
-    if not isinstance(curriculum, str) and not callable(curriculum):
-        raise OptionError(f"curriculum={curriculum!r:.60} is neither a column's name nor a function of a row")
-    found: list[float] = []
-    for i, row in enumerate(rows):
-        if isinstance(curriculum, str) and curriculum not in row:
-            now = did_you_mean(curriculum, list(row), f"It has {', '.join(sorted(row))}.")
-            raise DatasetError(f"the dataset {name!r} has no column {curriculum!r} for curriculum=", now=now)
-        level = row[curriculum] if isinstance(curriculum, str) else curriculum(row)
-        if not is_number(level):
-            raise DatasetError(f"the curriculum of the dataset {name!r} goes by numbers, and row {i} has {level!r:.60}")
-        assert isinstance(level, int | float)
-        found.append(level)
-    return found
-
-
-@final
-class Mix:
-    """Which row of several datasets comes next, each having a share of the draws."""
-
-    def __init__(self, sources: Sequence[Dataset], shares: tuple[float, ...]) -> None:
-        self.sources = [copy.copy(one) for one in sources]  # Each order is remembered in it.
-        self.shares = shares
-        self._starts = list(itertools.accumulate(map(len, sources), initial=0))
-        self._drawn: list[tuple[int, int]] = []
-        """For each draw the dataset, and how many rows were drawn of it before."""
-        self._counts = [0] * len(shares)
-        for one in self.sources:
-            one._order = None
-
-    def position(self, drawn: int, seed: int, key: str) -> int:
-        """The position of the row that is drawn after so many others, in the rows of all datasets one after the other."""
-        while len(self._drawn) <= drawn:
-            behind = [share * (len(self._drawn) + 1) - count for share, count in zip(self.shares, self._counts, strict=True)]
-            source = behind.index(max(behind))
-            self._drawn.append((source, self._counts[source]))
-            self._counts[source] += 1
-        source, before = self._drawn[drawn]
-        return self._starts[source] + self.sources[source]._place(before, seed, f"{key}/{source}")
 
 
 # ---- files
@@ -869,7 +857,7 @@ class _Mapping:
 
 
 def _free_name(column: str) -> str:
-    return f"{column}_of_row" if column in _TAKEN - _HAS_PROMPT else column
+    return f"{column}_of_row" if column in TAKEN - _HAS_PROMPT else column
 
 
 @final
