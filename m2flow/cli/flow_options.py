@@ -9,6 +9,7 @@ options is given by `--set name=value`, and the help says so.
 from __future__ import annotations
 
 import enum
+import itertools
 import re
 import textwrap
 import types
@@ -45,11 +46,14 @@ class FlowCommand(click.Command):
         if target is not None:
             ctx.meta[_FLOW] = load_flow(target)
         try:
-            rest = super().parse_args(ctx, args)
+            rest = super().parse_args(ctx, list(args))  # Parsing takes them out of the list.
         except click.NoSuchOption as error:
             raise self._unknown(ctx, error.option_name, target) from None
         except click.UsageError as error:
-            raise OptionError(_spoken(error), now=f"`{ctx.command_path} {target or 'FLOW'} --help` lists the options.") from None
+            raise OptionError(
+                _flag_with_value(args, self.get_params(ctx)) or _spoken(error),
+                now=f"`{ctx.command_path} {target or 'FLOW'} --help` lists the options.",
+            ) from None
         ctx.params["flow"] = ctx.meta[_FLOW]
         ctx.params["options"] = self._collect(ctx)
         return rest
@@ -299,6 +303,27 @@ def _spoken(error: click.UsageError) -> str:
         hint = error.param.opts[0] if error.param is not None else str(error.param_hint or "")
         return f"{hint}: {error.message}".removeprefix(": ").rstrip(".")
     return error.format_message().rstrip(".")
+
+
+_TRUE = frozenset({"true", "yes", "on", "1"})
+_FALSE = frozenset({"false", "no", "off", "0"})
+
+
+def _flag_with_value(args: Sequence[str], params: Sequence[click.Parameter]) -> str:
+    """Say which flag was given a value, `--lora true` or `--lora=true`, and what to write; empty if none was."""
+    flags = [param for param in params if isinstance(param, click.Option) and param.is_flag]
+    opposites = {name: other for flag in flags for name, other in itertools.zip_longest(flag.opts, flag.secondary_opts)}
+    opposites |= {other: name for name, other in opposites.items() if other is not None}
+    for arg, following in itertools.zip_longest(args, args[1:], fillvalue=""):
+        name, equals, value = arg.partition("=")
+        value = value if equals else following
+        if name in opposites and (equals or value.lower() in _TRUE | _FALSE):
+            other = opposites[name]
+            if value.lower() in _FALSE:
+                whole = f"`{name}{equals or ' '}{value}`"
+                return f"{name} is a flag: " + (f"say {other} in place of {whole}" if other else f"leave {whole} out")
+            return f"{name} is a flag: leave `{equals}{value}` out" + (f", or say {other}" if other else "")
+    return ""
 
 
 def _written(value: object) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -38,6 +38,7 @@ from m2flow.micro.records.plan_file import KEY, Origin, check_edited, origin_of,
 from m2flow.planner.explaining import as_document, differences, explain, step_lines
 from m2flow.planner.planning import Forecast, find_models, forecast, is_searched, question_of, with_shapes
 from m2flow.planner.profiles import read_profile
+from m2flow.recipe import Model
 from m2flow.simulator.machines import paced
 from m2flow.spec import LAPTOP, ClusterSpec, RunSettings
 
@@ -183,6 +184,7 @@ class PlanCommand(PlannedCommand):
     metavar="PLAN.json",
     help="Check an edited plan; without FLOW, of the one that it was made of.",
 )
+@click.option("--no-try", is_flag=True, help="Neither render the first rows nor call the functions on a stub sample.")
 @click.option("--terms", "has_terms", is_flag=True, help="List the constants of the cost model, and where each is from.")
 @click.option("--dot", "is_dot", is_flag=True, help="Print the graph of the calls in Graphviz's language.")
 @click.option(
@@ -210,12 +212,16 @@ def command(
     as_json: bool,
     out: Path | None,
     check: Path | None,
+    no_try: bool,
     has_terms: bool,
     is_dot: bool,
     svg: Path | None,
     png: Path | None,
 ) -> None:
     """Show a flow's calls and how they would run, without running them.
+
+    Before that it tries the first rows: renders them for their model, and calls each reward and op on one stub sample, in a process of
+    its own that may neither connect nor write. So a missing column is an error here, and not after the first generation.
 
     \b
     Examples:
@@ -236,6 +242,7 @@ def command(
     copies = copies_made(flow, options, num_steps=exploration.num_steps, seed=seed, known=known, exploration=exploration)
     models, choice = {**copies.models, **exploration.models}, None
     find_models(models, spec, with_weights=False)
+    tried = [] if no_try else _tried(exploration, models, spec, seed)
     if is_searched(spec) and pinned is None:
         question = question_of(graph, models, spec, lengths=lengths, profile=profile, copies=copies.sources)
         for doubt in question.doubts:
@@ -265,7 +272,15 @@ def command(
         has_extra_inputs = bool(assume or run_dir or lengths or steps > 1)  # `m2flow run` plans without these.
         notes = _differences_from_run(flow, options, seed, spec, plan, profile) if is_run_here and has_extra_inputs else []
         checked = [f"{check} is a plan of this flow on {spec.name}."] if check else []
-        click.echo("\n".join([*_as_text(exploration, target, steps), "", *placed, str(plan), *notes, *checked]))
+        click.echo("\n".join([*_as_text(exploration, target, steps), "", *placed, str(plan), *notes, *tried, *checked]))
+
+
+def _tried(exploration: Exploration, models: Mapping[str, Model], spec: ClusterSpec, seed: int) -> list[str]:
+    """Try the flow's first rows and functions on the path with the most calls; return lines of what was found."""
+    from m2flow.runner.first_rows import try_first_rows
+
+    found = try_first_rows(exploration.longest.graph, models, spec, seed=seed)
+    return ["", "tried on the first rows:", *(f"  {line}" for line in found)] if found else []
 
 
 def _foreseen(forecast: Forecast) -> list[str]:

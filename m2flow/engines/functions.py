@@ -61,7 +61,7 @@ _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 
 
 @dataclass(frozen=True)
-class _Unit:
+class Unit:
     position: int
     label: str
     row: int
@@ -147,7 +147,7 @@ class PythonFunctions(FunctionEngine):
             self._pool = self._pool or ProcessPool(preload=(__name__, *isolation.preload))
             there = _InChildProcess(function, timeout_s, isolation, self._pool)
         round_ = _CallRun(
-            _units(batch.in_order().frozen(), granularity, size), here, there, self._on_main_thread, concurrency, patience_s, self._idle
+            units_of(batch.in_order().frozen(), granularity, size), here, there, self._on_main_thread, concurrency, patience_s, self._idle
         )
         round_.is_isolated = isolation is not None and (isolation.is_wanted or _name(function) in self._on_main_thread)
         return round_.run(on_done, meanwhile, on_failure)
@@ -169,7 +169,7 @@ class _InProcess:
         self._loop.is_doubtful = True
         return "It was cancelled."
 
-    def run(self, unit: _Unit, worker: _WorkerThread) -> object:
+    def run(self, unit: Unit, worker: _WorkerThread) -> object:
         result = self.function(unit.argument)
         return self._loop.wait(result, worker) if inspect.isawaitable(result) else result
 
@@ -188,7 +188,7 @@ class _InChildProcess:
     def _task(self) -> Task:
         return Task(pickle.dumps(functools.partial(_in_child, self._isolation.function), pickle.HIGHEST_PROTOCOL))
 
-    def run(self, unit: _Unit, worker: _WorkerThread) -> object:
+    def run(self, unit: Unit, worker: _WorkerThread) -> object:
         argument = pickle.dumps((unit.label, self._isolation.argument(unit.argument)), pickle.HIGHEST_PROTOCOL)
         try:
             answer = json.loads(self._pool.run(self._task, argument, timeout_s=self._timeout_s))
@@ -216,7 +216,7 @@ def _in_child(function: Any, argument: bytes) -> bytes:
             result = _child_event_loop().run(_awaited(result))
         return json.dumps({"result": result}).encode()
     except BaseException as error:
-        failure = _failure(function, label, error)
+        failure = error_of(function, label, error)
         record = failure.to_record()
         said = [record.kind, record.what, record.where, record.now, record.remote]
         return json.dumps({"error": said, "row": failure.row}).encode()
@@ -234,7 +234,7 @@ class _CallRun:
 
     def __init__(
         self,
-        units: Sequence[_Unit],
+        units: Sequence[Unit],
         here: _InProcess,
         there: _InChildProcess | None,
         on_main_thread: set[str],
@@ -307,7 +307,7 @@ class _CallRun:
             raise self._errors[first].about(self._units[first].row)
         return self._results
 
-    def _begin(self, unit: _Unit) -> None:
+    def _begin(self, unit: Unit) -> None:
         now, where = time.monotonic(), self._here
         limit_s = where.timeout_s
         self._patience[unit.position] = now + self._patience_s
@@ -319,18 +319,18 @@ class _CallRun:
             self._deadlines[unit.position] = now + limit_s if limit_s is not None else float("inf")
             worker.run(where.run, unit, self._outcomes, self._begun)
 
-    def _ended(self, unit: _Unit) -> _WorkerThread:
+    def _ended(self, unit: Unit) -> _WorkerThread:
         """A unit runs no more; its worker thread."""
         del self._deadlines[unit.position], self._patience[unit.position]
         return self._workers.pop(unit.position)
 
-    def _abandon(self) -> tuple[_Unit, _Failed]:
+    def _abandon(self) -> tuple[Unit, _Failed]:
         """Abandon the unit whose time is up."""
         late = self._units[min(self._deadlines, key=lambda position: (self._deadlines[position], position))]
         how = self._here.give_up(self._ended(late))
         return late, _Failed("timed_out", _too_slow(self._here.function, late, self._here.timeout_s, how))
 
-    def _is_to_run_again(self, unit: _Unit, error: BaseException | None) -> bool:
+    def _is_to_run_again(self, unit: Unit, error: BaseException | None) -> bool:
         """Whether a unit failed for want of a main thread; it and all later units then run in a child process."""
         if self._there is None or not _needs_main_thread(error):
             return False
@@ -374,8 +374,8 @@ class _WorkerThread:
 
     def run(
         self,
-        run: Callable[[_Unit, _WorkerThread], object],
-        unit: _Unit,
+        run: Callable[[Unit, _WorkerThread], object],
+        unit: Unit,
         outcomes: queue.SimpleQueue[_Outcome],
         begun: queue.SimpleQueue[None],
     ) -> None:
@@ -473,14 +473,15 @@ async def _cancel_all() -> None:
     await asyncio.get_running_loop().shutdown_asyncgens()
 
 
-def _units(batch: Batch, granularity: str, size: int | None) -> list[_Unit]:
+def units_of(batch: Batch, granularity: str, size: int | None) -> list[Unit]:
+    """Return what a function is called on, one after the other; the batch is in order of identity."""
     samples, ids = list(batch.rows()), batch.ids.tolist()
     names = [str(SampleId.unpack(packed)) for packed in ids]
     if granularity == "sample":
-        return [_Unit(i, f"sample {name}", ids[i], samples[i]) for i, name in enumerate(names)]
+        return [Unit(i, f"sample {name}", ids[i], samples[i]) for i, name in enumerate(names)]
     bounds = unit_bounds(batch, granularity, size)
     return [
-        _Unit(i, _span(granularity, names[start:end]), ids[start] if start < end else -1, samples[start:end])
+        Unit(i, _span(granularity, names[start:end]), ids[start] if start < end else -1, samples[start:end])
         for i, (start, end) in enumerate(bounds)
     ]
 
@@ -490,8 +491,8 @@ def _span(granularity: str, names: list[str]) -> str:
 
 
 def _run(
-    run: Callable[[_Unit, _WorkerThread], object],
-    unit: _Unit,
+    run: Callable[[Unit, _WorkerThread], object],
+    unit: Unit,
     worker: _WorkerThread,
     outcomes: queue.SimpleQueue[_Outcome],
     begun: queue.SimpleQueue[None],
@@ -518,17 +519,18 @@ def _next_outcome(outcomes: queue.SimpleQueue[_Outcome], deadline: float) -> _Ou
         return None
 
 
-def _failure_kind(function: Callable[..., Any], unit: _Unit, error: BaseException) -> _Failed:
+def _failure_kind(function: Callable[..., Any], unit: Unit, error: BaseException) -> _Failed:
     """Classify the error that a unit raised."""
     if isinstance(error, _NoChild):
         raise error.why  # Not the function's fault.
     if isinstance(error, _Failed):
         return error
-    found = _failure(function, unit.label, error)
+    found = error_of(function, unit.label, error)
     return _Failed("invalid" if found is error else "raised", found)
 
 
-def _failure(function: Callable[..., Any], label: str, error: BaseException) -> OpError:
+def error_of(function: Callable[..., Any], label: str, error: BaseException) -> OpError:
+    """Return the error that a function's exception on a unit is reported as, with the frames of the user's code."""
     if isinstance(error, OpError) and error.row >= 0:
         return error  # It is about what the function returned.
     # Lines of ours above the user's frames say nothing to the user.
@@ -554,14 +556,14 @@ def _frames_after(frames: TracebackType | None) -> TracebackType | None:
     return found or frames
 
 
-def _too_slow(function: Callable[..., Any], unit: _Unit, timeout_s: float | None, how: str) -> OpError:
+def _too_slow(function: Callable[..., Any], unit: Unit, timeout_s: float | None, how: str) -> OpError:
     return OpError(
         f"{_name(function)} took longer than {timeout_s:g} s on {unit.label}",
         now=f"{how} Raise timeout_s if the work is worth it, or bound the work inside the function.",
     )
 
 
-def _ended_process(function: Callable[..., Any], unit: _Unit, how: str) -> OpError:
+def _ended_process(function: Callable[..., Any], unit: Unit, how: str) -> OpError:
     return OpError(
         f"{_name(function)} did not come back on {unit.label}: its process {how}",
         now="What it printed is in the worker's log. It ran in a process of its own, so nothing else was lost.",

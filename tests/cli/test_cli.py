@@ -44,11 +44,11 @@ def tiny(
     \"\"\"
     {body}
 """
-LOOP = """policy = Policy("nowhere")
-    prompts = Dataset([{"prompt": "a"}])
+LOOP = f"""policy = Policy({str(ROOT / "flows" / "models" / "digits")!r}, init="random")
+    prompts = Dataset([{{"prompt": "a"}}])
     for _ in steps(num_steps):
         responses = policy.generate(prompts.take(1), n=2, max_new_tokens=4)
-        policy.update(responses, Reward(good, name=f"good_{_}").score(responses))"""
+        policy.update(responses, Reward(good, name=f"good_{{_}}").score(responses))"""
 
 
 @pytest.fixture
@@ -200,6 +200,12 @@ def test_options_may_come_before_the_file(tmp_path: Path) -> None:
         (["--num-steps", "1", "--set", "num_steps=2"], "OptionError: num_steps is given twice"),
         (["--set", "table=1"], "OptionError: --set table=1: table is a dict"),
         (["--num-steps"], "OptionError: Option '--num-steps' requires an argument"),
+        (["--shuffle", "true"], "OptionError: --shuffle is a flag: leave `true` out, or say --no-shuffle\n"),
+        (["--shuffle=true"], "OptionError: --shuffle is a flag: leave `=true` out, or say --no-shuffle\n"),
+        (["--shuffle", "False"], "OptionError: --shuffle is a flag: say --no-shuffle in place of `--shuffle False`\n"),
+        (["--no-shuffle=no"], "OptionError: --no-shuffle is a flag: say --shuffle in place of `--no-shuffle=no`\n"),
+        (["--terms", "1"], "OptionError: --terms is a flag: leave `1` out\n"),
+        (["--rate", "x"], "OptionError: --rate: 'x' is not a valid float"),
         (["more"], "OptionError: Got unexpected extra argument (more)"),
         (["--cluster", "none.yaml"], "SpecError: the cluster spec none.yaml can't be read"),
         (["--steps", "0"], "OptionError: --steps: 0 is not in the range x>=1"),

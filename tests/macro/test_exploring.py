@@ -263,7 +263,7 @@ def stale():
             break
 """
     (tmp_path / "stale.py").write_text(source)
-    shown = CliRunner().invoke(cli, ["plan", str(tmp_path / "stale.py"), "--steps", "4"]).stdout
+    shown = CliRunner().invoke(cli, ["plan", str(tmp_path / "stale.py"), "--steps", "4", "--no-try"]).stdout
     assert shown.count("makes this flow synchronous, whatever its staleness") == 1
     assert shown.count("note: Python waits for metrics") == 2
     assert ".lagged(2) looks at an earlier step instead" in shown
@@ -337,7 +337,7 @@ def early():
     (tmp_path / "early.py").write_text(source)
     run = Run(load_flow(str(tmp_path / "early.py")), {}, SPEC, RunSettings(eager=True, runs_dir=str(tmp_path / "runs")))
     run.execute()
-    shown = CliRunner().invoke(cli, ["plan", str(tmp_path / "early.py"), "--steps", "2", "--from", str(run.run_dir)]).stdout
+    shown = CliRunner().invoke(cli, ["plan", str(tmp_path / "early.py"), "--steps", "2", "--from", str(run.run_dir), "--no-try"]).stdout
     assert "the trace ends here" not in shown
     assert f" in {run.run_dir}" in shown
     assert f"value: its 2 rows are those of {run.run_dir}" in shown

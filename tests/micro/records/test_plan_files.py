@@ -70,7 +70,7 @@ def test_a_written_plan_reads_back_as_itself(tmp_path, program):
 
 
 def test_the_document_of_plan_json_is_a_plan_file_too(tmp_path, program):
-    (tmp_path / "doc.json").write_text(CliRunner().invoke(cli, ["plan", str(program), "--json"]).stdout)
+    (tmp_path / "doc.json").write_text(CliRunner().invoke(cli, ["plan", str(program), "--json", "--no-try"]).stdout)
     assert read_plan(tmp_path / "doc.json").flow == "tiny"
 
 
@@ -144,18 +144,18 @@ def test_files_that_are_no_plan_are_refused_with_the_field(tmp_path):
 def test_the_commands_write_check_and_compare_plans(tmp_path, program):
     one, other = tmp_path / "one.json", tmp_path / "other.json"
     command = CliRunner()
-    assert command.invoke(cli, ["plan", str(program), "--out", str(one)]).exit_code == 0
+    assert command.invoke(cli, ["plan", str(program), "--out", str(one), "--no-try"]).exit_code == 0
     document = json.loads(one.read_text())
     stage(document, "judged.score")["chunk"] = 7
     other.write_text(json.dumps(document))
-    checked = command.invoke(cli, ["plan", str(program), "--check", str(other)])
+    checked = command.invoke(cli, ["plan", str(program), "--check", str(other), "--no-try"])
     assert checked.exit_code == 0
     assert f"{other} is a plan of this flow" in checked.output
     compared = command.invoke(cli, ["diff", str(one), str(other)])
     assert compared.stdout == "call judged.score: @sample on functions-0, chunk 64 -> @sample on functions-0, chunk 7\n"
     document["workers"][0]["lease"] = ""
     other.write_text(json.dumps(document))
-    refused = command.invoke(cli, ["plan", str(program), "--check", str(other)])
+    refused = command.invoke(cli, ["plan", str(program), "--check", str(other), "--no-try"])
     assert refused.exit_code == 1
     assert "PlanError" in refused.output
     assert "no lease" in refused.output

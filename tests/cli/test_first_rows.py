@@ -1,0 +1,159 @@
+"""`m2flow plan` tries the flow's first rows, and its functions on one stub sample, before anything starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from m2flow.cli.main import cli
+from m2flow.runner import first_rows
+
+DIGITS = Path(__file__).parents[2] / "flows" / "models" / "digits"
+
+FLOW = """
+import asyncio, os, tempfile, time
+from m2flow import Dataset, Policy, Reward, Role, call, flow, log, op, rewards, steps
+
+HERE = os.path.dirname(__file__)
+
+{functions}
+
+@flow
+def tried(num_steps: int = 2):
+    policy = Policy({model!r}, init="random", {policy})
+    prompts = Dataset({rows}, name="sums", shuffle=False)
+    for _ in steps(num_steps):
+        responses = policy.generate(prompts.take(2), n=3, max_new_tokens=4)
+        {body}
+"""
+ROWS = '[{"prompt": "12=", "answer": "12"}, {"prompt": "21=", "answer": "12"}]'
+
+
+def plan(folder: Path, body: str, functions: str = "", *options: str, rows: str = ROWS, policy: str = "") -> Result:
+    file = folder / "tried.py"
+    file.write_text(FLOW.format(functions=functions, model=str(DIGITS), policy=policy, rows=rows, body=body.replace("\n", "\n        ")))
+    return CliRunner().invoke(cli, ["plan", str(file), *options])
+
+
+def said(result: Result) -> list[str]:
+    """What was found, without places."""
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.partition("tried on the first rows:\n")[2].splitlines()
+    return [line.strip().partition("  ")[2] for line in lines]
+
+
+def refused(result: Result) -> str:
+    assert result.exit_code != 0
+    return result.stderr
+
+
+def test_a_reward_that_asks_for_a_column_that_the_dataset_lacks_is_an_error_at_the_flows_line(tmp_path: Path) -> None:
+    wrong = "def is_right(sample):\n    return float(sample.text == sample.anwser)"
+    error = refused(plan(tmp_path, "policy.update(responses, Reward(is_right).score(responses))", wrong))
+    assert re.match(r"RewardError: .*tried\.py:16  policy\.update\(responses, Reward\(is_right\)", error)
+    assert "is_right raised AttributeError" in error
+    assert "the sample has no 'anwser'; it has answer" in error
+    assert "It was given a stub sample (prompt='12=', text='12') with the columns answer." in error
+    assert "--no-try" in error
+    assert plan(tmp_path, "policy.update(responses, Reward(is_right).score(responses))", wrong, "--no-try").exit_code == 0
+
+
+def test_a_reward_that_returns_a_tuple_is_an_error_and_one_that_may_fail_is_counted(tmp_path: Path) -> None:
+    pair = "def pair(sample):\n    return 1.0, 'fine'"
+    assert "the reward pair returned tuple: (1.0, 'fine')" in refused(plan(tmp_path, "Reward(pair).score(responses).mean()", pair))
+    found = said(plan(tmp_path, "log(a=Reward(pair, on_error=0.0).score(responses).mean())", pair))
+    assert found[1].startswith("pair.score: counts as 0.0 on the stub sample: the reward pair returned tuple")
+
+
+def test_functions_get_what_those_before_them_gave_and_groups_have_all_their_samples(tmp_path: Path) -> None:
+    functions = """
+async def later(sample):
+    await asyncio.sleep(0)
+    return {"reward": float(sample.finish == 0) + sample.num_tokens, "part": 0.5}
+
+@op(granularity="group")
+def centred(group, rewards, by):
+    return [len(group) * by + reward for reward in rewards]
+
+@op(granularity="batch")
+def total(values):
+    return {"sum": sum(values)}
+"""
+    body = (
+        "rewards_ = Reward(later).score(responses)\nhigh = centred(responses, rewards_, 100.0)\ntotals = total(high)\nlog(a=totals['sum'])"
+    )
+    assert said(plan(tmp_path, body, functions)) == [
+        "policy.generate: the first 2 rows of sums have 3 tokens",
+        "later.score: gives 3.0 on the stub sample",
+        "centred: gives 303.0 on the stub sample",
+        "total: gives {'sum': 909.0} on the stub sample",
+    ]
+
+
+def test_what_is_filtered_out_is_tried_all_the_same(tmp_path: Path) -> None:
+    functions = "def zero(sample):\n    return 0.0\n\n@op()\ndef after(sample):\n    return sample.text"
+    body = "scores = Reward(zero).score(responses)\nlog(n=after(responses.select(scores > 0)).mean())"
+    assert said(plan(tmp_path, body, functions))[-1] == "after: gives '12' on the stub sample"
+
+
+def test_a_function_that_connects_or_writes_is_stopped_and_roles_are_not_called(tmp_path: Path) -> None:
+    functions = """
+def writes(sample):
+    try:
+        with open(HERE + "/left", "w") as file:
+            file.write("x")
+    except Exception:
+        pass
+    return 1.0
+
+def keeps(sample):
+    with tempfile.TemporaryFile() as file:
+        return float(file.write(b"xy"))
+
+class Judge(Role):
+    @call(returns="reward")
+    def score(self, sample):
+        return 1.0
+"""
+    body = """judge = Judge(name=f"judge_{_}")
+for scores in [Reward(writes).score(responses), Reward(keeps).score(responses), judge.score(responses),
+               Reward(rewards.LlmJudge("http://localhost:9", "m"), name="asked").score(responses)]:
+    log(mean=scores.mean())"""
+    found = said(plan(tmp_path, body, functions))
+    assert found[1:] == [
+        f"writes.score: not tried, since it writes {os.path.realpath(tmp_path)}/left",
+        "keeps.score: gives 2.0 on the stub sample",
+        "judge_0.score: not called, since it is a role",
+        "asked.score: not tried, since it connects to localhost",
+    ]
+    assert not (tmp_path / "left").exists()
+
+
+def test_a_function_that_does_not_come_back_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_rows, "_EACH_S", 0.5)
+    functions = "def hangs(sample):\n    while True:\n        pass"
+    found = said(plan(tmp_path, "log(a=Reward(hangs).score(responses).mean())", functions))
+    assert found[-1] == "hangs.score: took longer than 0.5 s; what comes after it was not tried"
+
+
+def test_a_row_that_the_template_refuses_or_that_is_too_long_is_named(tmp_path: Path) -> None:
+    refusing = "chat=True, chat_template=\"{% if '9' in messages[0]['content'] %}{{ raise_exception('no nines') }}{% endif %}1=\""
+    rows = '[{"prompt": "12="}, {"prompt": "19="}]'
+    error = refused(plan(tmp_path, "pass", rows=rows, policy=refusing))
+    assert "row 1 that sums.take gives to policy.generate: the chat template refuses the messages" in error
+    assert "no nines" in error
+    long = '[{"prompt": "12="}, {"prompt": "1" * 5000}]'
+    error = refused(plan(tmp_path, "pass", rows=long))
+    assert "row 1 that sums.take gives to policy.generate: its prompt has 5,000 tokens, and the model's context is" in error
+
+
+def test_the_plan_is_the_same_with_and_without_the_try(tmp_path: Path) -> None:
+    functions = "SEEN = []\n\ndef remembers(sample):\n    return float(len(SEEN))"
+    body = "log(a=Reward(remembers).score(responses).mean())"
+    documents = [json.loads(plan(tmp_path, body, functions, "--json", *extra).stdout) for extra in ((), ("--no-try",))]
+    assert documents[0] == documents[1]
