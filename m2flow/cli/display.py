@@ -27,6 +27,7 @@ from rich.text import Text
 
 if TYPE_CHECKING:
     from m2flow.micro.protocol.plan import Plan
+    from m2flow.micro.protocol.update_semantics import UpdateSteps
     from m2flow.micro.records.tally import Tally
     from m2flow.runner.run import Summary
 
@@ -54,6 +55,12 @@ class Watched(Protocol):
 
     @property
     def running(self) -> Mapping[str, str]: ...
+
+    @property
+    def updating(self) -> UpdateSteps | None: ...
+
+    @property
+    def starting(self) -> Mapping[str, str]: ...
 
 
 def show_plan(console: Console, plan: Plan, *, is_eager: bool) -> None:
@@ -112,6 +119,7 @@ class Progress:
         self._run = run
         self._rates = Rates()
         self._efficiency = LiveEfficiency()
+        self._update = UpdatePace()
         self._num_steps = 0
         self._started_s = 0.0
         self._is_stopping = False
@@ -165,6 +173,11 @@ class Progress:
             "" if left_s is None else f"{duration(left_s)} left",
         )
         table.add_row("step", bar)
+        update = self._run.updating
+        if update is not None:
+            done = Table.grid(padding=(0, 2))
+            done.add_row(ProgressBar(update.of, update.done, width=30), self._update.text(update, time.monotonic()))
+            table.add_row("update", done)
         if tally.rewards:
             table.add_row("reward", Text(f"{tally.rewards[-1]:.3f}  {_sparkline(self._console, list(tally.rewards))}"))
         for name, value in list(tally.logs.items()):
@@ -176,7 +189,7 @@ class Progress:
         efficiency = self._efficiency.look(self._run.run_dir, time.monotonic())
         if efficiency is not None:
             table.add_row("efficiency", f"{efficiency:.0%} of the bound")
-        for worker, doing in sorted(running.items()) or [("running", self._phase(tally))]:
+        for worker, doing in sorted(self._run.starting.items()) or sorted(running.items()) or [("running", self._phase(tally))]:
             table.add_row(Text(worker), Text(doing))
         prompt, response = self._sample(tally)
         if prompt or response:
@@ -204,10 +217,16 @@ class Progress:
 
     def _print_lines(self) -> None:
         last_steps, last_s, example_s = 0, self._started_s, 0.0
+        starting: Mapping[str, str] = {}
         while not self._ended.wait(0.25):
             tally, now_s = self._run.tally, time.monotonic()
             rates = self._rates.add(now_s, tally)
-            is_due = now_s - last_s > (_LINE_S if tally.num_steps > last_steps else _QUIET_LINE_S)
+            if self._run.starting != starting:
+                starting = dict(self._run.starting)
+                if starting and not self._is_stopping:
+                    _print(self._console, self._starting_line(starting))
+            has_moved = tally.num_steps > last_steps or ((update := self._run.updating) is not None and update.done > 0)
+            is_due = now_s - last_s > (_LINE_S if has_moved else _QUIET_LINE_S)
             if self._is_stopping or not (is_due or (tally.num_steps and not last_steps)):
                 continue
             _print(self._console, self._line(tally, rates))
@@ -216,9 +235,17 @@ class Progress:
                 example_s = now_s
             last_steps, last_s = tally.num_steps, now_s
 
+    def _starting_line(self, starting: Mapping[str, str]) -> str:
+        num_ready = sum(what == "ready" for what in starting.values())
+        rest = [f"{worker} {what}" for worker, what in sorted(starting.items()) if what != "ready"]
+        passed = f"{duration(time.monotonic() - self._started_s):>7}"
+        return "  ".join([f"{passed}  set-up: {num_ready} of {_count(len(starting), 'worker')} ready", *rest])
+
     def _line(self, tally: Tally, rates: tuple[float, float]) -> str:
         known = f"/{self._num_steps}" if self._num_steps >= tally.num_steps else ""
         parts = [f"{duration(time.monotonic() - self._started_s):>7}  step {tally.num_steps}{known}"]
+        update = self._run.updating
+        parts += [f"update {self._update.text(update, time.monotonic())}"] if update is not None else []
         parts += [f"reward {tally.rewards[-1]:.3f}"] if tally.rewards else []
         parts += [f"{name} {value:.4g}" for name, value in list(tally.logs.items())]
         parts += [f"{rates[0]:,.0f} tokens/s", f"{rates[1]:,.1f} samples/s"]
@@ -226,6 +253,29 @@ class Progress:
         parts += [f"efficiency {efficiency:.0%}"] if efficiency is not None else []
         parts += [f"{duration(left_s)} left"] if left_s is not None else []
         parts += [f"{worker}: {doing}" for worker, doing in sorted(self._run.running.items())]
+        return "  ".join(parts)
+
+
+class UpdatePace:
+    """The progress of a long update, such as a warm start, and the time that it has left at the pace of its last steps."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, UpdateSteps]] = deque()
+
+    def text(self, update: UpdateSteps, now_s: float) -> str:
+        """Say how far an update is: `120 of 350  loss 0.4123  0:34 left`."""
+        seen = self._seen
+        if (seen and (seen[-1][1].call, seen[-1][1].of) != (update.call, update.of)) or (seen and update.done < seen[-1][1].done):
+            seen.clear()
+        if not seen or update.done > seen[-1][1].done:
+            seen.append((now_s, update))
+        while now_s - seen[0][0] > _WINDOW_S and len(seen) > 2:
+            seen.popleft()
+        parts = [f"{update.done} of {update.of}"]
+        parts += [f"loss {update.loss:.4g}"] if update.loss == update.loss else []
+        num_done = update.done - seen[0][1].done
+        if num_done and update.done < update.of:
+            parts.append(f"{duration((seen[-1][0] - seen[0][0]) / num_done * (update.of - update.done))} left")
         return "  ".join(parts)
 
 

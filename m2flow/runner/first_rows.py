@@ -36,7 +36,7 @@ from m2flow.engines.registry import built_in
 from m2flow.errors import DatasetError, ErrorRecord, M2FlowError, ModelError, error_from_record
 from m2flow.macro.datasets import TAKEN
 from m2flow.macro.graph import Call, Granularity, MacroGraph
-from m2flow.micro.protocol import execute
+from m2flow.micro.protocol import call_semantics
 from m2flow.micro.worker.function_tasks import Functions
 from m2flow.observe.spans import Recorder
 from m2flow.planner.model_shapes import ModelShape
@@ -225,7 +225,7 @@ class _Trial:
 
     def _is_users(self, call: Call) -> bool:
         """Whether a call runs a function of the user that has not been tried yet."""
-        is_ours = call.engine != "function" or call.options.get("style") == "columns" or execute.gives(call) == "concat"
+        is_ours = call.engine != "function" or call.options.get("style") == "columns" or call_semantics.gives(call) == "concat"
         return not is_ours and (call.name, str(call.site)) not in self._tried
 
     # Rows
@@ -292,7 +292,7 @@ class _Trial:
         rows = prompts.in_order().take([0] * n)
         ids = make_ids(call.ordinal, 1, n)
         text = next((value for name in _REFERENCES if name in rows and isinstance(value := next(rows.rows())[name], str)), "")
-        asked = execute.requests(call, ids.tolist(), rows, self._seed)
+        asked = call_semantics.requests(call, ids.tolist(), rows, self._seed)
         prompt = asked[0].prompt
         encoded = list(prompt) if isinstance(prompt, tuple) else codec.encode_prompt(prompt) if codec else list(str(prompt).encode())
         tokens = codec.encode_target(text) if codec else list(text.encode())
@@ -310,7 +310,7 @@ class _Trial:
             prompt_text=codec.prompt_text(prompt) if codec and not isinstance(prompt, tuple) else None,
         )
         seeds = {request.id: request.seed for request in asked}
-        return execute.responses([call] * n, [replace(made, id=request.id) for request in asked], rows, seeds)
+        return call_semantics.responses([call] * n, [replace(made, id=request.id) for request in asked], rows, seeds)
 
     # Functions
 
@@ -351,16 +351,22 @@ class _Trial:
         values = {name: value for name, value in inputs.items() if name not in rows}
         base = next(iter(rows.values()), None)
         whole = rows
-        is_each = call.granularity is Granularity.SAMPLE and call.options.get("style") != "columns" and execute.gives(call) != "concat"
+        is_each = (
+            call.granularity is Granularity.SAMPLE and call.options.get("style") != "columns" and call_semantics.gives(call) != "concat"
+        )
         if is_each and call.is_aligned:
             rows = {name: batch.take([0]) if len(batch) else batch for name, batch in rows.items()}
         result = self._functions.run_call(call, rows, values)
         if not isinstance(result, Batch):
-            return execute.plain_value(call, result) if call.engine == "function" and not call.is_aligned else result
-        result, _ = execute.without_parts(result)
-        if execute.gives(call) == "kept" and base is not None:
+            return call_semantics.plain_value(call, result) if call.engine == "function" and not call.is_aligned else result
+        result, _ = call_semantics.without_parts(result)
+        if call_semantics.gives(call) == "kept" and base is not None:
             # What a filter drops, too: what comes after it is to be tried.
-            return base if call.options.get("style") == "columns" or "arguments" in call.options else execute.function_input(call, whole)
+            return (
+                base
+                if call.options.get("style") == "columns" or "arguments" in call.options
+                else call_semantics.function_input(call, whole)
+            )
         if is_each and base is not None and len(result) == 1:
             return Batch(base.ids, taken(result.columns, np.zeros(len(base), np.int64)))
         return result

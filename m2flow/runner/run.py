@@ -55,6 +55,7 @@ from m2flow.micro.lowering.arithmetic import TRACED_STEPS
 from m2flow.micro.lowering.passes import Lowering, lower
 from m2flow.micro.protocol.plan import Choice, Plan
 from m2flow.micro.protocol.staleness import Decisions
+from m2flow.micro.protocol.update_semantics import UpdateSteps
 from m2flow.micro.records.checkpoints import clear_leftovers
 from m2flow.micro.records.flow_record import read_record
 from m2flow.micro.records.journal import Journal
@@ -290,6 +291,9 @@ class Run:
         self._models: dict[str, Model] = {}
         self._journal: Journal | None = None
         self._controller: Controller | None = None
+        self._executor: EagerExecutor | None = None
+        self._loading: dict[str, str] = {}
+        """In an eager run: what this process loads now."""
         self._shield: UninterruptedUpdates | None = None
         self._lowering: Lowering | None = None
         self.run_dir = Path()
@@ -367,6 +371,17 @@ class Run:
     def running(self) -> Mapping[str, str]:
         """What each worker does now, in words."""
         return self._controller.running() if self._controller else {}
+
+    @property
+    def updating(self) -> UpdateSteps | None:
+        """How far the running update is, if it takes several optimiser steps."""
+        found = self._controller or self._executor
+        return found.updating if found else None
+
+    @property
+    def starting(self) -> Mapping[str, str]:
+        """What each worker loads, before all are ready; empty before and after that."""
+        return self._controller.starting if self._controller else self._loading
 
     def execute(self) -> Summary:
         """Run the flow to its end.
@@ -524,13 +539,16 @@ class Run:
         assert self._journal is not None
         journal, coordinator = self._journal, self._checkpoint_coordinator()
         executor = EagerExecutor(plan, self.spec, self.settings, self._models, self.run_dir, journal, self._decisions, self._resumed)
+        self._executor = executor
         checkpointing: CheckpointingBackend | None = None
 
         def save(step: int) -> None:
             checkpoint_eagerly(coordinator, step, executor, journal.make_durable)
 
         try:
+            self._loading = {worker.name: worker.loads for worker in plan.workers if worker.loads}
             executor.open()
+            self._loading = {}
             start = self._begin()
             backend = self._shield = UninterruptedUpdates(EagerBackend(executor, journal))
             checkpointing = CheckpointingBackend(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -11,6 +13,8 @@ from pathlib import Path
 import pytest
 from terminal import shown_by
 
+from m2flow.cli.display import UpdatePace
+from m2flow.micro.protocol.update_semantics import UpdateSteps
 from m2flow.micro.records.tally import Tally
 
 FLOW = """
@@ -78,3 +82,61 @@ def test_the_pace_goes_by_the_last_steps_and_a_step_that_takes_long_counts_alrea
     assert paces == [None, None, 2.0, 2.0, 2.0]
     assert tally.num_steps == 4
     assert tally.step_s(36.0) == 10.0
+
+
+WARM = """
+import os
+import time
+from pathlib import Path
+from m2flow import AdamW, Dataset, Policy, flow, loss
+from m2flow.recipe import Counts
+
+
+def counted(counts: Counts) -> float:
+    deadline = time.monotonic() + 240
+    while counts.num_tokens > 9 and not Path(os.environ["SEEN"]).exists() and time.monotonic() < deadline:
+        time.sleep(0.02)  # In the last step, until a line has told of those before it.
+    return float(counts.num_tokens)
+
+
+@loss(needs=["logprobs"], denominator=counted)
+def told(logprobs):
+    return -logprobs
+
+
+@flow
+def warm() -> None:
+    demos = Dataset([{"prompt": f"{i}=", "target": "1" * (4 if i < 3 else 30)} for i in range(4)], shuffle=False)
+    Policy("fake", init="random").update(demos.take(4), loss=told, minibatch_size=1, optimizer=AdamW(1e-3))
+"""
+
+
+@pytest.mark.parametrize("how", [[], ["--eager"]])
+def test_without_a_terminal_lines_tell_of_the_set_up_and_of_a_warm_starts_updates_and_loss(tmp_path: Path, how: list[str]) -> None:
+    (tmp_path / "warm.py").write_text(WARM)
+    (tmp_path / "cluster.yaml").write_text(CLUSTER)
+    seen = tmp_path / "seen"
+    command = [sys.executable, "-m", "m2flow", "run", str(tmp_path / "warm.py"), "--cluster", str(tmp_path / "cluster.yaml"), *how]
+    lines: list[str] = []
+    environment = {**os.environ, "SEEN": str(seen)}
+    with subprocess.Popen(
+        [*command, "--runs-dir", str(tmp_path / "runs")], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as run:
+        assert run.stdout is not None
+        for line in run.stdout:
+            lines.append(line)
+            if re.search(r"update 3 of 4  loss \d", line):
+                seen.touch()
+    said = "".join(lines)
+    assert run.returncode == 0, said
+    assert seen.exists(), said
+    if not how:  # In this process they load in no time.
+        assert re.search(r"set-up: \d of \d workers ready  .*loads policy for train \(fake\)", said), said
+
+
+def test_the_time_that_an_update_has_left_goes_by_its_last_steps() -> None:
+    pace = UpdatePace()
+    said = [pace.text(UpdateSteps("policy.update", done, 10, loss), now_s) for now_s, done, loss in
+            ((0.0, 0, math.nan), (5.0, 1, 2.0), (7.0, 3, 1.5), (8.0, 3, 1.5))]  # fmt: skip
+    assert said == ["0 of 10", "1 of 10  loss 2  45.0 s left", "3 of 10  loss 1.5  16.3 s left", "3 of 10  loss 1.5  16.3 s left"]
+    assert pace.text(UpdateSteps("policy.update", 1, 4, 1.0), 9.0) == "1 of 4  loss 1"

@@ -43,6 +43,7 @@ from m2flow.micro.controller.supervisor import Supervisor
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.events import CONTROLLER, CheckpointBegun, CheckpointDue, CheckpointSaved, Send, Stopping
 from m2flow.micro.protocol.plan import Plan
+from m2flow.micro.protocol.update_semantics import UpdateSteps
 from m2flow.micro.records.flow_log import FlowLog, Logged
 from m2flow.micro.records.journal import Journal
 from m2flow.micro.records.rundir import naming_disk_errors
@@ -151,6 +152,20 @@ class Controller:
 
     _running: Mapping[str, str] = {}
 
+    @property
+    def updating(self) -> UpdateSteps | None:
+        """How far the running update is, if it takes several optimiser steps."""
+        return self._updating
+
+    _updating: UpdateSteps | None = None
+
+    @property
+    def starting(self) -> Mapping[str, str]:
+        """What each worker loads; empty once all are up."""
+        return {} if self._supervisor.is_ready else self._starting
+
+    _starting: Mapping[str, str] = {}
+
     def close(self) -> None:
         """Stop the workers, wait for them, and kill those that do not end."""
         self._is_stopping = True
@@ -204,7 +219,9 @@ class Controller:
         core.now_s = time.monotonic()
         self._carry_out(self._supervisor.check())
         self._carry_out(core.tick())
-        self._running = self._scheduler.running()
+        self._running, self._updating = self._scheduler.running(), self._scheduler.updating()
+        if not self._supervisor.is_ready:
+            self._starting = self._supervisor.starting()
         self._coordinator.finish(self._futures.are_well, self._journal.make_durable)
         self._journal.commit_if_due()
         self._every_second(core.now_s)

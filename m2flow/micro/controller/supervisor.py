@@ -370,6 +370,7 @@ class Supervisor:
         self._samples_elsewhere = any(
             slot.kind == "rollout" for worker in plan.workers if worker.name not in self._rollouts for slot in worker.engines
         )
+        self._loads = {worker.name: worker.loads for worker in plan.workers if not worker.is_spare}
         self._was_ready = False
         self._began_s = time.monotonic()
         self._start_s = 0.0
@@ -466,6 +467,10 @@ class Supervisor:
         kind = "joined" if joins else "started again"
         self._journal.incident(kind, worker, f"process {self._num_started[worker] + 1}, pid {ready.pid}")
         return effects
+
+    def starting(self) -> dict[str, str]:
+        """Describe what each worker loads, or that it is ready."""
+        return {name: "ready" if self._core.is_up(name) else what for name, what in self._loads.items()}
 
     @property
     def is_ready(self) -> bool:

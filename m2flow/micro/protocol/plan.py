@@ -157,6 +157,12 @@ class WorkerPlan(msgspec.Struct, frozen=True):
     is_spare: bool = False
     """Whether it is absent when the run begins, and may join later (`m2flow cluster scale`)."""
 
+    @property
+    def loads(self) -> str:
+        """What it does when it starts, in words."""
+        found = [f"{slot.role} for {slot.kind} ({slot.engine})" for slot in self.engines if slot.kind != "function"]
+        return f"loads {', '.join(found)}" if found else "starts"
+
 
 class Room(msgspec.Struct, frozen=True):
     """The limits on a generation's rows in flight to one worker (`m2flow.micro.scheduler.backpressure`)."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -161,6 +162,17 @@ def check_agreement(call: Call, tally: UpdateTally, stop_above: float | None) ->
     )
 
 
+class UpdateSteps(NamedTuple):
+    """How far an update is, for displays."""
+
+    call: str
+    done: int
+    """Optimiser steps that are over, of so many in all."""
+    of: int
+    loss: float
+    """Of the last one; nan before the first."""
+
+
 class UpdateTally:
     """Sums over the micro-batches of an update: denominators for its steps, means for its metrics."""
 
@@ -185,6 +197,11 @@ class UpdateTally:
     def is_stepped(self) -> bool:
         """Whether the weights have changed since the update began."""
         return bool(self._steps)
+
+    @property
+    def last_loss(self) -> float:
+        """The loss of the last optimiser step; nan before the first."""
+        return self._losses[-1] if self._losses else math.nan
 
     @property
     def agreement(self) -> Agreement:

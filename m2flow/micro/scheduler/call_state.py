@@ -182,6 +182,10 @@ class UpdateProgress:
         self._is_failing = False
         self.has_begun = False
         """Whether a micro-batch or a step was handed out."""
+        self.num_stepped = 0
+        """Optimiser steps that are over."""
+        self.loss = math.nan
+        """Of the last one."""
         self._lay_out([list(groups[i : i + size]) for i in range(0, len(groups), size)])
 
     def _lay_out(self, minibatches: list[list[Group]]) -> None:
@@ -195,6 +199,11 @@ class UpdateProgress:
         self._todo = [] if self.is_finished else list(self._minibatches[self._minibatch])
         self._come = [group for group in self._todo if group.key in self._tokens]
         self._num_tokens = sum(self._tokens[group.key] for group in self._come)
+
+    @property
+    def num_steps(self) -> int:
+        """Optimiser steps in all."""
+        return self._epochs * len(self._minibatches)
 
     @property
     def is_finished(self) -> bool:

@@ -25,6 +25,7 @@ owner has nothing to do goes to the next turn that has.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -54,6 +55,7 @@ from m2flow.micro.protocol.events import (
     WorkerLost,
 )
 from m2flow.micro.protocol.plan import Plan
+from m2flow.micro.protocol.update_semantics import UpdateSteps
 from m2flow.micro.protocol.worker_state import Lease, TaskState, WorkerState, kind_of
 from m2flow.micro.scheduler.backpressure import Channel
 from m2flow.micro.scheduler.call_lifecycle import CallLifecycle
@@ -197,6 +199,14 @@ class Scheduler:
         """Describe what each busy worker does now."""
         return {worker.name: ", ".join(worker.doing) for worker in self._state.workers.values() if worker.doing}
 
+    def updating(self) -> UpdateSteps | None:
+        """Return how far the first update is that has begun and takes several optimiser steps."""
+        for call_state in self._state.active.values():
+            update = call_state.update
+            if update is not None and update.has_begun and update.num_steps > 1:
+                return UpdateSteps(call_state.call.name, update.num_stepped, update.num_steps, update.loss)
+        return None
+
     def waiting(self) -> list[str]:
         """Describe what each unfinished call waits for, one line a call."""
         lines = []
@@ -293,6 +303,9 @@ class Scheduler:
             case m.Apply(is_last=True) | m.CopyWeights():
                 if call_state is not None and not call_state.is_over:
                     self._calls.complete(call_state, done.result)
+            case m.Apply() if call_state is not None and call_state.update is not None:
+                call_state.update.num_stepped += 1
+                call_state.update.loss = float(done.result.get("loss", math.nan)) if isinstance(done.result, dict) else math.nan
             case m.RunFunction():
                 if call_state is not None and not call_state.is_over and not call_state.call.is_aligned:
                     self._calls.complete(call_state, done.result)

@@ -336,6 +336,8 @@ class EagerExecutor:
         self._recalled: dict[int, tuple[Call, Batch]] = {}
         """Generations that were over before, with their prompts."""
         self._token_budget = spec.train.token_budget
+        self.updating: update_semantics.UpdateSteps | None = None
+        """How far the running update is, if it takes several optimiser steps; for displays."""
         self._segments = SegmentWriter(run_dir / "segments", "eager")
         self._journal = journal
 
@@ -490,6 +492,7 @@ class EagerExecutor:
         size = size if isinstance(size, int) else max(len(bounds), 1)
         num_tokens = call_semantics.num_tokens_of(samples)
         metrics = update_semantics.UpdateTally().metrics()
+        num_steps = epochs * math.ceil(len(bounds) / size)
         for epoch in range(epochs):
             for start in range(0, len(bounds), size):
                 minibatch = bounds[start : start + size]
@@ -502,6 +505,10 @@ class EagerExecutor:
                     self._journal.consumed(call, epoch, rows.ids.tolist())
                 is_last = epoch == epochs - 1 and start + size >= len(bounds)
                 metrics = self._engine_host.apply(call, is_last=is_last)
+                num_done = epoch * math.ceil(len(bounds) / size) + start // size + 1
+                self.updating = (
+                    None if is_last else update_semantics.UpdateSteps(call.name, num_done, num_steps, metrics.get("loss", math.nan))
+                )
         return metrics
 
 

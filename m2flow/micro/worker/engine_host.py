@@ -497,7 +497,7 @@ class EngineHost:
 
     @accounted("train")
     def apply(self, call: Call, *, is_last: bool) -> dict[str, float]:
-        """One optimiser step. After the last of a call: its metrics."""
+        """One optimiser step. Returns its loss; after the last of a call the call's metrics."""
         tally = self._tallies.setdefault(call.ordinal, update_semantics.UpdateTally())
         update_semantics.check_agreement(call, tally, self._stop_above)
         with self._recorder.span(SpanName.TRAIN_APPLY, **call_semantics.span_attributes(call), version=call.writes[0].version):
@@ -505,7 +505,7 @@ class EngineHost:
             tally.stepped(self._engine(self._train, call.role).apply(update_semantics.optimizer(call), denominator), denominator)
         halved = self._minibatches.stepped(call.ordinal, is_last=is_last)
         if not is_last:
-            return {}
+            return {"loss": tally.last_loss}
         self._logprob_check.updated(call.role, call.writes[0].version, self._engine(self._train, call.role))
         return self._tallies.pop(call.ordinal).metrics() | halved
 
