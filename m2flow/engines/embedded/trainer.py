@@ -19,7 +19,7 @@ with several ranks, each computes from its parts, so all ranks call it together,
 freed blocks at once, whose pages the kernel then maps and clears anew. A forward and backward pass of 256 sequences in one micro-batch took
 14 % (skewed lengths) to 27 % (full length) longer without this, on two cores; in eight micro-batches, nothing.
 
-Limits: one rank; models that pass the probe (`packing.check_model`). Dropout is off, since log-probabilities are compared.
+Limits: one rank; models that `packing.check_model` accepts. Dropout is off, since log-probabilities are compared.
 
 Source: Hu et al. 2021, LoRA, arXiv:2106.09685, section 4.2, for models that share one base.
 """

@@ -15,7 +15,7 @@ Progress log (`ProgressLog`). What `m2flow.micro.controller.journal_records` rea
 
     finished samples, stopped ones   -> <worker>.seg              kept with the run
     running samples, now and then    -> <worker>-running.seg      the newest of each is kept, while it runs
-    rows of functions                -> <worker>-rows.seg         kept until their call is forgotten
+    rows of functions, not rewards   -> <worker>-rows.seg         kept until their call is forgotten
     counts, after every decode step  -> <worker>.meter            kept with the run
 
 A running sample is flushed when it has got so many tokens, or so many seconds have passed, since the last time. All of it is written, not
