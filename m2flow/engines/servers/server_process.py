@@ -33,8 +33,7 @@ from typing import final
 
 import httpx2
 
-from m2flow.engines.installed import Product, check_version, interpreter_of
-from m2flow.engines.process_environment import keep_gloo_here
+from m2flow.engines.installed import Product, check_version, interpreter_of, keep_gloo_here
 from m2flow.errors import EngineError
 
 _FIRST = 20_000

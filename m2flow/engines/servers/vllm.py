@@ -31,9 +31,8 @@ from typing import Any, cast, final
 import msgspec
 import torch
 
-from m2flow.engines.installed import VLLM
+from m2flow.engines.installed import VLLM, gpus_from
 from m2flow.engines.models.requests import Job
-from m2flow.engines.process_environment import gpus_from
 from m2flow.engines.registry import built_in
 from m2flow.engines.servers.served_rollout import ServedRollout, load_config, read_tensors, shapes_in, write_tensors
 from m2flow.engines.servers.server_client import Dialect, FinishReason, Heard, Span, error_summary

@@ -29,7 +29,7 @@ import psutil
 
 from m2flow.channels.endpoints import Keys, read_keys, write_keys
 from m2flow.channels.process_groups import PAIRS
-from m2flow.engines.process_environment import gpus_from
+from m2flow.engines.installed import gpus_from
 from m2flow.errors import InternalError
 from m2flow.micro.protocol.plan import Plan, WorkerPlan
 from m2flow.micro.protocol.worker_state import rank_tag
