@@ -91,7 +91,7 @@ def tiny(extra: bool = False):
             policy.generate(prompts.take(1), max_new_tokens=5)
 """
     (tmp_path / "tiny.py").write_text(source)
-    (tmp_path / "plan.json").write_text(CliRunner().invoke(cli, ["plan", str(tmp_path / "tiny.py"), "--json"]).stdout)
+    (tmp_path / "plan.json").write_text(CliRunner().invoke(cli, ["plan", str(tmp_path / "tiny.py"), "--json", "--no-try"]).stdout)
     structure = read_structure(tmp_path / "plan.json")
     settings = RunSettings(eager=True, runs_dir=str(tmp_path))
     program = load_flow(str(tmp_path / "tiny.py"))
