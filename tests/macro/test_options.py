@@ -87,6 +87,16 @@ def generate(world: World, **options: object) -> tuple[Callable[..., object], Op
     return world.policy.generate, {"max_new_tokens": 4, **options}
 
 
+def seldom_seen(row: dict[str, object], seen: object) -> float:
+    return 1.0
+
+
+def observe(world: World) -> tuple[Callable[..., object], Options]:
+    rows = Dataset(ROWS, name="observed", curriculum=seldom_seen)
+    responses = world.policy.generate(rows.take(2), max_new_tokens=4)
+    return rows.observe, {"responses": responses, "values": world.reward.score(responses)}
+
+
 REDUCTIONS = ("mean", "sum", "min", "max", "std", "any", "all", "count")
 
 VALID: dict[str, list[Valid]] = {
@@ -126,6 +136,7 @@ VALID: dict[str, list[Valid]] = {
     "Dataset.batches": [lambda w: (lambda **options: next(Dataset(ROWS).batches(**options)), {"size": 2})],
     "Dataset.split": [lambda w: (w.dataset.split, {"heldout": 2})],
     "Dataset.mix": [lambda w: (Dataset.mix, {"datasets": [w.dataset]})],
+    "Dataset.observe": [observe],
     "Dataset.all": [lambda w: (w.dataset.all, {})],
     **{f"Rows.{how}": [lambda w, how=how: (getattr(w.rewards, how), {})] for how in REDUCTIONS},  # type: ignore[misc]
     "Rows.map": [lambda w: (w.responses.map, {"function": judge})],
@@ -314,6 +325,7 @@ LEGAL: dict[str, Callable[[object], bool]] = {
     "Dataset.take.count": is_count,
     "Dataset.upto.count": is_count,
     "Dataset.batches.size": is_count,
+    "Dataset.observe.lag": is_count,
     "Metrics.lagged.steps": is_count,
     "call.size": either(is_none, is_count),
     "call.returns": is_list_of_names,
