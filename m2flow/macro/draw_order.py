@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast, final
 
 import numpy as np
+import numpy.typing as npt
 
 from m2flow.errors import DatasetError, OptionError, did_you_mean
 from m2flow.recipe import is_number
@@ -185,6 +186,8 @@ class Observed(Order):
         """Epoch and row of each draw."""
         self._next: list[int] | None = None
         """What the epoch may still give, the next one last; None: to be found anew."""
+        self._epoch: tuple[int, npt.NDArray[np.int64]] | None = None
+        """The order of rows of one level in an epoch."""
 
     def at(self, drawn: int, seed: int, key: str) -> int:
         while len(self._drawn) <= drawn:
@@ -207,10 +210,14 @@ class Observed(Order):
 
     def _left(self, epoch: int, seed: int, key: str) -> list[int]:
         """The rows that an epoch may still give, the next one last."""
-        order = _shuffled(len(self._rows), seed, key, epoch) if self._shuffle else list(range(len(self._rows)))
-        given = {row for at, row in itertools.takewhile(lambda draw: draw[0] == epoch, reversed(self._drawn))}
-        left = [row for row in order if row not in given and not np.isnan(self._levels[row])]
-        return sorted(left, key=self._levels.__getitem__)[::-1]
+        if self._epoch is None or self._epoch[0] != epoch:
+            size = len(self._rows)
+            self._epoch = epoch, np.array(_shuffled(size, seed, key, epoch) if self._shuffle else range(size), np.int64)
+        order, may_come = self._epoch[1], ~np.isnan(self._levels)
+        may_come[[row for _, row in itertools.takewhile(lambda draw: draw[0] == epoch, reversed(self._drawn))]] = False
+        left = order[may_come[order]]
+        found: list[int] = left[np.argsort(self._levels[left], kind="stable")][::-1].tolist()
+        return found
 
     def saw(self, seen: Mapping[str, float]) -> None:
         """Take note of a number for each of these rows, by position."""
