@@ -20,6 +20,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import transformers
 from torch import Tensor
@@ -96,9 +98,7 @@ def write_gguf(directory: Path, weights: Mapping[str, Tensor], file: Path, *, na
     types = {torch.float32: ("F32", "ALL_F32"), torch.float16: ("F16", "MOSTLY_F16"), torch.bfloat16: ("BF16", "MOSTLY_BF16")}
     writer.add_file_type(gguf.LlamaFileType[types[tensors["token_embd.weight"].dtype][1]])
     for tensor_name, tensor in tensors.items():
-        # As bytes: numpy has no bfloat16.
-        body = tensor.contiguous().view(torch.uint8).numpy()
-        writer.add_tensor(tensor_name, body, raw_dtype=gguf.GGMLQuantizationType[types[tensor.dtype][0]])
+        writer.add_tensor(tensor_name, _bytes_of(tensor), raw_dtype=gguf.GGMLQuantizationType[types[tensor.dtype][0]])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -150,20 +150,25 @@ def _write_sizes(writer: Any, config: Any) -> None:
 
 def _tensors(config: Any, weights: Mapping[str, Tensor], dtype: str | None) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of the file: matrices in the wanted type, vectors in float32."""
+    is_turned = _ARCHITECTURES[config.model_type] == "llama"
+    turned = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads} if is_turned else {}
     for name, weight in weights.items():
         target = _tensor_name(name)
         wanted = torch.float32 if weight.ndim == 1 else getattr(torch, dtype) if dtype else weight.dtype
         tensor = weight.to(wanted)
         if not torch.isfinite(tensor).all() and torch.isfinite(weight).all():
             _refuse(f"{name} has values that {dtype} can't hold")
-        if _ARCHITECTURES[config.model_type] == "llama" and ".attn_q." in target:
-            tensor = _interleaved(tensor, config.num_attention_heads)
-        if _ARCHITECTURES[config.model_type] == "llama" and ".attn_k." in target:
-            tensor = _interleaved(tensor, config.num_key_value_heads)
-        yield target, tensor
+        num_heads = turned.get(target.split(".")[-2])
+        yield target, tensor if num_heads is None else _interleaved(tensor, num_heads)
     factors = _frequency_factors(config)
     if factors is not None:
         yield "rope_freqs.weight", factors
+
+
+def _bytes_of(tensor: Tensor) -> npt.NDArray[np.uint8]:
+    """A tensor as bytes: numpy has no bfloat16."""
+    found: npt.NDArray[np.uint8] = tensor.contiguous().view(torch.uint8).numpy()
+    return found
 
 
 def _tensor_name(name: str) -> str:
@@ -204,7 +209,7 @@ def _compare(reader: Any, tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         there = found.pop(name, None)
         sizes = [] if there is None else [int(size) for size in there.shape][::-1]
-        if there is None or sizes != list(tensor.shape) or there.data.tobytes() != tensor.contiguous().view(torch.uint8).numpy().tobytes():
+        if there is None or sizes != list(tensor.shape) or there.data.tobytes() != _bytes_of(tensor).tobytes():
             raise ModelError(f"the GGUF file has not the tensor {name} that was written", now="Is the disk whole?")
     if found:
         raise ModelError(f"the GGUF file has further tensors: {', '.join(found)}", now="Please report it.")
