@@ -225,8 +225,7 @@ class _Trial:
 
     def _is_users(self, call: Call) -> bool:
         """Whether a call runs a function of the user that has not been tried yet."""
-        is_ours = call.engine != "function" or call.options.get("style") == "columns" or call_semantics.gives(call) == "concat"
-        return not is_ours and (call.name, str(call.site)) not in self._tried
+        return call.engine == "function" and not _is_built_in(call) and (call.name, str(call.site)) not in self._tried
 
     # Rows
 
@@ -351,9 +350,7 @@ class _Trial:
         values = {name: value for name, value in inputs.items() if name not in rows}
         base = next(iter(rows.values()), None)
         whole = rows
-        is_each = (
-            call.granularity is Granularity.SAMPLE and call.options.get("style") != "columns" and call_semantics.gives(call) != "concat"
-        )
+        is_each = call.granularity is Granularity.SAMPLE and not _is_built_in(call)
         if is_each and call.is_aligned:
             rows = {name: batch.take([0]) if len(batch) else batch for name, batch in rows.items()}
         result = self._functions.run_call(call, rows, values)
@@ -390,6 +387,11 @@ class _Trial:
 
     def _send(self, kind: str, said: str) -> None:
         self._link.send_bytes(json.dumps([kind, said]).encode())
+
+
+def _is_built_in(call: Call) -> bool:
+    """Whether a call on functions is m2flow's own arithmetic on columns."""
+    return call.options.get("style") == "columns" or call_semantics.gives(call) == "concat"
 
 
 def _span(counts: Sequence[int]) -> str:
