@@ -492,7 +492,7 @@ class EagerExecutor:
         size = size if isinstance(size, int) else max(len(bounds), 1)
         num_tokens = call_semantics.num_tokens_of(samples)
         metrics = update_semantics.UpdateTally().metrics()
-        num_steps = epochs * math.ceil(len(bounds) / size)
+        num_steps, num_done = epochs * math.ceil(len(bounds) / size), 0
         for epoch in range(epochs):
             for start in range(0, len(bounds), size):
                 minibatch = bounds[start : start + size]
@@ -503,9 +503,9 @@ class EagerExecutor:
                     prepared = update_semantics.training_rows(call, {**inputs, "samples": rows})
                     self._engine_host.accumulate(call, prepared, epoch=epoch)
                     self._journal.consumed(call, epoch, rows.ids.tolist())
-                is_last = epoch == epochs - 1 and start + size >= len(bounds)
+                num_done += 1
+                is_last = num_done == num_steps
                 metrics = self._engine_host.apply(call, is_last=is_last)
-                num_done = epoch * math.ceil(len(bounds) / size) + start // size + 1
                 self.updating = (
                     None if is_last else update_semantics.UpdateSteps(call.name, num_done, num_steps, metrics.get("loss", math.nan))
                 )
