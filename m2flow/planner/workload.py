@@ -332,7 +332,7 @@ class Draw:
     def k_longest_s(self, ways: Instances) -> FloatArray:
         """The k-longest bound, max_k (L1 + ... + Lk) / R_k: the k longest samples at the best rate for k samples, with free migration.
 
-        Source: as in `m2flow.rollout_scheduling.lower_bounds.k_longest_s`, at some of the k.
+        Source: as in `m2flow.rollout_scheduling.decode_model.k_longest_s`, at some of the k.
         """
         k = _spread(len(self._ascending))
         tokens = self._longest_tokens[k]

@@ -3,7 +3,7 @@
     lengths, model, n instances --assign--> Assignment: what runs when on each instance, and the makespan, exact in the decode model
         Remaining --fill--> Filling: slots of whole samples, and samples that fit only in pieces --lay_out--> pieces with a start step
 
-The search follows the argument of the fractional bound (`lower_bounds.fractional_s`) with whole samples: fill instances in the order of
+The search follows the argument of the fractional bound (`decode_model.fractional_s`) with whole samples: fill instances in the order of
 falling length, each with as much as it can do until T, and search for the least T. An instance of Z steps does W = min((T - t0 Z)/t1, B Z)
 tokens until T, most at Z* = T/(t0 + t1 B); one that has a longer sample must run at least that long, and has less room for others.
 Whole samples go by best fit, longest first.
@@ -25,8 +25,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from m2flow.rollout_scheduling.decode_model import DecodeModel, IntArray, num_steps, start_steps
-from m2flow.rollout_scheduling.lower_bounds import rollout_bounds
+from m2flow.rollout_scheduling.decode_model import DecodeModel, IntArray, num_steps, rollout_bounds, start_steps
 
 
 class Piece(NamedTuple):

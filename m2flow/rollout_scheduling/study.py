@@ -20,9 +20,8 @@ import numpy.typing as npt
 
 from m2flow.errors import InternalError, SpecError
 from m2flow.rollout_scheduling.assignment import assign
-from m2flow.rollout_scheduling.decode_model import DecodeModel, FloatArray
+from m2flow.rollout_scheduling.decode_model import DecodeModel, FloatArray, rollout_bounds
 from m2flow.rollout_scheduling.lengths import Lengths, StepLengths
-from m2flow.rollout_scheduling.lower_bounds import rollout_bounds
 from m2flow.rollout_scheduling.policy import Move, MoveCost, SchedulingPolicy, Seen, composed
 from m2flow.rollout_scheduling.predictors import Oracle
 

@@ -6,7 +6,7 @@ Bounds of a period:
 
     longest_sample   (t0 + t1) L + its part of training + an optimiser step     a token follows the one before it
     work             device seconds of all tokens at the best rate and of all training, by all devices
-    k_longest        of the rollout, with free migration    (`m2flow.rollout_scheduling.lower_bounds`)
+    k_longest        of the rollout, with free migration    (`m2flow.rollout_scheduling.decode_model`)
     no_migration     of the rollout, each sample where it began
     critical_path    max_k (r_k + sum of the training of what is released from r_k on), r_k when a group may be done at the earliest
 
@@ -36,9 +36,8 @@ from m2flow.micro.protocol.cost_terms import Costs, DecodeCost, TrainCost
 from m2flow.micro.protocol.plan import Plan
 from m2flow.micro.protocol.staleness import window
 from m2flow.recipe import Sampling
-from m2flow.rollout_scheduling.decode_model import DecodeModel
+from m2flow.rollout_scheduling.decode_model import DecodeModel, rollout_bounds
 from m2flow.rollout_scheduling.lengths import Lengths
-from m2flow.rollout_scheduling.lower_bounds import rollout_bounds
 from m2flow.samples import SampleId, by_group
 from m2flow.simulator.machines import Machine, machines_of, with_paces
 from m2flow.simulator.sample_lengths import Drawn

@@ -5,7 +5,7 @@
     RunTrace --CriticalPath.of(step)--> Link ... from the step's beginning to its end
     counters "peak ... bytes" (m2flow.micro.worker.engine_host), Plan.choice --memory_of--> WorkerMemory, ...
 
-Bounds. They are those of the simulator (`m2flow.rollout_scheduling.lower_bounds`), with constants fitted to the run's own spans instead of
+Bounds. They are those of the simulator (`m2flow.rollout_scheduling.decode_model`), with constants fitted to the run's own spans instead of
 a cost model, and with the work that was really done; a simulated run has the bounds of its own report. Measured times scatter, so a bound
 is as good as the fit, and a step may come out a little faster. Only tokens of samples that ran within the step count. Prefill, switches and
 weight syncs are left out.
@@ -45,8 +45,7 @@ from m2flow.micro.worker.engine_host import PEAKS
 from m2flow.observe.spans import SpanName
 from m2flow.planner.planning import read_forecast
 from m2flow.planner.profiles import fit
-from m2flow.rollout_scheduling.decode_model import DecodeModel
-from m2flow.rollout_scheduling.lower_bounds import rollout_bounds
+from m2flow.rollout_scheduling.decode_model import DecodeModel, rollout_bounds
 from m2flow.viewer.idle import Device, IdleTime
 from m2flow.viewer.run_trace import FUNCTION, SAMPLE, SYNC, TRAIN, WAIT, RunTrace, Step
 

@@ -21,9 +21,8 @@ from m2flow.planner.plan_tree import leaves_of, step_s
 from m2flow.planner.problem import Problem
 from m2flow.planner.search import advice_of, best_plan, find_plan, grid_of
 from m2flow.planner.workload import CallLoad, Draw, Instances, Workload, extents_of
-from m2flow.rollout_scheduling.decode_model import DecodeModel
+from m2flow.rollout_scheduling.decode_model import DecodeModel, k_longest_s
 from m2flow.rollout_scheduling.lengths import lognormal
-from m2flow.rollout_scheduling.lower_bounds import k_longest_s
 from m2flow.spec import ClusterSpec, LayoutSpec, PinSpec, PoolSpec, RolloutSpec, TrainSpec
 
 POLICY, TRAINER, REFERENCE = EngineId("policy", "rollout"), EngineId("policy", "train"), EngineId("reference", "train")

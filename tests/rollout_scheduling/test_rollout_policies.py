@@ -14,9 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from m2flow.errors import InternalError, SpecError
-from m2flow.rollout_scheduling.decode_model import DecodeModel, run_queue
+from m2flow.rollout_scheduling.decode_model import DecodeModel, rollout_bounds, run_queue
 from m2flow.rollout_scheduling.lengths import StepLengths, parse_lengths
-from m2flow.rollout_scheduling.lower_bounds import rollout_bounds
 from m2flow.rollout_scheduling.policies import (
     POLICIES,
     AdaptiveConcurrency,

@@ -11,8 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from m2flow.errors import SpecError
-from m2flow.rollout_scheduling.decode_model import DecodeModel, num_steps, queue_s, run_queue
-from m2flow.rollout_scheduling.lower_bounds import RolloutBounds, fractional_s, k_longest_s, rollout_bounds
+from m2flow.rollout_scheduling.decode_model import (
+    DecodeModel,
+    RolloutBounds,
+    fractional_s,
+    k_longest_s,
+    num_steps,
+    queue_s,
+    rollout_bounds,
+    run_queue,
+)
 
 models = st.builds(DecodeModel, st.sampled_from([0.5, 1.0, 4.0]), st.sampled_from([0.0, 0.01, 0.25, 1.0]), st.integers(1, 3))
 queues = st.lists(st.integers(1, 12), min_size=1, max_size=6)
