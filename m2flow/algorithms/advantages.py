@@ -220,7 +220,7 @@ def remax(rewards: Tensor, baselines: Tensor) -> Tensor:
         ShapeError: the shapes differ. RewardError: a reward is not finite.
     Source:
         Li et al. 2023, "ReMax", arXiv:2310.10505. In a flow it is arithmetic on handles, since the greedy answers are samples of
-        their own: docs/guide/flows-algorithms.md.
+        their own: docs/guide/recipes.md.
 
     >>> remax(torch.tensor([1.0, 0.0]), torch.tensor([0.5, 0.5])).tolist()
     [0.5, -0.5]

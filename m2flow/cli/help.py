@@ -55,7 +55,7 @@ SINCE = "0.1.0"
 _OF_THE_TRACER = (
     "call check holder like maker mask metrics_of observe operand operate reduce ref result_of samples_of session source within"
 )
-"""Methods of handles that other modules of m2flow call, and no flow."""
+"""Methods of handles and numbers that other modules of m2flow call, and no flow."""
 
 
 def public(topic: str) -> dict[str, object]:
@@ -139,7 +139,9 @@ def methods(kind: type) -> Iterator[tuple[str, object]]:
     """The public methods and properties that m2flow's own classes define."""
     for name in sorted(dir(kind)):
         owner = next((base for base in kind.__mro__ if name in vars(base)), object)
-        if name.startswith("_") or name in _OF_THE_TRACER.split() or not owner.__module__.startswith("m2flow"):
+        if name.startswith("_") or not owner.__module__.startswith("m2flow"):
+            continue
+        if issubclass(kind, Handle | Number) and name in _OF_THE_TRACER.split():
             continue
         member = inspect.getattr_static(kind, name)
         if isinstance(member, property) or callable(getattr(kind, name)):

@@ -102,6 +102,7 @@ def test_a_link_that_leads_nowhere_stops_the_site(tmp_path: Path) -> None:
         ("rollout.max_running", "Most samples that an instance decodes in one batch."),
         ("checkpoint_steps", "Steps from one checkpoint to the next"),
         ("simulate rollout", "Usage: m2flow simulate rollout"),
+        ("Dataset.within", "Bound the prompts' tokens"),
         ("data", "Dataset "),
         ("m2flow.rewards.ExactMatch", "1 if the response is the row's answer"),
         ("prompttoolong", "The prompt and its answer do not fit"),

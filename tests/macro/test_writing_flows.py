@@ -136,7 +136,9 @@ def test_flows_of_the_tutorial_train_a_real_model_and_give_the_same_bits(target:
 
 
 def test_the_loop_and_the_refill_of_the_tutorial_are_one_program(folder: Path) -> None:
-    loop, refill = (run_eager(load_flow(name), {"num_steps": 2}, EMBEDDED, deterministic=True) for name in ("dapo_loop.py", "dapo.py"))
+    loop, refill = (
+        run_eager(load_flow(name), {"num_steps": 2}, EMBEDDED, deterministic=True) for name in ("dapo.py:dapo_loop", "dapo.py:dapo")
+    )
     assert loop.error == refill.error == ""
     said = [[tokens for _, (tokens, _) in sorted(answer.samples.items())] for answer in (loop, refill)]
     assert said[0] == said[1]
