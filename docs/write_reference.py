@@ -39,8 +39,7 @@ from m2flow.cli.help import (
     signature,
     specs,
 )
-from m2flow.engines.distributed import fsdp
-from m2flow.engines.distributed.deepspeed import Options as DeepSpeedOptions
+from m2flow.engines.distributed import deepspeed, fsdp
 from m2flow.engines.embedded import rollout_engine, trainer
 from m2flow.engines.registry import capability_tables, engines
 from m2flow.engines.servers import server_process, sglang, vllm
@@ -139,7 +138,15 @@ def _engines() -> str:
     lines = ["# Engines", "", "## Capabilities", "", capability_tables([info for info in engines() if info.factory.startswith("m2flow.")])]
     for title, options in ENGINE_OPTIONS.items():
         lines += [f"## Options of {title}", "", *([f"- `{name}`: {said}" for name, said in options.items()]), ""]
-    lines += ["## Options of train `deepspeed`", "", *_fields(DeepSpeedOptions)]
+    lines += ["## Options of train `deepspeed`", "", *_fields(deepspeed.Options)]
+    for title, module in {"rollout `sglang`": sglang, "rollout `vllm`": vllm, "train `fsdp`": fsdp, "train `deepspeed`": deepspeed}.items():
+        limits = (module.__doc__ or "").partition("\nLimits:\n")[2].partition("\n\n")[0]
+        lines += [
+            "",
+            f"## Limits of {title}",
+            "",
+            *(re.sub(r"^(\w[\w -]*):", r"- **\1**:", line) for line in textwrap.dedent(limits).splitlines()),
+        ]
     return "\n".join(lines)
 
 

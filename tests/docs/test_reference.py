@@ -216,6 +216,16 @@ def test_the_options_of_every_engine_are_there_with_their_meanings() -> None:
         assert not [name for name in names if f"- `{name}`: " not in said]
 
 
+def test_the_limits_of_engines_are_those_of_their_docstrings() -> None:
+    for engine, limit in (
+        ("rollout `sglang`", "random numbers"),
+        ("rollout `vllm`", "tied embeddings"),
+        ("train `fsdp`", "tensor parallel"),
+    ):
+        assert f"- **{limit}**: " in _section("engines.md", f"Limits of {engine}")
+    assert "stage 0 with `bfloat16`" in _section("engines.md", "Limits of train `deepspeed`")
+
+
 def test_the_reference_has_the_capabilities_of_every_engine_of_the_registry() -> None:
     built_in = [info for info in engines() if info.factory.startswith("m2flow.")]
     assert _section("engines.md", "Capabilities").strip() == capability_tables(built_in).strip()

@@ -33,8 +33,12 @@ Where release 0.19.8 deviates from its documentation or from the other trainers 
 mapped, so a full drive is an error then and no signal later. It is unlinked once mapped: its space is free again when the tensor is gone or
 the process has ended, in whatever way. No other process reads it; checkpoints are elsewhere.
 
-Limits: data parallel, with tensor or sequence parallel groups; every rank reads the whole model once, at its start, into the memory of its
-host. On a CPU the library compiles a part of itself when it is first used, so a C++ compiler must be there.
+Limits:
+    start: every rank reads the whole model once, into the memory of its host. On a CPU the library compiles a part of itself when it is
+        first used, for a minute, so a C++ compiler must be there.
+    precision: stage 0 with `bfloat16` or `float16` is refused (take stage 1), as is `float16` on CPUs.
+    tensor and sequence parallel: `tp` and `sp` divide the ranks, work with every stage, and exclude each other. `tp` has the limits of
+        `fsdp`. `sp` is for sequences whose activations do not fit one device; it works with adapters and needs heads that divide.
 
 Source: Rajbhandari et al. 2020, arXiv:1910.02054 (ZeRO); Ren et al. 2021, arXiv:2101.06840 (ZeRO-Offload); Rajbhandari et al. 2021,
 arXiv:2104.07857 (ZeRO-Infinity), which reads and writes by calls of its own; DeepSpeed's configuration reference, release 0.19.

@@ -6,10 +6,11 @@
 How a batch is shared out is in `m2flow.engines.distributed.ranks`; this module shards the model and gathers its weights. Sums go over
 ranks in their order, so one layout always gives the same bits.
 
-Options: `compute_dtype` (`bfloat16`: passes in it, float32 weights), `cpu_offload`, `reshard_after_forward`, `tp`
-(ranks that split layers among them), `spread_checkpoints` (every rank writes its part: PyTorch's distributed checkpoints).
+Limits:
+    start: every rank reads the whole model once, in the memory of its host.
+    tensor parallel: `tp` splits attention and MLP by the architecture's `base_model_tp_plan`; embeddings and the head stay whole. Heads
+        that do not divide, other plans and adapters are refused.
 
-Limits: every rank reads the whole model once, at its start, in the memory of its host.
 Source: PyTorch FSDP2 (torch.distributed.fsdp.fully_shard); ZeRO stage 3 (Rajbhandari et al., 2020).
 """
 

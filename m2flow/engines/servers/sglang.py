@@ -9,14 +9,16 @@ running batch (`retract`): their KV caches are computed anew, so no token sees a
 later tokens are marked. No request finds a prefix cache of other weights: the version is a part of its key (`extra_key`). For mixtures,
 `Routing` decodes the experts of each token.
 
-Options: `python` (an interpreter that has SGLang), `args` and `env` of the server, `start_timeout_s`; or `url` of one that runs already.
-`deterministic_inference`: random numbers belong to the sample (the server's `sampling_seed`), at a cost in speed. `stream_interval`
-(tokens between two stream messages of a sample, default 8), `weights_dir` (where weights are written for the server, default /dev/shm),
-`restarts` (how often a lost server is restarted, default 2), `hung_after_s` (default 120), `keep_kv`, `routed_experts` (of a mixture:
-record which experts each token went to).
+Options: those of `m2flow.engines.servers.server_process`, and `OWN_OPTIONS`.
 
-Limits: random numbers are the server's own functions of seed and position. Log-probabilities of the first `min_new_tokens` tokens are
-normalised without the stop tokens. Further limits are those of `m2flow.engines.servers.served_rollout`.
+Limits:
+    random numbers: they belong to the server, so migrating or resuming changes a sample, unless `deterministic_inference: true`.
+    log-probabilities: at the sample's temperature, before top-p and top-k. For the first `min_new_tokens` tokens they are of the
+        distribution without the stop tokens, so larger than the trainer's by -log(1 - p), with p the stop tokens' mass;
+        `rollout_diff/mean` shows it.
+    architectures: tested against transformers are Qwen2, Qwen3, Qwen3-MoE, Llama, Mistral, Gemma (some 1e-4 off in log-probability, for
+        its GELU), DeepSeek V2 and V3.
+    CPU: `tp: 2` needs `SGLANG_CPU_OMP_THREADS_BIND=0|1` in `env`.
 
 Source: the endpoints of SGLang 0.5 (sglang/srt/entrypoints/http_server.py, managers/io_struct.py), by their public names alone.
 """

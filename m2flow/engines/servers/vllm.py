@@ -9,15 +9,18 @@ Which weights made which token is what the server says (`weight_versions`). A ch
 running batch (/reset_prefix_cache with `reset_running_requests`): their caches are computed anew, so no token sees an older one. With
 `keep_kv` they stay, caches and all, and what comes after is marked. No request finds a cache of other weights: they salt its key.
 
-Options: those of `m2flow.engines.servers.server_process`, and `tempered_logprobs` (see below). A server given by its `url` must have been
-started with `--enable-scale-out` and VLLM_SERVER_DEV_MODE=1.
+Options: those of `m2flow.engines.servers.server_process`, and `tempered_logprobs`.
 
-A model whose head is its embedding is served with a head of its own, written from the embedding: vLLM reads the embedding again, and keeps
-the head that it had.
-
-Limits: a sample's random numbers are its own, but begin anew when it is stopped and goes on. A server says log-probabilities at
-temperature 1 alone; or, with `tempered_logprobs`, at that of the sample, but only of samples from which top-k, top-p, min-p, biases,
-penalties and `min_new_tokens` take nothing away. What it would say wrongly is refused. Those of `m2flow.engines.servers.served_rollout`.
+Limits:
+    running server: one given by its `url` must have been started with `--enable-scale-out` and `VLLM_SERVER_DEV_MODE=1`. Everyone who
+        reaches its port can change its weights: keep it on loopback.
+    tied embeddings: served as a separate head, which costs its memory, since vLLM 0.32 reads the embedding again and keeps the head that
+        it had. A running server needs `--hf-overrides '{"tie_word_embeddings": false}'` for such a model; the probe of the first weight
+        sync stops a run that lacks it.
+    log-probabilities: those of temperature 1, of samples of temperature 0 or 1, whatever top-k, top-p, min-p, biases, penalties or
+        `min_new_tokens` change; with `tempered_logprobs` at the sample's temperature, and then none of these is allowed. A sample for
+        which the server's mode is wrong is refused. Greedy samples work in both.
+    random numbers: they depend on the sample's seed; a sample that is stopped and resumed draws new ones.
 """
 
 from __future__ import annotations
@@ -159,7 +162,7 @@ class VllmRollout(ServedRollout):
         if mode != self._logprobs_mode:
             raise EngineError(
                 f"the vLLM server at {self.url} says {mode}, and is to say {self._logprobs_mode}",
-                now=f"Start it with --logprobs-mode {self._logprobs_mode}, or see `tempered_logprobs` in docs/guide/engines.md.",
+                now=f"Start it with --logprobs-mode {self._logprobs_mode}, or see `tempered_logprobs` in docs/reference/engines.md.",
             )
         (served, *_) = self._call("/v1/models")["data"]
         room = int(cache.get("num_gpu_blocks") or 0) * int(cache.get("block_size") or 0)
