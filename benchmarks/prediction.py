@@ -31,7 +31,6 @@ import torch
 import transformers
 from sides.workload import FULL, SKEWED, Workload
 
-from m2flow.cli.cluster_file import load_cluster
 from m2flow.macro.flow import load_flow
 from m2flow.micro.lowering.passes import lower
 from m2flow.observe.spans import Span, overlap_seconds
@@ -40,6 +39,7 @@ from m2flow.planner.cost_model import ModelledCosts, shapes_of
 from m2flow.planner.profiles import Profile, ProfiledCosts, read_profile
 from m2flow.planner.workload import extents_of, workload_of
 from m2flow.rollout_scheduling.lengths import Lengths, parse_lengths
+from m2flow.runs.cluster_file import load_cluster
 from m2flow.simulator.simulation import follow_program
 from m2flow.simulator.simulation_report import simulate
 

@@ -81,7 +81,7 @@ def measured(num_devices: int, repeat: int) -> dict[str, object]:
 
 def known(num_seeds: int) -> dict[str, object]:
     """Against every plan of small steps."""
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
     from every_plan import Oracle
     from random_steps import random_problem
 

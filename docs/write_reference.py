@@ -18,7 +18,9 @@ import re
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
+import peer_algorithms
 from pydantic import BaseModel
 from site_pages import write_site
 
@@ -41,8 +43,12 @@ from m2flow.cli.help import (
 )
 from m2flow.engines.distributed import deepspeed, fsdp
 from m2flow.engines.embedded import rollout_engine, trainer
+from m2flow.engines.megatron import layout as megatron_layout
+from m2flow.engines.megatron import trainer as megatron
 from m2flow.engines.registry import capability_tables, engines
 from m2flow.engines.servers import server_process, sglang, vllm
+from m2flow.macro import refill
+from m2flow.macro.loss_declarations import LOSSES
 from m2flow.observe import spans
 from m2flow.rollout_scheduling.policies import POLICIES
 
@@ -139,7 +145,9 @@ def _engines() -> str:
     for title, options in ENGINE_OPTIONS.items():
         lines += [f"## Options of {title}", "", *([f"- `{name}`: {said}" for name, said in options.items()]), ""]
     lines += ["## Options of train `deepspeed`", "", *_fields(deepspeed.Options)]
-    for title, module in {"rollout `sglang`": sglang, "rollout `vllm`": vllm, "train `fsdp`": fsdp, "train `deepspeed`": deepspeed}.items():
+    lines += ["", "## Options of train `megatron`", "", *_fields(megatron_layout.Options)]
+    limited = {"rollout `sglang`": sglang, "rollout `vllm`": vllm, "train `fsdp`": fsdp, "train `deepspeed`": deepspeed}
+    for title, module in {**limited, "train `megatron`": megatron}.items():
         limits = (module.__doc__ or "").partition("\nLimits:\n")[2].partition("\n\n")[0]
         lines += [
             "",
@@ -201,21 +209,50 @@ def markdown(docstring: str) -> list[str]:
 
 
 def _algorithms() -> str:
-    """A table of the functions of `m2flow.algorithms`, each with its module, what it is and its first paper."""
-    kinds = {
+    """A table of the functions of `m2flow.algorithms`, each with its module, what it is and its first paper; and who else has them."""
+    lines = [
+        "# Algorithms",
+        "",
+        "Functions on tensors and arrays; a flow uses the words of the same names (`m2flow help algorithms`).",
+        "",
+        "| kind | function | what it is | source |",
+        "|---|---|---|---|",
+    ]
+    for kind, functions in algorithms().items():
+        for function in functions:
+            paper = re.search(r"arXiv:\d{4}\.\d{5}", function.__doc__ or "")
+            lines.append(f"| {kind} | {_link(function)} | {_cell(first_line(function))} | {paper[0] if paper else ''} |")
+    every = [one for functions in algorithms().values() for one in functions]
+    sections = [line for one in every for line in (f"## {_named(one)}", "", *_signature(_named(one), one), *markdown(docstring(one)))]
+    linked = {one.__name__: _link(one) for one in every}
+    versions = ", ".join(f"{name} {version}" for name, version in peer_algorithms.VERSIONS.items())
+    said = (
+        f"Read in the source of {versions}. An empty cell: not found there. A plain `@loss` or `@op` of a flow adds what is missing here."
+    )
+    return "\n".join([*lines, "", "## Ours against other systems", "", said, "", *peer_algorithms.table(linked), "", *sections])
+
+
+def algorithms() -> dict[str, list[Any]]:
+    """The registry: kind of algorithm -> functions."""
+    return {
         "advantages, of a group": [*advantages.OF_GROUPS.values(), advantages.remax],
         "advantages, of the batch": [*advantages.OF_BATCHES.values()],
         "advantages, of tokens": [gae.gae, gae.length_adaptive_lam, gae.vtrace],
-        "rewards": [shaping.overlong_penalty, shaping.length_reward, shaping.Moments],
-        "losses": [*losses.LOSSES.values()],
+        "rewards": [shaping.overlong_penalty, shaping.length_reward, shaping.adaptive_kl_coef, shaping.Moments],
+        "filters of groups": [refill.informative, refill.pass_rate_between],
+        "losses": [*LOSSES.values()],
+        "divergences": [losses.kl_estimate, losses.top_k_divergence],
+        "corrections": [losses.correction_weights],
     }
-    lines = ["# Algorithms", "", "All are in `m2flow.algorithms`.", "", "| kind | function | what it is | source |", "|---|---|---|---|"]
-    for kind, functions in kinds.items():
-        for function in functions:
-            name = f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
-            paper = re.search(r"arXiv:\d{4}\.\d{5}", function.__doc__ or "")
-            lines.append(f"| {kind} | `{name}` | {_cell(first_line(function))} | {paper[0] if paper else ''} |")
-    return "\n".join([*lines, ""])
+
+
+def _link(function: Any) -> str:
+    """Its name, linked to its section."""
+    return f"[`{_named(function)}`](#{_named(function).replace('.', '').lower()})"
+
+
+def _named(function: Any) -> str:
+    return f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
 
 
 def main() -> None:

@@ -1,7 +1,8 @@
 """On-policy distillation: a student writes, a teacher says how likely it would have written each token, and the student follows.
 
 On the task of grpo.py. The teacher was shown only right answers; the student, like the policy there, also learned to sort downwards.
-No reward is computed: the teacher's log-probabilities are the whole signal, one number for every token.
+No reward is computed: the teacher's log-probabilities are the whole signal, one number for every token; with `top_k`, also of so many
+tokens that might have come in its place.
 """
 
 import random
@@ -9,7 +10,7 @@ from functools import partial
 
 from grpo import DIGITS, demonstration, is_sorted, task
 
-from m2flow import AdamW, Dataset, Number, Policy, Reward, distill, flow, log, nll, steps
+from m2flow import AdamW, Dataset, Number, Policy, Reward, distill, distill_top_k, flow, log, nll, steps
 
 
 def right_answer(rng: random.Random) -> dict[str, str]:
@@ -18,7 +19,9 @@ def right_answer(rng: random.Random) -> dict[str, str]:
 
 
 @flow
-def distillation(num_steps: int = 40, warm_steps: int = 200, batch: int = 64, max_new_tokens: int = 8, lr: float = 3e-4) -> None:
+def distillation(
+    num_steps: int = 40, warm_steps: int = 200, batch: int = 64, max_new_tokens: int = 8, lr: float = 3e-4, top_k: int = 0
+) -> None:
     teacher, student = (Policy(DIGITS, name=name, init="random") for name in ("teacher", "student"))
     verifier = Reward(is_sorted)
     prompts = Dataset.generate(task, num_steps * batch, seed=1, name="prompts")
@@ -33,8 +36,11 @@ def distillation(num_steps: int = 40, warm_steps: int = 200, batch: int = 64, ma
     log(teacher=accuracy(teacher, verifier, heldout), student=accuracy(student, verifier, heldout))
     for _ in steps(num_steps):
         responses = student.generate(prompts.take(batch), n=2, max_new_tokens=max_new_tokens)
-        teacher_logprobs = teacher.logprobs(responses)
-        student.update(responses, loss=distill(), columns={"teacher_logprobs": teacher_logprobs}, optimizer=following)
+        teacher_logprobs = teacher.logprobs(responses, top_k=top_k or None)
+        if top_k:
+            student.update(responses, loss=distill_top_k(), reference=teacher_logprobs, optimizer=following)
+        else:
+            student.update(responses, loss=distill(), columns={"teacher_logprobs": teacher_logprobs}, optimizer=following)
         log(kl=(responses.logprobs - teacher_logprobs).mean())
     log(student=accuracy(student, verifier, heldout))
 

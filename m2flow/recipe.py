@@ -12,18 +12,21 @@ import sys
 from collections.abc import Callable, ItemsView, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, cast, get_args
 
 from m2flow.errors import ModelError, OptionError, did_you_mean, lone_surrogate
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Init = Literal["pretrained", "random"]
 Head = Literal["lm", "value", "score"]
+Routing = Literal["rollout", "trainer"]
+"""Whose experts a trainer replays: those of the engine that sampled (R3), or of its own pass before the update (R2)."""
 GroupAdvantage = Literal["grpo", "grpo_population", "dr_grpo", "rloo", "maxrl", "opo"]
 BatchAdvantage = Literal["reinforce_pp", "reinforce_pp_baseline", "gpg"]
 AdvantageName = Literal[GroupAdvantage, BatchAdvantage]
 """Functions of `m2flow.algorithms.advantages`, listed here for flows, which load no torch."""
 KlEstimator = Literal["k1", "k2", "k3"]
+KlPenalty = Literal[KlEstimator, "top_k"]
 Denominator = Literal["tokens", "sequences", "groups"]
 """How terms of tokens become one number, from counts of the whole mini-batch: the mean over tokens; the mean over sequences of the mean
 over a sequence's tokens; the mean over groups of the mean over a group's tokens."""
@@ -118,6 +121,29 @@ def _given(name: str, value: object, of: str) -> str:
 def as_tuple(values: object) -> tuple[Any, ...]:
     """A list as a tuple; anything else as it is, for a check that refuses it by its option's name."""
     return tuple(values) if isinstance(values, list | ItemsView) else values  # type: ignore[return-value]
+
+
+def as_texts(values: object) -> Any:
+    """Texts as a tuple; one alone may be given as it is."""
+    return (values,) if isinstance(values, str) else as_tuple(values)
+
+
+def as_pairs(values: object) -> Any:
+    """A mapping, or None, as pairs; anything else as `as_tuple`."""
+    return () if values is None else as_tuple(values.items() if isinstance(values, Mapping) else values)
+
+
+def as_json(value: object) -> str:
+    """A value as JSON; a text is taken for JSON already."""
+    return value if isinstance(value, str) else json.dumps(value, default=repr)
+
+
+def number_or_column(name: str, given: Any) -> tuple[Any, str]:
+    """A number for all samples and no column; or 1 and the name of the column that has each sample's."""
+    if not isinstance(given, str):
+        return given, ""
+    check_text(name, given)
+    return 1.0, given
 
 
 def check_names(name: str, values: object, *, example: Sequence[str], of: str = "") -> tuple[str, ...]:
@@ -235,8 +261,12 @@ class Model:
     template: ChatTemplate = ChatTemplate()
     revision: str | None = field(default=None, metadata=LATER)
     """Of a model of the hub: a branch, tag or commit; None: its main branch, as far as the cache has none."""
+    routing: Routing | None = field(default=None, metadata=LATER)
+    """Of a mixture of experts: whose choice of experts a trainer replays."""
 
     def __post_init__(self) -> None:
+        if self.routing is not None:
+            check_choice("replay_routing", self.routing, Routing)
         if self.revision is not None:
             check_text("revision", self.revision)
         check_choice("init", self.init, Init)
@@ -285,7 +315,8 @@ def hub_directory(model: Model, *, with_weights: bool) -> Path:
                 f"{model.path} is no directory, and the hub's model of that name{at} {lacking} in the cache at {constants.HF_HUB_CACHE}; "
                 f"the hub {f'could not be asked{why}' if why else 'does not have it either'}",
                 now=f"Where there is a network: hf download {model.path}{f' --revision {model.revision}' if model.revision else ''}. "
-                "HF_HOME says where the cache is.",
+                "Without one, give a directory: Policy('/a/directory'), with config.json, tokenizer.json and *.safetensors copied from "
+                "a machine that has them (hf download --local-dir), or a copied cache, where HF_HOME says.",
             )
     assert found is not None
     return found
@@ -329,6 +360,34 @@ def missing_files(directory: Path, *, with_weights: bool) -> list[str]:
 _COLDEST, _HOTTEST = 1e-3, 1e3
 """Bounds of the temperature, so that no logit overflows float32 when divided by it."""
 _LEAST_PENALTY, _LARGEST_BIAS = 1e-2, 1e9
+
+
+EpisodeFailure = Literal[
+    "raised", "invalid", "timed_out", "turn_timed_out", "tool_failed", "too_many_turns", "history_rewritten", "lost", "diverged"
+]
+"""How an episode failed: the agent raised; it asked for what can't be, or returned no finite number; it, a turn or a tool took too long or
+broke; it asked for more turns than it may have; the chat template rewrites what was said; a tool that may not run twice had begun when the
+worker was lost; the agent did something else when it was repeated."""
+
+
+@dataclass(frozen=True)
+class Episodes:
+    """Bounds of the episodes of a rollout."""
+
+    max_turns: int
+    """Turns of the model."""
+    timeout_s: float | None = None
+    """Seconds that an episode may take."""
+    turn_timeout_s: float | None = None
+    """Seconds that a turn of the model may take."""
+    history: Literal["append", "refuse"] = "append"
+    """Where a chat template would write earlier turns anew: keep their tokens, or refuse to go on."""
+
+    def __post_init__(self) -> None:
+        check_count("max_turns", self.max_turns)
+        check_seconds("timeout_s", self.timeout_s)
+        check_seconds("turn_timeout_s", self.turn_timeout_s)
+        check_choice("history", self.history, ("append", "refuse"))
 
 
 @dataclass(frozen=True)
@@ -432,40 +491,22 @@ _LARGEST_BETA = 1 - 2**-24
 """The largest number below 1 that is not 1 in float32."""
 
 
-@dataclass(frozen=True)
-class AdamW:
-    """The optimiser: Adam with decoupled weight decay, warm-up, and a schedule. Each distinct value in a flow has its own state.
+class _Scheduled:
+    """What all optimisers have: a learning rate with warm-up and schedule, decay of weights, and a bound on the gradient's norm."""
 
-    Source:
-        Loshchilov and Hutter 2019, arXiv:1711.05101.
-    """
-
-    lr: float = 1e-6
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
-    """The gradient's global 2-norm is scaled down to this. 0 is off."""
-    warmup_steps: int = 0
-    """Steps over which the rate rises linearly to `lr`."""
-    schedule: Schedule = "constant"
-    """After the warm-up; `linear` and `cosine` fall to zero at `total_steps`."""
-    total_steps: int = 0
-    """0: the length of the loop over `steps(...)` that the update is in; then both numbers count the flow's steps."""
-    steps_of: Literal["optimizer", "flow"] | None = None
-    """What `warmup_steps` and `total_steps` count: steps of the optimiser, of which an update makes one for each mini-batch and epoch; or
-    steps of the flow's loop, whose updates have one rate each. None: the optimiser's, unless `total_steps` is left out."""
-    at: int | None = field(default=None, repr=False, compare=False)
-    """Set by m2flow for an update whose schedule counts the flow's steps: the step of the loop that it is in."""
+    lr: float
+    weight_decay: float
+    max_grad_norm: float
+    warmup_steps: int
+    schedule: Schedule
+    total_steps: int
+    steps_of: Literal["optimizer", "flow"] | None
+    log_layers: bool
+    at: int | None
 
     def __post_init__(self) -> None:
+        check_flag("log_layers", self.log_layers)
         check_number("lr", self.lr, low=0)
-        betas: object = self.betas
-        if not isinstance(betas, tuple) or len(betas) != 2:
-            raise OptionError(f"betas is {betas!r:.60}; it must be a pair of numbers", now="Write betas=(0.9, 0.999).")
-        for beta in self.betas:
-            check_number("each of betas", beta, low=0, high=_LARGEST_BETA)
-        check_number("eps", self.eps, low=_SMALLEST_EPS)
         check_number("weight_decay", self.weight_decay, low=0)
         if self.lr * self.weight_decay > 1:
             raise OptionError(f"lr * weight_decay is {self.lr * self.weight_decay:g}; above 1 a step turns the signs of all weights")
@@ -490,7 +531,7 @@ class AdamW:
         """Whether the schedule counts the steps of the flow's loop, not the optimiser's."""
         return self.steps_of == "flow" or (self.steps_of is None and self.schedule != "constant" and self.total_steps == 0)
 
-    def in_loop(self, num_steps: int) -> AdamW:
+    def in_loop(self, num_steps: int) -> Self:
         """Adapt the schedule to a loop of so many steps: it ends with the loop, unless `total_steps` says otherwise.
 
         Raises:
@@ -499,7 +540,8 @@ class AdamW:
         total_steps = self.total_steps or (0 if self.schedule == "constant" else num_steps)
         if self.schedule != "constant" and total_steps <= self.warmup_steps:
             raise OptionError(f"warmup_steps is {self.warmup_steps}, and the loop that the schedule is for has {num_steps} steps")
-        return replace(self, total_steps=total_steps, steps_of="flow")
+        found: Self = replace(cast(Any, self), total_steps=total_steps, steps_of="flow")
+        return found
 
     def rate(self, num_steps: int) -> float:
         """The learning rate of the optimiser step that follows `num_steps` earlier ones; t is that number, or the flow's step `at`.
@@ -518,6 +560,165 @@ class AdamW:
             return self.lr
         x = min(1.0, (t - self.warmup_steps) / max(self.total_steps - self.warmup_steps, 1))
         return self.lr * (1 - x if self.schedule == "linear" else (1 + math.cos(math.pi * x)) / 2)
+
+
+@dataclass(frozen=True)
+class WeightGroup:
+    """Weights of a model that an optimiser treats differently.
+
+        AdamW(1e-5, weight_decay=0.1, groups=[WeightGroup("*norm*", weight_decay=0)])
+
+    A weight belongs to the first group whose pattern its name matches, and to none otherwise. A pattern that no trained weight matches is
+    an error at the first step.
+    """
+
+    names: str
+    """A pattern of names as in the module (`model.layers.0.mlp.gate.weight`), with `*` and `?`."""
+    lr_scale: float = 1.0
+    """Times the rate of the others, through warm-up and schedule. 0 leaves the weights as they are."""
+    weight_decay: float | None = None
+    """None: that of the others."""
+
+    def __post_init__(self) -> None:
+        check_text("names", self.names)
+        check_number("lr_scale", self.lr_scale, low=0)
+        if self.weight_decay is not None:
+            check_number("weight_decay", self.weight_decay, low=0)
+
+
+@dataclass(frozen=True)
+class AdamW(_Scheduled):
+    """The optimiser: Adam with decoupled weight decay, warm-up, and a schedule. Each distinct value in a flow has its own state.
+
+    Source:
+        Loshchilov and Hutter 2019, arXiv:1711.05101.
+    """
+
+    lr: float = 1e-6
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    """The gradient's global 2-norm is scaled down to this. 0 is off."""
+    warmup_steps: int = 0
+    """Steps over which the rate rises linearly to `lr`."""
+    schedule: Schedule = "constant"
+    """After the warm-up; `linear` and `cosine` fall to zero at `total_steps`."""
+    total_steps: int = 0
+    """0: the length of the loop over `steps(...)` that the update is in; then both numbers count the flow's steps."""
+    steps_of: Literal["optimizer", "flow"] | None = None
+    """What `warmup_steps` and `total_steps` count: steps of the optimiser, of which an update makes one for each mini-batch and epoch; or
+    steps of the flow's loop, whose updates have one rate each. None: the optimiser's, unless `total_steps` is left out."""
+    groups: Sequence[WeightGroup] = field(default=(), metadata=LATER)
+    """Weights with a rate or decay of their own. Trainers `embedded` and `fsdp` have them."""
+    log_layers: bool = field(default=False, repr=False, compare=False)
+    """Updates report `grad_norm/GROUP` (as `grad_norm`) and `update_ratio/GROUP` (the 2-norm of what a step adds to the weights, over
+    theirs) for each group of weights: `layers.0` and so on, `embeddings`, `head` and `rest`. A step then keeps a copy of its weights."""
+    at: int | None = field(default=None, repr=False, compare=False)
+    """Set by m2flow for an update whose schedule counts the flow's steps: the step of the loop that it is in."""
+
+    def __post_init__(self) -> None:
+        _check_betas(self.betas, self.eps)
+        object.__setattr__(self, "groups", _checked_groups(self.groups))
+        super().__post_init__()
+
+
+@dataclass(frozen=True)
+class Muon(_Scheduled):
+    """The optimiser whose steps on matrices are orthogonal, so that no direction of a matrix moves further than another.
+
+        m = momentum m + g,    o = the orthogonal matrix nearest to g + momentum m
+        w = w - lr (0.2 sqrt(max(rows, columns)) o + weight_decay w)
+
+    A step has the size of AdamW's, so AdamW's learning rates carry over. Matrices are those of the model's layers, of mixtures one for each
+    expert; other weights (embeddings, heads, norms, biases) are stepped by AdamW with `betas` and `eps`. The nearest orthogonal matrix is
+    found by five Newton-Schulz iterations in float32, whose singular values end between 0.7 and 1.2 or so. The state is one number for a
+    weight of a matrix, where AdamW has two. Ranks that hold parts of the weights gather each matrix whole, one after the other.
+
+    Source:
+        Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks", https://kellerjordan.github.io/posts/muon, with its
+        coefficients; the size of steps and the decay: Liu et al. 2025, "Muon is scalable for LLM training", arXiv:2502.16982, section 2.2.
+    """
+
+    lr: float = 1e-6
+    momentum: float = 0.95
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    """This and what follows: as `AdamW`."""
+    warmup_steps: int = 0
+    schedule: Schedule = "constant"
+    total_steps: int = 0
+    steps_of: Literal["optimizer", "flow"] | None = None
+    log_layers: bool = field(default=False, repr=False, compare=False)
+    at: int | None = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_number("momentum", self.momentum, low=0, high=_LARGEST_BETA)
+        _check_betas(self.betas, self.eps)
+        super().__post_init__()
+
+
+@dataclass(frozen=True)
+class SGD(_Scheduled):
+    """The optimiser without moments: a step along the gradient, with momentum if it is asked for; without it there is no state at all.
+
+        g = g + weight_decay w,    m = momentum m + g,    w = w - lr m
+
+    Source:
+        torch.optim.SGD, whose equations these are: the decay goes through the momentum, and is that of Adam, not of AdamW.
+    """
+
+    lr: float = 1e-3
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    """This and what follows: as `AdamW`."""
+    warmup_steps: int = 0
+    schedule: Schedule = "constant"
+    total_steps: int = 0
+    steps_of: Literal["optimizer", "flow"] | None = None
+    groups: Sequence[WeightGroup] = field(default=(), metadata=LATER)
+    log_layers: bool = field(default=False, repr=False, compare=False)
+    at: int | None = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_number("momentum", self.momentum, low=0, high=_LARGEST_BETA)
+        object.__setattr__(self, "groups", _checked_groups(self.groups))
+        super().__post_init__()
+
+
+Optimizer = AdamW | Muon | SGD
+OPTIMIZERS: dict[str, type[Optimizer]] = {one.__name__: one for one in (AdamW, Muon, SGD)}
+
+
+def check_optimizer(optimizer: object) -> None:
+    """Check that a value is an optimiser."""
+    if isinstance(optimizer, str) and "8bit" in optimizer.lower().replace("-", "").replace("_", ""):
+        now = (
+            "Keep AdamW's states in the host's memory instead: train: {engine: fsdp, options: {cpu_offload: true}}, or DeepSpeed's offload."
+        )
+        raise OptionError(f"optimizer={optimizer!r:.60}: no train engine has states of 8 bits", now=now)
+    if not isinstance(optimizer, Optimizer):
+        raise OptionError(f"optimizer={optimizer!r:.60} is no optimizer", now="Pass AdamW(lr=...).")
+
+
+def _checked_groups(groups: object) -> tuple[WeightGroup, ...]:
+    found = as_tuple(groups)
+    if not isinstance(found, tuple) or not all(isinstance(one, WeightGroup) for one in found):
+        raise OptionError(
+            f"groups is {groups!r:.60}; it is a list of WeightGroup", now='Write groups=[WeightGroup("*norm*", weight_decay=0)].'
+        )
+    return found
+
+
+def _check_betas(betas: object, eps: object) -> None:
+    if not isinstance(betas, tuple) or len(betas) != 2:
+        raise OptionError(f"betas is {betas!r:.60}; it must be a pair of numbers", now="Write betas=(0.9, 0.999).")
+    for beta in betas:
+        check_number("each of betas", beta, low=0, high=_LARGEST_BETA)
+    check_number("eps", eps, low=_SMALLEST_EPS)
 
 
 @dataclass(frozen=True)
@@ -581,7 +782,8 @@ class Correction:
 
     The trainer computes the samples' log-probabilities before the update, a forward pass that the plan shows. A loss takes them for its
     `behaviour_logprobs`, so it clips around the weights before the update; and each token's term, with any penalty in it, is weighted by
-    their ratio to the rollout's, bounded. Equations and metrics are at `m2flow.algorithms.losses.correction_weights`.
+    their ratio to the rollout's, bounded. Equations and metrics are at `m2flow.algorithms.losses.correction_weights`; the update reports
+    quantiles of the ratios of tokens, too: `rollout_ratio_p01`, `rollout_ratio_p50` and `rollout_ratio_p99`.
     """
 
     level: Literal["token", "sequence", "geometric"] = "token"
@@ -603,13 +805,21 @@ class Correction:
         check_number("veto", self.veto, low=0, high=1)
 
 
-HEAD_OUTPUTS = {"lm": frozenset({"logprobs", "entropy"}), "value": frozenset({"values"})}
+TOP_LOGPROBS = "top_logprobs"
+"""Output of a language model: log-probabilities of the tokens of `REFERENCE_TOP_IDS`, and of all others together."""
+REFERENCE_TOP_IDS, REFERENCE_TOP_LOGPROBS = "reference_top_ids", "reference_top_logprobs"
+"""Columns of `Reference.logprobs(top_k=K)`, ragged over the tokens under the loss mask: the K likeliest tokens, int32 [T, K], and the
+log-probabilities of these and of all others together, float32 [T, K + 1]."""
+
+HEAD_OUTPUTS = {"lm": frozenset({"logprobs", "entropy", TOP_LOGPROBS}), "value": frozenset({"values"})}
 """Head of a trained model -> what it computes for a loss, with gradient."""
 
 PROXIMAL = "proximal_logprobs"
 """Column of the trainer's own log-probabilities before an update."""
 
-COMPUTED = frozenset({"sequence_lengths", "sequence_ids", "group_ids", "behaviour_logprobs"}).union(*HEAD_OUTPUTS.values())
+COMPUTED = frozenset({"sequence_lengths", "sequence_ids", "group_ids", "random_numbers", "behaviour_logprobs"}).union(
+    *HEAD_OUTPUTS.values()
+)
 """Inputs of a loss that the engine computes itself, on samples with behaviour log-probabilities; anything else is a column."""
 
 
@@ -626,9 +836,10 @@ class Loss:
     function: str | object
     """`module:name`, or a callable."""
     needs: tuple[str, ...]
-    """Of `logprobs` (with gradient), `entropy` (with gradient), `values` (of a critic, with gradient), `behaviour_logprobs`,
-    `reference_logprobs`, `advantages`, `sequence_lengths` (of the sample that the token belongs to), `sequence_ids` (which sample of the
-    tensors that is, from 0), `group_ids` (which group that is, from 0; a loss that needs them gets whole groups), and the names of
+    """Of `logprobs`, `entropy`, `top_logprobs` ([T, K + 1]) and `values` of a critic, all with gradient, `behaviour_logprobs`,
+    `reference_logprobs`, `reference_top_logprobs` (of a reference with `top_k`), `advantages`, `sequence_lengths` (of the sample that the
+    token belongs to), `sequence_ids` (which sample of the tensors that is, from 0), `group_ids` (which group that is, from 0; a loss that
+    needs them gets whole groups), `random_numbers` (from 0 to 1, by the token's sample and its place in that alone), and the names of
     per-token or per-sample columns."""
     denominator: Denominator | Callable[[Counts], float] = "tokens"
     """What the sum over a mini-batch is divided by: a count, or a function of the counts of the whole mini-batch."""

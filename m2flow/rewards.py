@@ -19,28 +19,28 @@ import hashlib
 import importlib.util
 import inspect
 import json
+import logging
 import os
 import random
 import re
 import secrets
-import subprocess
-import sys
+import signal
 import tempfile
 import time
 import urllib.error
 import urllib.request
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal, final
 
-from m2flow import sandbox
-from m2flow.errors import EngineError, MissingExtra, OpError, OptionError
+from m2flow.errors import MissingExtra, OpError, OptionError
 from m2flow.recipe import check_choice, check_count, check_number, check_text
 from m2flow.samples import Sample
+from m2flow.sandbox import run_program
 
 
 class SampleReward(ABC):
@@ -130,7 +130,7 @@ class MathAnswer(SampleReward):
         by: `math-verify` compares expressions by the package of that name (`pip install 'm2flow[rewards]'`), which also finds answers
             that are not boxed; it works on a main thread alone, so that samples are judged in processes of their own. `text` compares
             numbers, fractions and texts without white space, needs no package, and takes microseconds.
-        timeout_s: what parsing and comparing may take each, seconds; beyond it the answer counts as wrong. `math-verify` alone.
+        timeout_s: what parsing and comparing may take, seconds; beyond it the answer counts as wrong. `math-verify` alone.
 
     >>> from types import SimpleNamespace as Row
     >>> same = MathAnswer(by="text")
@@ -160,8 +160,43 @@ class MathAnswer(SampleReward):
             return float(found is not None and _number_or_text(found) == _number_or_text(boxed(expected) or expected))
         from math_verify import parse, verify
 
-        gold = parse(expected if boxed(expected) else rf"\boxed{{{expected}}}", parsing_timeout=self.timeout_s)
-        return float(verify(gold, parse(text, parsing_timeout=self.timeout_s), timeout_seconds=self.timeout_s))
+        logging.getLogger("math_verify").setLevel(logging.ERROR)  # It warns that its own time limit is off: ours rings again.
+        try:
+            with _at_most(self.timeout_s):
+                gold = parse(expected if boxed(expected) else rf"\boxed{{{expected}}}", parsing_timeout=None)
+                return float(verify(gold, parse(text, parsing_timeout=None), timeout_seconds=None))
+        except _TooLong:
+            return 0.0
+
+
+class _TooLong(BaseException):
+    """The time of `_at_most` is over. An `except Exception` of a library does not keep it."""
+
+
+@contextlib.contextmanager
+def _at_most(seconds: float) -> Iterator[None]:
+    """Raise `_TooLong` on the main thread after `seconds`, and again each 0.1 s until the block has ended.
+
+    Once is not enough: Python drops an exception that a signal raises in a callback of a weak reference or in `__del__`.
+    """
+    is_over = False
+
+    def ring(_signal: int, _frame: object) -> None:
+        if not is_over:
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            raise _TooLong
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        try:
+            yield
+        finally:
+            is_over = True
+    finally:  # Also if it rang between the end of the block and the line above.
+        is_over = True
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def boxed(text: str) -> str | None:
@@ -362,16 +397,15 @@ class UnitTests(SampleReward):
         packages: let the code import installed packages; by default the standard library alone.
         box: `required` refuses to run where the kernel does not allow the whole box; `limits` does with limits alone.
 
-    Contained by limits: endless loops and sleeps (killed, with what is in their session), CPU seconds, memory of a process, sizes of files
+    Contained by limits: endless loops and sleeps (killed, with what they started), CPU seconds, memory of a process, sizes of files
     and of the output, core dumps, standard streams, environment variables (none are passed), and the working directory (a temporary one).
-    Contained by the rest of the box, which is Linux user, process, IPC and network namespaces and Landlock: the network; signals to, and
-    the sight of, other processes, a daemon left behind among them; reading of files other than Python's own and the system's libraries,
-    and writing anywhere but in the working directory.
+    Contained by the rest of the box (`m2flow.sandbox`), which is namespaces of Linux, a root of its own and a filter of system calls: the
+    network; signals to, and the sight of, other processes; reading of files other than Python's own and the system's programs and
+    libraries, and writing anywhere but in the working directory; the number of processes; and, where the host has control groups, the sum
+    of their memory.
 
-    Not contained: a fault of the kernel, since system calls are not filtered; the sum of memory over several processes, of files on the
-    disk, and the number of processes where m2flow runs as root, all until the time limit; and a solution that looks for the test in its own
-    process and cheats on asserts. Ending the process early does not pass a test. Only tests of standard input and output are compared
-    outside the process.
+    Not contained: a fault of the kernel in calls that are not refused; and a solution that looks for the test in its own process and cheats
+    on asserts. Ending the process early does not pass a test. Only tests of standard input and output are compared outside the process.
 
     >>> from types import SimpleNamespace as Row
     >>> right = "```python\\ndef add(a, b):\\n    return a + b\\n```"
@@ -427,7 +461,7 @@ class UnitTests(SampleReward):
 class ReasoningGym(SampleReward):
     """What a task of reasoning-gym says of the response, 0 to 1; the rows are those of `Dataset.reasoning_gym(task)`.
 
-    Several tasks evaluate the answer as Python, so that each is scored in the box of `UnitTests`, which takes about a second of CPU.
+    Several tasks evaluate the answer as Python, so that each is scored in the box of `UnitTests`, where the package is at hand.
     An answer that makes the task fail or takes too long counts 0.
 
     Args:
@@ -450,15 +484,17 @@ class ReasoningGym(SampleReward):
 
     def __call__(self, sample: Sample) -> float:
         how = {"wall_s": self.timeout_s, "memory": self.memory_mb << 20, "box": self.box == "required", "packages": True}
-        if not _imports_in_box("reasoning_gym", json.dumps({**how, "wall_s": 120.0})):
-            raise MissingExtra("ReasoningGym needs the package reasoning-gym", now="Run: pip install 'm2flow[smollm]'.")
         word = secrets.token_hex(16)
         program = (
             "import json, os, sys\nfrom reasoning_gym import get_score_answer_fn\n"
             "task, answer, entry = json.loads(sys.stdin.read())\n"
             f"score = float(get_score_answer_fn(task)(answer, entry))\nos.write(1, f'\\n{word} {{score}}\\n'.encode())\n"
         )
-        said = run_boxed(program, json.dumps([self.task, self.found(str(sample.text)), sample.entry]), how)
+        given = json.dumps([self.task, self.found(str(sample.text)), sample.entry])
+        try:
+            said = run_boxed(program, given, {**how, "preload": ("reasoning_gym",)})
+        except MissingExtra:
+            raise MissingExtra("ReasoningGym needs the package reasoning-gym", now="Run: pip install 'm2flow[smollm]'.") from None
         scored = re.search(rf"^{word} (\S+)$", said or "", re.MULTILINE)
         return float(scored[1]) if scored else 0.0
 
@@ -468,49 +504,30 @@ class ReasoningGym(SampleReward):
         return str(matches[-1] if matches else text).strip()
 
 
-@functools.cache
-def _imports_in_box(package: str, how: str) -> bool:
-    return run_boxed(f"import {package}", "", json.loads(how)) is not None
-
-
 def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
-_GRACE_S = 10.0
-"""Seconds beyond the time limit after which the box itself is killed."""
-
-
-def run_boxed(program: str, given: str, how: Mapping[str, object]) -> str | None:
+def run_boxed(program: str, given: str, how: Mapping[str, Any]) -> str | None:
     """Run a Python program in the box of `UnitTests`. Returns what it printed; None if it failed or took too long.
 
     Args:
-        how: `wall_s`, `memory` (bytes), `box` (whether limits alone will not do), `packages`.
+        how: `wall_s`, `memory` (bytes), `box` (whether limits alone will not do), `packages`, and `preload`, modules at hand.
     Raises:
         EngineError: this machine can't make the box.
     """
-    with tempfile.TemporaryDirectory(prefix="m2flow-box-") as folder, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as into:
-        into.write(given.encode("utf-8", "replace"))
-        into.seek(0)
-        (Path(folder) / "program.py").write_text(program, "utf-8", "replace")
-        settings = json.dumps({**how, "folder": folder})
-        command = [sys.executable, "-I", *([] if how["packages"] else ["-S"]), sandbox.__file__, settings]
-        process = subprocess.Popen(
-            command, stdin=into, stdout=out, stderr=subprocess.DEVNULL, cwd=folder, env={"LC_ALL": "C.UTF-8"}, start_new_session=True
-        )
-        try:
-            status = process.wait(float(str(how["wall_s"])) + _GRACE_S)
-        except subprocess.TimeoutExpired:
-            status = -1
-        finally:
-            process.kill()
-            process.wait()
-        out.seek(0)
-        said = out.read().decode("utf-8", "replace")
-    if status == sandbox.REFUSED:
-        now = 'Allow user namespaces and Landlock (Linux 6.7), or accept less containment: UnitTests(box="limits").'
-        raise EngineError(f"this machine can't box the code that a model wrote: {said.strip()}", now=now)
-    return said if status == 0 else None
+    result = run_program(
+        program,
+        given,
+        tier="box" if how["box"] else "fork",
+        wall_s=how["wall_s"],
+        memory_mb=how["memory"] >> 20,
+        packages=how["packages"],
+        preload=how.get("preload", ()),
+        output_bytes=16 << 20,
+        shows_proc=False,
+    )
+    return result.text if result.is_ok else None
 
 
 # ---- over HTTP

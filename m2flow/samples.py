@@ -11,7 +11,9 @@ Token columns of a generated batch (all ragged, T_i tokens in sample i, prompt i
     logprobs    float32  log-probability under the weights that sampled the token; 0 where the token was not sampled
     versions    int32    version of those weights; -1 where the token was not sampled
     kv_stale    bool     the KV cache it attended to was older than `versions`
-    routed_experts  int16 [T_i, layers, k]  of a mixture whose rollout engine says it: the experts that each token went to; -1: not said
+    routed_experts  [T_i, layers, k]  of a mixture whose rollout engine says it: the experts that each token went to (`compact_experts`)
+
+An episode of an agent (`m2flow.agents`) has several segments of each kind, and the columns of `EPISODE`.
 
 with `segment_kinds` (uint8, a `Segment`) and `segment_lengths` (int32) ragged over segments, and the dense `seed` (uint64),
 `finish` (uint8, a `Finish`), and the texts `prompt` and `text`. Any other column is metadata of the dataset's row.
@@ -43,6 +45,10 @@ _FEW = 32
 
 MAX_GROUP = 1 << _INDEX_BITS
 """Most samples of one prompt in a call."""
+
+
+EPISODE = frozenset({"reward", "failure", "num_turns", "episode"})
+"""Columns that an episode adds to its row: reward (nan: none), how it failed (empty: it did not), turns of the model, and its record."""
 
 
 class Segment(enum.IntEnum):
@@ -91,6 +97,35 @@ class SampleId:
 
     def __repr__(self) -> str:
         return f"SampleId(call={self.call}, prompt={self.prompt}, index={self.index})"
+
+
+ROUTED_EXPERTS = "routed_experts"
+
+
+def compact_experts(experts: npt.NDArray[np.int16], num_experts: int) -> npt.NDArray[np.int16] | npt.NDArray[np.uint8]:
+    """The experts of tokens, [T, layers, k], in the fewest bytes that all of a model's fit: one each for up to 256 experts.
+
+    A token's experts differ, so in bytes a token whose experts are all 0 stands for one whose experts are unknown; where a token has only
+    one expert, or there are more than 256, the numbers stay int16, with -1 for unknown.
+
+    >>> compact_experts(np.array([[[7, 0]], [[-1, -1]]], np.int16), 8).tolist()
+    [[[7, 0]], [[0, 0]]]
+    """
+    if not 1 < num_experts <= 256 or experts.shape[-1] < 2:
+        return experts
+    return experts.clip(0).astype(np.uint8)
+
+
+def expanded_experts(experts: npt.NDArray[np.generic]) -> npt.NDArray[np.int16]:
+    """Undo `compact_experts`: int16, all -1 where a token's are unknown.
+
+    >>> expanded_experts(np.array([[[7, 0]], [[0, 0]]], np.uint8)).tolist()
+    [[[7, 0]], [[-1, -1]]]
+    """
+    found = experts.astype(np.int16)
+    if experts.dtype == np.uint8:
+        found[~(experts != 0).any((1, 2))] = -1
+    return found
 
 
 def make_ids(call: int, num_prompts: int, num_per_prompt: int = 1) -> IdArray:

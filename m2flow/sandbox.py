@@ -1,164 +1,767 @@
-"""Run a Python program that nobody has read, contained by Linux: the process that `m2flow.rewards.run_boxed` starts.
+"""Run programs that nobody has read: `Sandbox`, in three tiers, each probed when it starts and never replaced by a weaker one.
 
-    python -I sandbox.py '{"folder": ..., "wall_s": 5, "memory": 536870912, "box": true, "packages": false}'
+    async with Sandbox() as box:
+        await box.write("rows.csv", b"1,2")
+        result = await box.run("rows = open('rows.csv').read()")     # variables and files stay from turn to turn
+        result = await box.run("print(rows)")                        # result.text, .status, .over, .wall_s, .cpu_s
+        result = await box.shell("ls -l")
 
-It runs `program.py` of the working directory in a child and ends with the child's status; 97 means that this machine can't contain it, and
-standard output says why. Every limit comes from the kernel: user, process, network and IPC namespaces, Landlock for files, resource limits.
-What is contained and what is not is said at `m2flow.rewards.UnitTests`.
+    box      Linux namespaces, a root of read-only mounts, no rights, no network: for what a model wrote
+    fork     a process with limits that can be killed: for programs that are trusted and may hang or crash
+    monty    an interpreter of a subset of Python without system calls (the package pydantic-monty): for calculators
 
-The interpreter is an isolated one, so this file imports the standard library alone. Numbers of system calls and flags are those of the
-kernel's headers, the same on every architecture (Landlock: linux/landlock.h; namespaces: linux/sched.h; prctl: linux/prctl.h).
+The first two fork a warm interpreter, the process `m2flow/environments/box.py`, which says how it contains them. A verdict comes from
+outside of the program's process. `BlockingSandbox` is the same without `await`; `run_program` runs one program in a box of its own.
+
+Limits. A fault of the kernel is not contained, though calls that only attack it are refused. Without a control group for memory
+(`Sandbox.probe` says whether there is one) memory is bounded by process, not in sum. What a program computes from the clock or from random
+numbers differs from run to run. A turn's threads and child processes end with it; its variables and files stay.
 """
 
 from __future__ import annotations
 
+import asyncio
+import atexit
+import collections
+import concurrent.futures
 import contextlib
-import ctypes
-import errno
+import datetime
+import itertools
 import json
+import math
 import os
-import resource
-import select
-import signal
+import socket
 import struct
+import subprocess
 import sys
 import sysconfig
-from typing import Any, NoReturn
+import tempfile
+import threading
+import time
+from collections.abc import Generator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self, final, get_args
 
-REFUSED = 97
-"""Exit status if this machine can't contain the program."""
+from m2flow.errors import EngineError, MissingExtra, OptionError
 
-_LANDLOCK_CREATE_RULESET, _LANDLOCK_ADD_RULE, _LANDLOCK_RESTRICT_SELF = 444, 445, 446
-_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 2, 4, 8
-_NAMESPACES = 0x10000000 | 0x20000000 | 0x40000000 | 0x08000000
-"""User, process, network, IPC."""
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
-_CAPABILITY_VERSION_3 = 0x20080522
-_SYSTEM_PATHS = ["/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/dev/null", "/dev/zero", "/dev/urandom"]
-
-_libc = ctypes.CDLL(None, use_errno=True)
+Tier = Literal["box", "fork", "monty"]
+Over = Literal["", "wall", "cpu", "memory", "output"]
+PROGRAM = str(Path(__file__).parent / "environments" / "box.py")
+"""What the interpreter of the tiers `box` and `fork` runs."""
+_GRACE_S = 10.0
+"""Seconds beyond a call's time limit after which its supervisor counts as hung."""
+_START_S = 120.0
+"""Seconds that an interpreter may take until it has imported what it is to have at hand."""
 
 
-def main(how: dict[str, Any]) -> NoReturn:
-    """Contain this process, start the program in a child, kill that when its time is up, and exit with its status."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+@final
+@dataclass(frozen=True)
+class Result:
+    """What became of a program."""
+
+    text: str
+    """Standard output, and standard error in its order; cut at the limit."""
+    status: int
+    """The exit status; minus the signal that ended it. Of a turn, 1 if it raised."""
+    over: Over
+    """The limit that it went over and was ended for; empty: none."""
+    wall_s: float
+    cpu_s: float
+    """Processor seconds of the process, and of those that it waited for."""
+    state: Literal["kept", "rolled back", "lost"] = "kept"
+    """A session's variables after the turn: its own; those before it, since it was ended; or none, since it ended the session too."""
+
+    @property
+    def is_ok(self) -> bool:
+        return self.status == 0 and not self.over
+
+
+@final
+@dataclass(frozen=True)
+class Snapshot:
+    """A moment of a box: its files, and its variables. Of the tier `monty` it is bytes that any box of that tier restores."""
+
+    tier: Tier
+    box: int
+    name: int
+    data: bytes
+
+
+@final
+@dataclass(frozen=True)
+class Probe:
+    """What a machine can do for a tier."""
+
+    works: bool
+    missing: str = ""
+    """Why it does not work."""
+    memory_group: str = ""
+    """The version of the control groups that bound a box's memory in sum, `v1` or `v2`; empty: there are none."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a box may use."""
+
+    wall_s: float = 10.0
+    """Seconds of one call."""
+    cpu_s: float | None = None
+    """Processor seconds of one process; by default the wall seconds and one more."""
+    memory_mb: int = 512
+    """Address space of one process, and memory of all with the files where there are control groups, MiB."""
+    files_mb: int = 32
+    """All files of the box, MiB. The tier `fork` bounds each file alone."""
+    processes: int = 64
+    """Processes and threads at a time. The tier `fork` does not bound them."""
+    output_bytes: int = 1 << 20
+    """Output of one call."""
+
+    def __post_init__(self) -> None:
+        for name in ("wall_s", "cpu_s", "memory_mb", "files_mb", "processes", "output_bytes"):
+            value = getattr(self, name)
+            if name == "cpu_s" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise OptionError(f"a sandbox's {name}={value!r} is no number above 0")
+
+
+# ---- warm interpreters
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What a warm interpreter is."""
+
+    tier: Tier
+    packages: bool
+    preload: tuple[str, ...]
+    program: str
+    python: str
+
+
+class _Zygote:
+    """A warm interpreter, and the socket by which it is asked for boxes."""
+
+    def __init__(self, kind: _Kind) -> None:
+        self.kind = kind
+        self.connection, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        how = {"fd": there.fileno(), "contained": kind.tier == "box", "preload": kind.preload, "binds": _binds(kind.packages)}
+        command = [kind.python, "-s", "-P", *([] if kind.packages else ["-S"]), kind.program, json.dumps(how)]
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd="/",
+            env={"LC_ALL": "C.UTF-8", "PYTHONHASHSEED": "0"},
+            pass_fds=[there.fileno()],
+            start_new_session=True,
+        )
+        there.close()
+        self.connection.settimeout(_START_S)
+        try:
+            told = _receive(self.connection)[0]
+        except (OSError, EngineError) as error:
+            self.close()
+            raise EngineError(f"the interpreter of a sandbox did not start: {error}") from None
+        self.missing = str(told.get("missing", ""))
+        self.lacks_module = bool(told.get("is_import"))
+        self.memory_group = str(told.get("memory_group") or "")
+        self.connection.settimeout(_GRACE_S)
+
+    def ask(self, how: dict[str, object]) -> socket.socket:
+        """Ask for a box. Returns its socket."""
+        here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with there:
+            try:
+                text = json.dumps(how).encode()
+                socket.send_fds(self.connection, [struct.pack(">I", len(text)) + text], [there.fileno()])
+            except OSError as error:
+                here.close()
+                raise EngineError(f"the interpreter of a sandbox has ended: {error}") from None
+        return here
+
+    def close(self) -> None:
+        self.connection.close()
+        try:
+            self.process.wait(_GRACE_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+def _binds(packages: bool) -> list[str]:
+    """What of the host Python needs to read, besides the system's own."""
+    paths = [sys.base_prefix, sysconfig.get_path("stdlib")]
+    paths += [path for path in sys.path if packages and os.path.basename(path) in ("site-packages", "dist-packages")]
+    return sorted({os.path.abspath(path) for path in paths if path and os.path.exists(path)}, key=len)
+
+
+_zygotes: dict[_Kind, _Zygote] = {}
+_refusals: dict[_Kind, str] = {}
+_starting = threading.Lock()
+
+
+def _zygote(kind: _Kind) -> _Zygote:
+    """The warm interpreter of a kind, started and probed if there is none that lives.
+
+    Raises:
+        EngineError: this machine can't contain a program so.
+    """
+    with _starting:
+        found = _zygotes.get(kind)
+        if found is not None and found.process.poll() is None:
+            return found
+        if found is not None:
+            _zygotes.pop(kind).close()
+        if kind not in _refusals:
+            made = _Zygote(kind)
+            why = made.missing or (_disproved(made) if kind.tier == "box" else "")
+            if not why:
+                _zygotes[kind] = made
+                return made
+            made.close()
+            if made.lacks_module:
+                raise MissingExtra(f"a sandbox can't import what it is to have at hand: {why}", now="Install it, or change preload=.")
+            _refusals[kind] = why
+    raise EngineError(
+        f"this machine can't box the code that a model wrote: {_refusals[kind]}",
+        now="Allow user namespaces with mounts and seccomp filters (in a container: its profile), or accept less containment: "
+        'UnitTests(box="limits"), Sandbox("fork").',
+    )
+
+
+_PROOF = """
+import os, sys
+lines = [line.split(":", 1) for line in open("/proc/self/status")]
+said = {name: value.strip() for name, value in lines}
+wanted = {"CapEff": "0" * 16, "CapPrm": "0" * 16, "CapBnd": "0" * 16, "NoNewPrivs": "1", "Seccomp": "2"}
+wrong = [f"{name} is {said.get(name)}" for name, value in wanted.items() if said.get(name) != value]
+if os.path.exists(sys.stdin.read()):
+    wrong.append("files of the host are seen")
+if [line for line in open("/proc/net/dev") if ":" in line and not line.strip().startswith("lo:")]:
+    wrong.append("the network is seen")
+if len([name for name in os.listdir("/proc") if name.isdigit()]) != 2:
+    wrong.append("other processes are seen")
+for path in ("/x", "/usr/x", "/proc/sys/kernel/core_pattern"):
     try:
-        if how["box"]:
-            _enter_namespaces()
-    except OSError as error:
-        _refuse(_told(error))
-    told, tells = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(told)
-        _run_child(how, tells)
-    os.close(tells)
-    why = os.read(told, 4096)
-    if why:
-        os.waitpid(child, 0)
-        _refuse(why.decode())
-    has_ended = select.select([os.pidfd_open(child)], [], [], how["wall_s"])[0]
-    for kill in (os.killpg, os.kill):
-        with contextlib.suppress(OSError):
-            kill(child, signal.SIGKILL)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    os._exit(status if has_ended and 0 <= status < REFUSED else 1)
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT))
+        wrong.append(f"{path} can be written")
+    except OSError:
+        pass
+print("; ".join(wrong) or "contained")
+"""
 
 
-def _refuse(why: str) -> NoReturn:
-    print(why, flush=True)
-    os._exit(REFUSED)
+def _disproved(zygote: _Zygote) -> str:
+    """Ask a program in a box what it can reach. Returns what it should not; empty: nothing."""
+    limits = Limits(wall_s=30.0)
+    with tempfile.NamedTemporaryFile() as witness:
+        path = witness.name
+        connection = zygote.ask(_settings(limits, "", shows_proc=True))
+        with connection:
+            connection.settimeout(limits.wall_s + _GRACE_S)
+            told = _receive(connection)[0]
+            if "missing" in told:
+                return str(told["missing"])
+            head = {"op": "python", "wall_s": limits.wall_s, "output": 4096, "merged": True, "is_last": True}
+            connection.sendall(_frame(head, _PROOF.encode(), path.encode()))
+            told, text = _receive(connection)
+    said = text.decode("utf-8", "replace").strip()
+    return str(told["missing"]) if "missing" in told else "" if said == "contained" else said or "a first program was ended"
 
 
-def _told(error: OSError) -> str:
-    return f"{error.strerror}: {os.strerror(error.errno or 0)}"
+def _settings(limits: Limits, folder: str, *, shows_proc: bool) -> dict[str, object]:
+    return {
+        "memory": limits.memory_mb << 20,
+        "processes": limits.processes,
+        "files": limits.files_mb << 20,
+        "file": min(limits.files_mb << 20, 16 << 20),
+        "cpu": math.ceil(limits.wall_s if limits.cpu_s is None else limits.cpu_s) + (limits.cpu_s is None),
+        "proc": shows_proc,
+        "folder": folder,
+    }
 
 
-def _check(result: int, what: str) -> int:
-    """Return the result of a call of the C library. Raises `OSError` if it failed."""
-    if result < 0:
-        raise OSError(ctypes.get_errno(), what)
-    return result
+def _frame(head: dict[str, object], first: bytes, second: bytes) -> bytes:
+    text = json.dumps(head).encode()
+    return struct.pack(">III", len(text), len(first), len(second)) + text + first + second
 
 
-def _enter_namespaces() -> None:
-    """Enter new namespaces, of whose users this process is nobody; its children are alone in theirs."""
-    uid, gid = os.getuid(), os.getgid()
-    _check(_libc.unshare(_NAMESPACES), "namespaces")
-    for name, text in (("setgroups", "deny"), ("uid_map", f"65534 {uid} 1"), ("gid_map", f"65534 {gid} 1")):
-        with open(f"/proc/self/{name}", "w") as file:
-            file.write(text)
+def _receive(connection: socket.socket) -> tuple[dict[str, Any], bytes]:
+    """Read a reply. Raises `EngineError` at the end of the connection."""
+    reading = _reading()
+    wanted = next(reading)
+    while True:
+        data = connection.recv(min(wanted, 1 << 20))
+        if not data:
+            raise EngineError("the supervisor of a sandbox has ended")
+        try:
+            wanted = reading.send(data)
+        except StopIteration as end:
+            return _reply(end.value)
 
 
-def _run_child(how: dict[str, Any], tells: int) -> NoReturn:
-    """Limit this process and run the program in it. Writes to `tells` why a limit could not be set."""
-    try:
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        os.setsid()
-        if how["box"]:
-            _restrict_files(how)
-            _drop_capabilities()
-        _limit_resources(how)
-    except OSError as error:
-        os.write(tells, _told(error).encode())
-        os._exit(REFUSED)
-    os.close(tells)
-    code = 1
-    try:
-        with open("program.py", encoding="utf-8") as file:
-            source = file.read()
-        os.unlink("program.py")
-        exec(compile(source, "program.py", "exec"), {"__name__": "__main__"})
-        code = 0
-    except SystemExit as end:
-        code = 0 if end.code in (None, 0) else 1
-    except BaseException:
-        code = 1
-    try:
-        sys.stdout.flush()
-    finally:
-        os._exit(code)
+def _reading() -> Generator[int, bytes, tuple[dict[str, Any], bytes]]:
+    """Yield how many bytes are wanted at most, and be sent some, until a frame is whole."""
+    got = bytearray()
+    wanted = 12
+    while len(got) < wanted:
+        got += yield wanted - len(got)
+        if wanted == 12 and len(got) >= 12:
+            wanted += sum(struct.unpack(">III", got[:12]))
+    head, first, _ = struct.unpack(">III", got[:12])
+    return json.loads(got[12 : 12 + head]), bytes(got[12 + head : 12 + head + first])
 
 
-def _restrict_files(how: dict[str, Any]) -> None:
-    """Allow to read and run what Python needs, and to write in the working directory, by Landlock."""
-    abi = _libc.syscall(_LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), 1)
-    if abi < 4:
-        raise OSError(errno.ENOSYS, "Landlock")
-    every = (1 << (15 if abi == 4 else 16)) - 1
-    rules = struct.pack("QQQ", every, 3, 3)[: 16 if abi < 6 else 24]
-    ruleset = _check(_libc.syscall(_LANDLOCK_CREATE_RULESET, rules, ctypes.c_size_t(len(rules)), 0), "Landlock")
-    python = [sys.prefix, sys.base_prefix, sysconfig.get_path("stdlib"), *(sys.path if how["packages"] else [])]
-    reads = [(path, _EXECUTE | _READ_FILE | _READ_DIR) for path in [*_SYSTEM_PATHS, *python]]
-    for path, access in [*reads, (how["folder"], every)]:
-        if path and os.path.exists(path):
-            place = os.open(path, os.O_PATH)
-            of_file = access & (_EXECUTE | _WRITE_FILE | _READ_FILE)
-            given = struct.pack("=Qi", access if os.path.isdir(path) else of_file, place)
-            _check(_libc.syscall(_LANDLOCK_ADD_RULE, ruleset, 1, given, 0), f"Landlock for {path}")
-            os.close(place)
-    _check(_libc.syscall(_LANDLOCK_RESTRICT_SELF, ruleset, 0), "Landlock")
+def _reply(value: Any) -> tuple[dict[str, Any], bytes]:
+    head, data = value
+    return head, data
 
 
-def _drop_capabilities() -> None:
-    _libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
-    none = ctypes.create_string_buffer(24)
-    _check(_libc.capset(ctypes.byref(ctypes.c_uint64(_CAPABILITY_VERSION_3)), none), "capabilities")
+@atexit.register
+def _close_all() -> None:
+    for zygote in _zygotes.values():
+        zygote.close()
+    _zygotes.clear()
 
 
-def _limit_resources(how: dict[str, Any]) -> None:
-    """Set the limits of this process, none above those that it has."""
-    large, cpu_s = 16 << 20, int(how["wall_s"]) + 1
-    limits = {"AS": how["memory"], "CPU": cpu_s, "FSIZE": large, "NOFILE": 64, "CORE": 0, "MEMLOCK": 0, "STACK": 8 << 20}
-    if how["box"]:
-        limits["NPROC"] = 64  # Outside a user namespace it would count all processes of the user.
-    for name, value in limits.items():
-        kind = getattr(resource, f"RLIMIT_{name}")
-        most = resource.getrlimit(kind)[1]
-        value = value if most == resource.RLIM_INFINITY else min(value, most)
-        resource.setrlimit(kind, (value, value))
+def _forget_all() -> None:
+    """In a fork: the interpreters are the parent's."""
+    global _starting
+    for zygote in _zygotes.values():
+        zygote.connection.close()
+    _zygotes.clear()
+    _starting = threading.Lock()
 
 
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+os.register_at_fork(after_in_child=_forget_all)
+
+
+# ---- how many run at a time
+
+
+class _Slots:
+    """Bounds how many programs run at a time, so that their time limits are about themselves and not about each other."""
+
+    def __init__(self, count: int) -> None:
+        self._free, self._waiting, self._lock = count, collections.deque[concurrent.futures.Future[None]](), threading.Lock()
+
+    def take(self) -> concurrent.futures.Future[None]:
+        """A future that is done when a slot is this caller's."""
+        slot: concurrent.futures.Future[None] = concurrent.futures.Future()
+        with self._lock:
+            if self._free > 0:
+                self._free -= 1
+                slot.set_result(None)
+            else:
+                self._waiting.append(slot)
+        return slot
+
+    def give_back(self, slot: concurrent.futures.Future[None]) -> None:
+        """Return a slot, or stop waiting for one."""
+        if slot.cancel():
+            return
+        with self._lock:
+            while self._waiting:
+                following = self._waiting.popleft()
+                if following.set_running_or_notify_cancel():
+                    following.set_result(None)
+                    return
+            self._free += 1
+
+
+_slots = _Slots(max(4, 4 * (os.cpu_count() or 1)))
+_Request = tuple[dict[str, object], bytes, bytes]
+_Steps = Generator[_Request, tuple[dict[str, Any], bytes], Any]
+_boxes = itertools.count(1)
+
+
+# ---- a box, as requests and answers
+
+
+class _Box:
+    """What a box is asked, without the way in which the answers are waited for."""
+
+    def __init__(
+        self,
+        tier: Tier = "box",
+        *,
+        wall_s: float = 10.0,
+        cpu_s: float | None = None,
+        memory_mb: int = 512,
+        files_mb: int = 32,
+        processes: int = 64,
+        output_bytes: int = 1 << 20,
+        packages: bool = False,
+        preload: tuple[str, ...] = (),
+        shows_proc: bool = True,
+    ) -> None:
+        if tier not in get_args(Tier):
+            raise OptionError(f"Sandbox(tier={tier!r}): known are {', '.join(get_args(Tier))}")
+        self.tier: Tier = tier
+        self.limits = Limits(wall_s, cpu_s, memory_mb, files_mb, processes, output_bytes)
+        self._kind = _Kind(tier, packages or bool(preload), tuple(preload), PROGRAM, sys.executable)
+        self._shows_proc = shows_proc
+        self._box = next(_boxes)
+        self._connection: socket.socket | None = None
+        self._monty: _Monty | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._names = itertools.count(1)
+
+    @classmethod
+    def probe(cls, tier: Tier = "box") -> Probe:
+        """Try a tier on this machine: an interpreter is started and a program in it asked what it can reach."""
+        try:
+            if tier == "monty":
+                _monty_pool()
+                return Probe(True)
+            zygote = _zygote(_Kind(tier, False, (), PROGRAM, sys.executable))
+        except EngineError as error:
+            return Probe(False, error.what)
+        return Probe(True, memory_group=zygote.memory_group)
+
+    def _open(self) -> None:
+        if self._connection is not None or self._monty is not None:
+            raise OptionError("this sandbox is open already")
+        if self.tier == "monty":
+            self._monty = _Monty(self.limits)
+            return
+        zygote = _zygote(self._kind)
+        if self.tier == "fork":
+            self._folder = tempfile.TemporaryDirectory(prefix="m2flow-box-", ignore_cleanup_errors=True)
+        connection = zygote.ask(_settings(self.limits, self._folder.name if self._folder else "", shows_proc=self._shows_proc))
+        try:
+            connection.settimeout(_START_S)
+            told = _receive(connection)[0]
+            if "missing" in told:
+                raise EngineError(f"a sandbox can't be made: {told['missing']}")
+        except OSError as error:
+            raise EngineError(f"a sandbox did not come up in {_START_S:.0f} s: {error}") from None
+        except EngineError:
+            connection.close()
+            raise
+        self._connection = connection
+
+    def _close(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+        monty, self._monty = self._monty, None
+        if monty is not None:
+            monty.close()
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+    def _opened(self) -> socket.socket:
+        if self._connection is None:
+            raise OptionError("this sandbox is closed", now="Use it inside `with Sandbox(...) as box:`.")
+        return self._connection
+
+    # -- steps: each yields requests, is sent the replies, and returns what its call returns
+
+    def _run_steps(self, op: str, program: str, stdin: str | bytes, *, merged: bool = True, is_last: bool = False) -> _Steps:
+        given = stdin.encode("utf-8", "replace") if isinstance(stdin, str) else stdin
+        head = {"op": op, "merged": merged, "is_last": is_last, "output": self.limits.output_bytes, "wall_s": self.limits.wall_s}
+        told, data = yield head, program.encode("utf-8", "replace"), given
+        text = data.decode("utf-8", "replace")
+        return Result(text, told["status"], told["over"], told["wall_s"], told["cpu_s"], told["state"])
+
+    def _file_steps(self, op: str, path: str, data: bytes) -> _Steps:
+        most = (self.limits.files_mb << 21) + (1 << 20)
+        head = {"op": op, "merged": False, "is_last": False, "output": most, "wall_s": max(60.0, self.limits.wall_s)}
+        told, text = yield head, path.encode("utf-8", "surrogateescape"), data
+        if told["status"] != 0 or told["over"]:
+            why = text.decode("utf-8", "replace")[-500:] if told["status"] == 1 else told["over"] or f"status {told['status']}"
+            raise OSError(f"{op} {path!r} in a sandbox: {why}")
+        return text
+
+    def _snapshot_steps(self) -> _Steps:
+        files = yield from self._file_steps("pack", "", b"")
+        name = next(self._names)
+        yield {"op": "hold", "name": name}, b"", b""
+        return Snapshot(self.tier, self._box, name, files)
+
+    def _restore_steps(self, snapshot: Snapshot) -> _Steps:
+        if snapshot.tier != self.tier or snapshot.box != self._box:
+            raise OptionError(f"a snapshot of another box can't be restored in this one: {self.tier!r} keeps variables in its processes")
+        yield from self._file_steps("unpack", "", snapshot.data)
+        yield {"op": "restore", "name": snapshot.name}, b"", b""
+
+    def _told(self, told: tuple[dict[str, Any], bytes]) -> tuple[dict[str, Any], bytes]:
+        if "missing" in told[0]:
+            self._close()
+            raise EngineError(f"a sandbox failed: {told[0]['missing']}")
+        return told
+
+
+@final
+class BlockingSandbox(_Box):
+    """A `Sandbox` whose calls wait: for rewards and scripts. One thread uses it at a time.
+
+    >>> with BlockingSandbox("fork") as box:
+    ...     box.run("x = 20 + 1").status, box.run("print(2 * x)").text
+    (0, '42\\n')
+    """
+
+    def __enter__(self) -> Self:
+        self._open()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+
+    def run(self, code: str, stdin: str | bytes = "", *, fresh: bool = False) -> Result:
+        """As `Sandbox.run`."""
+        if self._monty is not None:
+            return self._monty.run(code)
+        return self._drive(self._run_steps("python" if fresh else "turn", code, stdin))  # type: ignore[no-any-return]
+
+    def shell(self, command: str, stdin: str | bytes = "") -> Result:
+        """As `Sandbox.shell`."""
+        return self._drive(self._run_steps("shell", command, stdin))  # type: ignore[no-any-return]
+
+    def write(self, path: str, data: bytes) -> None:
+        """As `Sandbox.write`."""
+        self._drive(self._file_steps("write", path, data))
+
+    def read(self, path: str) -> bytes:
+        """As `Sandbox.read`."""
+        return self._drive(self._file_steps("read", path, b""))  # type: ignore[no-any-return]
+
+    def snapshot(self) -> Snapshot:
+        """As `Sandbox.snapshot`."""
+        return self._monty.snapshot() if self._monty is not None else self._drive(self._snapshot_steps())
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """As `Sandbox.restore`."""
+        if self._monty is not None:
+            self._monty.restore(snapshot)
+        else:
+            self._drive(self._restore_steps(snapshot))
+
+    def _last(self, program: str, stdin: str, merged: bool) -> Result:
+        """Run one program, the box's only one."""
+        return self._drive(self._run_steps("python", program, stdin, merged=merged, is_last=True))  # type: ignore[no-any-return]
+
+    def _drive(self, steps: _Steps) -> Any:
+        if self.tier == "monty":
+            raise OptionError("the tier 'monty' has no shell, files or processes; it runs Python alone")
+        connection = self._opened()
+        try:
+            head, first, second = next(steps)
+            while True:
+                slot = _slots.take()
+                try:
+                    slot.result()
+                    connection.settimeout(float(str(head.get("wall_s", 0.0))) + _GRACE_S)
+                    connection.sendall(_frame(head, first, second))
+                    told = _receive(connection)
+                except BaseException as error:
+                    self._close()
+                    if isinstance(error, OSError):
+                        raise EngineError(f"the supervisor of a sandbox does not answer: {error}") from None
+                    raise
+                finally:
+                    _slots.give_back(slot)
+                head, first, second = steps.send(self._told(told))
+        except StopIteration as end:
+            return end.value
+
+
+@final
+class Sandbox(_Box):
+    """A box for programs that nobody has read, in which turns share variables and files.
+
+    Args:
+        tier: `box`, contained by Linux; `fork`, with limits alone; `monty`, a subset of Python (`pip install 'm2flow[monty]'`).
+        wall_s: seconds that one call may take. cpu_s: processor seconds of one process; by default `wall_s` and one more.
+        memory_mb: address space of one process, and memory of the whole box where there are control groups, MiB.
+        files_mb: all files of the box, in memory, MiB. processes: at a time. output_bytes: of one call.
+        packages: let programs import this interpreter's installed packages; by default the standard library alone.
+        preload: packages that every box has imported already (implies `packages`).
+        shows_proc: whether `/proc` shows the box's processes; else it is empty.
+    Raises:
+        EngineError: on entering, if this machine can't give the tier; it says what is missing. While it is used, if the box itself fails:
+            that is never a program's result.
+        MissingExtra: the tier or `preload` needs a package that is not installed.
+
+    Calls of one box take turns; any number of boxes may be open, of which a few at a time run a program.
+    """
+
+    def __init__(self, tier: Tier = "box", **limits: Any) -> None:
+        super().__init__(tier, **limits)
+        self._turns = asyncio.Lock()
+
+    async def __aenter__(self) -> Self:
+        await asyncio.to_thread(self._open)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._close()
+
+    async def run(self, code: str, stdin: str | bytes = "", *, fresh: bool = False) -> Result:
+        """Run Python. Its variables stay for the next turn; those of a turn that was ended do not, and the ones before it come back.
+
+        Args:
+            fresh: in a process of its own without the session's variables. Its status is the kernel's word then; a turn's is that of the
+                session's own interpreter, which the turn may have changed.
+        """
+        if self._monty is not None:
+            return await asyncio.to_thread(self._monty.run, code)
+        return await self._drive(self._run_steps("python" if fresh else "turn", code, stdin))  # type: ignore[no-any-return]
+
+    async def shell(self, command: str, stdin: str | bytes = "") -> Result:
+        """Run a command by `sh`. Raises `OptionError`: the tier has none."""
+        return await self._drive(self._run_steps("shell", command, stdin))  # type: ignore[no-any-return]
+
+    async def write(self, path: str, data: bytes) -> None:
+        """Write a file, relative to the box's working directory. Raises `OSError`: the box does not allow it."""
+        await self._drive(self._file_steps("write", path, data))
+
+    async def read(self, path: str) -> bytes:
+        """Read a file of the box. Raises `OSError`: there is none."""
+        return await self._drive(self._file_steps("read", path, b""))  # type: ignore[no-any-return]
+
+    async def snapshot(self) -> Snapshot:
+        """Keep this moment's variables and files; `restore` returns to it any number of times."""
+        if self._monty is not None:
+            return await asyncio.to_thread(self._monty.snapshot)
+        return await self._drive(self._snapshot_steps())  # type: ignore[no-any-return]
+
+    async def restore(self, snapshot: Snapshot) -> None:
+        """Return to a snapshot of this box. Raises `OptionError`: it is another's, and the tier is not `monty`."""
+        if self._monty is not None:
+            await asyncio.to_thread(self._monty.restore, snapshot)
+        else:
+            await self._drive(self._restore_steps(snapshot))
+
+    async def _drive(self, steps: _Steps) -> Any:
+        if self.tier == "monty":
+            raise OptionError("the tier 'monty' has no shell, files or processes; it runs Python alone")
+        async with self._turns:
+            try:
+                request = next(steps)
+                while True:
+                    slot = _slots.take()
+                    try:
+                        await asyncio.wrap_future(slot)
+                        told = await self._ask(*request)
+                    except BaseException:
+                        self._close()  # Also when it is cancelled: the answer of this call would be taken for the next one's.
+                        raise
+                    finally:
+                        _slots.give_back(slot)
+                    request = steps.send(self._told(told))
+            except StopIteration as end:
+                return end.value
+
+    async def _ask(self, head: dict[str, object], first: bytes, second: bytes) -> tuple[dict[str, Any], bytes]:
+        connection, loop = self._opened(), asyncio.get_running_loop()
+        connection.setblocking(False)
+        try:
+            async with asyncio.timeout(float(str(head.get("wall_s", 0.0))) + _GRACE_S):
+                await loop.sock_sendall(connection, _frame(head, first, second))
+                reading = _reading()
+                wanted = next(reading)
+                while data := await loop.sock_recv(connection, min(wanted, 1 << 20)):
+                    try:
+                        wanted = reading.send(data)
+                    except StopIteration as end:
+                        return _reply(end.value)
+        except OSError as error:
+            raise EngineError(f"the supervisor of a sandbox does not answer: {error}") from None
+        raise EngineError("the supervisor of a sandbox has ended")
+
+
+def run_program(program: str, given: str = "", *, merged: bool = False, **how: Any) -> Result:
+    """Run one Python program in a box of its own. Its status is the kernel's word.
+
+    Args:
+        given: standard input.
+        merged: whether the text has standard error too.
+        how: as for `Sandbox`.
+    Raises:
+        EngineError, MissingExtra: as `Sandbox`.
+    """
+    with BlockingSandbox(**how) as box:
+        return box._last(program, given, merged)
+
+
+# ---- Monty
+
+
+_pool: contextlib.ExitStack | None = None
+_monty_made: Any = None
+
+
+def _monty_pool() -> Any:
+    """The pool of interpreters that all boxes of the tier `monty` share."""
+    global _pool, _monty_made
+    with _starting:
+        if _monty_made is None:
+            try:
+                import pydantic_monty
+            except ImportError:
+                raise MissingExtra("the tier 'monty' needs the package pydantic-monty", now="Run: pip install 'm2flow[monty]'.") from None
+            _pool = contextlib.ExitStack()
+            most = max(4, 4 * (os.cpu_count() or 1))
+            _monty_made = _pool.enter_context(pydantic_monty.Monty(max_processes=1024, min_processes=min(2, most)))
+            atexit.register(_pool.close)
+        return _monty_made
+
+
+@final
+class _Monty:
+    """A session of Monty. Its clock stands still and its random numbers are the same each time."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits, self._stack = limits, contextlib.ExitStack()
+        self._session: Any = None
+        self._start(None)
+
+    def _start(self, data: bytes | None) -> None:
+        self._stack.close()
+        self._stack = contextlib.ExitStack()
+        limits = {"max_feed_duration_secs": self._limits.wall_s, "max_memory": self._limits.memory_mb << 20}
+        policy = {"datetime": datetime.datetime(2026, 1, 1), "sleep": "zero", "random_start": {"seed": 0}}
+        session: Any = _monty_pool().checkout(limits=limits, os_policy=policy)
+        self._session = self._stack.enter_context(session)
+        if data is not None:
+            self._session.load_session(data)
+
+    def run(self, code: str) -> Result:
+        import pydantic_monty as monty
+
+        before, said, began = self._session.dump(), monty.CollectString(), time.monotonic()
+        status, value = 0, None
+        over: Over = ""
+        try:
+            value = self._session.feed_run(code, print_callback=said)
+        except monty.MontyCrashedError as error:
+            status, over, value = 1, "wall" if getattr(error, "timed_out", False) else "memory", error
+        except monty.MontyError as error:
+            status, value = 1, error
+            kind = type(error.exception()).__name__ if not isinstance(error, monty.MontySyntaxError) else ""
+            over = "wall" if kind == "TimeoutError" else "memory" if kind == "MemoryError" else ""
+        wall_s = time.monotonic() - began
+        text = str(said.output)
+        text += str(value) if status else f"{value!r}\n" if value is not None else ""
+        cut = text.encode()[: self._limits.output_bytes].decode("utf-8", "ignore")
+        over = over or ("output" if len(cut) < len(text) else "")
+        if over in ("wall", "memory"):
+            self._start(before)
+        return Result(cut, status, over, wall_s, wall_s, "rolled back" if over in ("wall", "memory") else "kept")
+
+    def snapshot(self) -> Snapshot:
+        return Snapshot("monty", 0, 0, self._session.dump())
+
+    def restore(self, snapshot: Snapshot) -> None:
+        if snapshot.tier != "monty":
+            raise OptionError(f"a snapshot of the tier {snapshot.tier!r} can't be restored in the tier 'monty'")
+        self._start(snapshot.data)
+
+    def close(self) -> None:
+        self._stack.close()

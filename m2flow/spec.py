@@ -1,13 +1,13 @@
 """The cluster spec and the run settings: the machines and how a run uses them, never what the run computes (that is the flow's).
 
-clusters/laptop.yaml --(m2flow.cli.cluster_file)--> ClusterSpec --(m2flow.micro.lowering.passes)--> Plan
+clusters/laptop.yaml --(m2flow.runs.cluster_file)--> ClusterSpec --(m2flow.micro.lowering.passes)--> Plan
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from typing import Literal, NoReturn, get_args
+from typing import Annotated, Literal, NoReturn, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -183,6 +183,12 @@ class WeightsSpec(_Strict):
     that differ by more than this on average, in nats (`rollout_diff/mean` of the metrics). None: no warning."""
     stop_above: float | None = Field(default=None, gt=0)
     """The same, and the run ends before the weights are changed."""
+    alarms: dict[str, Annotated[str, Field(pattern=r"^[<>] *-?[0-9]+(\.[0-9]+)?(e-?[0-9]+)?$")]] = {
+        "rollout_kl": "> 0.1",
+        "effective_sample_share": "< 0.3",
+    }
+    """Metric of an update -> bound beyond which it gives a warning, once: `{rollout_kl: "> 0.05", "rollout_kl/age_2": "> 0.2"}`. Those of
+    the default are of updates with a `Correction`."""
 
 
 class RaySpec(_Strict):
@@ -309,6 +315,9 @@ class ClusterSpec(_Strict):
     """The devices to plan for and to simulate, by kind. Empty: this machine, as `device` and `cores` say."""
     devices: str | None = None
     """A device list of yours, for pools of what m2flow's own does not have; from where this file is. See m2flow/planner/pools.py."""
+    costs: str | None = None
+    """Times of yours, by engine and layout, that the planner uses instead of its model's: a file of `m2flow profile`, or YAML of the same
+    form; from where this file is. See m2flow/planner/profiles.py."""
     shapes: dict[str, str] = {}
     """A model to plan for instead of the flow's own, by role: a name like `Qwen2.5-7B`, or a directory with a config.json."""
     pin: dict[str, PinSpec] = {}

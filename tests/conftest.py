@@ -12,6 +12,7 @@ What is random in tests is the same each time. New seeds are `make fuzz`'s.
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import sys
@@ -27,6 +28,10 @@ from hypothesis.internal.conjecture import providers
 
 # As `m2flow run --deterministic` does before torch is loaded: eager runs in this process are compared bit by bit with those of workers.
 os.environ.setdefault("MKL_CBWR", "AUTO")
+
+# Six thousand collected tests and torch's modules are passed over by each full collection: an eighth of the time with the thresholds of
+# Python 3.11, which look after 700 new objects. What tests say of objects' ends they collect for themselves.
+gc.set_threshold(20_000, 20, 50)
 
 _MARKS = ("gpu", "slow", "long")
 _GROUP = "m2flow-group"

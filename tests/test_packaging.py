@@ -16,9 +16,9 @@ from pathlib import Path
 import click
 import pytest
 
-from m2flow.cli.cluster_file import load_cluster
 from m2flow.cli.main import cli
 from m2flow.engines.registry import engines
+from m2flow.runs.cluster_file import load_cluster
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -70,6 +70,9 @@ def test_a_wheel_has_all_that_the_demo_and_new_projects_need(unpacked: Path, tmp
     m2flow("new", "mine")
     said = json.loads(m2flow("demo", "--num-steps", "1", "--warm-steps", "1", "--batch", "2", "--n", "2", "--json", "--quiet"))
     assert str(unpacked / "m2flow" / "flows") in (tmp_path / said["run_dir"] / "config.json").read_text()
+    plan = (tmp_path / said["run_dir"] / "plan.txt").read_text()
+    assert str(unpacked / "m2flow" / "flows" / "grpo.py") in plan
+    assert "click" not in plan
 
 
 def test_a_wheel_has_every_file_of_the_package_and_of_the_flows(source: Path, unpacked: Path) -> None:
@@ -107,7 +110,7 @@ def test_every_extra_that_a_message_or_a_page_names_is_there() -> None:
 def test_all_has_every_extra_for_users_but_vllm() -> None:
     (everything,) = EXTRAS["all"]
     assert everything.startswith("m2flow[")
-    assert set(everything[7:-1].split(",")) == EXTRAS.keys() - {"all", "dev", "viewer-tests", "vllm"}
+    assert set(everything[7:-1].split(",")) == EXTRAS.keys() - {"all", "dev", "viewer-tests", "notebook-tests", "serve-tests", "vllm"}
 
 
 DOCKERFILES = sorted((ROOT / "docker").glob("*.Dockerfile"))

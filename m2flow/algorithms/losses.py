@@ -9,11 +9,11 @@ and samples weigh the same however long they are (denominator `sequences`). A lo
 it takes `group_ids` (groups are kept whole then), so its sums and its gradient depend neither on micro-batches, ranks and padding nor on
 the order of samples.
 
-To add a loss, write its function here: `LOSSES` finds it, and `m2flow.macro.loss_declarations` makes the word of the flow from its
-signature. A parameter that is a `Tensor` is an input, one that is a `Tensor | None` is an input where an option or the aggregation asks
-for it, and any other is an option, with its bounds in its annotation. A loss that requires `sequence_lengths` is a mean over sequences
-unless told otherwise; one that requires `group_ids` is a mean over groups: its terms are divided by the tokens of their group. A flow's
-own loss is the same function under `@m2flow.loss(needs=[...])`. The module loads no torch.
+To add a loss, write its function here or in `m2flow.algorithms.preferences`: `m2flow.macro.loss_declarations` finds it, and makes the
+word of the flow from its signature. A parameter that is a `Tensor` is an input, one that is a `Tensor | None` is an input where an option
+or the aggregation asks for it, and any other is an option, with its bounds in its annotation. A loss that requires `sequence_lengths` is
+a mean over sequences unless told otherwise; one that requires `group_ids` is a mean over groups: its terms are divided by the tokens of
+their group. A flow's own loss is the same function under `@m2flow.loss(needs=[...])`. The module loads no torch.
 
 KL estimates, with r = log p_ref(x) - log p(x) for a token x drawn from the policy p:
 
@@ -23,17 +23,18 @@ KL estimates, with r = log p_ref(x) - log p(x) for a token x drawn from the poli
 
 Source: Schulman 2020, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html. The properties are those of the
 *values*. As losses they differ: the expected gradient of k2 is that of KL, the expected gradient of k1 is zero, and k3's is the
-gradient of the reverse divergence KL(reference || policy). Used on tokens that older weights drew, all three are biased further.
+gradient of the reverse divergence KL(reference || policy) (Liu et al. 2025, arXiv:2510.01555). Used on tokens that older weights drew, all
+three are biased further. `top_k` is no estimate of one token but a sum over tokens (`top_k_divergence`): its gradient is that of its
+value, state by state, whoever drew the tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+import math
 from typing import TYPE_CHECKING, Literal, get_args
 
 from m2flow.errors import OptionError, ShapeError, did_you_mean
-from m2flow.recipe import Correction, KlEstimator
+from m2flow.recipe import Correction, KlEstimator, KlPenalty
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,6 +48,8 @@ NotNegative = float
 Positive = float
 """An option above 0."""
 Divergence = Literal["tv", "kl"]
+Direction = Literal["reverse", "forward", "js"]
+"""Divergence of a policy p from a teacher q: KL(p || q), KL(q || p), or Jensen-Shannon, the mean of both to (p + q) / 2."""
 
 MOST_LOG_RATIO = 20.0
 """Log-ratios are clamped to this before they are exponentiated, and have no gradient beyond: float32 has no exp(89), and the gradient of
@@ -64,8 +67,7 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: KlEstim
     Returns:
         float [T], in nats.
     Raises:
-        OptionError: an estimator that is not k1, k2 or k3.
-        ShapeError: the two differ in shape.
+        OptionError: an estimator that is not k1, k2 or k3. ShapeError: the two differ in shape.
 
     >>> import torch
     >>> policy, reference = torch.tensor([0.5]).log(), torch.tensor([0.25]).log()
@@ -87,6 +89,46 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: KlEstim
     raise OptionError(f"there is no KL estimator {estimator!r}", now=did_you_mean(str(estimator), get_args(KlEstimator)))
 
 
+def top_k_divergence(top_logprobs: Tensor, reference_top_logprobs: Tensor, direction: Direction = "reverse") -> Tensor:
+    """The divergence of two next-token distributions over K tokens and one bucket of all others, differentiable in both arguments.
+
+        reverse  sum over the K + 1 of p (log p - log q)        p = exp(top_logprobs), q = exp(reference_top_logprobs)
+        forward  sum of q (log q - log p)
+        js       half the sum of p (log p - log m) + q (log q - log m), m = (p + q) / 2
+
+    Merging tokens into one can only lower a divergence (data processing), so it is at most that of the whole distributions, and that itself
+    with K one less than the vocabulary. Scaling the K to a sum of 1 instead would leave the others without gradient, however likely.
+
+    Args:
+        top_logprobs, reference_top_logprobs: float [T, K + 1], natural logarithms, of K tokens, the same in both, and of all others.
+    Returns:
+        float [T], in nats.
+    Raises:
+        ShapeError: the two differ in shape. OptionError: a direction that is none.
+    Source:
+        Agarwal et al. 2024 (GKD), arXiv:2306.13649, for the directions. Why the others count: Anshumann et al. 2025, arXiv:2503.16870.
+
+    >>> import torch
+    >>> policy, teacher = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.75, 0.25]]).log()
+    >>> [round(top_k_divergence(policy, teacher, direction).item(), 4) for direction in ("reverse", "forward", "js")]
+    [0.1438, 0.1308, 0.0338]
+    """
+    check_shapes(top_logprobs=top_logprobs, reference_top_logprobs=reference_top_logprobs)
+    p, q = top_logprobs, reference_top_logprobs
+    if direction == "reverse":
+        return _kl(p, q)
+    if direction == "forward":
+        return _kl(q, p)
+    if direction != "js":
+        raise OptionError(f"there is no direction {direction!r}", now=did_you_mean(str(direction), get_args(Direction)))
+    middle = p.logaddexp(q) - math.log(2)
+    return 0.5 * (_kl(p, middle) + _kl(q, middle))
+
+
+def _kl(p: Tensor, q: Tensor) -> Tensor:
+    return (p.exp() * (p - q)).sum(-1)
+
+
 # Shapes: T tokens under the loss mask, samples one after the other.
 
 Terms = tuple["Tensor", dict[str, "Tensor"]]
@@ -102,7 +144,9 @@ def ppo_clip(
     eps_high: float = 0.2,
     dual_clip: float = 0.0,
     kl_coef: float = 0.0,
-    kl: KlEstimator = "k3",
+    kl: KlPenalty = "k3",
+    top_logprobs: Tensor | None = None,
+    reference_top_logprobs: Tensor | None = None,
     entropy: Tensor | None = None,
     entropy_coef: float = 0.0,
     sequence_lengths: Tensor | None = None,
@@ -120,6 +164,7 @@ def ppo_clip(
         eps_low, eps_high: how far the ratio may fall and rise before its gradient stops; dimensionless.
         dual_clip: bound on the ratio where the advantage is negative; 0 is off, else above 1.
         kl_coef: weight of the penalty, in units of advantage a nat.
+        top_logprobs, reference_top_logprobs: float [T, K + 1], for `kl="top_k"`, as of `top_k_divergence`.
         entropy: float [T], of the next token's distribution, with gradient; needed if `entropy_coef` is not 0.
         entropy_coef: weight of the bonus, in units of advantage a nat.
     Returns:
@@ -137,7 +182,7 @@ def ppo_clip(
     >>> [round(term, 4) for term in terms.tolist()], metrics["clipped"].tolist()
     ([-1.2, -1.0], [1.0, 0.0])
     """
-    _check_shapes(logprobs=logprobs, behaviour_logprobs=behaviour_logprobs, advantages=advantages)
+    check_shapes(logprobs=logprobs, behaviour_logprobs=behaviour_logprobs, advantages=advantages)
     if not (0 <= eps_low <= 1 and eps_high >= 0):
         raise OptionError(f"eps_low is {eps_low} and eps_high {eps_high}; they must lie in 0..1 and 0..")
     if dual_clip and not dual_clip > 1:
@@ -149,18 +194,21 @@ def ppo_clip(
         terms = terms.where(~bounded, -dual_clip * advantages)
         clipped = clipped | bounded
     metrics = {"ratio": ratio.detach(), "clipped": clipped.to(terms.dtype)}
-    if reference_logprobs is not None:
+    divergence = None
+    if kl == "top_k" and top_logprobs is not None and reference_top_logprobs is not None:
+        divergence = top_k_divergence(top_logprobs, reference_top_logprobs)
+    elif kl != "top_k" and reference_logprobs is not None:
         divergence = kl_estimate(logprobs, reference_logprobs, kl)
+    if divergence is not None:
         metrics["kl"] = divergence.detach()
-        if kl_coef:
-            terms = terms + kl_coef * divergence
+        terms = terms + kl_coef * divergence if kl_coef else terms
     elif kl_coef:
         raise OptionError(f"kl_coef is {kl_coef}, but there are no reference_logprobs", now="Pass reference=... to the update.")
     if entropy_coef:
         if entropy is None:
             raise OptionError(f"entropy_coef is {entropy_coef}, but there is no entropy")
         terms = terms - entropy_coef * entropy
-    return _per_sequence(terms, sequence_lengths), metrics
+    return per_sequence(terms, sequence_lengths), metrics
 
 
 def reinforce(*, logprobs: Tensor, advantages: Tensor, sequence_lengths: Tensor | None = None) -> Terms:
@@ -182,8 +230,8 @@ def reinforce(*, logprobs: Tensor, advantages: Tensor, sequence_lengths: Tensor 
     >>> reinforce(logprobs=torch.tensor([-0.5]), advantages=torch.tensor([2.0]))[0].tolist()
     [1.0]
     """
-    _check_shapes(logprobs=logprobs, advantages=advantages)
-    return _per_sequence(-advantages * logprobs, sequence_lengths), {}
+    check_shapes(logprobs=logprobs, advantages=advantages)
+    return per_sequence(-advantages * logprobs, sequence_lengths), {}
 
 
 def distill(
@@ -191,28 +239,33 @@ def distill(
     logprobs: Tensor,
     behaviour_logprobs: Tensor,
     teacher_logprobs: Tensor,
+    direction: Direction = "reverse",
     clip: float = 0.0,
     sequence_lengths: Tensor | None = None,
 ) -> Terms:
-    """The reverse KL of the policy to a teacher, per token, on tokens that the policy sampled.
+    """The divergence of the policy from a teacher, estimated on the tokens that the policy sampled.
 
         rho  = exp(clip(logprobs - behaviour_logprobs, -20, 20))
-        D    = logprobs - teacher_logprobs                     without gradient
+        r    = exp(clip(teacher_logprobs - logprobs, -20, 20))
+        D    = logprobs - teacher_logprobs                     reverse; all without gradient
+               -r                                              forward
+               -log((1 + r) / 2) / 2                           js
         term = rho * D, and with clip > 0: max(rho * D, clip(rho, 1 - clip, 1 + clip) * D)
 
-    Where the weights are those that sampled, the expected gradient is that of KL(policy || teacher) of the next token, state by
-    state: -D is an advantage of the token itself, without credit for what follows.
+    Where the weights are those that sampled, the expected gradient is that of the divergence of the next token, state by state: -D is
+    an advantage of the token itself, without credit for what follows. (Of a divergence E[f(r)], D is f(r) - r f'(r), less a constant.) The
+    variance of `forward` has no bound where the teacher likes what the policy rarely says: `distill_top_k` sums over tokens instead.
 
     Args:
         logprobs: float [T], with gradient. behaviour_logprobs, teacher_logprobs: float [T], of the same tokens.
         clip: how far the ratio may go before its gradient stops; 0 is off.
     Returns:
-        Terms [T], in nats, and `teacher_kl`, the D above, whose mean estimates the divergence.
+        Terms [T], in nats, and `teacher_kl`, the D of `reverse`, whose mean estimates KL(policy || teacher).
     Raises:
         ShapeError: the tensors differ in shape. OptionError: a negative clip.
     Source:
-        Agarwal et al. 2024 (GKD), arXiv:2306.13649, with on-policy data alone and the reverse KL, here estimated on the sampled token
-        and not summed over the vocabulary; Gu et al. 2024 (MiniLLM), arXiv:2306.08543, section 2.2, the single-step part of the gradient.
+        Agarwal et al. 2024 (GKD), arXiv:2306.13649, with on-policy data alone, here estimated on the sampled token; Gu et al. 2024
+        (MiniLLM), arXiv:2306.08543, section 2.2, the single-step part of the gradient.
 
     >>> import torch
     >>> terms, metrics = distill(
@@ -221,15 +274,41 @@ def distill(
     >>> terms.tolist(), metrics["teacher_kl"].tolist()
     ([2.0], [2.0])
     """
-    _check_shapes(logprobs=logprobs, behaviour_logprobs=behaviour_logprobs, teacher_logprobs=teacher_logprobs)
+    check_shapes(logprobs=logprobs, behaviour_logprobs=behaviour_logprobs, teacher_logprobs=teacher_logprobs)
     if clip < 0:
         raise OptionError(f"clip is {clip}; it must be 0 (off) or more")
     ratio = _ratio(logprobs, behaviour_logprobs)
-    divergence = (logprobs - teacher_logprobs).detach()
+    reverse = (logprobs - teacher_logprobs).detach()
+    preferred = _exp(-reverse)
+    divergence = {"reverse": reverse, "forward": -preferred, "js": -0.5 * ((1 + preferred) / 2).log()}[direction]
     terms = ratio * divergence
     if clip:
         terms = terms.maximum(ratio.clamp(1 - clip, 1 + clip) * divergence)
-    return _per_sequence(terms, sequence_lengths), {"teacher_kl": divergence}
+    return per_sequence(terms, sequence_lengths), {"teacher_kl": reverse}
+
+
+def distill_top_k(
+    *, top_logprobs: Tensor, reference_top_logprobs: Tensor, direction: Direction = "reverse", sequence_lengths: Tensor | None = None
+) -> Terms:
+    """The divergence of the policy from a teacher over the teacher's K likeliest next tokens and the rest: `top_k_divergence`.
+
+    Its gradient is exact in each state, and nothing is said of the states: the tokens may be the policy's, the teacher's or a dataset's.
+
+    Args:
+        top_logprobs, reference_top_logprobs: float [T, K + 1], the policy's, with gradient, and the teacher's.
+        direction: of the divergence.
+    Returns:
+        Terms [T], in nats, and `teacher_kl`, the same without gradient.
+    Source:
+        Agarwal et al. 2024 (GKD), arXiv:2306.13649, eq. 2 and 3, over K tokens and their rest.
+
+    >>> import torch
+    >>> policy, teacher = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.75, 0.25]]).log()
+    >>> round(distill_top_k(top_logprobs=policy, reference_top_logprobs=teacher)[0].item(), 4)
+    0.1438
+    """
+    terms = top_k_divergence(top_logprobs, reference_top_logprobs, direction)
+    return per_sequence(terms, sequence_lengths), {"teacher_kl": terms.detach()}
 
 
 def clipped_value(
@@ -260,17 +339,17 @@ def clipped_value(
     >>> [round(term, 4) for term in terms.tolist()], metrics["value_clipped"].tolist()
     ([0.32, 2.0], [1.0, 0.0])
     """
-    _check_shapes(values=values, returns=returns)
+    check_shapes(values=values, returns=returns)
     error = (values - returns).square()
     metrics = {"value": values.detach(), "value_error": error.detach()}
     if clip < 0 or (clip and old_values is None):
         raise OptionError(f"clip is {clip}; it must be 0 (off), or positive with old_values")
     if clip and old_values is not None:
-        _check_shapes(values=values, old_values=old_values)
+        check_shapes(values=values, old_values=old_values)
         near = (old_values + (values - old_values).clamp(-clip, clip) - returns).square()
         metrics["value_clipped"] = (near > error).to(error.dtype)
         error = error.maximum(near)
-    return _per_sequence(0.5 * error, sequence_lengths), metrics
+    return per_sequence(0.5 * error, sequence_lengths), metrics
 
 
 def nll(*, logprobs: Tensor, sequence_lengths: Tensor | None = None) -> Terms:
@@ -287,7 +366,7 @@ def nll(*, logprobs: Tensor, sequence_lengths: Tensor | None = None) -> Terms:
     >>> nll(logprobs=torch.tensor([-0.75]))[0].tolist()
     [0.75]
     """
-    return _per_sequence(-logprobs, sequence_lengths), {}
+    return per_sequence(-logprobs, sequence_lengths), {}
 
 
 # ---- helpers for losses that look at whole samples
@@ -347,8 +426,9 @@ def correction_weights(
         proximal_logprobs, rollout_logprobs: float [T]. sequence_ids: int64 [T], a number for each sample, from 0.
     Returns:
         float [T], and as float [T] `correction_weight` and its square, `correction_clipped` (1 where a bound or the veto changed it),
-        and of tokens, whatever the level: `rollout_kl` (an estimate of KL(rollout || proximal), k3), `proximal_kl` (of the other direction)
-        and `chi_square`. Their means over tokens estimate what they are named after.
+        with a veto `correction_vetoed` (1 where that is why), and of tokens, whatever the level: `rollout_kl` (an estimate of
+        KL(rollout || proximal), k3), `proximal_kl` (of the other direction) and `chi_square`. Their means over tokens estimate what their
+        names say.
     Raises:
         ShapeError: the tensors differ in shape.
     Source:
@@ -375,13 +455,16 @@ def correction_weights(
     weights = ratio.masked_fill(is_outside, 0.0) if correction.mode == "mask" else ratio.clamp(correction.lower, correction.upper)
     limited = difference.clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO)
     of_token = limited.exp()
+    of_veto: dict[str, Tensor] = {}
     if correction.veto:
         vetoed = sequence_sum((of_token < correction.veto).to(ratio.dtype), sequence_ids) > 0
         weights, is_outside = weights.masked_fill(vetoed, 0.0), is_outside | vetoed
+        of_veto["correction_vetoed"] = vetoed.to(ratio.dtype)
     return weights, {
         "correction_weight": weights,
         "correction_weight_square": weights.square(),
         "correction_clipped": is_outside.to(ratio.dtype),
+        **of_veto,
         "rollout_kl": limited.expm1() - limited,
         "proximal_kl": of_token * limited - limited.expm1(),
         "chi_square": limited.expm1().square(),
@@ -421,10 +504,10 @@ def gspo(
     >>> terms.tolist(), metrics["ratio"].tolist()
     ([-0.5, -0.5], [1.0, 1.0])
     """
-    _check_shapes(logprobs=logprobs, behaviour_logprobs=behaviour_logprobs, advantages=advantages)
+    check_shapes(logprobs=logprobs, behaviour_logprobs=behaviour_logprobs, advantages=advantages)
     ratio = _exp(sequence_mean(logprobs - behaviour_logprobs, sequence_ids))
     terms, clipped = _clipped_surrogate(ratio, advantages, eps_low, eps_high)
-    return _per_sequence(terms, sequence_lengths), {"ratio": ratio.detach(), "clipped": clipped.to(terms.dtype)}
+    return per_sequence(terms, sequence_lengths), {"ratio": ratio.detach(), "clipped": clipped.to(terms.dtype)}
 
 
 def gspo_token(
@@ -457,11 +540,11 @@ def gspo_token(
     >>> torch.autograd.grad(terms.sum(), logprobs)[0].tolist()
     [-0.5, -1.5]
     """
-    _check_shapes(logprobs=logprobs, behaviour_logprobs=behaviour_logprobs, advantages=advantages)
+    check_shapes(logprobs=logprobs, behaviour_logprobs=behaviour_logprobs, advantages=advantages)
     of_sample = _exp(sequence_mean(logprobs - behaviour_logprobs, sequence_ids)).detach()
     ratio = of_sample * (logprobs - logprobs.detach()).exp()
     terms, clipped = _clipped_surrogate(ratio, advantages, eps_low, eps_high)
-    return _per_sequence(terms, sequence_lengths), {"ratio": of_sample, "clipped": clipped.to(terms.dtype)}
+    return per_sequence(terms, sequence_lengths), {"ratio": of_sample, "clipped": clipped.to(terms.dtype)}
 
 
 def gmpo(
@@ -494,12 +577,12 @@ def gmpo(
     >>> [round(ratio, 4) for ratio in metrics["ratio"].tolist()], metrics["clipped"].tolist()
     ([1.2214, 1.2214], [1.0, 0.0])
     """
-    _check_shapes(logprobs=logprobs, behaviour_logprobs=behaviour_logprobs, advantages=advantages)
+    check_shapes(logprobs=logprobs, behaviour_logprobs=behaviour_logprobs, advantages=advantages)
     log_ratio = logprobs - behaviour_logprobs
     clipped = ((advantages > 0) & (log_ratio > log_eps_high)) | ((advantages < 0) & (log_ratio < -log_eps_low))
     kept = log_ratio.where(~clipped, log_ratio.detach().clamp(-log_eps_low, log_eps_high))
     ratio = _exp(sequence_mean(kept, sequence_ids))
-    return _per_sequence(-advantages * ratio, sequence_lengths), {"ratio": ratio.detach(), "clipped": clipped.to(ratio.dtype)}
+    return per_sequence(-advantages * ratio, sequence_lengths), {"ratio": ratio.detach(), "clipped": clipped.to(ratio.dtype)}
 
 
 def cispo(
@@ -528,11 +611,11 @@ def cispo(
     >>> [round(term, 4) for term in terms.tolist()], metrics["clipped"].tolist()
     ([0.64, 1.0], [1.0, 0.0])
     """
-    _check_shapes(logprobs=logprobs, behaviour_logprobs=behaviour_logprobs, advantages=advantages)
+    check_shapes(logprobs=logprobs, behaviour_logprobs=behaviour_logprobs, advantages=advantages)
     ratio = _ratio(logprobs, behaviour_logprobs).detach()
     clipped = (ratio > 1 + eps_high) | (ratio < 1 - eps_low)
     terms = -ratio.clamp(1 - eps_low, 1 + eps_high) * advantages * logprobs
-    return _per_sequence(terms, sequence_lengths), {"ratio": ratio, "clipped": clipped.to(terms.dtype)}
+    return per_sequence(terms, sequence_lengths), {"ratio": ratio, "clipped": clipped.to(terms.dtype)}
 
 
 def importance_reinforce(
@@ -563,10 +646,10 @@ def importance_reinforce(
     >>> terms.tolist()
     [2.0]
     """
-    _check_shapes(logprobs=logprobs, behaviour_logprobs=behaviour_logprobs, advantages=advantages)
+    check_shapes(logprobs=logprobs, behaviour_logprobs=behaviour_logprobs, advantages=advantages)
     ratio = _ratio(logprobs, behaviour_logprobs).detach()
     terms = -ratio.clamp(max=max_ratio) * advantages * logprobs
-    return _per_sequence(terms, sequence_lengths), {"ratio": ratio, "clipped": (ratio > max_ratio).to(terms.dtype)}
+    return per_sequence(terms, sequence_lengths), {"ratio": ratio, "clipped": (ratio > max_ratio).to(terms.dtype)}
 
 
 def sapo(
@@ -596,11 +679,11 @@ def sapo(
     >>> sapo(logprobs=torch.zeros(1), behaviour_logprobs=torch.zeros(1), advantages=torch.ones(1))[0].tolist()
     [-2.0]
     """
-    _check_shapes(logprobs=logprobs, behaviour_logprobs=behaviour_logprobs, advantages=advantages)
+    check_shapes(logprobs=logprobs, behaviour_logprobs=behaviour_logprobs, advantages=advantages)
     ratio = _ratio(logprobs, behaviour_logprobs)
     tau = advantages.new_full(advantages.shape, tau_negative).masked_fill(advantages > 0, tau_positive)
     terms = -(tau * (ratio - 1)).sigmoid() * (4 / tau) * advantages
-    return _per_sequence(terms, sequence_lengths), {"ratio": ratio.detach()}
+    return per_sequence(terms, sequence_lengths), {"ratio": ratio.detach()}
 
 
 def topr(
@@ -630,10 +713,10 @@ def topr(
     >>> [round(weight, 4) for weight in metrics["weight"].tolist()]
     [0.3679, 0.3679]
     """
-    _check_shapes(logprobs=logprobs, behaviour_logprobs=behaviour_logprobs, advantages=advantages)
+    check_shapes(logprobs=logprobs, behaviour_logprobs=behaviour_logprobs, advantages=advantages)
     ratio = _exp(sequence_sum((logprobs - behaviour_logprobs).detach(), sequence_ids))
     weight = ratio.clamp(max=1.0).masked_fill(advantages >= 0, 1.0)
-    return _per_sequence(-weight * advantages * logprobs, sequence_lengths), {"weight": weight}
+    return per_sequence(-weight * advantages * logprobs, sequence_lengths), {"weight": weight}
 
 
 def dppo(
@@ -666,7 +749,7 @@ def dppo(
     >>> dppo(logprobs=new, behaviour_logprobs=old, advantages=torch.ones(2))[1]["clipped"].tolist()
     [1.0, 0.0]
     """
-    _check_shapes(logprobs=logprobs, behaviour_logprobs=behaviour_logprobs, advantages=advantages)
+    check_shapes(logprobs=logprobs, behaviour_logprobs=behaviour_logprobs, advantages=advantages)
     ratio = _ratio(logprobs, behaviour_logprobs)
     p, q = (of.detach().clamp(max=0.0).exp() for of in (logprobs, behaviour_logprobs))
     if divergence == "tv":
@@ -678,7 +761,7 @@ def dppo(
     is_leaving = ((advantages > 0) & (ratio > 1)) | ((advantages < 0) & (ratio < 1))
     clipped = is_leaving & (apart > most)
     terms = -ratio.where(~clipped, ratio.detach()) * advantages
-    return _per_sequence(terms, sequence_lengths), {"ratio": ratio.detach(), "divergence": apart, "clipped": clipped.to(terms.dtype)}
+    return per_sequence(terms, sequence_lengths), {"ratio": ratio.detach(), "divergence": apart, "clipped": clipped.to(terms.dtype)}
 
 
 def decoupled_ppo(
@@ -721,12 +804,12 @@ def decoupled_ppo(
         "proximal_logprobs": proximal_logprobs,
         "advantages": advantages,
     }
-    _check_shapes(**given)
+    check_shapes(**given)
     ratio = _ratio(logprobs, proximal_logprobs)
     weight = _ratio(proximal_logprobs, behaviour_logprobs).detach().clamp(max=max_weight)
     terms, clipped = _clipped_surrogate(ratio, advantages, eps_low, eps_high)
     metrics = {"ratio": ratio.detach(), "weight": weight, "clipped": clipped.to(terms.dtype)}
-    return _per_sequence(weight * terms, sequence_lengths), metrics
+    return per_sequence(weight * terms, sequence_lengths), metrics
 
 
 def opmd(
@@ -758,202 +841,120 @@ def opmd(
     >>> terms.tolist()
     [2.0, 3.0]
     """
-    _check_shapes(logprobs=logprobs, behaviour_logprobs=behaviour_logprobs, advantages=advantages)
+    check_shapes(logprobs=logprobs, behaviour_logprobs=behaviour_logprobs, advantages=advantages)
     drift = sequence_sum(logprobs - behaviour_logprobs, sequence_ids).clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO)
     counts = sequence_sum(logprobs.detach().new_ones(logprobs.shape), sequence_ids)
     terms = -advantages * logprobs + 0.5 * tau * drift.square() / counts
-    return _per_sequence(terms, sequence_lengths), {"log_ratio": drift.detach()}
+    return per_sequence(terms, sequence_lengths), {"log_ratio": drift.detach()}
 
 
-# ---- preferences: pairs of a chosen and a rejected answer to one prompt, and answers that are judged alone
+# ---- losses that hold back the tokens which cost the policy most of its entropy
 
 
-def dpo(
+def clip_cov(
     *,
     logprobs: Tensor,
-    reference_logprobs: Tensor,
-    chosen: Tensor,
-    sequence_ids: Tensor,
+    behaviour_logprobs: Tensor,
+    advantages: Tensor,
+    random_numbers: Tensor,
     group_ids: Tensor,
-    beta: Positive = 0.1,
-    label_smoothing: Half = 0.0,
+    share: Share = 2e-4,
+    cov_low: NotNegative = 1.0,
+    cov_high: NotNegative = 5.0,
+    eps_low: Share = 0.2,
+    eps_high: NotNegative = 0.2,
 ) -> Terms:
-    """DPO: the likelihood that the chosen answer of a pair is preferred, under the reward that the policy itself implies.
+    """Clip-Cov: PPO without the gradient of a few random tokens whose likelihood and advantage go together, to keep entropy.
 
-        h    = beta (sum over the chosen answer of d - sum over the rejected one of d),  d = logprobs - reference_logprobs
-        term = -(1 - label_smoothing) log sigmoid(h) - label_smoothing log sigmoid(-h)        the same for each token of the pair
+        cov  = (logprobs - their mean over the group) (A - its mean over the group)
+        term = -min(rho * A, clip(rho, 1 - eps_low, 1 + eps_high) * A)
+        term without gradient where cov_low < cov < cov_high, the clip does not act, and u < share * (tokens of the group) / (such tokens)
+
+    The paper takes means over a mini-batch, and draws exactly `share` of its tokens. Here means are over the responses to one prompt, and
+    each token has its own random number u: the number of tokens without gradient is `share` on average, and no cut, order or rank
+    changes which they are. The loss is a mean over groups.
 
     Args:
-        logprobs: float [T], with gradient. reference_logprobs: float [T], of the policy before it was trained: `update(reference=...)`.
-        chosen: [T], 1 for the tokens of a chosen answer, 0 for those of a rejected one: a column of `Dataset.pairs()` and of
-            `best_and_worst(responses, rewards)`. sequence_ids, group_ids: int64 [T].
-        beta: how much a nat of log-ratio is worth in reward; the smaller, the further the policy may leave the reference.
-        label_smoothing: the share of pairs whose labels are taken to be swapped (conservative DPO).
+        As `ppo_clip`. random_numbers: float [T], u. group_ids: int64 [T].
+        share: of all tokens. cov_low, cov_high: in units of advantage times nats.
     Returns:
-        Terms [T]; and `margin` (the h above) and `accuracy` (1 where it is above 0). The loss and its metrics are means over pairs.
-    Raises:
-        ShapeError: the tensors differ in shape, or a group is no pair of a chosen and a rejected answer.
+        Terms [T], and `clipped`, `stopped` (1 where the gradient is left out for its covariance) and `covariance`.
     Source:
-        Rafailov et al. 2023, arXiv:2305.18290, eq. 7; label smoothing: Mitchell 2023, "A note on DPO with noisy preferences",
-        https://ericmitchell.ai/cdpo.pdf.
+        Cui et al. 2025, "The entropy mechanism of reinforcement learning for reasoning language models", arXiv:2505.22617, section 4.2.
+        Tokens that PPO clips are not drawn, as in verl.
 
     >>> import torch
-    >>> terms, metrics = dpo(
-    ...     logprobs=torch.tensor([-1.0, -4.0]), reference_logprobs=torch.tensor([-2.0, -3.0]), chosen=torch.tensor([1.0, 0.0]),
-    ...     sequence_ids=torch.tensor([0, 1]), group_ids=torch.tensor([0, 0]), beta=0.5,
+    >>> old, groups = torch.tensor([-0.5, -4.5]), torch.tensor([0, 0])
+    >>> terms, metrics = clip_cov(
+    ...     logprobs=old, behaviour_logprobs=old, advantages=torch.tensor([1.0, -1.0]), random_numbers=torch.tensor([0.4, 0.6]),
+    ...     group_ids=groups, share=0.5,
     ... )
-    >>> [round(term, 4) for term in terms.tolist()], metrics["margin"].tolist()
-    ([0.3133, 0.3133], [1.0, 1.0])
+    >>> metrics["covariance"].tolist(), metrics["stopped"].tolist()
+    ([2.0, 2.0], [1.0, 0.0])
     """
-    _check_shapes(logprobs=logprobs, reference_logprobs=reference_logprobs)
-    margin = beta * _contrast(logprobs - reference_logprobs, chosen, sequence_ids, group_ids)
-    terms = (1 - label_smoothing) * _softplus(-margin) + label_smoothing * _softplus(margin)
-    return terms, _preference_metrics(margin)
+    check_shapes(logprobs=logprobs, behaviour_logprobs=behaviour_logprobs, advantages=advantages, random_numbers=random_numbers)
+    if cov_low > cov_high:
+        raise OptionError(f"cov_low is {cov_low}, above cov_high ({cov_high}): no token lies between them")
+    covariance = _covariance(logprobs, advantages, group_ids)
+    terms, clipped = _clipped_surrogate(_ratio(logprobs, behaviour_logprobs), advantages, eps_low, eps_high)
+    may_stop = (covariance > cov_low) & (covariance < cov_high) & ~clipped
+    num_such = sequence_sum(may_stop.to(terms.dtype), group_ids).clamp(min=1)
+    num_tokens = sequence_sum(terms.detach().new_ones(terms.shape), group_ids)
+    stopped = may_stop & (random_numbers < share * num_tokens / num_such)
+    metrics = {"clipped": clipped.to(terms.dtype), "stopped": stopped.to(terms.dtype), "covariance": covariance}
+    return terms.where(~stopped, terms.detach()), metrics
 
 
-def ipo(
+def kl_cov(
     *,
     logprobs: Tensor,
-    reference_logprobs: Tensor,
-    chosen: Tensor,
-    sequence_ids: Tensor,
+    behaviour_logprobs: Tensor,
+    advantages: Tensor,
     group_ids: Tensor,
-    beta: Positive = 0.1,
-    average: bool = True,
+    share: Share = 2e-3,
+    kl_coef: NotNegative = 1.0,
 ) -> Terms:
-    """IPO: the squared distance of a pair's log-ratios from 1 / (2 beta), which pairs that always agree do not drive to infinity.
+    """KL-Cov: the policy gradient, and a penalty for moving the tokens whose likelihood and advantage go together most, to keep entropy.
 
-        h    = mean over the chosen answer of d - mean over the rejected one of d,  d = logprobs - reference_logprobs
-        term = (h - 1 / (2 beta))^2
+        cov  = (logprobs - their mean over the group) (A - its mean over the group)
+        term = -rho * A,  + kl_coef |logprobs - behaviour_logprobs| for the tokens of the `share` of largest cov, where cov > 0
+
+    The paper takes means over a mini-batch, and the largest of all its tokens. Here both are over the responses to one prompt, which no
+    micro-batch divides, so no cut, order or rank changes which tokens they are: in each group `share` of its tokens rounded down, at
+    least one, and all that are equal to the last of them. The loss is a mean over groups.
 
     Args:
-        As `dpo`. beta: the paper's tau. average: means over tokens as above, which TRL takes; else the sums that the paper writes.
+        As `ppo_clip`. group_ids: int64 [T]. share: of the tokens of a group. kl_coef: in units of advantage a nat.
     Returns:
-        Terms [T], and `margin` (the h above) and `accuracy`, as `dpo`.
+        Terms [T], and `held` (1 for a token with the penalty) and `covariance`.
     Source:
-        Azar et al. 2023, "A general theoretical paradigm to understand learning from human preferences", arXiv:2310.12036, eq. 17.
+        Cui et al. 2025, arXiv:2505.22617, section 4.2, and its listing 1 for the penalty.
 
     >>> import torch
-    >>> terms, _ = ipo(
-    ...     logprobs=torch.tensor([-1.0, -4.0]), reference_logprobs=torch.tensor([-2.0, -3.0]), chosen=torch.tensor([1.0, 0.0]),
-    ...     sequence_ids=torch.tensor([0, 1]), group_ids=torch.tensor([0, 0]), beta=0.5,
+    >>> old, new = torch.tensor([-0.5, -1.0, -4.5]), torch.tensor([-0.5, -1.0, -4.5]) + 0.1
+    >>> terms, metrics = kl_cov(
+    ...     logprobs=new, behaviour_logprobs=old, advantages=torch.tensor([2.0, -1.0, -1.0]), group_ids=torch.tensor([0, 0, 0])
     ... )
-    >>> terms.tolist()
-    [1.0, 1.0]
+    >>> metrics["held"].tolist(), [round(term, 4) for term in terms.tolist()]
+    ([1.0, 0.0, 0.0], [-2.1103, 1.1052, 1.1052])
     """
-    _check_shapes(logprobs=logprobs, reference_logprobs=reference_logprobs)
-    log_ratio = logprobs - reference_logprobs
-    margin = _contrast(_per_token_of(log_ratio, sequence_ids) if average else log_ratio, chosen, sequence_ids, group_ids)
-    return (margin - 1 / (2 * beta)).square(), _preference_metrics(margin)
+    check_shapes(logprobs=logprobs, behaviour_logprobs=behaviour_logprobs, advantages=advantages, group_ids=group_ids)
+    covariance = _covariance(logprobs, advantages, group_ids)
+    counts = group_ids.bincount()
+    falling = covariance.argsort(descending=True)
+    falling = falling[group_ids[falling].argsort(stable=True)]
+    last_held = (share * counts.double() + 1e-9).floor().long().clamp(min=1) - 1  # 1e-9: 0.29 * 100 is 28.999999999999996.
+    bounds = covariance[falling][counts.cumsum(0) - counts + last_held]
+    held = ((covariance >= bounds[group_ids]) & (covariance > 0)).to(logprobs.dtype)
+    moved = (logprobs - behaviour_logprobs).clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO).abs()
+    terms = -_ratio(logprobs, behaviour_logprobs) * advantages + kl_coef * held * moved
+    return terms, {"held": held, "covariance": covariance}
 
 
-def simpo(
-    *,
-    logprobs: Tensor,
-    chosen: Tensor,
-    sequence_ids: Tensor,
-    group_ids: Tensor,
-    beta: Positive = 2.0,
-    gamma: NotNegative = 1.0,
-) -> Terms:
-    """SimPO: the likelihood of a preference by mean log-probabilities, which have to differ by a margin; there is no reference.
-
-        h    = beta (mean over the chosen answer of logprobs - mean over the rejected one of logprobs)
-        term = -log sigmoid(h - gamma)
-
-    Args:
-        As `dpo`. beta: reward of a nat a token. gamma: the margin, in units of reward.
-    Returns:
-        Terms [T], and `margin` (the h above) and `accuracy`, as `dpo`.
-    Source:
-        Meng et al. 2024, arXiv:2405.14734, eq. 6; it takes beta from 2 to 10 and gamma from 0.3 to 1.6 or so.
-
-    >>> import torch
-    >>> terms, metrics = simpo(
-    ...     logprobs=torch.tensor([-1.0, -1.0, -2.0]), chosen=torch.tensor([1.0, 1.0, 0.0]),
-    ...     sequence_ids=torch.tensor([0, 0, 1]), group_ids=torch.tensor([0, 0, 0]),
-    ... )
-    >>> [round(term, 4) for term in terms.tolist()], metrics["margin"].tolist()
-    ([0.3133, 0.3133, 0.3133], [2.0, 2.0, 2.0])
-    """
-    margin = beta * _contrast(_per_token_of(logprobs, sequence_ids), chosen, sequence_ids, group_ids)
-    return _softplus(gamma - margin), _preference_metrics(margin)
-
-
-def kto(
-    *,
-    logprobs: Tensor,
-    reference_logprobs: Tensor,
-    chosen: Tensor,
-    baseline: Tensor,
-    sequence_ids: Tensor,
-    sequence_lengths: Tensor,
-    beta: Positive = 0.1,
-    desirable_weight: NotNegative = 1.0,
-    undesirable_weight: NotNegative = 1.0,
-) -> Terms:
-    """KTO: raise answers that are desirable and lower the others, each judged alone against how far the policy is from the reference.
-
-        r    = sum over the sample of (logprobs - reference_logprobs);  z = max(baseline, 0)
-        term = desirable_weight (1 - sigmoid(beta (r - z)))      where chosen
-               undesirable_weight (1 - sigmoid(beta (z - r)))    elsewhere
-
-    Args:
-        logprobs, reference_logprobs: as `dpo`. chosen: [T], 1 for a desirable answer, 0 for another; answers need not come in pairs.
-        baseline: float [T], an estimate of KL(policy || reference) in nats, without gradient: one number for all samples, which the flow
-            computes before the update, so that no micro-batch has one of its own (TRL estimates it anew in each, from answers to other
-            prompts). Of responses that the policy has just generated it is the mean of r itself.
-        desirable_weight, undesirable_weight: the paper's lambdas, which balance the two kinds.
-    Returns:
-        Terms [T], and `implied_reward` (beta r).
-    Source:
-        Ethayarajh et al. 2024, arXiv:2402.01306, eq. 8.
-
-    >>> import torch
-    >>> terms, _ = kto(
-    ...     logprobs=torch.tensor([-1.0, -1.0]), reference_logprobs=torch.tensor([-1.0, -1.0]), chosen=torch.tensor([1.0, 0.0]),
-    ...     baseline=torch.zeros(2), sequence_ids=torch.tensor([0, 1]), sequence_lengths=torch.ones(2),
-    ... )
-    >>> terms.tolist()
-    [0.5, 0.5]
-    """
-    _check_shapes(logprobs=logprobs, reference_logprobs=reference_logprobs, chosen=chosen, baseline=baseline)
-    log_ratio = sequence_sum(logprobs - reference_logprobs, sequence_ids)
-    above = beta * (log_ratio - baseline.detach().clamp(min=0))
-    is_chosen = chosen > 0.5
-    terms = (desirable_weight * (-above).sigmoid()).where(is_chosen, undesirable_weight * above.sigmoid())
-    return _per_sequence(terms, sequence_lengths), {"implied_reward": (beta * log_ratio).detach()}
-
-
-def _contrast(values: Tensor, chosen: Tensor, sequence_ids: Tensor, group_ids: Tensor) -> Tensor:
-    """For each token of a pair, the sum of these values over the chosen answer less that over the rejected one."""
-    _check_shapes(logprobs=values, chosen=chosen, sequence_ids=sequence_ids, group_ids=group_ids)
-    sign = values.detach().new_ones(values.shape).masked_fill(chosen < 0.5, -1.0)
-    is_first = sequence_ids != sequence_ids.roll(1)  # A sample's tokens lie together.
-    is_first[:1] = True
-    firsts = sign * is_first
-    num_answers, balance = sequence_sum(firsts.abs(), group_ids), sequence_sum(firsts, group_ids)
-    if ((num_answers != 2) | (balance != 0)).any():
-        raise ShapeError(
-            "a group is no pair of one chosen and one rejected answer",
-            now="Make pairs with Dataset.pairs() or best_and_worst(responses, rewards), and filter whole groups.",
-        )
-    return sequence_sum(sign * values, group_ids)
-
-
-def _per_token_of(values: Tensor, sequence_ids: Tensor) -> Tensor:
-    """Values divided by the number of tokens of their sample."""
-    return values / sequence_sum(values.detach().new_ones(values.shape), sequence_ids)
-
-
-def _softplus(values: Tensor) -> Tensor:
-    """log(1 + exp(values)), which is -log sigmoid(-values)."""
-    return values.logaddexp(values.new_zeros(()))
-
-
-def _preference_metrics(margin: Tensor) -> dict[str, Tensor]:
-    margin = margin.detach()
-    return {"margin": margin, "accuracy": (margin > 0).to(margin.dtype)}
+def _covariance(logprobs: Tensor, advantages: Tensor, group_ids: Tensor) -> Tensor:
+    """What each token adds to the covariance of log-probability and advantage over its group, without gradient."""
+    logprobs = logprobs.detach()
+    return (logprobs - sequence_mean(logprobs, group_ids)) * (advantages - sequence_mean(advantages, group_ids))
 
 
 def _clipped_surrogate(ratio: Tensor, advantages: Tensor, eps_low: float, eps_high: float) -> tuple[Tensor, Tensor]:
@@ -971,17 +972,13 @@ def _ratio(logprobs: Tensor, behaviour_logprobs: Tensor) -> Tensor:
     return _exp(logprobs - behaviour_logprobs)
 
 
-def _per_sequence(terms: Tensor, sequence_lengths: Tensor | None) -> Tensor:
+def per_sequence(terms: Tensor, sequence_lengths: Tensor | None) -> Tensor:
+    """Divide each term by the length of its sample, if lengths are given."""
     return terms if sequence_lengths is None else terms / sequence_lengths
 
 
-def _check_shapes(**tensors: Tensor) -> None:
+def check_shapes(**tensors: Tensor) -> None:
+    """Check that per-token tensors have one shape. Raises `ShapeError`."""
     shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
     if len({tuple(shape) for shape in shapes.values()}) > 1:
         raise ShapeError("per-token tensors differ in shape: " + ", ".join(f"{name} {shape}" for name, shape in shapes.items()))
-
-
-LOSSES: Mapping[str, Callable[..., Terms]] = MappingProxyType(
-    {name: one for name, one in [*globals().items()] if name[0] != "_" and getattr(one, "__annotations__", {}).get("return") == "Terms"}
-)
-"""Every loss of this module by its name."""

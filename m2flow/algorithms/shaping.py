@@ -83,6 +83,37 @@ def length_reward(lengths: Sequence[int] | npt.NDArray[np.int64], is_right: Sequ
     return chosen
 
 
+def adaptive_kl_coef(coef: float, kl: float, *, target: float, gain: float = 0.1, clip: float = 0.2) -> float:
+    """The coefficient of a KL penalty for the next step: larger where the divergence is above its target, smaller where it is below.
+
+        e  = (kl - target) / target, at least -clip and at most clip
+        c' = c (1 + gain e)
+
+    In a flow it is called by an op, so that no step waits for it; a penalty in the reward then takes the number:
+
+        @op(granularity="batch")
+        def next_coef(coef: float, kl: float) -> float:
+            return adaptive_kl_coef(coef, kl, target=0.1)
+
+        beta = next_coef(beta, kl.mean())
+
+    Args:
+        coef: the coefficient of this step, 0 or more. kl: the divergence that this step saw, in the unit of the target.
+        target: above 0. gain: the most that the coefficient changes is `gain * clip`, 2 % of it by default.
+    Raises:
+        OptionError: a number out of range.
+    Source:
+        Ziegler et al. 2019, arXiv:1909.08593, section 2.2, whose constants the defaults are. TRL's controller has the gain grow with the
+        samples of a step (samples / horizon).
+
+    >>> [round(adaptive_kl_coef(1.0, kl, target=6.0), 6) for kl in (6.0, 6.6, 60.0, 0.0)]
+    [1.0, 1.01, 1.02, 0.98]
+    """
+    if not (target > 0 and coef >= 0 and gain >= 0 and 0 <= clip <= 1 and gain * clip < 1):
+        raise OptionError(f"coef is {coef}, target {target}, gain {gain} and clip {clip}; the target is above 0, and the clip at most 1")
+    return coef * (1 + gain * min(max((kl - target) / target, -clip), clip))
+
+
 @dataclass(frozen=True)
 class Moments:
     """Count, mean and sum of squared deviations of all rewards so far: what running normalisation keeps from step to step.

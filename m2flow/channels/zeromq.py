@@ -171,9 +171,9 @@ class Endpoint:
 class LinkListener(Endpoint):
     """The controller's side of the control link.
 
-    A peer is admitted once it has said hello with the token; its name is then its own until `forget`. Anything else that comes is
-    dropped and counted in `dropped`. The address of a peer on the socket is a random number that the peer chose, so another
-    one can't take its place.
+    A peer is admitted once it has said hello with the token; its name is then its own until `forget`. What it had sent before, and comes
+    later, is void. Anything else that comes is dropped and counted in `dropped`. The address of a peer on the socket is a random number
+    that the peer chose, so another one can't take its place.
     """
 
     _what = "the control link"
@@ -189,6 +189,7 @@ class LinkListener(Endpoint):
         self._timeout_s = timeout_s
         self._names: dict[bytes, str] = {}
         self._routes: dict[str, bytes] = {}
+        self._forgotten: set[bytes] = set()
 
     def open(self) -> str:
         """Start to listen; returns the address for `LinkDialer.open`. Raises `PortInUse`."""
@@ -216,7 +217,7 @@ class LinkListener(Endpoint):
                     break
                 if route in self._names and len(frames) == 1:
                     messages.append((self._names[route], frames[0]))
-                elif not self._admit(route, frames):
+                elif route not in self._forgotten and not self._admit(route, frames):
                     who = f"{self._names[route]}, which has said hello" if route in self._names else "a peer that has not said hello"
                     self.dropped.add(f"{len(frames)} frames on the control link from {who}")
             left_s = deadline - time.monotonic()
@@ -237,7 +238,9 @@ class LinkListener(Endpoint):
 
     def forget(self, peer: str) -> None:
         """Free a peer's name for the process that replaces it."""
-        self._names.pop(self._routes.pop(peer, b""), None)
+        if (route := self._routes.pop(peer, None)) is not None:
+            del self._names[route]
+            self._forgotten.add(route)
 
     def close(self, *, drain_s: float = 0.0) -> None:
         """Close, waiting up to `drain_s` for what was sent to leave. May be called twice."""

@@ -1,6 +1,6 @@
-"""Implement `m2flow analyze` and `m2flow compare`: print why a run's steps took the time they took, and what differs between two runs.
+"""Implement `m2flow analyze`: print why a run's steps took the time they took.
 
-The analysis itself is in `m2flow.viewer.analysis`, `suggestions` and `comparison`; this module turns it into tables, or into JSON.
+The analysis itself is in `m2flow.viewer.analysis` and `suggestions`; this module turns it into tables, or into JSON.
 """
 
 from __future__ import annotations
@@ -18,15 +18,13 @@ from m2flow.engines.contract import size_of
 from m2flow.errors import M2FlowError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from m2flow.viewer.analysis import Analysis, StepAnalysis, WorkerMemory
-    from m2flow.viewer.comparison import Comparison, Pair
     from m2flow.viewer.suggestions import Suggestions
 
 # ---- analyze
 
 _MOST_STEPS = 20
+MOST_SUGGESTED = 3
 
 
 @click.command("analyze")
@@ -46,6 +44,7 @@ def command(run: str | None, as_json: bool, suggest: bool, runs_dir: Path) -> No
       m2flow analyze runs/grpo-20260102-030405
     """
     from m2flow.viewer.analysis import analysis_of
+    from m2flow.viewer.health import alerts_of
     from m2flow.viewer.idle import idle_of
     from m2flow.viewer.run_trace import RunTrace
 
@@ -54,16 +53,18 @@ def command(run: str | None, as_json: bool, suggest: bool, runs_dir: Path) -> No
     trace.refresh()
     analysis = analysis_of(trace, idle_of(trace))
     suggestions, why_not = _suggested(run_dir, analysis) if suggest and analysis.steps else (None, "")
+    alerts = alerts_of(run_dir, trace)
     if as_json:
-        document = {"analysis": analysis, "suggestions": suggestions}
+        document = {"analysis": analysis, "suggestions": suggestions, "alerts": alerts, "why_not": why_not}
         click.echo(msgspec.json.format(msgspec.json.encode(document)).decode())
         return
     mode = f"{trace.plan.mode} on {trace.plan.cluster}" if trace.plan else "no plan"
-    click.echo("\n".join([f"{run_dir}: {mode}", *_text(analysis, suggestions)]))
-    if suggestions is not None:
-        click.echo("\n".join(_suggestions(suggestions)))
-    elif why_not:
-        click.echo(f"\nnothing is suggested: {why_not}", err=True)
+    click.echo("\n".join([f"{run_dir}: {mode}", analysis.verdict.sentence, *(_suggestions(suggestions) if suggestions else [])]))
+    for alert in alerts:
+        click.echo(f"alert: {alert.title}: {alert.says} (rule: {alert.threshold}; {alert.page})")
+    if why_not:
+        click.echo(f"nothing is suggested: {why_not}", err=True)
+    click.echo("\n".join(["", *_text(analysis, suggestions)]))
 
 
 def _suggested(run_dir: Path, analysis: Analysis) -> tuple[Suggestions | None, str]:
@@ -80,7 +81,7 @@ def _suggested(run_dir: Path, analysis: Analysis) -> tuple[Suggestions | None, s
             return None, f"its flow is {config.flow} in {config.directory}, which is not here"
         flow = load_flow(config.flow)
         makespans_s = [step.makespan_s for step in analysis.steps]
-        return suggestions_of(run_dir, flow, recorded_options(flow, config.options), makespans_s), ""
+        return suggestions_of(run_dir, flow, recorded_options(flow, config.options), makespans_s, analysis.verdict), ""
     except M2FlowError as error:
         return None, str(error).partition("\n")[0]
 
@@ -97,6 +98,9 @@ def _text(analysis: Analysis, suggestions: Suggestions | None) -> list[str]:
         )
     else:
         lines.append(f"what a step should take was not said: {analysis.prediction_note}")
+    apart = [f"{analysis.setup_s:,.1f} s before the first step ({_setup(analysis)})"] * (analysis.setup_s > 0.05)
+    apart += [f"{analysis.evaluation_s:,.1f} s of evaluation"] * (analysis.evaluation_s > 0.005)
+    lines += [f"accounted apart: {', '.join(apart)}"] * bool(apart)
     num_devices = sum(device.num_devices for device in analysis.devices)
     lines += [
         "",
@@ -133,6 +137,11 @@ def _text(analysis: Analysis, suggestions: Suggestions | None) -> list[str]:
     others = ", ".join(f"{tokens:,} {ending}" for ending, tokens in analysis.other_tokens.items())
     lines += ["", f"tokens trained on: {analysis.trained_tokens:,}" + (f"; of other samples: {others}" if others else "")]
     return [*lines, f"decode step: {analysis.decode}"]
+
+
+def _setup(analysis: Analysis) -> str:
+    parts = [f"{one.label} {one.share:.0%}" for one in analysis.setup if one.share >= 0.05]
+    return ", ".join(parts) or "loading"
 
 
 def _verb(analysis: Analysis) -> str:
@@ -178,111 +187,25 @@ def _rows(analysis: Analysis, num_devices: int) -> list[tuple[str, ...]]:
 
 
 def _suggestions(suggestions: Suggestions) -> list[str]:
-    lines = ["", f"simulated with what it measured: {suggestions.simulated_step_s:,.3f} s a step as it was{_calibration_note(suggestions)}"]
+    """Format at most three suggestions, and how well the simulation fits."""
+    lines = []
+    for at, one in enumerate(suggestions.found[:MOST_SUGGESTED], 1):
+        what = f"{one.what}{' (this changes what is trained)' if one.changes_mathematics else ''}"
+        how = "simulated" if one.is_simulated else "at most"
+        lines.append(f"  {at}. {what}\n     {one.step_s:,.3f} s a step, {one.gain:.0%} less, {how}")
+    if not suggestions.found:
+        lines.append("  no other placement, policy or number of processes, and no older weights, would be faster by 3% or more")
     if suggestions.is_doubtful:
         lines.append(
-            "warning: the model does not reproduce this run well, so what it says of others below is doubtful; try before you trust it"
+            "  warning: the model does not reproduce this run well, so what it says of others is doubtful; try before you trust it"
         )
-    if not suggestions.found:
-        return [*lines, "no other placement, policy or number of processes, and no older weights, would be faster by 3% or more"]
-    for one in suggestions.found:
-        what = f"{one.what}{' (this changes what is trained)' if one.changes_mathematics else ''}"
-        lines.append(f"  {one.step_s:,.3f} s, {one.gain:.0%} less: {what}")
-    return lines
+    return [
+        *lines,
+        f"simulated with what it measured: {suggestions.simulated_step_s:,.3f} s a step as it was{_calibration_note(suggestions)}",
+    ]
 
 
 def _calibration_note(suggestions: Suggestions) -> str:
     if suggestions.error is None:
         return "; how well that fits is not known, for none of its steps is whole"
     return f"; these steps took {suggestions.measured_step_s:,.3f} s, so the simulation is off by {suggestions.error:+.0%}"
-
-
-# ---- compare
-
-_MOST_METRICS = 16
-_MOST_SETTINGS = 24
-
-
-@click.command("compare")
-@click.argument("one")
-@click.argument("other")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-@click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Where runs are looked for.")
-def compare_command(one: str, other: str, as_json: bool, runs_dir: Path) -> None:
-    """Say what differs between two runs, ONE and OTHER, and why.
-
-    Each is a run directory or a run's name; simulated ones will do. Only steps that both have are compared. The difference of a step is
-    taken apart along the critical path, by line of the flow, and over all devices, by cause of idle time. Beside it stand lengths,
-    staleness, tokens and metrics, and what was asked for and planned differently.
-
-    \b
-    Example:
-      m2flow compare runs/grpo-20260102-030405 runs/grpo-20260102-031500
-    """
-    from m2flow.viewer.analysis import analysis_of
-    from m2flow.viewer.comparison import comparison_of
-    from m2flow.viewer.idle import idle_of
-    from m2flow.viewer.run_trace import RunTrace
-
-    found = [find_run(run, runs_dir) for run in (one, other)]
-    traces = [RunTrace(path) for path in found]
-    for trace in traces:
-        trace.refresh()
-    first, second = ((trace, analysis_of(trace, idle_of(trace))) for trace in traces)
-    comparison = comparison_of(first, second, (found[0].resolve().name, found[1].resolve().name))
-    if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(comparison)).decode())
-        return
-    click.echo("\n".join(_comparison_text(comparison)))
-
-
-def _comparison_text(found: Comparison) -> list[str]:
-    one, other = found.one, found.other
-    lines = table([("A", one.name, _placed(one.mode, one.cluster)), ("B", other.name, _placed(other.mode, other.cluster))])
-    lines += ["", _steps(found.steps) if found.steps else "", *(f"  {said}" if at else said for at, said in enumerate(found.explained))]
-    if found.steps:
-        heads = [("", "A", "B", "B - A")]
-        heads.append(("seconds a step", f"{one.step_s:,.3f}", f"{other.step_s:,.3f}", f"{other.step_s - one.step_s:+,.3f}"))
-        if one.efficiency is not None and other.efficiency is not None:
-            heads.append(("of the bound", f"{one.efficiency:.0%}", f"{other.efficiency:.0%}", f"{other.efficiency - one.efficiency:+.0%}"))
-        heads.append(
-            ("tokens a second", f"{one.tokens_per_s:,.0f}", f"{other.tokens_per_s:,.0f}", f"{other.tokens_per_s - one.tokens_per_s:+,.0f}")
-        )
-        heads.append(("devices", str(one.num_devices), str(other.num_devices), ""))
-        lines += ["", *table(heads)]
-    lines += _section("critical path, s a step", found.path, 3, least=0.0005)
-    lines += _section("device seconds a step", found.idle, 3, least=0.0005)
-    lines += _section("tokens of a response", found.lengths, 1)
-    lines += _section("versions behind, share", found.staleness, 3)
-    lines += _section("tokens", found.tokens, 0)
-    if found.metrics:
-        rows: list[tuple[str, ...]] = [("metric, mean", "A", "B", "last A", "last B", "steps")]
-        for metric in found.metrics[:_MOST_METRICS]:
-            means, last = (metric.one, metric.other), (metric.one_last, metric.other_last)
-            rows.append((metric.name, *(f"{value:,.4g}" for value in (*means, *last)), str(metric.num_steps)))
-        lines += ["", *table(rows), *_left_out(len(found.metrics) - _MOST_METRICS)]
-    for title, said in (("asked for differently", found.settings), ("planned differently", found.plans)):
-        if said:
-            lines += ["", title, *(f"  {line}" for line in said[:_MOST_SETTINGS]), *_left_out(len(said) - _MOST_SETTINGS)]
-    return lines
-
-
-def _section(title: str, pairs: Sequence[Pair], digits: int, *, least: float = 0.0) -> list[str]:
-    rows = [(title, "", "A", "B", "B - A")]
-    for pair in pairs:
-        if max(pair.one or 0.0, pair.other or 0.0) >= least:
-            one, other = ("" if value is None else f"{value:,.{digits}f}" for value in (pair.one, pair.other))
-            rows.append((pair.what, pair.line, one, other, f"{pair.more:+,.{digits}f}"))
-    return ["", *table(rows)] if len(rows) > 1 else []
-
-
-def _placed(mode: str, cluster: str) -> str:
-    return f"{mode} on {cluster}" if mode else "no plan"
-
-
-def _steps(steps: Sequence[int]) -> str:
-    return f"{len(steps)} steps that both have, {steps[0]} to {steps[-1]}"
-
-
-def _left_out(number: int) -> list[str]:
-    return [f"  (and {number} more; --json has all)"] if number > 0 else []

@@ -25,13 +25,13 @@ import click
 import psutil
 
 from m2flow import __version__, spec
-from m2flow.cli.cluster_file import load_cluster
 from m2flow.cli.doctor import Finding, examine
 from m2flow.cli.main import find_run
 from m2flow.engines.contract import EngineKind
 from m2flow.errors import M2FlowError, MissingExtra, OptionError, SpecError
 from m2flow.micro.controller.launcher import make_keys
 from m2flow.recipe import is_of_hub
+from m2flow.runs.cluster_file import load_cluster
 from m2flow.spec import ClusterSpec, RaySpec, RolloutSpec, TrainSpec
 
 # ---- init

@@ -25,13 +25,12 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from m2flow.cli.cluster_file import load_cluster
 from m2flow.cli.main import find_run
-from m2flow.engines.installed import installed, interpreter_of, missing_tools, overlaid_packages
+from m2flow.engines.installed import LIBRARY, find_gpu, installed, interpreter_of, missing_tools, overlaid_packages
 from m2flow.engines.registry import EngineInfo, capability_tables, check_engine, engines, find_engine, server_of, version_of
 from m2flow.errors import M2FlowError
-from m2flow.micro.worker.gpu_use import LIBRARY, find_gpu
 from m2flow.planner.pools import BUILT_IN, PLANNED, device_list
+from m2flow.runs.cluster_file import load_cluster
 from m2flow.spec import ClusterSpec
 
 # ---- doctor

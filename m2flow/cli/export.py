@@ -1,6 +1,7 @@
-"""Implement `m2flow export`, `trace` and `send`: hand a run's model, schedule and records to other tools.
+"""Implement `m2flow export`, `serve`, `trace` and `send`: hand a run's model, schedule and records to other tools.
 
 export   the trained model, or its adapters, as a Hugging Face directory
+serve    the trained model as a server of chat completions
 trace    the schedule as a file for Perfetto or chrome://tracing
 send     spans and metrics to OpenTelemetry, Weights & Biases or MLflow
 """
@@ -9,7 +10,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -102,6 +105,103 @@ def command(
     (target / "README.md").write_text(_card(run_dir, part, kind))
     if push is not None:
         click.echo(_pushed(target, push, is_private=not public))
+
+
+# ---- serve
+
+
+@click.command("serve")
+@click.argument("run", required=False)
+@click.option("--model", metavar="PATH", help="Serve this model instead: a Hugging Face directory, or a name of the hub.")
+@click.option(
+    "--step", type=click.IntRange(min=1), metavar="N", help="The checkpoint after so many steps.  [default: the final one, or the newest]"
+)
+@click.option("--role", metavar="ROLE", help="The role whose model is served, if several are trained.")
+@click.option("--name", metavar="NAME", help="The model's name in answers.  [default: the run's, or the model's]")
+@click.option("--host", default="127.0.0.1", show_default=True, help="The address to answer on; any but loopback asks for a key.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any that is free.")
+@click.option("--key-file", type=click.Path(path_type=Path, dir_okay=False), help="A file with the API key that clients have to give.")
+@click.option("--max-running", type=click.IntRange(min=1), default=64, show_default=True, help="Responses that decode together.")
+@click.option("--device", metavar="DEVICE", help="cpu or cuda:N.  [default: the first GPU if there is one]")
+@click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: one for each core]")
+@click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Where runs are looked for.")
+def serve_command(
+    run: str | None,
+    model: str | None,
+    step: int | None,
+    role: str | None,
+    name: str | None,
+    host: str,
+    port: int,
+    key_file: Path | None,
+    max_running: int,
+    device: str | None,
+    threads: int | None,
+    runs_dir: Path,
+) -> None:
+    """Serve the trained model of a run to clients of OpenAI's chat completions, with the embedded engine.
+
+    RUN is a run directory or its name; the newest one by default. Streams, tools, several answers, stop texts, log-probabilities, seeds and
+    JSON schemas are served; what is not is refused by name. Another server, such as vLLM, takes what `m2flow export` writes.
+
+    \b
+    Examples:
+      m2flow serve grpo-20260102-030405
+      m2flow serve --model ./sorted-digits --port 8001
+      OPENAI_BASE_URL=http://127.0.0.1:8000/v1 OPENAI_API_KEY=none python my_agent.py
+    """
+    from m2flow.agents.endpoint import serve_chat
+    from m2flow.engines.contract import EngineSettings
+    from m2flow.engines.registry import make_rollout
+    from m2flow.micro.records.checkpoints import export_part, find_part
+    from m2flow.recipe import Model
+    from m2flow.viewer.serving import LOOPBACK, open_socket
+
+    if model is not None and (run or step or role):
+        raise OptionError("--model and a run exclude each other", now="Leave RUN, --step and --role out, or --model.")
+    key = _key_in(key_file) if key_file else ""
+    if host not in LOOPBACK and not key:
+        raise OptionError(
+            f"--host {host} can be reached by others, and there is no key", now="Write a key into a file, and pass --key-file."
+        )
+    with tempfile.TemporaryDirectory(prefix="m2flow-serve-") as directory, open_socket(host, port) as listener:
+        path, called = model or str(Path(directory) / "model"), name or Path(model or "").name
+        if model is None:
+            run_dir = find_run(run, runs_dir)
+            export_part(find_part(run_dir, step, role), Path(path))
+            called = name or run_dir.name
+        settings = EngineSettings(device=device or _first_device(), threads=threads or _num_cores(), max_running=max_running)
+        engine = make_rollout("embedded", Model(path), settings)
+        try:
+            engine.start()
+            shown = f"[{host}]" if ":" in host else host
+            click.echo(f"http://{shown}:{listener.getsockname()[1]}/v1 serves {called} on {settings.device}  (Ctrl-C ends it)")
+            serve_chat(engine, called, listener, key=key)
+        finally:
+            engine.stop()
+
+
+def _key_in(file: Path) -> str:
+    try:
+        key = file.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError(f"the key can't be read from {file}: {error}") from None
+    if len(key) < _LEAST_KEY:
+        raise OptionError(f"the key in {file} has {len(key)} characters", now=f"Use {_LEAST_KEY} or more that nobody can guess.")
+    return key
+
+
+_LEAST_KEY = 16
+
+
+def _first_device() -> str:
+    import torch
+
+    return "cuda:0" if torch.cuda.is_available() else "cpu"
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0))
 
 
 def _json_of(file: Path) -> dict[str, Any]:

@@ -33,15 +33,19 @@ from m2flow.rollout_scheduling.policy import SchedulingPolicy
 TOPICS: dict[str, tuple[str, str]] = {
     "flows": ("Flows: the function, its steps, its own operations", "flow Flow steps log op Role call load_flow traceparent"),
     "roles": ("Roles: models and rewards of a flow", "Policy Reference Reward Critic RewardModel gae"),
+    "agents": ("Agents: episodes of several turns, with tools", "agent Chat Turn tool ToolCall EpisodeFailed"),
     "data": ("Data: prompts, and which of them count", "Dataset informative pass_rate_between best_and_worst"),
     "results": ("Results: handles on what calls give", "Rows Scores Metrics Number concat join where"),
     "samples": ("Samples: what rewards and operations see", "Sample SampleId Finish Batch Sampling"),
     "evaluation": ("Evaluation: metrics, the best weights, early stop", "evaluate Best"),
     "training": (
         "Training: optimiser, adapters, advantages, losses",
-        "AdamW Lora Correction pass_at_k loss Loss Counts PerSequence sequence_mean sequence_sum ppo_clip gspo gspo_token gmpo cispo sapo "
-        "dppo topr decoupled_ppo reinforce importance_reinforce opmd distill nll dpo ipo simpo kto clipped_value",
+        "AdamW Muon SGD WeightGroup Lora Correction pass_at_k loss Loss Counts PerSequence sequence_mean sequence_sum ppo_clip gspo "
+        "gspo_token gmpo cispo sapo dppo topr decoupled_ppo clip_cov kl_cov reinforce importance_reinforce opmd distill distill_top_k "
+        "nll dpo ipo simpo kto bradley_terry process_reward clipped_value",
     ),
+    "sandbox": ("Sandbox: a box for programs that nobody has read", "Sandbox"),
+    "python": ("From Python: run, plan, simulate, and what they return", "run plan simulate open_run Run"),
     "rewards": (
         "Rewards off the shelf: m2flow.rewards",
         "ExactMatch RegexMatch MathAnswer Format JsonSchema Length Overlong Repetition UnitTests ReasoningGym LlmJudge Remote",

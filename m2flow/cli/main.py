@@ -34,30 +34,12 @@ from m2flow.errors import (
     host_error,
 )
 
-# ---- finding runs
-
-_MARK = "config.json"
-"""The file that each run directory has from its beginning."""
-
 
 def find_run(run: str | None, runs_dir: Path) -> Path:
-    """Find the directory of a run: by its path, by its name in `runs_dir`, or the newest there.
+    """Find the directory of a run (`m2flow.micro.records.rundir.find_run`), whose module is loaded when it is asked for."""
+    from m2flow.micro.records import rundir
 
-    Raises:
-        SpecError: there is none.
-    """
-    if run is None:
-        found = sorted(runs_dir.glob(f"*/{_MARK}"), key=lambda path: path.stat().st_mtime)
-        if not found:
-            raise SpecError(f"there is no run in {runs_dir}", now="Make one with `m2flow run flows/grpo.py`, or name another --runs-dir.")
-        return found[-1].parent
-    for path in (Path(run), runs_dir / run):
-        if (path / _MARK).is_file():
-            return path
-    known = ", ".join(sorted(path.parent.name for path in runs_dir.glob(f"*/{_MARK}"))[-3:])
-    now = f"The newest in {runs_dir}: {known}." if known else f"There is no run in {runs_dir} either."
-    what = f"{run} is no run directory: it has no {_MARK}" if Path(run).is_dir() else f"there is no run {run}"
-    raise SpecError(what, now=now)
+    return rundir.find_run(run, runs_dir)
 
 
 # ---- groups of commands
@@ -177,6 +159,7 @@ _COMMANDS = {
     "analyze": "Say why the steps of a run took what they took, and what would be faster.",
     "compare": "Say what differs between two runs, and where the time went in each.",
     "export": "Write the trained model of a run for other tools, as a Hugging Face directory.",
+    "serve": "Serve the trained model of a run as OpenAI's chat completions.",
     "trace": "Write the schedule of a run as a file for Perfetto.",
     "send": "Send the records of a run to OpenTelemetry, Weights & Biases or MLflow.",
     "cluster": "Write and check cluster specs: the machines, and what runs on them.",
@@ -191,8 +174,8 @@ _ELSEWHERE = {
     "demo": "new:demo_command",
     "diff": "plan:diff_command",
     "profile": "plan:profile_command",
-    "compare": "analyze:compare_command",
     "engines": "doctor:engines_command",
+    "serve": "export:serve_command",
     "trace": "export:trace_command",
     "send": "export:send_command",
     "keys": "cluster:keys_command",
@@ -298,7 +281,7 @@ def cluster() -> None:
 @click.command(
     cls=Commands,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Start with `m2flow run flows/grpo.py`; `m2flow COMMAND --help` tells more about a command.",
+    epilog="Start with `m2flow demo`, or with `m2flow new NAME` for a flow to change; `m2flow COMMAND --help` tells more about a command.",
 )
 @click.version_option(__version__, prog_name="m2flow")
 def cli() -> None:

@@ -16,9 +16,14 @@ from m2flow.errors import SpecError
 from m2flow.macro.flow import Flow, load_flow
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-_KINDS = ("grpo", "chat", "dapo", "distill", "judge", "ppo", "selfplay", "sft_then_dpo")
+_KINDS = (
+    *("grpo", "async_grpo", "best_of_n", "chat", "curriculum", "dapo", "decoupled_ppo", "distill", "gspo", "judge", "ppo", "reinforce_pp"),
+    *("moe_routing_replay", "reward_model_then_ppo", "selfplay", "sft_then_dpo", "tool_use"),
+)
+_NICKNAMES = {"agent": "tool_use"}
+"""A subject -> the flow that shows it."""
 _DEMO = "grpo"
-_TINY = {"num_steps": 2, "warm_steps": 1, "batch": 2, "n": 2, "eval_every": 1, "model": "fake"}
+_TINY = {"num_steps": 2, "warm_steps": 1, "pair_steps": 1, "batch": 2, "n": 2, "eval_every": 1, "model": "fake"}
 """Options of a run that a test makes with fake engines, for the flows that have them."""
 
 
@@ -39,33 +44,38 @@ def shipped_flows() -> Path:
 
 @click.command("new")
 @click.argument("folder", metavar="NAME", type=click.Path(path_type=Path))
-@click.option("--from", "kind", type=click.Choice(_KINDS), default="grpo", show_default=True, help="The flow to begin with.")
+@click.option(
+    "--from", "kind", type=click.Choice((*_KINDS, *_NICKNAMES)), default="grpo", show_default=True, help="The flow to begin with."
+)
 def command(folder: Path, kind: str) -> None:
     """Begin a project: a folder NAME with a flow to change, a cluster spec, a test and a README.
 
-    The flow runs as it stands: `chat` with an instruct model of the Hugging Face hub, the others with a random model of 0.4 million
-    parameters, which comes along.
+    The flow runs as it stands: `chat` with an instruct model of the Hugging Face hub, or with `--model models/chat --init
+    random`, the others with a random model of 0.4 million parameters. Both random models come along.
 
     \b
     Examples:
       m2flow new sums --from chat
+      m2flow new calculator --from agent
       m2flow new sorting --from grpo
     """
     if folder.exists():
         raise SpecError(f"{folder} exists already", now="Give another name, or move it away.")
-    shipped = shipped_flows()
+    shipped, kind = shipped_flows(), _NICKNAMES.get(kind, kind)
     files = {f"{name}.py": (shipped / f"{name}.py").read_text() for name in _needed(shipped, kind)}
     flow = load_flow(str(shipped / f"{kind}.py"))
     files |= {"cluster.yaml": _CLUSTER, f"test_{kind}.py": _test(kind, flow), "README.md": _readme(folder.name, kind, flow)}
     folder.mkdir(parents=True)
     for name, text in files.items():
         (folder / name).write_text(text)
-    if any('"models"' in text for text in files.values()):
-        shutil.copytree(shipped / "models" / "digits", folder / "models" / "digits")
+    if any('"models"' in text or "models/" in text for text in files.values()):
+        shutil.copytree(shipped / "models", folder / "models")
     for path in sorted(folder.rglob("*")):
         if path.is_file():
             click.echo(path)
     click.echo(f"\nNext:\n  cd {folder}\n  m2flow plan {kind}.py\n  m2flow run {kind}.py")
+    if kind == "chat":
+        click.echo("Its model is one of the Hugging Face hub. Without a network add to both: --model models/chat --init random")
 
 
 def _needed(shipped: Path, name: str) -> Iterator[str]:

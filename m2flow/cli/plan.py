@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -21,25 +21,22 @@ from typing import ClassVar
 import click
 import msgspec
 
-from m2flow.cli.cluster_file import load_cluster
 from m2flow.cli.flow_options import SEED, FlowCommand, find_target, flow_command, option_type
 from m2flow.errors import OptionError
 from m2flow.macro.flow import Flow
 from m2flow.macro.graph import MacroGraph
-from m2flow.macro.graph_display import as_dot, barriers_listing, bounds_listing, calls_listing, place
+from m2flow.macro.graph_display import as_dot, place
 from m2flow.macro.pinning import structure_of
-from m2flow.macro.tracing import Assumption, Exploration, KnownValues, anticipate, copies_made, explore
+from m2flow.macro.tracing import Exploration, anticipate, copies_made, explore
 from m2flow.macro.tracing import ExploredPath as FlowPath
 from m2flow.micro.lowering.arithmetic import TRACED_STEPS
 from m2flow.micro.lowering.passes import lower
 from m2flow.micro.protocol.plan import Plan
-from m2flow.micro.records.flow_record import read_record
-from m2flow.micro.records.plan_file import KEY, Origin, check_edited, origin_of, read_plan, write_plan_file
-from m2flow.planner.explaining import as_document, differences, explain, step_lines
-from m2flow.planner.planning import Forecast, find_models, forecast, is_searched, question_of, with_shapes
-from m2flow.planner.profiles import read_profile
-from m2flow.recipe import Model
-from m2flow.simulator.machines import paced
+from m2flow.micro.records.plan_file import KEY, Origin, origin_of, read_plan, write_plan_file
+from m2flow.planner.explaining import as_document, differences
+from m2flow.planner.planning import Forecast, is_searched, question_of, with_shapes
+from m2flow.runs.cluster_file import load_cluster
+from m2flow.runs.planning import known_values, make_plan
 from m2flow.spec import LAPTOP, ClusterSpec, RunSettings
 
 # ---- plan files on the command line
@@ -186,6 +183,8 @@ class PlanCommand(PlannedCommand):
 )
 @click.option("--no-try", is_flag=True, help="Neither render the first rows nor call the functions on a stub sample.")
 @click.option("--terms", "has_terms", is_flag=True, help="List the constants of the cost model, and where each is from.")
+@click.option("--why", "details", flag_value="why", help="Compare the best plan of each mode (time-shared, split, hybrid) term by term.")
+@click.option("--full", "details", flag_value="full", help="Add the memory of each engine, the KV caches, and what --why says.")
 @click.option("--dot", "is_dot", is_flag=True, help="Print the graph of the calls in Graphviz's language.")
 @click.option(
     "--svg",
@@ -214,6 +213,7 @@ def command(
     check: Path | None,
     no_try: bool,
     has_terms: bool,
+    details: str | None,
     is_dot: bool,
     svg: Path | None,
     png: Path | None,
@@ -234,28 +234,21 @@ def command(
     inputs = plan_inputs(ctx, cluster, seed, profile=profile, lengths=lengths, assume=assume)
     spec, lengths, profile = with_shapes(inputs.spec, shapes).with_policy(policy), inputs.lengths, inputs.profile
     assume, seed = inputs.assume, inputs.seed
-    record = read_record(run_dir) if run_dir else None
-    known = KnownValues(tuple(Assumption.parse(text) for text in assume), record, str(run_dir))
-    exploration = explore(flow, options, steps=steps, seed=seed, known=known)
-    graph = anticipate(flow, options, exploration, steps=max(steps, TRACED_STEPS), seed=seed, known=known)
-    pinned = read_plan(check) if check else None
-    copies = copies_made(flow, options, num_steps=exploration.num_steps, seed=seed, known=known, exploration=exploration)
-    models, choice = {**copies.models, **exploration.models}, None
-    find_models(models, spec, with_weights=False)
-    tried = [] if no_try else _tried(exploration, models, spec, seed)
-    if is_searched(spec) and pinned is None:
-        question = question_of(graph, models, spec, lengths=lengths, profile=profile, copies=copies.sources)
-        for doubt in question.doubts:
-            click.echo(f"note: {doubt}", err=True)
-        choice = question.choose()
-    plan = lower(graph, models, spec, num_steps=exploration.num_steps, choice=choice, pinned=pinned, copies=copies.sources)
-    if pinned is not None:
-        check_edited(pinned, plan, spec)
-    plan = paced(plan, graph, models, spec, profile)
-    foreseen = None
-    if plan.choice is None and profile is not None:
-        read_profile(profile).check(models, spec)
-        foreseen = forecast(plan, spec, lambda other: question_of(graph, models, other, lengths=lengths, profile=profile))
+    planned = make_plan(
+        flow,
+        target,
+        options,
+        spec,
+        steps=steps,
+        seed=seed,
+        known=known_values(assume, run_dir),
+        lengths=lengths,
+        profile=profile,
+        pinned=read_plan(check) if check else None,
+        tries=not no_try,
+        note=lambda said: click.echo(f"note: {said}", err=True),
+    )
+    exploration, plan = planned.exploration, planned.plan
     origin = origin_of(target, options, spec, lengths=lengths, profile=profile, assume=assume, seed=seed)
     if out is not None:
         write_plan_file(out, plan, origin)
@@ -265,29 +258,13 @@ def command(
     if is_dot:
         click.echo(as_dot(exploration.longest.graph))
     elif as_json:
-        click.echo(_as_json(exploration, plan, origin, foreseen))
+        click.echo(_as_json(exploration, plan, origin, planned.foreseen))
     else:
-        placed = [explain(plan.choice, has_terms=has_terms), ""] if plan.choice else _foreseen(foreseen) if foreseen else []
-        is_run_here = pinned is None and not spec.pools
+        is_run_here = check is None and not spec.pools
         has_extra_inputs = bool(assume or run_dir or lengths or steps > 1)  # `m2flow run` plans without these.
         notes = _differences_from_run(flow, options, seed, spec, plan, profile) if is_run_here and has_extra_inputs else []
         checked = [f"{check} is a plan of this flow on {spec.name}."] if check else []
-        click.echo("\n".join([*_as_text(exploration, target, steps), "", *placed, str(plan), *notes, *tried, *checked]))
-
-
-def _tried(exploration: Exploration, models: Mapping[str, Model], spec: ClusterSpec, seed: int) -> list[str]:
-    """Try the flow's first rows and functions on the path with the most calls; return lines of what was found."""
-    from m2flow.runner.first_rows import try_first_rows
-
-    found = try_first_rows(exploration.longest.graph, models, spec, seed=seed)
-    return ["", "tried on the first rows:", *(f"  {line}" for line in found)] if found else []
-
-
-def _foreseen(forecast: Forecast) -> list[str]:
-    """Print the predicted time of a step for a plan made by rule."""
-    if forecast.choice is None:
-        return [f"step: nothing is predicted: {forecast.note}", ""]
-    return [*step_lines(forecast.choice), *([f"note: {forecast.note}"] if forecast.note else []), ""]
+        click.echo("\n".join([planned.text(has_terms=has_terms, details=details, notes=notes), *checked]))
 
 
 def _draw(path: FlowPath, file: Path, suffix: str) -> None:
@@ -302,24 +279,6 @@ def _draw(path: FlowPath, file: Path, suffix: str) -> None:
         raise OptionError(f"can't write {file}: {error.strerror}") from error
 
 
-def _as_text(exploration: Exploration, target: str, steps: int) -> list[str]:
-    num_steps = exploration.num_steps
-    traced = f"the first {steps} of {num_steps} steps" if steps > 1 else f"the first of {num_steps} steps"
-    flow = exploration.paths[0].graph.flow
-    lines = [f"calls of {flow} ({target}), " + (traced if num_steps else "which is one step"), *calls_listing(exploration), ""]
-    barriers = barriers_listing(exploration)
-    if not barriers:
-        return [*lines, "barriers: none. Python waits for no value in these steps."]
-    lines += ["barriers: here Python waits for a value, and what follows can't start before; log() does not wait", *barriers]
-    lines += [f"  {line}" for line in bounds_listing(exploration)]
-    sources = [source for path in exploration.paths for look in path.looks for source in look.sources]
-    if any("not known" in source for source in sources):
-        lines += ["  --assume NAME=NUMBER follows the outcomes of one value; --from RUN takes the values that a run has had."]
-    if len(exploration.paths) > 1:
-        lines += ["  The plan below is made for the outcomes with the most calls."]
-    return lines
-
-
 def _differences_from_run(
     flow: Flow, options: dict[str, object], seed: int, spec: ClusterSpec, plan: Plan, profile: Path | None
 ) -> list[str]:
@@ -331,7 +290,7 @@ def _differences_from_run(
     graph = anticipate(flow, options, exploration, steps=TRACED_STEPS, seed=seed)
     copies = copies_made(flow, options, num_steps=exploration.num_steps, seed=seed, exploration=exploration)
     models = {**copies.models, **exploration.models}
-    choice = question_of(graph, models, spec, profile=profile, copies=copies.sources).choose() if is_searched(spec) else None
+    choice = question_of(graph, models, spec, profile=profile, copies=copies.sources).choose() if is_searched(spec, models) else None
     workers = lower(graph, models, spec, num_steps=exploration.num_steps, choice=choice, copies=copies.sources).workers
     if workers == plan.workers:
         return []

@@ -16,24 +16,23 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import click
 from pydantic import ValidationError
 from rich.console import Console
 
-from m2flow.cli import display
 from m2flow.cli.flow_options import SEED, find_target, flow_command
 from m2flow.cli.main import Failure, failure_of, find_run
 from m2flow.cli.plan import PlannedCommand, plan_inputs, recorded_options, value_of
-from m2flow.errors import DivergenceError, OptionError, RunInterrupted, SpecError, did_you_mean
+from m2flow.errors import OptionError, RunInterrupted, SpecError, did_you_mean
 from m2flow.macro.flow import Flow
 from m2flow.macro.pinning import read_structure
+from m2flow.runs import display
+from m2flow.runs.execution import can_go_on, execute_watched, has_directory, leftovers
 from m2flow.spec import ClusterSpec, RunSettings
 
 if TYPE_CHECKING:
@@ -269,7 +268,7 @@ def resumed_run(ctx: click.Context) -> ResumedRun | None:
             raise _refused(f"--{name} {ctx.params[name]}", f"with {name} {before}")
     spec = config.cluster
     if _is_given(ctx, "cluster"):
-        from m2flow.cli.cluster_file import load_cluster
+        from m2flow.runs.cluster_file import load_cluster
 
         spec = load_cluster(ctx.params["cluster"])
     if config.repeats_decisions:
@@ -452,20 +451,13 @@ def _execute(run: Run, console: Console, *, is_eager: bool, is_quiet: bool, is_r
     """
     progress = display.Progress(console, run)
     try:
-        with _interrupts(run, progress.stopping):
-            plan = run.prepare()
-            if not is_quiet:
-                display.show_plan(console, plan, is_eager=is_eager)
-                progress.expect(plan)
-            with contextlib.nullcontext() if is_quiet else progress:
-                return run.execute()
-    except KeyboardInterrupt as stop:
-        error = stop if isinstance(stop, RunInterrupted) else RunInterrupted(f"stopped by {str(stop) or 'Ctrl-C'}")
-        step = _stop_position(run.tally.num_steps, run.num_steps) if run.tally.num_samples else ""
-        raise Failure(RunInterrupted(f"{error.what}{step}", now=error.where), _describe_leftovers(run, was_there=is_resumed)) from None
-    except Exception as error:
-        left = _describe_leftovers(run, was_there=is_resumed, goes_on=not isinstance(error, DivergenceError))
-        raise failure_of(error, run.run_dir if _has_directory(run) else None, left) from error
+        return execute_watched(run, console, progress, is_eager=is_eager, is_quiet=is_quiet, ends_process=True)
+    except (RunInterrupted, Exception) as error:
+        goes_on = f"m2flow run --resume {run.run_dir}" if can_go_on(error) else ""
+        left = leftovers(run, was_there=is_resumed, goes_on=goes_on)
+        if isinstance(error, RunInterrupted):
+            raise Failure(error, left) from None
+        raise failure_of(error, run.run_dir if has_directory(run) else None, left) from error
 
 
 def _prepare_environment(threads: int, *, deterministic: bool) -> None:
@@ -479,66 +471,3 @@ def _prepare_environment(threads: int, *, deterministic: bool) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
-
-
-@contextlib.contextmanager
-def _interrupts(run: Run, stopping: Callable[[], None]) -> Iterator[None]:
-    """Turn the first signal into a KeyboardInterrupt, at once or after the update that this thread runs; the second ends the process."""
-    is_stopping = False
-
-    def handle(signum: int, frame: FrameType | None) -> None:
-        nonlocal is_stopping
-        if is_stopping:
-            run.end_now()
-            with contextlib.suppress(OSError):  # After a SIGHUP the terminal is gone.
-                os.write(2, b"\nended at once; the ledger is written\n")
-            os._exit(130)
-        is_stopping = True
-        stopping()
-        reason = "Ctrl-C" if signum == signal.SIGINT else signal.Signals(signum).name
-        if not run.interrupt(reason):
-            raise KeyboardInterrupt(reason)
-
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    handled = [
-        number for number, handler in before.items() if handler is not signal.SIG_IGN
-    ]  # An ignored signal stays ignored: a shell's background job.
-    for number in handled:
-        signal.signal(number, handle)
-    try:
-        yield
-    finally:
-        for number in handled:
-            signal.signal(number, before[number])
-
-
-def _stop_position(num_done: int, num_steps: int | None) -> str:
-    """Say where a run was stopped.
-
-    >>> _stop_position(0, 2), _stop_position(2, 2)
-    (' in step 1', ' after its last step')
-    """
-    return " after its last step" if num_steps and num_done >= num_steps else f" in step {num_done + 1}"
-
-
-def _has_directory(run: display.Watched) -> bool:
-    return run.run_dir != Path()
-
-
-def _describe_leftovers(run: display.Watched, *, was_there: bool, goes_on: bool = True) -> str:
-    """Describe what an unfinished run has left on disk.
-
-    `was_there`: the run was resumed, so that this process has not counted all of its samples. `goes_on`: it can be resumed as it is.
-    """
-    if not _has_directory(run):
-        return ""
-    tally = run.tally
-    if not tally.num_samples and was_there:
-        return f"  What it had before is in {run.run_dir}."
-    if not tally.num_samples:
-        return f"  No sample was generated yet; the run's logs are in {run.run_dir / 'logs'}."
-    done = "1 step is" if tally.num_steps == 1 else f"{tally.num_steps} steps are"
-    return (
-        f"  The {tally.num_samples:,} samples so far are in {run.run_dir} (ledger.db and segments/), {done} done.\n"
-        f"  What was done when: m2flow view {run.run_dir}{f'; to go on: m2flow run --resume {run.run_dir}' if goes_on else ''}"
-    )

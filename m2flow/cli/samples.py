@@ -48,6 +48,7 @@ def command(
       m2flow samples --where "reward < 0.5" --order "response_tokens desc"
       m2flow samples runs/grpo-20260102-030405 --where "sample = '3/17/2'" --life
       m2flow samples --lengths              trained, carried, dropped, truncated and stale ones beside all that were sampled
+      m2flow samples --where "matches('carry the one') and reward = 0"      full-text search in prompts, responses and dataset columns
       m2flow samples --where "ending = 'consumed'" --out trained.parquet
     """
     if lists_columns:
@@ -94,8 +95,13 @@ def _shown(entry: Entry, *, has_life: bool) -> list[str]:
     reward = "no reward" if entry.reward is None else f"reward {entry.reward:g}"
     head = f"{entry.sample}  step {entry.step}, {entry.response_tokens} tokens ({entry.finish}), {reward}, {entry.ending}"
     lines = [head, f"  prompt:   {_one_line(entry.prompt_text)}", f"  response: {_one_line(entry.response_text)}"]
+    lines += [f"  {name}: {_one_line(str(value))[:_LONGEST]}" for name, value in entry.columns.items()]
     lines += [f"  {by}: {entry.rewards[by]:g}, of {_parts(of)}" for by, of in entry.parts.items()]
     return lines + [f"  - {event}" for event in entry.life] if has_life else lines
+
+
+_LONGEST = 400
+"""The most characters of a column of the dataset that are shown."""
 
 
 def _parts(of: Mapping[str, float]) -> str:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import typing
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,11 +21,13 @@ from m2flow.cli.flow_options import SEED, flow_command
 from m2flow.cli.plan import PlannedCommand, plan_inputs
 from m2flow.macro.flow import Flow
 from m2flow.macro.tracing import Assumption, KnownValues
+from m2flow.runs.planning import causes as causes
+from m2flow.runs.planning import make_simulation, prepared
+from m2flow.runs.planning import table as table
 
 if TYPE_CHECKING:
-    from m2flow.micro.protocol.plan import Plan
     from m2flow.rollout_scheduling.study import StepResult
-    from m2flow.simulator.scenario import Outcome, Scenario
+    from m2flow.simulator.scenario import Scenario
 
 
 # ---- simulate flow
@@ -126,7 +127,6 @@ def simulate_flow_command(
     from m2flow.planner.planning import with_shapes
     from m2flow.planner.profiles import read_profile
     from m2flow.simulator.ablation import NUM_STEPS
-    from m2flow.simulator.scenario import prepare
 
     inputs = plan_inputs(ctx, cluster, seed, profile=profile, lengths=source, assume=assume)
     spec = with_shapes(inputs.spec, shapes).with_policy(policy).without_spare  # No worker joins a simulation.
@@ -136,91 +136,24 @@ def simulate_flow_command(
     known = KnownValues(tuple(Assumption.parse(text) for text in inputs.assume))
     for doubt in read_profile(profile).doubts(spec) if profile else ():
         click.echo(f"note: {doubt}", err=True)
-    scenario = prepare(flow, options, spec, lengths=source, steps=steps, seed=seed, known=known, profile=profile)
+    scenario = prepared(flow, options, spec, lengths=source, steps=steps, seed=seed, known=known, profile=profile)
     if sweep is not None:
         show_sweep(scenario, sweep, png or Path("sweep.png"), as_json=as_json)
         return
     if compare:
         show_comparison(scenario, as_json=as_json)
         return
-    plan = scenario.plan() if plan_file is None else scenario.pinned(read_plan(plan_file))
-    outcome = scenario.run(plan, failures=scenario.failures(plan, fail))
+    simulation = make_simulation(scenario, target, options, None if plan_file is None else read_plan(plan_file), fail)
     if out is not None:
-        _write_run(out, scenario, outcome, plan, target, options)
+        simulation.save(out)
     if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(outcome.report)).decode())
+        click.echo(msgspec.json.format(msgspec.json.encode(simulation.outcome.report)).decode())
     else:
-        click.echo("\n".join(_as_text(scenario, outcome, plan)))
+        click.echo(str(simulation))
     if ladder:
         from m2flow.simulator.ablation import ablate
 
-        click.echo("\n".join(_ladder_table(ablate(scenario, plan))), err=as_json)
-
-
-def _write_run(out: Path, scenario: Scenario, outcome: Outcome, plan: Plan, target: str, options: Mapping[str, object]) -> None:
-    """Write the directory of a simulated run; with the plan's forecast, if the plan was not chosen by one."""
-    from m2flow.planner.planning import forecast, write_forecast
-    from m2flow.simulator.scenario import write_run
-
-    write_run(out, scenario, outcome, flow_file=target, options=options)
-    if plan.choice is None:
-        write_forecast(out, forecast(plan, scenario.spec, partial(scenario.ask, scenario.graph)))
-
-
-def _as_text(scenario: Scenario, outcome: Outcome, plan: Plan) -> list[str]:
-    report, totals, drawn = outcome.report, outcome.totals, outcome.simulated.history.drawn
-    num_instances = sum(any(slot.kind == "rollout" for slot in worker.engines) for worker in plan.workers)
-    replayed = f"{drawn.num_replayed} steps of it replayed" if drawn.num_replayed else "drawn from it"
-    lines = [
-        f"{plan.flow} on {plan.cluster}: {plan.mode}, {outcome.simulated.history.num_devices} devices, {num_instances} rollout instances, "
-        f"staleness {scenario.program.staleness}",
-        f"lengths: {scenario.lengths.name}, {replayed}",
-        "",
-    ]
-    head = ("step", "seconds", "bound", "of", "efficiency", "trained", "wasted", "staleness", "GiB", "idle for")
-    rows = [head]
-    for number, step in enumerate(report.steps):
-        best = max(step.lower_bounds_s, key=lambda name: step.lower_bounds_s[name], default="")
-        rows.append(
-            (
-                str(number),
-                f"{step.makespan_s:,.1f}",
-                f"{step.lower_bounds_s.get(best, 0.0):,.1f}",
-                best.replace("_between_releases", "").replace("_", " "),
-                f"{step.efficiency:.0%}",
-                f"{step.trained_tokens:,}",
-                f"{step.wasted_tokens:,}",
-                " ".join(f"{behind}:{count}" for behind, count in step.staleness.items()),
-                f"{step.peak_memory_gib:.1f}",
-                causes(step.idle_s, step.makespan_s * outcome.simulated.history.num_devices),
-            )
-        )
-    lines += table(rows)
-    whole_s = totals.makespan_s * outcome.simulated.history.num_devices
-    lines += [
-        "",
-        f"all steps: {totals.makespan_s:,.1f} s, {totals.efficiency:.0%} of the bound; devices work {totals.busy_share:.0%} of the time, "
-        f"idle for {causes(totals.idle_s, whole_s) or 'nothing'}",
-        f"simulated in {report.wall_s:.2f} s, {report.num_events:,} events",
-    ]
-    return lines
-
-
-def causes(idle_s: dict[str, float], whole_s: float) -> str:
-    """Format idle time by cause as shares of all device time, the largest first; shares below 0.1% are left out."""
-    shares = sorted(((seconds / whole_s if whole_s else 0.0, cause) for cause, seconds in idle_s.items()), reverse=True)
-    return ", ".join(f"{cause} {share:.1%}" for share, cause in shares if share >= 0.001)
-
-
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Align rows in columns under the first row; columns of numbers to the right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-
-    def align(text: str, column: int) -> Callable[[int], str]:
-        is_number = all(row[column][:1].isdigit() for row in rows[1:] if row[column])
-        return text.rjust if is_number else text.ljust
-
-    return ["  ".join(align(text, i)(widths[i]) for i, text in enumerate(row)).rstrip() for row in rows]
+        click.echo("\n".join(_ladder_table(ablate(scenario, simulation.plan))), err=as_json)
 
 
 def _ladder_table(rungs: Sequence[tuple[str, float]]) -> list[str]:

@@ -25,8 +25,8 @@ def command(run: str | None, out: Path | None, is_opened: bool, host: str, port:
     """Show a run in the browser: its schedule, samples, graph, training and health. Live while it goes on.
 
     RUN is a run directory or its name, or a directory with several runs, which can then be compared; by default all of --runs-dir, the
-    newest first. The page is served on this machine's loopback until Ctrl-C. With --html the newest run, or RUN, is written as one
-    file that opens without a server or a network.
+    newest first. Where there is no run yet, the page waits for the first one. The page is served on this machine's loopback until Ctrl-C.
+    With --html the newest run, or RUN, is written as one file that opens without a server or a network.
 
     \b
     Examples:
@@ -39,7 +39,9 @@ def command(run: str | None, out: Path | None, is_opened: bool, host: str, port:
         return
     from m2flow.viewer.serving import LOOPBACK, Folder, open_socket, serve
 
-    folder = Folder(_place(run, runs_dir))
+    folder = Folder(_place(run, runs_dir), is_awaited=run is None)
+    if run is None and not folder.listed():
+        click.echo(f"There is no run in {runs_dir} yet: the page waits for the first one.")
     token = "" if host in LOOPBACK else secrets.token_urlsafe(24)
     with open_socket(host, port) as listener:
         shown = f"[{host}]" if ":" in host else host
@@ -55,7 +57,6 @@ def _place(run: str | None, runs_dir: Path) -> Path:
     if run is not None and Path(run).is_dir() and not (Path(run) / "config.json").is_file() and any(Path(run).glob("*/config.json")):
         return Path(run)
     if run is None:
-        find_run(None, runs_dir)  # Raises an error that says how to make one, if there is none.
         return runs_dir
     return find_run(run, runs_dir)
 

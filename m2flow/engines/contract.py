@@ -21,16 +21,46 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from m2flow.errors import EngineError, OpError
-from m2flow.recipe import AdamW, Loss, Model, Sampling
-from m2flow.samples import Batch, Finish, Prompt, Sample
+from m2flow.recipe import Loss, Model, Optimizer, Sampling
+from m2flow.samples import Batch, Finish, Message, Prompt, Sample, Segment
+
+# ---- loading
+
+
+class Loading:
+    """How far this process has loaded its models; an engine that can tell keeps `LOADING` up to date, and heartbeats carry it."""
+
+    def __init__(self) -> None:
+        self.num_models = 0
+        """Models begun so far."""
+        self.num_tensors = 0
+        """Tensors of the newest one; 0: no model is being loaded."""
+        self.num_loaded = 0
+
+    def words(self) -> str:
+        """Describe it: `tensor 120 of 290 of model 2`; empty if nothing is being loaded."""
+        return f"tensor {self.num_loaded:,} of {self.num_tensors:,} of model {self.num_models}" if self.num_tensors else ""
+
+    def counted(self, tensors: Collection[Any]) -> Iterator[Any]:
+        """Pass on a model's tensors while they are loaded, and count them."""
+        self.num_models, self.num_loaded, self.num_tensors = self.num_models + 1, 0, len(tensors)
+        try:
+            for tensor in tensors:
+                yield tensor
+                self.num_loaded += 1
+        finally:
+            self.num_tensors = 0
+
+
+LOADING = Loading()
 
 # ---- memory
 
@@ -160,6 +190,104 @@ def agreement_of(trained: npt.ArrayLike, sampled: npt.ArrayLike) -> Agreement:
     return Agreement(len(difference), float(absolute.sum()), float(absolute.max()), float(k3.sum()))
 
 
+RATIO_COUNT = "rollout_ratio_count:"
+"""Prefix of the names of counts of tokens by their ratio, which become the metrics of `ratio_quantiles`."""
+_STEPS_PER_DECADE = 16
+_RATIO_BOUNDS = 10.0 ** (np.arange(-4 * _STEPS_PER_DECADE, 20 + 1) / _STEPS_PER_DECADE)
+"""Bounds of buckets of absolute log-ratios, from 1e-4 to 18 nats: each 15 % above the one before."""
+_LOG_RATIO_BOUNDS = np.concatenate((-_RATIO_BOUNDS[::-1], _RATIO_BOUNDS))
+
+
+def ratio_counts(trained: npt.ArrayLike, sampled: npt.ArrayLike) -> dict[str, float]:
+    """Count tokens by the log-ratio of their probabilities under trainer and rollout engine: counts of parts of a batch add up.
+
+    Args:
+        trained: log-probabilities by the trainer, [T]. sampled: by the rollout engine, [T].
+    Returns:
+        a count for every bucket, so that all ranks have the same names.
+    """
+    difference = np.asarray(trained, np.float64) - np.asarray(sampled, np.float64)
+    counts = np.bincount(np.searchsorted(_LOG_RATIO_BOUNDS, difference), minlength=len(_LOG_RATIO_BOUNDS) + 1)
+    return {f"{RATIO_COUNT}{i}": float(count) for i, count in enumerate(counts.tolist())}
+
+
+def ratio_quantiles(sums: Mapping[str, float]) -> dict[str, float]:
+    """Compute quantiles of tokens' ratios p_trainer / p_rollout from summed `ratio_counts`, the same however the batch was cut.
+
+    The log-ratio of the token that the quantile names is exact to 8 %, and to 1e-4 where it is smaller; beyond 18 nats it is 18.
+
+    Returns:
+        `rollout_ratio_p01`, `rollout_ratio_p50` and `rollout_ratio_p99`; none if no token was counted.
+
+    >>> counts = ratio_counts([0.0, 0.0, 0.5], [0.0, 0.0, 0.0])
+    >>> {name: round(ratio, 1) for name, ratio in ratio_quantiles(counts).items()}
+    {'rollout_ratio_p01': 1.0, 'rollout_ratio_p50': 1.0, 'rollout_ratio_p99': 1.7}
+    """
+    counts = np.array([sums.get(f"{RATIO_COUNT}{i}", 0.0) for i in range(len(_LOG_RATIO_BOUNDS) + 1)])
+    if not counts.sum():
+        return {}
+    middles = np.sqrt(_RATIO_BOUNDS[:-1] * _RATIO_BOUNDS[1:])
+    held = np.concatenate((-_RATIO_BOUNDS[-1:], -middles[::-1], [0.0], middles, _RATIO_BOUNDS[-1:]))
+    shares = np.cumsum(counts) / counts.sum()
+    wanted = {"p01": 0.01, "p50": 0.5, "p99": 0.99}
+    return {f"rollout_ratio_{name}": float(np.exp(held[np.searchsorted(shares, share - 1e-12)])) for name, share in wanted.items()}
+
+
+VERSION_AGES = "version_ages"
+"""Column of updates with a correction: by how many versions the weights that sampled a token are older than those that are updated."""
+BUCKET_SUM = "rollout_bucket:"
+"""Prefix of the names of sums over the tokens of a bucket, which become the metrics of `bucket_metrics`."""
+_BUCKETS = {
+    "age": {"age_0": 0, "age_1": 1, "age_2": 2, "age_3": 3, "age_4_up": 4},
+    "place": {f"token_{first}_up": first for first in (0, 16, 64, 256, 1024, 4096)},
+}
+"""Names of buckets, with the first age or place in the response that belongs to each."""
+_SHARE = "effective_sample_share"
+
+
+def bucket_sums(
+    metrics: Mapping[str, npt.NDArray[np.float64]], ages: npt.NDArray[np.int64] | None, places: npt.NDArray[np.int64]
+) -> dict[str, float]:
+    """Sum metrics over tokens of one version age, and over tokens of one stretch of responses: sums of parts of a batch add up.
+
+    Args:
+        metrics: of tokens, each [T]. ages: by `VERSION_AGES`, [T]; None: unknown. places: of a token in its response, from 0, [T].
+    Returns:
+        sums and counts for every bucket, so that all ranks have the same names.
+    """
+    found: dict[str, float] = {}
+    for kind, keys in (("age", ages), ("place", places)):
+        if keys is None:
+            continue
+        of_token = np.searchsorted(list(_BUCKETS[kind].values()), keys.clip(0), side="right") - 1
+        for name, values in {"": np.ones(len(places)), **metrics}.items():
+            sums = np.bincount(of_token, values, minlength=len(_BUCKETS[kind]))
+            found |= {f"{BUCKET_SUM}{bucket}:{name}": float(one) for bucket, one in zip(_BUCKETS[kind], sums, strict=True)}
+    return found
+
+
+def bucket_metrics(sums: Mapping[str, float]) -> dict[str, float]:
+    """Compute means over the tokens of each bucket that has some, from summed `bucket_sums`: `rollout_kl/age_2`, `rollout_kl/token_64_up`.
+
+    >>> bucket_metrics(bucket_sums({"rollout_kl": np.array([0.1, 0.3])}, np.array([0, 5]), np.array([0, 1])))
+    {'rollout_kl/age_0': 0.1, 'rollout_kl/age_4_up': 0.3, 'rollout_kl/token_0_up': 0.2}
+    """
+    found: dict[str, float] = {}
+    for bucket in (name for names in _BUCKETS.values() for name in names):
+        prefix = f"{BUCKET_SUM}{bucket}:"
+        if count := sums.get(prefix, 0.0):
+            of_bucket = {name.removeprefix(prefix): total / count for name, total in sums.items() if name.startswith(prefix)}
+            found |= {f"{name}/{bucket}": mean for name, mean in with_effective_share(of_bucket).items() if name}
+    return found
+
+
+def with_effective_share(means: Mapping[str, float]) -> dict[str, float]:
+    """Replace the mean square of a correction's weights by the share of samples that they are worth: mean^2 / mean of squares."""
+    found = {name: mean for name, mean in means.items() if name != "correction_weight_square"}
+    square = means.get("correction_weight_square", 0.0)
+    return {**found, _SHARE: means["correction_weight"] ** 2 / square} if square else found
+
+
 MOVED = "weights_moved"
 """The metric of an optimiser step on weights in half precision: the share of those (of this rank) that have another value after it."""
 
@@ -193,6 +321,8 @@ class ParallelLayouts:
     """ZeRO stages of a trainer."""
     offload: bool = False
     """A trainer's optimiser can live in the host's memory and be stepped there."""
+    is_even: bool = False
+    """Ranks must divide the heads of keys and values, and stages the layers: none are replicated, and no stage has more than another."""
     recomputes: bool = False
     """A trainer keeps only the input of each layer, and computes the rest again in the backward pass."""
 
@@ -217,6 +347,10 @@ class Capabilities:
     """With `EngineSettings.deterministic`, results are bitwise a function of a sample's identity, whatever else runs."""
     heads: tuple[str, ...] = ("lm",)
     """Train: which `m2flow.recipe.Model.head` it can hold."""
+    optimizers: tuple[str, ...] = ("AdamW",)
+    """Train: which optimisers of `m2flow.recipe` it can step."""
+    weight_groups: bool = False
+    """Train: it can step groups of weights with rates and decays of their own (`m2flow.recipe.WeightGroup`)."""
     lora: bool = False
     """Train: it can train LoRA adapters. Rollout: it can receive them alone (`load_adapters`) and add them itself."""
     rests: bool = False
@@ -230,7 +364,8 @@ class Capabilities:
     into_server: tuple[str, ...] = ()
     """Rollout: the transports of weights into its own server (`m2flow.spec.WeightsSpec.into_server`)."""
     routed_experts: bool = False
-    """Rollout: it can report which experts of a mixture each token was routed to (`Generated.routed_experts`)."""
+    """Rollout: it can report which experts of a mixture each token was routed to (`Generated.routed_experts`). Train: it can replay them
+    (`m2flow.recipe.Model.routing`)."""
     refused_sampling: tuple[str, ...] = ()
     """Rollout: fields of `m2flow.recipe.Sampling` that must have their defaults."""
     retries_smaller: bool = False
@@ -331,11 +466,53 @@ class Generated:
     finish: Finish
     text: str
     """The generated tokens as text, without special tokens."""
-    routed_experts: npt.NDArray[np.int16] | None = None
-    """Of a mixture, where the engine reports it: experts of each token of prompt and response, [T, layers, experts of a token].
-    -1 where unknown, as for the last token, which no layer has seen."""
+    routed_experts: npt.NDArray[np.int16] | npt.NDArray[np.uint8] | None = None
+    """Of a mixture, where the engine reports it: experts of each token of prompt and response, [T, layers, experts of a token], as
+    `m2flow.samples.compact_experts` has them. Unknown are those of the last token, which no layer has seen."""
     prompt_text: str | None = None
     """The prompt as the chat template made it; None where none did."""
+    segments: tuple[tuple[Segment, int], ...] = ()
+    """Of an episode: the runs of tokens after the prompt, each with its number of tokens. Empty: all of them were generated."""
+    columns: Mapping[str, object] = field(default_factory=dict)
+    """Of an episode: what it adds to its row, by name."""
+
+    @property
+    def num_sampled(self) -> int:
+        """Number of tokens that the model generated; an episode has others between them."""
+        return sum(count for kind, count in self.segments if kind is Segment.GENERATED) if self.segments else len(self.tokens)
+
+
+class Language(Protocol):
+    """A model's tokenizer and chat template, as conversations need them."""
+
+    @property
+    def template(self) -> str:
+        """The chat template's source; empty without one."""
+
+    eos_ids: frozenset[int]
+    """Ids that end a turn of the model."""
+
+    @property
+    def special_texts(self) -> Sequence[str]:
+        """The special tokens as they are written in a text."""
+
+    def encode_prompt(self, prompt: Prompt) -> list[int]:
+        """Encode the first prompt of a model without tools, as a generation does."""
+
+    def prompt_text(self, prompt: Prompt) -> str | None:
+        """The first prompt as the chat template writes it; None where it is a raw text."""
+
+    def encode_target(self, text: str) -> list[int]:
+        """Encode a text as it stands; special tokens that are written in it count as such."""
+
+    def decode(self, ids: list[int]) -> str:
+        """Decode tokens, leaving out special ones."""
+
+    def decode_all(self, ids: list[int]) -> str:
+        """Decode tokens, special ones included."""
+
+    def conversation(self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]]) -> str:
+        """Write messages by the chat template, up to where the model's turn begins. Raises `DatasetError`: the template refuses them."""
 
 
 _MORE_TOKENS = 8
@@ -505,6 +682,10 @@ class RolloutEngine(Engine):
         """Yield the weights that adapters are added to, by Hugging Face name, for checksums."""
         raise EngineError(f"the rollout engine {self.name!r} takes no adapters alone")
 
+    def language(self) -> Language:
+        """The tokenizer and chat template of the model, for episodes. Raises `EngineError`: it has none here."""
+        raise EngineError(f"the rollout engine {self.name!r} holds no conversations", now="Use policy.generate, or another rollout engine.")
+
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
         """Compute the log-probability of each token but the first, given those before it, at temperature 1: float32 [L_i - 1].
 
@@ -537,7 +718,7 @@ class Sums:
     """All tokens that went through the model."""
     metrics: Mapping[str, float]
     """Each a sum over the tokens under the mask: `loss`, and what the loss reports. One whose name begins with `PER_GROUP` is a sum over
-    groups of the group's mean, and is averaged over groups: what a loss on groups reports."""
+    groups of the group's mean, and is averaged over groups: what a loss on groups reports. Those of `RATIO_COUNT` are counts."""
     agreement: Agreement = NO_AGREEMENT
     """With the rollout engine, over the tokens that the column `same_weights` marks; empty if the batch has no such column."""
 
@@ -551,13 +732,14 @@ class TrainEngine(Engine):
 
         A model with a value head gives the loss `values`, any other `logprobs` and `entropy`. The batch has the token columns of
         `m2flow.samples` (`tokens`, `loss_mask`, `logprobs` as behaviour) and a column for each further need of the loss: one number a
-        sample (`advantages` [N]), or ragged with one for each token (`reference_logprobs`, `returns`). Where the loss `is_of_groups`, it
-        has whole groups; those of a loss that needs `group_ids` are divided over no ranks either. A batch with `prompt` and
-        `target` texts instead of `tokens` is a set of demonstrations, tokenised here, its loss mask on the target and the
-        end-of-sequence token. `same_weights`, ragged bool, names the tokens that were sampled with the very weights held now."""
+        sample (`advantages` [N]), or ragged with one for each token (`reference_logprobs`, `returns`). A loss that needs
+        `top_logprobs` gets those of the column `reference_top_ids`, with gradient (`TrainEngine.top_logprobs`). Where the loss
+        `is_of_groups`, the batch has whole groups; those of a loss that needs `group_ids` are divided over no ranks either. A batch
+        with `prompt` and `target` texts instead of `tokens` is a set of demonstrations, tokenised here, its loss mask on the target and
+        the end-of-sequence token. `same_weights`, ragged bool, names the tokens that were sampled with the very weights held now."""
 
     @abstractmethod
-    def apply(self, optimizer: AdamW, denominator: float) -> Mapping[str, float]:
+    def apply(self, optimizer: Optimizer, denominator: float) -> Mapping[str, float]:
         """Divide the gradient by the denominator, clip, step, and clear it.
 
         Returns `grad_norm` (2-norm after the division, before the clipping) and `lr`, which is `optimizer.rate(num_steps)` after so many
@@ -571,6 +753,13 @@ class TrainEngine(Engine):
     @abstractmethod
     def logprobs(self, batch: Batch) -> Batch:
         """Compute `reference_logprobs`, ragged float32 [T_i], aligned with `tokens` (0 outside the loss mask); returned by identity."""
+
+    def top_logprobs(self, batch: Batch, top_k: int) -> Batch:
+        """Compute what `logprobs` does, and the `top_k` likeliest tokens in the place of each masked token.
+
+        Returns ragged columns over masked tokens alone: `reference_top_ids`, int32 [T_i, K], and `reference_top_logprobs`, float32
+        [T_i, K + 1], the last that of all other tokens together."""
+        raise EngineError(f"the train engine {self.name!r} gives no log-probabilities of likeliest tokens")
 
     def values(self, batch: Batch) -> Batch:
         """Compute `values`, ragged float32 [T_i], aligned with `tokens` (0 outside the loss mask); returned by identity.
@@ -599,12 +788,16 @@ class TrainEngine(Engine):
         """Yield the weights that the adapters are added to, which no step changes, by Hugging Face name."""
         raise EngineError(f"the train engine {self.name!r} trains no adapters")
 
-    def copy_from(self, source: TrainEngine) -> None:
-        """Copy the current weights of another engine of the same kind and ranks; what that one lacks (a head) stays."""
+    def copy_from(self, source: TrainEngine, share: float = 1.0) -> None:
+        """Copy the current weights of another engine of the same kind and ranks; what that one lacks (a head) stays.
+
+        Args:
+            share: below 1 the weights become `1 - share` of their own and `share` of the other's (`blended`); never of adapters alone.
+        """
         target = dict(self.weights())
         for name, tensor in source.weights():
             if name in target:
-                target[name][...] = tensor
+                target[name][...] = blended(target[name], tensor, share)
 
     def adapter_reference(self, role: str, model: Model) -> TrainEngine | None:
         """Make a frozen engine for another role, whose model is this one's without its adapters, or with others that it copies: it computes
@@ -618,6 +811,12 @@ class TrainEngine(Engine):
     @abstractmethod
     def load(self, path: str) -> None:
         """Load what `save` wrote."""
+
+
+def blended(own: Tensor, other: Tensor, share: float) -> Tensor:
+    """What a tensor becomes that keeps `1 - share` of its own: summed in float32, in its type, on its device; the other itself for 1,
+    and of whole numbers."""
+    return other if share == 1 or not own.is_floating_point() else own.float().lerp_(other.to(own.device).float(), share).to(own.dtype)
 
 
 OnDone = Callable[[int, object], None]

@@ -3,6 +3,7 @@
     check_compiler("deepspeed") --> ninja is on this process's path; or an error that says what to install
     watching_locks()            --> locks that killed compilations left behind keep nobody waiting
     gpus_from("cuda:1", 2, ..)  --> the GPUs that an engine's process may see
+    find_gpu("cuda:1").read()   --> how busy it is, and bytes of its memory in use; None where it does not tell
     keep_gloo_here(environment) --> Gloo of an engine's process stays on this host
 
 The interpreter of a virtual environment can be used without activating it, and then its `ninja` is not on the path: it is added.
@@ -16,9 +17,11 @@ the source text is read.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import importlib.metadata
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -29,6 +32,7 @@ import time
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import final
 
 import msgspec
 import psutil
@@ -393,3 +397,67 @@ def gpus_from(device: str, count: int, seen: str, *, whose: str) -> list[str]:
     if first + count > len(names):
         raise EngineError(f"{whose} from {device} on, and of GPUs there are {len(names)} (CUDA_VISIBLE_DEVICES={seen})")
     return names[first : first + count]
+
+
+# ---- how busy a GPU is
+
+LIBRARY = "libnvidia-ml.so.1"
+
+
+class _Rates(ctypes.Structure):
+    _fields_ = [("gpu", ctypes.c_uint), ("memory", ctypes.c_uint)]
+
+
+class _Memory(ctypes.Structure):
+    _fields_ = [("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong)]
+
+
+@final
+class GpuUse:
+    """Read utilisation and memory of one GPU, of all processes, from NVIDIA's management library by ctypes.
+
+    The driver brings the library, so no package is needed. Without it, or for a device that does not tell (a MIG slice has no
+    utilisation), nothing is read.
+
+    Source: NVML API reference: nvmlDeviceGetUtilizationRates (the share of the last sampling period, at most a second, in which a kernel
+    ran), nvmlDeviceGetMemoryInfo.
+    """
+
+    def __init__(self, library: ctypes.CDLL, handle: ctypes.c_void_p) -> None:
+        self._library = library
+        self._handle = handle
+
+    def read(self) -> tuple[float | None, int | None]:
+        """Return the share of recent time in which it was busy, 0 to 1, and bytes of memory in use; None where it does not tell."""
+        rates, memory = _Rates(), _Memory()
+        has_rates = self._library.nvmlDeviceGetUtilizationRates(self._handle, ctypes.byref(rates)) == 0
+        has_memory = self._library.nvmlDeviceGetMemoryInfo(self._handle, ctypes.byref(memory)) == 0
+        return rates.gpu / 100 if has_rates else None, int(memory.used) if has_memory else None
+
+
+def find_gpu(device: str, visible: str | None = None, library: str = LIBRARY) -> GpuUse | None:
+    """Find the GPU that this process calls `device`; None if it is no GPU, or NVML can't be asked.
+
+    Args:
+        visible: value of CUDA_VISIBLE_DEVICES, numbers or UUIDs; None: this process's.
+    """
+    found = re.fullmatch(r"cuda(?::(\d+))?", device)
+    if not found:
+        return None
+    position = int(found[1] or 0)
+    named = [
+        name.strip() for name in (os.environ.get("CUDA_VISIBLE_DEVICES", "") if visible is None else visible).split(",") if name.strip()
+    ]
+    name = named[position] if position < len(named) else str(position)
+    try:
+        nvml = ctypes.CDLL(library)
+    except OSError:
+        return None
+    handle = ctypes.c_void_p()
+    if nvml.nvmlInit_v2() != 0:
+        return None
+    if name.isdecimal():
+        status = nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(int(name)), ctypes.byref(handle))
+    else:
+        status = nvml.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(handle))
+    return GpuUse(nvml, handle) if status == 0 else None

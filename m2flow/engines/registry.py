@@ -21,7 +21,7 @@ from typing import cast, get_args
 from m2flow.engines.contract import Capabilities, EngineKind, EngineSettings, FunctionEngine, ParallelLayouts, RolloutEngine, TrainEngine
 from m2flow.engines.installed import Product, check_compiler, check_options
 from m2flow.errors import EngineError, MissingExtra, did_you_mean
-from m2flow.recipe import Head, Model
+from m2flow.recipe import OPTIMIZERS, Head, Model
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,14 @@ class EngineInfo:
     """Modules that must be importable."""
     extra: str = ""
     """The extra that brings them."""
+    distribution: str = ""
+    """What the extra's package is called, where its name is another."""
     compiles: bool = False
     """On a CPU it compiles a part of itself when it is first used (`m2flow.engines.installed`)."""
     server: str = ""
     """`module:name` of the `Product` that it starts in an interpreter of its own; looked at before a run too."""
+    refuses: str = ""
+    """`module:function` of a trainer, called with a model, its options and the number of ranks before a run: raises `EngineError`."""
     untested: str = ""
     """Where it has not been run; empty: nowhere that it says it can."""
 
@@ -58,7 +62,7 @@ class EngineInfo:
         """Installed version of the engine's extra, as in `deepspeed 0.19.8`; empty if it needs none, or it is not installed."""
         if not self.extra or self.missing:
             return ""
-        version = version_of(self.extra)
+        version = version_of(self.distribution or self.extra)
         return f"{self.extra} {version}" if version else ""
 
 
@@ -73,12 +77,21 @@ def version_of(distribution: str) -> str:
 _DEVICES = ("cpu", "cuda")
 _CONSTRAINTS = ("regex", "json_schema", "grammar")
 """Refused by servers: the log-probabilities that they return under a constraint are not the model's own but those of the tokens left."""
-_HEADS = get_args(Head)
+_HEADS, _OPTIMIZERS = get_args(Head), tuple(OPTIMIZERS)
 _BUILT_IN = (
     EngineInfo(
         "embedded",
         "m2flow.engines.embedded.rollout_engine:EmbeddedRollout",
-        Capabilities("rollout", devices=_DEVICES, weights_under_requests=True, lora=True, rests=True, shrinks_kv_cache=True, probes=True),
+        Capabilities(
+            "rollout",
+            devices=_DEVICES,
+            weights_under_requests=True,
+            lora=True,
+            rests=True,
+            shrinks_kv_cache=True,
+            probes=True,
+            routed_experts=True,
+        ),
         "Continuous batching for Hugging Face causal language models, in PyTorch.",
         ("torch", "transformers"),
         untested="cuda",
@@ -86,8 +99,18 @@ _BUILT_IN = (
     EngineInfo(
         "embedded",
         "m2flow.engines.embedded.trainer:EmbeddedTrain",
-        Capabilities("train", heads=_HEADS, lora=True, retries_smaller=True, readable_offloaded=True, devices=_DEVICES),
-        "Packed micro-batches without padding, prompts shared within a group, AdamW; one rank, in PyTorch.",
+        Capabilities(
+            "train",
+            heads=_HEADS,
+            optimizers=_OPTIMIZERS,
+            weight_groups=True,
+            lora=True,
+            retries_smaller=True,
+            readable_offloaded=True,
+            routed_experts=True,
+            devices=_DEVICES,
+        ),
+        "Packed micro-batches without padding, prompts shared within a group; one rank, in PyTorch.",
         ("torch", "transformers"),
         untested="cuda",
     ),
@@ -136,7 +159,16 @@ _BUILT_IN = (
     EngineInfo(
         "fsdp",
         "m2flow.engines.distributed.fsdp:FsdpTrain",
-        Capabilities("train", heads=_HEADS, lora=True, devices=_DEVICES, parallel_layouts=ParallelLayouts(tp=None, dp=None, zero=(3,))),
+        Capabilities(
+            "train",
+            heads=_HEADS,
+            optimizers=_OPTIMIZERS,
+            weight_groups=True,
+            lora=True,
+            routed_experts=True,
+            devices=_DEVICES,
+            parallel_layouts=ParallelLayouts(tp=None, dp=None, zero=(3,)),
+        ),
         "The embedded trainer over any number of ranks: weights, gradients and optimiser spread by FSDP2.",
         ("torch", "transformers"),
         untested="cuda",
@@ -148,6 +180,7 @@ _BUILT_IN = (
             "train",
             heads=_HEADS,
             lora=True,
+            routed_experts=True,
             devices=_DEVICES,
             parallel_layouts=ParallelLayouts(tp=None, sp=None, dp=None, zero=(0, 1, 2, 3), offload=True, recomputes=True),
         ),
@@ -157,23 +190,38 @@ _BUILT_IN = (
         compiles=True,
         untested="cuda",
     ),
+    EngineInfo(
+        "megatron",
+        "m2flow.engines.megatron.trainer:MegatronTrain",
+        Capabilities(
+            "train",
+            devices=("cuda",),
+            parallel_layouts=ParallelLayouts(tp=None, pp=None, sp=None, dp=None, ep=None, zero=(0, 1), is_even=True, recomputes=True),
+        ),
+        "Megatron-core: layers, stages, sequences and experts split over any number of ranks, its optimiser's states spread.",
+        ("torch", "transformers", "megatron"),
+        extra="megatron",
+        distribution="megatron-core",
+        refuses="m2flow.engines.megatron.layout:check_before",
+        untested="cuda; Transformer Engine and fused kernels are not used",
+    ),
     EngineInfo("python", "m2flow.engines.functions:PythonFunctions", Capabilities("function"), "Rewards and ops: plain or async Python."),
     EngineInfo(
         "fake",
         "m2flow.testing.fakes:FakeRollout",
-        Capabilities("rollout", weights_under_requests=True, rests=True, shrinks_kv_cache=True, probes=True),
+        Capabilities("rollout", weights_under_requests=True, rests=True, shrinks_kv_cache=True, probes=True, routed_experts=True),
         "Exact integers in place of a model: for tests of schedules.",
     ),
     EngineInfo(
         "fake",
         "m2flow.testing.fakes:FakeTrain",
-        Capabilities("train", heads=_HEADS, readable_offloaded=True),
+        Capabilities("train", heads=_HEADS, optimizers=_OPTIMIZERS, weight_groups=True, readable_offloaded=True, routed_experts=True),
         "Exact integers in place of gradients: for tests of schedules.",
     ),
     EngineInfo(
         "fake-ranks",
         "m2flow.testing.fakes:FakeRanks",
-        Capabilities("train", heads=_HEADS, parallel_layouts=ParallelLayouts(dp=None)),
+        Capabilities("train", heads=_HEADS, optimizers=_OPTIMIZERS, weight_groups=True, parallel_layouts=ParallelLayouts(dp=None)),
         "The fake trainer over any number of ranks: for tests of trainers of several processes.",
     ),
 )
@@ -250,6 +298,14 @@ def check_engine(name: str, kind: EngineKind, device: str, options: Mapping[str,
         check_options(product, options)
 
 
+def check_trainer(name: str, model: Model, options: Mapping[str, object], num_ranks: int) -> None:
+    """Refuse a model or a layout that a train engine can't have, before anything is started. Raises `EngineError`."""
+    info = engine_named(name, "train")
+    if info.refuses:
+        module, _, function = info.refuses.partition(":")
+        getattr(importlib.import_module(module), function)(model, options, num_ranks)
+
+
 def server_of(info: EngineInfo) -> Product | None:
     """The inference server that an engine needs in an interpreter of its own."""
     if not info.server:
@@ -268,6 +324,8 @@ def make_train(name: str, model: Model, settings: EngineSettings) -> TrainEngine
         raise EngineError(f"the train engine {name!r} can't hold a model with a {model.head} head", now="See `m2flow engines`.")
     if model.lora is not None and not info.capabilities.lora:
         raise EngineError(f"the train engine {name!r} can't train adapters", now="See `m2flow engines`, or leave `lora=` out.")
+    if model.routing is not None and not info.capabilities.routed_experts:
+        raise EngineError(f"the train engine {name!r} can't replay routing", now="See `m2flow engines`, or leave `replay_routing=` out.")
     return cast(TrainEngine, _load(info)(model, settings))
 
 
@@ -317,7 +375,10 @@ _ROLLOUT: tuple[_Row, ...] = (
 )
 _TRAIN: tuple[_Row, ...] = (
     ("heads", lambda can: ", ".join(f"`{head}`" for head in can.heads)),
+    ("optimisers", lambda can: ", ".join(f"`{name}`" for name in can.optimizers)),
+    ("groups of weights with rates and decays of their own", _flag("weight_groups")),
     ("adapters (`lora=`)", _flag("lora")),
+    ("replays which experts a token went to (`replay_routing=`)", _flag("routed_experts")),
     ("bitwise with `--deterministic`", _flag("deterministic")),
     ("micro-batches beyond its memory are tried in halves", _flag("retries_smaller")),
     ("weights can be copied while it is off its device", _flag("readable_offloaded")),

@@ -63,8 +63,15 @@ _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "
 _QUESTIONS = ("question", "problem", "instruction", "query", "input", "text")
 
 
-def with_prompts(rows: Sequence[Row], name: str) -> list[Row]:
-    """Rows with a `prompt` and, where there is one, a `target`, made of the usual columns of conversations.
+@final
+class _RowsOfFiles(list[Row]):
+    """Rows with their places, FILE:LINE each."""
+
+    places: Sequence[str] = ()
+
+
+def with_prompts(rows: Sequence[Row], place: Callable[[int], str]) -> list[Row]:
+    """Rows with a `prompt` and, where there is one, a `target`, made of the usual columns of conversations. `place` says which row it is.
 
     Raises:
         DatasetError: a row has no conversation where the first one has, or is not like it.
@@ -78,11 +85,11 @@ def with_prompts(rows: Sequence[Row], name: str) -> list[Row]:
     column = next((column for column in _CONVERSATIONS if isinstance(rows[0].get(column), list | tuple)), None)
     if column is None:
         return list(rows)
-    made = [_taken_apart(row, column, f"{column!r} of row {i} of the dataset {name!r}") for i, row in enumerate(rows)]
+    made = [_taken_apart(row, column, f"{column!r} of {place(i)}") for i, row in enumerate(rows)]
     different = next((i for i, row in enumerate(made) if ("target" in row) != ("target" in made[0])), None)
     if different is not None:
         raise DatasetError(
-            f"of the {column!r} of rows 0 and {different} of the dataset {name!r} one ends with the assistant, and the other does not",
+            f"of the {column!r} of {place(0)} and {place(different)} one ends with the assistant, and the other does not",
             now="Give prompts and demonstrations as two datasets.",
         )
     return made
@@ -241,13 +248,15 @@ class Dataset:
     ) -> None:
         if not isinstance(rows, Iterable) or isinstance(rows, str | bytes | Mapping):
             raise DatasetError(f"Dataset got a {type(rows).__name__}", now="Give a list of rows: mappings that have a `prompt`.")
+        places = rows.places if isinstance(rows, _RowsOfFiles) else None
+        place = (lambda i: f"row {i} of the dataset {name!r}") if places is None else places.__getitem__
         rows = list(rows)
         if not rows:
             raise DatasetError(f"the dataset {name!r} has no rows", now="A flow needs at least one prompt; check its path or its filter.")
         for i, row in enumerate(rows):
             if not isinstance(row, Mapping) or not all(isinstance(key, str) for key in row):
-                raise DatasetError(f"row {i} of the dataset {name!r} is no mapping of names to values: {row!r:.60}")
-        rows = with_prompts(rows, name)
+                raise DatasetError(f"{place(i)} is no mapping of names to values: {row!r:.60}")
+        rows = with_prompts(rows, place)
         keys = set(rows[0])
         if keys & TAKEN:
             column = min(keys & TAKEN)
@@ -255,11 +264,13 @@ class Dataset:
             raise DatasetError(f"the dataset {name!r} has a column {column!r}, a name that samples have already", now=now)
         for i, row in enumerate(rows):
             if set(row) != keys:
-                raise DatasetError(f"row {i} of the dataset {name!r} has the columns {sorted(row)}, row 0 has {sorted(keys)}")
+                raise DatasetError(
+                    f"{place(i)} has the columns {sorted(row)}, {'row 0' if places is None else place(0)} has {sorted(keys)}"
+                )
             prompt = row.get("prompt")
             if not isinstance(prompt, str | list | tuple):
-                raise DatasetError(f"row {i} of the dataset {name!r} has no text under 'prompt': {prompt!r:.60}", now=_now(row))
-            check_prompt(prompt, f"the prompt of row {i} of the dataset {name!r}")
+                raise DatasetError(f"{place(i)} has no text under 'prompt': {prompt!r:.60}", now=_now(row))
+            check_prompt(prompt, f"the prompt of {place(i)}")
         check_text("name", name)
         check_flag("shuffle", shuffle)
         check_choice("too_long", too_long, TooLong)
@@ -351,7 +362,7 @@ class Dataset:
         shuffle: bool = True,
         curriculum: Curriculum | None = None,
     ) -> Dataset:
-        """Read rows from CSV files with a line of names; every value is a text. The arguments are those of `jsonl`."""
+        """Read rows from CSV files with a line of names; every value is a text. The arguments are those of `jsonl`, without `stream`."""
         return cls._read(read_csv, path, columns, name, shuffle, curriculum)
 
     @classmethod
@@ -364,7 +375,9 @@ class Dataset:
         shuffle: bool = True,
         curriculum: Curriculum | None = None,
     ) -> Dataset:
-        """Read rows from Parquet files (`pip install 'm2flow[parquet]'`). The arguments are those of `jsonl`."""
+        """Read rows from Parquet files (`pip install 'm2flow[parquet]'`). The arguments are those of `jsonl`, without `stream`: write
+        rows that do not fit in memory as JSONL.
+        """
         return cls._read(read_parquet, path, columns, name, shuffle, curriculum)
 
     @classmethod
@@ -436,7 +449,9 @@ class Dataset:
         curriculum: Curriculum | None,
     ) -> Dataset:
         paths = _paths(path)
-        rows = list(mapped(itertools.chain.from_iterable(map(read, paths)), columns))
+        places: list[str] = []
+        rows = _RowsOfFiles(mapped(itertools.chain.from_iterable(map(read, paths)), columns, places))
+        rows.places = places
         if not rows:
             raise DatasetError(f"{paths[0]} has no rows", now="A flow needs at least one prompt.")
         return cls(rows, name=name or paths[0].stem, shuffle=shuffle, curriculum=curriculum)
@@ -570,7 +585,8 @@ class Dataset:
             raise DatasetError(f"take({count!r}) of the dataset {self.name!r}: it takes a whole number of rows, 1 or more")
         session = self._join()
         self._settle()
-        self._read_observed()
+        if self._unread:
+            self._read_observed()
         positions = [self._order.at(self._cursor + i, session.seed, self._key) for i in range(count)]
         # The seed depends on the dataset and the draw, however many rows are drawn at a time.
         seeds = [keyed_bits(self._key, "take", self._cursor + i) for i in range(count)]
@@ -702,7 +718,8 @@ class Dataset:
         columns = self._columns_at(positions) if self._num_each == 1 else _of_two(self._columns_at(positions), len(positions))
         if isinstance(self._order, Observed):
             columns[ROW] = np.array(positions, np.int64).repeat(self._num_each)
-        rows = Batch(ids, {**columns, "seed": np.array(seeds, np.uint64).repeat(self._num_each)})
+        drawn = np.array(seeds, np.uint64)
+        rows = Batch(ids, {**columns, "seed": drawn if self._num_each == 1 else drawn.repeat(self._num_each)})
         resource = f"{self._key}.cursor"
         call = session.record(
             role=self.name,
@@ -711,7 +728,7 @@ class Dataset:
             granularity=Granularity.SAMPLE,
             inputs={},
             options={"rows": rows, "cursor": self._cursor} | ({"n": self._num_each} if self._num_each > 1 else {}),
-            shown={**shown, **self._cut},
+            shown={**shown, **self._cut} if self._cut else shown,
             reads=(resource,),
             writes=(resource,) if moves_by else (),
         )
@@ -796,8 +813,8 @@ _USUAL = (
 _HAS_PROMPT = frozenset({"prompt", "messages", "conversations"})
 
 
-def mapped(rows: Iterable[tuple[str, Row]], columns: Columns | None) -> Iterator[Row]:
-    """Rows with our names of columns, all of the same ones.
+def mapped(rows: Iterable[tuple[str, Row]], columns: Columns | None, places: list[str]) -> Iterator[Row]:
+    """Rows with our names of columns, all of the same ones; their places are added to `places`.
 
     Raises:
         DatasetError: with the place of a row that lacks a column, or has another, or whose prompt is empty.
@@ -805,6 +822,7 @@ def mapped(rows: Iterable[tuple[str, Row]], columns: Columns | None) -> Iterator
     mapping: _Mapping | None = None
     for place, row in rows:
         mapping = _Mapping.of(row, columns, place) if mapping is None else mapping
+        places.append(place)
         yield mapping.apply(row, place)
 
 
@@ -886,7 +904,7 @@ class LinesOnDisk:
         prompt = row.get("prompt")
         if not isinstance(prompt, str | list):
             raise DatasetError(f"{place} has no text or messages as its prompt: {prompt!r:.60}")
-        check_prompt(prompt, f"{place}: the prompt")
+        check_prompt(prompt, f"the prompt of {place}")
         if self._kinds and row.keys() != self._kinds.keys():
             now = "Give prompts and demonstrations as two datasets."
             raise DatasetError(f"{place} makes the columns {sorted(row)}, and the rows before it {sorted(self._kinds)}", now=now)
@@ -898,7 +916,7 @@ class LinesOnDisk:
     def _mapped(self, line: bytes, place: str, columns: Columns | None = None) -> Row:
         row = _object(line, place)
         self._mapping = self._mapping or _Mapping.of(row, columns, place)
-        return with_prompts([self._mapping.apply(row, place)], place)[0]
+        return with_prompts([self._mapping.apply(row, place)], lambda _: place)[0]
 
     def __len__(self) -> int:
         return len(self._places)

@@ -22,7 +22,7 @@ from m2flow.errors import DatasetError, OptionError, did_you_mean
 from m2flow.recipe import is_number
 
 Row = Mapping[str, object]
-_OfSeen = Callable[[Row, Sequence[float]], float | None]
+_OfSeen = Callable[[Row, tuple[float, ...]], float | None]
 Curriculum = str | Callable[[Row], float] | _OfSeen
 """A column of numbers; a function of a row; or one of a row and of what was seen of it."""
 

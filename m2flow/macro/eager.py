@@ -97,6 +97,8 @@ class EagerBackend(Backend):
 
     def _inherited(self, call: Call) -> tuple[int, M2FlowError] | None:
         """The error of what this call depends on, by data or by effect; of several, that of the earliest root cause."""
+        if self._failures.is_empty:
+            return None
         needed = {ref.call for _, ref in call.inputs} | {self._writers[e.resource] for e in call.reads if e.resource in self._writers}
         needed |= {call.carries_from} if call.carries_from is not None else set()
         failed = [self._failures.of(ordinal) for ordinal in needed if ordinal in self._failures]

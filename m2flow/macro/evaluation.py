@@ -237,7 +237,12 @@ class Best:
         else:
             self._num_worse += 1
         log(**{f"{self._policy.name}_best": self.value})
-        return self._patience is not None and self._num_worse >= self._patience
+        is_over = self._patience is not None and self._num_worse >= self._patience
+        if is_over:
+            session, most = self._policy._session, self._patience
+            why = f"Best(patience={most}): the last {self._num_worse} evaluations of {self._policy.name} brought nothing better than"
+            session.patience_end = session.step, f"{why} {self.value:.4g}"
+        return is_over
 
     def _copied(self) -> Reference | None:
         return Reference(self._policy, name=f"{self._policy.name}_best") if self._keep else None

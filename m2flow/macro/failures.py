@@ -32,6 +32,11 @@ class Failures:
         self._first_lost: int | None = None
         """The earliest failed call with an effect."""
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no call has failed so far."""
+        return not self._failed
+
     def __contains__(self, ordinal: object) -> bool:
         return ordinal in self._failed
 

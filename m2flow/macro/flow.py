@@ -123,8 +123,19 @@ class Flow:
             raise OptionError(f"{source} of the flow {self.name} is {value!r:.60}; a staleness is a whole number of versions, 0 or more")
         return value
 
-    def run(self, backend: Backend, options: Mapping[str, object], *, seed: int = 0, max_steps: int | None = None) -> object:
-        """Run the function with its calls recorded into the backend, by this `seed`, up to `max_steps` steps; wait for all of them."""
+    def run(
+        self,
+        backend: Backend,
+        options: Mapping[str, object],
+        *,
+        seed: int = 0,
+        max_steps: int | None = None,
+        begun: Callable[[Session], None] = lambda session: None,
+    ) -> object:
+        """Run the function with its calls recorded into the backend, by this `seed`, up to `max_steps` steps; wait for all of them.
+
+        `begun` is given the session before the function runs.
+        """
         known = {parameter.name for parameter in self.parameters}
         missing = [parameter.name for parameter in self.parameters if parameter.is_required and parameter.name not in options]
         if missing:
@@ -134,6 +145,7 @@ class Flow:
                 raise OptionError(f"the flow {self.name} has no option {name!r}; it has {', '.join(sorted(known)) or 'none'}")
         seed_everything(seed)
         session = Session(backend, flow=self.name, seed=seed, max_steps=max_steps, staleness=self.staleness_for(options))
+        begun(session)
         with recording(session):
             try:
                 result = self.function(**options)

@@ -60,8 +60,18 @@ def wiring_of(call: Call, first: int) -> tuple[int, ...]:
 def structure_hash(calls: Sequence[Call]) -> str:
     """Hash the structure of calls: the same in every process for calls of the same shapes, wiring and lines."""
     first = calls[0].ordinal if calls else 0
-    text = "\n".join(f"{shape_of(call)!r} {wiring_of(call, first)} {call.site}" for call in calls)
+    text = "\n".join(f"{shape_of(call)!r} {wiring_of(call, first)} {stable_site(str(call.site))}" for call in calls)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def stable_site(site: str) -> str:
+    """A site without the number of a notebook's cell, which is another one each time that the cell is run.
+
+    >>> stable_site("In[3]:12"), stable_site("flows/grpo.py:12")
+    ('In[]:12', 'flows/grpo.py:12')
+    """
+    file, _, line = site.rpartition(":")
+    return f"In[]:{line}" if file.startswith("In[") and file.endswith("]") else site
 
 
 class Granularity(StrEnum):

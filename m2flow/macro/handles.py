@@ -262,11 +262,13 @@ def is_isolated(function: Callable[..., object], isolated: bool | None, timeout_
     if isolated is not None:
         check_flag("isolated", isolated)
         return isolated
+    if timeout_s is None:
+        return False
     while isinstance(function, functools.partial):
         function = function.func
     is_plain = inspect.isroutine(function) or inspect.isclass(function)
     called = function if is_plain else getattr(type(function), "__call__", function)  # noqa: B004  # its code is looked at
-    return timeout_s is not None and not inspect.iscoroutinefunction(called)
+    return not inspect.iscoroutinefunction(called)
 
 
 # ---- groupby

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from m2flow.errors import TraceError
 from m2flow.macro.graph import Call, Ref
-from m2flow.samples import Batch
+from m2flow.samples import EPISODE, Batch
 
 _OF_TOKENS = ("tokens", "loss_mask", "logprobs", "versions", "kv_stale", "segment_kinds", "segment_lengths")
 GENERATED = frozenset((*_OF_TOKENS, "seed", "finish", "temperature", "text"))
@@ -26,8 +25,7 @@ TWICE = "Its inputs must be different samples; to bring columns of the same samp
 """What to do about a concatenation that has a sample twice."""
 
 
-@dataclass(frozen=True, order=True)
-class Part:
+class Part(NamedTuple):
     """Samples that one call made, less those that filters dropped."""
 
     maker: int
@@ -160,16 +158,18 @@ class Lineage:
         found = [self._known[ref.call].fields for _, ref in inputs]
         if None in found:
             return None
+        gives = options.get("gives", "column")
+        if gives == "column" and call.engine != "rollout":
+            return frozenset((str(options["column"]),)) if "column" in options else None
         fields = [of for of in found if of is not None]
         if call.engine == "rollout":
-            return fields[0] | GENERATED
-        gives = call.options.get("gives", "column")
+            return fields[0] | GENERATED | (EPISODE if "agent" in options else frozenset())
         if gives == "concat":
             return frozenset.intersection(*fields)
         if gives == "kept":  # With a function of the user's, a column that was joined for it stays.
-            joined = call.options.get("columns")
-            return fields[0] | frozenset(joined if isinstance(joined, dict) and call.options.get("style") != "columns" else ())
-        return frozenset({str(call.options["column"])}) if gives == "column" and "column" in call.options else None
+            joined = options.get("columns")
+            return fields[0] | frozenset(joined if isinstance(joined, dict) and options.get("style") != "columns" else ())
+        return None
 
 
 def _made(makers: Sequence[Call]) -> str:

@@ -1,8 +1,8 @@
 """Declare losses in a flow, and refuse updates whose loss can't be right for their samples.
 
-Only the declaration is here (`m2flow.recipe.Loss`); the functions on tensors are in `m2flow.algorithms.losses`, which loads no torch, so
-a flow that names a loss loads none either. Each of them is a word here: those below have a declaration of their own, and that of any
-other is made of its function's signature when it is asked for.
+Only the declaration is here (`m2flow.recipe.Loss`); the functions on tensors are in `m2flow.algorithms.losses` and, on preferences, in
+`m2flow.algorithms.preferences`. Both load no torch, so a flow that names a loss loads none either. Each function is a word here: those
+below have a declaration of their own, and that of any other is made of its function's signature when it is asked for.
 
 A policy gradient without importance weights is right only for samples of the very weights that it changes. Samples are of other weights
 where a generate may be stale, where an update makes several optimiser steps, and where the weights were updated since. A loss says by
@@ -16,14 +16,37 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
-from m2flow.algorithms.losses import LOSSES, Divergence
+from m2flow.algorithms import losses, preferences
+from m2flow.algorithms.losses import Direction, Divergence, Terms
 from m2flow.errors import OptionError, TraceError, did_you_mean
 from m2flow.macro.graph import Call, MacroGraph
 from m2flow.macro.oversampling import is_cut, timeout_of
-from m2flow.recipe import Counts, Denominator, KlEstimator, Loss, check_choice, check_flag, check_names, check_number
+from m2flow.recipe import (
+    REFERENCE_TOP_LOGPROBS,
+    TOP_LOGPROBS,
+    Counts,
+    Denominator,
+    KlPenalty,
+    Loss,
+    check_choice,
+    check_flag,
+    check_names,
+    check_number,
+)
 
 AnyDenominator = Denominator | Callable[[Counts], float]
+
+LOSSES: Mapping[str, Callable[..., Terms]] = MappingProxyType(
+    {
+        name: one
+        for module in (losses, preferences)
+        for name, one in vars(module).items()
+        if name[0] != "_" and getattr(one, "__annotations__", {}).get("return") == "Terms" and one.__module__ == module.__name__
+    }
+)
+"""Every loss of m2flow by its name: the functions on tensors."""
 
 
 def ppo_clip(
@@ -32,7 +55,7 @@ def ppo_clip(
     eps_high: float = 0.2,
     dual_clip: float = 0.0,
     kl_coef: float = 0.0,
-    kl: KlEstimator = "k3",
+    kl: KlPenalty = "k3",
     entropy_coef: float = 0.0,
     denominator: AnyDenominator = "tokens",
 ) -> Loss:
@@ -41,7 +64,8 @@ def ppo_clip(
     Args:
         eps_low, eps_high: how far the ratio may fall and rise before its gradient stops; from 0 to 1, and from 0.
         dual_clip: bound on the ratio where the advantage is negative; 0 is off, else above 1.
-        kl_coef: weight of the penalty, in units of advantage a nat, 0 or more. kl: its estimator (`m2flow.algorithms.losses`).
+        kl_coef: weight of the penalty, in units of advantage a nat, 0 or more. kl: its estimator (`m2flow.algorithms.losses`);
+            `top_k` compares whole distributions, and needs `reference=reference.logprobs(responses, top_k=16)`.
         entropy_coef: weight of a bonus for the entropy of the next token, in units of advantage a nat, 0 or more.
         denominator: how terms of tokens become one number (`m2flow.recipe.Denominator`).
     Source:
@@ -54,13 +78,13 @@ def ppo_clip(
     check_number("dual_clip", dual_clip, low=0)
     if 0 < dual_clip <= 1:
         raise OptionError(f"dual_clip is {dual_clip}; it must be 0 (off) or above 1")
-    check_choice("kl", kl, KlEstimator)
+    check_choice("kl", kl, KlPenalty)
     check_number("entropy_coef", entropy_coef, low=0)
     needs = ["logprobs", "behaviour_logprobs", "advantages"]
     options: list[tuple[str, float | int | str | bool]] = [("eps_low", eps_low), ("eps_high", eps_high)]
     options += [("dual_clip", dual_clip)] if dual_clip else []
     if kl_coef:
-        needs.append("reference_logprobs")
+        needs += [TOP_LOGPROBS, REFERENCE_TOP_LOGPROBS] if kl == "top_k" else ["reference_logprobs"]
         options += [("kl_coef", kl_coef), ("kl", kl)]
     if entropy_coef:
         needs.append("entropy")
@@ -82,18 +106,24 @@ def reinforce(*, denominator: AnyDenominator = "tokens") -> Loss:
     return _built_in("reinforce", ["logprobs", "advantages"], denominator, [])
 
 
-def distill(*, clip: float = 0.0, denominator: AnyDenominator = "tokens") -> Loss:
-    """On-policy distillation: the reverse KL to a teacher, on tokens that the policy itself sampled.
+def distill(*, direction: Direction = "reverse", clip: float = 0.0, denominator: AnyDenominator = "tokens") -> Loss:
+    """On-policy distillation: the divergence from a teacher, on tokens that the policy itself sampled.
+
+    `distill_top_k` compares the distributions that these tokens come from.
 
     Needs the column `teacher_logprobs`: `columns={"teacher_logprobs": teacher.logprobs(responses)}`, with `teacher = Reference(path)`.
 
     Args:
+        direction: `reverse` is KL(policy || teacher), `forward` the other one, `js` Jensen-Shannon.
         clip: bound on the ratio of the weights to those that sampled, as `ppo_clip`'s eps; 0 is off.
     Source:
         Agarwal et al. 2024 (GKD), arXiv:2306.13649; Gu et al. 2024 (MiniLLM), arXiv:2306.08543. See `m2flow.algorithms.losses`.
     """
+    check_choice("direction", direction, Direction)
     check_number("clip", clip, low=0)
-    return _built_in("distill", ["logprobs", "behaviour_logprobs", "teacher_logprobs"], denominator, [("clip", clip)])
+    options: list[tuple[str, float | int | str | bool]] = [("clip", clip)]
+    options += [("direction", direction)] if direction != "reverse" else []
+    return _built_in("distill", ["logprobs", "behaviour_logprobs", "teacher_logprobs"], denominator, options)
 
 
 def clipped_value(*, clip: float = 0.2, denominator: AnyDenominator = "tokens") -> Loss:
@@ -145,7 +175,7 @@ _BOUNDS: Mapping[str, Mapping[str, float]] = {
     "NotNegative": {"low": 0},
     "Positive": {"above": 0},
 }
-_CHOICES: Mapping[str, object] = {"KlEstimator": KlEstimator, "Divergence": Divergence}
+_CHOICES: Mapping[str, object] = {"Divergence": Divergence, "Direction": Direction}
 """Annotation of an option of a loss -> what it may be."""
 
 
@@ -189,11 +219,11 @@ def _built_in(name: str, needs: list[str], denominator: AnyDenominator, options:
         needs.append("sequence_lengths")
     elif denominator != "sequences" and "sequence_lengths" in needs:
         raise OptionError(f"{name} is a mean over sequences; denominator={denominator!r:.60} is none", now="Leave it out.")
-    return Loss(name, f"m2flow.algorithms.losses:{name}", tuple(needs), denominator, tuple(options))
+    return Loss(name, f"{LOSSES[name].__module__}:{name}", tuple(needs), denominator, tuple(options))
 
 
-_OF_LIKELIHOOD = {"logprobs", "sequence_lengths", "sequence_ids"}
-"""What a loss needs that is nothing but the likelihood of the tokens it is given."""
+_OF_LIKELIHOOD = {"logprobs", TOP_LOGPROBS, REFERENCE_TOP_LOGPROBS, "sequence_lengths", "sequence_ids"}
+"""What a loss needs that is nothing but the likelihood of the tokens it is given, or of what might have come in their place."""
 
 
 def check_update(loss: Loss, origins: Sequence[Call], *, name: str, version: int, epochs: int, minibatch_size: int | None) -> None:

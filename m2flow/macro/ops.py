@@ -26,11 +26,14 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import random
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, SupportsFloat, final
+from typing import Any, Literal, SupportsFloat, final, get_args
+
+import numpy as np
 
 from m2flow.errors import OpError, OptionError, TraceError, lone_surrogate
 from m2flow.macro.graph import Granularity, Ref
@@ -38,8 +41,8 @@ from m2flow.macro.handles import Handle, Metrics, OpValue, Rows, Scores, describ
 from m2flow.macro.number import Number
 from m2flow.macro.session import Session, current_session
 from m2flow.macro.sites import user_site
-from m2flow.recipe import check_choice, check_flag, check_names, check_seconds, check_text, is_count
-from m2flow.samples import Batch, Column, Ragged
+from m2flow.recipe import EpisodeFailure, Episodes, check_choice, check_flag, check_names, check_seconds, check_text, is_count
+from m2flow.samples import Batch, Column, Ragged, SampleId
 
 RNG = "rng"
 """A parameter of this name gets a generator of random numbers, unless the call gives it something."""
@@ -218,14 +221,17 @@ def _bind(
             shown = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
             raise TraceError(f"{name}{inspect.Signature(shown)} can't be called like this: {error}") from None
     found: list[tuple[str, bool, object]] = []
+    is_beyond_rng = False
     for parameter, value in bound.arguments.items():
         kind = signature.parameters[parameter].kind
         if kind is inspect.Parameter.VAR_POSITIONAL:
             found += [(f"{parameter}_{i}", False, item) for i, item in enumerate(value)]
         elif kind is inspect.Parameter.VAR_KEYWORD:
             found += [(key, True, item) for key, item in value.items()]
-        elif not (parameter == RNG and free):
-            found.append((parameter, kind is inspect.Parameter.KEYWORD_ONLY, value))
+        elif parameter == RNG and free:
+            is_beyond_rng = True  # It is passed by keyword, so the parameters after it are, too.
+        else:
+            found.append((parameter, is_beyond_rng or kind is inspect.Parameter.KEYWORD_ONLY, value))
     return found, bool(free)
 
 
@@ -377,6 +383,148 @@ def log(**values: Number | Handle | float) -> None:
 def steps(count: int) -> Iterator[int]:
     """Count the steps of a loop: `for step in steps(80)`. The outermost of them are the steps of the run."""
     return current_session("steps()").iterate(count)
+
+
+# ---- episodes of agents
+
+Failed = Literal["mask", "raise", "zero"]
+
+
+@final
+class EpisodeRows(Rows):
+    """Episodes: a row each, with its tokens and `reward`, what the agent returned."""
+
+    failed: Failed = "mask"
+    _reward: Scores | None = None
+
+    @property
+    def reward(self) -> Scores:
+        """The reward of each episode, one finite number."""
+        if self._reward is None:
+            self._reward = _rewards_of(self)
+        return self._reward
+
+
+def record_episodes(
+    session: Session,
+    role: str,
+    agent: Callable[..., object],
+    prompts: Ref,
+    options: Mapping[str, object],
+    shown: Mapping[str, object],
+    bounds: Episodes,
+    staleness: int,
+    failed: Failed,
+) -> EpisodeRows:
+    """Record the calls of a rollout: the episodes, how many failed, and those that count."""
+    name = str(getattr(agent, "__name__", "agent"))
+    if not callable(agent) or not inspect.iscoroutinefunction(getattr(agent, "function", agent)):
+        raise TraceError(f"{role}.rollout got {describe(agent)}, which is no agent", now="Pass an async function under @agent.")
+    check_choice("failed", failed, Failed)
+    made = session.record(
+        role=role,
+        method="rollout",
+        engine="rollout",
+        granularity=Granularity.SAMPLE,
+        inputs={"prompts": prompts},
+        options={
+            **options,
+            "agent": agent,
+            "episodes": bounds,
+            "repeat": session.count_generation(role, prompts.call),
+            "staleness": staleness,
+        },
+        shown={"agent": name, **shown, "max_turns": bounds.max_turns, **({"failed": failed} if failed != "mask" else {})},
+        reads=(f"{role}.weights",),
+        staleness=staleness,
+    )
+    episodes = Rows(session, made)
+    common: dict[str, object] = {"timeout_s": None, "column": "value", "style": "columns", "columns": {}}
+    counted = session.record(
+        role=f"{role}.episodes",
+        method="counted",
+        engine="function",
+        granularity=Granularity.BATCH,
+        inputs={"samples": episodes.ref},
+        options={"function": _counted, **common},
+        shown={},
+        is_aligned=False,
+    )
+    numbers = Metrics(session, counted)
+    prefix = "episodes" if role == "policy" else f"{role}/episodes"
+    log(**{f"{prefix}/{kind}": numbers[kind] for kind in ("turns", "failed", *get_args(EpisodeFailure))})
+    whole = session.record(
+        role=f"{role}.episodes",
+        method="whole",
+        engine="function",
+        granularity=Granularity.SAMPLE,
+        inputs={"samples": episodes.ref},
+        options={"function": Whole(failed), "gives": "kept", **common},
+        shown={"failed": failed},
+    )
+    found = EpisodeRows(session, whole)
+    found.failed = failed
+    return found
+
+
+def _rewards_of(episodes: EpisodeRows) -> Scores:
+    """Record the call that reads the rewards of episodes."""
+    session = episodes.session
+    call = session.record(
+        role=f"{episodes.maker.role}.episodes",
+        method="score",
+        engine="function",
+        granularity=Granularity.SAMPLE,
+        inputs={"samples": episodes.ref},
+        options={"function": EpisodeReward(), "timeout_s": None, "column": "reward", "style": "columns", "columns": {}},
+        shown={},
+    )
+    return Scores(session, call)
+
+
+def _counted(rows: Batch, values: Mapping[str, object]) -> dict[str, float]:
+    """Mean number of turns, and how many episodes failed, in all and by cause."""
+    how = [str(rows.ragged("failure").item(row)) for row in range(len(rows))] if len(rows) else []
+    turns = float(np.mean(rows.dense("num_turns").astype(np.float64))) if len(rows) else math.nan
+    return {"turns": turns, "failed": float(sum(map(bool, how)))} | {kind: float(how.count(kind)) for kind in get_args(EpisodeFailure)}
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Mark the episodes that count. Raises `OpError` for a failed one that may not."""
+
+    failed: Failed
+
+    def __call__(self, rows: Batch, values: Mapping[str, object]) -> Column:
+        found = np.ones(len(rows), np.bool_)
+        sampled = rows.ragged("loss_mask")
+        for row, packed in enumerate(rows.ids.tolist()):
+            how = str(rows.ragged("failure").item(row))
+            if not how:
+                continue
+            if self.failed == "raise" or how == "history_rewritten":
+                record = rows.ragged("episode").item(row)
+                error = record.get("error", "") if isinstance(record, Mapping) else ""
+                now = "" if how == "history_rewritten" else "failed='mask' leaves such an episode out, and the number of them is logged."
+                raise OpError(f"the episode of sample {SampleId.unpack(packed)} failed ({how}): {error}", now=now).about(packed)
+            found[row] = self.failed == "zero" and bool(sampled.row(row).any())
+        return found
+
+
+@dataclass(frozen=True)
+class EpisodeReward:
+    """Each episode's reward; 0 of one that failed and counts."""
+
+    def __call__(self, rows: Batch, values: Mapping[str, object]) -> Column:
+        reward = rows.dense("reward").astype(np.float64)
+        for row in np.flatnonzero(np.isnan(reward)).tolist():
+            if not rows.ragged("failure").item(row):
+                who = SampleId.unpack(int(rows.ids[row]))
+                raise OpError(f"the agent returned no reward on sample {who}", now="Return one, or judge the episodes by a Reward.").about(
+                    int(rows.ids[row])
+                )
+            reward[row] = 0.0
+        return reward
 
 
 # ---- users' roles

@@ -38,7 +38,7 @@ from m2flow.errors import DivergenceError, FlowError, M2FlowError
 from m2flow.macro.capture import stable_text
 from m2flow.macro.eager import number_of
 from m2flow.macro.flow import Flow
-from m2flow.macro.graph import Call, CallKind, Granularity, MacroGraph, Observation
+from m2flow.macro.graph import Call, CallKind, Granularity, MacroGraph, Observation, stable_site
 from m2flow.macro.oversampling import carries
 from m2flow.macro.session import Backend, CallValues
 from m2flow.samples import Batch, SampleId
@@ -287,7 +287,7 @@ def difference(recorded: CallRecord, now: CallRecord, *, what: str = "recorded")
                 return f"{name} is {after.get(name, 'not given')}; {what} was {before.get(name, 'not given')}"
     if recorded.effects != now.effects:
         return f"it {', '.join(now.effects) or 'has no effect'}; {what} was: {', '.join(recorded.effects) or 'no effect'}"
-    if recorded.text != now.text or recorded.site.rpartition(":")[0] != now.site.rpartition(":")[0]:
+    if recorded.text != now.text or stable_site(recorded.site).rpartition(":")[0] != stable_site(now.site).rpartition(":")[0]:
         return f"the line has another text; {what} was: {recorded.text}"
     return None
 

@@ -1,4 +1,4 @@
-"""The built-in roles of a flow (Policy, Reference, Reward, RewardModel; `m2flow.macro.critic` has another), and what their calls declare.
+"""The built-in roles of a flow (Policy, Reference, Reward; `m2flow.macro.critics` has others), and what their calls declare.
 
     responses = policy.generate(prompts, n=8, max_new_tokens=64)
     rewards = verifier.score(responses)
@@ -11,9 +11,9 @@ where they are used (`m2flow.micro.protocol.update_semantics`): a trace has no v
 
 from __future__ import annotations
 
+import functools
 import importlib
 import itertools
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +26,7 @@ from m2flow.macro.datasets import Dataset
 from m2flow.macro.graph import Granularity, Ref
 from m2flow.macro.handles import Handle, Metrics, Rows, Scores, describe, is_isolated
 from m2flow.macro.loss_declarations import check_update, nll, ppo_clip
-from m2flow.macro.ops import log
+from m2flow.macro.ops import EpisodeRows, Failed, log, record_episodes
 from m2flow.macro.oversampling import carries, check_late, check_line, windows
 from m2flow.macro.refill import Draws, Keep, refill
 from m2flow.macro.session import Session, current_session
@@ -36,26 +36,36 @@ from m2flow.recipe import (
     COMPUTED,
     HEAD_OUTPUTS,
     PROXIMAL,
+    REFERENCE_TOP_IDS,
+    REFERENCE_TOP_LOGPROBS,
     AdamW,
     Advantage,
     AdvantageName,
     BatchAdvantage,
     ChatTemplate,
     Correction,
+    Episodes,
     Lora,
     Loss,
     Model,
+    Optimizer,
+    Routing,
     Sampling,
+    as_json,
+    as_pairs,
+    as_texts,
     as_tuple,
     check_choice,
     check_count,
     check_flag,
     check_instance,
     check_number,
+    check_optimizer,
     check_seconds,
     check_text,
     is_count,
     model_path,
+    number_or_column,
 )
 from m2flow.samples import MAX_GROUP, Batch, Column, Sample
 
@@ -137,22 +147,25 @@ class Role:
                 responses = responses.within(other)
         return responses
 
-    def _copy(self, source: str, head: Literal["lm", "value"]) -> None:
+    def _copy(self, source: str, head: Literal["lm", "value"], share: float = 1.0) -> None:
         """Copy the weights that a policy has at this line, as far as a model with this head has them too. A reference may be made of the
-        same policy again: the role has the newer weights then, and only the newer object stands for it."""
+        same policy again: the role has the newer weights then, and only the newer object stands for it. With a `share` below 1 it keeps the
+        rest of its own."""
         session, site = self._session, user_site()
-        before, model = session.copies.get(self.name), replace(session.models[source], head=head, is_policy=False)
+        before = session.copies.get(self.name)
+        model = replace(session.models[source], head=head, is_policy=False, routing=None)
         if before is None or before[1] != source or head != "lm" or session.models[self.name] != model:
             session.add_model(self.name, model, is_copy=True)
         session.copies[self.name] = (self, source, site)
+        options = {"source": source} if share == 1 else {"source": source, "share": float(share)}
         session.record(
             role=self.name,
             method="copy_of",
             engine="train",
             granularity=Granularity.BATCH,
             inputs={},
-            options={"source": source},
-            shown={"source": source},
+            options=options,
+            shown=options,
             reads=(f"{source}.weights",) if before is None else (f"{source}.weights", self._weights),
             writes=(self._weights,),
             is_aligned=False,
@@ -167,16 +180,19 @@ class Role:
                 now=f"Use the new one. To keep both, give each a name: Reference(policy, name='{self.name}_2').",
             )
 
-    def _of_tokens(self, responses: Handle, method: str, column: str) -> Rows:
+    def _of_tokens(self, responses: Handle, method: str, column: str, top_k: int | None = None) -> Rows:
         """Record a call that evaluates the role's model on each token of the responses, with the weights of this line."""
+        if top_k is not None:
+            check_count("top_k", top_k)
+        options = {} if top_k is None else {"top_k": top_k}
         call = self._session.record(
             role=self.name,
             method=method,
             engine="train",
             granularity=Granularity.SAMPLE,
             inputs={"samples": self._rows(responses, method, RESPONSES)},
-            options={},
-            shown={},
+            options=options,
+            shown=options,
             reads=(self._weights,),
         )
         return Rows(self._session, call, column, tokens_of=responses if isinstance(responses, Rows) else None)
@@ -227,14 +243,14 @@ class Role:
         )
         return Metrics(self._session, call)
 
-    def _scheduled(self, optimizer: AdamW) -> tuple[AdamW, dict[str, object]]:
+    def _scheduled(self, optimizer: Optimizer) -> tuple[Optimizer, dict[str, object]]:
         """Adapt the optimiser's schedule to the flow's loop. Returns it, and the option that says where in the loop the update is."""
         if not optimizer.counts_flow_steps:
             return optimizer, {}
         if self._session.loop is None:
             raise TraceError(
                 f"the schedule of {self.name}.update goes by the flow's steps, and the update is in no loop over steps(...)",
-                now="Give AdamW(...) total_steps, which then counts the optimiser's steps.",
+                now="Give the optimiser total_steps, which then counts the optimiser's steps.",
             )
         step, num_steps = self._session.loop
         return optimizer.in_loop(num_steps), {"loop_step": step}
@@ -248,7 +264,7 @@ class Role:
             if need in foreign:
                 whose = "a language model's, and this is a critic" if head == "value" else "a critic's: Critic(...).update"
                 raise TraceError(f"the loss {loss.name} needs {need!r}, which are {whose}")
-            is_given = need in given or need in COMPUTED or need in ("advantages", "reference_logprobs")
+            is_given = need in given or need in COMPUTED or need in ("advantages", "reference_logprobs", REFERENCE_TOP_LOGPROBS)
             if not is_given and fields is not None and need not in fields:
                 raise TraceError(
                     f"the loss {loss.name} needs {need!r}, which neither the samples nor this {self.name}.update have; the samples have "
@@ -256,11 +272,19 @@ class Role:
                     now=f"Pass it: update(..., columns={{{need!r}: ...}}), one number a sample or one a token.",
                 )
 
+    def _further_columns(self, columns: Mapping[str, Handle] | None, *taken: str) -> dict[str, tuple[Ref, str]]:
+        for name in columns or {}:
+            if name in _NOT_COLUMNS.union(taken) or not str(name).isidentifier():
+                raise OptionError(
+                    f"columns={{{name!r}: ...}}: that name is taken, or is none", now="Choose another, and use it in the loss."
+                )
+        return {name: self._column(handle, "update", NUMBERS) for name, handle in (columns or {}).items()}
 
-def check_optimizer(optimizer: object) -> None:
-    """Check that a value is an optimiser. Raises `OptionError`."""
-    if not isinstance(optimizer, AdamW):
-        raise OptionError(f"optimizer={optimizer!r:.60} is no optimizer", now="Pass AdamW(lr=...).")
+
+def check_columns(columns: object) -> None:
+    """Check that `columns` of an update is a mapping or None. Raises `TraceError`."""
+    if columns is not None and not isinstance(columns, Mapping):
+        raise TraceError(f"update got columns={describe(columns)}", now='Give a mapping: columns={"weight": handle}.')
 
 
 @dataclass(frozen=True)
@@ -268,7 +292,7 @@ class UpdateSettings:
     """Settings of an update: what it minimises, and in how many steps over its samples. Raises `OptionError` if a setting is invalid."""
 
     loss: Loss
-    optimizer: AdamW
+    optimizer: Optimizer
     minibatch_size: int | None
     epochs: int
     allow_unsound: bool = False
@@ -307,14 +331,14 @@ class GenerateSettings:
         """Options that every generate call has."""
         return {"n": self.n, "sampling": self.sampling, "kv": self.kv}
 
-    @property
-    def options(self) -> dict[str, object]:
+    @functools.cached_property
+    def options(self) -> Mapping[str, object]:
         """Options of a call whose prompts are given."""
         options: dict[str, object] = {**self.common, "late": self.late, "oversample": self.oversample}
         return options | ({"timeout_s": self.timeout_s} if self.timeout_s is not None else {})
 
-    @property
-    def shown(self) -> dict[str, object]:
+    @functools.cached_property
+    def shown(self) -> Mapping[str, object]:
         """What the graph shows of the call: its sizes, and the options that differ from their defaults."""
         shown: dict[str, object] = {"n": self.n, "max_new_tokens": self.sampling.max_new_tokens}
         temperature = self.sampling.temperature_of or self.sampling.temperature
@@ -328,28 +352,30 @@ class GenerateSettings:
         return shown
 
 
-def _texts(values: object) -> Any:
-    """The texts that end a response; one alone may be given as it is."""
-    return (values,) if isinstance(values, str) else as_tuple(values)
+def _settings(drawn: dict[str, Any], *others: Any) -> GenerateSettings:
+    """Check the settings of a generate call. A loop gives the same ones in each step, and gets the same object then."""
+    if drawn["stop_token_ids"] or drawn["logit_bias"]:  # The cache does not tell 1 from True inside a tuple.
+        return _new_settings(*others, **drawn)
+    try:
+        return _known_settings(*others, **drawn)
+    except TypeError:  # One of them can't be hashed, so it is none that is right, and is refused by its name.
+        return _new_settings(*others, **drawn)
 
 
-def _bias(values: object) -> Any:
-    """What is added to the logits of tokens, as pairs; anything else as it is, for the check that refuses it."""
-    return () if values is None else as_tuple(values.items() if isinstance(values, Mapping) else values)
+def _new_settings(max_new_tokens: int, *others: Any, **drawn: Any) -> GenerateSettings:
+    n, *further = others
+    return GenerateSettings(n, Sampling(max_new_tokens, **drawn), *further)
 
 
-def _temperature(given: float | str) -> tuple[float, str]:
-    """The temperature of all samples, or 1 and the name of the column that has each one's."""
-    if not isinstance(given, str):
-        return given, ""
-    check_text("temperature", given)
-    return 1.0, given
+_known_settings = functools.lru_cache(maxsize=256, typed=True)(_new_settings)
 
 
 _WITH_ADVANTAGES, _WITHOUT = ppo_clip(), nll()
 """What an update minimises that names no loss."""
 
-_NOT_COLUMNS = {"samples", "rewards", "reward", "advantages", "reference", "reference_logprobs", "tokens", "loss_mask"} | COMPUTED
+_ADVANTAGES, _OVER_BATCH = get_args(AdvantageName), get_args(BatchAdvantage)
+_NOT_COLUMNS = {"samples", "rewards", "reward", "advantages", "reference", "reference_logprobs", "tokens", "loss_mask"}
+_NOT_COLUMNS |= {REFERENCE_TOP_IDS, REFERENCE_TOP_LOGPROBS} | COMPUTED
 """What `columns` of an update may not be called: it has another source."""
 
 
@@ -386,6 +412,10 @@ class Policy(Role):
         optimizer: for `update` calls that bring none.
         lora: train adapters of low rank, not the weights themselves. Engines that sample get the sum of both.
         revision: of a model of the hub, a branch, tag or commit; by default its main branch.
+        replay_routing: of a mixture of experts, whose choice of experts the trainer goes by, token by token, with gates computed from its
+            own logits: `rollout`, that of the engine that sampled (R3), recorded with each sample; or `trainer`, that of the trainer's own
+            pass before the update (R2), which each update then makes. By default each pass chooses anew, and where engines round
+            differently a token may go to other experts. A `Reference` of the policy chooses for itself.
     """
 
     def __init__(
@@ -401,9 +431,10 @@ class Policy(Role):
         chat_template: str | Path | None = None,
         chat_template_kwargs: Mapping[str, object] | None = None,
         tools: Sequence[Mapping[str, object]] | None = None,
-        optimizer: AdamW | None = None,
+        optimizer: Optimizer | None = None,
         lora: Lora | None = None,
         revision: str | None = None,
+        replay_routing: Routing | None = None,
     ) -> None:
         super().__init__(name, "Policy")
         self.optimizer = AdamW() if optimizer is None else optimizer
@@ -411,7 +442,8 @@ class Policy(Role):
         template = ChatTemplate.of(system, chat_template, chat_template_kwargs, tools)
         check_flag("chat", chat)
         made = Model(model_path(model), init, self._session.seed, dtype, chat or template != ChatTemplate())
-        self._session.add_model(name, replace(made, rollout_dtype=rollout_dtype, lora=lora, template=template, revision=revision))
+        more: dict[str, Any] = {"lora": lora, "template": template, "revision": revision, "routing": replay_routing}
+        self._session.add_model(name, replace(made, rollout_dtype=rollout_dtype, **more))
 
     def generate(
         self,
@@ -479,14 +511,13 @@ class Policy(Role):
             PromptTooLong (at the first look): a prompt leaves no room for a response in the model's context.
             DatasetError (at the first look): fewer than `count` groups were kept among `max_draws` prompts.
         """
-        heat, heat_of = _temperature(temperature)
-        schema = json_schema if isinstance(json_schema, str) else json.dumps(json_schema, default=repr)
-        drawn: dict[str, Any] = {"top_p": top_p, "top_k": top_k, "min_p": min_p, "temperature_of": heat_of, "ignore_eos": ignore_eos}
-        drawn |= {"stop_token_ids": as_tuple(stop_token_ids), "stop": _texts(stop), "include_stop": include_stop, "grammar": grammar}
-        drawn |= {"min_new_tokens": min_new_tokens, "repetition_penalty": repetition_penalty, "logit_bias": _bias(logit_bias)}
-        sampling = Sampling(max_new_tokens, heat, regex=regex, json_schema=schema, **drawn)
+        drawn: dict[str, Any] = {"top_p": top_p, "top_k": top_k, "min_p": min_p, "ignore_eos": ignore_eos, "include_stop": include_stop}
+        drawn |= {"min_new_tokens": min_new_tokens, "repetition_penalty": repetition_penalty, "regex": regex, "grammar": grammar}
+        drawn |= {"stop": as_texts(stop), "stop_token_ids": as_tuple(stop_token_ids), "logit_bias": as_pairs(logit_bias)}
+        drawn["temperature"], drawn["temperature_of"] = number_or_column("temperature", temperature)
+        drawn["json_schema"] = as_json(json_schema)
         allowed = self._session.staleness_of_generate(staleness)
-        settings = GenerateSettings(n, sampling, staleness, allowed, oversample, late, timeout_s, kv)
+        settings = _settings(drawn, max_new_tokens, n, staleness, allowed, oversample, late, timeout_s, kv)
         draws = Draws(count, score, keep, max_draws)
         if isinstance(prompts, Dataset):
             return self._generate_drawn(prompts, settings, draws)
@@ -545,6 +576,47 @@ class Policy(Role):
         distance = session.version(self._weights) - previous.reads[0].version
         return {"carries_from": previous.ordinal, "num_carried": num_groups, "updates_since": distance}
 
+    def rollout(
+        self,
+        agent: Callable[..., object],
+        prompts: Handle,
+        *,
+        n: int = 1,
+        max_tokens: int,
+        max_turns: int = 16,
+        timeout_s: float | None = None,
+        turn_timeout_s: float | None = None,
+        failed: Failed = "mask",
+        history: Literal["append", "refuse"] = "append",
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        stop: str | Sequence[str] = (),
+        staleness: int | None = None,
+    ) -> EpisodeRows:
+        """Play `n` episodes of each row: an agent converses with the weights as they are at this line, over several turns, with tools.
+
+        Args:
+            agent: an async function under `@agent`, which gets a `Chat` and the row, and returns the reward.
+            max_tokens: of an episode after its first prompt, those of tools included. A turn that reaches it is cut off.
+            max_turns: turns of the model.
+            timeout_s, turn_timeout_s: seconds that an episode, or one turn of it, may take.
+            failed: what becomes of an episode whose agent or tools failed: `mask`: it is in no result, so in no loss and no baseline;
+                `raise`: it ends the run; `zero`: its reward is 0. The number of each cause (`m2flow.recipe.EpisodeFailure`) is logged.
+            history: where the chat template rewrites what the model said once a further message follows: `append` keeps the tokens as they
+                were sampled; `refuse` ends the run.
+            temperature, top_p, top_k, stop, staleness: as for `generate`; `stop` of a single turn can be given to `Chat.say`.
+        Returns:
+            one row an episode: its tokens, of which a loss sees what the model said; `text`, its last turn; `num_turns`; and `reward`.
+        """
+        check_count("max_tokens", max_tokens)
+        sampling = Sampling(max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, stop=as_texts(stop))
+        bounds = Episodes(max_turns, timeout_s, turn_timeout_s, history)
+        allowed = self._session.staleness_of_generate(staleness)
+        settings = GenerateSettings(n, sampling, staleness, allowed, 1.0, "wait", None, "recompute")
+        asked = self._rows(prompts, "rollout", PROMPTS)
+        return record_episodes(self._session, self.name, agent, asked, settings.options, settings.shown, bounds, allowed, failed)
+
     def update(
         self,
         responses: Handle,
@@ -554,7 +626,7 @@ class Policy(Role):
         loss: Loss | None = None,
         reference: Reference | Handle | None = None,
         columns: Mapping[str, Handle] | None = None,
-        optimizer: AdamW | None = None,
+        optimizer: Optimizer | None = None,
         minibatch_size: int | None = None,
         epochs: int = 1,
         allow_unsound: bool = False,
@@ -583,13 +655,12 @@ class Policy(Role):
             (`m2flow.macro.loss_declarations`).
             OpError (at the first look): numbers that do not fit the tokens of their samples.
         """
-        if not isinstance(columns, Mapping | None):
-            raise TraceError(f"update got columns={describe(columns)}", now='Give a mapping: columns={"weight": handle}.')
+        check_columns(columns)
         responses = self._common(responses, rewards, advantages, reference, *(columns or {}).values())
         samples = self._rows(responses, "update", RESPONSES)
         has_rewards, is_named = rewards is not None, isinstance(advantages, str | Advantage)
         if isinstance(advantages, str):
-            check_choice("advantages", advantages, AdvantageName, "pass_at_k(k), or a handle with numbers of each sample")
+            check_choice("advantages", advantages, _ADVANTAGES, "pass_at_k(k), or a handle with numbers of each sample")
         has_advantages = has_rewards or not is_named
         chosen = (_WITH_ADVANTAGES if has_advantages else _WITHOUT) if loss is None else loss
         settings = UpdateSettings(chosen, self.optimizer if optimizer is None else optimizer, minibatch_size, epochs, allow_unsound)
@@ -598,7 +669,7 @@ class Policy(Role):
             given["rewards"] = self._column(rewards, "update", REWARDS)
         if not is_named:
             given["advantages"] = self._column(advantages, "update", NUMBERS)
-        elif has_rewards and advantages in get_args(BatchAdvantage):
+        elif has_rewards and advantages in _OVER_BATCH:
             over_batch = self._over_batch(str(advantages), responses, rewards)
             given["advantages"] = self._column(over_batch, "update", NUMBERS)
         elif has_rewards and responses.maker.engine == "rollout" and responses.maker.options["n"] == 1:
@@ -608,15 +679,18 @@ class Policy(Role):
             )
         given |= self._further_columns(columns)
         check_instance("correction", correction, Correction, "correction=Correction(upper=2.0)")
-        if correction is not None:
-            settings = replace(settings, loss=replace(settings.loss, correction=correction))
-            if PROXIMAL not in given:
-                before = self.logprobs(responses)  # A result is dropped with its last handle, so this lives until the update is recorded.
-                given[PROXIMAL] = self._column(before, "update", NUMBERS)
+        settings = replace(settings, loss=replace(settings.loss, correction=correction or settings.loss.correction))
+        replays_own = self._session.models[self.name].routing == "trainer" and isinstance(responses, Rows) and _has_samples(responses)
+        if (correction is not None or replays_own) and PROXIMAL not in given:
+            before = self.logprobs(responses)  # A result is dropped with its last handle, so this lives until the update is recorded.
+            given[PROXIMAL] = self._column(before, "update", NUMBERS)
         if "advantages" in settings.loss.needs and not has_advantages:
             raise TraceError(f"the loss {settings.loss.name} needs advantages, and this update got no rewards")
         if "reference_logprobs" in settings.loss.needs and reference is None:
             raise TraceError(f"the loss {settings.loss.name} needs a reference", now="Pass reference=Reference(...).")
+        if REFERENCE_TOP_LOGPROBS in settings.loss.needs and not (isinstance(reference, Rows) and "top_k" in reference.call.options):
+            now = "Pass them: update(..., reference=reference.logprobs(responses, top_k=16))."
+            raise TraceError(f"the loss {settings.loss.name} needs the reference's likeliest tokens", now=now)
         if isinstance(reference, Reference):
             reference = reference.logprobs(responses)
         if reference is not None:
@@ -645,17 +719,10 @@ class Policy(Role):
         )
         return Rows(self._session, call, "advantages")
 
-    def logprobs(self, responses: Handle) -> Rows:
-        """The log-probability of each token of the responses under the weights as they are at this line; as `Reference.logprobs`."""
-        return self._of_tokens(responses, "logprobs", "reference_logprobs")
-
-    def _further_columns(self, columns: Mapping[str, Handle] | None) -> dict[str, tuple[Ref, str]]:
-        for name in columns or {}:
-            if name in _NOT_COLUMNS or not str(name).isidentifier():
-                raise OptionError(
-                    f"columns={{{name!r}: ...}}: that name is taken, or is none", now="Choose another, and use it in the loss."
-                )
-        return {name: self._column(handle, "update", NUMBERS) for name, handle in (columns or {}).items()}
+    def logprobs(self, responses: Handle, *, top_k: int | None = None) -> Rows:
+        """The log-probability of each token of the responses under the weights as they are at this line; with `top_k` as
+        `Reference.logprobs`."""
+        return self._of_tokens(responses, "logprobs", "reference_logprobs", top_k)
 
 
 class Reference(Role):
@@ -686,10 +753,39 @@ class Reference(Role):
                 Model(model_path(model), "pretrained", self._session.seed, dtype, chat, is_policy=False, is_frozen=True, revision=revision),
             )
 
-    def logprobs(self, responses: Handle) -> Rows:
-        """The log-probability of each token of the responses under this model: a ragged row a response, 0 for what is no response."""
+    def follow(self, share: float) -> None:
+        """Move towards the policy that this was made of: the weights become `1 - share` of their own and `share` of the policy's now.
+
+        In each step it makes the reference a moving average of the policy; every so many steps it is a soft reset. The sum is of float32
+        numbers, and rounded to the type of the weights: in bfloat16 a small share of a small difference is lost.
+
+        Args:
+            share: above 0; 1 is `Reference(policy)` made again.
+        Raises:
+            TraceError: this is of a path; or the policy has adapters, whose average is not that of the weights they make.
+        Source:
+            Gorbatovski et al. 2024 (TR-DPO), arXiv:2404.09656, section 3; `ref_model_mixup_alpha` of TRL.
+        """
         self._check_is_newest()
-        return self._of_tokens(responses, "logprobs", "reference_logprobs")
+        check_number("share", share, above=0, high=1)
+        if self.name not in self._session.copies:
+            raise TraceError(f"{self.name}.follow: it is of a path, so there is no policy to follow", now="Make it by Reference(policy).")
+        source = self._session.copies[self.name][1]
+        if self._session.models[source].lora is not None:
+            now = f"Make it again instead: Reference({source}) has the adapters of that line."
+            raise TraceError(f"{self.name}.follow: {source} trains adapters, whose average is not that of the weights they make", now=now)
+        self._copy(source, "lm", share)
+
+    def logprobs(self, responses: Handle, *, top_k: int | None = None) -> Rows:
+        """The log-probability of each token of the responses under this model: a ragged row a response, 0 for what is no response.
+
+        Args:
+            top_k: also find the likeliest tokens at each place, and how likely they and all others are, for `update(reference=...)` with a
+                loss that compares distributions: `distill_top_k()`, or `ppo_clip(kl_coef=0.01, kl="top_k")`. Another 8 bytes for each of
+                them and 4 for the others go with every generated token.
+        """
+        self._check_is_newest()
+        return self._of_tokens(responses, "logprobs", "reference_logprobs", top_k)
 
 
 # ---- Reward
@@ -883,53 +979,6 @@ def _reward_column(rows: Batch, values: Mapping[str, object]) -> Column:
     return rows["reward"]
 
 
-# ---- RewardModel
-
-
-class RewardModel(Role):
-    """A model that scores a whole response: a Hugging Face sequence-classification model with one label.
-
-    Args:
-        model: its directory. It reads prompt and response as texts, by its own tokenizer.
-        chat: put them through the tokenizer's chat template, as a user's message and the assistant's; otherwise an end-of-sequence
-            token follows the response.
-        init: `random` draws the weights instead of loading them.
-        name, dtype, revision: as `Policy`.
-    """
-
-    def __init__(
-        self,
-        model: str | Path,
-        *,
-        name: str = "reward_model",
-        init: Literal["pretrained", "random"] = "pretrained",
-        dtype: Literal["float32", "bfloat16", "float16"] = "float32",
-        chat: bool = False,
-        revision: str | None = None,
-    ) -> None:
-        super().__init__(name, "RewardModel")
-        self._session.add_model(
-            name,
-            Model(
-                model_path(model), init, self._session.seed, dtype, chat, head="score", is_policy=False, is_frozen=True, revision=revision
-            ),
-        )
-
-    def score(self, responses: Handle) -> Scores:
-        """One number for each response."""
-        call = self._session.record(
-            role=self.name,
-            method="score",
-            engine="train",
-            granularity=Granularity.SAMPLE,
-            inputs={"samples": self._rows(responses, "score", ROWS)},
-            options={},
-            shown={},
-            reads=(self._weights,),
-        )
-        return Scores(self._session, call)
-
-
 @dataclass(frozen=True)
 class ColumnFunction:
     """A function on columns, by name: the worker that runs it imports what it needs."""
@@ -940,52 +989,3 @@ class ColumnFunction:
 
     def __call__(self, rows: Batch, values: Mapping[str, object]) -> object:
         return getattr(importlib.import_module(self.module), self.name)(rows, values, **dict(self.options))
-
-
-# ---- preferences
-
-
-def best_and_worst(responses: Handle, rewards: Handle) -> Rows:
-    """Keep two responses to each prompt as a pair: the best, whose column `chosen` is 1, and the worst, where it is 0.
-
-    For losses on pairs, as online DPO trains: `policy.update(best_and_worst(responses, rewards), loss=dpo(), reference=reference)`. Of
-    equal rewards the first response counts; a group whose rewards are all equal gives no pair.
-
-    Args:
-        rewards: one number a response.
-    Source:
-        Guo et al. 2024, "Direct language model alignment from online AI feedback", arXiv:2402.04792, for pairs made while training.
-    """
-    session = current_session("best_and_worst()")
-    samples, _ = RESPONSES.checked(session, responses, "best_and_worst")
-    scored, column = REWARDS.checked(session, rewards, "best_and_worst")
-    assert isinstance(responses, Rows)
-    call = session.record(
-        role="best_and_worst",
-        method="",
-        engine="function",
-        granularity=Granularity.GROUP,
-        inputs={"samples": samples, "rewards": scored},
-        options={
-            "function": ColumnFunction(__name__, "_places", ()),
-            "style": "columns",
-            "column": "value",
-            "columns": {"rewards": column},
-            "timeout_s": None,
-        },
-        shown={},
-    )
-    places = Rows(session, call, "value")
-    return responses.within(places).with_columns(chosen=places).select(places >= 0)
-
-
-def _places(rows: Batch, values: Mapping[str, object]) -> Column:
-    """1 for the best of each group, 0 for the worst, -1 for the others: float64 [N]."""
-    rewards = np.asarray(rows.dense("rewards"), np.float64)
-    found = np.full(len(rows), -1.0)
-    for start, end in rows.group_bounds():
-        of_group = rewards[start:end]
-        best, worst = start + int(of_group.argmax()), start + int(of_group.argmin())
-        if rewards[best] > rewards[worst]:
-            found[best], found[worst] = 1.0, 0.0
-    return found

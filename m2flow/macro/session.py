@@ -20,6 +20,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
+import inspect
+import re
 import threading
 import traceback
 import warnings
@@ -27,9 +30,9 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Generic, TypeVar, final
+from typing import TYPE_CHECKING, Generic, NoReturn, TypeVar, final
 
-from m2flow.errors import FlowError, M2FlowError, OptionError, RunInterrupted, TraceError, UnusedResult
+from m2flow.errors import FlowError, M2FlowError, OptionError, RunInterrupted, TraceError, UnusedResult, did_you_mean
 from m2flow.macro.capture import Captures, Kinds
 from m2flow.macro.graph import Call, Effect, EngineKind, Granularity, Observation, Ref, Site
 from m2flow.macro.lineage import Lineage
@@ -137,7 +140,7 @@ class CallValues(Generic[T]):
             self._kept.pop(self._let_go.popleft()[1], None)
 
 
-_Line = tuple[str, str, int]
+_Line = tuple[str, str, str, int]
 
 
 class UnusedResults:
@@ -183,7 +186,7 @@ class UnusedResults:
 
 
 def _line(call: Call) -> _Line:
-    return call.name, call.site.file, call.site.line
+    return call.role, call.method, call.site.file, call.site.line
 
 
 _FEW_CALLS = 1_000
@@ -260,6 +263,8 @@ class Session:
         self.step = -1
         self.num_steps = 0
         """Steps that the flow's outermost iterators ask for."""
+        self.patience_end = (-1, "")
+        """The last step in which `Best` said to stop, and why."""
         self.is_open = True
         self.models: dict[str, Model] = {}
         self.copies: dict[str, tuple[object, str, Site]] = {}
@@ -319,7 +324,8 @@ class Session:
         staleness: int = 0,
     ) -> Call:
         """Number a call, stamp its effects with versions, and hand it to the backend. Its reads may be `staleness` versions behind."""
-        self._check_goes_on(f"{role}.{method}" if method else role)
+        if not self._goes_on:
+            self._refuse(f"{role}.{method}" if method else role)
         self._end_left_step()
         needed = tuple([(name, ref) for name, ref in inputs.items() if ref is not None])
         if len(self.lineage) >= 2 * self._num_kept + _FEW_CALLS:
@@ -331,8 +337,8 @@ class Session:
             self._num_calls,
             needed,
             taken,
-            tuple([self._read(resource, staleness) for resource in reads]),
-            tuple([Effect(resource, self._versions.get(resource, 0) + 1) for resource in writes]),
+            tuple([self._read(resource, staleness) for resource in reads]) if reads else (),  # Most calls read and write nothing.
+            tuple([Effect(resource, self._versions.get(resource, 0) + 1) for resource in writes]) if writes else (),
             self.step,
             dict(shown),
             *self._count_rows(engine, needed, options),
@@ -447,7 +453,8 @@ class Session:
         return repeat
 
     def observe(self, ordinal: int, why: str, *, lag: int = 0) -> object:
-        self._check_goes_on("a handle")
+        if not self._goes_on:
+            self._refuse("a handle")
         self.unused.used(ordinal)
         site = user_site()
         self._is_cut = self._is_cut or not self.lineage.has(ordinal) or self.lineage.known(ordinal).call.engine != "source"
@@ -459,15 +466,20 @@ class Session:
             self.raised.add(ordinal)
             raise
 
-    def _check_goes_on(self, what: str) -> None:
-        """Raises TraceError if the flow has ended or this is not its thread, and the error that ends the run if there is one."""
+    @property
+    def _goes_on(self) -> bool:
+        """Whether the flow has not ended, this is its thread, and no error ends the run."""
+        return self.is_open and self._end is None and threading.get_ident() == self.thread
+
+    def _refuse(self, what: str) -> NoReturn:
+        """Raise TraceError if the flow has ended or this is not its thread, else the error that ends the run."""
         if not self.is_open:
             now = "Return or log the value inside the flow."
             raise TraceError(f"{what} was used after its flow had ended", where=user_site().describe(), now=now)
         if threading.get_ident() != self.thread:
             raise _in_another_thread(what, self)
-        if self._end is not None:
-            raise self._end
+        assert self._end is not None
+        raise self._end
 
     def held(self, call: Call, *, has_past: bool) -> None:
         """The program has a handle of a call. With `has_past`, note the call's place in the program, for `lagged`."""
@@ -538,6 +550,14 @@ class Session:
             self._in_steps = False
             self.loop = None
             self.step = -1
+
+    @property
+    def why_early(self) -> str:
+        """Why the flow took fewer steps than its loops ask for; empty if it took them all."""
+        if self._next_step >= self.num_steps:
+            return ""
+        step, why = self.patience_end
+        return why if why and step == self._next_step - 1 else "the flow left its loop"
 
     def finish(self) -> None:
         """End the program: wait for all calls."""
@@ -612,11 +632,39 @@ def recording(session: Session) -> Iterator[Session]:
         if site is None or not is_of_user(error):
             raise
         said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        raise FlowError(f"the flow raised {said}", where=site.describe()) from error
+        raise FlowError(f"the flow raised {said}", where=site.describe(), now=_of_option(error)) from error
     finally:
         session.is_open = False
         _recording.remove(session)
         _current.reset(token)
+
+
+_ELSEWHERE = {
+    "best_of": 'Write n=8, and keep the best: responses.select(rewards == rewards.max(over="group")).',
+    "do_sample": "temperature=0 is greedy.",
+    "enable_thinking": 'Write chat_template_kwargs={"enable_thinking": False}.',
+    "frequency_penalty": "There are repetition_penalty= and logit_bias=.",
+    "num_beams": "There is no beam search: its responses are no samples of the policy. temperature=0 is greedy.",
+    "presence_penalty": "There are repetition_penalty= and logit_bias=.",
+    "stream": "JSONL alone is read as it is drawn: Dataset.jsonl(path, stream=True).",
+    "streaming": "JSONL alone is read as it is drawn: Dataset.jsonl(path, stream=True).",
+}
+"""Options of other libraries -> what to write here."""
+
+
+def _of_option(error: Exception) -> str:
+    """What to write for an option that a function of a flow's roles and datasets lacks; empty if it is another error."""
+    found = re.match(r"(\w+)\.(\w+)\(\) got an unexpected keyword argument '(\w+)'", str(error)) if isinstance(error, TypeError) else None
+    if found is None:
+        return ""
+    of, method, option = found.groups()
+    modules = map(importlib.import_module, ("m2flow.macro.roles", "m2flow.macro.datasets"))  # They import this one.
+    function = next((getattr(getattr(module, of, None), method, None) for module in modules if hasattr(module, of)), None)
+    if function is None:
+        return ""
+    names = [name for name in inspect.signature(function).parameters if name != "self"]
+    topic = of if method == "__init__" else f"{of}.{method}"
+    return _ELSEWHERE.get(option) or did_you_mean(option, names, f"It has {', '.join(names)}; m2flow help {topic} explains them.")
 
 
 def _place(call: Call) -> tuple[object, ...]:

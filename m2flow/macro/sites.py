@@ -19,6 +19,8 @@ from typing import Literal
 from m2flow.macro.graph import Site
 
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
+_FLOWS = _PACKAGE + "flows" + os.sep
+"""Flows that come with an installed m2flow (`m2flow demo`): programs as users write them."""
 _DATA = _PACKAGE + "samples.py"
 """What is in the user's hands, as a list is: an attribute that a sample has not is the fault of who asked for it."""
 _LIBRARIES = (*{sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}, "<frozen", "<string>")
@@ -41,7 +43,7 @@ def user_site() -> Site:
         code = frame.f_code
         is_ours = _is_ours.get(code.co_filename)
         if is_ours is None:
-            is_ours = _is_ours[code.co_filename] = code.co_filename.startswith(_PACKAGE)
+            is_ours = _is_ours[code.co_filename] = owner(code.co_filename) == "m2flow"
         if not is_ours:
             first = first or frame
             place += (id(code), frame.f_lasti)
@@ -63,6 +65,7 @@ def user_site() -> Site:
 def forget_sites() -> None:
     """Clear the cache: the working directory or a source file may have changed."""
     _known.clear()
+    _shorten.cache_clear()  # A cell that was run again has another number.
 
 
 def raised_at(error: BaseException) -> Site | None:
@@ -83,7 +86,7 @@ def is_of_user(error: BaseException) -> bool:
 def owner(filename: str) -> Literal["m2flow", "library", "user"]:
     """Whose code a file contains: the user's, m2flow's or a library's."""
     if filename.startswith(_PACKAGE):
-        return "m2flow"
+        return "user" if filename.startswith(_FLOWS) else "m2flow"
     is_librarys = filename.startswith(_LIBRARIES) or any(folder in filename for folder in _LIBRARY_FOLDERS)
     return "library" if is_librarys else "user"
 
@@ -108,8 +111,24 @@ def site_of(frames: list[tuple[str, int, str]]) -> Site:
     return Site(_shorten(filename, here), line, linecache.getline(filename, line).strip(), path)
 
 
+def shown_file(filename: str) -> str:
+    """A file's name as sites show it: relative to the working directory if it is below that, or `In[3]` for a notebook's cell."""
+    return _shorten(filename, os.getcwd())
+
+
+def _cell_of(filename: str) -> str:
+    """The name of the notebook's cell that IPython compiled under this file name; empty if it is none."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None
+    number = getattr(getattr(shell, "compile", None), "_filename_map", {}).get(filename)
+    return "" if number is None else f"In[{number}]"
+
+
 @functools.lru_cache(maxsize=4096)
 def _shorten(filename: str, here: str) -> str:
+    cell = _cell_of(filename)
+    if cell:
+        return cell
     path = Path(filename)
     try:
         return str(path.resolve().relative_to(here))

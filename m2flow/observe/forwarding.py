@@ -29,7 +29,9 @@ from m2flow.observe.trackers import MlflowSink, WandbSink, check_tracker, is_ins
 from m2flow.spec import RunSettings
 
 _PERIOD_S = 1.0
-"""Between two looks at the run's files."""
+"""Before the second attempt at a place that did not take something."""
+_READ_ON_BYTES = 1 << 20
+"""Of the run's files, if so much is not delivered yet, the next portion is sent at once."""
 _LONGEST_WAIT_S = 30.0
 """Before an attempt at a place that did not take something."""
 _LAST_TRIES = 2
@@ -193,9 +195,9 @@ class SinkThread:
                 last_tries -= 1
             if is_finished or not last_tries:
                 break
-            if did:
+            if did and (has_ended or self._sink.num_left_bytes >= _READ_ON_BYTES):
                 continue
-            wait_s = min(_PERIOD_S * 2.0 ** (failures - 1), _LONGEST_WAIT_S) if failures else _PERIOD_S
+            wait_s = min(_PERIOD_S * 2.0 ** (failures - 1), _LONGEST_WAIT_S) if failures else self._sink.period_s
             if has_ended:
                 time.sleep(min(wait_s, 0.5, max(deadline - time.monotonic(), 0.0)))
             else:

@@ -13,6 +13,7 @@ with it all workers, would wait for the import otherwise.
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import queue
@@ -29,17 +30,55 @@ import msgspec
 
 from m2flow.errors import InternalError, host_error
 
+
+def parameters_of(run_dir: str | Path) -> dict[str, object]:
+    """The parameters of a run for trackers, flat: the flow's options by their names, `seed` and `cluster`, then what the calls, models,
+    settings, cluster, versions and commit of its `config.json` are, as `calls.policy.update.optimizer.lr`. Empty without that file.
+    """
+    try:
+        config = json.loads((Path(run_dir) / "config.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    resolved, cluster = config.get("resolved") or {}, config.get("cluster", {})
+    found = {**config.get("options", {}), **resolved.get("options", {})}
+    found |= {"seed": config.get("settings", {}).get("seed"), "cluster": cluster.get("name")}
+    if not resolved:
+        return found
+    sections = {name: resolved.get(name) or {} for name in ("calls", "versions", "machine", "git")}
+    return found | dict(_flat("", {**sections, "models": config.get("models", {}), "settings": config["settings"], "cluster": cluster}))
+
+
+def _flat(place: str, value: object) -> Iterator[tuple[str, object]]:
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _flat(f"{place}.{key}" if place else str(key), inner)
+    else:
+        yield place, value
+
+
+def name_of_run(run_dir: Path) -> str:
+    """The name that a run was made with, whatever its directory is called now; of runs made before, the directory's."""
+    try:
+        return str(json.loads((run_dir / "config.json").read_text())["name"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return run_dir.resolve().name
+
+
 _Number = tuple[str, float, int, float]
 _NOTHING: _Number = ("", 0.0, 0, 0.0)
 _FLUSH_S = 10.0
+_HPARAM_METRICS = ("reward", "accuracy", "entropy")
+"""Metrics beside the parameters in TensorBoard's table."""
 
 
 @final
 class TensorBoardWriter:
     """Queue numbers for TensorBoard and write them from a thread; `close` waits until all are written."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, parameters: Mapping[str, object] | None = None) -> None:
+        """`parameters`: of the run, for the table of TensorBoard's plugin hparams."""
         self._directory = directory
+        self._parameters = parameters or {}
         self._numbers: queue.SimpleQueue[_Number | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._write, name="tensorboard", daemon=True)
@@ -60,10 +99,13 @@ class TensorBoardWriter:
         try:
             from tensorboardX.event_file_writer import EventsWriter
             from tensorboardX.proto.event_pb2 import Event
-            from tensorboardX.summary import scalar
+            from tensorboardX.summary import hparams, scalar
 
             self._directory.mkdir(parents=True, exist_ok=True)
             writer, flushed_s = EventsWriter(str(self._directory / "events")), time.monotonic()
+            plain = {name: value if isinstance(value, bool | int | float) else str(value) for name, value in self._parameters.items()}
+            for summary in hparams(plain, dict.fromkeys(_HPARAM_METRICS, 0.0)) if plain else ():
+                writer.write_event(Event(wall_time=time.time(), step=0, summary=summary))
             while (number := self._next(flushed_s + _FLUSH_S)) is not None:
                 if number is not _NOTHING:
                     name, value, step, time_s = number
@@ -164,7 +206,7 @@ class MetricsWriter:
 
     def _open_tensorboard(self) -> TensorBoardWriter:
         if self._tensorboard is None:
-            self._tensorboard = TensorBoardWriter(self._run_dir / "tensorboard")
+            self._tensorboard = TensorBoardWriter(self._run_dir / "tensorboard", parameters_of(self._run_dir))
         return self._tensorboard
 
     def __enter__(self) -> MetricsWriter:

@@ -21,18 +21,23 @@ conventions for generative AI, in development.
 
 from __future__ import annotations
 
+import bisect
+import functools
 import hashlib
+import importlib.metadata
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+import socket
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, final
 
 from m2flow.observe.spans import Attribute, Count, Span, SpanName, sample_of, samples_of
 
 if TYPE_CHECKING:
-    from opentelemetry.sdk.metrics.export import MetricsData
+    from opentelemetry.sdk.metrics.export import Metric, MetricsData
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.sdk.util.instrumentation import InstrumentationScope
     from opentelemetry.trace import Link, SpanContext, Status
 
 
@@ -124,6 +129,8 @@ class Trace:
         context.attach(trace.set_span_in_context(trace.NonRecordingSpan(around)))
 
 
+_OF_MANY = frozenset({"m2flow.samples", "m2flow.unit_us", "m2flow.rewards"})
+"""Attributes with a value for each sample of the work, which none of the samples' own spans repeats."""
 _MOST_LINKS = 128
 """OpenTelemetry's default limit for a span."""
 _MOST_KNOWN = 1 << 20
@@ -131,13 +138,30 @@ _MOST_KNOWN = 1 << 20
 _SITE = re.compile(r"(.+):(\d+)")
 _PLAIN_NAMES = {"num_tokens": "gen_ai.usage.output_tokens", "num_prompt_tokens": "gen_ai.usage.input_tokens", "error": "error.type"}
 """Attribute of a `sample` span -> name by the semantic conventions."""
+_VERSION_OF_SCHEMA = "https://opentelemetry.io/schemas/1.37.0"
+"""Of the semantic conventions whose names are used."""
+_DURATION_BOUNDS_S = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
+"""Bounds of the buckets of durations, as the conventions for generative AI advise."""
 _METRICS = {
     "memory bytes": ("process.memory.usage", "By", False),
     "cpu seconds": ("process.cpu.time", "s", True),
     "gpu memory bytes": ("hw.gpu.memory.usage", "By", False),
     "gpu use": ("hw.gpu.utilization", "1", False),
+    "cpu cores": ("m2flow.cpu_cores", "{core}", False),
+    "clock offset s": ("m2flow.clock_offset", "s", False),
+    "clock error s": ("m2flow.clock_error", "s", False),
+    "generated tokens": ("m2flow.generated_tokens", "{token}", True),
+    "put back for want of memory": ("m2flow.put_back_for_want_of_memory", "{sample}", True),
+    "tokens found in the cache": ("m2flow.tokens_found_in_the_cache", "{token}", True),
+    "tokens/s": ("m2flow.tokens_per_s", "{token}/s", False),
+    "kv tokens": ("m2flow.kv_tokens", "{token}", False),
+    "kv capacity": ("m2flow.kv_capacity", "{token}", False),
+    "running": ("m2flow.running", "{sample}", False),
+    "waiting": ("m2flow.waiting", "{sample}", False),
 }
-"""Counter -> metric, unit, whether it only grows."""
+"""Counter, without its role -> metric, unit, whether it only grows."""
+_SENT_UNITS = {"bytes": "By", "samples": "{sample}", "parcels": "{parcel}", "seconds blocked": "s"}
+"""Of what a channel has sent in all."""
 _CHANNEL = re.compile(r"channel (?P<what>samples|bytes), (?P<peer>.+)|channel to (?P<to>.+): (?P<sent>[a-z ._]+)")
 
 
@@ -200,10 +224,28 @@ class OtelSpans:
         roots = [root for sample in touched if self._is_kept(root := self.context_of(sample))]
         links = [Link(root) for root in roots[:_MOST_LINKS]]
         yield _readable(span.name, context, self.root, resource, attributes, span.start_ns, span.end_ns, status, links)
-        short = {name: value for name, value in attributes.items() if name not in ("m2flow.samples", "m2flow.unit_us")}
+        short = {name: value for name, value in attributes.items() if name not in _OF_MANY}
+        rewards = self._rewards(span, touched)
         for root in roots:
             of_sample = _context(root.trace_id, span_id(f"{own}/{root.trace_id}"))
-            yield _readable(span.name, of_sample, root, resource, short, span.start_ns, span.end_ns, status, [Link(context)])
+            about = short | rewards.get(root.trace_id, {}) if rewards else short
+            yield _readable(span.name, of_sample, root, resource, about, span.start_ns, span.end_ns, status, [Link(context)])
+
+    def _rewards(self, span: Span, touched: Sequence[int]) -> dict[int, dict[str, Attribute]]:
+        """What a reward gave each of its samples, by the trace of the sample."""
+        values = span.attributes.get("rewards")
+        if not isinstance(values, list) or len(values) != len(touched):
+            return {}
+        name = str(span.attributes.get("label") or "reward").removesuffix(".score")
+        return {
+            sample_span(self.run, sample).trace: {
+                "m2flow.reward": value,
+                "gen_ai.evaluation.name": name,
+                "gen_ai.evaluation.score.value": value,
+            }
+            for sample, value in zip(touched, values, strict=True)
+            if isinstance(value, int | float)
+        }
 
     def _queued(self, stay: Span, root: SpanContext, own: str, resource: Resource) -> Iterator[ReadableSpan]:
         """The span from when a sample could be generated to its first token there."""
@@ -231,9 +273,17 @@ def resource_of(run: str, worker: str) -> Resource:
     """The resource of one worker, from OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES and the worker's name."""
     from opentelemetry.sdk.resources import Resource
 
-    given = Resource.create({"service.instance.id": worker, "m2flow.run": run})
+    own = {"service.instance.id": worker, "m2flow.run": run, "service.version": _version(), "host.name": socket.gethostname()}
+    given = Resource.create({**own, **_given_attributes()}, _VERSION_OF_SCHEMA)
     is_named = not str(given.attributes.get("service.name", "")).startswith("unknown_service")
     return given if is_named else given.merge(Resource({"service.name": "m2flow"}))
+
+
+def _given_attributes() -> dict[str, str]:
+    """Attributes of OTEL_RESOURCE_ATTRIBUTES, which go before m2flow's own of the same name."""
+    from opentelemetry.sdk.resources import OTELResourceDetector
+
+    return {name: str(value) for name, value in OTELResourceDetector().detect().attributes.items()}
 
 
 def attributes_of(span: Span) -> dict[str, Attribute]:
@@ -241,13 +291,14 @@ def attributes_of(span: Span) -> dict[str, Attribute]:
 
     >>> attributes_of(Span("rollout-0", "sample", 0, 1, {"num_tokens": 7, "finish": "stop", "flow_line": "flows/grpo.py:23"}))
     ... # doctest: +NORMALIZE_WHITESPACE
-    {'m2flow.track': 'rollout-0', 'gen_ai.operation.name': 'text_completion', 'gen_ai.usage.output_tokens': 7,
-     'gen_ai.response.finish_reasons': ['stop'], 'code.file.path': 'flows/grpo.py', 'code.line.number': 23}
+    {'m2flow.track': 'rollout-0', 'gen_ai.operation.name': 'text_completion', 'gen_ai.provider.name': 'm2flow',
+     'gen_ai.output.type': 'text', 'gen_ai.usage.output_tokens': 7, 'gen_ai.response.finish_reasons': ['stop'],
+     'code.file.path': 'flows/grpo.py', 'code.line.number': 23}
     """
     found: dict[str, Attribute] = {"m2flow.track": span.track}
     is_sample, is_sent = span.name == SpanName.SAMPLE, span.name == SpanName.SEND
     if is_sample:
-        found["gen_ai.operation.name"] = "text_completion"
+        found |= {"gen_ai.operation.name": "text_completion", "gen_ai.provider.name": "m2flow", "gen_ai.output.type": "text"}
     if is_sent:
         found |= {"messaging.system": "m2flow", "messaging.operation.type": "send"}
     for name, value in span.attributes.items():
@@ -286,17 +337,19 @@ def point_of(count: Count) -> Point:
     """Convert a counter's value to a metric's.
 
     >>> point_of(Count("rollout-0", "running, policy", 12.0, 5))[:5]
-    ('rollout-0', 'm2flow.running', '1', False, {'m2flow.role': 'policy'})
+    ('rollout-0', 'm2flow.running', '{sample}', False, {'m2flow.role': 'policy'})
+    >>> point_of(Count("rollout-0", "channel to train-0: bytes", 12.0, 5))[:4]
+    ('rollout-0', 'm2flow.channel.sent_bytes', 'By', True)
     """
     worker = count.track.partition("/")[0]
-    if count.name in _METRICS:
-        return Point(worker, *_METRICS[count.name], {}, count.value, count.at_ns)
     channel = _CHANNEL.fullmatch(count.name)
     if channel:
         peer, what = channel["peer"] or channel["to"], channel["what"] or f"sent {channel['sent']}"
-        return Point(worker, f"m2flow.channel.{_slug(what)}", "1", False, {"m2flow.peer": peer}, count.value, count.at_ns)
+        unit, grows = _SENT_UNITS.get(channel["sent"] or channel["what"] or "", "1"), channel["sent"] in _SENT_UNITS
+        return Point(worker, f"m2flow.channel.{_slug(what)}", unit, grows, {"m2flow.peer": peer}, count.value, count.at_ns)
     name, _, role = count.name.partition(", ")
-    return Point(worker, f"m2flow.{_slug(name)}", "1", False, {"m2flow.role": role} if role else {}, count.value, count.at_ns)
+    metric = _METRICS.get(name, (f"m2flow.{_slug(name)}", "1", False))
+    return Point(worker, *metric, {"m2flow.role": role} if role else {}, count.value, count.at_ns)
 
 
 def points_of_step(step: int, at_ns: int, values: Mapping[str, float]) -> Iterator[Point]:
@@ -305,8 +358,64 @@ def points_of_step(step: int, at_ns: int, values: Mapping[str, float]) -> Iterat
         yield Point("controller", f"m2flow.train.{_slug(name, keep='/')}", "1", False, {}, value, at_ns)
 
 
-def data_of(run: str, points: Iterable[Point]) -> MetricsData:
-    """Pack points as the SDK hands them to an exporter."""
+@final
+class Durations:
+    """Histograms of the durations of spans, cumulative since the first span that this process saw.
+
+    `m2flow.span.duration` by the span's name; of samples `gen_ai.server.request.duration`, and `gen_ai.server.time_to_first_token` from
+    when it could be generated.
+    """
+
+    def __init__(self) -> None:
+        self._start_ns = self._end_ns = 0
+        self._found: dict[tuple[str, str, str, str], list[float]] = {}
+        """Worker, metric, attribute and its value -> count of each bucket, then count, sum, least and most."""
+
+    def add(self, span: Span) -> None:
+        worker, took_s = span.lane[0], span.duration_s
+        self._start_ns = min(self._start_ns or span.start_ns, span.start_ns)
+        self._end_ns = max(self._end_ns, span.end_ns)
+        if span.name != SpanName.SAMPLE:
+            self._count(worker, "m2flow.span.duration", "m2flow.span.name", str(span.name), took_s)
+            return
+        waited, first = (span.attributes.get(name) for name in ("waited_us", "first_us"))
+        waited_s = waited / 1e6 if isinstance(waited, int | float) else 0.0
+        self._count(worker, "gen_ai.server.request.duration", "gen_ai.operation.name", "text_completion", took_s + waited_s)
+        if isinstance(first, int | float):
+            self._count(worker, "gen_ai.server.time_to_first_token", "gen_ai.operation.name", "text_completion", first / 1e6 + waited_s)
+
+    def _count(self, worker: str, metric: str, key: str, value: str, seconds: float) -> None:
+        num = len(_DURATION_BOUNDS_S) + 1
+        found = self._found.setdefault((worker, metric, key, value), [0.0] * num + [0.0, 0.0, seconds, seconds])
+        found[bisect.bisect_left(_DURATION_BOUNDS_S, seconds)] += 1
+        found[num:] = [found[num] + 1, found[num + 1] + seconds, min(found[num + 2], seconds), max(found[num + 3], seconds)]
+
+    def metrics(self) -> dict[str, list[Metric]]:
+        """The histograms of each worker so far."""
+        from opentelemetry.sdk.metrics.export import AggregationTemporality, Histogram, HistogramDataPoint, Metric
+
+        points: dict[str, dict[str, list[HistogramDataPoint]]] = {}
+        for (worker, metric, key, value), found in self._found.items():
+            *buckets, count, total, least, most = found
+            attributes = {key: value, **({"gen_ai.provider.name": "m2flow"} if key.startswith("gen_ai") else {})}
+            times = self._start_ns, self._end_ns
+            point = HistogramDataPoint(
+                attributes, *times, int(count), total, [int(one) for one in buckets], list(_DURATION_BOUNDS_S), least, most
+            )
+            points.setdefault(worker, {}).setdefault(metric, []).append(point)
+        return {
+            worker: [Metric(name, "", "s", Histogram(of, AggregationTemporality.CUMULATIVE)) for name, of in metrics.items()]
+            for worker, metrics in points.items()
+        }
+
+
+def data_of(run: str, points: Iterable[Point], *, began_ns: int = 0, more: Mapping[str, list[Metric]] | None = None) -> MetricsData:
+    """Pack points as the SDK hands them to an exporter.
+
+    Args:
+        began_ns: when counters that only grow began; 0: not known.
+        more: further metrics of each worker.
+    """
     from opentelemetry.sdk.metrics.export import (
         AggregationTemporality,
         Gauge,
@@ -317,14 +426,15 @@ def data_of(run: str, points: Iterable[Point]) -> MetricsData:
         ScopeMetrics,
         Sum,
     )
-    from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
     by_worker: dict[str, dict[tuple[str, str, bool], list[NumberDataPoint]]] = {}
     for point in points:
-        start_ns = 0 if point.grows else point.at_ns  # 0: not known.
+        start_ns = began_ns if point.grows else point.at_ns
         found = NumberDataPoint(dict(point.attributes), start_ns, point.at_ns, point.value)
         by_worker.setdefault(point.worker, {}).setdefault((point.metric, point.unit, point.grows), []).append(found)
-    scope = InstrumentationScope("m2flow")
+    scope, more = _scope(), more or {}
+    for worker in more:
+        by_worker.setdefault(worker, {})
     return MetricsData(
         [
             ResourceMetrics(
@@ -333,19 +443,40 @@ def data_of(run: str, points: Iterable[Point]) -> MetricsData:
                     ScopeMetrics(
                         scope,
                         [
-                            Metric(
-                                name, "", unit, Sum(found, AggregationTemporality.CUMULATIVE, is_monotonic=True) if grows else Gauge(found)
-                            )
-                            for (name, unit, grows), found in metrics.items()
+                            *more.get(worker, []),
+                            *(
+                                Metric(
+                                    name,
+                                    "",
+                                    unit,
+                                    Sum(found, AggregationTemporality.CUMULATIVE, is_monotonic=True) if grows else Gauge(found),
+                                )
+                                for (name, unit, grows), found in metrics.items()
+                            ),
                         ],
-                        "",
+                        _VERSION_OF_SCHEMA,
                     )
                 ],
-                "",
+                _VERSION_OF_SCHEMA,
             )
             for worker, metrics in by_worker.items()
         ]
     )
+
+
+def _scope() -> InstrumentationScope:
+    """The scope of all that m2flow records: its version, and the semantic conventions that its names follow."""
+    from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+
+    return InstrumentationScope("m2flow", _version(), _VERSION_OF_SCHEMA)
+
+
+@functools.cache
+def _version() -> str:
+    try:
+        return importlib.metadata.version("m2flow")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
 
 
 def _readable(
@@ -360,7 +491,6 @@ def _readable(
     links: list[Link],
 ) -> ReadableSpan:
     from opentelemetry.sdk.trace import ReadableSpan
-    from opentelemetry.sdk.util.instrumentation import InstrumentationScope
     from opentelemetry.trace import SpanKind
 
     return ReadableSpan(
@@ -374,7 +504,7 @@ def _readable(
         status=status,
         start_time=start_ns,
         end_time=end_ns,
-        instrumentation_scope=InstrumentationScope("m2flow"),
+        instrumentation_scope=_scope(),
     )
 
 

@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any, final
 
 from m2flow.errors import MissingExtra, SpecError
-from m2flow.observe.otel import OtelSpans, Point, data_of, point_of, points_of_step
+from m2flow.observe.metrics import name_of_run
+from m2flow.observe.otel import Durations, OtelSpans, Point, data_of, point_of, points_of_step
 from m2flow.observe.record_sinks import BlockFollower, LineFollower, Sink, Undelivered
 from m2flow.observe.spans import counts_of, spans_of
 
-_BATCH = 512
-"""Spans or points in one request."""
+_BATCH = 4096
+"""Spans or points in one request, compressed: well below the 20 MiB that a collector takes."""
 _TIMEOUT_S = 5.0
 """Of one request with its repetitions, if OTEL_EXPORTER_OTLP_TIMEOUT says nothing."""
 _ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
@@ -36,6 +37,12 @@ def endpoint_named(environment: Mapping[str, str] = os.environ) -> str:
         return ""
     names = [_ENDPOINT, *(f"OTEL_EXPORTER_OTLP_{signal}_ENDPOINT" for signal in _SIGNALS)]
     return next((environment[name] for name in names if environment.get(name, "").strip()), "")
+
+
+def _names_compression(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether the standard variables say how requests are compressed."""
+    names = ["OTEL_EXPORTER_OTLP_COMPRESSION", *(f"OTEL_EXPORTER_OTLP_{signal}_COMPRESSION" for signal in _SIGNALS)]
+    return any(environment.get(name, "").strip() for name in names)
 
 
 def check_otlp(endpoint: str) -> None:
@@ -58,13 +65,14 @@ class OtlpSink(Sink):
     """Sink of one run for an OTLP collector."""
 
     name = "otlp"
+    period_s = 5.0
 
     def __init__(self, run_dir: Path, endpoint: str = "") -> None:
         """`endpoint`: a URL without the signal's path; empty: what the environment says."""
         super().__init__(run_dir)
         self._endpoint = endpoint.rstrip("/")
         self.where = endpoint or endpoint_named()
-        self._otel = OtelSpans(run_dir.resolve().name)
+        self._otel = OtelSpans(name_of_run(run_dir))
         self._blocks, self._lines = BlockFollower(run_dir), LineFollower(run_dir)
         self._log = _ExporterLog()
         self._spans: Any = None
@@ -74,33 +82,41 @@ class OtlpSink(Sink):
         self._waiting_points: list[Point] = []
         self._end = 0
         self._began_ns = self._ended_ns = 0
+        self._durations = Durations()
+        self._has_durations = False
+        """Whether spans came whose durations are not sent."""
 
     def open(self) -> None:
+        from opentelemetry.exporter.otlp.proto.http import Compression
         from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
         self._blocks.acknowledge(self.sent.spans_end)
         self._lines.acknowledge(self.sent.metrics_end)
         logging.getLogger("opentelemetry").addHandler(self._log)
+        how = None if _names_compression() else Compression.Gzip
         timeout_s = None if os.environ.get("OTEL_EXPORTER_OTLP_TIMEOUT") else _TIMEOUT_S
         if self._reaches("TRACES"):
-            self._spans = OTLPSpanExporter(endpoint=self._url("traces"), timeout=timeout_s)
+            self._spans = OTLPSpanExporter(endpoint=self._url("traces"), timeout=timeout_s, compression=how)
         if self._reaches("METRICS"):
-            self._metrics = OTLPMetricExporter(endpoint=self._url("metrics"), timeout=timeout_s)
+            self._metrics = OTLPMetricExporter(endpoint=self._url("metrics"), timeout=timeout_s, compression=how)
 
     def pump(self) -> bool:
         did = False
         if not (self._waiting_spans or self._waiting_points):
-            for found in self._blocks.more()[:1]:
+            for found in self._blocks.more():
                 self._convert(found.block, found.end)
                 did = True
         if self._waiting_spans or self._waiting_points:
             self._deliver()
             did = True
-        for line in self._lines.more():
-            self._send_points(list(points_of_step(line.step, line.at_ns, line.values)))
-            self._lines.acknowledge(line.end)
-            self.sent.metrics_end = line.end
+        lines = self._lines.more()
+        if lines:
+            points = [point for line in lines for point in points_of_step(line.step, line.at_ns, line.values)]
+            for first in range(0, len(points), _BATCH):
+                self._send_points(points[first : first + _BATCH])
+            self._lines.acknowledge(lines[-1].end)
+            self.sent.metrics_end = lines[-1].end
             did = True
         if did:
             self._keep()
@@ -125,8 +141,11 @@ class OtlpSink(Sink):
 
     def _convert(self, block: Any, end: int) -> None:
         spans = spans_of(block)
-        self._waiting_spans = [made for at, span in enumerate(spans) for made in self._otel.of(span, f"{end}.{at}")]
-        self._waiting_points = [point_of(count) for count in counts_of(block)]
+        self._waiting_spans += [made for at, span in enumerate(spans) for made in self._otel.of(span, f"{end}.{at}")]
+        self._waiting_points += [point_of(count) for count in counts_of(block)]
+        self._has_durations = self._has_durations or bool(spans)
+        for span in spans:
+            self._durations.add(span)
         self._end = end
         if spans:
             first, last = min(span.start_ns for span in spans), max(span.end_ns for span in spans)
@@ -137,9 +156,11 @@ class OtlpSink(Sink):
         while self._waiting_spans:
             self._send_spans(self._waiting_spans[:_BATCH])
             del self._waiting_spans[:_BATCH]
-        while self._waiting_points:
-            self._send_points(self._waiting_points[:_BATCH])
+        while self._waiting_points or self._has_durations:
+            more = self._durations.metrics() if self._has_durations else None
+            self._send_points(self._waiting_points[:_BATCH], more)
             del self._waiting_points[:_BATCH]
+            self._has_durations = False
         self._blocks.acknowledge(self._end)
         self.sent.spans_end = self._end
 
@@ -150,10 +171,10 @@ class OtlpSink(Sink):
             raise Undelivered(self._log.text or "spans were not taken")
         self.sent.num_spans += len(spans)
 
-    def _send_points(self, points: list[Point]) -> None:
+    def _send_points(self, points: list[Point], more: Mapping[str, Any] | None = None) -> None:
         if self._metrics is None:
             return
-        if self._metrics.export(data_of(self._otel.run, points)).name != "SUCCESS":
+        if self._metrics.export(data_of(self._otel.run, points, began_ns=self._began_ns, more=more)).name != "SUCCESS":
             raise Undelivered(self._log.text or "metrics were not taken")
         self.sent.num_points += len(points)
 

@@ -17,8 +17,10 @@ threads only, so one starts at the decode step that was running at the sample's 
 
 Perfetto's packets: a track for each worker, under it one for each engine, one for each counter, and as many called `samples` as samples
 ran there at once; Perfetto lays tracks of one name under one parent out as one group. An arrow is a number that its slices share, so it
-begins at the sample's own slice. Messages are those of Perfetto's own package, which is loaded when this format is asked for. Source:
-protos/perfetto/trace/track_event/ (track_descriptor.proto, track_event.proto, debug_annotation.proto).
+begins at the sample's own slice. Texts that repeat are written once and then named by a number, and packets are compressed some thousand
+at a time: a million spans take some 20 MB. Messages are those of Perfetto's own package, which is loaded when this format is asked for.
+Source: protos/perfetto/trace/track_event/ (track_descriptor.proto, track_event.proto, debug_annotation.proto), interned_data.proto,
+trace_packet.proto (compressed_packets).
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ import bisect
 import gzip
 import heapq
 import math
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -285,6 +288,10 @@ class _DecodeSteps:
         return source, max(source.span.start_ns, at_ns)
 
 
+Interned = Literal["event_names", "event_categories", "debug_annotation_names", "debug_annotation_string_values"]
+"""The kinds of texts that are written once and then named by a number: fields of Perfetto's `InternedData`."""
+
+
 @final
 class _Packets:
     """Build Perfetto's packets and serialise them, some thousand at a time: as messages they take twenty times the memory of their bytes.
@@ -300,6 +307,10 @@ class _Packets:
         self._described = self._proto.Trace()
         self._serialised: list[bytes] = []
         self._known: dict[tuple[object, ...], int] = {}
+        self._interned: dict[tuple[str, str], int] = {}
+        """Kind and text -> its number."""
+        self._packet: Any = None
+        """The packet of the last event."""
 
     def track(self, *key: object, name: str, parent: int = 0, is_counter: bool = False) -> int:
         """Return the number of the track of this key, which is described when it is new."""
@@ -321,9 +332,28 @@ class _Packets:
         """Add an event, and return it, to be completed before the next one is added."""
         if len(self._building.packet) >= _PACKETS_AT_ONCE:
             self._serialise()
-        event = self._building.packet.add(timestamp=at_ns, trusted_packet_sequence_id=_SEQUENCE).track_event
+        flags = _NEEDS_NUMBERS if self._packet is not None else _NEEDS_NUMBERS | _BEGINS_NUMBERS
+        self._packet = self._building.packet.add(timestamp=at_ns, trusted_packet_sequence_id=_SEQUENCE, sequence_flags=flags)
+        event = self._packet.track_event
         event.type, event.track_uuid = getattr(self._proto.TrackEvent, f"TYPE_{kind}"), track
         return event
+
+    def number_of(self, kind: Interned, text: str) -> int:
+        """The number of a text that repeats; the packet of the last event tells it when it is new."""
+        number = self._interned.get((kind, text))
+        if number is None:
+            number = self._interned[kind, text] = len(self._interned) + 1
+            told = getattr(self._packet.interned_data, kind).add(iid=number)
+            if kind == "debug_annotation_string_values":
+                told.str = text.encode("utf-8", "replace")
+            else:
+                told.name = text
+        return number
+
+    def name(self, event: Any, text: str, category: str) -> None:
+        """Name an event, and its category."""
+        event.name_iid = self.number_of("event_names", text)
+        event.category_iids.append(self.number_of("event_categories", category))
 
     def write(self, file: IO[bytes]) -> None:
         self._serialise()
@@ -331,12 +361,17 @@ class _Packets:
         file.writelines(self._serialised)
 
     def _serialise(self) -> None:
-        self._serialised.append(self._building.SerializeToString())
+        packed = zlib.compress(self._building.SerializeToString(), _LEVEL)
+        self._serialised.append(self._proto.Trace(packet=[self._proto.TracePacket(compressed_packets=packed)]).SerializeToString())
         self._building.Clear()
 
 
 _SEQUENCE = 1
 _PACKETS_AT_ONCE = 4096
+_BEGINS_NUMBERS, _NEEDS_NUMBERS = 1, 2
+"""Flags of a sequence's packets: numbers of texts begin anew, or are needed to read the packet."""
+_LEVEL = 5
+"""Of zlib: a level higher saves 2% and takes twice the time."""
 
 
 def write_packets(layout: TraceLayout, file: IO[bytes]) -> None:
@@ -348,8 +383,7 @@ def write_packets(layout: TraceLayout, file: IO[bytes]) -> None:
     _add_slices(packets, layout, tracks, passing)
     for version, piece in layout.versions:
         event = packets.event("INSTANT", piece.span.end_ns - layout.origin_ns, tracks[piece.pid, piece.tid])
-        event.name = f"weights v{version}"
-        event.categories.append("version")
+        packets.name(event, f"weights v{version}", "version")
     _add_samples(packets, layout, workers, begun)
     for count in layout.trace.counts:
         if math.isfinite(count.value):
@@ -417,17 +451,21 @@ def _key(piece: Slice) -> _Key:
 def _begin(packets: _Packets, layout: TraceLayout, span: Span, track: int) -> Any:
     """Add the beginning of a span, with its attributes that are one number or one text; lists of samples are shown as arrows."""
     event = packets.event("SLICE_BEGIN", span.start_ns - layout.origin_ns, track)
-    event.name = span.name
-    event.categories.append(span.name)
+    packets.name(event, span.name, span.name)
     for key, value in span_args(span).items():
+        if not isinstance(value, bool | int | float | str):
+            continue
+        one = event.debug_annotations.add(name_iid=packets.number_of("debug_annotation_names", key))
         if isinstance(value, bool):
-            event.debug_annotations.add(name=key, bool_value=value)
+            one.bool_value = value
         elif isinstance(value, int):
-            event.debug_annotations.add(name=key, **{"int_value" if value < 1 << 63 else "uint_value": value})
+            setattr(one, "int_value" if value < 1 << 63 else "uint_value", value)
         elif isinstance(value, float):
-            event.debug_annotations.add(name=key, double_value=value)
-        elif isinstance(value, str):
-            event.debug_annotations.add(name=key, string_value=value)
+            one.double_value = value
+        elif key == "sample":
+            one.string_value = value  # Each is there once or twice.
+        else:
+            one.string_value_iid = packets.number_of("debug_annotation_string_values", value)
     return event
 
 

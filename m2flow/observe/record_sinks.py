@@ -58,6 +58,8 @@ class Sink(ABC):
 
     name: str
     where: str
+    period_s: float = 1.0
+    """Between two looks at the run's files while the run goes on, so that what comes meanwhile goes in one request."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir

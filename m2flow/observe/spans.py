@@ -22,6 +22,7 @@ Attributes that viewers understand:
                  of its prompt
     samples      the samples that the work was done on: packed identities, or a `range` of them
     unit_us      microseconds of each unit that a function was called on, in the order of their ends
+    rewards      of a `function.call` span of a reward: what each of the samples got
     num_bytes    what was moved
     gb_per_s, transport, how, share_changed
                  of a weight sync: 10^9 bytes a second, over what, what was decided about sending only changed values and why, and the
@@ -37,6 +38,7 @@ Counters, by worker:
     tokens found in the cache, ROLE
                  of SGLang
     generated tokens, tokens/s
+    loss, ROLE   of a trainer: of each optimiser step
     cpu seconds, cpu cores, memory bytes, gpu use, gpu memory bytes
                  once a second; cores in use, and the use of an NVIDIA GPU from 0 to 1
     clock offset s, clock error s
@@ -44,6 +46,9 @@ Counters, by worker:
     channel to NAME: bytes, samples, parcels, seconds blocked
     channel samples, channel bytes, A to B
                  of the controller: the backpressure credits in use
+    program seconds, CALL
+                 of the controller: seconds that the flow's own Python took before it made this call, at this line, since the run began;
+                 `between calls` before it waited for a value or for a step
 
 The hot path appends (name, start, end, attributes) to a list; naming, anchoring, checking and writing happen elsewhere and later
 (`drain`, then `m2flow.observe.store`). Appending is safe from several threads; `drain` belongs to one. The list grows until it is

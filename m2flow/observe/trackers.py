@@ -9,7 +9,6 @@ MLFLOW_EXPERIMENT_NAME, ...). A resumed run continues in the tracker too. The li
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
 import os
 from abc import abstractmethod
@@ -18,11 +17,14 @@ from pathlib import Path
 from typing import Any, Literal, final
 
 from m2flow.errors import MissingExtra
+from m2flow.observe.metrics import name_of_run, parameters_of
 from m2flow.observe.record_sinks import LineFollower, Sink, Undelivered
 
 Tracker = Literal["wandb", "mlflow"]
 _MOST_TEXT = 500
 """Of a parameter's value, characters: MLflow's limit was that for long."""
+_MOST_PARAMS = 100
+"""Parameters in one request: MLflow's limit."""
 
 
 def is_installed(name: str) -> bool:
@@ -94,14 +96,6 @@ class _TrackerSink(Sink):
     def _log(self, step: int, at_ns: int, values: Mapping[str, float]) -> None:
         """Log the values of one line."""
 
-    def _parameters(self) -> dict[str, object]:
-        """The run's parameters: the flow's options, the seed, the cluster's name."""
-        try:
-            config = json.loads((self.run_dir / "config.json").read_text())
-        except (OSError, ValueError):
-            return {}
-        return {**config.get("options", {}), "seed": config.get("settings", {}).get("seed"), "cluster": config["cluster"].get("name")}
-
 
 @final
 class WandbSink(_TrackerSink):
@@ -113,7 +107,7 @@ class WandbSink(_TrackerSink):
     def _begin(self) -> None:
         import wandb
 
-        name = self.run_dir.resolve().name
+        name = name_of_run(self.run_dir)
         self._run: Any = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "m2flow"),
             name=os.environ.get("WANDB_NAME", name),
@@ -121,7 +115,7 @@ class WandbSink(_TrackerSink):
             resume="allow",
             group=os.environ.get("WANDB_RUN_GROUP", self._flow),
             dir=str(self.run_dir),
-            config=self._parameters(),
+            config=parameters_of(self.run_dir),
             settings=wandb.Settings(console="off", silent=True),
         )
         self._run.define_metric("*", step_metric="step")
@@ -160,7 +154,7 @@ class MlflowSink(_TrackerSink):
                 "MLFLOW_TRACKING_URI is not set, and this MLflow can't write where it would then: set it to the address of a server"
             ) from error
         self.where = f"MLflow at {self._client.tracking_uri}"
-        name = self.run_dir.resolve().name
+        name = name_of_run(self.run_dir)
         experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME", self._flow)
         known = self._client.get_experiment_by_name(experiment)
         number = known.experiment_id if known else self._client.create_experiment(experiment)
@@ -170,8 +164,11 @@ class MlflowSink(_TrackerSink):
             self._client.update_run(self._id, status="RUNNING")
             return
         self._id = self._client.create_run(number, run_name=name, tags={"m2flow.run": name}).info.run_id
-        for key, value in self._parameters().items():
-            self._client.log_param(self._id, key, str(value)[:_MOST_TEXT])
+        from mlflow.entities import Param
+
+        found = [Param(_mlflow_name(key), str(value)[:_MOST_TEXT]) for key, value in parameters_of(self.run_dir).items()]
+        for first in range(0, len(found), _MOST_PARAMS):
+            self._client.log_batch(self._id, params=found[first : first + _MOST_PARAMS])
 
     def _log(self, step: int, at_ns: int, values: Mapping[str, float]) -> None:
         from mlflow.entities import Metric

@@ -10,25 +10,34 @@ activations that a decoder layer keeps for its backward pass. What allocators wa
 
 Decoding (`decode_cost`): step(b) = step_s + b sample_s for a batch of b samples,
 
-    step_s   = weights read / (tp * MBU * bandwidth) + launch + layers * (gap + 2 all-reduces)
-    sample_s = cache read at the mean context / (its shards * MBU * bandwidth) + operations / (tp * MFU * peak) + bytes of the all-reduces
+    step_s   = weights read / (tp * MBU * bandwidth) + launch + host + layers * (gap + 2 all-reduces)
+    sample_s = max(cache read at the mean context / (its shards * MBU * bandwidth), attention / (tp * MFU * peak))
+               + what the largest batch computes longer than it reads weights, over that batch + host + bytes of the all-reduces
+
+since computing overlaps with reading; the line meets max(reading, computing) of the weights at the smallest and at the largest batch.
 
 With pp stages, as many batches are in flight, one in each stage. Limit: the weights that a mixture of experts reads grow with the batch
 until all experts are hit. The line takes those hit by a batch of the mean size, so a single sample's step is too slow in it.
 
 Training (`train_cost`):
 
-    a sample of s tokens   token_s * s + token2_s * s**2        operations / (devices * MFU * peak), and the exposed communication;
+    a sample of s tokens   token_s * s + token2_s * s**2        operations / (devices * MFU * peak), activations through memory, and the
+                                                                exposed communication;
                                                                 with adapters one pass less over the frozen weights, all over theirs
-    a micro-batch          fixed_s                              launches; ZeRO 2 reduces gradients, ZeRO 3 gathers weights too
+    a micro-batch          fixed_s                              launches, routing to experts layer by layer;
+                                                                ZeRO 2 reduces gradients, ZeRO 3 gathers weights too
     an optimiser step      optimizer_s                          the gradients' reduction, the optimiser's bytes, a pipeline's bubble
 
 Micro-batches are distributed over the replicas, so one costs the whole trainer a dp-th of what it costs a replica. Samples are assumed to
 be many and evenly distributed; imbalance within a step is left to the simulator.
 
-Switches (`switch`) go by class of tensor: caches and activations are dropped and rebuilt; a rollout engine of a trained model drops its
-weights too, since the next sync brings new ones, and other weights are loaded from the host's copy; a trainer offloads all that it keeps.
-Host memory is pinned as long as half of it suffices, since copies to pinned memory are several times as fast.
+Switches (`switch`) go by class of tensor, and a context stays behind: caches and activations are dropped and rebuilt; a rollout engine of a
+trained model drops its weights too, since the next sync brings new ones, and other weights are loaded from the host's copy; a trainer
+offloads all that it keeps. Host memory is pinned as long as half of it suffices, since copies to pinned memory are several times as fast.
+A server takes a fixed time to wake up, even where its weights stay: its cache and its graphs are made anew.
+
+What engines attain of all this is data (`efficiencies.yaml`), each number with an interval and its source; `spread` makes intervals of
+predicted times of them.
 """
 
 from __future__ import annotations
@@ -40,6 +49,7 @@ from typing import ParamSpec, TypeVar, final
 
 from m2flow.errors import ModelError, SpecError, did_you_mean
 from m2flow.micro.protocol.cost_terms import (
+    Arithmetic,
     Constant,
     Costs,
     DecodeCost,
@@ -52,7 +62,7 @@ from m2flow.micro.protocol.cost_terms import (
     TrainCost,
 )
 from m2flow.planner.model_shapes import ModelShape, adapted, shape_named
-from m2flow.planner.pools import Pool, adds_adapters, legal_layouts, offered, pools_of, thread_layouts
+from m2flow.planner.pools import GIB, Attained, Estimate, Pool, adds_adapters, legal_layouts, offered, pools_of, thread_layouts
 from m2flow.planner.workload import Extent, Workload
 from m2flow.recipe import Model, hub_directory, is_of_hub
 from m2flow.spec import ClusterSpec
@@ -178,25 +188,39 @@ def _largest_block(shape: ModelShape, ep: int) -> int:
 
 def decode_cost(shape: ModelShape, pool: Pool, layout: Layout, extent: Extent, max_running: int) -> DecodeCost:
     """The decode cost of one instance that runs up to `max_running` samples at once."""
-    device, tp, each = pool.device, layout.tp, shape.bytes_each
-    flops = device.flops(each)
+    device, tp, host = pool.device, layout.tp, pool.attained.rollout
+    flops = device.decode_mfu * device.flops(shape.bytes_each)
+    read_s = _weights_s(shape, pool, layout, max_running)
     step_s = (
-        weights_read(shape, max_running) / (tp * pool.decode_bytes_s)
+        read_s
         + device.launch_s
+        + host.host_step_s.value
         + shape.num_layers * (device.layer_s + 2 * pool.latency_s(tp))
         + (layout.pp - 1) * pool.latency_s(layout.num_replica_devices)
     )
     imbalance = pool.device.imbalance(shape.routed_share if layout.ep > 1 else 0.0)
-    attention = 2 * shape.attention_flops * extent.context
+    attention_s = 2 * shape.attention_flops * extent.context / (tp * flops)
     reduced_s = _reduced_s(shape, pool, layout)
     sample_s = (
-        kv_token_bytes(shape, layout) * layout.pp * extent.context / pool.decode_bytes_s
-        + (shape.token_flops * imbalance + attention) / (tp * device.decode_mfu * flops)
+        max(kv_token_bytes(shape, layout) * layout.pp * extent.context / pool.decode_bytes_s, attention_s)
+        + max(0.0, shape.token_flops * imbalance / (tp * flops) - read_s / max_running)
         + reduced_s
-    ) / layout.pp
+    ) / layout.pp + host.host_sample_s.value
     prefill = shape.token_flops * imbalance + shape.attention_flops * extent.prompt
-    prefill_s = prefill / (tp * layout.pp * device.prefill_mfu * flops) + reduced_s / layout.pp
+    prefill_s = prefill / (tp * layout.pp * device.prefill_mfu * device.flops(shape.bytes_each)) + reduced_s / layout.pp
     return DecodeCost(step_s, sample_s, prefill_s, max_running)
+
+
+def _weights_s(shape: ModelShape, pool: Pool, layout: Layout, num_running: int) -> float:
+    """Seconds that a decode step reads weights for; those of experts are many small matrices, and are read more slowly."""
+    read = weights_read(shape, num_running)
+    experts = read - shape.bytes_each * (shape.num_multiplied - _met_by_a_token(shape)) if shape.num_experts else 0.0
+    return (read - experts + experts / pool.attained.rollout.experts.value) / (layout.tp * pool.decode_bytes_s)
+
+
+def _met_by_a_token(shape: ModelShape) -> int:
+    """Parameters of the experts that one token is routed to."""
+    return shape.expert_parameters * shape.num_experts_per_token // max(shape.num_experts, 1)
 
 
 def weights_read(shape: ModelShape, num_running: int) -> float:
@@ -205,7 +229,7 @@ def weights_read(shape: ModelShape, num_running: int) -> float:
     Source:
         Of E experts, of which a token takes k evenly at random, b tokens miss one with probability (1 - k/E)^b.
     """
-    shared = shape.num_multiplied - shape.expert_parameters * shape.num_experts_per_token // max(shape.num_experts, 1)
+    shared = shape.num_multiplied - _met_by_a_token(shape)
     met = 1 - (1 - shape.num_experts_per_token / shape.num_experts) ** max(num_running, 1) if shape.num_experts else 0.0
     return shape.bytes_each * (shared + shape.expert_parameters * met)
 
@@ -251,15 +275,21 @@ def train_cost(shape: ModelShape, pool: Pool, layout: Layout, *, microbatch_toke
     peak = devices * device.flops(shape.bytes_each)
     exposed = 1 - device.hidden
     token_comm_s = exposed * _token_communication_s(shape, pool, layout)
+    vectors = shape.num_layers * shape.hidden * shape.bytes_each * pool.attained.train.traffic.value
+    moved_s = vectors / (devices * pool.step_bytes_s)
     imbalance = device.imbalance(shape.routed_share if layout.ep > 1 else 0.0)
     work, work2 = shape.token_flops * imbalance, float(shape.attention_flops)
     gather_s, reduce_s = _gathers(shape, pool, layout)
     gathered = exposed * gather_s if layout.zero >= 3 else 0.0
+    forward_rate, update_rate = pass_rates(pool, layout)
+    routed_s = (
+        (shape.num_layers - shape.num_dense_layers) / layout.pp * pool.attained.train.expert_layer_s.value if shape.num_experts else 0.0
+    )
 
     forward = PassCost(
-        fixed_s=(device.microbatch_s + gathered) / layout.dp,
-        token_s=work / (device.prefill_mfu * peak) + token_comm_s,
-        token2_s=work2 / (device.prefill_mfu * peak),
+        fixed_s=(device.microbatch_s + gathered + routed_s) / layout.dp,
+        token_s=work / (forward_rate * peak) + token_comm_s + moved_s,
+        token2_s=work2 / (forward_rate * peak),
     )
     if not is_trained:
         return TrainCost(forward, forward, 0.0)
@@ -268,22 +298,30 @@ def train_cost(shape: ModelShape, pool: Pool, layout: Layout, *, microbatch_toke
     adapters = 2 * shape.active_adapter_parameters
     trained_work = (passes - 1) * work + passes * adapters if adapters else passes * work
     update = PassCost(
-        fixed_s=(device.microbatch_s + 2 * gathered + (exposed * reduce_s if layout.zero >= 2 else 0.0)) / layout.dp,
-        token_s=trained_work / (device.train_mfu * peak) + passes * token_comm_s,
-        token2_s=passes * work2 / (device.train_mfu * peak),
+        fixed_s=(device.microbatch_s + 2 * gathered + (exposed * reduce_s if layout.zero >= 2 else 0.0) + passes * routed_s) / layout.dp,
+        token_s=trained_work / (update_rate * peak) + passes * (token_comm_s + moved_s),
+        token2_s=passes * work2 / (update_rate * peak),
     )
     # For each trained parameter, stages 0 and 1 move the gradients once and something back (sums or new weights); 2 the weights alone.
-    moved_s = {0: 2 * reduce_s, 1: 2 * reduce_s, 2: reduce_s, 3: 0.0}[layout.zero]
+    reduced_s = {0: 2 * reduce_s, 1: 2 * reduce_s, 2: reduce_s, 3: 0.0}[layout.zero]
     bubble_s = (layout.pp - 1) * microbatch_tokens * update.token_s * layout.dp
-    return TrainCost(forward, update, moved_s + _step_s(shape, pool, layout) + bubble_s)
+    return TrainCost(forward, update, reduced_s + _step_s(shape, pool, layout) + bubble_s)
+
+
+def pass_rates(pool: Pool, layout: Layout) -> tuple[float, float]:
+    """MFU of a forward pass, and of forward and backward, in a layout."""
+    attained = pool.attained.train
+    tensor = attained.tensor.value if layout.tp > 1 else 1.0
+    return pool.device.prefill_mfu * attained.forward.value * tensor, pool.device.train_mfu * attained.update.value * tensor
 
 
 def train_constants(shape: ModelShape, pool: Pool, layout: Layout, cost: TrainCost) -> dict[str, Constant]:
     """The constants of a trainer, each with its formula."""
-    device, devices = pool.device, layout.num_devices
-    peak = device.flops(shape.bytes_each) / 1e12
-    rate = f"({devices} x {device.train_mfu:g} x {peak:g} TFLOP/s)"
-    forward = f"({devices} x {device.prefill_mfu:g} x {peak:g} TFLOP/s)"
+    devices = layout.num_devices
+    peak = pool.device.flops(shape.bytes_each) / 1e12
+    forward_rate, update_rate = pass_rates(pool, layout)
+    rate = f"({devices} x {update_rate:g} x {peak:g} TFLOP/s)"
+    forward = f"({devices} x {forward_rate:g} x {peak:g} TFLOP/s)"
     linear, square = f"{shape.token_flops / 1e9:.3g} GFLOP", f"{shape.attention_flops:.3g} FLOP"
     trained = f"each of {shape.adapter_parameters / 1e6:.3g} M parameters of adapters" if shape.adapter_parameters else "a parameter"
     step = f"{_STEP_BYTES} B {trained} and the gradients' reduction, {layout}"
@@ -356,10 +394,12 @@ def switch(engine: EngineId, pool: Pool, footprint: Footprint, *, is_trained: bo
     kept = footprint.kept_bytes
     rate = pool.host_link_bytes_s(is_pinned=kept + footprint.host <= _MAY_PIN * pool.host_bytes)
     if engine.kind == "rollout":
-        return Switch(0.0, pool.device.switch_s + (0.0 if is_trained else kept / rate))
-    if not is_trained:
-        return Switch(0.0, pool.device.switch_s + kept / rate)
-    return Switch(kept / rate, pool.device.switch_s + kept / rate)
+        attained = pool.attained.rollout
+        come_s = pool.device.switch_s + attained.wake_s.value + (0.0 if is_trained else kept / rate)
+        return Switch(0.0, come_s, kept_bytes=int(attained.kept_gib.value * GIB), rebuild_s=attained.wake_s.value)
+    rate *= pool.attained.train.swap.value
+    context = int(pool.attained.train.context_gib.value * GIB)
+    return Switch(kept / rate if is_trained else 0.0, pool.device.switch_s + kept / rate, kept_bytes=context)
 
 
 def sync_s(num_bytes: float, source: tuple[Pool, Layout], target: tuple[Pool, Layout], *, is_same_devices: bool) -> float:
@@ -368,12 +408,16 @@ def sync_s(num_bytes: float, source: tuple[Pool, Layout], target: tuple[Pool, La
     On the same devices each gets the missing part of its shard from its neighbours (CUDA IPC inside a node); a single device copies.
     Otherwise weights are broadcast in buckets to every device: inside a node over its links, else over the network.
 
+    Before that the trainer gathers, converts and packs them, at the rate that published runs have whatever their links (`sync_gb_s`).
+
     Source:
-        The attained rate of a broadcast is a published one (`attained_sync`), far below the links', since receivers wait for loading.
+        The attained rate of a broadcast (`attained_sync`) is what is left of a published one, far below the links', since receivers wait
+        for loading.
     """
     (giver, given), (taker, taken) = source, target
     part = num_bytes / (taken.tp * taken.pp)
-    fixed = max(giver.device.sync_s, taker.device.sync_s) + part / taker.step_bytes_s
+    packing = giver.attained.train.sync_gb_s.value * 1e9
+    fixed = max(giver.device.sync_s, taker.device.sync_s) + part / taker.step_bytes_s + (num_bytes / packing if packing else 0.0)
     if is_same_devices:
         held = given.num_replica_devices * (given.dp if given.zero >= 3 else 1)
         if taken.num_replica_devices == held == 1:
@@ -407,6 +451,9 @@ def hop_s(num_bytes: float, pools: Sequence[Pool], *, is_same_pool: bool) -> flo
 
 DEFAULT_LATENCY_S = (0.00005, 0.0001, 0.0002, 0.0005, 0.002)
 """Latency quantiles of a reward or an op that the spec does not name: a rule that checks a text, now and then slowly. An estimate."""
+
+_MUCH_CACHE = 0.25
+"""Share of a device's memory above which a KV cache is tried at half its size, too."""
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -446,6 +493,7 @@ class ModelledCosts(Costs):
         self._shapes = dict(shapes)
         self._extents = dict(extents)
         self._pools = pools_of(spec)
+        self._attained = next(iter(self._pools.values())).attained if self._pools else Attained()
         self._answers: dict[object, object] = {}
         self._offers = {"rollout": offered(spec.rollout.engine, "rollout"), "train": offered(spec.train.engine, "train")}
         self._sends_adapters = spec.weights.adapters == "alone" and adds_adapters(spec.rollout.engine)
@@ -491,7 +539,18 @@ class ModelledCosts(Costs):
             return ()
         if found.device.shares_host_memory:
             return thread_layouts(engine.kind, num_devices, found.per_node, self._spec.train.ranks)
-        return legal_layouts(self.shape(engine), self._offers[engine.kind], engine.kind, num_devices, found.per_node)
+        offers, per_node = self._offers[engine.kind], found.per_node
+        return (
+            *legal_layouts(self.shape(engine), offers, engine.kind, num_devices, per_node),
+            *self._over_nodes(engine, num_devices, per_node),
+        )
+
+    def _over_nodes(self, engine: EngineId, num_devices: int, per_node: int) -> tuple[Layout, ...]:
+        """Layouts whose tensor parallelism goes over whole nodes, of a rollout engine whose pin asks for it."""
+        tp = self._spec.pin_of(engine.role, engine.kind).layout.tp or 0
+        if engine.kind != "rollout" or tp <= per_node or tp % per_node or num_devices % tp or not self.shape(engine).is_tp_legal(tp):
+            return ()
+        return (Layout(tp=tp, dp=num_devices // tp),)
 
     @_memoised
     def unit(self, engine: EngineId, pool: str) -> int:
@@ -598,6 +657,44 @@ class ModelledCosts(Costs):
     def sync_s(self, role: str, source: tuple[str, Layout], target: tuple[str, Layout], *, is_same_devices: bool) -> float:
         return self._sync_s(role, source, target, is_same_devices)
 
+    def smaller_caches(self, engine: EngineId, pool: str, layout: Layout) -> Sequence[tuple[Footprint, int]]:
+        """Half of the full cache, where that is much of the device: what others keep there must have room beside it."""
+        if engine.kind != "rollout" or self._pools[pool].device.shares_host_memory:
+            return ()
+        full, running = self.footprint(engine, pool, layout), self._num_running(engine, pool, layout)
+        if running < 2 or full.kv < _MUCH_CACHE * self.device_bytes(pool):
+            return ()
+        return ((rollout_footprint(self.shape(engine), layout, self.extent(engine.role), running // 2), running // 2),)
+
+    def arithmetic(self, engine: EngineId, pool: str, layout: Layout) -> Arithmetic | None:
+        shape, device = self.shape(engine), self._pools[pool].device
+        ways = layout.tp * layout.pp
+        return Arithmetic(
+            token_flops=shape.token_flops,
+            attention_flops=shape.attention_flops,
+            weights_bytes=weights_read(shape, self._num_running(engine, pool, layout) if engine.kind == "rollout" else 1),
+            token_bytes=kv_token_bytes(shape, layout) * ways,
+            peak_flops=device.flops(shape.bytes_each),
+            bytes_s=device.memory_gb_s * 1e9,
+        )
+
+    def rest_s(self) -> float:
+        return self._attained.train.rest_s.value
+
+    def spread(self, work: str) -> tuple[float, float]:
+        """As of `Costs`: from the intervals of the numbers in use; neutral ones are exact, and have the width of an estimate."""
+        rollout, train = self._attained.rollout, self._attained.train
+        has_experts = any(shape.num_experts for shape in self._shapes.values())
+        of: dict[str, list[Estimate]] = {
+            "generate": [rollout.error, *([rollout.experts] if has_experts else [])],
+            "forward": [train.forward],
+            "update": [train.error, *([train.expert_layer_s] if has_experts else [])],
+            "sync": [train.sync_gb_s],
+            "switch": [rollout.wake_s, train.swap],
+            "rest": [train.rest_s],
+        }
+        return _factors(of.get(work, []), is_rate=work in ("forward", "sync"))
+
     def hop_s(self, num_bytes: float, source: str, target: str) -> float:
         return hop_s(
             num_bytes, [self._pools[name] for name in (source, target) if name], is_same_pool=source == target or not (source and target)
@@ -608,6 +705,8 @@ class ModelledCosts(Costs):
         found: dict[str, Constant] = {}
         for name, pool in self._pools.items():
             found |= {f"{name}.{field}": constant for field, constant in pool.device.constants().items()}
+            if not pool.device.shares_host_memory:
+                found |= {f"{name}.{field}": constant for field, constant in pool.attained.constants().items()}
             for engine in self._workload.engines:
                 unit = self.unit(engine, name)
                 layouts = self.layouts(engine, name, unit) if unit else ()
@@ -640,6 +739,17 @@ class ModelledCosts(Costs):
     def _microbatch_tokens(self, role: str) -> float:
         """Tokens of a micro-batch: its budget, or the longest sample, which then has one of its own."""
         return max(self._spec.train.token_budget, self.extent(role).longest)
+
+
+def _factors(estimates: Sequence[Estimate], *, is_rate: bool) -> tuple[float, float]:
+    """Factors of a time that estimates leave open, independent of each other: their logarithms add up as squares."""
+    low = high = 0.0
+    for one in estimates:
+        if 0 < one.low < one.high:
+            below, above = math.log(one.value / one.low), math.log(one.high / one.value)
+            below, above = (above, below) if is_rate else (below, above)
+            low, high = low + below**2, high + above**2
+    return math.exp(-math.sqrt(low)), math.exp(math.sqrt(high))
 
 
 def shapes_of(models: Mapping[str, Model], spec: ClusterSpec) -> dict[str, ModelShape]:

@@ -232,6 +232,11 @@ class Memory:
             found.append((problem.calls_of(engine), most))
         return found
 
+    def is_full(self, rows: FloatArray) -> IntArray:
+        """Whether what is kept leaves no room to anybody else on some devices, [rows, 1]."""
+        kept = rows.reshape(-1, *self.shape)[:, KEPT]
+        return np.asarray((kept >= self.problem.room[0][:, None]).any(axis=(1, 2))[:, None].astype(np.int64))
+
     def fits(self, rows: FloatArray) -> npt.NDArray[np.bool_]:
         found = rows.reshape(-1, *self.shape)
         room, host = self.problem.room
@@ -398,7 +403,7 @@ def _lent(problem: Problem, cut: Cut, first: Option, second: Option) -> LentRoll
     (call,) = problem.graph.members(cut.first)
     assert call.engine is not None
     batch = problem.batches[call.name]
-    key = (cut.first, first.pool, first.layout, first.is_swapped, second.num_devices)
+    key = (cut.first, first.pool, first.layout, first.is_swapped, first.max_running, second.num_devices)
     known = problem.lent
     if key not in known:
         ways = instances(call.engine, [first], problem.costs)
@@ -472,7 +477,7 @@ class Solver:
         """The times to which a sync is added."""
         self._has_ends = bool(problem.graph.leading_functions or problem.graph.trailing_functions)
         self._most_rows = most_rows
-        self._hows = hows
+        self._hows = tuple(hows)
         self._within = within
         self._pairs_left = most_pairs
         self._compared_left = most_pairs * _COMPARED
@@ -548,6 +553,7 @@ class Solver:
         num_options, num_chunks = leaf.times.shape[:2]
         which = np.repeat(np.arange(num_options), num_chunks)
         times = leaf.times.reshape(-1, 3)
+        useful = self._useful(options)[which]
         need = np.zeros((num_options, self._num_pools))
         need[np.arange(num_options), [problem.pools.index(option.pool) for option in options]] = [o.num_devices for o in options]
         busy = times[:, 1:2] * bool(problem.workload.staleness)
@@ -559,7 +565,17 @@ class Solver:
             ties[:, problem.tied.index(engine)] = which
         origin = np.stack([np.full(len(which), -1), which, np.tile(np.arange(num_chunks), num_options)], axis=1)
         work = times[:, 1] * need[which].sum(axis=1)
-        return self._pruned(calls, self._promising(calls, Front(values, ties, work, origin)))
+        front = Front(values, ties, work, origin)
+        return self._pruned(calls, self._promising(calls, front if useful.all() else front.take(useful)))
+
+    def _useful(self, options: Sequence[Option]) -> BoolArray:
+        """Whether each option can be of use: in turns none that leaves no room to others, in splits none that makes room for them."""
+        found = np.ones(len(options), np.bool_)
+        if len(self.problem.options.of) > 1 and self._hows == (TURNS,):
+            found = np.array([option.kept_bytes < self.problem.costs.device_bytes(option.pool) for option in options])
+        if self._hows == (SPLIT,):
+            found = np.array([not option.is_swapped for option in options])
+        return found if found.any() else ~found
 
     # ---- two parts
 
@@ -615,7 +631,8 @@ class Solver:
         if len(front) <= most:
             return front
         total, busy = front.values[:, self._times][:, 1], front.values[:, self._times][:, 3]
-        groups = codes(np.concatenate([front.values[:, : self._num_pools].astype(np.int64), front.ties[:, self._compared]], axis=1))
+        devices = front.values[:, : self._num_pools].astype(np.int64)
+        groups = codes(np.concatenate([devices, front.ties[:, self._compared], self.memory.is_full(front.values[:, self._bytes])], axis=1))
         return spread(front, groups, self.limits.of_rows(calls, total, busy, front.work), most)
 
     def _promising(self, calls: int, front: Front) -> Front:

@@ -9,20 +9,29 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from m2flow.micro.protocol.plan import Choice, Plan, Seat, Stage, WorkerPlan, in_columns
+from m2flow.micro.protocol.plan import Choice, Part, Plan, Seat, Stage, WorkerPlan, in_columns
 
 _GIB = 2**30
 
 
-def explain(choice: Choice, *, has_terms: bool = False) -> str:
-    """Describe a plan in a screen of text; with `has_terms`, also each constant of the cost model with its source."""
+def explain(choice: Choice, *, has_terms: bool = False, details: str | None = None) -> str:
+    """Describe a plan in a screen of text.
+
+    Args:
+        has_terms: also each constant of the cost model with its source.
+        details: `why`: also the comparison with other modes, term by term; `full`: and the memory of each engine by class of tensor, and
+            the KV caches.
+    """
     lines = [f"placement of {choice.flow} on {choice.cluster}: {choice.mode}"]
     lines += in_columns([_seat_row(seat) for seat in choice.seats])
-    lines += ["", *step_lines(choice)]
+    lines += ["", *step_lines(choice), *work_lines(choice)]
+    lines += ["", *cache_lines(choice), *memory_lines(choice)] if details == "full" else []
+    lines += ["", *why_lines(choice), ""] if details and choice.losers else []
     whole = choice.predicted_step_s or 1.0
     for loser in choice.losers:
         more = (loser.predicted_step_s / whole - 1) if choice.predicted_step_s else 0.0
-        lines.append(f"instead: {loser.what}, {seconds(loser.predicted_step_s)} ({more:+.0%}): {loser.why}")
+        on = f" on {loser.num_devices} devices" if loser.num_devices != num_devices(choice.seats) else ""
+        lines.append(f"instead: {loser.what}{on}, {seconds(loser.predicted_step_s)} ({more:+.0%}): {loser.why}")
     for constraint, cost in choice.constraints_cost_s.items():
         lines.append(f"constraint: {constraint} costs {seconds(cost)} a step" if cost > 0 else f"constraint: {constraint} costs nothing")
     found = "no plan of the cost model is faster" if choice.is_exact else f"a faster one by up to {seconds(choice.gap_s)} may exist"
@@ -37,7 +46,9 @@ def explain(choice: Choice, *, has_terms: bool = False) -> str:
 def step_lines(choice: Choice) -> list[str]:
     """Describe a step: its time part by part, its bounds, and what limits it."""
     whole = choice.predicted_step_s or 1.0
-    lines = [f"step: {seconds(choice.predicted_step_s)} predicted; {_bound(choice)}"]
+    low, high = choice.interval_s
+    about = f" ({seconds(low)} to {seconds(high)})" if high > low else ""
+    lines = [f"step: {seconds(choice.predicted_step_s)} predicted{about}; {_bound(choice)}"]
     lines += in_columns(
         [
             (part.what, seconds(part.seconds), f"{part.seconds / whole:.0%}", "" if part.on_critical_path else "beside the others")
@@ -48,11 +59,111 @@ def step_lines(choice: Choice) -> list[str]:
     return lines + ([f"limited by: {choice.advice}"] if choice.advice else [])
 
 
+def work_lines(choice: Choice) -> list[str]:
+    """The work of each call in tokens, tokens a second, MFU and bandwidth, and what a step costs."""
+    if not choice.works:
+        return []
+    rows: list[tuple[str, ...]] = [("work", "tokens", "whole", "exposed", "tokens/s", "a device", "MFU", "bandwidth")]
+    for work in choice.works:
+        rate = work.tokens / work.seconds if work.seconds else 0.0
+        rows.append(
+            (
+                work.call,
+                count(work.tokens),
+                seconds(work.seconds),
+                seconds(work.exposed_s) if work.exposed_s else "-",
+                count(rate),
+                count(rate / max(work.num_devices, 1)),
+                f"{work.mfu:.0%}" if work.mfu else "-",
+                f"{work.bandwidth:.0%}" if work.bandwidth else "-",
+            )
+        )
+    num = num_devices(choice.seats)
+    cost = f"cost: {num} devices x {seconds(choice.predicted_step_s)} = {num * choice.predicted_step_s / 3600:.3g} device-hours a step"
+    return [*in_columns(rows), cost]
+
+
+def cache_lines(choice: Choice) -> list[str]:
+    """The KV caches of generations."""
+    lines = []
+    for work in choice.works:
+        if work.kv_samples:
+            waits = work.most_at_once > work.kv_samples
+            risk = f"{work.most_at_once - work.kv_samples:,} wait for a place" if waits else "all run at once"
+            room = f"{count(work.kv_tokens)} tokens, or {work.kv_samples:,} samples of mean length"
+            lines.append(f"KV cache of {work.call}: {room}, for {work.most_at_once:,}: {risk}; if most are longer, some are preempted")
+    return lines
+
+
+def memory_lines(choice: Choice) -> list[str]:
+    """Memory on a device of each engine by class of tensor, in GiB."""
+    names = ("weights", "gradients", "optimizer", "activations", "kv")
+    rows: list[tuple[str, ...]] = [("GiB on a device", *names, "sum", "between its calls")]
+    for seat in {seat.engine: seat for seat in choice.seats}.values():
+        parts = (f"{getattr(seat.footprint, name) / _GIB:.1f}" for name in names)
+        stays = "offloaded" if seat.is_swapped else f"{seat.footprint.kept_bytes / _GIB:.1f}"
+        rows.append((str(seat.engine), *parts, f"{seat.footprint.device_bytes / _GIB:.1f}", stays))
+    return in_columns(rows)
+
+
+def why_lines(choice: Choice) -> list[str]:
+    """Compare the best plan of each mode term by term: seconds on the critical path."""
+    plans: list[tuple[str, tuple[Part, ...], float, int]] = [
+        (choice.mode, choice.parts, choice.predicted_step_s, num_devices(choice.seats))
+    ]
+    plans += [(loser.what, loser.parts, loser.predicted_step_s, loser.num_devices) for loser in choice.losers]
+    terms: dict[str, list[float]] = {}
+    for column, (_, parts, _, _) in enumerate(plans):
+        for part in parts:
+            if part.on_critical_path:
+                terms.setdefault(part.what, [0.0] * len(plans))[column] += part.seconds
+    least = _LEAST_SHARE * max(choice.predicted_step_s, 1e-12)
+    few = {what: each for what, each in terms.items() if max(each) < least}
+    rows = [("seconds of the step", *(f"{what} on {num}" for what, _, _, num in plans))]
+    rows += [(what, *map(_or_dash, each)) for what, each in terms.items() if what not in few]
+    if few:
+        rows.append(("terms below 0.5%", *(_or_dash(sum(column)) for column in zip(*few.values(), strict=True))))
+    rows.append(("whole step", *(seconds(step_s) for _, _, step_s, _ in plans)))
+    return in_columns(rows)
+
+
+_LEAST_SHARE = 0.005
+"""Share of the step below which terms are added up."""
+
+
+def _or_dash(value: float) -> str:
+    return seconds(value) if value else "-"
+
+
+def num_devices(seats: tuple[Seat, ...]) -> int:
+    """The devices that seats use, each counted once."""
+    return len({(seat.pool, device) for seat in seats for device in seat.devices})
+
+
+def count(value: float) -> str:
+    """Format a number of tokens.
+
+    >>> count(950), count(18_260_000), count(12_300)
+    ('950', '18.3 M', '12.3 k')
+    """
+    for size, unit in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
+        if value >= size:
+            return f"{value / size:.3g}{unit}"
+    return f"{value:.3g}"
+
+
 def as_document(choice: Choice) -> dict[str, object]:
     """Make the `m2flow plan --json` document of a placement, by call."""
     by_call = {call: seat for seat in choice.seats for call in seat.calls}
     return {
+        "works": [
+            {name: getattr(work, name) for name in work.__struct_fields__}
+            | {"tokens_per_s_per_device": work.tokens / work.seconds / work.num_devices if work.seconds else 0.0}
+            for work in choice.works
+        ],
+        "device_hours_a_step": num_devices(choice.seats) * choice.predicted_step_s / 3600,
         "predicted_step_s": choice.predicted_step_s,
+        "interval_s": list(choice.interval_s),
         "lower_bound_s": choice.lower_bound_s,
         "efficiency": choice.efficiency,
         "mode": choice.mode,

@@ -99,6 +99,13 @@ def _ways_inside(tables: Tables, calls: int, row: int) -> dict[int, tuple[Cut, i
     return {**_ways_inside(tables, cut.first, left), **_ways_inside(tables, cut.second, right), calls: (cut, kind % NUM_HOWS)}
 
 
+def ways_in(node: Node) -> dict[int, tuple[Cut, int]]:
+    """The structure of a plan: set of calls -> (cut, way to combine)."""
+    if isinstance(node, Leaf):
+        return {}
+    return {**ways_in(node.first), **ways_in(node.second), node.cut.first | node.cut.second: (node.cut, node.how)}
+
+
 def leaves_of(node: Node) -> list[Leaf]:
     return [node] if isinstance(node, Leaf) else leaves_of(node.first) + leaves_of(node.second)
 
@@ -207,7 +214,17 @@ def _path(problem: Problem, node: Node, which: str) -> Iterator[Part]:
     if of_b:
         yield from _path(problem, b, of_b)
     if which != "first":
-        yield from (Part(f"weight sync of {sync.role}", seconds) for sync, seconds in node.syncs if seconds)
+        yield from _sync_parts(problem, node)
+
+
+def _sync_parts(problem: Problem, node: Pair) -> Iterator[Part]:
+    for sync, seconds in node.syncs:
+        rest_s = problem.rest_s(sync)
+        yield from [Part(f"weight sync of {sync.role}", seconds - rest_s)] if seconds > rest_s else []
+        yield from [Part(REST, rest_s)] if rest_s else []
+
+
+REST = "between the calls"
 
 
 def _between(node: Pair) -> str:
@@ -255,7 +272,8 @@ def _leaf_path(leaf: Leaf, which: str) -> Iterator[Part]:
     seconds, option = float(getattr(leaf.times, which)), leaf.option
     come = option.come_s if which != "last" else 0.0
     leave = option.leave_s if which != "first" else 0.0
-    yield from [Part(f"switch to {leaf.engine}", come)] if come else []
+    what = f"switch to {leaf.engine}" if option.is_swapped else f"cache and graphs of {leaf.engine} rebuilt"
+    yield from [Part(what, come)] if come else []
     yield Part(_called(leaf), seconds - come - leave)
     yield from [Part(f"switch from {leaf.engine}", leave)] if leave else []
 
@@ -282,7 +300,7 @@ def _busy(problem: Problem, node: Node) -> Iterator[Part]:
         else:
             yield Part(", ".join(node.cut.functions), fed)
         yield from [Part("both at work on one host", more)] if more > 0 else []
-        yield from (Part(f"weight sync of {sync.role}", seconds) for sync, seconds in node.syncs if seconds)
+        yield from _sync_parts(problem, node)
 
 
 Block = dict[str, tuple[int, int]]

@@ -72,9 +72,9 @@ class Question:
         return find_plan(self.workload, self.lengths, self.costs, spec or self.spec, is_alone=is_alone, check=self.check)
 
 
-def is_searched(spec: ClusterSpec) -> bool:
-    """Whether the search chooses the placement."""
-    return bool(spec.pools) or spec.placement == "auto"
+def is_searched(spec: ClusterSpec, models: Mapping[str, Model]) -> bool:
+    """Whether the search chooses the placement. A flow without models has nothing to place: functions go by the spec."""
+    return bool(models) and (bool(spec.pools) or spec.placement == "auto")
 
 
 def with_shapes(spec: ClusterSpec, texts: tuple[str, ...]) -> ClusterSpec:
@@ -129,6 +129,9 @@ def question_of(
     check_pins(graph, models, spec)
     workload = workload_of(graph, spec)
     measured = read_profile(profile) if isinstance(profile, Path) else profile
+    if spec.costs:  # What the cluster's own file says holds where nothing else was measured.
+        given = read_profile(Path(spec.costs))
+        measured = given.updated(measured) if measured else given
     if measured is not None:
         measured.check(models, spec)
     observed = measured.lengths() if measured and measured.responses else None

@@ -1,6 +1,7 @@
 """Describe the devices that plans are made for: data sheets, pools with their transfer rates, and the legal layouts of an engine on them.
 
     devices.yaml, the user's own files --device_list--> DeviceList --find--> Device
+    efficiencies.yaml, a spec's `costs:` file --attained_by--> Attained, what an engine makes of them
     ClusterSpec, devices.yaml --pools_of--> Pool --> seconds of a copy, an all-gather, an optimiser step
     ParallelLayouts of the engine, ModelShape, Pool --legal_layouts--> Layouts
 
@@ -12,7 +13,7 @@ Collectives are modelled by their bytes on the slowest link, inside a node and t
 between engines, and networks that are not flat, are not modelled.
 
 All legal layouts are listed, good or not; memory and pins are the search's concern. Degrees of tensor and sequence parallelism are divisors
-of a node's devices, so that their groups lie inside one node.
+of a node's devices, so that their groups lie inside one node; a pin may ask for tensor parallelism over several nodes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import TypeVar
 
+import msgspec
 import yaml
 
 from m2flow.engines.contract import ParallelLayouts
@@ -272,6 +275,141 @@ def _known(name: str, names: set[str], where: str) -> None:
         raise SpecError(f"{name}: no such field", where=where, now=did_you_mean(name, sorted(names)))
 
 
+# ---- what engines attain
+
+
+class Estimate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A number with the interval that it is believed to lie in, and its source."""
+
+    value: float
+    low: float
+    high: float
+    source: str
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.low <= self.value <= self.high <= _MOST:
+            raise ValueError(f"{self.value} lies outside of its interval from {self.low} to {self.high}, or is negative")
+
+
+def _exactly(value: float) -> Estimate:
+    return Estimate(value, value, value, "not modelled for this engine")
+
+
+class RolloutAttained(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a rollout engine attains. The values here are neutral: those of a device whose list says it all."""
+
+    weights: Estimate = _exactly(1.0)
+    """Factor of `decode_mbu` at which weights and caches are read."""
+    experts: Estimate = _exactly(1.0)
+    """The same for the weights of experts, beside `weights`."""
+    host_step_s: Estimate = _exactly(0.0)
+    """Host time of a decode step beyond the device's `launch_s`."""
+    host_sample_s: Estimate = _exactly(0.0)
+    """Host time of a decode step for each running sample: its slot, its sampling, its text."""
+    wake_s: Estimate = _exactly(0.0)
+    """Fixed time until a server that released its memory decodes again: allocations, caches, graphs."""
+    kept_gib: Estimate = _exactly(0.0)
+    """Device memory that a sleeping server keeps."""
+    error: Estimate = Estimate(1.0, 0.67, 1.5, "estimate")
+    """Predicted to measured times of generation."""
+
+
+class TrainAttained(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a trainer attains; as in `RolloutAttained`."""
+
+    update: Estimate = _exactly(1.0)
+    """Factor of `train_mfu`, counting the passes that are recomputed."""
+    forward: Estimate = _exactly(1.0)
+    """Factor of `prefill_mfu` in log-probabilities and values."""
+    tensor: Estimate = _exactly(1.0)
+    """Factor of both where layers are shared out over devices (tensor parallelism)."""
+    traffic: Estimate = _exactly(0.0)
+    """Vectors of the hidden size that a layer moves through memory for a token in one pass, beside its matrices' arithmetic."""
+    expert_layer_s: Estimate = _exactly(0.0)
+    """Time of a layer of experts in one pass over one micro-batch beyond its operations: routing, many small matrices."""
+    swap: Estimate = _exactly(1.0)
+    """Factor of the host link's rate at which a trainer is offloaded and onloaded."""
+    context_gib: Estimate = _exactly(0.0)
+    """Device memory that an offloaded trainer keeps."""
+    sync_gb_s: Estimate = _exactly(0.0)
+    """Rate at which a weight sync gathers, converts and packs weights, whatever the links carry; 0: no limit."""
+    rest_s: Estimate = _exactly(0.0)
+    """Time of a step that belongs to none of its calls."""
+    error: Estimate = Estimate(1.0, 0.67, 1.5, "estimate")
+    """Predicted to measured times of training."""
+
+
+class Attained(msgspec.Struct, frozen=True):
+    """What the two engines of a cluster attain."""
+
+    rollout: RolloutAttained = RolloutAttained()
+    train: TrainAttained = TrainAttained()
+
+    def constants(self) -> dict[str, Constant]:
+        """All numbers by dotted name, with their intervals and sources."""
+        parts = {"rollout": self.rollout, "train": self.train}
+        return {
+            f"attained.{kind}.{name}": Constant(
+                each.value, _unit(name) if name.endswith(("_s", "_gib")) else "1", f"{each.low:g} to {each.high:g}: {each.source}"
+            )
+            for kind, part in parts.items()
+            for name in part.__struct_fields__
+            if isinstance(each := getattr(part, name), Estimate)
+        }
+
+
+_EFFICIENCIES = Path(__file__).with_name("efficiencies.yaml")
+_SERVERS = ("sglang", "vllm")
+_TRAINERS = ("deepspeed", "fsdp", "megatron")
+"""Engines that have entries; others (embedded, fake) are measured, not modelled."""
+
+Overrides = dict[str, dict[str, dict[str, Estimate]]]
+"""`rollout` or `train` -> an engine or `default` -> field -> number."""
+
+
+def attained_by(rollout: str, train: str, own: Overrides | None = None) -> Attained:
+    """What the engines of these names attain on accelerators, with a user's own numbers in place of the built-in ones.
+
+    Raises:
+        SpecError: an unknown field.
+    """
+    return Attained(_replaced("rollout", rollout, RolloutAttained(), own or {}), _replaced("train", train, TrainAttained(), own or {}))
+
+
+_A = TypeVar("_A", RolloutAttained, TrainAttained)
+
+
+def _replaced(kind: str, name: str, neutral: _A, own: Overrides) -> _A:
+    fields: dict[str, Estimate] = {}
+    for table in (_built_in_efficiencies() if name in (*_SERVERS, *_TRAINERS) else {}, own):
+        of_kind = table.get(kind, {})
+        fields |= {**of_kind.get("default", {}), **of_kind.get(name, {})}
+    for unknown in fields.keys() - set(neutral.__struct_fields__):
+        now = did_you_mean(unknown, neutral.__struct_fields__)
+        raise SpecError(f"attained.{kind}.{name}.{unknown}: no such number", now=now)
+    return msgspec.structs.replace(neutral, **fields)
+
+
+def read_overrides(file: Path) -> Overrides:
+    """Read the `attained:` of a costs file; empty if it has none.
+
+    Raises:
+        SpecError: it can't be read, or an entry is no number with its interval and source.
+    """
+    try:
+        found = yaml.safe_load(file.read_text())
+        return msgspec.convert((found or {}).get("attained", {}), Overrides)
+    except OSError as error:
+        raise SpecError(f"the costs file {file} can't be read: {error.strerror}") from None
+    except (yaml.YAMLError, ValueError, AttributeError) as error:
+        raise SpecError(f"{file}: {error}", now="An entry is like `wake_s: {value: 2, low: 1, high: 4, source: measured}`.") from None
+
+
+@functools.cache
+def _built_in_efficiencies() -> Overrides:
+    return msgspec.convert(yaml.safe_load(_EFFICIENCIES.read_text()), Overrides)
+
+
 GIB = 2**30
 
 
@@ -293,6 +431,7 @@ class Pool:
     """Rate to other nodes: the device's share of the node's network."""
     pinned_bytes_s: float
     """Rate to and from pinned host memory."""
+    attained: Attained = field(default_factory=Attained)
 
     @property
     def num_devices(self) -> int:
@@ -300,7 +439,7 @@ class Pool:
 
     @property
     def decode_bytes_s(self) -> float:
-        return self.device.memory_gb_s * 1e9 * self.device.decode_mbu
+        return self.device.memory_gb_s * 1e9 * self.device.decode_mbu * self.attained.rollout.weights.value
 
     @property
     def step_bytes_s(self) -> float:
@@ -345,22 +484,27 @@ class Pool:
         return inside + across + self.latency_s(group * stride)
 
 
-def pools_of(spec: ClusterSpec) -> dict[str, Pool]:
+def pools_of(spec: ClusterSpec, own: Overrides | None = None) -> dict[str, Pool]:
     """Make the pools of a spec by name; this machine, as a pool named "", if it names none.
 
+    Args:
+        own: what engines attain by a user's own file; by default the one that the spec names (`costs:`).
     Raises:
         SpecError: a device that no list has, with the nearest name; or this machine's GPU is none of them.
     """
     devices = device_list(spec.devices)
+    own = own or (read_overrides(Path(spec.costs)) if spec.costs else None)
     found = {}
     for name, pool in spec.planned_pools.items():
         if not name:
             pool = _this_machine(pool)
-        found[name] = _pool(name, pool, devices.find(pool.device, where=f"pools.{name}.device"))
+        device = devices.find(pool.device, where=f"pools.{name}.device")
+        is_modelled = not device.shares_host_memory
+        found[name] = _pool(name, pool, device, attained_by(spec.rollout.engine, spec.train.engine, own) if is_modelled else Attained())
     return found
 
 
-def _pool(name: str, spec: PoolSpec, device: Device) -> Pool:
+def _pool(name: str, spec: PoolSpec, device: Device, attained: Attained) -> Pool:
     memory = (spec.memory_gib or device.memory_gib) * GIB
     host = (spec.host_memory_gib or device.host_memory_gib) * GIB
     return Pool(
@@ -373,6 +517,7 @@ def _pool(name: str, spec: PoolSpec, device: Device) -> Pool:
         link_bytes_s=(spec.link_gb_s or device.link_gb_s) * 1e9 * device.attained_link,
         network_bytes_s=(spec.network_gb_s or device.network_gb_s) * 1e9 * device.attained_link / spec.devices_per_node,
         pinned_bytes_s=(spec.host_link_gb_s or device.host_link_gb_s) * 1e9 * device.attained_link,
+        attained=attained,
     )
 
 
@@ -456,7 +601,8 @@ def _layouts(shape: ModelShape, offers: ParallelLayouts, kind: EngineKind, num_d
                 continue
             for pp in _powers(offers.pp, min(shape.num_layers, num_devices // (tp * sp))):
                 replica = tp * sp * pp
-                if num_devices % replica:
+                is_uneven = shape.num_layers % pp or shape.max_kv_shards % (tp * sp)
+                if num_devices % replica or (offers.is_even and is_uneven):
                     continue
                 dp = num_devices // replica
                 if kind == "train" and offers.dp is not None and dp > offers.dp:

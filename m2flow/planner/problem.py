@@ -48,7 +48,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import math
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -284,6 +283,7 @@ def _indices(calls: int) -> Iterator[int]:
 # ---- options of engines
 
 _FREE_PIN = PinSpec()
+_LITTLE_MORE = 1.5  # Time to onload a server over that of rebuilding what one that stays has given up, up to which it need not stay.
 
 
 class Option(msgspec.Struct, frozen=True):
@@ -303,17 +303,21 @@ class Option(msgspec.Struct, frozen=True):
     """Whether it is onloaded before its calls and offloaded after, with all that it keeps; otherwise it is resident."""
     leave_s: float = 0.0
     come_s: float = 0.0
+    max_running: int = 0
+    """Of a rollout engine with a smaller KV cache than there is room for: the samples that it holds; 0: as many as fit."""
 
     @classmethod
-    def of(cls, pool: str, layout: Layout, footprint: Footprint) -> Option:
+    def of(cls, pool: str, layout: Layout, footprint: Footprint, max_running: int = 0) -> Option:
         """Make the option that is resident on its devices."""
-        return cls(pool, layout, footprint, layout.num_devices, footprint.kept_bytes, footprint.device_bytes, footprint.host)
+        kept, device, host = footprint.kept_bytes, footprint.device_bytes, footprint.host
+        return cls(pool, layout, footprint, layout.num_devices, kept, device, host, max_running=max_running)
 
     def swapped(self, switch: Switch) -> Option:
         """The same option, offloaded between its calls."""
         host = self.host_bytes + self.kept_bytes
         pool, layout, footprint, num, device = self.pool, self.layout, self.footprint, self.num_devices, self.device_bytes
-        return Option(pool, layout, footprint, num, 0, device, host, True, switch.leave_s, switch.come_s)
+        away_s = switch.leave_s, switch.come_s
+        return Option(pool, layout, footprint, num, switch.kept_bytes, device, host, True, *away_s, self.max_running)
 
 
 @dataclass
@@ -375,14 +379,25 @@ def _counts(unit: int, num_devices: int, wanted: Iterable[int] | None) -> list[i
 
 
 def _add(found: Options, engine: EngineId, pool: str, layout: Layout, costs: Costs, *, may_swap: bool) -> None:
-    footprint = costs.footprint(engine, pool, layout)
-    stays = Option.of(pool, layout, footprint)
+    full = costs.footprint(engine, pool, layout)
+    for footprint, max_running in ((full, 0), *costs.smaller_caches(engine, pool, layout)):
+        _add_one(found, engine, Option.of(pool, layout, footprint, max_running), costs, may_swap=may_swap)
+
+
+def _add_one(found: Options, engine: EngineId, stays: Option, costs: Costs, *, may_swap: bool) -> None:
+    pool, footprint = stays.pool, stays.footprint
     if stays.device_bytes > costs.device_bytes(pool) or stays.host_bytes > costs.host_bytes(pool):
         found.unfit[engine].append(stays)
         return
     found.of[engine].append(stays)
+    switch = costs.switch(engine, pool, footprint) if stays.kept_bytes else Switch(0.0, 0.0)
+    if switch.rebuild_s:  # A server that gives nothing up leaves no room to others; one that does takes its time.
+        found.of[engine][-1] = msgspec.structs.replace(stays, kept_bytes=costs.device_bytes(pool))
+        kept = min(stays.kept_bytes + switch.kept_bytes, stays.device_bytes)
+        if not may_swap or switch.come_s > _LITTLE_MORE * switch.rebuild_s:
+            found.of[engine].append(msgspec.structs.replace(stays, kept_bytes=kept, come_s=switch.rebuild_s))
     if may_swap and stays.kept_bytes:
-        away = stays.swapped(costs.switch(engine, pool, footprint))
+        away = stays.swapped(switch)
         if away.host_bytes <= costs.host_bytes(pool):
             found.of[engine].append(away)
 
@@ -397,17 +412,6 @@ def pin_of(engine: EngineId, spec: ClusterSpec) -> PinSpec:
     """The spec's pin of an engine."""
     is_pinned = spec.pin and not spec.pin.keys().isdisjoint((engine.kind, engine.role, str(engine)))
     return spec.pin_of(engine.role, engine.kind) if is_pinned else _FREE_PIN
-
-
-def pinned_counts(pin: PinSpec, size: int) -> list[int]:
-    """Device counts that a pin leaves its engine in a pool of that size, where it restricts them: its own count, or multiples of the
-    degrees that its layout fixes, whose other degrees are powers of two."""
-    layout = pin.layout
-    if pin.num_devices is not None or pin.devices is not None:
-        num = pin.num_devices if pin.num_devices is not None else pin.devices[1] - pin.devices[0] if pin.devices else 0
-        return [num] if num <= size else []
-    fixed = math.prod(degree or 1 for degree in (layout.tp, layout.pp, layout.sp, layout.dp))
-    return [fixed << i for i in range(size.bit_length()) if fixed << i <= size] if fixed > 1 else []
 
 
 def is_allowed(engine: EngineId, pool: str, layout: Layout, spec: ClusterSpec) -> bool:
@@ -502,7 +506,7 @@ def instances(engine: EngineId, options: Sequence[Option], costs: Costs) -> Inst
         step_s=np.array([d.step_s for d in decodes]),
         sample_s=np.array([d.sample_s for d in decodes]),
         prefill_token_s=np.array([d.prefill_token_s for d in decodes]),
-        max_running=np.array([max(1, d.max_running) for d in decodes], np.float64),
+        max_running=np.array([max(1, o.max_running or d.max_running) for o, d in zip(options, decodes, strict=True)], np.float64),
         num=np.array([option.layout.dp for option in options], np.float64),
         enter_leave_s=np.array([d.enter_s + d.leave_s for d in decodes]),
         handover_s=np.array([d.handover_s for d in decodes]),
@@ -522,7 +526,7 @@ def _of_layouts(options: Sequence[Option], cost: Callable[[Option], T]) -> list[
 
 def _is_like(option: Option, other: Option) -> bool:
     """Whether two options have the same layout, resident or swapped."""
-    return option.layout is other.layout and option.pool == other.pool
+    return option.layout is other.layout and option.pool == other.pool and option.max_running == other.max_running
 
 
 def _generate(
@@ -982,11 +986,15 @@ class Problem:
                 found[engine] = found.get(engine, 0) | sync.calls
         return found
 
+    def rest_s(self, sync: Sync) -> float:
+        """The time of a step that is in none of its calls; it is counted with the first role's sync, which comes once a step."""
+        return self.costs.rest_s() if sync == self.syncs[0] else 0.0
+
     def sync_s(self, sync: Sync, source: Option, target: Option, *, is_turns: bool) -> float:
         """Seconds a step. On the same devices if they take turns and have equally many of one pool."""
         is_same = is_turns and source.pool == target.pool and source.num_devices == target.num_devices
         key = (sync.role, source.pool, source.layout, target.pool, target.layout, is_same)
         if key not in self._syncs_s:
             one = self.costs.sync_s(sync.role, (source.pool, source.layout), (target.pool, target.layout), is_same_devices=is_same)
-            self._syncs_s[key] = one * sync.times
+            self._syncs_s[key] = one * sync.times + self.rest_s(sync)
         return self._syncs_s[key]

@@ -9,7 +9,14 @@ is right. Residuals beyond a few times the usual one are clipped (Huber), and fi
 machine some timings are far too long, and none is far too short. Constants of terms that can't be negative are held at zero or above.
 
 Format. A profile is plain data. A constant belongs to an engine of a role on a number of devices; on a CPU a device is a core, and an
-engine has a thread for each. Files of another version, and files that are no profile, are refused.
+engine has a thread for each. Files of another version, and files that are no profile, are refused. Written by hand, it is YAML with the
+fields that are known, and `degrees` for the whole layout; a cluster spec names such a file in `costs:`:
+
+    engines:
+      - {role: policy, kind: rollout, pool: h100, degrees: {tp: 4}, decode: {step_s: 0.021, sample_s: 0.00004}}
+      - {role: policy, kind: train, pool: h100, degrees: {tp: 4, pp: 4, dp: 4, zero: 1}, update: {token_s: 2.6e-5}, optimizer_s: 0.4}
+    syncs: [{role: policy, pools: [h100, h100], load_s: 12}]
+    attained: {rollout: {vllm: {wake_s: {value: 2, low: 1, high: 4, source: our cluster}}}}      # see `pools.Attained`
 
 Use. A profile of `m2flow profile` describes this machine alone (the pool named ""); what a run measures of itself, the pools that its
 engines are in. An engine on a number of devices that was not measured is modelled and corrected by the ratio of measured to modelled
@@ -23,17 +30,19 @@ import itertools
 import math
 import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, TypeVar, final
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+import yaml
 
 from m2flow.errors import SpecError
 from m2flow.micro.lowering.placement import device_of
 from m2flow.micro.protocol.cost_terms import (
+    Arithmetic,
     Constant,
     Costs,
     DecodeCost,
@@ -48,6 +57,7 @@ from m2flow.micro.protocol.cost_terms import (
 )
 from m2flow.micro.protocol.plan import SyncTransport
 from m2flow.planner.cost_model import ModelledCosts
+from m2flow.planner.pools import Overrides
 from m2flow.recipe import Model
 from m2flow.rollout_scheduling.lengths import Lengths, Measured
 from m2flow.spec import ClusterSpec
@@ -182,22 +192,25 @@ OtherWork = Literal["rollout", "train", "function"]
 """Kinds of work that slow an engine down while they run on other devices of the host."""
 
 
+_GIVEN = Quality(0, 0.0, 0.0)
+
+
 class MeasuredDecode(msgspec.Struct, frozen=True):
     """The measured decode step: `step_s + sample_s * samples + context_s * cached tokens`, and times of entering and leaving samples."""
 
-    step_s: float
-    sample_s: float
-    context_s: float
-    prefill_token_s: float
+    step_s: float = 0.0
+    sample_s: float = 0.0
+    context_s: float = 0.0
+    prefill_token_s: float = 0.0
     """Seconds for a prompt token, prefilled once for its group."""
-    enter_s: float
-    leave_s: float
-    handover_s: float
-    most_running: int
+    enter_s: float = 0.0
+    leave_s: float = 0.0
+    handover_s: float = 0.0
+    most_running: int = 0
     """The largest batch measured."""
-    context: float
+    context: float = 0.0
     """Mean tokens in a sample's KV cache during the measurement."""
-    quality: Quality
+    quality: Quality = _GIVEN
 
     @property
     def saturation(self) -> float:
@@ -209,13 +222,13 @@ class MeasuredDecode(msgspec.Struct, frozen=True):
 class MeasuredPass(msgspec.Struct, frozen=True):
     """The measured micro-batch: `fixed_s + sum over samples of s tokens of (sample_s + token_s * s + token2_s * s**2)`."""
 
-    fixed_s: float
-    sample_s: float
-    token_s: float
-    token2_s: float
-    longest: float
+    fixed_s: float = 0.0
+    sample_s: float = 0.0
+    token_s: float = 0.0
+    token2_s: float = 0.0
+    longest: float = 0.0
     """The largest root mean square of a sample's tokens over the micro-batches."""
-    quality: Quality
+    quality: Quality = _GIVEN
 
 
 class MeasuredEngine(msgspec.Struct, frozen=True):
@@ -223,9 +236,9 @@ class MeasuredEngine(msgspec.Struct, frozen=True):
 
     role: str
     kind: EngineKind
-    engine: str
-    device: str
-    num_devices: int
+    engine: str = ""
+    device: str = ""
+    num_devices: int = 0
     """Devices of all ranks together."""
     decode: MeasuredDecode | None = None
     update: MeasuredPass | None = None
@@ -239,19 +252,21 @@ class MeasuredEngine(msgspec.Struct, frozen=True):
     """Processes that shard one model, each with its share of the devices."""
     pool: str = ""
     """The pool of the devices."""
+    degrees: Layout | None = None
+    """The whole layout, where devices and ranks do not say it; of a rollout engine, that of one instance."""
 
     @property
     def name(self) -> str:
         return f"{self.role}.{self.kind}"
 
     @property
-    def place(self) -> tuple[str, EngineKind, int, int, str]:
+    def place(self) -> tuple[str, EngineKind, int, int, str, Layout | None]:
         """The key of the engine in a profile."""
-        return self.role, self.kind, self.num_devices, self.ranks, self.pool
+        return self.role, self.kind, self.num_devices, self.ranks, self.pool, self.degrees
 
     @property
     def layout(self) -> Layout:
-        return Layout(tp=self.num_devices // self.ranks, dp=self.ranks)
+        return self.degrees or Layout(tp=self.num_devices // self.ranks, dp=self.ranks)
 
 
 class MeasuredFunction(msgspec.Struct, frozen=True):
@@ -260,23 +275,25 @@ class MeasuredFunction(msgspec.Struct, frozen=True):
     call: str
     quantiles_s: tuple[float, ...]
     """Quantiles of one unit's latency at evenly spaced probabilities, ends included, with the engine's overhead."""
-    concurrency: int
-    task_s: float
+    concurrency: int = 1
+    task_s: float = 0.0
     """Fixed seconds of each task."""
-    num: int
+    num: int = 0
 
 
 class MeasuredSync(msgspec.Struct, frozen=True):
     """The measured weight sync from a trainer to a rollout engine, checksums included."""
 
     role: str
-    transport: SyncTransport
-    num_bytes: int
-    publish_s: float
+    transport: SyncTransport = "broadcast"
+    num_bytes: int = 0
+    publish_s: float = 0.0
     """Seconds on the trainer."""
-    load_s: float
+    load_s: float = 0.0
     """Seconds on the rollout engine."""
-    num: int
+    num: int = 0
+    pools: tuple[str, str] | None = None
+    """The trainer's and the rollout engine's; None: this machine."""
 
 
 class Machine(msgspec.Struct, frozen=True):
@@ -302,42 +319,53 @@ class Machine(msgspec.Struct, frozen=True):
         return cls(_processor(), cores, device, versions)
 
 
+_NO_MACHINE = Machine("", 0, "", {})
+
+
 class Profile(msgspec.Struct, frozen=True):
     """The measured constants of one flow."""
 
-    flow: str
-    made: str
+    flow: str = ""
+    made: str = ""
     """Time of the measurement, in ISO 8601."""
-    machine: Machine
-    models: dict[str, str]
+    machine: Machine = _NO_MACHINE
+    models: dict[str, str] = {}
     """Role -> description of its model (`model_description`)."""
-    engines: tuple[MeasuredEngine, ...]
-    functions: tuple[MeasuredFunction, ...]
-    syncs: tuple[MeasuredSync, ...]
-    hop_s: float
+    engines: tuple[MeasuredEngine, ...] = ()
+    functions: tuple[MeasuredFunction, ...] = ()
+    syncs: tuple[MeasuredSync, ...] = ()
+    hop_s: float = 0.0
     """Seconds from the end of a task to the start of the next one on another worker, through the controller."""
-    byte_s: float
+    byte_s: float = 0.0
     """Seconds for a byte of samples between workers."""
-    turn_s: float
+    turn_s: float = 0.0
     """Seconds from the last task of a step to the first of the next, beyond a hop: the program's time to make its calls."""
-    gather_s: float
+    gather_s: float = 0.0
     """Seconds that finished samples wait to be sent with others."""
-    startup_s: float
+    startup_s: float = 0.0
     """Seconds until all workers have loaded their engines; 0 if not measured."""
-    prompts: tuple[int, ...]
+    prompts: tuple[int, ...] = ()
     """Tokens of the recorded prompts."""
-    responses: tuple[tuple[int, ...], ...]
+    responses: tuple[tuple[int, ...], ...] = ()
     """Tokens of the responses to each of them."""
-    icc: float
+    icc: float = 0.0
     """Intraclass correlation of the log lengths of responses to one prompt."""
     load: float = 0.0
     """Load average of the machine when the measurement began."""
     version: int = VERSION
+    attained: Overrides = {}
+    """What engines attain (`m2flow.planner.pools.Attained`), where a file by hand says so."""
 
     def engine(self, role: str, kind: EngineKind, num_devices: int, ranks: int = 1, pool: str = "") -> MeasuredEngine | None:
         """Find the constants of an engine on exactly so many devices and ranks."""
-        wanted = role, kind, num_devices, ranks, pool
+        wanted = role, kind, num_devices, ranks, pool, None
         return next((found for found in self.engines if found.place == wanted), None)
+
+    def engine_in(self, engine: EngineId, pool: str, layout: Layout) -> MeasuredEngine | None:
+        """Find the constants of an engine in exactly this layout; of a rollout engine, with any number of instances."""
+        wanted = msgspec.structs.replace(layout, dp=1) if engine.kind == "rollout" else layout
+        of_pool = (one for one in self.engines if (one.role, one.kind, one.pool) == (engine.role, engine.kind, pool))
+        return next((one for one in of_pool if one.degrees == wanted), None)
 
     def updated(self, newer: Profile) -> Profile:
         """Merge with a newer profile, which takes precedence wherever it has values."""
@@ -397,7 +425,9 @@ class Profile(msgspec.Struct, frozen=True):
     def doubts(self, spec: ClusterSpec) -> list[str]:
         """List why the profile may not apply to this cluster."""
         if spec.pools:
-            return [f"the profile is of {self.machine.processor}, and says nothing about {', '.join(spec.pools)}: these are modelled"]
+            missing = [pool for pool in spec.pools if not any(engine.pool == pool for engine in self.engines)]
+            what = f"the profile is of {self.machine.processor or 'other engines'}, and says nothing about {', '.join(missing)}"
+            return [f"{what}: these are modelled"] if missing and (self.engines or self.machine.processor) else []
         return [f"the profile may not hold here: {line}" for line in self.machine_changes(device_of(spec))]
 
     def check(self, models: Mapping[str, Model], spec: ClusterSpec) -> None:
@@ -413,14 +443,15 @@ class Profile(msgspec.Struct, frozen=True):
                 raise SpecError(f"the profile was made with another model for {role}: {self.models[role]}, not {told}", now=now)
         engines = {"rollout": spec.rollout.engine, "train": spec.train.engine}
         for found in self.engines:
-            if found.engine != engines[found.kind]:
+            if found.engine and found.engine != engines[found.kind]:
                 raise SpecError(f"the profile measured the {found.kind} engine {found.engine!r}, not {engines[found.kind]!r}", now=now)
 
     def constants(self) -> dict[str, Constant]:
         """All constants by dotted name, with their sources."""
         found: dict[str, Constant] = {}
         for engine in self.engines:
-            where = f"{engine.name}[{engine.num_devices}{f', {engine.ranks} ranks' if engine.ranks > 1 else ''}]"
+            devices = f"{engine.num_devices}{f', {engine.ranks} ranks' if engine.ranks > 1 else ''}"
+            where = f"{engine.name}[{engine.degrees or devices}]"
             for part, measured in (("", engine.decode), ("update.", engine.update), ("forward.", engine.forward)):
                 if measured is not None:
                     found |= {f"{where}.{part}{name}": constant for name, constant in _constants_of(measured).items()}
@@ -451,6 +482,8 @@ def read_profile(path: Path) -> Profile:
         SpecError: the file is missing, not a profile, or of another version.
     """
     file = path / "profile.json" if path.is_dir() else path
+    if file.suffix in (".yaml", ".yml"):
+        return _by_hand(file)
     now = "Make one: m2flow profile FLOW --cluster SPEC --out FILE."
     try:
         text = file.read_bytes()
@@ -462,10 +495,43 @@ def read_profile(path: Path) -> Profile:
         raise SpecError(f"{file} is no profile: {error}", now=now) from None
     if head.version != VERSION:
         raise SpecError(f"the profile {file} has the format {head.version}; this m2flow reads {VERSION}", now="Measure again.")
+    missing = (
+        set(Profile.__struct_fields__) - {"load", "version", "attained"} - msgspec.json.decode(text, type=dict[str, msgspec.Raw]).keys()
+    )
+    if missing:
+        raise SpecError(f"{file} is a damaged profile: it has no {', '.join(sorted(missing))}", now="Measure again.")
     try:
         return msgspec.json.decode(text, type=Profile)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise SpecError(f"{file} is a damaged profile: {error}", now="Measure again.") from None
+
+
+def _by_hand(file: Path) -> Profile:
+    try:
+        given = yaml.safe_load(file.read_text()) or {}
+        found = msgspec.convert(given, Profile)
+    except OSError as error:
+        raise SpecError(f"the costs file {file} can't be read: {error.strerror}") from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise SpecError(f"{file} is no file of costs: {error}", now="m2flow/planner/profiles.py shows its form.") from None
+    unknown = list(_unknown(given, msgspec.to_builtins(found), ""))
+    if unknown:
+        raise SpecError(f"{file}: {unknown[0]}: no such field", now="m2flow/planner/profiles.py shows its form.")
+    return found
+
+
+def _unknown(given: object, made: object, where: str) -> Iterator[str]:
+    """Yield the fields of a file that its reader has ignored."""
+    if isinstance(given, dict) and isinstance(made, dict):
+        for name, value in given.items():
+            here = f"{where}.{name}" if where else str(name)
+            if name in made:
+                yield from _unknown(value, made[name], here)
+            else:
+                yield here
+    elif isinstance(given, list) and isinstance(made, list | tuple):
+        for i, pair in enumerate(zip(given, made, strict=False)):
+            yield from _unknown(*pair, f"{where}[{i}]")
 
 
 def model_description(model: Model) -> str:
@@ -530,7 +596,7 @@ class ProfiledCosts(Costs):
 
     def decode(self, engine: EngineId, pool: str, layout: Layout) -> DecodeCost:
         modelled = self.modelled.decode(engine, pool, layout)
-        measured = self._measured(engine, pool, layout.num_replica_devices)
+        measured = self.profile.engine_in(engine, pool, layout) or self._measured(engine, pool, layout.num_replica_devices)
         if measured is not None and measured.decode is not None:
             return self._decode_cost(engine, measured, modelled)
         known = self._other(engine, pool, lambda one: one.decode is not None)
@@ -541,7 +607,7 @@ class ProfiledCosts(Costs):
 
     def train(self, engine: EngineId, pool: str, layout: Layout) -> TrainCost:
         modelled = self.modelled.train(engine, pool, layout)
-        measured = self._measured(engine, pool, layout.num_devices, layout.dp)
+        measured = self.profile.engine_in(engine, pool, layout) or self._measured(engine, pool, layout.num_devices, layout.dp)
         known = measured or self._other(engine, pool, lambda one: one.update is not None or one.forward is not None)
         if known is None:
             return modelled
@@ -573,9 +639,13 @@ class ProfiledCosts(Costs):
     def switch(self, engine: EngineId, pool: str, footprint: Footprint) -> Switch:
         modelled = self.modelled.switch(engine, pool, footprint)
         known = self._other(engine, pool, lambda one: one.come_s > 0)
-        return modelled if known is None else Switch(0.0, known.come_s, modelled.is_resident)
+        return modelled if known is None else Switch(0.0, known.come_s, modelled.is_resident, modelled.kept_bytes, modelled.rebuild_s)
 
     def sync_s(self, role: str, source: tuple[str, Layout], target: tuple[str, Layout], *, is_same_devices: bool) -> float:
+        ends = source[0], target[0]
+        given = next((sync for sync in self.profile.syncs if sync.role == role and sync.pools == ends), None)
+        if given is not None:
+            return given.publish_s + given.load_s
         transport = "same process" if is_same_devices else "shared memory"
         found = next((sync for sync in self.profile.syncs if (sync.role, sync.transport) == (role, transport)), None)
         if found is None or (source[0], target[0]) != (HERE, HERE):
@@ -586,6 +656,25 @@ class ProfiledCosts(Costs):
         if (source, target) == (HERE, HERE) and self.profile.hop_s:
             return self.message_s() + num_bytes * self.profile.byte_s
         return self.modelled.hop_s(num_bytes, source, target)
+
+    def smaller_caches(self, engine: EngineId, pool: str, layout: Layout) -> Sequence[tuple[Footprint, int]]:
+        return self.modelled.smaller_caches(engine, pool, layout)
+
+    def arithmetic(self, engine: EngineId, pool: str, layout: Layout) -> Arithmetic | None:
+        return self.modelled.arithmetic(engine, pool, layout)
+
+    def rest_s(self) -> float:
+        return 0.0 if self.profile.turn_s else self.modelled.rest_s()
+
+    def spread(self, work: str) -> tuple[float, float]:
+        """Of what was measured 10% either way; of what is modelled the model's."""
+        is_measured = {
+            "generate": any(one.decode for one in self.profile.engines),
+            "forward": any(one.forward for one in self.profile.engines),
+            "update": any(one.update for one in self.profile.engines),
+            "sync": bool(self.profile.syncs),
+        }
+        return (1 / 1.1, 1.1) if is_measured.get(work) else self.modelled.spread(work)
 
     def message_s(self) -> float:
         return self.profile.hop_s / 2  # To the controller, and from it.
@@ -612,7 +701,7 @@ class ProfiledCosts(Costs):
         """The largest measured layout of the engine for which `has` holds."""
         wanted = engine.role, engine.kind, pool
         known = [one for one in self.profile.engines if (one.role, one.kind, one.pool) == wanted and has(one)]
-        return max(known, key=lambda one: one.num_devices, default=None)
+        return max(known, key=lambda one: one.layout.num_devices, default=None)
 
     def _decode_cost(self, engine: EngineId, measured: MeasuredEngine, modelled: DecodeCost) -> DecodeCost:
         decode = measured.decode
@@ -621,7 +710,7 @@ class ProfiledCosts(Costs):
         return DecodeCost(
             step_s=decode.step_s,
             sample_s=decode.sample_s + decode.context_s * context,
-            prefill_token_s=decode.prefill_token_s,
+            prefill_token_s=decode.prefill_token_s or modelled.prefill_token_s,
             max_running=modelled.max_running,
             enter_s=decode.enter_s,
             leave_s=decode.leave_s,

@@ -41,12 +41,26 @@ from m2flow.macro.session import infrequent_gc
 from m2flow.micro.lowering.capabilities import can_shrink_kv_cache
 from m2flow.micro.lowering.placement import share_a_process
 from m2flow.micro.protocol.cost_terms import Costs
-from m2flow.micro.protocol.plan import Bound, Choice, Loser, Mode, Part, Seat
+from m2flow.micro.protocol.plan import Bound, CallWork, Choice, Loser, Mode, Part, Seat
 from m2flow.planner.dynamic_program import LENT, SPLIT, TURNS, WORTH, Limits, Solver, Tables, TooLarge, prune_options
-from m2flow.planner.plan_tree import Leaf, Node, Places, leaves_of, mode_of, parts_of, places_of, seats_of, step_s, tree_of, ways_of
-from m2flow.planner.problem import Cut, Options, Problem, instances, options_near, pin_of, pinned_counts
-from m2flow.planner.workload import Draws, Workload
-from m2flow.spec import ClusterSpec
+from m2flow.planner.plan_tree import (
+    REST,
+    Leaf,
+    Node,
+    Places,
+    leaves_of,
+    mode_of,
+    parts_of,
+    places_of,
+    seats_of,
+    step_s,
+    tree_of,
+    ways_in,
+    ways_of,
+)
+from m2flow.planner.problem import Cut, Options, Problem, call_times, instances, options_near, pin_of
+from m2flow.planner.workload import CallLoad, Draws, Workload
+from m2flow.spec import ClusterSpec, PinSpec
 
 # ---- early onload
 
@@ -184,6 +198,80 @@ def bounds_of(problem: Problem) -> tuple[Bound, ...]:
     return tuple(Bound(name, float(seconds)) for name, seconds in found)
 
 
+def works_of(problem: Problem, node: Node, parts: Sequence[Part]) -> Iterator[CallWork]:
+    """The work of each call, and how much of it is on the critical path; calls of one part share that in proportion."""
+    exposed: dict[str, float] = {}
+    for part in parts:
+        if part.on_critical_path:
+            name = part.what.split(" / ")[0]
+            exposed[name] = exposed.get(name, 0.0) + part.seconds
+    for leaf in leaves_of(node):
+        calls = [problem.calls[name] for name in leaf.names if problem.calls[name].num_samples]
+        each = [_whole_s(problem, leaf, call) for call in calls]
+        shown_s = exposed.get(", ".join(leaf.names), 0.0)
+        for call, seconds in zip(calls, each, strict=True):
+            yield _work_of(problem, leaf, call, seconds, shown_s * seconds / max(sum(each), 1e-12))
+
+
+def _whole_s(problem: Problem, leaf: Leaf, call: CallLoad) -> float:
+    chunks = tuple(dict.fromkeys([leaf.chunk, call.num_samples]))
+    return float(call_times(call, leaf.engine, [leaf.option], chunks, problem.costs, problem.batches[call.name])[0, 0, 1])
+
+
+def _work_of(problem: Problem, leaf: Leaf, call: CallLoad, seconds: float, exposed_s: float) -> CallWork:
+    batch, option = problem.batches[call.name], leaf.option
+    generated = float(np.mean([draw.responses.sum() for draw in batch.draws]))
+    tokens = generated if call.work == "generate" else call.num_samples * batch.mean_tokens * max(call.num_epochs, 1)
+    found = CallWork(call.name, tokens, seconds, min(exposed_s, seconds), option.num_devices)
+    known = problem.costs.arithmetic(leaf.engine, option.pool, option.layout)
+    if known is None or not seconds:
+        return found
+    passes = 3 * call.num_epochs if call.work == "update" else 1
+    flops = passes * call.num_samples * (batch.mean_tokens * known.token_flops + batch.mean_square * known.attention_flops)
+    found = msgspec.structs.replace(found, mfu=flops / (seconds * option.num_devices * known.peak_flops))
+    if call.work != "generate":
+        return found
+    ways = instances(leaf.engine, [option], problem.costs)
+    num, slots = float(ways.num[0]), float(ways.slots[0])
+    steps = max(float(np.mean([draw.responses.max(initial=0) for draw in batch.draws])), generated / max(slots, 1.0))
+    lengths = np.concatenate([(draw.responses.astype(np.float64) + 2 * draw.prompts[:, None]).ravel() for draw in batch.draws])
+    responses = np.concatenate([draw.responses.ravel() for draw in batch.draws]).astype(np.float64)
+    cached = float((responses * lengths).sum()) / 2 / len(batch.draws)  # Each token reads the cache of all before it.
+    read = steps * num * known.weights_bytes + cached * known.token_bytes
+    mean = batch.mean_tokens
+    return msgspec.structs.replace(
+        found,
+        bandwidth=min(1.0, read / (seconds * option.num_devices * known.bytes_s)),
+        kv_tokens=slots * mean,
+        kv_samples=int(slots),
+        most_at_once=call.num_samples,
+    )
+
+
+def interval_of(problem: Problem, parts: Sequence[Part]) -> tuple[float, float]:
+    """The interval of the step time: what each kind of work on the critical path may take, kinds being independent of each other."""
+    seconds: dict[str, float] = {}
+    for part in parts:
+        if part.on_critical_path:
+            seconds[_kind_of(problem, part)] = seconds.get(_kind_of(problem, part), 0.0) + part.seconds
+    below = above = 0.0
+    for kind, each in seconds.items():
+        low, high = problem.costs.spread(kind)
+        below, above = below + (each * (1 - low)) ** 2, above + (each * (high - 1)) ** 2
+    whole = sum(seconds.values())
+    return whole - math.sqrt(below), whole + math.sqrt(above)
+
+
+def _kind_of(problem: Problem, part: Part) -> str:
+    """The kind of work of a part, as `Costs.spread` takes it."""
+    name = part.what.split(" / ")[0].split(", ")[0]
+    if name in problem.calls:
+        return problem.calls[name].work
+    if name == REST:
+        return "rest"
+    return next((kind for kind, word in (("sync", "sync"), ("switch", "switch"), ("switch", "rebuilt")) if word in name), "")
+
+
 def advice_of(problem: Problem, node: Node, parts: Sequence[Part], bounds: Sequence[Bound]) -> str:
     """Describe what limits the step and what would help."""
     step_s = sum(part.seconds for part in parts if part.on_critical_path)
@@ -202,7 +290,7 @@ def advice_of(problem: Problem, node: Node, parts: Sequence[Part], bounds: Seque
     path = [part for part in parts if part.on_critical_path]
     largest = max(path, key=lambda part: part.seconds)
     text = f"{largest.what} takes {largest.seconds / step_s:.0%} of the step"
-    moves = sum(part.seconds for part in path if part.what.startswith(("switch", "weight sync")))
+    moves = sum(part.seconds for part in path if part.what.startswith(("switch", "cache and graphs", "weight sync")))
     if moves > 0.1 * step_s:
         return (
             f"{text}; switches and weight syncs take {moves / step_s:.0%}: memory to keep engines resident, or staleness, would save them"
@@ -219,10 +307,16 @@ def _tp_of(problem: Problem, node: Node) -> str:
     return f" (now {max(rollouts)})" if rollouts else ""
 
 
+_WORTH_SAYING = 2e-3
+"""Share of the step below which a difference is not said."""
+
+
 def why_lost(best: Problem, winner: Node, problem: Problem, loser: Node) -> str:
     """Describe the parts that differ most between two plans."""
     ours, theirs = _seconds(parts_of(best, winner)), _seconds(parts_of(problem, loser))
     more = {what: theirs.get(what, 0.0) - ours.get(what, 0.0) for what in {**ours, **theirs}}
+    least = _WORTH_SAYING * sum(ours.values())
+    more = {what: seconds for what, seconds in more.items() if abs(seconds) > least}
     slower = sorted((what for what in more if more[what] > 0), key=lambda what: -more[what])[:2]
     faster = sorted((what for what in more if more[what] < 0), key=lambda what: more[what])[:1]
     said = [f"{what} {_change(ours.get(what, 0.0), theirs.get(what, 0.0))}" for what in slower]
@@ -253,6 +347,8 @@ _MOST_DEVICES = 512
 _MOST_CHUNKS = 4
 _MOST_ROWS, _MORE_ROWS = 16, 64
 """Rows kept of a front in a quick search; more where memory is short, which needs them, and where devices are few."""
+_MOST_MOVES = 8
+"""Moves of single engines after the search."""
 _FEW_ROUNDS, _ROUNDS, _CANDIDATES = 2, 5, 3
 """Rounds of the refinement (few of them above `_MOST_DEVICES`), and structures to refine."""
 _SLACK = 1e-3
@@ -350,6 +446,8 @@ def _choice(found: Found) -> Choice:
         search_s=0.0,
         constraints_cost_s={},
         constants=problem.costs.constants(),
+        works=tuple(works_of(problem, found.node, parts)),
+        interval_s=interval_of(problem, parts),
     )
 
 
@@ -380,6 +478,7 @@ def best_plans(problem: Problem, hows: Sequence[int] = (TURNS, SPLIT)) -> list[F
             raise problem.no_room()
         near_s = min(one.step_s for one, _ in some) * _NEARLY
         found = [search.in_all_chunks(one, by) if one.step_s <= near_s else one for one, by in some]
+        found = [search.polished(one) if one.step_s <= near_s else one for one in found]
         found.sort(key=lambda one: one.step_s * (1 - _ROUNDING * one.is_exact))
         if several and search.lends:
             lent = search.lent(found[0])
@@ -447,6 +546,26 @@ class _Search:
         tables = Solver(here, found.step_s, most_rows=_MORE_ROWS, hows=hows).solve()
         more = _best_of(tables, found.bounds, is_exact=False)
         return more if more and more.mode == found.mode and more.step_s < found.step_s else found
+
+    def polished(self, found: Found) -> Found:
+        """Move one engine at a time, in the same structure, as long as that is faster: the result has no better neighbour of this kind."""
+        for _ in range(0 if found.is_exact else _MOST_MOVES):
+            moved = self._moved(found)
+            if moved is None:
+                break
+            found = moved
+        return found
+
+    def _moved(self, found: Found) -> Found | None:
+        within, mine = ways_in(found.node), {leaf.engine: leaf.option for leaf in leaves_of(found.node)}
+        for engine, here in mine.items():
+            options = {other: [option] for other, option in mine.items()}
+            options[engine] = [here, *(one for one in self.rough.options.of[engine] if one != here)]
+            tables = Solver(self.problem.with_options(Options(options)), found.step_s, most_rows=_MORE_ROWS, within=within).solve()
+            one = _best_of(tables, found.bounds, is_exact=False)
+            if one and one.step_s < found.step_s * (1 - _SLACK):
+                return one
+        return None
 
     def _exact(self, quick: Found | None, hows: Sequence[int]) -> Found | None:
         """Search exactly; None if that is too much work, or nothing better is found and nothing is known."""
@@ -545,6 +664,17 @@ def _num_units(problem: Problem) -> int:
     return num
 
 
+def pinned_counts(pin: PinSpec, size: int) -> list[int]:
+    """Device counts that a pin leaves its engine in a pool of that size, where it restricts them: its own count, or multiples of the
+    degrees that its layout fixes, whose other degrees are powers of two."""
+    layout = pin.layout
+    if pin.num_devices is not None or pin.devices is not None:
+        num = pin.num_devices if pin.num_devices is not None else pin.devices[1] - pin.devices[0] if pin.devices else 0
+        return [num] if num <= size else []
+    fixed = math.prod(degree or 1 for degree in (layout.tp, layout.pp, layout.sp, layout.dp))
+    return [fixed << i for i in range(size.bit_length()) if fixed << i <= size] if fixed > 1 else []
+
+
 def grid_of(problem: Problem) -> dict[str, Sequence[int]]:
     """The grid of device counts of each pool: repeated halves, their complements, all but the smallest unit; and pins with complements."""
     found: dict[str, Sequence[int]] = {}
@@ -567,7 +697,16 @@ def _losers(plans: Sequence[Found]) -> list[Loser]:
     for plan in plans:
         if plan.mode != best.mode:
             rivals.setdefault(plan.mode, plan)
-    return [Loser(mode, rival.step_s, why_lost(best.problem, best.node, rival.problem, rival.node)) for mode, rival in rivals.items()]
+    return [
+        Loser(
+            mode,
+            rival.step_s,
+            why_lost(best.problem, best.node, rival.problem, rival.node),
+            parts_of(rival.problem, rival.node),
+            len({(seat.pool, device) for seat in seats_of(rival.node, rival.places) for device in seat.devices}),
+        )
+        for mode, rival in rivals.items()
+    ]
 
 
 def _constraints(found: Found) -> dict[str, float]:

@@ -387,7 +387,7 @@ class BatchTimes:
             responses = _cut(lengths.draw(*shape, seed, step=step), limit)
             return Draw(responses, lengths.draw_prompts(call.num_prompts, seed, step=step, n=shape[1]))
 
-        self._draw = draw
+        self._draw = functools.cache(draw)
         self.draws = tuple(draw(step) for step in range(num_draws))
         self.num_samples = call.num_samples
         whole = np.concatenate([(draw.responses + draw.prompts[:, None]).ravel() for draw in self.draws]).astype(np.float64)

@@ -30,6 +30,7 @@ from typing import Any, NoReturn, final
 
 import numpy as np
 
+from m2flow.agents.conversation import rewrites
 from m2flow.engines.contract import FunctionEngine, Generated
 from m2flow.engines.functions import error_of, units_of
 from m2flow.engines.registry import built_in
@@ -40,7 +41,7 @@ from m2flow.micro.protocol import call_semantics
 from m2flow.micro.worker.function_tasks import Functions
 from m2flow.observe.spans import Recorder
 from m2flow.planner.model_shapes import ModelShape
-from m2flow.recipe import Model, Sampling
+from m2flow.recipe import Episodes, Model, Sampling
 from m2flow.samples import Batch, Finish, Ragged, make_ids, taken
 from m2flow.spec import ClusterSpec
 
@@ -257,6 +258,32 @@ class _Trial:
                 what = f"{where}: its prompt has {counts[-1]:,} tokens, and the model's context is {context:,}"
                 raise DatasetError(what, where=source.site.describe(), now=now)
         self._say(call, f"the first {len(counts)} rows of {source.role} have {_span(counts)} tokens")
+        given = self._models[call.role].template
+        if given.tools != "[]" and "tools" not in codec.template:
+            self._say(call, "the chat template writes no tools: the model does not see those of tools=")
+        if "agent" in call.options and codec.template:
+            self._look_at_template(call, codec)
+
+    def _look_at_template(self, call: Call, codec: Any) -> None:
+        """Say what a chat template does to the turns of an agent's model.
+
+        Raises:
+            DatasetError: it rewrites them, which the rollout refuses.
+        """
+        bounds = call.options["episodes"]
+        assert isinstance(bounds, Episodes)
+        try:
+            if not rewrites(codec, "user"):
+                return
+        except DatasetError:
+            return  # An agent may never say what the probe does.
+        if bounds.history == "refuse":
+            raise DatasetError(
+                "the chat template drops what the model thought once a further user's message follows, and history='refuse'",
+                where=call.site.describe(),
+                now="history='append' keeps the tokens of each turn as they were sampled.",
+            )
+        self._say(call, "the chat template would drop the model's thinking at a further user's message; its tokens are kept")
 
     def _codec(self, call: Call) -> Any:
         """The tokenizer of a call's model; None where it is on other machines alone."""
@@ -308,6 +335,8 @@ class _Trial:
             text=codec.decode(tokens) if is_cut and codec else text,
             prompt_text=codec.prompt_text(prompt) if codec and not isinstance(prompt, tuple) else None,
         )
+        if "agent" in call.options:  # Agents speak to a model: none is called here.
+            made = replace(made, columns={"reward": 0.0, "failure": "", "num_turns": 1, "episode": {"turns": [], "tools": {}}})
         seeds = {request.id: request.seed for request in asked}
         return call_semantics.responses([call] * n, [replace(made, id=request.id) for request in asked], rows, seeds)
 

@@ -37,14 +37,14 @@ from functools import partial
 from pathlib import Path
 from typing import final
 
-from m2flow.engines.registry import check_engine
+from m2flow.engines.registry import check_engine, check_trainer
 from m2flow.errors import FlowError, M2FlowError, MicroBatchTooLarge, SpecError, StateLost, WorkerError
 from m2flow.macro.eager import EagerBackend
 from m2flow.macro.flow import Flow
 from m2flow.macro.graph import Call, MacroGraph
 from m2flow.macro.pinning import PinnedBackend, PinnedCall
 from m2flow.macro.replay import BackendWrapper, Recorder, ReplayBackend, check_same, prints_muted
-from m2flow.macro.session import Backend
+from m2flow.macro.session import Backend, Session
 from m2flow.macro.tracing import Copies, anticipate, copies_made, explore, trace
 from m2flow.micro.controller.call_futures import CallFutures
 from m2flow.micro.controller.checkpoint_coordinator import CheckpointCoordinator, CheckpointingBackend, checkpoint_eagerly
@@ -61,6 +61,7 @@ from m2flow.micro.records.flow_record import read_record
 from m2flow.micro.records.journal import Journal
 from m2flow.micro.records.ledger import read_endings, read_num_failed, samples_digest
 from m2flow.micro.records.plan_file import check_edited
+from m2flow.micro.records.provenance import resolved_of
 from m2flow.micro.records.resume import DONE, ResumeState, read_resume_state
 from m2flow.micro.records.rundir import create_run_dir, move, naming_disk_errors, write_config, write_plan
 from m2flow.micro.records.storage import copy_pictures, fetch_run_dir, share
@@ -81,16 +82,19 @@ from m2flow.simulator.machines import paced
 from m2flow.spec import ClusterSpec, RunSettings
 
 
-def check_engines(plan: Plan, spec: ClusterSpec) -> None:
-    """Check that every engine of a plan is installed.
+def check_engines(plan: Plan, spec: ClusterSpec, models: Mapping[str, Model]) -> None:
+    """Check that every engine of a plan is installed, and that trainers can have the models of their roles.
 
     Raises:
-        EngineError: the plan names an engine that nobody knows. MissingExtra: what one needs is not installed.
+        EngineError: the plan names an engine that nobody knows, or a model or layout that one can't have. MissingExtra: what one needs is
+            not installed.
     """
     options: dict[str, Mapping[str, object]] = {"rollout": spec.rollout.options, "train": spec.train.options}
     for worker in plan.workers:
         for slot in worker.engines:
             check_engine(slot.engine, slot.kind, worker.device, options.get(slot.kind) if spec.launcher == "local" else None)
+            if slot.kind == "train" and slot.role in models:
+                check_trainer(slot.engine, models[slot.role], spec.train.options, worker.ranks)
 
 
 _LOCK = "run.lock"
@@ -196,6 +200,10 @@ class Summary:
 
     run_dir: str
     steps: int
+    steps_asked: int
+    """Steps that the flow's loops ask for; more than `steps` where it left one early."""
+    ended_early: str
+    """Why it did; empty where it did not."""
     samples: int
     """Samples generated, evaluations included."""
     tokens: int
@@ -286,8 +294,11 @@ class Run:
         self._replay: ReplayBackend | None = None
         self._graph: MacroGraph | None = None
         """The graph that a placement was searched for."""
+        self._traced: MacroGraph | None = None
+        """The graph of the flow's first steps."""
         self._plan: Plan | None = None
         self._num_steps: int | None = None
+        self._steps_asked, self._ended_early = 0, ""
         self._models: dict[str, Model] = {}
         self._journal: Journal | None = None
         self._controller: Controller | None = None
@@ -306,7 +317,7 @@ class Run:
         """
         with prints_muted():  # The flow prints when it runs.
             graph, self._models, num_steps = trace(self.flow, self.options, seed=self.settings.seed, steps=TRACED_STEPS)
-        self._num_steps = num_steps
+        self._num_steps, self._traced = num_steps, graph
         find_models(self._models, self.spec, with_weights=False)
         if self._resume is not None and (self._resume / "ledger.db").exists():
             check_same(read_record(self._resume), graph)
@@ -316,10 +327,10 @@ class Run:
                 now="Plan and simulate with it; to run here, leave `pools` out.",
             )
         pinned, is_deterministic, choice = self._pinned_plan, self.settings.deterministic, None
-        is_whole = num_steps <= TRACED_STEPS and not graph.observations and not is_searched(self.spec)
+        is_whole = num_steps <= TRACED_STEPS and not graph.observations and not is_searched(self.spec, self._models)
         copies = Copies() if is_whole else copies_made(self.flow, self.options, num_steps=num_steps, seed=self.settings.seed)
         self._models = {**copies.models, **self._models}
-        if is_searched(self.spec) and pinned is None:
+        if is_searched(self.spec, self._models) and pinned is None:
             graph = self._trace_further(graph)
             choice = question_of(graph, self._models, self.spec, profile=self._profile, copies=copies.sources).choose()
             self._graph = graph
@@ -336,7 +347,7 @@ class Run:
         if pinned is not None:
             check_edited(pinned, self._plan, self.spec)
         self._plan = paced(self._plan, graph, self._models, self.spec, self._profile)
-        if self._foresees and self._plan.choice is None and not self.settings.eager:
+        if self._foresees and self._models and self._plan.choice is None and not self.settings.eager:
             # The trace ended before it because a value is needed.
             if not any(call.method == "update" and call.step >= 0 for call in graph.calls):
                 graph = self._trace_further(graph)
@@ -390,7 +401,7 @@ class Run:
             M2FlowError: what went wrong; the samples up to there are in `run_dir`.
         """
         plan = self._plan or self.prepare()
-        check_engines(plan, self.spec)
+        check_engines(plan, self.spec, self._models)
         find_models(self._models, self.spec, with_weights=True)
         # Missing packages and accounts are reported before there is a directory.
         destinations(self.settings, Path(), self.flow.name, lambda said: None)
@@ -398,15 +409,7 @@ class Run:
             self.run_dir = fetch_run_dir(self._resume, self.settings.runs_dir) if self._resume else self._new_run_dir()
             with hold_run_lock(self.run_dir):
                 if self._resume is None:
-                    write_config(
-                        self.run_dir,
-                        flow_file=self._flow_file,
-                        options=self.options,
-                        settings=self.settings,
-                        spec=self.spec,
-                        models=self._models,
-                        repeats_decisions=self._decisions is not None,
-                    )
+                    self.write_config(self.run_dir)
                     write_plan(self.run_dir, plan)
                 else:
                     self._resumed = read_resume_state(self.run_dir, self._warn)
@@ -423,6 +426,19 @@ class Run:
                     self._write_pictures()
                     forwarding.close()
             return self._sum_up(wall_s, digests)
+
+    def write_config(self, run_dir: Path) -> None:
+        """Write what the run is, as far as `prepare` has found it out, to a directory's `config.json`."""
+        write_config(
+            run_dir,
+            flow_file=self._flow_file,
+            options=self.options,
+            settings=self.settings,
+            spec=self.spec,
+            models=self._models,
+            repeats_decisions=self._decisions is not None,
+            resolved=None if self._traced is None else resolved_of(self.flow, self.options, self._traced),
+        )
 
     def _new_run_dir(self) -> Path:
         run_dir, storage = create_run_dir(self.settings.runs_dir, self.flow.name), self.spec.storage
@@ -453,7 +469,8 @@ class Run:
 
     def _run_once(self, plan: Plan, how: str) -> tuple[float, Mapping[str, str]]:
         clear_leftovers(self.run_dir)
-        alarm, tensorboard = Alarm(self.spec.weights.warn_above, self._warn), has_tensorboard(self.settings)
+        alarm = Alarm(self.spec.weights.warn_above, self._warn, self.spec.weights.alarms)
+        tensorboard = has_tensorboard(self.settings)
         self._journal = Journal(self.run_dir, self._resumed, keeps=not self.settings.eager, tensorboard=tensorboard, alarm=alarm)
         self._journal.open()
         if how:
@@ -577,7 +594,9 @@ class Run:
 
     def _run_flow(self, backend: Backend) -> None:
         with prints_muted(lambda: self._replay is not None and not self._replay.is_live):
-            self.flow.run(self._recorded(backend), self.options, seed=self.settings.seed, max_steps=self._max_steps)
+            recorded, seed, sessions = self._recorded(backend), self.settings.seed, list[Session]()
+            self.flow.run(recorded, self.options, seed=seed, max_steps=self._max_steps, begun=sessions.append)
+            self._steps_asked, self._ended_early = sessions[0].num_steps, sessions[0].why_early
 
     @property
     def _is_live(self) -> bool:
@@ -632,6 +651,8 @@ class Run:
         return Summary(
             run_dir=str(self.run_dir),
             steps=tally.num_steps,
+            steps_asked=self._steps_asked,
+            ended_early=self._ended_early,
             samples=tally.num_samples,
             tokens=tally.num_tokens,
             left_out=read_endings(self.run_dir),

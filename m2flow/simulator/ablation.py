@@ -19,7 +19,18 @@ from pathlib import Path
 import msgspec
 
 from m2flow.errors import OptionError, PlanError, SpecError
-from m2flow.micro.protocol.cost_terms import Constant, Costs, DecodeCost, EngineId, Footprint, FunctionCost, Layout, Switch, TrainCost
+from m2flow.micro.protocol.cost_terms import (
+    Arithmetic,
+    Constant,
+    Costs,
+    DecodeCost,
+    EngineId,
+    Footprint,
+    FunctionCost,
+    Layout,
+    Switch,
+    TrainCost,
+)
 from m2flow.micro.protocol.plan import Plan
 from m2flow.rollout_scheduling.predictors import Oracle
 from m2flow.simulator.scenario import Outcome, Scenario
@@ -159,6 +170,15 @@ class Relaxed(Costs):
     def sync_s(self, role: str, source: tuple[str, Layout], target: tuple[str, Layout], *, is_same_devices: bool) -> float:
         return self._costs.sync_s(role, source, target, is_same_devices=is_same_devices)
 
+    def smaller_caches(self, engine: EngineId, pool: str, layout: Layout) -> Sequence[tuple[Footprint, int]]:
+        return self._costs.smaller_caches(engine, pool, layout)
+
+    def arithmetic(self, engine: EngineId, pool: str, layout: Layout) -> Arithmetic | None:
+        return self._costs.arithmetic(engine, pool, layout)
+
+    def rest_s(self) -> float:
+        return self._costs.rest_s()
+
     def hop_s(self, num_bytes: float, source: str, target: str) -> float:
         return self._costs.hop_s(num_bytes, source, target)
 
@@ -173,6 +193,9 @@ class NoSwitches(Relaxed):
 
 class NoSyncs(Relaxed):
     def sync_s(self, role: str, source: tuple[str, Layout], target: tuple[str, Layout], *, is_same_devices: bool) -> float:
+        return 0.0
+
+    def rest_s(self) -> float:
         return 0.0
 
 

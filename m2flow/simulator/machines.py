@@ -145,7 +145,8 @@ def machines_of(plan: Plan, spec: ClusterSpec, costs: Costs) -> dict[str, Machin
             switch = costs.switch(seat.engine, seat.pool, footprint)
             slot = slots[seat.engine.role, seat.engine.kind]
             is_resident = slot.stays or not worker.lease or (plan.choice is None and switch.is_resident)
-            leave_s, come_s = (0.0, 0.0) if is_resident else (switch.leave_s, switch.come_s)
+            rebuild_s = switch.rebuild_s if worker.lease else 0.0
+            leave_s, come_s = (0.0, rebuild_s) if is_resident else (switch.leave_s, switch.come_s)
             gives_s, gives_bytes = leave_s + come_s, footprint.kept_bytes
             if readable_offloaded(slot.engine):
                 gives_s, gives_bytes = costs.switch(seat.engine, seat.pool, Footprint(weights=footprint.weights)).come_s, 0
@@ -156,7 +157,8 @@ def machines_of(plan: Plan, spec: ClusterSpec, costs: Costs) -> dict[str, Machin
             if seat.engine.kind == "rollout" and role in trained:
                 trainer, source = trained[role]
                 is_same = trainer == worker.name or (bool(worker.lease) and worker.lease == leases[trainer])
-                syncs[role] = costs.sync_s(role, (source.pool, source.layout), (seat.pool, seat.layout), is_same_devices=is_same)
+                sync_s = costs.sync_s(role, (source.pool, source.layout), (seat.pool, seat.layout), is_same_devices=is_same)
+                syncs[role] = sync_s + costs.rest_s() * (role == next(iter(trained)))  # Once a step, as in the search.
         machines[worker.name] = Machine(
             worker.name,
             places.get(worker.name),

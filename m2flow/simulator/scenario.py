@@ -129,7 +129,7 @@ class Scenario:
         Raises:
             PlanError: there is none.
         """
-        return self._lowered(self.spec, self.question.choose() if is_searched(self.spec) else None)
+        return self._lowered(self.spec, self.question.choose() if is_searched(self.spec, self.models) else None)
 
     def plans(self) -> dict[Mode, Plan]:
         """The best plan of each mode: that of a free search, that with all engines on all devices, and those with generating and training

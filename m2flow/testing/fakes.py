@@ -46,8 +46,8 @@ from m2flow.engines.contract import (
 )
 from m2flow.engines.registry import built_in
 from m2flow.errors import EngineError, ModelError, PromptTooLong
-from m2flow.recipe import HEAD_OUTPUTS, PROXIMAL, AdamW, Model
-from m2flow.samples import Batch, Finish, Ragged, SampleId
+from m2flow.recipe import HEAD_OUTPUTS, PROXIMAL, REFERENCE_TOP_IDS, REFERENCE_TOP_LOGPROBS, TOP_LOGPROBS, Model, Optimizer
+from m2flow.samples import ROUTED_EXPERTS, Batch, Finish, Message, Prompt, Ragged, SampleId
 
 # ---- hashes, weights and texts
 
@@ -55,6 +55,7 @@ FAKE_WEIGHT = "fake.weight"
 FAKE_EOS = 1
 FAKE_CONTEXT = 4096
 
+_EOS_TEXT = "<eos>"
 _FIRST_BYTE = 3  # The ids below it are <pad>, <eos>, <unk>.
 _MASK = (1 << 64) - 1
 _PRINTABLE = (32, 95)  # The first id, and their number.
@@ -98,6 +99,39 @@ def encode_fake(text: str) -> list[int]:
 def decode_fake(ids: Iterable[int]) -> str:
     """Decode ids to text, without special ones."""
     return bytes(i - _FIRST_BYTE for i in ids if _FIRST_BYTE <= i < _FIRST_BYTE + 256).decode("utf-8", "replace")
+
+
+@final
+class FakeLanguage:
+    """The language of the fakes: a text is its bytes, and messages are written `<role>content`, each ended as the model ends its turns."""
+
+    template = "<role>content"
+    special_texts = (_EOS_TEXT,)
+
+    def __init__(self) -> None:
+        self.eos_ids = frozenset({FAKE_EOS})
+
+    def encode_prompt(self, prompt: Prompt) -> list[int]:
+        text = self.prompt_text(prompt)
+        return encode_fake(prompt) if isinstance(prompt, str) else self.encode_target(text or "")
+
+    def prompt_text(self, prompt: Prompt) -> str | None:
+        return None if isinstance(prompt, str) else self.conversation(prompt, ())
+
+    def encode_target(self, text: str) -> list[int]:
+        """Encode a text, in which `<eos>` stands for the end of a turn."""
+        parts = [encode_fake(part) for part in text.split(_EOS_TEXT)]
+        return [token for number, part in enumerate(parts) for token in ([FAKE_EOS] if number else []) + part]
+
+    def decode(self, ids: list[int]) -> str:
+        return decode_fake(ids)
+
+    def decode_all(self, ids: list[int]) -> str:
+        return "".join(_EOS_TEXT if token == FAKE_EOS else decode_fake([token]) for token in ids)
+
+    def conversation(self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]]) -> str:
+        shown = "".join(f"<tool {tool['function']['name']}>" for tool in tools)  # type: ignore[index]
+        return shown + "".join(f"<{one['role']}>{one.get('content')}{_EOS_TEXT}" for one in messages) + "<assistant>"
 
 
 # ---- rollout engine
@@ -203,18 +237,20 @@ class FakeRollout(RolloutEngine):
                 self._extend(sequence)
         done = [sequence for sequence in self._running if sequence.finish is not None]
         self._running = [sequence for sequence in self._running if sequence.finish is None]
-        return [_generated(sequence, sequence.finish) for sequence in done]
+        return [_generated(sequence, sequence.finish, self._model) for sequence in done]
 
     def abort(self, ids: Iterable[int]) -> list[Generated]:
         wanted = set(ids)
         taken = [sequence for sequence in self._queue + self._running if sequence.request.id in wanted]
         self._queue = [sequence for sequence in self._queue if sequence.request.id not in wanted]
         self._running = [sequence for sequence in self._running if sequence.request.id not in wanted]
-        return [_generated(sequence, Finish.ABORT) for sequence in taken]
+        return [_generated(sequence, Finish.ABORT, self._model) for sequence in taken]
 
     def snapshot(self, ids: Iterable[int]) -> list[Generated]:
         wanted = set(ids)
-        return [_generated(sequence, Finish.ABORT) for sequence in self._queue + self._running if sequence.request.id in wanted]
+        return [
+            _generated(sequence, Finish.ABORT, self._model) for sequence in self._queue + self._running if sequence.request.id in wanted
+        ]
 
     def progress(self) -> dict[int, int]:
         return {sequence.request.id: len(sequence.tokens) for sequence in self._queue + self._running}
@@ -250,6 +286,9 @@ class FakeRollout(RolloutEngine):
     def weights(self) -> Iterator[tuple[str, Any]]:
         assert self._weights is not None
         yield FAKE_WEIGHT, self._weights
+
+    def language(self) -> FakeLanguage:
+        return FakeLanguage()
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
         if self._is_away or self._weights is None:
@@ -288,7 +327,7 @@ def _encoded(request: Request) -> tuple[list[int], str | None]:
     return [token for token in request.prompt if isinstance(token, int)], request.prompt_text
 
 
-def _generated(sequence: _Sequence, finish: Finish | None) -> Generated:
+def _generated(sequence: _Sequence, finish: Finish | None, model: Model) -> Generated:
     assert finish is not None
     stops = sequence.stop_texts if finish is Finish.STOP else None
     return Generated(
@@ -300,15 +339,22 @@ def _generated(sequence: _Sequence, finish: Finish | None) -> Generated:
         kv_stale=np.array(sequence.kv_stale, np.bool_),
         finish=finish,
         text=stops.shorten(np.array(sequence.tokens, np.int32)) if stops else decode_fake(sequence.tokens),
+        routed_experts=fake_experts([*sequence.prompt, *sequence.tokens], len(sequence.prompt)) if model.routing == "rollout" else None,
         prompt_text=sequence.prompt_text,
     )
+
+
+def fake_experts(tokens: Sequence[int], salt: int) -> npt.NDArray[np.uint8]:
+    """Two experts of eight for each token in one layer, as if they were chosen."""
+    first = (np.array(tokens, np.int64) + salt) % 8
+    return np.stack([first, (first + 1 + first % 7) % 8], 1)[:, None].astype(np.uint8)
 
 
 # ---- train engine
 
 PRIME = (1 << 61) - 1
 _STATE = "fake_train.json"
-_COMPUTED = {"sequence_lengths", "sequence_ids", "group_ids"}.union(*HEAD_OUTPUTS.values())
+_COMPUTED = {"sequence_lengths", "sequence_ids", "group_ids", "random_numbers"}.union(*HEAD_OUTPUTS.values())
 
 
 class FakeTrain(TrainEngine):
@@ -340,6 +386,14 @@ class FakeTrain(TrainEngine):
     def offload(self) -> None:
         self._is_away = True
 
+    def copy_from(self, source: TrainEngine, share: float = 1.0) -> None:
+        """Of integers a share is a combination of its own that tells own, other and share apart."""
+        if share == 1:
+            super().copy_from(source)
+            return
+        assert isinstance(source, FakeTrain)
+        self._weights = (3 * self._weights + (5 + int(share * 2**20)) * source._weights) % 2**31
+
     def accumulate(self, batch: Batch, objective: Objective) -> Sums:
         self._check_place()
         foreign = HEAD_OUTPUTS["lm" if self._model.head == "value" else "value"]
@@ -348,7 +402,9 @@ class FakeTrain(TrainEngine):
         batch = _tokenised(batch)
         names = ["behaviour_logprobs" if name == "logprobs" else name for name in sorted(batch.columns) if name == "logprobs"]
         corrected = [objective.loss.correction] if objective.loss.correction is not None else []
-        names = sorted({*names, *objective.loss.needs, *([PROXIMAL] if corrected else [])} - _COMPUTED)
+        top = [REFERENCE_TOP_IDS] if TOP_LOGPROBS in objective.loss.needs else []
+        routed = [ROUTED_EXPERTS] if self._model.routing is not None and ROUTED_EXPERTS in batch else []
+        names = sorted({*names, *routed, *objective.loss.needs, *top, *([PROXIMAL] if corrected else [])} - _COMPUTED)
         columns = {name: "logprobs" if name == "behaviour_logprobs" else name for name in names}
         missing = [name for name, column in columns.items() if column not in batch]
         if missing:
@@ -366,7 +422,7 @@ class FakeTrain(TrainEngine):
         self._num_accumulated += num_tokens
         return Sums(len(batch), num_tokens, len(tokens.values), {"loss": float(loss)})
 
-    def apply(self, optimizer: AdamW, denominator: float) -> Mapping[str, float]:
+    def apply(self, optimizer: Optimizer, denominator: float) -> Mapping[str, float]:
         self._check_place()
         gradient, num_accumulated = self._gradient, self._num_accumulated
         self.discard()
@@ -385,7 +441,22 @@ class FakeTrain(TrainEngine):
         self._num_accumulated = 0
 
     def logprobs(self, batch: Batch) -> Batch:
-        return self._of_tokens(batch, "lm", "reference_logprobs", -1)
+        found = self._of_tokens(batch, "lm", "reference_logprobs", -1)
+        if self._model.routing != "trainer":
+            return found
+        tokens = _tokenised(batch).ragged("tokens")
+        return found.with_columns(**{ROUTED_EXPERTS: Ragged(fake_experts(tokens.values.tolist(), int(self._weights[0])), tokens.offsets)})
+
+    def top_logprobs(self, batch: Batch, top_k: int) -> Batch:
+        """As likeliest tokens, those that follow a token's own id; the distribution of these and the rest is made of its `logprobs`."""
+        found = self.logprobs(batch)
+        tokens, mask = _tokenised(batch).ragged("tokens"), _tokenised(batch).ragged("loss_mask")
+        offsets = np.concatenate(([0], np.cumsum(mask.values)))[mask.offsets].astype(np.int64)
+        own = [column.values[mask.values.astype(bool)] for column in (tokens, found.ragged("reference_logprobs"))]
+        ids = (own[0][:, None] + np.arange(1, top_k + 1)).astype(np.int32)
+        top = own[1][:, None].astype(np.float64) * np.arange(1, top_k + 2)
+        top = (top - np.logaddexp.reduce(top, axis=1, keepdims=True)).astype(np.float32)
+        return found.with_columns(**{REFERENCE_TOP_IDS: Ragged(ids, offsets), REFERENCE_TOP_LOGPROBS: Ragged(top, offsets)})
 
     def values(self, batch: Batch) -> Batch:
         return self._of_tokens(batch, "value", "values", 1)
@@ -507,7 +578,7 @@ class FakeRanks(FakeTrain):
         self._gradient, self._num_accumulated = (gradient + grown) % PRIME, num_accumulated + num_tokens
         return Sums(num_sequences, num_tokens, num_context_tokens, {"loss": float(loss)})
 
-    def apply(self, optimizer: AdamW, denominator: float) -> Mapping[str, float]:
+    def apply(self, optimizer: Optimizer, denominator: float) -> Mapping[str, float]:
         self._all_reduce()
         return super().apply(optimizer, denominator)
 

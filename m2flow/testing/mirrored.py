@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from m2flow.engines.contract import EngineSettings, Memory, Objective, Sums, Tensor, TrainEngine
 from m2flow.errors import InternalError, M2FlowError
-from m2flow.recipe import AdamW, Model
+from m2flow.recipe import Model, Optimizer
 from m2flow.samples import Batch
 
 Factory = Callable[[Model, EngineSettings], TrainEngine]
@@ -83,7 +83,7 @@ def _serve_rank(end: Connection) -> None:
                 for _ in getattr(engines[number], method)():
                     pass
             elif method == "copy_from":
-                engines[number].copy_from(engines[arguments[0]])
+                engines[number].copy_from(engines[arguments[0]], arguments[1])
             elif method == "adapter_reference":
                 role, model, new = arguments
                 engines[new] = _not_none(engines[number].adapter_reference(role, model))
@@ -137,7 +137,7 @@ class Mirrored(TrainEngine):
         sums: Sums = self._on_all_ranks("accumulate", batch, objective)
         return sums
 
-    def apply(self, optimizer: AdamW, denominator: float) -> Mapping[str, float]:
+    def apply(self, optimizer: Optimizer, denominator: float) -> Mapping[str, float]:
         metrics: Mapping[str, float] = self._on_all_ranks("apply", optimizer, denominator)
         return metrics
 
@@ -146,6 +146,9 @@ class Mirrored(TrainEngine):
 
     def logprobs(self, batch: Batch) -> Batch:
         return self._rows("logprobs", batch)
+
+    def top_logprobs(self, batch: Batch, top_k: int) -> Batch:
+        return self._rows("top_logprobs", batch, top_k)
 
     def values(self, batch: Batch) -> Batch:
         return self._rows("values", batch)
@@ -171,10 +174,10 @@ class Mirrored(TrainEngine):
         self._followers.wait()
         return iter(found)
 
-    def copy_from(self, source: TrainEngine) -> None:
+    def copy_from(self, source: TrainEngine, share: float = 1.0) -> None:
         assert isinstance(source, Mirrored)
-        self._followers.tell(self._number, "copy_from", source._number)
-        self._own.copy_from(source._own)
+        self._followers.tell(self._number, "copy_from", source._number, share)
+        self._own.copy_from(source._own, share)
         self._followers.wait()
 
     def adapter_reference(self, role: str, model: Model) -> TrainEngine:
@@ -195,8 +198,8 @@ class Mirrored(TrainEngine):
     def load(self, path: str) -> None:
         self._on_all_ranks("load", path)
 
-    def _rows(self, method: str, batch: Batch) -> Batch:
-        rows: Batch = self._on_all_ranks(method, batch)
+    def _rows(self, method: str, batch: Batch, *arguments: object) -> Batch:
+        rows: Batch = self._on_all_ranks(method, batch, *arguments)
         return rows
 
     def _on_all_ranks(self, method: str, *arguments: object) -> Any:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, final
 
 from m2flow.errors import DatasetError, OpError
-from m2flow.macro.critic import Critic, gae
+from m2flow.macro.critics import Critic, gae
 from m2flow.macro.datasets import Dataset
 from m2flow.macro.flow import Flow
 from m2flow.macro.handles import Metrics, Rows, concat, where

@@ -25,13 +25,16 @@ import pytest
 
 from m2flow.engines.contract import Objective, Sums, TrainEngine
 from m2flow.errors import EngineError, ModelError
-from m2flow.recipe import AdamW, Loss
+from m2flow.recipe import REFERENCE_TOP_IDS, REFERENCE_TOP_LOGPROBS, TOP_LOGPROBS, AdamW, Loss
 from m2flow.samples import Batch, Ragged, make_ids
 
 PPO = Objective(Loss("ppo_clip", "m2flow.algorithms.losses:ppo_clip", ("logprobs", "behaviour_logprobs", "advantages")))
 NLL = Objective(Loss("nll", "m2flow.algorithms.losses:nll", ("logprobs",)))
 DPO = Objective(
-    Loss("dpo", "m2flow.algorithms.losses:dpo", ("logprobs", "reference_logprobs", "chosen", "sequence_ids", "group_ids"), "groups")
+    Loss("dpo", "m2flow.algorithms.preferences:dpo", ("logprobs", "reference_logprobs", "chosen", "sequence_ids", "group_ids"), "groups")
+)
+DISTILL = Objective(
+    Loss("distill_top_k", "m2flow.algorithms.losses:distill_top_k", (TOP_LOGPROBS, REFERENCE_TOP_LOGPROBS), options=(("direction", "js"),))
 )
 RECIPE = AdamW(lr=1e-2)
 
@@ -153,6 +156,21 @@ class TrainEngineSuite:
             assert distance(copied(target), changed) == 0
             assert distance(copied(source), changed) == 0
 
+    def test_it_takes_a_share_of_the_weights_of_another(self) -> None:
+        with started(self.make()) as source, started(self.make()) as target:
+            before = copied(target)
+            source.accumulate(samples(self.vocabulary), PPO)
+            source.apply(LINEAR, 1.0)
+            changed = copied(source)
+            target.copy_from(source, 0.25)
+            blended = copied(target)
+            assert distance(copied(source), changed) == 0
+            assert distance(blended, before) > 0 < distance(blended, changed)
+            for name, values in blended.items():
+                if values.dtype.kind == "f":  # Of whole numbers there are no shares.
+                    expected = 0.75 * before[name].astype(np.float64) + 0.25 * changed[name]
+                    assert np.abs(values - expected).max() <= 1e-6 * np.abs(expected).max(), name
+
     def test_one_that_gives_while_it_is_off_its_device_gives_the_same(self) -> None:
         with started(self.make()) as source, started(self.make()) as target:
             if not source.capabilities.readable_offloaded:
@@ -237,6 +255,40 @@ class TrainEngineSuite:
         assert np.all(column.values[mask.values.astype(bool)] <= 0)
         self.assert_close({"": column.values}, {"": parts.ragged("reference_logprobs").values})
 
+    def test_likeliest_tokens_are_aligned_with_masked_tokens(self) -> None:
+        batch = samples(self.vocabulary)
+        shuffled = batch.take(np.random.default_rng(0).permutation(len(batch)))
+        with started(self.make()) as engine:
+            _skip_without_likeliest(engine)
+            whole, plain = engine.top_logprobs(batch, 3), engine.logprobs(batch)
+            parts = Batch.concat([engine.top_logprobs(part, 3) for part in cut(shuffled, [5, 7])]).select(batch.ids)
+        num_masked = np.add.reduceat(batch.ragged("loss_mask").values.astype(np.int64), batch.ragged("tokens").offsets[:-1])
+        ids, top = whole.ragged(REFERENCE_TOP_IDS), whole.ragged(REFERENCE_TOP_LOGPROBS)
+        assert ids.values.dtype == np.int32
+        assert ids.values.shape == (num_masked.sum(), 3)
+        assert top.values.dtype == np.float32
+        assert top.values.shape == (num_masked.sum(), 4)
+        assert np.array_equal(ids.lengths, num_masked)
+        assert np.array_equal(top.lengths, num_masked)
+        assert np.array_equal(ids.values, parts.ragged(REFERENCE_TOP_IDS).values)
+        self.assert_close({"": top.values}, {"": parts.ragged(REFERENCE_TOP_LOGPROBS).values})
+        self.assert_close({"": whole.ragged("reference_logprobs").values}, {"": plain.ragged("reference_logprobs").values})
+        if not self.is_exact:
+            np.testing.assert_allclose(np.exp(top.values).sum(1), 1, atol=1e-5)
+
+    def test_a_divergence_over_likeliest_tokens_does_not_depend_on_how_a_mini_batch_is_cut(self) -> None:
+        batch = samples(self.vocabulary)
+        with started(self.make()) as engine:
+            _skip_without_likeliest(engine)
+            found = engine.top_logprobs(batch, 3)
+        top = found.ragged(REFERENCE_TOP_LOGPROBS)  # Of other weights: its own would leave no gradient.
+        batch = batch.join(found).with_columns(**{REFERENCE_TOP_LOGPROBS: Ragged(top.values[::-1].copy(), top.offsets)})
+        results = [self._trained(cut(batch, sizes), objective=DISTILL) for sizes in ([12], [5, 7], [1] * 12)]
+        (first_sums, first_weights), *others = results
+        for sums, weights in others:
+            self.assert_close(metric_weights(sums), metric_weights(first_sums))
+            self.assert_close(weights, first_weights)
+
     def test_demonstrations_are_tokenised_with_the_mask_on_the_target(self) -> None:
         ids = make_ids(0, 3)
         batch = Batch(ids, {"prompt": Ragged.texts(["1+1=", "2+2=", "10+7="]), "target": Ragged.texts(["2", "4", "17"])})
@@ -298,6 +350,11 @@ class TrainEngineSuite:
             sums = [engine.accumulate(batch, objective) for batch in micro_batches]
             engine.apply(LINEAR, denominator)
             return added(sums), copied(engine)
+
+
+def _skip_without_likeliest(engine: TrainEngine) -> None:
+    if type(engine).top_logprobs is TrainEngine.top_logprobs:
+        pytest.skip(f"the train engine {engine.name!r} gives no log-probabilities of likeliest tokens")
 
 
 NEXT = AdamW(lr=3e-3, warmup_steps=2, schedule="cosine", total_steps=9)

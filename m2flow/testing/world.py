@@ -243,6 +243,8 @@ class World(Backend):
         order_seed: int,
         num_losses: int,
         run_dir: Path,
+        *,
+        is_recorded: bool = False,
     ) -> None:
         self.answer = Answer()
         self._flow = flow
@@ -257,7 +259,7 @@ class World(Backend):
         self._order = random.Random(order_seed)
         self._outbox = MemoryOutbox()
         self._inbox = MemoryInbox()
-        self._journal = Journal(run_dir) if num_losses else None
+        self._journal = Journal(run_dir) if num_losses or is_recorded else None
         self._records = Records() if self._journal is None else JournalRecords(self._journal, run_dir)
         self._core = ControllerCore(plan, scheduler, self._records, RandomTimeouts(self._order))
         self._calls: dict[int, Call] = {}
@@ -551,12 +553,14 @@ def run_planned(
     num_losses: int = 0,
     flush_tokens: int = 3,
     run_dir: Path | None = None,
+    is_recorded: bool = False,
 ) -> Answer:
     """Run a flow by the plan of a spec, with the interleaving of `order_seed`.
 
     Trained models are saved under `save_to`. The flow calls the backend that `around` makes of the world: a recorder, a replay. `seated`
     may change the plan's placement. `num_losses` workers are lost during the run and restarted; then running samples are recorded every
-    `flush_tokens`, and ledger and segments are in `run_dir`.
+    `flush_tokens`, and ledger and segments are in `run_dir`. `is_recorded` also makes a ledger where none is lost: episodes write their
+    tools down.
     """
     graph, models, num_steps = trace(flow, options, seed=seed, assume=0.0)
     copies = copies_made(flow, options, num_steps=num_steps, seed=seed)
@@ -570,7 +574,7 @@ def run_planned(
             return make_worker(plan, planned, models, spec, seed, place, incarnation, deterministic=deterministic, flush_tokens=every)
 
         scheduler = Scheduler(plan, deterministic=deterministic, max_attempts=num_losses + 1)
-        world = World(flow.name, Lowering(plan, spec), scheduler, plan, make, order_seed, num_losses, Path(place))
+        world = World(flow.name, Lowering(plan, spec), scheduler, plan, make, order_seed, num_losses, Path(place), is_recorded=is_recorded)
         try:
             world.open()
             try:

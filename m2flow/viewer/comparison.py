@@ -1,7 +1,7 @@
 """Compare two runs: how much longer one's steps took, where that time went, and their metrics over steps.
 
     RunTrace, Analysis of each --comparison_of--> Comparison
-    metrics.jsonl --read_series--> name -> (steps, values)
+    metrics.jsonl --read_series--> name -> (steps, values);  name --about_metric--> MetricAbout: section, definition, healthy values
     Analysis.steps --series_of_steps--> the same for efficiency, tokens a second and staleness
 
 Only steps that both runs have are compared, so that the warm-up or a longer training of one does not count. The difference of a step is
@@ -12,7 +12,11 @@ step at work, and idle by cause. A metric's value that was not finite is a gap, 
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
+import re
+import sqlite3
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -22,10 +26,13 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from m2flow.errors import SpecError
+from m2flow.micro.records.rundir import reading_ledger
 from m2flow.observe.metrics import metrics_path
+from m2flow.observe.spans import SpanName
 from m2flow.planner.explaining import differences
 from m2flow.viewer.analysis import Analysis, PathShare, StepAnalysis
-from m2flow.viewer.run_trace import SAMPLE, RunTrace
+from m2flow.viewer.run_trace import SAMPLE, TRAIN, RunTrace
 
 # ---- metrics over steps
 
@@ -39,6 +46,139 @@ class Series(msgspec.Struct):
 
 
 @final
+class MetricAbout(msgspec.Struct):
+    """What a metric is."""
+
+    section: str
+    """One of `SECTIONS`."""
+    means: str = ""
+    healthy: str = ""
+    low: float | None = None
+    """The least healthy value, where there is one for all runs."""
+    high: float | None = None
+
+
+@final
+class Bands(msgspec.Struct):
+    """Quantiles of a number over the samples of each step, evaluations not included."""
+
+    steps: list[int]
+    quantiles: dict[str, list[float]]
+    """`least`, `p10`, `p25`, `median`, `p75`, `p90`, `most` -> one value a step."""
+
+
+@final
+class SetupCurve(msgspec.Struct):
+    """The optimiser steps of an update before the loop."""
+
+    label: str
+    line: str
+    at_s: list[float]
+    """When each ended, in seconds since the first began."""
+    loss: list[float | None]
+    num_steps: int
+    """How many there have been."""
+    most_steps: int | None
+    """How many there will be; None where that is not known."""
+    left_s: float | None
+    """Seconds until the last one, at the pace so far; 0 once the loop has begun."""
+
+
+SECTIONS = ("learning", "stability", "mismatch", "lengths", "speed", "other")
+_ABOUT: tuple[tuple[str, MetricAbout], ...] = (
+    (r"(setup/)?reward", MetricAbout("learning", "mean reward of the samples that the update trained on", "rises, then levels off")),
+    (
+        r"reward_std",
+        MetricAbout("learning", "standard deviation of these rewards", "above 0: without spread there is nothing to learn", 1e-9),
+    ),
+    (
+        r"(eval/)?(accuracy|pass@\d+|maj@\d+|avg).*",
+        MetricAbout("learning", "evaluation: the share or mean over a dataset kept apart", "rises"),
+    ),
+    (
+        r"(.*/)?entropy",
+        MetricAbout(
+            "stability", "mean entropy of the policy's next-token distribution, nats", "falls slowly; near 0 it explores no more", 0.02
+        ),
+    ),
+    (r"(.*/)?grad_norm", MetricAbout("stability", "norm of the gradient before clipping", "steady; ten times its median is an explosion")),
+    (r"(.*/)?loss", MetricAbout("stability", "the loss of the update", "finite; of a policy gradient its level says little")),
+    (r"(.*/)?lr", MetricAbout("stability", "learning rate of the last optimiser step", "as scheduled")),
+    (
+        r"(.*/)?(kl|kl_to_reference)",
+        MetricAbout("stability", "divergence from the reference policy, nats a token", "small and slowly rising"),
+    ),
+    (r"clipped(_.*)?", MetricAbout("stability", "share of tokens whose ratio the loss clipped", "below 0.3", None, 0.3)),
+    (r"ratio", MetricAbout("stability", "mean ratio of the new policy's probability of a token to the old one's", "near 1", 0.8, 1.25)),
+    (
+        r"logprob_diff_abs",
+        MetricAbout(
+            "stability", "mean |difference| of log-probabilities: weights of the update to those that sampled", "below 0.1", None, 0.1
+        ),
+    ),
+    (
+        r"rollout_diff/mean",
+        MetricAbout(
+            "mismatch",
+            "mean |difference| of log-probabilities, trainer to rollout engine, same weights, nats",
+            "1e-7 to 1e-5 in float32, up to 0.02 in bfloat16",
+            None,
+            0.02,
+        ),
+    ),
+    (r"rollout_diff/max", MetricAbout("mismatch", "the largest of these differences", "below 1; more with experts", None, 1.0)),
+    (
+        r"rollout_diff/k3",
+        MetricAbout("mismatch", "estimate of KL(rollout || trainer) with the same weights, nats a token", "below 0.001", None, 1e-3),
+    ),
+    (r"rollout_diff/tokens", MetricAbout("mismatch", "tokens that were compared", "")),
+    (
+        r"rollout_kl(/.*)?",
+        MetricAbout("mismatch", "estimate of KL(rollout || trainer before the update), nats a token", "below 0.01", None, 0.01),
+    ),
+    (
+        r"proximal_kl(/.*)?",
+        MetricAbout("mismatch", "estimate of KL(trainer before the update || rollout), nats a token", "below 0.01", None, 0.01),
+    ),
+    (r"chi_square(/.*)?", MetricAbout("mismatch", "chi-square divergence of trainer and rollout", "below 0.1", None, 0.1)),
+    (
+        r"effective_sample_share(/.*)?",
+        MetricAbout("mismatch", "effective sample size as a share: (mean w)^2 / mean w^2 of the correction's weights", "above 0.5", 0.5),
+    ),
+    (
+        r"rollout_ratio_p\d+(/.*)?",
+        MetricAbout("mismatch", "quantile over tokens of p_trainer / p_rollout", "p50 near 1; p01 and p99 within 0.5 to 2", 0.5, 2.0),
+    ),
+    (
+        r"correction_(clipped|vetoed)(/.*)?",
+        MetricAbout("mismatch", "share of tokens whose weight a bound, or the veto, changed", "below 0.1", None, 0.1),
+    ),
+    (r"correction_weight(/.*)?", MetricAbout("mismatch", "mean importance weight of the correction", "near 1", 0.8, 1.25)),
+    (r"(.*/)?response_length", MetricAbout("lengths", "mean tokens of a response", "a quick rise without reward is padding")),
+    (r"lengths/.*_ratio", MetricAbout("lengths", "mean length of this class by that of all samples of the step", "near 1", 0.5, 2.0)),
+    (r"lengths/.*_num", MetricAbout("lengths", "samples of this class")),
+    (r"lengths/.*_mean", MetricAbout("lengths", "mean tokens of a response of this class")),
+    (r"lengths/.*_reward", MetricAbout("lengths", "mean first reward of this class")),
+    (r"schedule/efficiency", MetricAbout("speed", "the step's lower bound by its time, without evaluations", "above 0.5", 0.3)),
+    (r"schedule/tokens_per_s", MetricAbout("speed", "tokens generated in the step by its seconds")),
+    (r"schedule/staleness", MetricAbout("speed", "mean versions that trained samples are behind", "within the flow's bound")),
+    (r"(.*/)?num_(tokens|sequences|steps)", MetricAbout("speed", "tokens, samples or optimiser steps of the update")),
+)
+
+
+def about_metric(name: str) -> MetricAbout:
+    """Return the section of a metric, its definition and its healthy values.
+
+    >>> about_metric("rollout_diff/mean").section, about_metric("my_metric").section
+    ('mismatch', 'other')
+    """
+    found = next((about for pattern, about in _ABOUT if re.fullmatch(pattern, name)), MetricAbout("other"))
+    if name.startswith("setup/"):
+        return msgspec.structs.replace(found, means=f"before the loop: {found.means}" if found.means else "before the loop")
+    return found
+
+
+@final
 class Training(msgspec.Struct):
     """The metrics of one run over steps."""
 
@@ -46,6 +186,13 @@ class Training(msgspec.Struct):
     time_s: Series
     """When each step's last line was written, in seconds since the first."""
     non_finite: dict[str, int]
+    tokens: Series
+    """Tokens trained on up to and with each step."""
+    about: dict[str, MetricAbout]
+    bands: dict[str, Bands]
+    """Distributions over the samples of each step."""
+    setup: SetupCurve | None
+    """What an update before the loop (a warm start) reported so far."""
 
 
 class _Line(msgspec.Struct):
@@ -72,16 +219,84 @@ def read_series(run_dir: Path) -> Training:
             if value is None:
                 non_finite[name] = non_finite.get(name, 0) + 1
     began = min(times.values(), default=0.0)
+    tokens: dict[int, float | None] = {}
+    sum_ = 0.0
+    for step, number in sorted(found.get("num_tokens", {}).items()):
+        sum_ += number or 0.0
+        tokens[step] = sum_
     return Training(
-        {name: _series(values) for name, values in found.items()},
-        _series({step: at - began for step, at in times.items()}),
-        non_finite,
+        series={name: _series(values) for name, values in found.items()},
+        time_s=_series({step: at - began for step, at in times.items()}),
+        non_finite=non_finite,
+        tokens=_series(tokens),
+        about={name: about_metric(name) for name in found},
+        bands={},
+        setup=None,
     )
+
+
+_QUANTILES_OF_BANDS = {"least": 0.0, "p10": 0.1, "p25": 0.25, "median": 0.5, "p75": 0.75, "p90": 0.9, "most": 1.0}
+
+
+def bands_of(steps: Sequence[int], values: Sequence[float | None], wanted: Sequence[bool]) -> Bands:
+    """Return quantiles of the values of each step; of the samples that are wanted and have a value."""
+    known = np.array([value is not None and keep for value, keep in zip(values, wanted, strict=True)], np.bool_)
+    of_step = np.array(steps, np.int64)[known]
+    held = np.array([value if value is not None else np.nan for value in values], np.float64)[known]
+    numbers = np.unique(of_step)
+    found: dict[str, list[float]] = {name: [] for name in _QUANTILES_OF_BANDS}
+    for number in numbers:
+        at = np.quantile(held[of_step == number], list(_QUANTILES_OF_BANDS.values()))
+        for name, value in zip(_QUANTILES_OF_BANDS, at.tolist(), strict=True):
+            found[name].append(round(value, 6))
+    return Bands(numbers.tolist(), found)
+
+
+def setup_curve(trace: RunTrace) -> SetupCurve | None:
+    """Return the optimiser steps that were made before the loop; None: there was none."""
+    columns = trace.columns
+    if SpanName.TRAIN_APPLY not in columns.names.texts:
+        return None
+    applies = columns["name"] == columns.names.texts.index(SpanName.TRAIN_APPLY)
+    early = np.flatnonzero(applies & (trace.step < 0) & (trace.call >= 0))
+    if not len(early):
+        return None
+    early = early[np.argsort(columns["end"][early], kind="stable")]
+    mine = early[trace.call[early] == trace.call[early[-1]]]
+    call = trace.calls.by_ordinal.get(int(trace.call[mine[0]]))
+    works = np.flatnonzero((trace.call == trace.call[mine[0]]) & (trace.group == TRAIN))
+    began = int(columns["start"][works].min())
+    at_s = ((columns["end"][mine] - began) / 1e9).round(3).tolist()
+    most = _steps_asked(trace, call.ordinal) if call else None
+    is_over = bool(trace.steps) or (most is not None and len(mine) >= most)
+    left_s = 0.0 if is_over else None if most is None else at_s[-1] / len(mine) * (most - len(mine))
+    role = call.name.partition(".")[0] if call else ""
+    losses = trace.columns.counters.get((columns.workers.texts[int(columns["worker"][mine[0]])], f"loss, {role}"))
+    told = losses.values[: len(mine)] if losses is not None else []
+    loss = [round(value, 6) if math.isfinite(value) else None for value in told]
+    return SetupCurve(call.name if call else "", call.site if call else "", at_s, loss, len(mine), most, left_s)
+
+
+def _steps_asked(trace: RunTrace, ordinal: int) -> int | None:
+    """Return how many optimiser steps a call asks for: its samples by its mini-batch size, in each epoch."""
+    call = trace.calls.by_ordinal[ordinal]
+    said = dict(call.arguments)
+    size, epochs = said.get("minibatch_size", ""), said.get("epochs", "1")
+    if not size.isdigit() or not epochs.isdigit():
+        return None
+    with contextlib.suppress(SpecError, sqlite3.Error), reading_ledger(trace.run_dir) as db:
+        source = next((source for name, source in call.inputs if name in ("samples", "responses", "rows")), None)
+        row = db.execute("SELECT num_rows FROM cursors WHERE call = ?", (source,)).fetchone()
+        return -(-int(row[0]) // int(size)) * int(epochs) if row and row[0] else None
+    return None
+
+
+_OF_STEPS = ("schedule/efficiency", "schedule/tokens_per_s", "schedule/staleness")
 
 
 def series_of_steps(steps: Sequence[StepAnalysis]) -> dict[str, Series]:
     """Make series of each step's efficiency, generated tokens a second, and mean staleness of its samples."""
-    found: dict[str, dict[int, float | None]] = {"schedule/efficiency": {}, "schedule/tokens_per_s": {}, "schedule/staleness": {}}
+    found: dict[str, dict[int, float | None]] = {name: {} for name in _OF_STEPS}
     for one in steps:
         if one.efficiency is not None:
             found["schedule/efficiency"][one.step] = one.efficiency

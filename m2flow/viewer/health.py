@@ -1,27 +1,35 @@
-"""Report the health of a run's processes: last spans, losses and restarts, channels and their credits, counters and logs.
+"""Report the health of a run: its processes, channels, counters and logs, and alerts by rules with a threshold each.
 
-RunTrace, ledger.db, logs/ --health_of--> Health
-ledger.db, the run's lock --state_of--> State
+    RunTrace, ledger.db, logs/ --health_of--> Health
+    metrics.jsonl, RunTrace --alerts_of--> Alert ..., the worst first
+    ledger.db, the run's lock --state_of--> State
+
+A rule looks at the newest steps and, where it is about a change, at the first ones. `RULES` has each with its threshold and its page of
+documentation.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import re
 import sqlite3
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import final
 
 import msgspec
 import numpy as np
 
+from m2flow.errors import SpecError
 from m2flow.micro.records.ledger import read_incidents
 from m2flow.micro.records.rundir import reading_ledger
+from m2flow.observe.metrics import read_metrics
 from m2flow.observe.store import CounterColumn
+from m2flow.samples import Finish
 from m2flow.viewer.run_trace import RunTrace
 
 _CHANNEL = re.compile(r"channel to (?P<target>.+): (?P<what>[a-z ]+)")
@@ -107,6 +115,69 @@ class Happened(msgspec.Struct):
 
 
 @final
+class Rule(msgspec.Struct, frozen=True):
+    """A rule of `alerts_of`."""
+
+    title: str
+    level: str
+    """`bad` or `warn`."""
+    threshold: str
+    """When it holds."""
+    page: str
+    """The page of documentation, from the repository's root."""
+
+
+RULES = {
+    "not finite": Rule("a metric is not finite", "bad", "any NaN or infinity", "docs/guide/schedule.md#alerts"),
+    "gradient": Rule(
+        "the gradient explodes", "bad", "grad_norm of a recent step above 10 times the median before", "docs/guide/schedule.md#alerts"
+    ),
+    "entropy": Rule("entropy has collapsed", "warn", "entropy below a tenth of that of the first steps", "docs/guide/flows-algorithms.md"),
+    "no variance": Rule(
+        "groups without variance", "warn", "in above 70% of recent groups all rewards are equal", "docs/guide/flows-algorithms.md"
+    ),
+    "truncated": Rule(
+        "responses are cut off",
+        "warn",
+        "above 25% of recent samples end at the token limit",
+        "docs/guide/rollout-scheduling.md#length-bias",
+    ),
+    "mismatch": Rule(
+        "trainer and rollout differ",
+        "bad",
+        "rollout_diff/mean above 0.1 nats, or an effective sample share below 0.3",
+        "docs/internals/weights.md#trainer-and-rollout-mismatch",
+    ),
+    "length drift": Rule(
+        "lengths drift while the reward rises",
+        "warn",
+        "mean response length more than doubled or halved since the first steps",
+        "docs/guide/rollout-scheduling.md#length-bias",
+    ),
+    "memory": Rule("workers are near the host's memory", "bad", "their peaks together above 90% of it", "docs/guide/schedule.md#memory"),
+    "clock": Rule("a worker's clock jumped", "warn", "its offset changed by more than 50 ms beyond its error", "docs/guide/reliability.md"),
+    "full channel": Rule("a channel is full", "warn", "its credits are used up in above half of the counts", "docs/internals/channels.md"),
+    "lost": Rule("a worker was lost", "warn", "any", "docs/guide/reliability.md"),
+}
+
+
+@final
+class Alert(msgspec.Struct):
+    """A rule that holds for a run."""
+
+    rule: str
+    """A key of `RULES`."""
+    level: str
+    title: str
+    says: str
+    """What was seen."""
+    threshold: str
+    page: str
+    view: str
+    """The view that shows it: `training`, `samples`, `health`."""
+
+
+@final
 class Health(msgspec.Struct):
     """The health of one run."""
 
@@ -119,6 +190,7 @@ class Health(msgspec.Struct):
     """Ordinal, name, line, error."""
     num_lost_tokens: int
     logs: list[str]
+    alerts: list[Alert]
 
 
 @final
@@ -180,6 +252,7 @@ def health_of(run_dir: Path, trace: RunTrace) -> Health:
         failed,
         lost,
         logs,
+        alerts_of(run_dir, trace),
     )
 
 
@@ -287,3 +360,123 @@ def is_held(run_dir: Path) -> bool:
     except (OSError, ValueError) as error:
         return isinstance(error, PermissionError)
     return True
+
+
+# ---- alerts
+
+_RECENT = 3
+"""The steps that count as the newest, and as the first."""
+_EXPLODES, _COLLAPSES, _EQUAL, _CUT_OFF = 10.0, 0.1, 0.7, 0.25
+_DIFFERS, _LEAST_SHARE, _DRIFTS, _NEAR, _JUMP_S, _FULL = 0.1, 0.3, 2.0, 0.9, 0.05, 0.5
+
+
+def alerts_of(run_dir: Path, trace: RunTrace | None) -> list[Alert]:
+    """Apply the rules to a run as far as it has come; the worst first.
+
+    Args:
+        trace: None: only rules about metrics and samples.
+    """
+    found = [*_of_metrics(run_dir), *_of_samples(run_dir)]
+    if trace is not None:
+        found += [*_of_clocks(trace), *_of_memory(trace), *_of_channels(trace)]
+    with contextlib.suppress(sqlite3.Error, SpecError):
+        lost = [one.worker for one in read_incidents(run_dir) if one.kind == "lost"]
+        if lost:
+            found.append(_alert("lost", f"{', '.join(sorted(set(lost)))}: {len(lost)} times", "health"))
+    return sorted(found, key=lambda one: one.level != "bad")
+
+
+def _alert(rule: str, says: str, view: str) -> Alert:
+    of = RULES[rule]
+    return Alert(rule, of.level, of.title, says, of.threshold, of.page, view)
+
+
+def _of_metrics(run_dir: Path) -> Iterator[Alert]:
+    series = read_metrics(run_dir)
+    bad = {name: [step for step, value in points if not math.isfinite(value)] for name, points in series.items()}
+    for name, steps in bad.items():
+        if steps:
+            more = f" and {len(steps) - 1} more" if len(steps) > 1 else ""
+            yield _alert("not finite", f"{name} in step {steps[0]}{more}", "training")
+
+    def values(name: str) -> list[float]:
+        return [value for _, value in series.get(name, []) if math.isfinite(value)]
+
+    norms = values("grad_norm")
+    if len(norms) >= 2 * _RECENT:
+        usual, newest = statistics.median(norms[:-_RECENT]), max(norms[-_RECENT:])
+        if usual > 0 and newest > _EXPLODES * usual:
+            yield _alert("gradient", f"grad_norm {newest:.3g}, {newest / usual:.0f} times its median of {usual:.3g}", "training")
+    entropy, first = values("entropy"), 0.0
+    if len(entropy) >= 2 * _RECENT:
+        first, last = statistics.fmean(entropy[:_RECENT]), statistics.fmean(entropy[-_RECENT:])
+        if first > 0 and last < _COLLAPSES * first:
+            yield _alert("entropy", f"entropy fell from {first:.3g} to {last:.3g} nats", "training")
+    apart, share = values("rollout_diff/mean"), values("effective_sample_share")
+    if apart and max(apart[-_RECENT:]) > _DIFFERS:
+        yield _alert("mismatch", f"rollout_diff/mean {max(apart[-_RECENT:]):.3g} nats", "training")
+    elif share and min(share[-_RECENT:]) < _LEAST_SHARE:
+        yield _alert("mismatch", f"effective_sample_share {min(share[-_RECENT:]):.3g}", "training")
+    lengths, rewards = values("response_length"), values("reward")
+    if len(lengths) >= 2 * _RECENT and len(rewards) >= 2 * _RECENT:
+        begun, now = statistics.fmean(lengths[:_RECENT]), statistics.fmean(lengths[-_RECENT:])
+        risen = statistics.fmean(rewards[-_RECENT:]) - statistics.fmean(rewards[:_RECENT])
+        if begun > 0 and risen > 0 and not begun / _DRIFTS <= now <= begun * _DRIFTS:
+            yield _alert("length drift", f"mean response length went from {begun:,.4g} to {now:,.4g} tokens", "training")
+
+
+def _of_samples(run_dir: Path) -> Iterator[Alert]:
+    """Look at the samples of the newest steps that an update trained on."""
+    if not (run_dir / "ledger.db").is_file():
+        return
+    with contextlib.suppress(sqlite3.Error, SpecError), reading_ledger(run_dir) as db:
+        rows = db.execute(
+            "SELECT samples.call, prompt, finish, (SELECT value FROM rewards WHERE sample = id ORDER BY call DESC LIMIT 1) FROM samples "
+            "WHERE samples.step > (SELECT coalesce(max(step), 0) FROM samples) - ? AND id IN (SELECT sample FROM consumption) "
+            "LIMIT 50000",
+            (_RECENT,),
+        ).fetchall()
+        groups: dict[tuple[int, int], set[float]] = {}
+        sizes: dict[tuple[int, int], int] = {}
+        for call, prompt, _, value in rows:
+            if value is not None:
+                groups.setdefault((call, prompt), set()).add(round(value, 9))
+                sizes[call, prompt] = sizes.get((call, prompt), 0) + 1
+        several = [len(values) == 1 for key, values in groups.items() if sizes[key] >= 2]
+        if len(several) >= 4 and sum(several) > _EQUAL * len(several):
+            yield _alert("no variance", f"{sum(several)} of the last {len(several)} groups give no gradient", "samples")
+        cut = sum(finish == Finish.LENGTH.value for _, _, finish, _ in rows)
+        if len(rows) >= 8 and cut > _CUT_OFF * len(rows):
+            yield _alert("truncated", f"{cut} of the last {len(rows)} responses ({cut / len(rows):.0%})", "samples")
+
+
+def _of_clocks(trace: RunTrace) -> Iterator[Alert]:
+    """Compare each worker's clock offsets with those before, beyond what both may be wrong by."""
+    for (worker, name), counter in trace.columns.counters.items():
+        errors = trace.columns.counters.get((worker, "clock error s"))
+        if name != "clock offset s" or errors is None or len(errors.values) != len(counter.values):
+            continue
+        known = list(zip(counter.values, errors.values, strict=True))
+        jumps = [abs(after - before) - wrong - unsure for (before, wrong), (after, unsure) in itertools.pairwise(known)]
+        if max(jumps, default=0.0) > _JUMP_S:
+            yield _alert("clock", f"{worker}: by {max(jumps):.3g} s or more", "health")
+
+
+def _of_memory(trace: RunTrace) -> Iterator[Alert]:
+    """Compare the memory of all workers with this host's, while the run goes on here."""
+    held = {worker: max(of.values) for (worker, name), of in trace.columns.counters.items() if name == "memory bytes" and of.values}
+    if not held or not is_held(trace.run_dir):
+        return
+    room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if sum(held.values()) > _NEAR * room:
+        most = max(held, key=lambda worker: held[worker])
+        yield _alert("memory", f"{sum(held.values()) / 2**30:.1f} of {room / 2**30:.1f} GiB, most of all {most}", "health")
+
+
+def _of_channels(trace: RunTrace) -> Iterator[Alert]:
+    for room in _rooms(trace):
+        counter = trace.columns.counters.get(("controller", f"channel samples, {room.producer} to {room.target}"))
+        if room.room_samples and counter is not None and len(counter.values) >= _RECENT:
+            full = sum(value >= room.room_samples for value in counter.values) / len(counter.values)
+            if full > _FULL:
+                yield _alert("full channel", f"{room.producer} to {room.target}: {full:.0%} of the time", "health")

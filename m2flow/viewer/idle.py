@@ -3,8 +3,9 @@
     RunTrace --idle_of--> for each device its idle stretches, each with one cause
 
 Devices that the same workers have count as one; so do engines that take turns under a lease. At any moment one cause holds for all idle
-devices of a kind (`m2flow.simulator.simulation`). There is one cause more than in a simulation: `host`, when an engine has samples and does
-not decode, because Python works between two of its steps.
+devices of a kind (`m2flow.simulator.simulation`). Three causes are not those of a simulation: `host`, when an engine has samples and does
+not decode, because Python works between two of its steps; `setup`, before the first step of the loop (loading, a warm start); and
+`evaluation`, while nothing but an evaluation is worked on. The last two are no part of what a step waits for.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ import numpy.typing as npt
 
 from m2flow.simulator.simulation import CAUSES as SIMULATED
 from m2flow.simulator.simulation import Doing, causes_of
-from m2flow.viewer.run_trace import FUNCTION, OTHER, ROLLOUT, SAMPLE, SWITCH, SYNC, TRAIN, RunTrace
+from m2flow.viewer.run_trace import FUNCTION, OTHER, ROLLOUT, SAMPLE, SWITCH, SYNC, TRAIN, WAIT, RunTrace
 
 IntArray = npt.NDArray[np.int64]
 
-CAUSES = (*SIMULATED, "host")
-_HOST = CAUSES.index("host")
+CAUSES = (*SIMULATED, "host", "setup", "evaluation")
+APART = ("setup", "evaluation")
+"""The causes that steps are not charged with."""
+_HOST, _SETUP, _EVALUATION = (CAUSES.index(cause) for cause in ("host", *APART))
 _INSTANCES = 3
 """Levels of generating: no instance, some, all."""
 
@@ -108,6 +111,7 @@ def idle_of(trace: RunTrace) -> list[IdleTime]:
     generates = np.isin(trace.group, (SAMPLE, ROLLOUT))
     instances = {at: union(start[mine], end[mine]) for at in range(len(names)) if (mine := generates & (worker == at)).any()}
     moments, causes = _causes(trace, list(instances.values()))
+    evaluations, first = evaluations_of(trace), trace.steps[0].start if trace.steps else trace.start
     found = []
     for device in devices_of(trace):
         members = [at for at, name in enumerate(names) if name in device.workers]
@@ -121,7 +125,7 @@ def idle_of(trace: RunTrace) -> list[IdleTime]:
         owner = _owner(trace, mine, device)
         switches, syncs = (union(start[mine & (trace.group == group)], end[mine & (trace.group == group)]) for group in (SWITCH, SYNC))
         # A gap is cut wherever its cause may change.
-        cuts = np.unique(np.concatenate([moments, *own, *switches, *syncs, *trace.stops, owner[0]]))
+        cuts = np.unique(np.concatenate([moments, *own, *switches, *syncs, *trace.stops, owner[0], *evaluations, [first]]))
         at = np.searchsorted(gaps[1], cuts, side="right")
         inside = cuts[(at < len(gaps[0])) & (cuts > gaps[0][np.minimum(at, len(gaps[0]) - 1)])]
         begins = np.sort(np.concatenate([gaps[0][gaps[1] > gaps[0]], inside]))
@@ -132,9 +136,30 @@ def idle_of(trace: RunTrace) -> list[IdleTime]:
         cause = np.where(_covered(begins, own) & (kind == 0), _HOST, cause)
         cause = np.where(_covered(begins, syncs), CAUSES.index("sync"), cause)
         cause = np.where(_covered(begins, switches), CAUSES.index("switch"), cause)
+        cause = np.where(_covered(begins, evaluations), _EVALUATION, cause)
+        cause = np.where(begins < first, _SETUP, cause)
         there = ~_covered(begins, trace.stops)
         found.append(IdleTime(device, *_joined(begins[there], stops[there], cause[there]), *busy))
     return found
+
+
+def evaluations_of(trace: RunTrace) -> tuple[IntArray, IntArray]:
+    """Return the ordered, disjoint intervals in which an evaluation is worked on, and nothing else."""
+    start, end = trace.columns["start"], trace.columns["end"]
+    mine, others = trace.evaluates & (trace.group != WAIT), ~trace.evaluates & ~np.isin(trace.group, (WAIT, SWITCH))
+    return _without(union(start[mine], end[mine]), union(start[others], end[others]))
+
+
+def _without(one: tuple[IntArray, IntArray], other: tuple[IntArray, IntArray]) -> tuple[IntArray, IntArray]:
+    """Cut disjoint intervals out of others.
+
+    >>> [edge.tolist() for edge in _without((np.array([0, 20]), np.array([10, 30])), (np.array([2, 25]), np.array([4, 40])))]
+    [[0, 4, 20], [2, 10, 25]]
+    """
+    edges = np.unique(np.concatenate([*one, *other]))
+    begins, stops = edges[:-1], edges[1:]
+    keep = _covered(begins, one) & ~_covered(begins, other)
+    return union(begins[keep], stops[keep])
 
 
 def union(start: IntArray, end: IntArray) -> tuple[IntArray, IntArray]:

@@ -2,6 +2,7 @@
 
     ledger.db, or spans that name their call --KnownCalls.refresh--> ordinal -> KnownCall
     TraceColumns, KnownCalls, plan.json --RunTrace.refresh--> step, kind, group [S]; steps, versions
+    KnownCalls --evaluation_calls--> the calls that lead to no update
 
 Both are read while the run goes on. A simulated run has no ledger; its spans have everything but the inputs of calls.
 
@@ -12,7 +13,9 @@ not name the samples that it decodes; it counts for the call of the sample that 
 from __future__ import annotations
 
 import contextlib
+import re
 import sqlite3
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -94,6 +97,33 @@ class KnownCalls:
                 self.by_ordinal[ordinal] = KnownCall(ordinal, step, columns.labels.texts[label], columns.sites.texts[site])
 
 
+def evaluation_calls(calls: Mapping[int, KnownCall]) -> set[int]:
+    """Return the ordinals of calls that only evaluate: what they generate, or judge, reaches no update.
+
+    A call of the newest step, whose update may not be made yet, counts only if no call of its line has ever led to one. Of a run that
+    trains nothing, or whose calls' inputs are not known (a simulated one), no call evaluates.
+    """
+    leads: set[int] = set()
+    trains = {ordinal for ordinal, call in calls.items() if any(_WRITES_WEIGHTS.match(effect) for effect in call.effects)}
+    if not trains:
+        return set()
+    for ordinal in sorted(calls, reverse=True):
+        if ordinal in trains or ordinal in leads:
+            leads.update(source for _, source in calls[ordinal].inputs)
+    newest = max(call.step for call in calls.values())
+    lines = {(calls[ordinal].name, calls[ordinal].site) for ordinal in leads if ordinal in calls}
+    found: set[int] = set()
+    for ordinal, call in sorted(calls.items()):
+        is_open = call.step == newest and (call.name, call.site) in lines
+        if ordinal in trains or ordinal in leads or is_open:
+            continue
+        if call.name.endswith(".generate") or any(source in found for _, source in call.inputs):
+            found.add(ordinal)
+    return found
+
+
+_WRITES_WEIGHTS = re.compile(r"writes \S+\.weights@")
+
 IntArray = npt.NDArray[np.int64]
 
 GROUPS = ("rollout", "train", "function", "other", "sync", "switch", "wait", "life")
@@ -167,6 +197,8 @@ class RunTrace:
         """[S]; -1: no step, or not known."""
         self.call: IntArray = none
         """[S]; -1: no call, or not known."""
+        self.evaluates: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
+        """[S]: whether its call only evaluates."""
         self.steps: list[Step] = []
         self.versions: list[Version] = []
         self.stops: tuple[IntArray, IntArray] = (none, none)
@@ -208,6 +240,7 @@ class RunTrace:
         for ordinal, call in self.calls.by_ordinal.items():
             step_of_call[ordinal] = call.step
         self.step = np.where(columns["step"] >= 0, columns["step"], step_of_call[self.call])
+        self.evaluates = np.isin(self.call, sorted(evaluation_calls(self.calls.by_ordinal)))
         self._derive_kinds(most)
         self.steps = self._find_steps()
         self.versions = self._find_versions()

@@ -14,23 +14,42 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar, final
 
 import msgspec
 import numpy as np
 
+from m2flow.errors import M2FlowError
 from m2flow.micro.protocol.plan import Plan
+from m2flow.micro.records.rundir import read_config
+from m2flow.micro.records.sample_query import SampleQuery, TextIndex, export, text_of
+from m2flow.micro.records.segments import Place
+from m2flow.samples import SampleId
 from m2flow.viewer.analysis import Analysis, analysis_of
-from m2flow.viewer.comparison import Comparison, Series, Training, comparison_of, read_series, series_of_steps
-from m2flow.viewer.health import Health, State, health_of, log_text, state_of
+from m2flow.viewer.comparison import (
+    Bands,
+    Comparison,
+    Series,
+    Training,
+    about_metric,
+    bands_of,
+    comparison_of,
+    read_series,
+    series_of_steps,
+    setup_curve,
+)
+from m2flow.viewer.health import Alert, Health, State, alerts_of, health_of, log_text, state_of
 from m2flow.viewer.idle import CAUSES
-from m2flow.viewer.run_trace import FUNCTION, SAMPLE, TRAIN, KnownCall, RunTrace
-from m2flow.viewer.sample_pages import Columns, SamplePage, sample_page, samples_table
+from m2flow.viewer.run_trace import FUNCTION, SAMPLE, TRAIN, KnownCall, RunTrace, evaluation_calls
+from m2flow.viewer.sample_pages import Columns, GroupPage, SamplePage, Wanted, group_page, packed_ids, sample_page, samples_table, selected
 from m2flow.viewer.schedule import Lane, LaneWindow, Marks, Schedule
+from m2flow.viewer.suggestions import Suggestions
 
 # ---- graph of the calls
 
@@ -273,6 +292,34 @@ def _call_name(call: str) -> str:
 
 
 @final
+class Advice(msgspec.Struct):
+    """What would be faster, as far as it is known."""
+
+    state: str
+    """`none`: nobody has asked while the run goes on; `running`; `done`."""
+    suggestions: Suggestions | None
+    why_not: str
+    """Why there are none."""
+
+
+class _Told(msgspec.Struct):
+    """What `m2flow analyze --json` says of it."""
+
+    suggestions: Suggestions | None
+    why_not: str = ""
+
+
+_LONGEST_S = 600.0
+_MOST_SHOWN = 400
+"""Characters of a text in the list of samples."""
+_AT_ONCE = 500
+
+
+def _among(ids: Sequence[int]) -> str:
+    return f"id IN ({', '.join(map(str, ids))})" if ids else "0"
+
+
+@final
 class RunView:
     """A run directory, followed while the run goes on."""
 
@@ -289,6 +336,9 @@ class RunView:
         self._next_s = 0.0
         self._samples: tuple[int, Columns] | None = None
         self._steps: tuple[int, dict[str, Series]] | None = None
+        self._index = TextIndex(run_dir)
+        self._advice = Advice("none", None, "")
+        self._adviser: threading.Thread | None = None
 
     def loading(self, patience_s: float = 0.0) -> float | None:
         """Return the share of the trace that has been read, or None when all of it has; the first call starts the reading.
@@ -368,6 +418,107 @@ class RunView:
         """Raises SpecError: there is no such sample."""
         return sample_page(self.run_dir, call, prompt, member)
 
+    def group(self, call: int, prompt: int) -> GroupPage:
+        """Raises SpecError: there is no such group."""
+        return group_page(self.run_dir, call, prompt, evaluates=call in evaluation_calls(self._trace.calls.by_ordinal))
+
+    def texts(self, ids: Sequence[SampleId]) -> dict[str, tuple[str, str]]:
+        """Return the beginnings of the prompts and responses of these samples, by `call/prompt/member`."""
+        with SampleQuery(self.run_dir) as query:
+            wanted = {who.pack(): who for who in ids}
+            places: dict[Place, list[int]] = {}
+            for packed, place in query.places_of(list(wanted)):
+                places.setdefault(place, []).append(packed)
+            found = {}
+            for place, members in places.items():
+                batch = query.record(place)
+                for packed in members:
+                    told, who = text_of(batch.select(np.array([packed], np.int64))), wanted[packed]
+                    found[f"{who.call}/{who.prompt}/{who.index}"] = told.prompt[-_MOST_SHOWN:], told.response[:_MOST_SHOWN]
+        return found
+
+    def search(self, words: str) -> list[tuple[int, int, int]]:
+        """Return the samples that match, the best first: call, prompt, member.
+
+        Raises:
+            OptionError: the words are no query. SpecError: there is no ledger.
+        """
+        return [(who.call, who.prompt, who.index) for who in map(SampleId.unpack, self._matches(words))]
+
+    def selected(self, wanted: Wanted) -> list[int]:
+        """Return the packed identities of the samples that meet all limits.
+
+        Raises:
+            OptionError: its words are no query. SpecError: the ledger can't be read.
+        """
+        columns = self.samples()
+        matches = self._matches(wanted.words) if wanted.words else None
+        ids = packed_ids(columns)
+        return [ids[at] for at in selected(columns, wanted, matches)]
+
+    def export(self, wanted: Wanted, path: Path) -> int:
+        """Write the samples that meet all limits to a .jsonl or .parquet file; return how many."""
+        ids = self.selected(wanted)
+        with SampleQuery(self.run_dir) as query:
+            return export((entry for at in range(0, len(ids), _AT_ONCE) for entry in query.entries(_among(ids[at : at + _AT_ONCE]))), path)
+
+    def _matches(self, words: str) -> list[int]:
+        self._index.refresh()
+        return self._index.search(words)
+
+    def suggestions(self, *, is_asked: bool = False) -> Advice:
+        """Return what would be faster, or begin to simulate it in a process of its own: once a run has ended, or when it is asked for."""
+        with self._lock:
+            if self._advice.state == "none" and self._adviser is None:
+                why = self._why_no_advice()
+                is_live = state_of(self.run_dir).name == "running"
+                if why:
+                    self._advice = Advice("done", None, why)
+                elif is_asked or not is_live:
+                    self._advice = Advice("running", None, "")
+                    self._adviser = threading.Thread(target=self._advise, name=f"analyze {self.name}", daemon=True)
+                    self._adviser.start()
+            elif is_asked and self._advice.state == "done":
+                self._adviser, self._advice = None, Advice("none", None, "")
+                return self.suggestions(is_asked=True)
+            return self._advice
+
+    def advised(self) -> Advice:
+        """Return what would be faster, waiting for it. Of a run that goes on nothing is simulated."""
+        self.suggestions()
+        if self._adviser is not None:
+            self._adviser.join()
+        return self._advice if self._advice.state == "done" else Advice("done", None, "it was going on when this file was written")
+
+    def _why_no_advice(self) -> str:
+        """Say why nothing can be simulated; empty if it can. A flow from inside the folder of runs is not run: it may be a stranger's."""
+        if (self.run_dir / "report.json").is_file():
+            return "it is a simulation, which measured nothing"
+        if self._trace.plan is None or not self._trace.steps:
+            return "it has no plan, or no step yet"
+        try:
+            config = read_config(self.run_dir)
+            flow = (Path(config.directory) / config.flow.partition(":")[0]).resolve()
+        except M2FlowError as error:
+            return str(error).partition("\n")[0]
+        if not flow.is_file():
+            return f"its flow is {config.flow} in {config.directory}, which is not here"
+        if flow.is_relative_to(self.run_dir.resolve().parent):
+            return "its flow lies in the folder of runs; m2flow analyze runs it"
+        return ""
+
+    def _advise(self) -> None:
+        command = [sys.executable, "-m", "m2flow", "analyze", str(self.run_dir.resolve()), "--json"]
+        try:
+            place = read_config(self.run_dir).directory
+            done = subprocess.run(
+                command, cwd=place, capture_output=True, text=True, timeout=_LONGEST_S, stdin=subprocess.DEVNULL, check=False
+            )
+            told = msgspec.json.decode(done.stdout, type=_Told) if done.returncode == 0 else _Told(None, done.stderr.strip()[:300])
+            self._advice = Advice("done", told.suggestions, told.why_not)
+        except (OSError, subprocess.SubprocessError, msgspec.DecodeError, M2FlowError) as error:
+            self._advice = Advice("done", None, str(error)[:300])
+
     def graph(self) -> Graph:
         return self._asked(lambda: graph_of(self._trace))
 
@@ -382,7 +533,23 @@ class RunView:
         with self._fresh():
             if self._steps is None or self._steps[0] != self._revision:
                 self._steps = self._revision, series_of_steps(self.analysis().steps)
-            return msgspec.structs.replace(found, series=found.series | self._steps[1])
+            series = found.series | self._steps[1]
+            about = {name: about_metric(name) for name in series}
+            return msgspec.structs.replace(found, series=series, about=about, bands=self._bands(), setup=setup_curve(self._trace))
+
+    def _bands(self) -> dict[str, Bands]:
+        columns = self.samples()
+        trains = [not evaluates for evaluates in columns.evaluates]
+        named: dict[str, Sequence[float | None]] = {
+            "response tokens": columns.tokens,
+            "reward": columns.reward,
+            "advantage": columns.advantage,
+        }
+        found = {name: bands_of(columns.step, values, trains) for name, values in named.items()}
+        return {name: bands for name, bands in found.items() if bands.steps}
+
+    def alerts(self) -> list[Alert]:
+        return self._asked(lambda: alerts_of(self.run_dir, self._trace))
 
     def health(self) -> Health:
         return self._asked(lambda: health_of(self.run_dir, self._trace))

@@ -2,6 +2,8 @@
 
     ledger.db, RunTrace --samples_table--> Columns [N]
     SampleQuery, the run's tokenizer --sample_page--> SamplePage
+    SampleQuery --group_page--> GroupPage: all responses to one prompt
+    Columns, Wanted --selected--> positions of the samples that meet all of its limits
 
 The table reads no text, so that a hundred thousand samples are a few megabytes, which a page can sort and filter by itself. A simulated
 run has no ledger; its table comes from the trace. A token's text is decoded with the tokenizer of a checkpoint in the run directory; before
@@ -10,7 +12,7 @@ there is one, tokens are shown as numbers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, final
 
@@ -22,8 +24,8 @@ from m2flow.errors import InternalError, SpecError
 from m2flow.micro.records.ledger import ENDINGS
 from m2flow.micro.records.sample_query import Entry, SampleQuery
 from m2flow.observe.spans import SpanName
-from m2flow.samples import Batch, Finish, SampleId, Segment, group_indices, prompt_positions
-from m2flow.viewer.run_trace import FUNCTION, SAMPLE, TRAIN, RunTrace
+from m2flow.samples import Batch, Finish, SampleId, Segment, expanded_experts, group_indices, prompt_positions
+from m2flow.viewer.run_trace import FUNCTION, SAMPLE, TRAIN, RunTrace, evaluation_calls
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -72,6 +74,8 @@ class Columns(msgspec.Struct):
     """How many versions the first update that trained on it was ahead of `version`."""
     advantage: list[float | None]
     """(reward - mean of its group) / standard deviation of its group, for groups of two or more."""
+    evaluates: list[int]
+    """1: of an evaluation, which trains nothing; 0 otherwise."""
     lives: dict[str, list[tuple[int, int, int, int]]]
     """Position of a sample that ran more than once (aborted, moved, resumed) -> start, end, worker and version of each time."""
     workers: list[str]
@@ -133,6 +137,7 @@ def samples_table(run_dir: Path, trace: RunTrace) -> Columns:
         version=version.tolist(),
         staleness=behind,
         advantage=_advantages(ids, reward),
+        evaluates=np.isin(ids >> _CALL_SHIFT, sorted(evaluation_calls(trace.calls.by_ordinal))).astype(np.int64).tolist(),
         lives=_repeated_spans(trace, ids),
         workers=list(trace.columns.workers.texts),
         finishes=FINISHES,
@@ -235,6 +240,146 @@ def _advantages(ids: IntArray, rewards: list[float | None]) -> list[float | None
     return [round(value, 4) if told else None for value, told in zip(advantage.tolist(), is_told.tolist(), strict=True)]
 
 
+# ---- a selection of samples
+
+_RANGES = ("step", "reward", "tokens", "prompt_tokens", "staleness", "wait")
+
+
+@final
+class Wanted(msgspec.Struct):
+    """Limits that samples must meet. A sample without a value does not meet a limit on it."""
+
+    ranges: dict[str, tuple[float | None, float | None]] = {}
+    """Least and most, both included, by one of `_RANGES`; `wait` in microseconds."""
+    finish: str = ""
+    ending: str = ""
+    evaluates: bool | None = None
+    words: str = ""
+    """A full-text search."""
+
+    @classmethod
+    def of(cls, asked: Mapping[str, str]) -> Wanted:
+        """Read them from a query: `step=3..5`, `reward=..0.5`, `finish=length`, `set=evaluation`, `q=carry`.
+
+        Raises:
+            ValueError: a range that is none.
+        """
+        ranges: dict[str, tuple[float | None, float | None]] = {}
+        for name in _RANGES:
+            if text := asked.get(name, ""):
+                least, dots, most = text.partition("..")
+                if not dots:
+                    raise ValueError(f"{name} is to be a range like 3..5, 3.. or ..5, and is {text!r:.40}")
+                ranges[name] = float(least) if least else None, float(most) if most else None
+        evaluates = {"training": False, "evaluation": True}.get(asked.get("set", ""))
+        return cls(ranges, asked.get("finish", ""), asked.get("ending", ""), evaluates, asked.get("q", ""))
+
+
+def selected(columns: Columns, wanted: Wanted, matches: Collection[int] | None = None) -> list[int]:
+    """Return the positions of the samples that meet all limits, in their order.
+
+    Args:
+        matches: packed identities that the search found; None: there was no search.
+    """
+    keep = np.ones(len(columns.call), np.bool_)
+    for name, (least, most) in wanted.ranges.items():
+        values = np.array([np.nan if value is None else value for value in getattr(columns, name)], np.float64)
+        keep &= ~np.isnan(values)
+        keep &= values >= least if least is not None else True
+        keep &= values <= most if most is not None else True
+    for text, names, held in ((wanted.finish, columns.finishes, columns.finish), (wanted.ending, columns.endings, columns.ending)):
+        if text:
+            keep &= np.array(held, np.int64) == (names.index(text) if text in names else -2)
+    if wanted.evaluates is not None:
+        keep &= np.array(columns.evaluates, np.bool_) == wanted.evaluates
+    if matches is not None:
+        found = set(matches)
+        keep &= np.array([packed in found for packed in packed_ids(columns)], np.bool_)
+    return np.flatnonzero(keep).tolist()
+
+
+def packed_ids(columns: Columns) -> list[int]:
+    return [SampleId(*who).pack() for who in zip(columns.call, columns.prompt, columns.member, strict=True)]
+
+
+# ---- the page of a group
+
+
+@final
+class Member(msgspec.Struct):
+    """One response of a group."""
+
+    member: int
+    response: str
+    reward: float | None
+    advantage: float | None
+    parts: dict[str, float]
+    """The parts of its rewards, where their functions return them, and the rewards where there are several."""
+    tokens: int
+    finish: str
+    ending: str
+    mean_logprob: float | None
+    versions: list[int]
+
+
+@final
+class GroupPage(msgspec.Struct):
+    """All responses to one prompt of a call."""
+
+    call: int
+    prompt: int
+    step: int
+    name: str
+    site: str
+    prompt_text: str
+    columns: dict[str, object]
+    members: list[Member]
+    evaluates: bool
+
+
+def group_page(run_dir: Path, call: int, prompt: int, *, evaluates: bool = False) -> GroupPage:
+    """Read a group for its page.
+
+    Raises:
+        SpecError: there is no such group. EngineError: its rows can't be read.
+    """
+    try:
+        first, last = SampleId(call, prompt, 0).pack(), SampleId(call, prompt + 1, 0).pack()
+    except InternalError:  # No group can have such a number.
+        first = last = 0
+    with SampleQuery(run_dir) as query:
+        entries = list(query.entries(f"id >= {first} AND id < {last}", limit=MOST_MEMBERS))
+    if not entries:
+        raise SpecError(f"there is no group {call}/{prompt} in {run_dir.name}")
+    ids = np.array([SampleId(call, prompt, entry.member).pack() for entry in entries], np.int64)
+    advantages = _advantages(ids, [entry.reward for entry in entries])
+    members = []
+    for entry, advantage in zip(entries, advantages, strict=True):
+        parts = dict(entry.rewards) if len(entry.rewards) > 1 else {}
+        for of in entry.parts.values():
+            parts |= of
+        members.append(
+            Member(
+                entry.member,
+                entry.response_text,
+                entry.reward,
+                advantage,
+                parts,
+                entry.response_tokens,
+                entry.finish,
+                entry.ending,
+                entry.mean_logprob,
+                entry.versions,
+            )
+        )
+    one = entries[0]
+    return GroupPage(call, prompt, one.step, one.call, one.site, one.prompt_text, one.columns, members, evaluates)
+
+
+MOST_MEMBERS = 256
+"""The most responses of a group that its page shows."""
+
+
 # ---- the page of one sample
 
 MOST_TOKENS = 20_000
@@ -255,6 +400,8 @@ class SamplePage(msgspec.Struct):
     site: str
     prompt_text: str
     response_text: str
+    columns: dict[str, object]
+    """The columns of its dataset beside the prompt."""
     finish: str
     ending: str
     reason: str
@@ -321,6 +468,7 @@ def _page(entry: Entry, row: Batch, who: SampleId, tokenizer: Tokenizer | None) 
         site=entry.site,
         prompt_text=entry.prompt_text,
         response_text=entry.response_text,
+        columns=entry.columns,
         finish=entry.finish,
         ending=entry.ending,
         reason=entry.reason,
@@ -379,7 +527,7 @@ def _kinds(row: Batch, num_tokens: int) -> IntArray:
 def _experts(row: Batch) -> list[str]:
     if "routed_experts" not in row:
         return []
-    layers = row.ragged("routed_experts").values.tolist()
+    layers = expanded_experts(row.ragged("routed_experts").values).tolist()
     return [" | ".join(" ".join(map(str, experts)) for experts in of_token if min(experts) >= 0) for of_token in layers]
 
 

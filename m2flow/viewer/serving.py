@@ -10,8 +10,13 @@
     GET /api/runs/RUN/schedule             bars of a window: ?from=&to= in microseconds, &width= in pixels, &lanes=0,1 &expanded=0
     GET /api/runs/RUN/span/I               all fields of one span
     GET /api/runs/RUN/samples[/C/P/M]      all samples as columns; one sample with its texts and tokens
+    GET /api/runs/RUN/groups/C/P           all responses to one prompt
+    GET /api/runs/RUN/texts?of=C-P-M,...   the beginnings of the prompts and responses of at most 200 samples
+    GET /api/runs/RUN/search?q=WORDS       the samples whose texts match, the best first
+    GET /api/runs/RUN/export?as=jsonl&step=3..5&q=WORDS ...     the samples that meet all of it, as a file; `as=parquet` too
+    GET /api/runs/RUN/suggestions[?ask=1]  what would be faster: simulated by `m2flow analyze` in a process of its own
     GET /api/runs/RUN/against/OTHER        what differs between two runs: `m2flow compare RUN OTHER`
-    GET /api/runs/RUN/graph | training | health | analysis | log/WORKER
+    GET /api/runs/RUN/graph | training | health | alerts | analysis | log/WORKER
 
 Security: nothing is written. A run is found by its name among those listed, so that no path is made from a request, and a link in the
 folder that leads out of it is not shown. On loopback a request needs only a Host that names loopback, so that no other site's page can
@@ -36,10 +41,11 @@ import hmac
 import json
 import re
 import socket
+import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
 
 import msgspec
 import uvicorn
@@ -51,11 +57,13 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
-from m2flow.errors import M2FlowError, SpecError
+from m2flow.errors import InternalError, M2FlowError, OptionError, SpecError
+from m2flow.observe.metrics import metrics_path
 from m2flow.samples import SampleId
+from m2flow.viewer.comparison import read_series
 from m2flow.viewer.health import State, state_of
 from m2flow.viewer.run_view import RunView, compared
-from m2flow.viewer.sample_pages import Columns, sample_pages
+from m2flow.viewer.sample_pages import Columns, Wanted, sample_pages
 from m2flow.viewer.schedule import LaneWindow
 
 if TYPE_CHECKING:
@@ -77,25 +85,41 @@ class Listed(msgspec.Struct):
     state: State
     num_bytes: int
     """Bytes of its trace."""
+    seed: int | None
+    options: dict[str, object]
+    cluster: str
+    num_steps: int
+    """Steps that have metrics."""
+    reward: float | None
+    """Mean over the last five steps."""
+    accuracy: float | None
+    """The last evaluation: `accuracy`, or the first of `eval/*`."""
+    step_s: float | None
+    """Mean seconds from one step's metrics to the next."""
+    tokens_per_s: float | None
+    """Tokens trained on by these seconds."""
 
 
 @final
 class Folder:
     """A run, or a directory of runs, by name. Several threads may use it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, is_awaited: bool = False) -> None:
         """Open a folder.
 
         Args:
             path: a run's directory, or one with several in it.
+            is_awaited: it may come later, with the first run.
         Raises:
             SpecError: there is no such directory.
         """
-        if not path.is_dir():
+        if not path.is_dir() and not is_awaited:
             raise SpecError(f"there is no directory {path}", now="Give a run's directory, or the one with all runs: m2flow view runs")
         self._path = path.resolve()
         self.is_one_run = (self._path / _MARK).is_file()
         self._views: dict[str, RunView] = {}
+        self._outcomes: dict[Path, tuple[int, dict[str, Any]]] = {}
+        """What each run has come to, and the size of its metrics then."""
         self._lock = threading.Lock()
 
     def listed(self) -> list[Listed]:
@@ -104,7 +128,19 @@ class Folder:
         for name, path in self._runs().items():
             with contextlib.suppress(OSError):
                 trace = path / "trace" / "spans.msgpack"
-                found.append(Listed(name, _flow_of(path), state_of(path), trace.stat().st_size if trace.is_file() else 0))
+                config = _config_of(path)
+                found.append(
+                    Listed(
+                        name=name,
+                        flow=str(config.get("flow", "")),
+                        state=state_of(path),
+                        num_bytes=trace.stat().st_size if trace.is_file() else 0,
+                        seed=_number_in(config, "settings", "seed"),
+                        options=_mapping(config.get("options")),
+                        cluster=str(_mapping(config.get("cluster")).get("name", "")),
+                        **self._outcome(path),
+                    )
+                )
         return sorted(found, key=lambda run: (run.state.began_s, run.name), reverse=True)
 
     def find(self, name: str) -> RunView | None:
@@ -119,6 +155,14 @@ class Folder:
                 self._views.pop(next(iter(self._views)))
         return view
 
+    def _outcome(self, path: Path) -> dict[str, Any]:
+        metrics = metrics_path(path)
+        size = metrics.stat().st_size if metrics.is_file() else 0
+        held = self._outcomes.get(path)
+        if held is None or held[0] != size:
+            held = self._outcomes[path] = size, _outcome_of(path)
+        return held[1]
+
     def _runs(self) -> dict[str, Path]:
         if self.is_one_run:
             return {self._path.name: self._path}
@@ -130,12 +174,40 @@ class Folder:
         return found
 
 
-def _flow_of(path: Path) -> str:
+def _config_of(path: Path) -> dict[str, object]:
     try:
-        found = msgspec.json.decode((path / _MARK).read_bytes())
-        return str(found.get("flow", ""))
-    except (OSError, msgspec.DecodeError, AttributeError):
-        return ""
+        return _mapping(msgspec.json.decode((path / _MARK).read_bytes()))
+    except (OSError, msgspec.DecodeError):
+        return {}
+
+
+def _mapping(value: object) -> dict[str, object]:
+    return {str(name): of for name, of in value.items()} if isinstance(value, dict) else {}
+
+
+def _number_in(config: dict[str, object], part: str, name: str) -> int | None:
+    value = _mapping(config.get(part)).get(name)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _outcome_of(path: Path) -> dict[str, Any]:
+    """Read what a run has come to from its metrics."""
+    told = read_series(path)
+    rewards = [value for value in told.series["reward"].values if value is not None] if "reward" in told.series else []
+    evaluated = next((name for name in ("accuracy", *sorted(told.series)) if name in told.series and _EVALUATED.fullmatch(name)), None)
+    accuracy = [value for value in told.series[evaluated].values if value is not None] if evaluated else []
+    times = [value for value in told.time_s.values if value is not None]
+    passed_s, tokens = (times[-1] - times[0] if len(times) > 1 else 0.0), [value or 0.0 for value in told.tokens.values]
+    return {
+        "num_steps": sum(step >= 0 for step in told.time_s.steps),
+        "reward": sum(rewards[-5:]) / len(rewards[-5:]) if rewards else None,
+        "accuracy": accuracy[-1] if accuracy else None,
+        "step_s": passed_s / (len(times) - 1) if passed_s else None,
+        "tokens_per_s": (tokens[-1] - tokens[0]) / passed_s if passed_s and len(tokens) > 1 else None,
+    }
+
+
+_EVALUATED = re.compile(r"accuracy|(eval/)?(accuracy|pass@\d+|maj@\d+|avg)")
 
 
 # ---- the page
@@ -238,6 +310,8 @@ def write_page(run_dir: Path, path: Path) -> None:
         "graph": view.graph(),
         "training": view.training(),
         "health": view.health(),
+        "alerts": view.alerts(),
+        "suggestions": view.advised(),
         "analysis": view.analysis(),
         "logs": {worker: view.log(worker)[-20_000:] for worker in view.health().logs},
     }
@@ -351,7 +425,10 @@ def _answered(folder: Folder, answer: Answer, request: Request) -> Response:
             share = view.loading(_PATIENCE_S)
             if share is not None:
                 return _json({"loading": share})
-        return _json(answer(view, request))
+        found = answer(view, request)
+        return found if isinstance(found, Response) else _json(found)
+    except OptionError as error:
+        return _text_response(400, str(error))
     except M2FlowError as error:
         return _text_response(404 if isinstance(error, SpecError) else 500, str(error))
     except (ValueError, OverflowError, LookupError) as error:
@@ -384,12 +461,68 @@ def _sample(view: RunView, request: Request) -> object:
     return view.sample(of["call"], of["prompt"], of["member"])
 
 
+def _group(view: RunView, request: Request) -> object:
+    return view.group(request.path_params["call"], request.path_params["prompt"])
+
+
+_MOST_TEXTS_ASKED = 200
+_ID = re.compile(r"([0-9]{1,18})-([0-9]{1,18})-([0-9]{1,18})", re.ASCII)
+
+
+def _beginnings(view: RunView, request: Request) -> object:
+    ids = []
+    for text in request.query_params.get("of", "").split(",")[:_MOST_TEXTS_ASKED]:
+        found = _ID.fullmatch(text)
+        if found is None:
+            raise ValueError(f"a sample is named like 3-17-2, not {text!r:.40}")
+        try:
+            ids.append(SampleId(*map(int, found.groups())))
+            ids[-1].pack()
+        except InternalError:
+            raise ValueError(f"no sample can be {text!r:.60}") from None
+    return view.texts(ids)
+
+
+def _search(view: RunView, request: Request) -> object:
+    return view.search(_words(request.query_params.get("q", "")))
+
+
+def _words(text: str) -> str:
+    """Check the words of a search. Raises ValueError: they are no text that a database takes."""
+    if not text.isprintable() or len(text) > _MOST_WORDS:
+        raise ValueError(f"a search is printable text of at most {_MOST_WORDS} characters")
+    return text
+
+
+_MOST_WORDS = 400
+
+
+def _export(view: RunView, request: Request) -> object:
+    kind = request.query_params.get("as", "jsonl")
+    if kind not in ("jsonl", "parquet"):
+        raise ValueError(f"samples are exported as jsonl or parquet, not as {kind!r:.40}")
+    wanted = Wanted.of(request.query_params)
+    _words(wanted.words)
+    with tempfile.TemporaryDirectory() as place:
+        path = Path(place) / f"samples.{kind}"
+        view.export(wanted, path)
+        name = re.sub(r"[^\w.-]", "_", view.name, flags=re.ASCII)
+        about = {"Content-Disposition": f'attachment; filename="{name}.{kind}"', "Cache-Control": "no-store"}
+        return Response(path.read_bytes(), media_type="application/octet-stream", headers=about)
+
+
 _ANSWERS: dict[str, Answer] = {
     "summary": lambda view, _: view.summary(),
     "schedule": _window,
     "span/{index:count}": lambda view, request: view.span(request.path_params["index"]),
     "samples": lambda view, _: view.samples(),
     "samples/{call:count}/{prompt:count}/{member:count}": _sample,
+    "groups/{call:count}/{prompt:count}": _group,
+    "texts": _beginnings,
+    "search": _search,
+    "export": _export,
+    "suggestions": lambda view, request: view.suggestions(is_asked=request.query_params.get("ask") == "1"),
+    "alerts": lambda view, _: view.alerts(),
     "graph": lambda view, _: view.graph(),
     "training": lambda view, _: view.training(),
     "health": lambda view, _: view.health(),

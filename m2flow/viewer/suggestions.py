@@ -1,33 +1,40 @@
 """Suggest what would make a run faster, and by how much, by simulating alternatives with the costs that the run itself measured.
 
-    run directory, its flow --suggestions_of--> Suggestion ..., the fastest first
+    run directory, its flow, its Verdict --suggestions_of--> Suggestion ..., what leaves the mathematics alone first, then the fastest
 
 The run's own constants and lengths (`m2flow.runner.probing.measured_run`) go into the simulator. Its first steps are simulated as the run
-was placed, in every other placement, with older weights allowed, with more function workers, and with the rollout policies that shorten a
-tail. Alternatives are compared with the simulation of the run as it was, not with its clock, so that an error that both have cancels out.
-That error is measured by comparing the same simulation with the time that those steps really took: where the model does not reproduce the
-run, its suggestions are marked as doubtful. Nothing is suggested by a rule of thumb.
+was placed and with one thing changed: another placement, older weights, more processes or more concurrency for functions, larger decode
+batches, rollout policies, and steps that end without their last samples. What is tried goes by what the steps wait for
+(`m2flow.viewer.analysis.verdict_of`): a function that waits gets more concurrency before more processes. Alternatives are compared with
+the simulation of the run as it was, not with its clock, so that an error that both have cancels out. That error is measured by comparing
+the same simulation with the time that those steps really took: where the model does not reproduce the run, its suggestions are marked as
+doubtful. What the simulator has no cost for, the flow's own Python and a chosen weight transport, is taken from the critical path, and says
+so.
 """
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import final
 
 import msgspec
 
-from m2flow.errors import PlanError, SpecError
+from m2flow.errors import M2FlowError, SpecError
 from m2flow.macro.flow import Flow
+from m2flow.macro.graph import Call
+from m2flow.micro.protocol.cost_terms import Costs, DecodeCost, EngineId, FunctionCost, Layout
 from m2flow.micro.protocol.plan import Choice, Plan
 from m2flow.micro.records.rundir import read_config
 from m2flow.planner.planning import read_prediction
 from m2flow.runner.probing import measured_run
-from m2flow.simulator.ablation import AS_PLANNED, Row, compare
+from m2flow.simulator.ablation import AS_PLANNED, Relaxed, Row, compare
 from m2flow.simulator.scenario import Scenario, prepare, write_run
+from m2flow.simulator.simulation import Made
 from m2flow.spec import ClusterSpec
-from m2flow.viewer.analysis import analysis_of
+from m2flow.viewer.analysis import CAUSES_OF_STEPS, Verdict, analysis_of
 from m2flow.viewer.idle import idle_of
 from m2flow.viewer.run_trace import RunTrace, read_plan_of
 
@@ -38,6 +45,11 @@ DOUBTFUL = 0.2
 _WORTH = 0.03
 """The least gain that is suggested, as a share of the step."""
 _MORE_PROCESSES = (2, 4)
+_MORE_AT_ONCE = (8, 32)
+_LARGER = 4
+_FEW = 4
+"""Decode batches of at most so many samples are nearly all of one size, from which the cost of larger ones can't be fitted."""
+_OVERSAMPLE = 1.25
 _POLICY = "longest-first+repack"
 
 
@@ -47,11 +59,17 @@ class Suggestion(msgspec.Struct):
 
     what: str
     changes_mathematics: bool
-    """Whether it changes what is trained: older weights, which the flow must allow."""
+    """Whether it changes what is trained: older weights, which the flow must allow, or steps without their last samples."""
     step_s: float
     """Simulated seconds a step."""
     gain: float
     """Share of the step that is saved, against the simulation of the run as it was."""
+    cluster: dict[str, dict[str, object] | str] = {}
+    """What it sets in the cluster spec: `{"functions": {"concurrency": 8}}`, `{"placement": "time-shared"}`."""
+    flow: str = ""
+    """What it changes in the flow: `@flow(staleness=1)`."""
+    is_simulated: bool = True
+    """False: the gain is an upper limit: what the critical path holds, or what a cost that the run could not show may be at best."""
 
 
 @final
@@ -81,12 +99,15 @@ class Suggestions(msgspec.Struct):
     """The stages of the run as it was, simulated."""
 
 
-def suggestions_of(run_dir: Path, flow: Flow, options: Mapping[str, object], makespans_s: Sequence[float]) -> Suggestions:
+def suggestions_of(
+    run_dir: Path, flow: Flow, options: Mapping[str, object], makespans_s: Sequence[float], verdict: Verdict | None = None
+) -> Suggestions:
     """Simulate alternatives to a run, and return those that are faster.
 
     Args:
         options: the flow's options, as the run had them.
         makespans_s: what the run's steps took, from the first on.
+        verdict: what its steps wait for; None: everything is tried.
     Raises:
         M2FlowError: the run has no trace of its engines, or its flow can't be simulated.
     """
@@ -103,17 +124,24 @@ def suggestions_of(run_dir: Path, flow: Flow, options: Mapping[str, object], mak
         now = next((row for row in rows if (row.placement, row.staleness) == (plan.mode, staleness)), None)
         if now is None:
             raise SpecError(f"the plan of {run_dir} is {plan.mode}, which can't be simulated on {config.cluster.name}")
-        found = [
-            Suggestion(_describe_change(row, now), row.staleness != now.staleness, row.step_s, 1 - row.step_s / now.step_s)
-            for row in rows
-            if not any(_does_as_well(other, row, now) for other in rows)
-        ]
-        for what, spec in _other_specs(scenario, plan):
-            step_s = _step_s(scenario.on(spec), plan)
+        found = [_of_row(row, now) for row in rows if not any(_does_as_well(other, row, now) for other in rows) and (row is not now)]
+        for change in (*_spec_changes(scenario, plan, verdict), *_flow_changes(scenario, verdict)):
+            step_s = _step_s(change.scenario, plan, change.costs)
             if step_s is not None:
-                found.append(Suggestion(what, False, step_s, 1 - step_s / now.step_s))
+                found.append(
+                    Suggestion(
+                        change.what,
+                        change.changes_mathematics,
+                        step_s,
+                        1 - step_s / now.step_s,
+                        change.cluster,
+                        change.flow,
+                        change.is_known,
+                    )
+                )
+        found += _accounted(scenario, verdict, now.step_s)
         stages = _stages(scenario, plan, read_prediction(run_dir, plan), Path(place) / "simulated", config.flow, options)
-    better = sorted((one for one in found if one.gain > _WORTH), key=lambda one: one.step_s)
+    better = _ordered(found)
     if not makespans_s:
         return Suggestions(now.step_s, None, None, True, better, stages)
     measured_s = sum(makespans_s[:num_steps]) / num_steps
@@ -141,38 +169,166 @@ def _does_as_well(other: Row, row: Row, now: Row) -> bool:
     return is_less and is_other and other.step_s < row.step_s + _WORTH * now.step_s
 
 
-def _other_specs(scenario: Scenario, plan: Plan) -> Iterator[tuple[str, ClusterSpec]]:
-    """List variants of a spec with the same placement."""
+@dataclass(frozen=True)
+class _Change:
+    """One thing to be simulated otherwise."""
+
+    what: str
+    scenario: Scenario
+    cluster: dict[str, dict[str, object] | str] = field(default_factory=dict)
+    costs: Costs | None = None
+    flow: str = ""
+    changes_mathematics: bool = False
+    is_known: bool = True
+    """Whether the run's own costs say what it takes."""
+
+
+class _FreeBatches(Relaxed):
+    """Costs in which a larger batch decodes in the time of the batch that was measured: where the run had that one alone, it can't say."""
+
+    def __init__(self, costs: Costs, batch: int) -> None:
+        super().__init__(costs)
+        self._batch = batch
+
+    def decode(self, engine: EngineId, pool: str, layout: Layout) -> DecodeCost:
+        cost = super().decode(engine, pool, layout)
+        return msgspec.structs.replace(cost, step_s=cost.step_s + cost.sample_s * self._batch, sample_s=0.0)
+
+
+class _MoreAtOnce(Relaxed):
+    """Costs in which each process of functions works on more units at once."""
+
+    def __init__(self, costs: Costs, concurrency: int) -> None:
+        super().__init__(costs)
+        self._concurrency = concurrency
+
+    def function(self, call: str) -> FunctionCost:
+        return msgspec.structs.replace(super().function(call), concurrency=self._concurrency)
+
+
+def _spec_changes(scenario: Scenario, plan: Plan, verdict: Verdict | None) -> Iterator[_Change]:
+    """List variants of the spec with the same placement: those that help against what the steps wait for, or all of them."""
     spec = scenario.spec
-    if any(stage.engine == "function" for stage in plan.stages):
+    waits_for = {cause.name for cause in verdict.causes} if verdict else set(CAUSES_OF_STEPS)
+    if any(stage.engine == "function" for stage in plan.stages) and waits_for & {"reward", "waiting reward", "slow reward"}:
+        if verdict is None or "slow reward" not in waits_for:
+            for times in _MORE_AT_ONCE:
+                number = spec.functions.concurrency * times
+                where = "" if "waiting reward" in waits_for else ", if the functions wait rather than compute"
+                what = f"call functions on {number} samples at once in a process{where}: functions: {{concurrency: {number}}}"
+                yield _Change(what, scenario, {"functions": {"concurrency": number}}, _MoreAtOnce(scenario.costs, number))
         for times in _MORE_PROCESSES:
             workers = spec.functions.workers * times
             what = f"judge in {workers} processes instead of {spec.functions.workers}, if the machine has the cores or the functions wait"
-            yield f"{what}: functions: {{workers: {workers}}}", _with_functions(spec, workers)
-    if not spec.rollout.policy and any(slot.kind == "rollout" for worker in plan.workers for slot in worker.engines):
-        yield f"other rollout policies: rollout: {{policy: [{_POLICY.replace('+', ', ')}]}}", spec.with_policy(_POLICY)
+            what = f"{what}: functions: {{workers: {workers}}}"
+            yield _Change(what, scenario.on(_with(spec, "functions", workers=workers)), {"functions": {"workers": workers}})
+    if any(slot.kind == "rollout" for worker in plan.workers for slot in worker.engines):
+        if waits_for & {"generation", "tail"}:
+            most = spec.rollout.max_running * _LARGER
+            what = f"decode up to {most} samples at once in an instance instead of {spec.rollout.max_running}"
+            larger = scenario.on(_with(spec, "rollout", max_running=most))
+            is_known = spec.rollout.max_running > _FEW
+            costs = None if is_known else _FreeBatches(larger.costs, spec.rollout.max_running)
+            set_to: dict[str, dict[str, object] | str] = {"rollout": {"max_running": most}}
+            yield _Change(f"{what}: rollout: {{max_running: {most}}}", larger, set_to, costs, is_known=is_known)
+        if not spec.rollout.policy and "tail" in waits_for:
+            names = _POLICY.split("+")
+            what = f"other rollout policies: rollout: {{policy: [{', '.join(names)}]}}"
+            yield _Change(what, scenario.on(spec.with_policy(_POLICY)), {"rollout": {"policy": names}})
 
 
-def _with_functions(spec: ClusterSpec, workers: int) -> ClusterSpec:
-    return spec.model_copy(update={"functions": spec.functions.model_copy(update={"workers": workers})})
+def _flow_changes(scenario: Scenario, verdict: Verdict | None) -> Iterator[_Change]:
+    """List the ways to end a step without its last samples, which change what is trained."""
+    if verdict is not None and not any(cause.name == "tail" for cause in verdict.causes):
+        return
+    for late, said in (("drop", "drop the others"), ("carry", "let the others go on in the next step (partial rollouts)")):
+        if late == "carry" and not scenario.program.staleness:
+            continue
+        flow = f'policy.generate(..., oversample={_OVERSAMPLE}, late="{late}")'
+        what = f"end a step's generation with the first {1 / _OVERSAMPLE:.0%} of its groups, and {said}: {flow}"
+        yield _Change(what, _ending_early(scenario, late), flow=flow, changes_mathematics=True)
 
 
-def _step_s(scenario: Scenario, plan: Plan) -> float | None:
-    """Simulate in the run's own mode; None where no such plan fits."""
+def _ending_early(scenario: Scenario, late: str) -> Scenario:
+    """Let the generate calls of the loop end before their last groups."""
+
+    def early(call: Call) -> Call:
+        if call.engine != "rollout" or call.step < 0 or "oversample" in call.options:
+            return call
+        return replace(call, options={**call.options, "oversample": _OVERSAMPLE, "late": late})
+
+    program = scenario.program
+    calls = {call.ordinal: early(call) for call in program.graph.calls}
+    items = tuple(replace(item, call=calls[item.call.ordinal]) if isinstance(item, Made) else item for item in program.items)
+    graph = replace(program.graph, calls=tuple(calls.values()))
+    return replace(scenario, program=replace(program, items=items, graph=graph))
+
+
+def _accounted(scenario: Scenario, verdict: Verdict | None, now_s: float) -> Iterator[Suggestion]:
+    """List what the simulator has no cost for; the gain is what the critical path holds of it, at most."""
+    for cause in verdict.causes if verdict else ():
+        step_s = now_s * (1 - cause.share)
+        if cause.name == "program":
+            what = f"make the rows before the run, or beside it in a thread: the flow's own Python takes {cause.seconds:,.2f} s a step"
+            what = f"{what} before {cause.line}" if cause.line else what
+            yield Suggestion(what, False, step_s, cause.share, flow=f"the code before {cause.line}", is_simulated=False)
+        weights = scenario.spec.weights
+        if cause.name == "sync" and weights.transport != "auto":
+            what = f"send weights as the plan finds cheapest, not over {weights.transport}: weights: {{transport: auto}}"
+            yield Suggestion(what, False, step_s, cause.share, {"weights": {"transport": "auto"}}, is_simulated=False)
+        if cause.name == "sync" and weights.probe == "always":
+            what = "verify weights at the first sync alone: weights: {probe: first}"
+            yield Suggestion(what, False, step_s, cause.share, {"weights": {"probe": "first"}}, is_simulated=False)
+
+
+def _ordered(found: Sequence[Suggestion]) -> list[Suggestion]:
+    """Sort what is worth it: what leaves the mathematics alone first, then by gain; of one setting, only the value that gains most."""
+    best: dict[tuple[object, ...], Suggestion] = {}
+    for one in sorted(found, key=lambda one: (one.changes_mathematics, one.step_s)):
+        key = tuple((part, name) for part, of in one.cluster.items() if isinstance(of, dict) for name in of) or (one.what,)
+        if one.gain <= _WORTH:
+            continue
+        held = best.get(key)
+        if held is None:
+            best[key] = one
+        elif one.step_s < held.step_s * (1 + _WORTH) and _size_of(one) < _size_of(held):
+            best[key] = one  # Nearly as good, and the smaller change.
+    return sorted(best.values(), key=lambda one: (one.changes_mathematics, one.step_s))
+
+
+def _size_of(one: Suggestion) -> float:
+    """Return the size of the numbers that it sets."""
+    parts = [of for of in one.cluster.values() if isinstance(of, dict)]
+    return sum(value for of in parts for value in of.values() if isinstance(value, int | float))
+
+
+def _with(spec: ClusterSpec, part: str, **values: object) -> ClusterSpec:
+    return spec.model_copy(update={part: getattr(spec, part).model_copy(update=values)})
+
+
+def _step_s(scenario: Scenario, plan: Plan, costs: Costs | None = None) -> float | None:
+    """Simulate in the run's own mode; None where no such plan fits, or the flow can't be run so."""
     try:
         mine = scenario.plans().get(plan.mode)
-    except (PlanError, SpecError):
+        if mine is None:
+            return None
+        outcome = scenario.run(mine, costs)
+    except M2FlowError:
         return None
-    if mine is None:
-        return None
-    outcome = scenario.run(mine)
     return outcome.totals.makespan_s / max(len(outcome.report.steps), 1)
+
+
+def _of_row(row: Row, now: Row) -> Suggestion:
+    flow = f"@flow(staleness={row.staleness})" if row.staleness != now.staleness else ""
+    what = _describe_change(row, now)
+    cluster: dict[str, dict[str, object] | str] = {"placement": row.placement} if row.placement != now.placement else {}
+    return Suggestion(what, row.staleness != now.staleness, row.step_s, 1 - row.step_s / now.step_s, cluster, flow)
 
 
 def _describe_change(row: Row, now: Row) -> str:
     parts = []
     if row.placement != now.placement:
-        parts.append(f"place it {row.placement} instead of {now.placement}")
+        parts.append(f"place it {row.placement} instead of {now.placement}: placement: {row.placement}")
     if row.staleness != now.staleness:
         parts.append(f"allow weights that are {row.staleness} behind: @flow(staleness={row.staleness})")
     return ", and ".join(parts)

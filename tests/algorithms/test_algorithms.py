@@ -16,24 +16,28 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import m2flow
-from m2flow.algorithms import advantages, losses
+from m2flow.algorithms import advantages, losses, preferences
 from m2flow.algorithms.gae import gae, length_adaptive_lam, vtrace
-from m2flow.algorithms.losses import kl_estimate
-from m2flow.algorithms.shaping import Moments, length_reward, overlong_penalty
+from m2flow.algorithms.losses import Direction, kl_estimate, top_k_divergence
+from m2flow.algorithms.shaping import Moments, adaptive_kl_coef, length_reward, overlong_penalty
 from m2flow.errors import OptionError, RewardError, ShapeError
-from m2flow.recipe import BatchAdvantage, Correction, GroupAdvantage, KlEstimator
+from m2flow.macro.loss_declarations import LOSSES
+from m2flow.recipe import BatchAdvantage, Correction, GroupAdvantage, KlEstimator, KlPenalty
 
 ALL = [advantages.grpo, advantages.grpo_population, advantages.dr_grpo, advantages.rloo]
 """Advantages of any rewards, which look at one group at a time and at nothing but rewards."""
 OF_BATCHES = list(advantages.OF_BATCHES.values())
 ESTIMATORS: tuple[KlEstimator, ...] = get_args(KlEstimator)
 
-PAIRED = {"dpo", "ipo", "simpo"}
-"""Losses on whole pairs: in tests, each two samples."""
+PAIRED = {"bradley_terry", "dpo", "ipo", "simpo"}
+"""Losses on whole pairs of a chosen and a rejected answer."""
+GROUPED = {*PAIRED, "clip_cov", "kl_cov"}
+"""Losses on whole groups: in tests, each two samples."""
 
 EVERY_OPTION: dict[str, list[dict[str, float | str]]] = {
-    "ppo_clip": [{}, {"dual_clip": 3.0}, {"entropy_coef": 0.01}, *({"kl_coef": 0.1, "kl": estimator} for estimator in ESTIMATORS)],
-    "distill": [{}, {"clip": 0.2}],
+    "ppo_clip": [{}, {"dual_clip": 3.0}, {"entropy_coef": 0.01}, *({"kl_coef": 0.1, "kl": kl} for kl in get_args(KlPenalty))],
+    "distill": [{}, {"clip": 0.2}, {"direction": "forward"}, {"direction": "js"}],
+    "distill_top_k": [{}, {"direction": "forward"}, {"direction": "js"}],
     "clipped_value": [{}, {"clip": 0.2}],
     "gspo": [{}, {"eps_low": 0.2, "eps_high": 0.3}],
     "gspo_token": [{}, {"eps_low": 0.2, "eps_high": 0.3}],
@@ -42,11 +46,14 @@ EVERY_OPTION: dict[str, list[dict[str, float | str]]] = {
     "opmd": [{}, {"tau": 0.1}],
     "dpo": [{}, {"label_smoothing": 0.2}],
     "ipo": [{}, {"average": False}],
+    "clip_cov": [{}, {"share": 0.5, "cov_low": 0.0, "cov_high": 9.0}],
+    "kl_cov": [{}, {"share": 0.5, "kl_coef": 0.1}],
+    "bradley_terry": [{}, {"center": 0.01}],
     "kto": [{}, {"desirable_weight": 0.5, "undesirable_weight": 2.0}],
 }
 """Options that choose another branch of a loss; any other loss is tried with its defaults."""
 
-LOSS_CASES = [(name, options) for name in losses.LOSSES for options in EVERY_OPTION.get(name, [{}])]
+LOSS_CASES = [(name, options) for name in LOSSES for options in EVERY_OPTION.get(name, [{}])]
 
 reward_groups = st.lists(st.lists(st.floats(-100, 100, width=32), min_size=2, max_size=6), min_size=1, max_size=5)
 
@@ -354,6 +361,18 @@ def test_advantages_by_name_take_the_bounds_of_a_batch() -> None:
     assert result.tolist() == [0.5, -0.5, -2.0, 0.0, 2.0]
 
 
+def test_the_adaptive_coefficient_brings_a_divergence_that_falls_with_it_to_its_target() -> None:
+    assert adaptive_kl_coef(0.5, 0.15, target=0.1) == pytest.approx(0.5 * 1.02)
+    assert adaptive_kl_coef(0.5, 0.09, target=0.1) == pytest.approx(0.5 * 0.99)
+    for coef in (1e-3, 10.0):
+        for _ in range(1000):
+            coef = adaptive_kl_coef(coef, 0.02 / coef, target=0.1)
+        assert coef == pytest.approx(0.2, rel=0.01)
+    for options in ({"target": 0.0}, {"target": 1.0, "clip": 2.0}, {"target": 1.0, "gain": -1.0}):
+        with pytest.raises(OptionError, match="target"):
+            adaptive_kl_coef(0.1, 0.1, **options)
+
+
 EXTREMES = [0.0, 1e4, -1e4, 90.0, -90.0, 20.0, -20.0]
 """Log-probabilities, advantages, values: float32 has no exp(89)."""
 
@@ -371,7 +390,7 @@ def with_sequences(name: str, lengths: list[int], *, is_mean: bool = True) -> di
         "sequence_ids": torch.arange(len(counts)).repeat_interleave(counts),
         "sequence_lengths": counts.repeat_interleave(counts).double(),
     }
-    parameters = inspect.signature(losses.LOSSES[name]).parameters
+    parameters = inspect.signature(LOSSES[name]).parameters
     return {key: known[key] for key in known if key in parameters and (is_mean or parameters[key].default is inspect.Parameter.empty)}
 
 
@@ -383,7 +402,15 @@ def is_chosen(lengths: list[int]) -> Tensor:
 def extreme_tokens(count: int, names: list[str]) -> dict[str, Tensor]:
     """Every combination of two extremes for the first two inputs, each with every extreme of the third."""
     columns = torch.tensor(list(itertools.product(EXTREMES, repeat=len(names)))).T
-    return {name: column[:count].clone() for name, column in zip(names, columns, strict=True)}
+    return {
+        name: of_likeliest(column[:count]) if name.endswith("top_logprobs") else column[:count].clone()
+        for name, column in zip(names, columns, strict=True)
+    }
+
+
+def of_likeliest(values: Tensor) -> Tensor:
+    """A distribution over three tokens for each value: [T] to [T, 3]."""
+    return torch.stack([values, torch.zeros_like(values), -values / 3], 1).log_softmax(1)
 
 
 @pytest.mark.parametrize("count", [0, 1, None], ids=["empty", "one token", "all"])
@@ -395,31 +422,32 @@ def test_a_loss_and_its_gradient_are_finite_at_extreme_inputs(name: str, options
         num_tokens = len(next(iter(inputs.values())))
         num_samples = max(1, num_tokens // per_sample) if num_tokens else 0
         lengths = [per_sample] * (num_samples - 1) + [num_tokens - per_sample * (num_samples - 1)] if num_samples else []
-        if name in PAIRED:
+        if name in GROUPED:
             lengths = lengths[: len(lengths) // 2 * 2]
             inputs = {key: one[: sum(lengths)] for key, one in inputs.items()}
         if "chosen" in inputs:
             inputs["chosen"] = is_chosen(lengths).float()
-        trained = inputs["values" if "values" in inputs else "logprobs"].requires_grad_()
+        trained = inputs[trained_by(name)].requires_grad_()
         shape = {key: one.float() if key == "sequence_lengths" else one for key, one in with_sequences(name, lengths).items()}
-        terms, metrics = losses.LOSSES[name](**inputs, **shape, **options)
+        terms, metrics = LOSSES[name](**inputs, **shape, **options)
         assert terms.isfinite().all()
         assert all(metric.isfinite().all() for metric in metrics.values())
         assert all(metric.shape == terms.shape and not metric.requires_grad for metric in metrics.values())
         (gradient,) = torch.autograd.grad(terms.sum(), trained)
         assert gradient.isfinite().all()
-        if "advantages" in inputs and per_sample == 1 and name != "opmd" and not {"kl_coef", "entropy_coef"} & set(options):
+        if "advantages" in inputs and per_sample == 1 and name not in {"opmd", "kl_cov"} and not {"kl_coef", "entropy_coef"} & set(options):
             assert not gradient[inputs["advantages"] == 0].any()
 
 
-def test_every_loss_is_a_public_function_of_the_module_and_a_word_of_flows() -> None:
-    public = {name for name, found in vars(losses).items() if inspect.isfunction(found) and found.__module__ == losses.__name__}
-    helpers = {"kl_estimate", "sequence_sum", "sequence_mean", "correction_weights"}
-    assert {name for name in public if not name.startswith("_")} == {*losses.LOSSES, *helpers}
-    for name in losses.LOSSES:
+def test_every_loss_is_a_public_function_of_its_module_and_a_word_of_flows() -> None:
+    modules = (losses, preferences)
+    public = {name for of in modules for name, found in vars(of).items() if inspect.isfunction(found) and found.__module__ == of.__name__}
+    helpers = {"kl_estimate", "top_k_divergence", "sequence_sum", "sequence_mean", "correction_weights", "per_sequence", "check_shapes"}
+    assert {name for name in public if not name.startswith("_")} == {*LOSSES, *helpers}
+    for name in LOSSES:
         declared = getattr(m2flow, name)()
-        assert declared.function == f"m2flow.algorithms.losses:{name}"
-        assert set(declared.needs) <= set(inspect.signature(losses.LOSSES[name]).parameters)
+        assert declared.function == f"{LOSSES[name].__module__}:{name}"
+        assert set(declared.needs) <= set(inspect.signature(LOSSES[name]).parameters)
 
 
 LENGTHS = [3, 1, 4, 2]
@@ -431,35 +459,72 @@ def random_inputs(name: str, options: dict[str, float | str] | None = None, seed
     num_tokens = sum(LENGTHS)
     base = -torch.rand(num_tokens, generator=generator, dtype=torch.float64) * 3 - 0.1
     inputs = {key: base + 0.3 * torch.randn(num_tokens, generator=generator, dtype=torch.float64) for key in inputs_of(name, options or {})}
+    inputs |= {key: of_likeliest(one) for key, one in inputs.items() if key.endswith("top_logprobs")}
     if "advantages" in inputs:
         inputs["advantages"] = torch.tensor([1.5, -1.0, -0.5, 2.0], dtype=torch.float64).repeat_interleave(torch.tensor(LENGTHS))
     if "chosen" in inputs:
         inputs["chosen"] = is_chosen(LENGTHS)
+    if "random_numbers" in inputs:
+        inputs["random_numbers"] = torch.rand(num_tokens, generator=generator, dtype=torch.float64)
+    if "labels" in inputs:
+        inputs["labels"] = torch.tensor([-1.0, 0.3, 1.0, -1.0, 0.0, -1.0, -1.0, 1.0, -1.0, 0.0], dtype=torch.float64)
     if "baseline" in inputs:
         inputs["baseline"] = torch.full((num_tokens,), 0.2, dtype=torch.float64)
     return inputs
 
 
 def trained_by(name: str) -> str:
-    return "values" if name == "clipped_value" else "logprobs"
+    parameters = inspect.signature(LOSSES[name]).parameters
+    return next(key for key in ("values", "logprobs", "top_logprobs") if key in parameters)
 
 
-def sum_and_gradient(name: str, options: dict[str, float | str], inputs: dict[str, Tensor], lengths: list[int], *, is_mean: bool):
+def sum_and_gradient(
+    name: str,
+    options: dict[str, float | str],
+    inputs: dict[str, Tensor],
+    lengths: list[int],
+    *,
+    is_mean: bool,
+    correction: Correction | None = None,
+):
+    """What a trainer sums of a cut: terms, weighted by the correction of the columns `proximal` and `rollout` if there is one."""
     inputs = {key: one.detach().clone() for key, one in inputs.items()}
+    both = [inputs.pop(key) for key in ("proximal", "rollout") if key in inputs]
     trained = inputs[trained_by(name)].requires_grad_()
-    terms, metrics = losses.LOSSES[name](**inputs, **with_sequences(name, lengths, is_mean=is_mean), **options)
+    terms, metrics = LOSSES[name](**inputs, **with_sequences(name, lengths, is_mean=is_mean), **options)
+    if correction is not None:
+        ids = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+        weights, found = losses.correction_weights(*both, ids, correction)
+        terms, metrics = terms * weights, {**metrics, **found}
     (gradient,) = torch.autograd.grad(terms.sum(), trained)
     return terms.sum().detach(), gradient, {key: metric.sum() for key, metric in metrics.items()}
 
 
+CORRECTIONS = [
+    None,
+    *(
+        Correction(level=level, mode=mode, lower=0.7, upper=1.3)
+        for level in ("token", "sequence", "geometric")
+        for mode in ("truncate", "mask")
+    ),
+    Correction(veto=0.5),
+]
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS, ids=str)
 @pytest.mark.parametrize("is_mean", [False, True], ids=["tokens", "sequences"])
 @pytest.mark.parametrize(("name", "options"), LOSS_CASES)
-def test_a_losss_sums_and_gradient_do_not_depend_on_cuts_and_order(name: str, options: dict[str, float | str], is_mean: bool) -> None:
+def test_a_losss_sums_and_gradient_do_not_depend_on_cuts_and_order(
+    name: str, options: dict[str, float | str], is_mean: bool, correction: Correction | None
+) -> None:
     inputs = random_inputs(name, options)
-    expected, gradient, metrics = sum_and_gradient(name, options, inputs, LENGTHS, is_mean=is_mean)
+    if correction is not None:
+        pair = random_inputs("decoupled_ppo", seed=1)
+        inputs |= {"proximal": pair["proximal_logprobs"], "rollout": pair["behaviour_logprobs"]}
+    expected, gradient, metrics = sum_and_gradient(name, options, inputs, LENGTHS, is_mean=is_mean, correction=correction)
     parts = {key: one.split(LENGTHS) for key, one in inputs.items()}
     orders, all_cuts = ((0, 1, 2, 3), (3, 1, 0, 2), (2, 3, 1, 0)), ((), (1,), (2, 3), (1, 2, 3))
-    if name in PAIRED:
+    if name in GROUPED:
         orders, all_cuts = ((0, 1, 2, 3), (3, 2, 0, 1), (2, 3, 1, 0)), ((), (2,))
     for order in orders:
         for cuts in all_cuts:
@@ -467,7 +532,8 @@ def test_a_losss_sums_and_gradient_do_not_depend_on_cuts_and_order(name: str, op
             for start, end in itertools.pairwise((0, *cuts, len(order))):
                 chosen = order[start:end]
                 chunk = {key: torch.cat([one[i] for i in chosen]) for key, one in parts.items()}
-                found.append(sum_and_gradient(name, options, chunk, [LENGTHS[i] for i in chosen], is_mean=is_mean))
+                lengths = [LENGTHS[i] for i in chosen]
+                found.append(sum_and_gradient(name, options, chunk, lengths, is_mean=is_mean, correction=correction))
             torch.testing.assert_close(sum(one[0] for one in found), expected, rtol=1e-12, atol=1e-12)
             by_sample = torch.cat([one[1] for one in found]).split([LENGTHS[i] for i in order])
             in_order = torch.cat([by_sample[order.index(i)] for i in range(len(order))])
@@ -476,7 +542,7 @@ def test_a_losss_sums_and_gradient_do_not_depend_on_cuts_and_order(name: str, op
                 torch.testing.assert_close(sum(one[2][key] for one in found), metric, rtol=1e-12, atol=1e-12)
 
 
-STOPPED = {"distill", "gspo_token", "cispo", "importance_reinforce", "topr"}
+STOPPED = {"distill", "clip_cov", "gspo_token", "cispo", "importance_reinforce", "topr"}
 """Losses of which a part has no gradient by design, so that it is not that of their value."""
 
 
@@ -487,10 +553,10 @@ def test_the_gradient_of_a_loss_is_its_finite_difference(name: str, options: dic
     shape = with_sequences(name, LENGTHS)
 
     def terms(trained: Tensor) -> Tensor:
-        return losses.LOSSES[name](**{**inputs, trained_by(name): trained}, **shape, **options)[0]
+        return LOSSES[name](**{**inputs, trained_by(name): trained}, **shape, **options)[0]
 
     if name == "dppo":  # Beyond the bound the value is kept, and the gradient is not.
-        clipped = losses.LOSSES[name](**inputs, **shape, **options)[1]["clipped"].bool()
+        clipped = LOSSES[name](**inputs, **shape, **options)[1]["clipped"].bool()
         trained = inputs[trained_by(name)].requires_grad_()
         assert not torch.autograd.grad(terms(trained).sum(), trained)[0][clipped].any()
         inputs = {
@@ -502,7 +568,7 @@ def test_the_gradient_of_a_loss_is_its_finite_difference(name: str, options: dic
 def test_losses_with_stopped_parts_have_the_gradient_that_they_state() -> None:
     lengths = torch.tensor(LENGTHS).repeat_interleave(torch.tensor(LENGTHS)).double()
     for seed in range(3):
-        for name in sorted(STOPPED - {"distill"}):
+        for name in sorted(STOPPED - {"distill", "clip_cov"}):
             inputs = random_inputs(name, seed=seed)
             log_ratio, advantages_of = inputs["logprobs"] - inputs["behaviour_logprobs"], inputs["advantages"]
             of_samples = torch.cat([part.sum().expand(len(part)) for part in log_ratio.split(LENGTHS)])
@@ -541,9 +607,9 @@ def test_losses_on_preferences_are_what_trl_computes_pair_by_pair() -> None:
             }
             for key, value in of_pair.items():
                 expected.setdefault(key, []).extend([value] * (LENGTHS[good] + LENGTHS[bad]))
-        for name in PAIRED:
+        for name in PAIRED - {"bradley_terry"}:
             for options in EVERY_OPTION.get(name, [{}]):
-                terms, _ = losses.LOSSES[name](**random_inputs(name, seed=seed), **with_sequences(name, LENGTHS), **options)
+                terms, _ = LOSSES[name](**random_inputs(name, seed=seed), **with_sequences(name, LENGTHS), **options)
                 assert terms.tolist() == pytest.approx(expected[name, str(options)], rel=1e-12)
 
 
@@ -557,11 +623,11 @@ def test_kto_judges_each_answer_against_the_baseline() -> None:
         "sequence_lengths": torch.tensor([2.0, 2.0, 1.0]),
     }
     sigmoid = lambda value: 1 / (1 + math.exp(-value))  # noqa: E731
-    terms, metrics = losses.kto(**given, baseline=torch.ones(3), beta=0.5, desirable_weight=1.0, undesirable_weight=3.0)
+    terms, metrics = preferences.kto(**given, baseline=torch.ones(3), beta=0.5, desirable_weight=1.0, undesirable_weight=3.0)
     assert terms.tolist() == pytest.approx([(1 - sigmoid(1.0)) / 2, (1 - sigmoid(1.0)) / 2, 3 * (1 - sigmoid(1.0))])
     assert metrics["implied_reward"].tolist() == [1.5, 1.5, -0.5]
-    below, _ = losses.kto(**given, baseline=-torch.ones(3))
-    torch.testing.assert_close(below, losses.kto(**given, baseline=torch.zeros(3))[0])
+    below, _ = preferences.kto(**given, baseline=-torch.ones(3))
+    torch.testing.assert_close(below, preferences.kto(**given, baseline=torch.zeros(3))[0])
 
 
 @pytest.mark.parametrize("name", sorted(PAIRED))
@@ -575,16 +641,94 @@ def test_a_group_that_is_no_pair_is_refused(name: str, lengths: list[int], chose
     }
     inputs = {key: torch.zeros(sum(lengths)) for key in inputs_of(name, {}) if key != "chosen"}
     with pytest.raises(ShapeError, match="no pair"):
-        losses.LOSSES[name](**inputs, **shape)
+        LOSSES[name](**inputs, **shape)
 
 
 def test_losses_on_pairs_are_means_over_groups_and_nothing_else() -> None:
-    for name in PAIRED:
+    for name in GROUPED:
         assert getattr(m2flow, name)().denominator == "groups"
         with pytest.raises(OptionError, match="mean over groups"):
             getattr(m2flow, name)(denominator="tokens")
     with pytest.raises(OptionError, match=r"label_smoothing"):
         m2flow.dpo(label_smoothing=0.6)
+
+
+def test_bradley_terry_compares_the_values_of_last_tokens_and_leaves_the_others_without_gradient() -> None:
+    values = torch.tensor([5.0, 2.0, -4.0, 0.5, 7.0, 1.0], dtype=torch.float64, requires_grad=True)
+    shape = {"sequence_ids": torch.tensor([0, 0, 1, 1, 2, 3]), "group_ids": torch.tensor([0, 0, 0, 0, 1, 1])}
+    terms, metrics = preferences.bradley_terry(values=values, chosen=torch.tensor([1.0, 1.0, 0.0, 0.0, 0.0, 1.0]), **shape, center=0.1)
+    first, second = math.log1p(math.exp(-1.5)) + 0.1 * 2.5**2, math.log1p(math.exp(6.0)) + 0.1 * 8.0**2
+    assert terms.tolist() == pytest.approx([first] * 4 + [second] * 2)
+    assert (metrics["accuracy"].tolist(), metrics["score"].tolist()) == ([1.0] * 4 + [0.0] * 2, [1.25] * 4 + [4.0] * 2)
+    (gradient,) = torch.autograd.grad((terms / torch.tensor([4.0, 4.0, 4.0, 4.0, 2.0, 2.0])).sum(), values)
+    pull = 1 / (1 + math.exp(1.5))
+    assert gradient[:4].tolist() == pytest.approx([0.0, 0.5 - pull, 0.0, 0.5 + pull])
+
+
+def test_process_reward_is_the_mean_over_labelled_steps_of_their_cross_entropy() -> None:
+    values = torch.tensor([9.0, 1.0, -2.0, 3.0, 4.0])
+    ids, lengths = torch.tensor([0, 0, 0, 1, 2]), torch.tensor([3.0, 3.0, 3.0, 1.0, 1.0])
+    labels = torch.tensor([-1.0, 0.25, 1.0, 0.0, -1.0])
+    terms, metrics = preferences.process_reward(values=values, labels=labels, sequence_ids=ids, sequence_lengths=lengths)
+    sigmoid = lambda value: 1 / (1 + math.exp(-value))  # noqa: E731
+    soft = -0.25 * math.log(sigmoid(1.0)) - 0.75 * math.log(1 - sigmoid(1.0))
+    assert terms.tolist() == pytest.approx([0.0, soft / 2, -math.log(sigmoid(-2.0)) / 2, -math.log(1 - sigmoid(3.0)), 0.0], rel=1e-5)
+    assert metrics["step_accuracy"].tolist() == [0.0, 0.0, 0.0, 0.0, 0.0]
+    _, others = preferences.process_reward(values=values, labels=1 - labels.abs(), sequence_ids=ids, sequence_lengths=lengths)
+    assert others["step_accuracy"].tolist() == pytest.approx([2 / 3] * 3 + [1.0, 0.0])
+
+
+def cov_inputs() -> dict[str, Tensor]:
+    """Two groups: covariances 4, 0, 4 of log-probabilities -1, -3, -5 and advantages 2, 0, -2; and 1, 1 of -1, -3 and 1, -1."""
+    logprobs = torch.tensor([-1.0, -3.0, -5.0, -1.0, -3.0], dtype=torch.float64)
+    advantages_of = torch.tensor([2.0, 0.0, -2.0, 1.0, -1.0], dtype=torch.float64)
+    return {"logprobs": logprobs.requires_grad_(), "advantages": advantages_of, "group_ids": torch.tensor([0, 0, 0, 1, 1])}
+
+
+def test_clip_cov_stops_the_gradient_of_a_share_of_the_tokens_within_its_bounds() -> None:
+    given = cov_inputs()
+    behaviour = given["logprobs"].detach() + torch.tensor([0.0, 0.0, 0.0, -0.5, 0.0])  # The ratio of the fourth is above its clip.
+    draws = torch.tensor([0.2, 0.2, 0.8, 0.2, 0.2], dtype=torch.float64)
+    terms, metrics = losses.clip_cov(**given, behaviour_logprobs=behaviour, random_numbers=draws, share=0.25, cov_low=0.5, cov_high=5.0)
+    # Chances: 0.25 * 3 / 2 in the first group, 0.25 * 2 / 1 in the second, where the clip acts on one of two.
+    assert metrics["covariance"].tolist() == [4.0, 0.0, 4.0, 1.0, 1.0]
+    assert (metrics["stopped"].tolist(), metrics["clipped"].tolist()) == ([1.0, 0.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.0, 1.0, 0.0])
+    (gradient,) = torch.autograd.grad(terms.sum(), given["logprobs"])
+    assert gradient.tolist() == [0.0, 0.0, 2.0, 0.0, 0.0]
+    plain, _ = losses.ppo_clip(logprobs=given["logprobs"], behaviour_logprobs=behaviour, advantages=given["advantages"])
+    torch.testing.assert_close(terms, plain)
+
+
+def test_clip_cov_stops_its_share_on_average() -> None:
+    generator = torch.Generator().manual_seed(0)
+    count = 4000
+    given = {name: torch.randn(count, generator=generator, dtype=torch.float64) for name in ("logprobs", "advantages")}
+    draws = torch.rand(count, generator=generator, dtype=torch.float64)
+    groups = torch.arange(count) // 100
+    _, metrics = losses.clip_cov(
+        **given, behaviour_logprobs=given["logprobs"], random_numbers=draws, group_ids=groups, share=0.05, cov_low=0.5, cov_high=5.0
+    )
+    assert metrics["stopped"].mean().item() == pytest.approx(0.05, abs=4 * math.sqrt(0.05 * 0.95 / count))
+
+
+@pytest.mark.parametrize(("share", "held"), [(0.0, [1, 0, 1, 1, 1]), (0.34, [1, 0, 1, 1, 1]), (1.0, [1, 0, 1, 1, 1])])
+def test_kl_cov_holds_ties_together_and_no_token_without_covariance(share: float, held: list[int]) -> None:
+    given = cov_inputs()
+    terms, metrics = losses.kl_cov(**given, behaviour_logprobs=given["logprobs"].detach() - 0.5, share=share, kl_coef=2.0)
+    assert metrics["held"].tolist() == held
+    expected = -math.exp(0.5) * given["advantages"] + torch.tensor(held) * 2.0 * 0.5
+    torch.testing.assert_close(terms.detach(), expected)
+
+
+def test_kl_cov_holds_the_share_of_each_group_with_the_largest_covariance() -> None:
+    generator = torch.Generator().manual_seed(1)
+    logprobs, advantages_of = (torch.randn(30, generator=generator, dtype=torch.float64) for _ in range(2))
+    groups = torch.tensor([0] * 10 + [1] * 20)
+    _, metrics = losses.kl_cov(logprobs=logprobs, behaviour_logprobs=logprobs, advantages=advantages_of, group_ids=groups, share=0.15)
+    for group, count in ((0, 1), (1, 3)):
+        covariance, held = metrics["covariance"][groups == group], metrics["held"][groups == group] > 0
+        assert held.sum() == count
+        assert covariance[held].min() > covariance[~held].max()
 
 
 def test_gspo_and_gspo_token_agree_where_advantages_are_those_of_samples() -> None:
@@ -594,7 +738,7 @@ def test_gspo_and_gspo_token_agree_where_advantages_are_those_of_samples() -> No
         torch.testing.assert_close(sum_and_gradient("gspo_token", options, inputs, LENGTHS, is_mean=True), whole)
 
 
-POLICY_LOSSES = [name for name in losses.LOSSES if "advantages" in inputs_of(name, {})]
+POLICY_LOSSES = [name for name in LOSSES if "advantages" in inputs_of(name, {})]
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
@@ -602,7 +746,8 @@ def test_on_policy_every_policy_loss_has_the_gradient_of_reinforce(name: str) ->
     inputs = random_inputs(name)
     inputs = {key: inputs["logprobs"] if key.endswith("logprobs") else one for key, one in inputs.items()}
     _, gradient, _ = sum_and_gradient(name, {}, inputs, LENGTHS, is_mean=True)
-    expected = sum_and_gradient("reinforce", {}, {key: inputs[key] for key in ("logprobs", "advantages")}, LENGTHS, is_mean=True)[1]
+    is_mean = name not in GROUPED  # The engine divides the terms of a loss on groups.
+    expected = sum_and_gradient("reinforce", {}, {key: inputs[key] for key in ("logprobs", "advantages")}, LENGTHS, is_mean=is_mean)[1]
     torch.testing.assert_close(gradient, expected)
 
 
@@ -655,6 +800,58 @@ def test_k1_in_the_reward_has_the_gradient_of_the_divergence_and_so_equals_k2_in
     in_loss = kl_estimate(logp, q.log(), "k2")
     found, expected = (torch.autograd.grad((p * terms).sum(), logits, retain_graph=True)[0] for terms in (in_reward, in_loss))
     torch.testing.assert_close(found, expected)
+
+
+def divergence_of(p: Tensor, q: Tensor, direction: Direction) -> Tensor:
+    """The divergence of whole distributions, by its definition: [..., V] of probabilities to [...]."""
+    middle = (p + q) / 2
+    to = {"reverse": [(p, q, 1.0)], "forward": [(q, p, 1.0)], "js": [(p, middle, 0.5), (q, middle, 0.5)]}[direction]
+    return torch.stack([weight * (a * (a / b).log()).sum(-1) for a, b, weight in to]).sum(0)
+
+
+def some_logits(vocabulary: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    logits, other = (2 * torch.randn(4, vocabulary, generator=generator, dtype=torch.float64) for _ in range(2))
+    return logits.requires_grad_(), other
+
+
+def over_likeliest(logits: Tensor, other: Tensor, k: int) -> list[Tensor]:
+    """Log-probabilities of the other's k likeliest tokens and of the rest: two [T, k + 1]."""
+    ids = other.topk(k).indices
+    found = []
+    for one in (logits, other):
+        top = one.log_softmax(-1).gather(1, ids)
+        found.append(torch.cat((top, (1 - top.exp().sum(1, keepdim=True)).log()), 1))
+    return found
+
+
+@pytest.mark.parametrize("direction", get_args(Direction))
+def test_a_divergence_over_likeliest_tokens_grows_to_that_of_the_whole_distributions_with_its_gradient(direction: Direction) -> None:
+    logits, other = some_logits(6)
+    whole = divergence_of(logits.softmax(-1), other.softmax(-1), direction)
+    by_k = torch.stack([top_k_divergence(*over_likeliest(logits, other, k), direction) for k in range(1, 6)])
+    assert (by_k.diff(dim=0) >= -1e-12).all()  # Finer cells of the same tokens: data processing.
+    assert (by_k >= 0).all()
+    torch.testing.assert_close(by_k[-1], whole)
+    found, expected = (torch.autograd.grad(one.sum(), logits, retain_graph=True)[0] for one in (by_k[-1], whole))
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("direction", get_args(Direction))
+def test_distillation_on_sampled_tokens_has_the_expected_gradient_of_its_divergence(direction: Direction) -> None:
+    logits, other = some_logits(6)
+    whole = divergence_of(logits.softmax(-1), other.softmax(-1), direction)
+    logp, teacher = logits.log_softmax(-1), other.log_softmax(-1)
+    terms, _ = losses.distill(logprobs=logp, behaviour_logprobs=logp.detach(), teacher_logprobs=teacher, direction=direction)
+    found, expected = (torch.autograd.grad(one.sum(), logits, retain_graph=True)[0] for one in (logp.exp().detach() * terms, whole))
+    torch.testing.assert_close(found, expected)
+
+
+def test_directions_that_are_none_are_refused() -> None:
+    with pytest.raises(OptionError, match=r"no direction 'revers'.*\n?.*reverse"):
+        top_k_divergence(torch.zeros(1, 2), torch.zeros(1, 2), "revers")  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="direction"):
+        m2flow.distill_top_k(direction="revers")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -848,3 +1045,72 @@ def test_corrections_are_finite_at_extremes_and_do_not_depend_on_order(level: st
     torch.testing.assert_close(torch.cat(alone), weights)
     empty = losses.correction_weights(torch.zeros(0), torch.zeros(0), torch.zeros(0, dtype=torch.int64), correction)[0]
     assert empty.tolist() == []
+
+
+BANDIT_REWARDS = torch.tensor([0.0, 0.3, 1.0, 0.6])
+POLICY_LOSSES = [name for name in LOSSES if "advantages" in inspect.signature(LOSSES[name]).parameters]
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_on_a_bandit_every_policy_loss_finds_the_best_arm(name: str) -> None:
+    logits, generator = torch.zeros(4, requires_grad=True), torch.Generator().manual_seed(0)
+    for _ in range(150):
+        sampled = logits.detach().log_softmax(0)
+        arms = torch.multinomial(sampled.exp(), 64, replacement=True, generator=generator)
+        given = bandit_inputs(BANDIT_REWARDS[arms], sampled[arms])
+        for _ in range(2):  # Off policy in the second, but for a loss that has no ratio.
+            logprobs = logits.log_softmax(0)[arms]
+            wanted = inspect.signature(LOSSES[name]).parameters
+            terms, _ = LOSSES[name](logprobs=logprobs, **{key: value for key, value in given.items() if key in wanted})
+            (gradient,) = torch.autograd.grad(terms.mean(), logits)
+            logits.data -= 0.5 * gradient
+            if "behaviour_logprobs" not in wanted:
+                break
+    assert logits.softmax(0)[2] > 0.9
+
+
+def bandit_inputs(rewards: Tensor, sampled: Tensor) -> dict[str, Tensor]:
+    """What a loss may need of 64 answers of one token to one prompt."""
+    count = len(rewards)
+    return {
+        "advantages": advantages.dr_grpo(rewards, [count]),
+        "behaviour_logprobs": sampled,
+        "proximal_logprobs": sampled,
+        "sequence_ids": torch.arange(count),
+        "group_ids": torch.zeros(count, dtype=torch.int64),
+        "sequence_lengths": torch.ones(count),
+        "random_numbers": torch.linspace(0, 1, count),
+    }
+
+
+@pytest.mark.parametrize("beta", [0.2, 1.0])
+def test_on_a_bandit_a_penalty_for_kl_in_the_reward_ends_at_its_known_optimum(beta: float) -> None:
+    # The best policy is the reference times exp(reward / beta), normalised.
+    reference = torch.tensor([0.4, 0.3, 0.1, 0.2]).log()
+    expected = (reference + BANDIT_REWARDS / beta).softmax(0)
+    logits = torch.zeros(4, requires_grad=True)
+    for _ in range(1000):
+        logprobs = logits.log_softmax(0)
+        shaped = BANDIT_REWARDS - beta * kl_estimate(logprobs.detach(), reference, "k1")
+        chances = logprobs.detach().exp()  # Every arm, weighted by its chance: the expectation itself.
+        terms, _ = losses.reinforce(logprobs=logprobs, advantages=shaped - (chances * shaped).sum())
+        (gradient,) = torch.autograd.grad((chances * terms).sum(), logits)
+        logits.data -= gradient
+    torch.testing.assert_close(logits.detach().softmax(0), expected, atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_on_a_bandit_a_penalty_for_kl_in_the_loss_ends_where_its_gradient_says(estimator: KlEstimator) -> None:
+    # k2's expected gradient is that of KL(policy || reference), k3's that of KL(reference || policy): their optima differ.
+    beta, reference = 0.5, torch.tensor([0.4, 0.3, 0.1, 0.2]).log()
+    logits, exact = torch.zeros(4, requires_grad=True), torch.zeros(4, requires_grad=True)
+    for _ in range(400):
+        logprobs = logits.log_softmax(0)
+        chances = logprobs.detach().exp()
+        given = {"logprobs": logprobs, "behaviour_logprobs": logprobs.detach(), "reference_logprobs": reference}
+        terms, _ = losses.ppo_clip(**given, advantages=BANDIT_REWARDS, kl_coef=beta, kl=estimator)
+        logits.data -= 0.5 * torch.autograd.grad((chances * terms).sum(), logits)[0]
+        p = exact.softmax(0)
+        divergence = (p * (p.log() - reference)).sum() if estimator == "k2" else (reference.exp() * (reference - p.log())).sum()
+        exact.data -= 0.5 * torch.autograd.grad(beta * divergence - (p * BANDIT_REWARDS).sum(), exact)[0]
+    torch.testing.assert_close(logits.detach().softmax(0), exact.detach().softmax(0), atol=1e-3, rtol=0)

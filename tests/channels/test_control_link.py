@@ -137,6 +137,19 @@ def test_a_name_stays_with_who_had_it_first_until_it_is_given_free(listener: tup
         assert hear(link) == [("worker", b"third")]
 
 
+def test_what_a_peer_sent_before_it_was_forgotten_is_void_and_not_a_strangers(listener: tuple[LinkListener, str]) -> None:
+    link, address = listener
+    with dial(address, "worker") as first, dial(address, "other") as other:
+        first.send(b"first")
+        assert hear(link) == [("worker", b"first")]
+        link.forget("worker")
+        for _ in range(20):
+            first.send(b"late")
+            other.send(b"")
+            assert hear(link) == [("other", b"")]
+        assert link.dropped.num == 0
+
+
 def test_a_peer_cannot_take_the_place_of_another_by_its_routing_id(listener: tuple[LinkListener, str]) -> None:
     link, address = listener
     with dial(address, "worker") as worker:

@@ -13,11 +13,11 @@ import pytest
 from click.testing import CliRunner, Result
 from observed_run import record_run, store_run
 
-from m2flow.cli.display import Rates, duration, sparkline
 from m2flow.cli.flow_options import find_target, option_type
 from m2flow.cli.main import cli, failure_of
 from m2flow.errors import InternalError, RewardError, RunInterrupted
 from m2flow.micro.records.tally import Tally
+from m2flow.runs.display import Rates, duration, sparkline
 
 ROOT = Path(__file__).parents[2]
 GRPO = str(ROOT / "flows" / "grpo.py")
@@ -94,6 +94,7 @@ def test_help_imports_no_command() -> None:
 
 def test_help_lists_every_command_with_an_example_each() -> None:
     listed = m2flow("--help").stdout
+    assert "m2flow demo" in listed.partition("Start with")[2]  # Which an installed wheel has too.
     for name in ("run", "plan", "view", "trace", "doctor", "engines"):
         assert f"  {name} " in listed
         shown = m2flow(name, "--help")

@@ -12,8 +12,8 @@ from click.testing import CliRunner, Result
 
 from m2flow.cli import doctor
 from m2flow.cli.cluster import as_text, documentation
-from m2flow.cli.cluster_file import load_cluster
 from m2flow.cli.main import cli
+from m2flow.runs.cluster_file import load_cluster
 from m2flow.spec import ClusterSpec
 
 ROOT = Path(__file__).resolve().parents[2]

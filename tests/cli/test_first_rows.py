@@ -152,6 +152,12 @@ def test_a_row_that_the_template_refuses_or_that_is_too_long_is_named(tmp_path: 
     assert "row 1 that sums.take gives to policy.generate: its prompt has 5,000 tokens, and the model's context is" in error
 
 
+@pytest.mark.parametrize(("template", "shows"), [("{% if tools %}tools{% endif %}1=", True), ("1=", False)])
+def test_tools_that_the_template_does_not_write_are_named(template: str, shows: bool, tmp_path: Path) -> None:
+    options = f"chat=True, chat_template={template!r}, tools=[{{'type': 'function', 'function': {{'name': 'add'}}}}]"
+    assert any("the chat template writes no tools" in line for line in said(plan(tmp_path, "pass", policy=options))) != shows
+
+
 def test_the_plan_is_the_same_with_and_without_the_try(tmp_path: Path) -> None:
     functions = "SEEN = []\n\ndef remembers(sample):\n    return float(len(SEEN))"
     body = "log(a=Reward(remembers).score(responses).mean())"

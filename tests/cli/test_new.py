@@ -11,25 +11,28 @@ import pytest
 from click.testing import CliRunner
 
 from m2flow.cli.main import cli
-from m2flow.cli.new import _KINDS, shipped_flows
+from m2flow.cli.new import _KINDS, _NICKNAMES, shipped_flows
 
 
 def test_every_shipped_flow_may_begin_a_project() -> None:
-    others = {"grpo_smollm"}  # It needs a data package.
+    others = {"grpo_smollm", "gym_ppo"}  # They need a data package, and Gymnasium.
     assert set(_KINDS) == {path.stem for path in shipped_flows().glob("*.py")} - others
 
 
-@pytest.mark.parametrize("kind", ["grpo", "chat", "distill"])
+@pytest.mark.parametrize("kind", ["grpo", "chat", "agent", "distill"])
 def test_a_new_project_has_a_flow_a_spec_a_readme_and_a_test_that_passes(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     made = CliRunner().invoke(cli, ["new", "mine", "--from", kind])
     assert made.exit_code == 0, made.output
-    assert {f"{kind}.py", "cluster.yaml", "README.md", f"test_{kind}.py"} <= {path.name for path in Path("mine").iterdir()}
-    runpy.run_path(f"mine/test_{kind}.py")["test_the_flow_is_the_same_planned_and_eager"]()
-    if kind == "grpo":
-        planned = CliRunner().invoke(cli, ["plan", f"mine/{kind}.py", "--cluster", "mine/cluster.yaml"])
+    assert ("--model models/chat --init random" in made.output) == (kind == "chat")
+    flow = _NICKNAMES.get(kind, kind)
+    assert {f"{flow}.py", "cluster.yaml", "README.md", f"test_{flow}.py"} <= {path.name for path in Path("mine").iterdir()}
+    runpy.run_path(f"mine/test_{flow}.py")["test_the_flow_is_the_same_planned_and_eager"]()
+    if kind != "distill":
+        model = ["--model", "mine/models/chat", "--init", "random"] if kind == "chat" else []
+        planned = CliRunner().invoke(cli, ["plan", f"mine/{flow}.py", "--cluster", "mine/cluster.yaml", *model])
         assert planned.exit_code == 0, planned.output
 
 

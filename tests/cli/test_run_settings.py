@@ -44,7 +44,16 @@ def test_what_can_not_be_is_refused_by_name(given: str, said: str) -> None:
 
 def test_a_run_has_the_settings_that_it_was_given(tmp_path: Path) -> None:
     (tmp_path / "fake.yaml").write_text(SPEC)
-    command = [sys.executable, "-m", "m2flow", "run", "tests/support/resume_flow.py", "--eager", "--cluster", str(tmp_path / "fake.yaml")]
+    command = [
+        sys.executable,
+        "-m",
+        "m2flow",
+        "run",
+        "tests/support/resume_flow.py:dies",
+        "--eager",
+        "--cluster",
+        str(tmp_path / "fake.yaml"),
+    ]
     given = ["--setting", "flush_tokens=64", "--setting", "attempts=1", "--metrics-to", "none", "--runs-dir", str(tmp_path / "runs")]
     done = subprocess.run([*command, *given], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr

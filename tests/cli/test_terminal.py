@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from terminal import shown_by
 
-from m2flow.cli.display import UpdatePace
 from m2flow.micro.protocol.update_semantics import UpdateSteps
 from m2flow.micro.records.tally import Tally
+from m2flow.runs.display import UpdatePace, logged, short_example
 
 FLOW = """
 import os
@@ -134,9 +134,63 @@ def test_without_a_terminal_lines_tell_of_the_set_up_and_of_a_warm_starts_update
         assert re.search(r"set-up: \d of \d workers ready  .*loads policy for train \(fake\)", said), said
 
 
+def test_an_evaluation_is_shown_with_its_interval_and_a_reward_that_is_shown_anyway_is_not_repeated() -> None:
+    tally = Tally(rewards=[0.25], logs={"eval/avg": 0.5, "eval/avg low": 0.41, "eval/avg high": 0.59, "reward": 0.25, "cut off low": 3.0})
+    assert logged(tally) == [("eval/avg", "0.5 (0.41 to 0.59)"), ("cut off low", "3")]
+    tally.logs["reward"] = 0.75
+    assert ("reward", "0.75") in logged(tally)
+
+
+@pytest.mark.parametrize(
+    "opening",
+    [
+        "",
+        "<|im_end|>\n<|im_start|>assistant\n",
+        "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
+        "<end_of_turn>\n<start_of_turn>model\n",
+    ],
+)
+def test_the_example_of_a_chat_shows_the_question_and_not_the_markup_after_it(opening: str) -> None:
+    assert short_example(f"Larger: 8 or 2?{opening}", "8") == "'Larger: 8 or 2?' -> '8'"
+
+
 def test_the_time_that_an_update_has_left_goes_by_its_last_steps() -> None:
     pace = UpdatePace()
     said = [pace.text(UpdateSteps("policy.update", done, 10, loss), now_s) for now_s, done, loss in
             ((0.0, 0, math.nan), (5.0, 1, 2.0), (7.0, 3, 1.5), (8.0, 3, 1.5))]  # fmt: skip
     assert said == ["0 of 10", "1 of 10  loss 2  45.0 s left", "3 of 10  loss 1.5  16.3 s left", "3 of 10  loss 1.5  16.3 s left"]
     assert pace.text(UpdateSteps("policy.update", 1, 4, 1.0), 9.0) == "1 of 4  loss 1"
+
+
+EARLY = """
+from m2flow import Best, Dataset, Policy, Reward, flow, steps
+
+
+@flow
+def early(num_steps: int = 12, patience: int = 2, until: int = 99) -> None:
+    policy, reward = Policy("fake"), Reward(lambda sample: 1.0, name="one")
+    prompts, best = Dataset([{"prompt": "1="}] * 2), Best(policy, patience=patience)
+    for step in steps(num_steps):
+        responses = policy.generate(prompts.take(2), n=2, max_new_tokens=3)
+        policy.update(responses, reward.score(responses))
+        if best.stop(min(step, 2) / 4) or step == until:
+            break
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "steps", "why"),
+    [
+        ([], "5 of 12 steps", "Best(patience=2): the last 2 evaluations of policy brought nothing better than 0.5"),
+        (["--until", "1"], "2 of 12 steps", "the flow left its loop"),
+        (["--num-steps", "4"], "4 steps", ""),
+    ],
+)
+def test_the_summary_says_of_how_many_steps_a_run_took_fewer_and_why(options: list[str], steps: str, why: str, tmp_path: Path) -> None:
+    (tmp_path / "early.py").write_text(EARLY)
+    (tmp_path / "cluster.yaml").write_text(CLUSTER)
+    command = [sys.executable, "-m", "m2flow", "run", "early.py", "--eager", "--cluster", "cluster.yaml", *options]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert f"early: {steps} in " in ran.stdout
+    assert re.findall(r"^stopped +(.*)", ran.stdout, re.MULTILINE) == ([why] if why else [])

@@ -126,3 +126,9 @@ def test_every_decision_has_its_number_a_choice_and_what_it_costs() -> None:
         assert page.name.startswith(f"{number:04}-")
         assert text.startswith(f"# {number}. ")
         assert all(f"**{part}**" in text or f"**{part}.**" in text for part in ("Context", "Choice", "What it costs"))
+
+
+def test_every_recipe_is_short() -> None:
+    recipes = _blocks(ROOT / "docs" / "guide" / "recipes.md", "python")
+    assert len(recipes) > 12
+    assert max(len(recipe.splitlines()) for recipe in recipes) < 40

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from m2flow.cli.cluster_file import load_cluster
 from m2flow.macro.flow import load_flow
 from m2flow.macro.tracing import trace
+from m2flow.runs.cluster_file import load_cluster
 
 CASES = Path(__file__).parents[2] / "docs" / "cases"
 

@@ -18,7 +18,6 @@ from click.testing import CliRunner
 
 import m2flow
 from m2flow import errors, rewards, spec
-from m2flow.algorithms.losses import LOSSES
 from m2flow.cli.help import TOPICS, docstring, documentation, help_of, methods, public
 from m2flow.cli.main import cli
 from m2flow.engines.distributed.deepspeed import Options
@@ -26,6 +25,7 @@ from m2flow.engines.registry import capability_tables, engines
 from m2flow.engines.servers import sglang, vllm
 from m2flow.engines.servers.server_process import ServedRolloutOptions
 from m2flow.macro.handles import Handle
+from m2flow.macro.loss_declarations import LOSSES
 from m2flow.observe.spans import SpanName
 from m2flow.recipe import AdvantageName
 from m2flow.rollout_scheduling.policies import POLICIES
@@ -153,6 +153,19 @@ def test_every_command_is_there_with_all_of_its_options() -> None:
         options = [param for param in command.params if isinstance(param, click.Option) and not param.hidden]
         assert "Usage: m2flow" in said, words
         assert not [name for option in options for name in option.opts if name not in said], words
+
+
+def test_the_table_of_other_systems_has_a_row_for_each_algorithm_and_lacks_none_that_three_of_them_have() -> None:
+    from peer_algorithms import HAVE, LACKING, VERSIONS
+
+    names = {one.__name__ for functions in WRITER["algorithms"]().values() for one in functions}
+    assert names == HAVE.keys()
+    assert set().union(*HAVE.values(), *LACKING.values()) == VERSIONS.keys()
+    assert not [name for name, systems in LACKING.items() if len(systems) >= 3]
+    rows = _section("algorithms.md", "Ours against other systems").splitlines()
+    linked = {found[1] for row in rows if (found := re.match(r"\| \[`[\w.]+\.(\w+)`\]\(#\w+\)", row))}
+    assert linked == names
+    assert "Source" in _section("algorithms.md", "losses.gspo")
 
 
 def test_every_advantage_and_loss_is_in_the_table_of_algorithms() -> None:

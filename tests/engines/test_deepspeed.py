@@ -161,7 +161,7 @@ def numbers_of(engine: TrainEngine) -> list[dict[str, npt.NDArray[Any]]]:
     batch = samples(VOCABULARY, num_prompts=5)
     with started(engine):
         found = [{"logprobs": np.asarray(engine.logprobs(batch).ragged("reference_logprobs").values)}]
-        for size, recipe in ((5, LINEAR), (4, replace(LINEAR, max_grad_norm=2.0)), (20, LINEAR)):
+        for size, recipe in ((5, LINEAR), (4, replace(LINEAR, max_grad_norm=2.0, log_layers=True)), (20, LINEAR)):
             sums = [engine.accumulate(batch.take(np.arange(i, min(20, i + size))), PPO) for i in range(0, 20, size)]
             metrics = dict(engine.apply(recipe, 7.0))
             found.append({f"{i}/{key}": np.asarray(value) for i, one in enumerate(sums) for key, value in metric_weights(one).items()})
@@ -178,7 +178,12 @@ def numbers(model: Model) -> list[dict[str, npt.NDArray[Any]]]:
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize(
     ("num_ranks", "options"),
-    [(2, {}), (2, {"tp": 2}), (2, {"sp": 2}), (1, {})],  # A process that was one of one does not become one of two in stage 3: it waits.
+    [
+        (2, {"head_logits": 96}),
+        (2, {"tp": 2}),
+        (2, {"sp": 2, "head_logits": 96}),
+        (1, {}),
+    ],  # A process that was one of one does not become one of two in stage 3: it waits.
     ids=str,
 )
 def test_losses_gradients_and_logprobs_are_those_of_the_embedded_trainer(

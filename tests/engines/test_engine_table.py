@@ -9,12 +9,12 @@ from typing import get_args
 
 import pytest
 
-from m2flow.cli.cluster_file import load_cluster
 from m2flow.cli.doctor import other_interpreter, usable
 from m2flow.engines.installed import overlaid_packages
 from m2flow.engines.models.hf_model import HEADS
 from m2flow.engines.registry import EngineInfo, capability_tables, engines, find_engine
 from m2flow.recipe import Head
+from m2flow.runs.cluster_file import load_cluster
 from m2flow.spec import ClusterSpec, RolloutSpec
 
 ROOT = Path(__file__).parents[2]

@@ -27,7 +27,7 @@ from m2flow.engines.distributed.ranks import shares
 from m2flow.engines.embedded.trainer import EmbeddedTrain
 from m2flow.engines.models.model_export import export_model
 from m2flow.errors import EngineError, ModelError
-from m2flow.recipe import AdamW, Loss, Model
+from m2flow.recipe import SGD, Loss, Model, Muon, Optimizer
 from m2flow.testing.fakes import FakeRanks
 from m2flow.testing.mirrored import Followers, Mirrored
 from m2flow.testing.train_suite import (
@@ -88,14 +88,18 @@ def test_losses_gradients_and_logprobs_are_those_of_the_embedded_trainer(
         with started(engine):
             before = np.asarray(engine.logprobs(batch).ragged("reference_logprobs").values)
             sums = [engine.accumulate(batch.take(np.arange(i, i + 5)), PPO) for i in range(0, 20, 5)]
-            metrics = dict(engine.apply(LINEAR, 7.0))
+            metrics = dict(engine.apply(replace(LINEAR, log_layers=True), 7.0))
             merged = {f"{i}/{key}": value for i, one in enumerate(sums) for key, value in metric_weights(one).items()}
             results.append(({"logprobs": before}, merged, {key: np.array([value]) for key, value in metrics.items()}, copied(engine)))
     for found, expected in zip(results[1], results[0], strict=True):
         assert distance(found, expected) < 1e-5
 
 
-@pytest.mark.parametrize(("name", "options"), [("qwen2", {"tp": 2}), ("qwen3", {"tp": 2}), ("qwen2", {"cpu_offload": True})], ids=str)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("qwen2", {"tp": 2, "head_logits": 96}), ("qwen3", {"tp": 2}), ("qwen2", {"cpu_offload": True, "head_logits": 96})],
+    ids=str,
+)
 def test_layers_split_over_ranks_and_states_in_the_hosts_memory_change_no_number(
     name: str, options: dict[str, object], followers: Followers, tmp_path: Path
 ) -> None:
@@ -108,7 +112,9 @@ def test_layers_split_over_ranks_and_states_in_the_hosts_memory_change_no_number
         with started(make()) as engine:
             logprobs = np.asarray(engine.logprobs(batch).ragged("reference_logprobs").values)
             sums = [engine.accumulate(batch.take(rows), PPO) for rows in (np.arange(7), np.arange(7, 12))]
-            metrics = {key: np.array([value]) for key, value in engine.apply(replace(LINEAR, max_grad_norm=2.0), 3.0).items()}
+            metrics = {
+                key: np.array([value]) for key, value in engine.apply(replace(LINEAR, max_grad_norm=2.0, log_layers=True), 3.0).items()
+            }
             whole = copied(engine)
             step(engine, batch, RECIPE)
             engine.save(str(tmp_path / which))
@@ -123,6 +129,33 @@ def test_layers_split_over_ranks_and_states_in_the_hosts_memory_change_no_number
             step(engine, batch, RECIPE)
             weights.append(copied(engine))
     assert distance(weights[1], weights[0]) < 1e-3  # Adam takes a step as long for a gradient that is nothing but rounding.
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options"),
+    [(Muon(0.1), {}), (SGD(1.0, momentum=0.9), {}), (Muon(0.1), {"tp": 2})],
+    ids=["muon", "sgd", "muon-tp"],
+)
+def test_other_optimisers_step_over_ranks_as_on_one(
+    recipe: Optimizer, options: dict[str, object], followers: Followers, tmp_path: Path
+) -> None:
+    model, batch = write_model(tmp_path / "model", CONFIGS["qwen2"]()), samples(VOCABULARY)
+    made: dict[str, Callable[[], TrainEngine]] = {"alone": lambda: EmbeddedTrain(model, EngineSettings())}
+    made["spread"] = lambda: Mirrored(FsdpTrain, model, EngineSettings(options=options), followers)
+    weights = []
+    for which, make in made.items():
+        with started(make()) as engine:
+            step(engine, batch, recipe)
+            step(engine, batch, recipe)
+            engine.save(str(tmp_path / which))
+            weights.append(copied(engine))
+    for which, other in (("alone", "spread"), ("spread", "alone")):
+        with started(made[which]()) as engine:
+            engine.load(str(tmp_path / other))
+            step(engine, batch, recipe)
+            weights.append(copied(engine))
+    assert distance(weights[1], weights[0]) < 1e-3  # Muon's iterations raise the rounding of small singular values.
+    assert distance(weights[3], weights[2]) < 1e-3
 
 
 @pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="lora: the extra lora is not installed")
@@ -290,7 +323,7 @@ def spread(model: Model, num_ranks: int, followers: Followers) -> TrainEngine:
     return FsdpTrain(model, EngineSettings()) if num_ranks == 1 else Mirrored(FsdpTrain, model, EngineSettings(), followers)
 
 
-def step(engine: TrainEngine, batch, recipe: AdamW = RECIPE) -> None:  # type: ignore[no-untyped-def]
+def step(engine: TrainEngine, batch, recipe: Optimizer = RECIPE) -> None:  # type: ignore[no-untyped-def]
     engine.accumulate(batch, PPO)
     engine.apply(recipe, 3.0)
 

@@ -13,7 +13,7 @@ from m2flow import AdamW, Batch, Dataset, Policy, Reward, flow, steps
 from m2flow.engines.contract import EngineSettings, TrainEngine
 from m2flow.engines.distributed.fsdp import FsdpTrain
 from m2flow.engines.embedded.trainer import EmbeddedTrain
-from m2flow.engines.models.adamw import Optimizers
+from m2flow.engines.models.optimizers import Optimizers
 from m2flow.errors import EngineError
 from m2flow.observe.metrics import read_metrics
 from m2flow.recipe import Model

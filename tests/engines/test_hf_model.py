@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from tiny_models import DIGITS, save_config
 
+from m2flow.engines.contract import LOADING
 from m2flow.engines.models.hf_model import load_model, load_tokenizer
 from m2flow.errors import DatasetError, EngineError, MissingExtra, ModelError
 from m2flow.recipe import Model
@@ -64,6 +66,15 @@ def test_weights_survive_saving_and_loading_quietly(saved: Path, capfd: pytest.C
     for a, b in zip(load(saved).parameters(), load(saved, "random").parameters(), strict=True):
         assert torch.equal(a, b)
     assert capfd.readouterr() == ("", "")
+
+
+def test_it_is_counted_how_many_of_a_models_tensors_are_loaded(saved: Path) -> None:
+    before = LOADING.num_models
+    load(saved)
+    with safe_open(saved / "model.safetensors", "pt") as file:
+        assert LOADING.num_loaded == len(file.keys()) > 10
+    assert LOADING.num_models == before + 1
+    assert LOADING.words() == ""
 
 
 def test_a_missing_directory_is_named(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,24 +17,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import m2flow
 from m2flow import Correction, Dataset, PerSequence, Policy, flow, nll
 from m2flow.algorithms.losses import correction_weights, sequence_sum
-from m2flow.engines.contract import EngineSettings, Objective, TrainEngine
-from m2flow.engines.embedded.trainer import EmbeddedTrain, token_logprobs
+from m2flow.engines.contract import RATIO_COUNT, EngineSettings, Objective, TrainEngine, ratio_quantiles
+from m2flow.engines.embedded.trainer import EmbeddedTrain, logprobs_at, most_likely, token_logprobs
 from m2flow.engines.models import packing
-from m2flow.engines.models.adamw import Optimizers
-from m2flow.errors import EngineError, ModelError, OpError, OutOfMemory
+from m2flow.engines.models.optimizers import Optimizers, orthogonal, unpacked_state
+from m2flow.errors import EngineError, ModelError, OpError, OptionError, OutOfMemory
 from m2flow.macro.graph import Call
 from m2flow.macro.tracing import trace
 from m2flow.micro.protocol.update_semantics import UpdateTally, objective, training_rows
 from m2flow.micro.worker.out_of_memory import MiniBatch
-from m2flow.recipe import AdamW, Loss, Model
+from m2flow.recipe import SGD, AdamW, Loss, Model, Muon, Optimizer, WeightGroup, check_optimizer
 from m2flow.samples import Batch, Ragged, make_ids
 from m2flow.testing import train_suite
 from m2flow.testing.fakes import FakeTrain
-from m2flow.testing.train_suite import LINEAR, PPO, RECIPE, TrainEngineSuite, copied, cut, distance, samples, started
+from m2flow.testing.train_suite import DISTILL, LINEAR, PPO, RECIPE, TrainEngineSuite, copied, cut, distance, samples, started
 
 VOCABULARY = 32
 SMALL = {
@@ -266,6 +268,132 @@ def test_token_logprobs_and_entropies_have_the_gradients_of_plain_autograd(with_
         torch.testing.assert_close(grads[0], grads[1])
 
 
+@pytest.mark.parametrize("with_temperature", [False, True])
+def test_log_probabilities_of_further_tokens_and_their_rest_have_the_gradients_of_plain_autograd(
+    with_temperature: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("m2flow.engines.embedded.trainer._CHUNK_ELEMENTS", 14)
+    generator = torch.Generator().manual_seed(0)
+    logits = (3 * torch.randn(6, 7, generator=generator)).requires_grad_()
+    targets = torch.tensor([0, 1, 2, 3, 4, 0])
+    temperature = torch.tensor([0.5, 1, 2, 1, 0.7, 1]) if with_temperature else None
+    logp = (logits if temperature is None else logits / temperature[:, None]).log_softmax(-1)
+    ids, top = most_likely(logits.detach(), temperature, 3)
+    assert torch.equal(ids, logp.topk(3).indices)
+    rest = logp.exp().scatter(1, ids, 0.0).sum(1, keepdim=True).log()
+    expected = logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(1), torch.cat((logp.gather(1, ids), rest), 1)
+    torch.testing.assert_close(top, expected[2].detach())
+    found = logprobs_at(logits, targets, temperature, ids)
+    weights = [torch.randn(one.shape, generator=generator) for one in expected]
+    for outputs in ([2], [0, 2], [1, 2], [0, 1, 2]):
+        torch.testing.assert_close([found[i] for i in outputs], [expected[i] for i in outputs])
+        grads = [
+            torch.autograd.grad(sum((pair[i] * weights[i]).sum() for i in outputs), logits, retain_graph=True) for pair in (found, expected)
+        ]
+        torch.testing.assert_close(grads[0], grads[1])
+
+
+def test_likeliest_tokens_that_a_model_does_not_have_are_refused(model: Model) -> None:
+    batch = samples(VOCABULARY)
+    with started(EmbeddedTrain(model, EngineSettings())) as engine:
+        with pytest.raises(EngineError, match=r"top_k is 4096, and the model has \d+ tokens"):
+            engine.top_logprobs(batch, 4096)
+        found = engine.top_logprobs(batch, 2)
+        strange = found.ragged("reference_top_ids")
+        batch = batch.join(found).with_columns(reference_top_ids=Ragged(strange.values + 4096, strange.offsets))
+        with pytest.raises(EngineError, match="same tokenizer"):
+            engine.accumulate(batch, DISTILL)
+
+
+WIDE = {**SMALL, "hidden_size": 40}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.Qwen2Config(**WIDE, num_key_value_heads=2, tie_word_embeddings=True),
+        transformers.LlamaConfig(**WIDE, num_key_value_heads=4),
+        transformers.Gemma2Config(**WIDE, num_key_value_heads=2, head_dim=10, sliding_window=5),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_a_head_in_chunks_changes_no_number_and_never_has_all_logits(config: Any, tmp_path: Path) -> None:
+    model, batch = write_model(tmp_path, config), samples(VOCABULARY).with_columns(temperature=np.repeat([0.5, 1.0, 2.0], 4))
+    loss = Loss("mine", entropy_and_likelihood, ("logprobs", "entropy"))
+    results, largest = [], []
+    for few in (1 << 20, 3 * VOCABULARY):
+        with started(EmbeddedTrain(model, EngineSettings(options={"head_logits": few}))) as engine:
+            logprobs = np.asarray(engine.logprobs(batch).ragged("reference_logprobs").values)
+            with LargestOfVocabulary() as watched:
+                sums = engine.accumulate(batch, Objective(loss))
+            engine.apply(LINEAR, 3.0)
+            results.append({"logprobs": logprobs, "loss": np.array([sums.metrics["loss"]]), **copied(engine)})
+            largest.append(watched.largest)
+    assert distance(results[1], results[0]) < 1e-5
+    assert largest[0] == sums.num_tokens
+    assert largest[1] == (
+        sums.num_tokens if config.model_type == "gemma2" else 3
+    )  # Gemma's soft cap comes after the head: it needs all logits.
+
+
+def entropy_and_likelihood(logprobs: Tensor, entropy: Tensor) -> Tensor:
+    return -logprobs * 0.5 - 0.1 * entropy
+
+
+class LargestOfVocabulary(TorchDispatchMode):  # type: ignore[misc]
+    """Notes the most rows of a tensor [..., rows, V] that an operation gives, the weights' own shape apart."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for one in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(one, Tensor) and one.dim() > 1 and one.shape[-1] == VOCABULARY and one.shape[-2] != WIDE["hidden_size"]:
+                self.largest = max(self.largest, one.numel() // VOCABULARY)
+        return result
+
+
+@pytest.mark.parametrize("few", [1 << 20, 3 * VOCABULARY])
+def test_a_head_in_float32_computes_logits_of_half_precision_as_exactly_as_its_hidden_states(few: int, tmp_path: Path) -> None:
+    model, batch = replace(write_model(tmp_path, CONFIGS["qwen2"]()), dtype="bfloat16"), samples(VOCABULARY)
+    seen, errors = [], []
+    for is_exact in (False, True):
+        with started(EmbeddedTrain(model, EngineSettings(options={"head_logits": few, "fp32_head": is_exact}))) as engine:
+            assert isinstance(engine, EmbeddedTrain)
+            watching = engine._model.lm_head.register_forward_pre_hook(lambda layer, given: seen.append(given[0][0]))
+            found = engine.logprobs(batch).ragged("reference_logprobs")
+            watching.remove()
+            exact = (seen.pop().double() @ engine._model.lm_head.weight.detach().double().T).log_softmax(-1)
+            mask = batch.ragged("loss_mask").values.astype(bool)
+            chosen = exact.gather(1, torch.from_numpy(batch.ragged("tokens").values[mask].astype(np.int64))[:, None])[:, 0]
+            errors.append(float((torch.from_numpy(found.values[mask]).double() - chosen).abs().max()))
+            engine.accumulate(batch, PPO)
+            assert engine.apply(RECIPE, 3.0)["grad_norm"] > 0
+    assert errors[1] < 1e-5 < 1e-4 < errors[0]
+
+
+def test_norms_by_group_of_weights_are_reported_on_request(model: Model) -> None:
+    batch, found = samples(VOCABULARY), {}
+    for log_layers in (False, True):
+        with started(EmbeddedTrain(model, EngineSettings())) as engine:
+            before = copied(engine)
+            engine.accumulate(batch, PPO)
+            metrics = engine.apply(replace(RECIPE, log_layers=log_layers), 3.0)
+            found[log_layers] = copied(engine)
+            assert any("/" in name for name in metrics) == log_layers
+    assert distance(found[True], found[False]) == 0
+    groups = {name: [] for name in ("embeddings", "layers.0", "layers.1", "rest")}  # The head is tied.
+    for name in before:
+        groups[next((group for group in groups if f".{group}." in name), "embeddings" if "embed" in name else "rest")].append(name)
+    for group, names in groups.items():
+        moved, size = (
+            math.hypot(*(float(np.linalg.norm(of(name))) for name in names)) for of in (lambda n: found[True][n] - before[n], before.get)
+        )
+        assert metrics[f"update_ratio/{group}"] == pytest.approx(moved / size, rel=1e-4)
+    assert math.hypot(*(metrics[f"grad_norm/{group}"] for group in groups)) == pytest.approx(metrics["grad_norm"], rel=1e-5)
+    assert set(metrics) == {"grad_norm", "lr", *(f"{name}/{group}" for name in ("grad_norm", "update_ratio") for group in groups)}
+
+
 def test_logprobs_follow_the_temperature_that_sampled_the_tokens(model: Model) -> None:
     batch = samples(VOCABULARY).with_columns(temperature=np.repeat([0.5, 0.0, 1.0], 4))
     with started(EmbeddedTrain(model, EngineSettings(options={"logprob_tokens": 20}))) as engine:
@@ -413,7 +541,71 @@ def test_a_correction_weighs_tokens_and_clips_around_the_weights_before(model: M
                 engine.apply(LINEAR, 3.0)
                 answers.append(copied(engine))
             assert ("correction_weight" in sums[0].metrics) == (loss.correction is not None)
+            counted = {name: sum(part.metrics[name] for part in sums) for name in sums[0].metrics if name.startswith(RATIO_COUNT)}
+            found = ratio_quantiles(counted)
+            if loss.correction is not None:
+                ratios = np.sort((held[0] - held[1]).double().exp().numpy())
+                exact = [ratios[math.ceil(share * len(ratios)) - 1] for share in (0.01, 0.5, 0.99)]
+                assert np.log([*found.values()]) == pytest.approx(np.log(exact), rel=0.08, abs=1e-4)
     assert max(distance(answer, answers[0]) for answer in answers[1:]) < 1e-5
+
+
+def test_metrics_of_a_correction_are_told_apart_by_version_age_and_by_place_in_the_response(model: Model) -> None:
+    batch, correction = samples(VOCABULARY), Correction(veto=0.02)
+    mask = batch.ragged("loss_mask")
+    counts = np.add.reduceat(mask.values.astype(int), mask.offsets[:-1])
+    ages = np.arange(len(mask.values)) % 6
+    with started(EmbeddedTrain(model, EngineSettings())) as engine:
+        batch = batch.with_columns(proximal_logprobs=engine.logprobs(batch).ragged("reference_logprobs"))
+    loss, found = replace(m2flow.ppo_clip(), correction=correction), []
+    for sizes in ([12], [5, 7]):
+        with started(EmbeddedTrain(model, EngineSettings())) as engine:
+            tally = UpdateTally()
+            for rows in cut(batch.with_columns(version_ages=Ragged(ages, mask.offsets)), sizes):
+                tally.add(engine.accumulate(rows, Objective(loss)), rows, epoch=0)
+            tally.stepped({}, 1.0)
+            found.append(tally.metrics())
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+    held = [torch.from_numpy(batch.ragged(name).values[mask.values.astype(bool)]) for name in ("proximal_logprobs", "logprobs")]
+    weights, of_token = correction_weights(*held, torch.arange(12).repeat_interleave(torch.from_numpy(counts)), correction)
+    is_old = torch.from_numpy(ages[mask.values.astype(bool)] >= 4)
+    for name in ("rollout_kl", "proximal_kl", "chi_square", "correction_clipped", "correction_vetoed"):
+        assert found[0][f"{name}/age_4_up"] == pytest.approx(float(of_token[name][is_old].mean()), rel=1e-4)
+        assert found[0][f"{name}/token_0_up"] == pytest.approx(found[0][name], rel=1e-4)  # No response has 16 tokens.
+    share = float(weights[is_old].mean() ** 2 / weights[is_old].square().mean())
+    assert found[0]["effective_sample_share/age_4_up"] == pytest.approx(share, rel=1e-4)
+    assert not any(name.endswith("token_16_up") for name in found[0])
+
+
+def test_a_tokens_random_number_is_the_same_in_every_micro_batch(model: Model) -> None:
+    seen: list[Tensor] = []
+
+    def noisy(logprobs: Tensor, random_numbers: Tensor) -> Tensor:
+        seen.append(random_numbers)
+        return -logprobs * random_numbers
+
+    batch, loss = samples(VOCABULARY), Objective(Loss("noisy", noisy, ("logprobs", "random_numbers")))
+    with started(EmbeddedTrain(model, EngineSettings())) as engine:
+        for sizes in ([12], [5, 7], [1] * 12):
+            found, start = [engine.accumulate(part, loss).metrics["loss"] for part in cut(batch, sizes)], len(seen) - len(sizes)
+            assert sum(found) == pytest.approx(engine.accumulate(batch, loss).metrics["loss"], rel=1e-5)
+            assert torch.equal(torch.cat(seen[start:-1]) if len(sizes) > 1 else seen[start], seen[-1])
+    assert 0 <= seen[-1].min() < seen[-1].max() < 1
+    assert len(seen[-1].unique()) == len(seen[-1])
+
+
+@pytest.mark.parametrize("loss", [m2flow.clip_cov(share=0.5, cov_low=0.0), m2flow.kl_cov(share=0.3)])
+def test_losses_of_covariance_choose_the_same_tokens_in_every_micro_batch(model: Model, loss: Loss) -> None:
+    batch, answers = training_rows(update_with(loss), {"samples": samples(VOCABULARY)}), []
+    for sizes in ([12], [4, 8], [4, 4, 4]):
+        with started(EmbeddedTrain(model, EngineSettings())) as engine:
+            sums = [engine.accumulate(part, Objective(loss)) for part in cut(batch, sizes)]
+            engine.apply(LINEAR, 3.0)
+            answers.append((copied(engine), {name: sum(one.metrics[name] for one in sums) for name in sums[0].metrics}))
+    for weights, metrics in answers[1:]:
+        assert distance(weights, answers[0][0]) < 1e-5
+        assert metrics == pytest.approx(answers[0][1], rel=1e-4)
+    assert any(answers[0][1].get(f"group:{name}", 0) > 0 for name in ("stopped", "held"))
 
 
 def test_a_mean_over_groups_weighs_each_groups_tokens_alike(model: Model) -> None:
@@ -485,6 +677,107 @@ def test_clipping_scales_the_divided_gradient_to_its_bound() -> None:
     recipe = AdamW(lr=1.0, eps=1e6, max_grad_norm=0.5)
     assert Optimizers([parameter]).step(recipe, 10.0) == {"grad_norm": pytest.approx(5.0), "lr": 1.0}
     np.testing.assert_allclose(parameter.detach(), [-0.3e-6, -0.4e-6], rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [AdamW, SGD])
+def test_groups_of_weights_have_a_rate_and_a_decay_of_their_own(kind: type[AdamW] | type[SGD], tmp_path: Path) -> None:
+    weights = {name: torch.nn.Parameter(torch.ones(2)) for name in ("layers.0.norm", "layers.0.q", "head", "frozen")}
+    groups = [WeightGroup("*norm*", weight_decay=0.0), WeightGroup("head", lr_scale=0.1), WeightGroup("frozen", lr_scale=0.0)]
+    recipe = kind(lr=0.1, weight_decay=0.5, max_grad_norm=0.0, warmup_steps=2, groups=groups)
+    optimizers = Optimizers(weights.values(), names={id(held): name for name, held in weights.items()})
+    alone = {name: (torch.nn.Parameter(torch.ones(2)), replace(recipe, groups=())) for name in weights}
+    rates = {"layers.0.norm": (0.1, 0.0), "layers.0.q": (0.1, 0.5), "head": (0.01, 0.5), "frozen": (0.0, 0.5)}
+    others = {}
+    for name, (held, plain) in alone.items():
+        lr, decay = rates[name]
+        others[name] = held, Optimizers([held]), replace(plain, lr=lr, weight_decay=decay)
+    for step in range(4):
+        for name, held in weights.items():
+            held.grad, others[name][0].grad = torch.full((2,), step - 0.5), torch.full((2,), step - 0.5)
+            others[name][1].step(others[name][2], 1.0)
+        assert optimizers.step(recipe, 1.0)["lr"] == pytest.approx(0.05 if not step else 0.1)
+        if step == 1:
+            saved = optimizers.state()
+            optimizers = Optimizers(weights.values(), names={id(held): name for name, held in weights.items()})
+            optimizers.load_state(saved)
+    for name, held in weights.items():
+        torch.testing.assert_close(held, others[name][0])
+
+
+def test_a_group_without_weights_and_what_is_no_group_are_refused() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    with pytest.raises(EngineError, match="no trained weight belongs to the group 'nrom'"):
+        Optimizers([weight], names={id(weight): "norm"}).step(AdamW(groups=[WeightGroup("nrom")]), 1.0)
+    with pytest.raises(OptionError, match="it is a list of WeightGroup"):
+        AdamW(groups={"norm": 0.1})  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="no train engine has states of 8 bits"):
+        check_optimizer("adamw_8bit")
+
+
+def test_sgd_is_its_equation() -> None:
+    parameter, recipe = torch.nn.Parameter(torch.tensor([1.0, -2.0])), SGD(0.5, momentum=0.5, weight_decay=0.1, max_grad_norm=0.0)
+    optimizers, weight, velocity = Optimizers([parameter]), np.array([1.0, -2.0]), np.zeros(2)
+    for gradient in (np.array([0.5, 1.0]), np.array([-3.0, 2.0]), np.zeros(2)):
+        parameter.grad = torch.tensor(gradient * 4, dtype=torch.float32)
+        optimizers.step(recipe, 4.0)
+        velocity = 0.5 * velocity + gradient + 0.1 * weight
+        weight = weight - 0.5 * velocity
+        np.testing.assert_allclose(parameter.detach(), weight, rtol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (4, 6), (3, 4, 5)])
+def test_muon_makes_orthogonal_steps_on_matrices_and_those_of_adamw_elsewhere(shape: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.randn(one, generator=generator)) for one in ((5,), shape, (4, 4))]
+    matrix, twin = parameters[1], torch.nn.Parameter(parameters[2].detach().clone())
+    common = {"weight_decay": 0.5, "max_grad_norm": 0.0}
+    optimizers, weight, momentum = Optimizers(parameters, matrices=[matrix]), matrix.detach().clone(), torch.zeros(shape)
+    others = Optimizers([twin])
+    for _ in range(3):
+        gradients = [torch.randn(one.shape, generator=generator) * 1e-25 for one in parameters]
+        for parameter, gradient in zip((*parameters, twin), (*gradients, gradients[2]), strict=True):
+            parameter.grad = gradient.clone()
+        optimizers.step(Muon(0.1, momentum=0.9, eps=1e-30, **common), 1.0)
+        others.step(AdamW(0.1, eps=1e-30, **common), 1.0)
+        momentum = 0.9 * momentum + gradients[1]
+        expected = orthogonal(gradients[1] + 0.9 * momentum)
+        assert 0.6 < torch.linalg.svdvals(expected).min() <= torch.linalg.svdvals(expected).max() < 1.3
+        left, _, right = torch.linalg.svd((gradients[1] + 0.9 * momentum).double(), full_matrices=False)
+        assert (expected * (left @ right)).sum((-2, -1)).min() > 0.9 * expected.square().sum((-2, -1)).max().sqrt()
+        weight = weight * (1 - 0.1 * 0.5) - 0.1 * 0.2 * math.sqrt(max(shape[-2:])) * expected
+        torch.testing.assert_close(matrix.detach(), weight)
+        assert torch.equal(parameters[2], twin)
+
+
+@pytest.mark.parametrize("recipe", [Muon(0.1), SGD(1.0, momentum=0.9), SGD(1.0)], ids=["muon", "momentum", "sgd"])
+def test_other_optimisers_go_on_from_a_checkpoint_in_any_micro_batches(model: Model, recipe: Optimizer, tmp_path: Path) -> None:
+    batch, weights = samples(VOCABULARY), []
+    for sizes, is_loaded in (([12], False), ([5, 7], False), ([12], True)):
+        with started(EmbeddedTrain(model, EngineSettings())) as engine:
+            for i in range(3):
+                for part in cut(batch, sizes):
+                    engine.accumulate(part, PPO)
+                engine.apply(recipe, 3.0)
+                if is_loaded and i == 1:
+                    engine.save(str(tmp_path / "checkpoint"))
+                    engine.accumulate(batch, PPO)
+                    engine.apply(recipe, 1.0)
+                    engine.load(str(tmp_path / "checkpoint"))
+            weights.append(copied(engine))
+    assert distance(weights[1], weights[0]) < 1e-3  # Muon's iterations raise the rounding of small singular values.
+    assert distance(weights[2], weights[0]) == 0
+
+
+def test_a_state_of_another_optimiser_is_refused_where_there_is_adamw_alone() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.grad, optimizers = torch.ones(2), Optimizers([parameter])
+    optimizers.step(SGD(), 1.0)
+    with pytest.raises(EngineError, match="has the state of SGD"):
+        unpacked_state(optimizers.state()[0], 1)
+    parameter.grad = torch.ones(2)
+    with pytest.raises(EngineError, match="does not say what its layers are"):
+        optimizers.step(Muon(), 1.0)
 
 
 def test_demonstrations_are_prompt_target_and_end_of_sequence(model: Model) -> None:

@@ -8,9 +8,9 @@ import pytest
 from click.testing import CliRunner
 from pydantic import ValidationError
 
-from m2flow.cli.cluster_file import load_cluster
 from m2flow.cli.main import cli
 from m2flow.errors import SpecError
+from m2flow.runs.cluster_file import load_cluster
 from m2flow.spec import LAPTOP, ClusterSpec, RunSettings
 
 CLUSTERS = Path(__file__).resolve().parents[2] / "clusters"

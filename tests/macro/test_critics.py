@@ -2,19 +2,39 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from fake_clusters import FAKES
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from m2flow import Critic, Dataset, Policy, Reference, Reward, RewardModel, Sample, flow, gae, log, op, steps
+from m2flow import (
+    AdamW,
+    Critic,
+    Dataset,
+    Policy,
+    Reference,
+    Reward,
+    RewardModel,
+    Sample,
+    bradley_terry,
+    flow,
+    gae,
+    log,
+    op,
+    process_reward,
+    steps,
+)
 from m2flow.algorithms.gae import gae as gae_of_arrays
 from m2flow.algorithms.gae import gae_rows
 from m2flow.errors import OptionError, TraceError
+from m2flow.macro.critics import _last_values
 from m2flow.macro.tracing import trace
 from m2flow.micro.lowering.passes import lower
 from m2flow.samples import Batch, Ragged, make_ids
+from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
 from m2flow.testing.random_programs import clusters
 from m2flow.testing.world import run_eager, run_planned
 
@@ -220,3 +240,107 @@ def test_views_of_one_result_keep_it_alive_and_lose_it_together():
         assert isinstance(advantages.batch()["advantages"], Ragged)
 
     assert run_eager(views, {}, FAKES).error == ""
+
+
+# ---- critics as reward models
+
+
+@op()
+def step_labels(sample: Sample) -> list[float]:
+    """A label on each third token."""
+    return [i / 16 if i % 3 == 0 else -1.0 for i in range(sample.num_tokens)]
+
+
+def real(token_budget: int) -> ClusterSpec:
+    train, functions = TrainSpec(token_budget=token_budget), FunctionSpec(chunk=2)
+    return ClusterSpec(placement="split", device="cpu", cores=2, rollout=RolloutSpec(), train=train, functions=functions)
+
+
+PAIRS = [{"prompt": f"{i}{i + 3}=", "chosen": f"{i}1", "rejected": f"{i}{i}2"} for i in range(6)]
+
+
+@flow
+def judged(model: str = "fake", num_steps: int = 2, batch: int = 3, minibatch: int = 0) -> None:
+    """A critic learns of pairs and of labelled steps, and its scores are the rewards of the policy."""
+    policy = Policy(model, init="random")
+    judge, pairs, prompts = Critic(policy, name="judge"), Dataset(PAIRS, name="pairs").pairs(), Dataset(ROWS)
+    for _ in steps(num_steps):
+        rows = pairs.take(batch)
+        metrics = judge.update(rows, loss=bradley_terry(center=0.01), minibatch_size=minibatch or None, optimizer=AdamW(1e-3))
+        responses = policy.generate(prompts.take(batch), n=2, max_new_tokens=6)
+        judge.update(responses, loss=process_reward(), columns={"labels": step_labels(responses)})
+        rewards = judge.score(responses)
+        policy.update(responses, rewards)
+        log(loss=metrics["loss"], reward=rewards.mean(), pairs=judge.score(rows).mean())
+
+
+sizes_of_pairs = st.fixed_dictionaries({"batch": st.integers(1, 4), "minibatch": st.integers(0, 2)})
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+@given(clusters(), sizes_of_pairs, st.integers(0, 2**30))
+def test_a_reward_model_of_preferences_is_the_same_planned_and_eager(spec, options, order_seed):
+    eager = run_eager(judged, options, spec)
+    assert (eager.error, set(eager.weights)) == ("", {"policy", "judge"})
+    assert run_planned(judged, options, spec, order_seed=order_seed) == eager
+
+
+def test_the_score_of_a_response_is_the_value_of_its_last_token_under_the_mask():
+    mask = Ragged.of([[False, True, True, False], [False, False], [True]], bool)
+    values = Ragged.of([[9.0, 0.5, 0.25, 9.0], [9.0, 9.0], [0.125]], np.float64)
+    rows = Batch(make_ids(0, 3), {"loss_mask": mask, "values": values})
+    assert _last_values(rows, {}).tolist() == [0.25, 0.0, 0.125]
+    assert _last_values(Batch(rows.ids, {"values": values}), {}).tolist() == [9.0, 9.0, 0.125]
+
+
+def test_a_critic_of_a_real_model_learns_which_answers_are_preferred_in_any_micro_batches():
+    @flow
+    def preferring() -> None:
+        judge, pairs = Critic("flows/models/digits", name="judge", init="random"), Dataset(PAIRS).pairs()
+        for _ in steps(12):
+            metrics = judge.update(pairs.take(6), loss=bradley_terry(), optimizer=AdamW(3e-3))
+            log(loss=metrics["loss"], accuracy=metrics["accuracy"])
+        rows = pairs.take(6)
+        margin = judge.score(rows) * (2 * rows.chosen - 1)
+        log(margin=margin.mean())
+
+    runs = [run_eager(preferring, {}, real(budget), deterministic=True) for budget in (4096, 1)]
+    assert [run.error for run in runs] == ["", ""]
+    whole, cut = ([value for *_, value in run.logs] for run in runs)
+    assert whole[0] == pytest.approx(math.log(2))  # The head starts at zero.
+    assert whole[-3] < 0.3
+    assert whole[-2] == pytest.approx(1.0)
+    assert whole[-1] > 0.5
+    assert whole == pytest.approx(cut, rel=1e-3)
+
+
+def test_a_critics_update_refuses_a_loss_whose_returns_or_columns_are_missing():
+    def flow_of(**options: object):
+        @flow
+        def missing() -> None:
+            policy, critic = Policy("fake"), Critic("fake")
+            responses = policy.generate(Dataset(ROWS).take(3), n=2, max_new_tokens=9)
+            critic.update(responses, **options)
+
+        return missing
+
+    with pytest.raises(TraceError, match="clipped_value needs returns"):
+        trace(flow_of(), {})
+    with pytest.raises(TraceError, match="bradley_terry needs 'chosen'"):
+        trace(flow_of(loss=bradley_terry()), {})
+    with pytest.raises(TraceError, match="columns="):
+        trace(flow_of(loss=process_reward(), columns=3), {})
+
+
+def test_a_critics_update_takes_returns_and_old_values_from_their_own_arguments_only():
+    for name in ("returns", "old_values", "values"):
+
+        @flow
+        def twice(name: str) -> None:
+            policy, critic = Policy("fake"), Critic("fake")
+            responses = policy.generate(Dataset(ROWS).take(3), n=2, max_new_tokens=9)
+            rewards = Reward(length_share).score(responses)
+            critic.update(responses, returns=rewards, columns={name: rewards * 2})
+
+        with pytest.raises(OptionError, match="that name is taken"):
+            trace(twice, {"name": name})

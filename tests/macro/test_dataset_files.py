@@ -59,6 +59,9 @@ def test_columns_are_mapped_by_name_or_made_by_a_function(tmp_path: Path) -> Non
     assert dataset.name == "train"
 
 
+ASKED = '{"messages": [{"role": "user", "content": "What is 2 + 2?"}]}'
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("lines", "columns", "said"),
@@ -70,6 +73,8 @@ def test_columns_are_mapped_by_name_or_made_by_a_function(tmp_path: Path) -> Non
         (['{"sentence": "a"}'], None, r"train.jsonl:1 has no column 'prompt'; it has sentence[\s\S]*columns=\{\"prompt\": 'sentence'"),
         (['{"sentence": "a"}'], {"prompt": "sentense"}, r"no column 'sentense'; it has sentence[\s\S]*sentence"),
         (['{"prompt": "a"}'], {"answer": "prompt"}, "says nothing of the prompt"),
+        ([ASKED, "", '{"messages": [{"role": "user"}]}'], None, r"message 0 of 'messages' of .*train.jsonl:3 has the content None"),
+        (['{"prompt": "a"}', "", '{"prompt": [{"rol": "user"}]}'], None, r"message 0 of the prompt of .*train.jsonl:3"),
         (["", ""], None, "has no rows"),
     ],
 )

@@ -194,7 +194,11 @@ def test_a_text_among_prompts_of_messages_is_a_users_message():
     ("rows", "what", "now"),
     [
         ([{"question": "a"}], "row 0 of the dataset 'mine' has no text under 'prompt'", '"prompt": row["question"]'),
-        ([{"messages": [QUESTION]}, {"messages": [QUESTION, ANSWER]}], "rows 0 and 1 of the dataset 'mine'", "two datasets"),
+        (
+            [{"messages": [QUESTION]}, {"messages": [QUESTION, ANSWER]}],
+            "row 0 of the dataset 'mine' and row 1 of the dataset 'mine' one ends",
+            "two datasets",
+        ),
         ([{"messages": [QUESTION]}, {"messages": "a"}], "'messages' of row 1 of the dataset 'mine' is a text", ""),
         ([{"messages": [ANSWER]}], "'messages' of row 0 of the dataset 'mine' has only a message of the assistant", ""),
         ([{"messages": [{"content": "a"}]}], "message 0 of 'messages' of row 0 of the dataset 'mine' has no role", '"role": "user"'),

@@ -8,7 +8,6 @@ import pytest
 from click.testing import CliRunner
 
 from m2flow import Dataset, Flow, Policy, Reward, Sample, flow, load_flow, op, steps
-from m2flow.cli.cluster_file import load_cluster
 from m2flow.cli.main import cli
 from m2flow.errors import FlowError, OptionError
 from m2flow.macro.graph_display import barriers_listing, bounds_listing, calls_listing
@@ -16,6 +15,7 @@ from m2flow.macro.number import Decider, ExploredFloat, PathFacts, Unknown
 from m2flow.macro.replay import MemoryRecord, Recorder
 from m2flow.macro.tracing import Assumption, Exploration, KnownValues, explore
 from m2flow.runner.run import Run
+from m2flow.runs.cluster_file import load_cluster
 from m2flow.spec import ClusterSpec, RolloutSpec, RunSettings, TrainSpec
 from m2flow.testing.world import run_eager
 

@@ -10,6 +10,7 @@ from fake_clusters import FAKES
 
 from m2flow import Dataset, Flow, Policy, Reward, Rows, Sample, flow, log
 from m2flow.errors import FlowError
+from m2flow.macro.tracing import trace
 from m2flow.testing.programs import Answer
 from m2flow.testing.world import run_eager, run_planned
 
@@ -31,6 +32,17 @@ def program(line: str) -> Flow:
         rewards = judge.score(responses)
         len(rewards)
         names = {"policy": policy, "prompts": prompts, "judge": judge, "responses": responses, "rewards": rewards}
+        exec(compile(line, "/tmp/their/flow.py", "exec"), {**globals(), **names})
+
+    return wrong
+
+
+def at_once(line: str) -> Flow:
+    """A flow with this line, which a trace comes to."""
+
+    @flow
+    def wrong() -> None:
+        names = {"policy": Policy("fake"), "prompts": Dataset(ROWS)}
         exec(compile(line, "/tmp/their/flow.py", "exec"), {**globals(), **names})
 
     return wrong
@@ -59,6 +71,30 @@ def test_a_mistake_is_theirs_and_has_their_line(run, line):
     answer = run(program(line), {}, FAKES)
     assert MISTAKES[line].partition("{line}")[0].partition("(tests")[0] in answer.error
     assert "/tmp/their/flow.py:1" in answer.where
+
+
+@pytest.mark.parametrize(
+    ("line", "now"),
+    [
+        ("policy.generate(prompts.take(1), max_new_tokens=3, num_beams=4)", "There is no beam search"),
+        ("policy.generate(prompts.take(1), max_new_tokens=3, best_of=4)", "responses.select"),
+        ("policy.generate(prompts.take(1), max_tokens=3)", "Did you mean 'max_new_tokens'?"),
+        ("policy.generate(prompts.take(1), max_new_tokens=3, length=4)", "m2flow help Policy.generate explains them"),
+        ("Policy('fake', sytem='Be short.')", "Did you mean 'system'?"),
+        ("Dataset.parquet('rows.parquet', stream=True)", "JSONL alone is read as it is drawn"),
+    ],
+)
+def test_an_option_that_is_not_there_is_answered_with_what_to_write(line: str, now: str) -> None:
+    with pytest.raises(FlowError, match="got an unexpected keyword argument") as found:
+        trace(at_once(line), {})
+    assert now in found.value.now
+    assert "/tmp/their/flow.py:1" in found.value.where
+
+
+def test_an_option_that_a_function_of_the_program_lacks_is_theirs_to_mend() -> None:
+    with pytest.raises(FlowError, match="unexpected keyword argument 'beams'") as found:
+        trace(at_once("length(prompts, beams=3)"), {})
+    assert found.value.now == ""
 
 
 @pytest.mark.parametrize("run", RUNS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from m2flow import Dataset, Policy, Reference, Reward, Sample, flow, log, ppo_clip, steps
+from m2flow import Dataset, Lora, Policy, Reference, Reward, Sample, flow, log, ppo_clip, steps
 from m2flow.errors import TraceError
 from m2flow.macro.tracing import makes_copies_inside, trace
 from m2flow.runner.run import Run
@@ -156,3 +156,42 @@ def test_a_reference_that_only_rows_decide_on_in_a_later_step_is_refused_at_its_
         answer = run(decided, {}, SHARED)
         assert answer.error == "" or "no worker has a train engine for reference" in answer.error
         assert not answer.error or answer.where.endswith("reference = Reference(policy)")
+
+
+@flow
+def following(num_steps: int = 5, late: int = 2) -> None:
+    """A moving average of the policy from the step `late` on."""
+    policy, reward, prompts = Policy("fake"), Reward(digits), Dataset(ROWS)
+    reference, start = Reference(policy), Reference(policy, name="start")
+    for step in steps(num_steps):
+        if step >= late:
+            reference.follow(0.25)
+        responses = policy.generate(prompts.take(3), n=2, max_new_tokens=12)
+        log(average=reference.logprobs(responses).mean(), start=start.logprobs(responses).mean(), own=policy.logprobs(responses).mean())
+        policy.update(responses, reward.score(responses), loss=ppo_clip(kl_coef=0.1), reference=reference)
+
+
+def test_a_reference_that_follows_its_policy_has_the_average_of_that_line():
+    eager = run_eager(following, {}, SHARED)
+    assert eager.error == ""
+    by_name = {name: [value for _, found, value in eager.logs if found == name] for name in ("average", "start", "own")}
+    assert [a == b for a, b in zip(by_name["average"], by_name["start"], strict=True)] == [True, True, False, False, False]
+    assert [a == b for a, b in zip(by_name["average"], by_name["own"], strict=True)] == [True, False, False, False, False]
+    for spec in (SHARED, SPLIT):
+        for order_seed in range(3):
+            assert run_planned(following, {}, spec, order_seed=order_seed) == eager
+
+
+def test_a_reference_of_a_path_and_one_of_an_adapted_policy_have_nothing_to_follow():
+    @flow
+    def of_a_path() -> None:
+        Reference("fake").follow(0.5)
+
+    @flow
+    def of_adapters() -> None:
+        Reference(Policy("fake", lora=Lora(rank=2))).follow(0.5)
+
+    with pytest.raises(TraceError, match="of a path"):
+        trace(of_a_path, {})
+    with pytest.raises(TraceError, match="policy trains adapters"):
+        trace(of_adapters, {})

@@ -159,6 +159,25 @@ def test_random_numbers_of_prompts_drawn_one_by_one_are_those_of_prompts_drawn_t
     assert FOUND["sample"] == together
 
 
+@op(granularity="sample")
+def scaled_draw(sample: Sample, rng: random.Random, scale: float = 1.0, shift: float = 0.0) -> float:
+    return scale * rng.random() + shift
+
+
+@flow
+def scaled() -> None:
+    responses = Policy("fake").generate(Dataset(ROWS, shuffle=False).take(2), n=2, max_new_tokens=6)
+    FOUND["shifted"] = list(scaled_draw(responses, scale=0.0, shift=3.0))
+    FOUND["by keyword"] = list(scaled_draw(sample=responses, shift=2.0, scale=0.0))
+
+
+def test_parameters_after_rng_can_be_passed_without_it():
+    for run in (run_eager, run_planned):
+        FOUND.clear()
+        assert run(scaled, {}, spec()).error == ""
+        assert (FOUND["shifted"], FOUND["by keyword"]) == ([3.0] * 4, [2.0] * 4)
+
+
 # What is refused
 
 

@@ -11,13 +11,16 @@ import pytest
 
 import m2flow
 from m2flow import (
+    SGD,
     AdamW,
     Best,
+    Chat,
     Correction,
     Critic,
     Dataset,
     Lora,
     Loss,
+    Muon,
     PerSequence,
     Policy,
     Reference,
@@ -26,11 +29,15 @@ from m2flow import (
     Role,
     Sample,
     Sampling,
+    Sandbox,
+    WeightGroup,
+    agent,
     best_and_worst,
     call,
     clipped_value,
     concat,
     distill,
+    distill_top_k,
     evaluate,
     flow,
     gae,
@@ -44,10 +51,11 @@ from m2flow import (
     ppo_clip,
     reinforce,
     steps,
+    tool,
     where,
 )
-from m2flow.algorithms.losses import LOSSES
 from m2flow.errors import M2FlowError, OptionError
+from m2flow.macro.loss_declarations import LOSSES
 from m2flow.macro.tracing import TracingBackend, run_traced
 
 BAD: list[object] = [math.nan, math.inf, -math.inf, -1, -0.5, 2.5, True, 3, None, "no such", "", b"no", ("no",), [-1], {"no": 1}, object()]
@@ -65,6 +73,26 @@ class Judge(Role):
     @call()
     def grade(self, sample: Sample) -> float:
         return 1.0
+
+
+async def solving(chat: Chat, row: Sample) -> float:
+    return 1.0
+
+
+solver = agent(solving)
+
+
+def double(number: int) -> int:
+    """Double a number."""
+    return 2 * number
+
+
+def agent_of(**options: object) -> object:
+    return agent(**options)(solving)  # type: ignore[call-overload]
+
+
+def tool_of(**options: object) -> object:
+    return tool(**options)(double)  # type: ignore[call-overload]
 
 
 class World:
@@ -101,7 +129,10 @@ REDUCTIONS = ("mean", "sum", "min", "max", "std", "any", "all", "count")
 
 VALID: dict[str, list[Valid]] = {
     "AdamW": [lambda w: (AdamW, {}), lambda w: (AdamW, {"schedule": "cosine", "total_steps": 4})],
+    "Muon": [lambda w: (Muon, {})],
+    "SGD": [lambda w: (SGD, {"momentum": 0.5})],
     "Lora": [lambda w: (Lora, {})],
+    "WeightGroup": [lambda w: (WeightGroup, {"names": "*norm*"})],
     "Loss": [lambda w: (Loss, {"name": "mine", "function": "m:f", "needs": ("logprobs",)})],
     "Sampling": [lambda w: (Sampling, {"max_new_tokens": 4})],
     "Policy": [lambda w: (Policy, {"model": "fake", "name": "other"})],
@@ -114,11 +145,13 @@ VALID: dict[str, list[Valid]] = {
     "Policy.logprobs": [lambda w: (w.policy.logprobs, {"responses": w.responses})],
     "Critic": [lambda w: (Critic, {"model": "fake", "name": "other"})],
     "Critic.values": [lambda w: (w.critic.values, {"responses": w.responses})],
+    "Critic.score": [lambda w: (w.critic.score, {"responses": w.responses})],
     "Critic.update": [
         lambda w: (w.critic.update, {"responses": w.responses, "returns": w.rewards}),
         lambda w: (w.critic.update, {"responses": w.responses, "returns": w.rewards, "old_values": w.values}),
     ],
     "Reference": [lambda w: (Reference, {"model": "fake", "name": "other"})],
+    "Reference.follow": [lambda w: (w.reference.follow, {"share": 0.5})],
     "Reference.logprobs": [lambda w: (w.reference.logprobs, {"responses": w.responses})],
     "Reward": [lambda w: (Reward, {"function": judge, "name": "other"})],
     "Reward.score": [lambda w: (w.reward.score, {"responses": w.responses})],
@@ -150,6 +183,7 @@ VALID: dict[str, list[Valid]] = {
     "op": [lambda w: (lambda **options: op(**options)(judge), {}), lambda w: (op, {"granularity": "minibatch", "size": 2})],
     "clipped_value": [lambda w: (clipped_value, {})],
     "distill": [lambda w: (distill, {})],
+    "distill_top_k": [lambda w: (distill_top_k, {})],
     "nll": [lambda w: (nll, {})],
     "pass_at_k": [lambda w: (pass_at_k, {"k": 2})],
     "pass_rate_between": [lambda w: (pass_rate_between, {"low": 0.25, "high": 0.75})],
@@ -167,18 +201,27 @@ VALID: dict[str, list[Valid]] = {
     "where": [lambda w: (where, {"condition": w.rewards > 0, "first": w.rewards, "second": 0.0})],
     "concat": [lambda w: (concat, {})],
     "join": [lambda w: (join, {"first": w.responses})],
+    "agent": [lambda w: (agent_of, {})],
+    "tool": [lambda w: (tool_of, {})],
+    "Policy.rollout": [lambda w: (w.policy.rollout, {"agent": solver, "prompts": w.dataset.take(2), "max_tokens": 8})],
+    "Sandbox": [lambda w: (Sandbox, {})],
 }
 VALID |= {name: [lambda w, name=name: (getattr(m2flow, name), {})] for name in sorted(LOSSES) if name not in VALID}  # type: ignore[misc]
 """What a flow may call -> valid calls of it, in which one option after the other is replaced."""
 
 OTHERS = {
+    "run, plan, simulate, open_run, Run, Run.samples, Run.metrics, Run.steps": "around flows: tests/runs/test_python_entrance.py",
+    "Run.spans, Run.policy, Run.tokenizer, Run.compare": "likewise",
+    "Chat, Chat.say, Chat.reply, Chat.run, Turn, ToolCall, ToolCall.message": "of agents while they run: tests/agents",
+    "EpisodeFailed, EpisodeFailed.add_note, EpisodeFailed.with_traceback": "an exception",
+    "Sandbox.run, Sandbox.shell, Sandbox.read, Sandbox.write, Sandbox.snapshot, Sandbox.restore, Sandbox.probe": "of an open box",
     "Batch, Counts, Finish, Metrics, Number, Rows, Sample, SampleId, Scores": "what calls give; a flow makes none",
     "Flow": "made by @flow",
     "informative": "a function for keep=, called on samples",
     "sequence_mean, sequence_sum": "functions on tensors, for losses",
     "log": "any name, with a number: tests/macro/test_flow.py",
     "traceparent": "has no option",
-    "AdamW.rate, AdamW.in_loop": "ours",
+    "AdamW.rate, AdamW.in_loop, Muon.rate, Muon.in_loop, SGD.rate, SGD.in_loop": "ours",
     "Dataset.return_rest": "of a refill",
     "Dataset.within": "needs a tokenizer: tests/engines/test_prompt_limits.py",
     "Dataset.jsonl, Dataset.csv, Dataset.parquet, Dataset.hf, Dataset.reasoning_gym": "need files: tests/macro/test_dataset_files.py",
@@ -226,15 +269,20 @@ def is_flag(value: object) -> bool:
 
 
 LEGAL: dict[str, Callable[[object], bool]] = {
-    "AdamW.lr": is_number_in(0),
-    "AdamW.eps": is_number_in(1e-37),
-    "AdamW.weight_decay": is_number_in(0),
-    "AdamW.max_grad_norm": is_number_in(0),
-    "AdamW.warmup_steps": is_count,
-    "AdamW.total_steps": is_count,
-    "AdamW.steps_of": is_none,
-    "AdamW.at": either(is_none, is_count),
+    "*.lr": is_number_in(0),
+    "*.eps": is_number_in(1e-37),
+    "*.weight_decay": is_number_in(0),
+    "*.max_grad_norm": is_number_in(0),
+    "*.warmup_steps": is_count,
+    "*.total_steps": is_count,
+    "*.steps_of": is_none,
+    "*.momentum": is_number_in(0, 1 - 2**-24),
+    "*.log_layers": is_flag,
+    "*.at": either(is_none, is_count),
     "Lora.rank": is_count,
+    "WeightGroup.names": is_text,
+    "WeightGroup.lr_scale": is_number_in(0),
+    "WeightGroup.weight_decay": either(is_none, is_number_in(0)),
     "Lora.alpha": is_number_in(1e-9),
     "Lora.targets": either(is_text, is_list_of_names, lambda value: value == ""),
     "Loss.name": is_text,
@@ -286,6 +334,7 @@ LEGAL: dict[str, Callable[[object], bool]] = {
     "op.per_sample": lambda value: value is False,
     "Reward.sum.on_error": either(is_number_in(-1e30, 1e30), lambda value: value == "raise"),
     "*.revision": either(is_none, is_text),
+    "*.replay_routing": is_none,
     "evaluate.n": is_count,
     "evaluate.max_new_tokens": is_count,
     "evaluate.right": is_number_in(-1e300, 1e300),
@@ -302,10 +351,26 @@ LEGAL: dict[str, Callable[[object], bool]] = {
     "*.reads": is_list_of_names,
     "*.writes": is_list_of_names,
     "*.clip": is_number_in(0),
+    "bradley_terry.center": is_number_in(0),
+    "clip_cov.cov_low": is_number_in(0),
+    "clip_cov.cov_high": is_number_in(0),
+    "kl_cov.kl_coef": is_number_in(0),
     "Policy.generate.n": is_count,
+    "agent.tool_calls": is_none,
+    "tool.max_chars": is_count,
+    "tool.name": either(is_text, lambda value: value == ""),
+    "Policy.rollout.n": is_count,
+    "Policy.rollout.max_tokens": is_count,
+    "Policy.rollout.max_turns": is_count,
+    "Policy.rollout.turn_timeout_s": either(is_none, is_number_in(1e-9)),
+    "Policy.rollout.temperature": is_number_in(1e-3, 1e3),
+    "Policy.rollout.top_k": is_count,
+    "Policy.rollout.staleness": is_none,
     "Policy.generate.max_new_tokens": is_count,
     "Policy.generate.temperature": is_number_in(1e-3, 1e3),
     "Policy.generate.top_k": is_count,
+    "Policy.logprobs.top_k": either(is_none, is_count),
+    "Reference.logprobs.top_k": either(is_none, is_count),
     "Policy.generate.min_new_tokens": is_count,
     "Policy.generate.count": either(is_none, is_count),
     "Policy.generate.max_draws": either(is_none, is_count),
@@ -315,7 +380,7 @@ LEGAL: dict[str, Callable[[object], bool]] = {
     "Policy.generate.oversample": is_number_in(1),
     "Policy.update.rewards": is_none,
     "Policy.update.reference": is_none,
-    "Policy.update.columns": is_none,
+    "*.columns": is_none,
     "Policy.update.allow_unsound": is_flag,
     "Critic.update.old_values": is_none,
     "Dataset.shuffle": is_flag,

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from m2flow import Dataset, Policy, Reference, Reward, Sample, best_and_worst, dpo, flow, ipo, kto, log, simpo, steps
 from m2flow.errors import DatasetError
+from m2flow.macro.critics import _places
 from m2flow.macro.graph import Granularity
-from m2flow.macro.roles import _places
 from m2flow.macro.tracing import trace
 from m2flow.micro.lowering.passes import accumulation_unit
 from m2flow.samples import Batch, make_ids

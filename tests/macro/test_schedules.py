@@ -112,3 +112,24 @@ def test_an_unknown_schedule_is_refused_with_the_nearest():
     with pytest.raises(OptionError, match="Did you mean 'cosine'") as caught:
         AdamW(schedule="cosin", total_steps=10)  # type: ignore[arg-type]
     assert "known are constant, linear, cosine" in str(caught.value)
+
+
+def test_a_step_in_which_the_flow_waits_is_left_out_of_what_the_run_will_take():
+    @flow
+    def watched() -> None:
+        policy, judge = Policy("fake"), Reward(lambda sample: float(sample.num_tokens), name="judge")
+        prompts, last = Dataset([{"prompt": f"{i}="} for i in range(8)]), None
+        for _ in steps(10):
+            responses = policy.generate(prompts.take(4), n=2, max_new_tokens=4)
+            if last is not None and float(last) > 3:
+                break
+            rewards = judge.score(responses)
+            policy.update(responses, rewards, optimizer=AdamW(1.0), minibatch_size=2)
+            last = rewards.mean()
+
+    graph, _, num_steps = trace(watched, {}, steps=100)
+    lines = {line.name: line for line in arithmetic(graph, num_steps=num_steps, token_budget=100)}
+    assert {call.step for call in graph.calls} == {0, 1}
+    assert lines["samples in the run"].value == "about 80"
+    assert lines["optimiser steps in the run"].value == "about 20"
+    assert "first 1 of 10 steps" in lines["optimiser steps in the run"].formula

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import m2flow
 from m2flow import Dataset, flow, steps
 from m2flow.macro.graph import Site
 from m2flow.macro.sites import forget_sites, owner, user_site
@@ -74,3 +75,9 @@ def test_a_library_of_an_environment_that_this_one_stands_on_is_a_library(tmp_pa
     for folder in ("lib/python3.11/site-packages", "lib/python3/dist-packages"):
         assert owner(str(tmp_path / folder / "library.py")) == "library"
     assert owner(str(tmp_path / "mine.py")) == "user"
+
+
+def test_a_flow_that_an_installed_m2flow_brings_along_is_a_program_of_the_user() -> None:
+    package = Path(m2flow.__file__).parent
+    assert owner(str(package / "flows" / "grpo.py")) == "user"
+    assert owner(str(package / "macro" / "flow.py")) == "m2flow"

@@ -21,6 +21,7 @@ from m2flow import (
     Reward,
     Sample,
     distill,
+    distill_top_k,
     flow,
     log,
     loss,
@@ -100,7 +101,25 @@ def columns(num_steps: int = 2, batch: int = 3, n: int = 2, minibatch: int = 0, 
         now = policy.logprobs(responses)
         policy.update(responses, advantages=by_length(responses), loss=ppo_clip(kl_coef=0.1), reference=now)
         policy.update(responses, loss=distill(), columns={"teacher_logprobs": teacher.logprobs(responses)})
+        likeliest = teacher.logprobs(responses, top_k=2 + kind)
+        policy.update(responses, loss=distill_top_k(), reference=likeliest)
+        by_place = by_length(responses)
+        policy.update(responses, advantages=by_place, loss=ppo_clip(kl_coef=0.1, kl="top_k"), reference=likeliest)
         log(tokens=metrics["num_tokens"], seen=float("reward" in metrics.items()))
+
+
+@pytest.mark.parametrize("chosen", [distill_top_k(), ppo_clip(kl_coef=0.1, kl="top_k")])
+def test_a_loss_over_likeliest_tokens_needs_a_reference_that_has_them(chosen: Loss) -> None:
+    def program(top_k: int = 2) -> None:
+        policy, reference = Policy("fake"), Reference("fake")
+        responses = policy.generate(Dataset(ROWS).take(2), n=2, max_new_tokens=4)
+        given = reference.logprobs(responses, top_k=top_k) if top_k else reference
+        policy.update(responses, Reward(length_share).score(responses), loss=chosen, reference=given)
+
+    assert "top_k=2" in str(trace(flow(program), {})[0])
+    with pytest.raises(TraceError, match="needs the reference's likeliest tokens") as raised:
+        trace(flow(program), {"top_k": 0})
+    assert "reference.logprobs(responses, top_k=16)" in str(raised.value)
 
 
 sizes = st.fixed_dictionaries(

@@ -12,6 +12,7 @@ pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="needs the 
 
 from otlp_receiver import Receiver, attributes, receiving
 
+from m2flow import __version__
 from m2flow.observe.forwarding import Destinations, Forwarding, deliver
 from m2flow.observe.metrics import MetricsWriter
 from m2flow.observe.otlp import OtlpSink
@@ -71,6 +72,71 @@ def test_every_span_and_counter_arrives_once_with_its_worker_as_the_resource(tmp
     rewards = [point.as_double for _, name, point in receiver.points if name == "m2flow.train.reward"]
     assert rewards == [0.25, 0.5]
     assert "m2flow.train.kl" not in names
+
+
+def test_metrics_have_units_kinds_and_a_scope_and_durations_are_histograms(tmp_path: Path) -> None:
+    recorder = Recorder("rollout-0")
+    recorder.add("sample", 0, 90_000_000, call=0, sample=SampleId(0, 0, 0), num_tokens=4, first_us=20_000, waited_us=10_000)
+    recorder.add("rollout.step", 0, 30_000_000, call=0)
+    for name, value in (
+        ("memory bytes", 5.0),
+        ("cpu seconds", 1.5),
+        ("channel to train-0: bytes", 7.0),
+        ("channel to train-0: seconds blocked", 0.5),
+    ):
+        recorder.count(name, value, 1000)
+    store_run(tmp_path / "run", [recorder.drain()])
+    with receiving() as receiver:
+        _send(tmp_path / "run", receiver)
+    kinds = {metric.name: (metric.unit, metric.WhichOneof("data")) for _, metric in receiver.metrics}
+    assert kinds["process.memory.usage"] == ("By", "gauge")
+    assert kinds["process.cpu.time"] == ("s", "sum")
+    assert kinds["m2flow.channel.sent_bytes"] == ("By", "sum")
+    assert kinds["m2flow.channel.sent_seconds_blocked"] == ("s", "sum")
+    assert kinds["m2flow.span.duration"] == ("s", "histogram")
+    assert kinds["gen_ai.server.request.duration"] == ("s", "histogram")
+    metrics = {metric.name: metric for _, metric in receiver.metrics}
+    assert metrics["process.cpu.time"].sum.is_monotonic
+    (first,) = metrics["gen_ai.server.time_to_first_token"].histogram.data_points
+    assert (first.count, first.sum) == (1, pytest.approx(0.03))
+    (whole,) = metrics["gen_ai.server.request.duration"].histogram.data_points
+    assert (whole.count, whole.sum) == (1, pytest.approx(0.1))
+    for scope, resource in receiver.scopes:
+        assert (scope.scope.name, scope.scope.version) == ("m2flow", __version__)
+        assert scope.schema_url.startswith("https://opentelemetry.io/schemas/")
+        assert resource["service.version"] == __version__
+        assert resource["host.name"]
+    assert {headers.get("Content-Encoding") for headers in receiver.headers} == {"gzip"}
+
+
+def test_a_sample_gets_its_reward_and_what_generated_it(tmp_path: Path) -> None:
+    samples = [SampleId(0, 0, 0).pack(), SampleId(0, 0, 1).pack()]
+    rollout, judge = Recorder("rollout-0"), Recorder("functions-0")
+    for sample in samples:
+        rollout.add("sample", 0, 9_000_000, call=0, sample=sample, num_tokens=4, finish="stop")
+    judge.add("function.call", 9_000_000, 10_000_000, call=1, label="verifier.score", samples=samples, rewards=[0.25, 1.0])
+    store_run(tmp_path / "run", [rollout.drain(), judge.drain()])
+    with receiving() as receiver:
+        _send(tmp_path / "run", receiver)
+    roots = {span.trace_id: attributes(span) for _, span in receiver.spans if span.name == "sample"}
+    assert {one["gen_ai.provider.name"] for one in roots.values()} == {"m2flow"}
+    given = [attributes(span) for _, span in receiver.spans if span.name == "function.call" and span.trace_id in roots]
+    assert sorted(one["m2flow.reward"] for one in given) == [0.25, 1.0]  # type: ignore[type-var]
+    assert {(one["gen_ai.evaluation.name"], one["gen_ai.evaluation.score.value"]) for one in given} == {
+        ("verifier", 0.25),
+        ("verifier", 1.0),
+    }
+
+
+def test_what_a_long_run_records_goes_in_few_requests(tmp_path: Path) -> None:
+    run_dir = store_run(tmp_path / "run", record_run(num_steps=40, num_prompts=8))
+    with MetricsWriter(run_dir, tensorboard=False) as metrics:
+        for step in range(40):
+            metrics.write(step, {"reward": 0.25})
+    with receiving() as receiver:
+        _send(run_dir, receiver)
+    assert len(receiver.spans) > 4000
+    assert receiver.num_requests < 12
 
 
 def test_the_trace_of_a_sample_goes_through_every_process_that_had_it(tmp_path: Path) -> None:

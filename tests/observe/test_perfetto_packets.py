@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from large_trace import make_large
 from observed_run import MS, record_run, store_run
 from perfetto.protos.perfetto.trace import perfetto_trace_pb2
 
@@ -22,12 +24,36 @@ from m2flow.samples import SampleId
 proto: Any = perfetto_trace_pb2
 
 
+def unpacked(content: bytes) -> Any:
+    """A trace with its compressed packets unpacked, and with texts in place of their numbers, as Perfetto's importer reads it."""
+    trace, found = proto.Trace.FromString(content), proto.Trace()
+    for packet in trace.packet:
+        inner = proto.Trace.FromString(zlib.decompress(packet.compressed_packets)) if packet.HasField("compressed_packets") else None
+        found.packet.extend([packet] if inner is None else inner.packet)
+    texts: dict[tuple[str, int], str] = {}
+    for packet in found.packet:
+        for kind, told in packet.interned_data.ListFields():
+            texts.update({(kind.name, one.iid): one.str.decode() if kind.name.endswith("values") else one.name for one in told})
+        if not packet.HasField("track_event"):
+            continue
+        event = packet.track_event
+        if event.name_iid:
+            assert packet.sequence_flags & 2
+            event.name = texts["event_names", event.name_iid]
+        event.categories.extend(texts["event_categories", number] for number in event.category_iids)
+        for one in event.debug_annotations:
+            one.name = texts["debug_annotation_names", one.name_iid]
+            if one.HasField("string_value_iid"):
+                one.string_value = texts["debug_annotation_string_values", one.string_value_iid]
+    assert [packet.sequence_flags & 1 for packet in found.packet if packet.HasField("track_event")][:2] in ([], [1], [1, 0])
+    return found
+
+
 class Read:
     """A trace as Perfetto's importer takes it: descriptors first, events of a track in the order of their times, begins and ends paired."""
 
     def __init__(self, content: bytes) -> None:
-        trace = proto.Trace()
-        trace.ParseFromString(content)
+        trace = unpacked(content)
         self.tracks = {
             packet.track_descriptor.uuid: packet.track_descriptor for packet in trace.packet if packet.HasField("track_descriptor")
         }
@@ -116,10 +142,18 @@ def test_lives_that_overlap_are_on_rows_of_one_name(tmp_path: Path) -> None:
     rows = Counter(found.tracks[track].name for track, *_ in found.slices)
     assert rows == {"samples": 5}
     assert len({track for track, *_ in found.slices}) == 3
-    trace = proto.Trace.FromString((tmp_path / "trace.pftrace").read_bytes())
+    trace = unpacked((tmp_path / "trace.pftrace").read_bytes())
     begun = next(packet.track_event for packet in trace.packet if packet.track_event.type == 1)
     told = {one.name: getattr(one, one.WhichOneof("value")) for one in begun.debug_annotations}
     assert told == {"odd": "é", "share": 0.5, "whole": -3, "yes": True, "sample": "p0/0"}
+
+
+def test_a_million_spans_take_less_than_40_megabytes(tmp_path: Path) -> None:
+    spans, samples = 20_000, 2_000
+    write_trace(make_large(tmp_path / "run", num_spans=spans, num_samples=samples, num_steps=5), tmp_path / "trace.pftrace")
+    size = (tmp_path / "trace.pftrace").stat().st_size
+    assert size * (1_000_000 / spans) < 40e6
+    assert len(Read((tmp_path / "trace.pftrace").read_bytes()).slices) > spans
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], max_examples=50)

@@ -9,13 +9,13 @@ import yaml
 from click.testing import CliRunner
 
 from m2flow import load_flow
-from m2flow.cli.cluster_file import load_cluster
 from m2flow.cli.main import cli
 from m2flow.macro.tracing import trace
 from m2flow.micro.lowering.passes import lower
 from m2flow.planner.cost_model import ModelledCosts, shapes_of
 from m2flow.planner.pools import pools_of
 from m2flow.planner.workload import extents_of, workload_of
+from m2flow.runs.cluster_file import load_cluster
 from m2flow.spec import ClusterSpec, WeightsSpec
 
 ROOT = Path(__file__).parents[2]

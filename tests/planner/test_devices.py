@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from m2flow.cli.cluster_file import load_cluster
 from m2flow.errors import SpecError
 from m2flow.planner.pools import GIB, device_list, pools_of
+from m2flow.runs.cluster_file import load_cluster
 from m2flow.spec import ClusterSpec, PoolSpec
 
 

@@ -134,7 +134,7 @@ def test_each_part_of_a_plan_meets_the_stages_that_it_is_about() -> None:
     second = [share("policy.generate", "f.py:7", 2.0), share("policy.update", "f.py:8", 4.0)]
 
     def step(path: list[PathShare]) -> StepAnalysis:
-        return StepAnalysis(0, 0, 1.0, {}, None, {}, 0.0, path, 0, {})
+        return StepAnalysis(0, 0, 1.0, {}, None, {}, 0.0, 0.0, path, 0, {})
 
     parts = (
         Part("policy.generate@7, policy.generate@9 / 2 steps under way", 5.0),

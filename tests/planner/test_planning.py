@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import msgspec
@@ -11,7 +12,6 @@ from click.testing import CliRunner, Result
 from test_profile import PROFILE
 
 from m2flow import load_flow
-from m2flow.cli.cluster_file import load_cluster
 from m2flow.cli.main import cli
 from m2flow.errors import SpecError
 from m2flow.macro.tracing import trace
@@ -19,6 +19,7 @@ from m2flow.micro.records.plan_file import read_plan
 from m2flow.planner.planning import question_of, with_shapes
 from m2flow.rollout_scheduling.lengths import parse_lengths
 from m2flow.runner.run import Run
+from m2flow.runs.cluster_file import load_cluster
 from m2flow.spec import ClusterSpec, PoolSpec, RunSettings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -174,5 +175,31 @@ def test_with_a_profile_a_plan_by_rule_has_a_predicted_step(tmp_path: Path):
     profile.save(tmp_path / "profile.json")
     (tmp_path / "laptop.yaml").write_text("cores: 2\ndevice: cpu\n")
     given = ("--cluster", str(tmp_path / "laptop.yaml"), "--profile", str(tmp_path / "profile.json"))
-    assert "predicted; no schedule takes less than" in plan(*given).output
+    assert re.search(r"^step: .* predicted.*; no schedule takes less than", plan(*given).output, re.M)
     assert json.loads(plan(*given, "--json").stdout)["predicted_step_s"] > 0
+
+
+FLOW_WITHOUT_MODELS = """
+from m2flow import Dataset, Reward, flow, log, steps
+
+
+def length(sample) -> float:
+    return float(len(sample.prompt))
+
+
+@flow
+def measured(num_steps: int = 2) -> None:
+    rows, reward = Dataset([{"prompt": "a" * k} for k in range(8)]), Reward(length)
+    for _ in steps(num_steps):
+        log(reward=reward.score(rows.take(2)).mean())
+"""
+
+
+@pytest.mark.parametrize("spec", ["auto.yaml", ONE])
+def test_a_flow_without_models_has_nothing_to_place_wherever_the_search_would_choose(tmp_path, spec):
+    (tmp_path / "measured.py").write_text(FLOW_WITHOUT_MODELS)
+    (tmp_path / "auto.yaml").write_text("name: auto\nplacement: auto\n")
+    arguments = ["plan", str(tmp_path / "measured.py"), "--cluster", str(tmp_path / spec)]
+    result = CliRunner().invoke(cli, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    assert "functions-0  cpu" in result.output

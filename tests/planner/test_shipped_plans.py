@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from m2flow import load_flow
-from m2flow.cli.cluster_file import load_cluster
 from m2flow.errors import DoesNotFit
 from m2flow.macro.graph import MacroGraph
 from m2flow.macro.tracing import Exploration, anticipate, explore
 from m2flow.micro.lowering.arithmetic import TRACED_STEPS
 from m2flow.micro.lowering.passes import lower
 from m2flow.planner.planning import question_of
+from m2flow.runs.cluster_file import load_cluster
 
 ROOT = Path(__file__).resolve().parents[2]
 FLOWS = ("grpo", "ppo", "dapo", "distill", "judge", "selfplay")

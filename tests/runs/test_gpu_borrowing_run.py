@@ -13,7 +13,6 @@ from test_early_onload import ahead
 from test_gpu_borrowing import lent
 
 from m2flow import AdamW, Dataset, Policy, Reward, Sample, flow, ppo_clip, steps
-from m2flow.cli.cluster_file import load_cluster
 from m2flow.macro.tracing import trace
 from m2flow.micro.controller import online_replanning
 from m2flow.micro.controller.online_replanning import BETTER
@@ -26,6 +25,7 @@ from m2flow.planner.planning import Question, question_of
 from m2flow.planner.profiles import Profile
 from m2flow.runner import run as runs
 from m2flow.runner.run import Run, Summary
+from m2flow.runs.cluster_file import load_cluster
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, RunSettings, TrainSpec
 
 pytestmark = pytest.mark.slow

@@ -23,6 +23,10 @@ class Receiver:
         self._lock = threading.Lock()
         self._spans: list[tuple[dict[str, object], Any]] = []
         self._points: list[tuple[dict[str, object], str, Any]] = []
+        self.metrics: list[tuple[dict[str, object], Any]] = []
+        """Each with its resource, as it came."""
+        self.scopes: list[tuple[Any, dict[str, object]]] = []
+        """What each scope sent, with its resource."""
         self.url = ""
 
     @property
@@ -46,13 +50,16 @@ class Receiver:
             if path == "/v1/traces":
                 for of in ExportTraceServiceRequest.FromString(body).resource_spans:
                     resource = attributes(of.resource)
+                    self.scopes += [(scope, resource) for scope in of.scope_spans]
                     self._spans += [(resource, span) for scope in of.scope_spans for span in scope.spans]
             elif path == "/v1/metrics":
                 for of in ExportMetricsServiceRequest.FromString(body).resource_metrics:
                     resource = attributes(of.resource)
+                    self.scopes += [(scope, resource) for scope in of.scope_metrics]
                     for scope in of.scope_metrics:
                         for metric in scope.metrics:
-                            data = metric.gauge if metric.HasField("gauge") else metric.sum
+                            self.metrics.append((resource, metric))
+                            data = getattr(metric, metric.WhichOneof("data"))
                             self._points += [(resource, metric.name, point) for point in data.data_points]
             else:
                 raise AssertionError(path)

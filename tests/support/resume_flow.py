@@ -98,3 +98,33 @@ def dies(killed_in: str = "", num_steps: int = 4) -> None:
             float(metrics["num_tokens"])
             kill_run("after", killed_in)
         print(f"step {step}")
+
+
+def least_rewarded(row: dict[str, object], seen: tuple[float, ...]) -> float | None:
+    """New rows first, then those with the lowest rewards; none that were rewarded well twice."""
+    return -1.0 if not seen else None if len(seen) > 1 and min(seen[-2:]) > 0.6 else seen[-1]
+
+
+@flow
+def climbs(killed_in: str = "", num_steps: int = 8) -> None:
+    def judged(sample: Sample) -> float:
+        if sample.id.call > 24:
+            kill_run("generation", killed_in)
+        return len(str(sample.text)) % 7 / 6
+
+    policy, judge = Policy("fake"), Reward(judged)
+    prompts = Dataset([{"prompt": f"{i * i}="} for i in range(9)], curriculum=least_rewarded)
+    for step in steps(num_steps):
+        if step == 0:
+            arm()
+        asked = prompts.take(3)
+        first, second, third = (sample.row for sample in asked)
+        log(drawn=100 * first + 10 * second + third)
+        responses = policy.generate(asked, n=2, max_new_tokens=6)
+        rewards = judge.score(responses)
+        prompts.observe(responses, rewards)
+        metrics = policy.update(responses, rewards, optimizer=AdamW(1e-3))
+        log(tokens=metrics["num_tokens"])
+        if step == 5 and killed_in == "after":
+            float(metrics["num_tokens"])
+            kill_run("after", killed_in)

@@ -50,10 +50,10 @@ def make_traced(run_dir: Path, **options: int) -> Path:
 
 
 @contextlib.contextmanager
-def served(path: Path, *, token: str = "", host: str = "127.0.0.1") -> Iterator[str]:
+def served(path: Path, *, token: str = "", host: str = "127.0.0.1", is_awaited: bool = False) -> Iterator[str]:
     """The address of a viewer for a run or a folder of runs."""
     with open_socket(host, 0) as listener:
-        config = configured(application(Folder(path), token=token))
+        config = configured(application(Folder(path, is_awaited=is_awaited), token=token))
         config.timeout_graceful_shutdown = _ENDS_IN_S
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)

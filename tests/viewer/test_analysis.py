@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
+import re
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import msgspec
@@ -13,11 +17,14 @@ from observed_run import record_run, store_run
 
 from m2flow.cli.main import cli
 from m2flow.micro.records.ledger import Ledger
+from m2flow.observe.metrics import MetricsWriter
 from m2flow.observe.spans import Recorder, SpanBlock
+from m2flow.runs.display import send_alert
 from m2flow.samples import SampleId
 from m2flow.viewer.analysis import OVERHEAD, CriticalPath, analysis_of
+from m2flow.viewer.health import RULES, Alert, alerts_of
 from m2flow.viewer.idle import CAUSES, devices_of, idle_of
-from m2flow.viewer.run_trace import RunTrace
+from m2flow.viewer.run_trace import KnownCall, RunTrace, evaluation_calls
 
 ROOT = Path(__file__).parents[2]
 MS = 1_000_000
@@ -135,6 +142,115 @@ def test_while_a_run_had_stopped_nobody_was_idle_and_its_step_took_no_time(tmp_p
     for idle in idle_of(trace):
         whole = idle.busy_seconds(trace.start, trace.end) + sum(idle.seconds(trace.start, trace.end).values())
         assert whole == pytest.approx(0.010)
+
+
+def test_what_leads_to_no_update_is_an_evaluation_and_the_newest_step_goes_by_its_lines() -> None:
+    def call(ordinal: int, step: int, name: str, site: str, *sources: int) -> KnownCall:
+        effects = ("reads policy.weights@1", "writes policy.weights@2") if name.endswith("update") else ()
+        return KnownCall(ordinal, step, name, site, inputs=tuple(("of", source) for source in sources), effects=effects)
+
+    calls = [
+        call(0, 0, "policy.generate", "f.py:9"), call(1, 0, "judge.score", "f.py:9", 0),
+        call(2, 0, "policy.generate", "f.py:5"), call(3, 0, "judge.score", "f.py:6", 2), call(4, 0, "policy.update", "f.py:7", 2, 3),
+        call(5, 1, "policy.generate", "f.py:9"), call(6, 1, "policy.generate", "f.py:5"),
+    ]  # fmt: skip
+    known = {one.ordinal: one for one in calls}
+    assert evaluation_calls(known) == {0, 1, 5}
+    assert evaluation_calls({at: one for at, one in known.items() if at != 4}) == set()  # Nothing is trained: it is no evaluation.
+
+
+def test_evaluations_and_what_comes_before_the_loop_are_accounted_apart(tmp_path: Path) -> None:
+    recorders = [Recorder("rollout-0"), Recorder("train-0")]
+    recorders[1].add("train.accumulate", 0, 50 * MS, call=0, step=-1, label="policy.update", flow_line="f.py:1")
+    for first, call, line in ((50, 1, "f.py:9"), (60, 3, "f.py:5")):
+        about = {"call": call, "step": 0, "label": "policy.generate", "flow_line": line}
+        recorders[0].add("sample", first * MS, (first + 10) * MS, **about, sample=SampleId(call, 0, 0).pack(), num_tokens=10)
+        recorders[0].add("rollout.step", first * MS, (first + 10) * MS, **about, num_samples=1)
+    trained = {"samples": [SampleId(3, 0, 0).pack()]}
+    recorders[1].add("train.accumulate", 70 * MS, 75 * MS, call=4, step=0, label="policy.update", flow_line="f.py:6", **trained)
+    run_dir = store_run(tmp_path, [drained(recorder) for recorder in recorders])
+    trace = RunTrace(run_dir)
+    trace.refresh()
+    trace.evaluates = trace.call == 1
+    analysis = analysis_of(trace, idle_of(trace))
+    assert (analysis.setup_s, analysis.evaluation_s) == pytest.approx((0.05, 0.01))
+    assert [(one.label, one.line) for one in analysis.setup] == [("policy.update", "f.py:1")]
+    (step,) = analysis.steps
+    assert step.evaluation_s == pytest.approx(0.01)
+    idle = {one.name: one.idle_s for one in analysis.devices}
+    assert idle["train-0"] == pytest.approx({"evaluation": 0.01, "rollout": 0.01})
+    assert analysis.verdict.step_s == pytest.approx(0.015)
+    assert {cause.name: round(cause.share, 3) for cause in analysis.verdict.causes} == {"generation": 0.667, "training": 0.333}
+
+
+def test_a_slow_weight_sync_is_named(tmp_path: Path) -> None:
+    rollout, trainer = Recorder("rollout-0"), Recorder("train-0")
+    for step in range(3):
+        first = 100 * step * MS
+        sample = SampleId(3 * step, 0, 0).pack()
+        about = {"call": 3 * step, "step": step, "label": "policy.generate", "flow_line": "f.py:1"}
+        rollout.add("sample", first, first + 10 * MS, **about, sample=sample, num_tokens=10, version=step)
+        rollout.add("rollout.step", first, first + 10 * MS, **about, num_samples=1)
+        update = {"call": 3 * step + 1, "step": step, "label": "policy.update", "flow_line": "f.py:2"}
+        trainer.add("train.accumulate", first + 10 * MS, first + 20 * MS, **update, samples=[sample])
+        trainer.add("weights.publish", first + 20 * MS, first + 60 * MS, version=step + 1, label="policy")
+        rollout.add("weights.load", first + 60 * MS, first + 100 * MS, version=step + 1, label="policy")
+    trace = traced(store_run(tmp_path, [drained(recorder) for recorder in (rollout, trainer)]))
+    verdict = analysis_of(trace, idle_of(trace)).verdict
+    assert verdict.causes[0].name == "sync"
+    assert verdict.causes[0].share == pytest.approx(0.8)
+    assert "weight sync" in verdict.sentence
+
+
+def test_rules_hold_for_metrics_out_of_bounds_and_not_for_those_within(tmp_path: Path) -> None:
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    for place in (good, bad):
+        is_bad = place == bad
+        with MetricsWriter(place, tensorboard=False) as writer:
+            for step in range(8):
+                late = is_bad and step >= 5
+                writer.write(
+                    step,
+                    {
+                        "grad_norm": 40.0 if late else 1.0 + 0.1 * step,
+                        "entropy": 0.01 if late else 1.0,
+                        "loss": math.nan if is_bad and step == 6 else 0.5,
+                        "rollout_diff/mean": 0.3 if late else 1e-6,
+                        "response_length": 90.0 if late else 30.0,
+                        "reward": 0.1 * step,
+                    },
+                )
+    assert alerts_of(good, None) == []
+    found = alerts_of(bad, None)
+    assert {alert.rule for alert in found} == {"not finite", "gradient", "entropy", "mismatch", "length drift"}
+    assert [alert.level for alert in found] == sorted((alert.level for alert in found), key=lambda level: level != "bad")
+    assert "loss in step 6" in next(alert.says for alert in found if alert.rule == "not finite")
+    root = Path(__file__).parents[2]
+    for rule in RULES.values():
+        page, _, section = rule.page.partition("#")
+        titles = [re.sub(r"[^\w -]", "", line.lstrip("# ")).lower().replace(" ", "-") for line in (root / page).read_text().splitlines()]
+        assert not section or section in titles, rule.page
+
+
+def test_new_alerts_go_to_a_webhook(tmp_path: Path) -> None:
+    taken: list[dict[str, str]] = []
+
+    class Hook(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            taken.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    alert = Alert("gradient", "bad", "the gradient explodes", "grad_norm 40", "ten times", "docs/guide/schedule.md", "training")
+    with HTTPServer(("127.0.0.1", 0), Hook) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        send_alert(f"http://127.0.0.1:{server.server_port}/", "run", alert)
+        thread.join()
+    assert (taken[0]["run"], taken[0]["rule"], taken[0]["text"]) == ("run", "gradient", "run: the gradient explodes: grad_norm 40")
 
 
 def test_a_slow_reward_is_the_cause_and_leads_the_critical_path(tmp_path: Path) -> None:

@@ -113,6 +113,13 @@ WINDOWS = [
     "from=0&to=9&width=9&lanes={query}",
     "from=0&to=9&width=9&lanes=0&expanded={query}",
 ]
+ASKED = [
+    "texts?of={query}",
+    "search?q={query}",
+    "export?as={query}",
+    "export?step={query}&set={query}&ending={query}&q={query}",
+    "suggestions?ask={query}",
+]
 
 
 @pytest.mark.parametrize("run", ["traced", "hostile"])
@@ -121,17 +128,18 @@ def test_no_value_of_any_parameter_of_any_route_is_more_than_refused(runs: Path,
     drawn = random.Random(0)
     words = [*NUMBERS, *WORDS, *("".join(map(chr, drawn.choices(range(0x3000), k=drawn.randint(1, 9)))) for _ in range(5))]
     routes = [re.sub(r"\{(\w+)(:\w+)?\}", r"{\1}", route.path) for route in application(Folder(runs)).routes if isinstance(route, Route)]
-    assert len(routes) == 14
+    assert len(routes) == 20
     with served(runs) as address:
         ask(address, f"/api/runs/{name}/summary")
         asks = [(route, field) for route in routes for field in re.findall(r"\{(\w+)\}", route)]
         asks += [(f"/api/runs/{{run}}/schedule?{window}", "query") for window in WINDOWS]
+        asks += [(f"/api/runs/{{run}}/{asked}", "query") for asked in ASKED]
         for template, hostile in asks:
             for word in words:
                 known = dict.fromkeys(re.findall(r"\{(\w+)\}", template), "0") | {"run": name} | {hostile: word}
                 quoted = {field: quote(value, safe="", errors="surrogatepass") for field, value in known.items()}
                 answer, body = get(address, template.format_map(quoted))
-                is_refused = 400 <= answer.status < 500 and json.loads(body)["error"]
+                is_refused = 400 <= answer.status < 500 and bool(json.loads(body)["error"])
                 assert answer.status == 200 or is_refused, (template, word[:40], body)
 
 
@@ -220,6 +228,47 @@ def test_samples_are_columns_and_one_of_them_has_its_text_as_it_is(runs: Path) -
         assert len(page["pieces"]) == len(page["kinds"]) == len(page["logprobs"])
         assert ask(address, f"/api/runs/{run}/training")["series"]
         assert {node["name"] for node in ask(address, f"/api/runs/{run}/graph")["nodes"]} >= {"policy.generate", "policy.update"}
+
+
+def test_a_group_has_all_of_its_responses_and_texts_are_searched_and_exported(runs: Path) -> None:
+    with served(runs) as address:
+        run = next(one["name"] for one in ask(address, "/api/runs") if one["name"] != "traced")
+        table = ask(address, f"/api/runs/{run}/samples")
+        call, prompt = table["call"][5], table["prompt"][5]
+        group = ask(address, f"/api/runs/{run}/groups/{call}/{prompt}")
+        assert [one["member"] for one in group["members"]] == [0, 1]
+        assert group["prompt_text"].endswith(HOSTILE)
+        assert [one["parts"]["tokens"] for one in group["members"]] == [one["tokens"] for one in group["members"]]
+        assert get(address, f"/api/runs/{run}/groups/{call}/{10**9}")[0].status == 404
+        names = ",".join(f"{call}-{prompt}-{member}" for member in (0, 1))
+        texts = ask(address, f"/api/runs/{run}/texts?of={names}")
+        assert texts == {f"{call}/{prompt}/{one['member']}": [group["prompt_text"], one["response"]] for one in group["members"]}
+        found = ask(address, f"/api/runs/{run}/search?q={quote('prompt : onerror')}")
+        assert len(found) == len(table["call"])
+        number = group["prompt_text"].split()[0]
+        found = ask(address, f"/api/runs/{run}/search?q={quote(f'prompt : {number}')}")
+        assert {tuple(one[:2]) for one in found} == {(call, prompt)}
+        answer, body = get(address, f"/api/runs/{run}/export?as=jsonl&step=1..1&q={quote('onerror')}")
+        assert answer.headers["content-disposition"] == f'attachment; filename="{run}.jsonl"'
+        lines = [json.loads(line) for line in body.splitlines()]
+        assert [line["step"] for line in lines] == [1] * table["step"].count(1)
+        assert get(address, f"/api/runs/{run}/search?q={quote('(')}")[0].status == 400
+
+
+def test_runs_are_listed_with_what_they_came_to(runs: Path) -> None:
+    with served(runs) as address:
+        made = next(one for one in ask(address, "/api/runs") if one["name"] != "traced")
+    assert made["num_steps"] == 3
+    assert made["seed"] == 0
+    assert made["reward"] is not None
+    assert made["options"] == {"num_steps": 3}
+
+
+def test_nothing_is_simulated_of_a_run_without_a_plan_or_whose_flow_lies_among_the_runs(runs: Path, tmp_path: Path) -> None:
+    with served(runs) as address:
+        found = ask(address, "/api/runs/traced/suggestions?ask=1")
+    assert (found["state"], found["suggestions"]) == ("done", None)
+    assert "no plan" in found["why_not"]
 
 
 def test_training_has_what_the_schedule_made_of_each_step_beside_the_metrics(runs: Path) -> None:

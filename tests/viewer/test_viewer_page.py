@@ -167,6 +167,82 @@ def test_samples_are_sorted_filtered_grouped_and_read_and_their_text_is_only_tex
         assert "taken" not in page.title()
 
 
+def test_the_schedule_begins_with_the_verdict_and_opens_on_the_last_steps(page: Page, tmp_path: Path) -> None:
+    make_traced(tmp_path / "long", num_steps=9)
+    with served(tmp_path) as address:
+        page.goto(address)
+        painted(page)
+        assert until(page, "document.querySelector('.verdict .lead')?.textContent").startswith("A step takes ")
+        page.get_by_text("Nothing is suggested").wait_for()
+        last = shown_s(page)
+        page.keyboard.press("f")  # Nothing has the focus.
+        until(page, "document.querySelector('#range').textContent !== was", last)
+        page.keyboard.press("l")
+        until(page, "document.querySelector('#range').textContent === was", last)
+        cause = page.locator("aside .facts button.link").first
+        cause.click()
+        until(page, "document.querySelector('.legend [aria-pressed=true]')")
+        page.keyboard.press("Escape")
+        page.locator("aside .rows button.link").first.click()
+        page.get_by_role("button", name="First span").wait_for()
+
+
+def test_samples_are_searched_linked_and_laid_side_by_side(page: Page, runs: Path) -> None:
+    with served(runs) as address:
+        page.goto(f"{address}#{made(runs)}/samples")
+        assert until(page, "document.querySelector('.table .body')?.dataset.rows") == "32"
+        until(page, "document.querySelector('.row .text bdi')")  # The texts of the rows on the screen come by themselves.
+        page.get_by_label("Search the texts").fill("prompt : 7")
+        assert until(page, "document.querySelector('.table .body').dataset.rows === '2' && 2") == 2
+        page.get_by_label("reward, at most").fill("100")
+        link = until(page, "location.hash.includes('reward') && location.href")
+        page.goto("about:blank")
+        page.goto(link)
+        assert until(page, "document.querySelector('.table .body')?.dataset.rows === '2' && 2") == 2
+        href = page.get_by_role("link", name="Export JSONL").get_attribute("href")
+        assert href is not None
+        assert "q=prompt" in href
+        page.locator(".row").first.click()
+        page.get_by_role("link", name="All responses to its prompt").click()
+        page.get_by_role("heading", name=re.compile("^Group")).wait_for()
+        assert page.locator(".response").count() == 2
+        page.get_by_role("button", name="compare with it").click()
+        page.get_by_role("link", name="Next →").click()
+        until(page, "document.querySelectorAll('.response').length === 2")
+        assert page.locator("main img, main script").count() == 0
+
+
+def test_metrics_are_drawn_over_time_or_tokens_smoothed_and_with_bands(page: Page, runs: Path) -> None:
+    with served(runs) as address:
+        page.goto(f"{address}#{made(runs)}/training")
+        page.locator('.card[data-metric="reward quantiles"] canvas').wait_for()
+        for name in ("time", "tokens trained on", "steps"):
+            page.get_by_role("button", name=name, exact=True).click()
+            page.locator(".card[data-metric=reward] canvas").wait_for()
+        page.get_by_label("log scale").check()
+        page.get_by_label("Smooth over steps").select_option("3")
+        page.locator(".card[data-metric=reward] canvas").wait_for()
+        assert "Healthy" in page.locator(".card[data-metric=reward]").inner_text()
+        until(page, "location.hash.includes('smooth')")
+
+
+def test_runs_are_a_table_to_search_and_group_by_seed_and_the_first_one_appears(page: Page, tmp_path: Path) -> None:
+    folder = tmp_path / "runs"
+    with served(folder, is_awaited=True) as address:
+        page.goto(address)
+        page.get_by_text("No runs here yet").wait_for()
+        for name, seed, lr in (("one", 0, 1.0), ("two", 1, 1.0), ("three", 0, 2.0)):
+            (folder / name).mkdir(parents=True)
+            asked = {"flow": "f.py", "options": {"lr": lr}, "settings": {"seed": seed}}
+            (folder / name / "config.json").write_text(json.dumps(asked))
+        page.get_by_role("link", name="three", exact=True).wait_for()
+        assert "lr=2" in page.locator("tr", has_text="three").inner_text()
+        page.get_by_role("button", name="Group seeds").click()
+        page.get_by_text("2 seeds").wait_for()
+        page.get_by_label("Search runs").fill("lr=2")
+        until(page, "document.querySelectorAll('.sortable tbody tr').length === 1")
+
+
 def test_the_graph_training_and_health_show_what_the_run_did(page: Page, runs: Path) -> None:
     with served(runs) as address:
         page.goto(f"{address}#{made(runs)}/graph")
@@ -378,6 +454,36 @@ def test_every_view_can_be_used_by_everyone(browser: Browser, runs: Path, theme:
             assert page.evaluate(f"Math.max(0, ...[...document.querySelectorAll('.stack')].map({whole}))") < 12, view
             for violation in axe.run(page, context="html").response["violations"]:
                 found += [f"{view} {theme}: {violation['id']}: {node['html'][:160]}" for node in violation["nodes"][:3]]
+    context.close()
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1440, 820, 390])
+def test_every_view_fits_a_desk_a_tablet_and_a_phone(browser: Browser, runs: Path, width: int, theme: str) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+    context = browser.new_context(viewport={"width": width, "height": 844}, color_scheme=theme)
+    page = context.new_page()
+    page.set_default_timeout(WAIT_MS)
+    found: list[str] = []
+    with served(runs) as address:
+        run = made(runs)
+        for view in (
+            "traced/schedule",
+            f"{run}/samples",
+            f"{run}/samples/group/1-0",
+            f"{run}/graph",
+            f"{run}/training",
+            f"{run}/health",
+            "",
+        ):
+            page.goto("about:blank")
+            page.goto(f"{address}#{view}")
+            settled(page)
+            if page.evaluate("document.documentElement.scrollWidth > innerWidth"):
+                found.append(f"{view} is wider than the window")
+            for violation in axe.run(page, context="html").response["violations"]:
+                found += [f"{view}: {violation['id']}: {node['html'][:160]}" for node in violation["nodes"][:3]]
     context.close()
     assert not found, "\n".join(found)
 

@@ -7,8 +7,8 @@
 
 How a batch is shared out is in `m2flow.engines.distributed.ranks`. Only the public interface of an unpatched release is used. The plan sets
 the boundary of gradient accumulation (`managed_gradient_accumulation: false`): every `step` is one. Clipping, rate and AdamW itself
-are the recipe's (`m2flow.engines.models.adamw`). A checkpoint is the embedded trainer's: any trainer goes on from it, over any number of
-ranks and in any stage, so the library's own format, bound to both, is not needed.
+are the recipe's (`m2flow.engines.models.optimizers`). A checkpoint is the embedded trainer's: any trainer goes on from it, over any
+number of ranks and in any stage, so the library's own format, bound to both, is not needed. It has no optimiser but AdamW.
 
 Where release 0.19.8 deviates from its documentation or from the other trainers (`tests/engines/test_deepspeed.py` tests each):
 
@@ -71,12 +71,12 @@ from m2flow.engines.distributed import tensor_parallel
 from m2flow.engines.distributed.ranks import RankedTrain, Root
 from m2flow.engines.embedded import trainer
 from m2flow.engines.models import lora, packing, trainer_checkpoint
-from m2flow.engines.models.adamw import RecipeAdamW, packed_state, unpacked_state
-from m2flow.engines.models.hf_model import load_model, load_tokenizer, use_threads
+from m2flow.engines.models.hf_model import groups_of_weights, load_model, load_tokenizer, use_threads
+from m2flow.engines.models.optimizers import RecipeAdamW, packed_state, unpacked_state
 from m2flow.engines.models.packing import Demonstrations
 from m2flow.engines.registry import built_in
 from m2flow.errors import EngineError, MissingExtra, ModelError, did_you_mean
-from m2flow.recipe import AdamW, Model
+from m2flow.recipe import AdamW, Model, Optimizer
 from m2flow.samples import Ragged, make_ids
 
 
@@ -133,7 +133,7 @@ _PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 NVME = "nvme"
 """Offloaded to a drive, not to the host's memory."""
 _OFFLOADS = ("offload_optimizer", "offload_parameters")
-_OF_THE_PASSES = ("logprob_tokens", "share_prompts")
+_OF_THE_PASSES = ("logprob_tokens", "share_prompts", "fp32_head", "head_logits")
 """Options that the embedded trainer reads by itself."""
 
 _TENSOR_PARALLEL = ("no option of that name", "Write tp: 2 for ranks that split layers among them (AutoTP).")
@@ -313,6 +313,8 @@ class DeepSpeedTrain(RankedTrain):
         self._options = read(settings.options, model.dtype)
         check_ranks(self._options, settings.num_ranks)
         check_adapters(self._options, model)
+        if model.routing is not None and self._options.sp > 1:
+            raise EngineError("routing is not replayed where sequences are split over ranks", now="Leave sp out, or replay_routing.")
         self._engine: Any = None
         self._num_pending = 0
         """Backward passes since the last step."""
@@ -339,8 +341,10 @@ class DeepSpeedTrain(RankedTrain):
         self._codec = load_tokenizer(self._source)
         self._model = load_model(self._source, device=self._settings.device, attention="eager")
         self._longest, self._rope = packing.check_model(self._model, self._source.head)
+        self._routers = self._checked_routers()
         if self._source.lora is not None:
             lora.adapt(self._model, self._source.lora, self._source.seed)
+        self._head = self._replaced_head()
         self._demonstrations = Demonstrations(self._codec)
         if self._options.tp > 1:
             self._split = self._together(lambda: tensor_parallel.Split(self._model, self._options.tp))
@@ -415,13 +419,18 @@ class DeepSpeedTrain(RankedTrain):
             self._engine.reload_states()
         self._is_away = False
 
-    def apply(self, optimizer: AdamW, denominator: float) -> Mapping[str, float]:
+    def apply(self, optimizer: Optimizer, denominator: float) -> Mapping[str, float]:
+        if not isinstance(optimizer, AdamW) or optimizer.groups:
+            self.discard()
+            raise EngineError(f"the train engine {self.name!r} has no {optimizer}", now="Use AdamW, without groups of weights.")
         if not self._num_pending:
             raise EngineError("there is no gradient to apply", now="accumulate() a micro-batch with masked tokens first.")
         if not (math.isfinite(denominator) and denominator > 0):
             self.discard()
             raise EngineError(f"the denominator of a mini-batch must be a positive number, got {denominator}")
         rate = optimizer.rate(self._client.num_steps.get(optimizer, 0))
+        if optimizer.log_layers and not self._client.places:
+            self._find_places()
         self._client.due(optimizer, denominator)
         before = {tensor: self._held(tensor).clone() for tensor in self._rounded()}
         self._step()
@@ -432,14 +441,34 @@ class DeepSpeedTrain(RankedTrain):
             return (
                 {"grad_norm": math.inf, "lr": 0.0, "skipped": 1.0, **scale}
                 if norm is None
-                else {"grad_norm": norm, "lr": rate, "skipped": 0.0, **scale, **self._moved(before)}
+                else {"grad_norm": norm, "lr": rate, "skipped": 0.0, **scale, **self._client.by_group, **self._moved(before)}
             )
         if norm is None or not math.isfinite(norm):
             raise EngineError(
                 f"the gradient is not finite (its norm is {norm}); the weights were left as they were",
                 now="Look for infinite losses or advantages, and for a learning rate that is too high.",
             )
-        return {"grad_norm": norm, "lr": rate, **self._moved(before)}
+        return {"grad_norm": norm, "lr": rate, **self._client.by_group, **self._moved(before)}
+
+    def _find_places(self) -> None:
+        """Tell the optimiser where in its flat parts the groups of weights lie: each weight is set to the number of its group for once."""
+        of_tensors = groups_of_weights(self._model)
+        named = {tensor: of_tensors[id(tensor)] for tensor in self._trained}
+        self._client.groups = groups = tuple(dict.fromkeys(named.values()))
+        if self._options.zero == 0:
+            self._client.places = {tensor: [(group, 0, tensor.numel())] for tensor, group in named.items()}
+            return
+        parts = self._client.parts
+        with self._in_place_of_weights({part: torch.zeros_like(part) for part in parts}), _quiet():
+            for tensor, group in named.items():
+                number = torch.full(getattr(tensor, "ds_shape", tensor.shape), groups.index(group) + 1.0, device=self._settings.device)
+                self._library.utils.safe_set_full_fp32_param(tensor, number)
+            found = {}
+            for part in parts:
+                numbers, lengths = part.detach().flatten().cpu().unique_consecutive(return_counts=True)
+                runs = zip(numbers.long().tolist(), lengths.cumsum(0).tolist(), lengths.tolist(), strict=True)
+                found[part] = [(groups[number - 1], end - length, end) for number, end, length in runs if number]
+            self._client.places = found
 
     def _rounded(self) -> list[Tensor]:
         """Trained tensors in half precision, as engines that sample get them; none of those that are away on a drive."""
@@ -497,11 +526,12 @@ class DeepSpeedTrain(RankedTrain):
 
     # Passes
 
-    def _model_outputs(self, packed: packing.Packed, temperature: Tensor | None) -> dict[str, Tensor]:
+    def _model_outputs(self, packed: packing.Packed, temperature: Tensor | None, top: Tensor | int = 0) -> dict[str, Tensor]:
         if self._sequence is None:
-            return super()._model_outputs(packed, temperature)
+            return super()._model_outputs(packed, temperature, top)
         own, which = self._sequence.share(packed)
-        found = super()._model_outputs(own, None if temperature is None else temperature[which])
+        own_top = top[which] if isinstance(top, Tensor) else top
+        found = super()._model_outputs(own, None if temperature is None else temperature[which], own_top)
         return {name: self._sequence.gather(values, which) for name, values in found.items()}
 
     def _forward(self, packed: packing.Packed) -> Tensor:

@@ -1,7 +1,7 @@
 """Train with FSDP2 a model that one device can't hold: every parameter, gradient and optimiser state is sharded over all ranks.
 
     every rank:  the same micro-batch --shares--> its own samples --packed passes of the embedded trainer--> gradients
-                 gradients --reduce-scatter, summed--> each rank's shard --AdamW--> its shard of the weights
+                 gradients --reduce-scatter, summed--> each rank's shard --optimiser--> its shard of the weights
 
 How a batch is shared out is in `m2flow.engines.distributed.ranks`; this module shards the model and gathers its weights. Sums go over
 ranks in their order, so one layout always gives the same bits.
@@ -32,11 +32,11 @@ from m2flow.engines.contract import EngineSettings
 from m2flow.engines.distributed import tensor_parallel
 from m2flow.engines.distributed.ranks import RankedTrain, Root
 from m2flow.engines.models import lora, trainer_checkpoint
-from m2flow.engines.models.adamw import Optimizers
+from m2flow.engines.models.hf_model import layers
 from m2flow.engines.models.trainer_checkpoint import spread_like, whole
 from m2flow.engines.registry import built_in
 from m2flow.errors import EngineError, naming_host_errors
-from m2flow.recipe import AdamW, Model
+from m2flow.recipe import Model, Optimizer
 
 OPTIONS = {
     "compute_dtype": "Type of the passes: `bfloat16` over float32 weights; by default float32.",
@@ -82,7 +82,7 @@ class FsdpTrain(RankedTrain):
             if hasattr(module, "set_gradient_divide_factor"):
                 module.set_gradient_divide_factor(1.0)  # Gradients are sums; the caller's denominator divides them.
                 module.set_force_sum_reduction_for_comms(True)  # Gloo has no other.
-        self._optimizers = Optimizers(self._root.parameters(), has_masters=self._keeps_masters)
+        self._optimizers = self._optimizers_of(self._model)
 
     @property
     def _num_alike(self) -> int:
@@ -94,7 +94,7 @@ class FsdpTrain(RankedTrain):
         self._mesh = None  # Its groups end with the last trainer's: one of them may be that of all ranks.
         self._ranks.close()
 
-    def apply(self, optimizer: AdamW, denominator: float) -> Mapping[str, float]:
+    def apply(self, optimizer: Optimizer, denominator: float) -> Mapping[str, float]:
         if self._mesh is not None:
             tensor_parallel.add_up(self._summed, self._mesh)
         return self._together(lambda: super(FsdpTrain, self).apply(optimizer, denominator))
@@ -163,8 +163,7 @@ def _options(options: Mapping[str, object], device: str) -> dict[str, Any]:
 
 def _layers(model: Any) -> list[torch.nn.Module]:
     """Find the blocks whose weights are gathered together: those that the architecture says must not be split."""
-    kinds = set(model._no_split_modules or ())
-    found = [module for module in model.modules() if type(module).__name__ in kinds]
+    found = layers(model)
     if not found:
         raise EngineError(f"a {model.config.model_type!r} model does not say what its layers are", now="Use the train engine `embedded`.")
     return found

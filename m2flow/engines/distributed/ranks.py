@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from m2flow.engines.contract import NO_AGREEMENT, Agreement, EngineSettings, Objective, Sums, TrainEngine
+from m2flow.engines.contract import NO_AGREEMENT, Agreement, EngineSettings, Objective, Sums, TrainEngine, blended
 from m2flow.engines.embedded.trainer import EmbeddedTrain
 from m2flow.engines.installed import keep_gloo_here
 from m2flow.engines.models import lora, packing
@@ -109,7 +109,7 @@ class Ranks:
         first = int(failed)
         if first == self.count:
             return
-        words = self._words_of(first, "" if error is None else error.what)
+        words = self.words_of(first, "" if error is None else error.what[:4096])
         if error is not None:
             raise error
         raise EngineError(f"rank {first} of this trainer: {words}")
@@ -142,8 +142,9 @@ class Ranks:
         """Wait until every rank is here."""
         self.most(0)
 
-    def _words_of(self, rank: int, words: str) -> str:
-        text = words.encode()[:4096]
+    def words_of(self, rank: int, words: str) -> str:
+        """What one of the ranks says, on every rank."""
+        text = words.encode()
         size = torch.tensor([len(text)], device=self._device)
         dist.broadcast(size, rank, group=self.group)
         body = torch.zeros(int(size), dtype=torch.uint8, device=self._device)
@@ -197,6 +198,16 @@ class RankedTrain(EmbeddedTrain):
         reports the results."""
         return 1
 
+    @property
+    def _share_number(self) -> int:
+        """Which share of a batch this rank sees."""
+        return self._ranks.rank // self._num_alike
+
+    @property
+    def _reporters(self) -> Sequence[int]:
+        """By share, the rank that reports its results."""
+        return range(0, self._ranks.count, self._num_alike)
+
     @abstractmethod
     def _backward(self, loss: Tensor) -> None:
         """Run backward, and sum gradients over the ranks."""
@@ -217,7 +228,7 @@ class RankedTrain(EmbeddedTrain):
             own, weight = self._share(batch, num_masked, is_whole="group_ids" in objective.loss.needs)
             terms, metrics, of_own = self._together(lambda: self._terms(own, objective.loss))
             self._backward(terms.sum() * weight)
-            counted = weight if self._ranks.rank % self._num_alike == 0 else 0.0
+            counted = weight if self._ranks.rank in self._reporters else 0.0
             metrics = self._ranks.total({name: value * counted for name, value in metrics.items()})
             if "same_weights" in batch:
                 agreement = self._agreed(of_own if counted else NO_AGREEMENT)
@@ -233,8 +244,8 @@ class RankedTrain(EmbeddedTrain):
         for name, tensor in lora.whole_state(self._model, self._whole):
             yield from checkpoint_tensors(self._model, name, tensor)
 
-    def copy_from(self, source: TrainEngine) -> None:
-        if self._copy_adapters_only(source):
+    def copy_from(self, source: TrainEngine, share: float = 1.0) -> None:
+        if share == 1 and self._copy_adapters_only(source):
             return
         given, waiting = iter(source.weights()), dict[str, Tensor]()
         for name, tensor in self._own_tensors():
@@ -246,7 +257,7 @@ class RankedTrain(EmbeddedTrain):
                 while part not in waiting and (found := next(given, None)) is not None:
                     waiting[found[0]] = found[1].clone()  # It may be whole only until the next one.
                 if part in waiting:
-                    view.copy_(waiting.pop(part))
+                    view.copy_(blended(view, waiting.pop(part), share))
             self._set(tensor, full)
         for _ in given:  # All ranks go to the end.
             pass
@@ -264,7 +275,7 @@ class RankedTrain(EmbeddedTrain):
             found: npt.NDArray[Any] = self._model_outputs(packed, None)["values"].double().cpu().numpy()
             return found
 
-        scores = self._spread(ordered, tokens, mask, score)
+        scores = self._spread(ordered, tokens, mask, lambda runs: [score(rows) for rows in runs])[:, 0]
         if not np.isfinite(scores).all():
             raise EngineError(f"the reward model {self._source.path} gave a score that is not finite")
         return Batch(ordered.ids, {"reward": scores}).select(batch.ids)
@@ -273,18 +284,15 @@ class RankedTrain(EmbeddedTrain):
         output: Tensor = self._root(packed)
         return output[0] if self._source.head == "lm" else output[:, 0].float()
 
-    def _of_tokens(self, batch: Batch, column: str, output: str) -> Batch:
-        ordered = self._tokenised(batch).in_order()
+    def _numbers(self, ordered: Batch, output: str, top_k: int) -> npt.NDArray[np.float64]:
         tokens, mask = ordered.ragged("tokens"), ordered.ragged("loss_mask")
+        if self._records_routing(output, top_k):
+            mask = Ragged(np.ones(len(tokens.values), np.bool_), tokens.offsets)
 
-        def compute(rows: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
-            part = ordered.take(rows)
-            found: npt.NDArray[Any] = self._outputs(part, self._pack(part))[output].double().cpu().numpy()
-            return found
+        def compute(runs: list[npt.NDArray[np.int64]]) -> list[npt.NDArray[Any]]:
+            return [self._of_rows(ordered.take(rows), output, top_k) for rows in runs]
 
-        values = np.zeros(len(mask.values), np.float32)
-        values[mask.values.astype(bool)] = self._spread(ordered, tokens, mask, compute)
-        return Batch(ordered.ids, {column: Ragged(values, mask.offsets)}).select(batch.ids)
+        return self._spread(ordered, tokens, mask, compute, self._width(output, top_k))
 
     # What each rank does of a batch
 
@@ -294,34 +302,39 @@ class RankedTrain(EmbeddedTrain):
         groups = group_keys(batch.ids[rows])
         num_shares = self._ranks.count // self._num_alike
         of_ranks = shares(batch.ragged("tokens").lengths[rows].tolist(), groups.tolist(), num_shares, is_whole=is_whole)
-        own = rows[of_ranks[self._ranks.rank // self._num_alike]]
+        own = rows[of_ranks[self._share_number]]
         return (batch.take(own), 1.0) if len(own) else (batch.take(rows[groups == groups[0]] if is_whole else rows[:1]), 0.0)
 
     def _spread(
-        self, batch: Batch, tokens: Ragged, mask: Ragged, compute: Callable[[npt.NDArray[np.int64]], npt.NDArray[Any]]
+        self,
+        batch: Batch,
+        tokens: Ragged,
+        mask: Ragged,
+        compute: Callable[[list[npt.NDArray[np.int64]]], list[npt.NDArray[Any]]],
+        width: int = 1,
     ) -> npt.NDArray[np.float64]:
-        """Compute a number for each masked token of the batch on one rank each; returns all on every rank, float64 [T], in order."""
+        """Compute `width` numbers for each masked token on one rank each; returns all on every rank, float64 [T, width], in order.
+
+        Args:
+            compute: runs of rows, of which every rank has equally many -> their numbers.
+        """
         num_masked = packing.num_masked(mask)
         rows = np.flatnonzero(num_masked)
         if not len(rows):
-            return np.zeros(0)
+            return np.zeros((0, width))
         num_shares = self._ranks.count // self._num_alike
         of_ranks = [rows[share] for share in shares(tokens.lengths[rows].tolist(), group_keys(batch.ids[rows]).tolist(), num_shares)]
-        own = of_ranks[self._ranks.rank // self._num_alike]
+        own = of_ranks[self._share_number]
         runs = [own[run] for run in self._runs(tokens.take(own))] if len(own) else []
-        parts: list[npt.NDArray[Any]] = []
         with torch.no_grad():
-            for turn in range(self._ranks.most(len(runs))):
-                found = compute(runs[turn] if turn < len(runs) else rows[:1])
-                if turn < len(runs):
-                    parts.append(found)
-        gathered = self._ranks.gather(np.concatenate([*parts, np.zeros(0)]))[:: self._num_alike]
+            parts = compute([*runs, *[rows[:1]] * (self._ranks.most(len(runs)) - len(runs))])[: len(runs)]
+        gathered = self._ranks.gather(np.concatenate([*(part.reshape(-1) for part in parts), np.zeros(0)]))
         starts = np.concatenate(([0], np.cumsum(num_masked)))
-        result = np.zeros(int(starts[-1]))
-        for share, values in zip(of_ranks, gathered, strict=True):
+        result = np.zeros((int(starts[-1]), width))
+        for share, reporter in zip(of_ranks, self._reporters, strict=True):
             where = [np.arange(starts[row], starts[row + 1]) for row in share.tolist()]
             if where:
-                result[np.concatenate(where)] = values
+                result[np.concatenate(where)] = gathered[reporter].reshape(-1, width)
         return result
 
     def _together(self, work: Callable[[], _T]) -> _T:

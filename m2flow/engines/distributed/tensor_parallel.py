@@ -46,7 +46,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from m2flow.engines.models.adamw import squared_norm
+from m2flow.engines.models.optimizers import squared_norm
 from m2flow.engines.models.packing import AttentionLayout, Packed, packed_attention
 from m2flow.errors import EngineError
 
@@ -255,14 +255,14 @@ class Sequence:
         def own(rows: Tensor) -> Tensor:
             return torch.nn.functional.pad(rows, (0, num_more))[:, start : start + num_rows]
 
-        layout = replace(_with_rows(packed.layout, packed.num_rows, num_more), exchange=self._around)
+        layout = replace(with_rows(packed.layout, packed.num_rows, num_more), exchange=self._around)
         return Packed(
             own(packed.input_ids), own(packed.position_ids), layout, packed.predictors[which] - start, packed.targets[which]
         ), which
 
     def gather(self, values: Tensor, which: Tensor) -> Tensor:
-        """Gather one number for each of the T tokens from the ranks that computed them, [t] to [T]. Collective."""
-        found: Tensor = _Gathered.apply(values, which, self._group)
+        """Gather what each of the T tokens has from the ranks that computed it, [t, ...] to [T, ...]. Collective."""
+        found: Tensor = Gathered.apply(values, which, self._group)
         return found
 
     def _around(self, module: Any, query: Tensor, key: Tensor, value: Tensor, **features: Any) -> tuple[Tensor, None]:
@@ -293,7 +293,7 @@ def check_heads(config: Any, sp: int) -> None:
         raise EngineError(f"a {config.model_type!r} model has keys and values of two sizes, which Ulysses has not", now="Leave sp out.")
 
 
-def _with_rows(layout: AttentionLayout, num_rows: int, num_more: int) -> AttentionLayout:
+def with_rows(layout: AttentionLayout, num_rows: int, num_more: int) -> AttentionLayout:
     """Add padding rows to a layout, as a sequence of their own."""
     if not num_more:
         return layout
@@ -306,13 +306,13 @@ def _with_rows(layout: AttentionLayout, num_rows: int, num_more: int) -> Attenti
     )
 
 
-class _Gathered(torch.autograd.Function):  # type: ignore[misc]
+class Gathered(torch.autograd.Function):  # type: ignore[misc]
     """All-gather whose backward takes a rank's own gradient: all ranks compute the same from the result, so a sum would count it again."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, which: Tensor, group: Any) -> Tensor:
         ctx.which = which
-        whole = values.new_zeros(len(which))
+        whole = values.new_zeros(len(which), *values.shape[1:])
         whole[which] = values
         dist.all_reduce(whole, group=group)
         return whole

@@ -279,6 +279,8 @@ class ContinuousDecoder:
         self._tokens = np.zeros((0, 0), np.int32)
         self._logprobs = np.zeros((0, 0), np.float32)
         self._stops = np.zeros((0, 0), np.int64)  # -1 where a row has fewer
+        self._routed: list[list[npt.NDArray[Any]]] = []
+        """By row: the experts of the tokens that were read, where routing is recorded."""
 
     @property
     def num_running(self) -> int:
@@ -310,6 +312,9 @@ class ContinuousDecoder:
             self._cache.reserve(num_old, int(old["length"].max()) + 1)
             logits.append(self._model.decode(self._cache, old["last"].copy(), old["length"].copy()))
             old["length"] += 1
+            if self._model.records_routing:
+                for of_row, experts in zip(self._routed, self._model.routed(), strict=True):
+                    of_row.append(experts[None])
         if admitted:
             logits.append(self._prefill(admitted))
         if not logits:
@@ -413,6 +418,9 @@ class ContinuousDecoder:
         self._coming = []
         self._cache.reserve(len(self._jobs), max(len(sequence) for sequence in unique) + 1)
         logits = self._model.prefill(self._cache, unique, first, sequence_of_slot)
+        if self._model.records_routing:
+            by_sequence = np.split(self._model.routed(), np.cumsum([len(sequence) for sequence in unique])[:-1])
+            self._routed += [[by_sequence[sequence]] for sequence in sequence_of_slot]
         return logits.index_select(0, torch.tensor(sequence_of_slot, device=logits.device))
 
     def _sample(self, logits: torch.Tensor) -> None:
@@ -453,7 +461,10 @@ class ContinuousDecoder:
 
     def _job(self, row: int, version: int) -> Job:
         count = self._rows["count"][row]
-        return self._jobs[row].extended(self._tokens[row, :count], self._logprobs[row, :count], version)
+        job = self._jobs[row].extended(self._tokens[row, :count], self._logprobs[row, :count], version)
+        if not self._model.records_routing:
+            return job
+        return replace(job, routed_experts=np.concatenate([*self._routed[row], self._model.unknown_routing(1)]))
 
     def _leave(self, gone: npt.NDArray[np.int64]) -> None:
         num_left = len(self._jobs) - len(gone)
@@ -464,8 +475,10 @@ class ContinuousDecoder:
                 array[holes] = array[movers]
             for hole, mover in zip(holes.tolist(), movers.tolist(), strict=True):
                 self._jobs[hole] = self._jobs[mover]
+                if self._routed:
+                    self._routed[hole] = self._routed[mover]
             self._cache.move(holes.tolist(), movers.tolist(), int(self._rows["length"][:num_left].max()))
-        del self._jobs[num_left:]
+        del self._jobs[num_left:], self._routed[num_left:]
 
 
 def forbidden_stops(is_early: npt.NDArray[np.bool_], stops: npt.NDArray[np.int64], like: torch.Tensor) -> torch.Tensor | None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, final
 
 import numpy as np
@@ -38,6 +39,7 @@ OPTIONS = {
     "max_context": "Tokens of a prompt and its response together, by default as many as the model allows.",
     "max_prefill_tokens": "Prompt tokens that are prefilled together, by default 16384.",
     "kv_budget_bytes": "Size of the KV cache, by default a share of the free memory.",
+    "fp32_head": "Compute logits in float32 whatever the type of the weights; by default false.",
     "deterministic_rows": "Rows of a decode pass with `--deterministic`, by default 8.",
 }
 """The options of `rollout: {engine: embedded}`, each with its meaning."""
@@ -71,6 +73,8 @@ class EmbeddedRollout(RolloutEngine):
         self._codec = load_tokenizer(self._source)
         options = _Options(self._settings.options)
         self._model = SlotModel.load(self._source, self._settings.device, options.get("max_context", 0) or None)
+        if options.flag("fp32_head"):
+            self._model.compute_exact_logits()
         if self._settings.deterministic:
             rows = options.get("deterministic_rows", 8)
             self._decoder = FixedRowsDecoder(self._model, num_rows=rows, max_running=self._settings.max_running)
@@ -129,7 +133,7 @@ class EmbeddedRollout(RolloutEngine):
         self._ended += whole
 
     def step(self) -> list[Generated]:
-        model, codec, decoder = self._started()
+        model, _, decoder = self._started()
         if self._mixture:
             raise EngineError(f"the engine holds a mixture of weights: {self._mixture}", now="Load a whole set of weights.")
         if not self._is_onloaded:
@@ -138,7 +142,14 @@ class EmbeddedRollout(RolloutEngine):
         if self._queue or decoder.num_running:
             self._use_threads(is_small=not self._queue and decoder.num_running * model.num_weights < _SMALL_STEP)
             finished += self._decoded(decoder)
-        return [generated_of(job, finish, codec) for job, finish in finished]
+        return [self._generated(job, finish) for job, finish in finished]
+
+    def _generated(self, job: Job, finish: Finish) -> Generated:
+        model, codec, _ = self._started()
+        num_tokens = len(job.prompt) + len(job.tokens)
+        if model.records_routing and (job.routed_experts is None or len(job.routed_experts) != num_tokens):
+            job = replace(job, routed_experts=model.unknown_routing(num_tokens))
+        return generated_of(job, finish, codec)
 
     def _decoded(self, decoder: Decoder) -> list[tuple[Job, Finish]]:
         """Run a step of the decoder; if memory runs out, preempt some jobs."""
@@ -158,19 +169,19 @@ class EmbeddedRollout(RolloutEngine):
         return finished + whole
 
     def abort(self, ids: Iterable[int]) -> list[Generated]:
-        _, codec, decoder = self._started()
+        decoder = self._started()[2]
         wanted = set(ids)
         taken = [job for job, _ in self._ended if job.id in wanted] + [job for job in self._queue if job.id in wanted]
         self._ended = [(job, finish) for job, finish in self._ended if job.id not in wanted]
         self._queue = deque(job for job in self._queue if job.id not in wanted)
         taken += decoder.take(wanted, self._version)
-        return [generated_of(job, Finish.ABORT, codec) for job in taken]
+        return [self._generated(job, Finish.ABORT) for job in taken]
 
     def snapshot(self, ids: Iterable[int]) -> list[Generated]:
-        _, codec, decoder = self._started()
+        decoder = self._started()[2]
         wanted = set(ids)
         waiting = [job for job in [*(job for job, _ in self._ended), *self._queue] if job.id in wanted]
-        return [generated_of(job, Finish.ABORT, codec) for job in waiting + decoder.peek(wanted, self._version)]
+        return [self._generated(job, Finish.ABORT) for job in waiting + decoder.peek(wanted, self._version)]
 
     def progress(self) -> dict[int, int]:
         waiting = {job.id: len(job.tokens) for job in [*self._queue, *(job for job, _ in self._ended)]}
@@ -220,6 +231,9 @@ class EmbeddedRollout(RolloutEngine):
     def base(self) -> Iterator[tuple[str, Any]]:
         return self._started()[0].added.base()
 
+    def language(self) -> TextCodec:
+        return self._started()[1]
+
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
         model = self._started()[0]
         if not self._is_onloaded:
@@ -242,6 +256,12 @@ class EmbeddedRollout(RolloutEngine):
 class _Options:
     def __init__(self, given: Mapping[str, object]) -> None:
         self._given = given
+
+    def flag(self, name: str) -> bool:
+        value = self._given.get(name, False)
+        if not isinstance(value, bool):
+            raise EngineError(f"option {name} of the embedded rollout engine is {value!r}", now="Write true or false.")
+        return value
 
     def get(self, name: str, default: int) -> int:
         value = self._given.get(name, default)

@@ -28,9 +28,12 @@ from m2flow.engines.embedded.kv_slots import ATTENTION_NAME, DecodePass, Prefill
 from m2flow.engines.models import lora
 from m2flow.engines.models.hf_model import checkpoint_tensors, hold_in, load_model
 from m2flow.engines.models.model_probe import NUM_JUDGED, Probe, longest_sequence
+from m2flow.engines.models.packing import LEAVE_OUT, exact_linear
+from m2flow.engines.models.routing import Routers
 from m2flow.engines.models.trainer_checkpoint import named_weights
 from m2flow.errors import EngineError
 from m2flow.recipe import Lora, Model
+from m2flow.samples import compact_experts
 
 
 @final
@@ -129,6 +132,7 @@ class SlotModel:
         self.is_mixture = any(getattr(text_config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
         self.num_weights: int = sum(parameter.numel() for parameter in module.parameters())
         self.kv_bytes_per_token = 0
+        self._routers: Routers | None = None
 
     @classmethod
     def load(cls, model: Model, device: str, max_context: int | None) -> SlotModel:
@@ -138,7 +142,31 @@ class SlotModel:
             hold_in(module, model.rollout_dtype)
         loaded = cls(module, device, max_context, model.lora)
         loaded._check()
+        if model.routing == "rollout":
+            loaded._record_routing()
         return loaded
+
+    def _record_routing(self) -> None:
+        cache = SlotCache()
+        cache.reserve(1, 8)
+        self._routers = Routers(self._module)
+        tokens = np.arange(8, dtype=np.int32) % self.vocab_size
+        self._routers.check(lambda: self.prefill(cache, [tokens], 0, [0]).clone())
+
+    @property
+    def records_routing(self) -> bool:
+        return self._routers is not None
+
+    def routed(self) -> npt.NDArray[np.int16] | npt.NDArray[np.uint8]:
+        """The experts of the tokens of the last pass, [tokens, layers, k], as `m2flow.samples.compact_experts` has them."""
+        assert self._routers is not None
+        return compact_experts(self._routers.chosen().cpu().numpy().astype(np.int16), self._routers.num_experts)
+
+    def unknown_routing(self, num_tokens: int) -> npt.NDArray[np.int16] | npt.NDArray[np.uint8]:
+        """The same for tokens of which nothing is known."""
+        assert self._routers is not None
+        shape = num_tokens, self._routers.num, self._routers.num_of_token
+        return compact_experts(np.full(shape, -1, np.int16), self._routers.num_experts)
 
     def prefill(
         self, cache: SlotCache, sequences: Sequence[npt.NDArray[np.int32]], first_slot: int, sequence_of_slot: Sequence[int]
@@ -216,6 +244,17 @@ class SlotModel:
                 f"the weights are not this model's: missing {_some(sorted(missing))}, unknown {_some(unknown)}",
                 now="Do trainer and rollout engine load the same model?",
             )
+
+    def compute_exact_logits(self) -> None:
+        """Compute logits in float32 from now on, from hidden states and weights of any type.
+
+        Raises:
+            EngineError: the model's head is no plain layer.
+        """
+        layer = self._module.get_output_embeddings()
+        if type(layer) is not torch.nn.Linear:
+            raise EngineError(f"the head of a {self._module.config.model_type!r} model is a {type(layer).__name__}", now=LEAVE_OUT)
+        layer.forward = lambda hidden: exact_linear(hidden, layer.weight, layer.bias)
 
     @property
     def added(self) -> MergedAdapters:

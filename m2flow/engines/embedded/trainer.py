@@ -1,14 +1,15 @@
 """The embedded trainer: one Hugging Face model, one process, packed micro-batches in PyTorch.
 
     accumulate: micro-batch --packing--> logits --token_logprobs--> loss terms --backward--> gradients add up
-    apply:      gradients / denominator --clip--> AdamW
+    apply:      gradients / denominator --clip--> AdamW, Muon or SGD
 
 Log-probabilities are those of softmax(logits / temperature), with the batch's `temperature` column (0 and no column: 1), as the rollout
 engine records them: before top-k and top-p. They are computed in float32, some rows at a time (`token_logprobs`): forward keeps the logits
 alone, backward computes their gradient from them. Plain autograd would keep a log-softmax beside the logits, and two such gradients.
+Where logits would be many, they are computed some rows at a time too, again in the backward pass, and never kept (`Head`).
 The head of a critic or a reward model takes the place of the logits (`m2flow.engines.models.packing`).
 
-Weights below float32 have float32 master weights (`m2flow.engines.models.adamw`), which the option `masters: false` leaves out.
+Weights below float32 have float32 master weights (`m2flow.engines.models.optimizers`), which the option `masters: false` leaves out.
 
 `AdapterReference` is a frozen model that computes from a policy's base weights, without adapters or with others: training never changes the
 weights below the adapters, so a reference on the policy's path is the policy without them, and a reference that was copied from the policy
@@ -42,6 +43,7 @@ from m2flow.algorithms.losses import MOST_LOG_RATIO, correction_weights
 from m2flow.engines.contract import (
     NO_AGREEMENT,
     PER_GROUP,
+    VERSION_AGES,
     Agreement,
     EngineSettings,
     Memory,
@@ -49,17 +51,40 @@ from m2flow.engines.contract import (
     Sums,
     TrainEngine,
     agreement_of,
+    blended,
+    bucket_sums,
     bytes_on,
+    ratio_counts,
 )
+from m2flow.engines.embedded.decoding import uniforms
 from m2flow.engines.models import lora, packing, trainer_checkpoint
-from m2flow.engines.models.adamw import Optimizers
-from m2flow.engines.models.hf_model import checkpoint_tensors, load_model, load_tokenizer, use_threads
+from m2flow.engines.models.hf_model import (
+    checkpoint_tensors,
+    groups_of_weights,
+    load_model,
+    load_tokenizer,
+    matrices_of_layers,
+    use_threads,
+)
+from m2flow.engines.models.optimizers import Optimizers
 from m2flow.engines.models.packing import Demonstrations
+from m2flow.engines.models.routing import Routers, beside_experts, checked_routers, column_of, experts_of
 from m2flow.engines.models.trainer_checkpoint import spread_like
 from m2flow.engines.registry import built_in
 from m2flow.errors import EngineError, OpError, is_out_of_memory
-from m2flow.recipe import HEAD_OUTPUTS, PROXIMAL, AdamW, Correction, Loss, Model, is_count
-from m2flow.samples import Batch, Ragged, SampleId, group_keys
+from m2flow.recipe import (
+    HEAD_OUTPUTS,
+    PROXIMAL,
+    REFERENCE_TOP_IDS,
+    REFERENCE_TOP_LOGPROBS,
+    TOP_LOGPROBS,
+    Correction,
+    Loss,
+    Model,
+    Optimizer,
+    is_count,
+)
+from m2flow.samples import ROUTED_EXPERTS, Batch, Ragged, SampleId, group_keys
 
 # Shapes: T predicted tokens, V vocabulary.
 
@@ -79,34 +104,80 @@ def token_logprobs(logits: Tensor, targets: Tensor, temperature: Tensor | None =
     >>> round(logprobs.item(), 4), round(entropy.item(), 4)
     (-1.3863, 1.3863)
     """
-    logprobs, entropy = _TokenLogprobs.apply(logits, targets, temperature)
+    logprobs, entropy, _ = _TokenLogprobs.apply(logits, targets, temperature, None)
     return logprobs, entropy
+
+
+def logprobs_at(logits: Tensor, targets: Tensor, temperature: Tensor | None, top_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As `token_logprobs`, and the log-probabilities of further tokens and of all that are not among those, together.
+
+    Args:
+        top_ids: int64 [T, K], different tokens of a row, fewer than the vocabulary.
+    Returns:
+        float32 [T], [T] and [T, K + 1], the last column of the others; one pass over the logits computes the gradient of all three.
+    Raises:
+        EngineError: an id is none of the model's.
+
+    >>> [round(p, 2) for p in logprobs_at(torch.zeros(1, 4), torch.tensor([2]), None, torch.tensor([[0]]))[2].exp()[0].tolist()]
+    [0.25, 0.75]
+    """
+    if len(top_ids) and int(top_ids.max()) >= logits.shape[1]:
+        said = f"the reference found token {int(top_ids.max())} likely, and this model has {logits.shape[1]} tokens"
+        raise EngineError(said, now="Take a reference with the same tokenizer.")
+    logprobs, entropy, top = _TokenLogprobs.apply(logits, targets, temperature, top_ids)
+    return logprobs, entropy, top
+
+
+def most_likely(logits: Tensor, temperature: Tensor | None, top_k: int) -> tuple[Tensor, Tensor]:
+    """Find the likeliest tokens of softmax(logits / temperature): int64 [T, K], and their log-probabilities as `logprobs_at` gives them.
+
+    Raises:
+        EngineError: the vocabulary has no more than `top_k` tokens.
+    """
+    if top_k >= logits.shape[1]:
+        raise EngineError(f"top_k is {top_k}, and the model has {logits.shape[1]} tokens", now="Take fewer than it has.")
+    ids = torch.empty(logits.shape[0], top_k, dtype=torch.int64, device=logits.device)
+    top = torch.empty(logits.shape[0], top_k + 1, device=logits.device)
+    for rows in _chunks(logits):
+        scaled = _scaled(logits[rows], temperature, rows)
+        ids[rows] = scaled.topk(top_k, 1).indices
+        top[rows] = _with_rest(scaled, ids[rows]) - scaled.logsumexp(1, keepdim=True)
+    return ids, top
 
 
 class _TokenLogprobs(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: Tensor | None, top_ids: Tensor | None) -> tuple[Tensor, ...]:
         logprobs = torch.empty(logits.shape[0], device=logits.device)
         log_normaliser, entropy = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        top = logprobs.new_empty(logits.shape[0], 0 if top_ids is None else top_ids.shape[1] + 1)
         for rows in _chunks(logits):
             scaled = _scaled(logits[rows], temperature, rows)
             log_normaliser[rows] = scaled.logsumexp(1)
             logprobs[rows] = scaled.gather(1, targets[rows, None])[:, 0] - log_normaliser[rows]
+            if top_ids is not None:
+                top[rows] = _with_rest(scaled, top_ids[rows]) - log_normaliser[rows, None]
             probabilities = (scaled - log_normaliser[rows, None]).exp_()
             entropy[rows] = log_normaliser[rows] - probabilities.mul_(scaled).sum(1)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(logits, targets, temperature, log_normaliser, entropy)
-        return logprobs, entropy
+        ctx.save_for_backward(logits, targets, temperature, log_normaliser, entropy, top_ids, top)
+        return logprobs, entropy, top
 
     @staticmethod
-    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor, None, None]:
-        logits, targets, temperature, log_normaliser, entropy = ctx.saved_tensors
+    def backward(
+        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, grad_top: Tensor | None
+    ) -> tuple[Tensor, None, None, None]:
+        logits, targets, temperature, log_normaliser, entropy, top_ids, top = ctx.saved_tensors
         grad_logits = torch.empty_like(logits)
         for rows in _chunks(logits):
             logp = _scaled(logits[rows], temperature, rows) - log_normaliser[rows, None]
             weight = torch.zeros_like(log_normaliser[rows, None])
             if grad_logprobs is not None:
                 weight = weight - grad_logprobs[rows, None]
+            if grad_top is not None:
+                weight = weight - grad_top[rows].sum(1, keepdim=True)
+                # Of the others' log-probability: p / (their sum) for each of them.
+                others = logp.scatter(1, top_ids[rows], -math.inf).sub_(top[rows, -1:]).exp_().mul_(grad_top[rows, -1:])
             # d logprob / d logit = [is target] - p;  d entropy / d logit = -p (log p + entropy).
             if grad_entropy is None:
                 grad = logp.exp_().mul_(weight)
@@ -114,10 +185,18 @@ class _TokenLogprobs(torch.autograd.Function):  # type: ignore[misc]
                 grad = logp.exp() * (weight - grad_entropy[rows, None] * (logp + entropy[rows, None]))
             if grad_logprobs is not None:
                 grad.scatter_add_(1, targets[rows, None], grad_logprobs[rows, None])
+            if grad_top is not None:
+                grad.add_(others).scatter_add_(1, top_ids[rows], grad_top[rows, :-1])
             if temperature is not None:
                 grad.div_(temperature[rows, None])
             grad_logits[rows] = grad
-        return grad_logits, None, None
+        return grad_logits, None, None, None
+
+
+def _with_rest(scaled: Tensor, ids: Tensor) -> Tensor:
+    """Logits of these tokens, and the log of the others' summed exponentials: [t, V] and [t, K] to [t, K + 1]."""
+    rest = scaled.scatter(1, ids, -math.inf).logsumexp(1, keepdim=True)
+    return torch.cat((scaled.gather(1, ids), rest), 1)
 
 
 def _scaled(logits: Tensor, temperature: Tensor | None, rows: slice) -> Tensor:
@@ -128,6 +207,137 @@ def _scaled(logits: Tensor, temperature: Tensor | None, rows: slice) -> Tensor:
 def _chunks(logits: Tensor) -> list[slice]:
     size = max(1, _CHUNK_ELEMENTS // max(1, logits.shape[1]))
     return [slice(start, start + size) for start in range(0, logits.shape[0], size)]
+
+
+# Shapes: R rows of hidden states, H their width.
+
+_HEAD_LOGITS = 1 << 26
+"""Logits that exist at a time: 256 MiB of float32. With a vocabulary of 150,000 they are of 447 tokens, enough to keep a GPU busy."""
+
+
+class Head:
+    """The head of a language model, which computes log-probabilities for some tokens at a time: its logits [T, V] never exist as a whole.
+
+    The model's own code calls it as it calls the layer, in whose place it is; between `asked` and its end it answers with [1, T, 2], the
+    log-probability and the entropy of each target, in place of [1, T, V]. The backward pass computes logits again, chunk by chunk. A model
+    that changes its logits after the head (a soft cap, a scale) is not asked, and has them whole.
+
+    Args:
+        num_logits: how many may exist at a time.
+        is_exact: compute logits in float32 from hidden states and weights of any type, for training and sampling alike.
+    """
+
+    def __init__(self, model: Any, layer: torch.nn.Linear, num_logits: int, *, is_exact: bool) -> None:
+        self._layer, self._is_exact = layer, is_exact
+        self._num_tokens = max(1, num_logits // layer.out_features)
+        self._asked: tuple[Tensor, Tensor | None] | None = None
+        layer.forward = self  # The layer's hooks and names stay as they are.
+        self.is_last = self._is_last(model)
+        """Whether its logits are the model's."""
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        if self._asked is None:
+            return _linear(hidden, self._layer.weight, self._layer.bias, is_exact=self._is_exact)
+        found: Tensor = _HeadLogprobs.apply(hidden[0], self._layer.weight, self._layer.bias, *self._asked, self._num_tokens, self._is_exact)
+        return found
+
+    def is_worth(self, num_tokens: int) -> bool:
+        """Whether a pass has more logits than may exist at a time."""
+        return self.is_last and num_tokens > self._num_tokens
+
+    @contextmanager
+    def asked(self, targets: Tensor, temperature: Tensor | None) -> Iterator[None]:
+        """For the passes in this block, answer for these targets, int64 [T]."""
+        self._asked = targets, temperature
+        try:
+            yield
+        finally:
+            self._asked = None
+
+    def _is_last(self, model: Any) -> bool:
+        """Find out whether the model gives as logits, for one token, what the head answers, whatever that is."""
+        tokens, mask = Ragged.of([[0, 0]], np.int32), Ragged.of([[False, True]], np.bool_)
+        packed = packing.pack(np.zeros(1, np.int64), tokens, mask, device=str(self._layer.weight.device))
+        answers: list[Tensor] = []
+
+        def answer(layer: Any, given: Any, output: Tensor) -> Tensor:
+            answers.append(torch.linspace(-99.0, 99.0, output.numel(), device=output.device).to(output.dtype).view_as(output))
+            return answers[-1]
+
+        answering = self._layer.register_forward_hook(answer)
+        try:
+            with torch.no_grad():
+                logits = packing.batched_logits(model, packed)
+        finally:
+            answering.remove()
+        return len(answers) == 1 and torch.equal(answers[0], logits)
+
+
+def head_of(model: Any, num_logits: int, *, is_exact: bool) -> Head | None:
+    """Put a `Head` in the place of a model's own. None: that is no plain layer, or has adapters, and stays as it is.
+
+    Raises:
+        EngineError: it should be exact, and can't be.
+    """
+    layer = model.get_output_embeddings()
+    if type(layer) is torch.nn.Linear:
+        return Head(model, layer, num_logits, is_exact=is_exact)
+    if is_exact:
+        raise EngineError(f"the head of a {model.config.model_type!r} model is a {type(layer).__name__}", now=packing.LEAVE_OUT)
+    return None
+
+
+def _linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, *, is_exact: bool) -> Tensor:
+    return packing.exact_linear(hidden, weight, bias) if is_exact else torch.nn.functional.linear(hidden, weight, bias)
+
+
+class _HeadLogprobs(torch.autograd.Function):  # type: ignore[misc]
+    """Hidden states [T, H], weights [V, H] and targets to log-probabilities and entropies, [1, T, 2]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: Tensor | None,
+        num_tokens: int,
+        is_exact: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(hidden, weight, bias, targets, temperature)
+        ctx.num_tokens, ctx.is_exact = num_tokens, is_exact
+        found = hidden.new_empty(1, len(targets), 2, dtype=torch.float32)
+        used = (weight, bias) if not is_exact else (weight.float(), bias)
+        for rows in _rows(len(targets), num_tokens):
+            logits = _linear(hidden[rows], *used, is_exact=is_exact)
+            found[0, rows] = torch.stack(token_logprobs(logits, targets[rows], None if temperature is None else temperature[rows]), 1)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, temperature = ctx.saved_tensors
+        used = weight.float() if ctx.is_exact else weight
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if ctx.needs_input_grad[2] else None
+        for rows in _rows(len(targets), ctx.num_tokens):
+            own = hidden[rows].to(used.dtype)
+            with torch.enable_grad():
+                logits = _linear(own, used, bias, is_exact=ctx.is_exact).detach().requires_grad_()
+                found = token_logprobs(logits, targets[rows], None if temperature is None else temperature[rows])
+            (grad_logits,) = torch.autograd.grad(found, logits, (grad[0, rows, 0], grad[0, rows, 1]))
+            grad_hidden[rows] = (grad_logits @ used).to(hidden.dtype)
+            if grad_weight is not None:
+                grad_weight += grad_logits.T @ own
+            if grad_bias is not None:
+                grad_bias += grad_logits.sum(0)
+        of_weights = (None if one is None else one.to(weight.dtype) for one in (grad_weight, grad_bias))
+        return (grad_hidden, *of_weights, None, None, None, None)
+
+
+def _rows(count: int, size: int) -> list[slice]:
+    return [slice(start, start + size) for start in range(0, count, size)]
 
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
@@ -160,6 +370,8 @@ _LOGPROB_TOKENS = 16384
 OPTIONS = {
     "logprob_tokens": "Tokens of a forward pass without gradient, by default 16384.",
     "share_prompts": "Compute a prompt that several samples share once; by default true.",
+    "fp32_head": "Compute logits in float32 whatever the type of the weights, as the rollout engine's option does; by default false.",
+    "head_logits": "Most logits (tokens times vocabulary) that exist at a time, by default 67108864; fewer take less memory.",
     "masters": "Step weights below float32 on float32 copies of them (4 bytes a weight), which checkpoints keep; by default true.",
 }
 """The options of `train: {engine: embedded}`, each with its meaning."""
@@ -175,6 +387,8 @@ class EmbeddedTrain(TrainEngine):
         self._source = model
         self._settings = settings
         self._model: Any = None
+        self._routers: Routers | None = None
+        """Of a model whose routing is replayed."""
         self._is_lent = False
 
     def start(self) -> None:
@@ -183,11 +397,17 @@ class EmbeddedTrain(TrainEngine):
         self._codec = load_tokenizer(self._source)
         self._model = load_model(self._source, device=self._settings.device, attention="eager")
         self._longest, self._rope = packing.check_model(self._model, self._source.head)
+        self._routers = self._checked_routers()
         if self._source.lora is not None:
             lora.adapt(self._model, self._source.lora, self._source.seed)
+        self._head = self._replaced_head()
         self._shapes = {name: tensor.shape for name, tensor in self._model.state_dict().items()}
-        self._optimizers = Optimizers(self._model.parameters(), has_masters=self._keeps_masters)
+        self._optimizers = self._optimizers_of(self._model)
         self._demonstrations = Demonstrations(self._codec)
+
+    def _optimizers_of(self, model: Any) -> Optimizers:
+        named = {"groups": groups_of_weights(model), "names": {id(held): name for name, held in model.named_parameters()}}
+        return Optimizers(model.parameters(), matrices=matrices_of_layers(model), has_masters=self._keeps_masters, **named)
 
     @property
     def _keeps_masters(self) -> bool:
@@ -199,15 +419,24 @@ class EmbeddedTrain(TrainEngine):
             raise EngineError(f"the option {name} of the train engine {self.name!r} is {given!r}", now="Write true or false.")
         return given
 
+    def _count(self, name: str, default: int) -> int:
+        given = self._settings.options.get(name, default)
+        if not is_count(given):
+            raise EngineError(f"the option {name} of the train engine {self.name!r} is {given!r}", now="Write a whole number.")
+        return int(str(given))
+
     @property
     def _logprob_tokens(self) -> int:
         """Tokens of a pass without gradient."""
-        given = self._settings.options.get("logprob_tokens", _LOGPROB_TOKENS)
-        if not is_count(given):
-            raise EngineError(
-                f"the option logprob_tokens of the train engine {self.name!r} is {given!r}", now="Write a whole number of tokens."
-            )
-        return int(str(given))
+        return self._count("logprob_tokens", _LOGPROB_TOKENS)
+
+    def _checked_routers(self) -> Routers | None:
+        return checked_routers(self._model, self._settings.device) if self._source.routing is not None else None
+
+    def _replaced_head(self) -> Head | None:
+        if self._source.head != "lm":
+            return None
+        return head_of(self._model, self._count("head_logits", _HEAD_LOGITS), is_exact=self._flag("fp32_head", default=False))
 
     def stop(self) -> None:
         self._model = None
@@ -246,7 +475,7 @@ class EmbeddedTrain(TrainEngine):
             terms.sum().backward()
         return Sums(len(batch), num_tokens, len(batch.ragged("tokens").values), metrics, agreement)
 
-    def apply(self, optimizer: AdamW, denominator: float) -> Mapping[str, float]:
+    def apply(self, optimizer: Optimizer, denominator: float) -> Mapping[str, float]:
         return self._optimizers.step(optimizer, denominator)
 
     def discard(self) -> None:
@@ -255,6 +484,10 @@ class EmbeddedTrain(TrainEngine):
     def logprobs(self, batch: Batch) -> Batch:
         self._check_head("lm", "log-probabilities")
         return self._of_tokens(batch, "reference_logprobs", "logprobs")
+
+    def top_logprobs(self, batch: Batch, top_k: int) -> Batch:
+        self._check_head("lm", "log-probabilities")
+        return self._of_tokens(batch, "reference_logprobs", "logprobs", top_k)
 
     def values(self, batch: Batch) -> Batch:
         self._check_head("value", "values")
@@ -273,21 +506,56 @@ class EmbeddedTrain(TrainEngine):
             raise EngineError(f"the reward model {self._source.path} gave a score that is not finite")
         return Batch(ordered.ids, {"reward": scores}).select(batch.ids)
 
-    def _of_tokens(self, batch: Batch, column: str, output: str) -> Batch:
-        """Compute one of the model's outputs for each masked token, 0 for the others, as a ragged column."""
-        batch = self._tokenised(batch)
-        ordered = batch.in_order()
-        parts = [Batch(ordered.ids[:0], {column: Ragged.of([], np.float32)})]
+    def _of_tokens(self, batch: Batch, column: str, output: str, top_k: int = 0) -> Batch:
+        """Compute one of the model's outputs for each masked token, 0 for the others, as a ragged column; with `top_k` the likeliest tokens
+        as further columns, over masked tokens alone."""
+        ordered = self._tokenised(batch).in_order()
+        mask = ordered.ragged("loss_mask")
+        if self._records_routing(output, top_k) and self._routers is not None:
+            found = self._numbers(ordered, output, top_k)
+            numbers, experts = Ragged(found[:, 0].astype(np.float32), mask.offsets), column_of(found, mask.offsets, self._routers)
+            return Batch(ordered.ids, {column: numbers, ROUTED_EXPERTS: experts}).select(batch.ids)
+        found = self._numbers(ordered, output, top_k)
+        values = np.zeros(len(mask.values), np.float32)
+        values[mask.values.astype(bool)] = found[:, 0]
+        columns = {column: Ragged(values, mask.offsets)}
+        if top_k:
+            offsets = np.concatenate(([0], np.cumsum(packing.num_masked(mask)))).astype(np.int64)
+            columns[REFERENCE_TOP_IDS] = Ragged(found[:, 1 : top_k + 1].astype(np.int32), offsets)
+            columns[REFERENCE_TOP_LOGPROBS] = Ragged(found[:, top_k + 1 :].astype(np.float32), offsets)
+        return Batch(ordered.ids, columns).select(batch.ids)
+
+    def _numbers(self, ordered: Batch, output: str, top_k: int) -> npt.NDArray[np.float64]:
+        """Compute an output of all masked tokens, as `_of_rows`; where routing is recorded of all tokens."""
+        parts = [np.zeros((0, self._width(output, top_k)))]
         for rows in self._runs(ordered.ragged("tokens")):
-            part = ordered.take(rows)
-            mask = part.ragged("loss_mask")
-            values = np.zeros(len(mask.values), np.float32)
-            packed = self._pack(part)
-            if len(packed.targets):
+            if packing.num_masked(ordered.ragged("loss_mask").take(rows)).any() or self._records_routing(output, top_k):
                 with torch.no_grad():
-                    values[mask.values.astype(bool)] = self._outputs(part, packed)[output].cpu().numpy()
-            parts.append(Batch(part.ids, {column: Ragged(values, mask.offsets)}))
-        return Batch.concat(parts).select(batch.ids)
+                    parts.append(self._of_rows(ordered.take(rows), output, top_k))
+        return np.concatenate(parts)
+
+    def _of_rows(self, part: Batch, output: str, top_k: int) -> npt.NDArray[np.float64]:
+        """Run a forward pass: float64 [T, 1] of the output, and with `top_k` [T, 2 K + 2], ids and log-probabilities after it."""
+        packed = self._pack(part)
+        if self._records_routing(output, top_k) and self._routers is not None:
+            mask = part.ragged("loss_mask")
+            if not mask.values.any():
+                return beside_experts(np.zeros((0, 1)), mask, None, self._routers)
+            numbers = self._outputs(part, packed, 0)[output].double().cpu().numpy()[:, None]
+            return beside_experts(numbers, mask, packed, self._routers)
+        outputs = self._outputs(part, packed, top_k)
+        names = [output, *((REFERENCE_TOP_IDS, REFERENCE_TOP_LOGPROBS) if top_k else ())]
+        return np.concatenate([outputs[name].double().cpu().numpy().reshape(len(outputs[output]), -1) for name in names], 1)
+
+    def _records_routing(self, output: str, top_k: int) -> bool:
+        """Whether the experts of each token come with this output: of the policy's own log-probabilities, for its update to replay."""
+        return self._source.routing == "trainer" and output == "logprobs" and not top_k and not self._is_lent
+
+    def _width(self, output: str, top_k: int) -> int:
+        """Numbers for each token: an output, and with `top_k` ids, log-probabilities, and that of the rest; or with it the experts."""
+        if self._records_routing(output, top_k) and self._routers is not None:
+            return 1 + self._routers.num * self._routers.num_of_token
+        return 2 * top_k + 2 if top_k else 1
 
     def _runs(self, tokens: Ragged) -> Iterator[npt.NDArray[np.int64]]:
         """Rows that go through the model together; each alone with `deterministic`, so that no result depends on its neighbours."""
@@ -341,7 +609,7 @@ class EmbeddedTrain(TrainEngine):
         """One of the model's tensors as a whole; collective where ranks hold parts."""
         return nullcontext(tensor)
 
-    def copy_from(self, source: TrainEngine) -> None:
+    def copy_from(self, source: TrainEngine, share: float = 1.0) -> None:
         if lora.is_adapted(self._model) and isinstance(source, EmbeddedTrain) and lora.is_adapted(source._model):
             lora.share_base(self._model, source._model)
             return
@@ -353,7 +621,7 @@ class EmbeddedTrain(TrainEngine):
         }
         for name, tensor in source.weights():
             if name in target:
-                target[name].copy_(tensor)
+                target[name].copy_(blended(target[name], tensor, share))
 
     def save(self, path: str) -> None:
         trainer_checkpoint.save(path, self._model, self._codec, self._state())
@@ -413,27 +681,32 @@ class EmbeddedTrain(TrainEngine):
 
     def _terms(self, batch: Batch, loss: Loss) -> tuple[Tensor, dict[str, float], Agreement]:
         """Compute the loss's terms [T], with gradient; the sums of all metrics; and the agreement with the rollout engine."""
-        packed = self._pack(batch)
-        outputs = self._outputs(batch, packed)
+        outputs = self._outputs(batch, self._pack(batch), self._top_ids(batch, loss) if TOP_LOGPROBS in loss.needs else 0)
+        return self._terms_of(batch, loss, outputs)
+
+    def _terms_of(self, batch: Batch, loss: Loss, outputs: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, float], Agreement]:
+        """As `_terms`, of outputs that are there."""
         terms, reported = _evaluate(loss, self._inputs(batch, loss, outputs))
-        num_tokens = len(packed.targets)
-        _check_terms(loss, terms, num_tokens)
+        _check_terms(loss, terms, num_tokens := int(packing.num_masked(batch.ragged("loss_mask")).sum()))
         if loss.denominator == "groups":
             lengths = self._column(batch, "group_lengths", "a mean over groups needs them")
             terms = terms / lengths
             if "group_ids" in loss.needs:
                 reported = {PER_GROUP + name: _per_token(loss, name, value, num_tokens) / lengths for name, value in reported.items()}
+        counts = dict[str, float]()
         if loss.correction is not None:
             weights, found = self._correction(batch, loss.correction)
             terms, reported = terms * weights, {**found, **reported}
+            counts = {**self._ratio_counts(batch), **self._bucket_sums(batch, found)}
         reported = {"loss": terms, **self._monitored(batch, outputs), **reported}
         sums = torch.stack([_per_token(loss, name, value, num_tokens).detach().double().sum() for name, value in reported.items()])
-        return terms, dict(zip(reported, sums.tolist(), strict=True)), _agreement(batch, outputs)
+        return terms, {**dict(zip(reported, sums.tolist(), strict=True)), **counts}, _agreement(batch, outputs)
 
     def _pack(self, batch: Batch) -> packing.Packed:
         share = self._flag("share_prompts", default=True)
         tokens, mask = batch.ragged("tokens"), batch.ragged("loss_mask")
-        return packing.pack(batch.ids, tokens, mask, device=self._settings.device, share_prompts=share)
+        experts = experts_of(batch) if self._routers is not None and not self._is_lent else None
+        return packing.pack(batch.ids, tokens, mask, device=self._settings.device, share_prompts=share, experts=experts)
 
     def _temperature(self, batch: Batch) -> Tensor | None:
         """float32 [T]; None if it is 1 everywhere."""
@@ -447,18 +720,34 @@ class EmbeddedTrain(TrainEngine):
         if self._source.head != head:
             raise EngineError(f"a model with a {self._source.head} head has no {what}")
 
-    def _outputs(self, batch: Batch, packed: packing.Packed) -> dict[str, Tensor]:
-        """Compute the model's outputs for each masked token, each [T]."""
-        return self._model_outputs(packed, self._temperature(batch) if self._source.head == "lm" else None)
+    def _outputs(self, batch: Batch, packed: packing.Packed, top: Tensor | int = 0) -> dict[str, Tensor]:
+        """Compute the model's outputs for each masked token, each [T]. `top` as of `_model_outputs`."""
+        return self._model_outputs(packed, self._temperature(batch) if self._source.head == "lm" else None, top)
 
-    def _model_outputs(self, packed: packing.Packed, temperature: Tensor | None) -> dict[str, Tensor]:
+    def _model_outputs(self, packed: packing.Packed, temperature: Tensor | None, top: Tensor | int = 0) -> dict[str, Tensor]:
+        """Run the model and its head.
+
+        Args:
+            top: tokens whose log-probabilities are computed, int64 [T, K], or how many of the likeliest to find; 0: none.
+        """
+        if self._routers is not None:
+            self._routers.use(packed.experts)
         if self._source.head != "lm":
             return {"values": self._forward(packed)}
-        logprobs, entropy = token_logprobs(self._forward(packed), packed.targets, temperature)
-        return {"logprobs": logprobs, "entropy": entropy}
+        if isinstance(top, Tensor):
+            logprobs, entropy, at_ids = logprobs_at(self._forward(packed), packed.targets, temperature, top)
+            return {"logprobs": logprobs, "entropy": entropy, TOP_LOGPROBS: at_ids}
+        if self._head is not None and not top and self._head.is_worth(len(packed.targets)):
+            with self._head.asked(packed.targets, temperature):
+                logprobs, entropy = self._forward(packed).unbind(-1)
+            return {"logprobs": logprobs, "entropy": entropy}
+        output = self._forward(packed)
+        logprobs, entropy = token_logprobs(output, packed.targets, temperature)
+        found = zip((REFERENCE_TOP_IDS, REFERENCE_TOP_LOGPROBS), most_likely(output, temperature, top), strict=True) if top else ()
+        return {"logprobs": logprobs, "entropy": entropy, **dict(found)}
 
     def _forward(self, packed: packing.Packed) -> Tensor:
-        """Compute the head's output: logits [T, V], or one number a token [T]."""
+        """Compute the head's output: logits [T, V] or what `Head` answers in their place, or one number a token [T]."""
         if self._source.head == "lm":
             return packing.forward_logits(self._model, packed)
         return packing.forward_scalars(self._model, packed)
@@ -479,31 +768,62 @@ class EmbeddedTrain(TrainEngine):
             elif name == "group_ids":
                 _, group_of_sample = np.unique(group_keys(batch.ids), return_inverse=True)
                 inputs[name] = self._put(np.repeat(group_of_sample, packing.num_masked(batch.ragged("loss_mask"))))
+            elif name == "random_numbers":
+                inputs[name] = self._random_numbers(batch)
             else:
                 behaviour = "logprobs" if loss.correction is None else PROXIMAL
                 column = behaviour if name == "behaviour_logprobs" else name
                 inputs[name] = self._column(batch, column, f"the loss {loss.name} needs {name}")
         return inputs
 
+    def _top_ids(self, batch: Batch, loss: Loss) -> Tensor | int:
+        """The reference's likeliest tokens, int64 [T, K]; of a critic 0, which then lacks what the loss needs."""
+        if self._source.head != "lm":
+            return 0
+        return self._column(batch, REFERENCE_TOP_IDS, f"the loss {loss.name} needs {TOP_LOGPROBS}").long()
+
     def _correction(self, batch: Batch, correction: Correction) -> tuple[Tensor, dict[str, Tensor]]:
         """The weights of a correction, and its metrics, each [T]."""
         proximal, rollout = (self._column(batch, name, "a correction needs it") for name in (PROXIMAL, "logprobs"))
         return correction_weights(proximal, rollout, self._sequence_ids(batch), correction)
 
+    def _ratio_counts(self, batch: Batch) -> dict[str, float]:
+        """Count tokens by how much likelier the trainer holds them than the rollout engine did."""
+        proximal, rollout = (self._column(batch, name, "a correction needs it").cpu().numpy() for name in (PROXIMAL, "logprobs"))
+        return ratio_counts(proximal, rollout)
+
+    def _bucket_sums(self, batch: Batch, found: Mapping[str, Tensor]) -> dict[str, float]:
+        """Sum a correction's metrics by version age and by place in the response."""
+        mask = batch.ragged("loss_mask")
+        counts = packing.num_masked(mask)
+        places = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        ages = batch.ragged(VERSION_AGES).values[mask.values.astype(bool)] if VERSION_AGES in batch else None
+        return bucket_sums({name: values.double().cpu().numpy() for name, values in found.items()}, ages, places)
+
     def _sequence_ids(self, batch: Batch) -> Tensor:
         counts = packing.num_masked(batch.ragged("loss_mask"))
         return self._put(np.repeat(np.arange(len(counts)), counts))
 
+    def _random_numbers(self, batch: Batch) -> Tensor:
+        """A number in [0, 1) for each masked token, by its sample's identity and its place in that alone."""
+        tokens = batch.ragged("tokens")
+        places = np.arange(len(tokens.values)) - np.repeat(tokens.offsets[:-1], tokens.lengths)
+        drawn = uniforms(np.repeat(batch.ids.astype(np.uint64), tokens.lengths), places)
+        return self._put(drawn[batch.ragged("loss_mask").values.astype(bool)])
+
     def _column(self, batch: Batch, name: str, reason: str) -> Tensor:
-        """A per-token or per-sample column of numbers, as [T]."""
+        """A per-token or per-sample column of numbers, as [T]; of the likeliest tokens, [T, K]."""
         if name not in batch:
             raise EngineError(f"{reason}, and the batch has no column {name!r}; it has {', '.join(sorted(batch.columns))}")
         column = batch[name]
         if not isinstance(column, Ragged):
             return self._put(np.repeat(column, packing.num_masked(batch.ragged("loss_mask"))))
-        if column.kind != "numbers" or not np.array_equal(column.offsets, batch.ragged("tokens").offsets):
-            raise EngineError(f"{reason}, and column {name!r} has not one number for each token")
-        return self._put(column.values[batch.ragged("loss_mask").values.astype(bool)])
+        mask = batch.ragged("loss_mask")
+        if column.kind == "numbers" and np.array_equal(column.offsets, mask.offsets) and column.values.ndim == 1:
+            return self._put(column.values[mask.values.astype(bool)])
+        if column.kind == "numbers" and column.values.ndim == 2 and np.array_equal(column.lengths, packing.num_masked(mask)):
+            return self._put(column.values)
+        raise EngineError(f"{reason}, and column {name!r} has not one number for each token")
 
     def _monitored(self, batch: Batch, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Metrics of any loss: entropy, and how far the weights are from those that sampled the tokens."""
@@ -623,7 +943,7 @@ class AdapterReference(TrainEngine):
     def accumulate(self, batch: Batch, objective: Objective) -> Sums:
         self._refuse()
 
-    def apply(self, optimizer: AdamW, denominator: float) -> Mapping[str, float]:
+    def apply(self, optimizer: Optimizer, denominator: float) -> Mapping[str, float]:
         self._refuse()
 
     def discard(self) -> None:
@@ -632,6 +952,10 @@ class AdapterReference(TrainEngine):
     def logprobs(self, batch: Batch) -> Batch:
         with self._lender.with_adapters(self._adapters):
             return self._lender.logprobs(batch)
+
+    def top_logprobs(self, batch: Batch, top_k: int) -> Batch:
+        with self._lender.with_adapters(self._adapters):
+            return self._lender.top_logprobs(batch, top_k)
 
     def num_training_tokens(self, batch: Batch) -> npt.NDArray[np.int64]:
         return self._lender.num_training_tokens(batch)
@@ -647,8 +971,10 @@ class AdapterReference(TrainEngine):
     def base(self) -> Iterator[tuple[str, Tensor]]:
         return self._lender.base()
 
-    def copy_from(self, source: TrainEngine) -> None:
+    def copy_from(self, source: TrainEngine, share: float = 1.0) -> None:
         """Copy the current adapters of a policy whose base is the lender's."""
+        if share != 1:
+            raise EngineError("an average of adapters is not that of the weights they make", now="Copy them whole: Reference(policy).")
         if isinstance(source, AdapterReference):
             self._adapters = source._values()
         elif type(source) is type(self._lender):

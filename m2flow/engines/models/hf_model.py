@@ -39,7 +39,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -50,6 +50,7 @@ from jinja2 import TemplateError
 from safetensors import SafetensorError
 from torch import Tensor
 
+from m2flow.engines.contract import LOADING
 from m2flow.errors import DatasetError, EngineError, MissingExtra, ModelError, lone_surrogate
 from m2flow.recipe import ChatTemplate, Model, hub_directory, is_of_hub
 from m2flow.samples import Prompt, check_prompt
@@ -291,15 +292,31 @@ class TextCodec:
 
     def _rendered_as_given(self, messages: Sequence[Mapping[str, Any]], **options: object) -> str:
         template = self._template
-        return str(
-            self._tokenizer.apply_chat_template(
-                list(messages),
-                tokenize=False,
-                tools=json.loads(template.tools) or None,
-                **json.loads(template.arguments),
-                **options,
-            )
-        )
+        options = {"tools": json.loads(template.tools) or None, **json.loads(template.arguments), **options}
+        return str(self._tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
+
+    @property
+    def template(self) -> str:
+        """The chat template's source; empty without one. (Some tokenizers have several by name; the default one counts.)"""
+        found = self._tokenizer.chat_template or ""
+        return str(found.get("default", "") if isinstance(found, Mapping) else found)
+
+    def conversation(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, object]]) -> str:
+        """Write messages by the chat template, up to where the model's turn begins, with these tools beside the policy's own.
+
+        Raises `DatasetError`: there is no template, or it refuses the messages.
+        """
+        every = [*(json.loads(self._template.tools) or []), *tools]
+        return self._rendered(self._messages(messages), add_generation_prompt=True, **({"tools": every} if every else {}))
+
+    @property
+    def special_texts(self) -> Sequence[str]:
+        """The special tokens as they are written in a text."""
+        return [str(token) for token in self._tokenizer.all_special_tokens]
+
+    def decode_all(self, ids: list[int]) -> str:
+        """Decode tokens, special ones included."""
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
 
     @functools.cached_property
     def _takes_parts(self) -> bool:
@@ -428,6 +445,30 @@ def load_model(model: Model, *, device: str, attention: str) -> PreTrainedModel:
     return loaded.to(device).eval()
 
 
+def layers(model: Any) -> list[torch.nn.Module]:
+    """Find the layers of a model: the blocks that its architecture says must not be split. Empty: it says none."""
+    kinds = set(model._no_split_modules or ())
+    # FSDP2 gives modules a class of their own, which inherits.
+    return [module for module in model.modules() if any(kind.__name__ in kinds for kind in type(module).__mro__)]
+
+
+def matrices_of_layers(model: Any) -> list[torch.nn.Parameter]:
+    """Find the weights of layers that are matrices, or stacks of them: neither embeddings nor heads, norms or biases."""
+    return [parameter for layer in layers(model) for parameter in layer.parameters() if parameter.dim() > 1]
+
+
+def groups_of_weights(model: Any) -> dict[int, str]:
+    """Name the group of each parameter, by its id: `layers.0` and so on, `embeddings` (a tied head too), `head`, or `rest`."""
+    heads = [model.get_output_embeddings(), getattr(model, "score", None)]
+    named = [(f"layers.{i}", layer) for i, layer in enumerate(layers(model))]
+    named += [("embeddings", model.get_input_embeddings()), *(("head", head) for head in heads), ("rest", model)]
+    found: dict[int, str] = {}
+    for name, module in named:
+        for parameter in () if module is None else module.parameters():
+            found.setdefault(id(parameter), name)
+    return found
+
+
 def use_threads(threads: int, deterministic: bool) -> None:
     """Set this process's number of torch threads and, with `deterministic`, refuse operations whose result may vary from run to run."""
     torch.set_num_threads(max(1, threads))
@@ -453,16 +494,17 @@ def _load_weights(directory: Path, model: Model, kind: Any, config: Any, dtype: 
             f"{directory} has no weights: no *.safetensors in it",
             now="Copy them there, convert with `model.save_pretrained(path)`, or pass init='random'.",
         )
-    loaded, info = kind.from_pretrained(
-        str(directory),
-        config=config,
-        dtype=dtype,
-        attn_implementation=attention,
-        local_files_only=True,
-        use_safetensors=True,
-        trust_remote_code=False,
-        output_loading_info=True,
-    )
+    with _counting_tensors():
+        loaded, info = kind.from_pretrained(
+            str(directory),
+            config=config,
+            dtype=dtype,
+            attn_implementation=attention,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
     # transformers draws what a checkpoint lacks at random and only warns.
     missing = _prepare_head(loaded, model.head, sorted(info["missing_keys"]), model.path)
     if missing:
@@ -471,6 +513,24 @@ def _load_weights(directory: Path, model: Model, kind: Any, config: Any, dtype: 
             now="The checkpoint is incomplete, or belongs to another config.json.",
         )
     return loaded
+
+
+@contextlib.contextmanager
+def _counting_tensors() -> Iterator[None]:
+    """Count what transformers loads (`LOADING`): it passes over the tensors under a progress bar, which others may replace."""
+
+    def bar(make: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        if options.get("desc") == "Loading weights" and arguments and hasattr(arguments[0], "__len__"):
+            return LOADING.counted(arguments[0])
+        return make(*arguments, **options) if before is None else before(make, arguments, options)
+
+    set_hook = getattr(transformers.utils.logging, "set_tqdm_hook", None)  # Early versions of transformers 5 have none.
+    before = None if set_hook is None else set_hook(bar)
+    try:
+        yield
+    finally:
+        if set_hook is not None:
+            set_hook(before)
 
 
 def model_directory(model: Model) -> Path:
@@ -485,6 +545,11 @@ def model_directory(model: Model) -> Path:
     if not path.is_dir():
         raise ModelError(f"{model.path} is neither a directory nor a .gguf file", now="Give the directory that config.json is in.")
     return path
+
+
+def config_of(model: Model) -> Any:
+    """The config of a model, of transformers. Raises `ModelError` as `load_model` does."""
+    return _read_config(model_directory(model))
 
 
 def _read_config(directory: Path) -> Any:

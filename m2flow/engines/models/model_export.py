@@ -98,6 +98,7 @@ def _written_whole(directory: Path, weights: dict[str, Tensor], shard_size: str)
 
 def _loaded_as_saved(directory: Path) -> dict[str, Tensor]:
     """Load a directory by transformers and compare it with its files. Raises ModelError: it does not load, or differs."""
+    transformers.logging.disable_progress_bar()
     try:
         kind = getattr(transformers, json.loads((directory / "config.json").read_text())["architectures"][0])
         model, report = kind.from_pretrained(str(directory), output_loading_info=True, local_files_only=True)

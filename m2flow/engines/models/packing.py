@@ -142,13 +142,19 @@ class Packed:
     """int64 [T]: the row that predicts each masked token."""
     targets: Tensor
     """int64 [T]: the masked tokens, sample after sample."""
+    experts: Tensor | None = None
+    """int64 [R, layers, k]: of a mixture, the experts of each row that are replayed; -1 where unknown. None: the model's own."""
+    row_of_token: IdArray = field(default_factory=lambda: np.zeros(0, np.int64))
+    """int64 [tokens of all samples]: the row of each token, -1 for those that no row has."""
 
     @property
     def num_rows(self) -> int:
         return int(self.input_ids.shape[1])
 
 
-def pack(ids: IdArray, tokens: Ragged, loss_mask: Ragged, *, device: str = "cpu", share_prompts: bool = True) -> Packed:
+def pack(
+    ids: IdArray, tokens: Ragged, loss_mask: Ragged, *, device: str = "cpu", share_prompts: bool = True, experts: Ragged | None = None
+) -> Packed:
     """Lay out N samples for one forward pass.
 
     Tokens after a sample's last masked one are left out, since nothing that the loss sees depends on them.
@@ -156,6 +162,7 @@ def pack(ids: IdArray, tokens: Ragged, loss_mask: Ragged, *, device: str = "cpu"
     Args:
         ids: int64 [N], packed identities; samples of one group may share their prompt's rows.
         tokens: int, ragged over N. loss_mask: bool, of the same lengths.
+        experts: int [tokens, layers, k], of the same lengths, -1 where unknown. A prompt is shared where its experts are the same, too.
     Returns:
         The packed micro-batch; T is the number of masked tokens, and may be 0.
     Raises:
@@ -174,7 +181,7 @@ def pack(ids: IdArray, tokens: Ragged, loss_mask: Ragged, *, device: str = "cpu"
     prefix[sample_of_masked[::-1]] = position_of_masked[::-1]
     length[sample_of_masked] = position_of_masked
 
-    prefix_start, own_start, num_rows = _assign_rows(ids, tokens, prefix, length, share_prompts)
+    prefix_start, own_start, num_rows = _assign_rows(ids, tokens, prefix, length, share_prompts, experts)
     offsets = np.concatenate(([0], np.cumsum(length)))
     sample_of_input = np.repeat(np.arange(len(ids)), length)
     position = np.arange(offsets[-1]) - np.repeat(offsets[:-1], length)
@@ -182,18 +189,27 @@ def pack(ids: IdArray, tokens: Ragged, loss_mask: Ragged, *, device: str = "cpu"
     row = position + np.where(in_prefix, prefix_start[sample_of_input], (own_start - prefix)[sample_of_input])
 
     input_ids, position_ids = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)
-    input_ids[row] = flat_tokens[tokens.offsets[sample_of_input] + position]
+    token_of_input = tokens.offsets[sample_of_input] + position
+    input_ids[row] = flat_tokens[token_of_input]
     position_ids[row] = position
+    row_of_token = np.full(len(flat_tokens), -1, np.int64)
+    row_of_token[token_of_input] = row
 
     def put(array: npt.NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
+    chosen = None
+    if experts is not None:
+        chosen = np.full((num_rows, *experts.values.shape[1:]), -1, np.int64)
+        chosen[row] = experts.values[token_of_input]
     return Packed(
         input_ids=put(input_ids)[None],
         position_ids=put(position_ids)[None],
         layout=_lay_out(row, sample_of_input, position, length, num_rows, put),
         predictors=put(row[offsets[sample_of_masked] + position_of_masked - 1]),
         targets=put(flat_tokens[flat_mask]),
+        experts=None if chosen is None else put(chosen),
+        row_of_token=row_of_token,
     )
 
 
@@ -254,14 +270,17 @@ def check_model(model: PreTrainedModel, head: str = "lm") -> tuple[int, str]:
     return longest, rope
 
 
-def _assign_rows(ids: IdArray, tokens: Ragged, prefix: IdArray, length: IdArray, share_prompts: bool) -> tuple[IdArray, IdArray, int]:
+def _assign_rows(
+    ids: IdArray, tokens: Ragged, prefix: IdArray, length: IdArray, share_prompts: bool, experts: Ragged | None
+) -> tuple[IdArray, IdArray, int]:
     """Assign rows: the first of each sample's prefix, the first after it, and the number of rows."""
     prefix_start, own_start = np.zeros(len(ids), np.int64), np.zeros(len(ids), np.int64)
-    known: dict[tuple[int, bytes], int] = {}
+    known: dict[tuple[int, bytes, bytes], int] = {}
     num_rows = 0
     for i, group in enumerate(group_keys(ids).tolist()):
         start = tokens.offsets[i]
-        key = (group, tokens.values[start : start + prefix[i]].tobytes())
+        routed = b"" if experts is None else experts.values[start : start + prefix[i]].tobytes()
+        key = (group, tokens.values[start : start + prefix[i]].tobytes(), routed)
         shared = known.get(key) if share_prompts else None
         if shared is None:
             known[key] = shared = num_rows
@@ -432,6 +451,14 @@ def hidden_states(model: Any, packed: Packed) -> Tensor:
         input_ids=packed.input_ids, position_ids=packed.position_ids, use_cache=False, packed_layout=packed.layout
     ).last_hidden_state
     return output[0][packed.predictors]
+
+
+LEAVE_OUT = "Leave the option fp32_head out."
+
+
+def exact_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Apply a layer in float32, whatever its type: the product of two bfloat16 numbers is exact there, their sums are rounded once."""
+    return F.linear(hidden.float(), weight.float(), None if bias is None else bias.float())
 
 
 def scored_tokens(codec: TextCodec, batch: Batch, max_tokens: int) -> tuple[Ragged, Ragged]:

@@ -35,7 +35,7 @@ class Job:
     logprobs: npt.NDArray[np.float32]
     versions: npt.NDArray[np.int32]
     kv_stale: npt.NDArray[np.bool_]
-    routed_experts: npt.NDArray[np.int16] | None = None
+    routed_experts: npt.NDArray[np.int16] | npt.NDArray[np.uint8] | None = None
     """As `m2flow.engines.contract.Generated` has them."""
     has_old_cache: bool = False
     """Weights have changed since its tokens were read: those that come now see older keys."""

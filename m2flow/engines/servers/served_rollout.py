@@ -33,7 +33,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from m2flow.engines.contract import EngineSettings, Generated, Occupancy, Request, RolloutEngine
-from m2flow.engines.models.hf_model import load_model, load_tokenizer, model_directory
+from m2flow.engines.models.hf_model import TextCodec, load_model, load_tokenizer, model_directory
 from m2flow.engines.models.requests import Job, finish_of_prefix, generated_of, jobs_of
 from m2flow.engines.servers.server_client import Dialect, Heard, Requests, Running, ServerClient, extended
 from m2flow.engines.servers.server_process import Launch, PrivateDirectory, ServedRolloutOptions, ServerProcess
@@ -348,6 +348,10 @@ class ServedRollout(RolloutEngine):
     def weights(self) -> Iterator[tuple[str, Any]]:
         self._started()
         return read_tensors(self._held)
+
+    def language(self) -> TextCodec:
+        self._started()
+        return self._codec
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Compute them by the server itself, whose weights are not those of its files until it has read them."""

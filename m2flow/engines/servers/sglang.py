@@ -46,7 +46,7 @@ from m2flow.engines.servers.server_process import Launch, ServedRolloutOptions
 from m2flow.engines.servers.sglang_weights import WeightTransfer, choose_transfer, open_transfer
 from m2flow.errors import EngineError
 from m2flow.recipe import Model
-from m2flow.samples import Finish, SampleId
+from m2flow.samples import Finish, SampleId, compact_experts
 
 
 class _Meta(msgspec.Struct, frozen=True):
@@ -128,7 +128,7 @@ def server_arguments(settings: EngineSettings, options: ServedRolloutOptions, mo
     for name, degree in (("--tp-size", settings.tp), ("--pp-size", settings.pp), ("--ep-size", settings.ep)):
         given += [name, str(degree)] if degree > 1 else []
     given += ["--enable-deterministic-inference"] if options.is_set("deterministic_inference") else []
-    given += ["--enable-return-routed-experts"] if options.is_set("routed_experts") else []
+    given += ["--enable-return-routed-experts"] if options.is_set("routed_experts") or model.routing == "rollout" else []
     return given if device == "cpu" else [*given, "--enable-memory-saver"]
 
 
@@ -158,6 +158,8 @@ class Routing:
 
     num_layers: int
     num_of_token: int
+    num_experts: int = 0
+    """0: not known."""
 
     @classmethod
     def of(cls, config: Any) -> Routing:
@@ -168,7 +170,8 @@ class Routing:
                 f"the option routed_experts is for mixtures of experts, and a {config.model_type} model is none",
                 now="Leave it out of rollout.options.",
             )
-        return cls(int(config.num_hidden_layers), int(each))
+        names = ("num_experts", "n_routed_experts", "num_local_experts")
+        return cls(int(config.num_hidden_layers), int(each), max(int(getattr(config, name, 0) or 0) for name in names))
 
     def read(self, said: str, num_tokens: int) -> npt.NDArray[np.int16]:
         """Decode the experts of `num_tokens` tokens, int16 [T, layers, experts of a token]; -1 where none were reported."""
@@ -181,11 +184,11 @@ class Routing:
         return found
 
     def completed(self, job: Job) -> Job:
-        """Complete a job that leaves: a row for each of its tokens, also where the server reported nothing."""
+        """Complete a job that leaves: a row for each of its tokens, also where the server reported nothing, in the fewest bytes."""
         num_tokens = len(job.prompt) + len(job.tokens)
-        if job.routed_experts is not None and len(job.routed_experts) == num_tokens:
-            return job
-        return replace(job, routed_experts=self.read("", num_tokens))
+        is_whole = job.routed_experts is not None and len(job.routed_experts) == num_tokens
+        experts = job.routed_experts if is_whole else self.read("", num_tokens)
+        return replace(job, routed_experts=compact_experts(np.asarray(experts, np.int16), self.num_experts))
 
 
 _DRAIN_S = 30.0
@@ -221,7 +224,11 @@ class SglangRollout(ServedRollout):
         return Memory(weights=self._has.weights * ("weights" not in away), kv=self._has.kv * ("kv_cache" not in away))
 
     def _check_config(self, config: Any) -> None:
-        self._routing = Routing.of(config) if self._options.is_set("routed_experts") else None
+        self._routing = Routing.of(config) if self._says_routing else None
+
+    @property
+    def _says_routing(self) -> bool:
+        return self._options.is_set("routed_experts") or self._source.routing == "rollout"
 
     def _launch(self, directory: Path) -> Launch:
         arguments = server_arguments(self._settings, self._options, self._source, self._version)

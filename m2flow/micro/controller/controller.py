@@ -99,6 +99,8 @@ class Controller:
         self._watchdog = Watchdog()
         self._warn = warn
         self._recorder = Recorder(CONTROLLER)
+        self.program_s: dict[str, float] = {}
+        """Seconds that the flow's own Python took, by what it did next. The flow's thread writes it, the controller's counts it."""
         self._looked_s = 0.0
         self._flow_log = FlowLog(futures, journal.logged)
         self._is_stopping = False
@@ -250,6 +252,8 @@ class Controller:
                 place = f"{channel.producer} to {channel.target}"
                 self._recorder.count(f"channel samples, {place}", channel.used_samples)
                 self._recorder.count(f"channel bytes, {place}", channel.used_bytes)
+            for what, seconds in list(self.program_s.items()):
+                self._recorder.count(f"program seconds, {what}", round(seconds, 6))
             if len(self._recorder):
                 self._journal.spans(self._recorder.drain())
 

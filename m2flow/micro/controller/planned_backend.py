@@ -7,7 +7,9 @@ trains, and the calls of the step after those should be known by the time it can
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from m2flow.errors import M2FlowError
@@ -28,6 +30,9 @@ from m2flow.samples import Batch
 
 _BYTES_PER_TOKEN = 16
 """Bytes of a sample's columns per token: id, log-probability and version 4 each, two masks, and about 2 of text."""
+
+_BETWEEN = "between calls"
+"""What the program's time counts for that came before no call: before it waited for a value, or at the end of a step."""
 
 
 class Lookahead:
@@ -96,8 +101,11 @@ class PlannedBackend(Backend):
         self._logged: list[tuple[int, int]] = []
         """Calls whose numbers are logged, and calls with an effect before a log, with the number of calls of the steps that had ended
         before."""
+        self._resumed_s: float | None = None
+        """When the program last went on: it had been given a value, or had made a call. None: it has made no call yet."""
 
     def submit(self, call: Call) -> None:
+        self._count_program(f"{call.name} {call.site}")
         self._lowering.check(call)
         lost = self._inherited(call) if self._lost else None
         if lost is not None:
@@ -111,6 +119,23 @@ class PlannedBackend(Backend):
             self._aligned.add(call.ordinal)
         self._segment.append(call)
         self._ahead.add(call)
+
+    def _count_program(self, what: str) -> None:
+        """Count the time since the program went on as its own."""
+        now_s = time.monotonic()
+        seconds = self._controller.program_s
+        if self._resumed_s is not None:
+            seconds[what] = seconds.get(what, 0.0) + now_s - self._resumed_s
+        self._resumed_s = now_s
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """The program waits in the block; what it did before that counts as its own time."""
+        self._count_program(_BETWEEN)
+        try:
+            yield
+        finally:
+            self._resumed_s = time.monotonic()
 
     def recall(self, call: Call, rows: Batch, left: Sequence[int]) -> None:
         self._recalled[call.ordinal] = rows, left
@@ -135,11 +160,12 @@ class PlannedBackend(Backend):
 
     def value(self, ordinal: int) -> object:
         self._flush()
-        value = self._futures.wait_value(ordinal)
-        if ordinal not in self._aligned:
-            return value
-        self._controller.post(Wanted(ordinal))
-        return self._futures.wait_rows(ordinal)
+        with self._waiting():
+            value = self._futures.wait_value(ordinal)
+            if ordinal not in self._aligned:
+                return value
+            self._controller.post(Wanted(ordinal))
+            return self._futures.wait_rows(ordinal)
 
     def observed(self, observation: Observation) -> None:
         pass
@@ -160,7 +186,8 @@ class PlannedBackend(Backend):
         self._ends.append((step, self._futures.num_ended))
         self._logged = [(ordinal, before) for ordinal, before in self._logged if not self._futures.has_ended(ordinal)]
         due = self._ahead.due(step)
-        self._futures.wait_step(due)
+        with self._waiting():
+            self._futures.wait_step(due)
         self._num_steps = step + 1
         self._journal.tally.steps_done(due + 1)
         self._ends = [(ended, num_calls) for ended, num_calls in self._ends if ended > due]
@@ -168,7 +195,8 @@ class PlannedBackend(Backend):
     def raise_due(self) -> None:
         if any(isinstance(post, Logged) for post in self._later):
             self._flush()
-        self._futures.wait_ended(self._logged)  # Sequential execution has written them by now.
+        with self._waiting():
+            self._futures.wait_ended(self._logged)  # Sequential execution has written them by now.
         for step, num_calls in self._ends:
             if self._futures.are_well(num_calls):
                 self._journal.tally.steps_done(step + 1)
@@ -176,7 +204,8 @@ class PlannedBackend(Backend):
 
     def finish(self) -> None:
         self._flush()
-        self._futures.wait_all()
+        with self._waiting():
+            self._futures.wait_all()
         self._journal.tally.steps_done(self._num_steps)
 
     def save(self, path: Path) -> Mapping[str, str]:

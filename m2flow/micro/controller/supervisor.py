@@ -371,6 +371,8 @@ class Supervisor:
             slot.kind == "rollout" for worker in plan.workers if worker.name not in self._rollouts for slot in worker.engines
         )
         self._loads = {worker.name: worker.loads for worker in plan.workers if not worker.is_spare}
+        self._loading: dict[str, str] = {}
+        """Worker -> how far the model that it loads is, in words."""
         self._was_ready = False
         self._began_s = time.monotonic()
         self._start_s = 0.0
@@ -413,6 +415,8 @@ class Supervisor:
         if not isinstance(message, m.Heartbeat):
             return worker, message
         self.heartbeats.heard(worker, peer, message)
+        if not rank:
+            self._loading[worker] = message.loading
         if watch is not None and rank:
             watch.rank_beat(now_s, rank, message.cpu_s)
         elif watch is not None:
@@ -470,7 +474,11 @@ class Supervisor:
 
     def starting(self) -> dict[str, str]:
         """Describe what each worker loads, or that it is ready."""
-        return {name: "ready" if self._core.is_up(name) else what for name, what in self._loads.items()}
+        return {name: "ready" if self._core.is_up(name) else self._start_of(name, what) for name, what in self._loads.items()}
+
+    def _start_of(self, worker: str, loads: str) -> str:
+        loading = self._loading.get(worker, "")
+        return f"{loads}: {loading}" if loading else loads
 
     @property
     def is_ready(self) -> bool:

@@ -10,7 +10,7 @@ import math
 from m2flow.macro.graph import Call, MacroGraph
 from m2flow.micro.protocol.call_semantics import num_tokens_of
 from m2flow.micro.protocol.plan import Line
-from m2flow.recipe import AdamW, Sampling
+from m2flow.recipe import PROXIMAL, Optimizer, Sampling
 from m2flow.samples import Batch
 
 TRACED_STEPS = 100
@@ -30,9 +30,14 @@ def arithmetic(graph: MacroGraph, *, num_steps: int, token_budget: int, num_rank
     lines = {"steps": Line("steps", str(max(num_steps, 1)), iterator)}
     totals = {"outside": [0, 0, 0], "inside": [0, 0, 0]}
     rates = _Rates()
+    traced = sorted({call.step for call in graph.calls if call.step >= 0})
+    is_cut = len(traced) < min(num_steps, TRACED_STEPS)  # In its last step the flow waits for a value.
+    counted = traced[:-1] if is_cut and len(traced) > 1 else traced
     for call in graph.calls:
+        if call.step >= 0 and call.step not in counted:
+            continue
         total = totals["inside" if call.step >= 0 else "outside"]
-        if call.method == "generate":
+        if call.engine == "rollout":
             samples, tokens, line = _generation(call)
             total[0] += samples
             total[1] += tokens
@@ -41,14 +46,15 @@ def arithmetic(graph: MacroGraph, *, num_steps: int, token_budget: int, num_rank
             num_optimizer_steps, *more = _update(graph, call, token_budget, num_ranks)
             total[2] += num_optimizer_steps
             rates.add(call, num_optimizer_steps)
+            more += [_pass_before(graph, call)] if call.input(PROXIMAL) is not None else []
             lines |= {line.name: line for line in more if line.name not in lines}
-    num_traced = len({call.step for call in graph.calls if call.step >= 0})
-    scale = num_steps / num_traced if num_traced else 0
+    num_counted = len(counted)
+    scale = num_steps / num_counted if num_counted else 0
     samples, tokens, updates = (round(a + b * scale) for a, b in zip(totals["outside"], totals["inside"], strict=True))
-    which = f"all {num_traced} steps" if num_traced else "the flow"
+    which = f"all {num_counted} steps" if num_counted else "the flow"
     about = ""
     if scale > 1:
-        which, about = f"the first {num_traced} of {num_steps} steps, scaled up", "about "
+        which, about = f"the first {num_counted} of {num_steps} steps, scaled up", "about "
     return (
         *lines.values(),
         *rates.lines(num_steps, scale),
@@ -62,12 +68,12 @@ class _Rates:
     """Collect the learning-rate schedules of a run: one line for each (role, recipe) whose rate is not constant."""
 
     def __init__(self) -> None:
-        self._of: dict[tuple[str, AdamW], tuple[Call, list[int]]] = {}
+        self._of: dict[tuple[str, Optimizer], tuple[Call, list[int]]] = {}
         """(role, recipe) -> its first call, and the optimiser steps [outside, inside] of the loop."""
 
     def add(self, call: Call, num_optimizer_steps: int) -> None:
         recipe = call.options["optimizer"]
-        assert isinstance(recipe, AdamW)
+        assert isinstance(recipe, Optimizer)
         if recipe.schedule != "constant" or recipe.warmup_steps:
             _, counts = self._of.setdefault((call.role, recipe), (call, [0, 0]))
             counts[call.step >= 0] += num_optimizer_steps
@@ -83,7 +89,7 @@ class _Rates:
             for (_, recipe), (call, (a, b)) in self._of.items()
         ]
 
-    def _line(self, recipe: AdamW, call: Call, num_steps: int) -> Line:
+    def _line(self, recipe: Optimizer, call: Call, num_steps: int) -> Line:
         unit = "steps of the flow" if recipe.counts_flow_steps else "optimiser steps"
         shape = [f"{recipe.warmup_steps:,} {unit} of warm-up"] if recipe.warmup_steps else []
         shape += [f"{recipe.schedule} to 0 at {recipe.total_steps:,} {unit}"] if recipe.schedule != "constant" else ["constant"]
@@ -132,6 +138,18 @@ def _update(graph: MacroGraph, call: Call, token_budget: int, num_ranks: int) ->
             f"ceil({longest:,} tokens of a mini-batch at most / {token_budget:,}) micro-batches a step, {where}",
         ),
     )
+
+
+def _pass_before(graph: MacroGraph, call: Call) -> Line:
+    """The line of the trainer's log-probabilities before an update, for a correction, a proximal policy or its own routing.
+
+    A pass without gradient takes 2 operations for each weight and token, training 6 (Kaplan et al. 2020, arXiv:2001.08361, section 2.1).
+    """
+    epochs = call.options["epochs"]
+    assert isinstance(epochs, int)
+    tokens = _longest(graph, _source(graph, call)) * call.most_rows
+    share = f"1/{3 * epochs} of the operations of training"
+    return Line(f"pass before {call.site}", f"at most {tokens:,} tokens", f"log-probabilities of its samples without gradient, {share}")
 
 
 def _source(graph: MacroGraph, call: Call) -> Call | None:

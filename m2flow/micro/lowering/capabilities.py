@@ -15,7 +15,7 @@ from m2flow.errors import PlanError
 from m2flow.macro.graph import MacroGraph
 from m2flow.macro.oversampling import carries, keeps_cache
 from m2flow.micro.protocol.plan import WorkerPlan
-from m2flow.recipe import Model, Sampling
+from m2flow.recipe import OPTIMIZERS, Model, Sampling
 from m2flow.samples import Batch
 from m2flow.spec import RolloutSpec
 
@@ -111,6 +111,51 @@ def check_sampling(graph: MacroGraph, workers: Iterable[WorkerPlan]) -> None:
                 raise PlanError(
                     f"{call.name} at {call.site} has {', '.join(refused)}, which the rollout engine {engine!r} can't honour",
                     now=f"Leave it out, or take one of {', '.join(able)} as `rollout: {{engine: ...}}` in the cluster spec.",
+                )
+
+
+def check_routing(models: Mapping[str, Model], workers: Iterable[WorkerPlan]) -> None:
+    """Check that engines can record and replay the routing of each role that asks for it.
+
+    Raises:
+        PlanError: a rollout engine can't record it, or a trainer can't replay it.
+    """
+    for slot in (slot for worker in workers for slot in worker.engines):
+        routing = models[slot.role].routing if slot.role in models else None
+        if routing is None or slot.kind not in ("rollout", "train") or (slot.kind, routing) == ("rollout", "trainer"):
+            continue
+        able = [info.name for info in engines() if info.kind == slot.kind and info.capabilities.routed_experts]
+        if slot.engine not in able and any(info.kind == slot.kind and info.name == slot.engine for info in engines()):
+            what = "record" if slot.kind == "rollout" else "replay"
+            raise PlanError(
+                f"{slot.role} has replay_routing={routing!r}, and the {slot.kind} engine {slot.engine!r} can't {what} routing",
+                now=f"Leave it out, or take one of {', '.join(able)} as `{slot.kind}: {{engine: ...}}` in the cluster spec.",
+            )
+
+
+def check_optimizers(graph: MacroGraph, workers: Iterable[WorkerPlan]) -> None:
+    """Check that the train engine of each update has its optimiser.
+
+    Raises:
+        PlanError: an engine has not.
+    """
+    engines_of = {(slot.role, slot.engine) for worker in workers for slot in worker.engines if slot.kind == "train"}
+    trainers = {info.name: info.capabilities for info in engines() if info.kind == "train"}
+    for call in graph.calls:
+        name = type(call.options.get("optimizer")).__name__
+        is_grouped = bool(getattr(call.options.get("optimizer"), "groups", ()))
+        for engine in sorted(engine for role, engine in engines_of if role == call.role and name in OPTIMIZERS):
+            if engine in trainers and is_grouped and not trainers[engine].weight_groups:
+                able = [other for other, can in trainers.items() if can.weight_groups and not other.startswith("fake")]
+                raise PlanError(
+                    f"{call.name} at {call.site} has groups of weights, which the train engine {engine!r} has not",
+                    now=f"Leave `groups=` out, or take one of {', '.join(able)} as `train: {{engine: ...}}` in the cluster spec.",
+                )
+            if engine in trainers and name not in trainers[engine].optimizers:
+                able = [other for other, can in trainers.items() if name in can.optimizers and not other.startswith("fake")]
+                raise PlanError(
+                    f"{call.name} at {call.site} has the optimiser {name}, which the train engine {engine!r} has not",
+                    now=f"Use AdamW, or take one of {', '.join(able)} as `train: {{engine: ...}}` in the cluster spec.",
                 )
 
 

@@ -58,6 +58,8 @@ from m2flow.macro.loss_declarations import asynchrony
 from m2flow.micro.lowering.arithmetic import arithmetic
 from m2flow.micro.lowering.capabilities import (
     check_lora,
+    check_optimizers,
+    check_routing,
     check_sampling,
     notes_on_capabilities,
     notes_on_difficulty,
@@ -289,6 +291,8 @@ def lower(
     check_deadlock_freedom(routes, stages, workers)
     stages = with_rooms(first, stages, routes, workers)
     check_lora(models, workers)
+    check_optimizers(graph, workers)
+    check_routing(models, workers)
     check_sampling(graph, workers)
     names = graph.names()
     alone = roles_syncing_adapters_only(models, workers) if spec.weights.adapters == "alone" else ()

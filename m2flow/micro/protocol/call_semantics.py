@@ -29,7 +29,7 @@ from m2flow.errors import DatasetError, InternalError, M2FlowError, OpError, Opt
 from m2flow.macro.graph import Call, Granularity
 from m2flow.macro.lineage import TWICE
 from m2flow.recipe import Sampling
-from m2flow.samples import Batch, Column, Finish, Prompt, Ragged, Sample, SampleId, Segment, keyed_bits
+from m2flow.samples import ROUTED_EXPERTS, Batch, Column, Finish, Prompt, Ragged, Sample, SampleId, Segment, column_of, keyed_bits
 
 Parts = dict[str, float]
 """Part of a reward -> its value; a reward may have none."""
@@ -104,7 +104,8 @@ def continuations(call: Call, stopped: Batch) -> list[Request]:
     """Make the requests for stopped samples of a call: each continues from the tokens in its row."""
     made = []
     for row, packed in enumerate(stopped.ids.tolist()):
-        num_prompt = int(stopped.ragged("segment_lengths").row(row)[0])
+        lengths = stopped.ragged("segment_lengths").row(row)
+        num_prompt = int(lengths[0]) if len(lengths) else 0
         tokens, logprobs, versions, stale = (stopped.ragged(name).row(row).tolist() for name in _MADE)
         made.append(
             Request(
@@ -142,15 +143,17 @@ def responses(calls: Sequence[Call], generated: Sequence[Generated], prompts: Ba
             [np.concatenate([np.full(p, blank, dtype), getattr(g, name)]) for p, g in zip(num_prompt, generated, strict=True)], dtype
         )
 
-    kinds = [[Segment.PROMPT, Segment.GENERATED]] * len(generated)
+    segments = [((Segment.PROMPT, len(g.prompt_tokens)), *(g.segments or ((Segment.GENERATED, len(g.tokens)),))) for g in generated]
+    kinds = [[kind for kind, _ in of_one] for of_one in segments]
+    lengths = [[count for _, count in of_one] for of_one in segments]
     columns: dict[str, Column] = {
         "tokens": Ragged.of([np.concatenate([g.prompt_tokens, g.tokens]) for g in generated], np.int32),
-        "loss_mask": Ragged.of([np.arange(p + len(g.tokens)) >= p for p, g in zip(num_prompt, generated, strict=True)], np.bool_),
+        "loss_mask": Ragged.of([np.repeat(np.array(a) == Segment.GENERATED, b) for a, b in zip(kinds, lengths, strict=True)], np.bool_),
         "logprobs": column("logprobs", 0.0, np.float32),
         "versions": column("versions", -1, np.int32),
         "kv_stale": column("kv_stale", False, np.bool_),
         "segment_kinds": Ragged.of(kinds, np.uint8),
-        "segment_lengths": Ragged.of([[p, len(g.tokens)] for p, g in zip(num_prompt, generated, strict=True)], np.int32),
+        "segment_lengths": Ragged.of(lengths, np.int32),
         "seed": np.array([seeds[g.id] for g in generated], np.uint64),
         "finish": np.array([g.finish for g in generated], np.uint8),
         "temperature": np.array([_sampling(call, prompts, row).temperature or 1.0 for row, call in enumerate(calls)], np.float64),
@@ -158,12 +161,15 @@ def responses(calls: Sequence[Call], generated: Sequence[Generated], prompts: Ba
     }
     given = prompts.ragged("prompt")
     # A function of the call, not of these samples alone, since rows of a call are brought together.
-    if given.kind == "json" or any(g.prompt_text is not None for g in generated):
+    if given.kind == "json" or any(g.prompt_text is not None or g.columns for g in generated):
         texts = [given.item(row) if g.prompt_text is None else g.prompt_text for row, g in enumerate(generated)]
         columns[_PROMPT_TEXT] = Ragged.texts([str(text) for text in texts])
     routed = [g.routed_experts for g in generated if g.routed_experts is not None]
     if routed:
-        columns["routed_experts"] = Ragged.of(routed, np.int16)
+        columns[ROUTED_EXPERTS] = Ragged.of(routed, routed[0].dtype)
+    for name in generated[0].columns if generated else ():
+        values = [g.columns[name] for g in generated]
+        columns[name] = Ragged.json(values) if name == "episode" else column_of(values, name)
     return Batch(ids, {**prompts.columns, **columns})
 
 
@@ -411,8 +417,8 @@ def _fields_fault(call: Call, value: object) -> str:
 
 
 def gives_reward(call: Call) -> bool:
-    """Whether a call's result is the reward of each sample, and not a number computed from it."""
-    return call.method == "score" or (call.options.get("column") == "reward" and "instance" in call.options)
+    """Whether a call's result is the reward of each sample (also a sum of several, `Reward.sum`), and not a number computed from it."""
+    return call.method == "score" or (call.options.get("column") == "reward" and ("instance" in call.options or call.method == "sum"))
 
 
 def as_python(value: object) -> object:

@@ -182,6 +182,27 @@ class Switch(msgspec.Struct, frozen=True):
     leave_s: float
     come_s: float
     is_resident: bool = False
+    kept_bytes: int = 0
+    """Bytes that it keeps on each device while it is away: contexts, communication buffers, captured graphs."""
+    rebuild_s: float = 0.0
+    """Of a server that stays while others work on its devices: the time to rebuild the cache and the graphs that it gave up for them."""
+
+
+class Arithmetic(msgspec.Struct, frozen=True):
+    """What one token costs an engine's model, and what a device has for it; for tokens a second, MFU and bandwidth in print."""
+
+    token_flops: float
+    """Operations of a forward pass for a token, beside attention."""
+    attention_flops: float
+    """Operations of attention over a sample of s tokens are this times s**2."""
+    weights_bytes: float
+    """Bytes of weights that a decode step of the usual batch reads, of all devices of an instance together."""
+    token_bytes: float
+    """Bytes of a token's KV cache, of all devices of an instance together."""
+    peak_flops: float
+    """Of one device, a second."""
+    bytes_s: float
+    """Peak memory bandwidth of one device."""
 
 
 class Costs(ABC):
@@ -235,6 +256,26 @@ class Costs(ABC):
     def message_s(self) -> float:
         """Return the latency of a message between controller and worker. 0 where nobody measured it."""
         return 0.0
+
+    def smaller_caches(self, engine: EngineId, pool: str, layout: Layout) -> Sequence[tuple[Footprint, int]]:
+        """Return KV caches smaller than the full one that a rollout engine may run with, each with the samples that it holds."""
+        return ()
+
+    def arithmetic(self, engine: EngineId, pool: str, layout: Layout) -> Arithmetic | None:
+        """Return what a token costs; None where only times are known."""
+        return None
+
+    def rest_s(self) -> float:
+        """Return the time of a step that belongs to none of its calls: the program, metrics, moving its data. 0 where nobody knows it."""
+        return 0.0
+
+    def spread(self, work: str) -> tuple[float, float]:
+        """Return factors between which the time of a kind of work is believed to lie, predicted time being 1.
+
+        Args:
+            work: `generate`, `forward`, `update`, `function`, `sync`, `switch` or `rest`.
+        """
+        return 1.0, 1.0
 
     def slowdown(self, engine: EngineKind, beside: Literal["rollout", "train", "function"]) -> float:
         """Return the factor by which an engine is slower while one of kind `beside` works on other devices of its host.

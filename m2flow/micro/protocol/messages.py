@@ -324,6 +324,8 @@ class Heartbeat(Message, frozen=True):
     """Share of recent time in which its GPU was busy, with any process."""
     gpu_memory_bytes: int | None = None
     """Memory in use on its GPU, by all processes."""
+    loading: str = ""
+    """How far the model that it loads is, in words; empty when it loads none, or its engine does not tell."""
 
 
 class Echo(Message, frozen=True):

@@ -77,6 +77,32 @@ class Loser(msgspec.Struct, frozen=True):
     what: str
     predicted_step_s: float
     why: str
+    parts: tuple[Part, ...] = ()
+    """The terms of its predicted step time."""
+    num_devices: int = 0
+    """The devices that it uses."""
+
+
+class CallWork(msgspec.Struct, frozen=True):
+    """The work of one call in units that people know."""
+
+    call: str
+    tokens: float
+    """Generated tokens of a generation, tokens in all samples of other calls; an update counts them once an epoch."""
+    seconds: float
+    """The whole work of the call, on its devices alone."""
+    exposed_s: float
+    """The part of it on the critical path; the rest happens while others work."""
+    num_devices: int
+    mfu: float = 0.0
+    """Model FLOPs utilisation: operations of the model, without recomputed ones, over what the devices could do. 0: not known."""
+    bandwidth: float = 0.0
+    """Share of the memory's bandwidth, of a generation."""
+    kv_tokens: float = 0.0
+    """Tokens that the KV caches of all instances hold, and `kv_samples` of mean length."""
+    kv_samples: int = 0
+    most_at_once: int = 0
+    """Samples that want to run at once. More than `kv_samples`: some wait; and long ones may be preempted where the cache is full."""
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -101,6 +127,10 @@ class Choice(msgspec.Struct, frozen=True):
     constants: dict[str, Constant]
     not_tried: tuple[str, ...] = ()
     """What the search left out, and faster plans that can't be run."""
+    works: tuple[CallWork, ...] = ()
+    """The work of each call on devices."""
+    interval_s: tuple[float, float] = (0.0, 0.0)
+    """The interval in which the step time is believed to lie; two zeros: nobody knows."""
 
     @property
     def lower_bound_s(self) -> float:

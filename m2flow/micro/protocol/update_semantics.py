@@ -15,12 +15,23 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from m2flow.engines.contract import PER_GROUP, Agreement, Objective, Sums
+from m2flow.engines.contract import (
+    BUCKET_SUM,
+    PER_GROUP,
+    RATIO_COUNT,
+    VERSION_AGES,
+    Agreement,
+    Objective,
+    Sums,
+    bucket_metrics,
+    ratio_quantiles,
+    with_effective_share,
+)
 from m2flow.errors import EngineError, OpError, RewardError
 from m2flow.macro.graph import Call
 from m2flow.micro.protocol.staleness import check_consumption
-from m2flow.recipe import AdamW, Advantage, Counts, Loss
-from m2flow.samples import Batch, Column, IdArray, Ragged, SampleId, group_keys
+from m2flow.recipe import PROXIMAL, REFERENCE_TOP_IDS, REFERENCE_TOP_LOGPROBS, TOP_LOGPROBS, Advantage, Counts, Loss, Optimizer
+from m2flow.samples import ROUTED_EXPERTS, Batch, Column, IdArray, Ragged, SampleId, group_keys
 
 _TARGETS = {"rewards": "reward", "reference": "reference_logprobs"}
 """Input of an update -> column under which a loss or a metric reads it; any other input has the column's name."""
@@ -40,8 +51,13 @@ def training_rows(call: Call, inputs: Mapping[str, Batch]) -> Batch:
     assert isinstance(named, Mapping)
     for name, rows in inputs.items():
         if name != "samples":
-            column = _numbers(call, name, rows.select(samples.ids)[named[name]], samples.ids)
+            rows = rows.select(samples.ids)
+            column = _numbers(call, name, rows[named[name]], samples.ids)
             samples = samples.with_columns(**{_TARGETS.get(name, name): _aligned(call, name, column, samples)})
+            if name == PROXIMAL and ROUTED_EXPERTS in rows:
+                samples = samples.with_columns(**rows.only((ROUTED_EXPERTS,)).columns)  # Of the pass that the update replays.
+            if name == "reference" and TOP_LOGPROBS in objective(call).loss.needs:
+                samples = samples.with_columns(**rows.only((REFERENCE_TOP_IDS, REFERENCE_TOP_LOGPROBS)).columns)
     advantages = call.options["advantages"]
     if advantages is not None:
         reward = np.asarray(samples.dense("reward"), np.float64)
@@ -65,6 +81,15 @@ def with_same_weights(call: Call, rows: Batch) -> Batch:
     versions, stale = rows.ragged("versions"), rows.ragged("kv_stale")
     same = (versions.values == call.writes[0].version - 1) & ~stale.values.astype(bool)
     return rows.with_columns(same_weights=Ragged(same, versions.offsets))
+
+
+def with_version_ages(call: Call, rows: Batch) -> Batch:
+    """Add the column `version_ages` for an update with a correction, whose metrics are told apart by it."""
+    loss = call.options["loss"]
+    if not isinstance(loss, Loss) or loss.correction is None or "versions" not in rows:
+        return rows
+    versions = rows.ragged("versions")
+    return rows.with_columns(**{VERSION_AGES: Ragged(call.writes[0].version - 1 - versions.values.astype(np.int64), versions.offsets)})
 
 
 def _numbers(call: Call, name: str, column: Column, ids: IdArray) -> Column:
@@ -136,10 +161,10 @@ def objective(call: Call) -> Objective:
     return Objective(loss)
 
 
-def optimizer(call: Call) -> AdamW:
+def optimizer(call: Call) -> Optimizer:
     """Return the optimiser of an update call, at the call's step of the loop."""
     found = call.options["optimizer"]
-    assert isinstance(found, AdamW)
+    assert isinstance(found, Optimizer)
     step = call.options.get("loop_step")
     return replace(found, at=step) if isinstance(step, int) else found
 
@@ -247,12 +272,15 @@ class UpdateTally:
         names = dict.fromkeys(name for s in self._sums for name in s.metrics)
         counts = {name: self._num_groups if name.startswith(PER_GROUP) else num_tokens for name in names}
         sums = {name: math.fsum(s.metrics.get(name, 0.0) for s in self._sums) for name in names}
-        result = {name.removeprefix(PER_GROUP): sums[name] / max(counts[name], 1) for name in names}
+        result = {
+            name.removeprefix(PER_GROUP): sums[name] / max(counts[name], 1)
+            for name in names
+            if not name.startswith((RATIO_COUNT, BUCKET_SUM))
+        }
         result |= {name: float(np.mean([step[name] for step in self._steps])) for name in (self._steps[0] if self._steps else {})}
         result |= {"loss": float(np.mean(self._losses)) if self._losses else math.nan}
         result |= {"num_tokens": float(num_tokens), "num_sequences": float(num_sequences), "num_steps": float(len(self._steps))}
-        if square := result.get("correction_weight_square"):
-            result["effective_sample_share"] = result["correction_weight"] ** 2 / square
+        result = with_effective_share(result) | ratio_quantiles(sums) | bucket_metrics(sums)
         result |= self.agreement.metrics()
         result["response_length"] = num_tokens / num_sequences if num_sequences else math.nan
         if self._rewards:

@@ -254,7 +254,11 @@ def find_part(run_dir: Path, step: int | None, role: str | None) -> Part:
     if step is None or step not in steps:
         there = [f"--step {number}" for number in steps] + ([f"{FINAL} (no --step)"] if final.is_dir() else [])
         what = "has no checkpoint" if step is None else f"has no checkpoint of step {step}"
-        now = f"There are: {', '.join(there)}." if there else "`m2flow run --checkpoint-every 20` keeps some."
+        now = (
+            f"There are: {', '.join(there)}."
+            if there
+            else "A run keeps its last at its end, and with --checkpoint-every 20 some before; `m2flow export RUN` names another run."
+        )
         raise SpecError(f"{run_dir} {what}", now=now)
     found = read(steps[step])
     name = _role(role, sorted(found.parts), trained_roles(run_dir), steps[step])

@@ -19,6 +19,7 @@ events: the consequences of an event are in the ledger all together, or not at a
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import sqlite3
@@ -466,3 +467,23 @@ def samples_digest(run_dir: Path) -> str:
         total.update(np.asarray(kinds, np.uint8).tobytes() + np.asarray(sample.ragged("segment_lengths").values, "<i4").tobytes())
         total.update(np.asarray(rewards, "<f8").tobytes())
     return total.hexdigest()
+
+
+def state_of(run_dir: Path) -> str:
+    """Say how a run stands: `done`, `running`, `killed`, or why its last attempt ended.
+
+    Raises:
+        SpecError: the directory has no ledger, or one that can't be read.
+    """
+    with reading_ledger(run_dir, "attempts") as db:
+        found = db.execute("SELECT reason FROM attempts ORDER BY number DESC LIMIT 1").fetchone()
+    if found is not None and found[0]:
+        return str(found[0])
+    try:
+        with (run_dir / "run.lock").open() as file:
+            fcntl.flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return "running"
+    except OSError:
+        return "killed"
+    return "killed"

@@ -19,11 +19,12 @@ import errno
 import json
 import shutil
 import sqlite3
+import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from m2flow.errors import SpecError, host_error
+from m2flow.errors import OptionError, SpecError, host_error
 from m2flow.micro.protocol.plan import Plan
 from m2flow.recipe import Model, origin
 from m2flow.spec import ClusterSpec, RunSettings
@@ -93,6 +94,32 @@ def create_run_dir(runs_dir: str, flow: str) -> Path:
     raise SpecError(f"can't find a free name for a run of {flow} in {runs_dir}")
 
 
+_MARK = "config.json"
+"""The file that each run directory has from its beginning."""
+
+
+def find_run(run: str | None, runs_dir: Path) -> Path:
+    """Find the directory of a run: by its path, by its name in `runs_dir`, or the newest there.
+
+    Raises:
+        SpecError: there is none.
+    """
+    if run is None:
+        found = sorted(runs_dir.glob(f"*/{_MARK}"), key=lambda path: path.stat().st_mtime)
+        if not found:
+            raise SpecError(
+                f"there is no run in {runs_dir}", now="Make one with `m2flow run FLOW` or `m2flow demo`, or name another --runs-dir."
+            )
+        return found[-1].parent
+    for path in (Path(run), runs_dir / run):
+        if (path / _MARK).is_file():
+            return path
+    known = ", ".join(sorted(path.parent.name for path in runs_dir.glob(f"*/{_MARK}"))[-3:])
+    now = f"The newest in {runs_dir}: {known}." if known else f"There is no run in {runs_dir} either."
+    what = f"{run} is no run directory: it has no {_MARK}" if Path(run).is_dir() else f"there is no run {run}"
+    raise SpecError(what, now=now)
+
+
 @dataclass(frozen=True)
 class Config:
     """The arguments of a run: flow, options, settings, cluster."""
@@ -135,9 +162,13 @@ def write_config(
     spec: ClusterSpec,
     models: Mapping[str, Model],
     repeats_decisions: bool = False,
+    resolved: Mapping[str, object] | None = None,
 ) -> None:
-    """Write the resolved configuration of a run, and where the models of its roles come from."""
+    """Write the configuration of a run: what was asked for, where the models of its roles come from, and what it came to
+    (`m2flow.micro.records.provenance.resolved_of`).
+    """
     config = {
+        "name": run_dir.resolve().name,
         "flow": flow_file,
         "directory": str(Path.cwd()),
         "options": {name: option_text(value) for name, value in options.items()},
@@ -145,6 +176,7 @@ def write_config(
         "settings": settings.model_dump(),
         "cluster": spec.model_dump(),
         "models": {role: origin(model) for role, model in models.items()},
+        **({"resolved": resolved} if resolved is not None else {}),
     }
     (run_dir / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
@@ -182,6 +214,25 @@ def option_text(value: object) -> object:
     if isinstance(value, Path):
         return str(value)
     return value if isinstance(value, int | float | str | bool | None) else repr(value)
+
+
+def option_from_text(value: object, kind: object) -> object:
+    """Convert an option of a configuration to the type of its parameter: a path, a choice, or what it is.
+
+    Raises:
+        OptionError: it is of a type that no file holds.
+    """
+    if not isinstance(value, str) or kind in (str, object):
+        return value
+    found: object = value
+    for one in typing.get_args(kind) or (kind,):
+        if isinstance(one, type) and issubclass(one, enum.Enum):
+            found = next((choice for choice in one if option_text(choice) == value), found)
+        elif isinstance(one, type) and issubclass(one, Path):
+            found = Path(value)
+        elif isinstance(one, type) and one not in (str, int, float, bool, type(None)):
+            raise OptionError(f"the run has an option {value!r:.60}, a {one.__name__}, which no file holds", now="Begin a new run.")
+    return found
 
 
 def write_plan(run_dir: Path, plan: Plan) -> None:

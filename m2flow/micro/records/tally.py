@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import final
 
 from m2flow.engines.contract import K3, MAX, MEAN, MOVED
@@ -74,15 +75,19 @@ _FEW = 0.01
 
 @final
 class Alarm:
-    """Warns once if trainer and rollout engine disagree on log-probabilities, and once for each role whose weights hardly move.
+    """Warns once if trainer and rollout engine disagree on log-probabilities, and once for each role whose weights hardly move, and for
+    each metric that leaves its bounds.
 
     Args:
         warn_above: limit of the mean absolute difference, in nats; None: never warn.
         warn: tells the user something.
+        bounds: metric of an update -> its bound, as `WeightsSpec.alarms` has them.
     """
 
-    def __init__(self, warn_above: float | None, warn: Callable[[str], None]) -> None:
+    def __init__(self, warn_above: float | None, warn: Callable[[str], None], bounds: Mapping[str, str] = MappingProxyType({})) -> None:
         self._warn_above = warn_above
+        self._bounds = {name: (bound[0], float(bound[1:])) for name, bound in bounds.items()}
+        self._told_metrics: set[str] = set()
         self._warn = warn
         self._has_warned = False
         self._told_of: set[str] = set()
@@ -91,6 +96,7 @@ class Alarm:
     def hear(self, call: Call, metrics: Mapping[str, float], tally: Tally) -> None:
         """Check the metrics of an update that is over."""
         self._hear_moved(call, metrics)
+        self._hear_bounds(call, metrics)
         mean = metrics.get(MEAN, 0.0)
         if self._warn_above is None or mean <= self._warn_above:
             return
@@ -103,6 +109,16 @@ class Alarm:
                 f"most (k3 {metrics[K3]:.3g}), with the same weights of {call.role}; up to {self._warn_above:g} is taken for sound "
                 f"(`weights: {{warn_above}}`). It is said once; the metrics have every step, docs/internals/weights.md says what to look at"
             )
+
+    def _hear_bounds(self, call: Call, metrics: Mapping[str, float]) -> None:
+        for name, (sign, bound) in self._bounds.items():
+            value = metrics.get(name)
+            if value is not None and name not in self._told_metrics and (value > bound if sign == ">" else value < bound):
+                self._told_metrics.add(name)
+                self._warn(
+                    f"step {call.step}: {name} of {call.name} is {value:.3g}, {'above' if sign == '>' else 'below'} {bound:g} (`weights: "
+                    f"{{alarms}}`). It is said once; the metrics have every step, docs/internals/weights.md says what to look at"
+                )
 
     def _hear_moved(self, call: Call, metrics: Mapping[str, float]) -> None:
         moved = metrics.get(MOVED, 1.0)

@@ -132,7 +132,7 @@ def _begin(engine_host: EngineHost, call: Call, part: Asked, now: Mapping[int, o
 
 def _length(stopped: Batch | None) -> int:
     """Generated tokens of a sample so far."""
-    return 0 if stopped is None else int(stopped.ragged("segment_lengths").row(0)[1])
+    return 0 if stopped is None else call_semantics.num_generated_of(stopped)[0]
 
 
 _NOW = "The record must be of a run of this flow, with the same options and seed."

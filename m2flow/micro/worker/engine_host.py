@@ -25,17 +25,18 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar, final
+from typing import Any, TypeVar, final
 
 import msgspec
 
+from m2flow.agents.episodes import Episodes, EpisodeStart, EventLoop, Transcript
 from m2flow.channels.channel import Statistics
 from m2flow.channels.weights import Manifest, Tied, Weight, digest
 from m2flow.channels.weights.tensors import to_wire
 from m2flow.engines.contract import Engine, EngineSettings, Generated, Memory, Occupancy, Request, RolloutEngine, Tensor, TrainEngine
 from m2flow.engines.registry import make_function, make_rollout
 from m2flow.errors import InternalError, M2FlowError, OpError, PromptTooLong
-from m2flow.macro.capture import forget_copies
+from m2flow.macro.capture import Snapshot, forget_copies
 from m2flow.macro.graph import Call
 from m2flow.macro.lineage import GENERATED
 from m2flow.macro.sites import is_of_user
@@ -50,8 +51,9 @@ from m2flow.micro.worker.rank_group import MakeTrain, make_own_train
 from m2flow.micro.worker.telemetry import ChannelCounts, SampleSpans
 from m2flow.micro.worker.weight_sync import LogprobCheck, WeightSettings, WeightSyncs
 from m2flow.observe.spans import Recorder, SpanName, now_ns
+from m2flow.recipe import Episodes as Bounds
 from m2flow.recipe import Model
-from m2flow.samples import Batch
+from m2flow.samples import EPISODE, Batch, Sample
 
 
 def add(engine: RolloutEngine, requests: Sequence[Request]) -> None:
@@ -150,6 +152,20 @@ def rows_of(generated: Sequence[Generated], growing: Sequence[InflightSample]) -
     return call_semantics.responses([g.drawn for g in growing], generated, prompts, seeds)
 
 
+def _episodes(drawn: Call, requests: Sequence[Request], prompts: Batch, *, is_stopped: bool) -> Iterator[EpisodeStart]:
+    """The episodes of a call that are to begin; or, with the rows of stopped ones, to go on."""
+    agent: Any = drawn.options["agent"]
+    bounds = drawn.options["episodes"]
+    assert isinstance(bounds, Bounds)
+
+    def make() -> Callable[..., object]:
+        return agent.fresh() if isinstance(agent, Snapshot) else agent
+
+    rows = prompts.without({*GENERATED, *EPISODE, "prompt_text"}).frozen()
+    for row, request in enumerate(requests):
+        yield EpisodeStart(request, make, Sample(rows, row), bounds, Transcript.of(prompts, row) if is_stopped else None)
+
+
 def shared_trainer_of(slot: EngineSlot, slots: Sequence[EngineSlot], models: Mapping[str, Model]) -> str | None:
     """Return the first role before this one whose frozen trainer is identical and can be shared; None if there is none."""
     before = _alike(slot, slots[: slots.index(slot)])
@@ -224,6 +240,13 @@ class EngineHost:
         """Role -> part of a checkpoint that its trainer starts from."""
         self._is_closed = False
         self._rollout: dict[str, RolloutEngine] = {}
+        self._episodes: dict[str, Episodes] = {}
+        """Role -> its rollout engine with the agents that speak to it, if it has had any."""
+        self._agents: EventLoop | None = None
+        self.writes_episodes = False
+        """Whether `episodes_to_write` is asked, so that agents wait for it."""
+        self._tool_wait_ns = 0
+        """Since when the engines have had nothing to do but to wait for agents; 0: they have."""
         self._train: dict[str, TrainEngine] = {}
         self._functions: Functions | None = None
         self._inflight: dict[int, InflightSample] = {}
@@ -276,6 +299,8 @@ class EngineHost:
     def close(self) -> None:
         """Free every engine and every shared segment."""
         self._sample_spans.flush()
+        if self._agents is not None:
+            self._agents.close()
         for engine in self._engines():
             engine.stop()
         if self._functions is not None:
@@ -303,28 +328,61 @@ class EngineHost:
     def _begin(self, call: Call, drawn: Call, requests: Sequence[Request], prompts: Batch, waited_us: int) -> None:
         engine = self._engine(self._rollout, call.role)
         check_admission(call, engine.version)
-        add(engine, requests)
+        had = [len(r.prefix) for r in requests]
+        if "agent" in drawn.options:
+            is_stopped = "segment_kinds" in prompts and "episode" in prompts and any(had)
+            starts = list(_episodes(drawn, requests, prompts, is_stopped=is_stopped))
+            had = [start.stopped.num_sampled if start.stopped is not None else 0 for start in starts]
+            self._speaking(call.role).begin(starts)
+            prompts = prompts.without(EPISODE)
+        else:
+            add(engine, requests)
         start, prompts = (
             now_ns(),
             prompts.without({*GENERATED, "prompt_text"}),
         )  # What a prompt has of these is replaced by what its sample has.
         for row, r in enumerate(requests):
-            self._inflight[r.id] = InflightSample(call, drawn, prompts, row, r.seed, start, len(r.prefix), waited_us)
-        self._sample_spans.began({r.id: len(r.prefix) for r in requests})
+            self._inflight[r.id] = InflightSample(call, drawn, prompts, row, r.seed, start, had[row], waited_us)
+        self._sample_spans.began({r.id: count for r, count in zip(requests, had, strict=True)})
         self._draining.given(call.role)
-        self._had += sum(len(r.prefix) for r in requests)
+        self._had += sum(had)
+
+    def _speaking(self, role: str) -> Episodes:
+        """A role's rollout engine with the agents that speak to it."""
+        if role not in self._episodes:
+            self._agents = self._agents or EventLoop()
+            self._episodes[role] = Episodes(self._engine(self._rollout, role), self._agents)
+        return self._episodes[role]
+
+    @property
+    def _generators(self) -> Mapping[str, RolloutEngine | Episodes]:
+        """By role: what generates its samples, its agents included."""
+        return {**self._rollout, **self._episodes} if self._episodes else self._rollout
+
+    def episodes_to_write(self) -> list[int]:
+        """The episodes that wait until their record is written down (`episodes_written`)."""
+        return [packed for episodes in self._episodes.values() for packed in episodes.take_urgent()]
+
+    def episodes_written(self, ids: Sequence[int]) -> None:
+        for episodes in self._episodes.values():
+            episodes.written(ids)
 
     @accounted("rollout")
     def step(self) -> list[tuple[Call, Batch]]:
         """Decode one token of everything that runs; the rows that leave now, by call."""
-        for role, engine in self._rollout.items():
-            if engine.num_unfinished:
+        for role, generator in self._generators.items():
+            if generator.num_unfinished:
+                engine = self._rollout[role]
                 start, num_running = now_ns(), engine.num_unfinished
-                finished = engine.step()
+                finished = generator.step()
                 end = now_ns()
-                self._sample_spans.stepped(role, start, end, num_running, engine.version)
+                if num_running:
+                    self._sample_spans.stepped(role, start, end, num_running, engine.version)
+                self._waits_for_agents(start, end, is_waiting=not (num_running or finished))
                 self._finished += [(generated, end) for generated in finished]
                 self._draining.left(role, engine, end, num_ended=len(finished))
+        if self._episodes and not self.writes_episodes:
+            self.episodes_written(self.episodes_to_write())
         is_last = len(self._finished) == len(self._inflight)
         if is_last:
             self._sample_spans.flush()
@@ -337,12 +395,20 @@ class EngineHost:
         self._finished = []
         return [self._rows(finished) for finished in by_call.values()]
 
+    def _waits_for_agents(self, start_ns: int, end_ns: int, *, is_waiting: bool) -> None:
+        """Record the time in which an engine had nothing to do but to wait for agents and their tools, as few spans."""
+        if is_waiting:
+            self._tool_wait_ns = self._tool_wait_ns or start_ns
+        elif self._tool_wait_ns:
+            self._recorder.add(SpanName.WAIT, self._tool_wait_ns, start_ns, label="for agents and tools")
+            self._tool_wait_ns = 0
+
     def abort(self, call: int) -> dict[int, int]:
         """Give up what generates for a call; how many tokens each sample had by then, of those that had some."""
         ids = self._growing_for(call)
         gone = self._stopped(ids)
-        had = {generated.id: len(generated.tokens) for generated in gone}
-        had |= {generated.id: len(generated.tokens) for generated, _ in self._finished if self._inflight[generated.id].call.ordinal == call}
+        had = {generated.id: generated.num_sampled for generated in gone}
+        had |= {generated.id: generated.num_sampled for generated, _ in self._finished if self._inflight[generated.id].call.ordinal == call}
         for packed in ids:
             gone_now = self._leave(packed, num := had.get(packed, 0))
             version = self._engine(self._rollout, gone_now.call.role).version
@@ -353,9 +419,9 @@ class EngineHost:
     def _stopped(self, ids: Sequence[int]) -> list[Generated]:
         """Abort these samples in their engines and return what they have."""
         found = []
-        for role, engine in self._rollout.items():
-            gone = engine.abort(ids)
-            self._draining.left(role, engine, now_ns(), num_stopped=len(gone))
+        for role, generator in self._generators.items():
+            gone = generator.abort(ids)
+            self._draining.left(role, self._rollout[role], now_ns(), num_stopped=len(gone))
             found += gone
         return found
 
@@ -367,9 +433,11 @@ class EngineHost:
         return growing
 
     def is_growing(self, packed: int, call: int) -> bool:
-        """Whether a sample is generated here for this call, and has not finished."""
+        """Whether a sample is generated here for this call, has not finished, and can be stopped."""
         growing = self._inflight.get(packed)
         is_here = growing is not None and growing.call.ordinal == call
+        if any(episodes.is_held(packed) for episodes in self._episodes.values()):
+            return False
         return is_here and all(generated.id != packed for generated, _ in self._finished)
 
     def interrupt(self, ids: Iterable[int]) -> Batch:
@@ -378,9 +446,9 @@ class EngineHost:
         wanted = [packed for packed in ids if packed in self._inflight and packed not in is_done]
         stopped = self._stopped(wanted)
         for generated in stopped:
-            if not len(generated.tokens):
+            if not generated.num_sampled:
                 self._leave(generated.id, 0)
-        begun = [(generated, now_ns()) for generated in stopped if len(generated.tokens)]
+        begun = [(generated, now_ns()) for generated in stopped if generated.num_sampled]
         return self._rows(begun)[1] if begun else Batch.concat([])
 
     def finished_for(self, call: int) -> Batch:
@@ -398,7 +466,7 @@ class EngineHost:
 
     def progress(self) -> dict[int, int]:
         """Tokens so far of each sample that generates."""
-        return {packed: count for engine in self._rollout.values() for packed, count in engine.progress().items()}
+        return {packed: count for engine in self._generators.values() for packed, count in engine.progress().items()}
 
     def gauges(self) -> Iterator[tuple[str, Occupancy, int]]:
         """Each role that can generate, how full its engine is, and the version of its weights; after the end, none."""
@@ -407,12 +475,15 @@ class EngineHost:
 
     def occupancy(self) -> dict[str, tuple[Occupancy, dict[int, int]]]:
         """Of each role that generates: how full its engine is, and tokens so far of each sample there."""
-        return {role: (engine.occupancy(), dict(engine.progress())) for role, engine in self._rollout.items() if engine.num_unfinished}
+        return {role: (engine.occupancy(), dict(engine.progress())) for role, engine in self._generators.items() if engine.num_unfinished}
 
     def snapshot(self, ids: Iterable[int]) -> list[tuple[Call, Batch]]:
         """The rows of these samples as they are by now, by call. They go on; what has finished is passed over."""
         by_call: dict[int, list[Generated]] = {}
-        for generated in [generated for engine in self._rollout.values() for generated in engine.snapshot(ids)]:
+        ids = list(ids)
+        for generated in [generated for engine in self._generators.values() for generated in engine.snapshot(ids)]:
+            if generated.segments and not generated.num_sampled:
+                continue  # An episode before its first word is begun anew.
             by_call.setdefault(self._inflight[generated.id].call.ordinal, []).append(generated)
         growing = {generated.id: self._inflight[generated.id] for of in by_call.values() for generated in of}
         return [(growing[of[0].id].call, rows_of(of, [growing[generated.id] for generated in of])) for of in by_call.values()]
@@ -422,12 +493,12 @@ class EngineHost:
         counts = self.progress()
         self._sample_spans.seen(counts)
         if self._finished:
-            counts |= {generated.id: len(generated.tokens) for generated, _ in self._finished}
+            counts |= {generated.id: generated.num_sampled for generated, _ in self._finished}
         return self._num_left + sum(counts.values()) - self._had, counts
 
     def _rows(self, finished: list[tuple[Generated, int]]) -> tuple[Call, Batch]:
         generated = [g for g, _ in finished]
-        growing = [self._leave(g.id, len(g.tokens)) for g in generated]
+        growing = [self._leave(g.id, g.num_sampled) for g in generated]
         call = growing[0].call
         rows = rows_of(generated, growing)
         for (g, end), s in zip(finished, growing, strict=True):
@@ -462,6 +533,8 @@ class EngineHost:
             ids = samples.ids.tolist()
             with self._recorder.span(SpanName.TRAIN_LOGPROBS, **call_semantics.span_attributes(call), num_samples=len(ids), samples=ids):
                 engine = self._engine(self._train, call.role)
+                if isinstance(top_k := call.options.get("top_k"), int):
+                    return engine.top_logprobs(samples, top_k)
                 return {"logprobs": engine.logprobs, "values": engine.values, "score": engine.scores}[call.method](samples)
         if self._functions is None:
             raise InternalError(f"{call.name} came to a process without a function engine")
@@ -476,6 +549,7 @@ class EngineHost:
     def accumulate(self, call: Call, rows: Batch, *, epoch: int) -> None:
         """Add up the gradient of one micro-batch (`update_semantics.training_rows`)."""
         tally = self._tallies.setdefault(call.ordinal, update_semantics.UpdateTally())
+        rows = update_semantics.with_version_ages(call, rows)
         rows = rows if tally.is_stepped else update_semantics.with_same_weights(call, rows)
         self._logprob_check.notice(call.role, rows, is_sampled_here=call.role in self._rollout)
         ids = rows.ids.tolist()
@@ -503,6 +577,7 @@ class EngineHost:
         with self._recorder.span(SpanName.TRAIN_APPLY, **call_semantics.span_attributes(call), version=call.writes[0].version):
             denominator = tally.denominator(update_semantics.objective(call).loss)
             tally.stepped(self._engine(self._train, call.role).apply(update_semantics.optimizer(call), denominator), denominator)
+        self._recorder.count(f"loss, {call.role}", float(tally.last_loss))
         halved = self._minibatches.stepped(call.ordinal, is_last=is_last)
         if not is_last:
             return {"loss": tally.last_loss}
@@ -518,8 +593,8 @@ class EngineHost:
     # Weights
 
     def copy_weights(self, call: Call) -> None:
-        """A reference takes the weights that its policy has now; a critic its body, and keeps a head of its own. A policy that has left the
-        device for their turn comes back for as long, if its engine can't give them from where they are."""
+        """A reference takes the weights that its policy has now, or a share of them; a critic its body, and keeps a head of its own. A
+        policy that has left the device for their turn comes back for as long, if its engine can't give them from where they are."""
         source = str(call.options["source"])
         taking, giving = self._engine(self._train, call.role), self._engine(self._train, source)
         slot = self._slot("train", source)
@@ -527,7 +602,11 @@ class EngineHost:
         comes_back = is_away and not giving.capabilities.readable_offloaded
         if comes_back:
             onload(self._recorder, slot, giving)
-        taking.copy_from(giving)
+        match call.options.get("share"):
+            case float(share):
+                taking.copy_from(giving, share)
+            case _:
+                taking.copy_from(giving)
         if comes_back:
             offload(self._recorder, slot, giving)
 
@@ -545,6 +624,8 @@ class EngineHost:
             under_requests: what runs goes on with them, if its call may use them.
         """
         engine = self._engine(self._rollout, role)
+        if role in self._episodes and self._episodes[role].num_unfinished and not under_requests:
+            raise InternalError(f"weights of {role} were to change between two turns of an episode")
         for call in {growing.call.ordinal: growing.call for growing in self._inflight.values() if growing.call.role == role}.values():
             check_admission(call, version)
         if manifest is None:

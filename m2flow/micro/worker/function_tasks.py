@@ -262,6 +262,8 @@ class Functions:
             took_ns: list[int] = []
             result = self._by_unit(call, rows, inputs, values, took_ns, leave, meanwhile, is_suspect)
             span.set(unit_us=[round(ns / 1e3, 1) for ns in took_ns])
+            if call.method == "score" and isinstance(result, Batch) and "reward" in result and result.ids.tolist() == rows.ids.tolist():
+                span.set(rewards=[round(float(value), 6) for value in np.asarray(result["reward"])])
             return result
 
     def _by_unit(

@@ -8,8 +8,8 @@ endings are those of a worker of one process. A call ends when every rank has en
 waits in a collective that another never enters), they are out of step: the call fails with the rank's number, and so does every later
 one. A rank that is gone takes rank 0 with it: the launcher ends a rank group as a whole.
 
-Commands are msgpack, rows are frames of `m2flow.channels.codec`, a loss is cloudpickle. They go over a Unix socket in the run's private
-directory, which the run's secret opens. Limit: all ranks on one host.
+Commands are msgpack, rows are frames of `m2flow.channels.codec`, losses and optimisers are cloudpickle. They go over a Unix socket in
+the run's private directory, which the run's secret opens. Limit: all ranks on one host.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from m2flow.engines.registry import make_train
 from m2flow.errors import EngineError, ErrorRecord, M2FlowError, MicroBatchTooLarge, error_from_record, is_out_of_memory
 from m2flow.micro.protocol.plan import EngineSlot
 from m2flow.micro.worker.out_of_memory import too_large
-from m2flow.recipe import AdamW, Loss, Model
+from m2flow.recipe import Loss, Model, Optimizer
 from m2flow.samples import Batch
 
 GRACE_S = 5.0
@@ -49,7 +49,7 @@ _T = TypeVar("_T")
 
 MakeTrain = Callable[[EngineSlot, Model, EngineSettings], TrainEngine]
 Plain = Literal["start", "stop", "onload", "offload", "rest", "discard", "weights", "adapters", "base"]
-Computed = Literal["logprobs", "values", "scores"]
+Computed = Literal["logprobs", "top_logprobs", "values", "scores"]
 
 
 def make_own_train(slot: EngineSlot, model: Model, settings: EngineSettings) -> TrainEngine:
@@ -93,7 +93,8 @@ class Apply(RankCommand, frozen=True):
     """One optimiser step."""
 
     role: str
-    optimizer: AdamW
+    optimizer: bytes
+    """cloudpickle of an `Optimizer`."""
     denominator: float
 
 
@@ -102,6 +103,8 @@ class Compute(RankCommand, frozen=True):
 
     role: str
     method: Computed
+    top_k: int = 0
+    """Of `top_logprobs`."""
 
 
 class CopyFrom(RankCommand, frozen=True):
@@ -109,6 +112,7 @@ class CopyFrom(RankCommand, frozen=True):
 
     role: str
     source: str
+    share: float
 
 
 class File(RankCommand, frozen=True):
@@ -340,14 +344,19 @@ class RankGroupTrain(TrainEngine):
         self._last_loss = objective.loss
         return self._group.together(Accumulate(self._role, body), lambda: accumulate_share(self._own, batch, objective), batch)
 
-    def apply(self, optimizer: AdamW, denominator: float) -> Mapping[str, float]:
-        return self._group.together(Apply(self._role, optimizer, denominator), lambda: self._own.apply(optimizer, denominator))
+    def apply(self, optimizer: Optimizer, denominator: float) -> Mapping[str, float]:
+        body = cloudpickle.dumps(optimizer)
+        return self._group.together(Apply(self._role, body, denominator), lambda: self._own.apply(optimizer, denominator))
 
     def discard(self) -> None:
         self._group.together(Do(self._role, "discard"), self._own.discard)
 
     def logprobs(self, batch: Batch) -> Batch:
         return self._group.together(Compute(self._role, "logprobs"), lambda: self._own.logprobs(batch), batch)
+
+    def top_logprobs(self, batch: Batch, top_k: int) -> Batch:
+        command = Compute(self._role, "top_logprobs", top_k)
+        return self._group.together(command, lambda: self._own.top_logprobs(batch, top_k), batch)
 
     def values(self, batch: Batch) -> Batch:
         return self._group.together(Compute(self._role, "values"), lambda: self._own.values(batch), batch)
@@ -386,9 +395,9 @@ class RankGroupTrain(TrainEngine):
             self._group.failed(error)
         self._group.succeeded()
 
-    def copy_from(self, source: TrainEngine) -> None:
+    def copy_from(self, source: TrainEngine, share: float = 1.0) -> None:
         assert isinstance(source, RankGroupTrain)
-        self._group.together(CopyFrom(self._role, source._role), lambda: self._own.copy_from(source._own))
+        self._group.together(CopyFrom(self._role, source._role, share), lambda: self._own.copy_from(source._own, share))
 
     def adapter_reference(self, role: str, model: Model) -> TrainEngine | None:
         own = self._own.adapter_reference(role, model)  # The other ranks make theirs when they begin.

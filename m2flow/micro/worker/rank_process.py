@@ -98,12 +98,12 @@ class Rank:
                     self._losses[role] = pickle.loads(loss)
                 accumulate_share(engine, rows, Objective(self._losses[role]))
             case Apply(optimizer=optimizer, denominator=denominator):
-                engine.apply(optimizer, denominator)
-            case Compute(method=computed):
+                engine.apply(pickle.loads(optimizer), denominator)
+            case Compute(method=computed, top_k=top_k):
                 assert rows is not None
-                getattr(engine, computed)(rows)
-            case CopyFrom(source=source):
-                engine.copy_from(self._engines[source])
+                getattr(engine, computed)(rows, *([top_k] if top_k else []))
+            case CopyFrom(source=source, share=share):
+                engine.copy_from(self._engines[source], share)
             case File(method=way, path=path):
                 getattr(engine, way)(path)
 

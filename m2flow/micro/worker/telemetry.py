@@ -57,16 +57,17 @@ class SampleSpans:
 
     def ended(self, call: int, start_ns: int, end_ns: int, generated: Generated, *, had: int, waited_us: int) -> None:
         """Record a sample that leaves the engine, finished or stopped."""
-        versions = generated.versions[had:] if len(generated.versions) > had else generated.versions
+        made = generated.versions[generated.versions >= 0]  # An episode has tokens between that nobody sampled.
+        versions = made[had:] if len(made) > had else made
         about: dict[str, object] = {}
         if len(versions) and versions[0] != versions[-1]:
             starts = np.flatnonzero(np.diff(versions, prepend=versions[0] - 1))
             about["versions"] = versions[starts].tolist()
             about["version_tokens"] = np.diff(starts, append=len(versions)).tolist()
         about["num_prompt_tokens"] = len(generated.prompt_tokens)
-        version = int(generated.versions[-1]) if len(generated.versions) else -1
+        version = int(made[-1]) if len(made) else -1
         self._ended(
-            call, generated.id, start_ns, end_ns, len(generated.tokens), version, generated.finish.name.lower(), had, waited_us, about
+            call, generated.id, start_ns, end_ns, generated.num_sampled, version, generated.finish.name.lower(), had, waited_us, about
         )
 
     def given_up(self, call: int, packed: int, start_ns: int, num_tokens: int, version: int, *, had: int, waited_us: int) -> None:

@@ -224,21 +224,24 @@ class ProgressLog:
         self._meter.write(total, counts)
 
     def due(self, engine_host: EngineHost) -> list[tuple[Call, Batch, Place]]:
-        """Flush the running samples that are due after a decode step; return call, rows and place of each record."""
+        """Flush the running samples that are due after a decode step, and episodes that wait for it; return call, rows and place of each
+        record."""
         self._num_steps += 1
         is_time = now_ns() - self._looked_ns >= self._every_ns
-        if not self._counts or not (is_time or self._num_steps >= self._check_after):
-            return []
-        most = 0 if is_time else max(self._every_tokens - self._check_after, 0)
-        wanted = [packed for packed, count in self._counts.items() if count - self._written.get(packed, 0) > most]
-        self._num_steps = 0
-        if is_time:
-            self._looked_ns = now_ns()
+        waiting = engine_host.episodes_to_write()
+        wanted = list(waiting)
+        if self._counts and (is_time or self._num_steps >= self._check_after):
+            most = 0 if is_time else max(self._every_tokens - self._check_after, 0)
+            wanted += [packed for packed, count in self._counts.items() if count - self._written.get(packed, 0) > most]
+            self._num_steps = 0
+            if is_time:
+                self._looked_ns = now_ns()
         done = []
-        for call, rows in engine_host.snapshot(wanted) if wanted else ():
+        for call, rows in engine_host.snapshot(dict.fromkeys(wanted)) if wanted else ():
             ids = rows.ids.tolist()
             done.append((call, rows, self._running.append(rows, ids, Kind.RUNNING, call.ordinal)))
             self._written.update(zip(ids, call_semantics.num_generated_of(rows), strict=True))
+        engine_host.episodes_written(waiting)
         return done
 
     def close(self) -> None:
@@ -288,6 +291,7 @@ class Worker:
             takes_turns=settings.takes_turns,
             record_every=settings.record_every,
         )
+        self.engine_host.writes_episodes = True
         self._link = link
         self._inbox = inbox
         self._progress_log = ProgressLog(

@@ -27,9 +27,10 @@ from m2flow.channels.parcels import SHARED_MEMORY, ZmqInbox, ZmqOutbox
 from m2flow.channels.process_groups import PAIRS, PairReceiver, PairSender
 from m2flow.channels.shared_memory import Arena, keep_freed_memory
 from m2flow.channels.zeromq import HeartbeatSender, LinkDialer, wait
+from m2flow.engines.contract import LOADING
+from m2flow.engines.installed import GpuUse, find_gpu
 from m2flow.errors import DecodeError, M2FlowError, unexpected
 from m2flow.micro.protocol import messages as m
-from m2flow.micro.worker.gpu_use import GpuUse, find_gpu
 from m2flow.micro.worker.host_resources import HostResources, read, remove
 from m2flow.micro.worker.rank_group import RankGroup
 from m2flow.micro.worker.worker import Worker
@@ -63,7 +64,9 @@ class HeartbeatSource:
             memory = self._process.memory_info().rss
         use, gpu_memory = self._gpu.read() if self._gpu is not None else (None, None)
         return m.encode(
-            m.Heartbeat(num_turns, time.process_time(), is_in_users_code, self._now_ns(), exchange, memory, use, gpu_memory)
+            m.Heartbeat(
+                num_turns, time.process_time(), is_in_users_code, self._now_ns(), exchange, memory, use, gpu_memory, LOADING.words()
+            )
         )  # The time is read last, so that it is close to the time of sending.
 
     def hear(self, body: bytes) -> None:

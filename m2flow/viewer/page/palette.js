@@ -38,6 +38,8 @@ const CAUSES = {
   sync: { colour: "version", mark: "diagonal", means: "weights are on their way" },
   unused: { colour: "wait", mark: "dots", means: "nobody has this device" },
   failed: { colour: "bad", mark: "grid", means: "the device has failed" },
+  setup: { colour: "faint", mark: "diagonal", means: "before the first step: loading, and what the flow does before its loop" },
+  evaluation: { colour: "c5", mark: "dots", means: "an evaluation is worked on, and nothing else" },
   host: { colour: "c1", mark: "upright", means: "has samples, and Python works between two decode steps" },
 };
 

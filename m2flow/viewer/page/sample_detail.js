@@ -6,7 +6,7 @@ import { count, micros, number } from "m2flow/format.js";
 const MODES = { version: "version", logprob: "log-probability", advantage: "advantage" };
 const MOST_SHOWN = 6000;
 
-export function sampleDetail(page, { row, data, onclose, schedule }) {
+export function sampleDetail(page, { row, data, onclose, schedule, group }) {
   const advantage = row >= 0 ? data.advantage[row] : null;
   const tokens = el("div", { class: page.has_texts ? "tokens" : "tokens ids", tabindex: 0, role: "region", "aria-label": "Prompt and response, token by token" });
   const scale = el("div", { class: "scale" });
@@ -22,7 +22,9 @@ export function sampleDetail(page, { row, data, onclose, schedule }) {
     el("section", {},
       el("h2", {}, `Sample ${page.call}/${page.prompt}/${page.member}`, el("button", { class: "icon", type: "button", "aria-label": "Close", onclick: onclose }, "×")),
       facts([["asked for by", `${page.name}, ${page.site}, step ${page.step}`], ["tokens", `${count(page.prompt_tokens)} of the prompt, ${count(page.response_tokens)} generated; ended by ${page.finish}`], ["mean log-probability", number(mean(page.logprobs), 4)], ["advantage", advantage === null ? "" : `${number(advantage, 4)} in its group`], ["waited", row >= 0 && data.wait[row] !== null ? `${micros(data.wait[row])} for training` : ""], ["staleness", row >= 0 && data.staleness[row] !== null ? count(data.staleness[row]) : ""]]),
-      place ? el("div", { class: "actions" }, place) : null),
+      row >= 0 && data.evaluates[row] ? el("p", {}, el("span", { class: "tag" }, "evaluation"), " It trains nothing.") : null,
+      el("div", { class: "actions" }, group ? el("a", { class: "button", href: group }, "All responses to its prompt") : null, place)),
+    Object.keys(page.columns).length ? el("section", {}, el("h2", {}, "From the dataset"), columnsOf(page.columns)) : null,
     el("section", {}, el("h2", {}, "Tokens"), el("div", { class: "actions", role: "group", "aria-label": "Colour tokens by" }, buttons), scale, tokens,
       page.num_left_out ? el("p", { class: "quiet" }, `${count(page.num_left_out)} more tokens are not shown.`) : null,
       page.has_texts ? null : el("p", { class: "quiet" }, "Tokens are shown as numbers until the run has a checkpoint with its tokenizer."),
@@ -31,6 +33,9 @@ export function sampleDetail(page, { row, data, onclose, schedule }) {
     el("section", {}, el("h2", {}, "Life"), el("ol", { class: "life" }, page.life.map((event) => el("li", {}, event)))),
   ];
 }
+
+/** A dataset's columns: text as it is, all else as JSON. */
+export const columnsOf = (columns) => el("table", { class: "facts" }, el("tbody", {}, Object.entries(columns).map(([name, value]) => el("tr", {}, el("th", { scope: "row" }, name), el("td", { class: "given" }, typeof value === "string" ? value : JSON.stringify(value))))));
 
 /** Each reward, and beneath it what it is made of where its function says so. */
 function rewardsOf(page) {

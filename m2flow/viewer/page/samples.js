@@ -3,11 +3,15 @@
 import { el, emptyState, errorState, fit, loadingState, replace } from "m2flow/dom.js";
 import { compact, count, micros, number } from "m2flow/format.js";
 import { colour, ofKind } from "m2flow/palette.js";
+import { GroupPage } from "m2flow/group.js";
 import { sampleDetail } from "m2flow/sample_detail.js";
 
 const ROW = 28;
 const SPARE = 12;
-const LEAST_LIFE = 240, MOST_LIFE = 720; // Pixels.
+const LEAST_LIFE = 200, MOST_LIFE = 420; // Pixels.
+const RANGES = ["step", "reward", "tokens", "staleness", "wait"];
+const SETS = { training: 0, evaluation: 1 };
+const SOON_MS = 220;
 
 export class SamplesView {
   constructor(viewer, place) {
@@ -17,6 +21,9 @@ export class SamplesView {
     this.filters = {};
     this.isGrouped = false;
     this.chosen = null;
+    this.texts = new Map();
+    this.words = "";
+    this.matches = null;
   }
 
   async show(summary) {
@@ -35,9 +42,17 @@ export class SamplesView {
     }
     this.isEmpty = false;
     const [what, value] = this.viewer.rest;
+    if (what === "group" && /^\d+-\d+$/.test(value ?? "")) {
+      this.group_ = new GroupPage(this.viewer, this.place, this.data);
+      return this.group_.show(...value.split("-").map(Number));
+    }
+    this.set = this.data.evaluates.some(Boolean) ? "training" : "";
     if (what === "step" && value !== undefined) this.filters.step = { least: Number(value), most: Number(value) };
+    const at = this.viewer.rest.indexOf("where");
+    if (at >= 0) this.parse(new URLSearchParams(this.viewer.rest[at + 1]));
     this.build();
     this.choose_();
+    if (this.words) await this.search();
     if (what && /^\d+-\d+-\d+$/.test(what)) {
       const [call, prompt, member] = what.split("-").map(Number);
       await this.read(call, prompt, member);
@@ -52,7 +67,7 @@ export class SamplesView {
   async update(summary) {
     this.summary = summary;
     if (this.isEmpty) return this.show(summary);
-    if (this.asking) return undefined;
+    if (this.asking || this.group_) return undefined;
     this.asking = true;
     try {
       this.data = await this.viewer.source.samples(this.viewer.run);
@@ -69,6 +84,61 @@ export class SamplesView {
 
   close() {
     this.watcher?.disconnect();
+    clearTimeout(this.soon);
+    clearTimeout(this.later);
+    this.isClosed = true;
+  }
+
+  /** What is asked for, as a query: of the page's address, and of an export. */
+  query() {
+    const asked = new URLSearchParams();
+    for (const key of RANGES) {
+      const { least, most } = this.filters[key] ?? {};
+      if (least !== undefined || most !== undefined) asked.set(key, `${least ?? ""}..${most ?? ""}`);
+    }
+    if (this.filters.finish !== undefined) asked.set("finish", this.data.finishes[this.filters.finish]);
+    if (this.filters.ending !== undefined) asked.set("ending", this.data.endings[this.filters.ending]);
+    if (this.data.evaluates.some(Boolean)) asked.set("set", this.set || "all");
+    if (this.words) asked.set("q", this.words);
+    if (this.isGrouped) asked.set("by", "group");
+    if (this.sort.key !== "at" || this.sort.isDown) asked.set("sort", `${this.sort.isDown ? "-" : ""}${this.sort.key}`);
+    return asked;
+  }
+
+  parse(asked) {
+    for (const key of RANGES) {
+      const found = /^(-?[\d.e+-]*?)\.\.(-?[\d.e+-]*)$/.exec(asked.get(key) ?? "");
+      if (found) this.filters[key] = { least: found[1] === "" ? undefined : Number(found[1]), most: found[2] === "" ? undefined : Number(found[2]) };
+    }
+    const at = (names, name) => (names.includes(name) ? names.indexOf(name) : undefined);
+    this.filters.finish = at(this.data.finishes, asked.get("finish"));
+    this.filters.ending = at(this.data.endings, asked.get("ending"));
+    if (asked.has("set")) this.set = asked.get("set") in SETS ? asked.get("set") : "";
+    this.words = asked.get("q") ?? "";
+    this.isGrouped = asked.get("by") === "group";
+    const sort = asked.get("sort");
+    if (sort) this.sort = { key: sort.replace(/^-/, ""), isDown: sort.startsWith("-") };
+  }
+
+  /** The address says what is shown, so that it can be sent to somebody. */
+  remember() {
+    const asked = this.query().toString();
+    history.replaceState(null, "", this.viewer.link("samples", ...(this.chosen ? [this.chosen.join("-")] : []), ...(asked ? ["where", asked] : [])));
+    if (this.exports) for (const link of this.exports.children) link.setAttribute("href", this.viewer.source.exported(this.viewer.run, link.dataset.kind, asked));
+  }
+
+  async search() {
+    const asked = this.words;
+    try {
+      const found = asked ? await this.viewer.source.search(this.viewer.run, asked) : null;
+      if (asked !== this.words || this.isClosed) return;
+      this.matches = found && new Set(found.map((id) => id.join("/")));
+      this.wrong.textContent = "";
+    } catch (error) {
+      this.wrong.textContent = error.message.split("\n")[0];
+      return;
+    }
+    this.choose_();
   }
 
   columns() {
@@ -76,12 +146,14 @@ export class SamplesView {
     const plain = (key, name, width, show, more = {}) => ({ key, name, width, show, value: (i) => data[key][i], ...more });
     const sample = (i) => (this.isGrouped ? `${data.call[i]}/${data.prompt[i]}` : `${data.call[i]}/${data.prompt[i]}/${data.member[i]}`);
     const all = [
-      { key: "at", name: this.isGrouped ? "group" : "sample", width: 116, isLeft: true, value: (i) => i, show: (_, i) => sample(i) },
+      { key: "at", name: this.isGrouped ? "group" : "sample", width: globalThis.innerWidth < 640 ? 84 : 116, isLeft: true, value: (i) => i, show: (_, i) => sample(i) },
       plain("step", "step", 56, count),
       plain("reward", "reward", 84, (value) => number(value, 3), { bar: "reward" }),
       this.isGrouped ? { key: "size", name: "samples", width: 74, value: (i) => this.groups.size[i], show: count } : plain("advantage", "advantage", 84, (value) => number(value, 3)),
       plain("prompt_tokens", "prompt", 72, count),
       plain("tokens", this.isGrouped ? "mean tokens" : "tokens", 92, compact, { bar: "tokens" }),
+      this.summary.has_ledger ? { key: "prompt_text", name: "prompt", width: this.textWidths()[0], isLeft: true, isText: 0, value: (i) => i } : null,
+      this.summary.has_ledger ? { key: "response_text", name: this.isGrouped ? "first response" : "response", width: this.textWidths()[1], isLeft: true, isText: 1, value: (i) => i } : null,
       { key: "start", name: "life in its step", width: LEAST_LIFE, isLeft: true, isLife: true, value: (i) => data.start[i] },
       this.isGrouped ? null : plain("version", "version", 66, (value) => (value < 0 ? "" : count(value))),
       plain("staleness", "staleness", 76, count),
@@ -92,7 +164,13 @@ export class SamplesView {
       { key: "ending", name: "ending", width: 94, isLeft: true, value: (i) => data.ending[i], show: (value) => data.endings[value] ?? "" },
       { key: "worker", name: "worker", width: 100, isLeft: true, value: (i) => data.worker[i], show: (value) => data.workers[value] ?? "" },
     ].filter(Boolean);
+    if (globalThis.innerWidth < 640) all.sort((a, b) => rank(a) - rank(b)); // On a phone the texts come first.
     return this.isGrouped ? all.filter((one) => !["finish", "ending", "worker"].includes(one.key)).map((one) => (this.groups[one.key] ? { ...one, value: (i) => this.groups[one.key][i] } : one)) : all;
+  }
+
+  textWidths() {
+    const wide = this.table?.clientWidth || 1200;
+    return [Math.round(Math.min(Math.max(wide * 0.16, 130), 340)), Math.round(Math.min(Math.max(wide * 0.26, 180), 640))];
   }
 
   build() {
@@ -103,14 +181,20 @@ export class SamplesView {
     };
     const pick = (key, name, values) => el("label", {}, name, el("select", { "aria-label": name, onchange: (event) => { this.filters[key] = event.target.value === "" ? undefined : Number(event.target.value); this.choose_(); } }, el("option", { value: "" }, "any"), values.map((value, at) => el("option", { value: at }, value))));
     this.counted = el("span", { class: "quiet right", role: "status" });
-    this.group = el("button", { class: "button", type: "button", "aria-pressed": "false", onclick: () => { this.isGrouped = !this.isGrouped; this.group.setAttribute("aria-pressed", String(this.isGrouped)); this.sort = { key: "at", isDown: false }; this.choose_(); } }, "By group");
+    this.wrong = el("span", { class: "bad", role: "alert" });
+    const search = el("input", { type: "search", "aria-label": "Search the texts", placeholder: "Search prompts and responses", title: 'Words that all must be there; "a phrase"; begin*; one OR other; response : word', value: this.words, oninput: (event) => { this.words = event.target.value.trim(); clearTimeout(this.soon); this.soon = setTimeout(() => this.search(), SOON_MS); } });
+    const evaluated = data.evaluates.filter(Boolean).length;
+    const sets = [["training", data.call.length - evaluated], ["evaluation", evaluated], ["", data.call.length]];
+    const setButtons = evaluated ? el("div", { class: "segments", role: "group", "aria-label": "Which samples" }, sets.map(([name, number_]) => el("button", { type: "button", "data-set": name, "aria-pressed": String(this.set === name), onclick: (event) => { this.set = name; for (const one of event.currentTarget.parentElement.children) one.setAttribute("aria-pressed", String(one.dataset.set === name)); this.choose_(); } }, `${name || "all"} `, el("small", {}, compact(number_))))) : null;
+    this.exports = this.viewer.source.isLive && this.summary.has_ledger ? el("span", { class: "exports", role: "group", "aria-label": "Export what is selected" }, ["jsonl", "parquet"].map((kind) => el("a", { class: "button", "data-kind": kind, href: "", download: "" }, `Export ${kind === "jsonl" ? "JSONL" : "Parquet"}`))) : null;
+    this.group = el("button", { class: "button", type: "button", "aria-pressed": String(this.isGrouped), onclick: () => { this.isGrouped = !this.isGrouped; this.group.setAttribute("aria-pressed", String(this.isGrouped)); this.sort = { key: "at", isDown: false }; this.choose_(); } }, "By group");
     this.head = el("div", { class: "head", role: "row" });
     this.body = el("div", { class: "body", role: "rowgroup", tabindex: 0, "aria-label": "Samples; arrow keys choose", onkeydown: (event) => this.key(event) });
     this.table = el("div", { class: "table", role: "grid", "aria-label": "Samples", onscroll: () => this.paint() }, this.head, this.body);
     this.aside = el("aside", { class: "wide", "aria-label": "Sample", tabindex: 0, hidden: true });
     replace(this.place,
       data.num_left_out ? el("div", { class: "notice" }, `The newest ${count(data.call.length)} samples are shown; ${count(data.num_left_out)} older ones are not. \`m2flow samples\` chooses among all.`) : null,
-      el("div", { class: "filters", role: "search" }, this.group, range("step", "step", 1), range("reward", "reward", "any"), range("tokens", "tokens", 1), range("staleness", "staleness", 1), range("wait", "waited s", "any", 1e6), pick("finish", "finish", data.finishes), pick("ending", "ending", data.endings), this.counted),
+      el("div", { class: "filters", role: "search" }, setButtons, this.summary.has_ledger ? search : null, this.wrong, this.group, range("step", "step", 1), range("reward", "reward", "any"), range("tokens", "tokens", 1), range("staleness", "staleness", 1), range("wait", "waited s", "any", 1e6), pick("finish", "finish", data.finishes), pick("ending", "ending", data.endings), this.counted, this.exports),
       el("div", { class: "split" }, this.table, this.aside));
     this.watcher = new ResizeObserver(() => this.paint());
     this.watcher.observe(this.table);
@@ -118,12 +202,13 @@ export class SamplesView {
 
   /** Which rows there are, and in which order. */
   choose_() {
-    const { data, filters } = this;
+    const { data, filters, matches } = this;
     const number_ = data.call.length;
+    const wanted = SETS[this.set];
     const found = [];
     for (let i = 0; i < number_; i++) {
       let fits = true;
-      for (const key of ["step", "reward", "tokens", "staleness", "wait"]) {
+      for (const key of RANGES) {
         const limit = filters[key];
         if (!limit) continue;
         const value = data[key][i];
@@ -131,8 +216,11 @@ export class SamplesView {
         if (limit.most !== undefined && !(value !== null && value <= limit.most)) fits = false;
       }
       for (const key of ["finish", "ending"]) if (filters[key] !== undefined && data[key][i] !== filters[key]) fits = false;
+      if (fits && wanted !== undefined && data.evaluates[i] !== wanted) fits = false;
+      if (fits && matches && !matches.has(this.idOf(i))) fits = false;
       if (fits) found.push(i);
     }
+    this.remember();
     this.num = found.length;
     let order = found;
     if (this.isGrouped) {
@@ -190,6 +278,7 @@ export class SamplesView {
     const rows = [];
     for (let at = first; at < last; at++) rows.push(this.row(at));
     replace(this.body, rows);
+    this.readTexts(this.order.slice(first, last));
     if (!this.order.length) replace(this.body, el("div", { class: "state" }, el("h2", {}, "No sample meets all of these"), el("p", {}, "Loosen a filter.")));
     this.body.dataset.rows = String(this.order.length);
     if (isNew) this.body.dataset.sorted = `${this.sort.key} ${this.sort.isDown}`;
@@ -202,11 +291,43 @@ export class SamplesView {
     return el("div", { class: "row", role: "row", "aria-selected": String(Boolean(isChosen)), "aria-rowindex": at + 1, style: { top: `${at * ROW}px` }, onclick: () => this.open(i) },
       this.shown.map((column) => {
         const width = { width: `${column.width}px` };
+        if (column.isText !== undefined) return this.textCell(i, column, width);
         if (column.isLife) return el("div", { class: "left", style: width, role: "gridcell" }, this.life(i, column.width - 16));
         const value = column.value(i);
         const [, high] = (column.bar && this.limits[column.bar]) || [0, 0];
         return el("div", { class: `${column.isLeft ? "left" : ""}${column.bar ? " bar" : ""}`, style: width, role: "gridcell" }, column.show(value, i), column.bar && high > 0 && value > 0 ? el("i", { style: { width: `${(value / high) * (column.width - 14)}px` } }) : null);
       }));
+  }
+
+  idOf(i) {
+    const { data } = this;
+    return `${data.call[i]}/${data.prompt[i]}/${data.member[i]}`;
+  }
+
+  textCell(i, column, width) {
+    const texts = this.texts.get(this.idOf(i));
+    const text = texts?.[column.isText] ?? "";
+    const shown = text.replace(/\s+/g, " ");
+    // Of a prompt the end is what was asked; what is too long is cut at its beginning.
+    return el("div", { class: column.isText ? "left text" : "left text end", style: width, role: "gridcell", title: text.slice(0, 300) }, texts ? (shown ? el("bdi", {}, shown) : el("span", { class: "quiet" }, "(empty)")) : "");
+  }
+
+  /** Ask for the texts of the rows on the screen that are not there yet. */
+  readTexts(rows) {
+    if (!this.summary.has_ledger) return;
+    const { data } = this;
+    const missing = rows.filter((i) => !this.texts.has(this.idOf(i))).slice(0, 200);
+    clearTimeout(this.later);
+    if (!missing.length) return;
+    this.later = setTimeout(async () => {
+      try {
+        const found = await this.viewer.source.texts(this.viewer.run, missing.map((i) => [data.call[i], data.prompt[i], data.member[i]]));
+        for (const i of missing) this.texts.set(this.idOf(i), found[this.idOf(i)] ?? null);
+      } catch {
+        return; // Without texts the table has all else.
+      }
+      if (!this.isClosed) this.paint();
+    }, 60);
   }
 
   /** A sample's life beside its step: admitted to its last token, scored, trained on. */
@@ -260,13 +381,13 @@ export class SamplesView {
 
   async read(call, prompt, member) {
     this.chosen = [call, prompt, member];
-    history.replaceState(null, "", this.viewer.link("samples", this.chosen.join("-")));
+    this.remember();
     this.aside.hidden = false;
     this.paint();
     const asked = this.chosen;
     try {
       const page = await this.viewer.source.sample(this.viewer.run, call, prompt, member);
-      if (asked === this.chosen) replace(this.aside, sampleDetail(page, { row: this.rowOf(call, prompt, member), data: this.data, onclose: () => this.shut(), schedule: (at, wide) => this.viewer.go("schedule", "at", at, wide) }));
+      if (asked === this.chosen) replace(this.aside, sampleDetail(page, { row: this.rowOf(call, prompt, member), data: this.data, onclose: () => this.shut(), schedule: (at, wide) => this.viewer.go("schedule", "at", at, wide), group: this.viewer.link("samples", "group", `${call}-${prompt}`) }));
     } catch (error) {
       if (asked === this.chosen) replace(this.aside, el("section", {}, el("h2", {}, `Sample ${call}/${prompt}/${member}`), el("p", { class: "quiet" }, error.message)));
     }
@@ -280,7 +401,7 @@ export class SamplesView {
   shut() {
     this.chosen = null;
     this.aside.hidden = true;
-    history.replaceState(null, "", this.viewer.link("samples"));
+    this.remember();
     this.paint();
   }
 
@@ -298,6 +419,8 @@ export class SamplesView {
     this.open(this.order[next]);
   }
 }
+
+const rank = ({ key }) => { const at = ["at", "reward", "response_text", "prompt_text"].indexOf(key); return at < 0 ? 9 : at; };
 
 /** Groups by their first sample: means over those that are shown. */
 function grouped(data, members) {

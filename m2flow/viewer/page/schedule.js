@@ -7,11 +7,13 @@ import { draw } from "m2flow/schedule_draw.js";
 import { listen } from "m2flow/schedule_input.js";
 import { AXIS, GUTTER, HEAD, layout } from "m2flow/schedule_layout.js";
 import { SchedulePanel } from "m2flow/schedule_panel.js";
+import { VerdictBar } from "m2flow/verdict.js";
 
 const MARGIN = 0.5; // Of the window, that is asked for beyond each of its ends.
 const PATIENCE_MS = 70;
 const LEAST_US = 20;
 const MOST_OPEN_LANES = 6;
+const LAST_STEPS = 4; // That a longer run opens on.
 
 export class ScheduleView {
   /** @param pair the two that this is one of, or null */
@@ -36,12 +38,13 @@ export class ScheduleView {
     }
     this.isEmpty = false;
     this.expanded = new Set();
-    [this.from, this.to] = this.whole();
+    [this.from, this.to] = this.pair ? this.whole() : this.latest();
     this.build();
     const [what, ...rest] = this.viewer.rest;
     if (what === "step") this.toStep(Number(rest[0]));
     if (what === "at") this.zoomTo(Number(rest[0]), Number(rest[1]));
     this.relayout();
+    this.verdict?.ask();
     await Promise.all([this.fetch(), this.fetchMini(), this.analyse()]);
     if (what === "line") this.showOnly({ kind: Number(rest[0]) });
   }
@@ -53,7 +56,7 @@ export class ScheduleView {
     }
     const wasWhole = this.isWhole;  // Of the run as it was: it has grown since.
     this.summary = summary;
-    if (this.isFollowing) [this.from, this.to] = wasWhole ? this.whole() : [summary.total - (this.to - this.from), summary.total];
+    if (this.isFollowing) [this.from, this.to] = wasWhole ? this.latest() : [summary.total - (this.to - this.from), summary.total];
     this.legend();
     this.relayout();
     await Promise.all([this.fetch(), this.fetchMini(), this.analyse()]);
@@ -63,6 +66,8 @@ export class ScheduleView {
     hideTip();
     this.watcher?.disconnect();
     clearTimeout(this.timer);
+    this.unlisten?.();
+    this.verdict?.close();
     this.isClosed = true;
   }
 
@@ -80,13 +85,20 @@ export class ScheduleView {
     return [-pad, this.summary.total + pad];
   }
 
+  /** The last few steps of a run that has more; of others, all. */
+  latest() {
+    const { steps } = this.summary.marks;
+    const [from, to] = this.whole();
+    return steps.length > LAST_STEPS + 2 ? [steps.at(-LAST_STEPS)[1], to] : [from, to];
+  }
+
   get isWhole() {
     const [from, to] = this.whole();
     return this.from <= from * 0.9 && this.to >= this.summary.total - 1 && to;
   }
 
   build() {
-    this.canvas = el("canvas", { tabindex: 0, role: "application", "aria-label": "Schedule. W and S zoom, A and D pan, F shows all, Escape clears. A table of the busy share of each lane follows." });
+    this.canvas = el("canvas", { tabindex: 0, role: "application", "aria-label": "Schedule. W and S zoom, A and D pan, F shows all, L the last steps, Escape clears. A table of the busy share of each lane follows." });
     this.mini = el("canvas", { class: "mini", "aria-hidden": "true" });
     this.spacer = el("div");
     this.scroll = el("div", { class: "scroll", onscroll: () => this.paint() }, this.canvas, this.spacer);
@@ -95,8 +107,10 @@ export class ScheduleView {
     this.aside = this.pair?.aside ?? el("aside", { "aria-label": "Details", tabindex: 0 });
     this.panel = new SchedulePanel(this, this.aside);
     this.rangePlace = el("span", { class: "right", id: "range" });
-    const keys = [["W", "S", "zoom"], ["A", "D", "pan"], ["F", "all"], ["drag", "pan"], ["Shift", "drag", "zoom to"], ["Enter", "details"], ["Esc", "clear"]];
+    const keys = [["W", "S", "zoom"], ["A", "D", "pan"], ["F", "all"], ["L", "last steps"], ["drag", "pan"], ["Shift", "drag", "zoom to"], ["Enter", "details"], ["Esc", "clear"]];
+    this.verdict = this.pair ? null : new VerdictBar(this);
     replace(this.place,
+      this.verdict?.place,
       this.legendPlace,
       el("div", { class: "split" },
         el("div", { class: "chart" }, this.pair ? null : el("div", { class: "whole" }, this.mini), this.scroll, this.shares,
@@ -104,7 +118,7 @@ export class ScheduleView {
         this.pair ? null : this.aside));
     this.legend();
     this.panel.render();
-    listen(this);
+    this.unlisten = listen(this);
     this.watcher = new ResizeObserver(() => { this.relayout(); this.paintMini(); this.soon(); });
     this.watcher.observe(this.scroll);
   }
@@ -119,6 +133,7 @@ export class ScheduleView {
     replace(this.legendPlace,
       kinds.map((kind, at) => button([kindSwatch(kinds, at), kind.label, kind.line && el("code", {}, kind.line.split("/").at(-1))], { kind: at }, `${kind.line} ${kind.text}`.trim() || `spans named ${kind.label}`)),
       seen.length ? el("span", { class: "group" }, el("span", { class: "sep" }), el("span", { class: "quiet" }, "idle:"), seen.map((at) => button([causeSwatch(causes[at]), causes[at]], { cause: at }, meaning(causes[at])))) : null,
+      this.pair ? null : el("span", { class: "right moves", role: "group", "aria-label": "What is shown" }, el("button", { type: "button", title: "The last steps (L)", onclick: () => this.last() }, "Last steps"), el("button", { type: "button", title: "The whole run (F)", onclick: () => this.all() }, "All")),
       this.beside());
     replace(this.shares, el("caption", {}, "Busy share of each lane"), el("tbody", {}, this.summary.lanes.map((lane) => el("tr", {}, el("th", { scope: "row" }, lane.name), el("td", {}, `${Math.round(lane.busy_share * 100)}%`)))));
   }
@@ -128,7 +143,7 @@ export class ScheduleView {
     const { viewer } = this;
     const others = (viewer.runs ?? []).filter((run) => run.name !== viewer.run);
     if (this.pair || !others.length || !viewer.source.isLive) return null;
-    return el("label", { class: "right" }, el("span", { class: "unseen" }, "Beside"), el("select", { "aria-label": "Lay another run's schedule beneath", onchange: (event) => event.target.value && viewer.go("schedule", "beside", event.target.value) },
+    return el("label", {}, el("span", { class: "unseen" }, "Beside"), el("select", { "aria-label": "Lay another run's schedule beneath", onchange: (event) => event.target.value && viewer.go("schedule", "beside", event.target.value) },
       el("option", { value: "" }, "compare with…"), others.map((run) => el("option", { value: run.name }, run.name))));
   }
 
@@ -222,6 +237,7 @@ export class ScheduleView {
     }
     this.analysing = false;
     if (this.isClosed) return;
+    this.verdict?.render();
     if (!this.selected) this.panel.render();
     this.paint();
   }
@@ -318,6 +334,11 @@ export class ScheduleView {
 
   all() {
     this.move(...this.whole());
+    this.isFollowing = true;
+  }
+
+  last() {
+    this.move(...(this.pair ? this.whole() : this.latest()));
     this.isFollowing = true;
   }
 

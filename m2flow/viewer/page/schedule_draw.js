@@ -276,15 +276,16 @@ function drawGutter(context, scene) {
       text(context, "plan", 14, lane.top + 13, BOLD, "quiet");
       continue;
     }
-    text(context, lane.name, 14, lane.top + 12, BOLD, "ink", GUTTER - 66);
-    text(context, lane.lane.engines.join(", ") || "", 14, lane.top + 26, SMALL, "quiet", GUTTER - 30);
+    const isNarrow = GUTTER < 120;
+    text(context, lane.name, isNarrow ? 8 : 14, lane.top + 12, BOLD, "ink", isNarrow ? GUTTER - 12 : GUTTER - 66);
+    text(context, isNarrow ? `${percent(lane.lane.busy_share)} busy` : lane.lane.engines.join(", ") || "", isNarrow ? 8 : 14, lane.top + 26, SMALL, "quiet", isNarrow ? GUTTER - 12 : GUTTER - 30);
     context.textAlign = "right";
-    text(context, percent(lane.lane.busy_share), GUTTER - 12, lane.top + 12, FONT, "quiet");
+    if (!isNarrow) text(context, percent(lane.lane.busy_share), GUTTER - 12, lane.top + 12, FONT, "quiet");
     context.textAlign = "left";
     if (lane.running) {
       const open = lane.isExpanded ? "▾" : "▸";
       const most = compact(scene.mostRunning?.get(lane.at) ?? lane.lane.num_rows.life);
-      text(context, `${open} samples, up to ${most}`, 14, lane.running[0] + 17, SMALL, "quiet");
+      text(context, isNarrow ? `${open} up to ${most}` : `${open} samples, up to ${most}`, isNarrow ? 8 : 14, lane.running[0] + 17, SMALL, "quiet");
     }
   }
   if (!summary.lanes.length) text(context, "no spans yet", 14, 24, FONT, "quiet");

@@ -1,6 +1,6 @@
 // Where each lane stands, from top to bottom; pixels of the content, which scrolls under the axis.
 
-export const GUTTER = 178;
+export const GUTTER = globalThis.innerWidth < 640 ? 96 : 178; // On a phone, lanes need the room.
 export const AXIS = 24;
 export const STEPS = 19;
 export const VERSIONS = 15;

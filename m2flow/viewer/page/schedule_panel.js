@@ -24,9 +24,9 @@ export class SchedulePanel {
         el("h2", {}, "Where the time went"),
         el("dl", { class: "big" },
           figure(percent(analysis.efficiency) || "n/a", "of the lower bound", "The steps' lower bounds by what they took: at 100% no schedule could have been faster"),
-          last.length ? figure(seconds(analysis.makespan_s / last.length), "a step") : null,
+          last.length ? figure(seconds((analysis.makespan_s - analysis.evaluation_s) / last.length), "a step", "Without evaluations") : null,
           analysis.predicted_step_s ? figure(seconds(analysis.predicted_step_s), analysis.prediction_note ? "predicted" : "planned", analysis.prediction_note) : null),
-        summary.idle.map(([name, kinds, busy, idle]) => this.device(name, kinds, busy, idle))),
+        analysis.devices.map((one) => this.device(one.name, one.kinds, one.busy_s, one.idle_s))),
       analysis.path.length ? el("section", {}, el("h2", {}, "Critical path"), el("table", { class: "rows" }, el("tbody", {}, analysis.path.slice(0, 8).map((share) => this.path(share))))) : null,
       last.length ? el("section", {}, el("h2", {}, "Steps"), this.steps(last)) : null,
       this.stages(analysis),
@@ -44,14 +44,20 @@ export class SchedulePanel {
       el("div", { class: "stack", role: "img", "aria-label": `${name}: busy ${percent(busy / whole)}, ${rest.map(([cause, value]) => `${cause} ${percent(value / whole)}`).join(", ")}` },
         el("i", { style: { width: `${(busy / whole) * 100}%`, background: "var(--quiet)" } }),
         rest.map(([cause, value]) => { const made = causeSwatch(cause, Math.max(Math.round((value / whole) * wide), 1), 12); made.className = ""; return made; })),
-      el("table", { class: "facts" }, el("tbody", {}, rest.slice(0, 5).map(([cause, value]) => el("tr", { title: meaning(cause) }, el("th", { scope: "row" }, causeSwatch(cause), ` ${cause}`), el("td", { class: "num" }, `${percent(value / whole)}`), el("td", { class: "num quiet" }, seconds(value)))))));
+      el("table", { class: "facts" }, el("tbody", {}, rest.slice(0, 5).map(([cause, value]) => el("tr", { title: meaning(cause) }, el("th", { scope: "row" }, causeSwatch(cause), " ", this.causeLink(cause)), el("td", { class: "num" }, `${percent(value / whole)}`), el("td", { class: "num quiet" }, seconds(value)))))));
+  }
+
+  causeLink(cause) {
+    const at = this.view.summary.causes.indexOf(cause);
+    return el("button", { class: "link", type: "button", title: "Show when", onclick: () => this.view.showOnly({ cause: at }) }, cause);
   }
 
   path({ label, line, share, seconds: took }) {
     const { kinds } = this.view.summary;
     const at = kinds.findIndex((kind) => kind.label === label && kind.line === line);
+    const name = at >= 0 ? el("button", { class: "link", type: "button", title: "Show its spans", onclick: () => this.view.showOnly({ kind: at }) }, label) : label;
     return el("tr", {},
-      el("td", { class: "left" }, at >= 0 ? kindSwatch(kinds, at) : null, " ", label, line ? [" ", lineShown(line)] : null),
+      el("td", { class: "left" }, at >= 0 ? kindSwatch(kinds, at) : null, " ", name, line ? [" ", lineShown(line)] : null),
       el("td", {}, percent(share)), el("td", { class: "quiet" }, seconds(took)));
   }
 

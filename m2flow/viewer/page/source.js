@@ -10,6 +10,12 @@ class Server {
   span = (run, index) => ask(`api/runs/${name(run)}/span/${index}`);
   samples = (run) => ask(`api/runs/${name(run)}/samples`);
   sample = (run, call, prompt, member) => ask(`api/runs/${name(run)}/samples/${call}/${prompt}/${member}`);
+  group = (run, call, prompt) => ask(`api/runs/${name(run)}/groups/${call}/${prompt}`);
+  texts = (run, ids) => ask(`api/runs/${name(run)}/texts?of=${ids.map((id) => id.join("-")).join(",")}`);
+  search = (run, words) => ask(`api/runs/${name(run)}/search?q=${name(words)}`);
+  exported = (run, kind, where) => `api/runs/${name(run)}/export?as=${kind}&${where}`;
+  alerts = (run) => ask(`api/runs/${name(run)}/alerts`);
+  suggestions = (run, isAsked) => ask(`api/runs/${name(run)}/suggestions${isAsked ? "?ask=1" : ""}`);
   graph = (run) => ask(`api/runs/${name(run)}/graph`);
   training = (run) => ask(`api/runs/${name(run)}/training`);
   against = (run, other) => ask(`api/runs/${name(run)}/against/${name(other)}`);
@@ -49,6 +55,17 @@ class File {
     if (!found) throw new Error("This file was written without the text of this sample. `m2flow view` on the run's directory shows all of them.");
     return found;
   };
+  group = async (_, call, prompt) => {
+    const members = Object.values(this.data.texts).filter((one) => one.call === call && one.prompt === prompt);
+    if (!members.length) throw new Error("This file was written without the texts of this group. `m2flow view` on the run's directory shows all of them.");
+    const [first] = members;
+    return { ...first, prompt_text: first.prompt_text, evaluates: false, members: members.map((one) => ({ member: one.member, response: one.response_text, reward: Object.values(one.rewards).at(-1) ?? null, advantage: null, parts: Object.assign({}, ...Object.values(one.parts)), tokens: one.response_tokens, finish: one.finish, ending: one.ending, mean_logprob: null, versions: [] })) };
+  };
+  texts = async (_, ids) => Object.fromEntries(ids.map((id) => [id.join("/"), this.data.texts[id.join("/")]]).filter(([, page]) => page).map(([id, page]) => [id, [page.prompt_text.slice(-400), page.response_text.slice(0, 400)]]));
+  search = async (_, words) => Object.values(this.data.texts).filter((one) => [one.prompt_text, one.response_text, JSON.stringify(one.columns)].some((text) => text.toLowerCase().includes(words.toLowerCase()))).map((one) => [one.call, one.prompt, one.member]);
+  exported = () => "";
+  alerts = async () => this.data.alerts ?? [];
+  suggestions = async () => this.data.suggestions ?? null;
   graph = async () => this.data.graph;
   training = async () => this.data.training;
   health = async () => this.data.health;

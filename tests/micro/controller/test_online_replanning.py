@@ -13,12 +13,12 @@ from test_find_plan import choice_of, modelled
 from test_gpu_borrowing import lent, simple, split
 from test_same_answer import plain
 
-from m2flow.cli.cluster_file import load_cluster
 from m2flow.macro.tracing import trace
 from m2flow.micro.controller.online_replanning import BETTER, Comparison, Hysteresis, OnlineReplanning, pinned_to
 from m2flow.micro.lowering.passes import lower
 from m2flow.micro.protocol.events import BorrowThresholds, Event
 from m2flow.micro.protocol.plan import Choice
+from m2flow.runs.cluster_file import load_cluster
 from m2flow.spec import ClusterSpec, RolloutSpec
 from m2flow.testing.world import run_eager, run_planned
 

@@ -11,13 +11,13 @@ import msgspec
 import pytest
 
 from m2flow import load_flow
-from m2flow.cli.cluster_file import load_cluster
 from m2flow.engines.contract import ParallelLayouts
 from m2flow.errors import EngineError, PlanError
 from m2flow.macro.tracing import trace
 from m2flow.micro.controller.launcher import gpus_of_ranks
 from m2flow.micro.lowering.passes import check_ranks, lower, most_ranks
 from m2flow.micro.protocol.plan import EngineSlot, Plan, WorkerPlan
+from m2flow.runs.cluster_file import load_cluster
 from m2flow.spec import ClusterSpec, RolloutSpec, TrainSpec
 
 ROOT = Path(__file__).parents[3]

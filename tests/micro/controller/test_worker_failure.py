@@ -14,14 +14,17 @@ from typing import Any
 
 from m2flow import Dataset, Policy, Reward, Sample, flow, log, steps
 from m2flow.channels.channel import MemoryOutbox
+from m2flow.engines.contract import LOADING
 from m2flow.errors import BrokenChannel
 from m2flow.micro.controller.controller_core import ControllerCore, Records
-from m2flow.micro.controller.supervisor import Supervisor
+from m2flow.micro.controller.supervisor import BEAT, Supervisor
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.plan import EngineSlot, Plan, WorkerPlan
+from m2flow.micro.protocol.worker_state import tag_of
 from m2flow.micro.records.audit import read_token_account
 from m2flow.micro.scheduler.deadlines import Deadlines
 from m2flow.micro.scheduler.scheduler import Scheduler
+from m2flow.micro.worker.worker_process import HeartbeatSource
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, RunSettings, TrainSpec
 from m2flow.testing.world import run_eager, run_planned
 
@@ -68,6 +71,25 @@ def test_every_token_is_trained_wasted_or_lost_and_prefixes_go_on(tmp_path):
         assert all(had > 0 for _, had in went_on)
     assert num_went_on > 10
     assert num_lost > 0
+
+
+def test_set_up_tells_how_far_a_worker_has_loaded_its_model_until_it_is_up():
+    worker = WorkerPlan("train-0", "cpu", 1, (EngineSlot("policy", "train", "embedded"),))
+    plan = Plan("f", "c", "split", "", (worker,), (), (), (), (), ())
+    others: Any = SimpleNamespace(send=lambda *messages: None, spans=lambda block: None)
+    core = ControllerCore(plan, Scheduler(plan), Records(), Deadlines())
+    supervisor = Supervisor(plan, RunSettings(), others, others, MemoryOutbox(), core, others, print)
+    source = HeartbeatSource(lambda: (0, False), None, 0)
+    loaded = LOADING.counted(["embedding", "layer", "head"])
+    for _ in range(3):
+        next(loaded)
+    supervisor.heard(tag_of(worker.name, 0) + BEAT, source.heartbeat())
+    assert supervisor.starting() == {"train-0": f"loads policy for train (embedded): tensor 2 of 3 of model {LOADING.num_models}"}
+    assert list(loaded) == []
+    supervisor.heard(tag_of(worker.name, 0) + BEAT, source.heartbeat())
+    assert supervisor.starting() == {"train-0": "loads policy for train (embedded)"}
+    core.came_up(worker.name)
+    assert supervisor.starting() == {"train-0": "ready"}
 
 
 def test_what_is_said_to_a_worker_whose_link_is_gone_is_void_however_late_it_is_found_to_have_ended():

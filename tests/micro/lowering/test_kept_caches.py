@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from m2flow import AdamW, Dataset, Policy, Reward, Sample, flow, log, steps
+from m2flow import AdamW, Dataset, Muon, Policy, Reward, Sample, flow, log, steps
 from m2flow.engines.contract import Capabilities
 from m2flow.errors import InternalError, PlanError
 from m2flow.macro.tracing import trace
@@ -203,3 +203,21 @@ def test_biases_and_penalties_are_refused_for_an_engine_that_would_report_other_
     with pytest.raises(PlanError, match="logit_bias, repetition_penalty, which the rollout engine 'sglang' can't honour") as caught:
         lower(graph, models, sglang)
     assert "embedded" in caught.value.now
+
+
+def test_an_optimiser_that_the_train_engine_has_not_is_refused_when_the_plan_is_made() -> None:
+    @flow
+    def tuned() -> None:
+        policy = Policy("fake", optimizer=Muon(1e-3))
+        responses = policy.generate(Dataset(ROWS).take(2), n=2, max_new_tokens=4)
+        policy.update(responses, Reward(digit_share).score(responses))
+
+    graph, models, _ = trace(tuned, {}, steps=1)
+    fake, deepspeed = (
+        ClusterSpec(cores=2, device="cpu", rollout=RolloutSpec(engine="fake"), train=TrainSpec(engine=engine))
+        for engine in ("fake", "deepspeed")
+    )
+    lower(graph, models, fake)
+    with pytest.raises(PlanError, match="has the optimiser Muon, which the train engine 'deepspeed' has not") as caught:
+        lower(graph, models, deepspeed)
+    assert "embedded, fsdp" in caught.value.now

@@ -30,10 +30,10 @@ def m2flow(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
 
 
-def begun(tmp_path: Path, killed_in: str) -> subprocess.CompletedProcess[str]:
+def begun(tmp_path: Path, killed_in: str, flow: str = "dies") -> subprocess.CompletedProcess[str]:
     (tmp_path / "cluster.yaml").write_text(SPEC)
     options = ["--cluster", str(tmp_path / "cluster.yaml"), "--checkpoint-every", "1", "--runs-dir", str(tmp_path / "runs")]
-    return m2flow(tmp_path, "tests/support/resume_flow.py", "--killed-in", killed_in, *options)
+    return m2flow(tmp_path, f"tests/support/resume_flow.py:{flow}", "--killed-in", killed_in, *options)
 
 
 @functools.cache
@@ -96,3 +96,29 @@ def test_a_trainer_that_dies_of_the_same_task_again_and_again_ends_the_run_with_
 @pytest.mark.parametrize("killed_in", ["generation", "after", "checkpoint", "final"])
 def test_a_run_killed_at_other_moments_is_resumed_too(tmp_path, killed_in):
     check_killed_and_resumed(tmp_path, killed_in)
+
+
+def drawn_in(run_dir: Path) -> list[float]:
+    """The rows that each step of `resume_flow.climbs` drew, as it logged them."""
+    logged = (json.loads(line)["values"] for line in (run_dir / "metrics.jsonl").read_text().splitlines())
+    return [values["drawn"] for values in logged if "drawn" in values]
+
+
+@pytest.mark.parametrize("killed_in", ["after", pytest.param("generation", marks=pytest.mark.slow)])
+def test_a_killed_run_whose_rows_are_chosen_by_their_rewards_draws_and_ends_as_one_that_nothing_befell(tmp_path, killed_in):
+    for name in ("whole", "killed"):
+        (tmp_path / name).mkdir()
+    whole = json.loads(begun(tmp_path / "whole", "", "climbs").stdout.splitlines()[-1])
+    (tmp_path / "killed" / "kills").write_text("")
+    killed = begun(tmp_path / "killed", killed_in, "climbs")
+    assert killed.returncode == -9, killed.stderr
+    (run_dir,) = (tmp_path / "killed" / "runs").iterdir()
+    resumed = m2flow(tmp_path / "killed", "--resume", str(run_dir))
+    assert resumed.returncode == 0, resumed.stderr
+    summary = json.loads(resumed.stdout.splitlines()[-1])
+    same = ("steps", "samples", "tokens", "samples_sha256", "weights_sha256")
+    assert {name: summary[name] for name in same} == {name: whole[name] for name in same}
+    drawn = drawn_in(ROOT / whole["run_dir"])
+    assert len(set(drawn[3:])) > 1
+    assert sorted(drawn[3:6]) != sorted(drawn[:3]), "the rewards chose other rows than the first epoch had"
+    assert drawn_in(run_dir) == drawn

@@ -17,6 +17,7 @@ from m2flow.errors import EngineError, OptionError, SpecError
 from m2flow.micro.records.sample_query import COLUMNS, SampleQuery, export
 from m2flow.runner.run import Run
 from m2flow.spec import RunSettings
+from m2flow.viewer.health import alerts_of
 
 
 def length(sample: Sample) -> float:
@@ -38,7 +39,7 @@ def odd(sample: Sample) -> Oddity:
 @flow
 def twice() -> None:
     policy, first, second = Policy("fake"), Reward(length), Reward(odd)
-    prompts = Dataset([{"prompt": f"{i} \x1b[2J"} for i in range(9)])
+    prompts = Dataset([{"prompt": f"{i} \x1b[2J", "answer": f"it's sum{i}"} for i in range(9)])
     for _ in steps(2):
         responses = policy.generate(prompts.take(3), n=2, max_new_tokens=6)
         first.score(responses)
@@ -79,6 +80,19 @@ def test_a_reward_has_its_parts_and_samples_are_found_by_them(run_dir):
         assert all(not entry.parts for entry in book.entries("step = -1"))
     shown = CliRunner().invoke(cli, ["samples", str(run_dir), "--where", f"sample = '{entry.sample}'"]).output
     assert f"  {by}: 0.5, of tokens {entry.response_tokens}, is_odd 1\n" in shown
+
+
+def test_texts_and_columns_of_the_dataset_are_searched(run_dir):
+    with SampleQuery(run_dir) as book:
+        number = next(book.entries("step = 1")).prompt_text.split()[0]
+        found = list(book.entries(f"matches('sum{number}')"))
+        assert [entry.columns for entry in found] == [{"answer": f"it's sum{number}"}] * 2
+        assert {entry.prompt_text.split()[0] for entry in found} == {number}
+        assert book.count("matches('sum*') and step = 1") == 6
+        assert book.count(f"matches('columns : \"it''s sum{number}\"')") == 2
+        assert book.count(f"matches('response : sum{number}')") == 0
+        with pytest.raises(OptionError, match="can't be made"):
+            book.count("matches('(')")
 
 
 def test_samples_that_nothing_trained_on_are_unused(run_dir):
@@ -162,3 +176,27 @@ def test_the_command_writes_json_and_refuses_other_files(run_dir):
     refused = CliRunner().invoke(cli, ["samples", str(run_dir), "--out", "all.csv"])
     assert refused.exit_code == 2
     assert "must end in .jsonl or .parquet" in refused.output
+
+
+def one(sample: Sample) -> float:
+    return 1.0
+
+
+@flow
+def summed() -> None:
+    policy, verifier = Policy("fake"), Reward.sum({length: 0.5, one: -2.0})
+    prompts = Dataset([{"prompt": f"{i}"} for i in range(9)])
+    for _ in steps(2):
+        responses = policy.generate(prompts.take(3), n=3, max_new_tokens=2)
+        policy.update(responses, verifier.score(responses))
+
+
+def test_the_reward_of_a_sample_is_the_sum_that_was_trained_on_and_it_counts_once(tmp_path: Path) -> None:
+    run_dir = Path(Run(summed, {}, FAKES, RunSettings(runs_dir=str(tmp_path), eager=True)).execute().run_dir)
+    with SampleQuery(run_dir) as book:
+        for entry in book.entries():
+            *parts, total = entry.rewards.values()
+            assert parts == [float(entry.response_tokens), 1.0]
+            assert entry.reward == total == 0.5 * entry.response_tokens - 2.0
+    (cut,) = [alert for alert in alerts_of(run_dir, None) if alert.rule == "truncated"]
+    assert "of the last 18 responses" in cut.says

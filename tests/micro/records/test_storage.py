@@ -35,7 +35,7 @@ def m2flow(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def begun(tmp_path: Path, killed_in: str, storage: str) -> subprocess.CompletedProcess[str]:
     (tmp_path / "cluster.yaml").write_text(SPEC + storage)
     options = ["--cluster", str(tmp_path / "cluster.yaml"), "--checkpoint-every", "1", "--runs-dir", str(tmp_path / "here")]
-    return m2flow(tmp_path, "tests/support/resume_flow.py", "--killed-in", killed_in, *options)
+    return m2flow(tmp_path, "tests/support/resume_flow.py:dies", "--killed-in", killed_in, *options)
 
 
 def summary(process: subprocess.CompletedProcess[str]) -> dict[str, Any]:

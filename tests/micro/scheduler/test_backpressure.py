@@ -161,7 +161,7 @@ def test_finished_samples_that_are_in_no_result_take_no_room(monkeypatch):
 
     monkeypatch.setattr(Scheduler, "handle", watched)
     for order_seed in range(4):
-        assert run_planned(leaves_some, {}, spec_of(max_samples=8), order_seed=order_seed).error == ""
+        assert run_planned(leaves_some, {"num_steps": 6}, spec_of(max_samples=8), order_seed=order_seed).error == ""
     assert finished
     assert not held
 

@@ -3,6 +3,7 @@
 Real scheduler, real workers, fake engines in exact integers; the interleaving is drawn by a seed.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -166,15 +167,21 @@ def test_carried_samples_stay_in_their_bound_and_eager_given_the_record_is_the_s
 
 @pytest.mark.parametrize("spec", [SPLIT, TIME_SHARED], ids=["split", "time-shared"])
 def test_the_pool_is_stationary_and_what_goes_on_has_tokens_of_several_versions(spec):
-    """6 prompts a turn, 4 of them needed: the first turn gives 4 groups, later ones 6, and 2 are in the air."""
-    mixed = []
+    """6 prompts a turn, 4 of them needed: the first turn gives 4 groups, later ones 6, and 2 are in the air. A group that ends in the same
+    decode step as the last one needed is given with it, and its turn's successor gives one less.
+    """
+    mixed, given = [], []
     for order_seed in range(4):
         answer = run_planned(LINE, SYNCHRONOUS | {"n": 3}, spec, order_seed=order_seed)
         check(LINE, SYNCHRONOUS, answer)
-        assert num_given(answer, 3) == [4, 6, 6, 6, 6]
+        given.append(num_given(answer, 3))
+        first, *later = given[-1]
+        assert (first, sum(later)) == (4, 24)
+        assert all(0 <= total - 6 * turn <= 1 for turn, total in enumerate(itertools.accumulate(later), start=1))
         carried = [one for packed, one in answer.decisions.items() if one.call != SampleId.unpack(packed).call]
         assert len(carried) >= 4 * 2
         mixed += [one.stretches for one in carried if len(one.stretches) > 1]
+    assert given.count([4, 6, 6, 6, 6]) >= 3
     assert any(stretches[0].version < stretches[-1].version for stretches in mixed)
 
 

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from m2flow.engines.installed import LIBRARY, find_gpu
 from m2flow.micro.controller.supervisor import HeartbeatMetrics
 from m2flow.micro.protocol import messages as m
-from m2flow.micro.worker.gpu_use import LIBRARY, find_gpu
 from m2flow.micro.worker.worker_process import HeartbeatSource
 from m2flow.observe.spans import SpanBlock
 

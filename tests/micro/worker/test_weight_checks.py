@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,19 +14,19 @@ import numpy as np
 import pytest
 from tiny_models import save_config
 
-from m2flow import AdamW, Dataset, Policy, Reward, Sample, flow, log, steps
+from m2flow import AdamW, Correction, Dataset, Policy, Reward, Sample, flow, log, steps
 from m2flow.channels.weights.manifest import Probe
 from m2flow.engines.contract import NO_AGREEMENT, Agreement, EngineSettings, Request, agreement_of
 from m2flow.engines.embedded.rollout_engine import EmbeddedRollout
 from m2flow.engines.embedded.trainer import EmbeddedTrain
 from m2flow.errors import EngineError
-from m2flow.micro.protocol.update_semantics import with_same_weights
+from m2flow.micro.protocol.update_semantics import with_same_weights, with_version_ages
 from m2flow.micro.records.tally import Alarm, Divergence, Tally
 from m2flow.micro.worker.weight_sync import Checks, LogprobCheck
 from m2flow.observe.metrics import read_metrics
 from m2flow.observe.spans import Recorder
 from m2flow.observe.store import read_spans
-from m2flow.recipe import Model, Sampling
+from m2flow.recipe import Loss, Model, Sampling
 from m2flow.runner.run import Run
 from m2flow.samples import Batch, Ragged, make_ids
 from m2flow.spec import ClusterSpec, RolloutSpec, RunSettings, TrainSpec, WeightsSpec
@@ -142,6 +143,34 @@ def test_no_alarm_is_heard_below_the_threshold_or_where_nothing_was_compared() -
     Alarm(0.1, said.append).hear(call, {"loss": 3.0}, tally)
     Alarm(None, said.append).hear(call, {"rollout_diff/mean": 9.0}, tally)
     assert (said, tally.apart) == ([], None)
+
+
+def test_a_metric_beyond_its_bound_gives_a_warning_once() -> None:
+    said: list[str] = []
+    call: Any = SimpleNamespace(step=3, name="policy.update", role="policy")
+    alarm = Alarm(None, said.append, WeightsSpec().alarms | {"loss": "> 1e2"})
+    alarm.hear(call, {"rollout_kl": 0.1, "effective_sample_share": 0.3, "loss": 100.0}, Tally())
+    assert said == []
+    for kl in (0.2, 0.3):
+        alarm.hear(call, {"rollout_kl": kl, "effective_sample_share": 0.25}, Tally())
+    assert [text.split(" (")[0] for text in said] == [
+        "step 3: rollout_kl of policy.update is 0.2, above 0.1",
+        "step 3: effective_sample_share of policy.update is 0.25, below 0.3",
+    ]
+    with pytest.raises(ValueError, match="alarms"):
+        WeightsSpec(alarms={"rollout_kl": "0.1"})
+
+
+def test_updates_with_a_correction_know_how_old_the_weights_of_each_token_were() -> None:
+    versions = Ragged.of([[3, 3], [4, 2, 1]], np.int32)
+    rows = Batch(make_ids(0, 2), {"versions": versions})
+    loss = Loss("mine", "m2flow.algorithms.losses:reinforce", ("logprobs", "advantages"))
+    for correction, expected in ((None, None), (Correction(), [1, 1, 0, 2, 3])):
+        call: Any = SimpleNamespace(options={"loss": replace(loss, correction=correction)}, writes=[SimpleNamespace(version=5)])
+        found = with_version_ages(call, rows)
+        assert ("version_ages" in found) == (expected is not None)
+        if expected is not None:
+            assert found.ragged("version_ages").values.tolist() == expected
 
 
 @pytest.mark.parametrize("placement", ["split", "time-shared"])

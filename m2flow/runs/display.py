@@ -11,14 +11,17 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import re
 import threading
 import time
+import urllib.request
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, final
 
+import msgspec
 from rich.console import Console
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
     from m2flow.micro.protocol.update_semantics import UpdateSteps
     from m2flow.micro.records.tally import Tally
     from m2flow.runner.run import Summary
+    from m2flow.viewer.health import Alert
+    from m2flow.viewer.run_trace import RunTrace
 
 # ---- plan, summary and progress
 
@@ -42,6 +47,8 @@ _EXAMPLE_S = 5.0
 """How long a sample's text is shown, so that it can be read."""
 _BARS = "▁▂▃▄▅▆▇█"
 _TEXT_WIDTH = 72
+_OPENING = re.compile(r"(?:<[^<>\s]+>\s*)+(?:assistant|model)(?:<[^<>\s]+>|\s)*$")
+"""How chat templates open an answer, after the markup that ends the question: `<|im_end|>\\n<|im_start|>assistant\\n`."""
 _STOPPING = "stopping the workers; Ctrl-C once more ends at once"
 
 
@@ -80,21 +87,25 @@ def show_plan(console: Console, plan: Plan, *, is_eager: bool) -> None:
 def show_summary(console: Console, flow: str, summary: Summary, tally: Tally) -> None:
     """Print the results of a run, its directory, and the commands to look at it."""
     last = f", the last {tally.num_steps - tally.steps_before}" if tally.steps_before else ""
+    steps = f"{summary.steps:,} of {_count(summary.steps_asked, 'step')}" if summary.ended_early else _count(summary.steps, "step")
     rows = [
-        ("done", f"{flow}: {_count(summary.steps, 'step')}{last} in {duration(summary.wall_s)}, {_count(summary.samples, 'sample')}, "
+        ("done", f"{flow}: {steps}{last} in {duration(summary.wall_s)}, {_count(summary.samples, 'sample')}, "
          f"{_count(summary.tokens, 'token')} ({summary.tokens_per_s:,.0f} tokens/s, {summary.samples_per_s:,.1f} samples/s)"),
     ]  # fmt: skip
+    if summary.ended_early:
+        rows.append(("stopped", summary.ended_early))
     if summary.left_out:
         rows.append(("left out", ", ".join(f"{_count(number, 'sample')} {reason}" for reason, number in summary.left_out.items())))
     if summary.calls_failed:
         rows.append(("caught", f"{_count(summary.calls_failed, 'call')} failed, and the flow went on (ledger.db has each with its error)"))
     if summary.reward_first is not None and summary.reward_last is not None:
         rows.append(("reward", f"{summary.reward_first:.3f} -> {summary.reward_last:.3f}  {_sparkline(console, tally.rewards)}"))
-    rows += [(name, f"{value:.4g}") for name, value in tally.logs.items()]
+    rows += logged(tally)
     if tally.apart is not None:
         worst = f"most in step {tally.apart.step}, by {tally.apart.mean:.3g} on average"
         said = f"trainer and rollout judge the same tokens differently in {_count(tally.apart.num_updates, 'update')}; {worst}"
         rows.append(("alarm", f"{said} (rollout_diff/mean in metrics.jsonl)"))
+    rows += [("alert", f"{alert.title}: {alert.says} ({alert.page})") for alert in final_alerts(Path(summary.run_dir))]
     if summary.busy_s:
         shares = (f"{worker} {busy_s / max(summary.wall_s, 1e-9):.0%}" for worker, busy_s in summary.busy_s.items())
         rows.append(("busy", ", ".join(shares)))
@@ -119,7 +130,7 @@ class Progress:
         self._run = run
         self._rates = Rates()
         self._efficiency = LiveEfficiency()
-        self._update = UpdatePace()
+        self._update_pace = UpdatePace()
         self._num_steps = 0
         self._started_s = 0.0
         self._is_stopping = False
@@ -156,6 +167,8 @@ class Progress:
         else:
             self._ended.set()
             self._lines.join()
+        if os.environ.get(WEBHOOK):
+            self._efficiency.send_last(self._run.run_dir)
 
     def _table(self) -> Table:
         tally, running = self._run.tally, self._run.running
@@ -176,12 +189,12 @@ class Progress:
         update = self._run.updating
         if update is not None:
             done = Table.grid(padding=(0, 2))
-            done.add_row(ProgressBar(update.of, update.done, width=30), self._update.text(update, time.monotonic()))
+            done.add_row(ProgressBar(update.of, update.done, width=30), self._update_pace.text(update, time.monotonic()))
             table.add_row("update", done)
         if tally.rewards:
             table.add_row("reward", Text(f"{tally.rewards[-1]:.3f}  {_sparkline(self._console, list(tally.rewards))}"))
-        for name, value in list(tally.logs.items()):
-            table.add_row(Text(name), Text(f"{value:.4g}"))
+        for name, value in logged(tally):
+            table.add_row(Text(name), Text(value))
         tokens_per_s, samples_per_s = self._rates.add(time.monotonic(), tally)
         table.add_row(
             "speed", f"{tokens_per_s:,.0f} tokens/s  {samples_per_s:,.1f} samples/s  {_count(tally.num_samples, 'sample')} so far"
@@ -189,11 +202,13 @@ class Progress:
         efficiency = self._efficiency.look(self._run.run_dir, time.monotonic())
         if efficiency is not None:
             table.add_row("efficiency", f"{efficiency:.0%} of the bound")
+        for alert in list(self._efficiency.alerts.values()):
+            table.add_row(Text("alert", style="bold red" if alert.level == "bad" else "bold yellow"), Text(f"{alert.title}: {alert.says}"))
         for worker, doing in sorted(self._run.starting.items()) or sorted(running.items()) or [("running", self._phase(tally))]:
             table.add_row(Text(worker), Text(doing))
         prompt, response = self._sample(tally)
         if prompt or response:
-            table.add_row("sample", Text(_example(prompt, response)))
+            table.add_row("sample", Text(short_example(prompt, response)))
         if self._is_stopping:
             table.add_row("", Text(_STOPPING, style="bold"))
         return table
@@ -218,36 +233,45 @@ class Progress:
     def _print_lines(self) -> None:
         last_steps, last_s, example_s = 0, self._started_s, 0.0
         starting: Mapping[str, str] = {}
+        said = set[str]()
         while not self._ended.wait(0.25):
             tally, now_s = self._run.tally, time.monotonic()
             rates = self._rates.add(now_s, tally)
-            if self._run.starting != starting:
-                starting = dict(self._run.starting)
-                if starting and not self._is_stopping:
+            before, starting = starting, dict(self._run.starting)
+            if starting and not self._is_stopping:
+                wait_s = 0.0 if _num_ready(before) != _num_ready(starting) else _LINE_S if before != starting else _QUIET_LINE_S
+                if not before or now_s - last_s > wait_s:
                     _print(self._console, self._starting_line(starting))
+                    last_s = now_s
+                else:
+                    starting = before  # It is said later.
+                continue
             has_moved = tally.num_steps > last_steps or ((update := self._run.updating) is not None and update.done > 0)
             is_due = now_s - last_s > (_LINE_S if has_moved else _QUIET_LINE_S)
             if self._is_stopping or not (is_due or (tally.num_steps and not last_steps)):
                 continue
             _print(self._console, self._line(tally, rates))
+            for rule, alert in list(self._efficiency.alerts.items()):
+                if rule not in said:
+                    _print(self._console, f"  alert  {alert.title}: {alert.says} ({alert.page})")
+                    said.add(rule)
             if now_s - example_s > 3 * _EXAMPLE_S and tally.example != ("", ""):
-                _print(self._console, f"  sample {_example(*tally.example)}")
+                _print(self._console, f"  sample {short_example(*tally.example)}")
                 example_s = now_s
             last_steps, last_s = tally.num_steps, now_s
 
     def _starting_line(self, starting: Mapping[str, str]) -> str:
-        num_ready = sum(what == "ready" for what in starting.values())
         rest = [f"{worker} {what}" for worker, what in sorted(starting.items()) if what != "ready"]
         passed = f"{duration(time.monotonic() - self._started_s):>7}"
-        return "  ".join([f"{passed}  set-up: {num_ready} of {_count(len(starting), 'worker')} ready", *rest])
+        return "  ".join([f"{passed}  set-up: {_num_ready(starting)} of {_count(len(starting), 'worker')} ready", *rest])
 
     def _line(self, tally: Tally, rates: tuple[float, float]) -> str:
         known = f"/{self._num_steps}" if self._num_steps >= tally.num_steps else ""
         parts = [f"{duration(time.monotonic() - self._started_s):>7}  step {tally.num_steps}{known}"]
         update = self._run.updating
-        parts += [f"update {self._update.text(update, time.monotonic())}"] if update is not None else []
+        parts += [f"update {self._update_pace.text(update, time.monotonic())}"] if update is not None else []
         parts += [f"reward {tally.rewards[-1]:.3f}"] if tally.rewards else []
-        parts += [f"{name} {value:.4g}" for name, value in list(tally.logs.items())]
+        parts += [f"{name} {value}" for name, value in logged(tally)]
         parts += [f"{rates[0]:,.0f} tokens/s", f"{rates[1]:,.1f} samples/s"]
         efficiency, left_s = self._efficiency.look(self._run.run_dir, time.monotonic()), self._left_s(tally)
         parts += [f"efficiency {efficiency:.0%}"] if efficiency is not None else []
@@ -327,9 +351,31 @@ def _sparkline(console: Console, values: Sequence[float]) -> str:
     return sparkline(values) if (console.encoding or "").lower().startswith("utf") else ""
 
 
-def _example(prompt: str, response: str) -> str:
-    """Shorten a sample to the end of its prompt and the beginning of its response."""
-    half = _TEXT_WIDTH // 2
+def logged(tally: Tally) -> list[tuple[str, str]]:
+    """The last value of each name that the flow logged, an evaluation's with its interval.
+
+    The mean reward of the step is shown anyway: `log(reward=rewards.mean())` is not shown beside it. Of episodes, the causes of failures
+    that there were.
+    """
+    logs, rows = dict(tally.logs), []
+    reward = f"{tally.rewards[-1]:.3f}" if tally.rewards else ""
+    for name, value in logs.items():
+        base = name.removesuffix(" low").removesuffix(" high")
+        is_no_failure = "episodes/" in name and value == 0
+        if is_no_failure or (base != name and base in logs) or (name == "reward" and f"{value:.3f}" == reward):
+            continue
+        low, high = logs.get(f"{name} low"), logs.get(f"{name} high")
+        rows.append((name, f"{value:.4g}" + ("" if low is None or high is None else f" ({low:.2g} to {high:.2g})")))
+    return rows
+
+
+def _num_ready(starting: Mapping[str, str]) -> int:
+    return sum(what == "ready" for what in starting.values())
+
+
+def short_example(prompt: str, response: str) -> str:
+    """Shorten a sample to the end of its prompt, without the chat template's opening of the answer, and the beginning of its response."""
+    prompt, half = _OPENING.sub("", prompt), _TEXT_WIDTH // 2
     end = prompt if len(prompt) <= half else "..." + prompt[3 - half :]
     beginning = response if len(response) <= half else response[: half - 3] + "..."
     return f"{end!r} -> {beginning!r}"
@@ -351,6 +397,9 @@ _PAUSE_FACTOR = 100
 """An analysis that took t seconds is repeated after this many times t."""
 _MAX_TRACE_BYTES = 64 << 20
 """Larger traces are not analysed in passing."""
+WEBHOOK = "M2FLOW_ALERT_WEBHOOK"
+"""The environment variable with the URL that new alerts of a run go to."""
+_WEBHOOK_S = 5.0
 
 
 @final
@@ -360,6 +409,10 @@ class LiveEfficiency:
     def __init__(self) -> None:
         self.value: float | None = None
         """Bound over measured time of all finished steps, 0 to 1; None: not known."""
+        self.alerts: dict[str, Alert] = {}
+        """By rule, those that hold or held."""
+        self.not_sent = ""
+        """Why the webhook did not take the last alert."""
         self._due_s = 0.0
         self._thread: threading.Thread | None = None
 
@@ -370,10 +423,26 @@ class LiveEfficiency:
             self._thread.start()
         return self.value
 
+    def send_last(self, run_dir: Path) -> None:
+        """Send the alerts of a run that has ended which were not seen while it went on."""
+        self._raise(run_dir, final_alerts(run_dir))
+
+    def _raise(self, run_dir: Path, alerts: Sequence[Alert]) -> None:
+        url = os.environ.get(WEBHOOK, "")
+        for alert in alerts:
+            if alert.rule not in self.alerts and url:
+                try:
+                    send_alert(url, run_dir.name, alert)
+                except (OSError, ValueError) as error:
+                    self.not_sent = str(error)
+            self.alerts[alert.rule] = alert
+
     def _analyse(self, run_dir: Path) -> None:
         began_s = time.monotonic()
         with contextlib.suppress(Exception):  # The files are being written; a display must not fail for that.
-            self.value = efficiency_of(run_dir)
+            trace = _trace_of(run_dir)
+            self.value = _efficiency(trace)
+            self._raise(run_dir, alerts_of(run_dir, trace))
         took_s = time.monotonic() - began_s
         self._due_s = time.monotonic() + max(_LEAST_PAUSE_S, _PAUSE_FACTOR * took_s)
         self._thread = None
@@ -381,13 +450,47 @@ class LiveEfficiency:
 
 def efficiency_of(run_dir: Path) -> float | None:
     """Return the bound of a run's steps over the time that they took, 0 to 1; None: not known."""
+    return _efficiency(_trace_of(run_dir))
+
+
+def _efficiency(trace: RunTrace) -> float | None:
     from m2flow.viewer.analysis import analysis_of
     from m2flow.viewer.idle import idle_of
+
+    return analysis_of(trace, idle_of(trace)).efficiency
+
+
+def _trace_of(run_dir: Path) -> RunTrace:
     from m2flow.viewer.run_trace import RunTrace
 
     trace = RunTrace(run_dir)
     trace.refresh()
-    return analysis_of(trace, idle_of(trace)).efficiency
+    return trace
+
+
+def final_alerts(run_dir: Path) -> list[Alert]:
+    """Return the alerts of a finished run; of one whose trace is too large to read in passing, those that need none."""
+    with contextlib.suppress(Exception):
+        return alerts_of(run_dir, _trace_of(run_dir) if _size(run_dir) in range(1, _MAX_TRACE_BYTES) else None)
+    return []
+
+
+def alerts_of(run_dir: Path, trace: RunTrace | None) -> list[Alert]:
+    from m2flow.viewer.health import alerts_of
+
+    return alerts_of(run_dir, trace)
+
+
+def send_alert(url: str, run: str, alert: Alert) -> None:
+    """Send an alert to a webhook: a POST of one JSON object.
+
+    Raises:
+        OSError: it was not taken.
+    """
+    body = msgspec.json.encode({"run": run, "text": f"{run}: {alert.title}: {alert.says}", **msgspec.structs.asdict(alert)})
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=_WEBHOOK_S):
+        pass
 
 
 def final_efficiency(run_dir: Path) -> float | None:

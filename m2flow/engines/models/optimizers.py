@@ -1,9 +1,9 @@
-"""The optimiser step of a trainer: divide, clip, schedule, AdamW; on a trainer's own parameters, or inside a library that owns the step.
+"""The optimiser step of a trainer: divide, clip, schedule, step; on a trainer's own parameters, or inside a library that owns the step.
 
-The recipe's equations are torch.optim.AdamW's. Weight decay applies to every parameter. Gradients are divided by the
-mini-batch's denominator here, once, so no number depends on how the mini-batch was cut.
+The equations are those of the recipes (`m2flow.recipe.AdamW`, `Muon`, `SGD`). Weight decay applies to every parameter. Gradients are
+divided by the mini-batch's denominator here, once, so no number depends on how the mini-batch was cut.
 
-    weights in half precision:  gradient --float32--> AdamW on float32 masters --rounded--> weights
+    weights in half precision:  gradient --float32--> step on float32 masters --rounded--> weights
 
 bfloat16 has 8 bits of precision: a step below 1/256 of a weight would be lost each time. So steps apply to a float32 copy of each such
 weight (its master), of which the weight is the rounded value.
@@ -14,14 +14,18 @@ clipping that differ from step to step, or moments for each of several recipes; 
 
     apply:  due(recipe, denominator)   then the library's own step --> RecipeAdamW.step on the parts that this rank holds
 
+    matrices of layers, under Muon:  momentum --gathered--> orthogonal [rows, columns] --own part--> weights
+
 Source: Micikevicius et al. 2018, "Mixed Precision Training", arXiv:1710.03740, section 3.1.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -31,29 +35,44 @@ from torch.optim.adamw import adamw
 from m2flow.engines.contract import MOVED
 from m2flow.engines.models.trainer_checkpoint import local, spread_like, whole
 from m2flow.errors import EngineError, InternalError
-from m2flow.recipe import AdamW
+from m2flow.recipe import OPTIMIZERS, SGD, AdamW, Muon, Optimizer, WeightGroup
 
 
 class Optimizers:
     """Step one set of parameters, under any number of recipes.
 
     Args:
+        matrices: those of the parameters that Muon makes orthogonal steps on.
+        groups: a parameter's id -> the group of weights that it is reported with, for recipes with `log_layers`.
+        names: a parameter's id -> its name, for recipes with groups of their own.
         has_masters: keep a float32 copy of each parameter below float32, from the first step on.
     """
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter], *, has_masters: bool = True) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[torch.nn.Parameter],
+        *,
+        matrices: Iterable[torch.nn.Parameter] = (),
+        groups: Mapping[int, str] = MappingProxyType({}),
+        names: Mapping[int, str] = MappingProxyType({}),
+        has_masters: bool = True,
+    ) -> None:
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        of_matrices = {id(parameter) for parameter in matrices}
+        self._is_matrix = [id(parameter) in of_matrices for parameter in self._parameters]
+        self._groups = [groups.get(id(parameter), "rest") for parameter in self._parameters]
+        self._names = [names.get(id(parameter), "") for parameter in self._parameters]
         self._has_masters = has_masters
         self._masters: dict[int, torch.nn.Parameter] = {}
         """By the place of the parameter."""
         self._is_fused = len(_by_mesh(self._parameters)) < 2
-        self._states: dict[AdamW, tuple[torch.optim.AdamW, int]] = {}
+        self._states: dict[Optimizer, tuple[torch.optim.Optimizer, int]] = {}
 
-    def step(self, recipe: AdamW, denominator: float) -> dict[str, float]:
+    def step(self, recipe: Optimizer, denominator: float) -> dict[str, float]:
         """Divide the gradients, clip, step and clear them.
 
         Returns:
-            `grad_norm`, the 2-norm after the division and before the clipping, and `lr`.
+            `grad_norm`, the 2-norm after the division and before the clipping, and `lr`; and by group of weights what `log_layers` says.
         Raises:
             EngineError: no gradient, a denominator that is not positive, or a gradient that is not finite. The weights are as
                 they were, and the gradient is cleared.
@@ -72,20 +91,33 @@ class Optimizers:
                     f"the gradient is not finite (its norm is {norm}); the weights were left as they were",
                     now="Look for infinite losses or advantages, and for a learning rate that is too high.",
                 )
+            stepped = self._stepped if recipe.log_layers else []
+            by_group = {f"{GRAD_NORM}/{group}": size / denominator for group, size in self._norms([held.grad for held in stepped]).items()}
+            old = [held.detach().clone() for held in stepped]
             shrink = recipe.max_grad_norm / norm if 0 < recipe.max_grad_norm < norm else 1.0
             for alike in by_mesh:
                 torch._foreach_mul_(alike, shrink / denominator)
             optimizer, num_steps = self._states.get(recipe) or (self._fresh(recipe), 0)
             rate = recipe.rate(num_steps)
             for group in optimizer.param_groups:
-                group["lr"] = rate
+                group["lr"] = rate * group.get("lr_scale", 1.0)
             before = {i: local(held).detach().clone() for i, held in enumerate(self._parameters) if held.dtype != torch.float32}
             optimizer.step()
             self._states[recipe] = (optimizer, num_steps + 1)
+            steps = self._norms([held.detach() - weight for held, weight in zip(stepped, old, strict=True)])
+            by_group |= update_ratios(steps, self._norms(old))
             self._take_from_masters()
-            return {"grad_norm": norm, "lr": rate, **self._moved(before)}
+            return {GRAD_NORM: norm, "lr": rate, **by_group, **self._moved(before)}
         finally:
             self.clear_gradients()
+
+    def _norms(self, tensors: Sequence[Tensor | None]) -> dict[str, float]:
+        """Compute 2-norms by group of tensors that are one for each parameter. Collective where parameters are sharded."""
+        found: dict[str, list[Tensor]] = {}
+        for group, tensor in zip(self._groups, tensors, strict=False):
+            if tensor is not None:
+                found.setdefault(group, []).append(tensor)
+        return {group: _norm(_by_mesh(alike)) for group, alike in found.items()}
 
     def clear_gradients(self) -> None:
         for parameter in (*self._parameters, *self._masters.values()):
@@ -141,19 +173,19 @@ class Optimizers:
     def state(self) -> list[dict[str, Any]]:
         """Everything that later steps depend on, in the order in which the recipes were first used."""
         return [
-            {"recipe": asdict(recipe), "num_steps": num_steps, "state": optimizer.state_dict()}
+            {"kind": type(recipe).__name__, "recipe": asdict(recipe), "num_steps": num_steps, "state": optimizer.state_dict()}
             for recipe, (optimizer, num_steps) in self._states.items()
         ]
 
     def load_state(self, saved: list[dict[str, Any]]) -> None:
         """Restore what `state` returned."""
-        states: dict[AdamW, tuple[torch.optim.AdamW, int]] = {}
+        states: dict[Optimizer, tuple[torch.optim.Optimizer, int]] = {}
         for entry in saved:
-            recipe = AdamW(**{**entry["recipe"], "betas": tuple(entry["recipe"]["betas"])})
+            recipe = _recipe_of(entry)
             optimizer = self._fresh(recipe)
             optimizer.load_state_dict(entry["state"])
             for group in optimizer.param_groups:
-                group["fused"] = self._is_fused
+                group["fused"] = self._is_fused and not isinstance(recipe, SGD)
             for parameter, state in optimizer.state.items():
                 state.update({name: spread_like(value, parameter) for name, value in state.items() if isinstance(value, Tensor)})
             states[recipe] = (optimizer, int(entry["num_steps"]))
@@ -177,15 +209,123 @@ class Optimizers:
                     if isinstance(value, Tensor):
                         state[name] = value.to(device)
 
-    def _fresh(self, recipe: AdamW) -> torch.optim.AdamW:
+    def _fresh(self, recipe: Optimizer) -> torch.optim.Optimizer:
+        if isinstance(recipe, SGD):
+            return torch.optim.SGD(self._grouped(recipe), recipe.lr, recipe.momentum, weight_decay=recipe.weight_decay, foreach=False)
+        if isinstance(recipe, Muon):
+            if not any(self._is_matrix):
+                raise EngineError("Muon steps on matrices of layers, and this model does not say what its layers are", now="Use AdamW.")
+            chosen = list(zip(self._stepped, self._is_matrix, strict=True))
+            matrices, others = ([held for held, is_matrix in chosen if is_matrix is wanted] for wanted in (True, False))
+            return MuonSteps(matrices, others, recipe, is_fused=self._is_fused)
         return torch.optim.AdamW(
-            self._stepped,
+            self._grouped(recipe),
             lr=recipe.lr,
             betas=recipe.betas,
             eps=recipe.eps,
             weight_decay=recipe.weight_decay,
             fused=self._is_fused,
         )
+
+    def _grouped(self, recipe: AdamW | SGD) -> list[Any]:
+        """What is stepped, in groups as the recipe has them."""
+        if not recipe.groups:
+            return self._stepped
+        of_weight = [next((i for i, one in enumerate(recipe.groups) if fnmatch.fnmatchcase(name, one.names)), -1) for name in self._names]
+        unused = [one.names for i, one in enumerate(recipe.groups) if i not in of_weight]
+        if unused:
+            some = ", ".join(self._names[:3])
+            raise EngineError(
+                f"no trained weight belongs to the group {unused[0]!r}", now=f"Names are like {some}; the first group that fits counts."
+            )
+        found = []
+        for i in sorted(set(of_weight)):
+            held = [one for one, group in zip(self._stepped, of_weight, strict=True) if group == i]
+            own = recipe.groups[i] if i >= 0 else WeightGroup("*")
+            decay = recipe.weight_decay if own.weight_decay is None else own.weight_decay
+            found.append({"params": held, "weight_decay": decay, "lr_scale": own.lr_scale})
+        return found
+
+
+class MuonSteps(torch.optim.Optimizer):  # type: ignore[misc]
+    """`m2flow.recipe.Muon` on float32 parameters, or on this rank's parts of them: then its step is collective."""
+
+    def __init__(self, matrices: list[Tensor], others: list[Tensor], recipe: Muon, *, is_fused: bool) -> None:
+        super().__init__([{"params": matrices}, {"params": others}], {"lr": recipe.lr, "fused": is_fused})
+        self._recipe = recipe
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        matrices, others = self.param_groups
+        for matrix in matrices["params"]:
+            if matrix.grad is not None:
+                self._step_matrix(matrix, matrices["lr"])
+        self._step_others([one for one in others["params"] if one.grad is not None], others["lr"], is_fused=others["fused"])
+
+    def _step_matrix(self, matrix: Tensor, rate: float) -> None:
+        state, beta = self.state[matrix], self._recipe.momentum
+        if not state:
+            state["momentum"] = torch.zeros_like(matrix)
+        momentum, own = state["momentum"], local(matrix)
+        local(momentum).mul_(beta).add_(local(matrix.grad))
+        step = orthogonal(whole(momentum * beta + matrix.grad))
+        own.mul_(1 - rate * self._recipe.weight_decay)
+        own.sub_(local(spread_like(step, matrix)), alpha=rate * _MUON_SIZE * math.sqrt(max(matrix.shape[-2:])))
+
+    def _step_others(self, others: list[Tensor], rate: float, *, is_fused: bool) -> None:
+        for one in others:
+            if not self.state[one]:
+                moments = {name: torch.zeros_like(one) for name in MOMENTS}
+                self.state[one].update(step=torch.zeros((), device=local(one).device), **moments)
+        states, recipe = [self.state[one] for one in others], self._recipe
+        adamw(
+            others,
+            [one.grad for one in others],
+            *([state[name] for state in states] for name in MOMENTS),
+            [],
+            [state["step"] for state in states],
+            fused=is_fused,
+            amsgrad=False,
+            beta1=recipe.betas[0],
+            beta2=recipe.betas[1],
+            lr=rate,
+            weight_decay=recipe.weight_decay,
+            eps=recipe.eps,
+            maximize=False,
+        )
+
+
+_MUON_SIZE = 0.2
+"""Root mean square of the entries of AdamW's steps, in units of the rate, which Muon's have, too."""
+
+
+def orthogonal(matrix: Tensor) -> Tensor:
+    """Make the singular values of a matrix [..., rows, columns] near 1, from 0.7 to 1.2 or so; those next to 0 stay there.
+
+    Source:
+        Newton-Schulz iteration with the coefficients of Jordan et al. 2024, https://kellerjordan.github.io/posts/muon.
+
+    >>> values = torch.linalg.svdvals(orthogonal(torch.tensor([[3.0, 0.0], [0.0, 0.5], [0.0, 0.0]])))
+    >>> bool((values > 0.65).all() and (values < 1.25).all())
+    True
+    """
+    smallest = torch.finfo(matrix.dtype).tiny
+    found = matrix / matrix.abs().amax((-2, -1), keepdim=True).clamp(min=smallest)  # Squares of tiny gradients would be 0.
+    found = found / torch.linalg.matrix_norm(found, keepdim=True).clamp(min=smallest)
+    is_tall = matrix.shape[-2] > matrix.shape[-1]
+    found = found.mT if is_tall else found
+    for _ in range(5):
+        square = found @ found.mT
+        found = 3.4445 * found + (-4.7750 * square + 2.0315 * square @ square) @ found
+    return found.mT if is_tall else found
+
+
+def _recipe_of(entry: Mapping[str, Any]) -> Optimizer:
+    """The recipe that a saved state is of."""
+    given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in entry["recipe"].items()}
+    if given.get("groups"):
+        given["groups"] = tuple(WeightGroup(**one) for one in given["groups"])
+    return OPTIMIZERS[entry.get("kind", "AdamW")](**given)
 
 
 def _by_mesh(tensors: list[Tensor]) -> list[list[Tensor]]:
@@ -194,6 +334,19 @@ def _by_mesh(tensors: list[Tensor]) -> list[list[Tensor]]:
     for tensor in tensors:
         found.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
     return list(found.values())
+
+
+GRAD_NORM = "grad_norm"
+"""The metric of an optimiser step; with `/GROUP` appended, that of a group of weights."""
+
+
+def update_ratios(steps: Mapping[str, float], weights: Mapping[str, float]) -> dict[str, float]:
+    """Divide norms of what a step added by norms of the weights before it; weights that are all 0 have none.
+
+    >>> update_ratios({"layers.0": 0.5, "head": 1.0}, {"layers.0": 2.0, "head": 0.0})
+    {'update_ratio/layers.0': 0.25}
+    """
+    return {f"update_ratio/{group}": steps[group] / size for group, size in weights.items() if size}
 
 
 def _norm(by_mesh: list[list[Tensor]]) -> float:
@@ -217,6 +370,12 @@ class RecipeAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         """A part and its gradient -> what they add to this rank's squared norm, float64."""
         self.kept: Callable[[Tensor], Tensor] = lambda moment: moment
         """A moment -> the same where it is to be kept."""
+        self.places: Mapping[Tensor, Sequence[tuple[str, int, int]]] = {}
+        """By part: where in it the groups of weights lie, each with start and end; for recipes with `log_layers`."""
+        self.groups: Sequence[str] = ()
+        """Groups of weights, in the same order on all ranks."""
+        self.by_group: dict[str, float] = {}
+        """Of the last step, what `log_layers` asks for."""
         self.moments: dict[AdamW, dict[Tensor, tuple[Tensor, Tensor]]] = {}
         """By recipe, then by part: float32, of the part's shape."""
         self.num_steps: dict[AdamW, int] = {}
@@ -254,6 +413,9 @@ class RecipeAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         self._norm = math.sqrt(float(self.norm_over(square))) / denominator
         if not math.isfinite(self._norm):
             return
+        old = [part.clone() for part in parts] if recipe.log_layers else []
+        norms = self._norms(parts, gradients) if recipe.log_layers else {}
+        self.by_group = {f"{GRAD_NORM}/{group}": size / denominator for group, size in norms.items()}
         shrink = recipe.max_grad_norm / self._norm if 0 < recipe.max_grad_norm < self._norm else 1.0
         torch._foreach_mul_(gradients, shrink / denominator)
         num_steps = self.num_steps.get(recipe, 0)
@@ -278,6 +440,19 @@ class RecipeAdamW(torch.optim.Optimizer):  # type: ignore[misc]
             maximize=False,
         )
         self.num_steps[recipe] = num_steps + 1
+        if recipe.log_layers:
+            steps = self._norms(parts, [part - before for part, before in zip(parts, old, strict=True)])
+            self.by_group |= update_ratios(steps, self._norms(parts, old))
+
+    def _norms(self, parts: Sequence[Tensor], tensors: Sequence[Tensor]) -> dict[str, float]:
+        """Compute 2-norms by group of tensors that are one for each part. Collective where parts are those of a rank."""
+        squares = torch.zeros(len(self.groups), dtype=torch.float64)
+        for part, tensor in zip(parts, tensors, strict=True):
+            for group, start, end in self.places[part]:
+                alone = torch.zeros_like(tensor)  # In its place, since `square` knows what other ranks repeat by place.
+                alone.view(-1)[start:end] = tensor.view(-1)[start:end]
+                squares[self.groups.index(group)] += self.square(part, alone).cpu()
+        return dict(zip(self.groups, self.norm_over(squares).sqrt().tolist(), strict=True))
 
     def to(self, device: torch.device | str, *, with_parts: bool) -> None:
         """Move the moments, and on request the parts themselves, to a device."""
@@ -303,12 +478,19 @@ def packed_state(recipe: AdamW, num_steps: int, moments: list[tuple[Tensor, Tens
     ).state_dict()
     step = torch.tensor(float(num_steps))
     of_parameters = {i: {"step": step.clone(), **dict(zip(MOMENTS, both, strict=True))} for i, both in enumerate(moments)}
-    return {"recipe": asdict(recipe), "num_steps": num_steps, "state": {**template, "state": of_parameters}}
+    return {"kind": "AdamW", "recipe": asdict(recipe), "num_steps": num_steps, "state": {**template, "state": of_parameters}}
 
 
 def unpacked_state(saved: dict[str, Any], num_parameters: int) -> tuple[AdamW, int, list[tuple[Tensor, Tensor] | None]]:
-    """Unpack `packed_state`, or another trainer's state; None for a parameter that was never stepped."""
-    recipe = AdamW(**{**saved["recipe"], "betas": tuple(saved["recipe"]["betas"])})
+    """Unpack `packed_state`, or another trainer's state; None for a parameter that was never stepped.
+
+    Raises:
+        EngineError: the state of another optimiser than AdamW.
+    """
+    recipe = _recipe_of(saved)
+    if not isinstance(recipe, AdamW) or recipe.groups:
+        what = f"the checkpoint has the state of {recipe}, and this trainer has AdamW alone, without groups of weights"
+        raise EngineError(what, now="Take one of the train engines `embedded` and `fsdp`.")
     states = saved["state"]["state"]
     found = [states.get(i) for i in range(num_parameters)]
     return recipe, int(saved["num_steps"]), [None if one is None else (one[MOMENTS[0]], one[MOMENTS[1]]) for one in found]

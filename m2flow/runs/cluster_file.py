@@ -21,6 +21,7 @@ from m2flow.engines.registry import engine_named
 from m2flow.errors import M2FlowError, SpecError, did_you_mean
 from m2flow.planner.model_shapes import shape_named
 from m2flow.planner.pools import device_list
+from m2flow.planner.profiles import read_profile
 from m2flow.rollout_scheduling.policies import make_policy, make_predictor
 from m2flow.spec import ClusterSpec
 
@@ -66,6 +67,8 @@ def load_cluster(path: str | Path) -> ClusterSpec:
         raise _wrong(what, now, names, path, place) from None
     if spec.devices:
         spec = spec.model_copy(update={"devices": str(file.parent / spec.devices)})
+    if spec.costs:
+        spec = spec.model_copy(update={"costs": str(file.parent / spec.costs)})
     for names, look_up in _lookups(spec):
         try:
             look_up()
@@ -117,6 +120,8 @@ def _lookups(spec: ClusterSpec) -> Iterator[tuple[list[str], Callable[[], object
         devices = device_list(spec.devices)
         for name, pool in spec.pools.items():
             yield ["pools", name, "device"], partial(devices.find, pool.device)
+    if spec.costs:
+        yield ["costs"], partial(read_profile, Path(spec.costs))
     for role, shape in spec.shapes.items():
         if "/" not in shape:  # A model's directory is read where it is used: it may be on another host.
             yield ["shapes", role], partial(shape_named, shape)

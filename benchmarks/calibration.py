@@ -1,0 +1,198 @@
+"""How far the cost model is from runs that others have published: predicted over measured, row by row and part by part.
+
+    python benchmarks/calibration.py [--rows benchmarks/published_runs.yaml] [--costs mine.yaml] [--json]
+
+    published_runs.yaml --> layouts, lengths --ModelledCosts--> seconds of each part / measured seconds
+
+Layouts are those of the run, and no search takes part. A step is the sum of its parts (`async`: of the longer half), the weight sync with
+the time in which a colocated server wakes up, and the rest of a step. Lengths are lognormal with the published mean; the longest sample
+reaches the limit. The last lines are the median of |log(predicted / measured)| and the worst row of whole steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import yaml
+
+from m2flow.micro.protocol.cost_terms import EngineId, Layout, PassCost
+from m2flow.planner.cost_model import decode_cost, most_running, sync_s, train_cost
+from m2flow.planner.model_shapes import shape_named
+from m2flow.planner.pools import Pool, pools_of
+from m2flow.planner.workload import BatchTimes, CallLoad, Draws, Extent
+from m2flow.rollout_scheduling.lengths import lognormal
+from m2flow.spec import ClusterSpec, PoolSpec, RolloutSpec, TrainSpec
+
+ROWS = Path(__file__).with_name("published_runs.yaml")
+_MOST_RUNNING = 256
+_NEMO_WAKES = ("generate", "forward", "update", "sync")
+
+
+@dataclass(frozen=True)
+class Reaching(Draws):
+    """Lengths of which one reaches the cap."""
+
+    inner: Draws
+    cap: int
+
+    def draw(self, num_groups: int, n: int, seed: int, *, step: int = 0) -> npt.NDArray[np.int64]:
+        found = self.inner.draw(num_groups, n, seed, step=step).copy()
+        found[0, 0] = self.cap
+        return found
+
+    def draw_prompts(self, num_groups: int, seed: int, *, step: int = 0, n: int = 1) -> npt.NDArray[np.int64]:
+        return self.inner.draw_prompts(num_groups, seed, step=step, n=n)
+
+
+def pool_of(row: dict[str, Any], num_devices: int, costs: Path | None) -> Pool:
+    shape = {"nodes": max(1, num_devices // 8), "devices_per_node": min(8, num_devices)}
+    engines = {"rollout": RolloutSpec(engine="vllm"), "train": TrainSpec(engine="deepspeed")}
+    spec = ClusterSpec(pools={"main": PoolSpec(device=row["device"], **shape)}, **engines)  # type: ignore[arg-type]
+    from m2flow.planner import pools
+
+    own = pools.read_overrides(costs) if costs else None
+    (pool,) = pools_of(spec, own).values()
+    attained = pools.attained_by("vllm", row.get("engine", "megatron"), own)
+    device = pool.device
+    if "memory_gb_s" in row:
+        from dataclasses import replace
+
+        device = replace(device, memory_gb_s=row["memory_gb_s"])
+        pool = replace(pool, device=device)
+    from dataclasses import replace as changed
+
+    return changed(pool, attained=attained)
+
+
+def pass_s(cost: PassCost, layout: Layout, tokens: float, squares: float, budget: int) -> float:
+    """Seconds of a pass over samples with so many tokens, and squares of tokens, in all."""
+    microbatches = max(layout.dp, tokens / budget)
+    return microbatches * cost.fixed_s + tokens * cost.token_s + squares * cost.token2_s
+
+
+def lengths_of(row: dict[str, Any]) -> Reaching:
+    """The lognormal whose mean below the cap is the published one."""
+    low, high = row["answer"] * 0.2, row["answer"] * 5.0
+    for _ in range(40):
+        median = math.sqrt(low * high)
+        inner = lognormal(median=median, sigma=row["sigma"], cap=row["cap"] - row["prompt"], prompt_tokens=row["prompt"])
+        mean = float(inner.draw(row["prompts"], row["n"], 0).mean())
+        low, high = (median, high) if mean < row["answer"] else (low, median)
+    return Reaching(inner, row["cap"] - row["prompt"])
+
+
+def step_of(row: dict[str, Any], costs: Path | None) -> dict[str, float]:
+    """Predicted seconds of the parts of a step."""
+    shape, is_async = shape_named(row["model"]), bool(row.get("async"))
+    pool = pool_of(row, row["gpus"], costs)
+    layout = Layout(**row["layout"])
+    own = row["gpus"] // 2 if is_async else row["gpus"]
+    rollout = Layout(tp=row["tp"], dp=own // row["tp"])
+    lengths = lengths_of(row)
+    call = CallLoad("policy.generate", "generate", EngineId("policy", "rollout"), row["prompts"], row["n"], "sample", False, ())
+    batch = BatchTimes(call, lengths)
+    extent = Extent.of(batch.draws[0].responses.ravel(), prompt=row["prompt"], longest=row["cap"])
+    limit = min(_MOST_RUNNING, -(-call.num_samples // rollout.dp))
+    running = most_running(shape, rollout, extent, pool.memory_bytes, limit)
+    ways = instances_of(decode_cost(shape, pool, rollout, extent, running), rollout)
+    tokens, squares = call.num_samples * batch.mean_tokens, call.num_samples * batch.mean_square
+    cost = train_cost(shape, pool, layout, microbatch_tokens=row["budget"], is_trained=True, recomputes=row.get("recomputes", False))
+    update = pass_s(cost.update, layout, tokens, squares, row["budget"]) + row["updates"] * cost.optimizer_s
+    found = {
+        "generate": float(batch.rollout_s(ways)[0]),
+        "forward": row["passes"] * pass_s(cost.forward, layout, tokens, squares, row["budget"]),
+        "update": update,
+        "sync": sync_s(shape.weight_bytes, (pool, layout), (pool, rollout), is_same_devices=not is_async)
+        + (0 if is_async else pool.attained.rollout.wake_s.value),
+    }
+    trained = found["forward"] + found["update"]
+    work = max(found["generate"], trained) if is_async else found["generate"] + trained
+    return found | {"step": work + found["sync"] + pool.attained.train.rest_s.value}
+
+
+def instances_of(cost: Any, layout: Layout) -> Any:
+    from m2flow.planner.workload import Instances
+
+    numbers = cost.step_s, cost.sample_s, cost.prefill_token_s, cost.max_running, layout.dp, 0.0, 0.0, 0.0
+    return Instances(*(np.array([number], np.float64) for number in numbers))
+
+
+def training_of(row: dict[str, Any], costs: Path | None) -> float:
+    """Predicted seconds over measured ones of training alone."""
+    shape, layout = shape_named(row["model"]), Layout(**row["layout"])
+    pool = pool_of(row, layout.num_devices, costs)
+    cost = train_cost(shape, pool, layout, microbatch_tokens=row["budget"], is_trained=True, recomputes=row.get("recomputes", False))
+    num = layout.dp * 64
+    tokens = num * row["tokens"]
+    seconds = pass_s(cost.update, layout, tokens, tokens * row["tokens"], row["budget"]) + 4 * cost.optimizer_s
+    flops = 3 * (shape.token_flops * tokens + shape.attention_flops * tokens * row["tokens"])
+    return seconds / (flops / (row["mfu"] * layout.num_devices * pool.device.flops(2)))
+
+
+def decoding_of(row: dict[str, Any], costs: Path | None) -> float:
+    shape, layout = shape_named(row["model"]), Layout(tp=row["tp"])
+    cost = decode_cost(shape, pool_of(row, max(1, row["tp"]), costs), layout, Extent(500, 500, 250, 1000), 1)
+    return cost.seconds(1) / float(row["seconds"])
+
+
+def sync_of(row: dict[str, Any], costs: Path | None) -> float:
+    shape, pool = shape_named(row["model"]), pool_of(row, row["gpus"], costs)
+    ends = (pool, Layout(**row["layout"])), (pool, Layout(tp=row["tp"], dp=row["dp"]))
+    seconds = sync_s(shape.weight_bytes, *ends, is_same_devices=row["is_same_devices"])
+    return (seconds + row["is_same_devices"] * pool.attained.rollout.wake_s.value) / float(row["seconds"])
+
+
+def compared(rows: dict[str, Any], costs: Path | None = None) -> dict[str, dict[str, float]]:
+    """Predicted over measured: row -> part -> ratio."""
+    found: dict[str, dict[str, float]] = {}
+    for name, row in rows["steps"].items():
+        predicted, measured = step_of(row, costs), row["measured"]
+        found[name] = {part: predicted[part] / measured[part] for part in predicted if part in measured}
+    for kind, of in (("training", training_of), ("decoding", decoding_of), ("syncs", sync_of)):
+        found |= {name: {kind: of(row, costs)} for name, row in rows[kind].items()}
+    return found
+
+
+def summary(found: dict[str, dict[str, float]]) -> dict[str, Any]:
+    steps = {name: parts["step"] for name, parts in found.items() if "step" in parts}
+    every = [ratio for parts in found.values() for part, ratio in parts.items() if part != "step"]
+    worst = max(steps, key=lambda name: abs(math.log(steps[name])))
+
+    def median(ratios: list[float]) -> float:
+        return math.expm1(statistics.median(abs(math.log(ratio)) for ratio in ratios))
+
+    return {"median_error_of_steps": median(list(steps.values())), "worst_step": worst, "worst_ratio": steps[worst]} | {
+        "median_error_of_parts": median(every)
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rows", type=Path, default=ROWS)
+    parser.add_argument("--costs", type=Path, help="a costs file of yours")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    arguments = parser.parse_args()
+    rows = yaml.safe_load(arguments.rows.read_text())
+    found = compared(rows, arguments.costs)
+    if arguments.json:
+        print(json.dumps({"ratios": found, **summary(found)}))
+        return
+    print("predicted / measured")
+    for name, parts in found.items():
+        print(f"  {name:18} " + "  ".join(f"{part} {ratio:5.2f}" for part, ratio in parts.items()))
+    for name, why in rows.get("left_out", {}).items():
+        print(f"  {name:18} left out: {why}")
+    print(msgspec.json.encode(summary(found)).decode())
+
+
+if __name__ == "__main__":
+    main()

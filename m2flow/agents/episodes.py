@@ -1,0 +1,593 @@
+"""Run the episodes of a rollout engine: agents on an event loop, their turns as requests to the engine, beside its other samples.
+
+    a worker's thread                                the event loop's thread, one a process
+    Episodes.begin ------------------------------->  agent(chat, row)
+    Episodes.step: engine.add  <---- turn ---------  await chat.say(...)
+                   engine.step ----- reply ------->  goes on
+    a finished row             <---- end ----------  returns its reward
+
+An episode is one sample to all that knows samples: it is placed, preempted, resumed and reported as one, and its row has one reward. So
+all turns of an episode go to the engine that holds its prefix. While an agent waits for a tool, the engine decodes the others.
+
+All tokens are kept on the worker's side (`Transcript`); an agent learns only what the model said. Each turn's random numbers are keyed by
+its path: the sample's seed, a hash of all ids before it, and how often the episode has been just there. So they depend neither on time nor
+on what else runs, and a turn that is asked for again gives the same tokens.
+
+Repetition. A stopped episode's row has its tokens, and the record of its turns and tool calls (the column `episode`). It goes on from there
+anywhere: the agent is called again, what it asks is answered from the row as long as that has an answer, and a turn that was cut off
+midway continues from its tokens. A tool that has effects is noted before it begins, and its result before it enters the context, in what
+is written down (`take_urgent`, `written`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import sys
+import threading
+import traceback
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+import numpy as np
+
+from m2flow.agents.chat import Agent, Chat, Known, Reply, Resources, reward_of
+from m2flow.agents.conversation import Conversation
+from m2flow.agents.tools import EpisodeFailed, Outcome, ToolCall
+from m2flow.engines.contract import Generated, Language, Occupancy, Request, RolloutEngine
+from m2flow.errors import InternalError, M2FlowError, PromptTooLong
+from m2flow.recipe import Episodes as Bounds
+from m2flow.samples import Batch, Finish, Sample, SampleId, Segment, keyed_bits
+
+_PATIENCE_S = 0.01
+"""Longest that a step waits for agents where the engine has nothing to do."""
+_MOST_THREADS = 64
+_MOST_SHOWN = 3
+"""Failures of agents that are printed with traceback."""
+
+
+# ---- what an episode has said and done
+
+
+@final
+class Transcript:
+    """The tokens of an episode, and its record. Worker's side only."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.versions: list[int] = []
+        self.kv_stale: list[bool] = []
+        self.segments: list[tuple[Segment, int]] = []
+        """The first is the prompt."""
+        self.turns: list[dict[str, object]] = []
+        """Of each generated segment: finish and text."""
+        self.tools: dict[str, dict[str, object]] = {}
+        """Key of a tool call -> what it was and what it gave."""
+
+    @classmethod
+    def of(cls, rows: Batch, row: int) -> Transcript:
+        """The transcript of a row that was stopped."""
+        found = cls()
+        found.tokens, found.logprobs, found.versions, found.kv_stale = (
+            rows.ragged(name).row(row).tolist() for name in ("tokens", "logprobs", "versions", "kv_stale")
+        )
+        kinds, lengths = rows.ragged("segment_kinds").row(row).tolist(), rows.ragged("segment_lengths").row(row).tolist()
+        found.segments = [(Segment(kind), int(count)) for kind, count in zip(kinds, lengths, strict=True)]
+        record: Any = rows.ragged("episode").item(row)
+        found.turns, found.tools = record["turns"], record["tools"]
+        return found
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(count for kind, count in self.segments if kind is Segment.GENERATED)
+
+    def append(self, ids: Sequence[int]) -> None:
+        """Add tokens that were not sampled; the first ones are the prompt."""
+        self._extend(Segment.TOOL if self.segments else Segment.PROMPT, ids, [0.0] * len(ids), [-1] * len(ids), [False] * len(ids))
+
+    def append_turn(self, turn: Generated, *, is_over: bool = True) -> None:
+        """Add what the model generated in a turn."""
+        columns: list[Any] = [column.tolist() for column in (turn.tokens, turn.logprobs, turn.versions, turn.kv_stale)]
+        self._extend(Segment.GENERATED, *columns)
+        if is_over:
+            self.turns.append({"finish": int(turn.finish), "text": turn.text})
+
+    def _extend(
+        self, kind: Segment, ids: Sequence[int], logprobs: Sequence[float], versions: Sequence[int], kv_stale: Sequence[bool]
+    ) -> None:
+        self.tokens += ids
+        self.logprobs += logprobs
+        self.versions += versions
+        self.kv_stale += kv_stale
+        self.segments.append((kind, len(ids)))
+
+    def with_turn(self, turn: Generated | None) -> Transcript:
+        """A copy that also has the tokens so far of a turn that is under way."""
+        copy = Transcript()
+        copy.tokens, copy.logprobs, copy.versions = list(self.tokens), list(self.logprobs), list(self.versions)
+        copy.kv_stale, copy.segments, copy.turns, copy.tools = list(self.kv_stale), list(self.segments), list(self.turns), dict(self.tools)
+        if turn is not None and len(turn.tokens):
+            copy.append_turn(turn, is_over=False)
+        return copy
+
+    def generated(self, packed: int, finish: Finish, text: str, prompt_text: str | None, columns: Mapping[str, object]) -> Generated:
+        """The sample that these tokens are."""
+        num_prompt = self.segments[0][1] if self.segments else 0
+        record = {"turns": self.turns, "tools": self.tools}
+        return Generated(
+            id=packed,
+            prompt_tokens=np.array(self.tokens[:num_prompt], np.int32),
+            tokens=np.array(self.tokens[num_prompt:], np.int32),
+            logprobs=np.array(self.logprobs[num_prompt:], np.float32),
+            versions=np.array(self.versions[num_prompt:], np.int32),
+            kv_stale=np.array(self.kv_stale[num_prompt:], np.bool_),
+            finish=finish,
+            text=text,
+            prompt_text=prompt_text,
+            segments=tuple(self.segments[1:]) or ((Segment.GENERATED, 0),),
+            columns={"reward": math.nan, "failure": "", "num_turns": len(self.turns), "episode": record} | dict(columns),
+        )
+
+
+@final
+class _Recorded:
+    """The part of a stopped episode's transcript that has not been asked for yet."""
+
+    def __init__(self, transcript: Transcript) -> None:
+        self._of = transcript
+        self._at = 0
+        """Segments that were asked for."""
+        self._position = 0
+        self._num_turns = 0
+
+    @property
+    def is_used_up(self) -> bool:
+        return self._at >= len(self._of.segments)
+
+    def take(self, ids: Sequence[int], request: Request) -> Generated | None:
+        """The turn that followed these tokens, or what there was of it. None: the agent does something else than before."""
+        start = self._position
+        if self._of.tokens[start : start + len(ids)] != list(ids) or self._of.segments[self._at][1] != len(ids):
+            return None
+        self._at += 1
+        self._position += len(ids)
+        if self.is_used_up:  # It was stopped before the first token of the turn.
+            return replace(_none_of(request), finish=Finish.ABORT)
+        end = self._position + self._of.segments[self._at][1]
+        rows = [values[self._position : end] for values in (self._of.tokens, self._of.logprobs, self._of.versions, self._of.kv_stale)]
+        self._at, self._position = self._at + 1, end
+        is_whole = self._num_turns < len(self._of.turns)
+        known: Any = self._of.turns[self._num_turns] if is_whole else {"finish": Finish.ABORT, "text": ""}
+        self._num_turns += 1
+        types: list[Any] = [np.int32, np.float32, np.int32, np.bool_]
+        tokens, logprobs, versions, kv_stale = (np.array(values, kind) for values, kind in zip(rows, types, strict=True))
+        made = replace(_none_of(request), tokens=tokens, logprobs=logprobs, versions=versions, kv_stale=kv_stale)
+        return replace(made, finish=Finish(known["finish"]), text=str(known["text"]))
+
+
+def _none_of(request: Request) -> Generated:
+    none, logprobs, stale = np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.bool_)
+    return Generated(request.id, none, none, logprobs, none, stale, Finish.STOP, "")
+
+
+# ---- one episode
+
+
+@dataclass(frozen=True)
+class EpisodeStart:
+    """An episode that is to begin, or to go on."""
+
+    request: Request
+    """The sample's; its prompt is not used: the agent says the first word."""
+    agent: Callable[[], Callable[..., object]]
+    """What gives the agent when called without arguments, fresh for this episode."""
+    row: Sample
+    bounds: Bounds
+    stopped: Transcript | None = None
+
+
+@dataclass
+class _Turn:
+    """A turn that an agent waits for."""
+
+    ids: Sequence[int]
+    max_new_tokens: int
+    stop: tuple[str, ...]
+    prompt_text: str | None
+    answer: asyncio.Future[Reply | None]
+
+
+@final
+class _Episode:
+    """One episode, on the worker's side. What its agent calls only posts messages to that."""
+
+    def __init__(self, start: EpisodeStart, host: Episodes) -> None:
+        self.start = start
+        self.id = start.request.id
+        self.transcript = Transcript()
+        self.recorded = _Recorded(start.stopped) if start.stopped is not None and start.stopped.segments else None
+        self.known_tools = dict(start.stopped.tools) if start.stopped is not None else {}
+        if start.stopped is not None:
+            self.transcript.tools = dict(self.known_tools)
+        self.waiting: _Turn | None = None
+        """The turn that the engine works on."""
+        self.occurrences: Counter[int] = Counter()
+        self.prompt_text: str | None = None
+        self.num_effects = 0
+        """Tools with effects that run now."""
+        self.task: asyncio.Task[None] | None = None
+        self.host = host
+        self.threads: Executor = host.threads
+
+    # What the agent's chat calls, on the loop's thread
+
+    async def turn(self, ids: Sequence[int], max_new_tokens: int, stop: tuple[str, ...], prompt_text: str | None) -> Reply | None:
+        answer: asyncio.Future[Reply | None] = asyncio.get_running_loop().create_future()
+        self.host.post(lambda: self.host.take_turn(self, _Turn(ids, max_new_tokens, stop, prompt_text, answer)))
+        limit = asyncio.timeout(self.start.bounds.turn_timeout_s)
+        try:
+            async with limit:
+                return await answer
+        except TimeoutError:
+            if limit.expired():
+                raise EpisodeFailed("turn_timed_out", f"a turn took longer than {self.start.bounds.turn_timeout_s} s") from None
+            raise
+        finally:
+            if answer.cancelled():
+                self.host.post(lambda: self.host.drop_turn(self))
+
+    def known(self, key: str) -> Known | None:
+        found: Any = self.known_tools.get(key)
+        if found is None:
+            return None
+        return Known(Outcome(str(found["result"]), bool(found["is_error"])) if "result" in found else None)
+
+    async def began(self, key: str, call: ToolCall, *, has_effects: bool) -> None:
+        await self._noted(key, {"name": call.name, "arguments": dict(call.arguments)}, has_effects)
+
+    async def returned(self, key: str, outcome: Outcome, *, has_effects: bool) -> None:
+        await self._noted(key, {"result": outcome.text, "is_error": outcome.is_error}, has_effects)
+
+    async def _noted(self, key: str, what: Mapping[str, object], has_effects: bool) -> None:
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.host.post(lambda: self.host.note(self, key, what, done, is_urgent=has_effects))
+        if has_effects:
+            await done
+
+    # The agent
+
+    async def run(self) -> None:
+        """Run the agent to its end, and report it."""
+        columns: dict[str, object] = {}
+        added: dict[str, object] = {}
+        try:
+            reward, parts = reward_of(await self._played())
+            columns = {"reward": math.nan if reward is None else reward}
+            added = {"parts": dict(parts)} if parts else {}
+        except EpisodeFailed as failed:
+            columns, added = {"failure": failed.how}, {"error": str(failed)}
+        except asyncio.CancelledError:
+            return
+        except Exception as error:
+            columns, added = {"failure": "raised"}, {"error": f"{type(error).__name__}: {error}"}
+            self.host.show(self.id, traceback.format_exc())
+        self.host.post(lambda: self.host.end(self, columns, added))
+
+    async def _played(self) -> object:
+        limit = asyncio.timeout(self.start.bounds.timeout_s)
+        try:
+            async with limit, contextlib.AsyncExitStack() as stack:
+                agent = Agent.of(self.start.agent())
+                resources, sampling = Resources(stack), self.start.request.sampling
+                chat = Chat(
+                    self,
+                    Conversation(self.host.language, self.start.bounds.history, agent.tool_calls),
+                    max_tokens=sampling.max_new_tokens,
+                    max_turns=self.start.bounds.max_turns,
+                    stop=sampling.stop,
+                    seed=keyed_bits(self.start.request.seed, "rng"),
+                    resources=resources,
+                )
+                opened = {name: await resources.get(kind) for name, kind in agent.resources}
+                return await agent.function(chat, self.start.row, **opened)  # type: ignore[misc]
+        except TimeoutError:
+            if limit.expired():
+                raise EpisodeFailed("timed_out", f"it took longer than {self.start.bounds.timeout_s} s") from None
+            raise
+
+
+# ---- the event loop
+
+
+@final
+class EventLoop:
+    """The event loop of a process's episodes, on a thread of its own."""
+
+    def __init__(self) -> None:
+        self.threads = ThreadPoolExecutor(_MOST_THREADS, thread_name_prefix="tool")
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True)
+        self._thread.start()
+
+    def call(self, function: Callable[..., object], *args: object) -> None:
+        """Have the loop call a function."""
+        self._loop.call_soon_threadsafe(function, *args)
+
+    def begin(self, episode: _Episode) -> None:
+        """Begin an episode; to be called by the loop."""
+        episode.task = self._loop.create_task(episode.run())
+
+    def close(self) -> None:
+        """End the loop, and what runs on it."""
+
+        def stop() -> None:
+            tasks = asyncio.all_tasks(self._loop)
+            for task in tasks:
+                task.cancel()
+            ended = asyncio.gather(*tasks, return_exceptions=True)
+            ended.add_done_callback(lambda _: self._loop.stop())
+
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(stop)
+        self._thread.join(2.0)
+        self.threads.shutdown(wait=False, cancel_futures=True)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+
+# ---- the episodes of an engine
+
+
+@final
+class Episodes:
+    """A rollout engine together with the episodes that speak to it. What is no episode goes to the engine as it is."""
+
+    def __init__(self, engine: RolloutEngine, loop: EventLoop) -> None:
+        self.language: Language = engine.language()
+        self.threads = loop.threads
+        self._engine = engine
+        self._loop = loop
+        self._episodes: dict[int, _Episode] = {}
+        self._asked: dict[int, Request] = {}
+        """Turns that the engine has not been given yet, by episode; empty between two steps."""
+        self._posted: deque[Callable[[], None]] = deque()
+        self._has_posted = threading.Event()
+        self._ended: list[Generated] = []
+        self._urgent: dict[int, list[asyncio.Future[None]]] = {}
+        self._num_shown = 0
+
+    def begin(self, starts: Iterable[EpisodeStart]) -> None:
+        """Begin episodes, or go on with stopped ones."""
+        for start in starts:
+            if start.request.id in self._episodes:
+                raise InternalError(f"episode {SampleId.unpack(start.request.id)} runs already")
+            episode = self._episodes[start.request.id] = _Episode(start, self)
+            self._loop.call(self._loop.begin, episode)
+
+    # What the loop's thread posts, and this one does in `step`
+
+    def post(self, message: Callable[[], None]) -> None:
+        """Have the worker's thread do something at its next step. Any thread may call this."""
+        self._posted.append(message)
+        self._has_posted.set()
+
+    def show(self, packed: int, trace: str) -> None:
+        """Print the first few errors of agents."""
+        self._num_shown += 1
+        if self._num_shown <= _MOST_SHOWN:
+            print(f"the agent raised on sample {SampleId.unpack(packed)}:\n{trace}", file=sys.stderr, flush=True)
+
+    def take_turn(self, episode: _Episode, turn: _Turn) -> None:
+        """Give a turn to the engine, or answer it from the record."""
+        if self._episodes.get(episode.id) is not episode or turn.answer.cancelled():
+            return
+        context = [*episode.transcript.tokens, *turn.ids]
+        path = keyed_bits(*context)
+        seed = keyed_bits(episode.start.request.seed, path, episode.occurrences[path])
+        episode.occurrences[path] += 1
+        sampling = replace(episode.start.request.sampling, max_new_tokens=turn.max_new_tokens, stop=turn.stop)
+        request = Request(episode.id, tuple(context), seed, sampling)
+        if episode.recorded is not None:
+            known = episode.recorded.take(turn.ids, request)
+            if known is None:
+                failed = EpisodeFailed("diverged", "the agent did something else when it was repeated; take random numbers from chat.rng")
+                self._loop.call(_fail, turn.answer, failed)
+                return
+            if episode.recorded.is_used_up:
+                episode.recorded = None
+            if known.finish is not Finish.ABORT:
+                episode.waiting = turn
+                self._admitted(episode)
+                episode.waiting = None
+                self._answered(episode, turn, known)
+                return
+            columns = [tuple(column.tolist()) for column in (known.tokens, known.logprobs, known.versions, known.kv_stale)]
+            request = replace(
+                request, prefix=columns[0], prefix_logprobs=columns[1], prefix_versions=columns[2], prefix_kv_stale=columns[3]
+            )
+        episode.waiting = turn
+        self._asked[episode.id] = request
+
+    def _ask(self) -> None:
+        """Give the engine all turns that were asked for since the last time."""
+        asked, self._asked = self._asked, {}
+        try:
+            self._engine.add(list(asked.values()))
+        except M2FlowError:  # None of them was taken.
+            for packed, request in asked.items():
+                self._ask_alone(self._episodes[packed], request)
+            return
+        for packed in asked:
+            self._admitted(self._episodes[packed])
+
+    def _ask_alone(self, episode: _Episode, request: Request) -> None:
+        assert episode.waiting is not None
+        try:
+            self._engine.add([request])
+        except M2FlowError as error:
+            answer, episode.waiting = episode.waiting.answer, None
+            if isinstance(error, PromptTooLong):
+                self._loop.call(_answer, answer, None)
+            else:
+                self._loop.call(_fail, answer, EpisodeFailed("invalid", error.what))
+        else:
+            self._admitted(episode)
+
+    def _admitted(self, episode: _Episode) -> None:
+        turn = episode.waiting
+        assert turn is not None
+        if not episode.transcript.segments:
+            episode.prompt_text = turn.prompt_text
+        episode.transcript.append(turn.ids)
+
+    def _answered(self, episode: _Episode, turn: _Turn, made: Generated) -> None:
+        episode.transcript.append_turn(made)
+        self._loop.call(_answer, turn.answer, Reply(made.tokens.tolist(), made.text, made.finish))
+
+    def drop_turn(self, episode: _Episode) -> None:
+        """Give up the turn of an episode that waits no longer; its tokens so far stay in the episode."""
+        if self._asked.pop(episode.id, None) is not None:
+            episode.waiting = None
+        if episode.waiting is not None and self._episodes.get(episode.id) is episode:
+            for made in self._engine.abort([episode.id]):
+                episode.transcript.append_turn(made)
+            episode.waiting = None
+
+    def note(self, episode: _Episode, key: str, what: Mapping[str, object], done: asyncio.Future[None], *, is_urgent: bool) -> None:
+        """Take what a tool call was, or gave, into the record."""
+        if self._episodes.get(episode.id) is not episode:
+            return
+        episode.transcript.tools[key] = {**episode.transcript.tools.get(key, {}), **what}
+        if is_urgent:
+            episode.num_effects += -1 if "result" in what else 1
+            self._urgent.setdefault(episode.id, []).append(done)
+
+    def end(self, episode: _Episode, columns: Mapping[str, object], added: Mapping[str, object]) -> None:
+        """Make the row of an episode that is over, with what is added to its record."""
+        if self._episodes.get(episode.id) is not episode:
+            return
+        self.drop_turn(episode)
+        del self._episodes[episode.id]
+        self._urgent.pop(episode.id, None)
+        last: Any = episode.transcript.turns[-1] if episode.transcript.turns else {"finish": Finish.STOP, "text": ""}
+        made = episode.transcript.generated(episode.id, Finish(last["finish"]), str(last["text"]), episode.prompt_text, columns)
+        record: Any = made.columns["episode"]
+        self._ended.append(replace(made, columns={**made.columns, "episode": {**record, **added}}))
+
+    # What stands for the engine where samples are generated
+
+    @property
+    def num_unfinished(self) -> int:
+        return self._engine.num_unfinished + sum(episode.waiting is None for episode in self._episodes.values()) + len(self._ended)
+
+    @property
+    def num_away(self) -> int:
+        """Episodes that wait for a tool, or whose agent computes."""
+        return sum(episode.waiting is None for episode in self._episodes.values())
+
+    def step(self) -> list[Generated]:
+        """Do what the agents have asked for, decode one token, and return samples and episodes that finished.
+
+        Waits a moment where the engine has nothing to do and no agent has asked for anything.
+        """
+        self._read()
+        if not self._engine.num_unfinished and self._episodes and not self._ended:
+            self._has_posted.wait(_PATIENCE_S)
+            self._read()
+        finished = []
+        for made in self._engine.step() if self._engine.num_unfinished else ():
+            episode = self._episodes.get(made.id)
+            if episode is None:
+                finished.append(made)
+                continue
+            turn, episode.waiting = episode.waiting, None
+            assert turn is not None
+            self._answered(episode, turn, made)
+        finished += self._ended
+        self._ended = []
+        return finished
+
+    def _read(self) -> None:
+        self._has_posted.clear()
+        while self._posted:
+            self._posted.popleft()()
+        if self._asked:
+            self._ask()
+
+    def take_urgent(self) -> list[int]:
+        """The episodes whose record must be written down before they go on, as far as they can be resumed from it."""
+        return list(self._urgent)
+
+    def written(self, ids: Iterable[int]) -> None:
+        """Note that these episodes' records are written down, or that nothing is written here at all."""
+        for packed in ids:
+            for done in self._urgent.pop(packed, ()):
+                self._loop.call(_answer, done, None)
+
+    def is_held(self, packed: int) -> bool:
+        """Whether an episode should not be stopped now: a tool with effects runs, and could not be repeated."""
+        return packed in self._episodes and self._episodes[packed].num_effects > 0
+
+    def abort(self, ids: Iterable[int]) -> list[Generated]:
+        """Give up samples and episodes; these with their tokens so far, to go on from."""
+        wanted = list(ids)
+        gone = [self._episodes.pop(packed) for packed in wanted if packed in self._episodes]
+        found = {made.id: made for made in self._engine.abort(wanted)}
+        for episode in gone:
+            self._urgent.pop(episode.id, None)
+            self._loop.call(_cancel, episode)
+            found[episode.id] = self._so_far(episode, found.get(episode.id))
+        return list(found.values())
+
+    def snapshot(self, ids: Iterable[int]) -> list[Generated]:
+        """What `abort` would return, without stopping anything."""
+        wanted = list(ids)
+        found = {made.id: made for made in self._engine.snapshot(wanted)}
+        for packed in wanted:
+            if packed in self._episodes:
+                found[packed] = self._so_far(self._episodes[packed], found.get(packed))
+        return list(found.values())
+
+    def _so_far(self, episode: _Episode, turn: Generated | None) -> Generated:
+        """The row of an episode that is not over. One that has not caught up with its record is what that says."""
+        if episode.recorded is not None and episode.start.stopped is not None:
+            so_far = episode.start.stopped.with_turn(None)
+            so_far.tools |= episode.transcript.tools
+        else:
+            so_far = episode.transcript.with_turn(turn)
+        return so_far.generated(episode.id, Finish.ABORT, "", episode.prompt_text, {})
+
+    def progress(self) -> dict[int, int]:
+        """Generated tokens so far of each sample and episode."""
+        counts = dict(self._engine.progress())
+        for packed, episode in self._episodes.items():
+            if episode.recorded is not None and episode.start.stopped is not None:
+                counts[packed] = episode.start.stopped.num_sampled
+            else:
+                counts[packed] = counts.get(packed, 0) + episode.transcript.num_sampled
+        return counts
+
+    def occupancy(self) -> Occupancy:
+        """How full the engine is; episodes between two turns count as running."""
+        found = self._engine.occupancy()
+        return found._replace(num_running=found.num_running + self.num_away)
+
+
+def _answer(future: asyncio.Future[Any], value: object) -> None:
+    if not future.done():
+        future.set_result(value)
+
+
+def _fail(future: asyncio.Future[Any], error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)
+
+
+def _cancel(episode: _Episode) -> None:
+    if episode.task is not None:
+        episode.task.cancel()

@@ -1,0 +1,270 @@
+"""Declare tools: async or plain functions that a model may call, with the schema that it is shown and what becomes of their errors.
+
+    @tool(timeout_s=5) on a function --Tool.description--> JSON that the chat template presents
+    ToolCall (a name, arguments that the model wrote) --Tool.run--> Outcome: a text for the model, or the episode's failure
+
+A parameter is the model's to give, unless its type is an async context manager: that is a resource of the episode (a sandbox), opened when
+it is first needed, closed at the episode's end, and never shown to the model.
+
+What goes wrong, and whose business it is:
+
+    the model's arguments do not fit     a text for the model, which may try again
+    the function raises, takes too long  a text for the model, or with `on_error="fail"` the end of the episode, which then has no reward
+    it raises an error of m2flow         the end of the episode: a dead sandbox is no fault of the model's
+
+A plain function runs on a thread, where a time limit only abandons it; what computes for long, or may hang, belongs into a sandbox.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import json
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, final, overload
+
+import pydantic
+
+from m2flow.errors import M2FlowError, OptionError
+from m2flow.recipe import EpisodeFailure, check_choice, check_count, check_seconds, check_text
+
+
+class EpisodeFailed(Exception):
+    """The episode ends here, without a reward. An agent does not catch it unless it goes on without what failed."""
+
+    def __init__(self, how: EpisodeFailure, what: str) -> None:
+        super().__init__(what)
+        self.how = how
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """What a model asked for."""
+
+    name: str
+    arguments: Mapping[str, object]
+    id: str = ""
+    fault: str = ""
+    """Why it can't be done, for the model; empty if it can."""
+
+    def message(self) -> dict[str, object]:
+        """The call as chat templates take it."""
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": dict(self.arguments)}}
+
+
+class Outcome(NamedTuple):
+    """What came of a call."""
+
+    text: str
+    is_error: bool = False
+
+
+@final
+@dataclass(frozen=True)
+class Tool:
+    """A function under `@tool`. Called directly, it is the function."""
+
+    function: Callable[..., object]
+    name: str
+    text: str
+    """What the model reads about it."""
+    hints: tuple[tuple[str, Any], ...]
+    """Parameters that the model gives, with their types."""
+    required: tuple[str, ...]
+    resources: tuple[tuple[str, type], ...]
+    """Parameters that the episode gives, with the classes to open."""
+    timeout_s: float | None = None
+    replay: Literal["pure", "recorded"] = "recorded"
+    on_error: Literal["text", "fail"] = "text"
+    max_chars: int = 8192
+    __name__: str = field(default="tool", compare=False)
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        return self.function(*args, **kwargs)
+
+    @property
+    def description(self) -> dict[str, object]:
+        """The JSON description, in the form that chat templates present (OpenAI's)."""
+        properties = {name: _adapter(hint).json_schema() for name, hint in self.hints}
+        parameters = {"type": "object", "properties": properties, "required": list(self.required)}
+        return {"type": "function", "function": {"name": self.name, "description": self.text, "parameters": parameters}}
+
+    def checked(self, call: ToolCall) -> tuple[dict[str, object], str]:
+        """The arguments of a call by the types of the parameters, and what is wrong with them; empty if nothing is."""
+        known = dict(self.hints)
+        unknown = sorted(set(call.arguments) - set(known))
+        missing = [name for name in self.required if name not in call.arguments]
+        if unknown or missing:
+            parts = [f"missing: {', '.join(missing)}"] * bool(missing) + [f"unknown: {', '.join(unknown)}"] * bool(unknown)
+            return {}, f"wrong arguments for {self.name} ({'; '.join(parts)}); it takes {', '.join(known) or 'none'}"
+        found = {}
+        for name, value in call.arguments.items():
+            try:
+                found[name] = _adapter(known[name]).validate_python(value)
+            except pydantic.ValidationError as error:
+                return {}, f"wrong argument {name} of {self.name}: {error.errors()[0]['msg']}"
+        return found, ""
+
+    async def run(self, arguments: Mapping[str, object], resources: Mapping[str, object], threads: Executor) -> Outcome:
+        """Call the function, with these resources of the episode.
+
+        Raises:
+            EpisodeFailed: it failed, and that is the end of the episode.
+        """
+        call: Callable[[], Any] = functools.partial(self.function, **arguments, **resources)
+        limit = asyncio.timeout(self.timeout_s)
+        try:
+            async with limit:
+                if inspect.iscoroutinefunction(self.function):
+                    result = await call()
+                else:
+                    result = await asyncio.get_running_loop().run_in_executor(threads, call)
+                    if inspect.isawaitable(result):
+                        result = await result
+        except M2FlowError as error:
+            raise EpisodeFailed("tool_failed", f"the tool {self.name} failed: {type(error).__name__}: {error}") from error
+        except EpisodeFailed:
+            raise
+        except Exception as error:
+            timed_out = isinstance(error, TimeoutError) and limit.expired()
+            said = f"timed out after {self.timeout_s:g} s" if timed_out else f"{type(error).__name__}: {error}"
+            if self.on_error == "fail":
+                raise EpisodeFailed("tool_failed", f"the tool {self.name}: {said}") from error
+            return Outcome(shortened(f"Error: {said}", self.max_chars), is_error=True)
+        return Outcome(shortened(result if isinstance(result, str) else _written(result), self.max_chars))
+
+
+@functools.lru_cache(maxsize=256)
+def _adapter(hint: Any) -> pydantic.TypeAdapter[Any]:
+    """What checks values of a type; making it takes a millisecond."""
+    return pydantic.TypeAdapter(hint)
+
+
+def _written(result: object) -> str:
+    try:
+        return json.dumps(result)
+    except (TypeError, ValueError):
+        return str(result)
+
+
+def shortened(text: str, max_chars: int) -> str:
+    """Cut the middle out of a text that is too long, and say so there; the first and the last half of what may stay are kept.
+
+    >>> shortened("0123456789" * 3, 20)
+    '0123456789\\n[10 characters left out]\\n0123456789'
+    """
+    if len(text) <= max_chars:
+        return text
+    head, tail = (max_chars + 1) // 2, max_chars // 2
+    return f"{text[:head]}\n[{len(text) - max_chars} characters left out]\n{text[len(text) - tail :]}"
+
+
+def is_resource(hint: object) -> bool:
+    """Whether a parameter of this type is a resource of the episode."""
+    return isinstance(hint, type) and hasattr(hint, "__aenter__") and hasattr(hint, "__aexit__")
+
+
+@overload
+def tool(function: Callable[..., object], /) -> Tool: ...
+@overload
+def tool(
+    *,
+    timeout_s: float | None = 60.0,
+    replay: Literal["pure", "recorded"] = "recorded",
+    on_error: Literal["text", "fail"] = "text",
+    max_chars: int = 8192,
+    name: str = "",
+) -> Callable[[Callable[..., object]], Tool]: ...
+def tool(
+    function: Callable[..., object] | None = None,
+    /,
+    *,
+    timeout_s: float | None = 60.0,
+    replay: Literal["pure", "recorded"] = "recorded",
+    on_error: Literal["text", "fail"] = "text",
+    max_chars: int = 8192,
+    name: str = "",
+) -> Tool | Callable[[Callable[..., object]], Tool]:
+    """Decorator: make a function, plain or async, a tool that agents offer to a model. Its docstring is what the model reads.
+
+    Parameters have types, which the model's arguments are checked against; one whose type is an async context manager is a resource of the
+    episode, opened once and not shown to the model.
+
+    Args:
+        timeout_s: seconds that a call may take.
+        replay: `pure`: the result depends on the arguments alone, so an episode that is repeated may run it again. `recorded`: a repeated
+            episode takes the result from its record; where the call had begun and has no result, the episode is lost, never run twice.
+        on_error: what an exception or a time-out becomes: a `text` for the model, or the episode's failure (`fail`). An error of m2flow's,
+            as of a sandbox that is gone, is always the latter.
+        max_chars: of a result; the middle of a longer one is left out.
+        name: what the model calls it; by default the function's name.
+
+    >>> @tool
+    ... async def add(a: int, b: int) -> int:
+    ...     "Add two numbers."
+    ...     return a + b
+    >>> add.description["function"]["parameters"]["required"]
+    ['a', 'b']
+    """
+    check_seconds("timeout_s", timeout_s)
+    check_choice("replay", replay, ("pure", "recorded"), of="@tool")
+    check_choice("on_error", on_error, ("text", "fail"), of="@tool")
+    check_count("max_chars", max_chars)
+    if name != "":
+        check_text("name", name)
+
+    def decorate(function: Callable[..., object]) -> Tool:
+        hints, required, resources = parameters(function, "@tool")
+        own = name or str(getattr(function, "__name__", "tool"))
+        text = inspect.cleandoc(function.__doc__ or "")
+        return Tool(function, own, text, hints, required, resources, timeout_s, replay, on_error, max_chars, own)
+
+    return decorate if function is None else decorate(function)
+
+
+_Hints = tuple[tuple[str, Any], ...]
+
+
+def parameters(
+    function: Callable[..., object], what: str, given: Sequence[str] = ()
+) -> tuple[_Hints, tuple[str, ...], tuple[tuple[str, type], ...]]:
+    """Read a function's parameters, without those that are `given`: with their types, those that are required, and resources.
+
+    Raises:
+        OptionError: one has no type, or takes any number of arguments.
+    """
+    name = str(getattr(function, "__name__", function))
+    try:
+        types = typing.get_type_hints(function, localns=_locals_of(function))
+    except Exception as error:
+        raise OptionError(f"{what} {name}: its annotations can't be read: {error}", now="Name types that are defined above it.") from None
+    hints, required, resources = [], [], []
+    for one in inspect.signature(function).parameters.values():
+        if one.name in given:
+            continue
+        if one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD, one.POSITIONAL_ONLY):
+            raise OptionError(f"{what} {name}: the parameter {one} can't be given by name", now="Write plain parameters.")
+        if one.name not in types:
+            raise OptionError(f"{what} {name}: the parameter {one.name!r} has no type", now=f"Write it: {one.name}: str.")
+        if is_resource(types[one.name]):
+            resources.append((one.name, types[one.name]))
+            continue
+        hints.append((one.name, types[one.name]))
+        if one.default is one.empty:
+            required.append(one.name)
+    return tuple(hints), tuple(required), tuple(resources)
+
+
+def _locals_of(function: Callable[..., object]) -> dict[str, object]:
+    """The names that are visible where a function is being defined, for annotations that are texts."""
+    found: dict[str, object] = {}
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_globals is getattr(function, "__globals__", None):
+            found = {**frame.f_locals, **found}
+        frame = frame.f_back
+    return found

@@ -1,0 +1,219 @@
+"""The options of the train engine `megatron`, and what of them a number of ranks and a model allow.
+
+    train.options --read--> Options --check_ranks, check_model--> refused by name, or a layout
+
+    rank r of tp * cp * dp * pp:   tp = r % tp,   cp = r / tp % cp,   dp = r / (tp cp) % dp,   pp = r / (tp cp dp)
+
+Tensor-parallel ranks are neighbours, stages are farthest apart: what is sent most goes the shortest way. Experts lie over the ranks of a
+stage, in groups of `ep`, each of them split over `etp`.
+
+Refused are models of other families than `FAMILIES`, and what of a family's config changes what it computes in a way that is not
+mapped: windows, biases, other activations, other positions, layers without experts among those with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from m2flow.errors import EngineError, did_you_mean
+from m2flow.recipe import Model
+
+FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+"""Values of `model_type` whose weights have a place in Megatron's model."""
+_ROPES = ("default", "linear", "llama3")
+"""Kinds of rotary embeddings whose frequencies depend on nothing but the config."""
+_OF_THE_PASSES = ("logprob_tokens", "share_prompts", "fp32_head", "head_logits")
+"""Options that the embedded trainer reads by itself."""
+_RECOMPUTED = ("", "selective", "full")
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of `train: {engine: megatron}`."""
+
+    tp: int = 1
+    """Neighbouring ranks that split the matrices of each layer and the vocabulary."""
+    sequence_parallel: bool = True
+    """With `tp`, what lies between those matrices is split by rows."""
+    pp: int = 1
+    """Stages: each has a part of the layers, and micro-batches pass from one to the next (1F1B)."""
+    vpp: int = 1
+    """Parts of the layers that each stage has, taken in turn (interleaved 1F1B): shorter bubbles, more messages."""
+    micro_batches: int = 0
+    """Parts in which a micro-batch passes through the stages; by default as many as stages. With `vpp` a multiple of the stages."""
+    cp: int = 1
+    """Ranks that share the rows of each sequence, and in the attention its heads (Ulysses)."""
+    ep: int = 1
+    """Ranks that the experts of a layer are spread over."""
+    etp: int = 0
+    """Ranks that split the matrices of an expert; by default as many as `tp`."""
+    zero: int = 1
+    """1: moments and float32 weights are spread over data-parallel ranks. 0: each has them whole."""
+    recompute: str = ""
+    """`selective`: the attention is computed again in the backward pass. `full`: all of each layer."""
+
+    @property
+    def num_alike(self) -> int:
+        """Ranks that see the same samples."""
+        return self.tp * self.pp * self.cp
+
+    @property
+    def expert_tp(self) -> int:
+        return self.etp or self.tp
+
+    @property
+    def splits_rows(self) -> bool:
+        """Whether tensor-parallel ranks split rows between their matrices."""
+        return self.sequence_parallel and self.tp > 1
+
+    @property
+    def num_passes(self) -> int:
+        """Parts of a micro-batch."""
+        return self.micro_batches or self.pp
+
+    def share_of(self, rank: int, num_ranks: int) -> int:
+        """The data-parallel rank: which share of a batch this rank sees."""
+        return rank // (self.tp * self.cp) % (num_ranks // self.num_alike)
+
+    def reporters(self, num_ranks: int) -> list[int]:
+        """By share, the rank that reports its results: the first of the last stage."""
+        last = num_ranks // self.pp * (self.pp - 1)
+        return [last + share * self.tp * self.cp for share in range(num_ranks // self.num_alike)]
+
+
+def read(given: Mapping[str, object]) -> Options:
+    """Read the options.
+
+    Raises:
+        EngineError: one that is none, or has no such value.
+
+    >>> read({"tp": 2, "pp": 2}).num_alike
+    4
+    """
+    kinds = {field.name: type(field.default) for field in fields(Options)}
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        if name in _OF_THE_PASSES:
+            continue
+        if name not in kinds:
+            raise EngineError(f"the train engine 'megatron' has no option {name!r}", now=did_you_mean(name, kinds))
+        if type(value) is not kinds[name]:
+            raise EngineError(f"the option {name} of the train engine 'megatron' is {value!r}, not a {kinds[name].__name__}")
+        found[name] = value
+    options = Options(**found)
+    for name in ("tp", "pp", "vpp", "cp", "ep"):
+        if getattr(options, name) < 1:
+            raise EngineError(f"the option {name} of the train engine 'megatron' is {getattr(options, name)}", now="Write 1 or more.")
+    for name, value in (("etp", options.etp), ("micro_batches", options.micro_batches)):
+        if value < 0:
+            raise EngineError(f"the option {name} of the train engine 'megatron' is {value}", now="Write 1 or more, or leave it out.")
+    if options.zero not in (0, 1):
+        raise EngineError(f"the train engine 'megatron' has no ZeRO stage {options.zero}", now="Write zero: 0 or 1.")
+    if options.recompute not in _RECOMPUTED:
+        raise EngineError(f"recompute is {options.recompute!r}", now="Write selective or full, or leave it out.")
+    if options.vpp > 1 and (options.pp == 1 or options.num_passes % options.pp):
+        what = "there is one stage" if options.pp == 1 else f"{options.num_passes} micro-batches are no multiple of {options.pp} stages"
+        raise EngineError(f"vpp is {options.vpp}, and {what}", now="Leave vpp out, or give pp and a multiple of it as micro_batches.")
+    return options
+
+
+def check_before(model: Model, given: Mapping[str, object], num_ranks: int) -> None:
+    """Check all that can be known before a run. Raises `EngineError`, or `ModelError` for a model that is not there."""
+    from m2flow.engines.models.hf_model import config_of  # It loads transformers.
+
+    options = read(given)
+    check_ranks(options, num_ranks)
+    check_model(config_of(model), options)
+
+
+def check_ranks(options: Options, num_ranks: int) -> None:
+    """Check that the groups divide the number of ranks. Raises `EngineError`."""
+    if num_ranks % options.num_alike:
+        raise EngineError(
+            f"tp * pp * cp is {options.num_alike}, which does not divide {num_ranks} ranks", now="Give train.ranks a multiple of it."
+        )
+    of_stage, of_experts = num_ranks // options.pp, options.expert_tp * options.ep
+    if options.ep > 1 and of_stage % of_experts:
+        raise EngineError(
+            f"etp * ep is {of_experts}, which does not divide the {of_stage} ranks of a stage", now="Take a smaller ep, or etp: 1."
+        )
+
+
+def check_model(config: Any, options: Options) -> None:
+    """Check that Megatron's model can be this one, in this layout.
+
+    Args:
+        config: of transformers.
+    Raises:
+        EngineError: it can't; with the field of the config that is in the way.
+    """
+    name = str(config.model_type)
+    if name not in FAMILIES:
+        raise EngineError(
+            f"the train engine 'megatron' has no place for the weights of a {name!r} model; it has for {', '.join(FAMILIES)}",
+            now="Use the train engine `fsdp` or `deepspeed`.",
+        )
+    wrong = next(_strange(config), "")
+    if wrong:
+        raise EngineError(f"a {name!r} model with {wrong} is not one that Megatron computes here", now="Use the train engine `fsdp`.")
+    for option, degree, field, count in _divided(config, options):
+        if count % degree:
+            raise EngineError(
+                f"{option} is {degree}, which does not divide the model's {field}, {count}", now=f"Take {option} so that it does."
+            )
+
+
+def _strange(config: Any) -> Iterator[str]:
+    """What of a config is not mapped."""
+    rope = dict(getattr(config, "rope_parameters", None) or {})
+    experts = num_experts(config)
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    found = {
+        f"hidden_act {config.hidden_act}": config.hidden_act != "silu",
+        "attention_bias": bool(getattr(config, "attention_bias", False)),
+        "mlp_bias": bool(getattr(config, "mlp_bias", False)),
+        f"sliding_window {window}": window is not None,
+        f"layers of {', '.join(sorted(kinds))}": bool(kinds),
+        f"rope_type {rope.get('rope_type')}": rope.get("rope_type", "default") not in _ROPES,
+        "a partial_rotary_factor": float(rope.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1) != 1,
+        "pretraining_tp": int(getattr(config, "pretraining_tp", 1)) != 1,
+        "layers without experts": bool(experts)
+        and (int(getattr(config, "decoder_sparse_step", 1)) != 1 or bool(getattr(config, "mlp_only_layers", None))),
+        "router_jitter_noise": bool(experts) and bool(getattr(config, "router_jitter_noise", 0.0)),
+    }
+    yield from (what for what, is_there in found.items() if is_there)
+
+
+def _divided(config: Any, options: Options) -> Iterator[tuple[str, int, str, int]]:
+    """Option, degree, what of the config it divides, and how much that is."""
+    experts, kv_heads = num_experts(config), int(config.num_key_value_heads)
+    for field, heads in (("num_attention_heads", int(config.num_attention_heads)), ("num_key_value_heads", kv_heads)):
+        yield "tp", options.tp, field, heads
+        if options.cp > 1:
+            yield "tp * cp", options.tp * options.cp, field, heads
+    yield "pp * vpp" if options.vpp > 1 else "pp", options.pp * options.vpp, "num_hidden_layers", int(config.num_hidden_layers)
+    if experts:
+        yield "ep", options.ep, "number of experts", experts
+        yield "etp" if options.etp else "tp", options.expert_tp, "width of an expert", expert_width(config)
+    else:
+        yield "tp", options.tp, "intermediate_size", int(config.intermediate_size)
+        if options.ep > 1:
+            raise EngineError(f"ep is {options.ep}, and a {config.model_type!r} model has no experts", now="Leave ep out.")
+
+
+def num_experts(config: Any) -> int:
+    """Experts of a layer; 0: it has none."""
+    if config.model_type not in ("qwen3_moe", "mixtral"):
+        return 0
+    return int(getattr(config, "num_experts", None) or config.num_local_experts)
+
+
+def expert_width(config: Any) -> int:
+    return int(getattr(config, "moe_intermediate_size", None) or config.intermediate_size)
+
+
+def head_size(config: Any) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)

@@ -1,0 +1,362 @@
+"""Megatron-core, unpatched: its parallel groups, its model with the shape of a Hugging Face one, its schedules and gradient buffers.
+
+    Options, config --Built--> parts of the model on this rank --DistributedDataParallel--> gradients in flat buffers, summed over ranks
+    micro-batches --run: 1F1B, interleaved or one after the other--> forward, and backward
+
+All that imports the library is here. Layers are its local specification: column and row parallel matrices, router and experts are
+Megatron's, norms and attention those of `m2flow.engines.megatron.rows`, which need neither Transformer Engine nor Apex.
+
+Where release 0.16.1 deviates from what one expects (`tests/engines/test_megatron.py` tests each):
+
+- `perform_initialization=False` leaves split weights unmarked, and the library's norm of the gradient then counts them wrongly: who has
+  which part is known here by name (`m2flow.engines.megatron.parts`).
+- Interleaved stages with batched sends pair them wrongly between two stages: they are sent one by one.
+- Rotary embeddings ignore positions, and its own attention refuses packed rows over context-parallel ranks: both are replaced.
+- Its embeddings have no padding token, which in transformers learns nothing from being read: a hook stops that gradient.
+- A dense model's default dispatcher of tokens contradicts sequences of unequal lengths: another is named.
+- Its groups are those of the process: trainers of one worker have one layout.
+
+Source: Shoeybi et al. 2019, arXiv:1909.08053; Narayanan et al. 2021, arXiv:2104.04473 (interleaved 1F1B); Korthikanti et al. 2022,
+arXiv:2205.05198 (sequence parallelism, selective recomputation); megatron-core 0.16.1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from m2flow.engines.megatron.layout import Options, expert_width, head_size, num_experts
+from m2flow.engines.megatron.names import numbered
+from m2flow.engines.megatron.rows import PackedCoreAttention, PositionedRotary, RowNorm, Share
+from m2flow.errors import EngineError, MissingExtra
+
+
+@functools.cache
+def core() -> Any:
+    """Megatron-core, with the modules that are used here.
+
+    Raises:
+        MissingExtra: it is not installed, or a package named `megatron` that is another one.
+    """
+    logging.getLogger("megatron").setLevel(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Of libraries that it would use if they were there.
+            import megatron.core.distributed
+            import megatron.core.models.gpt.gpt_layer_specs
+            import megatron.core.parallel_state
+            import megatron.core.pipeline_parallel
+            import megatron.core.tensor_parallel.mappings
+            import megatron.core.tensor_parallel.random
+            import megatron.core.transformer.transformer_block
+    except ImportError as error:
+        raise MissingExtra(f"the train engine 'megatron' can't be loaded: {error}", now="pip install 'm2flow[megatron]'") from error
+    return megatron.core
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Leave out what the library, and torch of the library's calls, warn of; a loss's own warnings are its user's."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"megatron\.|torch\.distributed\.")
+        yield
+
+
+_SEED = 1
+"""Of random numbers that nothing reads: there is no dropout, and weights are set."""
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups of this process."""
+
+    tensor: Any
+    expert_tensor: Any
+    context: Any
+    data: Any
+    """Ranks that have the same parameters, context-parallel ones among them."""
+    expert_data: Any
+    """Ranks that have the same parameters of experts."""
+
+    _open: ClassVar[list[Options]] = []
+    """Layouts of the trainers in this process, which are all the same."""
+
+    @classmethod
+    def join(cls, options: Options) -> Groups:
+        """Make the groups, or share those of the process's other trainers. Collective; `leave` is its counterpart.
+
+        Raises:
+            EngineError: another trainer of the process has another layout.
+        """
+        degrees = [(one.tp, one.pp, one.vpp, one.cp, one.ep, one.expert_tp) for one in (options, *cls._open[:1])]
+        if degrees[0] != degrees[-1]:
+            raise EngineError(
+                "Megatron's groups are those of a process, and another trainer in this one has another layout",
+                now="Give the trainers of a worker one layout.",
+            )
+        if not cls._open:
+            core().parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=options.tp,
+                pipeline_model_parallel_size=options.pp,
+                virtual_pipeline_model_parallel_size=options.vpp if options.vpp > 1 else None,
+                context_parallel_size=options.cp,
+                expert_model_parallel_size=options.ep,
+                expert_tensor_parallel_size=options.expert_tp,
+                create_gloo_process_groups=False,
+            )
+            core().tensor_parallel.random.model_parallel_cuda_manual_seed(_SEED)
+        cls._open.append(options)
+        return cls(
+            core().parallel_state.get_tensor_model_parallel_group(),
+            core().parallel_state.get_expert_tensor_parallel_group(),
+            core().parallel_state.get_context_parallel_group(),
+            core().parallel_state.get_data_parallel_group(with_context_parallel=True),
+            core().parallel_state.get_expert_data_parallel_group(),
+        )
+
+    @classmethod
+    def leave(cls) -> None:
+        """End the groups, when the last trainer of the process closes."""
+        cls._open.clear()
+        core().parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+    @property
+    def is_last_stage(self) -> bool:
+        return bool(core().parallel_state.is_pipeline_last_stage(ignore_virtual=True))
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """A rank's share of a micro-batch, in the place of `PackedSeqParams`: Megatron hands it down to every attention, also when a layer is
+    recomputed."""
+
+    share: Share
+    qkv_format: str = "sbhd"
+    """Rows, sequences, heads, size: not the format of cumulative lengths."""
+    cp_group: None = None
+
+
+def transformer_config(config: Any, options: Options, dtype: torch.dtype) -> Any:
+    """Megatron's config of a model of transformers in a layout."""
+    experts: dict[str, Any] = {}
+    if num_experts(config):
+        experts = {
+            "num_moe_experts": num_experts(config),
+            "moe_router_topk": config.num_experts_per_tok,
+            "moe_ffn_hidden_size": expert_width(config),
+            "moe_router_pre_softmax": not getattr(config, "norm_topk_prob", True),
+            "moe_router_load_balancing_type": "none",
+            "moe_aux_loss_coeff": 0.0,
+            "moe_grouped_gemm": False,
+            "moe_router_dtype": "fp32",
+        }
+    recomputed: dict[str, Any] = {}
+    if options.recompute:
+        recomputed["recompute_granularity"] = options.recompute
+    if options.recompute == "full":
+        recomputed |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+    is_interleaved = options.vpp > 1
+    return core().transformer.TransformerConfig(
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        num_query_groups=config.num_key_value_heads,
+        kv_channels=head_size(config),
+        ffn_hidden_size=config.intermediate_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=config.rms_norm_eps,
+        activation_func=torch.nn.functional.silu,
+        gated_linear_unit=True,
+        add_bias_linear=False,
+        add_qkv_bias=config.model_type == "qwen2",
+        qk_layernorm=config.model_type.startswith("qwen3"),
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        tensor_model_parallel_size=options.tp,
+        pipeline_model_parallel_size=options.pp,
+        virtual_pipeline_model_parallel_size=options.vpp if is_interleaved else None,
+        context_parallel_size=options.cp,
+        expert_model_parallel_size=options.ep,
+        expert_tensor_parallel_size=options.expert_tp,
+        sequence_parallel=options.splits_rows,
+        use_cpu_initialization=True,
+        perform_initialization=False,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        calculate_per_token_loss=True,  # Gradients are sums; the caller's denominator divides them.
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",
+        **_sends(is_interleaved),
+        **experts,
+        **recomputed,
+    )
+
+
+def _sends(is_interleaved: bool) -> dict[str, bool]:
+    """How stages send to each other: in batches, unless they would be paired wrongly."""
+    return {"overlap_p2p_comm": is_interleaved, "batch_p2p_comm": not is_interleaved}
+
+
+def _layers(config: Any, vp_stage: int | None) -> Any:
+    """The specification of this rank's layers in a part of the model."""
+    specs = core().models.gpt.gpt_layer_specs
+    spec = specs.get_gpt_layer_local_spec(num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    layer = spec.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = RowNorm
+    attention = layer.self_attention.submodules
+    attention.core_attention = PackedCoreAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RowNorm
+    block = core().transformer.transformer_block
+    count = block.get_num_layers_to_build(config, vp_stage=vp_stage)
+    return block.TransformerBlockSubmodules(layer_specs=[spec] * count, layer_norm=RowNorm)
+
+
+Head = Callable[[Tensor, Tensor], Tensor]
+"""Hidden states of all rows [R, H], and this rank's rows of the head's weights, to what the last stage gives in place of logits."""
+
+
+class Built:
+    """This rank's parts of a model: one, or as many as it has virtual stages.
+
+    Args:
+        frequencies: of the rotary embedding, float32 [D / 2].
+        padding: a token whose embedding learns nothing from where it is read, as in transformers.
+        head: computes the last stage's output.
+    """
+
+    def __init__(
+        self, config: Any, options: Options, dtype: torch.dtype, device: str, frequencies: Tensor, padding: int | None, head: Head
+    ) -> None:
+        self.options = options
+        self._padding, self._head = padding, head
+        with _quiet():
+            self._build(config, dtype, device, frequencies)
+        self._run = core().pipeline_parallel.get_forward_backward_func()
+
+    def _build(self, config: Any, dtype: torch.dtype, device: str, frequencies: Tensor) -> None:
+        options = self.options
+        self.config = transformer_config(config, options, dtype)
+        parts = [self._part(config, vp if options.vpp > 1 else None, frequencies) for vp in range(options.vpp)]
+        for part in parts:
+            part.to(device)
+        how = core().distributed.DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=options.zero == 1, overlap_grad_reduce=False
+        )
+        self.parameters = {name: parameter for part in parts for name, parameter in self._named(part).items()}
+        self.chunks = [
+            core().distributed.DistributedDataParallel(self.config, how, part, disable_bucketing=i > 0) for i, part in enumerate(parts)
+        ]
+
+    def _part(self, config: Any, vp_stage: int | None, frequencies: Tensor) -> Any:
+        def is_end(ask: Callable[..., bool]) -> bool:
+            return bool(ask(ignore_virtual=False, vp_stage=vp_stage))
+
+        tp = self.options.tp
+        part = core().models.gpt.GPTModel(
+            config=self.config,
+            transformer_layer_spec=_layers(self.config, vp_stage),
+            vocab_size=-(-config.vocab_size // tp) * tp,
+            max_sequence_length=config.max_position_embeddings,
+            pre_process=is_end(core().parallel_state.is_pipeline_first_stage),
+            post_process=is_end(core().parallel_state.is_pipeline_last_stage),
+            parallel_output=True,
+            share_embeddings_and_output_weights=config.tie_word_embeddings,
+            position_embedding_type="rope",
+            vp_stage=vp_stage,
+        )
+        part.rotary_pos_emb = PositionedRotary(frequencies)
+        if part.pre_process and self._padding is not None:
+            part.embedding.register_forward_hook(self._without_padding, with_kwargs=True)
+        if part.post_process:
+            layer = part.output_layer
+            layer.forward = lambda hidden, weight=None, **_: self._output(hidden, layer.weight if weight is None else weight)
+        return part
+
+    def _without_padding(self, embedding: Any, arguments: Any, named: Mapping[str, Tensor], found: Tensor) -> Tensor:
+        """Embeddings [R / tp or R, 1, H] through which no gradient goes to the padding token's."""
+        is_padding = named["input_ids"][0] == self._padding
+        if self.config.sequence_parallel:
+            is_padding = is_padding.chunk(self.options.tp)[core().parallel_state.get_tensor_model_parallel_rank()]
+        return torch.where(is_padding[:, None, None], found.detach(), found)
+
+    def _output(self, hidden: Tensor, weight: Tensor) -> tuple[Tensor, None]:
+        """The last layer's hidden states [R / tp or R, 1, H] to the head's output, [T, 1, numbers]."""
+        mappings = core().tensor_parallel.mappings
+        if self.config.sequence_parallel:
+            hidden = mappings.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
+        else:
+            hidden = mappings.copy_to_tensor_model_parallel_region(hidden)
+        return self._head(hidden[:, 0], weight)[:, None], None
+
+    def _named(self, part: Any) -> dict[str, Tensor]:
+        """Parameters by the names of the whole model. The last stage's copy of tied embeddings has their name."""
+        layers = part.decoder.layers
+        first = layers[0].layer_number - 1 if len(layers) else 0
+        of_each = (self.config.num_moe_experts or 0) // self.options.ep
+        first_expert = of_each * core().parallel_state.get_expert_model_parallel_rank()
+        found = {numbered(name, first, first_expert): parameter for name, parameter in part.named_parameters()}
+        if part.share_embeddings_and_output_weights and "output_layer.weight" in found:
+            found["embedding.word_embeddings.weight"] = found.pop("output_layer.weight")
+        return found
+
+    @property
+    def buffers(self) -> list[Any]:
+        """The library's flat buffers of gradients and, in ZeRO stage 1, of weights."""
+        return [buffer for chunk in self.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+
+    def has_copy(self, name: str) -> bool:
+        """Whether this rank's parameter of that name is the last stage's copy of one that the first stage has."""
+        is_first = core().parallel_state.is_pipeline_first_stage(ignore_virtual=True)
+        return name == "embedding.word_embeddings.weight" and not is_first
+
+    def run(self, step: Callable[[Any], tuple[Any, Callable[[Tensor], Tensor]]], items: Sequence[Any], *, forward_only: bool) -> None:
+        """Pass micro-batches through the stages. Collective; all ranks of a layout have equally many.
+
+        Args:
+            step: of a micro-batch -> this rank's share of it, and on the last stage what computes a loss from the head's output.
+        """
+
+        def forward(iterator: Any, chunk: Any) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]]:
+            rows, loss = step(next(iterator))
+            output = chunk(rows.share.input_ids, rows.share.positions[None], None, packed_seq_params=rows)
+            # The count of tokens is not read: nothing is divided here.
+            return output, lambda found: (loss(found), torch.ones((), dtype=torch.int, device=found.device), {})
+
+        iterators = [iter(items) for _ in self.chunks]
+        with _quiet():
+            self._run(
+                forward_step_func=forward,
+                data_iterator=iterators if len(iterators) > 1 else iterators[0],
+                model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
+                num_microbatches=len(items),
+                seq_length=1,  # Each micro-batch says its own.
+                micro_batch_size=1,
+                forward_only=forward_only,
+            )
+
+    def add_up(self) -> None:
+        """Sum gradients over the ranks that share parameters. Collective."""
+        with _quiet():
+            core().distributed.finalize_model_grads(self.chunks)
+
+    def clear_gradients(self) -> None:
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()

@@ -1,0 +1,207 @@
+"""Where the tensors of a checkpoint lie in Megatron's model, and how they get there and back.
+
+    checkpoint's tensors --merged--> one of Megatron's parameters --its part--> a rank of the tensor group, on the stage that has the layer
+                         <--split--                               <--gathered--                            <--sent to all by its owner
+
+`linear_qkv` has, for each group of keys and values, its queries, its key and its value; `linear_fc1` has the gate above the projection up,
+each split by itself. A vocabulary that the ranks do not divide is filled up with rows of zeros, which nothing reads.
+
+A parameter's gradient and moments go the same ways. Each rank finds what it has by name; who sends a parameter to all is the first rank
+that has it, so nothing but tensors is exchanged.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from m2flow.engines.megatron.layout import Options, head_size, num_experts
+from m2flow.engines.models.hf_model import EXPERTS, ExpertNames
+from m2flow.errors import EngineError
+
+
+@dataclass(frozen=True)
+class Place:
+    """One of Megatron's parameters: the checkpoint's tensors that it is made of, and how it is split."""
+
+    names: tuple[str, ...]
+    kind: Literal["whole", "qkv", "gate_up", "vocabulary"] = "whole"
+    dim: int | None = None
+    """What tensor-parallel ranks split it along; None: each has it whole."""
+    is_expert: bool = False
+    group: str = "rest"
+    """The group of weights that it is reported with."""
+
+
+def places(config: Any) -> dict[str, Place]:
+    """All parameters of a model, by Megatron's names with the numbers that layers and experts have in the whole model, in their order."""
+    found = {"embedding.word_embeddings.weight": Place(("model.embed_tokens.weight",), "vocabulary", 0, group="embeddings")}
+    experts, named = num_experts(config), EXPERTS.get(config.model_type, ExpertNames())
+    for number in range(config.num_hidden_layers):
+        of_layer = dict(_attention(config, f"model.layers.{number}"))
+        if experts:
+            block = f"model.layers.{number}.{named.block}"
+            of_layer["mlp.router.weight"] = Place((f"{block}.gate.weight",))
+            for expert in range(experts):
+                one, own = f"{block}.experts.{expert}", f"mlp.experts.local_experts.{expert}"
+                up = (f"{one}.{named.gate}.weight", f"{one}.{named.up}.weight")
+                of_layer[f"{own}.linear_fc1.weight"] = Place(up, "gate_up", 0, is_expert=True)
+                of_layer[f"{own}.linear_fc2.weight"] = Place((f"{one}.{named.down}.weight",), dim=1, is_expert=True)
+        else:
+            block = f"model.layers.{number}.mlp"
+            of_layer["mlp.linear_fc1.weight"] = Place((f"{block}.gate_proj.weight", f"{block}.up_proj.weight"), "gate_up", 0)
+            of_layer["mlp.linear_fc2.weight"] = Place((f"{block}.down_proj.weight",), dim=1)
+        for name, place in of_layer.items():
+            known = Place(place.names, place.kind, place.dim, place.is_expert, f"layers.{number}")
+            found[f"decoder.layers.{number}.{name}"] = known
+    found["decoder.final_layernorm.weight"] = Place(("model.norm.weight",))
+    if not config.tie_word_embeddings:
+        found["output_layer.weight"] = Place(("lm_head.weight",), "vocabulary", 0, group="head")
+    return found
+
+
+def _attention(config: Any, layer: str) -> Iterator[tuple[str, Place]]:
+    """The norms and the attention of a layer."""
+    own = f"{layer}.self_attn"
+    yield "input_layernorm.weight", Place((f"{layer}.input_layernorm.weight",))
+    yield "self_attention.linear_qkv.weight", Place(tuple(f"{own}.{one}_proj.weight" for one in "qkv"), "qkv", 0)
+    if config.model_type == "qwen2":
+        yield "self_attention.linear_qkv.bias", Place(tuple(f"{own}.{one}_proj.bias" for one in "qkv"), "qkv", 0)
+    yield "self_attention.linear_proj.weight", Place((f"{own}.o_proj.weight",), dim=1)
+    if config.model_type.startswith("qwen3"):
+        yield "self_attention.q_layernorm.weight", Place((f"{own}.q_norm.weight",))
+        yield "self_attention.k_layernorm.weight", Place((f"{own}.k_norm.weight",))
+    yield "pre_mlp_layernorm.weight", Place((f"{layer}.post_attention_layernorm.weight",))
+
+
+def check_names(config: Any, names: Sequence[str]) -> None:
+    """Check that every tensor of a checkpoint has a place, and every place a tensor. Raises `EngineError`, with their names."""
+    placed = {name for place in places(config).values() for name in place.names}
+    for wrong, what in ((set(names) - placed, "has no place for"), (placed - set(names), "lacks")):
+        if wrong:
+            raise EngineError(
+                f"Megatron's model of a {config.model_type!r} checkpoint {what} {len(wrong)} tensors: {', '.join(sorted(wrong)[:4])}",
+                now="Use the train engine `fsdp` or `deepspeed`.",
+            )
+
+
+@dataclass
+class Weights:
+    """The parameters of one rank. All ranks make it, and call it, together."""
+
+    config: Any
+    options: Options
+    own: Mapping[str, Tensor]
+    """By the names of `places`."""
+    shapes: Mapping[str, torch.Size]
+    """Of the checkpoint's tensors, by their names."""
+    tensor_group: Any
+    expert_group: Any
+    all_ranks: Any
+    places: dict[str, Place] = field(init=False)
+    _owners: dict[str, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.places = places(self.config)
+        device = next(iter(self.own.values())).device
+        has = torch.tensor([name in self.own for name in self.places], device=device).to(torch.int64)
+        of_ranks = [torch.empty_like(has) for _ in range(dist.get_world_size(self.all_ranks))]
+        dist.all_gather(of_ranks, has, group=self.all_ranks)
+        # argmax finds the first rank.
+        self._owners = dict(zip(self.places, torch.stack(of_ranks).argmax(0).tolist(), strict=True))
+
+    def local(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield this rank's part of each parameter, by name, from whole tensors by the checkpoint's names."""
+        for name, parameter in self.own.items():
+            place = self.places[name]
+            merged = self._merged(place, [tensors[one] for one in place.names])
+            yield name, self._part(place, merged, parameter.shape)
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Set the weights from whole tensors by the checkpoint's names."""
+        for name, part in self.local(tensors):
+            self.own[name].copy_(part)
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def whole(self, of: Callable[[str, Tensor], Tensor] = lambda _, parameter: parameter.detach()) -> Iterator[tuple[str, Tensor]]:
+        """Yield whole tensors by the checkpoint's names, on every rank. Collective.
+
+        Args:
+            of: name and parameter -> what is gathered for it, of its shape: itself, its gradient, a moment; of one type on all ranks.
+        """
+        rank = dist.get_rank(self.all_ranks)
+        like = of(*next(iter(self.own.items())))
+        for name, place in self.places.items():
+            tensors: list[Tensor] = []
+            if name in self.own:
+                tensors = self._split(place, self._gathered(place, of(name, self.own[name])))
+            for i, one in enumerate(place.names):
+                found = tensors[i].contiguous() if rank == self._owners[name] else like.new_empty(self.shapes[one])
+                dist.broadcast(found, self._owners[name], group=self.all_ranks)
+                yield one, found
+
+    def _group(self, place: Place) -> Any:
+        return self.expert_group if place.is_expert else self.tensor_group
+
+    def _merged(self, place: Place, tensors: Sequence[Tensor]) -> Tensor:
+        if place.kind == "qkv":
+            groups = self.config.num_key_value_heads
+            return torch.cat([tensor.reshape(groups, -1, *tensor.shape[1:]) for tensor in tensors], 1).flatten(0, 1)
+        return torch.cat(tuple(tensors)) if place.kind == "gate_up" else tensors[0]
+
+    def _split(self, place: Place, merged: Tensor) -> list[Tensor]:
+        if place.kind == "qkv":
+            groups, size = self.config.num_key_value_heads, head_size(self.config)
+            grouped = merged.reshape(groups, -1, *merged.shape[1:])
+            parts = grouped.split((self.config.num_attention_heads // groups * size, size, size), 1)
+            return [part.flatten(0, 1) for part in parts]
+        if place.kind == "gate_up":
+            return list(merged.chunk(2))
+        return [merged[: self.config.vocab_size]] if place.kind == "vocabulary" else [merged]
+
+    def _part(self, place: Place, merged: Tensor, shape: torch.Size) -> Tensor:
+        """This rank's part of a parameter."""
+        if place.dim is None:
+            return merged
+        size, rank = dist.get_world_size(self._group(place)), dist.get_rank(self._group(place))
+        if place.kind == "gate_up":
+            return torch.cat([half.chunk(size)[rank] for half in merged.chunk(2)])
+        if place.kind == "vocabulary":
+            merged = torch.cat((merged, merged.new_zeros(size * shape[0] - len(merged), *merged.shape[1:])))
+        return merged.chunk(size, place.dim)[rank]
+
+    def _gathered(self, place: Place, part: Tensor) -> Tensor:
+        """A parameter, merged, from the parts of its tensor group. Collective in it."""
+        if place.dim is None or dist.get_world_size(group := self._group(place)) == 1:
+            return part
+        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, part.contiguous(), group=group)
+        if place.kind == "gate_up":
+            return torch.cat([torch.cat([one.chunk(2)[half] for one in parts]) for half in (0, 1)])
+        return torch.cat(parts, place.dim)
+
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
+_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.*)")
+
+
+def numbered(name: str, first_layer: int, first_expert: int) -> str:
+    """A parameter's name with the numbers of the whole model, from its name in a part whose first layer and expert have these.
+
+    >>> numbered("decoder.layers.0.mlp.experts.local_experts.1.linear_fc2.weight", 4, 2)
+    'decoder.layers.4.mlp.experts.local_experts.3.linear_fc2.weight'
+    """
+    found = _LAYER.fullmatch(name)
+    if found is None:
+        return name
+    rest = found[2]
+    if expert := _EXPERT.fullmatch(rest):
+        rest = f"mlp.experts.local_experts.{int(expert[1]) + first_expert}.{expert[2]}"
+    return f"decoder.layers.{int(found[1]) + first_layer}.{rest}"

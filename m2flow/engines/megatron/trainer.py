@@ -1,0 +1,449 @@
+"""Train a model that is split over stages, layers' matrices, sequences and experts, with Megatron-core.
+
+    every rank:  the same micro-batch --shares--> samples of its data-parallel rank --cut--> passes through the stages
+    last stage:  hidden states --vocabulary-parallel head--> log-probabilities --loss's terms--> gradients, back through the stages
+                 gradients --summed over data-parallel ranks--> each rank's parts --AdamW--> weights
+
+The contract is that of every trainer: terms of tokens, sums, the caller's denominator. So no number depends on the layout or on how many
+passes a micro-batch takes. Weights come in and go out under the names of checkpoints; a checkpoint is the embedded trainer's, and any
+trainer goes on from it in any layout.
+
+A loss that raises is heard by all ranks when the passes are over: until then the last stage sends zeros back, since the other stages wait
+for its gradients. The gradient is then a part of what it should be: `discard` it.
+
+Limits:
+    models: language models of the families in `m2flow.engines.megatron.layout`; no adapters, no value or score heads, AdamW alone.
+    start: every rank reads the whole model once, into the memory of its host; a checkpoint is gathered there on the first rank.
+    kernels: torch's. Neither Transformer Engine nor Apex is used, and experts are computed one after the other.
+    layouts: the trainers of one worker have the same.
+
+Source: Shoeybi et al. 2019, arXiv:1909.08053; Narayanan et al. 2021, arXiv:2104.04473.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from m2flow.engines.contract import NO_AGREEMENT, Agreement, EngineSettings, Memory, Objective, Sums, TrainEngine, blended, bytes_on
+from m2flow.engines.distributed.ranks import RankedTrain, shares
+from m2flow.engines.embedded.trainer import keep_freed_memory
+from m2flow.engines.megatron import head
+from m2flow.engines.megatron.layout import check_model, check_ranks, read
+from m2flow.engines.megatron.library import Built, Groups, Rows
+from m2flow.engines.megatron.names import Weights, check_names
+from m2flow.engines.megatron.parts import Held, Parts
+from m2flow.engines.megatron.rows import Share, gathered
+from m2flow.engines.models import packing, trainer_checkpoint
+from m2flow.engines.models.hf_model import checkpoint_tensors, config_of, load_model, load_tokenizer, use_threads
+from m2flow.engines.models.model_probe import longest_sequence
+from m2flow.engines.models.optimizers import packed_state, unpacked_state
+from m2flow.engines.models.packing import Demonstrations
+from m2flow.engines.registry import built_in
+from m2flow.errors import EngineError, M2FlowError, unexpected
+from m2flow.recipe import TOP_LOGPROBS, AdamW, Loss, Model, Optimizer
+from m2flow.samples import Batch, group_keys
+
+_HEAD_LOGITS = 1 << 26
+"""Logits that a rank has at a time: 256 MiB of float32."""
+_DTYPES = ("float32", "bfloat16")
+
+
+@dataclass(eq=False)
+class Pass:
+    """A part of a micro-batch, on its way through the stages."""
+
+    batch: Batch
+    packed: packing.Packed
+    share: Share
+    temperature: Tensor | None
+    top: Tensor | int
+    """Tokens whose log-probabilities are computed besides, [T, K], or how many of the likeliest to find; 0: none."""
+    loss: Loss | None = None
+    """None: nothing is trained."""
+    weight: float = 0.0
+    """0: it only keeps the ranks together."""
+    top_ids: Tensor | None = None
+    """Found by the head."""
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    agreement: Agreement = NO_AGREEMENT
+
+
+class MegatronTrain(RankedTrain):
+    """Run the embedded trainer's losses on a model that Megatron has in parts."""
+
+    name = "megatron"
+    capabilities = built_in("megatron", "train")
+
+    def __init__(self, model: Model, settings: EngineSettings) -> None:
+        super().__init__(model, settings)
+        self._options = read(settings.options)
+        check_ranks(self._options, settings.num_ranks)
+        if torch.device(settings.device).type not in self.capabilities.devices:
+            raise EngineError(f"the train engine 'megatron' has no device {settings.device}", now="Give it GPUs, or take `fsdp`.")
+        if model.dtype not in _DTYPES:
+            raise EngineError(f"the train engine 'megatron' has no passes in {model.dtype}", now=f"Write {' or '.join(_DTYPES)}.")
+        self._built: Built | None = None
+        self._num_pending = 0
+        """Micro-batches since the last step."""
+        self._current: Pass | None = None
+        """The pass whose last stage is being computed."""
+        self._failure: Exception | None = None
+        """What a loss raised."""
+        self._away: list[tuple[Any, Tensor]] = []
+        """Storages that are off the device, with what was in them."""
+
+    @property
+    def _num_alike(self) -> int:
+        return self._options.num_alike
+
+    @property
+    def _share_number(self) -> int:
+        return self._options.share_of(self._ranks.rank, self._ranks.count)
+
+    @property
+    def _reporters(self) -> Sequence[int]:
+        return self._options.reporters(self._ranks.count)
+
+    def start(self) -> None:
+        use_threads(self._settings.threads, self._settings.deterministic)
+        keep_freed_memory()
+        self._num_head_logits, self._is_exact = self._count("head_logits", _HEAD_LOGITS), self._flag("fp32_head", default=False)
+        config = config_of(self._source)
+        check_model(config, self._options)
+        self._ranks.open(leave=Groups.leave)
+        self._groups = Groups.join(self._options)
+        model = self._together(self._loaded)
+        self._longest, self._rope = longest_sequence(config)
+        self._codec = self._together(lambda: load_tokenizer(self._source))
+        self._demonstrations = Demonstrations(self._codec)
+        self._shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+        self._trained = {name: parameter.shape for name, parameter in model.named_parameters()}
+        tensors = dict(trainer_checkpoint.named_weights(model))
+        self._together(lambda: check_names(config, list(tensors)))
+        dtype = getattr(torch, self._source.dtype)
+        self._vocabulary = head.Vocabulary(config.vocab_size, self._groups.tensor, self._num_head_logits, self._is_exact)
+        frequencies = model.get_decoder().rotary_emb.inv_freq
+        padding = model.get_input_embeddings().padding_idx
+        self._built = Built(config, self._options, dtype, self._settings.device, frequencies, padding, self._head_output)
+        self._weights = Weights(
+            config,
+            self._options,
+            self._built.parameters,
+            {name: tensor.shape for name, tensor in tensors.items()},
+            self._groups.tensor,
+            self._groups.expert_tensor,
+            self._ranks.group,
+        )
+        self._weights.load(tensors)
+        self._model = model.to("meta")  # Its class and config are what a checkpoint is written with.
+        self._parts = self._stepped()
+
+    def _loaded(self) -> Any:
+        """The model as transformers has it, in the memory of the host."""
+        model = load_model(self._source, device="cpu", attention="eager")
+        scaling = getattr(model.get_decoder().rotary_emb, "attention_scaling", 1.0)
+        if scaling != 1.0:
+            raise EngineError(f"rotary embeddings that scale the attention, by {scaling:g}, are not those of Megatron's model here")
+        return model
+
+    def _stepped(self) -> Parts:
+        assert self._built is not None
+        is_first = dist.get_rank(self._groups.tensor) == 0
+        held = {}
+        for name, parameter in self._built.parameters.items():
+            place = self._weights.places[name]
+            group = self._groups.expert_data if place.is_expert else self._groups.data
+            counts = (place.dim is not None or is_first) and not self._built.has_copy(name)
+            held[name] = Held(parameter, group, counts, place.group)
+        groups = list(dict.fromkeys(place.group for place in self._weights.places.values()))
+        return Parts(held, self._built.buffers, self._ranks.group, groups, is_spread=self._options.zero == 1)
+
+    def stop(self) -> None:
+        self._built = self._model = self._current = None
+        self._away.clear()
+        self._num_pending = 0
+        self.__dict__.pop("_parts", None)
+        self.__dict__.pop("_weights", None)
+        if torch.device(self._settings.device).type == "cuda":
+            torch.cuda.empty_cache()
+        self._ranks.close()
+
+    # Training
+
+    def accumulate(self, batch: Batch, objective: Objective) -> Sums:
+        batch, loss = self._to_train(batch, objective.loss), objective.loss
+        num_masked = packing.num_masked(batch.ragged("loss_mask"))
+        metrics, agreement = dict[str, float](), NO_AGREEMENT
+        if num_masked.any():
+            own, weight = self._share(batch, num_masked, is_whole="group_ids" in loss.needs)
+            passes = self._together(lambda: self._cut(own, weight, loss))
+            self._num_pending += 1
+            self._run(passes, forward_only=False)
+            metrics = self._summed(passes)
+            if "same_weights" in batch:
+                agreement = self._agreed(Agreement.of_all([one.agreement for one in passes if one.weight]))
+        return Sums(len(batch), int(num_masked.sum()), len(batch.ragged("tokens").values), metrics, agreement)
+
+    def _cut(self, batch: Batch, weight: float, loss: Loss) -> list[Pass]:
+        """The passes of this rank's samples, equally many on all ranks: groups stay together where there are enough of them."""
+        is_whole = "group_ids" in loss.needs
+        groups = group_keys(batch.ids)
+        of_passes = shares(batch.ragged("tokens").lengths.tolist(), groups.tolist(), self._options.num_passes, is_whole=is_whole)
+        spare = np.flatnonzero(groups == groups[0]) if is_whole else np.arange(1)
+        found = []
+        for rows in of_passes:
+            part = batch.take(np.array(rows, np.int64) if rows else spare)
+            top = self._top_ids(part, loss) if TOP_LOGPROBS in loss.needs else 0
+            found.append(self._pass(part, top, loss, weight if rows else 0.0))
+        return found
+
+    def _pass(self, batch: Batch, top: Tensor | int, loss: Loss | None = None, weight: float = 0.0) -> Pass:
+        size = self._vocabulary.size
+        if isinstance(top, Tensor) and len(top) and int(top.max()) >= size:
+            said = f"the reference found token {int(top.max())} likely, and this model has {size} tokens"
+            raise EngineError(said, now="Take a reference with the same tokenizer.")
+        if isinstance(top, int) and top >= size:
+            raise EngineError(f"top_k is {top}, and the model has {size} tokens", now="Take fewer than it has.")
+        packed = self._pack(batch)
+        return Pass(batch, packed, Share.of(packed, self._groups.context, self._options.tp), self._temperature(batch), top, loss, weight)
+
+    def _run(self, passes: Sequence[Pass], *, forward_only: bool) -> None:
+        """Send passes through the stages. Raises on every rank what a loss raised on one."""
+        assert self._built is not None
+        self._failure = None
+
+        def step(one: Pass) -> tuple[Rows, Any]:
+            self._current = one
+            return Rows(one.share), lambda output: self._loss(one, output)
+
+        self._built.run(step, passes, forward_only=forward_only)
+        self._together(self._raise_failure)
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure if isinstance(self._failure, M2FlowError) else unexpected("the loss", self._failure)
+
+    def _head_output(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """What the last stage gives for the tokens that its rows predict: log-probability, entropy, those of `top`; [t, numbers]."""
+        one = self._current
+        assert one is not None
+        own, which = hidden[one.share.predictors], one.share.which
+        temperature = None if one.temperature is None else one.temperature[which]
+        top_ids = one.top[which] if isinstance(one.top, Tensor) else None
+        if isinstance(one.top, int) and one.top:
+            top_ids = head.most_likely(own, weight, temperature, one.top, self._vocabulary)
+            one.top_ids = top_ids
+        found = head.token_logprobs(own, weight, one.packed.targets[which], temperature, top_ids, self._vocabulary)
+        return torch.cat([found[0][:, None], found[1][:, None], found[2]], 1)
+
+    def _loss(self, one: Pass, output: Tensor) -> Tensor:
+        """On the last stage: the loss of a pass, from the head's output [1, t, numbers]."""
+        values = gathered(output[0], one.share, self._groups.context)
+        one.outputs = {"logprobs": values[:, 0], "entropy": values[:, 1], TOP_LOGPROBS: values[:, 2:]}
+        if one.top_ids is not None:
+            one.top_ids = gathered(one.top_ids, one.share, self._groups.context)
+        if one.loss is None:
+            return values.sum()
+        try:
+            terms, one.metrics, one.agreement = self._terms_of(one.batch, one.loss, one.outputs)
+            return terms.sum() * one.weight
+        except Exception as error:  # The other stages wait for a gradient.
+            self._failure = self._failure or error
+            return values.sum() * 0.0
+        finally:
+            one.outputs = {}
+
+    def _summed(self, passes: Sequence[Pass]) -> dict[str, float]:
+        """Sum metrics over passes, and over the ranks that report. Only these know the names."""
+        reporters = self._reporters
+        names: list[str] = json.loads(self._ranks.words_of(reporters[0], json.dumps(list(passes[0].metrics))))
+        is_reporter = self._ranks.rank in reporters
+        counted = [one for one in passes if one.weight and is_reporter]
+        return self._ranks.total({name: math.fsum(one.metrics[name] * one.weight for one in counted) for name in names})
+
+    def apply(self, optimizer: Optimizer, denominator: float) -> Mapping[str, float]:
+        assert self._built is not None
+        if not self._num_pending:
+            raise EngineError("there is no gradient to apply", now="accumulate() a micro-batch with masked tokens first.")
+        try:
+            if not isinstance(optimizer, AdamW):
+                raise EngineError(f"the train engine {self.name!r} has no {type(optimizer).__name__}", now="Use AdamW.")
+            if not (math.isfinite(denominator) and denominator > 0):
+                raise EngineError(f"the denominator of a mini-batch must be a positive number, got {denominator}")
+            rate = optimizer.rate(self._parts.client.num_steps.get(optimizer, 0))
+            self._built.add_up()
+            norm, further = self._parts.step(optimizer, denominator)
+            if not math.isfinite(norm):
+                raise EngineError(
+                    f"the gradient is not finite (its norm is {norm}); the weights were left as they were",
+                    now="Look for infinite losses or advantages, and for a learning rate that is too high.",
+                )
+            return {"grad_norm": norm, "lr": rate, **further}
+        finally:
+            self.discard()
+
+    def discard(self) -> None:
+        assert self._built is not None
+        self._num_pending = 0
+        self._built.clear_gradients()
+
+    def _backward(self, loss: Tensor) -> None:
+        raise NotImplementedError  # The schedule does it.
+
+    # Passes without gradient
+
+    def _numbers(self, ordered: Batch, output: str, top_k: int) -> npt.NDArray[np.float64]:
+        tokens, mask = ordered.ragged("tokens"), ordered.ragged("loss_mask")
+
+        def compute(runs: list[npt.NDArray[np.int64]]) -> list[npt.NDArray[Any]]:
+            return self._read(ordered, runs, output, top_k)
+
+        return self._spread(ordered, tokens, mask, compute, self._width(output, top_k))
+
+    def _read(self, ordered: Batch, runs: list[npt.NDArray[np.int64]], output: str, top_k: int) -> list[npt.NDArray[Any]]:
+        """The numbers of each run, on the last stage; elsewhere nothing."""
+        passes = self._together(lambda: [self._pass(ordered.take(rows), top_k) for rows in runs])
+        more = -len(passes) % self._options.pp if self._options.vpp > 1 else 0
+        spare = self._together(lambda: [self._pass(ordered.take(runs[0]), top_k) for _ in range(more)])
+        self._run([*passes, *spare], forward_only=True)
+        if not self._groups.is_last_stage:
+            return [np.zeros(0) for _ in runs]
+        found = []
+        for one in passes:
+            columns = [one.outputs[output][:, None].double()]
+            if one.top_ids is not None:
+                columns += [one.top_ids.double(), one.outputs[TOP_LOGPROBS].double()]
+            found.append(torch.cat(columns, 1).cpu().numpy())
+        return found
+
+    # Weights and states
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self._weights.whole()
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def copy_from(self, source: TrainEngine, share: float = 1.0) -> None:
+        if not isinstance(source, MegatronTrain):
+            raise EngineError(f"a trainer 'megatron' can't take the weights of {source.name!r}", now="Take the same engine for both roles.")
+        other = source._weights.own
+        for name, parameter in self._weights.own.items():
+            if name not in other or other[name].shape != parameter.shape:
+                raise EngineError(f"the models {source._source.path} and {self._source.path} differ in {name}")
+            parameter.copy_(blended(parameter, other[name].detach(), share))
+
+    def _own_tensors(self) -> Iterable[tuple[str, Tensor]]:
+        return self._weights.own.items()
+
+    def _set(self, tensor: Tensor, value: Tensor) -> None:
+        raise NotImplementedError  # `Weights.load` does it.
+
+    def save(self, path: str) -> None:
+        """Save in the embedded trainer's format, gathered on the first rank."""
+        weights = self._by_module(self._weights.whole(), getattr(torch, self._source.dtype))
+        optimizers = []
+        for recipe, count in self._parts.client.num_steps.items():
+            both = [self._by_module(self._weights.whole(self._parts.moments(recipe, which)), torch.float32) for which in (0, 1)]
+            if self._is_first:
+                optimizers.append(packed_state(recipe, count, [(both[0][name], both[1][name]) for name in self._trained]))
+        masters: list[Tensor] = []
+        if self._source.dtype != "float32":
+            exact = self._by_module(self._weights.whole(self._parts.gathered(lambda part: part.stepped)), torch.float32)
+            masters = [exact[name] for name in self._trained] if self._is_first else []
+        state = {"optimizers": optimizers, "masters": masters}
+        self._together(lambda: trainer_checkpoint.save(path, self._model, self._codec, state, weights) if self._is_first else None)
+
+    @property
+    def _is_first(self) -> bool:
+        return self._ranks.rank == 0
+
+    def _by_module(self, found: Iterator[tuple[str, Tensor]], dtype: torch.dtype) -> dict[str, Tensor]:
+        """On the first rank, tensors by the names of transformers' modules, which stack experts, in the memory of the host."""
+        if not self._is_first:
+            for _ in found:
+                pass
+            return {}
+        whole = {name: torch.empty(shape, dtype=dtype) for name, shape in self._trained.items()}
+        views = self._views(whole)
+        for name, tensor in found:
+            views[name].copy_(tensor)
+        return whole
+
+    def _views(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors of modules by the names of checkpoints, as views."""
+        return {part: view for name, tensor in tensors.items() for part, view in checkpoint_tensors(self._model, name, tensor)}
+
+    def load(self, path: str) -> None:
+        def read_whole() -> tuple[dict[str, Tensor], dict[str, Any]]:
+            return trainer_checkpoint.read_weights(path, self._source, self._shapes), trainer_checkpoint.read_state(path, "cpu")
+
+        weights, state = self._together(read_whole)
+        states = self._together(lambda: [unpacked_state(saved, len(self._trained)) for saved in state["optimizers"]])
+        self.discard()
+        self._weights.load(self._views(weights))
+        self._parts.client.moments, self._parts.client.num_steps = {}, {}
+        for recipe, count, moments in states:
+            zeros = {name: torch.zeros(shape) for name, shape in self._trained.items()}
+            both = []
+            for which in (0, 1):
+                known = {name: pair[which] for name, pair in zip(self._trained, moments, strict=True) if pair is not None}
+                both.append(dict(self._weights.local(self._views(zeros | known))))
+            self._parts.set_moments(recipe, count, both)
+        masters = [master for master in state.get("masters", []) if master is not None]
+        exact = dict(zip(self._trained, masters, strict=True)) if masters else weights
+        self._parts.set_masters(dict(self._weights.local(self._views(exact))))
+
+    # The device
+
+    def onload(self) -> None:
+        self.onload_states()
+
+    def offload(self) -> None:
+        if torch.device(self._settings.device).type != "cpu":
+            self.offload_states()
+
+    def offload_states(self) -> None:
+        """Move weights, gradients and the optimiser's states to the memory of the host, whatever the device is.
+
+        Storages are emptied and not replaced, since the library's buffers and views of them are all over the place."""
+        assert self._built is not None
+        if self._away:
+            return
+        tensors = [*self._built.parameters.values(), *self._parts.tensors()]
+        for buffer in self._built.buffers:
+            tensors += [one for one in (buffer.param_data, buffer.grad_data) if one is not None]
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors if tensor.numel()}
+        for storage in storages.values():
+            held = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            self._away.append((storage, held.to("cpu", copy=True)))
+        for storage, _ in self._away:
+            storage.resize_(0)
+        if torch.device(self._settings.device).type == "cuda":
+            torch.cuda.empty_cache()
+
+    def onload_states(self) -> None:
+        """Undo `offload_states`."""
+        for storage, values in self._away:
+            storage.resize_(values.numel())
+            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).copy_(values)
+        self._away.clear()
+
+    def memory(self) -> Memory:
+        if self._built is None or self._away:
+            return Memory()
+        device, buffers = self._settings.device, self._built.buffers
+        return Memory(
+            weights=bytes_on(device, self._built.parameters.values()),
+            gradients=bytes_on(device, (buffer.grad_data for buffer in buffers)),
+            optimizer=bytes_on(device, self._parts.tensors()),
+        )

@@ -1,0 +1,183 @@
+"""Record which experts the routers of a mixture choose, and replay the choice of another pass, with gates computed from the current logits.
+
+    router(hidden) --scores--> topk(scores, k) --> experts, gates of these
+                               ^ read here, or replaced by given experts: their gates are then gathered from the same scores
+
+A rollout engine and a trainer round differently, and so do the weights before and after an optimiser step. Where two experts are almost
+equal for a token, that chooses another one, and the token's log-probability jumps. Replaying the rollout's choice (R3), or that of the
+trainer's pass before the update (R2), leaves a function of the weights that is smooth, and whose gradient goes through the gates.
+
+The router's own code stays: what it does around its `topk` (softmax or sigmoid, groups of experts, a bias that counts for the choice alone,
+normalised or scaled gates) is computed as ever. `Routers` finds them by class, and `check` proves that each makes one choice a token that
+can be replaced; what it can't prove is refused by name. A token whose experts are unknown is routed by the model.
+
+    experts of the tokens of a batch --`pack`--> `Packed.experts`, of its rows --`Routers.use`--> a pass
+    `Routers.chosen` of a pass --`Packed.row_of_token`--> experts of the tokens of a batch
+
+Source: Ma et al. 2025, "Stabilizing MoE reinforcement learning by aligning training and inference routers", arXiv:2510.11370 (R3); replay
+of the trainer's own old pass: Zheng et al. 2025 (GSPO), arXiv:2507.18071, section 5.3.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from m2flow.engines.models.packing import Packed, batched_logits, pack
+from m2flow.errors import EngineError
+from m2flow.samples import ROUTED_EXPERTS, Batch, Ragged, compact_experts, expanded_experts
+
+# Shapes: R rows of a pass, T tokens of a batch, L routers of the model, k experts of a token, E experts of a layer.
+
+
+@final
+class Routers:
+    """The routers of one model, in the order of its layers. Their `forward` is wrapped; classes, names and hooks stay as they are."""
+
+    def __init__(self, model: Any) -> None:
+        config = model.config.get_text_config()
+        self._kind = config.model_type
+        found = [(name, module) for name, module in model.named_modules() if type(module).__name__.endswith("Router")]
+        if not found:
+            raise EngineError(f"a {self._kind!r} model is no mixture of experts whose routing can be replayed", now=LEAVE_OUT)
+        self.num_experts = max(int(getattr(module, "num_experts", 0) or module.weight.shape[0]) for _, module in found)
+        self._layers = [next((int(part) for part in name.split(".") if part.isdigit()), -1) for name, _ in found]
+        self._num_layers = int(config.num_hidden_layers)
+        self.num_of_token = 0
+        """Experts of a token; known after `check`."""
+        self._given: Tensor | None = None
+        self._made: list[Tensor | None] = [None] * len(found)
+        for i, (_, module) in enumerate(found):
+            module.forward = functools.partial(self._route, i, module.forward)
+
+    @property
+    def num(self) -> int:
+        return len(self._made)
+
+    def use(self, experts: Tensor | None) -> None:
+        """Set the experts of the rows of the next pass and its recomputations, int64 [R, L, k], -1 where unknown. None: the model's own.
+
+        Raises:
+            EngineError: they are of another number of layers.
+        """
+        if experts is not None and experts.shape[1] != self.num:
+            if experts.shape[1] != self._num_layers:
+                what = f"experts of {experts.shape[1]} layers came for a {self._kind!r} model with {self.num} routers"
+                raise EngineError(what, now="Do trainer and rollout engine load the same model?")
+            experts = experts[:, self._layers]  # A server reports layers without experts, too.
+        self._given = experts
+        self._made = [None] * self.num
+
+    def chosen(self) -> Tensor:
+        """The experts of the last pass, int64 [R, L, k].
+
+        Raises:
+            EngineError: a router made no choice.
+        """
+        made = [one for one in self._made if one is not None]
+        if len(made) < self.num or len({one.shape for one in made}) > 1:
+            raise EngineError(f"a router of a {self._kind!r} model makes no one choice of experts for each token", now=LEAVE_OUT)
+        return torch.stack(made, 1)
+
+    def check(self, run: Callable[[], Tensor]) -> None:
+        """Prove on a pass, called `run`, that choices are recorded, and that others take effect.
+
+        Raises:
+            EngineError: they are not.
+        """
+        with torch.no_grad():
+            self.use(None)
+            plain = run()
+            own = self.chosen()
+            self.num_of_token = int(own.shape[-1])
+            self.use((own + 1) % self.num_experts)
+            other, replayed = run(), self.chosen()
+            self.use(own)
+            again = run()
+            self.use(None)
+        is_right = bool((replayed == (own + 1) % self.num_experts).all()) and torch.allclose(plain, again, atol=1e-4, rtol=1e-4)
+        if not is_right or torch.equal(plain, other):
+            raise EngineError(f"a {self._kind!r} model does not go by the experts that are chosen for its routers", now=LEAVE_OUT)
+
+    def _route(self, i: int, forward: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        with _Choice(self, i):
+            return forward(*arguments, **options)
+
+    def choice(self, i: int, scores: Tensor, found: Any) -> Any:
+        """What router i gets of its top k: recorded, and with given experts in their place."""
+        experts = found.indices
+        if self._given is not None:
+            given = self._given[:, i].to(experts.device)
+            if given.shape != experts.shape:
+                raise EngineError(f"experts of {list(given.shape)} rows came for a pass of {list(experts.shape)}", now=LEAVE_OUT)
+            experts = given.where((given >= 0).all(-1, keepdim=True), experts)
+            found = torch.return_types.topk((scores.gather(-1, experts), experts))
+        self._made[i] = experts.detach()
+        return found
+
+
+class _Choice(TorchFunctionMode):  # type: ignore[misc]
+    """Watches the functions that a router calls for its choice: the `topk` over all experts of each row."""
+
+    def __init__(self, routers: Routers, i: int) -> None:
+        super().__init__()
+        self._routers, self._i = routers, i
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        if function not in (torch.topk, Tensor.topk):
+            return found
+        scores = args[0] if args else kwargs["input"]
+        # A choice of groups is over fewer, and over the experts of a group in three dimensions.
+        return self._routers.choice(self._i, scores, found) if scores.ndim == 2 and scores.shape[1] == self._routers.num_experts else found
+
+
+LEAVE_OUT = "Leave replay_routing out."
+
+
+# ---- of a trainer: between the tokens of a batch and the rows of a pass
+
+
+def checked_routers(model: Any, device: str) -> Routers:
+    """Find and check the routers of a model that passed `m2flow.engines.models.packing.check_model`. Raises `EngineError`."""
+    routers = Routers(model)
+    tokens = Ragged.of([np.arange(9) % model.config.get_text_config().vocab_size], np.int32)
+    packed = pack(np.zeros(1, np.int64), tokens, Ragged(np.arange(9) > 0, tokens.offsets), device=device)
+    routers.check(lambda: batched_logits(model, packed))
+    return routers
+
+
+def experts_of(batch: Batch) -> Ragged | None:
+    """The experts of a batch's tokens, int16 [T, L, k], -1 where unknown; None: nobody recorded them."""
+    if ROUTED_EXPERTS not in batch:
+        return None
+    column = batch.ragged(ROUTED_EXPERTS)
+    return Ragged(expanded_experts(column.values), column.offsets)
+
+
+def beside_experts(numbers: npt.NDArray[np.float64], mask: Ragged, packed: Packed | None, routers: Routers) -> npt.NDArray[np.float64]:
+    """Put the numbers of masked tokens and the experts of the last pass side by side: [tokens, 1 + L k], for each of a batch's tokens.
+
+    Args:
+        numbers: [T, 1], of the tokens under the mask. packed: what was passed; None: nothing, so that no experts are known.
+    """
+    found = np.full((len(mask.values), 1 + routers.num * routers.num_of_token), -1.0)
+    found[:, 0] = 0.0
+    found[mask.values.astype(bool), 0] = numbers[:, 0]
+    if packed is not None:
+        has_row = packed.row_of_token >= 0
+        found[has_row, 1:] = routers.chosen().flatten(1).cpu().numpy()[packed.row_of_token[has_row]]
+    return found
+
+
+def column_of(found: npt.NDArray[np.float64], offsets: npt.NDArray[np.int64], routers: Routers) -> Ragged:
+    """The column of experts that `beside_experts` found."""
+    experts = found[:, 1:].astype(np.int16).reshape(len(found), routers.num, routers.num_of_token)
+    return Ragged(compact_experts(experts, routers.num_experts), offsets)

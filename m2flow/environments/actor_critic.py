@@ -1,0 +1,386 @@
+"""Small actors and critics that learn in Gymnasium's environments: the roles `Simulator` and `ActorCritic` of a flow.
+
+    simulator, learner = Simulator("CartPole-v1", count=16), ActorCritic("CartPole-v1")
+    learned, played = learner.start(), simulator.start()
+    for step in steps(100):
+        played = simulator.play(played, learned, horizon=64)      # a piece of each environment's episodes
+        learned = learner.learn(learned, played)                  # PPO on it
+        log(episode_return=episode_return(played))
+
+What a call gives is text that holds everything that the next one needs: the state of the environments, the weights and the optimiser's.
+So no call has an effect: it may run anywhere, be run again, and is answered from the ledger when a run resumes. A worker that still has
+the very environments which a text describes goes on with them; another acts their running episodes again. Networks are an MLP for numbers
+and a small CNN for pictures, with a categorical or a Gaussian head; losses and advantages are those of `m2flow.algorithms`.
+
+Legend: T steps, E environments, F numbers of an observation, A actions.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, final
+
+import numpy as np
+import numpy.typing as npt
+
+from m2flow.algorithms.gae import gae
+from m2flow.environments.env import Array, GymEnv, Spaces, Vector
+from m2flow.macro.ops import Role, call, op
+from m2flow.recipe import AdamW, check_count, check_number
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+_WORLD = "world"
+
+
+def pack(arrays: Mapping[str, Array], **texts: str) -> str:
+    """Arrays and texts as one text."""
+    packed = {
+        name: [str(each.dtype), list(each.shape), base64.b64encode(np.ascontiguousarray(each).tobytes()).decode()]
+        for name, each in arrays.items()
+    }
+    return json.dumps({**packed, **texts})
+
+
+def unpack(text: str) -> tuple[dict[str, Array], dict[str, str]]:
+    """What `pack` was given."""
+    packed = json.loads(text)
+    arrays = {
+        name: np.frombuffer(base64.b64decode(each[2]), each[0]).reshape(each[1]).copy()
+        for name, each in packed.items()
+        if isinstance(each, list)
+    }
+    return arrays, {name: each for name, each in packed.items() if isinstance(each, str)}
+
+
+# ---- networks
+
+
+def build(spaces: Spaces, hidden: tuple[int, ...], seed: int) -> nn.ModuleDict:
+    """Make an actor and a critic. Their first weights are a function of the seed.
+
+    Source:
+        Orthogonal weights with gains sqrt(2), 0.01 for the actor's and 1 for the critic's head: Andrychowicz et al. 2021, "What matters in
+        on-policy reinforcement learning?", arXiv:2006.05990; the code of Huang et al. 2022, "The 37 implementation details of PPO".
+    """
+    import torch
+    from torch import nn
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        outputs = spaces.num_actions or int(np.prod(spaces.action))
+        heads = {"actor": _network(spaces, hidden, outputs, 0.01), "critic": _network(spaces, hidden, 1, 1.0)}
+        model = nn.ModuleDict(heads)
+        if not spaces.num_actions:
+            model["spread"] = nn.ParameterList([nn.Parameter(torch.zeros(outputs))])
+    return model
+
+
+def _network(spaces: Spaces, hidden: tuple[int, ...], outputs: int, gain: float) -> nn.Sequential:
+    import torch
+    from torch import nn
+
+    layers: list[nn.Module] = []
+    width = int(np.prod(spaces.observation))
+    if spaces.is_picture:
+        height, across, channels = spaces.observation
+        layers += [nn.Conv2d(channels, 16, 4, stride=2), nn.ReLU(), nn.Conv2d(16, 32, 3, stride=2), nn.ReLU(), nn.Flatten()]
+        with torch.no_grad():
+            width = int(nn.Sequential(*layers)(torch.zeros(1, channels, height, across)).shape[1])
+    for size in hidden:
+        layers += [nn.Linear(width, size), nn.Tanh()]
+        width = size
+    layers.append(nn.Linear(width, outputs))
+    for layer in layers:
+        if isinstance(layer, nn.Linear | nn.Conv2d):
+            nn.init.orthogonal_(layer.weight, 2**0.5 if layer is not layers[-1] else gain)
+            nn.init.zeros_(layer.bias)
+    return nn.Sequential(*layers)
+
+
+def as_input(observations: Array, spaces: Spaces) -> Tensor:
+    """Observations [N, ...] as the networks take them: float32, pictures with their channels first and from 0 to 1."""
+    import torch
+
+    tensor = torch.from_numpy(np.ascontiguousarray(observations, np.float32))
+    return tensor.permute(0, 3, 1, 2) / 255 if spaces.is_picture else tensor
+
+
+def _logprobs(model: nn.ModuleDict, seen: Tensor, actions: Tensor, spaces: Spaces) -> tuple[Tensor, Tensor]:
+    """Log-probabilities [N] of actions, and the entropy [N] of what they were drawn from."""
+    import torch
+
+    out = model["actor"](seen)
+    if spaces.num_actions:
+        every = torch.log_softmax(out, -1)
+        return every.gather(1, actions.long()[:, None])[:, 0], -(every.exp() * every).sum(-1)
+    drawn = torch.distributions.Normal(out, next(model["spread"].parameters()).exp().expand_as(out))
+    return drawn.log_prob(actions).sum(-1), drawn.entropy().sum(-1)
+
+
+def _draw(model: nn.ModuleDict, seen: Tensor, spaces: Spaces, rng: np.random.Generator) -> Array:
+    """Draw an action for each observation, with this generator's numbers."""
+    out = model["actor"](seen)
+    if spaces.num_actions:
+        shares = out.double().softmax(-1).cumsum(-1).numpy()
+        chosen: Array = np.minimum((rng.random((len(shares), 1)) >= shares).sum(-1), spaces.num_actions - 1)
+        return chosen
+    spread = next(model["spread"].parameters()).exp().numpy()
+    drawn: Array = (out.numpy() + spread * rng.standard_normal(out.shape)).astype(np.float32)
+    return drawn
+
+
+def _load(model: nn.ModuleDict, arrays: Mapping[str, Array]) -> None:
+    import torch
+
+    model.load_state_dict({name.removeprefix("w/"): torch.from_numpy(each) for name, each in arrays.items() if name.startswith("w/")})
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Compute in one thread: these networks are too small for more, and sums then are the same in every process."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+# ---- the roles
+
+
+@final
+class Simulator(Role):
+    """Environments of one task, stepped side by side by an actor.
+
+    Args:
+        task: the name of an environment of Gymnasium.
+        count: how many. seed: of their episodes.
+        hidden: of the actor, as of the `ActorCritic` that learns.
+    """
+
+    def __init__(self, task: str, count: int = 16, seed: int = 0, hidden: tuple[int, ...] = (64, 64)) -> None:
+        check_count("count", count)
+        self._task, self._count, self._seed, self._hidden = task, count, seed, tuple(hidden)
+        self._alive: dict[str, Vector] = {}
+        self._returns: dict[str, npt.NDArray[np.float64]] = {}
+
+    def _fresh(self) -> Vector:
+        return Vector(lambda: GymEnv(self._task), self._count, self._seed)
+
+    @call(granularity="batch")
+    def start(self) -> str:
+        """The environments at their first observations."""
+        vector = self._fresh()
+        record = vector.record()
+        vector.close()
+        return pack({"running": np.zeros(self._count), "returns": np.zeros(0)}, world=record)
+
+    def _going_on(self, record: str) -> Vector:
+        """The environments of a record: those that are at hand, or others that have acted the same."""
+        found = self._alive.pop(_digest(record), None)
+        for vector in self._alive.values():
+            vector.close()
+        self._alive.clear()
+        if found is None:
+            found = self._fresh()
+            found.restore(record)
+        return found
+
+    @call(granularity="batch")
+    @_one_thread()
+    def play(self, played: str, learned: str, horizon: int, rng: np.random.Generator) -> str:
+        """Act `horizon` steps in each environment, from where `played` left them, with the actor of `learned`."""
+        import torch
+
+        before, texts = unpack(played)
+        vector = self._going_on(texts[_WORLD])
+        env = vector.envs[0]
+        assert isinstance(env, GymEnv)
+        spaces = env.spaces
+        model = build(spaces, self._hidden, 0)
+        _load(model, unpack(learned)[0])
+        seen, actions, steps = [vector.observations], [], []
+        running, returns = before["running"], before["returns"].tolist()
+        with torch.no_grad():
+            for _ in range(horizon):
+                chosen = _draw(model, as_input(vector.observations, spaces), spaces, rng)
+                step = vector.step(chosen)
+                running = running + step.rewards
+                ended = step.terminated | step.truncated
+                returns += running[ended].tolist()
+                running = np.where(ended, 0.0, running)
+                seen.append(step.observations)
+                actions.append(chosen)
+                steps.append(step)
+            flat = as_input(np.concatenate(seen[:-1]), spaces)
+            drawn = torch.from_numpy(np.concatenate(actions))
+            logprobs = _logprobs(model, flat, drawn, spaces)[0].numpy().reshape(horizon, -1)
+        record = vector.record()
+        self._alive[_digest(record)] = vector
+        arrays: dict[str, Array] = {"seen": np.stack(seen), "actions": np.stack(actions), "logprobs": logprobs}
+        arrays |= {name: np.stack([getattr(step, name) for step in steps]) for name in ("rewards", "terminated", "truncated", "is_real")}
+        return pack({**arrays, "running": running, "returns": np.array(returns[-self._count :])}, world=record)
+
+
+@final
+class ActorCritic(Role):
+    """An actor and a critic that learn by PPO from what a `Simulator` played.
+
+    Args:
+        task: the environment whose observations and actions they are for.
+        hidden: sizes of the layers of both networks. seed: of their first weights.
+        optimizer: by default AdamW(1e-3, max_grad_norm=0.5); its rate counts optimiser steps.
+        epochs, minibatch_size: how often, and in what parts, a piece is learnt from; the size counts steps of environments.
+        gamma, lam, clip, entropy_coef, value_coef: of PPO.
+    Source:
+        Schulman et al. 2017, arXiv:1707.06347. A piece that ends within an episode, and an episode that was cut off, are worth what the
+        critic says of their last observation; one that terminated is worth nothing more: Pardo et al. 2018, arXiv:1712.00378.
+    """
+
+    def __init__(
+        self,
+        task: str,
+        hidden: tuple[int, ...] = (64, 64),
+        seed: int = 0,
+        optimizer: AdamW | None = None,
+        epochs: int = 10,
+        minibatch_size: int = 256,
+        gamma: float = 0.99,
+        lam: float = 0.95,
+        clip: float = 0.2,
+        entropy_coef: float = 0.0,
+        value_coef: float = 0.5,
+    ) -> None:
+        check_count("epochs", epochs)
+        check_count("minibatch_size", minibatch_size)
+        check_number("gamma", gamma, above=0)
+        env = GymEnv(task)
+        self._spaces, self._hidden, self._seed = env.spaces, tuple(hidden), seed
+        self._optimizer = optimizer or AdamW(1e-3, max_grad_norm=0.5)
+        env.close()
+        self._epochs, self._minibatch_size, self._gamma, self._lam = epochs, minibatch_size, gamma, lam
+        self._clip, self._entropy_coef, self._value_coef = clip, entropy_coef, value_coef
+
+    @call(granularity="batch")
+    def start(self) -> str:
+        """The first weights, and an optimiser that has made no step."""
+        model = build(self._spaces, self._hidden, self._seed)
+        arrays = {f"{kind}/{name}": np.zeros(each.shape, np.float32) for kind in "mv" for name, each in model.named_parameters()}
+        return pack({**{f"w/{name}": each.numpy() for name, each in model.state_dict().items()}, **arrays, "steps": np.zeros(1, np.int64)})
+
+    @call(granularity="batch")
+    @_one_thread()
+    def learn(self, learned: str, played: str, rng: np.random.Generator) -> str:
+        """Learn from a piece of play. Returns the weights and the optimiser's state after it."""
+        import torch
+
+        before, rows = unpack(learned)[0], unpack(played)[0]
+        model = build(self._spaces, self._hidden, self._seed)
+        _load(model, before)
+        optimizer = torch.optim.AdamW(
+            model.parameters(), betas=self._optimizer.betas, eps=self._optimizer.eps, weight_decay=self._optimizer.weight_decay
+        )
+        for name, each in model.named_parameters():
+            kept = {"exp_avg": torch.from_numpy(before[f"m/{name}"]), "exp_avg_sq": torch.from_numpy(before[f"v/{name}"])}
+            optimizer.state[each] = {"step": torch.tensor(float(before["steps"][0])), **kept}
+        batch = self._batch(model, rows)
+        num_steps, size = int(before["steps"][0]), len(batch["advantages"])
+        for _ in range(self._epochs):
+            order = torch.from_numpy(rng.permutation(size))
+            for part in order.split(self._minibatch_size):
+                for group in optimizer.param_groups:
+                    group["lr"] = self._optimizer.rate(num_steps)
+                self._loss(model, {name: each[part] for name, each in batch.items()}).backward()
+                if self._optimizer.max_grad_norm:
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), self._optimizer.max_grad_norm)
+                optimizer.step()
+                optimizer.zero_grad()
+                num_steps += 1
+        arrays = {f"w/{name}": each.numpy() for name, each in model.state_dict().items()}
+        for name, each in model.named_parameters():
+            arrays |= {f"m/{name}": optimizer.state[each]["exp_avg"].numpy(), f"v/{name}": optimizer.state[each]["exp_avg_sq"].numpy()}
+        return pack({**arrays, "steps": np.array([num_steps])})
+
+    def _batch(self, model: nn.ModuleDict, rows: Mapping[str, Array]) -> dict[str, Tensor]:
+        """The real steps of a piece, environment after environment, with advantages and returns."""
+        import torch
+
+        horizon, count = rows["rewards"].shape
+        with torch.no_grad():
+            flat = as_input(rows["seen"].reshape(-1, *self._spaces.observation), self._spaces)
+            values = model["critic"](flat)[:, 0].double().numpy().reshape(horizon + 1, count)
+        advantages, returns = piece_advantages(rows, values, gamma=self._gamma, lam=self._lam)
+        real = rows["is_real"].T.reshape(-1)
+        observations = rows["seen"][:-1].swapaxes(0, 1).reshape(-1, *self._spaces.observation)[real]
+        actions = rows["actions"].swapaxes(0, 1).reshape(horizon * count, *self._spaces.action)[real]
+        return {
+            "seen": as_input(observations, self._spaces),
+            "actions": torch.from_numpy(actions),
+            "behaviour_logprobs": torch.from_numpy(rows["logprobs"].T.reshape(-1)[real]),
+            "advantages": torch.from_numpy((advantages - advantages.mean()) / (advantages.std() + 1e-8)).float(),
+            "returns": torch.from_numpy(returns).float(),
+        }
+
+    def _loss(self, model: nn.ModuleDict, part: Mapping[str, Tensor]) -> Tensor:
+        from m2flow.algorithms.losses import clipped_value, ppo_clip
+
+        logprobs, entropy = _logprobs(model, part["seen"], part["actions"], self._spaces)
+        terms, _ = ppo_clip(
+            logprobs=logprobs,
+            behaviour_logprobs=part["behaviour_logprobs"],
+            advantages=part["advantages"],
+            eps_low=self._clip,
+            eps_high=self._clip,
+            entropy=entropy,
+            entropy_coef=self._entropy_coef,
+        )
+        errors, _ = clipped_value(values=model["critic"](part["seen"])[:, 0], returns=part["returns"])
+        return terms.mean() + self._value_coef * errors.mean()
+
+
+def piece_advantages(
+    rows: Mapping[str, Array], values: npt.NDArray[np.float64], *, gamma: float, lam: float
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Advantages and returns of the real steps of a piece of play, environment after environment.
+
+        r'[t] = r[t] + gamma V[t + 1]        at the last step of an episode that was cut off, and of the piece; then `m2flow.algorithms.gae`
+
+    Args:
+        rows: `rewards`, `terminated`, `truncated`, `is_real`, each [T, E].
+        values: float64 [T + 1, E], of the observation before each step and of the last one.
+    Returns:
+        Two of float64 [N], N the real steps.
+
+    >>> one = {"rewards": np.ones((2, 1)), "is_real": np.ones((2, 1), bool)}
+    >>> ends = {"terminated": np.array([[False], [True]]), "truncated": np.zeros((2, 1), bool)}
+    >>> piece_advantages({**one, **ends}, np.full((3, 1), 5.0), gamma=1.0, lam=1.0)[1].tolist()
+    [2.0, 1.0]
+    """
+    real, terminated, truncated = (rows[name].T.astype(bool) for name in ("is_real", "terminated", "truncated"))
+    last = np.zeros_like(real)
+    last[:, -1] = True
+    # The step after an end is not real: where a piece's last step is such, the one before has ended already.
+    ends = (terminated | truncated | last) & real
+    worth = np.where(ends & ~terminated, gamma * values.T[:, 1:], 0.0)
+    lengths = np.diff(np.flatnonzero(ends[real]), prepend=-1)
+    return gae((rows["rewards"].T + worth)[real], values.T[:, :-1][real], lengths, gamma=gamma, lam=lam)
+
+
+@op(granularity="batch")
+def episode_return(played: str) -> float:
+    """The mean return of the last episodes that ended, as many as there are environments; nan before the first."""
+    returns = unpack(played)[0]["returns"]
+    return float(returns.mean()) if len(returns) else float("nan")
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

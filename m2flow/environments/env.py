@@ -1,0 +1,213 @@
+"""Environments: `Env` with `reset` and `step`, Gymnasium's as one, and `Vector`, which steps many side by side.
+
+    env.reset(seed, row) -> observation        env.step(action) -> Step(observation, reward, terminated, truncated)
+
+An observation is a text or an array. `Vector` follows Gymnasium's NEXT_STEP: the step after an episode's end ignores its action, gives
+reward 0 and the first observation of the next episode; such steps are marked, so that nothing is learnt from them. The seed of an episode
+is a function of the vector's seed, the environment's position and the episode's number, so a vector's state is what its current episodes
+were given: it is recorded as text and gone on with by stepping again, and the observations' hashes are compared. Limit: an environment
+that is no function of its seed and actions is found out then, not before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, final
+
+import numpy as np
+import numpy.typing as npt
+
+from m2flow.errors import EngineError, MissingExtra, OptionError
+from m2flow.recipe import check_count
+
+Array = npt.NDArray[Any]
+
+
+class Step(NamedTuple):
+    """What an action led to."""
+
+    observation: str | Array
+    reward: float
+    terminated: bool
+    """The episode is over, and nothing comes after it."""
+    truncated: bool
+    """The episode was cut off: it would have gone on, so what it was worth is estimated."""
+
+
+class Env(ABC):
+    """A world that is acted in, one episode after the other."""
+
+    @abstractmethod
+    def reset(self, seed: int, row: Mapping[str, object] | None = None) -> str | Array:
+        """Begin an episode. Returns its first observation.
+
+        Args:
+            seed: what happens by chance is a function of it alone.
+            row: of a dataset, what the episode is about.
+        """
+
+    @abstractmethod
+    def step(self, action: Any) -> Step:
+        """Act."""
+
+    def close(self) -> None:
+        """Free what it holds."""
+
+
+@dataclass(frozen=True)
+class Spaces:
+    """What an environment shows and takes."""
+
+    observation: tuple[int, ...]
+    """Shape: [F] of numbers, or [H, W, C] of a picture."""
+    is_picture: bool
+    num_actions: int
+    """Of discrete actions; 0: they are continuous."""
+    action: tuple[int, ...] = ()
+    """Shape of continuous actions."""
+
+
+@final
+class GymEnv(Env):
+    """An environment of Gymnasium, by the name that it is registered under.
+
+    Raises:
+        MissingExtra: gymnasium is not installed. OptionError: it has no such environment, or one whose spaces are neither numbers nor
+            pictures, or whose actions are neither one number of several nor a vector.
+    """
+
+    def __init__(self, task: str, **options: Any) -> None:
+        try:
+            import gymnasium
+        except ImportError:
+            raise MissingExtra("environments of Gymnasium need the package gymnasium", now="Run: pip install 'm2flow[gym]'.") from None
+        try:
+            self._env: Any = gymnasium.make(task, **options)
+        except gymnasium.error.DependencyNotInstalled as error:
+            raise MissingExtra(f"the environment {task!r} needs more than Gymnasium: {error}") from None
+        except gymnasium.error.Error as error:
+            raise OptionError(f"Gymnasium has no environment {task!r}: {error}") from None
+        seen, taken = self._env.observation_space, self._env.action_space
+        boxes = gymnasium.spaces.Box
+        if not isinstance(seen, boxes) or len(seen.shape) not in (1, 3) or not isinstance(taken, boxes | gymnasium.spaces.Discrete):
+            raise OptionError(f"{task!r} has observations {seen} and actions {taken}; known are vectors, pictures, and one of several")
+        is_discrete = isinstance(taken, gymnasium.spaces.Discrete)
+        self._first = int(taken.start) if is_discrete else 0
+        self.spaces = Spaces(tuple(seen.shape), len(seen.shape) == 3, int(taken.n) if is_discrete else 0, tuple(taken.shape or ()))
+        self._bounds: tuple[Array, Array] | None = None if is_discrete else (taken.low, taken.high)
+
+    def reset(self, seed: int, row: Mapping[str, object] | None = None) -> Array:
+        observation, _ = self._env.reset(seed=seed, options=dict(row) if row else None)
+        return np.asarray(observation)
+
+    def step(self, action: Any) -> Step:
+        taken: Any = self._first + int(action) if self._bounds is None else np.clip(np.asarray(action, np.float32), *self._bounds)
+        observation, reward, terminated, truncated, _ = self._env.step(taken)
+        return Step(np.asarray(observation), float(reward), bool(terminated), bool(truncated))
+
+    def close(self) -> None:
+        self._env.close()
+
+
+@dataclass
+class _Episode:
+    """What a running episode was given."""
+
+    number: int
+    actions: list[Any] = field(default_factory=list)
+    has_ended: bool = False
+
+
+class VectorStep(NamedTuple):
+    """What a vector's actions led to; E environments."""
+
+    observations: Array
+    """[E, ...]; of an episode that ended, its last."""
+    rewards: npt.NDArray[np.float64]
+    terminated: npt.NDArray[np.bool_]
+    truncated: npt.NDArray[np.bool_]
+    is_real: npt.NDArray[np.bool_]
+    """False where the step began an episode instead of acting."""
+
+
+@final
+class Vector:
+    """Environments side by side, whose observations are arrays.
+
+    Args:
+        make: makes one of them.
+        count: how many. seed: of all their episodes.
+    """
+
+    def __init__(self, make: Callable[[], Env], count: int, seed: int) -> None:
+        check_count("count", count)
+        self.envs = [make() for _ in range(count)]
+        self._seed = seed
+        self._episodes = [_Episode(0) for _ in self.envs]
+        self.observations = np.stack([np.asarray(env.reset(self._seed_of(i, 0))) for i, env in enumerate(self.envs)])
+
+    def _seed_of(self, position: int, number: int) -> int:
+        text = f"{self._seed}/{position}/{number}".encode()
+        return int.from_bytes(hashlib.sha256(text).digest()[:4], "big") >> 1
+
+    def step(self, actions: Sequence[Any] | Array) -> VectorStep:
+        """Act in each; begin an episode where the one before has ended."""
+        count = len(self.envs)
+        rewards, flags = np.zeros(count), np.zeros((3, count), bool)
+        observations = []
+        for i, (env, episode, action) in enumerate(zip(self.envs, self._episodes, actions, strict=True)):
+            if episode.has_ended:
+                self._episodes[i] = _Episode(episode.number + 1)
+                observations.append(np.asarray(env.reset(self._seed_of(i, episode.number + 1))))
+                continue
+            seen, rewards[i], terminated, truncated = env.step(action)
+            episode.actions.append(np.asarray(action).tolist())
+            episode.has_ended = terminated or truncated
+            flags[:, i] = terminated, truncated and not terminated, True
+            observations.append(np.asarray(seen))
+        self.observations = np.stack(observations)
+        return VectorStep(self.observations, rewards, flags[0], flags[1], flags[2])
+
+    def record(self) -> str:
+        """The state as text: of each environment the episode's number and actions, and a hash of what it shows."""
+        episodes = [
+            {"number": each.number, "actions": each.actions, "has_ended": each.has_ended, "shows": _hash(seen)}
+            for each, seen in zip(self._episodes, self.observations, strict=True)
+        ]
+        return json.dumps(episodes)
+
+    def restore(self, record: str) -> None:
+        """Go on from a record, by acting again from the beginnings of its episodes.
+
+        Raises:
+            EngineError: an environment shows something else than it did, so it is no function of its seed and actions.
+        """
+        episodes = json.loads(record)
+        if len(episodes) != len(self.envs):
+            raise OptionError(f"a record of {len(episodes)} environments can't be gone on with by {len(self.envs)}")
+        observations = []
+        for i, (env, past) in enumerate(zip(self.envs, episodes, strict=True)):
+            seen = np.asarray(env.reset(self._seed_of(i, past["number"])))
+            for action in past["actions"]:
+                seen = np.asarray(env.step(action).observation)
+            if _hash(seen) != past["shows"]:
+                raise EngineError(
+                    f"environment {i} shows something else after the same {len(past['actions'])} actions of its episode {past['number']}",
+                    now="It must be a function of its seed and actions: look for a clock, a random generator of its own, another version.",
+                )
+            self._episodes[i] = _Episode(past["number"], list(past["actions"]), past["has_ended"])
+            observations.append(seen)
+        self.observations = np.stack(observations)
+
+    def close(self) -> None:
+        for env in self.envs:
+            env.close()
+
+
+def _hash(observation: Array) -> str:
+    data = np.ascontiguousarray(observation)
+    return hashlib.sha256(f"{data.dtype}{data.shape}".encode() + data.tobytes()).hexdigest()[:16]

@@ -1,0 +1,302 @@
+"""Run a flow from Python: in a script, in a notebook's cell, in a test.
+
+    flow, cluster, seed, options --run--> Run          the same functions as under `m2flow run`
+    a run's directory --open_run--> Run                its tables, its model, its picture (`m2flow.runs.opened`)
+
+`plan` and `simulate` are in `m2flow.runs.planning`. A flow may be defined in a notebook's cell: its lines are then called `In[3]:5`, and
+its functions go to the workers by value, as those of a file do.
+
+A notebook's stop button is Ctrl-C: the update under way is finished, the workers are stopped, and `RunInterrupted` says how to go on. A
+second press kills the workers and leaves the kernel alive.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
+from rich.console import Console
+
+from m2flow.errors import FlowLoadError, M2FlowError, OptionError, SpecError, did_you_mean
+from m2flow.macro.flow import Flow, load_flow
+from m2flow.macro.flow import flow as as_flow
+from m2flow.macro.sites import shown_file
+from m2flow.runs import display
+from m2flow.runs.cluster_file import load_cluster
+from m2flow.runs.execution import can_go_on, execute_watched, has_directory, leftovers, prepare_engines_here
+from m2flow.spec import LAPTOP, ClusterSpec, RunSettings
+
+if TYPE_CHECKING:
+    from m2flow.micro.protocol.plan import Plan
+    from m2flow.micro.records.rundir import Config
+    from m2flow.runs.opened import Run
+
+FlowLike = Flow | Callable[..., object] | str | Path
+"""A flow as the entrance takes it: what `@flow` made, a plain function, or a file as `load_flow` takes it."""
+ClusterLike = ClusterSpec | Mapping[str, object] | str | Path | None
+"""A cluster as the entrance takes it: a spec, its fields, or the YAML file of one; None is one time-shared device."""
+
+
+def run(
+    flow: FlowLike | None = None,
+    *,
+    cluster: ClusterLike = None,
+    seed: int = 0,
+    deterministic: bool = False,
+    eager: bool = False,
+    plan: str | Path | None = None,
+    profile: str | Path | None = None,
+    policy: str = "",
+    runs_dir: str | Path = "runs",
+    resume: str | Path | Run | None = None,
+    settings: RunSettings | Mapping[str, object] | None = None,
+    quiet: bool = False,
+    options: Mapping[str, object] | None = None,
+    **flow_options: object,
+) -> Run:
+    """Run a flow to its end, and return its run: what `m2flow run` does.
+
+    In a notebook it shows a live display under the cell, elsewhere it prints to standard output.
+
+    Args:
+        flow: what `@flow` made, a plain function, or a file (`"flows/grpo.py"`, `"flows/grpo.py:name"`); with `resume` it may be left out
+            if the run's flow is in a file.
+        cluster: a spec, its fields as a mapping, or its YAML file; None is one time-shared device.
+        seed: decides every random number of the run.
+        deterministic: the same result bit by bit each time, on a CPU; slower.
+        eager: run the flow call by call in this process: the reference for every plan.
+        plan: a plan file whose processes and sizes are used.
+        profile: a file of measured costs, for `placement: auto`.
+        policy: rollout policies, instead of the cluster's: `"longest-first+admission"`.
+        runs_dir: where the run's directory goes.
+        resume: a run that stopped, which goes on in its directory with its own options, seed and cluster. The flow must be the same.
+        settings: run settings by name (`m2flow help RunSettings`), or as a whole.
+        quiet: show neither plan nor progress.
+        options: the flow's options, for those whose names are taken by the parameters above.
+        flow_options: the flow's options: `num_steps=20, lr=1e-4`.
+    Returns:
+        The run, with its `summary`.
+    Raises:
+        OptionError: the flow has no such option, or needs one that is missing. SpecError: the cluster can't be read.
+        RunInterrupted: it was stopped; the samples up to there are kept, and the text says how to go on.
+        M2FlowError: what went wrong; a note says what is left of the run.
+
+    >>> import m2flow
+    >>> m2flow.run("flows/grpo.py", num_steps=20, seed=1)  # doctest: +SKIP
+    Run(runs/grpo-20260102-030405: done, 20 steps, 7,168 samples, reward 0.31 -> 0.95)
+    """
+    before = None if resume is None else read_resumed(resume, [*(options or {}), *flow_options], cluster, plan)
+    taken = flow_of(before.flow if flow is None and before is not None else flow)
+    given = options_of(taken, options, flow_options)
+    if before is None:
+        spec, chosen = spec_of(cluster).with_policy(policy), settings_of(settings, seed, deterministic, eager, runs_dir)
+    else:
+        given, spec, chosen = resumed_options(taken, before.options), before.cluster, before.settings
+    return _run(taken, given, spec, chosen, before, plan=plan, profile=profile, is_quiet=quiet)
+
+
+def _run(
+    flow: Flow,
+    options: Mapping[str, object],
+    spec: ClusterSpec,
+    settings: RunSettings,
+    before: Config | None,
+    *,
+    plan: str | Path | None,
+    profile: str | Path | None,
+    is_quiet: bool,
+) -> Run:
+    """Run a flow, or go on with the run of `before`."""
+    from m2flow.micro.records.plan_file import read_plan
+    from m2flow.runner.run import Run as PreparedRun
+    from m2flow.runs.opened import Run as OpenedRun
+
+    if settings.eager:
+        prepare_engines_here(1 if settings.deterministic else spec.num_cores, deterministic=settings.deterministic)
+    plan_file = plan if before is None else None if settings.eager else before.run_dir / "plan.json"
+    run = PreparedRun(
+        flow,
+        options,
+        spec,
+        settings,
+        flow_file=target_of(flow) if before is None else before.flow,
+        pinned=None if plan_file is None else read_plan(Path(plan_file)),
+        profile=None if profile is None else Path(profile),
+        resume=None if before is None else before.run_dir,
+        foresees=True,
+        warn=lambda said: warnings.warn(said, RuntimeWarning, stacklevel=2),
+    )
+    console = Console(file=sys.stdout, highlight=False, markup=False, emoji=False)
+    progress, show = _display(console, run, is_eager=settings.eager)
+    try:
+        summary = execute_watched(run, console, progress, is_eager=settings.eager, is_quiet=is_quiet, ends_process=False, show_plan=show)
+    except M2FlowError as error:
+        again = f"m2flow.run({flow.name}, resume={str(run.run_dir)!r})" if can_go_on(error) else ""
+        if has_directory(run):
+            error.add_note(leftovers(run, was_there=before is not None, goes_on=again))
+        raise
+    if not is_quiet and show is None:
+        display.show_summary(console, flow.name, summary, run.tally)
+    return OpenedRun(Path(summary.run_dir), summary=summary)
+
+
+def open_run(path: str | Path | None = None, *, runs_dir: str | Path = "runs") -> Run:
+    """Open a run's directory, also while the run goes on or after it failed.
+
+    Args:
+        path: the directory, or its name in `runs_dir`; None: the newest there.
+    Raises:
+        SpecError: there is none.
+    """
+    from m2flow.micro.records.rundir import find_run
+    from m2flow.runs.opened import Run as OpenedRun
+
+    return OpenedRun(find_run(None if path is None else str(path), Path(runs_dir)))
+
+
+# ---- what was given
+
+
+def flow_of(flow: FlowLike | None) -> Flow:
+    """The flow that was given.
+
+    Raises:
+        FlowLoadError: it is none of what the entrance takes, or its file can't be loaded.
+    """
+    if isinstance(flow, Flow):
+        return flow
+    if isinstance(flow, str | Path):
+        return load_flow(str(flow))
+    if not callable(flow):
+        raise FlowLoadError(f"{flow!r:.60} is no flow", now="Give a function decorated with @flow, or the path of its file.")
+    return as_flow(flow)
+
+
+def target_of(flow: Flow) -> str:
+    """Where the flow is, as the command line takes it: its file, `file.py:name` where that has several, `In[3]` for a cell."""
+    file = inspect.getsourcefile(flow.function) or flow.function.__code__.co_filename
+    name = shown_file(file)
+    if not os.path.isfile(file):
+        return name
+    module = sys.modules.get(flow.function.__module__)
+    flows = [value for value in vars(module).values() if isinstance(value, Flow)] if module else []
+    return name if len(flows) <= 1 else f"{name}:{flow.name}"
+
+
+def options_of(flow: Flow, options: Mapping[str, object] | None, flow_options: Mapping[str, object]) -> dict[str, object]:
+    """The flow's options.
+
+    Raises:
+        OptionError: the flow has no such option, one is given twice, or one is missing.
+    """
+    twice = sorted(set(options or ()) & set(flow_options))
+    if twice:
+        raise OptionError(f"{twice[0]} is given twice: as an argument, and in options=")
+    given = {**(options or {}), **flow_options}
+    names = [parameter.name for parameter in flow.parameters]
+    for name in given:
+        if name not in names:
+            raise OptionError(f"the flow {flow.name} has no option {name!r}", now=did_you_mean(name, names, f"It has {', '.join(names)}."))
+    return given
+
+
+def spec_of(cluster: ClusterLike) -> ClusterSpec:
+    """The cluster spec that was given.
+
+    Raises:
+        SpecError: it can't be read, or a field of it can't have its value.
+    """
+    if cluster is None:
+        return LAPTOP
+    if isinstance(cluster, ClusterSpec):
+        return cluster
+    if isinstance(cluster, str | Path):
+        return load_cluster(cluster)
+    try:
+        return ClusterSpec.model_validate(dict(cluster))
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise SpecError(
+            f"cluster: {'.'.join(map(str, first['loc']))}: {first['msg']}",
+            now=did_you_mean(str(first["loc"][0]), ClusterSpec.model_fields, "`m2flow help ClusterSpec` lists the fields."),
+        ) from None
+
+
+def settings_of(
+    settings: RunSettings | Mapping[str, object] | None, seed: int, deterministic: bool, eager: bool, runs_dir: str | Path
+) -> RunSettings:
+    """The run settings, with those that have parameters of their own.
+
+    Raises:
+        OptionError: there is no such setting, or it can't have its value.
+    """
+    own: dict[str, object] = {"seed": seed, "deterministic": deterministic, "eager": eager, "runs_dir": str(runs_dir)}
+    more = settings.model_dump(exclude_unset=True) if isinstance(settings, RunSettings) else dict(settings or {})
+    for name in more:
+        if name not in RunSettings.model_fields:
+            raise OptionError(f"settings: there is no run setting {name!r}", now=did_you_mean(name, RunSettings.model_fields))
+    try:
+        return RunSettings.model_validate({**own, **more})
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise OptionError(f"settings: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+
+
+# ---- a run that goes on
+
+
+def read_resumed(resume: str | Path | Run, given: Sequence[str], cluster: ClusterLike, plan: str | Path | None) -> Config:
+    """The configuration of the run that goes on.
+
+    Raises:
+        OptionError: something is given that the run has from its beginning.
+    """
+    from m2flow.micro.records.rundir import read_config
+    from m2flow.runs.opened import Run as OpenedRun
+
+    run_dir = resume.path if isinstance(resume, OpenedRun) else open_run(resume).path
+    refused = [*given, *(["cluster"] if cluster is not None else []), *(["plan"] if plan is not None else [])]
+    if refused:
+        raise OptionError(f"{refused[0]} is given, and the run in {run_dir} goes on as it began", now="Leave it out, or begin a new run.")
+    return read_config(run_dir)
+
+
+def resumed_options(flow: Flow, written: Mapping[str, object]) -> dict[str, object]:
+    """Options of the flow as the configuration holds them, converted to the types of its parameters.
+
+    Raises:
+        OptionError: the flow has no such parameter any more, or one that a file can't hold.
+    """
+    from m2flow.micro.records.rundir import option_from_text
+
+    known = {parameter.name: parameter for parameter in flow.parameters}
+    lost = [name for name in written if name not in known]
+    if lost:
+        raise OptionError(f"the run was made with {lost[0]}={written[lost[0]]}, and the flow {flow.name} has no such parameter any more")
+    return {name: option_from_text(value, known[name].type) for name, value in written.items()}
+
+
+# ---- showing it
+
+
+def is_in_notebook() -> bool:
+    """Whether this process is the kernel of a notebook."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    return getattr(shell, "kernel", None) is not None
+
+
+def _display(console: Console, run: display.Watched, *, is_eager: bool) -> tuple[display.Progress, Callable[[Plan], None] | None]:
+    """The display of a run, and what shows its plan; None: printed to the console."""
+    if not is_in_notebook():
+        return display.Progress(console, run), None
+    from m2flow.runs.notebook import NotebookProgress
+
+    progress = NotebookProgress(console, run, is_eager=is_eager)
+    return progress, progress.show_plan

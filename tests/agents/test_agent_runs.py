@@ -1,0 +1,103 @@
+"""Agents in real processes: the same digests under every plan, and after `kill -9` of all of them at any moment."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FAKES = "rollout: {engine: fake, workers: 2}\ntrain: {engine: fake}\ndevice: cpu\ncores: 2\nplacement: split\n"
+
+
+def command(folder: Path, *arguments: str) -> list[str]:
+    (folder / "spec.yaml").write_text(FAKES)
+    flow = [] if "--resume" in arguments else [str(ROOT / "tests" / "support" / "agent_run.py"), "--cluster", str(folder / "spec.yaml")]
+    where = [] if "--resume" in arguments else ["--runs-dir", str(folder / "runs")]
+    return [sys.executable, "-m", "m2flow", "run", *flow, "--json", "--quiet", *where, *arguments]
+
+
+def environment(folder: Path) -> dict[str, str]:
+    return {**os.environ, "M2FLOW_TEST_PAID": str(folder / "paid"), "OMP_NUM_THREADS": "1"}
+
+
+def summary_of(folder: Path, *arguments: str) -> dict[str, object]:
+    done = subprocess.run(command(folder, *arguments), capture_output=True, text=True, timeout=300, check=False, env=environment(folder))
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def kill_midway(folder: Path, num_calls: int, *arguments: str) -> Path:
+    """Kill a run and all of its workers once tools have been called so often; return its directory."""
+    process = subprocess.Popen(
+        command(folder, *arguments), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment(folder), start_new_session=True
+    )
+    paid, deadline = folder / "paid", time.monotonic() + 200
+    while not (paid.exists() and len(paid.read_text().splitlines()) >= num_calls):
+        assert process.poll() is None, "it ended before it was to be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    (run,) = (folder / "runs").iterdir()
+    return run
+
+
+def digests(summary: dict[str, object]) -> tuple[object, object]:
+    return summary["samples_sha256"], summary["weights_sha256"]
+
+
+@pytest.mark.slow
+def test_an_agents_run_in_real_processes_equals_the_eager_one_and_so_does_one_that_was_killed_and_resumed(tmp_path):
+    folders = [tmp_path / name for name in ("eager", "planned", "killed")]
+    for folder in folders:
+        folder.mkdir()
+    expected = digests(summary_of(folders[0], "--eager"))
+    assert digests(summary_of(folders[1])) == expected
+    run = kill_midway(folders[2], 150)
+    assert digests(summary_of(folders[2], "--resume", str(run))) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_calls", [30, 200])
+def test_a_tool_with_effects_runs_once_in_a_run_that_is_killed_and_resumed(tmp_path, num_calls):
+    run = kill_midway(tmp_path, num_calls, "--effects")
+    summary_of(tmp_path, "--resume", str(run))
+    lines = (tmp_path / "paid").read_text().splitlines()
+    assert len(lines) == len(set(lines))
+    assert len(lines) > 400, "the resumed run went on with most of the episodes"
+
+
+def tool_use(folder: Path, *arguments: str) -> dict[str, Any]:
+    flow = [str(ROOT / "flows" / "tool_use.py"), "--json", "--quiet", "--runs-dir", str(folder)]
+    done = subprocess.run(
+        [sys.executable, "-m", "m2flow", "run", *flow, *arguments], capture_output=True, text=True, timeout=550, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_the_embedded_engine_gives_an_agent_the_same_digests_under_two_plans(tmp_path):
+    small = ["--deterministic", "--num-steps", "2", "--warm-steps", "4", "--batch", "3"]
+    split = ["--cluster", str(ROOT / "clusters" / "laptop-split.yaml")]
+    assert digests(tool_use(tmp_path, *small, "--eager")) == digests(tool_use(tmp_path, *small, *split))
+
+
+@pytest.mark.slow
+def test_a_tiny_model_learns_to_use_a_calculator_and_is_trained_on_what_it_said(tmp_path):
+    summary = tool_use(tmp_path, "--num-steps", "15", "--seed", "0")
+    assert summary["reward_last"] > summary["reward_first"] + 0.2
+    lines = (Path(summary["run_dir"]) / "metrics.jsonl").read_text().splitlines()
+    differences = [
+        values["rollout_diff/mean"] for values in (json.loads(line)["values"] for line in lines) if "rollout_diff/mean" in values
+    ]
+    assert len(differences) >= 15
+    assert max(differences) < 1e-4, "trainer and rollout agree on each masked token, so the mask is at the right tokens"

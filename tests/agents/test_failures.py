@@ -1,0 +1,277 @@
+"""Whose fault an episode's failure is, and what becomes of it: never a silent 0."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+
+import numpy as np
+import pytest
+from test_episodes import SPEC
+from test_repetition import host, loop, played, start_of
+
+from m2flow import Chat, Dataset, EpisodeFailed, Policy, Sample, ToolCall, agent, flow, tool
+from m2flow.agents.episodes import EpisodeStart
+from m2flow.engines.contract import Generated
+from m2flow.errors import EngineError, OptionError, TraceError
+from m2flow.recipe import AdamW
+from m2flow.recipe import Episodes as Bounds
+from m2flow.samples import Finish, Segment
+from m2flow.testing.world import run_eager, run_planned
+
+pytest_plugins = ["small_runs"]
+pytestmark = pytest.mark.usefixtures("quick")
+
+__all__ = ["loop"]
+
+
+@tool(replay="pure", timeout_s=0.02)
+async def sleepy() -> str:
+    """Sleep."""
+    await asyncio.sleep(30)
+    return ""
+
+
+@tool(replay="pure", on_error="fail")
+def fatal() -> str:
+    """Raise."""
+    raise ValueError("no")
+
+
+@tool(replay="pure")
+def gone() -> str:
+    """Find that the sandbox is gone."""
+    raise EngineError("the sandbox is gone")
+
+
+@tool(replay="pure", timeout_s=0.05)
+def blocks() -> str:
+    """Block a thread."""
+    time.sleep(0.4)
+    return ""
+
+
+def episode(loop: object, body: object, bounds: Bounds | None = None) -> Generated:
+    """Play an agent of this body."""
+    made = agent(body)  # type: ignore[call-overload]
+    episodes = host(loop)  # type: ignore[arg-type]
+    start = start_of(0, made)
+    episodes.begin([EpisodeStart(start.request, start.agent, start.row, bounds or Bounds(8))])
+    (found,) = played(episodes).values()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "how"), [("sleepy", ""), ("fatal", "tool_failed"), ("gone", "tool_failed"), ("blocks", ""), ("nothing", "")]
+)
+def test_a_tools_error_is_a_text_for_the_model_or_the_end_of_the_episode_as_declared(loop, name, how):
+    said: list[str] = []
+
+    async def body(chat: Chat, row: Sample) -> float:
+        await chat.say("?", tools=[sleepy, fatal, gone, blocks], max_tokens=3)
+        said.extend(one.text for one in await chat.run([ToolCall(name, {})]))
+        return 1.0
+
+    found = episode(loop, body)
+    assert found.columns["failure"] == how
+    assert math.isnan(found.columns["reward"]) if how else found.columns["reward"] == 1.0
+    assert all(text.startswith("Error: ") for text in said)
+    assert bool(said) is not bool(how)
+
+
+def test_parallel_calls_of_which_one_fails_leave_none_running(loop):
+    ended: list[str] = []
+
+    @tool(replay="pure")
+    async def long() -> str:
+        """Take long."""
+        try:
+            await asyncio.sleep(30)
+        finally:
+            ended.append("cancelled")
+        return ""
+
+    async def body(chat: Chat, row: Sample) -> float:
+        await chat.say("?", tools=[long, fatal], max_tokens=3)
+        await chat.run([ToolCall("long", {}), ToolCall("fatal", {})])
+        return 1.0
+
+    assert episode(loop, body).columns["failure"] == "tool_failed"
+    assert ended == ["cancelled"]
+
+
+async def hangs(chat: Chat, row: Sample) -> float:
+    await chat.say("?", max_tokens=3)
+    await asyncio.sleep(30)
+    return 1.0
+
+
+async def raises(chat: Chat, row: Sample) -> float:
+    await chat.say("?", max_tokens=3)
+    raise KeyError("x")
+
+
+async def returns_nan(chat: Chat, row: Sample) -> float:
+    await chat.say("?", max_tokens=3)
+    return math.nan
+
+
+async def asks_on(chat: Chat, row: Sample) -> float:
+    for _ in range(9):
+        await chat.say("?", max_tokens=3)
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("body", "bounds", "how"),
+    [
+        (hangs, Bounds(8, timeout_s=0.05), "timed_out"),
+        (raises, Bounds(8), "raised"),
+        (returns_nan, Bounds(8), "invalid"),
+        (asks_on, Bounds(3), "too_many_turns"),
+    ],
+)
+def test_a_failed_episode_says_how_and_has_no_reward(loop, body, bounds, how):
+    found = episode(loop, body, bounds)
+    assert found.columns["failure"] == how
+    assert math.isnan(found.columns["reward"])
+    assert found.num_sampled > 0, "its tokens are kept for the record"
+    assert found.columns["episode"]["error"]
+
+
+def test_the_last_turn_has_no_calls_so_a_loop_over_them_ends(loop):
+    def always(text: str) -> tuple[str, list[ToolCall]]:
+        return text, [ToolCall("blocks", {"x": 1})]
+
+    @agent(tool_calls=always)
+    async def looping(chat: Chat, row: Sample) -> float:
+        turn = await chat.say("?", tools=[blocks], max_tokens=90)
+        while turn.calls:
+            turn = await chat.reply(turn.calls)
+        return float(chat.num_turns)
+
+    episodes = host(loop)
+    start = start_of(4, looping)
+    episodes.begin([EpisodeStart(start.request, start.agent, start.row, Bounds(3))])
+    (found,) = played(episodes).values()
+    assert found.columns["failure"] == ""
+    assert found.columns["reward"] <= 3
+
+
+def test_what_does_not_fit_is_not_appended_and_the_turn_is_cut(loop):
+    turns = []
+
+    async def body(chat: Chat, row: Sample) -> float:
+        turns.append(await chat.say("?", max_tokens=20))
+        turns.append(await chat.say("x" * 500))
+        turns.append(await chat.say("ok", max_tokens=2))
+        return 1.0
+
+    found = episode(loop, body)
+    assert [turn.num_tokens > 0 for turn in turns] == [True, False, True]
+    assert turns[1].is_cut
+    assert len(found.tokens) <= 120
+    assert b"xxx" not in bytes(max(token - 3, 0) for token in found.tokens)
+
+
+def test_the_mask_of_an_episode_is_what_the_model_said_to_the_token(loop):
+    texts = []
+
+    async def body(chat: Chat, row: Sample) -> float:
+        for text in ("one", "two", "three"):
+            texts.append((await chat.say(text, max_tokens=7)).num_tokens)
+        return 1.0
+
+    found = episode(loop, body)
+    said = [count for kind, count in found.segments if kind is Segment.GENERATED]
+    assert said == texts
+    mask = np.concatenate([np.full(count, kind is Segment.GENERATED) for kind, count in found.segments])
+    assert np.array_equal(mask, found.versions >= 0)
+    assert np.array_equal(mask, found.logprobs < 0) or (found.logprobs[~mask] == 0).all()
+    assert len(mask) == len(found.tokens)
+    assert found.finish in (Finish.STOP, Finish.LENGTH)
+
+
+def test_a_resource_of_the_episode_is_opened_once_shared_by_its_tools_and_closed(loop):
+    events: list[str] = []
+
+    class Box:
+        async def __aenter__(self) -> Box:
+            events.append("opened")
+            self.held = 0
+            return self
+
+        async def __aexit__(self, *error: object) -> None:
+            events.append("closed")
+
+    @tool(replay="pure")
+    async def count(box: Box, by: int = 1) -> int:
+        """Count."""
+        box.held += by
+        return box.held
+
+    assert list(count.description["function"]["parameters"]["properties"]) == ["by"]
+
+    async def body(chat: Chat, row: Sample, box: Box) -> float:
+        await chat.say("?", tools=[count], max_tokens=3)
+        await chat.run([ToolCall("count", {}), ToolCall("count", {"by": 2})])
+        return float(box.held)
+
+    assert episode(loop, body).columns["reward"] == 3.0
+    assert events == ["opened", "closed"]
+
+
+@agent
+async def sometimes(chat: Chat, row: Sample) -> float:
+    turn = await chat.say(str(row.prompt), max_tokens=5)
+    if row.prompt == "1?" and chat.rng.random() < 0.6:
+        raise EpisodeFailed("tool_failed", "the machine is gone")
+    return float(len(turn.text)) + 1.0
+
+
+@flow
+def training(failed: str = "mask") -> None:
+    policy = Policy("fake", optimizer=AdamW(1e-3))
+    rows = Dataset([{"prompt": f"{i}?"} for i in range(4)])
+    episodes = policy.rollout(sometimes, rows.take(4), n=4, max_tokens=20, failed=failed)
+    policy.update(episodes, episodes.reward)
+
+
+def logs_of(answer: object) -> dict[str, float]:
+    return {name: value for _, name, value in answer.logs}  # type: ignore[attr-defined]
+
+
+def test_a_failed_episode_is_masked_raised_or_zero_and_counted_by_its_cause():
+    masked, zero = run_eager(training, {}, SPEC), run_eager(training, {"failed": "zero"}, SPEC)
+    num_failed = logs_of(masked)["episodes/failed"]
+    assert num_failed == logs_of(masked)["episodes/tool_failed"] > 0
+    assert len({packed for _, _, packed in masked.consumed}) == 16 - num_failed
+    assert all(reward > 0 for reward in masked.rewards.values())
+    assert len({packed for _, _, packed in zero.consumed}) == 16
+    assert sum(reward == 0 for reward in zero.rewards.values()) == num_failed
+    eager, planned = run_eager(training, {"failed": "raise"}, SPEC), run_planned(training, {"failed": "raise"}, SPEC)
+    assert eager.error == planned.error
+    assert "failed (tool_failed): the machine is gone" in eager.error
+
+
+def test_what_is_no_agent_is_refused_by_line():
+    with pytest.raises(OptionError, match="is no async function"):
+
+        @agent
+        def plain(chat: Chat, row: Sample) -> float:
+            return 1.0
+
+    with pytest.raises(OptionError, match="nothing gives it the parameter 'other'"):
+
+        @agent
+        async def more(chat: Chat, row: Sample, other: int) -> float:
+            return 1.0
+
+    @flow
+    def wrong() -> None:
+        policy = Policy("fake")
+        policy.rollout(len, Dataset([{"prompt": "?"}]).take(1), max_tokens=4)
+
+    with pytest.raises(TraceError, match="is no agent"):
+        run_eager(wrong, {}, SPEC)

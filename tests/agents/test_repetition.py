@@ -1,0 +1,226 @@
+"""An episode that was stopped anywhere goes on to the same tokens, and no tool with effects runs twice."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+from test_episodes import shout, wanderer
+
+from m2flow import Chat, Dataset, Policy, Sample, ToolCall, agent, flow, steps, tool
+from m2flow.agents.episodes import Episodes, EpisodeStart, EventLoop, Transcript
+from m2flow.engines.contract import EngineSettings, Generated, Request
+from m2flow.errors import StateLost
+from m2flow.micro.protocol import call_semantics
+from m2flow.recipe import AdamW, Model, Sampling
+from m2flow.recipe import Episodes as Bounds
+from m2flow.samples import Batch, Ragged, SampleId, Segment
+from m2flow.testing.fakes import FakeRollout
+from m2flow.testing.random_programs import ADVERSARIES, Dice, difference_of, make_cluster, scheduled
+from m2flow.testing.world import run_eager, run_planned
+
+pytest_plugins = ["small_runs"]
+pytestmark = pytest.mark.usefixtures("quick")
+
+
+@pytest.fixture
+def loop() -> Iterator[EventLoop]:
+    made = EventLoop()
+    yield made
+    made.close()
+
+
+def host(loop: EventLoop) -> Episodes:
+    engine = FakeRollout(Model("fake"), EngineSettings())
+    engine.start()
+    return Episodes(engine, loop)
+
+
+def start_of(index: int, played: Callable[..., object], stopped: Transcript | None = None) -> EpisodeStart:
+    row = Batch(np.array([index], np.int64), {"prompt": Ragged.texts([f"{index * 37}?"])})
+    request = Request(SampleId(0, 0, index).pack(), "", 1000 + index, Sampling(120))
+    return EpisodeStart(request, lambda: played, next(row.rows()), Bounds(8), stopped)
+
+
+def stopped_row(made: Generated) -> Transcript:
+    """What another worker reads from the row of a stopped episode."""
+    call = type("Call", (), {"options": {"sampling": Sampling(120)}})()
+    prompts = Batch(np.array([made.id], np.int64), {"prompt": Ragged.texts(["?"])})
+    return Transcript.of(call_semantics.responses([call], [made], prompts, {made.id: 1}), 0)
+
+
+def played(episodes: Episodes, seconds: float = 20.0) -> dict[int, Generated]:
+    found = {}
+    while episodes.num_unfinished:
+        found.update({made.id: made for made in episodes.step()})
+    return found
+
+
+def same(one: Generated, other: Generated) -> bool:
+    arrays = ("prompt_tokens", "tokens", "logprobs", "versions", "kv_stale")
+    return all(np.array_equal(getattr(one, name), getattr(other, name)) for name in arrays) and (
+        (one.segments, one.finish, one.text, repr(one.columns)) == (other.segments, other.finish, other.text, repr(other.columns))
+    )
+
+
+NUM = 12
+
+
+def test_an_episode_that_is_stopped_after_any_step_and_goes_on_elsewhere_is_the_same(loop):
+    whole = host(loop)
+    whole.begin(start_of(index, wanderer) for index in range(NUM))
+    expected = played(whole)
+    assert len({len(made.segments) for made in expected.values()}) > 2, "the episodes differ in their turns"
+    dice, how = random.Random(3), Counter()
+    for index in range(NUM):
+        stopped: Transcript | None = None
+        for _ in range(200):
+            episodes = host(loop)
+            begun = start_of(index, wanderer, stopped)
+            episodes.begin([begun])
+            found: dict[int, Generated] = {}
+            for _ in range(dice.randint(1, 8)):
+                found.update({made.id: made for made in episodes.step()})
+            if found:
+                break
+            (seen,), (gone,) = episodes.snapshot([begun.request.id]), episodes.abort([begun.request.id])
+            assert same(seen, gone)
+            assert not episodes.num_unfinished
+            stopped = stopped_row(gone) if gone.num_sampled else None
+            how["from its row" if stopped else "anew"] += 1
+        assert same(found[begun.request.id], expected[begun.request.id]), index
+    assert how["from its row"] > 20
+
+
+def test_an_agent_that_does_something_else_when_it_is_repeated_has_failed_and_nothing_is_guessed(loop):
+    @agent
+    async def fickle(chat: Chat, row: Sample) -> float:
+        await chat.say("first", max_tokens=4)
+        await chat.say(f"{random.random()}", max_tokens=40)
+        return 1.0
+
+    first = host(loop)
+    first.begin([start_of(0, fickle)])
+    (packed,) = first.progress()
+    while len(first.snapshot([packed])[0].segments) < 3 or first.snapshot([packed])[0].segments[-1][0] is not Segment.GENERATED:
+        first.step()
+    (gone,) = first.abort([packed])
+    again = host(loop)
+    again.begin([start_of(0, fickle, stopped_row(gone))])
+    assert played(again)[packed].columns["failure"] == "diverged"
+
+
+def test_a_turn_that_is_asked_for_twice_at_one_place_has_other_random_numbers_and_at_another_its_own(loop):
+    texts: list[list[str]] = []
+
+    @agent
+    async def asks(chat: Chat, row: Sample) -> float:
+        texts.append([(await chat.say(text, max_tokens=30)).text for text in ("a", "b", "b")])
+        return 0.0
+
+    for _ in range(2):
+        episodes = host(loop)
+        episodes.begin([start_of(0, asks)])
+        played(episodes)
+    assert texts[0] == texts[1], "a repeated episode says the same"
+    assert len(set(texts[0])) == 3, "its turns are not one text three times"
+
+
+PAID = "M2FLOW_TEST_PAID"
+"""Environment variable with the file that the tool writes to: what a function captures is a copy."""
+
+
+@tool(replay="recorded")
+async def pay(to: str, number: int) -> str:
+    """Pay."""
+    with open(os.environ[PAID], "a") as file:
+        file.write(f"{to} {number}\n")
+    await asyncio.sleep(0.003)
+    return "paid"
+
+
+@agent
+async def payer(chat: Chat, row: Sample) -> float:
+    turn = await chat.say(str(row.prompt), tools=[pay, shout], max_tokens=9)
+    for number in range(3):
+        who = f"{row.prompt} {chat.rng.random()}"
+        turn = await chat.reply([ToolCall("pay", {"to": who, "number": number}), ToolCall("shout", {"text": who})], max_tokens=9)
+    return float(len(turn.text))
+
+
+@flow
+def paying() -> None:
+    policy = Policy("fake", optimizer=AdamW(1e-3))
+    rows = Dataset.generate(lambda rng: {"prompt": str(rng.randrange(10**6))}, 100, seed=1, name="rows")
+    for _ in steps(2):
+        episodes = policy.rollout(payer, rows.take(2), n=2, max_tokens=400)
+        policy.update(episodes, episodes.reward)
+
+
+@pytest.mark.timeout(0)
+def test_a_tool_with_effects_never_runs_twice_whatever_dies(tmp_path, monkeypatch):
+    whole = 0
+    for number in range(25):
+        paid = tmp_path / str(number)
+        monkeypatch.setenv(PAID, str(paid))
+        dice = Dice(f"paying, {number}")
+        answer = run_planned(paying, {}, make_cluster(dice), seed=number, order_seed=number, num_losses=dice.integer(0, 3))
+        assert not answer.error or answer.error.startswith(StateLost.__name__), answer.error
+        lines = paid.read_text().splitlines()
+        assert len(lines) == len(set(lines)), Counter(lines).most_common(1)
+        whole += len(lines)
+    assert whole > 200
+
+
+def test_an_episode_whose_tool_with_effects_had_begun_is_lost_where_it_goes_on_and_the_tool_does_not_run_again(loop, tmp_path, monkeypatch):
+    monkeypatch.setenv(PAID, str(tmp_path / "paid"))
+    first = host(loop)
+    start = start_of(0, payer)
+    first.begin([start])
+    packed = start.request.id
+
+    def record() -> dict[str, dict[str, object]]:
+        return first.snapshot([packed])[0].columns["episode"]["tools"]  # type: ignore[index]
+
+    while not any(one["name"] == "pay" for one in record().values()):
+        first.step()
+    assert not (tmp_path / "paid").exists(), "it waits until it is written down that it begins"
+    assert first.is_held(packed)
+    first.written(first.take_urgent())
+    while not (tmp_path / "paid").exists():
+        time.sleep(0.001)
+    (gone,) = first.abort([packed])
+    again = host(loop)
+    again.begin([start_of(0, payer, stopped_row(gone))])
+    assert played(again)[packed].columns["failure"] == "lost"
+    assert len((tmp_path / "paid").read_text().splitlines()) == 1
+
+
+def test_an_episode_is_not_preempted_while_a_tool_with_effects_runs(tmp_path, monkeypatch):
+    for number in range(8):
+        monkeypatch.setenv(PAID, str(tmp_path / str(number)))
+        dice = Dice(f"preempted, {number}")
+        spec = scheduled(make_cluster(dice), (f"{ADVERSARIES}:Adversary:seed={number}",))
+        planned = run_planned(paying, {}, spec, seed=number, order_seed=number, is_recorded=True)
+        eager = run_eager(paying, {}, spec, seed=number)
+        assert not [value for _, name, value in planned.logs if name == "episodes/failed" and value]
+        assert difference_of(planned, eager) is None
+
+
+def test_a_tool_with_effects_is_not_run_before_the_model_has_said_anything(loop):
+    @agent
+    async def hasty(chat: Chat, row: Sample) -> float:
+        chat._tools = {"pay": pay}
+        await chat.run([ToolCall("pay", {"to": "a", "number": 1})])
+        return 0.0
+
+    episodes = host(loop)
+    episodes.begin([start_of(0, hasty)])
+    (made,) = played(episodes).values()
+    assert made.columns["failure"] == "invalid"

@@ -1,0 +1,40 @@
+"""The suite of train engines, for the trainer `megatron` in one layout. `tests/engines/test_megatron.py` runs it in an interpreter with
+megatron-core, with the layout in the environment: `M2FLOW_TEST_RANKS`, and `M2FLOW_TEST_LAYOUT` as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+
+import pytest
+from megatron_models import small
+from megatron_on_cpu import MegatronOnCpu
+
+from m2flow.engines.contract import EngineSettings, TrainEngine
+from m2flow.recipe import Model
+from m2flow.testing.mirrored import Followers, Mirrored
+from m2flow.testing.train_suite import TrainEngineSuite
+
+
+@pytest.fixture(scope="module")
+def followers() -> Iterator[Followers]:
+    found = Followers(int(os.environ["M2FLOW_TEST_RANKS"]) - 1)
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    layout = json.loads(os.environ["M2FLOW_TEST_LAYOUT"])
+    return small("qwen3_moe" if "ep" in layout else "qwen2", tmp_path_factory.mktemp("model"))
+
+
+class TestMegatron(TrainEngineSuite):
+    @pytest.fixture(autouse=True)
+    def _take(self, model: Model, followers: Followers) -> None:
+        self.model, self.followers = model, followers
+
+    def make(self) -> TrainEngine:
+        settings = EngineSettings(options=json.loads(os.environ["M2FLOW_TEST_LAYOUT"]))
+        return Mirrored(MegatronOnCpu, self.model, settings, self.followers)

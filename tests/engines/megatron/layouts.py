@@ -1,0 +1,260 @@
+"""The trainer `megatron` against the embedded one, in layouts of as many ranks as `M2FLOW_TEST_RANKS` says.
+`tests/engines/test_megatron.py` runs it in an interpreter with megatron-core."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from megatron_models import small
+from megatron_on_cpu import BatchedSends, CountsEverywhere, MegatronOnCpu
+from safetensors.numpy import load_file
+
+from m2flow.engines.contract import MOVED, EngineSettings, Objective, TrainEngine
+from m2flow.engines.embedded.trainer import EmbeddedTrain
+from m2flow.engines.models.hf_model import load_model
+from m2flow.errors import EngineError, M2FlowError
+from m2flow.recipe import AdamW, Loss, Model
+from m2flow.samples import Batch, Ragged, make_ids
+from m2flow.testing.mirrored import Followers, Mirrored
+from m2flow.testing.train_suite import DISTILL, LINEAR, PPO, copied, samples, started
+
+RANKS = int(os.environ["M2FLOW_TEST_RANKS"])
+VOCABULARY = 32
+STEP = AdamW(lr=1e-3, eps=1e-3)
+
+Layout = dict[str, Any]
+LAYOUTS: dict[int, list[tuple[str, Layout]]] = {
+    1: [(name, {}) for name in ("qwen2", "llama", "mistral", "llama3", "qwen3", "qwen3_moe", "unnormalised", "mixtral")],
+    2: [
+        ("qwen2", {"tp": 2}),
+        ("qwen3", {"tp": 2, "sequence_parallel": False, "head_logits": 96}),
+        ("qwen2", {"pp": 2}),
+        ("qwen2", {"pp": 2, "vpp": 2, "micro_batches": 4, "recompute": "full"}),
+        ("qwen3", {"cp": 2, "recompute": "selective"}),
+        ("qwen2", {}),
+        ("llama3", {"zero": 0}),
+        ("qwen3_moe", {"ep": 2}),
+        ("mixtral", {"tp": 2, "ep": 2, "etp": 1}),
+    ],
+    4: [("qwen3_moe", {"tp": 2, "pp": 2, "vpp": 2, "ep": 2, "etp": 1})],
+}
+MINE = [pytest.param(name, layout, id=f"{name}-{'-'.join(f'{k}={v}' for k, v in layout.items())}") for name, layout in LAYOUTS[RANKS]]
+
+
+@pytest.fixture(scope="module")
+def followers() -> Iterator[Followers]:
+    found = Followers(RANKS - 1)
+    yield found
+    found.close()
+
+
+def spread(model: Model, layout: Layout, followers: Followers, kind: Any = MegatronOnCpu, **settings: Any) -> TrainEngine:
+    return Mirrored(kind, model, EngineSettings(options=layout, **settings), followers)
+
+
+def batch_of(model: Model) -> Batch:
+    """Some of the tokens are the padding token, whose embedding learns nothing from being read."""
+    found = samples(VOCABULARY, num_prompts=5)
+    tokens = found.ragged("tokens")
+    return found.with_columns(tokens=Ragged(np.where(tokens.values % 7 == 3, 0, tokens.values).astype(np.int32), tokens.offsets))
+
+
+def train(engine: TrainEngine, batch: Batch, recipe: AdamW = STEP) -> Mapping[str, float]:
+    for first in range(0, len(batch), 7):
+        engine.accumulate(batch.take(np.arange(first, min(first + 7, len(batch)))), PPO)
+    return engine.apply(recipe, float(len(batch)))
+
+
+def apart(found: Mapping[str, Any], expected: Mapping[str, Any]) -> float:
+    """The largest difference; a NaN is one."""
+    assert set(found) == set(expected)
+    differences = [np.abs(found[name].astype(np.float64) - expected[name]) for name in expected]
+    assert all(np.isfinite(one).all() for one in differences)
+    return max(float(one.max()) for one in differences)
+
+
+def history(engine: TrainEngine, batch: Batch) -> dict[str, Any]:
+    """What an engine says of a batch, and what becomes of its weights."""
+    with started(engine):
+        first = copied(engine)
+        logprobs = np.asarray(engine.logprobs(batch).ragged("reference_logprobs").values)
+        top = engine.top_logprobs(batch, 3)
+        likeliest = np.asarray(top.ragged("reference_top_logprobs").values)
+        sums = [engine.accumulate(batch.take(rows), PPO) for rows in (np.arange(9), np.arange(9, len(batch)))]
+        metrics = engine.apply(replace(LINEAR, log_layers=True), 7.0)
+        moved = copied(engine)
+        changed = batch.join(top)
+        engine.accumulate(changed, DISTILL)
+        engine.discard()
+        for _ in range(2):
+            train(engine, batch)
+        last = copied(engine)
+    gradients = {name: first[name] - moved[name] for name in first}
+    return {
+        "first": first,
+        "logprobs": {"": logprobs},
+        "top": {"": likeliest},
+        "sums": {f"{i}/{name}": np.array(value) for i, one in enumerate(sums) for name, value in one.metrics.items()},
+        "metrics": {name: np.array(value) for name, value in metrics.items()},
+        "gradients": gradients,
+        "last": last,
+    }
+
+
+@pytest.mark.parametrize(("name", "layout"), MINE)
+def test_numbers_are_those_of_the_embedded_trainer(name: str, layout: Layout, followers: Followers, tmp_path: Path) -> None:
+    model = small(name, tmp_path / "model")
+    batch = batch_of(model)
+    expected = history(EmbeddedTrain(model, EngineSettings()), batch)
+    found = history(spread(model, layout, followers), batch)
+    assert apart(found["first"], expected["first"]) == 0
+    assert apart(found["logprobs"], expected["logprobs"]) < 1e-5
+    assert apart(found["top"], expected["top"]) < 1e-5
+    for key, value in expected["sums"].items():
+        assert found["sums"][key] == pytest.approx(value, rel=1e-5, abs=1e-5), key
+    # Its eps is far above the gradient: a step is nearly proportional to it.
+    largest = max(float(np.abs(one).max()) for one in expected["gradients"].values())
+    assert apart(found["gradients"], expected["gradients"]) < 1e-5 * largest
+    for key, value in expected["metrics"].items():
+        assert found["metrics"][key] == pytest.approx(value, rel=1e-5), key
+    assert apart(found["last"], expected["last"]) < 1e-6
+    with started(spread(model, layout, followers)) as engine:
+        train(engine, batch)
+        once = copied(engine)
+    with started(spread(model, layout, followers)) as engine:
+        train(engine, batch)
+        assert apart(copied(engine), once) == 0, "the same layout gives the same bits"
+
+
+@pytest.mark.skipif(RANKS != 2, reason="of two ranks")
+def test_states_move_between_layouts_and_to_the_embedded_trainer(followers: Followers, tmp_path: Path) -> None:
+    model = small("qwen3_moe", tmp_path / "model")
+    batch = batch_of(model)
+    with started(EmbeddedTrain(model, EngineSettings())) as engine:
+        weights = []
+        for _ in range(5):
+            train(engine, batch)
+            weights.append(copied(engine))
+    layouts: list[Layout] = [{"tp": 2}, {"pp": 2, "vpp": 2}, {"ep": 2}, {"zero": 0}]
+    for turn, layout in enumerate(layouts):
+        with started(spread(model, layout, followers)) as engine:
+            if turn:
+                engine.load(str(tmp_path / f"{turn - 1}"))
+            train(engine, batch)
+            assert apart(copied(engine), weights[turn]) < 1e-6
+            engine.save(str(tmp_path / f"{turn}"))
+            saved = copied(engine)
+    assert set(load_file(tmp_path / "3" / "model.safetensors")) == set(saved)
+    with started(EmbeddedTrain(model, EngineSettings())) as engine:
+        engine.load(str(tmp_path / "3"))
+        train(engine, batch)
+        assert apart(copied(engine), weights[4]) < 1e-6
+
+
+@pytest.mark.skipif(RANKS != 2, reason="of two ranks")
+def test_weights_are_those_of_the_checkpoint_bit_by_bit(followers: Followers, tmp_path: Path) -> None:
+    drawn = small("qwen2", tmp_path / "model")
+    load_model(drawn, device="cpu", attention="eager").save_pretrained(tmp_path / "model")
+    model = replace(drawn, init="pretrained", dtype="bfloat16")
+    expected = load_file(tmp_path / "model" / "model.safetensors")
+    with started(spread(model, {"tp": 2}, followers)) as engine:
+        found = {name: tensor.clone() for name, tensor in engine.weights()}
+        metrics = train(engine, batch_of(model))
+        engine.save(str(tmp_path / "saved"))
+        next_one = train(engine, batch_of(model))["grad_norm"]
+    assert {str(tensor.dtype) for tensor in found.values()} == {"torch.bfloat16"}
+    rounded = load_model(model, device="cpu", attention="eager").state_dict()
+    assert set(found) == set(expected)
+    assert all(bool((rounded[name] == tensor).all()) for name, tensor in found.items())
+    assert 0 < metrics[MOVED] < 1
+    with started(spread(model, {"pp": 2}, followers)) as engine:
+        engine.load(str(tmp_path / "saved"))
+        assert train(engine, batch_of(model))["grad_norm"] == pytest.approx(next_one, rel=0.05)
+
+
+@pytest.mark.skipif(RANKS != 2, reason="of two ranks")
+def test_a_norm_that_counts_what_is_not_split_on_every_rank_is_another(followers: Followers, tmp_path: Path) -> None:
+    model = small("qwen2", tmp_path / "model")
+    norms = {}
+    for kind, layout in ((MegatronOnCpu, {"tp": 2}), (CountsEverywhere, {"tp": 2}), (CountsEverywhere, {"pp": 2})):
+        with started(spread(model, layout, followers, kind)) as engine:
+            norms[kind, *layout] = train(engine, batch_of(model))["grad_norm"]
+    right = norms[MegatronOnCpu, "tp"]
+    assert all(abs(norms[CountsEverywhere, which] / right - 1) > 5e-5 for which in ("tp", "pp"))
+
+
+@pytest.mark.skipif(RANKS != 2, reason="of two ranks")
+def test_interleaved_stages_that_send_in_batches_compute_something_else(followers: Followers, tmp_path: Path) -> None:
+    """Of passes of one size: with others the stages would wait for each other."""
+    model = small("qwen2", tmp_path / "model")
+    rng = np.random.default_rng(0)
+    tokens = [rng.integers(2, VOCABULARY, 12) for _ in range(4)]
+    masks = Ragged.of([np.arange(12) >= 4] * 4, bool)
+    behaviour, advantages = Ragged(np.full(48, -2.0, np.float32), masks.offsets), rng.normal(size=4).astype(np.float32)
+    columns = {"tokens": Ragged.of(tokens, np.int32), "loss_mask": masks, "logprobs": behaviour, "advantages": advantages}
+    batch = Batch(make_ids(0, 4, 1), columns)
+    found = []
+    for kind in (EmbeddedTrain, MegatronOnCpu, BatchedSends):
+        layout = {"pp": 2, "vpp": 2, "micro_batches": 4}
+        with started(kind(model, EngineSettings()) if kind is EmbeddedTrain else spread(model, layout, followers, kind)) as engine:
+            engine.accumulate(batch, PPO)
+            engine.apply(LINEAR, 4.0)
+            found.append(copied(engine))
+    assert apart(found[1], found[0]) < 1e-6
+    assert not max(np.abs(found[2][name] - found[0][name]).max() for name in found[0]) < 1e-4
+
+
+def raises_on_the_last_stage(logprobs: Any) -> Any:
+    raise ZeroDivisionError("a loss that can't be")
+
+
+@pytest.mark.skipif(RANKS != 2, reason="of two ranks")
+@pytest.mark.parametrize("layout", [{"pp": 2}, {"pp": 2, "vpp": 2}], ids=str)
+def test_a_loss_that_raises_ends_every_rank_and_leaves_the_engine_usable(layout: Layout, followers: Followers, tmp_path: Path) -> None:
+    model = small("qwen2", tmp_path / "model")
+    batch = batch_of(model)
+    with started(spread(model, layout, followers)) as engine:
+        begin = time.monotonic()
+        with pytest.raises(M2FlowError, match="a loss that can't be"):
+            engine.accumulate(batch, Objective(Loss("wrong", raises_on_the_last_stage, ("logprobs",))))
+        assert time.monotonic() - begin < 30
+        engine.discard()
+        norm = train(engine, batch)["grad_norm"]
+    with started(EmbeddedTrain(model, EngineSettings())) as engine:
+        assert norm == pytest.approx(train(engine, batch)["grad_norm"], rel=1e-5)
+
+
+@pytest.mark.skipif(RANKS != 2, reason="of two ranks")
+def test_states_that_left_the_device_come_back(followers: Followers, tmp_path: Path) -> None:
+    model = small("qwen2", tmp_path / "model")
+    batch = batch_of(model)
+    weights = []
+    for goes_away in (False, True):
+        engine = spread(model, {"tp": 2}, followers)
+        assert isinstance(engine, Mirrored)
+        with started(engine):
+            train(engine, batch)
+            engine.accumulate(batch, PPO)
+            if goes_away:
+                held = engine.memory()
+                engine._on_all_ranks("offload_states")
+                assert engine.memory().total == 0 < held.optimizer
+                engine._on_all_ranks("onload_states")
+                assert engine.memory() == held
+            engine.apply(STEP, 3.0)
+            weights.append(copied(engine))
+    assert apart(weights[1], weights[0]) == 0
+
+
+@pytest.mark.skipif(RANKS != 2, reason="of two ranks")
+def test_trainers_of_a_process_have_one_layout(followers: Followers, tmp_path: Path) -> None:
+    model = small("qwen2", tmp_path / "model")
+    with started(spread(model, {"tp": 2}, followers)), pytest.raises(EngineError, match="another layout"):
+        spread(model, {"pp": 2}, followers).start()

@@ -1,0 +1,207 @@
+"""The trainer `megatron`: what needs no Megatron here, and the rest in processes of an interpreter that has it (`make megatron-cpu`)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import megatron_models
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+
+from m2flow.engines.contract import EngineSettings
+from m2flow.engines.embedded.trainer import logprobs_at
+from m2flow.engines.embedded.trainer import most_likely as most_likely_of_logits
+from m2flow.engines.megatron import head
+from m2flow.engines.megatron.layout import Options, check_before, check_model, check_ranks, read
+from m2flow.engines.megatron.names import check_names
+from m2flow.engines.megatron.trainer import MegatronTrain
+from m2flow.engines.models.hf_model import checkpoint_tensors
+from m2flow.engines.registry import engine_named
+from m2flow.errors import EngineError
+from m2flow.planner.model_shapes import ModelShape
+from m2flow.planner.pools import legal_layouts, offered
+from m2flow.recipe import Model
+
+ROOT = Path(__file__).parents[2]
+PYTHON = os.environ.get("M2FLOW_MEGATRON_PYTHON", str(ROOT / ".venv-megatron" / "bin" / "python"))
+NEEDS_MEGATRON = pytest.mark.skipif(not Path(PYTHON).exists(), reason="megatron: needs .venv-megatron: make megatron-cpu")
+
+
+def inside(file: str, num_ranks: int, layout: dict[str, object] | None = None) -> None:
+    """Run a file of tests where the CPU passes for a GPU."""
+    given = {"M2FLOW_TEST_RANKS": str(num_ranks), "M2FLOW_TEST_LAYOUT": json.dumps(layout or {}), "OMP_NUM_THREADS": "1"}
+    arguments = ["-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", str(Path(__file__).parent / "megatron" / file)]
+    done = subprocess.run(
+        [PYTHON, *arguments], cwd=ROOT, env={**os.environ, **given}, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False
+    )
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+
+
+CONFORMING = [
+    (2, {"tp": 2}),
+    (2, {"pp": 2, "vpp": 2}),
+    (2, {"ep": 2}),
+    # What these add is in the layouts below: the suite takes as long for each.
+    *(pytest.param(ranks, layout, marks=pytest.mark.long) for ranks, layout in ((1, {}), (2, {"pp": 2}), (2, {"cp": 2}), (2, {"zero": 1}))),
+]
+
+
+@NEEDS_MEGATRON
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_ranks", "layout"), CONFORMING, ids=str)
+def test_the_conformance_suite(num_ranks: int, layout: dict[str, object]) -> None:
+    inside("conformance.py", num_ranks, layout)
+
+
+@NEEDS_MEGATRON
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_numbers_of_every_layout_are_those_of_the_embedded_trainer(num_ranks: int) -> None:
+    inside("layouts.py", num_ranks)
+
+
+@NEEDS_MEGATRON
+@pytest.mark.slow
+def test_a_run_learns_as_with_the_embedded_trainer() -> None:
+    inside("runs.py", 4, {"tp": 2, "pp": 2})
+
+
+@pytest.mark.parametrize("name", megatron_models.CONFIGS)
+def test_every_tensor_of_a_checkpoint_has_a_place(name: str) -> None:
+    config = megatron_models.CONFIGS[name]()
+    check_model(config, Options())
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    tensors = {id(tensor): (own, tensor) for own, tensor in reversed(model.state_dict(keep_vars=True).items())}
+    names = [part for own, tensor in tensors.values() for part, _ in checkpoint_tensors(model, own, tensor)]
+    check_names(config, names)
+    with pytest.raises(EngineError, match=r"lacks 1 tensors: model\.norm\.weight"):
+        check_names(config, [one for one in names if one != "model.norm.weight"])
+    with pytest.raises(EngineError, match=r"has no place for 1 tensors: model\.extra"):
+        check_names(config, [*names, "model.extra"])
+
+
+def changed(name: str, **changes: Any) -> Any:
+    config = megatron_models.CONFIGS[name]()
+    for field, value in changes.items():
+        setattr(config, field, value)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "said"),
+    [
+        (lambda: transformers.GPT2Config(), {}, "no place for the weights of a 'gpt2' model"),
+        (lambda: changed("llama", attention_bias=True), {}, "attention_bias"),
+        (lambda: changed("llama", mlp_bias=True), {}, "mlp_bias"),
+        (lambda: changed("llama", hidden_act="gelu"), {}, "hidden_act gelu"),
+        (lambda: changed("mistral", sliding_window=5), {}, "sliding_window 5"),
+        (lambda: changed("qwen3_moe", mlp_only_layers=[0]), {}, "layers without experts"),
+        (lambda: changed("llama", rope_parameters={"rope_type": "yarn", "factor": 2.0}), {}, "rope_type yarn"),
+        (lambda: megatron_models.CONFIGS["qwen2"](), {"tp": 3}, "tp is 3, which does not divide the model's num_attention_heads, 4"),
+        (lambda: megatron_models.CONFIGS["qwen2"](), {"tp": 4}, "num_key_value_heads, 2"),
+        (lambda: megatron_models.CONFIGS["qwen2"](), {"tp": 2, "cp": 2}, r"tp \* cp is 4"),
+        (lambda: megatron_models.CONFIGS["qwen2"](), {"pp": 3}, "pp is 3, which does not divide the model's num_hidden_layers, 4"),
+        (lambda: megatron_models.CONFIGS["qwen2"](), {"pp": 2, "vpp": 4}, r"pp \* vpp is 8"),
+        (lambda: megatron_models.CONFIGS["qwen3_moe"](), {"ep": 3}, "ep is 3, which does not divide the model's number of experts, 4"),
+        (lambda: megatron_models.CONFIGS["qwen3_moe"](), {"etp": 3}, "width of an expert, 16"),
+        (lambda: megatron_models.CONFIGS["qwen2"](), {"ep": 2}, "has no experts"),
+    ],
+)
+def test_what_megatron_can_t_compute_is_refused_by_name(config: Any, options: dict[str, object], said: str) -> None:
+    with pytest.raises(EngineError, match=said):
+        check_model(config(), read(options))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"tpp": 2}, "no option 'tpp'"),
+        ({"tp": "2"}, "tp of the train engine 'megatron' is '2', not a int"),
+        ({"tp": 0}, "tp .* is 0"),
+        ({"zero": 2}, "no ZeRO stage 2"),
+        ({"vpp": 2}, "there is one stage"),
+        ({"pp": 2, "vpp": 2, "micro_batches": 3}, "3 micro-batches are no multiple of 2 stages"),
+        ({"recompute": "some"}, "recompute is 'some'"),
+    ],
+)
+def test_options_that_can_t_be_are_refused(options: dict[str, object], said: str) -> None:
+    with pytest.raises(EngineError, match=said):
+        read(options)
+
+
+def test_a_number_of_ranks_that_the_groups_do_not_divide_is_refused_before_a_run(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"tp \* pp \* cp is 4, which does not divide 6 ranks"):
+        check_ranks(read({"tp": 2, "pp": 2}), 6)
+    with pytest.raises(EngineError, match=r"etp \* ep is 4, which does not divide the 2 ranks of a stage"):
+        check_ranks(read({"pp": 2, "ep": 4}), 4)
+    model = megatron_models.small("qwen2", tmp_path)
+    assert engine_named("megatron", "train").refuses.endswith("layout:check_before")
+    check_before(model, {"tp": 2, "pp": 2}, 4)
+    with pytest.raises(EngineError, match="tp is 4"):
+        check_before(model, {"tp": 4}, 4)
+
+
+def test_a_device_type_or_dtype_that_it_has_not_is_refused() -> None:
+    with pytest.raises(EngineError, match="has no device cpu"):
+        MegatronTrain(Model("somewhere"), EngineSettings())
+    with pytest.raises(EngineError, match="no passes in float16"):
+        MegatronTrain(Model("somewhere", dtype="float16"), EngineSettings(device="cuda:0"))
+
+
+def test_data_parallel_ranks_see_shares_and_the_last_stage_reports() -> None:
+    options = read({"tp": 2, "pp": 2})
+    assert [options.share_of(rank, 8) for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert options.reporters(8) == [4, 6]
+
+
+@pytest.fixture
+def alone() -> Iterator[Any]:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("num_logits", [1, 50, 10_000])
+@pytest.mark.parametrize("has_temperature", [False, True])
+def test_log_probabilities_and_gradients_of_the_head_are_those_of_the_embedded_trainer(
+    num_logits: int, has_temperature: bool, alone: Any
+) -> None:
+    torch.manual_seed(0)
+    vocabulary = head.Vocabulary(11, alone, num_logits)
+    hidden, weight = torch.randn(7, 5, requires_grad=True), torch.randn(12, 5, requires_grad=True)  # A row of no token at the end.
+    targets, temperature = torch.randint(0, 11, (7,)), torch.rand(7) + 0.5 if has_temperature else None
+    logits = hidden @ weight[:11].T
+    top_ids, _ = most_likely_of_logits(logits, temperature, 3)
+    assert torch.equal(head.most_likely(hidden, weight, temperature, 3, vocabulary).sort(1).values, top_ids.sort(1).values)
+    found, expected = (
+        head.token_logprobs(hidden, weight, targets, temperature, top_ids, vocabulary),
+        logprobs_at(logits, targets, temperature, top_ids),
+    )
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+    factors = [torch.randn_like(one) for one in expected]
+    for which in ([0], [1], [2], [0, 1, 2]):
+        gradients = [
+            torch.autograd.grad(sum((outputs[i] * factors[i]).sum() for i in which), (hidden, weight), retain_graph=True)
+            for outputs in (found, expected)
+        ]
+        for one, other in zip(*gradients, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+def test_the_planner_lays_megatron_out_so_that_heads_layers_and_experts_divide() -> None:
+    shape = replace(ModelShape.from_config(megatron_models.CONFIGS["qwen3_moe"]().to_dict()), num_layers=6)
+    layouts = legal_layouts(shape, offered("megatron", "train"), "train", 8, 8)
+    assert {layout.tp * layout.sp for layout in layouts} == {1, 2}
+    assert {layout.pp for layout in layouts} == {1, 2}
+    assert {layout.ep for layout in layouts} == {1, 2, 4}
+    assert {layout.zero for layout in layouts} == {0, 1}

@@ -1,0 +1,251 @@
+"""Routing replay on tiny random mixtures: a Qwen3-MoE, and a DeepSeek-V3 with groups of experts and a bias for the choice alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import save_config
+
+from m2flow.engines.contract import EngineSettings, Generated, Objective, Request, TrainEngine
+from m2flow.engines.distributed.fsdp import FsdpTrain
+from m2flow.engines.embedded.rollout_engine import EmbeddedRollout
+from m2flow.engines.embedded.trainer import EmbeddedTrain
+from m2flow.errors import EngineError
+from m2flow.recipe import AdamW, Loss, Model, Sampling
+from m2flow.samples import ROUTED_EXPERTS, Batch, Ragged, SampleId, compact_experts, expanded_experts
+from m2flow.testing.mirrored import Followers, Mirrored
+from m2flow.testing.train_suite import started
+
+MIXTURES: dict[str, dict[str, Any]] = {
+    "Qwen3Moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8, "norm_topk_prob": True},
+    "DeepseekV3": {
+        "moe_intermediate_size": 16,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 1,
+        "num_hidden_layers": 3,
+        "q_lora_rank": 8,
+        "kv_lora_rank": 8,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 4,
+        "v_head_dim": 8,
+        "num_key_value_heads": 4,
+    },
+}
+NLL = Loss("nll", "m2flow.algorithms.losses:nll", ("logprobs",))
+LIKELIHOOD = Loss("likelihood", lambda *, logprobs: -logprobs, ("logprobs",))
+CPU = EngineSettings()
+
+
+@pytest.fixture(scope="module")
+def followers() -> Iterator[Followers]:
+    found = Followers(1)
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="module", params=MIXTURES)
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_config(request.param, tmp_path_factory.mktemp(request.param), **MIXTURES[request.param])
+
+
+def trainer(path: str, **changes: Any) -> EmbeddedTrain:
+    engine = EmbeddedTrain(Model(path, "random", routing="rollout", **changes), CPU)
+    engine.start()
+    with torch.no_grad():
+        for name, buffer in engine._model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.linspace(-0.1, 0.1, len(buffer)))
+    return engine
+
+
+def sampled(path: str, weights: EmbeddedTrain, dtype: Any = None, lengths: tuple[int, ...] = (9, 20, 4, 30)) -> list[Generated]:
+    engine = EmbeddedRollout(Model(path, "random", rollout_dtype=dtype, routing="rollout"), CPU)
+    engine.start()
+    engine.load_weights(weights.weights(), 1)
+    prompts = ([2, 3, 4, 5], [2, 3, 4, 5], [7, 8, 9], [10, 11, 12, 13, 2, 3])
+    engine.add(
+        [
+            Request(SampleId(0, i // 2, i % 2).pack(), tuple(prompt), 7 + i, Sampling(max_new_tokens=length, ignore_eos=True))
+            for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
+        ]
+    )
+    found: list[Generated] = []
+    while engine.num_unfinished:
+        found += engine.step()
+    engine.stop()
+    return sorted(found, key=lambda one: one.id)
+
+
+def rows_of(generated: list[Generated], *, with_experts: bool = True) -> Batch:
+    tokens = Ragged.of([np.concatenate([one.prompt_tokens, one.tokens]) for one in generated], np.int32)
+    starts = [len(one.prompt_tokens) for one in generated]
+    mask = Ragged.of([np.arange(length) >= start for length, start in zip(tokens.lengths, starts, strict=True)], np.bool_)
+    columns = {"tokens": tokens, "loss_mask": mask}
+    columns["logprobs"] = Ragged.of(
+        [np.concatenate([np.zeros(start), one.logprobs]) for start, one in zip(starts, generated, strict=True)], np.float32
+    )
+    if with_experts:
+        experts = [one.routed_experts for one in generated if one.routed_experts is not None]
+        columns[ROUTED_EXPERTS] = Ragged.of(experts, experts[0].dtype)
+    return Batch(np.array([one.id for one in generated]), columns)
+
+
+def mismatch(engine: EmbeddedTrain, batch: Batch) -> tuple[float, float]:
+    """Mean and largest difference of log-probabilities, in nats a token."""
+    mask = batch.ragged("loss_mask").values
+    apart = np.abs(engine.logprobs(batch).ragged("reference_logprobs").values - batch.ragged("logprobs").values)[mask]
+    return float(apart.mean()), float(apart.max())
+
+
+def test_the_rollout_records_the_experts_that_the_trainer_chooses_with_the_same_weights(path: str) -> None:
+    engine = trainer(path)
+    generated = sampled(path, engine)
+    for one in generated:
+        assert one.routed_experts is not None
+        assert one.routed_experts.dtype == np.uint8
+        assert len(one.routed_experts) == len(one.prompt_tokens) + len(one.tokens)
+        assert (expanded_experts(one.routed_experts)[-1] == -1).all()
+        assert (expanded_experts(one.routed_experts)[:-1] >= 0).all()
+    batch = rows_of(generated)
+    own = replace(engine._source, routing="trainer")
+    engine._source = own
+    found = engine.logprobs(batch.without(ROUTED_EXPERTS) if hasattr(batch, "without") else rows_of(generated, with_experts=False))
+    recorded, chosen = (expanded_experts(rows.ragged(ROUTED_EXPERTS).values) for rows in (batch, found))
+    same = (np.sort(recorded, -1) == np.sort(chosen, -1)).all((1, 2))
+    assert same.mean() > 0.97  # Two experts that are equal to the last bit.
+    np.testing.assert_allclose(
+        found.ragged("reference_logprobs").values[batch.ragged("loss_mask").values],
+        batch.ragged("logprobs").values[batch.ragged("loss_mask").values],
+        atol=1e-2 if same.mean() < 1 else 1e-4,
+    )
+
+
+def test_replay_shrinks_the_mismatch_with_a_rollout_in_bfloat16(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    engine = trainer(path)
+    generated = sampled(path, engine, "bfloat16", (50, 55, 40, 50))
+    without, replayed = (mismatch(engine, rows_of(generated, with_experts=with_experts)) for with_experts in (False, True))
+    with capsys.disabled():
+        print(f"\n{Path(path).name}: mean and largest difference in nats {without} without replay, {replayed} with it")
+    assert replayed[0] < 0.7 * without[0]
+
+
+def other_experts(batch: Batch, num_experts: int = 8) -> Batch:
+    """The batch with each token sent to the next expert."""
+    known = expanded_experts(batch.ragged(ROUTED_EXPERTS).values)
+    moved = np.where(known >= 0, (known + 1) % num_experts, -1).astype(np.int16)
+    return batch.with_columns(**{ROUTED_EXPERTS: Ragged(compact_experts(moved, num_experts), batch.ragged("tokens").offsets)})
+
+
+def gradients(engine: EmbeddedTrain, batches: list[Batch]) -> dict[str, torch.Tensor]:
+    for batch in batches:
+        engine.accumulate(batch, Objective(LIKELIHOOD))
+    found = {name: one.grad.clone() for name, one in engine._model.named_parameters() if one.grad is not None}
+    engine.discard()
+    return found
+
+
+def test_gates_of_given_experts_are_of_the_current_logits_so_routers_learn_and_gradients_are_finite_differences(path: str) -> None:
+    engine = trainer(path)
+    batch = other_experts(rows_of(sampled(path, engine)))
+    found = gradients(engine, [batch])
+    routers = [name for name in found if name.endswith("gate.weight")]
+    assert routers
+    mask = batch.ragged("loss_mask").values
+    rng = torch.Generator().manual_seed(3)
+    for name in [*routers, "model.layers.0.input_layernorm.weight", "model.layers.1.self_attn.o_proj.weight"]:
+        weight = dict(engine._model.named_parameters())[name]
+        direction = torch.randn(weight.shape, generator=rng)
+        direction /= direction.norm()
+        sums = []
+        for sign in (1, -1):
+            with torch.no_grad():
+                weight.add_(direction, alpha=sign * 1e-3)
+            sums.append(-float(engine.logprobs(batch).ragged("reference_logprobs").values[mask].astype(np.float64).sum()))
+            with torch.no_grad():
+                weight.add_(direction, alpha=-sign * 1e-3)
+        assert (sums[0] - sums[1]) / 2e-3 == pytest.approx(float((found[name] * direction).sum()), rel=0.03, abs=0.03)
+
+
+def test_replay_does_not_depend_on_micro_batches_shared_prompts_or_order(path: str) -> None:
+    engine = trainer(path)
+    batch = other_experts(rows_of(sampled(path, engine)))
+    # Two samples of a group whose prompts were routed differently do not share it.
+    experts = batch.ragged(ROUTED_EXPERTS)
+    changed = experts.values.copy()
+    changed[experts.offsets[1] + 1] = changed[experts.offsets[1] + 1][..., ::-1] * 0 + np.array([3, 6], changed.dtype)
+    batch = batch.with_columns(**{ROUTED_EXPERTS: Ragged(changed, experts.offsets)})
+    whole = gradients(engine, [batch])
+    cut = gradients(engine, [batch.take(np.array([i])) for i in (3, 1, 0, 2)])
+    for name, gradient in whole.items():
+        torch.testing.assert_close(gradient, cut[name], atol=2e-4, rtol=2e-3)
+
+
+def test_the_trainers_own_old_routing_is_replayed_after_its_weights_changed(path: str) -> None:
+    engine = trainer(path)
+    batch = rows_of(sampled(path, engine), with_experts=False)
+    engine._source = replace(engine._source, routing="trainer")
+    before = engine.logprobs(batch)
+    engine.accumulate(batch, Objective(LIKELIHOOD))
+    engine.apply(AdamW(lr=0.05), 1.0)
+    chosen = expanded_experts(engine.logprobs(batch).ragged(ROUTED_EXPERTS).values)
+    old = expanded_experts(before.ragged(ROUTED_EXPERTS).values)
+    assert (np.sort(chosen, -1) != np.sort(old, -1)).any()
+    engine._numbers(batch.with_columns(**{ROUTED_EXPERTS: before.ragged(ROUTED_EXPERTS)}).in_order(), "logprobs", 0)
+    assert engine._routers is not None
+    replayed = np.sort(engine._routers.chosen().flatten(0, 1).numpy(), -1)
+    known = old[(old >= 0).all((1, 2))]
+    assert {tuple(map(tuple, one)) for one in np.sort(known, -1).tolist()} >= {
+        tuple(map(tuple, one)) for one in replayed.reshape(-1, *known.shape[1:]).tolist()
+    }
+
+
+def check_against_embedded(engine: TrainEngine, model: Model, batch: Batch) -> None:
+    """Compare log-probabilities, recorded experts, sums and the norm of the gradient with those of the embedded trainer."""
+    found: list[tuple[Any, ...]] = []
+    for one in (EmbeddedTrain(model, CPU), engine):
+        with started(one):
+            before = one.logprobs(batch)
+            sums = [one.accumulate(batch.take(np.array(rows)), Objective(NLL)) for rows in ((0, 1), (2, 3))]
+            norm = one.apply(AdamW(lr=1e-3), 10.0)["grad_norm"]
+            experts = before.ragged(ROUTED_EXPERTS).values if ROUTED_EXPERTS in before else np.zeros(0)
+            found.append((before.ragged("reference_logprobs").values, sums[0].metrics["loss"] + sums[1].metrics["loss"], norm, experts))
+    for expected, seen in zip(*found, strict=True):
+        np.testing.assert_allclose(seen, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("routing", ["rollout", "trainer"])
+def test_ranks_of_fsdp_replay_and_record_as_one(routing: Any, path: str, followers: Followers) -> None:
+    batch = other_experts(rows_of(sampled(path, trainer(path))))
+    model = Model(path, "random", routing=routing)
+    check_against_embedded(Mirrored(FsdpTrain, model, CPU, followers), model, batch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("zero", "recomputes"), [(1, False), (3, True)])
+def test_ranks_of_deepspeed_replay_and_record_as_one(zero: int, recomputes: bool, path: str, followers: Followers) -> None:
+    pytest.importorskip("deepspeed")
+    from m2flow.engines.distributed.deepspeed import DeepSpeedTrain
+
+    batch = other_experts(rows_of(sampled(path, trainer(path))))
+    model = Model(path, "random", routing="trainer" if recomputes else "rollout")
+    settings = EngineSettings(options={"zero": zero, "activation_checkpointing": recomputes})
+    check_against_embedded(Mirrored(DeepSpeedTrain, model, settings, followers), model, batch)
+
+
+def test_a_model_without_routers_is_refused_by_name(tmp_path: Path) -> None:
+    path = save_config("Qwen2", tmp_path)
+    for engine in (
+        EmbeddedTrain(Model(path, "random", routing="rollout"), CPU),
+        EmbeddedRollout(Model(path, "random", routing="rollout"), CPU),
+    ):
+        with pytest.raises(EngineError, match="'qwen2' model is no mixture"):
+            engine.start()

@@ -1,0 +1,252 @@
+"""Environments: vectors against Gymnasium's own, going on from a record, advantages at the ends of episodes, and a flow that learns."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_clusters import SPLIT
+
+from m2flow.environments.actor_critic import ActorCritic, Simulator, as_input, build, pack, piece_advantages, unpack
+from m2flow.environments.env import Env, GymEnv, Spaces, Step, Vector
+from m2flow.errors import EngineError, MissingExtra, OptionError
+from m2flow.macro.flow import load_flow
+from m2flow.testing.world import run_eager, run_planned
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Corridor(Env):
+    """Walk to the end of a corridor whose length is the seed's; `leaks` adds what no seed says."""
+
+    def __init__(self, leaks: Any = None) -> None:
+        self._leaks, self._at, self._end = leaks, 0, 0
+
+    def reset(self, seed: int, row: Mapping[str, object] | None = None) -> np.ndarray:
+        self._at, self._end = 0, 2 + seed % 3
+        return self._shows()
+
+    def step(self, action: Any) -> Step:
+        self._at += int(action)
+        return Step(self._shows(), 1.0, self._at >= self._end, False)
+
+    def _shows(self) -> np.ndarray:
+        return np.array([self._at, self._end, next(self._leaks) if self._leaks else 0], np.float32)
+
+
+def test_the_step_after_an_end_begins_an_episode_and_is_marked() -> None:
+    vector = Vector(Corridor, 3, seed=5)
+    ends = vector.observations[:, 1].copy()
+    seen = [vector.step([1, 1, 1]) for _ in range(6)]
+    for i in range(3):
+        last = int(ends[i]) - 1
+        assert [bool(step.terminated[i]) for step in seen[: last + 2]] == [False] * last + [True, False]
+        assert [bool(step.is_real[i]) for step in seen[: last + 2]] == [True] * (last + 1) + [False]
+        assert seen[last].observations[i, 0] == ends[i], "the last observation of the episode, not the first of the next"
+        assert (seen[last + 1].rewards[i], seen[last + 1].observations[i, 0]) == (0.0, 0.0)
+
+
+def test_a_vector_goes_on_from_its_record_as_if_it_had_not_stopped() -> None:
+    one, other = Vector(Corridor, 4, seed=1), Vector(Corridor, 4, seed=1)
+    rng = np.random.default_rng(0)
+    for _ in range(9):
+        one.step(rng.integers(0, 2, 4))
+    other.restore(one.record())
+    for _ in range(9):
+        actions = rng.integers(0, 2, 4)
+        left, right = one.step(actions), other.step(actions)
+        assert all(np.array_equal(a, b) for a, b in zip(left, right, strict=True))
+    assert one.record() == other.record()
+
+
+def test_an_environment_that_is_no_function_of_its_seed_is_found_out() -> None:
+    count = itertools.count()
+    vector = Vector(lambda: Corridor(count), 2, seed=1)
+    vector.step([1, 1])
+    again = Vector(lambda: Corridor(count), 2, seed=1)
+    with pytest.raises(EngineError, match="shows something else after the same 1 actions"):
+        again.restore(vector.record())
+    with pytest.raises(OptionError, match="record of 2 environments"):
+        Vector(Corridor, 3, seed=1).restore(vector.record())
+
+
+def _advantages_by_hand(rows: dict[str, np.ndarray], values: np.ndarray, gamma: float, lam: float) -> list[float]:
+    """A[t] = delta[t] + gamma lam A[t + 1], one step after the other."""
+    found = []
+    horizon, count = rows["rewards"].shape
+    for e in range(count):
+        after, of_env = 0.0, []
+        for t in reversed(range(horizon)):
+            if not rows["is_real"][t, e]:
+                after = 0.0
+                continue
+            goes_on = 0.0 if rows["terminated"][t, e] else values[t + 1, e]
+            delta = rows["rewards"][t, e] + gamma * goes_on - values[t, e]
+            is_end = rows["terminated"][t, e] or rows["truncated"][t, e]
+            after = delta + gamma * lam * (0.0 if is_end else after)
+            of_env.append(after)
+        found += of_env[::-1]
+    return found
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_only_a_terminated_episode_is_worth_nothing_afterwards(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    horizon, count = int(rng.integers(1, 12)), int(rng.integers(1, 4))
+    ends = rng.random((horizon, count)) < 0.3
+    ends[1:] &= ~ends[:-1]
+    terminated = ends & (rng.random(ends.shape) < 0.5)
+    real = np.ones_like(ends)
+    real[1:] = ~ends[:-1]
+    rewards = np.where(real, rng.random(ends.shape), 0.0)
+    rows = {"rewards": rewards, "terminated": terminated, "truncated": ends & ~terminated, "is_real": real}
+    values = rng.random((horizon + 1, count))
+    advantages, returns = piece_advantages(rows, values, gamma=0.9, lam=0.8)
+    assert advantages == pytest.approx(_advantages_by_hand(rows, values, 0.9, 0.8))
+    assert returns == pytest.approx(advantages + values[:-1].T[real.T])
+
+
+def test_arrays_go_through_text_unchanged() -> None:
+    arrays = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.zeros((0, 4)), "c": np.array([True, False])}
+    found, texts = unpack(pack(arrays, world="[]"))
+    assert texts == {"world": "[]"}
+    assert all(np.array_equal(found[name], each) and found[name].dtype == each.dtype for name, each in arrays.items())
+
+
+def test_without_gymnasium_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gymnasium", None)
+    with pytest.raises(MissingExtra, match=r"m2flow\[gym\]"):
+        GymEnv("CartPole-v1")
+
+
+# ---- with Gymnasium
+
+
+def test_a_vector_steps_as_gymnasiums_own_does() -> None:
+    gymnasium = pytest.importorskip("gymnasium")
+    vector = Vector(lambda: GymEnv("CartPole-v1"), 3, seed=0)
+    own = vector._seed_of
+
+    class Seeded(gymnasium.Wrapper):
+        def __init__(self, position: int) -> None:
+            super().__init__(gymnasium.make("CartPole-v1"))
+            self._position, self._number = position, itertools.count()
+
+        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            return self.env.reset(seed=own(self._position, next(self._number)))
+
+    mode = gymnasium.vector.AutoresetMode.NEXT_STEP
+    theirs = gymnasium.vector.SyncVectorEnv([lambda i=i: Seeded(i) for i in range(3)], autoreset_mode=mode)
+    first, _ = theirs.reset()
+    assert np.array_equal(first, vector.observations)
+    rng, ended, num_begun = np.random.default_rng(1), np.zeros(3, bool), 0
+    for _ in range(200):
+        actions = rng.integers(0, 2, 3)
+        seen, rewards, terminated, truncated, _ = theirs.step(actions)
+        step = vector.step(actions)
+        assert np.array_equal(step.observations, seen)
+        assert np.array_equal(step.rewards, rewards)
+        assert np.array_equal(step.terminated | step.truncated, terminated | truncated)
+        assert np.array_equal(step.is_real, ~ended)
+        num_begun += int(ended.sum())
+        ended = terminated | truncated
+    assert num_begun > 10
+    theirs.close()
+
+
+def test_tasks_that_are_none_or_of_unknown_spaces_are_refused() -> None:
+    pytest.importorskip("gymnasium")
+    with pytest.raises(OptionError, match="no environment 'NoSuch-v1'"):
+        GymEnv("NoSuch-v1")
+    with pytest.raises(OptionError, match="known are vectors"):
+        GymEnv("FrozenLake-v1")
+
+
+def test_planned_and_eager_runs_of_the_flow_agree_to_the_bit() -> None:
+    pytest.importorskip("gymnasium")
+    flow = load_flow(str(ROOT / "flows" / "gym_ppo.py"))
+    for behind in (False, True):
+        options = {"num_steps": 3, "count": 4, "horizon": 48, "behind": behind}
+        eager = run_eager(flow, options, SPLIT)
+        assert eager.error == "", eager.error
+        assert [name for _, name, _ in eager.logs] == ["episode_return"] * 3
+        assert run_planned(flow, options, SPLIT, order_seed=2) == eager
+
+
+def test_play_goes_on_the_same_in_a_worker_that_has_the_environments_and_in_one_that_has_not() -> None:
+    pytest.importorskip("gymnasium")
+    learner = _made(ActorCritic, "CartPole-v1", hidden=(8,))
+    warm = _made(Simulator, "CartPole-v1", count=3, hidden=(8,))
+    learned, played = learner.start(), warm.start()
+    for step in range(4):
+        cold = _made(Simulator, "CartPole-v1", count=3, hidden=(8,))
+        both = [each.play(played, learned, 20, np.random.default_rng(step)) for each in (warm, cold)]
+        assert both[0] == both[1]
+        played = both[0]
+        learned = learner.learn(learned, played, np.random.default_rng(step))
+
+
+def test_actors_of_continuous_actions_and_of_pictures_learn_too() -> None:
+    pytest.importorskip("gymnasium")
+    import torch
+
+    learner = _made(ActorCritic, "Pendulum-v1", hidden=(8,))
+    simulator = _made(Simulator, "Pendulum-v1", count=2, hidden=(8,))
+    first = learner.start()
+    played = simulator.play(simulator.start(), first, 30, np.random.default_rng(0))
+    learned = unpack(learner.learn(first, played, np.random.default_rng(0)))[0]
+    assert any(not np.array_equal(each, learned[name]) for name, each in unpack(first)[0].items() if name.startswith("w/"))
+    assert np.isfinite(learned["w/actor.0.weight"]).all()
+    spaces = Spaces((24, 20, 3), True, 4)
+    model = build(spaces, (16,), 0)
+    seen = as_input(np.zeros((5, 24, 20, 3), np.uint8), spaces)
+    assert model["actor"](seen).shape == (5, 4)
+    assert torch.equal(model["actor"](seen), build(spaces, (16,), 0)["actor"](seen))
+
+
+def _made(kind: Any, *args: Any, **kwargs: Any) -> Any:
+    """A role's real object, as a worker makes it."""
+    return type.__call__(kind, *args, **kwargs)
+
+
+def _run(runs: Path, *args: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "m2flow", "run", *args, "--runs-dir", str(runs)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+
+
+def _returns(runs: Path) -> list[float]:
+    lines = [line for path in runs.glob("*/metrics.jsonl") for line in path.read_text().splitlines() if line.endswith("}")]
+    values = {one["step"]: one["values"]["episode_return"] for one in map(json.loads, lines) if "episode_return" in one["values"]}
+    return [values[step] for step in sorted(values)]
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_resumes_to_the_same_returns_and_cartpole_is_learnt(tmp_path: Path) -> None:
+    pytest.importorskip("gymnasium")
+    whole = _run(tmp_path / "whole", "flows/gym_ppo.py", "--num-steps", "40")
+    assert whole.wait(500) == 0
+    returns = _returns(tmp_path / "whole")
+    assert len(returns) == 40
+    assert max(returns) >= 450
+    cut = _run(tmp_path / "cut", "flows/gym_ppo.py", "--num-steps", "8")
+    deadline = time.monotonic() + 200
+    while len(_returns(tmp_path / "cut")) < 3 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.killpg(cut.pid, signal.SIGKILL)
+    cut.wait()
+    run_dir = next((tmp_path / "cut").iterdir())
+    assert len(_returns(tmp_path / "cut")) < 8
+    command = [sys.executable, "-m", "m2flow", "run", "--resume", str(run_dir)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert _returns(tmp_path / "cut") == returns[:8]

@@ -1,0 +1,178 @@
+"""Which side of the choice between turns and a split each term moves, and that no plan is worse than one that was rejected."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from every_plan import Oracle
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_steps import random_problem
+from test_find_plan import TRAINER, modelled
+
+from m2flow.errors import PlanError
+from m2flow.planner.cost_model import ModelledCosts
+from m2flow.planner.dynamic_program import SPLIT, TURNS, Solver, prune_options
+from m2flow.planner.explaining import explain, why_lines
+from m2flow.planner.plan_tree import leaves_of, ways_in
+from m2flow.planner.problem import Options, Problem
+from m2flow.planner.search import Found, best_plan, best_plans, find_plan
+from m2flow.spec import ClusterSpec
+
+OWN = "attained: {{{kind}: {{{engine}: {{{name}: {{value: {value}, low: 0, high: 1000, source: a test}}}}}}}}\n"
+
+
+def step_s(problem: Problem, how: int) -> float:
+    """The best plan that only takes turns, or only splits; a search of few rows, the same for both sides of a comparison."""
+    return best_plan(problem, (how,)).step_s
+
+
+def with_attained(tmp_path: Path, kind: str, name: str, value: float, num_devices: int = 16, **more: object) -> Problem:
+    file = tmp_path / f"{name}-{value}.yaml"
+    file.write_text(OWN.format(kind=kind, engine="sglang" if kind == "rollout" else "deepspeed", name=name, value=value))
+    return modelled(num_devices, costs=str(file), **more)  # type: ignore[arg-type]
+
+
+def moved(tmp_path: Path, kind: str, name: str, low: float, high: float, **more: object) -> tuple[float, float]:
+    """By which factor turns and splits are slower with the higher value."""
+    few, many = (with_attained(tmp_path, kind, name, value, **more) for value in (low, high))
+    turns, split = (step_s(many, how) / step_s(few, how) for how in (TURNS, SPLIT))
+    return turns, split
+
+
+def test_a_server_that_wakes_slowly_makes_turns_slower_and_not_a_split(tmp_path: Path) -> None:
+    turns, split = moved(tmp_path, "rollout", "wake_s", 0, 20)
+    assert turns > 1.01
+    assert split == pytest.approx(1)
+
+
+def test_slow_copies_to_the_host_make_engines_that_take_turns_dearer_and_not_those_that_stay(tmp_path: Path) -> None:
+    fast, slow = (with_attained(tmp_path, "train", "swap", value).options.of[TRAINER] for value in (1.0, 0.1))
+    moved_s = [(a.leave_s + a.come_s, b.leave_s + b.come_s) for a, b in zip(fast, slow, strict=True)]
+    away = [pair for option, pair in zip(fast, moved_s, strict=True) if option.is_swapped]
+    assert away
+    assert all(b > 5 * a - 2 for a, b in away)
+    assert all(pair == (0, 0) for option, pair in zip(fast, moved_s, strict=True) if not option.is_swapped)
+
+
+def test_a_server_keeps_all_of_its_devices_or_wakes_up_and_leaves_a_context(tmp_path: Path) -> None:
+    problem = with_attained(tmp_path, "rollout", "kept_gib", 3.0)
+    room = problem.costs.device_bytes("main")
+    options = problem.options.of[problem.workload.engines[0]]
+    assert {option.kept_bytes for option in options} == {room, 3 * 2**30}
+    assert all((option.come_s == 0) == (option.kept_bytes == room) for option in options)
+    plan = best_plan(problem, (TURNS,))
+    (leaf,) = (leaf for leaf in leaves_of(plan.node) if leaf.engine.kind == "rollout")
+    assert leaf.option.come_s > 0  # In turns it wakes up; in a split it need not.
+    split = best_plan(problem, (SPLIT,))
+    assert all(leaf.option.come_s == 0 for leaf in leaves_of(split.node))
+
+
+def test_an_update_that_accumulates_over_the_whole_batch_streams_and_one_of_many_mini_batches_waits() -> None:
+    def with_steps(num: int) -> Problem:
+        problem = modelled(16)
+        calls = tuple(
+            msgspec.structs.replace(call, num_optimizer_steps=num) if call.work == "update" else call for call in problem.workload.calls
+        )
+        return Problem(msgspec.structs.replace(problem.workload, calls=calls), problem.lengths, problem.costs, problem.spec)
+
+    one, many = with_steps(1), with_steps(8)
+    assert step_s(many, SPLIT) / step_s(one, SPLIT) > 1.1 * step_s(many, TURNS) / step_s(one, TURNS)
+
+
+def test_a_reference_s_passes_are_on_the_path_of_turns_and_beside_that_of_a_split() -> None:
+    def without_reference(problem: Problem) -> Problem:
+        calls = tuple(
+            msgspec.structs.replace(call, after=tuple(name for name in call.after if name != "reference.logprobs"))
+            for call in problem.workload.calls
+            if call.name != "reference.logprobs"
+        )
+        return Problem(msgspec.structs.replace(problem.workload, calls=calls), problem.lengths, problem.costs, problem.spec)
+
+    whole, less = modelled(64), without_reference(modelled(64))
+    turns, split = (step_s(whole, how) - step_s(less, how) for how in (TURNS, SPLIT))
+    assert turns > 0
+    assert split >= 0
+
+
+def test_half_of_the_cache_is_tried_where_the_cache_fills_the_device() -> None:
+    costs = modelled(8, model="Qwen2.5-32B").costs
+    assert isinstance(costs, ModelledCosts)
+    engine = next(one for one in costs._workload.engines if one.kind == "rollout")
+    layout = next(one for one in costs.layouts(engine, "main", 8) if one.tp == 2)
+    ((smaller, running),) = costs.smaller_caches(engine, "main", layout)
+    full = costs.footprint(engine, "main", layout)
+    assert smaller.kv < full.kv
+    assert smaller.weights == full.weights
+    assert running == costs.decode(engine, "main", layout).max_running // 2
+
+
+def test_why_compares_the_modes_term_by_term_and_names_every_term() -> None:
+    problem = modelled(16)
+    choice = find_plan(problem.workload, problem.lengths, problem.costs, problem.spec)
+    lines = why_lines(choice)
+    head, whole = lines[0], lines[-1]
+    assert {choice.mode, *(loser.what for loser in choice.losers)} <= set(head.split())
+    assert "whole step" in whole
+    for loser in choice.losers:
+        assert sum(part.seconds for part in loser.parts if part.on_critical_path) == pytest.approx(loser.predicted_step_s)
+        assert "e-" not in loser.why
+    text = explain(choice, details="full")
+    assert "device-hours a step" in text
+    assert "KV cache of policy.generate" in text
+    assert "GiB on a device" in text
+    by_call = {work.call: work for work in choice.works}
+    assert 0 < by_call["policy.update"].mfu < 0.45
+    assert 0 < by_call["policy.generate"].bandwidth < 0.7
+    assert all(work.exposed_s <= work.seconds * (1 + 1e-9) for work in choice.works)
+    assert max(map(len, explain(choice).splitlines()[:30])) <= 260
+
+
+@given(st.integers(0, 100_000), st.integers(2, 3))
+@settings(max_examples=15, deadline=None)
+def test_no_plan_at_all_is_better_than_one_that_is_called_exact(seed: int, num_calls: int) -> None:
+    problem = random_problem(seed, num_calls=num_calls, num_ways=2)
+    best = Oracle(random_problem(seed, num_calls=num_calls, num_ways=2)).best_s()
+    try:
+        plans = best_plans(problem)
+    except PlanError:
+        assert best == float("inf")
+        return
+    assert plans[0].step_s == min(plan.step_s for plan in plans)
+    if plans[0].is_exact:
+        assert plans[0].step_s == pytest.approx(best, rel=1e-9)
+
+
+def better_neighbours(problem: Problem, found: Found) -> dict[str, float]:
+    """Engine -> the time of a plan in which it alone is elsewhere, or one pair of parts is combined the other way, if that is less."""
+    mine = {leaf.engine: leaf.option for leaf in leaves_of(found.node)}
+    prune_options(problem, 1e-3 * found.step_s)
+    ways, better = ways_in(found.node), dict[str, float]()
+    changes = {str(engine): (ways, {**{e: [o] for e, o in mine.items()}, engine: problem.options.of[engine]}) for engine in mine}
+    for calls, (cut, how) in ways.items():
+        if not problem.graph.engines(cut.first) & problem.graph.engines(cut.second):
+            changes[f"{calls} the other way"] = {**ways, calls: (cut, TURNS + SPLIT - how)}, {e: [o] for e, o in mine.items()}
+    for what, (within, options) in changes.items():
+        tables = Solver(problem.with_options(Options(options)), found.step_s, within=within).solve()
+        if len(tables.steps_s) and tables.steps_s.min() < found.step_s * (1 - 2e-3):
+            better[what] = float(tables.steps_s.min())
+    return better
+
+
+@pytest.mark.parametrize(("num_devices", "num_prompts"), [(64, 128)])
+def test_no_single_change_of_a_large_plan_is_better(num_devices: int, num_prompts: int) -> None:
+    problem = modelled(num_devices, num_prompts=num_prompts, lend="never")
+    found = best_plans(problem)[0]
+    assert not better_neighbours(modelled(num_devices, num_prompts=num_prompts, lend="never"), found)
+
+
+def test_tensor_parallelism_over_nodes_is_there_where_a_pin_asks_for_it() -> None:
+    pin = {"policy.rollout": {"layout": {"tp": 16}}}
+    spec = ClusterSpec.model_validate({"pin": pin}).pin
+    problem = modelled(32, model="Llama-3.1-405B", pin=spec)
+    engine = problem.workload.engines[0]
+    assert {layout.tp for layout in problem.costs.layouts(engine, "main", 32)} >= {16}
+    assert problem.costs.unit(engine, "main") == 16
+    assert not any(layout.tp > 8 for layout in modelled(32, model="Llama-3.1-405B").costs.layouts(engine, "main", 32))

@@ -1,0 +1,178 @@
+"""Flows run from Python, as in a script or under pytest: the run, its tables, its model, its picture; and what is wrong is said."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import m2flow
+from m2flow import AdamW, Dataset, Policy, Reward, Sample, flow, steps
+from m2flow.errors import FlowLoadError, MissingExtra, OptionError, RunInterrupted, SpecError
+from m2flow.runs import frames
+from m2flow.runs.entrance import options_of, settings_of, spec_of, target_of
+from m2flow.runs.frames import frame_of
+from m2flow.runs.notebook import curve
+
+DIGITS = Path(__file__).resolve().parents[2] / "flows" / "models" / "digits"
+has_frames = pytest.mark.skipif(not all(importlib.util.find_spec(name) for name in ("pandas", "pyarrow")), reason="needs the extra frames")
+
+
+def task(rng: random.Random) -> dict[str, str]:
+    return {"prompt": f"{rng.randint(0, 9)}=", "answer": "1"}
+
+
+def first_is_even(sample: Sample) -> float:
+    return float(sample.text[:1] in ("0", "2", "4", "6", "8"))
+
+
+@flow
+def tiny(num_steps: int = 2, n: int = 2, lr: float = 1e-3, cluster: str = "none") -> None:
+    """A flow of this test's module, which no worker can import."""
+    policy, verifier = Policy(DIGITS, init="random"), Reward(first_is_even)
+    prompts = Dataset.generate(task, num_steps * 4, seed=1, name="prompts")
+    for _ in steps(num_steps):
+        responses = policy.generate(prompts.take(4), n=n, max_new_tokens=3)
+        policy.update(responses, verifier.score(responses), optimizer=AdamW(lr))
+
+
+def test_a_flow_of_a_tests_module_is_planned_and_simulated_here(tmp_path: Path) -> None:
+    planned = m2flow.plan(tiny, cluster={"placement": "split"}, n=4, options={"cluster": "some"})
+    assert planned.plan.mode == "split"
+    assert "policy.generate(%0, n=4, max_new_tokens=3)" in str(planned)
+    assert "<pre" in planned._repr_html_()
+    simulated = m2flow.simulate(tiny, steps=2, lengths="lognormal:median=2,sigma=0.3,cap=3")
+    assert len(simulated.outcome.report.steps) == 2
+    assert 0 < simulated.efficiency <= 1
+    assert "all steps" in str(simulated)
+    again = simulated.save(tmp_path / "simulated")
+    assert again.state == "simulated"
+
+
+def test_the_command_line_and_python_say_the_same_of_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    from click.testing import CliRunner
+
+    from m2flow.cli.main import cli
+
+    monkeypatch.chdir(DIGITS.parents[2])
+    done = CliRunner().invoke(cli, ["plan", "flows/grpo.py", "--num-steps", "3", "--no-try"])
+    assert done.exit_code == 0, done.output
+    mine = str(m2flow.plan("flows/grpo.py", num_steps=3)).partition("\n\ntried on")[0]
+    assert done.output.rstrip() == mine
+
+
+@pytest.mark.slow
+@has_frames
+def test_a_run_gives_tables_a_model_and_a_picture(tmp_path: Path) -> None:
+    run = m2flow.run(tiny, seed=3, runs_dir=tmp_path, quiet=True, num_steps=2)
+    assert run.summary is not None
+    assert run.summary.samples == 16
+    assert run.state == "done"
+    assert repr(run).startswith(f"Run({run.path}: done, 2 steps, 16 samples")
+    samples = run.samples(order="step DESC")
+    assert len(samples) == 16
+    assert set(samples["step"]) == {0, 1}
+    assert len(run.samples("step = 1", limit=3)) == 3
+    assert all(text.endswith("=") for text in samples["prompt_text"])
+    assert run.metrics()["step"].tolist() == [0, 1]
+    assert run.steps(frame="arrow").column("step").to_pylist() == [0, 1]
+    spans = run.spans(frame="arrow").to_pydict()
+    assert spans["name"].count("sample") >= 16
+    scored = next(one for name, one in zip(spans["name"], spans["attributes"], strict=True) if name == "function.call")
+    assert '"rewards"' in scored
+    model = run.policy("policy")
+    assert type(model).__name__ == "Qwen2ForCausalLM"
+    assert run.tokenizer()("7=")["input_ids"]
+    shown = run._repr_html_()
+    assert "<svg" in shown
+    assert "probability" in shown
+    assert Path(run.config["flow"]).name == "test_python_entrance.py"
+    with pytest.raises(OptionError, match="can't be used"):
+        run.samples("reward <")
+    assert m2flow.open_run(runs_dir=tmp_path).path == run.path
+    assert "asked for the same" in str(run.compare(run))
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_is_kept_and_goes_on(tmp_path: Path) -> None:
+    def num_steps_written() -> int:
+        return sum(path.read_bytes().count(b'"reward"') for path in tmp_path.glob("*/metrics.jsonl"))
+
+    def stop(after: int) -> None:
+        until = time.monotonic() + 200
+        while time.monotonic() < until:
+            if num_steps_written() > after:
+                os.kill(os.getpid(), signal.SIGINT)
+                return
+            time.sleep(0.1)
+
+    thread = threading.Thread(target=stop, args=(0,))
+    thread.start()
+    num_steps = 400
+    with pytest.raises(RunInterrupted, match="stopped by Ctrl-C in step") as stopped:
+        m2flow.run(tiny, runs_dir=tmp_path, quiet=True, num_steps=num_steps, settings={"checkpoint_steps": 1})
+    thread.join()
+    assert "to go on: m2flow.run(tiny, resume=" in stopped.value.__notes__[0]
+    run = m2flow.open_run(runs_dir=tmp_path)
+    with pytest.raises(OptionError, match="lr is given, and the run in"):
+        m2flow.run(tiny, resume=run, lr=1.0)
+    before = {path.name for path in (run.path / "segments").iterdir()}
+    assert before
+    thread = threading.Thread(target=stop, args=(num_steps_written() + 1,))
+    thread.start()
+    with pytest.raises(RunInterrupted):
+        m2flow.run(tiny, resume=run, quiet=True)
+    thread.join()
+    assert before <= {path.name for path in (run.path / "segments").iterdir()}
+
+
+def test_what_is_wrong_is_said() -> None:
+    with pytest.raises(OptionError, match="no option 'lrr'") as wrong:
+        options_of(tiny, None, {"lrr": 1})
+    assert "lr" in wrong.value.now
+    with pytest.raises(OptionError, match="given twice"):
+        options_of(tiny, {"lr": 1.0}, {"lr": 2.0})
+    with pytest.raises(SpecError, match="placement"):
+        spec_of({"placement": "everywhere"})
+    with pytest.raises(OptionError, match="no run setting 'checkpoint_step'"):
+        settings_of({"checkpoint_step": 3}, 0, False, False, "runs")
+    with pytest.raises(FlowLoadError, match="is no flow"):
+        m2flow.run(3)  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match="there is no run"):
+        m2flow.open_run("nowhere")
+    assert settings_of({"checkpoint_steps": 3}, 5, False, False, "runs").seed == 5
+    assert target_of(tiny).endswith("test_python_entrance.py")
+
+
+def test_a_table_without_its_packages_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingExtra) as missing:
+        frame_of({"a": [1]})
+    assert "pip install 'm2flow[frames]'" in missing.value.now
+    monkeypatch.undo()
+
+    def absent(name: str) -> None:
+        raise ImportError(name)
+
+    monkeypatch.setattr(frames.importlib, "import_module", absent)
+    with pytest.raises(MissingExtra, match="pyarrow"):
+        frame_of({"a": [1]}, "arrow")
+    with pytest.raises(OptionError, match="no kind of table"):
+        frame_of({"a": [1]}, "excel")  # type: ignore[arg-type]
+
+
+@has_frames
+def test_columns_of_mixed_types_become_one_type() -> None:
+    table = frame_of({"whole": [1, None, 2.5], "odd": [1, "x", None]}, "arrow")
+    assert table.to_pydict() == {"whole": [1.0, None, 2.5], "odd": ["1", "x", None]}
+
+
+def test_a_curve_leaves_out_what_is_not_finite() -> None:
+    assert "nan" not in curve({"reward": [(0, 0.5), (1, float("nan")), (2, 1.0)]})
+    assert curve({"reward": [(0, float("nan"))]}) == ""

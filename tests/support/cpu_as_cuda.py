@@ -1,0 +1,72 @@
+"""Let an unpatched megatron-core run without a GPU: for tests, in processes of their own, since it changes torch for a process.
+
+Megatron asks torch for the current CUDA device and puts its tensors there. `pretend` makes that device the CPU, where everything that was
+asked for is done at once: streams and events have nothing to wait for. What Megatron itself is told is in `_teach_megatron`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_HERE = torch.device("cpu")
+
+
+class _OnCpu(TorchFunctionMode):  # type: ignore[misc]
+    """Makes what is asked of CUDA on the CPU. Tensors say that they are CUDA's, by which optimisers and clipping choose."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = dict(kwargs or {})
+        if function is torch.Tensor.cuda:
+            return args[0]
+        if str(given.get("device", "")).startswith("cuda"):
+            given["device"] = _HERE
+        given.pop("pin_memory", None)
+        found = function(*args, **given)
+        asks_type = function is torch.Tensor.type and len(args) == 1 and not given
+        return found.replace("torch.", "torch.cuda.", 1) if asks_type else found
+
+
+class _Done:
+    """A stream, or an event, of which everything has happened."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: self
+
+
+def pretend() -> None:
+    """Do so in this thread, from now on. With a GPU, do nothing."""
+    if torch.cuda.is_available():
+        return
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: _HERE
+    cuda.synchronize = lambda *_: None
+    cuda.Stream = cuda.Event = _Done
+    cuda.current_stream = lambda *_: _Done()
+    cuda.manual_seed = torch.manual_seed
+    cuda.get_rng_state = cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()
+    _OnCpu().__enter__()
+    _teach_megatron()
+
+
+def _teach_megatron() -> None:
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from megatron.core.tensor_parallel import random
+        from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    def as_numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    modules: tuple[Any, ...] = (random, moe_utils, token_dispatcher)
+    modules[0]._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    if not hasattr(moe_utils, "te_general_gemm"):
+        modules[1].te_general_gemm = None  # 0.16 reads the name, and defines it with Transformer Engine alone.
+    modules[2].maybe_move_tensor_to_cpu = as_numbers  # It copies from CUDA tensors alone, and Gloo wants numbers.

@@ -1,0 +1,43 @@
+"""Small random models of the families that the trainer `megatron` has a place for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import transformers
+from test_train_engines import SMALL, write_model
+
+from m2flow.recipe import Model
+
+_SIZES: dict[str, Any] = {**SMALL, "num_hidden_layers": 4, "num_key_value_heads": 2}
+_EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "head_dim": 8}
+CONFIGS: dict[str, Callable[[], Any]] = {
+    # 33 tokens, which two ranks do not divide, and a head that is the embeddings.
+    "qwen2": lambda: transformers.Qwen2Config(**{**_SIZES, "vocab_size": 33}, tie_word_embeddings=True),
+    "llama": lambda: transformers.LlamaConfig(**_SIZES),
+    "llama3": lambda: transformers.LlamaConfig(
+        **_SIZES,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 1e4,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ),
+    "mistral": lambda: transformers.MistralConfig(**_SIZES, sliding_window=None),
+    "qwen3": lambda: transformers.Qwen3Config(**_SIZES, head_dim=16),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**_SIZES, **_EXPERTS, num_experts=4, moe_intermediate_size=16, norm_topk_prob=True),
+    "unnormalised": lambda: transformers.Qwen3MoeConfig(
+        **_SIZES, **_EXPERTS, num_experts=4, moe_intermediate_size=16, norm_topk_prob=False
+    ),
+    "mixtral": lambda: transformers.MixtralConfig(**_SIZES, **_EXPERTS, num_local_experts=4, sliding_window=None),
+}
+
+
+def small(name: str, folder: Path) -> Model:
+    """A model with random weights, and a tokenizer of one token a character."""
+    return write_model(folder, CONFIGS[name]())

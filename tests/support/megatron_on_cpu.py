@@ -1,0 +1,57 @@
+"""The trainer `megatron` without a GPU, as an engine `megatron-cpu` of a third party, by the entry point that `registered` writes."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import cpu_as_cuda
+
+cpu_as_cuda.pretend()
+
+from m2flow.engines.megatron import library  # noqa: E402
+from m2flow.engines.megatron.parts import Parts  # noqa: E402
+from m2flow.engines.megatron.trainer import MegatronTrain  # noqa: E402
+from m2flow.engines.registry import EngineInfo  # noqa: E402
+
+
+class MegatronOnCpu(MegatronTrain):  # type: ignore[misc]
+    """Megatron-core where the CPU passes for a GPU."""
+
+    name = "megatron-cpu"
+    capabilities = replace(MegatronTrain.capabilities, devices=("cpu",))
+
+
+INFO = EngineInfo("megatron-cpu", "megatron_on_cpu:MegatronOnCpu", MegatronOnCpu.capabilities, "Megatron-core on a CPU, for tests.")
+
+
+def registered(directory: Path) -> dict[str, str]:
+    """Environment of a process that knows this engine."""
+    metadata = directory / "megatron_on_cpu-0.1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: megatron_on_cpu\nVersion: 0.1\n")
+    (metadata / "entry_points.txt").write_text("[m2flow.engines]\nmegatron-cpu = megatron_on_cpu:INFO\n")
+    path = [str(directory), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, path))}
+
+
+class CountsEverywhere(MegatronOnCpu):
+    """Takes each weight into the norm on every rank that has it, as if all were split."""
+
+    def _stepped(self) -> Parts:
+        found = super()._stepped()
+        found._counts = dict.fromkeys(found._counts, True)
+        return found
+
+
+class BatchedSends(MegatronOnCpu):
+    """Sends between interleaved stages in batches."""
+
+    def start(self) -> None:
+        kept = library._sends
+        library._sends = lambda is_interleaved: kept(False)
+        try:
+            super().start()
+        finally:
+            library._sends = kept
