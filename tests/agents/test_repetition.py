@@ -11,16 +11,23 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
+from one_thread import Images, SteppedRun, commit_every, resumed
 from test_episodes import shout, wanderer
+from test_resume import spec_of
 
 from m2flow import Chat, Dataset, Policy, Sample, ToolCall, agent, flow, steps, tool
 from m2flow.agents.episodes import Episodes, EpisodeStart, EventLoop, Transcript
 from m2flow.engines.contract import EngineSettings, Generated, Request
 from m2flow.errors import StateLost
+from m2flow.macro.replay import CallRecord
 from m2flow.micro.protocol import call_semantics
+from m2flow.micro.records.ledger import Ledger
+from m2flow.micro.records.resume import Resumption
+from m2flow.micro.records.segments import Kind, SegmentWriter
 from m2flow.recipe import AdamW, Model, Sampling
 from m2flow.recipe import Episodes as Bounds
 from m2flow.samples import Batch, Ragged, SampleId, Segment
+from m2flow.spec import RunSettings
 from m2flow.testing.fakes import FakeRollout
 from m2flow.testing.random_programs import ADVERSARIES, Dice, difference_of, make_cluster, scheduled
 from m2flow.testing.world import run_eager, run_planned
@@ -48,11 +55,15 @@ def start_of(index: int, played: Callable[..., object], stopped: Transcript | No
     return EpisodeStart(request, lambda: played, next(row.rows()), Bounds(8), stopped)
 
 
-def stopped_row(made: Generated) -> Transcript:
-    """What another worker reads from the row of a stopped episode."""
+def row_of(made: Generated) -> Batch:
     call = type("Call", (), {"options": {"sampling": Sampling(120)}})()
     prompts = Batch(np.array([made.id], np.int64), {"prompt": Ragged.texts(["?"])})
-    return Transcript.of(call_semantics.responses([call], [made], prompts, {made.id: 1}), 0)
+    return call_semantics.responses([call], [made], prompts, {made.id: 1})
+
+
+def stopped_row(made: Generated) -> Transcript:
+    """What another worker reads from the row of a stopped episode."""
+    return Transcript.of(row_of(made), 0)
 
 
 def played(episodes: Episodes, seconds: float = 20.0) -> dict[int, Generated]:
@@ -176,6 +187,62 @@ def test_a_tool_with_effects_never_runs_twice_whatever_dies(tmp_path, monkeypatc
         assert len(lines) == len(set(lines)), Counter(lines).most_common(1)
         whole += len(lines)
     assert whole > 200
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1e9], ids=["commits at once", "commits where it must"])
+def test_a_tool_with_effects_never_runs_twice_whenever_a_run_is_killed_and_resumed(tmp_path, monkeypatch, seconds):
+    commit_every(monkeypatch, seconds)
+    spec, settings = spec_of("split", workers=2), RunSettings(runs_dir=str(tmp_path / "runs"))
+    images, paid = Images(tmp_path / "images"), [tmp_path / "paid"]
+    before: list[list[str]] = []
+
+    def take() -> None:
+        lines = paid[0].read_text().splitlines() if paid[0].exists() else []  # What was paid by then is in the image.
+        images.take()
+        before.extend([lines] * (len(images.paths) - len(before)))
+
+    monkeypatch.setenv(PAID, str(paid[0]))
+    images.run = SteppedRun(paying, {}, spec, settings, hook=take)
+    images.run.execute()
+    num_before = 0
+    for number, image in enumerate(images.paths[:: max(len(images.paths) // 16, 1)]):
+        known = before[images.paths.index(image)]
+        paid[0] = tmp_path / f"paid by {number}"
+        paid[0].touch()
+        monkeypatch.setenv(PAID, str(paid[0]))
+        resumed(paying, {}, spec, settings, image, order_seed=number)
+        lines = known + paid[0].read_text().splitlines()
+        assert len(lines) == len(set(lines)), (image, Counter(lines).most_common(1))
+        num_before += len(known)
+    assert num_before > 20
+
+
+def test_of_two_records_with_the_same_tokens_a_resume_goes_on_from_the_one_that_has_the_tools_result(loop, tmp_path, monkeypatch):
+    monkeypatch.setenv(PAID, str(tmp_path / "paid"))
+    episodes = host(loop)
+    start = start_of(0, payer)
+    episodes.begin([start])
+    writer = SegmentWriter(tmp_path / "segments", "rollout-0-running")
+    places, had = [], []
+    while len(places) < 2:
+        episodes.step()
+        for packed in episodes.take_urgent():
+            rows = row_of(episodes.snapshot([packed])[0])
+            places.append(writer.append(rows, Kind.RUNNING, 0))
+            had.append((call_semantics.num_generated_of(rows), call_semantics.num_noted_of(rows)))
+            episodes.written([packed])
+    writer.close()
+    (begun, tokens), (returned, more) = [(noted[0], made[0]) for made, noted in had]
+    assert tokens == more
+    assert begun < returned
+    ledger = Ledger(tmp_path / "ledger.db")
+    ledger.open()
+    packed, call = start.request.id, CallRecord(0, 0, "policy.rollout", "flow.py:1", "", (), (), (), ())
+    ledger.flushed(0, [packed], [tokens], [tokens], [[]], places[0])
+    ledger.knows({places[0][0]: places[0][1] + places[0][2]})
+    Resumption(ledger, tmp_path / "segments", [call], frozenset(), {}, 0).begin(keeps=True)
+    assert ledger.select("SELECT segment, offset, size, checksum FROM prefixes WHERE sample=?", (packed,)) == [places[1]]
+    ledger.close()
 
 
 def test_an_episode_whose_tool_with_effects_had_begun_is_lost_where_it_goes_on_and_the_tool_does_not_run_again(loop, tmp_path, monkeypatch):

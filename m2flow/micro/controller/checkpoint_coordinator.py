@@ -150,18 +150,25 @@ class CheckpointCoordinator:
             known = {} if self._newest is None else self._newest.point.versions
             return CheckpointDue(step, str(path), dict(known))
 
-    def last(self, num_calls: int, point: ProgramPoint) -> CheckpointDue | None:
-        """Return the checkpoint to begin where the run stops, with `num_calls` calls over; None if none is needed or one is under way."""
+    def last(self, num_calls: int, point: ProgramPoint | None) -> CheckpointDue | None:
+        """Return the checkpoint to begin where the run stops, with `num_calls` calls over; None if none is needed or one is under way.
+
+        One under way that can't be whole any more is dropped: it was not begun, or a call before its point will never be over.
+
+        Args:
+            point: what has been reached; None: the run can't resume from there.
+        """
         settings = self._settings
         with self._lock:
             found, newest = self._gathering, self._newest
-            is_known = newest is not None and dict(newest.point.versions) == point.versions
-            if found is not None and found.versions == point.versions:
-                found.num_calls = min(found.num_calls, num_calls)  # Later calls before its point will never be over.
+            if found is not None and found.versions is not None and point is not None and found.versions == point.versions:
+                found.num_calls = min(found.num_calls, num_calls)
+            if found is not None and found.versions is not None and found.num_calls <= num_calls:
                 return None
+            self._gathering = None
             is_wanted = settings.checkpoint_steps is not None or settings.checkpoint_s is not None
-            if is_known or not point.versions or not is_wanted or (found is not None and found.step == point.step):
-                self._gathering = None
+            is_known = newest is not None and point is not None and dict(newest.point.versions) == point.versions
+            if point is None or is_known or not point.versions or not is_wanted or (found is not None and found.step == point.step):
                 return None
             path = checkpoints.partial_path(self._run_dir, point.step, self._attempt)
             self._gathering = _Gathering(point.step, num_calls, path)
@@ -257,7 +264,7 @@ class CheckpointingBackend(BackendWrapper):
         """Return the checkpoint to begin where the run stops, if it can resume from this point and the trainers hold its weights."""
         num_calls = min(self._num_over(), self._num_calls)
         point = self._history.at(num_calls)
-        return self._coordinator.last(num_calls, point) if point is not None and holds(point.versions) else None
+        return self._coordinator.last(num_calls, point if point is not None and holds(point.versions) else None)
 
     def end_step(self, step: int) -> None:
         due = self._coordinator.due(step, self._num_calls)

@@ -443,6 +443,15 @@ def num_generated_of(batch: Batch) -> list[int]:
     return [int(lengths.row(i)[kinds.row(i) == Segment.GENERATED].sum()) for i in range(len(batch))]
 
 
+def num_noted_of(rows: Batch) -> list[int]:
+    """Count what each row's record has of its tool calls: each that began, and each that returned. 0 for rows that are no episodes."""
+    if "episode" not in rows:
+        return [0] * len(rows)
+    records: Any = rows.ragged("episode")
+    tools = [records.item(row)["tools"].values() for row in range(len(rows))]
+    return [sum(1 + ("result" in noted) for noted in of) for of in tools]
+
+
 def lengths_of(rows: Batch) -> tuple[list[int], list[int]]:
     """Count the tokens of each row: all, and the generated ones."""
     return num_tokens_of(rows), num_generated_of(rows)

@@ -173,9 +173,14 @@ class Journal:
             closing.callback(self.record.flush)
 
     def call_added(self, call: Call) -> None:
+        """Record that the program made a call. One with agents is committed, with all before it, as their tools may have effects: a resume
+        goes on only with samples of calls that the ledger has.
+        """
         self._ledger.commit_if_due()
         if not self._is_known(call):
             self._ledger.call_added(call)
+            if "agent" in call.options:
+                self._ledger.commit()
 
     def samples_done(
         self,

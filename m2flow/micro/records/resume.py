@@ -17,6 +17,7 @@ that can't be read is made again.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sqlite3
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -56,6 +57,8 @@ class _Written(NamedTuple):
 
     is_finished: bool
     num_generated: int
+    num_noted: int
+    """Beginnings and ends of tool calls, which add to an episode's record and not to what it generated."""
     found: Found
 
 
@@ -144,21 +147,35 @@ class Resumption:
         for found, rows in records:
             if found.kind is Kind.GIVEN_UP:
                 continue
-            for packed, count in zip(rows.ids.tolist(), call_semantics.num_generated_of(rows), strict=True):
-                written = _Written(found.kind is Kind.FINISHED, count, found)
-                if packed not in best or written[:2] > best[packed][:2]:
+            counts = call_semantics.num_generated_of(rows), call_semantics.num_noted_of(rows)
+            for packed, count, num_noted in zip(rows.ids.tolist(), *counts, strict=True):
+                written = _Written(found.kind is Kind.FINISHED, count, num_noted, found)
+                if packed not in best or written[:3] > best[packed][:3]:
                     best[packed] = written
         for found, rows in records:
             if found.kind is Kind.GIVEN_UP:
                 continue
             mine = [packed for packed in rows.ids.tolist() if best[packed].found is found and not self._is_known(packed, found.place)]
             if found.kind is not Kind.FINISHED:
-                mine = [packed for packed in mine if best[packed].num_generated > self._ledger.tokens_of(packed)]
+                mine = [packed for packed in mine if self._adds(packed, best[packed])]
             if mine:
                 self._told(found, rows.select(np.array(mine, np.int64)))
         for found, rows in records:
             if found.kind is Kind.GIVEN_UP:
                 self._given_up(found.call, dict(zip(rows.ids.tolist(), map(int, rows.dense("num_generated")), strict=True)))
+
+    def _adds(self, sample: int, written: _Written) -> bool:
+        """Whether a record of an unfinished sample has more than the ledger's."""
+        known = self._ledger.tokens_of(sample)
+        if written.num_generated != known or not written.num_noted:
+            return written.num_generated > known
+        noted = 0
+        for table in ("prefixes WHERE sample=?", f"samples s WHERE id=? AND {IS_CURRENT}"):
+            for place in self._ledger.select(f"SELECT {_PLACE} FROM {table}", (sample,)):
+                with contextlib.suppress(M2FlowError):  # What can't be read has nothing to go on from.
+                    rows = read_segment(self._directory, _place(place)).select(np.array([sample], np.int64))
+                    noted = max(noted, *call_semantics.num_noted_of(rows))
+        return written.num_noted > noted
 
     def _is_known(self, sample: int, place: Place) -> bool:
         """Whether the ledger knows this record of a sample, be it one that was too old for a call."""

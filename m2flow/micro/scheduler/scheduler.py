@@ -328,6 +328,8 @@ class Scheduler:
     def _save(self, event: CheckpointDue) -> None:
         versions = self._state.versions.known() if event.versions is None else event.versions
         changed = {role: version for role, version in versions.items() if event.known.get(role) != version}
+        if event.versions is not None:  # The run has stopped, and this is its last checkpoint.
+            self._train.saves.drop()
         self._train.saves.add(event.step, event.directory, changed)
         self._state.commands.append(CheckpointBegun(event.step, versions))
         self._state.ready_workers.wake_trainers()

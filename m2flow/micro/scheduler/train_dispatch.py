@@ -53,6 +53,10 @@ class Saves:
         for role, version in versions.items():
             self._due.setdefault(role, deque()).append(PendingSave(step, version, f"{directory}/{role}"))
 
+    def drop(self) -> None:
+        """Drop what has not begun: the versions that it waits for will never come."""
+        self._due.clear()
+
     def first(self, role: str) -> PendingSave | None:
         """Return what a role has to save next."""
         due = self._due.get(role)

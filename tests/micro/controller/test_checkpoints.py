@@ -9,7 +9,7 @@ import pytest
 
 from m2flow.errors import EngineError, ModelError
 from m2flow.macro.graph import Call, Effect, Granularity, Site
-from m2flow.micro.controller.checkpoint_coordinator import CheckpointCoordinator
+from m2flow.micro.controller.checkpoint_coordinator import CheckpointCoordinator, ProgramPoint
 from m2flow.micro.records import checkpoints
 from m2flow.micro.records.checkpoints import Point
 from m2flow.micro.scheduler.train_dispatch import Saves
@@ -129,6 +129,24 @@ def test_a_checkpoint_is_due_by_steps_or_by_time_and_none_while_one_is_under_way
     before = tmp_path / "checkpoints" / "step-000003" / "reference" / "model"
     assert os.path.samefile(before, newest.path / "reference" / "model")
     assert newest.point.num_calls == 35
+
+
+def test_where_a_run_stops_a_checkpoint_that_can_not_be_whole_any_more_is_not_waited_for(tmp_path):
+    point = ProgramPoint(2, {"policy": 3})
+    for versions in (None, {"policy": 5}):
+        for reached in (point, None):
+            coordinator = CheckpointCoordinator(tmp_path, RunSettings(checkpoint_steps=1), 0, None)
+            assert coordinator.due(4, 20) is not None
+            if versions is not None:
+                coordinator.begun(versions)
+            due = coordinator.last(13, reached)
+            assert (due is not None) == coordinator.is_gathering == (reached is not None)
+    assert due is None
+    coordinator = CheckpointCoordinator(tmp_path, RunSettings(checkpoint_steps=1), 0, None)
+    coordinator.due(4, 13)
+    coordinator.begun({"policy": 5})
+    assert coordinator.last(13, None) is None
+    assert coordinator.is_gathering, "all calls before its point are over"
 
 
 def test_without_trained_roles_and_with_never_there_is_no_checkpoint(tmp_path):

@@ -20,11 +20,11 @@ from m2flow.spec import RunSettings
 TOLD = ("samples", "prefixes", "given_up", "expired", "lost", "known")
 
 
-def settings(where: Path, *, eager: bool = False) -> RunSettings:
-    return RunSettings(runs_dir=str(where / "runs"), eager=eager, checkpoint_steps=1000, flush_tokens=1000)
+def settings(where: Path, every: int) -> RunSettings:
+    return RunSettings(runs_dir=str(where / "runs"), checkpoint_steps=every, flush_tokens=1000)
 
 
-def interrupted(program: Flow, where: Path, at: int) -> Path | None:
+def interrupted(program: Flow, where: Path, at: int, every: int) -> Path | None:
     """The directory of a run that is stopped after so many moves; None: it had ended. How many moves it takes depends on time."""
     moves = iter(range(at))
     pressed: list[bool] = []
@@ -34,7 +34,7 @@ def interrupted(program: Flow, where: Path, at: int) -> Path | None:
             pressed.append(True)
             raise KeyboardInterrupt("Ctrl-C")
 
-    run = SteppedRun(program, {}, spec_of("split"), settings(where), hook=press)
+    run = SteppedRun(program, {}, spec_of("split"), settings(where, every), hook=press)
     with contextlib.suppress(KeyboardInterrupt):
         run.execute()
     return run.run_dir if pressed else None
@@ -45,6 +45,7 @@ def table(run_dir: Path, query: str) -> list[tuple[int, ...]]:
         return db.execute(query).fetchall()
 
 
+@pytest.mark.parametrize("every", [1, 1000], ids=["checkpoints under way", "no other checkpoint"])
 @pytest.mark.parametrize(
     "program",
     [
@@ -52,24 +53,24 @@ def table(run_dir: Path, query: str) -> list[tuple[int, ...]]:
         for program in (loop, ppo, long_answers)
     ],
 )
-def test_a_run_that_is_interrupted_saves_what_it_has_and_goes_on_without_making_it_again(tmp_path, monkeypatch, program):
+def test_a_run_that_is_interrupted_saves_what_it_has_and_goes_on_without_making_it_again(tmp_path, monkeypatch, program, every):
     commit_every(monkeypatch, 0.0)
     moves = [0]
 
     def count() -> None:
         moves[0] += 1
 
-    expected = account(SteppedRun(program, {}, spec_of("split"), settings(tmp_path / "whole"), hook=count).execute())
+    expected = account(SteppedRun(program, {}, spec_of("split"), settings(tmp_path / "whole", every), hook=count).execute())
     num_saved = 0
     for number in range(4):
-        stopped = interrupted(program, tmp_path / str(number), (2 * number + 1) * moves[0] // 12)
+        stopped = interrupted(program, tmp_path / str(number), (2 * number + 1) * moves[0] // 12, every)
         if stopped is None:
             continue
         points = [read(path).point for path in (stopped / "checkpoints").glob("step-*")]
         num_saved += len(points)
         assert (audited := audit(stopped)).is_sound, f"{audited} {[table(stopped, f'SELECT * FROM {name}') for name in TOLD]}"
         assert audited.tokens.get("lost", 0) == 0
-        assert account(resumed(program, {}, spec_of("split"), settings(tmp_path), stopped, order_seed=number)) == expected
+        assert account(resumed(program, {}, spec_of("split"), settings(tmp_path, every), stopped, order_seed=number)) == expected
         assert (audited := audit(stopped)).is_sound, str(audited)
         if points or program is not ppo:  # Between its two updates there are values by weights that the first has replaced.
             assert table(stopped, "SELECT sum(reapplied) FROM attempts") == [(0,)]
