@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 import pytest
@@ -27,7 +28,7 @@ from m2flow.micro.protocol.plan import Choice, Plan, check_early_onload
 from m2flow.micro.protocol.worker_state import Lease
 from m2flow.planner.cost_model import ModelledCosts
 from m2flow.planner.explaining import explain
-from m2flow.planner.model_shapes import ModelShape, shape_named
+from m2flow.planner.model_shapes import shape_named
 from m2flow.planner.search import find_plan
 from m2flow.planner.workload import extents_of
 from m2flow.rollout_scheduling.lengths import lognormal
@@ -168,9 +169,15 @@ def test_a_plan_says_who_comes_when_and_refuses_others() -> None:
         msgspec.structs.replace(shared, workers=(msgspec.structs.replace(first, engines=slots), *rest)).verify()
 
 
-def searched(*, max_running: int = 1024, engine: str = "embedded", pin: dict[str, PinSpec] | None = None) -> Choice:
-    """Two GPUs that can't hold the trainer beside a cache for so many samples."""
-    workload, lengths, shapes = grpo(0, 256), lognormal(median=1500, sigma=0.9, cap=4096, prompt_tokens=300), shapes_of_a_small_model()
+def searched(
+    model: str = "Qwen2.5-3B", devices: int = 2, *, max_running: int = 1024, engine: str = "embedded", pin: dict[str, PinSpec] | None = None
+) -> Choice:
+    """GPUs for one model that is trained and generates, its reference left out."""
+    workload, lengths, shapes = (
+        grpo(0, 256),
+        lognormal(median=1500, sigma=0.9, cap=4096, prompt_tokens=300),
+        dict.fromkeys(("policy", "reference"), shape_named(model)),
+    )
     calls = tuple(
         msgspec.structs.replace(call, after=tuple(name for name in call.after if name != "reference.logprobs"))
         for call in workload.calls
@@ -179,7 +186,7 @@ def searched(*, max_running: int = 1024, engine: str = "embedded", pin: dict[str
     workload = msgspec.structs.replace(workload, calls=calls)
     spec = ClusterSpec(
         name="two",
-        pools={"main": PoolSpec(device="h100", nodes=1, devices_per_node=2)},
+        pools={"main": PoolSpec(device="h100", nodes=1, devices_per_node=devices)},
         rollout=RolloutSpec(engine=engine, max_running=max_running),
         train=TrainSpec(engine="fsdp", token_budget=4096),
         pin=pin or {},
@@ -187,21 +194,18 @@ def searched(*, max_running: int = 1024, engine: str = "embedded", pin: dict[str
     return find_plan(workload, lengths, ModelledCosts(spec, workload, shapes, extents_of(workload, shapes, lengths)), spec)
 
 
-def shapes_of_a_small_model() -> dict[str, ModelShape]:
-    return dict.fromkeys(("policy", "reference"), shape_named("Qwen2.5-3B"))
-
-
 def test_the_search_has_a_trainer_come_as_soon_as_there_is_room_where_it_has_to_leave() -> None:
-    _, train = searched().seats
+    large = partial(searched, "Qwen3-8B", 4)
+    choice = large()
+    (train,) = (seat for seat in choice.seats if seat.engine.kind == "train")
     assert train.is_swapped
     assert 0.5 < train.onload_at < 1
-    assert "comes when" in explain(searched())
-    assert {w.name: [s.onload_at for s in w.engines] for w in seat_workers(searched(), ClusterSpec(), "cuda:0") if w.lease} == {
-        "rollout-0": [0.0],
-        "rollout-1": [0.0],
-        "train-0": [train.onload_at],
-    }
-    assert not any(seat.onload_at for seat in searched(engine="sglang").seats), "its cache has one size"
+    assert "comes when" in explain(choice)
+    comes = {w.name: [s.onload_at for s in w.engines] for w in seat_workers(choice, ClusterSpec(), "cuda:0") if w.lease}
+    assert comes.pop("train-0") == [train.onload_at]
+    assert set(comes) == {f"rollout-{number}" for number in range(len(comes))}
+    assert not any(early for shares in comes.values() for early in shares)
+    assert not any(seat.onload_at for seat in large(engine="sglang").seats), "its cache has one size"
     assert not any(seat.onload_at or seat.is_swapped for seat in searched(max_running=256).seats), "both fit, and stay"
 
 
