@@ -1,12 +1,21 @@
-"""A flow with one bottleneck at a time, planted by its options or by the cluster, for tests of what `m2flow analyze` says of it."""
+"""A flow with one bottleneck at a time, planted by its options or by the cluster, and what `m2flow analyze` is to say of each."""
 
 from __future__ import annotations
 
 import random
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from m2flow import SGD, Dataset, Policy, Reward, Sample, concat, flow, ppo_clip, steps
+from m2flow.macro.flow import Flow
+from m2flow.runner.run import Run
+from m2flow.spec import ClusterSpec, RunSettings
+from m2flow.viewer.analysis import Analysis, analysis_of
+from m2flow.viewer.idle import idle_of
+from m2flow.viewer.run_trace import RunTrace
+from m2flow.viewer.suggestions import Suggestion, suggestions_of
 
 DIGITS = Path(__file__).parents[2] / "flows" / "models" / "digits"
 
@@ -72,3 +81,63 @@ def loosened(
     longest: int = 0,
 ) -> None:
     _train(judge, num_steps, batch, n, tokens, fetch_s, longest)
+
+
+# ---- what is planted
+
+SPLIT: dict[str, dict[str, Any]] = {"rollout": {}, "train": {"token_budget": 512}, "functions": {}, "weights": {}}
+
+
+@dataclass(frozen=True)
+class Planted:
+    name: str
+    causes: tuple[str, ...]
+    """What the verdict may call it."""
+    suggested: str
+    """A pattern of what is suggested first."""
+    options: dict[str, Any] = field(default_factory=dict)
+    cluster: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+CASES = [
+    Planted("waiting reward", ("waiting reward",), r"functions: \{concurrency: \d+\}", {"judge": "waiting"}),
+    Planted("slow reward", ("slow reward",), r"functions: \{workers: \d\}", {"judge": "computing"}),
+    Planted(
+        "too few function workers",
+        ("slow reward",),
+        r"functions: \{workers: \d\}",
+        {"judge": "computing", "n": 3},
+        {"functions": {"concurrency": 4}},
+    ),
+    Planted("starved trainer", ("generation",), r"rollout: \{max_running: 4\}", {"tokens": 24}, {"rollout": {"max_running": 1}}),
+    Planted("long tail", ("tail",), r"staleness|oversample|policy: \[|placement", {"longest": 56, "tokens": 4}),
+    Planted("slow dataset", ("program",), "rows before the run", {"fetch_s": 1.5}),
+]
+
+
+def ran(flow: Flow, options: dict[str, Any], cluster: dict[str, Any], runs: Path) -> tuple[Path, Analysis]:
+    merged = {part: {**values, **cluster.get(part, {})} for part, values in SPLIT.items()}
+    spec = ClusterSpec.model_validate({"placement": cluster.get("placement", "split"), "device": "cpu", "cores": 2, **merged})
+    run_dir = Path(Run(flow, options, spec, RunSettings(runs_dir=str(runs))).execute().run_dir)
+    trace = RunTrace(run_dir)
+    assert trace.refresh()
+    return run_dir, analysis_of(trace, idle_of(trace))
+
+
+def applied(case: Planted, options: dict[str, Any], first: Suggestion, runs: Path) -> Analysis:
+    cluster: dict[str, Any] = dict(case.cluster)
+    for part, values in first.cluster.items():
+        cluster[part] = values if isinstance(values, str) else {**cluster.get(part, {}), **values}
+    options = dict(options)
+    flow = planted
+    if "fetch_s" in options:
+        options["fetch_s"] = 0.0
+    if "staleness" in first.flow:
+        flow = loosened
+    return ran(flow, options, cluster, runs)[1]
+
+
+def first_suggestion(case: Planted, run_dir: Path, analysis: Analysis) -> Suggestion:
+    """What is suggested first for a run of this case."""
+    makespans_s = [step.makespan_s for step in analysis.steps]
+    return suggestions_of(run_dir, planted, dict(case.options), makespans_s, analysis.verdict).found[0]

@@ -66,7 +66,7 @@ def test_what_was_written_down_is_not_generated_again(tmp_path, monkeypatch, sec
     summary, images = imaged(long_answers, {}, SPEC, settings(tmp_path), tmp_path / "images")
     expected = account(summary)
     num_went_on = num_kept = num_told = 0
-    for number, image in enumerate(images.paths[3 :: len(images.paths) // 6]):
+    for number, image in enumerate(images.paths[3 :: len(images.paths) // 9]):
         finished = dict(rows(image, f"SELECT id, offset FROM samples WHERE finish <> {int(Finish.ABORT)}"))
         went_on = resumed(long_answers, {}, SPEC, settings(tmp_path), image, order_seed=number)
         assert account(went_on) == expected
