@@ -151,10 +151,11 @@ def test_a_run_that_goes_well_ends_with_json_alone_on_stdout(place: Path) -> Non
     (line,) = done.stdout.splitlines()
     summary = json.loads(line)
     assert list(summary) == [
-        "run_dir", "steps", "samples", "tokens", "left_out", "calls_failed", "reward_first", "reward_last", "wall_s", "tokens_per_s",
-        "samples_per_s", "busy_s", "channels", "calls_lowered", "calls_reused", "samples_sha256", "weights_sha256",
+        "run_dir", "steps", "steps_asked", "ended_early", "samples", "tokens", "left_out", "calls_failed", "reward_first", "reward_last",
+        "wall_s", "tokens_per_s", "samples_per_s", "busy_s", "channels", "calls_lowered", "calls_reused", "samples_sha256",
+        "weights_sha256",
     ]  # fmt: skip
-    assert (summary["steps"], summary["samples"]) == (2, 16)
+    assert [summary[name] for name in ("steps", "steps_asked", "ended_early", "samples")] == [2, 2, "", 16]
     assert (summary["calls_lowered"], summary["calls_reused"]) == (4, 4)
     assert f"m2flow view {summary['run_dir']}" in done.stderr
     assert "bad: split on cluster" in done.stderr
