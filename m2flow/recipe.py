@@ -817,6 +817,9 @@ HEAD_OUTPUTS = {"lm": frozenset({"logprobs", "entropy", TOP_LOGPROBS}), "value":
 PROXIMAL = "proximal_logprobs"
 """Column of the trainer's own log-probabilities before an update."""
 
+VERSION_AGES = "version_ages"
+"""Column of updates that need it: by how many versions the weights that sampled a token are older than those that are updated, int64."""
+
 COMPUTED = frozenset({"sequence_lengths", "sequence_ids", "group_ids", "random_numbers", "behaviour_logprobs"}).union(
     *HEAD_OUTPUTS.values()
 )

@@ -48,6 +48,7 @@ NotNegative = float
 Positive = float
 """An option above 0."""
 Divergence = Literal["tv", "kl"]
+Proximal = Literal["computed", "interpolated"]
 Direction = Literal["reverse", "forward", "js"]
 """Divergence of a policy p from a teacher q: KL(p || q), KL(q || p), or Jensen-Shannon, the mean of both to (p + q) / 2."""
 
@@ -768,11 +769,13 @@ def decoupled_ppo(
     *,
     logprobs: Tensor,
     behaviour_logprobs: Tensor,
-    proximal_logprobs: Tensor,
+    proximal_logprobs: Tensor | None = None,
+    version_ages: Tensor | None = None,
     advantages: Tensor,
     eps_low: Share = 0.2,
     eps_high: NotNegative = 0.2,
     max_weight: Positive = 5.0,
+    proximal: Proximal = "computed",
     sequence_lengths: Tensor | None = None,
 ) -> Terms:
     """Decoupled PPO: clip around a proximal policy, and weigh by how much likelier it was than the one that sampled.
@@ -781,14 +784,18 @@ def decoupled_ppo(
         weight = min(exp(proximal_logprobs - behaviour_logprobs), max_weight)        without gradient
         term   = -weight * min(rho * A, clip(rho, 1 - eps_low, 1 + eps_high) * A)
 
+    `interpolated` spares the pass: proximal_logprobs is behaviour_logprobs + d / (d + 1) * (logprobs - behaviour_logprobs), where the token
+    was sampled by weights d versions older than those before the update; on fresh samples that is PPO.
+
     Args:
-        As `ppo_clip`. proximal_logprobs: float [T], of the weights before the update:
-            `columns={"proximal_logprobs": policy.logprobs(responses)}`. max_weight: bound on the weight.
+        As `ppo_clip`. proximal_logprobs: float [T], of the weights before the update, for `computed`:
+            `columns={"proximal_logprobs": policy.logprobs(responses)}`. version_ages: [T], the d above, for `interpolated`.
+        max_weight: bound on the weight.
     Returns:
         Terms [T], and `ratio` (the rho above), `weight` and `clipped`.
     Source:
         Hilton et al. 2022, arXiv:2110.00641, eq. 2; for language models: Fu et al. 2025 (AReaL), arXiv:2505.24298. The bound on the weight
-        is AReaL's `behav_imp_weight_cap`, which masks tokens above it where this truncates.
+        is AReaL's `behav_imp_weight_cap`, which masks tokens above it where this truncates; `interpolated` is its `loglinear`.
 
     >>> import torch
     >>> zero = torch.zeros(1)
@@ -798,13 +805,12 @@ def decoupled_ppo(
     >>> terms.tolist(), metrics["weight"].tolist()
     ([-2.0], [2.0])
     """
-    given = {
-        "logprobs": logprobs,
-        "behaviour_logprobs": behaviour_logprobs,
-        "proximal_logprobs": proximal_logprobs,
-        "advantages": advantages,
-    }
-    check_shapes(**given)
+    if proximal == "interpolated" and version_ages is not None:
+        share = version_ages / (version_ages + 1)
+        proximal_logprobs = (behaviour_logprobs + share * (logprobs - behaviour_logprobs)).detach()
+    if proximal_logprobs is None:
+        raise OptionError(f"proximal is {proximal!r}, and what it needs is not given")
+    check_shapes(logprobs=logprobs, behaviour_logprobs=behaviour_logprobs, proximal_logprobs=proximal_logprobs, advantages=advantages)
     ratio = _ratio(logprobs, proximal_logprobs)
     weight = _ratio(proximal_logprobs, behaviour_logprobs).detach().clamp(max=max_weight)
     terms, clipped = _clipped_surrogate(ratio, advantages, eps_low, eps_high)

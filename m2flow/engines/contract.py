@@ -233,8 +233,6 @@ def ratio_quantiles(sums: Mapping[str, float]) -> dict[str, float]:
     return {f"rollout_ratio_{name}": float(np.exp(held[np.searchsorted(shares, share - 1e-12)])) for name, share in wanted.items()}
 
 
-VERSION_AGES = "version_ages"
-"""Column of updates with a correction: by how many versions the weights that sampled a token are older than those that are updated."""
 BUCKET_SUM = "rollout_bucket:"
 """Prefix of the names of sums over the tokens of a bucket, which become the metrics of `bucket_metrics`."""
 _BUCKETS = {
@@ -251,7 +249,7 @@ def bucket_sums(
     """Sum metrics over tokens of one version age, and over tokens of one stretch of responses: sums of parts of a batch add up.
 
     Args:
-        metrics: of tokens, each [T]. ages: by `VERSION_AGES`, [T]; None: unknown. places: of a token in its response, from 0, [T].
+        metrics: of tokens, each [T]. ages: the column `version_ages`, [T]; None: unknown. places: of a token in its response, from 0, [T].
     Returns:
         sums and counts for every bucket, so that all ranks have the same names.
     """

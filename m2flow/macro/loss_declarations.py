@@ -19,13 +19,15 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from m2flow.algorithms import losses, preferences
-from m2flow.algorithms.losses import Direction, Divergence, Terms
+from m2flow.algorithms.losses import Direction, Divergence, Proximal, Terms
 from m2flow.errors import OptionError, TraceError, did_you_mean
 from m2flow.macro.graph import Call, MacroGraph
 from m2flow.macro.oversampling import is_cut, timeout_of
 from m2flow.recipe import (
+    PROXIMAL,
     REFERENCE_TOP_LOGPROBS,
     TOP_LOGPROBS,
+    VERSION_AGES,
     Counts,
     Denominator,
     KlPenalty,
@@ -124,6 +126,35 @@ def distill(*, direction: Direction = "reverse", clip: float = 0.0, denominator:
     options: list[tuple[str, float | int | str | bool]] = [("clip", clip)]
     options += [("direction", direction)] if direction != "reverse" else []
     return _built_in("distill", ["logprobs", "behaviour_logprobs", "teacher_logprobs"], denominator, options)
+
+
+def decoupled_ppo(
+    *,
+    eps_low: float = 0.2,
+    eps_high: float = 0.2,
+    max_weight: float = 5.0,
+    proximal: Proximal = "computed",
+    denominator: AnyDenominator = "tokens",
+) -> Loss:
+    """PPO that clips around a proximal policy instead of the one that sampled, for samples of older weights.
+
+    Args:
+        eps_low, eps_high: as of `ppo_clip`.
+        max_weight: bound on how much likelier than the sampling policy the proximal one counts; above 0.
+        proximal: `computed` needs the column `proximal_logprobs`: `columns={"proximal_logprobs": policy.logprobs(responses)}`, a pass of
+            the trainer. `interpolated` makes it of what is there, by how many versions old a token is.
+        denominator: as of `ppo_clip`.
+    Source:
+        Hilton et al. 2022, arXiv:2110.00641; Fu et al. 2025 (AReaL), arXiv:2505.24298. See `m2flow.algorithms.losses`.
+    """
+    check_number("eps_low", eps_low, low=0, high=1)
+    check_number("eps_high", eps_high, low=0)
+    check_number("max_weight", max_weight, above=0)
+    check_choice("proximal", proximal, Proximal)
+    needs = ["logprobs", "behaviour_logprobs", VERSION_AGES if proximal == "interpolated" else PROXIMAL, "advantages"]
+    options: list[tuple[str, float | int | str | bool]] = [("eps_low", eps_low), ("eps_high", eps_high), ("max_weight", max_weight)]
+    options += [("proximal", proximal)] if proximal != "computed" else []
+    return _built_in("decoupled_ppo", needs, denominator, options)
 
 
 def clipped_value(*, clip: float = 0.2, denominator: AnyDenominator = "tokens") -> Loss:

@@ -38,6 +38,7 @@ from m2flow.recipe import (
     PROXIMAL,
     REFERENCE_TOP_IDS,
     REFERENCE_TOP_LOGPROBS,
+    VERSION_AGES,
     AdamW,
     Advantage,
     AdvantageName,
@@ -265,7 +266,7 @@ class Role:
                 whose = "a language model's, and this is a critic" if head == "value" else "a critic's: Critic(...).update"
                 raise TraceError(f"the loss {loss.name} needs {need!r}, which are {whose}")
             is_given = need in given or need in COMPUTED or need in ("advantages", "reference_logprobs", REFERENCE_TOP_LOGPROBS)
-            if not is_given and fields is not None and need not in fields:
+            if not is_given and fields is not None and ("versions" if need == VERSION_AGES else need) not in fields:
                 raise TraceError(
                     f"the loss {loss.name} needs {need!r}, which neither the samples nor this {self.name}.update have; the samples have "
                     f"{', '.join(sorted(fields))}",
@@ -375,7 +376,7 @@ _WITH_ADVANTAGES, _WITHOUT = ppo_clip(), nll()
 
 _ADVANTAGES, _OVER_BATCH = get_args(AdvantageName), get_args(BatchAdvantage)
 _NOT_COLUMNS = {"samples", "rewards", "reward", "advantages", "reference", "reference_logprobs", "tokens", "loss_mask"}
-_NOT_COLUMNS |= {REFERENCE_TOP_IDS, REFERENCE_TOP_LOGPROBS} | COMPUTED
+_NOT_COLUMNS |= {REFERENCE_TOP_IDS, REFERENCE_TOP_LOGPROBS, VERSION_AGES} | COMPUTED
 """What `columns` of an update may not be called: it has another source."""
 
 

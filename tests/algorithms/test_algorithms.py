@@ -42,6 +42,7 @@ EVERY_OPTION: dict[str, list[dict[str, float | str]]] = {
     "gspo": [{}, {"eps_low": 0.2, "eps_high": 0.3}],
     "gspo_token": [{}, {"eps_low": 0.2, "eps_high": 0.3}],
     "cispo": [{}, {"eps_low": 0.2}],
+    "decoupled_ppo": [{}, {"proximal": "interpolated"}],
     "dppo": [{}, {"divergence": "kl", "most": 0.05}],
     "opmd": [{}, {"tau": 0.1}],
     "dpo": [{}, {"label_smoothing": 0.2}],
@@ -466,6 +467,8 @@ def random_inputs(name: str, options: dict[str, float | str] | None = None, seed
         inputs["chosen"] = is_chosen(LENGTHS)
     if "random_numbers" in inputs:
         inputs["random_numbers"] = torch.rand(num_tokens, generator=generator, dtype=torch.float64)
+    if "version_ages" in inputs:
+        inputs["version_ages"] = torch.tensor([0, 0, 1, 1, 2, 3, 0, 4, 1, 0])
     if "labels" in inputs:
         inputs["labels"] = torch.tensor([-1.0, 0.3, 1.0, -1.0, 0.0, -1.0, -1.0, 1.0, -1.0, 0.0], dtype=torch.float64)
     if "baseline" in inputs:
@@ -757,6 +760,21 @@ def test_decoupled_ppo_with_the_sampling_policy_as_the_proximal_one_is_ppo() -> 
     found = sum_and_gradient("decoupled_ppo", {}, {**both, "proximal_logprobs": inputs["behaviour_logprobs"]}, LENGTHS, is_mean=True)
     expected = sum_and_gradient("ppo_clip", {}, both, LENGTHS, is_mean=True)
     torch.testing.assert_close(found[:2], expected[:2])
+
+
+def test_an_interpolated_proximal_policy_is_the_sampling_one_on_fresh_tokens_and_nears_the_new_one_with_age() -> None:
+    old, new = torch.tensor([0.2], dtype=torch.float64).log(), torch.tensor([0.3], dtype=torch.float64).log()
+    found = []
+    for age in (0, 1, 3, 10**6):
+        given = {"logprobs": new, "behaviour_logprobs": old, "advantages": torch.ones(1, dtype=torch.float64)}
+        _, metrics = losses.decoupled_ppo(**given, version_ages=torch.tensor([age]), proximal="interpolated", eps_high=9.0)
+        found.append((metrics["ratio"].item(), metrics["weight"].item()))
+    assert found[0] == pytest.approx((1.5, 1.0))
+    assert found[1] == pytest.approx((1.5**0.5, 1.5**0.5))
+    assert found[2] == pytest.approx((1.5**0.25, 1.5**0.75))
+    assert found[3] == pytest.approx((1.0, 1.5), abs=1e-5)
+    with pytest.raises(OptionError, match="is not given"):
+        losses.decoupled_ppo(**given, proximal="interpolated")
 
 
 @pytest.mark.parametrize(("kl", "p_new", "p_old", "distance"), [("tv", 0.5, 0.3, 0.2), ("kl", 0.5, 0.25, 0.13081)])

@@ -43,7 +43,6 @@ from m2flow.algorithms.losses import MOST_LOG_RATIO, correction_weights
 from m2flow.engines.contract import (
     NO_AGREEMENT,
     PER_GROUP,
-    VERSION_AGES,
     Agreement,
     EngineSettings,
     Memory,
@@ -78,6 +77,7 @@ from m2flow.recipe import (
     REFERENCE_TOP_IDS,
     REFERENCE_TOP_LOGPROBS,
     TOP_LOGPROBS,
+    VERSION_AGES,
     Correction,
     Loss,
     Model,

@@ -19,7 +19,6 @@ from m2flow.engines.contract import (
     BUCKET_SUM,
     PER_GROUP,
     RATIO_COUNT,
-    VERSION_AGES,
     Agreement,
     Objective,
     Sums,
@@ -30,7 +29,17 @@ from m2flow.engines.contract import (
 from m2flow.errors import EngineError, OpError, RewardError
 from m2flow.macro.graph import Call
 from m2flow.micro.protocol.staleness import check_consumption
-from m2flow.recipe import PROXIMAL, REFERENCE_TOP_IDS, REFERENCE_TOP_LOGPROBS, TOP_LOGPROBS, Advantage, Counts, Loss, Optimizer
+from m2flow.recipe import (
+    PROXIMAL,
+    REFERENCE_TOP_IDS,
+    REFERENCE_TOP_LOGPROBS,
+    TOP_LOGPROBS,
+    VERSION_AGES,
+    Advantage,
+    Counts,
+    Loss,
+    Optimizer,
+)
 from m2flow.samples import ROUTED_EXPERTS, Batch, Column, IdArray, Ragged, SampleId, group_keys
 
 _TARGETS = {"rewards": "reward", "reference": "reference_logprobs"}
@@ -84,9 +93,9 @@ def with_same_weights(call: Call, rows: Batch) -> Batch:
 
 
 def with_version_ages(call: Call, rows: Batch) -> Batch:
-    """Add the column `version_ages` for an update with a correction, whose metrics are told apart by it."""
+    """Add the column `version_ages` for a loss that needs it, and for a correction, whose metrics are told apart by it."""
     loss = call.options["loss"]
-    if not isinstance(loss, Loss) or loss.correction is None or "versions" not in rows:
+    if not isinstance(loss, Loss) or "versions" not in rows or (loss.correction is None and VERSION_AGES not in loss.needs):
         return rows
     versions = rows.ragged("versions")
     return rows.with_columns(**{VERSION_AGES: Ragged(call.writes[0].version - 1 - versions.values.astype(np.int64), versions.offsets)})
