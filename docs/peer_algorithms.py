@@ -27,6 +27,7 @@ _HAVE = {
     "maxrl": "",
     "opo": "verl",
     "pass_at_k": "verl",
+    "gigpo": "ROLL",
     "remax": "verl",
     "reinforce_pp": "verl OpenRLHF slime AReaL",
     "reinforce_pp_baseline": "verl OpenRLHF slime",
@@ -37,6 +38,7 @@ _HAVE = {
     "overlong_penalty": "TRL verl AReaL",
     "length_reward": "",
     "adaptive_kl_coef": "verl OpenRLHF ROLL",
+    "adaptive_entropy_coef": "",
     "Moments": "AReaL",
     "ppo_clip": _ALL,
     "reinforce": "ROLL",
@@ -74,7 +76,6 @@ HAVE: Mapping[str, frozenset[str]] = {name: frozenset(systems.split()) for name,
 LACKING: Mapping[str, frozenset[str]] = {
     name: frozenset(systems.split())
     for name, systems in {
-        "GiGPO (groups of steps)": "ROLL",
         "GDPO": "verl",
         "OTB (optimal token baseline)": "verl",
         "DRO": "verl",

@@ -235,10 +235,11 @@ def _algorithms() -> str:
 def algorithms() -> dict[str, list[Any]]:
     """The registry: kind of algorithm -> functions."""
     return {
-        "advantages, of a group": [*advantages.OF_GROUPS.values(), advantages.remax],
+        "advantages, of a group": [*advantages.OF_GROUPS.values(), advantages.gigpo, advantages.remax],
         "advantages, of the batch": [*advantages.OF_BATCHES.values()],
         "advantages, of tokens": [gae.gae, gae.length_adaptive_lam, gae.vtrace],
-        "rewards": [shaping.overlong_penalty, shaping.length_reward, shaping.adaptive_kl_coef, shaping.Moments],
+        "rewards": [shaping.overlong_penalty, shaping.length_reward, shaping.Moments],
+        "coefficients": [shaping.adaptive_kl_coef, shaping.adaptive_entropy_coef],
         "filters of groups": [refill.informative, refill.pass_rate_between],
         "losses": [*LOSSES.values()],
         "divergences": [losses.kl_estimate, losses.top_k_divergence],

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from m2flow.macro.refill import informative, pass_rate_between
     from m2flow.macro.roles import Policy, Reference, Reward
     from m2flow.observe.otel import traceparent
-    from m2flow.recipe import SGD, AdamW, Correction, Counts, Lora, Loss, Muon, PerSequence, Sampling, WeightGroup, pass_at_k
+    from m2flow.recipe import SGD, AdamW, Correction, Counts, Lora, Loss, Muon, PerSequence, Sampling, WeightGroup, gigpo, pass_at_k
     from m2flow.runs.entrance import open_run, run
     from m2flow.runs.opened import Run
     from m2flow.runs.planning import plan, simulate
@@ -83,7 +83,7 @@ _WORDS = {
     "m2flow.macro.refill": "informative pass_rate_between",
     "m2flow.macro.roles": "Policy Reference Reward",
     "m2flow.observe.otel": "traceparent",
-    "m2flow.recipe": "AdamW Correction Counts Lora Loss Muon PerSequence SGD Sampling WeightGroup pass_at_k",
+    "m2flow.recipe": "AdamW Correction Counts Lora Loss Muon PerSequence SGD Sampling WeightGroup gigpo pass_at_k",
     "m2flow.runs.entrance": "open_run run",
     "m2flow.runs.opened": "Run",
     "m2flow.runs.planning": "plan simulate",
@@ -146,6 +146,7 @@ __all__ = [
     "evaluate",
     "flow",
     "gae",
+    "gigpo",
     "gmpo",
     "gspo",
     "gspo_token",

@@ -776,6 +776,23 @@ def pass_at_k(k: int) -> Advantage:
     return Advantage("pass_at_k", (("k", k),))
 
 
+def gigpo(discount: float = 0.95, weight: float = 1.0) -> Advantage:
+    """Advantages of the turns of episodes: of the episode in its group, and of each turn among those that began in the same state.
+
+        policy.update(episodes, episodes.reward, advantages=gigpo())
+
+    The state before a turn is what came since the one before it: the prompt, or what tools gave. What the model said is a turn.
+
+    Args:
+        discount: of the reward for each turn that comes after, from 0 to 1. weight: of the turns' own advantages, 0 or more.
+    Source:
+        Feng et al. 2025, arXiv:2505.10978. See `m2flow.algorithms.advantages.gigpo`.
+    """
+    check_number("discount", discount, low=0, high=1)
+    check_number("weight", weight, low=0)
+    return Advantage("gigpo", (("discount", discount), ("weight", weight)))
+
+
 @dataclass(frozen=True)
 class Correction:
     """Correct an update for samples that another engine or older weights drew: `update(correction=Correction(upper=2.0))`.

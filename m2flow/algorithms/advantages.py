@@ -1,6 +1,6 @@
 """Compute advantages of whole responses: how much better each sample did than the others of its group, or of the batch.
 
-    rewards [N] + group sizes --> advantages [N]
+    rewards [N] + group sizes --> advantages [N], or of each turn (`gigpo`)
 
 Pure functions on tensors. Groups may differ in size; samples of a group are adjacent. The functions of `OF_GROUPS` look at nothing beyond a
 group, so a trainer computes them for each group as it arrives. Those of `OF_BATCHES` divide by numbers of the whole batch, and run as a
@@ -14,7 +14,7 @@ An advantage of a flow's own is no function of this module: it is a function und
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import MappingProxyType
 
 import numpy as np
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from m2flow.errors import OptionError, RewardError, ShapeError
-from m2flow.samples import Batch
+from m2flow.samples import Batch, Ragged, Segment
 
 # Shapes: N samples, P groups (prompts), G samples of a group.
 
@@ -207,6 +207,55 @@ def _best_of(k: int, num_wrong: int, size: int) -> tuple[float, float]:
     return failing / deviation, (failing - math.comb(num_wrong - 1, k - 1) / math.comb(size - 1, k - 1)) / deviation
 
 
+def gigpo(
+    rewards: Tensor,
+    group_sizes: Sequence[int],
+    *,
+    states: Sequence[Sequence[Hashable]],
+    discount: float = 0.95,
+    weight: float = 1.0,
+    eps: float = 1e-6,
+) -> list[Tensor]:
+    """Advantages of turns: of the sample in its group, and of the turn among all turns of the group that began in the same state.
+
+        R[s, t] = discount^(T[s] - 1 - t) * r[s]
+        A[s, t] = grpo(r)[s] + weight * grpo(R over the turns of the group with the state of t)[s, t]
+
+    Args:
+        rewards, group_sizes: as `grpo`, [N]. states: of each sample, what the state before each of its T turns goes by; equal ones are one.
+        discount: of the reward for each turn that comes after, from 0 to 1. weight: of the turns' own advantages, 0 or more.
+        eps: as of `grpo`.
+    Returns:
+        Of each sample, [T] in the dtype of the rewards. A state that one turn alone began in adds nothing to it.
+    Raises:
+        ShapeError, RewardError: as `grpo`.
+    Source:
+        Feng et al. 2025, "Group-in-Group Policy Optimization for LLM Agent Training", arXiv:2505.10978, eq. 3, 6 and 8, of one reward at
+        the end of an episode.
+
+    >>> found = gigpo(torch.tensor([1.0, 1.0]), [2], states=[["a", "b"], ["a"]], discount=0.5)
+    >>> [[round(advantage, 3) for advantage in turns.tolist()] for turns in found]
+    [[-0.707, 0.0], [0.707]]
+    """
+    whole = grpo(rewards, group_sizes, eps=eps)
+    if len(states) != len(rewards):
+        raise ShapeError(f"there are {len(rewards)} rewards, and states of {len(states)} samples")
+    counts = [len(of) for of in states]
+    turn_sample = [sample for sample, count in enumerate(counts) for _ in range(count)]
+    if not turn_sample:
+        return [whole.new_zeros(0) for _ in counts]
+    group = [number for number, size in enumerate(group_sizes) for _ in range(size)]
+    later = torch.tensor([count - 1 - turn for count in counts for turn in range(count)], dtype=torch.float64)
+    returns = rewards.double()[turn_sample] * torch.full_like(later, discount) ** later
+    clusters: dict[tuple[int, Hashable], list[int]] = {}
+    for turn, (sample, state) in enumerate(zip(turn_sample, (state for of in states for state in of), strict=True)):
+        clusters.setdefault((group[sample], state), []).append(turn)
+    order = [turn for of in clusters.values() for turn in of]
+    own = torch.empty_like(returns)
+    own[order] = grpo(returns[order], [len(of) for of in clusters.values()], eps=eps)
+    return list((whole[turn_sample] + weight * own).to(rewards.dtype).split(counts))
+
+
 def remax(rewards: Tensor, baselines: Tensor) -> Tensor:
     """Subtract from each reward that of the greedy answer to the same prompt.
 
@@ -361,10 +410,46 @@ def on_arrays(
         assert lengths is not None
         given["lengths"] = torch.from_numpy(np.ascontiguousarray(lengths))
     sizes = [end - start for start, end in bounds]
-    wide = function(torch.from_numpy(np.ascontiguousarray(rewards, np.float64)), sizes, **given).numpy()
+    return _in_float32(
+        function(torch.from_numpy(np.ascontiguousarray(rewards, np.float64)), sizes, **given).numpy(), np.arange(len(rewards))
+    )
+
+
+def of_turns(rewards: npt.NDArray[np.floating], samples: Batch, **options: float) -> Ragged:
+    """Compute `gigpo` of samples in turns: what the model generated is a turn, and the state before it what came since the last one.
+
+    Args:
+        rewards: [N]. samples: with `tokens`, `segment_kinds` and `segment_lengths`.
+    Returns:
+        float32, ragged over all tokens: those of a turn have its advantage, all others 0.
+    Raises:
+        As `on_arrays`.
+    """
+    tokens, kinds, lengths = (samples.ragged(name) for name in ("tokens", "segment_kinds", "segment_lengths"))
+    states: list[list[bytes]] = []
+    spans: list[tuple[int, int, int]] = []
+    for row, base in enumerate(tokens.offsets[:-1].tolist()):
+        ends = base + np.cumsum(lengths.row(row))
+        begins, states_of = base, list[bytes]()
+        for kind, start, end in zip(kinds.row(row).tolist(), (ends - lengths.row(row)).tolist(), ends.tolist(), strict=True):
+            if kind == Segment.GENERATED and end > start:
+                states_of.append(tokens.values[begins:start].tobytes())
+                spans.append((row, start, end))
+                begins = end
+        states.append(states_of)
+    sizes = [end - start for start, end in samples.group_bounds()]
+    found = gigpo(torch.from_numpy(np.ascontiguousarray(rewards, np.float64)), sizes, states=states, **options)
+    wide, values = torch.cat(found).numpy(), np.zeros(len(tokens.values), np.float32)
+    for (_, start, end), advantage in zip(spans, _in_float32(wide, np.array([row for row, _, _ in spans])), strict=True):
+        values[start:end] = advantage
+    return Ragged(values, tokens.offsets)
+
+
+def _in_float32(wide: npt.NDArray[np.float64], sample: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
     beyond = np.flatnonzero(~(np.abs(wide) <= np.finfo(np.float32).max))
     if len(beyond):
-        raise RewardError(f"the advantage of sample {beyond[0]} of {len(wide)} is {wide[beyond[0]]:.3g}, which no float32 holds")
+        at = beyond[0]
+        raise RewardError(f"the advantage of sample {sample[at]} of {sample[-1] + 1} is {wide[at]:.3g}, which no float32 holds")
     return np.asarray(wide, np.float32)
 
 

@@ -1,4 +1,4 @@
-"""Shape rewards before they become advantages: penalties for length, and moments that are kept from step to step.
+"""Shape rewards before they become advantages: penalties for length, moments that are kept from step to step, coefficients that adapt.
 
     rewards [N], lengths [N] --> rewards [N]
 
@@ -10,6 +10,7 @@ NumPy in float64; every function is elementwise or looks at one group. In a flow
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import overload
@@ -112,6 +113,35 @@ def adaptive_kl_coef(coef: float, kl: float, *, target: float, gain: float = 0.1
     if not (target > 0 and coef >= 0 and gain >= 0 and 0 <= clip <= 1 and gain * clip < 1):
         raise OptionError(f"coef is {coef}, target {target}, gain {gain} and clip {clip}; the target is above 0, and the clip at most 1")
     return coef * (1 + gain * min(max((kl - target) / target, -clip), clip))
+
+
+def adaptive_entropy_coef(coef: float, entropy: float, *, target: float, step: float = 0.005, most: float = 1.0) -> float:
+    """The coefficient of an entropy bonus for the next step: a step larger where the entropy is below its target, and smaller above it.
+
+        c' = clip(c + step, 0, most) where entropy < target, else clip(c - step, 0, most)
+
+    In a flow it is called on the metrics of an earlier update, so that no step waits for it, and is an option of the loss:
+
+        metrics = policy.update(responses, rewards, loss=ppo_clip(entropy_coef=coef))
+        if (known := metrics.lagged(1)) is not None:
+            coef = adaptive_entropy_coef(coef, known["entropy"], target=0.3)
+
+    Args:
+        coef: the coefficient of this step, 0 or more. entropy: mean of the tokens, nats. target: nats, above 0.
+        step: by how much it changes. most: its bound.
+    Raises:
+        OptionError: a number out of range.
+    Source:
+        He et al. 2025 (Skywork-OR1), arXiv:2505.22312. There a step whose entropy is above the target has no bonus at all.
+
+    >>> [adaptive_entropy_coef(0.01, entropy, target=0.3, step=0.005) for entropy in (0.2, 0.4)]
+    [0.015, 0.005]
+    """
+    if not (target > 0 and coef >= 0 and step >= 0 and most >= 0 and math.isfinite(entropy)):
+        raise OptionError(
+            f"coef is {coef}, entropy {entropy}, target {target}, step {step} and most {most}; the target is above 0, none below"
+        )
+    return min(max(coef + (step if entropy < target else -step), 0.0), most)
 
 
 @dataclass(frozen=True)

@@ -638,9 +638,9 @@ class Policy(Role):
         Args:
             rewards: one number a response. Without them, and without advantages, the loss must not need any.
             advantages: how rewards become advantages: within the group of one prompt's responses (`grpo` divides by the standard deviation
-                of a sample, as TRL and verl do, `grpo_population` by the population's; `dr_grpo`, `rloo`, `maxrl`, `opo`, `pass_at_k(4)`),
-                or over all of the call's (`reinforce_pp`, `reinforce_pp_baseline`, `gpg`), which waits for them; or a handle with what
-                other calls computed: one number a response, or a list with one for each generated token, or for each token.
+                of a sample, as TRL and verl do, `grpo_population` by the population's; `dr_grpo`, `rloo`, `maxrl`, `opo`, `pass_at_k(4)`;
+                `gigpo()` by turn), or over all of the call's (`reinforce_pp`, `reinforce_pp_baseline`, `gpg`), which waits for them; or a
+                handle with what other calls computed: one number a response, or a list with one for each generated or each token.
             loss: PPO-clip by default (with rewards or advantages), negative log-likelihood without.
             reference: a `Reference` role, or its log-probabilities, for a loss with a KL term.
             columns: what else the loss needs, by name: numbers in the same forms as advantages. They win over a column of the samples.
@@ -661,7 +661,7 @@ class Policy(Role):
         samples = self._rows(responses, "update", RESPONSES)
         has_rewards, is_named = rewards is not None, isinstance(advantages, str | Advantage)
         if isinstance(advantages, str):
-            check_choice("advantages", advantages, _ADVANTAGES, "pass_at_k(k), or a handle with numbers of each sample")
+            check_choice("advantages", advantages, _ADVANTAGES, "pass_at_k(k), gigpo(), or a handle with numbers of each sample")
         has_advantages = has_rewards or not is_named
         chosen = (_WITH_ADVANTAGES if has_advantages else _WITHOUT) if loss is None else loss
         settings = UpdateSettings(chosen, self.optimizer if optimizer is None else optimizer, minibatch_size, epochs, allow_unsound)

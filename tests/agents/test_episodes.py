@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from m2flow import Chat, Dataset, Policy, Sample, ToolCall, agent, flow, steps, tool
+from m2flow import Chat, Dataset, Policy, Sample, ToolCall, agent, flow, gigpo, steps, tool
 from m2flow.errors import StateLost
 from m2flow.recipe import AdamW
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
@@ -70,17 +70,18 @@ def task(rng: random.Random) -> dict[str, str]:
 
 
 @flow(staleness="staleness")
-def learning(num_steps: int = 2, batch: int = 3, n: int = 3, failed: str = "mask", staleness: int = 0) -> None:
+def learning(num_steps: int = 2, batch: int = 3, n: int = 3, failed: str = "mask", staleness: int = 0, by_turn: bool = False) -> None:
     policy = Policy("fake", optimizer=AdamW(1e-3))
     rows = Dataset.generate(task, 1000, seed=1, name="rows")
     for _ in steps(num_steps):
         episodes = policy.rollout(wanderer, rows.take(batch), n=n, max_tokens=80, max_turns=6, failed=failed)
-        policy.update(episodes, episodes.reward)
+        policy.update(episodes, episodes.reward, advantages=gigpo() if by_turn else "grpo")
 
 
 def test_an_eager_run_of_an_agent_trains_on_what_the_model_said():
     answer = run_eager(learning, {}, SPEC)
     assert not answer.error, answer.error
+    assert run_eager(learning, {"by_turn": True}, SPEC).weights != answer.weights
     assert len(answer.samples) == 18
     assert answer.consumed
     assert answer.rewards
@@ -104,7 +105,7 @@ def check(request: pytest.FixtureRequest, num_cases: int, *, loses: int) -> None
         spec = make_cluster(dice)
         if number % 3 == 2:
             spec = scheduled(spec, make_policies(dice))
-        options = {"failed": dice.choice(("mask", "zero")), "staleness": dice.choice((0, 0, 1))}
+        options = {"failed": dice.choice(("mask", "zero")), "staleness": dice.choice((0, 0, 1)), "by_turn": dice.choice((False, True))}
         planned = run_planned(learning, options, spec, seed=number, order_seed=dice.integer(0, 2**30), num_losses=dice.integer(0, loses))
         if planned.error.startswith(StateLost.__name__):
             continue

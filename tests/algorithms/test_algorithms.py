@@ -19,10 +19,11 @@ import m2flow
 from m2flow.algorithms import advantages, losses, preferences
 from m2flow.algorithms.gae import gae, length_adaptive_lam, vtrace
 from m2flow.algorithms.losses import Direction, kl_estimate, top_k_divergence
-from m2flow.algorithms.shaping import Moments, adaptive_kl_coef, length_reward, overlong_penalty
+from m2flow.algorithms.shaping import Moments, adaptive_entropy_coef, adaptive_kl_coef, length_reward, overlong_penalty
 from m2flow.errors import OptionError, RewardError, ShapeError
 from m2flow.macro.loss_declarations import LOSSES
 from m2flow.recipe import BatchAdvantage, Correction, GroupAdvantage, KlEstimator, KlPenalty
+from m2flow.samples import Batch, Ragged, Segment, make_ids
 
 ALL = [advantages.grpo, advantages.grpo_population, advantages.dr_grpo, advantages.rloo]
 """Advantages of any rewards, which look at one group at a time and at nothing but rewards."""
@@ -109,6 +110,46 @@ def test_pass_at_k_is_the_mean_over_every_choice_of_k_samples(size: int, k: int)
         if k == 1:
             scaled = advantages.grpo_population(torch.tensor(rewards, dtype=torch.float64), [size], eps=0.0) if deviation else found
             assert found.tolist() == pytest.approx(scaled.tolist())
+
+
+def test_turns_from_one_state_are_compared_with_each_other_and_no_group_sees_another() -> None:
+    rewards = torch.tensor([1.0, 0.0, 0.0, 1.0, 3.0], dtype=torch.float64)
+    states = [["start", "door"], ["start", "wall", "door"], ["start"], ["start"], ["start", "door"]]
+    found = advantages.gigpo(rewards, [3, 2], states=states, discount=0.5, weight=2.0)
+    whole = advantages.grpo(rewards, [3, 2])
+    start = advantages.grpo(torch.tensor([0.5, 0.0, 0.0, 1.0, 1.5], dtype=torch.float64), [3, 2])
+    door = advantages.grpo(torch.tensor([1.0, 0.0], dtype=torch.float64), [2])
+    expected = [
+        [whole[0] + 2 * start[0], whole[0] + 2 * door[0]],
+        [whole[1] + 2 * start[1], whole[1], whole[1] + 2 * door[1]],
+        [whole[2] + 2 * start[2]],
+        [whole[3] + 2 * start[3]],
+        [whole[4] + 2 * start[4], whole[4]],
+    ]
+    for turns, values in zip(found, expected, strict=True):
+        torch.testing.assert_close(turns, torch.stack(values))
+    assert [turns.tolist() for turns in advantages.gigpo(rewards, [5], states=[[]] * 5)] == [[]] * 5
+
+
+def test_the_turns_of_rows_are_what_was_generated_and_begin_where_the_same_tokens_came_before() -> None:
+    prompt, model, tool = Segment.PROMPT, Segment.GENERATED, Segment.TOOL
+    rows = [
+        ([1, 2, 7, 7, 5, 8], [(prompt, 2), (model, 2), (tool, 1), (model, 1)]),
+        ([1, 2, 9, 5, 6, 6], [(prompt, 2), (model, 1), (tool, 1), (model, 2)]),
+        ([1, 2, 4], [(prompt, 2), (model, 1)]),
+    ]
+    columns = {
+        "tokens": Ragged.of([tokens for tokens, _ in rows], np.int32),
+        "segment_kinds": Ragged.of([[kind for kind, _ in segments] for _, segments in rows], np.uint8),
+        "segment_lengths": Ragged.of([[count for _, count in segments] for _, segments in rows], np.int32),
+    }
+    rewards = np.array([1.0, 0.0, 0.5])
+    found = advantages.of_turns(rewards, Batch(make_ids(0, 1, 3), columns), discount=0.9, weight=1.0)
+    states = [["12", "5"], ["12", "5"], ["12"]]
+    a, b, c = (turns.tolist() for turns in advantages.gigpo(torch.from_numpy(rewards), [3], states=states, discount=0.9))
+    expected = [[0, 0, a[0], a[0], 0, a[1]], [0, 0, b[0], 0, b[1], b[1]], [0, 0, c[0]]]
+    for row, values in enumerate(expected):
+        np.testing.assert_allclose(found.row(row), values, rtol=1e-6)
 
 
 def test_pass_at_k_refuses_rewards_that_are_no_verdicts_and_groups_that_are_too_small() -> None:
@@ -372,6 +413,18 @@ def test_the_adaptive_coefficient_brings_a_divergence_that_falls_with_it_to_its_
     for options in ({"target": 0.0}, {"target": 1.0, "clip": 2.0}, {"target": 1.0, "gain": -1.0}):
         with pytest.raises(OptionError, match="target"):
             adaptive_kl_coef(0.1, 0.1, **options)
+
+
+def test_the_adaptive_entropy_coefficient_brings_an_entropy_that_rises_with_it_to_its_target() -> None:
+    coef = 0.0
+    for _ in range(200):
+        coef = adaptive_entropy_coef(coef, 2 * coef, target=0.3, step=0.01)
+    assert coef == pytest.approx(0.15, abs=0.0101), "within a step of it"
+    assert adaptive_entropy_coef(0.0, 9.0, target=0.3) == 0.0
+    assert adaptive_entropy_coef(1.0, 0.0, target=0.3) == 1.0
+    for options in ({"target": 0.0}, {"target": 1.0, "step": -1.0}, {"target": 1.0, "most": -1.0}):
+        with pytest.raises(OptionError, match="target"):
+            adaptive_entropy_coef(0.1, 0.1, **options)
 
 
 EXTREMES = [0.0, 1e4, -1e4, 90.0, -90.0, 20.0, -20.0]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from m2flow import Dataset, Policy, Reference, Reward, Sample, flow, load_flow, log, op, steps
-from m2flow.algorithms.shaping import adaptive_kl_coef
+from m2flow import Dataset, Policy, Reference, Reward, Sample, flow, load_flow, log, op, ppo_clip, steps
+from m2flow.algorithms.shaping import adaptive_entropy_coef, adaptive_kl_coef
 from m2flow.macro.tracing import trace
 from m2flow.micro.lowering.arithmetic import arithmetic
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
@@ -140,6 +140,27 @@ def with_adaptive_penalty(num_steps: int = 3) -> None:
         policy.update(responses, rule.score(responses) - beta * kl)
         beta = next_coef(beta, kl.mean())
         log(beta=beta)
+
+
+@flow
+def with_adaptive_bonus(num_steps: int = 4) -> None:
+    policy, rule, coef = Policy("fake", init="random"), Reward(num_tokens), 0.01
+    prompts = Dataset([{"prompt": f"{i}="} for i in range(12)])
+    for _ in steps(num_steps):
+        responses = policy.generate(prompts.take(3), n=2, max_new_tokens=6)
+        metrics = policy.update(responses, rule.score(responses), loss=ppo_clip(entropy_coef=coef))
+        known = metrics.lagged(1)
+        if known is not None:
+            coef = adaptive_entropy_coef(coef, known["loss"], target=1e12)
+        log(coef=coef)
+
+
+def test_a_bonus_that_follows_the_metrics_of_the_step_before_is_the_same_planned_and_eager():
+    eager = run_eager(with_adaptive_bonus, {}, SPECS[0])
+    assert eager.error == ""
+    assert [value for *_, value in eager.logs] == pytest.approx([0.01, 0.015, 0.02, 0.025])
+    for order_seed, cluster in enumerate(SPECS):
+        assert run_planned(with_adaptive_bonus, {}, cluster, order_seed=order_seed) == eager
 
 
 def test_a_coefficient_that_follows_the_divergence_is_the_same_planned_and_eager():

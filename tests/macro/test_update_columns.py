@@ -23,6 +23,7 @@ from m2flow import (
     distill,
     distill_top_k,
     flow,
+    gigpo,
     log,
     loss,
     op,
@@ -239,13 +240,13 @@ def whole_batches(num_steps: int = 2, batch: int = 3, n: int = 2, minibatch: int
         if is_filtered:
             responses = responses.filter(lambda sample: sample.num_tokens > 4)
         rewards = verifier.score(responses)
-        own = (above_the_mean(responses.length), above_the_groups(rewards), pass_at_k(1))
+        own = (above_the_mean(responses.length), above_the_groups(rewards), pass_at_k(1), gigpo())
         advantages = (*get_args(BatchAdvantage), *get_args(GroupAdvantage)[3:], *own)[kind]
         judged = rewards > 0.4 if advantages is own[2] else rewards
         policy.update(responses, judged, advantages=advantages, minibatch_size=minibatch or None)
 
 
-KINDS = len(get_args(BatchAdvantage)) + len(get_args(GroupAdvantage)[3:]) + 3
+KINDS = len(get_args(BatchAdvantage)) + len(get_args(GroupAdvantage)[3:]) + 4
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
@@ -267,7 +268,7 @@ def test_advantages_of_the_whole_batch_are_a_call_that_waits_for_it():
     lines = str(trace(whole_batches, {"kind": 0}, steps=1)[0]).splitlines()
     assert [line for line in lines if "reinforce_pp(%responses, %rewards)" in line and "@batch" in line]
     assert [line for line in lines if "policy.update" in line and "advantages=%" in line]
-    assert "advantages='pass_at_k(k=1)'" in str(trace(whole_batches, {"kind": KINDS - 1}, steps=1)[0])
+    assert "advantages='pass_at_k(k=1)'" in str(trace(whole_batches, {"kind": KINDS - 2}, steps=1)[0])
 
 
 def test_an_op_on_the_batch_that_gives_too_few_numbers_is_refused():

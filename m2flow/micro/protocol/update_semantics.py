@@ -156,10 +156,12 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float)
 
 
-def _advantages(chosen: Advantage, reward: npt.NDArray[np.float64], samples: Batch) -> npt.NDArray[np.float32]:
+def _advantages(chosen: Advantage, reward: npt.NDArray[np.float64], samples: Batch) -> Column:
     """Compute advantages group by group in float64, so that they don't depend on other groups. Only trainers import torch, here."""
     from m2flow.algorithms import advantages
 
+    if chosen.name == advantages.gigpo.__name__:
+        return advantages.of_turns(reward, samples, **dict(chosen.options))
     return advantages.on_arrays(chosen.name, reward, samples.group_bounds(), lengths=_num_trained(samples), **dict(chosen.options))
 
 
