@@ -98,10 +98,8 @@ def rloo(rewards: Tensor, group_sizes: Sequence[int] | None = None) -> Tensor:
 
         A[p, g] = r[p, g] - sum_{h != g} r[p, h] / (G - 1)
 
-    Args, Returns: as `grpo`; the unit is the reward's.
-    Raises:
-        ShapeError: also if a group has a single sample, which has nothing to be compared with.
-        RewardError: a reward is not finite.
+    Args, Returns, Raises: as `grpo`; the unit is the reward's. The only sample that a filter or failures left of a group has 0, as there
+        is nothing to compare it with.
     Source:
         Ahmadian et al. 2024, arXiv:2402.14740, eq. 6; computed as (r - mean) * G / (G - 1), which is the same.
 
@@ -109,9 +107,7 @@ def rloo(rewards: Tensor, group_sizes: Sequence[int] | None = None) -> Tensor:
     [0.75, -0.75, 0.0]
     """
     centred, sizes = _centre(rewards, group_sizes)
-    if len(sizes) and int(sizes.min()) < 2:
-        raise ShapeError(f"rloo: group {int(sizes.argmin())} has one sample; leave-one-out needs two", now="Generate with n=2 or more.")
-    return (centred * _spread(sizes / (sizes - 1), sizes)).to(rewards.dtype).view_as(rewards)
+    return (centred * _spread(sizes / (sizes - 1).clamp(min=1), sizes)).to(rewards.dtype).view_as(rewards)
 
 
 def maxrl(rewards: Tensor, group_sizes: Sequence[int] | None = None) -> Tensor:
