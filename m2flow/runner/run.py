@@ -18,7 +18,7 @@ Signals.
     second signal  --end_now--> the ledger is written, the workers are killed, the process ends
 
 A signal handler runs in the main thread between two of its instructions, so an eager run, whose updates are that thread's own work, only
-notes the first signal during an update. Limit: Python sees a signal only when native code returns.
+notes the first signal during an update (`Interruptible`). Limit: Python sees a signal only when native code returns.
 """
 
 from __future__ import annotations
@@ -155,28 +155,48 @@ _PATIENCE_S = 2.0
 
 
 @final
-class UninterruptedUpdates(BackendWrapper):
-    """An eager backend whose updates can't be interrupted: half of one would be made twice when the run resumes."""
+class Interruptible(BackendWrapper):
+    """A flow's backend, whose calls are where a signal stops it at the latest.
 
-    def __init__(self, live: Backend) -> None:
+    Python drops what a signal handler raises inside a `__del__`, of which a handle on results has one; the next call raises it again. An
+    update that this thread runs itself is finished first: half of one would be made twice when the run resumes.
+    """
+
+    def __init__(self, live: Backend, reason: str = "") -> None:
         super().__init__(live)
         self._is_updating = False
-        self._reason = ""
+        self.reason = reason
+        """Why the flow is to stop; empty: it is not."""
 
     def interrupt(self, reason: str) -> bool:
-        """Stop at the end of the update that is under way; False if there is none. For a signal handler."""
-        if self._is_updating:
-            self._reason = reason
+        """Stop at the next call, or at the end of the update that is under way; False if there is none. For a signal handler."""
+        self.reason = reason
         return self._is_updating
 
     def submit(self, call: Call) -> None:
+        self._stop_if_asked()
         self._is_updating = call.method == "update"
         try:
             super().submit(call)
         finally:
             self._is_updating = False
-        if self._reason:
-            raise KeyboardInterrupt(self._reason)
+        self._stop_if_asked()
+
+    def value(self, ordinal: int) -> object:
+        self._stop_if_asked()
+        return super().value(ordinal)
+
+    def end_step(self, step: int) -> None:
+        self._stop_if_asked()
+        super().end_step(step)
+
+    def finish(self) -> None:
+        self._stop_if_asked()
+        super().finish()
+
+    def _stop_if_asked(self) -> None:
+        if self.reason:
+            raise KeyboardInterrupt(self.reason)
 
 
 def end_now(steps: Iterable[Callable[[], None]]) -> None:
@@ -305,7 +325,7 @@ class Run:
         self._executor: EagerExecutor | None = None
         self._loading: dict[str, str] = {}
         """In an eager run: what this process loads now."""
-        self._shield: UninterruptedUpdates | None = None
+        self._interruptible: Interruptible | None = None
         self._lowering: Lowering | None = None
         self.run_dir = Path()
 
@@ -567,7 +587,7 @@ class Run:
             executor.open()
             self._loading = {}
             start = self._begin()
-            backend = self._shield = UninterruptedUpdates(EagerBackend(executor, journal))
+            backend = EagerBackend(executor, journal)
             checkpointing = CheckpointingBackend(
                 self._replayed(backend), coordinator, begin=lambda due: None, end=save, num_over=journal.num_well
             )
@@ -584,8 +604,10 @@ class Run:
             executor.close()
 
     def interrupt(self, reason: str) -> bool:
-        """Stop as soon as the update that is under way in this thread is done; False: there is none. For a signal handler."""
-        return self._shield is not None and self._shield.interrupt(reason)
+        """Stop at the flow's next call, or as soon as the update that is under way in this thread is done; False: there is none. For a
+        signal handler.
+        """
+        return self._interruptible is not None and self._interruptible.interrupt(reason)
 
     def end_now(self) -> None:
         """Write the ledger and kill the workers, as far as that is possible at once; the process must end then. For a signal handler."""
@@ -594,8 +616,10 @@ class Run:
 
     def _run_flow(self, backend: Backend) -> None:
         with prints_muted(lambda: self._replay is not None and not self._replay.is_live):
-            recorded, seed, sessions = self._recorded(backend), self.settings.seed, list[Session]()
-            self.flow.run(recorded, self.options, seed=seed, max_steps=self._max_steps, begun=sessions.append)
+            reason = self._interruptible.reason if self._interruptible is not None else ""
+            backend = self._interruptible = Interruptible(self._recorded(backend), reason)
+            seed, sessions = self.settings.seed, list[Session]()
+            self.flow.run(backend, self.options, seed=seed, max_steps=self._max_steps, begun=sessions.append)
             self._steps_asked, self._ended_early = sessions[0].num_steps, sessions[0].why_early
 
     @property

@@ -183,11 +183,11 @@ def imaged(
     images = Images(where)
     run = images.run = SteppedRun(flow, options, spec, settings, hook=images.take, order_seed=order_seed)
     if settings.eager:
-        _after_each(run, images.take)
+        after_each(run, images.take)
     return run.execute(), images
 
 
-def _after_each(run: Run, hook: Hook) -> None:
+def after_each(run: Run, hook: Hook) -> None:
     """Have what an eager run tells its journal followed by the hook."""
     begin = run._run_eager
 

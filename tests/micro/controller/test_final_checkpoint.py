@@ -7,7 +7,7 @@ import sqlite3
 from pathlib import Path
 
 import pytest
-from one_thread import SteppedRun, commit_every, resumed
+from one_thread import SteppedRun, after_each, commit_every, resumed
 from test_critics import ppo
 from test_resume import account, loop, spec_of
 from test_resume_state import long_answers
@@ -75,3 +75,22 @@ def test_a_run_that_is_interrupted_saves_what_it_has_and_goes_on_without_making_
         if points or program is not ppo:  # Between its two updates there are values by weights that the first has replaced.
             assert table(stopped, "SELECT sum(reapplied) FROM attempts") == [(0,)]
     assert num_saved > 0
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["planned", "eager"])
+def test_a_signal_whose_exception_python_has_dropped_stops_the_run_at_its_next_call(tmp_path, eager):
+    """As when the handler ran inside a handle's `__del__`."""
+    steps: list[int] = []
+
+    def dropped(run: SteppedRun) -> None:
+        steps.append(run.tally.num_steps)
+        if len(steps) == 20:
+            run.interrupt("Ctrl-C")
+
+    given = settings(tmp_path, 1).model_copy(update={"eager": eager})
+    run = SteppedRun(loop, {"num_steps": 50}, spec_of("split"), given, hook=lambda: dropped(run))
+    if eager:
+        after_each(run, lambda: dropped(run))
+    with pytest.raises(KeyboardInterrupt, match="Ctrl-C"):
+        run.execute()
+    assert run.tally.num_steps < 50
