@@ -118,9 +118,10 @@ def test_rewards_take_the_hands_that_there_are():
     assert result.makespans == [10 * (T0 + 6 * T1) + 3 * 4.0]
 
 
-def test_two_processes_for_rewards_share_the_work():
+@pytest.mark.parametrize("chunk", [1, 64])
+def test_two_processes_for_rewards_share_the_work(chunk):
     costs = PlainCosts(decodes(), functions={"zero.score": FunctionCost((4.0,))})
-    result = ran(plain, costs, Given([[10]]), cluster(functions=2, chunk=1), options={"batch": 1, "n": 6})
+    result = ran(plain, costs, Given([[10]]), cluster(functions=2, chunk=chunk), options={"batch": 1, "n": 6})
     assert result.makespans == [10 * (T0 + 6 * T1) + 3 * 4.0]
 
 
