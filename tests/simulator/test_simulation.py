@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from simulated import Given, cluster, evaluated, leased, plain, ran, stale
 
 from m2flow.errors import InternalError
-from m2flow.micro.protocol.cost_terms import DecodeCost, FunctionCost, PassCost, Switch, TrainCost
+from m2flow.micro.protocol.cost_terms import Costs, DecodeCost, EngineId, Footprint, FunctionCost, PassCost, Switch, TrainCost
 from m2flow.micro.protocol.plan import Plan
 from m2flow.rollout_scheduling.lengths import parse_lengths
 from m2flow.simulator import virtual_worker
+from m2flow.simulator.ablation import NoRewards, NoSwitches, Relaxed
 from m2flow.simulator.virtual_worker import Decoding, SampleRun
 
 some = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -123,6 +124,16 @@ def test_two_processes_for_rewards_share_the_work(chunk):
     costs = PlainCosts(decodes(), functions={"zero.score": FunctionCost((4.0,))})
     result = ran(plain, costs, Given([[10]]), cluster(functions=2, chunk=chunk), options={"batch": 1, "n": 6})
     assert result.makespans == [10 * (T0 + 6 * T1) + 3 * 4.0]
+
+
+def test_what_is_not_taken_away_from_costs_stays():
+    """Messages and neighbours that cost nothing once another mechanism is taken away would be its gain."""
+    asked = {name for name in vars(Costs) if not name.startswith("_")} - {"for_spec"}
+    assert asked <= vars(Relaxed).keys()
+    costs = NoSwitches(PlainCosts(messaging_s=0.5, slower={("train", "rollout"): 2.0}, switching=Switch(2.0, 5.0)))
+    assert (costs.message_s(), costs.slowdown("train", "rollout")) == (0.5, 2.0)
+    assert costs.switch(EngineId("policy", "train"), "", Footprint()) == Switch(0.0, 0.0)
+    assert NoRewards(costs).message_s() == 0.0
 
 
 def test_rows_need_time_on_their_way():
