@@ -294,7 +294,10 @@ class SchedulePictures:
         mine = [span for span in work if span.attributes.get("step") == step]
         if not mine:
             return False
-        start, end = min(span.start_ns for span in mine), max(span.end_ns for span in mine)
+        # From the end of the step before: decode steps do not say which step of the flow they are for.
+        earlier = [span.end_ns for span in work if isinstance(at := span.attributes.get("step"), int) and at < step]
+        start = min(max(earlier, default=min(span.start_ns for span in work)), *(span.start_ns for span in mine))
+        end = max(span.end_ns for span in mine)
         self._work = [span for span in work if span.end_ns > end]
         lanes: dict[str, dict[str, list[tuple[int, int]]]] = {}
         for span in sorted((span for span in work if span.start_ns < end and span.end_ns > start), key=lambda span: span.start_ns):
