@@ -446,7 +446,7 @@ def shown_samples(run_dir: Path, step: int, most: int) -> tuple[Sequence[str], l
         SpecError: the ledger can't be read. EngineError: rows can't be read.
     """
     with SampleQuery(run_dir) as query:
-        found = [
+        found: list[list[object]] = [
             [one.step, one.sample, _shown(one.prompt_text), _shown(one.response_text), one.reward, one.response_tokens, one.finish]
             for one in query.entries(f"step = {int(step)}", limit=most)
         ]
