@@ -140,7 +140,8 @@ CASES = [
 def ran(flow: Flow, options: dict[str, Any], cluster: dict[str, Any], runs: Path) -> tuple[Path, Analysis]:
     merged = {part: {**values, **cluster.get(part, {})} for part, values in SPLIT.items()}
     spec = ClusterSpec.model_validate({"placement": cluster.get("placement", "split"), "device": "cpu", "cores": 2, **merged})
-    run_dir = Path(Run(flow, options, spec, RunSettings(runs_dir=str(runs))).execute().run_dir)
+    settings = RunSettings(runs_dir=str(runs), metrics_to=())  # TensorBoard would be imported beside the second step.
+    run_dir = Path(Run(flow, options, spec, settings).execute().run_dir)
     trace = RunTrace(run_dir)
     assert trace.refresh()
     return run_dir, analysis_of(trace, idle_of(trace))
