@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from simulated import Given, cluster, evaluated, leased, plain, ran, stale
 
+from m2flow import Dataset, Policy, Reward, flow, steps
 from m2flow.errors import InternalError
 from m2flow.micro.protocol.cost_terms import Costs, DecodeCost, EngineId, Footprint, FunctionCost, PassCost, Switch, TrainCost
 from m2flow.micro.protocol.plan import Plan
@@ -38,6 +39,20 @@ def test_samples_of_a_group_share_their_prefill():
     costs = PlainCosts(decoding=decodes(prefill_s=0.5))
     result = ran(plain, costs, Given([[7]], prompt=4), cluster(), options={"batch": 1, "n": 3})
     assert result.makespans == [4 * 0.5 + 7 * (T0 + 3 * T1)]
+
+
+@flow
+def lower_bounded(least: int, ignore_eos: bool = False) -> None:
+    policy = Policy("fake")
+    for _ in steps(1):
+        responses = policy.generate(Dataset([{"prompt": "a"}]).take(1), n=1, min_new_tokens=least, max_new_tokens=40, ignore_eos=ignore_eos)
+        policy.update(responses, advantages=Reward(lambda sample: 0.0).score(responses))
+
+
+@pytest.mark.parametrize(("options", "tokens"), [({"least": 0}, 7), ({"least": 20}, 20), ({"least": 0, "ignore_eos": True}, 40)])
+def test_no_sample_ends_before_its_call_lets_it(options, tokens):
+    result = ran(lower_bounded, PlainCosts(decoding=decodes()), Given([[7]]), cluster(), options=options)
+    assert result.makespans == [tokens * (T0 + T1)]
 
 
 @pytest.mark.parametrize("instances", [1, 2, 4])
