@@ -367,12 +367,14 @@ def send_command(run: str | None, otlp: str, metrics_to: tuple[str, ...] | None,
     """
     import threading
 
+    from m2flow.micro.records.sample_query import SHOWN_BY
     from m2flow.observe.forwarding import deliver, destinations
     from m2flow.spec import RunSettings
 
     run_dir = find_run(run, runs_dir)
     settings = RunSettings.model_validate({"otlp": otlp, "metrics_to": metrics_to})
-    wanted = destinations(settings, run_dir, run_dir.name.rpartition("-")[0].rpartition("-")[0], lambda said: click.echo(said, err=True))
+    flow = run_dir.name.rpartition("-")[0].rpartition("-")[0]
+    wanted = destinations(settings, run_dir, flow, lambda said: click.echo(said, err=True), SHOWN_BY)
     if not wanted:
         raise OptionError("nobody is named to send to", now="Say --otlp http://HOST:4318, --metrics-to wandb or --metrics-to mlflow.")
     ends = threading.Event()

@@ -53,6 +53,8 @@ class Destinations(msgspec.Struct, frozen=True):
     trackers: tuple[str, ...] = ()
     drain_s: float = 5.0
     """Seconds at the end of a run for what is not delivered yet."""
+    samples: str = ""
+    """`module:function` that reads samples for trackers (`m2flow.observe.trackers.ReadSamples`); empty: they get none."""
 
     def __bool__(self) -> bool:
         return self.otlp or bool(self.trackers)
@@ -61,13 +63,15 @@ class Destinations(msgspec.Struct, frozen=True):
         run_dir = Path(self.run_dir)
         made: list[Sink] = [OtlpSink(run_dir, self.endpoint)] if self.otlp else []
         for name in self.trackers:
-            made.append(WandbSink(run_dir, self.flow) if name == "wandb" else MlflowSink(run_dir, self.flow))
+            made.append((WandbSink if name == "wandb" else MlflowSink)(run_dir, self.flow, self.samples))
         return made
 
 
-def destinations(settings: RunSettings, run_dir: Path, flow: str, warn: Callable[[str], None]) -> Destinations:
+def destinations(settings: RunSettings, run_dir: Path, flow: str, warn: Callable[[str], None], samples: str = "") -> Destinations:
     """Read the destinations from the run settings, or from the environment where the settings say nothing.
 
+    Args:
+        samples: as in `Destinations`.
     Raises:
         MissingExtra: the settings name one whose package is not installed. SpecError: an endpoint that is none.
     """
@@ -84,7 +88,7 @@ def destinations(settings: RunSettings, run_dir: Path, flow: str, warn: Callable
     chosen = tuple(name for name in trackers if name != "tensorboard")
     for name in chosen:
         check_tracker(name)
-    return Destinations(str(run_dir.resolve()), flow, has_otlp, endpoint, chosen, settings.drain_s)
+    return Destinations(str(run_dir.resolve()), flow, has_otlp, endpoint, chosen, settings.drain_s, samples)
 
 
 def has_tensorboard(settings: RunSettings) -> bool:

@@ -1,6 +1,10 @@
 """Send a run's metrics to experiment trackers: Weights & Biases and MLflow.
 
     metrics.jsonl --WandbSink, MlflowSink--> a run in the tracker, of the same name
+    samples, trace of every tenth step ------> a table of samples, a picture of the schedule
+
+A step is shown once a later one has begun to be reported, or the run has ended. What can't be shown is said in the forwarding process's
+log, and is not tried again: metrics never wait for it.
 
 Each sink takes the settings that its library reads from the environment (WANDB_PROJECT, WANDB_MODE, MLFLOW_TRACKING_URI,
 MLFLOW_EXPERIMENT_NAME, ...). A resumed run continues in the tracker too. The libraries are imported in the forwarding process alone.
@@ -8,23 +12,35 @@ MLFLOW_EXPERIMENT_NAME, ...). A resumed run continues in the tracker too. The li
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import math
 import os
+import sys
+import tempfile
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, final
 
 from m2flow.errors import MissingExtra
 from m2flow.observe.metrics import name_of_run, parameters_of
-from m2flow.observe.record_sinks import LineFollower, Sink, Undelivered
+from m2flow.observe.record_sinks import BlockFollower, LineFollower, Sink, Undelivered
+from m2flow.observe.spans import Span, spans_of
 
 Tracker = Literal["wandb", "mlflow"]
 _MOST_TEXT = 500
 """Of a parameter's value, characters: MLflow's limit was that for long."""
 _MOST_PARAMS = 100
 """Parameters in one request: MLflow's limit."""
+
+
+EVERY = 10
+"""Steps from one that is shown to the next."""
+_MOST_SAMPLES = 16
+"""Samples in a table."""
+ReadSamples = Callable[[Path, int, int], tuple[Sequence[str], list[list[object]]]]
+"""Reads up to so many samples of a step of a run, as columns and rows."""
 
 
 def is_installed(name: str) -> bool:
@@ -55,11 +71,16 @@ def trackers_configured(environment: Mapping[str, str] = os.environ) -> list[Tra
 class _TrackerSink(Sink):
     """Base of the two trackers: deliver whole lines of `metrics.jsonl`, in order."""
 
-    def __init__(self, run_dir: Path, flow: str) -> None:
+    def __init__(self, run_dir: Path, flow: str, samples: str = "") -> None:
+        """`samples`: `module:function` of a `ReadSamples`; empty: no samples are sent."""
         super().__init__(run_dir)
         self._flow = flow
+        self._samples = samples
         self._lines = LineFollower(run_dir)
+        self._schedule = SchedulePictures(run_dir)
         self._is_begun = False
+        self._due = -1
+        """The step that is shown next; -1: none."""
 
     def open(self) -> None:
         self._lines.acknowledge(self.sent.metrics_end)
@@ -73,6 +94,9 @@ class _TrackerSink(Sink):
                 self._begin()
                 self._is_begun = True
             for line in lines:
+                if 0 <= self._due < line.step:
+                    self._show_due()
+                self._due = line.step if line.step % EVERY == 0 else self._due
                 self._log(line.step, line.at_ns, line.values)
                 self._lines.acknowledge(line.end)
                 self.sent.metrics_end = line.end
@@ -83,6 +107,33 @@ class _TrackerSink(Sink):
             raise Undelivered(f"{type(error).__name__}: {error}") from error
         self._keep()
         return True
+
+    def finish(self) -> None:
+        if self._is_begun and self._due >= 0:
+            self._show_due()
+
+    def _show_due(self) -> None:
+        step, self._due = self._due, -1
+        for show in (self._show_samples, self._show_schedule):
+            try:
+                show(step)
+            except Exception as error:  # Neither a vendor's library nor a run without samples may keep metrics back.
+                print(f"{self.name}: step {step} is not shown: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+
+    def _show_samples(self, step: int) -> None:
+        if not self._samples:
+            return
+        module, _, function = self._samples.partition(":")
+        read: ReadSamples = getattr(importlib.import_module(module), function)
+        columns, rows = read(self.run_dir, step, _MOST_SAMPLES)
+        if rows:
+            self._table(step, columns, rows)
+
+    def _show_schedule(self, step: int) -> None:
+        with tempfile.TemporaryDirectory() as place:
+            picture = Path(place) / f"step-{step:06}.png"
+            if self._schedule.draw(step, picture):
+                self._picture(step, picture)
 
     @property
     def num_left_bytes(self) -> int:
@@ -95,6 +146,14 @@ class _TrackerSink(Sink):
     @abstractmethod
     def _log(self, step: int, at_ns: int, values: Mapping[str, float]) -> None:
         """Log the values of one line."""
+
+    @abstractmethod
+    def _table(self, step: int, columns: Sequence[str], rows: list[list[object]]) -> None:
+        """Send a table of samples of a step."""
+
+    @abstractmethod
+    def _picture(self, step: int, picture: Path) -> None:
+        """Send a picture of the schedule of a step."""
 
 
 @final
@@ -125,6 +184,16 @@ class WandbSink(_TrackerSink):
     def _log(self, step: int, at_ns: int, values: Mapping[str, float]) -> None:
         # The step is a value of its own: theirs must never go back, and a resumed run does.
         self._run.log({**values, "step": step, "time_s": at_ns / 1e9})
+
+    def _table(self, step: int, columns: Sequence[str], rows: list[list[object]]) -> None:
+        import wandb
+
+        self._run.log({"samples": wandb.Table(columns=list(columns), data=rows, allow_mixed_types=True), "step": step})
+
+    def _picture(self, step: int, picture: Path) -> None:
+        import wandb
+
+        self._run.log({"schedule": wandb.Image(str(picture), caption=f"step {step}"), "step": step})
 
     def close(self) -> None:
         if self._is_begun:
@@ -176,6 +245,13 @@ class MlflowSink(_TrackerSink):
         points = [Metric(_mlflow_name(name), value, at_ns // 1_000_000, step) for name, value in values.items() if math.isfinite(value)]
         self._client.log_batch(self._id, metrics=points)
 
+    def _table(self, step: int, columns: Sequence[str], rows: list[list[object]]) -> None:
+        # In the form of `mlflow.log_table`, which needs pandas.
+        self._client.log_dict(self._id, {"columns": list(columns), "data": rows}, f"samples/step-{step:06}.json")
+
+    def _picture(self, step: int, picture: Path) -> None:
+        self._client.log_artifact(self._id, str(picture), "schedule")
+
     def close(self) -> None:
         if self._is_begun:
             self._client.set_terminated(self._id)
@@ -188,3 +264,72 @@ def _mlflow_name(name: str) -> str:
     'tokens/s _mean_'
     """
     return "".join(letter if letter.isalnum() or letter in "_-. /" else "_" for letter in name)
+
+
+# ---- pictures of the schedule
+
+_COLOURS = {"rollout": "#0072b2", "train": "#d55e00", "function": "#009e73", "": "#8c959f"}
+"""By kind of engine; grey: what is no engine's work (weight syncs, switches)."""
+_LEAST_SHARE = 1 / 2000
+"""Of the picture's width: pieces of work that are closer to each other than this are drawn as one."""
+
+
+@final
+class SchedulePictures:
+    """Draw who worked when in a step, from a run's trace as it grows."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._blocks = BlockFollower(run_dir)
+        self._work: list[Span] = []
+        """What was read beyond the last step that was drawn."""
+
+    def draw(self, step: int, path: Path) -> bool:
+        """Draw a step to a file; steps before it are forgotten. Returns False if the trace has no work of it."""
+        work, newest = self._work, -1
+        while newest <= step + 1 and (blocks := self._blocks.more()):  # Blocks of several workers overlap by less than a step.
+            read = [span for block in blocks for span in spans_of(block.block) if span.is_work]
+            newest = max((at for span in read if isinstance(at := span.attributes.get("step"), int)), default=newest)
+            self._blocks.acknowledge(blocks[-1].end)
+            work += read
+        mine = [span for span in work if span.attributes.get("step") == step]
+        if not mine:
+            return False
+        # From the end of the step before: decode steps do not say which step of the flow they are for.
+        earlier = [span.end_ns for span in work if isinstance(at := span.attributes.get("step"), int) and at < step]
+        start = min(max(earlier, default=min(span.start_ns for span in work)), *(span.start_ns for span in mine))
+        end = max(span.end_ns for span in mine)
+        self._work = [span for span in work if span.end_ns > end]
+        lanes: dict[str, dict[str, list[tuple[int, int]]]] = {}
+        for span in sorted((span for span in work if span.start_ns < end and span.end_ns > start), key=lambda span: span.start_ns):
+            worker, engine = span.lane
+            pieces = lanes.setdefault(worker, {}).setdefault(engine if engine in _COLOURS else "", [])
+            begin, stop = max(span.start_ns, start), min(span.end_ns, end)
+            if pieces and begin - pieces[-1][1] <= (end - start) * _LEAST_SHARE:
+                pieces[-1] = pieces[-1][0], max(stop, pieces[-1][1])
+            else:
+                pieces.append((begin, stop))
+        _draw(lanes, start, end, f"step {step}", path)
+        return True
+
+
+def _draw(lanes: Mapping[str, Mapping[str, Sequence[tuple[int, int]]]], start: int, end: int, title: str, path: Path) -> None:
+    from matplotlib.figure import Figure  # without pyplot: no display, no global state
+
+    figure = Figure(figsize=(9.6, 1.1 + 0.32 * len(lanes)), dpi=110, layout="constrained", facecolor="white")
+    axes = figure.subplots()
+    names = sorted(lanes)
+    for row, worker in enumerate(names):
+        for engine, pieces in lanes[worker].items():
+            bars = [((begin - start) / 1e9, (stop - begin) / 1e9) for begin, stop in pieces]
+            axes.broken_barh(bars, (row - 0.4, 0.8), color=_COLOURS[engine], linewidth=0)
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.set_xlim(0, max((end - start) / 1e9, 1e-9))
+    axes.set_xlabel("seconds")
+    used = [engine for engine in _COLOURS if any(engine in of for of in lanes.values())]
+    for engine in used:
+        axes.bar(0, 0, color=_COLOURS[engine], label=engine or "other")
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+    axes.set_title(title, loc="left")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, metadata={"Software": None})

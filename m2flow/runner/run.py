@@ -64,6 +64,7 @@ from m2flow.micro.records.plan_file import check_edited
 from m2flow.micro.records.provenance import resolved_of
 from m2flow.micro.records.resume import DONE, ResumeState, read_resume_state
 from m2flow.micro.records.rundir import create_run_dir, move, naming_disk_errors, write_config, write_plan
+from m2flow.micro.records.sample_query import SHOWN_BY
 from m2flow.micro.records.storage import copy_pictures, fetch_run_dir, share
 from m2flow.micro.records.tally import Alarm, Tally
 from m2flow.micro.worker.eager_executor import EagerExecutor
@@ -437,7 +438,8 @@ class Run:
                         self._warn(f"the run goes on with another cluster spec, {self.spec.name}, and a new plan")
                 if self._forecast is not None:
                     write_forecast(self.run_dir, self._forecast)
-                forwarding = Forwarding(destinations(self.settings, self.run_dir, self.flow.name, self._warn), self._warn)
+                to = destinations(self.settings, self.run_dir, self.flow.name, self._warn, SHOWN_BY)
+                forwarding = Forwarding(to, self._warn)
                 forwarding.open()
                 try:
                     wall_s, digests = self._run_with_retries(plan)

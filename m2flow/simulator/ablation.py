@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -25,6 +26,7 @@ from m2flow.micro.protocol.cost_terms import (
     Costs,
     DecodeCost,
     EngineId,
+    EngineKind,
     Footprint,
     FunctionCost,
     Layout,
@@ -63,10 +65,11 @@ class Row(msgspec.Struct, frozen=True):
     wasted_tokens: int
 
 
-def compare(scenario: Scenario, tell: Callable[[str], object] = lambda text: None) -> list[Row]:
+def compare(scenario: Scenario, tell: Callable[[str], object] = lambda text: None, costs: Costs | None = None) -> list[Row]:
     """Simulate the best plan of each placement with each staleness; what does not fit is left out.
 
     Args:
+        costs: what plans are simulated with; by default what they are chosen with.
         tell: gets a line before each thing that takes time.
     Raises:
         PlanError: nothing fits at all.
@@ -81,12 +84,12 @@ def compare(scenario: Scenario, tell: Callable[[str], object] = lambda text: Non
         outcomes = dict[str, Outcome]()
         for mode, plan in plans.items():
             tell(f"staleness {staleness}: simulating {mode}")
-            outcomes[mode] = loosened.run(plan)
+            outcomes[mode] = loosened.run(plan, costs)
         rows += [_row(mode, staleness, outcome) for mode, outcome in outcomes.items()]
         tell(f"staleness {staleness}: the plan that would be taken")
         planned = loosened.plan()
         known = next((outcomes[mode] for mode, plan in plans.items() if plan.workers == planned.workers), None)
-        rows.append(_row(AS_PLANNED, staleness, known or loosened.run(planned)))
+        rows.append(_row(AS_PLANNED, staleness, known or loosened.run(planned, costs)))
     return rows
 
 
@@ -179,6 +182,18 @@ class Relaxed(Costs):
     def rest_s(self) -> float:
         return self._costs.rest_s()
 
+    def message_s(self) -> float:
+        return self._costs.message_s()
+
+    def slowdown(self, engine: EngineKind, beside: Literal["rollout", "train", "function"]) -> float:
+        return self._costs.slowdown(engine, beside)
+
+    def spread(self, work: str) -> tuple[float, float]:
+        return self._costs.spread(work)
+
+    def like(self, engine: EngineId) -> EngineId:
+        return self._costs.like(engine)
+
     def hop_s(self, num_bytes: float, source: str, target: str) -> float:
         return self._costs.hop_s(num_bytes, source, target)
 
@@ -204,6 +219,9 @@ class NoRewards(Relaxed):
         return FunctionCost((0.0,))
 
     def hop_s(self, num_bytes: float, source: str, target: str) -> float:
+        return 0.0
+
+    def message_s(self) -> float:
         return 0.0
 
 

@@ -5,9 +5,9 @@ result, the prompts without those, slices and unions of such prompts. It is assu
 again, since that is why prompts are deferred at all.
 
 With recorded lengths, the first generation of the program's k-th step whose groups fit the k-th recorded step (as many, of the same size)
-has the lengths of that one; all other groups, as of an evaluation, are drawn from the distribution. Each call truncates at its own
-`max_new_tokens`; but if lengths exceed the limit of every call (they were not made to agree with the flow), only calls of models that are
-not trained (a judge) truncate.
+has the lengths of that one; all other groups, as of an evaluation, are drawn from the distribution. A sample has at least its call's
+`min_new_tokens`. Each call truncates at its own `max_new_tokens`; but if lengths exceed the limit of every call (they were not made to
+agree with the flow), only calls of models that are not trained (a judge) truncate.
 """
 
 from __future__ import annotations
@@ -129,8 +129,10 @@ class Drawn:
         number = self._num_of_step[call.step] = self._num_of_step.get(call.step, -1) + 1
         prompts, responses = self._draw(call.step, number, num_prompts, n)
         sampling = call.options.get("sampling")
-        if isinstance(sampling, Sampling) and (self._stops or call.role not in self._trained):
-            responses = np.minimum(responses, sampling.max_new_tokens)
+        if isinstance(sampling, Sampling):
+            responses = np.maximum(responses, sampling.max_new_tokens if sampling.ignore_eos else sampling.min_new_tokens)
+            if self._stops or call.role not in self._trained:
+                responses = np.minimum(responses, sampling.max_new_tokens)
         self._by_call[call.ordinal] = prompts, responses
 
     def response_tokens(self, packed: int) -> int:

@@ -248,8 +248,10 @@ def _train_device_s(done_tasks: Sequence[DoneTask], history: History, machines: 
 def _best(costs: Iterable[DecodeCost]) -> DecodeModel:
     """A decode cost as good as the best of several in each respect."""
     known = list(costs)
-    return DecodeModel(
-        min(cost.step_s for cost in known), min(cost.sample_s for cost in known), max_batch=max(cost.max_running for cost in known)
+    return DecodeModel(  # Batches that were all of one size are fitted without a time of any step.
+        max(min(cost.step_s for cost in known), 1e-9),
+        min(cost.sample_s for cost in known),
+        max_batch=max(cost.max_running for cost in known),
     )
 
 

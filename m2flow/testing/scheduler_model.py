@@ -485,15 +485,18 @@ def recount(scheduler: Scheduler, fakes: Mapping[str, FakeWorker], at_controller
 def _recount_tasks(scheduler_state: SchedulerState, tasks: Mapping[int, TaskState]) -> None:
     of: Counter[tuple[str, str]] = Counter((task.worker, task.engine) for task in tasks.values())
     running: Counter[str] = Counter()
+    judging: Counter[str] = Counter()
     of_lease: Counter[str] = Counter()
     for task in tasks.values():
         running[task.worker] += task.rows_left
+        judging[task.worker] += len(task.rows) if task.engine == "function" else 0
         lease = scheduler_state.workers[task.worker].lease
         of_lease[lease.name if lease is not None else ""] += 1
     for worker in scheduler_state.workers.values():
         for engine, count in worker.num_tasks.items():
             assert count == of[worker.name, engine], f"{worker.name} has {of[worker.name, engine]} {engine} tasks, not {count}"
         assert worker.num_running == running[worker.name], f"{running[worker.name]} samples run on {worker.name}, not {worker.num_running}"
+        assert worker.num_judging == judging[worker.name], f"{worker.name} judges {judging[worker.name]} rows, not {worker.num_judging}"
         assert sum(worker.doing.values()) == sum(worker.num_tasks.values()), f"what {worker.name} does"
     for lease in scheduler_state.leases.values():
         assert lease.num_tasks == of_lease[lease.name], f"the lease {lease.name} has {of_lease[lease.name]} tasks, not {lease.num_tasks}"

@@ -622,6 +622,8 @@ WAITS_BELOW = 0.15
 than a whole core."""
 _WORTH_SAYING = 0.1
 """The least share of a step that is named as a cause."""
+_PROBES = (SpanName.TRAIN_PROBE, SpanName.ROLLOUT_PROBE)
+"""Work of engines that verifies a weight sync."""
 _RECENT_STEPS = 50
 """The most steps that the verdict looks at: the newest."""
 
@@ -710,6 +712,8 @@ def _tail_of(trace: RunTrace, step: Step) -> tuple[int, int]:
 def _named(trace: RunTrace, link: Link, tail: tuple[int, int]) -> list[tuple[str, float]]:
     """Return the parts of a link of the critical path by the cause that they count for."""
     group, seconds = int(trace.group[link.span]), (link.end - link.start) / 1e9
+    if trace.columns.names.texts[int(trace.columns["name"][link.span])] in _PROBES:
+        return [("sync", seconds)]
     if group in (ROLLOUT, SAMPLE):
         late_s = max(min(link.end, tail[1]) - max(link.start, tail[0]), 0) / 1e9
         return [("tail", late_s), ("generation", seconds - late_s)]

@@ -5,11 +5,12 @@
 The run's own constants and lengths (`m2flow.runner.probing.measured_run`) go into the simulator. Its first steps are simulated as the run
 was placed and with one thing changed: another placement, older weights, more processes or more concurrency for functions, larger decode
 batches, rollout policies, and steps that end without their last samples. What is tried goes by what the steps wait for
-(`m2flow.viewer.analysis.verdict_of`): a function that waits gets more concurrency before more processes. Alternatives are compared with
-the simulation of the run as it was, not with its clock, so that an error that both have cancels out. That error is measured by comparing
-the same simulation with the time that those steps really took: where the model does not reproduce the run, its suggestions are marked as
-doubtful. What the simulator has no cost for, the flow's own Python and a chosen weight transport, is taken from the critical path, and says
-so.
+(`m2flow.viewer.analysis.verdict_of`): a function that waits gets more concurrency before more processes, and one that computes no more
+processes than there are cores. Alternatives are compared with the simulation of the run as it was, not with its clock, so that an error
+that both have cancels out. That error is measured by comparing the same simulation with the time that those steps really took: what the
+simulation does not explain of it is assumed to stay, and where that is much, suggestions are marked as doubtful. On a CPU an engine on
+more cores than the run gave it is assumed to be no faster: whether its operations are large enough to be shared, the run can't say. What
+the simulator has no cost for, the flow's own Python and a chosen weight transport, is taken from the critical path, and says so.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import msgspec
 from m2flow.errors import M2FlowError, SpecError
 from m2flow.macro.flow import Flow
 from m2flow.macro.graph import Call
-from m2flow.micro.protocol.cost_terms import Costs, DecodeCost, EngineId, FunctionCost, Layout
+from m2flow.micro.protocol.cost_terms import Costs, DecodeCost, EngineId, FunctionCost, Layout, TrainCost
 from m2flow.micro.protocol.plan import Choice, Plan
 from m2flow.micro.records.rundir import read_config
 from m2flow.planner.planning import read_prediction
@@ -61,9 +62,9 @@ class Suggestion(msgspec.Struct):
     changes_mathematics: bool
     """Whether it changes what is trained: older weights, which the flow must allow, or steps without their last samples."""
     step_s: float
-    """Simulated seconds a step."""
+    """Seconds a step that are expected: those of the run, less the share that is saved."""
     gain: float
-    """Share of the step that is saved, against the simulation of the run as it was."""
+    """Share of the step that is saved: the seconds that the simulation saves, of those that the run took."""
     cluster: dict[str, dict[str, object] | str] = {}
     """What it sets in the cluster spec: `{"functions": {"concurrency": 8}}`, `{"placement": "time-shared"}`."""
     flow: str = ""
@@ -119,32 +120,23 @@ def suggestions_of(
         profile = Path(place) / "profile.json"
         measured_run(run_dir, flow, options).save(profile)
         scenario = prepare(flow, options, config.cluster, lengths=str(run_dir), steps=num_steps, seed=config.settings.seed, profile=profile)
-        rows = [row for row in compare(scenario) if row.placement != AS_PLANNED]
+        rows = [row for row in compare(scenario, costs=_cautious(scenario, plan)) if row.placement != AS_PLANNED]
         staleness = scenario.program.staleness
         now = next((row for row in rows if (row.placement, row.staleness) == (plan.mode, staleness)), None)
         if now is None:
             raise SpecError(f"the plan of {run_dir} is {plan.mode}, which can't be simulated on {config.cluster.name}")
-        found = [_of_row(row, now) for row in rows if not any(_does_as_well(other, row, now) for other in rows) and (row is not now)]
+        measured_s = sum(makespans_s[:num_steps]) / num_steps if makespans_s else None
+        took = Took(now.step_s, measured_s or now.step_s)
+        found = [_of_row(row, now, took) for row in rows if not any(_does_as_well(other, row, now) for other in rows) and (row is not now)]
         for change in (*_spec_changes(scenario, plan, verdict), *_flow_changes(scenario, verdict)):
             step_s = _step_s(change.scenario, plan, change.costs)
             if step_s is not None:
-                found.append(
-                    Suggestion(
-                        change.what,
-                        change.changes_mathematics,
-                        step_s,
-                        1 - step_s / now.step_s,
-                        change.cluster,
-                        change.flow,
-                        change.is_known,
-                    )
-                )
-        found += _accounted(scenario, verdict, now.step_s)
+                found.append(change.suggested(took.gain(step_s), took))
+        found += _accounted(scenario, verdict, took)
         stages = _stages(scenario, plan, read_prediction(run_dir, plan), Path(place) / "simulated", config.flow, options)
     better = _ordered(found)
-    if not makespans_s:
+    if measured_s is None:
         return Suggestions(now.step_s, None, None, True, better, stages)
-    measured_s = sum(makespans_s[:num_steps]) / num_steps
     error = now.step_s / measured_s - 1
     return Suggestions(now.step_s, measured_s, error, abs(error) > DOUBTFUL, better, stages)
 
@@ -170,6 +162,21 @@ def _does_as_well(other: Row, row: Row, now: Row) -> bool:
 
 
 @dataclass(frozen=True)
+class Took:
+    """What a step of the run as it was takes."""
+
+    simulated_s: float
+    measured_s: float
+
+    def gain(self, step_s: float) -> float:
+        """The share that is saved by what is simulated to take `step_s`: what the simulation does not explain of a step stays."""
+        return (self.simulated_s - step_s) / max(self.simulated_s, self.measured_s)
+
+    def less(self, gain: float) -> float:
+        return self.measured_s * (1 - gain)
+
+
+@dataclass(frozen=True)
 class _Change:
     """One thing to be simulated otherwise."""
 
@@ -181,6 +188,36 @@ class _Change:
     changes_mathematics: bool = False
     is_known: bool = True
     """Whether the run's own costs say what it takes."""
+
+    def suggested(self, gain: float, took: Took) -> Suggestion:
+        return Suggestion(self.what, self.changes_mathematics, took.less(gain), gain, self.cluster, self.flow, self.is_known)
+
+
+class MoreCores(Relaxed):
+    """Costs in which an engine on more cores than it had is as fast as on those: small operations are not shared."""
+
+    def __init__(self, costs: Costs, threads: Mapping[EngineId, int]) -> None:
+        super().__init__(costs)
+        self._threads = threads
+
+    def decode(self, engine: EngineId, pool: str, layout: Layout) -> DecodeCost:
+        return super().decode(engine, pool, self._as_it_was(engine, layout))
+
+    def train(self, engine: EngineId, pool: str, layout: Layout) -> TrainCost:
+        return super().train(engine, pool, self._as_it_was(engine, layout))
+
+    def _as_it_was(self, engine: EngineId, layout: Layout) -> Layout:
+        return msgspec.structs.replace(layout, tp=min(layout.tp, self._threads.get(engine, layout.tp)))
+
+
+def _cautious(scenario: Scenario, plan: Plan) -> Costs:
+    """The costs that other placements are simulated with."""
+    if scenario.spec.pools or any(worker.device != "cpu" for worker in plan.workers):
+        return scenario.costs
+    threads = {
+        EngineId(slot.role, slot.kind): worker.threads for worker in plan.workers for slot in worker.engines if slot.kind != "function"
+    }
+    return MoreCores(scenario.costs, threads)
 
 
 class _FreeBatches(Relaxed):
@@ -217,10 +254,13 @@ def _spec_changes(scenario: Scenario, plan: Plan, verdict: Verdict | None) -> It
                 where = "" if "waiting reward" in waits_for else ", if the functions wait rather than compute"
                 what = f"call functions on {number} samples at once in a process{where}: functions: {{concurrency: {number}}}"
                 yield _Change(what, scenario, {"functions": {"concurrency": number}}, _MoreAtOnce(scenario.costs, number))
+        computes = verdict is not None and "slow reward" in waits_for
         for times in _MORE_PROCESSES:
             workers = spec.functions.workers * times
-            what = f"judge in {workers} processes instead of {spec.functions.workers}, if the machine has the cores or the functions wait"
-            what = f"{what}: functions: {{workers: {workers}}}"
+            if computes and workers > spec.num_cores:
+                continue
+            where = "" if computes else ", if the machine has the cores or the functions wait"
+            what = f"judge in {workers} processes instead of {spec.functions.workers}{where}: functions: {{workers: {workers}}}"
             yield _Change(what, scenario.on(_with(spec, "functions", workers=workers)), {"functions": {"workers": workers}})
     if any(slot.kind == "rollout" for worker in plan.workers for slot in worker.engines):
         if waits_for & {"generation", "tail"}:
@@ -264,10 +304,10 @@ def _ending_early(scenario: Scenario, late: str) -> Scenario:
     return replace(scenario, program=replace(program, items=items, graph=graph))
 
 
-def _accounted(scenario: Scenario, verdict: Verdict | None, now_s: float) -> Iterator[Suggestion]:
+def _accounted(scenario: Scenario, verdict: Verdict | None, took: Took) -> Iterator[Suggestion]:
     """List what the simulator has no cost for; the gain is what the critical path holds of it, at most."""
     for cause in verdict.causes if verdict else ():
-        step_s = now_s * (1 - cause.share)
+        step_s = took.less(cause.share)
         if cause.name == "program":
             what = f"make the rows before the run, or beside it in a thread: the flow's own Python takes {cause.seconds:,.2f} s a step"
             what = f"{what} before {cause.line}" if cause.line else what
@@ -284,7 +324,7 @@ def _accounted(scenario: Scenario, verdict: Verdict | None, now_s: float) -> Ite
 def _ordered(found: Sequence[Suggestion]) -> list[Suggestion]:
     """Sort what is worth it: what leaves the mathematics alone first, then by gain; of one setting, only the value that gains most."""
     best: dict[tuple[object, ...], Suggestion] = {}
-    for one in sorted(found, key=lambda one: (one.changes_mathematics, one.step_s)):
+    for one in sorted(found, key=lambda one: (one.changes_mathematics, -one.gain)):
         key = tuple((part, name) for part, of in one.cluster.items() if isinstance(of, dict) for name in of) or (one.what,)
         if one.gain <= _WORTH:
             continue
@@ -293,7 +333,7 @@ def _ordered(found: Sequence[Suggestion]) -> list[Suggestion]:
             best[key] = one
         elif one.step_s < held.step_s * (1 + _WORTH) and _size_of(one) < _size_of(held):
             best[key] = one  # Nearly as good, and the smaller change.
-    return sorted(best.values(), key=lambda one: (one.changes_mathematics, one.step_s))
+    return sorted(best.values(), key=lambda one: (one.changes_mathematics, -one.gain))
 
 
 def _size_of(one: Suggestion) -> float:
@@ -318,11 +358,12 @@ def _step_s(scenario: Scenario, plan: Plan, costs: Costs | None = None) -> float
     return outcome.totals.makespan_s / max(len(outcome.report.steps), 1)
 
 
-def _of_row(row: Row, now: Row) -> Suggestion:
+def _of_row(row: Row, now: Row, took: Took) -> Suggestion:
     flow = f"@flow(staleness={row.staleness})" if row.staleness != now.staleness else ""
     what = _describe_change(row, now)
     cluster: dict[str, dict[str, object] | str] = {"placement": row.placement} if row.placement != now.placement else {}
-    return Suggestion(what, row.staleness != now.staleness, row.step_s, 1 - row.step_s / now.step_s, cluster, flow)
+    gain = took.gain(row.step_s)
+    return Suggestion(what, row.staleness != now.staleness, took.less(gain), gain, cluster, flow)
 
 
 def _describe_change(row: Row, now: Row) -> str:

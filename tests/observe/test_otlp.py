@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from pathlib import Path
 
@@ -107,6 +108,47 @@ def test_metrics_have_units_kinds_and_a_scope_and_durations_are_histograms(tmp_p
         assert resource["service.version"] == __version__
         assert resource["host.name"]
     assert {headers.get("Content-Encoding") for headers in receiver.headers} == {"gzip"}
+
+
+_UNITS = re.compile(r"(1|s|By|\{[a-z_ ]+\}|[a-zA-Z]+(/[a-zA-Z]+)?|%)?")
+"""Of UCUM, what the conventions use: https://opentelemetry.io/docs/specs/semconv/general/metrics/#instrument-units."""
+
+
+def test_what_is_sent_is_what_a_collector_takes_without_repair(tmp_path: Path) -> None:
+    """The rules of opentelemetry-proto's comments, which its messages can't express, and which collectors drop data for."""
+    store_run(tmp_path / "run", record_run())
+    with MetricsWriter(tmp_path / "run", tensorboard=False) as metrics:
+        metrics.write(0, {"reward": 0.25})
+    with receiving() as receiver:
+        _send(tmp_path / "run", receiver)
+    ids: dict[bytes, set[bytes]] = {span.trace_id: set() for _, span in receiver.spans}
+    for _, span in receiver.spans:
+        assert (len(span.trace_id), len(span.span_id), len(span.parent_span_id)) in ((16, 8, 8), (16, 8, 0))
+        assert any(span.trace_id)
+        assert any(span.span_id)
+        assert 0 < span.start_time_unix_nano <= span.end_time_unix_nano
+        assert span.name
+        assert span.kind
+        keys = [pair.key for pair in span.attributes]
+        assert all(keys)
+        assert len(keys) == len(set(keys))
+        ids[span.trace_id].add(span.span_id)
+    assert all(not span.parent_span_id or span.parent_span_id in ids[span.trace_id] for _, span in receiver.spans)
+    names = [metric.name for _, metric in receiver.metrics]
+    assert names
+    for _, metric in receiver.metrics:
+        kind = metric.WhichOneof("data")
+        assert re.fullmatch(r"[a-zA-Z][a-zA-Z0-9_./-]{0,254}", metric.name)
+        assert _UNITS.fullmatch(metric.unit), (metric.name, metric.unit)
+        for point in getattr(metric, kind).data_points:
+            assert point.time_unix_nano > 0
+            assert point.start_time_unix_nano <= point.time_unix_nano
+            if kind == "histogram":
+                assert len(point.bucket_counts) == len(point.explicit_bounds) + 1
+                assert sum(point.bucket_counts) == point.count
+                assert list(point.explicit_bounds) == sorted(set(point.explicit_bounds))
+        if kind in ("sum", "histogram"):
+            assert getattr(metric, kind).aggregation_temporality
 
 
 def test_a_sample_gets_its_reward_and_what_generated_it(tmp_path: Path) -> None:

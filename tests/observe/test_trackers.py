@@ -8,13 +8,16 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
+from observed_run import record_run, store_run
 
 from m2flow.errors import MissingExtra, SpecError
 from m2flow.observe.forwarding import deliver, destinations
 from m2flow.observe.metrics import MetricsWriter, read_metrics
 from m2flow.observe.record_sinks import Sink, Undelivered
-from m2flow.observe.trackers import MlflowSink, WandbSink, is_installed
+from m2flow.observe.spans import SpanBlock
+from m2flow.observe.trackers import MlflowSink, SchedulePictures, WandbSink, is_installed
 from m2flow.spec import RunSettings
 
 _NAMED = ("WANDB_API_KEY", "WANDB_MODE", "WANDB_PROJECT", "WANDB_BASE_URL", "MLFLOW_TRACKING_URI", "OTEL_EXPORTER_OTLP_ENDPOINT")
@@ -33,6 +36,45 @@ def _run(run_dir: Path) -> Path:
         metrics.write(0, {"reward": 0.25, "kl": float("nan")})
         metrics.write(1, {"reward": 0.5})
     return run_dir
+
+
+def few_samples(run_dir: Path, step: int, most: int) -> tuple[list[str], list[list[object]]]:
+    """What the forwarding process is told to read samples by."""
+    if step:
+        raise SpecError(f"{run_dir.name} has none")
+    return ["step", "prompt", "reward"], [[step, f"{at}+{at}=", at / 2] for at in range(min(most, 3))]
+
+
+SAMPLES = f"{__name__}:few_samples"
+
+
+def _long_run(run_dir: Path) -> Path:
+    """Its decode steps do not say which step of the flow they are for, as those of a real engine."""
+
+    def as_engines_say(block: SpanBlock) -> SpanBlock:
+        spans = [(name, *at, {k: v for k, v in of.items() if k != "step" or name != "rollout.step"}) for name, *at, of in block.spans]
+        return msgspec.structs.replace(block, spans=spans)
+
+    store_run(run_dir, [as_engines_say(block) for block in record_run(num_steps=12)])
+    (run_dir / "config.json").write_text(json.dumps({"name": run_dir.name, "options": {}, "settings": {}, "cluster": {}}))
+    with MetricsWriter(run_dir, tensorboard=False) as metrics:
+        for step in range(12):
+            metrics.write(step, {"reward": step / 12})
+    return run_dir
+
+
+def test_a_picture_of_a_step_has_a_lane_for_each_worker_in_the_colours_of_its_work(tmp_path: Path) -> None:
+    from PIL import Image
+
+    pictures = SchedulePictures(_long_run(tmp_path / "grpo-1"))
+    assert pictures.draw(10, tmp_path / "one.png")
+    with Image.open(tmp_path / "one.png") as picture:
+        seen = {colour for _, colour in picture.convert("RGB").getcolors(1 << 24)}
+        height = picture.height
+    assert {(0x00, 0x72, 0xB2), (0xD5, 0x5E, 0x00), (0x00, 0x9E, 0x73)} <= seen
+    assert height == pytest.approx((1.1 + 0.32 * 4) * 110, abs=1)  # Two that sample, one that judges, one that trains.
+    assert not pictures.draw(10, tmp_path / "two.png")  # What was drawn is forgotten.
+    assert not (tmp_path / "two.png").exists()
 
 
 def _go_on(run_dir: Path) -> None:
@@ -86,6 +128,39 @@ def test_weights_and_biases_gets_every_value_with_its_step(tmp_path: Path, monke
                 seen.append({item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item})
     assert [(one["step"], one["reward"]) for one in seen] == [(0, 0.25), (1, 0.5)]
     assert all("kl" not in one for one in seen)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not is_installed("wandb"), reason="needs the extra wandb")
+def test_weights_and_biases_gets_samples_and_schedules_now_and_then_and_what_can_t_be_shown_delays_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    run_dir = _long_run(tmp_path / "grpo-1")
+    assert _send(WandbSink(run_dir, "grpo", SAMPLES)) == 12
+    (table,) = run_dir.glob("wandb/offline-run-*/files/media/table/samples_*.json")
+    assert json.loads(table.read_text())["data"] == few_samples(run_dir, 0, 3)[1]
+    pictures = list(run_dir.glob("wandb/offline-run-*/files/media/images/schedule_*.png"))
+    assert len(pictures) == 2
+    assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
+    assert "wandb: step 10 is not shown: SpecError: grpo-1 has none" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not is_installed("mlflow"), reason="needs the extra mlflow")
+def test_mlflow_gets_samples_and_schedules_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlflow.tracking import MlflowClient
+
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
+    run_dir = _long_run(tmp_path / "grpo-1")
+    assert _send(MlflowSink(run_dir, "grpo", SAMPLES)) == 12
+    client = MlflowClient()
+    (run,) = client.search_runs([client.get_experiment_by_name("grpo").experiment_id])
+    paths = [one.path for place in ("samples", "schedule") for one in client.list_artifacts(run.info.run_id, place)]
+    assert paths == ["samples/step-000000.json", "schedule/step-000000.png", "schedule/step-000010.png"]
+    table = json.loads(Path(client.download_artifacts(run.info.run_id, paths[0], str(tmp_path))).read_text())
+    assert (table["columns"], table["data"]) == few_samples(run_dir, 0, 3)
 
 
 @pytest.mark.slow

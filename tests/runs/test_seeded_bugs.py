@@ -80,13 +80,13 @@ def advantages_on_parts_of_groups(patch: Patch) -> None:
 
 
 def a_chunk_cuts_a_group(patch: Patch) -> None:
-    patch.setattr(FunctionDispatch, "_num_next", lambda self, state: min(len(state.ready), state.stage.chunk))
+    patch.setattr(FunctionDispatch, "_num_next", lambda self, worker, state: min(len(state.ready), state.stage.chunk))
 
 
 def an_op_on_groups_runs_on_samples(patch: Patch) -> None:
     whole = CallState._unit_of
     patch.setattr(CallState, "_unit_of", lambda self, row: row if self.stage.unit == "group" else whole(self, row))
-    patch.setattr(FunctionDispatch, "_num_next", lambda self, state: min(len(state.ready), state.stage.chunk))
+    patch.setattr(FunctionDispatch, "_num_next", lambda self, worker, state: min(len(state.ready), state.stage.chunk))
 
 
 def minibatches_by_arrival(patch: Patch) -> None:

@@ -12,11 +12,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from simulated import Given, cluster, evaluated, leased, plain, ran, stale
 
+from m2flow import Dataset, Policy, Reward, flow, steps
 from m2flow.errors import InternalError
-from m2flow.micro.protocol.cost_terms import DecodeCost, FunctionCost, PassCost, Switch, TrainCost
+from m2flow.micro.protocol.cost_terms import Costs, DecodeCost, EngineId, Footprint, FunctionCost, PassCost, Switch, TrainCost
 from m2flow.micro.protocol.plan import Plan
 from m2flow.rollout_scheduling.lengths import parse_lengths
 from m2flow.simulator import virtual_worker
+from m2flow.simulator.ablation import NoRewards, NoSwitches, Relaxed
 from m2flow.simulator.virtual_worker import Decoding, SampleRun
 
 some = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -37,6 +39,20 @@ def test_samples_of_a_group_share_their_prefill():
     costs = PlainCosts(decoding=decodes(prefill_s=0.5))
     result = ran(plain, costs, Given([[7]], prompt=4), cluster(), options={"batch": 1, "n": 3})
     assert result.makespans == [4 * 0.5 + 7 * (T0 + 3 * T1)]
+
+
+@flow
+def lower_bounded(least: int, ignore_eos: bool = False) -> None:
+    policy = Policy("fake")
+    for _ in steps(1):
+        responses = policy.generate(Dataset([{"prompt": "a"}]).take(1), n=1, min_new_tokens=least, max_new_tokens=40, ignore_eos=ignore_eos)
+        policy.update(responses, advantages=Reward(lambda sample: 0.0).score(responses))
+
+
+@pytest.mark.parametrize(("options", "tokens"), [({"least": 0}, 7), ({"least": 20}, 20), ({"least": 0, "ignore_eos": True}, 40)])
+def test_no_sample_ends_before_its_call_lets_it(options, tokens):
+    result = ran(lower_bounded, PlainCosts(decoding=decodes()), Given([[7]]), cluster(), options=options)
+    assert result.makespans == [tokens * (T0 + T1)]
 
 
 @pytest.mark.parametrize("instances", [1, 2, 4])
@@ -118,10 +134,21 @@ def test_rewards_take_the_hands_that_there_are():
     assert result.makespans == [10 * (T0 + 6 * T1) + 3 * 4.0]
 
 
-def test_two_processes_for_rewards_share_the_work():
+@pytest.mark.parametrize("chunk", [1, 64])
+def test_two_processes_for_rewards_share_the_work(chunk):
     costs = PlainCosts(decodes(), functions={"zero.score": FunctionCost((4.0,))})
-    result = ran(plain, costs, Given([[10]]), cluster(functions=2, chunk=1), options={"batch": 1, "n": 6})
+    result = ran(plain, costs, Given([[10]]), cluster(functions=2, chunk=chunk), options={"batch": 1, "n": 6})
     assert result.makespans == [10 * (T0 + 6 * T1) + 3 * 4.0]
+
+
+def test_what_is_not_taken_away_from_costs_stays():
+    """Messages and neighbours that cost nothing once another mechanism is taken away would be its gain."""
+    asked = {name for name in vars(Costs) if not name.startswith("_")} - {"for_spec"}
+    assert asked <= vars(Relaxed).keys()
+    costs = NoSwitches(PlainCosts(messaging_s=0.5, slower={("train", "rollout"): 2.0}, switching=Switch(2.0, 5.0)))
+    assert (costs.message_s(), costs.slowdown("train", "rollout")) == (0.5, 2.0)
+    assert costs.switch(EngineId("policy", "train"), "", Footprint()) == Switch(0.0, 0.0)
+    assert NoRewards(costs).message_s() == 0.0
 
 
 def test_rows_need_time_on_their_way():

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
+import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +21,16 @@ from m2flow.viewer.run_trace import RunTrace
 from m2flow.viewer.suggestions import Suggestion, suggestions_of
 
 DIGITS = Path(__file__).parents[2] / "flows" / "models" / "digits"
+
+
+def wide() -> Path:
+    """A model that is many times as large, and as quick to train on a few tokens as its weights can be read: they take long to send."""
+    folder = Path(tempfile.gettempdir()) / "m2flow-planted-wide"
+    if not (folder / "config.json").is_file():
+        shutil.copytree(DIGITS, folder, dirs_exist_ok=True)
+        config = json.loads((DIGITS / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "hidden_size": 1024, "intermediate_size": 4096}))
+    return folder
 
 
 def question(rng: random.Random) -> dict[str, str]:
@@ -45,8 +58,8 @@ def computing(sample: Sample) -> float:
 JUDGES = {"quick": quick, "waiting": waiting, "computing": computing}
 
 
-def _train(judge: str, num_steps: int, batch: int, n: int, tokens: int, fetch_s: float, longest: int) -> None:
-    policy, reward = Policy(DIGITS, init="random"), Reward(JUDGES[judge])
+def _train(judge: str, num_steps: int, batch: int, n: int, tokens: int, fetch_s: float, longest: int, is_wide: bool) -> None:
+    policy, reward = Policy(wide() if is_wide else DIGITS, init="random"), Reward(JUDGES[judge])
     prompts = Dataset.generate(question, num_steps * (batch + 1), seed=1)
     for _ in steps(num_steps):
         time.sleep(fetch_s)  # What a program does that reads its rows from far away.
@@ -66,8 +79,9 @@ def planted(
     tokens: int = 6,
     fetch_s: float = 0.0,
     longest: int = 0,
+    is_wide: bool = False,
 ) -> None:
-    _train(judge, num_steps, batch, n, tokens, fetch_s, longest)
+    _train(judge, num_steps, batch, n, tokens, fetch_s, longest, is_wide)
 
 
 @flow(staleness=1)
@@ -79,8 +93,9 @@ def loosened(
     tokens: int = 6,
     fetch_s: float = 0.0,
     longest: int = 0,
+    is_wide: bool = False,
 ) -> None:
-    _train(judge, num_steps, batch, n, tokens, fetch_s, longest)
+    _train(judge, num_steps, batch, n, tokens, fetch_s, longest, is_wide)
 
 
 # ---- what is planted
@@ -111,6 +126,13 @@ CASES = [
     ),
     Planted("starved trainer", ("generation",), r"rollout: \{max_running: 4\}", {"tokens": 24}, {"rollout": {"max_running": 1}}),
     Planted("long tail", ("tail",), r"staleness|oversample|policy: \[|placement", {"longest": 56, "tokens": 4}),
+    Planted(
+        "slow weight sync",
+        ("sync",),
+        r"weights: \{probe: first\}",
+        {"is_wide": True, "batch": 1, "n": 2, "tokens": 2},
+        {"weights": {"probe": "always"}},
+    ),
     Planted("slow dataset", ("program",), "rows before the run", {"fetch_s": 1.5}),
 ]
 
@@ -118,7 +140,8 @@ CASES = [
 def ran(flow: Flow, options: dict[str, Any], cluster: dict[str, Any], runs: Path) -> tuple[Path, Analysis]:
     merged = {part: {**values, **cluster.get(part, {})} for part, values in SPLIT.items()}
     spec = ClusterSpec.model_validate({"placement": cluster.get("placement", "split"), "device": "cpu", "cores": 2, **merged})
-    run_dir = Path(Run(flow, options, spec, RunSettings(runs_dir=str(runs))).execute().run_dir)
+    settings = RunSettings(runs_dir=str(runs), metrics_to=())  # TensorBoard would be imported beside the second step.
+    run_dir = Path(Run(flow, options, spec, settings).execute().run_dir)
     trace = RunTrace(run_dir)
     assert trace.refresh()
     return run_dir, analysis_of(trace, idle_of(trace))

@@ -7,7 +7,36 @@ from pathlib import Path
 
 import planted
 import pytest
+from cost_tables import PlainCosts
 from planted import CASES, Planted
+
+from m2flow.micro.protocol.cost_terms import DecodeCost, EngineId, Layout, PassCost, TrainCost
+from m2flow.viewer.suggestions import MoreCores, Took
+
+
+def test_what_the_simulation_does_not_explain_of_a_step_stays() -> None:
+    short = Took(simulated_s=1.0, measured_s=4.0)
+    assert (short.gain(0.5), short.less(short.gain(0.5))) == (0.125, 3.5)
+    long = Took(simulated_s=4.0, measured_s=1.0)
+    assert (long.gain(2.0), long.less(long.gain(2.0))) == (0.5, 0.5)
+
+
+class Shared(PlainCosts):
+    """Twice the cores take half the time."""
+
+    def decode(self, engine: EngineId, pool: str, layout: Layout) -> DecodeCost:
+        return DecodeCost(8.0 / layout.tp, 0.0, 0.0, 1)
+
+    def train(self, engine: EngineId, pool: str, layout: Layout) -> TrainCost:
+        return TrainCost(PassCost(0.0, 0.0, 0.0), PassCost(8.0 / layout.tp, 0.0, 0.0), 0.0)
+
+
+def test_more_cores_than_an_engine_had_make_it_no_faster_and_fewer_slower() -> None:
+    rollout, train = EngineId("policy", "rollout"), EngineId("policy", "train")
+    costs = MoreCores(Shared(), {rollout: 2, train: 4})
+    assert [costs.decode(rollout, "", Layout(tp=n)).step_s for n in (1, 2, 4)] == [8.0, 4.0, 4.0]
+    assert [costs.train(train, "", Layout(tp=n)).update.fixed_s for n in (1, 4, 8)] == [8.0, 2.0, 2.0]
+    assert costs.train(EngineId("critic", "train"), "", Layout(tp=8)).update.fixed_s == 1.0  # The run had none.
 
 
 @pytest.mark.slow

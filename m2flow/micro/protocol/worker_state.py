@@ -191,6 +191,8 @@ class WorkerState:
     num_tasks: dict[str, int] = field(default_factory=lambda: {"rollout": 0, "train": 0, "function": 0})
     num_running: int = 0
     """Samples that generate here, of all roles."""
+    num_judging: int = 0
+    """Rows of its tasks on functions."""
     held: dict[str, int] = field(default_factory=dict)
     """Role -> version of the weights in its rollout engine here."""
     doing: dict[str, int] = field(default_factory=dict)

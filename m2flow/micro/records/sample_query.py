@@ -430,3 +430,32 @@ def _as_parquet(entries: Iterator[Entry], path: Path) -> int:
     with contextlib.closing(pa.OSFile(str(path), "wb")) as sink:
         pq.write_table(pa.Table.from_pylist(rows), sink)
     return len(rows)
+
+
+# ---- for trackers
+
+SHOWN_COLUMNS = ("step", "sample", "prompt", "response", "reward", "response_tokens", "finish")
+_MOST_SHOWN = 2000
+"""Characters of a text."""
+
+
+def shown_samples(run_dir: Path, step: int, most: int) -> tuple[Sequence[str], list[list[object]]]:
+    """The first samples of a step as the columns and rows of a table.
+
+    Raises:
+        SpecError: the ledger can't be read. EngineError: rows can't be read.
+    """
+    with SampleQuery(run_dir) as query:
+        found: list[list[object]] = [
+            [one.step, one.sample, _shown(one.prompt_text), _shown(one.response_text), one.reward, one.response_tokens, one.finish]
+            for one in query.entries(f"step = {int(step)}", limit=most)
+        ]
+    return SHOWN_COLUMNS, found
+
+
+def _shown(text: str) -> str:
+    return text if len(text) <= _MOST_SHOWN else text[:_MOST_SHOWN] + "..."
+
+
+SHOWN_BY = f"{__name__}:{shown_samples.__name__}"
+"""What the forwarding process reads samples by."""

@@ -1,6 +1,7 @@
 """Dispatch rewards and ops on functions: on whatever rows are ready, as soon as a process is free.
 
-A task takes what is ready up to the stage's chunk and does not wait for more: while it runs, the next rows gather.
+A task takes what is ready up to the stage's chunk and does not wait for more: while it runs, the next rows gather. Of several workers
+none takes more than its share, so that rows which come all at once are not one worker's alone.
 
 Chained calls: a call whose input rows a worker is about to make may be sent there early, and waits for them in the worker's queue, so
 that a chain of calls on the same rows needs no round trip to the controller between one and the next. That is done only where nothing is
@@ -80,7 +81,7 @@ class FunctionDispatch:
         self._give(
             worker,
             call_state,
-            self._state.hand_out(call_state, len(call_state.ready) if call_state.stage.is_barrier else self._num_next(call_state)),
+            self._state.hand_out(call_state, len(call_state.ready) if call_state.stage.is_barrier else self._num_next(worker, call_state)),
         )
 
     def _give(self, worker: WorkerState, call_state: CallState, rows: list[int]) -> None:
@@ -105,11 +106,13 @@ class FunctionDispatch:
         )
         self._state.start(worker, "function", task)
 
-    def _num_next(self, call_state: CallState) -> int:
-        """Count the rows of the next task: a chunk of ready rows, and the rest of the last one's unit."""
-        chunk = (
-            1 if call_state.refill is not None else call_state.stage.chunk
-        )  # A refill goes group by group: later ones may not be needed.
+    def _num_next(self, worker: WorkerState, call_state: CallState) -> int:
+        """Count the rows of the next task: a chunk of ready rows, or a fair share of them, and the rest of the last one's unit."""
+        chunk = call_state.stage.chunk
+        if len(call_state.stage.workers) > 1 and not _is_ours(call_state.call):
+            chunk = min(chunk, self._state.functions.share_of(worker, call_state))
+        if call_state.refill is not None:
+            chunk = 1  # A refill goes group by group: later ones may not be needed.
         if call_state.suspects and next(iter(call_state.ready)) in call_state.suspects:
             chunk = 1  # Alone, so that a row that ends its worker is identified.
         if call_state.stage.unit == "sample" or chunk >= len(call_state.ready):

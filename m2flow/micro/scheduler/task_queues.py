@@ -48,12 +48,17 @@ class _Pool:
         self._levels: list[list[int]] = [[] for _ in range(MAX_QUEUED)]
         """Number of tasks -> heap of the places of workers that have so many; entries may be out of date."""
         self._listed: list[set[int]] = [set() for _ in range(MAX_QUEUED)]
+        self._num_judging = dict.fromkeys(self._workers, 0)
+        self.num_judging = 0
+        """Rows of all tasks on functions of these workers."""
         for worker in self._workers.values():
             self.note(worker)
 
     def note(self, worker: WorkerState) -> None:
         """Note that a worker's number of tasks has changed."""
         level = worker.num_tasks["function"]
+        self.num_judging += worker.num_judging - self._num_judging[worker.place]
+        self._num_judging[worker.place] = worker.num_judging
         if level < MAX_QUEUED and worker.place not in self._listed[level]:
             self._listed[level].add(worker.place)
             heapq.heappush(self._levels[level], worker.place)
@@ -113,6 +118,11 @@ class StartQueue:
         self._has_changed = found is not None
         return found
 
+    def share_of(self, worker: WorkerState, call_state: CallState) -> int:
+        """Count the ready rows of a call with which a worker has as many to do as each of the others would; one at least."""
+        num_rows = len(call_state.ready) + self._pool(call_state.planned.workers).num_judging
+        return max(-(-num_rows // len(call_state.stage.workers)) - worker.num_judging, 1)
+
     def first(self, worker: WorkerState) -> CallState | None:
         """Find the earliest call with work that this worker may take, unless another worker for it is less busy."""
         found: CallState | None = None
@@ -163,6 +173,7 @@ class Tasks:
         self._tasks[task.number] = TaskState(worker.name, engine, task, rows)
         worker.num_tasks[engine] += 1
         worker.num_running += rows
+        worker.num_judging += len(task.ids) if isinstance(task, m.RunFunction) and engine == "function" else 0
         if worker.lease is not None:
             worker.lease.num_tasks += 1
         words = type(task).__name__ if call_state is None else call_state.call.name
@@ -205,6 +216,7 @@ class Tasks:
         worker = self._less(task, number, task.rows_left)
         del self._tasks[number]
         worker.num_tasks[task.engine] -= 1
+        worker.num_judging -= len(task.message.ids) if isinstance(task.message, m.RunFunction) and task.engine == "function" else 0
         if worker.lease is not None:
             worker.lease.num_tasks -= 1
         call_state = self._calls.pop(number, None)

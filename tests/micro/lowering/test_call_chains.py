@@ -47,6 +47,11 @@ def breaks_at_nine(value: int) -> int:
     return value + 1
 
 
+@op(granularity="batch", per_sample=True)
+def ranked(values: list[int]) -> list[int]:
+    return sorted(values)
+
+
 @op(granularity="sample")
 def other(value: int) -> int:
     return -value
@@ -59,7 +64,13 @@ def chained(num_steps: int = 2) -> None:
         value = begin(rows.take(4))
         for _ in range(4):
             value = further(value)
-        log(mean=(value * 2 - 1).mean())
+        log(mean=(ranked(value) * 2 - 1).mean())
+
+
+@flow
+def by_sample() -> None:
+    value = further(begin(Dataset(ROWS).take(4)))
+    log(mean=(value * 2 - 1).mean())
 
 
 @flow
@@ -140,7 +151,8 @@ def test_two_calls_that_wait_for_the_same_rows_may_go_to_two_workers(monkeypatch
 
 
 def test_a_call_in_several_tasks_is_not_waited_for(monkeypatch):
-    assert early(chained, spec_of(chunk=2), monkeypatch, order_seed=0)[0] == []
+    assert early(by_sample, spec_of(chunk=2), monkeypatch, order_seed=0)[0] == []
+    assert early(by_sample, spec_of(workers=2), monkeypatch, order_seed=0)[0] == []  # Each of the two has some of the rows.
 
 
 def test_a_failure_reaches_what_waits_behind_it_and_the_worker_goes_on(monkeypatch):

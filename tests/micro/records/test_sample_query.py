@@ -14,7 +14,7 @@ from fake_clusters import FAKES
 from m2flow import Dataset, Policy, Reward, Sample, flow, steps
 from m2flow.cli.main import cli
 from m2flow.errors import EngineError, OptionError, SpecError
-from m2flow.micro.records.sample_query import COLUMNS, SampleQuery, export
+from m2flow.micro.records.sample_query import COLUMNS, SHOWN_BY, SampleQuery, export, shown_samples
 from m2flow.runner.run import Run
 from m2flow.spec import RunSettings
 from m2flow.viewer.health import alerts_of
@@ -59,6 +59,20 @@ def test_every_sample_is_there_in_the_order_of_identity(run_dir):
         assert len(entries) == book.count() == 14
         keys = [tuple(map(int, entry.sample.split("/"))) for entry in entries]
         assert keys == sorted(keys)
+
+
+def test_trackers_are_shown_the_first_samples_of_a_step_with_their_texts_and_rewards(run_dir):
+    module, _, name = SHOWN_BY.partition(":")
+    assert getattr(sys.modules[module], name) is shown_samples
+    columns, rows = shown_samples(run_dir, 1, 4)
+    with SampleQuery(run_dir) as book:
+        expected = list(book.entries("step = 1", limit=4))
+    assert len(rows) == 4
+    for row, entry in zip(rows, expected, strict=True):
+        told = dict(zip(columns, row, strict=True))
+        assert (told["step"], told["sample"], told["reward"]) == (1, entry.sample, entry.reward)
+        assert (told["prompt"], told["response"]) == (entry.prompt_text, entry.response_text)
+    assert shown_samples(run_dir, 99, 4)[1] == []
 
 
 def test_a_sample_tells_its_rewards_in_the_order_of_the_calls_and_how_often_it_was_trained_on(run_dir):
