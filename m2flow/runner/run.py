@@ -42,8 +42,7 @@ from m2flow.errors import FlowError, M2FlowError, MicroBatchTooLarge, SpecError,
 from m2flow.macro.eager import EagerBackend
 from m2flow.macro.flow import Flow
 from m2flow.macro.graph import Call, MacroGraph
-from m2flow.macro.pinning import PinnedBackend, PinnedCall
-from m2flow.macro.replay import BackendWrapper, Recorder, ReplayBackend, check_same, prints_muted
+from m2flow.macro.replay import BackendWrapper, PinnedBackend, PinnedCall, Recorder, ReplayBackend, check_same, prints_muted
 from m2flow.macro.session import Backend, Session
 from m2flow.macro.tracing import Copies, anticipate, copies_made, explore, trace
 from m2flow.micro.controller.call_futures import CallFutures
