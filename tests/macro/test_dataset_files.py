@@ -122,7 +122,8 @@ def test_a_directory_laid_out_like_the_hubs_is_read_by_split_and_config(tmp_path
         _written(tmp_path / config / "train-00000-of-00002.jsonl", [{"question": f"{question}0", "answer": "1"}])
         _written(tmp_path / config / "train-00001-of-00002.jsonl", [{"question": f"{question}1", "answer": "1"}])
     _written(tmp_path / "main" / "test-00000-of-00001.jsonl", [{"question": "t", "answer": "1"}])
-    assert [row["prompt"] for row in Dataset.hf(str(tmp_path), config="main")._rows()] == ["m0", "m1"]
+    for stream in (False, True):
+        assert [row["prompt"] for row in Dataset.hf(str(tmp_path), config="main", stream=stream)._rows()] == ["m0", "m1"]
     assert [row["prompt"] for row in Dataset.hf(str(tmp_path), split="test")._rows()] == ["t"]
     with pytest.raises(DatasetError, match=r"several folders[\s\S]*main, socratic"):
         Dataset.hf(str(tmp_path))
