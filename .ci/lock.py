@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 
 _ROOT = Path(__file__).resolve().parent.parent
 _FULL = ("smollm", "parquet", "grammar", "rewards", "ray", "deepspeed", "lora", "gguf", "otlp", "wandb", "mlflow", "frames")
-_FULL += ("notebook-tests", "serve-tests", "viewer-tests")
+_FULL += ("notebook-tests", "serve-tests", "types-tests", "viewer-tests")
 _HEAD = "# Made by `make lock`: everything that {what}, at the version that the tests ran with.\n"
 
 

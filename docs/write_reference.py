@@ -27,6 +27,7 @@ from site_pages import write_site
 from m2flow import spec
 from m2flow.algorithms import advantages, gae, losses, shaping
 from m2flow.cli.help import (
+    LATER,
     SINCE,
     TOPICS,
     Field,
@@ -39,6 +40,7 @@ from m2flow.cli.help import (
     methods,
     public,
     signature,
+    since,
     specs,
 )
 from m2flow.engines.distributed import deepspeed, fsdp
@@ -82,9 +84,11 @@ def pages() -> dict[str, str]:
 def _topic(topic: str) -> str:
     """The page of a topic: a section for each of its names."""
     module = "m2flow.rewards" if topic == "rewards" else "m2flow"
-    lines = [f"# {TOPICS[topic][0]}", "", f"From `{module}`; since version {SINCE}, unless said otherwise.", ""]
-    lines += ["| name | |", "|---|---|"]
-    lines += [f"| [`{name}`](#{name.lower()}) | {_cell(first_line(value))} |" for name, value in public(topic).items()]
+    lines = [f"# {TOPICS[topic][0]}", "", f"From `{module}`.", ""]
+    lines += ["| name | | since |", "|---|---|---|"]
+    lines += [
+        f"| [`{name}`](#{name.lower()}) | {_cell(first_line(value))} | {LATER.get(name, SINCE)} |" for name, value in public(topic).items()
+    ]
     for name, value in public(topic).items():
         lines += ["", *_entry(name, value)]
     return "\n".join(lines)
@@ -92,13 +96,14 @@ def _topic(topic: str) -> str:
 
 def _entry(name: str, value: object) -> list[str]:
     """A section of one public class or function."""
-    lines = [f"## {name}", "", *_signature(name, value), *markdown(docstring(value))]
+    lines = [f"## {name}", "", *_signature(name, value), *markdown(docstring(value)), " ".join(since(name, value)), ""]
     if not inspect.isclass(value):
         return lines
     lines += _fields(value)
     for method, member in methods(value):
         called = [] if isinstance(member, property) else _signature(f"{name}.{method}", member)
-        lines += [f"### {name}.{method}", "", *called, *markdown(inspect.getdoc(member) or "")]
+        later = since(f"{name}.{method}", member)
+        lines += [f"### {name}.{method}", "", *called, *markdown(inspect.getdoc(member) or ""), *([" ".join(later), ""] if later else [])]
     return lines
 
 

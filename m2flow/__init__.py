@@ -183,13 +183,15 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> object:
-    """Load a word of a flow (PEP 562)."""
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(importlib.import_module(_MODULE_OF[name]), name)
-    globals()[name] = found
-    return found
+if not TYPE_CHECKING:  # They would take any name for there.
+
+    def __getattr__(name: str) -> object:
+        """Load a word of a flow (PEP 562)."""
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        found = getattr(importlib.import_module(_MODULE_OF[name]), name)
+        globals()[name] = found
+        return found
 
 
 def __dir__() -> list[str]:

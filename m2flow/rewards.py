@@ -426,20 +426,23 @@ class UnitTests(SampleReward):
         check_count("memory_mb", self.memory_mb, least=64)
 
     def __call__(self, sample: Sample) -> float:
-        code, found = fenced(str(sample.text), "python", "py", "python3"), getattr(sample, self.test)
+        checks = self._checks(fenced(str(sample.text), "python", "py", "python3"), sample)
+        if not checks:
+            raise OpError(f"UnitTests: the column {self.test!r} has no test")
+        return float(all(check() for check in checks)) if self.all_or_nothing else sum(check() for check in checks) / len(checks)
+
+    def _checks(self, code: str, sample: Sample) -> list[Callable[[], bool]]:
+        """What is to be run of the code, one for each test of the row."""
+        found = getattr(sample, self.test)
         if isinstance(found, str) and found.lstrip()[:1] in ("{", "["):
             with contextlib.suppress(ValueError):
                 found = json.loads(found)
         if isinstance(found, Mapping):
-            cases = list(zip(found["inputs"], found["outputs"], strict=True))
-            checks = [functools.partial(self._prints, code, str(given), str(expected)) for given, expected in cases]
-        else:
-            entry = getattr(sample, "entry_point", None) if "def check(" in str(found) else None
-            tests = list(found) if isinstance(found, list) else [str(found)]
-            checks = [functools.partial(self._holds, code, f"{test}\ncheck({entry})" if entry else str(test)) for test in tests]
-        if not checks:
-            raise OpError(f"UnitTests: the column {self.test!r} has no test")
-        return float(all(check() for check in checks)) if self.all_or_nothing else sum(check() for check in checks) / len(checks)
+            cases = zip(found["inputs"], found["outputs"], strict=True)
+            return [functools.partial(self._prints, code, str(given), str(expected)) for given, expected in cases]
+        tests = list(found) if isinstance(found, list) else [str(found)]
+        entry = getattr(sample, "entry_point", None) if "def check(" in str(found) else None
+        return [functools.partial(self._holds, code, f"{test}\ncheck({entry})" if entry else str(test)) for test in tests]
 
     def _holds(self, code: str, test: str) -> bool:
         """Whether statements after the code run to their end, which prints a word that the code has not seen before."""

@@ -27,7 +27,7 @@ import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -433,6 +433,10 @@ class Sample:
 
     __slots__ = ("_batch", "_row")
 
+    if TYPE_CHECKING:
+        text: str
+        """The response."""
+
     def __init__(self, batch: Batch, row: int) -> None:
         self._batch = batch
         self._row = row
@@ -461,14 +465,14 @@ class Sample:
         """What the model saw: the prompt as the chat template made it, special tokens included; of a raw prompt its text."""
         return str(self["prompt_text"] if "prompt_text" in self._batch else self.__getattr__("prompt"))
 
-    def __getitem__(self, name: str) -> object:
+    def __getitem__(self, name: str) -> Any:
         column = self._batch.columns[name]
         if isinstance(column, Ragged):
             return column.item(self._row)
         value = column[self._row]
         return value.item() if isinstance(value, np.generic) else value
 
-    def __getattr__(self, name: str) -> object:
+    def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
         try:

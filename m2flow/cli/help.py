@@ -54,7 +54,9 @@ TOPICS: dict[str, tuple[str, str]] = {
 """Topic -> its title, and its names in the order of their sections."""
 
 SINCE = "0.1.0"
-"""The version since which everything is there that does not say otherwise."""
+"""The version since which everything is there that is not in `LATER`."""
+LATER: dict[str, str] = {}
+"""What came later -> its version: a name, a method (`Dataset.shard`), an option or a field of one (`Dataset.csv.stream`)."""
 
 _OF_THE_TRACER = (
     "call check holder like maker mask metrics_of observe operand operate reduce ref result_of samples_of session source within"
@@ -289,6 +291,18 @@ def _text_of_topic(topic: str) -> str:
     return "\n".join([*lines, "", "m2flow help NAME says more."])
 
 
+def since(path: str, value: object) -> list[str]:
+    """Since which version a name is there; of a method, options and fields only where they came later."""
+    of = getattr(value, "fget", None) or value
+    options = [
+        *(inspect.signature(of).parameters if callable(of) else ()),
+        *(one.name for one in (fields(of) if inspect.isclass(of) else ())),
+    ]
+    later = {name: LATER[f"{path}.{name}"] for name in options if f"{path}.{name}" in LATER}
+    own = [f"Since {LATER.get(path, SINCE)}."] if "." not in path or path in LATER else []
+    return [*own, *(f"`{name}` since {version}." for name, version in later.items())]
+
+
 _SHARED = {"denominator": "as of `m2flow.loss`: what the sum of the loss's terms over a mini-batch is divided by."}
 """Options that several functions have alike, for those that say nothing of them."""
 
@@ -309,7 +323,7 @@ def first_line(value: object) -> str:
 def _text_of_name(name: str, value: object) -> str:
     lines = [signature(name, value) or name, "", docstring(value)]
     if not inspect.isclass(value):
-        return "\n".join(lines)
+        return "\n".join([*lines, "", *since(name, value)])
     found = fields(value)
     lines += ["", "Values:" if issubclass(value, Enum) else "Fields:"] if found else []
     for field in found:
@@ -318,11 +332,13 @@ def _text_of_name(name: str, value: object) -> str:
     if below:
         width = max(len(path) for path, _ in below)
         lines += ["", "Methods:", *(f"  {path:<{width}}  {first_line(member)}".rstrip() for path, member in below)]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *since(name, value)])
 
 
 def _text_of_method(path: str, member: object) -> str:
-    return f"{path if isinstance(member, property) else signature(path, member)}\n\n{inspect.getdoc(member) or ''}"
+    called = path if isinstance(member, property) else signature(path, member)
+    later = since(path, member)
+    return "\n".join([called, "", inspect.getdoc(member) or "", *([""] if later else []), *later])
 
 
 def _text_of_policy(name: str, policy: type[SchedulingPolicy]) -> str:

@@ -26,7 +26,7 @@ from m2flow.errors import OptionError
 from m2flow.macro.flow import Flow
 from m2flow.macro.graph import MacroGraph
 from m2flow.macro.graph_display import as_dot, place
-from m2flow.macro.pinning import structure_of
+from m2flow.macro.replay import structure_of
 from m2flow.macro.tracing import Exploration, anticipate, copies_made, explore
 from m2flow.macro.tracing import ExploredPath as FlowPath
 from m2flow.micro.lowering.arithmetic import TRACED_STEPS

@@ -30,7 +30,7 @@ from m2flow.cli.main import Failure, failure_of, find_run
 from m2flow.cli.plan import PlannedCommand, plan_inputs, recorded_options, value_of
 from m2flow.errors import OptionError, RunInterrupted, SpecError, did_you_mean
 from m2flow.macro.flow import Flow
-from m2flow.macro.pinning import read_structure
+from m2flow.macro.replay import read_structure
 from m2flow.runs import display
 from m2flow.runs.execution import can_go_on, execute_watched, has_directory, leftovers
 from m2flow.spec import ClusterSpec, RunSettings

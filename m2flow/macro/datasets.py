@@ -3,7 +3,7 @@
 A dataset is a resource of the flow: each `take` reads it at the cursor and advances the cursor, in program order. Its result is a call
 like any other (`data()` in the printed graph), so that a replay can answer it.
 
-    FILES --read_jsonl, read_csv, read_parquet--> rows, each with its place, FILE:LINE --mapped--> columns by our names --> Dataset
+    Python's rows; files --row_files--> Dataset --draw_order--> the rows of a `take`
 
 What is drawn depends on the seed and the number of rows drawn before, and on nothing else, so that a resumed run goes on at the very row.
 """
@@ -11,23 +11,43 @@ What is drawn depends on the seed and the number of rows drawn before, and on no
 from __future__ import annotations
 
 import copy
-import csv
 import importlib
 import itertools
-import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast, final
 
 import numpy as np
 
-from m2flow.errors import DatasetError, MissingExtra, OptionError, TraceError, did_you_mean
+from m2flow.errors import DatasetError, MissingExtra, OptionError, TraceError
 from m2flow.macro.columns import ReduceByKey
-from m2flow.macro.draw_order import ROW, Curriculum, Epochs, Mix, Observed, Row, levels, order_of
+from m2flow.macro.draw_order import ROW, Curriculum, Epochs, Mix, Observed, Order, Row, levels, order_of
 from m2flow.macro.graph import Granularity
 from m2flow.macro.handles import Handle, Rows, describe
+from m2flow.macro.row_files import (
+    FORMATS,
+    QUESTIONS,
+    TAKEN,
+    Columns,
+    Csv,
+    HeldRows,
+    JsonLines,
+    MixedRows,
+    Parquet,
+    Paths,
+    RowFile,
+    RowsOnDisk,
+    StoredRows,
+    dataset_folder,
+    existing,
+    files_of_split,
+    mapped,
+    message_of,
+    said_last,
+    value_of,
+    with_prompts,
+)
 from m2flow.macro.session import Session, current_session
 from m2flow.recipe import check_choice, check_count, check_flag, check_number, check_text, check_whole, is_count
 from m2flow.samples import Batch, Column, Ragged, check_prompt, column_of, keyed_bits, make_ids, prompt_positions, taken
@@ -37,89 +57,12 @@ if TYPE_CHECKING:
 
 TooLong = Literal["error", "drop", "truncate-left", "truncate-middle"]
 
-_ON_SAMPLES = {
-    "id",
-    "messages",
-    "prompt_text",
-    "num_tokens",
-    "finish",
-    "seed",
-    "temperature",
-    "text",
-    "reward",
-    "value",
-    "advantages",
-    "reference_logprobs",
-}
-_ON_TOKENS = {"tokens", "loss_mask", "logprobs", "versions", "kv_stale", "routed_experts", "segment_kinds", "segment_lengths"}
-TAKEN = frozenset(_ON_SAMPLES | _ON_TOKENS)
-"""Names that samples have already: a column of such a name would be lost, or taken for what it is not."""
-
-
-_CONVERSATIONS = ("messages", "conversations", "chosen")
-_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant", "model": "assistant",
-          "function_response": "tool", "observation": "tool", "function": "tool"}  # fmt: skip
-"""ShareGPT's names of roles -> those of messages."""
-_QUESTIONS = ("question", "problem", "instruction", "query", "input", "text")
-
 
 @final
 class _RowsOfFiles(list[Row]):
     """Rows with their places, FILE:LINE each."""
 
     places: Sequence[str] = ()
-
-
-def with_prompts(rows: Sequence[Row], place: Callable[[int], str]) -> list[Row]:
-    """Rows with a `prompt` and, where there is one, a `target`, made of the usual columns of conversations. `place` says which row it is.
-
-    Raises:
-        DatasetError: a row has no conversation where the first one has, or is not like it.
-    """
-    if "prompt" in rows[0]:
-        is_pair = "chosen" in rows[0] and "target" not in rows[0]
-        rows = [{**row, "target": _said_last(row.get("chosen"))} for row in rows] if is_pair else list(rows)
-        if all(isinstance(row.get("prompt"), str) for row in rows) or not any(isinstance(row.get("prompt"), list | tuple) for row in rows):
-            return list(rows)
-        return [{**row, "prompt": [{"role": "user", "content": p}]} if isinstance(p := row.get("prompt"), str) else row for row in rows]
-    column = next((column for column in _CONVERSATIONS if isinstance(rows[0].get(column), list | tuple)), None)
-    if column is None:
-        return list(rows)
-    made = [_taken_apart(row, column, f"{column!r} of {place(i)}") for i, row in enumerate(rows)]
-    different = next((i for i, row in enumerate(made) if ("target" in row) != ("target" in made[0])), None)
-    if different is not None:
-        raise DatasetError(
-            f"of the {column!r} of {place(0)} and {place(different)} one ends with the assistant, and the other does not",
-            now="Give prompts and demonstrations as two datasets.",
-        )
-    return made
-
-
-def _taken_apart(row: Row, column: str, what: str) -> Row:
-    """A row whose conversation is a prompt and, if the assistant speaks last, a target."""
-    given = row.get(column)
-    messages = check_prompt([_message(one) for one in given] if isinstance(given, list | tuple) else given, what)
-    rest = {key: value for key, value in row.items() if key != column}
-    if isinstance(messages, str):
-        raise DatasetError(f"{what} is a text, where row 0 has a list of messages")
-    if messages[-1]["role"] != "assistant" or "target" in row:
-        return {**rest, "prompt": list(messages)}
-    if len(messages) == 1:
-        raise DatasetError(f"{what} has only a message of the assistant, and nothing that it answers")
-    return {**rest, "prompt": list(messages[:-1]), "target": _said_last(messages)}
-
-
-def _message(one: object) -> object:
-    """A message in ShareGPT's form, `from` and `value`, as role and content; anything else as it is."""
-    if not isinstance(one, Mapping) or "from" not in one or "value" not in one:
-        return one
-    return {"role": _ROLES.get(str(one["from"]), str(one["from"])), "content": one["value"]}
-
-
-def _said_last(said: object) -> object:
-    """The text of the last of these messages; of a text itself."""
-    content = said[-1].get("content") if isinstance(said, list | tuple) and said and isinstance(said[-1], Mapping) else said
-    return "".join(str(part.get("text")) for part in content) if isinstance(content, list | tuple) else content or ""
 
 
 def _answers(row: Row, what: str) -> tuple[str, str]:
@@ -133,8 +76,8 @@ def _answers(row: Row, what: str) -> tuple[str, str]:
     found = []
     for name in ("chosen" if "chosen" in row else "target", "rejected"):
         said = row[name]
-        messages = [_message(one) for one in said] if isinstance(said, list | tuple) else said
-        answer = _said_last(messages)
+        messages = [message_of(one) for one in said] if isinstance(said, list | tuple) else said
+        answer = said_last(messages)
         if messages in (None, [], ()) or not isinstance(answer, str):
             raise DatasetError(f"the {name!r} of {what} is neither a text nor messages: {said!r:.60}")
         if isinstance(messages, list) and messages[:-1] not in ([], before):
@@ -212,7 +155,7 @@ _POLICY = "Write Dataset(rows, policy=policy, max_prompt_tokens=512)."
 
 def _now(row: Row) -> str:
     """What to write for rows without a prompt."""
-    column = next((column for column in _QUESTIONS if column in row), None)
+    column = next((column for column in QUESTIONS if column in row), None)
     if column is None or "prompt" in row:
         return 'A row has a text or messages under "prompt", or a conversation under "messages" or "conversations".'
     return f'Write Dataset([{{**row, "prompt": row["{column}"]}} for row in rows]).'
@@ -285,7 +228,7 @@ class Dataset:
         self.name = name
         self._columns: dict[str, Column] = {key: column_of([row[key] for row in rows], key) for key in sorted(keys)}
         self._num_rows = len(rows)
-        self._lines: LinesOnDisk | None = None
+        self._stored: StoredRows | None = None
         """Rows that are read when they are drawn; `_columns` has the first one then."""
         self._num_each = 1
         """Samples of a row: 2 are the answers of a pair."""
@@ -337,20 +280,13 @@ class Dataset:
                 By default all are, under their own names, and the usual ones of math and code sets are recognised: `question` (with
                 `answer`) and `problem` (with `solution` or `answer`) are the prompt, as is MBPP's `text`; `input_output` (APPS) and
                 `test_list` (MBPP) are the `test`. A name that samples have already gets `_of_row` after it: `id_of_row`.
-            stream: keep in memory where each line is (24 bytes), and read rows when they are drawn: for files that do not fit. All lines
-                are checked once at the start. All prompts are texts, or all are messages.
+            stream: keep in memory where each row lies (24 bytes), and read rows when they are drawn: for files that do not fit. The draws
+                are the same. All rows are checked once at the start.
             name: by default the file's.
         Raises:
             DatasetError: FILE:LINE is no JSON object, lacks a column, or has no prompt.
         """
-        check_flag("stream", stream)
-        if not stream:
-            return cls._read(read_jsonl, path, columns, name, shuffle, curriculum)
-        lines = LinesOnDisk(_paths(path), columns)
-        made = cls([lines.row(0)], name=name or _paths(path)[0].stem, shuffle=shuffle)
-        made._lines, made._num_rows = lines, len(lines)
-        made._order = Epochs(len(lines), levels(map(lines.row, range(len(lines))), curriculum, made.name), shuffle=shuffle)
-        return made
+        return cls._read(JsonLines, path, columns, stream, name, shuffle, curriculum)
 
     @classmethod
     def csv(
@@ -358,12 +294,13 @@ class Dataset:
         path: Paths,
         *,
         columns: Columns | None = None,
+        stream: bool = False,
         name: str = "",
         shuffle: bool = True,
         curriculum: Curriculum | None = None,
     ) -> Dataset:
-        """Read rows from CSV files with a line of names; every value is a text. The arguments are those of `jsonl`, without `stream`."""
-        return cls._read(read_csv, path, columns, name, shuffle, curriculum)
+        """Read rows from CSV files with a line of names; every value is a text. `stream` and the other arguments are those of `jsonl`."""
+        return cls._read(Csv, path, columns, stream, name, shuffle, curriculum)
 
     @classmethod
     def parquet(
@@ -371,14 +308,17 @@ class Dataset:
         path: Paths,
         *,
         columns: Columns | None = None,
+        stream: bool = False,
         name: str = "",
         shuffle: bool = True,
         curriculum: Curriculum | None = None,
     ) -> Dataset:
-        """Read rows from Parquet files (`pip install 'm2flow[parquet]'`). The arguments are those of `jsonl`, without `stream`: write
-        rows that do not fit in memory as JSONL.
+        """Read rows from Parquet files (`pip install 'm2flow[parquet]'`). The arguments are those of `jsonl`.
+
+        With `stream`, a row is read with its row group, of which the last one is kept: a shuffled batch reads as many groups as it has
+        rows in, and `shuffle=False` each group once.
         """
-        return cls._read(read_parquet, path, columns, name, shuffle, curriculum)
+        return cls._read(Parquet, path, columns, stream, name, shuffle, curriculum)
 
     @classmethod
     def hf(
@@ -389,6 +329,7 @@ class Dataset:
         config: str | None = None,
         revision: str | None = None,
         columns: Columns | None = None,
+        stream: bool = False,
         name: str = "",
         shuffle: bool = True,
         curriculum: Curriculum | None = None,
@@ -398,13 +339,13 @@ class Dataset:
         Args:
             repo: `openai/gsm8k`, or a directory. What is in huggingface_hub's cache is not downloaded again.
             split: a word of the files' names (`train-00000-of-00001.parquet`) or folders. config: the folder they are in, if several
-                have that split. revision: a branch, tag or commit; by default the newest.
+                have that split. revision: a branch, tag or commit; by default the newest. `stream` and the others are those of `jsonl`.
         """
         check_text("repo", repo)
         check_text("split", split)
-        files = _files_of_split(_dataset_folder(repo, revision), repo, split, config)
-        read = {".parquet": read_parquet, ".csv": read_csv}.get(files[0].suffix, read_jsonl)
-        return cls._read(read, files, columns, name or f"{repo.rstrip('/').rpartition('/')[2]}-{split}", shuffle, curriculum)
+        files = files_of_split(dataset_folder(repo, revision), repo, split, config)
+        name = name or f"{repo.rstrip('/').rpartition('/')[2]}-{split}"
+        return cls._read(FORMATS[files[0].suffix], files, columns, stream, name, shuffle, curriculum)
 
     @classmethod
     def reasoning_gym(
@@ -441,20 +382,33 @@ class Dataset:
     @classmethod
     def _read(
         cls,
-        read: Callable[[Path], Iterator[tuple[str, Row]]],
+        kind: type[RowFile],
         path: Paths,
         columns: Columns | None,
+        stream: bool,
         name: str,
         shuffle: bool,
         curriculum: Curriculum | None,
     ) -> Dataset:
-        paths = _paths(path)
+        check_flag("stream", stream)
+        check_flag("shuffle", shuffle)
+        files = [kind(one) for one in existing(path)]
+        name = name or files[0].path.stem
+        if stream:
+            stored = RowsOnDisk(files, columns)
+            return cls._of_stored(stored, name, Epochs(len(stored), levels(stored.rows(), curriculum, name), shuffle=shuffle))
         places: list[str] = []
-        rows = _RowsOfFiles(mapped(itertools.chain.from_iterable(map(read, paths)), columns, places))
+        rows = _RowsOfFiles(mapped(itertools.chain.from_iterable(file.rows() for file in files), columns, places))
         rows.places = places
         if not rows:
-            raise DatasetError(f"{paths[0]} has no rows", now="A flow needs at least one prompt.")
-        return cls(rows, name=name or paths[0].stem, shuffle=shuffle, curriculum=curriculum)
+            raise DatasetError(f"{files[0].path} has no rows", now="A flow needs at least one prompt.")
+        return cls(rows, name=name, shuffle=shuffle, curriculum=curriculum)
+
+    @classmethod
+    def _of_stored(cls, stored: StoredRows, name: str, order: Order) -> Dataset:
+        made = cls(stored.rows_at([0]), name=name)
+        made._stored, made._num_rows, made._order = stored, len(stored), order
+        return made
 
     def split(self, heldout: int | float, *, seed: int = 0) -> tuple[Dataset, Dataset]:
         """Divide the rows at random, but by this seed alone: into most of them, and so many held out (a count, or a share below 1)."""
@@ -475,37 +429,49 @@ class Dataset:
         chosen = sorted(order[:size])
         return self._part(sorted(order[size:]), self.name), self._part(chosen, f"{self.name}-heldout")
 
+    def shard(self, index: int, count: int) -> Dataset:
+        """Every `count`-th row, beginning with the one at `index`: one of `count` parts that have each row once between them.
+
+        mine = Dataset.jsonl("train.jsonl", stream=True).shard(2, 8)
+        """
+        check_count("count", count)
+        check_count("index", index, least=0)
+        if isinstance(self._order, Mix):
+            raise DatasetError("a mix has no shards", now="Mix the shards of its datasets.")
+        if index >= count:
+            raise OptionError(f"the dataset {self.name!r} has no shard {index} of {count}", now=f"Count shards from 0 to {count - 1}.")
+        if index >= len(self):
+            raise DatasetError(f"the dataset {self.name!r} has {len(self)} rows, and none in shard {index} of {count}")
+        return self._part(range(index, len(self), count), f"{self.name}-{index}of{count}")
+
     def within(self, policy: Policy, max_prompt_tokens: int, *, too_long: TooLong = "error") -> Dataset:
         """Bound the prompts' tokens, as `Dataset(rows, policy=, max_prompt_tokens=, too_long=)` does, of rows from wherever they are.
 
             prompts = Dataset.jsonl("train.jsonl").within(policy, max_prompt_tokens=512, too_long="drop")
 
-        A stream (`jsonl(stream=True)`) is read once for it; its prompts can be dropped, and not be shortened.
+        A stream (`stream=True`) is read once for it; its prompts can be dropped, and not be shortened.
         """
         check_count("max_prompt_tokens", max_prompt_tokens)
         check_choice("too_long", too_long, TooLong)
         if isinstance(self._order, Mix):
             raise DatasetError("a mix has the prompts of its datasets", now="Bound those before mixing them.")
-        if self._lines is not None and too_long.startswith("truncate"):
+        if self._stored is not None and too_long.startswith("truncate"):
             now = 'Leave stream=True out, or say too_long="drop".'
             raise DatasetError(f"rows of the dataset {self.name!r} are read when they are drawn, and can't be shortened", now=now)
-        fitting = _fitting(map(self._prompt, range(self._num_rows)), self.name, policy, max_prompt_tokens, too_long)
+        fitting = _fitting((row["prompt"] for row in self._rows("prompt")), self.name, policy, max_prompt_tokens, too_long)
         made = self._part(fitting.kept, self.name)
         made._cut = fitting.shown
         if fitting.shortened:
-            prompts = [fitting.shortened[i] if i in fitting.shortened else self._prompt(i) for i in fitting.kept]
+            prompts = [fitting.shortened[i] if i in fitting.shortened else value_of(self._columns["prompt"], i) for i in fitting.kept]
             made._columns = {**made._columns, "prompt": column_of(prompts, "prompt")}
         return made
 
-    def _prompt(self, row: int) -> object:
-        return _value(self._columns["prompt"], row) if self._lines is None else self._lines.row(row)["prompt"]
-
-    def _part(self, index: list[int], name: str) -> Dataset:
+    def _part(self, index: Sequence[int], name: str) -> Dataset:
         """These rows as a dataset of their own."""
         made = copy.copy(self)
         made.name, made._num_rows, made._session, made._order = name, len(index), None, self._order.part(index)
-        if self._lines is not None:
-            made._lines = self._lines.part(index)
+        if self._stored is not None:
+            made._stored = self._stored.part(index)
         else:
             made._columns = taken(self._columns, np.array(index, np.int64))
         return made
@@ -520,8 +486,8 @@ class Dataset:
         Raises:
             DatasetError: a row has no two answers to its prompt; or the rows are read from a stream, or pairs already.
         """
-        if self._num_each != 1 or self._lines is not None or not {"target", "rejected"} <= set(self._columns):
-            why = "has pairs already" if self._num_each != 1 else "is a stream" if self._lines is not None else "has other columns"
+        if self._num_each != 1 or self._stored is not None or not {"target", "rejected"} <= set(self._columns):
+            why = "has pairs already" if self._num_each != 1 else "is a stream" if self._stored is not None else "has other columns"
             raise DatasetError(f"the dataset {self.name!r} gives no pairs: it {why}", now="Give rows with prompt, chosen and rejected.")
         made = copy.copy(self)
         made._session, made._order, made._num_each = None, self._order.fresh(), 2
@@ -535,16 +501,14 @@ class Dataset:
         """Draw from several datasets with the same columns in fixed proportions; where they have no column `source`, it names each row's.
 
         Each is drawn in its own order, with epochs of its own, and after any number of rows no dataset is more than a row behind or ahead
-        of its share by much: the next row comes from the one furthest behind.
+        of its share by much: the next row comes from the one furthest behind. Streams stay streams.
 
         Args:
             weights: of each; by default their numbers of rows.
         """
         datasets = list(datasets) if isinstance(datasets, list | tuple) else []
-        if not datasets or not all(
-            isinstance(one, Dataset) and isinstance(one._order, Epochs) and (one._lines, one._num_each) == (None, 1) for one in datasets
-        ):
-            what = "datasets in memory that are no mixes themselves, no pairs, and have no curriculum of what was seen"
+        if not datasets or not all(isinstance(one, Dataset) and isinstance(one._order, Epochs) and one._num_each == 1 for one in datasets):
+            what = "datasets that are no mixes themselves, no pairs, and have no curriculum of what was seen"
             raise DatasetError(f"Dataset.mix takes a list of {what}")
         if not isinstance(weights, list | tuple | None):
             raise DatasetError(f"Dataset.mix got weights={weights!r:.60}; it takes a list of numbers")
@@ -560,15 +524,22 @@ class Dataset:
                     f"{datasets[0].name!r} and {one.name!r} have different columns: {sorted(first)} and {sorted(one._columns)}",
                     now="Name those to keep: Dataset.jsonl(path, columns={...}).",
                 )
-        rows = [{"source": one.name, **row} for one in datasets for row in one._rows()]
-        made = cls(rows, name=name)
-        made._order = Mix([one._order for one in datasets], list(map(len, datasets)), [weight / sum(weights) for weight in weights])
+        order = Mix([one._order for one in datasets], list(map(len, datasets)), [weight / sum(weights) for weight in weights])
+        if any(one._stored is not None for one in datasets):
+            stored = [(one.name, one._stored or HeldRows(one._columns, len(one))) for one in datasets]
+            return cls._of_stored(MixedRows(stored), name, order)
+        made = cls([{"source": one.name, **row} for one in datasets for row in one._rows()], name=name)
+        made._order = order
         return made
 
-    def _rows(self) -> Iterator[Row]:
-        """The rows as Python values."""
+    def _rows(self, *names: str) -> Iterator[Row]:
+        """The rows as Python values, or these columns of them."""
+        if self._stored is not None:
+            yield from self._stored.rows()
+            return
+        columns = {name: self._columns[name] for name in names or self._columns}
         for i in range(self._num_rows):
-            yield {name: _value(column, i) for name, column in self._columns.items()}
+            yield {name: value_of(column, i) for name, column in columns.items()}
 
     def __len__(self) -> int:
         return self._num_rows
@@ -709,7 +680,7 @@ class Dataset:
             self._order.go_back(self._cursor)
 
     def _columns_at(self, positions: list[int]) -> dict[str, Column]:
-        return taken(self._columns, np.array(positions, np.int64)) if self._lines is None else self._lines.columns_at(positions)
+        return taken(self._columns, np.array(positions, np.int64)) if self._stored is None else self._stored.columns_at(positions)
 
     def _record(
         self, session: Session, method: str, positions: list[int], seeds: list[int], shown: dict[str, object], *, moves_by: int
@@ -739,256 +710,3 @@ class Dataset:
 def _num_used(rows: Batch, values: Mapping[str, object]) -> int:
     """Rows of the source up to the last one whose group was kept."""
     return int(prompt_positions(rows.ids).max()) + 1
-
-
-# ---- files
-
-Paths = str | Path | Sequence[str | Path]
-Columns = Mapping[str, str | Callable[[Row], object]]
-"""Our name of a column -> the file's, or a function that makes it of the file's row."""
-
-
-def _paths(path: Paths) -> list[Path]:
-    paths = [Path(one) for one in ([path] if isinstance(path, str | Path) else path)]
-    missing = next((one for one in paths if not one.is_file()), None)
-    if missing is not None or not paths:
-        raise DatasetError(f"there is no file {missing}" if paths else "no file was given", now="A path is relative to where m2flow runs.")
-    return paths
-
-
-def read_jsonl(path: Path) -> Iterator[tuple[str, Row]]:
-    """Rows of a JSONL file, each with its place, FILE:LINE. Empty lines are passed over."""
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                yield (place := f"{path}:{number}"), _object(line, place)
-
-
-def _object(line: bytes, place: str) -> Row:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DatasetError(f"{place} is no JSON: {error}", now="Each line is a JSON object: one row.") from None
-    if not isinstance(row, dict):
-        raise DatasetError(f"{place} is no JSON object, but {row!r:.60}", now="Each line is a JSON object: one row.")
-    return row
-
-
-def read_csv(path: Path) -> Iterator[tuple[str, Row]]:
-    """Rows of a CSV file with a line of names, each with its place, FILE:LINE (its last one, if it has several)."""
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        reader = csv.DictReader(file, strict=True)
-        try:
-            for row in reader:
-                place = f"{path}:{reader.line_num}"
-                if None in row or None in row.values():
-                    raise DatasetError(f"{place} has {'more' if None in row else 'fewer'} values than the first line has names")
-                yield place, row
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise DatasetError(f"{path}:{reader.line_num} is no CSV: {error}") from None
-
-
-def read_parquet(path: Path) -> Iterator[tuple[str, Row]]:
-    """Rows of a Parquet file, each with its place."""
-    try:
-        from pyarrow import ArrowException, parquet
-    except ImportError:
-        now = "Run: pip install 'm2flow[parquet]'."
-        raise MissingExtra(f"{path}: Parquet needs the package pyarrow, which is not installed", now=now) from None
-    try:
-        with parquet.ParquetFile(path) as file:
-            rows = itertools.chain.from_iterable(batch.to_pylist() for batch in file.iter_batches())
-            yield from ((f"{path}: row {i}", row) for i, row in enumerate(rows))
-    except ArrowException as error:
-        raise DatasetError(f"{path} is no Parquet file: {error}") from None
-
-
-_USUAL = (
-    ({"question", "input_output"}, {"prompt": "question", "test": "input_output"}),
-    ({"text", "test_list"}, {"prompt": "text", "test": "test_list"}),
-    ({"question"}, {"prompt": "question"}),
-    ({"problem"}, {"prompt": "problem"}),
-)
-"""Columns that a set has -> ours -> its; the first that fits counts, where there is no `prompt`."""
-_HAS_PROMPT = frozenset({"prompt", "messages", "conversations"})
-
-
-def mapped(rows: Iterable[tuple[str, Row]], columns: Columns | None, places: list[str]) -> Iterator[Row]:
-    """Rows with our names of columns, all of the same ones; their places are added to `places`.
-
-    Raises:
-        DatasetError: with the place of a row that lacks a column, or has another, or whose prompt is empty.
-    """
-    mapping: _Mapping | None = None
-    for place, row in rows:
-        mapping = _Mapping.of(row, columns, place) if mapping is None else mapping
-        places.append(place)
-        yield mapping.apply(row, place)
-
-
-@dataclass(frozen=True)
-class _Mapping:
-    """Our names of a file's columns, decided by its first row."""
-
-    columns: Columns
-    first: str
-    keys: frozenset[str]
-    """The first row's place, and its columns."""
-    is_given: bool
-
-    @classmethod
-    def of(cls, row: Row, columns: Columns | None, place: str) -> _Mapping:
-        """Raises DatasetError: the row has no prompt, and none of the usual columns."""
-        keys = frozenset(row)
-        if columns is not None:
-            if not isinstance(columns, Mapping) or "prompt" not in columns:
-                raise DatasetError(f"columns={columns!r:.80} says nothing of the prompt", now='Write columns={"prompt": "question"}.')
-            return cls(columns, place, keys, is_given=True)
-        usual: Mapping[str, str] = {}
-        if not keys & _HAS_PROMPT:
-            found = next((ours for has, ours in _USUAL if has <= keys), None)
-            if found is None:
-                now = f'Say which it is: columns={{"prompt": {min(keys, default="question")!r}, ...}}.'
-                raise DatasetError(f"{place} has no column 'prompt'; it has {', '.join(sorted(keys))}", now=now)
-            usual = found
-        rest = sorted(keys - set(usual.values()))
-        kept = {_free_name(key): key for key in rest if key not in usual}
-        return cls({**kept, **usual}, place, keys, is_given=False)
-
-    def apply(self, row: Row, place: str) -> Row:
-        """A row under our names. Raises DatasetError, with its place."""
-        if not self.is_given and row.keys() != self.keys:
-            raise DatasetError(f"{place} has the columns {sorted(row)}, and {self.first} has {sorted(self.keys)}")
-        made: dict[str, object] = {}
-        for ours, theirs in self.columns.items():
-            if callable(theirs):
-                made[ours] = theirs(row)
-            elif theirs in row:
-                made[ours] = row[theirs]
-            else:
-                raise DatasetError(
-                    f"{place} has no column {theirs!r}; it has {', '.join(sorted(row))}", now=did_you_mean(theirs, list(row), "")
-                )
-        if "prompt" in made and not (isinstance(made["prompt"], str | list) and made["prompt"]):
-            raise DatasetError(f"{place} has no prompt: {made['prompt']!r:.60}")
-        return made
-
-
-def _free_name(column: str) -> str:
-    return f"{column}_of_row" if column in TAKEN - _HAS_PROMPT else column
-
-
-@final
-class LinesOnDisk:
-    """Rows of JSONL files that are read when they are drawn: in memory is where each line is, and the kind of each column."""
-
-    def __init__(self, paths: Sequence[Path], columns: Columns | None) -> None:
-        """Raises DatasetError: a line is wrong. All are read once."""
-        self._paths = paths
-        self._mapping: _Mapping | None = None
-        places: list[tuple[int, int, int]] = []
-        self._kinds: dict[str, set[type]] = {}
-        for number, path in enumerate(paths):
-            at = 0
-            with path.open("rb") as file:
-                for line_number, line in enumerate(file, 1):
-                    if line.strip():
-                        places.append((number, at, line_number))
-                        self._note(self._mapped(line, f"{path}:{line_number}", columns), f"{path}:{line_number}")
-                    at += len(line)
-        if not places:
-            raise DatasetError(f"{paths[0]} has no rows", now="A flow needs at least one prompt.")
-        self._places = np.array(places, np.int64)
-
-    def _note(self, row: Row, place: str) -> None:
-        prompt = row.get("prompt")
-        if not isinstance(prompt, str | list):
-            raise DatasetError(f"{place} has no text or messages as its prompt: {prompt!r:.60}")
-        check_prompt(prompt, f"the prompt of {place}")
-        if self._kinds and row.keys() != self._kinds.keys():
-            now = "Give prompts and demonstrations as two datasets."
-            raise DatasetError(f"{place} makes the columns {sorted(row)}, and the rows before it {sorted(self._kinds)}", now=now)
-        for name, value in row.items():
-            self._kinds.setdefault(name, set()).add(type(value))
-        if len(self._kinds["prompt"]) > 1:
-            raise DatasetError(f"{place}: the prompt is of another kind than those before it: texts, or messages", now="Leave stream= out.")
-
-    def _mapped(self, line: bytes, place: str, columns: Columns | None = None) -> Row:
-        row = _object(line, place)
-        self._mapping = self._mapping or _Mapping.of(row, columns, place)
-        return with_prompts([self._mapping.apply(row, place)], lambda _: place)[0]
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def row(self, position: int) -> Row:
-        """Read a row."""
-        number, at, line_number = self._places[position].tolist()
-        with self._paths[number].open("rb") as file:
-            file.seek(at)
-            return self._mapped(file.readline(), f"{self._paths[number]}:{line_number}")
-
-    def part(self, index: list[int]) -> LinesOnDisk:
-        """Only these rows."""
-        made = copy.copy(self)
-        made._places = self._places[index]
-        return made
-
-    def columns_at(self, positions: list[int]) -> dict[str, Column]:
-        """Columns of these rows, each of the kind that it has over all rows."""
-        rows = [self.row(position) for position in positions]
-        return {name: self._column([row[name] for row in rows], name) for name in sorted(rows[0])}
-
-    def _column(self, values: list[object], name: str) -> Column:
-        kinds = self._kinds[name]
-        if kinds == {str} or kinds == {bool} or kinds == {int}:
-            return column_of(values, name)
-        if kinds <= {int, float}:
-            return np.asarray([float(str(value)) for value in values], np.float64)
-        return Ragged.json(values)
-
-
-def _value(column: Column, row: int) -> object:
-    if isinstance(column, Ragged):
-        return column.item(row)
-    return np.asarray(column)[row].item()
-
-
-_SUFFIXES = (".parquet", ".jsonl", ".csv")
-
-
-def _dataset_folder(repo: str, revision: str | None) -> Path:
-    """The directory of a dataset: the one given, or the hub's, in huggingface_hub's cache."""
-    if Path(repo).is_dir():
-        return Path(repo)
-    from huggingface_hub import snapshot_download
-
-    patterns = [f"*{suffix}" for suffix in _SUFFIXES]
-    try:
-        return Path(snapshot_download(repo, repo_type="dataset", revision=revision, allow_patterns=patterns))
-    except Exception as error:  # The package's own kinds of errors, and those of what it downloads with.
-        now = "Give a directory with its files, or run where the hub can be reached; HF_HOME is where its cache lies."
-        at = f" at {revision}" if revision else ""
-        raise DatasetError(f"the dataset {repo!r}{at} is neither a directory nor to be had from the hub: {error}", now=now) from None
-
-
-def _files_of_split(folder: Path, repo: str, split: str, config: str | None) -> list[Path]:
-    """The files of a split, of one kind: the first of Parquet, JSONL and CSV that it has."""
-    files = sorted(path for path in folder.rglob("*") if path.suffix in _SUFFIXES)
-    found = [path for path in files if _is_of_split(path.relative_to(folder), split) and config in (None, path.parent.name)]
-    kinds = [[path for path in found if path.suffix == suffix] for suffix in _SUFFIXES]
-    chosen = next((kind for kind in kinds if kind), [])
-    if not chosen:
-        listed = ", ".join(str(path.relative_to(folder)) for path in files[:20]) or "no file of rows"
-        raise DatasetError(f"the dataset {repo!r} has no split {split!r}" + (f" of {config!r}" if config else "") + f"; it has {listed}")
-    folders = sorted({path.parent.name for path in chosen})
-    if len(folders) > 1:
-        raise DatasetError(
-            f"several folders of the dataset {repo!r} have a split {split!r}", now=f"Say config= one of {', '.join(folders)}."
-        )
-    return chosen
-
-
-def _is_of_split(path: Path, split: str) -> bool:
-    words = path.stem.replace("_", "-").replace(".", "-").split("-")
-    return split in words or path.stem == split or split in path.parts[:-1]

@@ -17,6 +17,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from m2flow.algorithms import losses, preferences
 from m2flow.algorithms.losses import Direction, Divergence, Proximal, Terms
@@ -191,13 +192,35 @@ def loss(*, needs: Sequence[str], denominator: AnyDenominator = "tokens") -> Cal
     return declare
 
 
-def __getattr__(name: str) -> Callable[..., Loss]:
-    """The declaration of a loss that has none of its own here, made of its function's signature."""
-    if name not in LOSSES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = declaration(name)
-    globals()[name] = found
-    return found
+if TYPE_CHECKING:  # Type checkers take any name for there where a module has a `__getattr__`, and pyright knows no type of it.
+    bradley_terry: Callable[..., Loss]
+    cispo: Callable[..., Loss]
+    clip_cov: Callable[..., Loss]
+    decoupled_ppo: Callable[..., Loss]
+    distill_top_k: Callable[..., Loss]
+    dpo: Callable[..., Loss]
+    dppo: Callable[..., Loss]
+    gmpo: Callable[..., Loss]
+    gspo: Callable[..., Loss]
+    gspo_token: Callable[..., Loss]
+    importance_reinforce: Callable[..., Loss]
+    ipo: Callable[..., Loss]
+    kl_cov: Callable[..., Loss]
+    kto: Callable[..., Loss]
+    opmd: Callable[..., Loss]
+    process_reward: Callable[..., Loss]
+    sapo: Callable[..., Loss]
+    simpo: Callable[..., Loss]
+    topr: Callable[..., Loss]
+else:
+
+    def __getattr__(name: str) -> Callable[..., Loss]:
+        """The declaration of a loss that has none of its own here, made of its function's signature."""
+        if name not in LOSSES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        found = declaration(name)
+        globals()[name] = found
+        return found
 
 
 _BOUNDS: Mapping[str, Mapping[str, float]] = {

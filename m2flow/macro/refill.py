@@ -68,7 +68,7 @@ class _PassRate:
     right: float
 
     def __call__(self, group: list[Sample]) -> bool:
-        share = sum(sample["reward"] > self.right for sample in group) / len(group)  # type: ignore[operator]
+        share: float = sum(sample["reward"] > self.right for sample in group) / len(group)
         return self.low <= share <= self.high
 
 

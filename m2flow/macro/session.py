@@ -646,8 +646,8 @@ _ELSEWHERE = {
     "frequency_penalty": "There are repetition_penalty= and logit_bias=.",
     "num_beams": "There is no beam search: its responses are no samples of the policy. temperature=0 is greedy.",
     "presence_penalty": "There are repetition_penalty= and logit_bias=.",
-    "stream": "JSONL alone is read as it is drawn: Dataset.jsonl(path, stream=True).",
-    "streaming": "JSONL alone is read as it is drawn: Dataset.jsonl(path, stream=True).",
+    "stream": "Files are read as they are drawn: Dataset.jsonl(path, stream=True); so with csv, parquet and hf.",
+    "streaming": "Files are read as they are drawn: Dataset.jsonl(path, stream=True); so with csv, parquet and hf.",
 }
 """Options of other libraries -> what to write here."""
 

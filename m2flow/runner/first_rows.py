@@ -35,8 +35,8 @@ from m2flow.engines.contract import FunctionEngine, Generated
 from m2flow.engines.functions import error_of, units_of
 from m2flow.engines.registry import built_in
 from m2flow.errors import DatasetError, ErrorRecord, M2FlowError, ModelError, error_from_record
-from m2flow.macro.datasets import TAKEN
 from m2flow.macro.graph import Call, Granularity, MacroGraph
+from m2flow.macro.row_files import TAKEN
 from m2flow.micro.protocol import call_semantics
 from m2flow.micro.worker.function_tasks import Functions
 from m2flow.observe.spans import Recorder

@@ -37,13 +37,13 @@ from functools import partial
 from pathlib import Path
 from typing import final
 
+from m2flow.engines.contract import LOADING
 from m2flow.engines.registry import check_engine, check_trainer
 from m2flow.errors import FlowError, M2FlowError, MicroBatchTooLarge, SpecError, StateLost, WorkerError
 from m2flow.macro.eager import EagerBackend
 from m2flow.macro.flow import Flow
 from m2flow.macro.graph import Call, MacroGraph
-from m2flow.macro.pinning import PinnedBackend, PinnedCall
-from m2flow.macro.replay import BackendWrapper, Recorder, ReplayBackend, check_same, prints_muted
+from m2flow.macro.replay import BackendWrapper, PinnedBackend, PinnedCall, Recorder, ReplayBackend, check_same, prints_muted
 from m2flow.macro.session import Backend, Session
 from m2flow.macro.tracing import Copies, anticipate, copies_made, explore, trace
 from m2flow.micro.controller.call_futures import CallFutures
@@ -412,8 +412,11 @@ class Run:
 
     @property
     def starting(self) -> Mapping[str, str]:
-        """What each worker loads, before all are ready; empty before and after that."""
-        return self._controller.starting if self._controller else self._loading
+        """What each worker loads, and how far it is, before all are ready; empty before and after that."""
+        if self._controller:
+            return self._controller.starting
+        words = LOADING.words()  # Of this process, which does the work of all workers.
+        return {worker: f"{what}: {words}" if words and what.startswith("loads") else what for worker, what in self._loading.items()}
 
     def execute(self) -> Summary:
         """Run the flow to its end.

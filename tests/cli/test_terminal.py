@@ -8,14 +8,20 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from terminal import shown_by
 
+from m2flow import Dataset, Policy, flow
+from m2flow.engines.contract import LOADING
 from m2flow.micro.protocol.update_semantics import UpdateSteps
 from m2flow.micro.records.tally import Tally
+from m2flow.micro.worker.eager_executor import EagerExecutor
+from m2flow.runner.run import Run
 from m2flow.runs.display import UpdatePace, logged, short_example
+from m2flow.spec import ClusterSpec, RolloutSpec, RunSettings, TrainSpec
 
 FLOW = """
 import os
@@ -132,6 +138,29 @@ def test_without_a_terminal_lines_tell_of_the_set_up_and_of_a_warm_starts_update
     assert seen.exists(), said
     if not how:  # In this process they load in no time.
         assert re.search(r"set-up: \d of \d workers ready  .*loads policy for train \(fake\)", said), said
+
+
+@flow
+def generates() -> None:
+    Policy("fake", init="random").generate(Dataset([{"prompt": "1="}]).take(1), max_new_tokens=1)
+
+
+def test_a_run_in_one_process_says_how_far_it_has_loaded_its_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = ClusterSpec(device="cpu", rollout=RolloutSpec(engine="fake"), train=TrainSpec(engine="fake"))
+    run = Run(generates, {}, spec, RunSettings(eager=True, runs_dir=str(tmp_path)))
+    seen: list[Mapping[str, str]] = []
+    opened = EagerExecutor.open
+
+    def slowly(executor: EagerExecutor) -> None:
+        seen.extend(dict(run.starting) for _ in LOADING.counted(["one", "two", "three"]))
+        seen.append(run.starting)
+        opened(executor)
+
+    monkeypatch.setattr(EagerExecutor, "open", slowly)
+    run.execute()
+    loads = "loads policy for rollout (fake)"
+    steps_of = [f"{loads}: tensor {done} of 3 of model {LOADING.num_models}" for done in range(3)]
+    assert [list(one.values()) for one in seen] == [[words, "starts"] for words in [*steps_of, loads]]
 
 
 def test_an_evaluation_is_shown_with_its_interval_and_a_reward_that_is_shown_anyway_is_not_repeated() -> None:

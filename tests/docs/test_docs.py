@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 from collections.abc import Iterator
@@ -132,3 +133,20 @@ def test_every_recipe_is_short() -> None:
     recipes = _blocks(ROOT / "docs" / "guide" / "recipes.md", "python")
     assert len(recipes) > 12
     assert max(len(recipe.splitlines()) for recipe in recipes) < 40
+
+
+def test_every_reward_off_the_shelf_is_short_beside_what_it_says() -> None:
+    """At most 40 lines of code; its documentation and empty lines are not counted."""
+    source = (ROOT / "m2flow" / "rewards.py").read_text()
+    found = {}
+    for kind in (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)):
+        said = {
+            line
+            for node in ast.walk(kind)
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+            for line in range(node.lineno, (node.end_lineno or 0) + 1)
+        }
+        lines = source.splitlines()[kind.lineno - 1 : kind.end_lineno]
+        found[kind.name] = sum(bool(line.strip()) and number not in said for number, line in enumerate(lines, kind.lineno))
+    assert len(found) > 12
+    assert max(found.values()) <= 40, found

@@ -18,7 +18,7 @@ from click.testing import CliRunner
 
 import m2flow
 from m2flow import errors, rewards, spec
-from m2flow.cli.help import TOPICS, docstring, documentation, help_of, methods, public
+from m2flow.cli.help import LATER, SINCE, TOPICS, docstring, documentation, help_of, methods, public
 from m2flow.cli.main import cli
 from m2flow.engines.distributed.deepspeed import Options
 from m2flow.engines.registry import capability_tables, engines
@@ -50,6 +50,29 @@ def test_every_public_name_has_a_section_that_says_what_it_is(topic: str, name: 
     first = (value.__doc__ or "").strip().splitlines()[0]
     assert first in _section(f"{topic}.md", name)
     assert first in help_of(name)
+
+
+@pytest.mark.parametrize(("topic", "name", "value"), NAMES, ids=[name for _, name, _ in NAMES])
+def test_every_public_name_says_since_when(topic: str, name: str, value: object) -> None:
+    assert f"\nSince {SINCE}.\n" in _section(f"{topic}.md", name)
+    assert f"\nSince {SINCE}." in help_of(name)
+
+
+def test_what_came_later_says_since_when_and_nothing_else_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    later = {"Best": "0.2.0", "Dataset.shard": "0.3.0", "Dataset.csv.stream": "0.4.0", "Lora.rank": "0.5.0"}
+    for name, version in later.items():
+        monkeypatch.setitem(LATER, name, version)
+    written = WRITER["pages"]()
+    page = written["evaluation.md"] + written["data.md"] + written["training.md"]
+    assert re.findall(r"(?m)^.*[Ss]ince 0\.[2-9].*$", page) == [
+        "Since 0.2.0.",
+        "`stream` since 0.4.0.",
+        "Since 0.3.0.",
+        f"Since {SINCE}. `rank` since 0.5.0.",
+    ]
+    assert re.search(r"\| \[`Best`\].* \| 0\.2\.0 \|", page)
+    assert "Since 0.3.0." in help_of("Dataset.shard")
+    assert "Since" not in help_of("Dataset.csv").replace("`stream` since 0.4.0.", "")
 
 
 def test_every_public_name_stands_on_one_page() -> None:

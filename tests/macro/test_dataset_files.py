@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_clusters import SPLIT
+from test_replay import Keeping
 
 from m2flow import Dataset, Policy, flow, steps
-from m2flow.errors import DatasetError, MissingExtra
+from m2flow.errors import DatasetError, MissingExtra, OptionError
+from m2flow.macro.replay import MemoryRecord, ReplayBackend, trains
 from m2flow.macro.tracing import trace
-from m2flow.samples import Batch
+from m2flow.samples import Batch, Ragged
 from m2flow.testing.world import run_eager, run_planned
 
 
@@ -24,7 +28,11 @@ def _written(path: Path, rows: list[Any]) -> Path:
 
 
 def _drawn(make: Callable[[], Dataset], counts: tuple[int, ...], column: str = "prompt", seed: int = 0) -> list[object]:
-    """What a flow draws of a dataset, `counts` rows at a time."""
+    """A column of what a flow draws of a dataset, `counts` rows at a time."""
+    return [sample[column] for batch in _batches(make, counts, seed) for sample in batch.rows()]
+
+
+def _batches(make: Callable[[], Dataset], counts: tuple[int, ...], seed: int = 0) -> list[Batch]:
 
     @flow
     def draws() -> None:
@@ -34,7 +42,7 @@ def _drawn(make: Callable[[], Dataset], counts: tuple[int, ...], column: str = "
 
     graph, _, _ = trace(draws, {}, seed=seed)
     rows = [call.options["rows"] for call in graph.calls if call.engine == "source"]
-    return [sample[column] for batch in rows if isinstance(batch, Batch) for sample in batch.rows()]
+    return [batch for batch in rows if isinstance(batch, Batch)]
 
 
 @pytest.mark.parametrize(
@@ -114,7 +122,8 @@ def test_a_directory_laid_out_like_the_hubs_is_read_by_split_and_config(tmp_path
         _written(tmp_path / config / "train-00000-of-00002.jsonl", [{"question": f"{question}0", "answer": "1"}])
         _written(tmp_path / config / "train-00001-of-00002.jsonl", [{"question": f"{question}1", "answer": "1"}])
     _written(tmp_path / "main" / "test-00000-of-00001.jsonl", [{"question": "t", "answer": "1"}])
-    assert [row["prompt"] for row in Dataset.hf(str(tmp_path), config="main")._rows()] == ["m0", "m1"]
+    for stream in (False, True):
+        assert [row["prompt"] for row in Dataset.hf(str(tmp_path), config="main", stream=stream)._rows()] == ["m0", "m1"]
     assert [row["prompt"] for row in Dataset.hf(str(tmp_path), split="test")._rows()] == ["t"]
     with pytest.raises(DatasetError, match=r"several folders[\s\S]*main, socratic"):
         Dataset.hf(str(tmp_path))
@@ -128,17 +137,152 @@ def test_a_dataset_that_is_not_at_hand_is_refused_in_words(monkeypatch: pytest.M
         Dataset.hf("nobody/nothing", revision="v1")
 
 
-def test_rows_that_stay_on_disk_are_those_in_memory(tmp_path: Path) -> None:
-    rows = [
-        {"question": f"q{i}", "answer": i if i % 2 else i / 2, "tags": ["a"] * (i % 3), "note": None if i == 5 else "n"} for i in range(9)
-    ]
-    files = [_written(tmp_path / "a.jsonl", [*rows[:4], ""]), _written(tmp_path / "b.jsonl", rows[4:])]
-    for column in ("prompt", "answer", "tags", "note"):
-        kept, streamed = (_drawn(lambda s=s: Dataset.jsonl(files, stream=s), (4, 5, 3), column) for s in (False, True))
-        assert streamed == kept
-    (most, few), (_, few_again) = (Dataset.jsonl(files, stream=True).split(3, seed=1) for _ in range(2))
-    assert sorted(map(str, _drawn(lambda: most, (6,)) + _drawn(lambda: few, (3,)))) == [f"q{i}" for i in range(9)]
+ROWS = [
+    {"question": f"q{i}", "answer": i if i % 2 else i / 2, "tags": ["a"] * (i % 3), "note": None if i == 5 else "n", "flag": i == 3 or i}
+    for i in range(9)
+]
+
+
+def _jsonl(path: Path, rows: list[Any]) -> Path:
+    return _written(path.with_suffix(".jsonl"), [*rows, ""])
+
+
+def _csv(path: Path, rows: list[Any]) -> Path:
+    path = path.with_suffix(".csv")
+    with path.open("w", newline="", encoding="utf-8-sig") as file:
+        writer = csv.writer(file)
+        writer.writerows([list(rows[0]), *([f"{row[key]}\nü" for key in row] for row in rows[:2]), []])
+        file.write("".join(",".join('"' + str(row[key]) + '"' for key in row) + "\n" for row in rows[2:]))
+    return path
+
+
+def _parquet(path: Path, rows: list[Any]) -> Path:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = path.with_suffix(".parquet")
+    of_one_kind = [{**row, "answer": float(row["answer"]), "flag": bool(row["flag"])} for row in rows]
+    parquet.write_table(pyarrow.Table.from_pylist(of_one_kind), path, row_group_size=2)
+    return path
+
+
+FORMATS = {"jsonl": (Dataset.jsonl, _jsonl), "csv": (Dataset.csv, _csv), "parquet": (Dataset.parquet, _parquet)}
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_rows_that_stay_on_disk_are_those_in_memory(kind: str, tmp_path: Path) -> None:
+    read, write = FORMATS[kind]
+    files = [write(tmp_path / "a", ROWS[:4]), write(tmp_path / "b", ROWS[4:])]
+    for column in ("prompt", "answer", "tags", "note", "flag"):
+        for options in ({}, {"shuffle": False}, {"curriculum": lambda row: len(row["prompt"])}):
+            makes = [partial(read, files, stream=stream, **options) for stream in (False, True)]
+            kept, streamed = (_batches(make, (4, 1, 5, 3)) for make in makes)
+            assert [_typed(batch[column]) for batch in streamed] == [_typed(batch[column]) for batch in kept]
+    (most, few), (_, few_again) = (read(files, stream=True).split(3, seed=1) for _ in range(2))
+    assert sorted(map(_first, _drawn(lambda: most, (6,)) + _drawn(lambda: few, (3,)))) == [f"q{i}" for i in range(9)]
     assert _drawn(lambda: few, (3,)) == _drawn(lambda: few_again, (3,))
+
+
+def _first(text: object) -> str:
+    return str(text).partition("\n")[0]
+
+
+def _typed(column: Any) -> object:
+    """A column, and of which kind it is."""
+    return (column.kind, list(map(column.item, range(len(column))))) if isinstance(column, Ragged) else (column.dtype, column.tolist())
+
+
+def test_a_stream_of_parquet_reads_each_row_group_once_where_rows_come_in_order(tmp_path: Path) -> None:
+    path = _parquet(tmp_path / "rows", ROWS)
+    from pyarrow.parquet import ParquetFile
+
+    groups: list[int] = []
+    read = ParquetFile.read_row_group
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ParquetFile, "read_row_group", lambda file, group: groups.append(group) or read(file, group))
+        assert _drawn(lambda: Dataset.parquet(path, stream=True, shuffle=False), (1, 3, 5)) == [f"q{i}" for i in range(9)]
+    assert groups == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("ends", ["\r\n", "\r", "\n"])
+def test_a_stream_of_csv_finds_rows_over_lines_of_any_ends(ends: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_bytes(ends.join(["question,answer", '"é' + ends + '2",4', "", "b,5", '"c""",6']).encode("utf-8-sig"))
+    kept, streamed = (list(Dataset.csv(path, stream=stream)._rows()) for stream in (False, True))
+    assert (
+        kept
+        == streamed
+        == [
+            {"prompt": f"é{ends}2", "answer": "4"},
+            {"prompt": "b", "answer": "5"},
+            {"prompt": 'c"', "answer": "6"},
+        ]
+    )
+    path.write_bytes(ends.join(["question,answer", '"a' + ends + '2",4', "b"]).encode())
+    for stream in (False, True):
+        with pytest.raises(DatasetError, match=r"rows.csv:4 has fewer values"):
+            Dataset.csv(path, stream=stream)
+
+
+def test_texts_beside_messages_are_messages_in_a_stream_too(tmp_path: Path) -> None:
+    path = _written(tmp_path / "rows.jsonl", [{"prompt": "a"}, {"prompt": [{"role": "system", "content": "b"}]}])
+    kept, streamed = (_drawn(lambda s=s: Dataset.jsonl(path, stream=s, shuffle=False), (1, 1)) for s in (False, True))
+    assert streamed == kept == [[{"role": "user", "content": "a"}], [{"role": "system", "content": "b"}]]
+
+
+@pytest.mark.parametrize("streamed", [(True, False), (False, True), (True, True)])
+def test_a_mix_of_streams_is_the_mix_of_their_rows(streamed: tuple[bool, bool], tmp_path: Path) -> None:
+    """Their columns have the kinds that all rows together have, also where a batch has rows of one dataset alone."""
+    many = _written(tmp_path / "many.jsonl", ROWS)
+    few = _written(
+        tmp_path / "few.jsonl", [{**row, "question": [{"role": "user", "content": row["question"]}], "answer": 1} for row in ROWS[:3]]
+    )
+
+    def mixed(streams: tuple[bool, bool]) -> Dataset:
+        return Dataset.mix([Dataset.jsonl(path, stream=one) for path, one in zip((many, few), streams, strict=True)], weights=[3, 2])
+
+    assert len(mixed(streamed)) == 12
+    kept, found = (_batches(lambda s=s: mixed(s), (1, 1, 5, 9, 14)) for s in ((False, False), streamed))
+    for column in ("prompt", "answer", "tags", "note", "flag", "source"):
+        assert [_typed(batch[column]) for batch in found] == [_typed(batch[column]) for batch in kept]
+
+
+def test_a_mix_of_a_stream_and_texts_is_named_and_divided_like_any_other(tmp_path: Path) -> None:
+    stream = Dataset.jsonl(
+        _written(tmp_path / "rows.jsonl", [{"prompt": "a", "source": "theirs"}, {"prompt": "b", "source": "theirs"}]), stream=True
+    )
+    mixed = Dataset.mix([stream, Dataset([{"prompt": "c", "source": "ours"}])])
+    assert [row["source"] for row in mixed._rows()] == ["theirs", "theirs", "ours"]
+    for divide in (lambda: mixed.split(1), lambda: mixed.shard(0, 2)):
+        with pytest.raises(DatasetError, match=r"a mix (can't be split|has no shards)"):
+            divide()
+    with pytest.raises(DatasetError, match="different columns"):
+        Dataset.mix([stream, Dataset([{"prompt": "c"}])])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_shards_have_all_rows_between_them(stream: bool, tmp_path: Path) -> None:
+    path = _written(tmp_path / "rows.jsonl", [{"prompt": f"p{i}", "level": -i} for i in range(11)])
+
+    def shard(index: int, **options: Any) -> Dataset:
+        return Dataset.jsonl(path, stream=stream, **options).shard(index, 4)
+
+    assert [len(shard(index)) for index in range(4)] == [3, 3, 3, 2]
+    assert _drawn(lambda: shard(1, shuffle=False), (2, 2)) == ["p1", "p5", "p9", "p1"]
+    assert _drawn(lambda: shard(1, curriculum="level"), (3,)) == ["p9", "p5", "p1"]
+    shuffled = _drawn(lambda: shard(1), (6,))
+    assert sorted(map(str, shuffled[:3])) == sorted(map(str, shuffled[3:])) == ["p1", "p5", "p9"]
+    mixed = _drawn(lambda: Dataset.mix([shard(0), shard(3)]), (10,), "source")
+    assert Counter(mixed) == {"rows-0of4": 6, "rows-3of4": 4}
+    with pytest.raises(OptionError, match="no shard 4 of 4"):
+        shard(4)
+    with pytest.raises(DatasetError, match="has 3 rows, and none in shard 5 of 6"):
+        Dataset([{"prompt": str(i)} for i in range(3)]).shard(5, 6)
+
+
+def test_a_shard_of_pairs_and_of_a_curriculum_of_what_was_seen_draws_its_rows() -> None:
+    pairs = Dataset([{"prompt": f"p{i}", "chosen": f"c{i}", "rejected": f"r{i}"} for i in range(5)], shuffle=False).pairs()
+    assert _drawn(lambda: pairs.shard(1, 2), (2,), "target") == ["c1", "r1", "c3", "r3"]
+    seen = Dataset([{"prompt": f"p{i}"} for i in range(5)], shuffle=False, curriculum=lambda row, seen: -float(row["prompt"][1:]))
+    assert _drawn(lambda: seen.shard(0, 2), (3,)) == ["p4", "p2", "p0"]
 
 
 def test_a_split_divides_the_rows_by_its_seed_alone() -> None:
@@ -193,20 +337,53 @@ def test_a_curriculum_of_what_is_no_number_is_refused(curriculum: str, said: str
         Dataset([{"prompt": "0", "level": 1}], curriculum=curriculum)
 
 
-def test_streams_mixes_and_curricula_are_the_same_in_both_modes(tmp_path: Path) -> None:
-    path = _written(tmp_path / "rows.jsonl", [{"prompt": f"p{i}", "level": i} for i in range(7)])
+@flow
+def draws_from_all(files: list[str], num_steps: int = 4, drawn: list[object] | None = None) -> None:
+    """Trains on rows of streams, of a mix of streams with weights, of its shards, and by a curriculum."""
+    table, lines = (Path(file) for file in files)
+    stream, shard = Dataset.csv(table, stream=True), Dataset.jsonl(lines, stream=True, name="mine").shard(1, 2)
+    mix = Dataset.mix([stream, shard, Dataset([{"prompt": "m", "level": "1"}], name="one")], weights=[3, 2, 1])
+    policy = Policy("fake")
+    drawn = drawn if drawn is not None else []
+    drawn.clear()
+    for _ in steps(num_steps):
+        for dataset in (stream, mix, shard, Dataset.jsonl(lines, curriculum=lambda row: int(row["level"]), stream=True, name="steep")):
+            rows = dataset.take(3)
+            drawn.append([sample.prompt for sample in rows])
+            policy.update(policy.generate(rows, max_new_tokens=4))
 
-    @flow
-    def trains() -> None:
-        policy = Policy("fake")
-        for _ in steps(3):
-            for dataset in datasets:
-                policy.update(policy.generate(dataset.take(2), max_new_tokens=4))
 
-    datasets = [Dataset.jsonl(path, stream=True), _mixed(), Dataset.jsonl(path, curriculum="level", name="steep")]
-    alone = run_eager(trains, {}, SPLIT)
+@pytest.fixture
+def files(tmp_path: Path) -> list[str]:
+    rows = [{"prompt": f"p{i}", "level": str(i)} for i in range(7)]
+    table = tmp_path / "table.csv"
+    table.write_text("".join(f"{row['prompt']},{row['level']}\n" for row in [{"prompt": "prompt", "level": "level"}, *rows]))
+    return [str(table), str(_written(tmp_path / "lines.jsonl", rows))]
+
+
+def test_streams_mixes_and_curricula_are_the_same_in_both_modes(files: list[str]) -> None:
+    first: list[object] = []
+    alone = run_eager(draws_from_all, {"files": files, "drawn": first}, SPLIT)
     assert alone.error == "", alone.error
-    assert run_planned(trains, {}, SPLIT, order_seed=2) == alone
+    again: list[object] = []
+    assert run_planned(draws_from_all, {"files": files, "drawn": again}, SPLIT, order_seed=2) == alone
+    assert again == first
+
+
+@pytest.mark.parametrize("until_step", [1, 3])
+def test_a_resumed_run_draws_on_at_the_very_row_of_streams_mixes_and_shards(files: list[str], until_step: int) -> None:
+    first: list[object] = []
+    record = MemoryRecord()
+    whole = run_eager(draws_from_all, {"files": files, "drawn": first}, SPLIT, around=lambda backend: Keeping(backend, record))
+    again: list[object] = []
+    answer = run_planned(
+        draws_from_all,
+        {"files": files, "drawn": again},
+        SPLIT,
+        around=lambda live: ReplayBackend(record, live, until_step=until_step, redoes=trains),
+    )
+    assert answer.error == "", answer.error
+    assert (again, answer.weights) == (first, whole.weights)
 
 
 def test_a_task_of_reasoning_gym_is_a_dataset_and_its_score_a_reward() -> None:

@@ -81,7 +81,7 @@ def test_a_mistake_is_theirs_and_has_their_line(run, line):
         ("policy.generate(prompts.take(1), max_tokens=3)", "Did you mean 'max_new_tokens'?"),
         ("policy.generate(prompts.take(1), max_new_tokens=3, length=4)", "m2flow help Policy.generate explains them"),
         ("Policy('fake', sytem='Be short.')", "Did you mean 'system'?"),
-        ("Dataset.parquet('rows.parquet', stream=True)", "JSONL alone is read as it is drawn"),
+        ("Dataset(ROWS, stream=True)", "Files are read as they are drawn"),
     ],
 )
 def test_an_option_that_is_not_there_is_answered_with_what_to_write(line: str, now: str) -> None:

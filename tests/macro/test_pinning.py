@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from m2flow import Dataset, Policy, Reward, Sample, flow, load_flow, steps
 from m2flow.cli.main import cli
 from m2flow.errors import DivergenceError, M2FlowError, SpecError
-from m2flow.macro.pinning import PinnedBackend, read_structure, structure_of
+from m2flow.macro.replay import PinnedBackend, read_structure, structure_of
 from m2flow.macro.session import Backend
 from m2flow.macro.tracing import trace
 from m2flow.runner.run import Run
