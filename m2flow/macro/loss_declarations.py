@@ -196,7 +196,6 @@ if TYPE_CHECKING:  # Type checkers take any name for there where a module has a 
     bradley_terry: Callable[..., Loss]
     cispo: Callable[..., Loss]
     clip_cov: Callable[..., Loss]
-    decoupled_ppo: Callable[..., Loss]
     distill_top_k: Callable[..., Loss]
     dpo: Callable[..., Loss]
     dppo: Callable[..., Loss]
