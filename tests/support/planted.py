@@ -68,7 +68,8 @@ def _train(judge: str, num_steps: int, batch: int, n: int, tokens: int, fetch_s:
     policy, reward = Policy(model(shape), init="random"), Reward(JUDGES[judge])
     prompts = Dataset.generate(question, num_steps * (batch + 1), seed=1)
     for _ in steps(num_steps):
-        time.sleep(fetch_s)  # What a program does that reads its rows from far away.
+        if fetch_s:  # On a busy machine a sleep of no time is one, too.
+            time.sleep(fetch_s)  # What a program does that reads its rows from far away.
         responses = policy.generate(prompts.take(batch), n=n, max_new_tokens=tokens)
         if longest:
             last = policy.generate(prompts.take(1), n=2, min_new_tokens=longest, max_new_tokens=longest)
