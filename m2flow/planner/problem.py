@@ -757,8 +757,7 @@ class FunctionTimes:
 
 
 def function_times(call: CallLoad, cost: FunctionCost, num_processes: int, chunk: int) -> FunctionTimes:
-    """Times of a call whose units are taken in order by `num_processes` with `concurrency` units each, in tasks of an even share of them
-    or of `chunk`, if that is less.
+    """Times of a call whose units are taken in order by `num_processes` with `concurrency` units each, in tasks of at most `chunk`.
 
     The last unit in is out when the slowest of the c units in flight with it is: the quantile c/(c + 1) of the latency.
     """
@@ -766,8 +765,7 @@ def function_times(call: CallLoad, cost: FunctionCost, num_processes: int, chunk
     under_way = min(units, num_processes * cost.concurrency)
     at = np.linspace(0, 1, len(cost.quantiles_s)) if len(cost.quantiles_s) > 1 else np.zeros(1)
     last = float(np.interp(under_way / (under_way + 1), at, cost.quantiles_s)) if under_way else 0.0
-    in_task = max(1, min(chunk, -(-units // num_processes)))
-    tasks_s = cost.task_s * -(-units // in_task) / max(1, min(num_processes, units))
+    tasks_s = cost.task_s * -(-units // max(1, min(chunk, -(-units // num_processes)))) / max(1, min(num_processes, units))
     total = max(last + cost.task_s * bool(units), units * cost.mean_s / max(1, under_way) + tasks_s)
     return FunctionTimes(cost.mean_s + cost.task_s, total, last + cost.task_s)
 

@@ -484,12 +484,9 @@ def recount(scheduler: Scheduler, fakes: Mapping[str, FakeWorker], at_controller
 
 def _recount_tasks(scheduler_state: SchedulerState, tasks: Mapping[int, TaskState]) -> None:
     of: Counter[tuple[str, str]] = Counter((task.worker, task.engine) for task in tasks.values())
-    running: Counter[str] = Counter()
-    judging: Counter[str] = Counter()
-    of_lease: Counter[str] = Counter()
+    running, of_lease = Counter(task.worker for task in tasks.values() for _ in range(task.rows_left)), Counter[str]()
+    judging = Counter(task.worker for task in tasks.values() if task.engine == "function" for _ in task.rows)
     for task in tasks.values():
-        running[task.worker] += task.rows_left
-        judging[task.worker] += len(task.rows) if task.engine == "function" else 0
         lease = scheduler_state.workers[task.worker].lease
         of_lease[lease.name if lease is not None else ""] += 1
     for worker in scheduler_state.workers.values():

@@ -116,7 +116,11 @@ _UNITS = re.compile(r"(1|s|By|\{[a-z_ ]+\}|[a-zA-Z]+(/[a-zA-Z]+)?|%)?")
 
 def test_what_is_sent_is_what_a_collector_takes_without_repair(tmp_path: Path) -> None:
     """The rules of opentelemetry-proto's comments, which its messages can't express, and which collectors drop data for."""
-    store_run(tmp_path / "run", record_run())
+    blocks, counted = record_run(), Recorder("rollout-0")
+    counted.anchor_ns = blocks[0].anchor_ns
+    for name in ("memory bytes", "gpu memory bytes", "cpu seconds", "channel to train-0: bytes", "channel to train-0: parcels"):
+        counted.count(name, 5.0, 10**12 + 1000)
+    store_run(tmp_path / "run", [*blocks, counted.drain()])
     with MetricsWriter(tmp_path / "run", tensorboard=False) as metrics:
         metrics.write(0, {"reward": 0.25})
     with receiving() as receiver:

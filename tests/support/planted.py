@@ -23,13 +23,19 @@ from m2flow.viewer.suggestions import Suggestion, suggestions_of
 DIGITS = Path(__file__).parents[2] / "flows" / "models" / "digits"
 
 
-def wide() -> Path:
-    """A model that is many times as large, and as quick to train on a few tokens as its weights can be read: they take long to send."""
-    folder = Path(tempfile.gettempdir()) / "m2flow-planted-wide"
-    if not (folder / "config.json").is_file():
+SHAPES: dict[str, dict[str, int]] = {
+    "digits": {},
+    "wide": {"hidden_size": 1024, "intermediate_size": 4096},  # Many weights to send, and few tokens to train on.
+    "deep": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 24},  # A token takes as long as many messages.
+}
+
+
+def model(shape: str) -> Path:
+    folder = Path(tempfile.gettempdir()) / f"m2flow-planted-{shape}"
+    config = {**json.loads((DIGITS / "config.json").read_text()), **SHAPES[shape]}
+    if not (folder / "config.json").is_file() or json.loads((folder / "config.json").read_text()) != config:
         shutil.copytree(DIGITS, folder, dirs_exist_ok=True)
-        config = json.loads((DIGITS / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**config, "hidden_size": 1024, "intermediate_size": 4096}))
+        (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
@@ -58,11 +64,12 @@ def computing(sample: Sample) -> float:
 JUDGES = {"quick": quick, "waiting": waiting, "computing": computing}
 
 
-def _train(judge: str, num_steps: int, batch: int, n: int, tokens: int, fetch_s: float, longest: int, is_wide: bool) -> None:
-    policy, reward = Policy(wide() if is_wide else DIGITS, init="random"), Reward(JUDGES[judge])
+def _train(judge: str, num_steps: int, batch: int, n: int, tokens: int, fetch_s: float, longest: int, shape: str) -> None:
+    policy, reward = Policy(model(shape), init="random"), Reward(JUDGES[judge])
     prompts = Dataset.generate(question, num_steps * (batch + 1), seed=1)
     for _ in steps(num_steps):
-        time.sleep(fetch_s)  # What a program does that reads its rows from far away.
+        if fetch_s:  # On a busy machine a sleep of no time is one, too.
+            time.sleep(fetch_s)  # What a program does that reads its rows from far away.
         responses = policy.generate(prompts.take(batch), n=n, max_new_tokens=tokens)
         if longest:
             last = policy.generate(prompts.take(1), n=2, min_new_tokens=longest, max_new_tokens=longest)
@@ -79,9 +86,9 @@ def planted(
     tokens: int = 6,
     fetch_s: float = 0.0,
     longest: int = 0,
-    is_wide: bool = False,
+    shape: str = "digits",
 ) -> None:
-    _train(judge, num_steps, batch, n, tokens, fetch_s, longest, is_wide)
+    _train(judge, num_steps, batch, n, tokens, fetch_s, longest, shape)
 
 
 @flow(staleness=1)
@@ -93,9 +100,9 @@ def loosened(
     tokens: int = 6,
     fetch_s: float = 0.0,
     longest: int = 0,
-    is_wide: bool = False,
+    shape: str = "digits",
 ) -> None:
-    _train(judge, num_steps, batch, n, tokens, fetch_s, longest, is_wide)
+    _train(judge, num_steps, batch, n, tokens, fetch_s, longest, shape)
 
 
 # ---- what is planted
@@ -125,12 +132,12 @@ CASES = [
         {"functions": {"concurrency": 4}},
     ),
     Planted("starved trainer", ("generation",), r"rollout: \{max_running: 4\}", {"tokens": 24}, {"rollout": {"max_running": 1}}),
-    Planted("long tail", ("tail",), r"staleness|oversample|policy: \[|placement", {"longest": 56, "tokens": 4}),
+    Planted("long tail", ("tail",), r"staleness|oversample|policy: \[|placement", {"shape": "deep", "longest": 56, "tokens": 4}),
     Planted(
         "slow weight sync",
         ("sync",),
         r"weights: \{probe: first\}",
-        {"is_wide": True, "batch": 1, "n": 2, "tokens": 2},
+        {"shape": "wide", "batch": 1, "n": 2, "tokens": 2},
         {"weights": {"probe": "always"}},
     ),
     Planted("slow dataset", ("program",), "rows before the run", {"fetch_s": 1.5}),
