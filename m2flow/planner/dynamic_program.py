@@ -44,6 +44,7 @@ to lend, so the best of these plans is not sure to be found.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -235,16 +236,17 @@ class Memory:
     def is_full(self, rows: FloatArray) -> IntArray:
         """Whether what is kept leaves no room to anybody else on some devices, [rows, 1]."""
         kept = rows.reshape(-1, *self.shape)[:, KEPT]
-        return np.asarray((kept >= self.problem.room[0][:, None]).any(axis=(1, 2))[:, None].astype(np.int64))
+        found = _any(kept >= self.problem.room[0][:, None])
+        return found[:, None].astype(np.int64)
 
     def fits(self, rows: FloatArray) -> npt.NDArray[np.bool_]:
         found = rows.reshape(-1, *self.shape)
         room, host = self.problem.room
-        return np.asarray(((found[:, MOST] <= room[:, None]) & (found[:, HOST] <= host[:, None])).all(axis=(1, 2)))
+        return ~_any((found[:, MOST] > room[:, None]) | (found[:, HOST] > host[:, None]))
 
     def _turns(self, cut: Cut, a: FloatArray, b: FloatArray, ties: IntArray) -> FloatArray:
         found = np.zeros_like(a)
-        any_a, any_b = a.max(axis=3), b.max(axis=3)
+        any_a, any_b = (functools.reduce(np.maximum, np.moveaxis(side, 3, 0)) for side in (a, b))
         found[..., 0] = _stacked(a[..., 0], b[..., 0])
         for i, engine in enumerate(self.problem.placed, 1):
             in_a, in_b = (self._set_of(engine, calls) == i for calls in (cut.first, cut.second))
@@ -286,6 +288,12 @@ class Memory:
             return 0
         mine = problem.calls_of(engine)
         return 1 + problem.placed.index(engine) if mine & calls and mine & ~calls else 0
+
+
+def _any(flags: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    """Whether any flag of each row is set, [rows, ...] -> [rows]; the other axes are so short that `any` is several times as slow."""
+    columns = flags.reshape(len(flags), -1).T
+    return functools.reduce(np.logical_or, columns)
 
 
 def memory_slack(problem: Problem, slack_s: float) -> FloatArray:
@@ -391,24 +399,30 @@ def may_be_lent(problem: Problem, cut: Cut) -> bool:
     return len(first) == 1 and first[0].work == "generate" and kinds == {"train"} and len(engines) == 1
 
 
-def lent_times(problem: Problem, cut: Cut, first: Option, second: Option, a: Times, fed: Times, b: Times) -> tuple[Times, float]:
-    """Times of a pair of leaves with lent devices, and the share of samples after which these are given back."""
-    lent = _lent(problem, cut, first, second)
+def lent_times(
+    problem: Problem, cut: Cut, first: Option, second: Option, a: Times, fed: Times, b: Times, *, is_bound: bool = False
+) -> tuple[Times, float]:
+    """Times of a pair of leaves with lent devices, and the share of samples after which these are given back.
+
+    Args:
+        is_bound: a lower bound suffices, the times for the share that is the best for the steps of the rest of the search alone.
+    """
+    lent = _lent(problem, cut, first, second, 0 if is_bound else _STEPS)
     total, ended = lent.best(float(a.total), (float(fed.first), float(fed.total)), (float(b.total), float(b.last)), problem.slowdowns(cut))
     end = np.asarray(total)
     return Times(end, end, end, end), ended
 
 
-def _lent(problem: Problem, cut: Cut, first: Option, second: Option) -> LentRollouts:
+def _lent(problem: Problem, cut: Cut, first: Option, second: Option, num_steps: int) -> LentRollouts:
     (call,) = problem.graph.members(cut.first)
     assert call.engine is not None
     batch = problem.batches[call.name]
-    key = (cut.first, first.pool, first.layout, first.is_swapped, first.max_running, second.num_devices)
+    key = (cut.first, first.pool, first.layout, first.is_swapped, first.max_running, second.num_devices, num_steps)
     known = problem.lent
     if key not in known:
         ways = instances(call.engine, [first], problem.costs)
         num_lent = second.num_devices // (first.num_devices // first.layout.dp)
-        each = [lent_rollout(draw, ways, num_lent) for draw in batch.several(_STEPS)]
+        each = [lent_rollout(draw, ways, num_lent) for draw in batch.several(num_steps)]
         given_back, total = (np.stack([one[i] for one in each]) + first.come_s + first.leave_s for i in range(2))
         known[key] = LentRollouts(given_back, total, len(batch.draws))
     return known[key]
@@ -455,6 +469,7 @@ class Solver:
         most_pairs: float = np.inf,
         hows: Sequence[int] = (TURNS, SPLIT),
         within: Mapping[int, tuple[Cut, int]] | None = None,
+        bounds_lending: bool = False,
     ) -> None:
         """
         Args:
@@ -464,6 +479,7 @@ class Solver:
             most_pairs: pairs of rows that may be combined before `TooLarge` is raised.
             hows: allowed ways to combine two parts.
             within: (cut, way) for each set of calls; only plans of this structure are searched. None: all.
+            bounds_lending: lower bounds of the times with lent devices, which are quicker than the times.
         """
         self.problem = problem
         self.limits = Limits(problem, counts_work=LENT not in hows)
@@ -479,6 +495,7 @@ class Solver:
         self._most_rows = most_rows
         self._hows = tuple(hows)
         self._within = within
+        self._bounds_lending = bounds_lending
         self._pairs_left = most_pairs
         self._compared_left = most_pairs * _COMPARED
         self._slack = np.zeros(self._num_pools + _NUM_TIMES + self.memory.width)
@@ -588,7 +605,9 @@ class Solver:
         if self._pairs_left < 0:
             raise TooLarge
         need = self._need(a, b, how)
-        legal = (need <= self._sizes).all(axis=2) & self._agree(cut, a, b)
+        legal = self._agree(cut, a, b)
+        for pool, size in enumerate(self._sizes):
+            legal &= need[..., pool] <= size
         if how == LENT:
             legal &= self._lendable(cut, a, b)
         ia, ib = np.nonzero(legal)
@@ -603,16 +622,20 @@ class Solver:
                 return self._nothing()
         ties = self._ties(cut, a.ties[ia], b.ties[ib], how)
         times += self._sync_s(cut, ties, how)[:, None] * self._late
-        bytes_ = self.memory.join(cut, a.values[ia, self._bytes], b.values[ib, self._bytes], ties, is_turns=how != SPLIT)
-        ties = self._closed(calls, ties)
-        fits = self.memory.fits(bytes_)
-        bytes_ = self.memory.settled(calls, bytes_)
-        values = np.concatenate([need[ia, ib], times, bytes_], axis=1)
         origin = np.empty((len(ia), 3), np.int64)
         origin[:, 0], origin[:, 1], origin[:, 2] = NUM_HOWS * index + how, ia, ib
-        found = Front(values, ties, work, origin)
-        found = self._promising(calls, found if fits.all() else found.take(fits))
+        pairs = Front(np.concatenate([need[ia, ib], times], axis=1), ties, work, origin)
+        found = self._with_memory(calls, cut, a, b, pairs, how)
         return self._few(calls, found, self._most_rows) if self._most_rows else self._pruned(calls, found)
+
+    def _with_memory(self, calls: int, cut: Cut, a: Front, b: Front, pairs: Front, how: int) -> Front:
+        """Those pairs of rows that fit the memory, with what they need of it and without the ties that end here."""
+        of_a, of_b = (side.values[pairs.origin[:, i], self._bytes] for i, side in ((1, a), (2, b)))
+        bytes_ = self.memory.join(cut, of_a, of_b, pairs.ties, is_turns=how != SPLIT)
+        values = np.concatenate([pairs.values, self.memory.settled(calls, bytes_)], axis=1)
+        found = Front(values, self._closed(calls, pairs.ties), pairs.work, pairs.origin)
+        fits = self.memory.fits(bytes_)
+        return self._promising(calls, found if fits.all() else found.take(fits))
 
     def _pruned(self, calls: int, front: Front) -> Front:
         """Prune a front. Of whole plans only the step time matters; several are kept, since not all may have places on the devices."""
@@ -671,7 +694,7 @@ class Solver:
         for row, (i, j) in enumerate(zip(ia, ib, strict=True)):
             options = option_of(self.problem, first, a.origin[i]), option_of(self.problem, second, b.origin[j])
             parts = (t.at(np.asarray(k)) for t, k in ((of_a, i), (fed, i), (of_b, j)))
-            times[row] = lent_times(self.problem, cut, *options, *parts)[0].total
+            times[row] = lent_times(self.problem, cut, *options, *parts, is_bound=self._bounds_lending)[0].total
         return times
 
     def _agree(self, cut: Cut, a: Front, b: Front) -> BoolArray:
@@ -706,8 +729,9 @@ class Solver:
             placed = {e for e in problem.placed if problem.calls_of(e) & ~calls}
             is_open += [placed.issuperset(pair) for pair in problem.pairs]
             self._closing[calls] = [column for column, one in enumerate(is_open) if not one]
-        ties[:, self._closing[calls]] = UNKNOWN
-        return ties
+        found = ties.copy()
+        found[:, self._closing[calls]] = UNKNOWN
+        return found
 
     def _pair_times(self, cut: Cut, a: Front, b: Front, ia: IntArray, ib: IntArray, how: int) -> FloatArray:
         of_a, of_b = self._read(a), self._read(b)

@@ -470,17 +470,10 @@ def best_plans(problem: Problem, hows: Sequence[int] = (TURNS, SPLIT)) -> list[F
     """
     with infrequent_gc():
         search = _Search.of(problem)
-        several = len(hows) > 1
-        tried = [(search.best(hows), hows)]
-        tried += [(search.best((TURNS,)), (TURNS,)), (search.best((SPLIT,)), (SPLIT,)), (search.mixed(), hows)] if several else []
-        some = [(one, by) for one, by in tried if one is not None]
-        if not some:
+        found = search.finished(search.of_modes() if len(hows) > 1 else [(search.best(hows), hows)])
+        if not found:
             raise problem.no_room()
-        near_s = min(one.step_s for one, _ in some) * _NEARLY
-        found = [search.in_all_chunks(one, by) if one.step_s <= near_s else one for one, by in some]
-        found = [search.polished(one) if one.step_s <= near_s else one for one in found]
-        found.sort(key=lambda one: one.step_s * (1 - _ROUNDING * one.is_exact))
-        if several and search.lends:
+        if len(hows) > 1 and search.lends:
             lent = search.lent(found[0])
             found = [lent, *found] if lent else found
         bounds = tuple(min(alike, key=lambda bound: bound.seconds) for alike in zip(*(one.bounds for one in found), strict=True))
@@ -523,28 +516,50 @@ class _Search:
         spec = self.problem.spec
         return spec.lend == "auto" and not self.problem.workload.staleness
 
+    def of_modes(self) -> list[tuple[Found | None, Sequence[int]]]:
+        """The best plans of searches that are free and confined to turns and to splits, then of a free one with more rows: the best that
+        mixes both, and the best of all. Some may be the same."""
+        free = TURNS, SPLIT
+        alone = [(self.best(hows), hows) for hows in (free, (TURNS,), (SPLIT,))]
+        tables = Solver(self.rough, slack_s=self.slack_s, most_rows=_MORE_ROWS).solve()
+        return [*alone, (self._mixed(tables), free), (_best_of(tables, self.bounds, is_exact=False), free)]
+
     def best(self, hows: Sequence[int]) -> Found | None:
         """The best plan with these ways to combine parts; None if there is none."""
         quick = None
         for rows in (_MOST_ROWS, _MORE_ROWS, 4 * _MORE_ROWS):
             known_s = quick.step_s if quick else np.inf
-            tables = Solver(self.rough, known_s, slack_s=self.slack_s, most_rows=rows, hows=hows).solve()
-            more = _best_of(tables, self.bounds, is_exact=False)
-            if not self.is_small:
-                more = _near(tables, more, self.slack_s, self.units)
+            more = self._best_near(Solver(self.rough, known_s, slack_s=self.slack_s, most_rows=rows, hows=hows).solve())
             quick = min((one for one in (quick, more) if one), key=lambda one: one.step_s, default=None)
             if quick and (rows == _MORE_ROWS or self.units > _MOST_DEVICES):
                 break
         exact = self._exact(quick, hows) if self.is_small else None
         return exact or quick
 
+    def _best_near(self, tables: Tables) -> Found | None:
+        """The best plan of the tables, or near it between the counts of the grid."""
+        found = _best_of(tables, self.bounds, is_exact=False)
+        return found if self.is_small else _near(tables, found, self.slack_s, self.units)
+
+    def finished(self, tried: Sequence[tuple[Found | None, Sequence[int]]]) -> list[Found]:
+        """Improve those plans that are nearly as fast as the best, in the ways that their searches had; fastest first, each once."""
+        some = [(one, hows) for one, hows in tried if one]
+        near_s = min((one.step_s for one, _ in some), default=0.0) * _NEARLY
+        found: dict[tuple[Mode, float], Found] = {}
+        for one, hows in some:
+            better = self.in_all_chunks(one, hows) if one.step_s <= near_s else one
+            known = found.setdefault((better.mode, better.step_s), better)
+            if better.is_exact and not known.is_exact:
+                found[better.mode, better.step_s] = better
+        done = [self.polished(one) if one.step_s <= near_s else one for one in found.values()]
+        return sorted(done, key=lambda one: one.step_s * (1 - _ROUNDING * one.is_exact))
+
     def in_all_chunks(self, found: Found, hows: Sequence[int]) -> Found:
         """The best plan with the same place for each engine, over all chunk sizes."""
         if found.is_exact:
             return found
         here = found.problem.with_options(Options({leaf.engine: [leaf.option] for leaf in leaves_of(found.node)}))
-        tables = Solver(here, found.step_s, most_rows=_MORE_ROWS, hows=hows).solve()
-        more = _best_of(tables, found.bounds, is_exact=False)
+        more = _best_of(Solver(here, found.step_s, most_rows=_MORE_ROWS, hows=hows).solve(), found.bounds, is_exact=False)
         return more if more and more.mode == found.mode and more.step_s < found.step_s else found
 
     def polished(self, found: Found) -> Found:
@@ -558,13 +573,15 @@ class _Search:
 
     def _moved(self, found: Found) -> Found | None:
         within, mine = ways_in(found.node), {leaf.engine: leaf.option for leaf in leaves_of(found.node)}
+        enough_s = found.step_s * (1 - _SLACK)
         for engine, here in mine.items():
             options = {other: [option] for other, option in mine.items()}
-            options[engine] = [here, *(one for one in self.rough.options.of[engine] if one != here)]
-            tables = Solver(self.problem.with_options(Options(options)), found.step_s, most_rows=_MORE_ROWS, within=within).solve()
-            one = _best_of(tables, found.bounds, is_exact=False)
-            if one and one.step_s < found.step_s * (1 - _SLACK):
-                return one
+            options[engine] = [one for one in self.rough.options.of[engine] if one != here]
+            if options[engine]:
+                tables = Solver(self.problem.with_options(Options(options)), enough_s, most_rows=_MORE_ROWS, within=within).solve()
+                one = _best_of(tables, found.bounds, is_exact=False)
+                if one and one.step_s < enough_s:
+                    return one
         return None
 
     def _exact(self, quick: Found | None, hows: Sequence[int]) -> Found | None:
@@ -585,9 +602,8 @@ class _Search:
         bounds = bounds_of(full)
         return full, bounds, prune_options(full)
 
-    def mixed(self) -> Found | None:
-        """The best plan of a quick search that mixes turns and splits; None if there is none."""
-        tables = Solver(self.rough, slack_s=self.slack_s, most_rows=_MORE_ROWS).solve()
+    def _mixed(self, tables: Tables) -> Found | None:
+        """The best plan that mixes turns and splits; None if there is none."""
         tables = _only(tables, lambda hows: hows == {TURNS, SPLIT})
         found = next((one for one in self._found(tables) if one.mode == "hybrid"), None)
         near = found if self.is_small else _near(tables, found, self.slack_s, self.units)
@@ -596,8 +612,13 @@ class _Search:
     def lent(self, known: Found) -> Found | None:
         """The best plan of a quick search that lends a trainer's devices to rollout; None where that is not worth it."""
         worth_s, rows = known.step_s * (1 - WORTH), _MORE_ROWS if self.is_small else _MOST_ROWS
-        tables = Solver(self.rough, worth_s, slack_s=self.slack_s, most_rows=rows, hows=(TURNS, SPLIT, LENT)).solve()
-        found = next(self._found(_only(tables, lambda hows: LENT in hows)), None)
+        hows = TURNS, SPLIT, LENT
+        for bounds_lending in (True, False):  # Bounds are quick, and mostly show that lending is not worth it.
+            solver = Solver(self.rough, worth_s, slack_s=self.slack_s, most_rows=rows, hows=hows, bounds_lending=bounds_lending)
+            tables = _only(solver.solve(), lambda hows: LENT in hows)
+            if tables.steps_s.min(initial=np.inf) > worth_s:
+                return None
+        found = next(self._found(tables), None)
         return found if found and found.step_s <= worth_s else None
 
     def _found(self, tables: Tables) -> Iterator[Found]:
@@ -634,10 +655,10 @@ def _near(tables: Tables, found: Found | None, slack_s: float, units: int) -> Fo
 
 
 def _best_of(tables: Tables, bounds: tuple[Bound, ...], *, is_exact: bool) -> Found | None:
-    try:
-        node, places, loss_s = best_of(tables)
-    except PlanError:
+    best = _first_placed(tables)
+    if best is None:
         return None
+    node, places, loss_s = best
     return Found(tables.problem, node, places, step_s(tables.problem, node), is_exact and not loss_s, bounds)
 
 
@@ -647,12 +668,19 @@ def best_of(tables: Tables) -> tuple[Node, Places, float]:
     Raises:
         PlanError: there is none.
     """
+    best = _first_placed(tables)
+    if best is None:
+        raise tables.problem.no_room()
+    return best
+
+
+def _first_placed(tables: Tables) -> tuple[Node, Places, float] | None:
     for row in np.argsort(tables.steps_s, kind="stable"):
         node = tree_of(tables, int(row))
         places = places_of(tables.problem, node)
         if places is not None:
             return node, places, float(tables.steps_s[row] - tables.steps_s.min())
-    raise tables.problem.no_room()
+    return None
 
 
 def _num_units(problem: Problem) -> int:
