@@ -638,10 +638,7 @@ def spread(front: Front, groups: IntArray, merit: FloatArray, most: int) -> Fron
         best = order[start]
         return front.take(np.sort(best[np.argsort(merit[best], kind="stable")[:most]]))
     rank = np.arange(len(order)) - start[np.cumsum(is_first) - 1]
-    last = int(np.searchsorted(np.cumsum(np.bincount(rank)), most))  # The rank of which not all rows are kept.
-    before, among = order[rank < last], order[rank == last]
-    best = among[np.argsort(merit[among], kind="stable")[: most - len(before)]]
-    return front.take(np.sort(np.concatenate([before, best])))
+    return front.take(np.sort(order[np.lexsort((merit[order], rank))[:most]]))
 
 
 def codes(ties: IntArray) -> IntArray:
