@@ -36,7 +36,7 @@ import itertools
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, TextIO
@@ -87,6 +87,10 @@ class CallRecord:
             hidden,
             (*(f"reads {effect}" for effect in call.reads), *(f"writes {effect}" for effect in call.writes)),
         )
+
+    def without_function(self) -> CallRecord:
+        """The record but for the function's code."""
+        return replace(self, hidden=tuple(one for one in self.hidden if one[0] != "function"))
 
     @property
     def where(self) -> str:
@@ -280,11 +284,14 @@ def look_of(observation: Observation, num_calls: int) -> Look:
     return Look(num_calls, observation.call, observation.why, str(observation.site), observation.site.text)
 
 
-def difference(recorded: CallRecord, now: CallRecord, *, what: str = "recorded") -> str | None:
+def difference(recorded: CallRecord, now: CallRecord, *, what: str = "recorded", may_change: Collection[str] = ()) -> str | None:
     """Describe how two calls at one place of the program differ; None if they are the same.
 
-    The line's number may differ, so that a comment above it changes nothing; its text may not.
+    The line's number may differ, so that a comment above it changes nothing; its text may not. Nor may the function's code, but of calls
+    whose names are in `may_change`.
     """
+    if recorded.name in may_change:
+        recorded, now = recorded.without_function(), now.without_function()
     if (recorded.name, recorded.step) != (now.name, now.step):
         return f"it is {now.name} in {_step(now)}; {what} was {recorded.name} in {_step(recorded)}"
     if recorded.inputs != now.inputs:
@@ -348,6 +355,8 @@ class ReplayBackend(Backend):
         logged: step and name -> how many such logs were written; others are written now. By default all those before the point were.
         left: generation -> the samples that it left to the next one of its line.
         failed: calls that failed, and whose error the program caught -> the call that failed by itself, and its error.
+        may_change: names of calls whose function may be another than was recorded: one failed, and ended the program.
+        changed: is told the name of each call whose function is another.
     """
 
     def __init__(
@@ -361,8 +370,11 @@ class ReplayBackend(Backend):
         logged: Mapping[tuple[int, str], int] | None = None,
         left: Mapping[int, Sequence[int]] | None = None,
         failed: Mapping[int, tuple[int, M2FlowError]] | None = None,
+        may_change: Collection[str] = (),
+        changed: Callable[[str], None] = lambda name: None,
     ) -> None:
         self._record = record
+        self._may_change, self._changed = set(may_change), changed
         self._live = live
         self._until_call = len(record.calls) if until_call is None else min(until_call, len(record.calls))
         self._until_step = until_step
@@ -399,9 +411,11 @@ class ReplayBackend(Backend):
                 call.site.describe(), f"Python waited here for %{look.call}, {look.why}, at {look.where}", f"{CallRecord.of(call)}"
             )
         recorded, now = self._record.calls[call.ordinal], CallRecord.of(call)
-        how = difference(recorded, now)
+        how = difference(recorded, now, may_change=self._may_change)
         if how is not None:
             raise _diverged(call.site.describe(), f"{recorded}  {recorded.where}", f"{now}  {now.where}", f"call {call.ordinal}: {how}")
+        if recorded.hidden != now.hidden:
+            self._changed(now.name)
         self._calls.append(call)
         for _, ref in call.inputs:
             self._takers.setdefault(ref.call, []).append(call.ordinal)
@@ -640,16 +654,18 @@ def _given(call: Call, rows: Batch) -> Call:
     return replace(call, engine="source", granularity=Granularity.SAMPLE, inputs=(), reads=(), writes=(), options=options, is_aligned=True)
 
 
-def check_same(record: Record, graph: MacroGraph) -> None:
+def check_same(record: Record, graph: MacroGraph, may_change: Collection[str] = ()) -> None:
     """Compare a flow's trace with the record of the run to resume, before anything is started: up to the trace's first look.
 
+    Args:
+        may_change: as of `difference`.
     Raises:
         DivergenceError: it makes another call; the first one is named.
     """
     num_sure = min([seen.call + 1 for seen in graph.observations], default=len(graph.calls))
     for recorded, call in zip(record.calls, graph.calls[:num_sure], strict=False):
         now = CallRecord.of(call)
-        how = difference(recorded, now)
+        how = difference(recorded, now, may_change=may_change)
         if how is not None:
             raise _diverged(call.site.describe(), f"{recorded}  {recorded.where}", f"{now}  {now.where}", f"call {call.ordinal}: {how}")
 

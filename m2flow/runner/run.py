@@ -62,7 +62,7 @@ from m2flow.micro.records.journal import Journal
 from m2flow.micro.records.ledger import read_endings, read_num_failed, samples_digest
 from m2flow.micro.records.plan_file import check_edited
 from m2flow.micro.records.provenance import resolved_of
-from m2flow.micro.records.resume import DONE, ResumeState, read_resume_state
+from m2flow.micro.records.resume import DONE, ResumeState, read_mendable, read_resume_state
 from m2flow.micro.records.rundir import create_run_dir, move, naming_disk_errors, write_config, write_plan
 from m2flow.micro.records.sample_query import SHOWN_BY
 from m2flow.micro.records.storage import copy_pictures, fetch_run_dir, share
@@ -327,6 +327,7 @@ class Run:
         self._loading: dict[str, str] = {}
         """In an eager run: what this process loads now."""
         self._interruptible: Interruptible | None = None
+        self._changes: set[str] = set()
         self._lowering: Lowering | None = None
         self.run_dir = Path()
 
@@ -341,7 +342,8 @@ class Run:
         self._num_steps, self._traced = num_steps, graph
         find_models(self._models, self.spec, with_weights=False)
         if self._resume is not None and (self._resume / "ledger.db").exists():
-            check_same(read_record(self._resume), graph)
+            record = read_record(self._resume)
+            check_same(record, graph, read_mendable(self._resume, record))
         if self.spec.pools and self.spec.launcher == "local":
             raise SpecError(
                 f"{self.spec.name} has pools of devices, and the local launcher runs on this machine only",
@@ -648,9 +650,24 @@ class Run:
         if resumed is None:
             return live
         self._replay = ReplayBackend(
-            resumed.record, live, redoes=resumed.redo, logged=resumed.logged, left=resumed.left, failed=resumed.failed
+            resumed.record,
+            live,
+            redoes=resumed.redo,
+            logged=resumed.logged,
+            left=resumed.left,
+            failed=resumed.failed,
+            may_change=resumed.may_change,
+            changed=self._function_changed,
         )
         return self._replay
+
+    def _function_changed(self, name: str) -> None:
+        what = f"the function of {name} is another than before: calls that were over keep what it gave then"
+        if what not in self._changes:
+            self._changes.add(what)
+            self._warn(what)
+            assert self._journal is not None
+            self._journal.incident("changed", "controller", what)
 
     def _recorded(self, backend: Backend) -> Backend:
         """The backend that the flow gets: it records the calls, and checks their structure if that is pinned."""

@@ -332,8 +332,8 @@ class Ledger:
         self._run("DELETE FROM record WHERE kind='look' AND position >= ?", (first,))
 
     def remembered(self, kind: str, bodies: Sequence[tuple[int, bytes]]) -> None:
-        """Store parts of the flow's record (`m2flow.micro.records.flow_record`): position and body."""
-        self._many("INSERT OR IGNORE INTO record VALUES (?,?,?)", [(kind, *body) for body in bodies])
+        """Store parts of the flow's record (`m2flow.micro.records.flow_record`), position and body, in place of an earlier attempt's."""
+        self._many("INSERT OR REPLACE INTO record VALUES (?,?,?)", [(kind, *body) for body in bodies])
 
     def saw(self, call: int, kind: str, body: bytes) -> None:
         """Store the value of a call as the program sees it."""

@@ -365,6 +365,8 @@ class ResumeState:
     """Generation -> samples that it left to the next of its line, and which no call has given since."""
     first_look_again: int
     """The first look of the program that had an error; later ones are made again."""
+    may_change: frozenset[str] = frozenset()
+    """Names of calls of a function of the user's that failed and ended the program, so that it may be mended before the run goes on."""
     tally: Tally = field(default_factory=Tally)
 
     @property
@@ -447,8 +449,15 @@ def read_resume_state(run_dir: Path, warn: Callable[[str], None]) -> ResumeState
         marks.get("metrics", 0),
         {call: tuple(samples) for call, samples in left.items()},
         num_looks,
+        _mendable(record, set(roots.values()) - failed.keys()),
         tally,
     )
+
+
+def read_mendable(run_dir: Path, record: RunRecord) -> frozenset[str]:
+    """The names of calls whose function may be another when the run goes on (`ResumeState.may_change`)."""
+    with reading_ledger(run_dir) as db:
+        return _mendable(record, {call for (call,) in db.execute("SELECT ordinal FROM calls WHERE state='failed'")})
 
 
 def _check_segments(db: sqlite3.Connection, run_dir: Path) -> None:
@@ -507,6 +516,12 @@ def _caught(
             assert isinstance(value, M2FlowError)
             errors[roots[look.call]] = value
     return {call: (root, errors[root]) for call, root in roots.items() if root in errors and call < num_calls}
+
+
+def _mendable(record: RunRecord, failed: Collection[int]) -> frozenset[str]:
+    """Names of failed calls of functions without state. What one with a state has come to is in its object alone."""
+    calls = [record.calls[ordinal] for ordinal in failed]
+    return frozenset(call.name for call in calls if not call.effects and "function" in dict(call.hidden))
 
 
 def _tally(db: sqlite3.Connection, record: RunRecord, done: set[int], over: set[int]) -> Tally:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from one_thread import commit_every, imaged, resumed
+from one_thread import SteppedRun, commit_every, imaged, resumed
 from test_replay import ROWS, digits
 from test_resume import account, spec_of
 
-from m2flow import AdamW, Dataset, Policy, Reward, flow, ppo_clip, steps
-from m2flow.errors import SpecError
+from m2flow import AdamW, Dataset, Policy, Reward, Sample, flow, ppo_clip, steps
+from m2flow.errors import DivergenceError, RewardError, SpecError
 from m2flow.micro.controller.journal_records import CrashRecovery
 from m2flow.micro.protocol.row_store import stopped_at
 from m2flow.micro.protocol.staleness import VersionSpan
@@ -151,3 +151,51 @@ def test_another_engine_for_training_is_refused_with_the_reason(tmp_path, monkey
     with pytest.raises(SpecError, match=r"trained by the engine fake.* embedded"):
         resumed(long_answers, {}, other, settings(tmp_path), images.paths[-5])
     assert read_config(images.paths[-5]).cluster == SPEC
+
+
+def broken(sample: Sample) -> float:
+    return None if sample.prompt == ROWS[4]["prompt"] else digits(sample)  # type: ignore[return-value]
+
+
+def mended(sample: Sample) -> float:
+    return 0.625 if sample.prompt == ROWS[4]["prompt"] else digits(sample)
+
+
+broken.__name__ = mended.__name__ = "right"
+JUDGE = [broken]
+
+
+@flow
+def judged_by_what_there_is(num_steps: int = 4, lr: float = 1e-3) -> None:
+    policy, judge, prompts = Policy("fake"), Reward(JUDGE[0], name="right"), Dataset(ROWS)
+    for _ in steps(num_steps):
+        responses = policy.generate(prompts.take(3), n=2, max_new_tokens=8)
+        policy.update(responses, judge.score(responses), optimizer=AdamW(lr))
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["planned", "eager"])
+def test_a_reward_that_ended_a_run_may_be_mended_and_the_run_goes_on(tmp_path, monkeypatch, eager):
+    given = settings(tmp_path).model_copy(update={"eager": eager})
+    monkeypatch.setattr(f"{__name__}.JUDGE", [broken])
+    run = SteppedRun(judged_by_what_there_is, {}, SPEC, given)
+    with pytest.raises(RewardError, match="NoneType"):
+        run.execute()
+    monkeypatch.setattr(f"{__name__}.JUDGE", [mended])
+    with pytest.raises(DivergenceError, match="lr"):
+        resumed(judged_by_what_there_is, {"lr": 1.0}, SPEC, given, run.run_dir)
+    said: list[str] = []
+    went_on = SteppedRun(judged_by_what_there_is, {}, SPEC, given, resume=run.run_dir, warn=said.append).execute()
+    assert went_on.steps == 4
+    assert [one for one in said if "right.score is another than before" in one]
+    assert audit(run.run_dir).is_sound
+    values = dict(rows(run.run_dir, "SELECT sample, value FROM rewards"))
+    assert len(values) == 24
+    assert list(values.values()).count(0.625) == 2
+
+
+def test_a_function_that_failed_not_may_not_be_another_when_a_run_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(f"{__name__}.JUDGE", [mended])
+    _, images = imaged(judged_by_what_there_is, {}, SPEC, settings(tmp_path), tmp_path / "images")
+    monkeypatch.setattr(f"{__name__}.JUDGE", [broken])
+    with pytest.raises(DivergenceError, match="function is right"):
+        resumed(judged_by_what_there_is, {}, SPEC, settings(tmp_path), images.paths[len(images.paths) // 2])
