@@ -162,7 +162,7 @@ def _now(row: Row) -> str:
 
 
 class Dataset:
-    """Rows with a `prompt`, any other columns being metadata (a `target` makes a row a demonstration).
+    """Rows with a `prompt`, any other columns being metadata (a `target` makes a row a demonstration, which the end token follows).
 
     Args:
         rows: mappings of the same keys, each with a text or a list of messages under `prompt`. Rows with `messages`, or `conversations`

@@ -8,6 +8,7 @@ Evaluated samples train nothing, move no cursor and take no random numbers from 
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 from collections import Counter
@@ -26,6 +27,7 @@ from m2flow.macro.handles import Metrics, describe
 from m2flow.macro.number import Number
 from m2flow.macro.ops import log
 from m2flow.macro.roles import Policy, Reference, Reward
+from m2flow.macro.session import instead_of
 from m2flow.recipe import check_count, check_flag, check_names, check_number, check_text
 from m2flow.samples import Batch, Ragged, Sample
 
@@ -64,7 +66,8 @@ def evaluate(
         sampling: further options of `Policy.generate`: `temperature=0.6`, `top_p=0.95`.
     Returns:
         numbers by name: of each metric M its value `M`, and `M low` and `M high`, the bounds of its 95 % confidence interval: the normal
-        one over the prompts, each with its n responses being one observation. It is nan with a single prompt, and too narrow with few.
+        one over the prompts, each with its n responses being one observation (of pass@k within 0 and 1). It is nan with a single
+        prompt, and too narrow with few.
     Source:
         Chen et al. 2021, arXiv:2107.03374, eq. 1 (pass@k); Wang et al. 2022, arXiv:2203.11171 (majority of answers); Miller 2024,
         arXiv:2411.00640, section 2 (errors clustered by prompt).
@@ -76,6 +79,9 @@ def evaluate(
     if answer is not None and not callable(answer):
         raise OptionError(f"answer={answer!r:.60} is no function of a sample")
     check_text("name", name)
+    unknown = next((key for key in sampling if key not in inspect.signature(Policy.generate).parameters), None)
+    if unknown is not None:
+        raise OptionError(f"evaluate and Policy.generate have no option {unknown!r}", now=instead_of(unknown, Policy.generate, "evaluate"))
     session = policy._session
     responses = policy.generate(dataset.all(), n=n, max_new_tokens=max_new_tokens, **{"staleness": 0, **sampling})
     rewards = score.judge(responses)  # A handle that nobody holds is released.
@@ -100,8 +106,9 @@ def evaluate(
         shown={"metrics": ", ".join(metrics)},
         is_aligned=False,
     )
-    measured = Metrics(session, call)
-    log(**{f"{name}/{key}": measured[key] for metric in metrics for key in (metric, f"{metric} low", f"{metric} high")})
+    keys = [key for metric in metrics for key in (metric, f"{metric} low", f"{metric} high")]
+    measured = Metrics(session, call, keys)
+    log(**{f"{name}/{key}": measured[key] for key in keys})
     return measured
 
 
@@ -189,7 +196,8 @@ def with_interval(metric: str, each: Floats) -> dict[str, float]:
     mean = float(each.mean()) if len(each) else math.nan
     error = float(each.std(ddof=1)) / math.sqrt(len(each)) if len(each) > 1 else math.nan
     half = NormalDist().inv_cdf((1 + _LEVEL) / 2) * error
-    return {metric: mean, f"{metric} low": mean - half, f"{metric} high": mean + half}
+    low, high = (0.0, 1.0) if metric.startswith("pass") else (-math.inf, math.inf)  # A chance.
+    return {metric: mean, f"{metric} low": max(mean - half, low), f"{metric} high": min(mean + half, high)}
 
 
 @final

@@ -25,13 +25,13 @@ import functools
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar, cast, final, overload
 
 import numpy as np
 
-from m2flow.errors import DatasetError, FieldError, OpError, RowError, TraceError, did_you_mean
+from m2flow.errors import DatasetError, FieldError, OpError, OptionError, RowError, TraceError, did_you_mean
 from m2flow.macro.columns import (
     Elementwise,
     Given,
@@ -133,7 +133,14 @@ class Handle:
 class Metrics(Handle):
     """Numbers by name: what an update reports, or what a `groupby` gives for each key."""
 
+    def __init__(self, session: Session, call: Call, names: Collection[str] = (), *, owner: Handle | None = None) -> None:
+        super().__init__(session, call, owner=owner)
+        self._names = names
+        """Empty: they are not known before."""
+
     def __getitem__(self, name: object) -> Number:
+        if self._names and name not in self._names:
+            raise OptionError(f"{self._call.name} gives no number {name!r:.60}", now=did_you_mean(str(name), self._names))
         return Number(self, key_text(name))
 
     def lagged(self, steps: int) -> dict[str, float] | None:

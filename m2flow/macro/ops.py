@@ -356,6 +356,22 @@ def op(
     return decorate
 
 
+def check_of_one_sample(function: Callable[..., object]) -> None:
+    """Check that a reward's function can be called with a sample alone. Raises `TraceError`."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # Of some built-in functions nothing is known.
+        return
+    of_place = {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}
+    variadic = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+    needed = [one.name for one in parameters if one.default is one.empty and one.kind not in variadic]
+    if len(needed) > 1 or not any(one.kind in of_place for one in parameters):
+        raise TraceError(
+            f"a reward is a function of one sample, and {getattr(function, '__name__', 'this one')} takes {', '.join(needed) or 'nothing'}",
+            now="Write def right(sample: Sample) -> float. It reads sample.text, and columns of the row: sample.answer.",
+        )
+
+
 def log(**values: Number | Handle | float) -> None:
     """Record numbers under these names in the run's metrics, when they are known. Does not wait."""
     session = current_session("log()")

@@ -26,7 +26,7 @@ from m2flow.macro.datasets import Dataset
 from m2flow.macro.graph import Granularity, Ref
 from m2flow.macro.handles import Handle, Metrics, Rows, Scores, describe, is_isolated
 from m2flow.macro.loss_declarations import check_update, nll, ppo_clip
-from m2flow.macro.ops import EpisodeRows, Failed, log, record_episodes
+from m2flow.macro.ops import EpisodeRows, Failed, check_of_one_sample, log, record_episodes
 from m2flow.macro.oversampling import carries, check_late, check_line, windows
 from m2flow.macro.refill import Draws, Keep, refill
 from m2flow.macro.session import Session, current_session
@@ -822,6 +822,7 @@ class Reward(Role):
     ) -> None:
         if not callable(function):
             raise TraceError(f"Reward needs a function, got {type(function).__name__}")
+        check_of_one_sample(function)
         super().__init__(str(getattr(function, "__name__", "reward")) if name is None else name, "Reward")
         check_seconds("timeout_s", timeout_s)
         self.function = function

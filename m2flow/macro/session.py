@@ -639,12 +639,22 @@ def recording(session: Session) -> Iterator[Session]:
         _current.reset(token)
 
 
+_MAX_NEW_TOKENS, _N, _LR = "It is max_new_tokens=.", "It is n=.", "It is lr=."
 _ELSEWHERE = {
     "best_of": 'Write n=8, and keep the best: responses.select(rewards == rewards.max(over="group")).',
+    "beta": "A KL penalty is ppo_clip(kl_coef=0.04), with update(..., reference=Reference(...)).",
     "do_sample": "temperature=0 is greedy.",
     "enable_thinking": 'Write chat_template_kwargs={"enable_thinking": False}.',
+    "epsilon": "It is eps_low= and eps_high=.",
     "frequency_penalty": "There are repetition_penalty= and logit_bias=.",
+    "learning_rate": _LR,
+    "max_completion_length": _MAX_NEW_TOKENS,
+    "max_completion_tokens": _MAX_NEW_TOKENS,
+    "max_prompt_length": "It is Dataset(..., max_prompt_tokens=).",
+    "max_tokens": _MAX_NEW_TOKENS,
     "num_beams": "There is no beam search: its responses are no samples of the policy. temperature=0 is greedy.",
+    "num_generations": _N,
+    "num_return_sequences": _N,
     "presence_penalty": "There are repetition_penalty= and logit_bias=.",
     "stream": "Files are read as they are drawn: Dataset.jsonl(path, stream=True); so with csv, parquet and hf.",
     "streaming": "Files are read as they are drawn: Dataset.jsonl(path, stream=True); so with csv, parquet and hf.",
@@ -652,19 +662,26 @@ _ELSEWHERE = {
 """Options of other libraries -> what to write here."""
 
 
+def instead_of(option: str, function: Callable[..., object], topic: str) -> str:
+    """What to write for an option that a function lacks, which `m2flow help TOPIC` explains."""
+    names = [name for name in inspect.signature(function).parameters if name != "self"]
+    return _ELSEWHERE.get(option) or did_you_mean(option, names, f"It has {', '.join(names)}; m2flow help {topic} explains them.")
+
+
 def _of_option(error: Exception) -> str:
-    """What to write for an option that a function of a flow's roles and datasets lacks; empty if it is another error."""
-    found = re.match(r"(\w+)\.(\w+)\(\) got an unexpected keyword argument '(\w+)'", str(error)) if isinstance(error, TypeError) else None
+    """What to write for an option that a function of m2flow's lacks; empty if it is another error."""
+    said = r"(?:(\w+)\.)?(\w+)\(\) got an unexpected keyword argument '(\w+)'"
+    found = re.match(said, str(error)) if isinstance(error, TypeError) else None
     if found is None:
         return ""
-    of, method, option = found.groups()
-    modules = map(importlib.import_module, ("m2flow.macro.roles", "m2flow.macro.datasets"))  # They import this one.
-    function = next((getattr(getattr(module, of, None), method, None) for module in modules if hasattr(module, of)), None)
+    of, name, option = found.groups()
+    # They import this one.
+    modules = map(importlib.import_module, ("m2flow.macro.roles", "m2flow.macro.datasets", "m2flow.macro.loss_declarations"))
+    named = next((getattr(module, of or name) for module in modules if hasattr(module, of or name)), None)
+    function = getattr(named, name, None) if of else named
     if function is None:
         return ""
-    names = [name for name in inspect.signature(function).parameters if name != "self"]
-    topic = of if method == "__init__" else f"{of}.{method}"
-    return _ELSEWHERE.get(option) or did_you_mean(option, names, f"It has {', '.join(names)}; m2flow help {topic} explains them.")
+    return instead_of(option, function, (of or name) if not of or name == "__init__" else f"{of}.{name}")
 
 
 def _place(call: Call) -> tuple[object, ...]:

@@ -128,7 +128,8 @@ def leftovers(run: display.Watched, *, was_there: bool, goes_on: str) -> str:
     if not tally.num_samples and was_there:
         return f"  What it had before is in {run.run_dir}."
     if not tally.num_samples:
-        return f"  No sample was generated yet; the run's logs are in {run.run_dir / 'logs'}."
+        again = f"; to go on: {goes_on}" if goes_on and (run.run_dir / "ledger.db").exists() else ""
+        return f"  No sample was generated yet; the run's logs are in {run.run_dir / 'logs'}{again}."
     done = "1 step is" if tally.num_steps == 1 else f"{tally.num_steps} steps are"
     return (
         f"  The {tally.num_samples:,} samples so far are in {run.run_dir} (ledger.db and segments/), {done} done.\n"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 
 import pytest
 from fake_clusters import FAKES
 
-from m2flow import Dataset, Flow, Policy, Reward, Rows, Sample, flow, log
-from m2flow.errors import FlowError
+from m2flow import AdamW, Dataset, Flow, Policy, Reward, Rows, Sample, evaluate, flow, log, ppo_clip
+from m2flow.errors import FlowError, OptionError
 from m2flow.macro.tracing import trace
 from m2flow.testing.programs import Answer
 from m2flow.testing.world import run_eager, run_planned
@@ -42,7 +43,7 @@ def at_once(line: str) -> Flow:
 
     @flow
     def wrong() -> None:
-        names = {"policy": Policy("fake"), "prompts": Dataset(ROWS)}
+        names = {"policy": Policy("fake"), "prompts": Dataset(ROWS), "AdamW": AdamW, "evaluate": evaluate, "ppo_clip": ppo_clip}
         exec(compile(line, "/tmp/their/flow.py", "exec"), {**globals(), **names})
 
     return wrong
@@ -78,7 +79,7 @@ def test_a_mistake_is_theirs_and_has_their_line(run, line):
     [
         ("policy.generate(prompts.take(1), max_new_tokens=3, num_beams=4)", "There is no beam search"),
         ("policy.generate(prompts.take(1), max_new_tokens=3, best_of=4)", "responses.select"),
-        ("policy.generate(prompts.take(1), max_tokens=3)", "Did you mean 'max_new_tokens'?"),
+        ("policy.generate(prompts.take(1), max_tokens=3)", "It is max_new_tokens=."),
         ("policy.generate(prompts.take(1), max_new_tokens=3, length=4)", "m2flow help Policy.generate explains them"),
         ("Policy('fake', sytem='Be short.')", "Did you mean 'system'?"),
         ("Dataset(ROWS, stream=True)", "Files are read as they are drawn"),
@@ -144,3 +145,28 @@ def test_a_handle_of_a_run_that_is_over_is_named_with_the_line_that_uses_it(run)
     answer = run(again, {}, FAKES)  # The trace before it has run the flow too.
     assert answer.error == "TraceError: mean was used after its flow had ended"
     assert "kept[0].mean()" in answer.where
+
+
+def takes_batches(prompts: list[str], completions: list[str], **columns: object) -> list[float]:
+    return [0.0]
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("policy.generate(prompts.take(1), num_generations=4)", "It is n=."),
+        ("policy.generate(prompts.take(1), max_completion_length=4)", "It is max_new_tokens=."),
+        ("ppo_clip(beta=0.04)", r"ppo_clip\(kl_coef=0.04\)"),
+        ("ppo_clip(clip=0.2)", "'dual_clip'|eps_low"),
+        ("AdamW(learning_rate=1e-4)", "It is lr=."),
+        ("evaluate(policy, prompts, score=Reward(length), max_new_tokens=3, max_tokens=3)", "It is max_new_tokens=."),
+        ("evaluate(policy, prompts, score=Reward(length), max_new_tokens=3)['accuracy']", "There are pass@1, pass@1 low"),
+        ("Reward(takes_batches)", "a function of one sample, and takes_batches takes prompts, completions"),
+        ("Reward(lambda: 1.0)", "takes nothing"),
+    ],
+)
+def test_what_another_library_calls_otherwise_is_said_as_it_is_here_and_before_anything_runs(line: str, says: str) -> None:
+    with pytest.raises((FlowError, OptionError)) as found:
+        trace(at_once(line), {}, steps=1)
+    assert re.search(says, str(found.value)), str(found.value)
+    assert "flow.py:1" in str(found.value)
