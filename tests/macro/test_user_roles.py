@@ -201,7 +201,8 @@ def test_calls_that_touch_the_same_resource_are_in_turn_and_others_run_at_once()
         started.append({f"{graph.calls[task.call].name} {task.call}" for _, task in running.values()})
         now, running = running, {}
         for number, (worker, task) in now.items():
-            tell(FromWorker(worker, m.Finished(number, task.call, task.ids, [1] * 3, [0] * 3, [], [0] * 3, [], None)))
+            ones, zeros = [1] * len(task.ids), [0] * len(task.ids)
+            tell(FromWorker(worker, m.Finished(number, task.call, task.ids, ones, zeros, [], zeros, [], None)))
             tell(FromWorker(worker, m.TaskDone(number)))
     assert started == [{"writes_a 1", "writes_b 2"}, {"reads_a 3", "reads_a 4"}, {"writes_a 5"}]
 
