@@ -257,7 +257,7 @@ class _Trial:
                 now = f"Leave such rows out, or shorten them: {source.role}.within(policy, max_prompt_tokens=..., too_long='drop')."
                 what = f"{where}: its prompt has {counts[-1]:,} tokens, and the model's context is {context:,}"
                 raise DatasetError(what, where=source.site.describe(), now=now)
-        self._say(call, f"the first {len(counts)} rows of {source.role} have {_span(counts)} tokens")
+        self._say(call, f"the first {len(counts)} rows of {source.role} have {_span(counts)} tokens each")
         given = self._models[call.role].template
         if given.tools != "[]" and "tools" not in codec.template:
             self._say(call, "the chat template writes no tools: the model does not see those of tools=")

@@ -88,7 +88,7 @@ def total(values):
         "rewards_ = Reward(later).score(responses)\nhigh = centred(responses, rewards_, 100.0)\ntotals = total(high)\nlog(a=totals['sum'])"
     )
     assert said(plan(tmp_path, body, functions)) == [
-        "policy.generate: the first 2 rows of sums have 3 tokens",
+        "policy.generate: the first 2 rows of sums have 3 tokens each",
         "later.score: gives 3.0 on the stub sample",
         "centred: gives 303.0 on the stub sample",
         "total: gives {'sum': 909.0} on the stub sample",

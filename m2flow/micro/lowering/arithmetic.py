@@ -134,8 +134,8 @@ def _update(graph: MacroGraph, call: Call, token_budget: int, num_ranks: int) ->
         Line(f"optimiser steps of {call.site}", f"{num_steps:,}", f"{epochs} epochs x ceil({prompts:,} prompts / {size:,}){smaller}"),
         Line(
             f"gradient accumulation of {call.site}",
-            f"at most {max(1, math.ceil(longest / token_budget))}",
-            f"ceil({longest:,} tokens of a mini-batch at most / {token_budget:,}) micro-batches a step, {where}",
+            f"about {max(1, math.ceil(longest / token_budget))}",
+            f"ceil({longest:,} bytes of text and new tokens of a mini-batch / {token_budget:,}) micro-batches a step, {where}",
         ),
     )
 
@@ -159,7 +159,7 @@ def _source(graph: MacroGraph, call: Call) -> Call | None:
 
 
 def _longest(graph: MacroGraph, source: Call | None) -> int:
-    """Tokens of a sample at most: of the longest prompt (one token a byte of text) and the longest response."""
+    """Bytes of the longest prompt and tokens of the longest response. What a chat template adds is not in it."""
     if source is None:
         return 0
     rows, sampling = source.options.get("rows"), source.options.get("sampling")
