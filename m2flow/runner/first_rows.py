@@ -26,6 +26,7 @@ import warnings
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
 from typing import Any, NoReturn, final
 
 import numpy as np
@@ -60,10 +61,14 @@ def try_first_rows(graph: MacroGraph, models: Mapping[str, Model], spec: Cluster
     """Render the first rows of a traced flow, and call each of its functions once; return what was found, in lines.
 
     Raises:
-        M2FlowError: a row has no rendering or is too long, or a function fails on the stub sample; with the flow's line.
+        M2FlowError: a model of this machine has no weights, a row has no rendering or is too long, or a function fails on the stub sample;
+            with the flow's line.
     """
     if {spec.rollout.engine, spec.train.engine} == {"fake"}:
         return []
+    if not spec.pools:
+        for role, model in models.items():
+            _check_weights(role, model)
     here, there = Pipe()
     with tempfile.TemporaryDirectory(prefix="m2flow-plan-") as folder:
         with warnings.catch_warnings():
@@ -81,6 +86,17 @@ def try_first_rows(graph: MacroGraph, models: Mapping[str, Model], spec: Cluster
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
+
+
+_WEIGHTS = {".safetensors", ".bin", ".gguf", ".pt", ".pth"}
+
+
+def _check_weights(role: str, model: Model) -> None:
+    folder = Path(model.path)
+    if model.init == "pretrained" and folder.is_dir() and not any(file.suffix in _WEIGHTS for file in folder.iterdir()):
+        raise ModelError(
+            f"the model of {role}, {folder}, has no weights: no *.safetensors in it", now="Copy them there, or pass init='random'."
+        )
 
 
 def _heard(link: Connection) -> list[str]:

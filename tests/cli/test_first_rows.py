@@ -17,7 +17,7 @@ DIGITS = Path(__file__).parents[2] / "flows" / "models" / "digits"
 
 FLOW = """
 import asyncio, os, tempfile, time
-from m2flow import Dataset, Policy, Reward, Role, call, flow, log, op, rewards, steps
+from m2flow import Dataset, Policy, Reference, Reward, Role, call, flow, log, op, rewards, steps
 
 HERE = os.path.dirname(__file__)
 
@@ -156,6 +156,14 @@ def test_a_row_that_the_template_refuses_or_that_is_too_long_is_named(tmp_path: 
 def test_tools_that_the_template_does_not_write_are_named(template: str, shows: bool, tmp_path: Path) -> None:
     options = f"chat=True, chat_template={template!r}, tools=[{{'type': 'function', 'function': {{'name': 'add'}}}}]"
     assert any("the chat template writes no tools" in line for line in said(plan(tmp_path, "pass", policy=options))) != shows
+
+
+def test_a_model_without_weights_is_named_before_a_run_finds_it(tmp_path: Path) -> None:
+    body = f"other = Reference({str(DIGITS)!r})\nlog(a=(responses.logprobs - other.logprobs(responses)).sum(over='sample').mean())"
+    error = refused(plan(tmp_path, body))
+    assert re.search(r"the model of \w+, .*digits, has no weights", error), error
+    assert "init='random'" in error
+    assert plan(tmp_path, body, "", "--no-try").exit_code == 0
 
 
 def test_the_plan_is_the_same_with_and_without_the_try(tmp_path: Path) -> None:
