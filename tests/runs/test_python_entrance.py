@@ -8,6 +8,7 @@ import random
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -99,7 +100,16 @@ def test_a_run_gives_tables_a_model_and_a_picture(tmp_path: Path) -> None:
     assert "asked for the same" in str(run.compare(run))
 
 
+@pytest.fixture
+def heeds_ctrl_c() -> Iterator[None]:
+    """Ctrl-C as in a terminal: where tests run as a background job, its signal is ignored, and stays so."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("heeds_ctrl_c")
 def test_an_interrupted_run_is_kept_and_goes_on(tmp_path: Path) -> None:
     def num_steps_written() -> int:
         return sum(path.read_bytes().count(b'"reward"') for path in tmp_path.glob("*/metrics.jsonl"))
