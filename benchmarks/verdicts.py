@@ -37,10 +37,10 @@ def measured(case: Planted, num_rounds: int) -> dict[str, object]:
     before_s, after_s, says, suggested = [], [], "", ""
     for _ in range(num_rounds):
         with tempfile.TemporaryDirectory() as runs:
-            run_dir, before = planted.ran(planted.planted, dict(case.options), case.cluster, Path(runs))
+            run_dir, before = planted.ran(dict(case.options), case.cluster, Path(runs))
             first = planted.first_suggestion(case, run_dir, before)
             before_s.append(step_s(before))
-            after_s.append(step_s(planted.applied(case, dict(case.options), first, Path(runs))))
+            after_s.append(step_s(planted.applied(case, first, Path(runs))))
             says, suggested = before.verdict.sentence, first.what
     numbers = {"before_s": statistics.median(before_s), "after_s": statistics.median(after_s)}
     ratio = statistics.median(one / other for one, other in zip(before_s, after_s, strict=True))

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from m2flow import SGD, Dataset, Policy, Reward, Sample, concat, flow, ppo_clip, steps
-from m2flow.macro.flow import Flow
 from m2flow.runner.run import Run
 from m2flow.spec import ClusterSpec, RunSettings
 from m2flow.viewer.analysis import Analysis, analysis_of
@@ -64,7 +63,18 @@ def computing(sample: Sample) -> float:
 JUDGES = {"quick": quick, "waiting": waiting, "computing": computing}
 
 
-def _train(judge: str, num_steps: int, batch: int, n: int, tokens: int, fetch_s: float, longest: int, shape: str) -> None:
+@flow(staleness="staleness")
+def planted(
+    judge: str = "quick",
+    num_steps: int = 4,
+    batch: int = 8,
+    n: int = 4,
+    tokens: int = 6,
+    fetch_s: float = 0.0,
+    longest: int = 0,
+    shape: str = "digits",
+    staleness: int = 0,
+) -> None:
     policy, reward = Policy(model(shape), init="random"), Reward(JUDGES[judge])
     prompts = Dataset.generate(question, num_steps * (batch + 1), seed=1)
     for _ in steps(num_steps):
@@ -75,34 +85,6 @@ def _train(judge: str, num_steps: int, batch: int, n: int, tokens: int, fetch_s:
             last = policy.generate(prompts.take(1), n=2, min_new_tokens=longest, max_new_tokens=longest)
             responses = concat([responses, last])
         policy.update(responses, reward.score(responses), loss=ppo_clip(), optimizer=SGD(1e-6))
-
-
-@flow
-def planted(
-    judge: str = "quick",
-    num_steps: int = 4,
-    batch: int = 8,
-    n: int = 4,
-    tokens: int = 6,
-    fetch_s: float = 0.0,
-    longest: int = 0,
-    shape: str = "digits",
-) -> None:
-    _train(judge, num_steps, batch, n, tokens, fetch_s, longest, shape)
-
-
-@flow(staleness=1)
-def loosened(
-    judge: str = "quick",
-    num_steps: int = 4,
-    batch: int = 8,
-    n: int = 4,
-    tokens: int = 6,
-    fetch_s: float = 0.0,
-    longest: int = 0,
-    shape: str = "digits",
-) -> None:
-    _train(judge, num_steps, batch, n, tokens, fetch_s, longest, shape)
 
 
 # ---- what is planted
@@ -144,27 +126,27 @@ CASES = [
 ]
 
 
-def ran(flow: Flow, options: dict[str, Any], cluster: dict[str, Any], runs: Path) -> tuple[Path, Analysis]:
+def ran(options: dict[str, Any], cluster: dict[str, Any], runs: Path) -> tuple[Path, Analysis]:
     merged = {part: {**values, **cluster.get(part, {})} for part, values in SPLIT.items()}
     spec = ClusterSpec.model_validate({"placement": cluster.get("placement", "split"), "device": "cpu", "cores": 2, **merged})
     settings = RunSettings(runs_dir=str(runs), metrics_to=())  # TensorBoard would be imported beside the second step.
-    run_dir = Path(Run(flow, options, spec, settings).execute().run_dir)
+    run_dir = Path(Run(planted, options, spec, settings).execute().run_dir)
     trace = RunTrace(run_dir)
     assert trace.refresh()
     return run_dir, analysis_of(trace, idle_of(trace))
 
 
-def applied(case: Planted, options: dict[str, Any], first: Suggestion, runs: Path) -> Analysis:
+def applied(case: Planted, first: Suggestion, runs: Path) -> Analysis:
+    """A run of this case with what was suggested first."""
     cluster: dict[str, Any] = dict(case.cluster)
     for part, values in first.cluster.items():
         cluster[part] = values if isinstance(values, str) else {**cluster.get(part, {}), **values}
-    options = dict(options)
-    flow = planted
+    options = dict(case.options)
     if "fetch_s" in options:
         options["fetch_s"] = 0.0
     if "staleness" in first.flow:
-        flow = loosened
-    return ran(flow, options, cluster, runs)[1]
+        options["staleness"] = 1
+    return ran(options, cluster, runs)[1]
 
 
 def first_suggestion(case: Planted, run_dir: Path, analysis: Analysis) -> Suggestion:

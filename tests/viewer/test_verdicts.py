@@ -42,10 +42,10 @@ def test_more_cores_than_an_engine_had_make_it_no_faster_and_fewer_slower() -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_planted_bottleneck_is_named_and_what_is_suggested_first_can_be_applied(case: Planted, tmp_path: Path) -> None:
-    run_dir, before = planted.ran(planted.planted, dict(case.options), case.cluster, tmp_path)
+    run_dir, before = planted.ran(dict(case.options), case.cluster, tmp_path)
     assert before.verdict.causes[0].name in case.causes, before.verdict
     assert before.verdict.causes[0].says in before.verdict.sentence
     first = planted.first_suggestion(case, run_dir, before)
     assert re.search(case.suggested, first.what), first
-    after = planted.applied(case, dict(case.options), first, tmp_path)
+    after = planted.applied(case, first, tmp_path)
     assert len(after.steps) == len(before.steps)
