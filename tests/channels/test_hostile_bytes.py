@@ -7,6 +7,8 @@ directions. Some thousands of inputs here, a million with `--long`.
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import random
 import socket
 import struct
@@ -301,11 +303,14 @@ _RAW = [
 
 
 def _say_raw(address: str, raw: bytes) -> socket.socket:
-    """Connect past ZeroMQ and say this."""
+    """Connect past ZeroMQ and say this; a socket that is bound and does not listen yet is waited for."""
     kind, _, place = address.partition("://")
     if kind == "ipc":
         peer = socket.socket(socket.AF_UNIX)
-        peer.connect(place)
+        deadline = time.monotonic() + 30.0
+        while (refused := peer.connect_ex(place)) == errno.ECONNREFUSED and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not refused, os.strerror(refused)
     else:
         host, _, port = place.rpartition(":")
         peer = socket.create_connection((host, int(port)))
