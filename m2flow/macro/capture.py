@@ -797,11 +797,22 @@ def _is_alike(value: object, taken: object) -> bool:
     if isinstance(value, dict):
         return _are_alike(value, taken) and _are_alike(value.values(), taken.values())  # type: ignore[arg-type, attr-defined]
     names = fields_of(kind)  # type: ignore[arg-type]  # mypy takes the hash of a class for that of its instances
-    return names is not None and all(_is_alike(getattr(value, name), getattr(taken, name)) for name in names)
+    if names is None:
+        return False
+    for name in names:
+        one, other = getattr(value, name), getattr(taken, name)
+        if one is not other and not _is_alike(one, other):
+            return False
+    return True
 
 
 def _are_alike(values: Collection[object], taken: Collection[object]) -> bool:
-    return len(values) == len(taken) and all(_is_alike(one, other) for one, other in zip(values, taken, strict=True))
+    if len(values) != len(taken):
+        return False
+    for one, other in zip(values, taken, strict=True):  # noqa: SIM110  # Not a generator: this is asked for each call that a flow makes.
+        if one is not other and not _is_alike(one, other):
+            return False
+    return True
 
 
 # ---- fingerprints

@@ -104,7 +104,7 @@ class Handle:
         """This handle as an input of a call in that session."""
         if self._session is not session:
             raise TraceError(f"{what} got a handle of another flow: {self!r}")
-        return self.ref
+        return Ref(self._call.ordinal)
 
     def observe(self, why: str) -> object:
         """The result. Python waits for it."""

@@ -164,17 +164,19 @@ def gather(
     constants: dict[str, object] = {}
     base: Rows | None = None
     for parameter, is_keyword, value in bound:
-        if isinstance(value, Number):
+        if isinstance(value, Handle):
+            inputs[parameter] = value.check(session, name)
+            kind: Literal["rows", "column", "value"] = "value"
+            if isinstance(value, Rows):
+                kind = "column" if value.column else "rows"
+                if value.column:
+                    columns[parameter] = value.column
+                base = value if base is None else base
+            arguments.append((parameter, kind, is_keyword, None))
+        elif isinstance(value, Number):
             ordinal, field = value.source(session, name)
             inputs[parameter] = Ref(ordinal)
             arguments.append((parameter, "value", is_keyword, field))
-        elif isinstance(value, Handle):
-            inputs[parameter] = value.check(session, name)
-            column = value.column if isinstance(value, Rows) else None
-            kind: Literal["rows", "column", "value"] = "column" if column else "rows" if isinstance(value, Rows) else "value"
-            arguments.append((parameter, kind, is_keyword, None))
-            columns |= {parameter: column} if column else {}
-            base = value if base is None and isinstance(value, Rows) else base
         else:
             _refuse_hidden(name, parameter, value)
             constants[parameter] = value
