@@ -16,19 +16,20 @@ import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, cast, final
+from typing import TYPE_CHECKING, Any, Literal, cast, final
 
 import numpy as np
 
 from m2flow.errors import DatasetError, MissingExtra, OptionError, TraceError
 from m2flow.macro.columns import ReduceByKey
-from m2flow.macro.draw_order import ROW, Curriculum, Epochs, Mix, Observed, Order, Row, levels, order_of
+from m2flow.macro.draw_order import ROW, Curriculum, Epochs, ListedRows, Mix, Observed, Order, Row, order_of
 from m2flow.macro.graph import Granularity
 from m2flow.macro.handles import Handle, Rows, describe
 from m2flow.macro.row_files import (
     FORMATS,
     QUESTIONS,
     TAKEN,
+    ChangedRows,
     Columns,
     Csv,
     HeldRows,
@@ -87,6 +88,15 @@ def _answers(row: Row, what: str) -> tuple[str, str]:
     return found[0], found[1]
 
 
+_ANSWERS = ("chosen", "rejected", "target")
+"""Columns of answers, of which a pair has `target` alone: both."""
+
+
+def _as_pair(row: Row, what: str) -> Row:
+    """A row with both answers as its target. Raises DatasetError as `_answers` does."""
+    return {**{key: value for key, value in row.items() if key not in _ANSWERS}, "target": list(_answers(row, what))}
+
+
 def _of_two(columns: Mapping[str, Column], count: int) -> dict[str, Column]:
     """Columns of the samples of `count` pairs, from those of the pairs: the chosen answer first."""
     answers = columns["target"]
@@ -105,49 +115,85 @@ class _Fitting:
     """The prompts of a dataset that have no more tokens than a limit, or were shortened to it."""
 
     kept: list[int]
+    num_shortened: int
     shortened: dict[int, object]
-    """Row -> its prompt then."""
+    """Row -> its prompt then; empty where prompts are shortened as they are drawn."""
     shown: dict[str, object]
     """What a plan shows of the others."""
 
 
-def _fitting(prompts: Iterable[object], name: str, policy: Policy | None, limit: int, too_long: TooLong) -> _Fitting:
-    """Choose the rows whose prompts have no more tokens than this, as the policy sees them.
+@final
+class _PromptLimit:
+    """Bounds prompts to so many tokens, as a policy sees them."""
 
-    Raises:
-        DatasetError: a prompt is too long and is to be an error, or can't be shortened; or no row is left.
-    """
-    session = current_session(f"the dataset {name!r}")
-    if policy is None or getattr(policy, "name", None) not in session.models:
-        raise OptionError(f"max_prompt_tokens={limit} counts the tokens of a policy, and got policy={policy!r:.60}", now=_POLICY)
-    # Tokenizers are the engines', and are loaded only where a flow counts by them.
-    codec = importlib.import_module("m2flow.engines.models.hf_model").load_tokenizer(session.models[policy.name])
-    kept, found, shortened, num_rows = [], [], {}, 0
-    for i, prompt in enumerate(prompts):
-        num_rows += 1
-        count = len(codec.encode_prompt(prompt))
-        if count <= limit:
-            kept.append(i)
-            continue
-        found.append(i)
-        if too_long == "error":
+    def __init__(self, codec: Any, limit: int, too_long: TooLong, name: str) -> None:
+        self._codec = codec
+        self._limit = limit
+        self._too_long = too_long
+        self._name = name
+
+    @classmethod
+    def of(cls, policy: Policy | None, limit: int, too_long: TooLong, name: str) -> _PromptLimit:
+        """A limit of the dataset of this name. Raises OptionError: there is no such policy in the flow."""
+        session = current_session(f"the dataset {name!r}")
+        if policy is None or getattr(policy, "name", None) not in session.models:
+            raise OptionError(f"max_prompt_tokens={limit} counts the tokens of a policy, and got policy={policy!r:.60}", now=_POLICY)
+        # Tokenizers are the engines', and are loaded only where a flow counts by them.
+        codec = importlib.import_module("m2flow.engines.models.hf_model").load_tokenizer(session.models[policy.name])
+        return cls(codec, limit, too_long, name)
+
+    def fitted(self, prompt: object, row: int) -> object:
+        """A prompt, shortened if it is too long; None if its row is to be left out.
+
+        Raises:
+            DatasetError: it is too long and is to be an error, or can't be shortened.
+        """
+        count = len(self._codec.encode_prompt(prompt))
+        if count <= self._limit:
+            return prompt
+        if self._too_long == "error":
             raise DatasetError(
-                f"the prompt of row {i} of the dataset {name!r} has {count} tokens, and max_prompt_tokens is {limit}",
+                f"the prompt of row {row} of the dataset {self._name!r} has {count} tokens, and max_prompt_tokens is {self._limit}",
                 now='Raise it, or say what becomes of such rows: too_long="drop", "truncate-left" or "truncate-middle".',
             )
-        if too_long == "drop":
-            continue
-        shortened[i] = codec.shortened(prompt, limit, in_middle=too_long == "truncate-middle")
-        if shortened[i] is None:
+        if self._too_long == "drop":
+            return None
+        shortened = self._codec.shortened(prompt, self._limit, in_middle=self._too_long == "truncate-middle")
+        if shortened is None:
             raise DatasetError(
-                f"the prompt of row {i} of the dataset {name!r} can't be shortened to {limit} tokens", now="Raise the limit."
+                f"the prompt of row {row} of the dataset {self._name!r} can't be shortened to {self._limit} tokens", now="Raise the limit."
             )
-        kept.append(i)
-    if not kept:
-        raise DatasetError(f"all {num_rows} prompts of the dataset {name!r} have more than {limit} tokens", now="Raise max_prompt_tokens.")
-    named = ", ".join(map(str, found[:_NAMED])) + (", ..." if len(found) > _NAMED else "")
-    shown = {"dropped" if too_long == "drop" else "truncated": f"{len(found)} of {num_rows} rows: {named}"} if found else {}
-    return _Fitting(kept, shortened, dict(shown))
+        return cast("object", shortened)
+
+    def fitting(self, prompts: Iterable[object], *, keeps: bool) -> _Fitting:
+        """Choose the rows whose prompts fit. With `keeps`, those that were shortened are returned with them.
+
+        Raises:
+            DatasetError: as `fitted`; or no row is left.
+        """
+        kept: list[int] = []
+        shortened: dict[int, object] = {}
+        found: list[int] = []
+        num_rows = num_found = 0
+        for i, prompt in enumerate(prompts):
+            num_rows += 1
+            fitted = self.fitted(prompt, i)
+            if fitted is not None:
+                kept.append(i)
+            if fitted is prompt:
+                continue
+            num_found += 1
+            if len(found) <= _NAMED:
+                found.append(i)
+            if keeps and fitted is not None:
+                shortened[i] = fitted
+        if not kept:
+            now = "Raise max_prompt_tokens."
+            raise DatasetError(f"all {num_rows} prompts of the dataset {self._name!r} have more than {self._limit} tokens", now=now)
+        named = ", ".join(map(str, found[:_NAMED])) + (", ..." if num_found > _NAMED else "")
+        is_drop = self._too_long == "drop"
+        shown = {"dropped" if is_drop else "truncated": f"{num_found} of {num_rows} rows: {named}"} if num_found else {}
+        return _Fitting(kept, 0 if is_drop else num_found, shortened, dict(shown))
 
 
 _POLICY = "Write Dataset(rows, policy=policy, max_prompt_tokens=512)."
@@ -220,7 +266,8 @@ class Dataset:
         self._cut: dict[str, object] = {}
         if max_prompt_tokens is not None:
             check_count("max_prompt_tokens", max_prompt_tokens)
-            fitting = _fitting((row["prompt"] for row in rows), name, policy, max_prompt_tokens, too_long)
+            limit = _PromptLimit.of(policy, max_prompt_tokens, too_long, name)
+            fitting = limit.fitting((row["prompt"] for row in rows), keeps=True)
             rows = [{**rows[i], "prompt": fitting.shortened.get(i, rows[i]["prompt"])} for i in fitting.kept]
             self._cut = fitting.shown
         elif policy is not None:
@@ -232,7 +279,7 @@ class Dataset:
         """Rows that are read when they are drawn; `_columns` has the first one then."""
         self._num_each = 1
         """Samples of a row: 2 are the answers of a pair."""
-        self._order = order_of(rows, curriculum, name, shuffle=shuffle)
+        self._order = order_of(ListedRows(rows), curriculum, name, shuffle=shuffle)
         self._cursor = 0
         self._num_alls = 0
         self._first_unsure = 0
@@ -396,7 +443,7 @@ class Dataset:
         name = name or files[0].path.stem
         if stream:
             stored = RowsOnDisk(files, columns)
-            return cls._of_stored(stored, name, Epochs(len(stored), levels(stored.rows(), curriculum, name), shuffle=shuffle))
+            return cls._of_stored(stored, name, order_of(stored, curriculum, name, shuffle=shuffle))
         places: list[str] = []
         rows = _RowsOfFiles(mapped(itertools.chain.from_iterable(file.rows() for file in files), columns, places))
         rows.places = places
@@ -449,19 +496,20 @@ class Dataset:
 
             prompts = Dataset.jsonl("train.jsonl").within(policy, max_prompt_tokens=512, too_long="drop")
 
-        A stream (`stream=True`) is read once for it; its prompts can be dropped, and not be shortened.
+        A stream (`stream=True`) is read once for it, and its prompts are shortened as they are drawn.
         """
         check_count("max_prompt_tokens", max_prompt_tokens)
         check_choice("too_long", too_long, TooLong)
         if isinstance(self._order, Mix):
             raise DatasetError("a mix has the prompts of its datasets", now="Bound those before mixing them.")
-        if self._stored is not None and too_long.startswith("truncate"):
-            now = 'Leave stream=True out, or say too_long="drop".'
-            raise DatasetError(f"rows of the dataset {self.name!r} are read when they are drawn, and can't be shortened", now=now)
-        fitting = _fitting((row["prompt"] for row in self._rows("prompt")), self.name, policy, max_prompt_tokens, too_long)
+        limit = _PromptLimit.of(policy, max_prompt_tokens, too_long, self.name)
+        fitting = limit.fitting((row["prompt"] for row in self._rows("prompt")), keeps=self._stored is None)
         made = self._part(fitting.kept, self.name)
         made._cut = fitting.shown
-        if fitting.shortened:
+        if made._stored is not None and fitting.num_shortened:
+            made._stored = ChangedRows(made._stored, lambda row, i: {**row, "prompt": limit.fitted(row["prompt"], i)})
+            made._columns = made._stored.columns_at([0])
+        elif fitting.num_shortened:
             prompts = [fitting.shortened[i] if i in fitting.shortened else value_of(self._columns["prompt"], i) for i in fitting.kept]
             made._columns = {**made._columns, "prompt": column_of(prompts, "prompt")}
         return made
@@ -484,15 +532,20 @@ class Dataset:
         is the answer; or `chosen` and `rejected` as whole conversations with the same beginning.
 
         Raises:
-            DatasetError: a row has no two answers to its prompt; or the rows are read from a stream, or pairs already.
+            DatasetError: a row has no two answers to its prompt; or the rows are pairs already.
         """
-        if self._num_each != 1 or self._stored is not None or not {"target", "rejected"} <= set(self._columns):
-            why = "has pairs already" if self._num_each != 1 else "is a stream" if self._stored is not None else "has other columns"
+        if self._num_each != 1 or not {"target", "rejected"} <= set(self._columns):
+            why = "has pairs already" if self._num_each != 1 else "has other columns"
             raise DatasetError(f"the dataset {self.name!r} gives no pairs: it {why}", now="Give rows with prompt, chosen and rejected.")
         made = copy.copy(self)
         made._session, made._order, made._num_each = None, self._order.fresh(), 2
-        answers = Ragged.json([_answers(row, f"row {i} of the dataset {self.name!r}") for i, row in enumerate(self._rows())])
-        kept = {key: column for key, column in self._columns.items() if key not in ("chosen", "rejected", "target")}
+        name = self.name  # Errors name the rows of this dataset, also where they are read in a part of it.
+        if self._stored is not None:
+            made._stored = ChangedRows(self._stored, lambda row, i: _as_pair(row, f"row {i} of the dataset {name!r}"), made=["target"])
+            made._columns = made._stored.columns_at([0])
+            return made
+        answers = Ragged.json([_answers(row, f"row {i} of the dataset {name!r}") for i, row in enumerate(self._rows())])
+        kept = {key: column for key, column in self._columns.items() if key not in _ANSWERS}
         made._columns = {**kept, "target": answers}
         return made
 

@@ -12,8 +12,8 @@ import inspect
 import itertools
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast, final
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, cast, final
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,41 @@ Curriculum = str | Callable[[Row], float] | _OfSeen
 
 ROW = "row"
 """The column with each row's position, which tells what was seen of which."""
+
+
+class RowSource(Protocol):
+    """Rows by position, in memory or on disk."""
+
+    def __len__(self) -> int: ...
+
+    def rows(self) -> Iterator[Row]:
+        """All rows in order."""
+
+    def rows_at(self, positions: Sequence[int]) -> list[Row]:
+        """Read rows."""
+
+    def part(self, index: Sequence[int]) -> RowSource:
+        """Only these rows."""
+
+
+@final
+class ListedRows(RowSource):
+    """Rows in memory."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def rows(self) -> Iterator[Row]:
+        return iter(self._rows)
+
+    def rows_at(self, positions: Sequence[int]) -> list[Row]:
+        return [self._rows[position] for position in positions]
+
+    def part(self, index: Sequence[int]) -> ListedRows:
+        return ListedRows(self.rows_at(index))
 
 
 class Order(ABC):
@@ -46,18 +81,18 @@ class Order(ABC):
         """The order of these rows alone."""
 
 
-def order_of(rows: Sequence[Row], curriculum: Curriculum | None, name: str, *, shuffle: bool) -> Order:
+def order_of(rows: RowSource, curriculum: Curriculum | None, name: str, *, shuffle: bool) -> Order:
     """Make the order that a dataset's options ask for.
 
     Raises:
         OptionError, DatasetError: the curriculum is none, or a row has no number in it.
     """
     if callable(curriculum) and _takes_seen(curriculum):
-        if rows and ROW in rows[0]:
+        if ROW in rows.rows_at([0])[0]:
             now = "Rename the column, to row_of_file for example."
             raise DatasetError(f"the dataset {name!r} has a column {ROW!r}, which a curriculum of what was seen adds itself", now=now)
         return Observed(rows, cast(_OfSeen, curriculum), name, shuffle=shuffle)
-    return Epochs(len(rows), levels(rows, curriculum, name), shuffle=shuffle)
+    return Epochs(len(rows), _levels(rows.rows(), curriculum, name), shuffle=shuffle)
 
 
 def _takes_seen(function: Callable[..., object]) -> bool:
@@ -73,7 +108,7 @@ def _takes_seen(function: Callable[..., object]) -> bool:
     return False  # The second parameter has a default, and is the function's own.
 
 
-def levels(rows: Iterable[Row], curriculum: Any, name: str) -> list[float] | None:
+def _levels(rows: Iterable[Row], curriculum: Any, name: str) -> list[float] | None:
     """The number of each row that a curriculum goes by; None without one.
 
     Raises:
@@ -83,8 +118,6 @@ def levels(rows: Iterable[Row], curriculum: Any, name: str) -> list[float] | Non
         return None
     if not isinstance(curriculum, str) and not callable(curriculum):
         raise OptionError(f"curriculum={curriculum!r:.60} is neither a column's name nor a function of a row")
-    if callable(curriculum) and _takes_seen(curriculum):
-        raise OptionError("a curriculum of what was seen asks for rows in memory", now="Leave stream=True out.")
     found: list[float] = []
     for i, row in enumerate(rows):
         if isinstance(curriculum, str) and curriculum not in row:
@@ -170,17 +203,22 @@ class Observed(Order):
     """The row whose level is lowest now, each at most once an epoch; of one level as they are, or shuffled anew in each epoch.
 
     A level is a function of the row and of the list of what was seen of it, oldest first; None passes the row over for now. An epoch ends
-    when no row is left that it may give.
+    when no row is left that it may give. Of rows on disk their levels are in memory (8 bytes each), and a row is read again when something
+    was seen of it.
     """
 
-    def __init__(self, rows: Sequence[Row], level: _OfSeen, name: str, *, shuffle: bool) -> None:
+    def __init__(self, rows: RowSource, level: _OfSeen, name: str, *, shuffle: bool, unseen: npt.NDArray[np.float64] | None = None) -> None:
         self._rows = rows
         self._level = level
         self._name = name
         self._shuffle = shuffle
         self._seen: dict[int, list[float]] = {}
         """Row -> what was seen of it."""
-        self._levels = np.array([self._level_of(row) for row in range(len(rows))], np.float64)
+        if unseen is None:
+            unseen = np.array([self._level_of(i, row) for i, row in enumerate(rows.rows())], np.float64)
+        self._unseen = unseen
+        """Levels of rows of which nothing was seen."""
+        self._levels = unseen.copy()
         """nan: passed over."""
         self._drawn: list[tuple[int, int]] = []
         """Epoch and row of each draw."""
@@ -221,10 +259,10 @@ class Observed(Order):
 
     def saw(self, seen: Mapping[str, float]) -> None:
         """Take note of a number for each of these rows, by position."""
-        for text, value in seen.items():
-            row = int(text)
-            self._seen.setdefault(row, []).append(value)
-            self._levels[row] = self._level_of(row)
+        positions = [int(text) for text in seen]
+        for position, value, row in zip(positions, seen.values(), self._rows.rows_at(positions), strict=True):
+            self._seen.setdefault(position, []).append(value)
+            self._levels[position] = self._level_of(position, row)
         self._next = None
 
     def go_back(self, drawn: int) -> None:
@@ -233,12 +271,13 @@ class Observed(Order):
             del self._drawn[drawn:]
             self._next = None
 
-    def _level_of(self, row: int) -> float:
-        level = self._level(self._rows[row], tuple(self._seen.get(row, ())))
-        return float("nan") if level is None else _level(level, row, self._name)
+    def _level_of(self, position: int, row: Row) -> float:
+        level = self._level(row, tuple(self._seen.get(position, ())))
+        return float("nan") if level is None else _level(level, position, self._name)
 
     def fresh(self) -> Observed:
-        return Observed(self._rows, self._level, self._name, shuffle=self._shuffle)
+        return Observed(self._rows, self._level, self._name, shuffle=self._shuffle, unseen=self._unseen)
 
     def part(self, index: Sequence[int]) -> Observed:
-        return Observed([self._rows[i] for i in index], self._level, self._name, shuffle=self._shuffle)
+        rows, unseen = self._rows.part(index), self._unseen[np.array(index, np.int64)]
+        return Observed(rows, self._level, self._name, shuffle=self._shuffle, unseen=unseen)

@@ -4,7 +4,7 @@
 
 Streams. `RowsOnDisk` reads every row once, checks it and notes where it lies (24 bytes); a drawn row is read there again. A column has
 one kind over all rows, however few are drawn: of each kind of value that it has, one is kept as a witness (`StoredRows`). So a stream
-gives the columns that its rows would have in memory.
+gives the columns that its rows would have in memory. `ChangedRows` makes what is drawn of what is stored: shorter prompts, pairs.
 
 Limits: files that change while a run reads them. A row of Parquet is read with its row group, of which the last one is kept.
 """
@@ -17,7 +17,7 @@ import itertools
 import json
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ from typing import Any, BinaryIO, final
 import numpy as np
 
 from m2flow.errors import DatasetError, MissingExtra, did_you_mean
-from m2flow.macro.draw_order import Row
+from m2flow.macro.draw_order import Row, RowSource
 from m2flow.samples import Column, Ragged, check_prompt, column_of, taken
 
 # ---- names and prompts
@@ -356,7 +356,7 @@ def _free_name(column: str) -> str:
 # ---- rows that are read when they are drawn
 
 
-class StoredRows(ABC):
+class StoredRows(RowSource, ABC):
     """Rows that are read when they are drawn, with columns of the kinds that all rows together have."""
 
     def __init__(self) -> None:
@@ -507,6 +507,36 @@ class MixedRows(StoredRows):
             for i, position in enumerate(mine):
                 found[position] = {"source": name, **{column: value_of(values, i) for column, values in columns.items()}}
         return [self._speaking(found[position]) for position in positions]
+
+
+@final
+class ChangedRows(StoredRows):
+    """Rows made of others as they are read: with a shorter prompt, with both answers of a pair.
+
+    Args:
+        change: makes a row of the other and its position, which errors name; the same one each time. It may leave columns out.
+        made: columns that have another kind of values then. With any, all rows are made once, which finds those that can't be.
+    """
+
+    def __init__(self, others: StoredRows, change: Callable[[Row, int], Row], *, made: Collection[str] = ()) -> None:
+        super().__init__()
+        self._others = others
+        self._change = change
+        kept = self.rows_at([0])[0].keys() - set(made)
+        self._witnesses = {name: kinds for name, kinds in others._witnesses.items() if name in kept}
+        for row in self.rows() if made else ():
+            self._note({name: row[name] for name in made})
+
+    def __len__(self) -> int:
+        return len(self._others)
+
+    def rows_at(self, positions: Sequence[int]) -> list[Row]:
+        return [self._change(row, position) for row, position in zip(self._others.rows_at(positions), positions, strict=True)]
+
+    def part(self, index: Sequence[int]) -> ChangedRows:
+        made = copy.copy(self)
+        made._others = self._others.part(index)
+        return made
 
 
 def value_of(column: Column, row: int) -> object:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -102,9 +103,9 @@ def test_rows_of_any_loader_are_bounded_as_those_of_a_list(path: str, tmp_path: 
             policy = Policy(path, init="random")
             if loaded:
                 read = Dataset.jsonl(tmp_path / "rows.jsonl", stream=stream, shuffle=False, name="dataset")
-                read.within(policy, limit, too_long=too_long).take(2)
+                read.within(policy, limit, too_long=too_long).take(3)
             else:
-                Dataset(rows, policy=policy, max_prompt_tokens=limit, too_long=too_long, shuffle=False).take(2)
+                Dataset(rows, policy=policy, max_prompt_tokens=limit, too_long=too_long, shuffle=False).take(3)
 
         return trace(Flow(body), {}, steps=1, seed=0)[0]
 
@@ -112,8 +113,9 @@ def test_rows_of_any_loader_are_bounded_as_those_of_a_list(path: str, tmp_path: 
     assert prompts(graph(True, "drop")) == prompts(graph(False, "drop"))
     with pytest.raises(DatasetError, match="row 1 of the dataset 'dataset' has"):
         graph(True, "error")
-    if stream:
-        with pytest.raises(DatasetError, match="can't be shortened"):
-            graph(True, "truncate-left")
-    else:
-        assert prompts(graph(True, "truncate-left")) == prompts(graph(False, "truncate-left"))
+    for too_long in ("truncate-left", "truncate-middle"):
+        assert str(graph(True, too_long)).partition("test_")[0] == str(graph(False, too_long)).partition("test_")[0]
+        assert prompts(graph(True, too_long)) == prompts(graph(False, too_long))
+    limit -= 7 + 18 * as_messages
+    with pytest.raises(DatasetError, match="row 0 of the dataset 'dataset' can't be shortened") if as_messages else nullcontext():
+        graph(True, "truncate-left")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +12,8 @@ from fake_clusters import SPLIT
 from test_replay import Keeping
 
 from m2flow import Dataset, Policy, Reward, Sample, flow, steps
-from m2flow.errors import DatasetError, OptionError, TraceError
-from m2flow.macro.draw_order import Observed
+from m2flow.errors import DatasetError, TraceError
+from m2flow.macro.draw_order import ListedRows, Observed
 from m2flow.macro.replay import MemoryRecord, ReplayBackend, trains
 from m2flow.macro.tracing import trace
 from m2flow.testing.world import run_eager, run_planned
@@ -29,8 +31,11 @@ def judged(sample: Sample) -> float:
 
 
 @flow
-def climbs(num_steps: int = 8, lag: int = 0, drawn: list[object] | None = None, refills: bool = False) -> None:
-    policy, judge, prompts = Policy("fake"), Reward(judged), Dataset(ROWS, curriculum=hardest_first)
+def climbs(num_steps: int = 8, lag: int = 0, drawn: list[object] | None = None, refills: bool = False, stream: str = "") -> None:
+    """Observes rewards of rows in memory, or of those that are read from a file as they are drawn."""
+    policy, judge = Policy("fake"), Reward(judged)
+    read = Dataset.jsonl(stream, stream=True, name="dataset", curriculum=hardest_first) if stream else None
+    prompts = read or Dataset(ROWS, curriculum=hardest_first)
     drawn = drawn if drawn is not None else []
     drawn.clear()
     for _ in steps(num_steps):
@@ -47,14 +52,14 @@ def climbs(num_steps: int = 8, lag: int = 0, drawn: list[object] | None = None, 
 
 
 def test_the_lowest_level_comes_first_each_row_once_an_epoch_and_none_passes_a_row_over() -> None:
-    order = Observed(ROWS[:4], lambda row, seen: seen[-1] if seen else float(row["number"]), "rows", shuffle=False)  # type: ignore[arg-type]
+    order = Observed(ListedRows(ROWS[:4]), lambda row, seen: seen[-1] if seen else float(row["number"]), "rows", shuffle=False)  # type: ignore[arg-type]
     assert [order.at(i, 0, "") for i in range(3)] == [0, 1, 2]
     order.saw({"0": 5.0, "1": -1.0})
     assert [order.at(i, 0, "") for i in range(8)] == [0, 1, 2, 3, 1, 2, 3, 0]
     order.go_back(5)
     order.saw({"2": 9.0})
     assert [order.at(i, 0, "") for i in range(5, 9)] == [3, 0, 2, 1]
-    few = Observed(ROWS[:4], lambda row, seen: None if row["number"] == 1 or seen else 0.0, "rows", shuffle=True)
+    few = Observed(ListedRows(ROWS[:4]), lambda row, seen: None if row["number"] == 1 or seen else 0.0, "rows", shuffle=True)
     assert sorted(few.at(i, 0, "") for i in range(3)) == [0, 2, 3]
     few.saw({"0": 1.0, "2": 1.0})
     assert [few.at(i, 0, "") for i in range(3, 5)] == [3, 3]
@@ -85,14 +90,48 @@ def test_what_was_seen_decides_and_a_lag_leaves_the_newest_out() -> None:
     assert drawn[0][3:6] != drawn[0][:3]
 
 
+@pytest.fixture
+def on_disk(tmp_path: Path) -> str:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return str(path)
+
+
+@pytest.mark.parametrize("options", [{}, {"lag": 1}, {"refills": True}], ids=str)
+def test_a_stream_draws_the_rows_that_would_be_drawn_in_memory(options: dict[str, Any], on_disk: str) -> None:
+    kept: list[object] = []
+    alone = run_eager(climbs, {"drawn": kept, **options}, SPLIT)
+    streamed: list[object] = []
+    assert run_planned(climbs, {"drawn": streamed, "stream": on_disk, **options}, SPLIT, order_seed=3).weights == alone.weights
+    assert streamed == kept
+
+
+def test_parts_of_a_stream_are_drawn_by_what_was_seen_of_them(on_disk: str) -> None:
+    def levels(stream: bool) -> list[list[int]]:
+        def highest_first(row: Any, seen: Sequence[float]) -> float:
+            return -row["number"] - 20 * len(seen)
+
+        whole = Dataset.jsonl(on_disk, stream=stream, shuffle=False, curriculum=highest_first)
+        found = []
+        for part in (whole, whole.shard(1, 2), whole.split(3)[0]):
+            part._order.saw({"1": 0.0})  # type: ignore[attr-defined]
+            found.append([part._order.at(i, 0, "") for i in range(len(part))])
+        return found
+
+    assert levels(stream=True) == levels(stream=False)
+    assert levels(stream=True)[:2] == [[1, 8, 7, 6, 5, 4, 3, 2, 0], [1, 3, 2, 0]]
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("until_step", [1, 4, 7])
-def test_a_resumed_run_draws_the_rows_of_the_run_that_was_not_interrupted(until_step: int) -> None:
+def test_a_resumed_run_draws_the_rows_of_the_run_that_was_not_interrupted(until_step: int, is_stream: bool, on_disk: str) -> None:
     first: list[object] = []
     record = MemoryRecord()
-    whole = run_eager(climbs, {"drawn": first}, SPLIT, around=lambda backend: Keeping(backend, record))
+    options = {"stream": on_disk} if is_stream else {}
+    whole = run_eager(climbs, {"drawn": first, **options}, SPLIT, around=lambda backend: Keeping(backend, record))
     again: list[object] = []
     answer = run_planned(
-        climbs, {"drawn": again}, SPLIT, around=lambda live: ReplayBackend(record, live, until_step=until_step, redoes=trains)
+        climbs, {"drawn": again, **options}, SPLIT, around=lambda live: ReplayBackend(record, live, until_step=until_step, redoes=trains)
     )
     assert answer.error == "", answer.error
     assert (again, answer.weights) == (first, whole.weights)
@@ -105,7 +144,7 @@ def test_what_was_seen_is_a_barrier_of_the_plan_and_each_row_says_which_it_is() 
     assert [(sample.row, sample.number) for sample in rows.rows()] == [(i, i) for i in rows["row"].tolist()]  # type: ignore[attr-defined,index]
 
 
-def test_what_can_not_be_seen_is_refused() -> None:
+def test_what_can_not_be_seen_is_refused(tmp_path: Path) -> None:
     def observes(dataset: Any, given: Any = None) -> Any:
         def body() -> None:
             policy = Policy("fake")
@@ -124,9 +163,7 @@ def test_what_can_not_be_seen_is_refused() -> None:
         Dataset([{"prompt": "a", "row": 1}], curriculum=hardest_first)
     with pytest.raises(DatasetError, match="no curriculum of what was seen"):
         Dataset.mix([Dataset(ROWS, curriculum=hardest_first)])
-
-
-def test_a_stream_has_no_curriculum_of_what_was_seen(tmp_path: Any) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
-    with pytest.raises(OptionError, match="asks for rows in memory"):
-        Dataset.jsonl(tmp_path / "rows.jsonl", stream=True, curriculum=hardest_first)
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a", "row": 1}\n')
+    with pytest.raises(DatasetError, match="has a column 'row'"):
+        Dataset.jsonl(path, stream=True, curriculum=hardest_first)

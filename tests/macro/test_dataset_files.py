@@ -285,6 +285,33 @@ def test_a_shard_of_pairs_and_of_a_curriculum_of_what_was_seen_draws_its_rows() 
     assert _drawn(lambda: seen.shard(0, 2), (3,)) == ["p4", "p2", "p0"]
 
 
+def _pairs(path: Path) -> Path:
+    """Rows of two answers, as texts and as conversations, with columns of more than one kind."""
+    rows: list[dict[str, Any]] = [{"prompt": f"p{i}", "chosen": f"c{i}", "rejected": f"r{i}", "level": i if i else 0.5} for i in range(7)]
+    asked = [{"role": "user", "content": "p7"}]
+    answered = [[*asked, {"role": "assistant", "content": content}] for content in ("c7", "r7")]
+    return _written(path, [*rows, {"prompt": asked, "chosen": answered[0], "rejected": answered[1], "level": 7}])
+
+
+def test_pairs_of_a_stream_are_those_of_its_rows_in_memory(tmp_path: Path) -> None:
+    path = _pairs(tmp_path / "rows.jsonl")
+    for make in (
+        lambda rows: rows.pairs(),
+        lambda rows: rows.pairs().split(3, seed=1)[0],
+        lambda rows: rows.shard(1, 2).pairs(),
+        lambda rows: rows.pairs().shard(1, 2),
+        lambda rows: Dataset.mix([rows, Dataset.jsonl(path, name="again")]).pairs(),
+    ):
+        kept, streamed = (_batches(lambda s=s, make=make: make(Dataset.jsonl(path, stream=s)), (1, 3, 5)) for s in (False, True))
+        for column in kept[0].columns:
+            assert [_typed(batch[column]) for batch in streamed] == [_typed(batch[column]) for batch in kept], column
+        assert [batch.ids.tolist() for batch in streamed] == [batch.ids.tolist() for batch in kept]
+    _written(path, [{"prompt": "a", "chosen": "b", "rejected": "c"}, {"prompt": "a", "chosen": "b", "rejected": 3}])
+    for stream in (False, True):
+        with pytest.raises(DatasetError, match="the 'rejected' of row 1 of the dataset 'rows' is neither a text nor messages: 3"):
+            Dataset.jsonl(path, stream=stream).pairs()
+
+
 def test_a_split_divides_the_rows_by_its_seed_alone() -> None:
     def halves(seed: int) -> tuple[Dataset, Dataset]:
         return Dataset([{"prompt": str(i)} for i in range(10)], name="all").split(0.3, seed=seed)
@@ -339,14 +366,15 @@ def test_a_curriculum_of_what_is_no_number_is_refused(curriculum: str, said: str
 
 @flow
 def draws_from_all(files: list[str], num_steps: int = 4, drawn: list[object] | None = None) -> None:
-    """Trains on rows of streams, of a mix of streams with weights, of its shards, and by a curriculum."""
-    table, lines = (Path(file) for file in files)
+    """Trains on rows of streams, of a mix of streams with weights, of its shards, by a curriculum, and draws pairs."""
+    table, lines, answers = (Path(file) for file in files)
     stream, shard = Dataset.csv(table, stream=True), Dataset.jsonl(lines, stream=True, name="mine").shard(1, 2)
     mix = Dataset.mix([stream, shard, Dataset([{"prompt": "m", "level": "1"}], name="one")], weights=[3, 2, 1])
-    policy = Policy("fake")
+    policy, pairs = Policy("fake"), Dataset.jsonl(answers, stream=True).pairs()
     drawn = drawn if drawn is not None else []
     drawn.clear()
     for _ in steps(num_steps):
+        drawn.append([(sample.prompt, sample.target) for sample in pairs.take(3)])
         for dataset in (stream, mix, shard, Dataset.jsonl(lines, curriculum=lambda row: int(row["level"]), stream=True, name="steep")):
             rows = dataset.take(3)
             drawn.append([sample.prompt for sample in rows])
@@ -358,7 +386,7 @@ def files(tmp_path: Path) -> list[str]:
     rows = [{"prompt": f"p{i}", "level": str(i)} for i in range(7)]
     table = tmp_path / "table.csv"
     table.write_text("".join(f"{row['prompt']},{row['level']}\n" for row in [{"prompt": "prompt", "level": "level"}, *rows]))
-    return [str(table), str(_written(tmp_path / "lines.jsonl", rows))]
+    return [str(table), str(_written(tmp_path / "lines.jsonl", rows)), str(_pairs(tmp_path / "pairs.jsonl"))]
 
 
 def test_streams_mixes_and_curricula_are_the_same_in_both_modes(files: list[str]) -> None:
