@@ -24,7 +24,7 @@ from m2flow.errors import OptionError, TraceError
 from m2flow.macro.datasets import Dataset
 from m2flow.macro.graph import Granularity
 from m2flow.macro.handles import Metrics, describe
-from m2flow.macro.number import Number
+from m2flow.macro.number import ExploredFloat, Number, Unknown
 from m2flow.macro.ops import log
 from m2flow.macro.roles import Policy, Reference, Reward
 from m2flow.macro.session import instead_of
@@ -235,12 +235,15 @@ class Best:
         """The weights of that value, for log-probabilities or as they are; before the first those of the start. None without `keep`."""
 
     def stop(self, value: Number | float) -> bool:
-        """Note an evaluation of the policy's weights of this line; whether patience is at its end. Python waits for the value."""
+        """Note an evaluation of the policy's weights of this line; whether patience is at its end. Python waits for the value.
+
+        A plan takes a value that it does not know for a better one: it has room for the copy, and for the steps that follow.
+        """
         if not isinstance(value, Number):
             check_number("value", value)
-        now = float(value)
-        if now > self.value + self._least or self.value == -math.inf:
-            self.value, self._num_worse = now, 0
+        now = ExploredFloat(value)
+        if isinstance(now, Unknown) or now > self.value + self._least or self.value == -math.inf:
+            self.value, self._num_worse = float(now), 0
             self.reference = self._copied()
         else:
             self._num_worse += 1

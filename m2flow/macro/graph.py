@@ -288,6 +288,8 @@ class MacroGraph:
     flow: str
     calls: tuple[Call, ...]
     observations: tuple[Observation, ...] = ()
+    is_cut: bool = False
+    """It ends where a value is needed that is not known; the flow makes more calls."""
 
     def verify(self) -> MacroGraph:
         """The graph itself, checked: inputs exist and come earlier, versions of a resource grow one by one."""

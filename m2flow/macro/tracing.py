@@ -54,6 +54,8 @@ class TracingBackend(Backend):
     def __init__(self, answers: Answers | None = None) -> None:
         self.calls: list[Call] = []
         self.observations: list[Observation] = []
+        self.is_cut = False
+        """A value was needed that is not known."""
         self._answers = answers or _Assumed(None)
 
     def submit(self, call: Call) -> None:
@@ -65,7 +67,15 @@ class TracingBackend(Backend):
             return call.options["rows"]
         if "expected" in call.options:
             return call.options["expected"]
-        return self._answers.value(call, self.observations[-1], self.calls)
+        try:
+            return self._answers.value(call, self.observations[-1], self.calls)
+        except EndOfTrace:
+            self.is_cut = True
+            raise
+
+    def graph(self, flow: Flow) -> MacroGraph:
+        """The calls so far, checked."""
+        return MacroGraph(flow.name, tuple(self.calls), tuple(self.observations), self.is_cut).verify()
 
     def observed(self, observation: Observation) -> None:
         self.observations.append(observation)
@@ -142,7 +152,7 @@ def trace(
     session = run_traced(flow, options, backend, steps=steps, seed=seed)
     if not backend.calls:
         raise TraceError(f"the flow {flow.name} makes no call", now="Its body should generate, score or update something.")
-    return MacroGraph(flow.name, tuple(backend.calls), tuple(backend.observations)).verify(), dict(session.models), session.num_steps
+    return backend.graph(flow), dict(session.models), session.num_steps
 
 
 # ---- known values
@@ -409,7 +419,7 @@ def follow(
             session = run_traced(flow, options, backend, steps=steps, seed=seed)
     except FlowError as raised:
         error = raised
-    graph = MacroGraph(flow.name, tuple(backend.calls), tuple(backend.observations)).verify()
+    graph = backend.graph(flow)
     path = _path(graph, explorer, error)
     return FollowedPath(path, dict(session.models) if session else {}, session.num_steps if session else 0, error)
 

@@ -211,6 +211,8 @@ class _Trial:
         self._codecs: dict[str, Any] = {}
         self._tried: set[tuple[str, str]] = set()
         self._reached: list[str] = []
+        self._raw: set[str] = set()
+        """Roles of which it was said that they get raw texts."""
         self._functions = Functions(_OnMainThread(), run="", run_seed=seed, recorder=Recorder("plan"))
 
     def run(self) -> None:
@@ -274,7 +276,11 @@ class _Trial:
                 what = f"{where}: its prompt has {counts[-1]:,} tokens, and the model's context is {context:,}"
                 raise DatasetError(what, where=source.site.describe(), now=now)
         self._say(call, f"the first {len(counts)} rows of {source.role} have {_span(counts)} tokens each")
-        given = self._models[call.role].template
+        model = self._models[call.role]
+        if codec.template and not model.chat and rows.ragged("prompt").kind == "text" and call.role not in self._raw:
+            self._raw.add(call.role)
+            self._say(call, "they are sent as raw texts; Policy(..., chat=True) writes them in the model's chat template")
+        given = model.template
         if given.tools != "[]" and "tools" not in codec.template:
             self._say(call, "the chat template writes no tools: the model does not see those of tools=")
         if "agent" in call.options and codec.template:

@@ -49,7 +49,13 @@ _BARS = "▁▂▃▄▅▆▇█"
 _TEXT_WIDTH = 72
 _OPENING = re.compile(r"(?:<[^<>\s]+>\s*)+(?:assistant|model)(?:<[^<>\s]+>|\s)*$")
 """How chat templates open an answer, after the markup that ends the question: `<|im_end|>\\n<|im_start|>assistant\\n`."""
-_STOPPING = "stopping the workers; Ctrl-C once more ends at once"
+
+
+def stopping_text(update: UpdateSteps | None) -> str:
+    """Say what happens after Ctrl-C; the update that is under way is finished first."""
+    if update is None or not 0 < update.done < update.of:
+        return "stopping the workers; Ctrl-C once more ends at once"
+    return f"finishing the update under way ({update.done} of {update.of}), then stopping the workers; Ctrl-C once more ends at once"
 
 
 class Watched(Protocol):
@@ -149,7 +155,7 @@ class Progress:
         self._is_stopping = True
         if self._live is None:
             with contextlib.suppress(OSError):
-                os.write(2, f"\n{_STOPPING}\n".encode())
+                os.write(2, f"\n{stopping_text(self._run.updating)}\n".encode())
 
     def __enter__(self) -> Progress:
         self._started_s = time.monotonic()
@@ -210,7 +216,7 @@ class Progress:
         if prompt or response:
             table.add_row("sample", Text(short_example(prompt, response)))
         if self._is_stopping:
-            table.add_row("", Text(_STOPPING, style="bold"))
+            table.add_row("", Text(stopping_text(update), style="bold"))
         return table
 
     def _left_s(self, tally: Tally) -> float | None:

@@ -178,7 +178,7 @@ def follow_program(
         session = run_traced(flow, options, backend, steps=steps, seed=seed)
     if not backend.calls:
         raise TraceError(f"the flow {flow.name} makes no call", now="Its body should generate, score or update something.")
-    graph = MacroGraph(flow.name, tuple(backend.calls), tuple(backend.observations)).verify()
+    graph = backend.graph(flow)
     return Program(flow.name, flow.staleness_for(options), tuple(backend.items), dict(session.models), session.num_steps, graph)
 
 

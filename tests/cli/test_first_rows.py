@@ -34,9 +34,9 @@ def tried(num_steps: int = 2):
 ROWS = '[{"prompt": "12=", "answer": "12"}, {"prompt": "21=", "answer": "12"}]'
 
 
-def plan(folder: Path, body: str, functions: str = "", *options: str, rows: str = ROWS, policy: str = "") -> Result:
+def plan(folder: Path, body: str, functions: str = "", *options: str, rows: str = ROWS, policy: str = "", model: Path = DIGITS) -> Result:
     file = folder / "tried.py"
-    file.write_text(FLOW.format(functions=functions, model=str(DIGITS), policy=policy, rows=rows, body=body.replace("\n", "\n        ")))
+    file.write_text(FLOW.format(functions=functions, model=str(model), policy=policy, rows=rows, body=body.replace("\n", "\n        ")))
     return CliRunner().invoke(cli, ["plan", str(file), *options])
 
 
@@ -93,6 +93,16 @@ def total(values):
         "centred: gives 303.0 on the stub sample",
         "total: gives {'sum': 909.0} on the stub sample",
     ]
+
+
+def test_raw_texts_for_a_model_with_a_chat_template_are_called_so(tmp_path: Path) -> None:
+    body, chat = "policy.update(responses, responses.length * 1.0)", DIGITS.parent / "chat"
+    messages = '[{"prompt": [{"role": "user", "content": "12="}]}] * 2'
+    raw = said(plan(tmp_path, body, model=chat))
+    assert raw[1] == "policy.generate: they are sent as raw texts; Policy(..., chat=True) writes them in the model's chat template"
+    assert len(raw) == 2
+    assert len(said(plan(tmp_path, body, model=chat, policy="chat=True"))) == 1
+    assert len(said(plan(tmp_path, body, model=chat, rows=messages))) == 1
 
 
 def test_what_is_filtered_out_is_tried_all_the_same(tmp_path: Path) -> None:

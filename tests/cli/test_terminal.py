@@ -20,7 +20,7 @@ from m2flow.micro.protocol.update_semantics import UpdateSteps
 from m2flow.micro.records.tally import Tally
 from m2flow.micro.worker.eager_executor import EagerExecutor
 from m2flow.runner.run import Run
-from m2flow.runs.display import UpdatePace, logged, short_example
+from m2flow.runs.display import UpdatePace, logged, short_example, stopping_text
 from m2flow.spec import ClusterSpec, RolloutSpec, RunSettings, TrainSpec
 
 FLOW = """
@@ -189,6 +189,13 @@ def test_the_time_that_an_update_has_left_goes_by_its_last_steps() -> None:
             ((0.0, 0, math.nan), (5.0, 1, 2.0), (7.0, 3, 1.5), (8.0, 3, 1.5))]  # fmt: skip
     assert said == ["0 of 10", "1 of 10  loss 2  45.0 s left", "3 of 10  loss 1.5  16.3 s left", "3 of 10  loss 1.5  16.3 s left"]
     assert pace.text(UpdateSteps("policy.update", 1, 4, 1.0), 9.0) == "1 of 4  loss 1"
+
+
+def test_an_interrupted_run_says_that_it_finishes_the_update_under_way() -> None:
+    assert stopping_text(None).startswith("stopping the workers")
+    assert stopping_text(UpdateSteps("policy.update", 4, 4, 1.0)).startswith("stopping the workers")
+    said = stopping_text(UpdateSteps("policy.update", 120, 350, 1.0))
+    assert said == "finishing the update under way (120 of 350), then stopping the workers; Ctrl-C once more ends at once"
 
 
 EARLY = """

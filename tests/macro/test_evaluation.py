@@ -13,7 +13,7 @@ from fake_clusters import SPLIT
 from m2flow import Best, Dataset, Policy, Reward, Sample, evaluate, flow, log, steps
 from m2flow.errors import M2FlowError
 from m2flow.macro.evaluation import Measures, majority_at, pass_at
-from m2flow.macro.tracing import explore, trace
+from m2flow.macro.tracing import anticipate, explore, trace
 from m2flow.samples import Batch, Ragged, make_ids
 from m2flow.testing.world import run_eager, run_planned
 
@@ -154,7 +154,9 @@ def stopping_by_measures(num_steps: int = 4) -> None:
 
 
 def test_a_stop_by_what_was_measured_is_planned_and_the_same_planned_and_eager() -> None:
-    assert explore(stopping_by_measures, {}).paths
+    explored = explore(stopping_by_measures, {})
+    whole = anticipate(stopping_by_measures, {}, explored, steps=4)
+    assert [call.step for call in whole.calls if call.method == "update"] == [0, 1, 2, 3]  # No value that is not known ends the run.
     alone = run_eager(stopping_by_measures, {}, SPLIT)
     assert alone.error == "", alone.error
     assert run_planned(stopping_by_measures, {}, SPLIT, order_seed=4) == alone

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from m2flow import AdamW, Dataset, Flow, Policy, Reward, flow, log, steps
 from m2flow.errors import FlowError, OptionError
 from m2flow.macro.graph import MacroGraph
-from m2flow.macro.tracing import trace
+from m2flow.macro.tracing import anticipate, explore, trace
 from m2flow.micro.lowering.arithmetic import arithmetic
 from m2flow.micro.protocol.update_semantics import optimizer
 from m2flow.spec import ClusterSpec
@@ -133,3 +134,34 @@ def test_a_step_in_which_the_flow_waits_is_left_out_of_what_the_run_will_take():
     assert lines["samples in the run"].value == "about 80"
     assert lines["optimiser steps in the run"].value == "about 20"
     assert "first 1 of 10 steps" in lines["optimiser steps in the run"].formula
+
+
+def test_where_the_flow_needs_a_value_in_its_first_step_the_plan_tells_the_least_that_the_run_takes():
+    def watched(at_once: bool) -> Flow:
+        def body() -> None:
+            policy, judge = Policy("fake"), Reward(lambda sample: float(sample.num_tokens), name="judge")
+            prompts = Dataset([{"prompt": f"{i}="} for i in range(8)])
+            first = policy.generate(prompts.take(2), n=1, max_new_tokens=4)
+            if at_once and float(judge.score(first).mean()) > 3:
+                return
+            for _ in steps(10):
+                responses = policy.generate(prompts.take(4), n=2, max_new_tokens=4)
+                if float(judge.score(responses).mean()) > 3:
+                    break
+                policy.update(responses, judge.score(responses))
+
+        return Flow(body)
+
+    for at_once, samples, iterator in ((False, 10, "outermost iterator"), (True, 2, "before the flow|as far as")):
+        graph, _, num_steps = trace(watched(at_once), {}, steps=100)
+        lines = {line.name: line for line in arithmetic(graph, num_steps=num_steps, token_budget=100)}
+        assert graph.is_cut
+        assert lines["samples in the run"].value == f"at least {samples}"
+        assert lines["optimiser steps in the run"].value == "at least 0"
+        assert "m2flow plan" in lines["samples in the run"].formula
+        assert re.search(iterator, lines["steps"].formula)
+        explored = explore(watched(at_once), {})
+        whole = anticipate(watched(at_once), {}, explored, steps=100)
+        assert not whole.is_cut
+        told = {line.name: line for line in arithmetic(whole, num_steps=explored.num_steps, token_budget=100)}
+        assert told["samples in the run"].value == "82"

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 
 from m2flow.macro.graph import Call, MacroGraph
 from m2flow.micro.protocol.call_semantics import num_tokens_of
@@ -27,6 +28,8 @@ def arithmetic(graph: MacroGraph, *, num_steps: int, token_budget: int, num_rank
         num_ranks: of the trainer, which divide a micro-batch among them.
     """
     iterator = "of the flow's outermost iterator" if num_steps else "this flow has no iterator of m2flow"
+    if graph.is_cut and not num_steps:
+        iterator = f"as far as the flow comes before it needs a value, at {graph.observations[-1].site}"
     lines = {"steps": Line("steps", str(max(num_steps, 1)), iterator)}
     totals = {"outside": [0, 0, 0], "inside": [0, 0, 0]}
     rates = _Rates()
@@ -48,6 +51,8 @@ def arithmetic(graph: MacroGraph, *, num_steps: int, token_budget: int, num_rank
             rates.add(call, num_optimizer_steps)
             more += [_pass_before(graph, call)] if call.input(PROXIMAL) is not None else []
             lines |= {line.name: line for line in more if line.name not in lines}
+    if graph.is_cut and len(traced) <= 1:
+        return (*lines.values(), *rates.lines(num_steps, 1), *_at_least(graph, totals))
     num_counted = len(counted)
     scale = num_steps / num_counted if num_counted else 0
     samples, tokens, updates = (round(a + b * scale) for a, b in zip(totals["outside"], totals["inside"], strict=True))
@@ -61,6 +66,16 @@ def arithmetic(graph: MacroGraph, *, num_steps: int, token_budget: int, num_rank
         Line("samples in the run", f"{about}{samples:,}", f"generate calls of {which}, evaluations included"),
         Line("tokens in the run", f"at most {tokens:,}", "samples x max_new_tokens; most responses end sooner"),
         Line("optimiser steps in the run", f"{about}{updates:,}", f"epochs x mini-batches, summed over the updates of {which}"),
+    )
+
+
+def _at_least(graph: MacroGraph, totals: Mapping[str, Sequence[int]]) -> tuple[Line, ...]:
+    """The lines about the whole run where the trace ended before a whole step: what is known of it."""
+    samples, _, updates = (a + b for a, b in zip(*totals.values(), strict=True))
+    which = f"before the flow needs a value, at {graph.observations[-1].site}; `m2flow plan` follows it further"
+    return (
+        Line("samples in the run", f"at least {samples:,}", f"generate calls {which}"),
+        Line("optimiser steps in the run", f"at least {updates:,}", "epochs x mini-batches, summed over the updates before it"),
     )
 
 
