@@ -807,19 +807,40 @@ class Correction:
     """Whose ratio: the token's, the product over its response, or the geometric mean over it."""
     mode: Literal["truncate", "mask"] = "truncate"
     """What becomes of a ratio outside the bounds: the bound, or 0. Denominators still count a masked token."""
-    upper: float = 2.0
-    """Bound on the ratio, above 0."""
-    lower: float = 0.0
-    """From 0 to `upper`."""
+    upper: float | Sequence[float] = 2.0
+    """Bound on the ratio, above 0. A sequence has one for each version age: `upper=(4.0, 2.0)` is 4 for tokens of the weights that the
+    update begins with, 2 for all older ones. Of a response, with a level other than token, its oldest token under the loss mask counts."""
+    lower: float | Sequence[float] = 0.0
+    """From 0 to `upper`, for each age; one number, or a sequence as `upper`, of any length."""
     veto: float = 0.0
     """A response with a token whose ratio is below this counts nothing. 0 is off; below 1."""
 
     def __post_init__(self) -> None:
         check_choice("level", self.level, ("token", "sequence", "geometric"))
         check_choice("mode", self.mode, ("truncate", "mask"))
-        check_number("upper", self.upper, above=0)
-        check_number("lower", self.lower, low=0, high=self.upper)
         check_number("veto", self.veto, low=0, high=1)
+        for name in ("upper", "lower"):
+            value: object = getattr(self, name)
+            if isinstance(value, list | tuple):
+                object.__setattr__(self, name, tuple(value))
+                if not value:
+                    raise OptionError(f"{name} is empty; it must be a number, or one for each version age, from 0 on")
+        of_age = self.bounds
+        for age, (lower, upper) in enumerate(of_age):
+            where = f" of version age {age}" * (len(of_age) > 1)
+            check_number(f"upper{where}", upper, above=0)
+            check_number(f"lower{where}", lower, low=0, high=upper)
+
+    @property
+    def bounds(self) -> tuple[tuple[float, float], ...]:
+        """Lower and upper for each version age from 0 on; the last are for all older ages, too."""
+        lower, upper = (tuple(one) if isinstance(one, list | tuple) else (one,) for one in (self.lower, self.upper))
+        return tuple((lower[min(i, len(lower) - 1)], upper[min(i, len(upper) - 1)]) for i in range(max(len(lower), len(upper))))
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """The columns that it is computed from."""
+        return (PROXIMAL, "logprobs", VERSION_AGES) if len(self.bounds) > 1 else (PROXIMAL, "logprobs")
 
 
 TOP_LOGPROBS = "top_logprobs"

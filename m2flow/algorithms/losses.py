@@ -409,7 +409,7 @@ def sequence_mean(values: Tensor, sequence_ids: Tensor) -> Tensor:
 
 
 def correction_weights(
-    proximal_logprobs: Tensor, rollout_logprobs: Tensor, sequence_ids: Tensor, correction: Correction
+    proximal_logprobs: Tensor, rollout_logprobs: Tensor, sequence_ids: Tensor, correction: Correction, version_ages: Tensor | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Importance weights of tokens, without gradient, and how far the two policies are apart.
 
@@ -421,25 +421,22 @@ def correction_weights(
             r within the bounds, else 0               mode mask
             0 for a sample with a token whose exp(d) is below veto
 
-    Log-ratios are taken as -20 or 20 beyond those.
+    Log-ratios are taken as -20 or 20 beyond those, and ages below 0 as 0. A sample has the bounds of its oldest token.
 
     Args:
-        proximal_logprobs, rollout_logprobs: float [T]. sequence_ids: int64 [T], a number for each sample, from 0.
+        proximal_logprobs, rollout_logprobs: float [T]. sequence_ids: int64 [T], a sample's number, from 0. version_ages: [T], or None.
     Returns:
         float [T], and as float [T] `correction_weight` and its square, `correction_clipped` (1 where a bound or the veto changed it),
         with a veto `correction_vetoed` (1 where that is why), and of tokens, whatever the level: `rollout_kl` (an estimate of
-        KL(rollout || proximal), k3), `proximal_kl` (of the other direction) and `chi_square`. Their means over tokens estimate what their
-        names say.
+        KL(rollout || proximal), k3), `proximal_kl` (of the other direction) and `chi_square`: their means over tokens estimate these.
     Raises:
-        ShapeError: the tensors differ in shape.
+        ShapeError: the tensors differ in shape, or bounds by age have no `version_ages`.
     Source:
         Truncated: Ionides 2008, "Truncated importance sampling"; on the tokens of language models: Yao et al. 2025,
-        https://fengyao.notion.site/off-policy-rl. Masked: Ling team 2025 (IcePop), arXiv:2510.18855. `veto` is that of verl's rollout
-        correction.
+        https://fengyao.notion.site/off-policy-rl. Masked: Ling team 2025 (IcePop), arXiv:2510.18855. The veto: verl.
 
     >>> import torch
-    >>> new, old = torch.tensor([0.8, 0.1]).log(), torch.tensor([0.2, 0.2]).log()
-    >>> ids = torch.tensor([0, 0])
+    >>> new, old, ids = torch.tensor([0.8, 0.1]).log(), torch.tensor([0.2, 0.2]).log(), torch.tensor([0, 0])
     >>> [round(w, 4) for w in correction_weights(new, old, ids, Correction(upper=2.0))[0].tolist()]
     [2.0, 0.5]
     >>> [round(w, 4) for w in correction_weights(new, old, ids, Correction(level="geometric", upper=2.0))[0].tolist()]
@@ -452,24 +449,35 @@ def correction_weights(
     of_level = {"token": lambda: difference, "sequence": lambda: sequence_sum(difference, sequence_ids)}
     log_ratio = of_level.get(correction.level, lambda: sequence_mean(difference, sequence_ids))()
     ratio = log_ratio.clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO).exp()
-    is_outside = (ratio < correction.lower) | (ratio > correction.upper)
-    weights = ratio.masked_fill(is_outside, 0.0) if correction.mode == "mask" else ratio.clamp(correction.lower, correction.upper)
+    lower, upper = _bounds_of_tokens(ratio, sequence_ids, correction, version_ages)
+    is_outside = (ratio < lower) | (ratio > upper)
+    weights = ratio.masked_fill(is_outside, 0.0) if correction.mode == "mask" else ratio.clamp(lower, upper)
     limited = difference.clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO)
     of_token = limited.exp()
-    of_veto: dict[str, Tensor] = {}
-    if correction.veto:
-        vetoed = sequence_sum((of_token < correction.veto).to(ratio.dtype), sequence_ids) > 0
-        weights, is_outside = weights.masked_fill(vetoed, 0.0), is_outside | vetoed
-        of_veto["correction_vetoed"] = vetoed.to(ratio.dtype)
+    vetoed = sequence_sum((of_token < correction.veto).to(ratio.dtype), sequence_ids) > 0  # With 0, none.
+    weights, is_outside = weights.masked_fill(vetoed, 0.0), is_outside | vetoed
     return weights, {
         "correction_weight": weights,
         "correction_weight_square": weights.square(),
         "correction_clipped": is_outside.to(ratio.dtype),
-        **of_veto,
+        **({"correction_vetoed": vetoed.to(ratio.dtype)} if correction.veto else {}),
         "rollout_kl": limited.expm1() - limited,
         "proximal_kl": of_token * limited - limited.expm1(),
         "chi_square": limited.expm1().square(),
     }
+
+
+def _bounds_of_tokens(like: Tensor, sequence_ids: Tensor, correction: Correction, ages: Tensor | None) -> tuple[Tensor, Tensor]:
+    """A correction's lower and upper bound of each token, [T] or a single one for all, in the dtype of `like`."""
+    lower, upper = like.new_tensor(correction.bounds).T
+    if len(lower) == 1:
+        return lower, upper
+    if ages is None or ages.shape != like.shape:
+        raise ShapeError(f"bounds by version age need version_ages {list(like.shape)}, got {ages if ages is None else list(ages.shape)}")
+    rows = ages.long().clamp(0, len(lower) - 1)
+    if correction.level != "token" and len(rows):
+        rows = rows.new_zeros(int(sequence_ids.max()) + 1).scatter_reduce(0, sequence_ids, rows, "amax")[sequence_ids]
+    return lower[rows], upper[rows]
 
 
 # ---- further losses of a policy

@@ -46,7 +46,7 @@ from m2flow.engines.contract import (
 )
 from m2flow.engines.registry import built_in
 from m2flow.errors import EngineError, ModelError, PromptTooLong
-from m2flow.recipe import HEAD_OUTPUTS, PROXIMAL, REFERENCE_TOP_IDS, REFERENCE_TOP_LOGPROBS, TOP_LOGPROBS, Model, Optimizer
+from m2flow.recipe import HEAD_OUTPUTS, REFERENCE_TOP_IDS, REFERENCE_TOP_LOGPROBS, TOP_LOGPROBS, Model, Optimizer
 from m2flow.samples import ROUTED_EXPERTS, Batch, Finish, Message, Prompt, Ragged, SampleId
 
 # ---- hashes, weights and texts
@@ -404,7 +404,10 @@ class FakeTrain(TrainEngine):
         corrected = [objective.loss.correction] if objective.loss.correction is not None else []
         top = [REFERENCE_TOP_IDS] if TOP_LOGPROBS in objective.loss.needs else []
         routed = [ROUTED_EXPERTS] if self._model.routing is not None and ROUTED_EXPERTS in batch else []
-        names = sorted({*names, *routed, *objective.loss.needs, *top, *([PROXIMAL] if corrected else [])} - _COMPUTED)
+        names = sorted(
+            {*names, *routed, *objective.loss.needs, *top, *(name for one in corrected for name in one.needs if name != "logprobs")}
+            - _COMPUTED
+        )
         columns = {name: "logprobs" if name == "behaviour_logprobs" else name for name in names}
         missing = [name for name, column in columns.items() if column not in batch]
         if missing:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
+import re
 from collections.abc import Callable
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -1083,6 +1084,56 @@ def test_corrections_are_bounded_ratios_of_tokens_and_of_samples(correction: Cor
     }
     changed = (weights - of_level[correction.level].double()).abs() > 1e-6
     assert metrics["correction_clipped"].bool().tolist() == changed.tolist()
+
+
+@pytest.mark.parametrize(
+    ("correction", "expected"),
+    [
+        (Correction(upper=(4.0, 2.5, 1.2), lower=(0.0, 0.2)), [3.0, 0.5, 1.0, 0.2, 1.2]),
+        (Correction(upper=[2.5, 4.0], lower=0.3), [2.5, 0.5, 1.0, 0.3, 1.5]),
+        (Correction(mode="mask", upper=(4.0, 2.5, 1.2), lower=(0.0, 0.2)), [3.0, 0.5, 1.0, 0.0, 0.0]),
+        (Correction(level="sequence", upper=(1.4, 1.3, 1.2), lower=(0.0, 0.5, 0.2)), [1.3, 1.3, 0.5, 0.5, 1.2]),
+        (Correction(level="geometric", mode="mask", upper=(1.1, 1.3), lower=(0.4, 0.3)), [1.5**0.5, 1.5**0.5, 0.1**0.5, 0.1**0.5, 0.0]),
+    ],
+    ids=str,
+)
+def test_bounds_by_version_age_are_of_the_token_or_of_a_responses_oldest_token(correction: Correction, expected: list[float]) -> None:
+    # The last is older than there are bounds, and the first is younger than the weights.
+    ages = torch.tensor([-1, 1, 0, 1, 7])
+    weights, metrics = losses.correction_weights(RATIOS.log(), torch.zeros(5).double(), RATIO_IDS, correction, ages)
+    assert weights.tolist() == pytest.approx(expected)
+    order = torch.tensor([4, 2, 1, 3, 0])
+    turned, _ = losses.correction_weights(RATIOS.log()[order], torch.zeros(5).double(), RATIO_IDS[order], correction, ages[order])
+    assert turned.tolist() == pytest.approx(weights[order].tolist())
+    parts = [
+        losses.correction_weights(
+            RATIOS.log()[rows], torch.zeros(len(rows)).double(), torch.zeros(len(rows)).long(), correction, ages[rows]
+        )
+        for rows in ([0, 1], [2, 3], [4])
+    ]
+    assert torch.cat([part for part, _ in parts]).tolist() == weights.tolist()
+    assert torch.cat([of_part["correction_clipped"] for _, of_part in parts]).tolist() == metrics["correction_clipped"].tolist()
+    empty = torch.zeros(0)
+    assert losses.correction_weights(empty, empty, empty.long(), correction, empty.long())[0].shape == (0,)
+    with pytest.raises(ShapeError, match="version_ages"):
+        losses.correction_weights(RATIOS.log(), torch.zeros(5).double(), RATIO_IDS, correction)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "error"),
+    [
+        ({"upper": ()}, "upper is empty"),
+        ({"lower": []}, "lower is empty"),
+        ({"upper": (2.0, 0.0)}, "upper of version age 1 is 0.0"),
+        ({"upper": (2.0, 0.5, 3.0), "lower": 0.6}, "lower of version age 1 is 0.6"),
+        ({"upper": 1.0, "lower": (0.5, 1.5)}, "lower of version age 1 is 1.5"),
+        ({"upper": (2.0, "3")}, "upper of version age 1 is '3'"),
+        ({"upper": {0: 2.0}}, "upper is {0: 2.0}"),
+    ],
+)
+def test_bounds_by_version_age_are_checked_for_each_age(bounds: dict[str, Any], error: str) -> None:
+    with pytest.raises(OptionError, match=re.escape(error)):
+        Correction(**bounds)
 
 
 def test_metrics_of_a_correction_average_to_what_they_are_named_after() -> None:

@@ -577,6 +577,32 @@ def test_metrics_of_a_correction_are_told_apart_by_version_age_and_by_place_in_t
     assert not any(name.endswith("token_16_up") for name in found[0])
 
 
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_bounds_by_version_age_reach_the_update_and_do_not_depend_on_micro_batches(model: Model, level: str) -> None:
+    correction = Correction(level=level, upper=(1.2, 0.9, 0.3), lower=(0.5, 0.2))  # type: ignore[arg-type]
+    batch, loss = samples(VOCABULARY), replace(m2flow.ppo_clip(), correction=correction)
+    mask = batch.ragged("loss_mask")
+    selected, ages = mask.values.astype(bool), np.arange(len(mask.values)) % 4
+    counts = torch.from_numpy(np.add.reduceat(selected.astype(int), mask.offsets[:-1]))
+    with started(EmbeddedTrain(model, EngineSettings())) as engine:
+        batch = batch.with_columns(proximal_logprobs=engine.logprobs(batch).ragged("reference_logprobs"))
+        with pytest.raises(EngineError, match="version_ages"):
+            engine.accumulate(batch, Objective(loss))
+    batch, means = batch.with_columns(version_ages=Ragged(ages, mask.offsets)), []
+    for sizes in ([12], [5, 7]):
+        with started(EmbeddedTrain(model, EngineSettings())) as engine:
+            sums = [engine.accumulate(rows, Objective(loss)) for rows in cut(batch, sizes)]
+            means.append(sum(one.metrics["correction_weight"] for one in sums) / int(counts.sum()))
+    held = [torch.from_numpy(batch.ragged(name).values[selected]) for name in ("proximal_logprobs", "logprobs")]
+    d, of_age = (held[0] - held[1]).double(), torch.from_numpy(ages[selected])
+    expected = []
+    for ratios, old in zip(d.split(counts.tolist()), of_age.split(counts.tolist()), strict=True):
+        for ratio, age in zip(ratios, old, strict=True) if level == "token" else [(ratios.sum(), old.max())] * len(ratios):
+            lower, upper = [(0.5, 1.2), (0.2, 0.9), (0.2, 0.3), (0.2, 0.3)][int(age)]
+            expected.append(min(max(float(ratio.exp()), lower), upper))
+    assert means == pytest.approx([np.mean(expected)] * 2, rel=1e-4)
+
+
 def test_a_tokens_random_number_is_the_same_in_every_micro_batch(model: Model) -> None:
     seen: list[Tensor] = []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import get_args
 
@@ -289,12 +290,12 @@ def test_an_op_on_the_batch_that_gives_too_few_numbers_is_refused():
 
 
 @flow(staleness=1)
-def corrected(num_steps: int = 2, n: int = 2, minibatch: int = 0, level: str = "token") -> None:
+def corrected(num_steps: int = 2, n: int = 2, minibatch: int = 0, level: str = "token", old: float = 2.0) -> None:
     policy, verifier = Policy("fake"), Reward(length_share)
     prompts = Dataset(ROWS)
     for _ in steps(num_steps):
         responses = policy.generate(prompts.take(3), n=n, max_new_tokens=12)
-        correction = Correction(level=level)  # type: ignore[arg-type]
+        correction = Correction(level=level, upper=2.0 if old == 2.0 else (2.0, old))  # type: ignore[arg-type]
         policy.update(
             responses,
             verifier.score(responses),
@@ -309,8 +310,8 @@ def test_a_correction_is_a_forward_pass_of_the_plan_and_the_same_planned_and_eag
     lines = str(trace(corrected, {"level": level}, steps=1)[0]).splitlines()
     assert [line for line in lines if "policy.logprobs(%responses)" in line and "reads policy.weights@0" in line]
     assert [line for line in lines if "proximal_logprobs=%" in line and f"correction='{level}'" in line]
-    for minibatch in (0, 2):
-        options = {"level": level, "minibatch": minibatch}
+    for minibatch, old in itertools.product((0, 2), (2.0, 1.5)):
+        options = {"level": level, "minibatch": minibatch, "old": old}
         planned = run_planned(corrected, options, FAKES)
         assert planned.error == ""
         assert difference_of(planned, run_eager(corrected, options, FAKES, decisions=planned.decisions or None)) is None

@@ -784,8 +784,8 @@ class EmbeddedTrain(TrainEngine):
 
     def _correction(self, batch: Batch, correction: Correction) -> tuple[Tensor, dict[str, Tensor]]:
         """The weights of a correction, and its metrics, each [T]."""
-        proximal, rollout = (self._column(batch, name, "a correction needs it") for name in (PROXIMAL, "logprobs"))
-        return correction_weights(proximal, rollout, self._sequence_ids(batch), correction)
+        proximal, rollout, *ages = (self._column(batch, name, "a correction needs it") for name in correction.needs)
+        return correction_weights(proximal, rollout, self._sequence_ids(batch), correction, *ages)
 
     def _ratio_counts(self, batch: Batch) -> dict[str, float]:
         """Count tokens by how much likelier the trainer holds them than the rollout engine did."""
