@@ -768,7 +768,7 @@ def pass_at_k(k: int) -> Advantage:
     """Advantages for the reward of the best of k samples: `update(advantages=pass_at_k(4))`, for rewards that are 0 or 1.
 
     Args:
-        k: samples of which one must be right, from 1 to the size of a group.
+        k: samples of which one must be right, 1 to the size of a group. One that has lost samples and has fewer left teaches nothing.
     Source:
         Chen et al. 2025, arXiv:2508.10751. See `m2flow.algorithms.advantages.pass_at_k`.
     """

@@ -168,12 +168,14 @@ def pass_at_k(rewards: Tensor, group_sizes: Sequence[int] | None = None, *, k: i
         A[right] = (1 - mean) / sqrt(mean (1 - mean))
         A[wrong] = (1 - mean - C(m - 1, k - 1) / C(N - 1, k - 1)) / sqrt(mean (1 - mean))        all 0 where the mean is 0 or 1
 
+    A group that has lost samples, and has fewer than k left, has no choice of k to average over: its advantages are 0.
+
     Args:
-        rewards: 0 or 1, shapes as `grpo`. k: samples of which one must be right, from 1 to the size of a group.
+        rewards: 0 or 1, shapes as `grpo`. k: samples of which one must be right, 1 or more.
     Returns:
         Like `rewards`, dimensionless; adds up to 0 in each group. With k = 1 it is `grpo_population` without `eps`.
     Raises:
-        RewardError: a reward is neither 0 nor 1. ShapeError: a group is smaller than k. OptionError: k is below 1.
+        RewardError: a reward is neither 0 nor 1. OptionError: k is below 1.
     Source:
         Chen et al. 2025, "Pass@k Training", arXiv:2508.10751, the analytical derivation.
 
@@ -186,8 +188,6 @@ def pass_at_k(rewards: Tensor, group_sizes: Sequence[int] | None = None, *, k: i
     flat = rewards.detach().flatten().double()
     if bool(((flat != 0) & (flat != 1)).any()):
         raise RewardError("pass_at_k: a reward is neither 0 nor 1", now="Pass rewards > 0.5, say.")
-    if len(sizes) and int(sizes.min()) < k:
-        raise ShapeError(f"pass_at_k: group {int(sizes.argmin())} has {int(sizes.min())} samples, and k is {k}")
     num_wrong = (sizes - _group_sums(flat, sizes).long()).tolist()
     found = [_best_of(k, wrong, size) for wrong, size in zip(num_wrong, sizes.tolist(), strict=True)]
     right, wrong = centred.new_tensor(found).reshape(-1, 2).T
@@ -196,6 +196,8 @@ def pass_at_k(rewards: Tensor, group_sizes: Sequence[int] | None = None, *, k: i
 
 def _best_of(k: int, num_wrong: int, size: int) -> tuple[float, float]:
     """The advantage of a right sample, and of a wrong one, of a group with so many wrong ones."""
+    if size < k:
+        return 0.0, 0.0
     failing = math.comb(num_wrong, k) / math.comb(size, k)
     if not 0 < failing < 1:
         return 0.0, 0.0

@@ -17,7 +17,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, final, get_args
+from typing import Any, Literal, cast, final, get_args
 
 import numpy as np
 
@@ -673,11 +673,11 @@ class Policy(Role):
         elif has_rewards and advantages in _OVER_BATCH:
             over_batch = self._over_batch(str(advantages), responses, rewards)
             given["advantages"] = self._column(over_batch, "update", NUMBERS)
-        elif has_rewards and responses.maker.engine == "rollout" and responses.maker.options["n"] == 1:
-            raise TraceError(
-                f"advantages={str(advantages)!r} compares the responses to one prompt, and {describe(responses)} have one for each",
-                now="Generate with n=2 or more.",
-            )
+        elif has_rewards and responses.maker.engine == "rollout":
+            least, n = max(2, dict(getattr(advantages, "options", ())).get("k", 2)), cast("int", responses.maker.options["n"])
+            if n < least:
+                what = f"advantages={str(advantages)!r} compares the responses to one prompt, and {describe(responses)} have"
+                raise TraceError(f"{what} {'one' if n == 1 else n} for each", now=f"Generate with n={least} or more.")
         given |= self._further_columns(columns)
         check_instance("correction", correction, Correction, "correction=Correction(upper=2.0)")
         settings = replace(settings, loss=replace(settings.loss, correction=correction or settings.loss.correction))

@@ -153,11 +153,32 @@ def test_the_turns_of_rows_are_what_was_generated_and_begin_where_the_same_token
         np.testing.assert_allclose(found.row(row), values, rtol=1e-6)
 
 
-def test_pass_at_k_refuses_rewards_that_are_no_verdicts_and_groups_that_are_too_small() -> None:
+@pytest.mark.parametrize("name", advantages.OF_GROUPS)
+def test_a_group_that_has_lost_samples_changes_no_other_and_one_that_is_left_teaches_nothing(name: str) -> None:
+    """Down to one sample; of `pass_at_k`, to fewer than k. A group that has lost all of them has no rows, and is none."""
+    rewards = torch.tensor([0.0, 1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0], dtype=torch.float64)
+    lengths = torch.arange(3, 11)
+    options = {"k": 3} if name == "pass_at_k" else {}
+
+    def found(rewards: torch.Tensor, sizes: list[int], lengths: torch.Tensor) -> torch.Tensor:
+        of_length = {"lengths": lengths} if name == "opo" else {}
+        return advantages.OF_GROUPS[name](rewards, sizes, **options, **of_length)
+
+    whole = found(rewards[:4], [4], lengths[:4])
+    assert bool((whole != 0).any())
+    for left in (1, 2, 3):
+        both = found(rewards[: 4 + left], [4, left], lengths[: 4 + left])
+        assert both[:4].tolist() == whole.tolist()
+        alone = found(rewards[4 : 4 + left], [left], lengths[4 : 4 + left])
+        assert both[4:].tolist() == alone.tolist()
+        assert bool(torch.isfinite(alone).all())
+        if left < options.get("k", 2):
+            assert alone.tolist() == [0.0] * left
+
+
+def test_pass_at_k_refuses_rewards_that_are_no_verdicts() -> None:
     with pytest.raises(RewardError, match="neither 0 nor 1"):
         advantages.pass_at_k(torch.tensor([0.5, 1.0]), [2], k=1)
-    with pytest.raises(ShapeError, match="group 1 has 2 samples"):
-        advantages.pass_at_k(torch.ones(5), [3, 2], k=3)
     with pytest.raises(OptionError, match="k is 0"):
         advantages.pass_at_k(torch.ones(2), [2], k=0)
 

@@ -259,6 +259,26 @@ def test_every_advantage_by_name_or_of_an_op_on_the_batch_is_the_same_planned_an
     assert run_planned(whole_batches, options, spec, order_seed=order_seed) == eager
 
 
+@flow
+def best_of_three(num_steps: int = 2, n: int = 4) -> None:
+    """Some groups have lost samples, down to fewer than three."""
+    policy, verifier = Policy("fake"), Reward(length_share)
+    prompts = Dataset(ROWS)
+    for _ in steps(num_steps):
+        responses = policy.generate(prompts.take(3), n=n, max_new_tokens=12)
+        responses = responses.filter(lambda sample: sample.num_tokens % 3 > 0)
+        log(left=responses.length.count())
+        policy.update(responses, verifier.score(responses) > 0.4, advantages=pass_at_k(3))
+
+
+def test_groups_that_have_lost_samples_end_no_run_and_groups_that_never_had_enough_are_refused():
+    eager = run_eager(best_of_three, {}, FAKES)
+    assert eager.error == ""
+    assert run_planned(best_of_three, {}, FAKES, order_seed=3) == eager
+    with pytest.raises(TraceError, match=r"pass_at_k\(k=3\)' compares the responses to one prompt, and .* have 2 for each"):
+        trace(best_of_three, {"n": 2})
+
+
 def test_each_advantage_trains_other_weights():
     answers = [run_eager(whole_batches, {"kind": kind}, FAKES) for kind in range(KINDS)]
     assert [answer.error for answer in answers] == [""] * KINDS
