@@ -759,6 +759,11 @@ class Advantage:
     name: str
     options: tuple[tuple[str, float], ...] = ()
 
+    @property
+    def least_responses(self) -> int:
+        """Responses to a prompt that it compares, at least."""
+        return max(2, int(dict(self.options).get("k", 2)))
+
     def __str__(self) -> str:
         options = ", ".join(f"{name}={value!r}" for name, value in self.options)
         return f"{self.name}({options})" if options else self.name
@@ -834,7 +839,7 @@ class Correction:
     @property
     def bounds(self) -> tuple[tuple[float, float], ...]:
         """Lower and upper for each version age from 0 on; the last are for all older ages, too."""
-        lower, upper = (tuple(one) if isinstance(one, list | tuple) else (one,) for one in (self.lower, self.upper))
+        lower, upper = (one if isinstance(one, tuple) else (one,) for one in (self.lower, self.upper))
         return tuple((lower[min(i, len(lower) - 1)], upper[min(i, len(upper) - 1)]) for i in range(max(len(lower), len(upper))))
 
     @property

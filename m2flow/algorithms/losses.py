@@ -31,7 +31,7 @@ value, state by state, whoever drew the tokens.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from m2flow.errors import OptionError, ShapeError, did_you_mean
 from m2flow.recipe import Correction, KlEstimator, KlPenalty
@@ -454,26 +454,27 @@ def correction_weights(
     weights = ratio.masked_fill(is_outside, 0.0) if correction.mode == "mask" else ratio.clamp(lower, upper)
     limited = difference.clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO)
     of_token = limited.exp()
-    vetoed = sequence_sum((of_token < correction.veto).to(ratio.dtype), sequence_ids) > 0  # With 0, none.
-    weights, is_outside = weights.masked_fill(vetoed, 0.0), is_outside | vetoed
+    vetoed = sequence_sum((of_token < correction.veto).to(ratio.dtype), sequence_ids) > 0 if correction.veto else None
+    if vetoed is not None:
+        weights, is_outside = weights.masked_fill(vetoed, 0.0), is_outside | vetoed
     return weights, {
         "correction_weight": weights,
         "correction_weight_square": weights.square(),
         "correction_clipped": is_outside.to(ratio.dtype),
-        **({"correction_vetoed": vetoed.to(ratio.dtype)} if correction.veto else {}),
+        **({} if vetoed is None else {"correction_vetoed": vetoed.to(ratio.dtype)}),
         "rollout_kl": limited.expm1() - limited,
         "proximal_kl": of_token * limited - limited.expm1(),
         "chi_square": limited.expm1().square(),
     }
 
 
-def _bounds_of_tokens(like: Tensor, sequence_ids: Tensor, correction: Correction, ages: Tensor | None) -> tuple[Tensor, Tensor]:
-    """A correction's lower and upper bound of each token, [T] or a single one for all, in the dtype of `like`."""
-    lower, upper = like.new_tensor(correction.bounds).T
-    if len(lower) == 1:
-        return lower, upper
+def _bounds_of_tokens(like: Tensor, sequence_ids: Tensor, correction: Correction, ages: Tensor | None) -> tuple[Any, Any]:
+    """A correction's lower and upper bound: numbers for all tokens, or of each token, [T] in the dtype of `like`."""
+    if len(correction.bounds) == 1:
+        return correction.bounds[0]
     if ages is None or ages.shape != like.shape:
         raise ShapeError(f"bounds by version age need version_ages {list(like.shape)}, got {ages if ages is None else list(ages.shape)}")
+    lower, upper = like.new_tensor(correction.bounds).T
     rows = ages.long().clamp(0, len(lower) - 1)
     if correction.level != "token" and len(rows):
         rows = rows.new_zeros(int(sequence_ids.max()) + 1).scatter_reduce(0, sequence_ids, rows, "amax")[sequence_ids]

@@ -797,13 +797,7 @@ def _is_alike(value: object, taken: object) -> bool:
     if isinstance(value, dict):
         return _are_alike(value, taken) and _are_alike(value.values(), taken.values())  # type: ignore[arg-type, attr-defined]
     names = fields_of(kind)  # type: ignore[arg-type]  # mypy takes the hash of a class for that of its instances
-    if names is None:
-        return False
-    for name in names:
-        one, other = getattr(value, name), getattr(taken, name)
-        if one is not other and not _is_alike(one, other):
-            return False
-    return True
+    return names is not None and _are_alike([getattr(value, name) for name in names], [getattr(taken, name) for name in names])
 
 
 def _are_alike(values: Collection[object], taken: Collection[object]) -> bool:

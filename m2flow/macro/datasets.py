@@ -94,7 +94,7 @@ _ANSWERS = ("chosen", "rejected", "target")
 
 def _as_pair(row: Row, what: str) -> Row:
     """A row with both answers as its target. Raises DatasetError as `_answers` does."""
-    return {**{key: value for key, value in row.items() if key not in _ANSWERS}, "target": list(_answers(row, what))}
+    return {**{key: value for key, value in row.items() if key not in _ANSWERS}, "target": _answers(row, what)}
 
 
 def _of_two(columns: Mapping[str, Column], count: int) -> dict[str, Column]:
@@ -506,10 +506,11 @@ class Dataset:
         fitting = limit.fitting((row["prompt"] for row in self._rows("prompt")), keeps=self._stored is None)
         made = self._part(fitting.kept, self.name)
         made._cut = fitting.shown
-        if made._stored is not None and fitting.num_shortened:
+        if not fitting.num_shortened:
+            return made
+        if made._stored is not None:
             made._stored = ChangedRows(made._stored, lambda row, i: {**row, "prompt": limit.fitted(row["prompt"], i)})
-            made._columns = made._stored.columns_at([0])
-        elif fitting.num_shortened:
+        else:
             prompts = [fitting.shortened[i] if i in fitting.shortened else value_of(self._columns["prompt"], i) for i in fitting.kept]
             made._columns = {**made._columns, "prompt": column_of(prompts, "prompt")}
         return made

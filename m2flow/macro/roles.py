@@ -17,7 +17,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, cast, final, get_args
+from typing import Any, Literal, final, get_args
 
 import numpy as np
 
@@ -674,10 +674,7 @@ class Policy(Role):
             over_batch = self._over_batch(str(advantages), responses, rewards)
             given["advantages"] = self._column(over_batch, "update", NUMBERS)
         elif has_rewards and responses.maker.engine == "rollout":
-            least, n = max(2, dict(getattr(advantages, "options", ())).get("k", 2)), cast("int", responses.maker.options["n"])
-            if n < least:
-                what = f"advantages={str(advantages)!r} compares the responses to one prompt, and {describe(responses)} have"
-                raise TraceError(f"{what} {'one' if n == 1 else n} for each", now=f"Generate with n={least} or more.")
+            _check_group_size(advantages, responses)
         given |= self._further_columns(columns)
         check_instance("correction", correction, Correction, "correction=Correction(upper=2.0)")
         settings = replace(settings, loss=replace(settings.loss, correction=correction or settings.loss.correction))
@@ -952,6 +949,14 @@ class RewardSum(Reward):
             shown=dict(zip(parts, self._weights_of, strict=True)),
         )
         return Scores(self._session, call), parts
+
+
+def _check_group_size(advantages: str | Advantage | Handle, responses: Handle) -> None:
+    least, n = advantages.least_responses if isinstance(advantages, Advantage) else 2, responses.maker.options["n"]
+    assert isinstance(n, int)
+    if n < least:
+        what = f"advantages={str(advantages)!r} compares the responses to one prompt, and {describe(responses)} have"
+        raise TraceError(f"{what} {'one' if n == 1 else n} for each", now=f"Generate with n={least} or more.")
 
 
 def _weighted_sum(rows: Batch, values: Mapping[str, object], **weights: float) -> Column:

@@ -51,11 +51,11 @@ _OPENING = re.compile(r"(?:<[^<>\s]+>\s*)+(?:assistant|model)(?:<[^<>\s]+>|\s)*$
 """How chat templates open an answer, after the markup that ends the question: `<|im_end|>\\n<|im_start|>assistant\\n`."""
 
 
-def stopping_text(update: UpdateSteps | None) -> str:
+def stopping_text(update: UpdateSteps | None, again: str = "Ctrl-C once more") -> str:
     """Say what happens after Ctrl-C; the update that is under way is finished first."""
     if update is None or not 0 < update.done < update.of:
-        return "stopping the workers; Ctrl-C once more ends at once"
-    return f"finishing the update under way ({update.done} of {update.of}), then stopping the workers; Ctrl-C once more ends at once"
+        return f"stopping the workers; {again} ends at once"
+    return f"finishing the update under way ({update.done} of {update.of}), then stopping the workers; {again} ends at once"
 
 
 class Watched(Protocol):

@@ -258,6 +258,5 @@ class NotebookProgress(display.Progress):
         if prompt or response:
             rows.append(f"<code>{_text(display.short_example(prompt, response))}</code>")
         if self._is_stopping:
-            said = display.stopping_text(None if is_over else update).replace("Ctrl-C ", "")
-            rows.append(f"<b>{_text(said)}</b>")
+            rows.append(f"<b>{_text(display.stopping_text(None if is_over else update, 'once more'))}</b>")
         return _framed([*(f"<div>{row}</div>" for row in rows), curve({"reward": list(enumerate(tally.rewards))})])

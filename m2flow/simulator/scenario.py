@@ -194,7 +194,7 @@ class Scenario:
 
     def with_staleness(self, staleness: int) -> Scenario:
         """The same scenario with another bound on staleness."""
-        graph = MacroGraph(self.graph.flow, _loosened_calls(self.graph, staleness), self.graph.observations)
+        graph = replace(self.graph, calls=_loosened_calls(self.graph, staleness))
         return replace(self, program=_loosened(self.program, staleness), graph=graph, question=self.ask(graph, self.spec))
 
     def _lowered(self, spec: ClusterSpec, choice: Choice | None) -> Plan:
@@ -253,7 +253,7 @@ def _loosened(program: Program, staleness: int) -> Program:
     """The program as if its `@flow` had another bound on staleness."""
     calls = {call.ordinal: call for call in _loosened_calls(program.graph, staleness)}
     items = tuple(Made(calls[item.call.ordinal]) if isinstance(item, Made) else item for item in program.items)
-    graph = MacroGraph(program.flow, tuple(calls.values()), program.graph.observations)
+    graph = replace(program.graph, calls=tuple(calls.values()))
     return replace(program, staleness=staleness, items=items, graph=graph)
 
 

@@ -404,10 +404,8 @@ class FakeTrain(TrainEngine):
         corrected = [objective.loss.correction] if objective.loss.correction is not None else []
         top = [REFERENCE_TOP_IDS] if TOP_LOGPROBS in objective.loss.needs else []
         routed = [ROUTED_EXPERTS] if self._model.routing is not None and ROUTED_EXPERTS in batch else []
-        names = sorted(
-            {*names, *routed, *objective.loss.needs, *top, *(name for one in corrected for name in one.needs if name != "logprobs")}
-            - _COMPUTED
-        )
+        weighed = {need for one in corrected for need in one.needs} - {"logprobs"}
+        names = sorted({*names, *routed, *objective.loss.needs, *top, *weighed} - _COMPUTED)
         columns = {name: "logprobs" if name == "behaviour_logprobs" else name for name in names}
         missing = [name for name, column in columns.items() if column not in batch]
         if missing:

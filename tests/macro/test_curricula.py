@@ -34,8 +34,9 @@ def judged(sample: Sample) -> float:
 def climbs(num_steps: int = 8, lag: int = 0, drawn: list[object] | None = None, refills: bool = False, stream: str = "") -> None:
     """Observes rewards of rows in memory, or of those that are read from a file as they are drawn."""
     policy, judge = Policy("fake"), Reward(judged)
-    read = Dataset.jsonl(stream, stream=True, name="dataset", curriculum=hardest_first) if stream else None
-    prompts = read or Dataset(ROWS, curriculum=hardest_first)
+    prompts = Dataset(ROWS, curriculum=hardest_first)
+    if stream:
+        prompts = Dataset.jsonl(stream, stream=True, name="dataset", curriculum=hardest_first)
     drawn = drawn if drawn is not None else []
     drawn.clear()
     for _ in steps(num_steps):

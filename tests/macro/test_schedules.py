@@ -152,7 +152,7 @@ def test_where_the_flow_needs_a_value_in_its_first_step_the_plan_tells_the_least
 
         return Flow(body)
 
-    for at_once, samples, iterator in ((False, 10, "outermost iterator"), (True, 2, "before the flow|as far as")):
+    for at_once, samples, iterator in ((False, 10, "outermost iterator"), (True, 2, "as far as the flow comes")):
         graph, _, num_steps = trace(watched(at_once), {}, steps=100)
         lines = {line.name: line for line in arithmetic(graph, num_steps=num_steps, token_budget=100)}
         assert graph.is_cut

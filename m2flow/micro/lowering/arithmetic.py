@@ -34,8 +34,8 @@ def arithmetic(graph: MacroGraph, *, num_steps: int, token_budget: int, num_rank
     totals = {"outside": [0, 0, 0], "inside": [0, 0, 0]}
     rates = _Rates()
     traced = sorted({call.step for call in graph.calls if call.step >= 0})
-    is_cut = len(traced) < min(num_steps, TRACED_STEPS)  # In its last step the flow waits for a value.
-    counted = traced[:-1] if is_cut and len(traced) > 1 else traced
+    whole = [step for step in traced if not (graph.is_cut and step == graph.observations[-1].step)]
+    counted = whole or traced
     for call in graph.calls:
         if call.step >= 0 and call.step not in counted:
             continue
@@ -51,7 +51,7 @@ def arithmetic(graph: MacroGraph, *, num_steps: int, token_budget: int, num_rank
             rates.add(call, num_optimizer_steps)
             more += [_pass_before(graph, call)] if call.input(PROXIMAL) is not None else []
             lines |= {line.name: line for line in more if line.name not in lines}
-    if graph.is_cut and len(traced) <= 1:
+    if graph.is_cut and not whole:
         return (*lines.values(), *rates.lines(num_steps, 1), *_at_least(graph, totals))
     num_counted = len(counted)
     scale = num_steps / num_counted if num_counted else 0
