@@ -107,9 +107,12 @@ $(VENV)/.installed: requirements.lock pyproject.toml
 	@echo "setting up $(VENV) (once; some minutes, most of it PyTorch)"
 	@[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV) || { \
 		echo "can't make a virtual environment; on Debian and Ubuntu, install python3-venv." >&2; rm -rf $(VENV); exit 1; }
+	@echo "  1 of 3: PyTorch $(TORCH)"
 	@if [ -e /dev/nvidia0 ]; then $(PIP) torch==$(TORCH); \
 	else $(PIP) torch==$(TORCH)+cpu 2>/dev/null || $(PIP) torch==$(TORCH); fi
+	@echo "  2 of 3: the packages of requirements.lock"
 	@$(PIP) -r requirements.lock
+	@echo "  3 of 3: m2flow itself"
 	@$(PIP) --no-deps --no-build-isolation --config-settings editable_mode=compat -e .
 	@touch $@
 

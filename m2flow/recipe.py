@@ -398,6 +398,7 @@ class Sampling:
     temperature: float = 1.0
     """0 is greedy."""
     top_p: float = 1.0
+    """Tokens are drawn from the likeliest that have this share of the probability between them. 1 is off."""
     top_k: int = 0
     """0 is off."""
     min_new_tokens: int = 0
@@ -595,9 +596,13 @@ class AdamW(_Scheduled):
     """
 
     lr: float = 1e-6
+    """The learning rate, about what a step moves each weight by; before warm-up and schedule."""
     betas: tuple[float, float] = (0.9, 0.999)
+    """What a step keeps of the means of the gradient and of its square, as shares."""
     eps: float = 1e-8
+    """Added to the root of the squares' mean, by which the gradient's is divided."""
     weight_decay: float = 0.0
+    """Times `lr`, the share of itself that a weight loses in a step."""
     max_grad_norm: float = 1.0
     """The gradient's global 2-norm is scaled down to this. 0 is off."""
     warmup_steps: int = 0
@@ -634,6 +639,7 @@ class Muon(_Scheduled):
     expert; other weights (embeddings, heads, norms, biases) are stepped by AdamW with `betas` and `eps`. The nearest orthogonal matrix is
     found by five Newton-Schulz iterations in float32, whose singular values end between 0.7 and 1.2 or so. The state is one number for a
     weight of a matrix, where AdamW has two. Ranks that hold parts of the weights gather each matrix whole, one after the other.
+    `max_grad_norm`, `warmup_steps`, `schedule`, `total_steps`, `steps_of`, `log_layers` and `at` are as of `AdamW`.
 
     Source:
         Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks", https://kellerjordan.github.io/posts/muon, with its
@@ -646,7 +652,6 @@ class Muon(_Scheduled):
     eps: float = 1e-8
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
-    """This and what follows: as `AdamW`."""
     warmup_steps: int = 0
     schedule: Schedule = "constant"
     total_steps: int = 0
@@ -666,6 +671,8 @@ class SGD(_Scheduled):
 
         g = g + weight_decay w,    m = momentum m + g,    w = w - lr m
 
+    `max_grad_norm`, `warmup_steps`, `schedule`, `total_steps`, `steps_of`, `groups`, `log_layers` and `at` are as of `AdamW`.
+
     Source:
         torch.optim.SGD, whose equations these are: the decay goes through the momentum, and is that of Adam, not of AdamW.
     """
@@ -674,7 +681,6 @@ class SGD(_Scheduled):
     momentum: float = 0.0
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
-    """This and what follows: as `AdamW`."""
     warmup_steps: int = 0
     schedule: Schedule = "constant"
     total_steps: int = 0

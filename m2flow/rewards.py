@@ -27,6 +27,7 @@ import secrets
 import signal
 import tempfile
 import time
+import unicodedata
 import urllib.error
 import urllib.request
 from abc import ABC, abstractmethod
@@ -37,7 +38,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal, final
 
-from m2flow.errors import MissingExtra, OpError, OptionError
+from m2flow.errors import MissingExtra, OpError, OptionError, did_you_mean
 from m2flow.recipe import check_choice, check_count, check_number, check_text
 from m2flow.samples import Sample
 from m2flow.sandbox import run_program
@@ -244,7 +245,7 @@ def _number_or_text(value: str) -> str | Fraction:
 @final
 @dataclass(frozen=True)
 class Format(SampleReward):
-    """1 if the whole response has this form, a regular expression in which `.` matches line ends too.
+    """1 if the whole response has the form of `pattern`, a regular expression in which `.` matches line ends too.
 
     >>> from types import SimpleNamespace as Row
     >>> Format()(Row(text="<think>2 and 2</think>\\n<answer>4</answer>")), Format()(Row(text="4"))
@@ -373,6 +374,55 @@ class Repetition(SampleReward):
         grams = Counter(zip(*(words[i:] for i in range(self.n)), strict=False))
         total = grams.total()
         return (len(grams) - total) / total if total > len(grams) else 0.0
+
+
+@final
+@dataclass(frozen=True)
+class Language(SampleReward):
+    """The share of the response's letters that are of a script: 1 if no letter is of another, also where there are none.
+
+    It keeps a model in the language of its prompts. Languages of one script are not told apart; that takes a package such as lingua in
+    a function of your own.
+
+    Args:
+        script: as Unicode names it in its names of letters: `latin`, `cyrillic`, `cjk`, `hiragana`, `arabic`; several count as one.
+
+    Source:
+        DeepSeek-AI 2025, DeepSeek-R1, arXiv:2501.12948, section 2.3.2, whose reward is the share of words.
+
+    >>> from types import SimpleNamespace as Row
+    >>> Language()(Row(text="so 2 + 2 = 4")), Language()(Row(text="\u0434\u0430, yes"))
+    (1.0, 0.6)
+    >>> Language(("cjk", "hiragana", "katakana"))(Row(text="2\u3064\u306e\u6570"))
+    1.0
+    """
+
+    script: str | tuple[str, ...] = "latin"
+
+    def __post_init__(self) -> None:
+        for script in self._scripts:
+            check_text("script", script)
+            if script.upper() not in _known_scripts():
+                now = did_you_mean(script, [name.lower() for name in _known_scripts()], "Names are those of Unicode: latin, cyrillic, cjk.")
+                raise OptionError(f"Language: no letter is of the script {script!r}", now=now)
+
+    @property
+    def _scripts(self) -> tuple[str, ...]:
+        return self.script if isinstance(self.script, tuple) else (self.script,)
+
+    def __call__(self, sample: Sample) -> float:
+        # Letters as they are read: full-width and mathematical ones are those that they stand for.
+        letters = Counter(letter for letter in unicodedata.normalize("NFKC", str(sample.text)) if letter.isalpha())
+        wanted = {script.upper() for script in self._scripts}
+        own = sum(count for letter, count in letters.items() if not wanted.isdisjoint(unicodedata.name(letter, "").split()))
+        return own / letters.total() if letters else 1.0
+
+
+@functools.cache
+def _known_scripts() -> frozenset[str]:
+    """The first words of letters' names."""
+    letters = (chr(code) for code in range(0x20000) if chr(code).isalpha())
+    return frozenset(unicodedata.name(letter, "").partition(" ")[0] for letter in letters) - {""}
 
 
 # ---- unit tests of code

@@ -606,6 +606,7 @@ class Sandbox(_Box):
         """Run Python. Its variables stay for the next turn; those of a turn that was ended do not, and the ones before it come back.
 
         Args:
+            stdin: what the program reads as its standard input.
             fresh: in a process of its own without the session's variables. Its status is the kernel's word then; a turn's is that of the
                 session's own interpreter, which the turn may have changed.
         """
@@ -614,7 +615,7 @@ class Sandbox(_Box):
         return await self._drive(self._run_steps("python" if fresh else "turn", code, stdin))  # type: ignore[no-any-return]
 
     async def shell(self, command: str, stdin: str | bytes = "") -> Result:
-        """Run a command by `sh`. Raises `OptionError`: the tier has none."""
+        """Run a command by `sh`, which reads `stdin`. Raises `OptionError`: the tier has none."""
         return await self._drive(self._run_steps("shell", command, stdin))  # type: ignore[no-any-return]
 
     async def write(self, path: str, data: bytes) -> None:

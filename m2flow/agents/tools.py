@@ -48,6 +48,7 @@ class ToolCall:
     name: str
     arguments: Mapping[str, object]
     id: str = ""
+    """By which the message with its result names the call."""
     fault: str = ""
     """Why it can't be done, for the model; empty if it can."""
 

@@ -48,7 +48,7 @@ TOPICS: dict[str, tuple[str, str]] = {
     "python": ("From Python: run, plan, simulate, and what they return", "run plan simulate open_run Run"),
     "rewards": (
         "Rewards off the shelf: m2flow.rewards",
-        "ExactMatch RegexMatch MathAnswer Format JsonSchema Length Overlong Repetition UnitTests ReasoningGym LlmJudge Remote",
+        "ExactMatch RegexMatch MathAnswer Format JsonSchema Length Overlong Repetition Language UnitTests ReasoningGym LlmJudge Remote",
     ),
 }
 """Topic -> its title, and its names in the order of their sections."""

@@ -16,6 +16,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast, final
 
 import numpy as np
@@ -126,21 +127,22 @@ class _Fitting:
 class _PromptLimit:
     """Bounds prompts to so many tokens, as a policy sees them."""
 
-    def __init__(self, codec: Any, limit: int, too_long: TooLong, name: str) -> None:
+    def __init__(self, codec: Any, limit: int, too_long: TooLong, name: str, place: Callable[[int], str]) -> None:
         self._codec = codec
         self._limit = limit
         self._too_long = too_long
         self._name = name
+        self._place = place
 
     @classmethod
-    def of(cls, policy: Policy | None, limit: int, too_long: TooLong, name: str) -> _PromptLimit:
-        """A limit of the dataset of this name. Raises OptionError: there is no such policy in the flow."""
+    def of(cls, policy: Policy | None, limit: int, too_long: TooLong, name: str, place: Callable[[int], str]) -> _PromptLimit:
+        """A limit of the dataset of this name; `place` says where a row is. Raises OptionError: there is no such policy in the flow."""
         session = current_session(f"the dataset {name!r}")
         if policy is None or getattr(policy, "name", None) not in session.models:
             raise OptionError(f"max_prompt_tokens={limit} counts the tokens of a policy, and got policy={policy!r:.60}", now=_POLICY)
         # Tokenizers are the engines', and are loaded only where a flow counts by them.
         codec = importlib.import_module("m2flow.engines.models.hf_model").load_tokenizer(session.models[policy.name])
-        return cls(codec, limit, too_long, name)
+        return cls(codec, limit, too_long, name, place)
 
     def fitted(self, prompt: object, row: int) -> object:
         """A prompt, shortened if it is too long; None if its row is to be left out.
@@ -153,16 +155,14 @@ class _PromptLimit:
             return prompt
         if self._too_long == "error":
             raise DatasetError(
-                f"the prompt of row {row} of the dataset {self._name!r} has {count} tokens, and max_prompt_tokens is {self._limit}",
+                f"the prompt of {self._place(row)} has {count} tokens, and max_prompt_tokens is {self._limit}",
                 now='Raise it, or say what becomes of such rows: too_long="drop", "truncate-left" or "truncate-middle".',
             )
         if self._too_long == "drop":
             return None
         shortened = self._codec.shortened(prompt, self._limit, in_middle=self._too_long == "truncate-middle")
         if shortened is None:
-            raise DatasetError(
-                f"the prompt of row {row} of the dataset {self._name!r} can't be shortened to {self._limit} tokens", now="Raise the limit."
-            )
+            raise DatasetError(f"the prompt of {self._place(row)} can't be shortened to {self._limit} tokens", now="Raise the limit.")
         return cast("object", shortened)
 
     def fitting(self, prompts: Iterable[object], *, keeps: bool) -> _Fitting:
@@ -196,6 +196,14 @@ class _PromptLimit:
         return _Fitting(kept, 0 if is_drop else num_found, shortened, dict(shown))
 
 
+def _place_of(name: str, places: Sequence[str] | None, row: int) -> str:
+    return f"row {row} of the dataset {name!r}" if places is None else places[row]
+
+
+def _stored_place(name: str, stored: StoredRows, row: int) -> str:
+    return stored.place(row) or _place_of(name, None, row)
+
+
 _POLICY = "Write Dataset(rows, policy=policy, max_prompt_tokens=512)."
 
 
@@ -204,7 +212,8 @@ def _now(row: Row) -> str:
     column = next((column for column in QUESTIONS if column in row), None)
     if column is None or "prompt" in row:
         return 'A row has a text or messages under "prompt", or a conversation under "messages" or "conversations".'
-    return f'Write Dataset([{{**row, "prompt": row["{column}"]}} for row in rows]).'
+    prompt = f'row["{column}"]' + (r' + "\n\n" + row["input"]' if column == "instruction" and "input" in row else "")
+    return f'Write Dataset([{{**row, "prompt": {prompt}}} for row in rows]).'
 
 
 class Dataset:
@@ -238,7 +247,7 @@ class Dataset:
         if not isinstance(rows, Iterable) or isinstance(rows, str | bytes | Mapping):
             raise DatasetError(f"Dataset got a {type(rows).__name__}", now="Give a list of rows: mappings that have a `prompt`.")
         places = rows.places if isinstance(rows, _RowsOfFiles) else None
-        place = (lambda i: f"row {i} of the dataset {name!r}") if places is None else places.__getitem__
+        place = partial(_place_of, name, places)
         rows = list(rows)
         if not rows:
             raise DatasetError(f"the dataset {name!r} has no rows", now="A flow needs at least one prompt; check its path or its filter.")
@@ -266,10 +275,11 @@ class Dataset:
         self._cut: dict[str, object] = {}
         if max_prompt_tokens is not None:
             check_count("max_prompt_tokens", max_prompt_tokens)
-            limit = _PromptLimit.of(policy, max_prompt_tokens, too_long, name)
+            limit = _PromptLimit.of(policy, max_prompt_tokens, too_long, name, place)
             fitting = limit.fitting((row["prompt"] for row in rows), keeps=True)
             rows = [{**rows[i], "prompt": fitting.shortened.get(i, rows[i]["prompt"])} for i in fitting.kept]
             self._cut = fitting.shown
+            assert places is None, "rows of files are bounded by `within`"
         elif policy is not None:
             raise OptionError("policy= goes with max_prompt_tokens=", now="Leave it out, or say how many tokens a prompt may have.")
         self.name = name
@@ -277,6 +287,8 @@ class Dataset:
         self._num_rows = len(rows)
         self._stored: StoredRows | None = None
         """Rows that are read when they are drawn; `_columns` has the first one then."""
+        self._places = places
+        """Where each row is, if they are from files and in memory."""
         self._num_each = 1
         """Samples of a row: 2 are the answers of a pair."""
         self._order = order_of(ListedRows(rows), curriculum, name, shuffle=shuffle)
@@ -458,7 +470,7 @@ class Dataset:
         return made
 
     def split(self, heldout: int | float, *, seed: int = 0) -> tuple[Dataset, Dataset]:
-        """Divide the rows at random, but by this seed alone: into most of them, and so many held out (a count, or a share below 1)."""
+        """Divide the rows at random, but by this seed alone: into most of them, and `heldout` ones (a count, or a share below 1)."""
         check_number("heldout", heldout, above=0)
         if heldout >= 1:
             check_whole("heldout", heldout)
@@ -502,7 +514,7 @@ class Dataset:
         check_choice("too_long", too_long, TooLong)
         if isinstance(self._order, Mix):
             raise DatasetError("a mix has the prompts of its datasets", now="Bound those before mixing them.")
-        limit = _PromptLimit.of(policy, max_prompt_tokens, too_long, self.name)
+        limit = _PromptLimit.of(policy, max_prompt_tokens, too_long, self.name, self._place())
         fitting = limit.fitting((row["prompt"] for row in self._rows("prompt")), keeps=self._stored is None)
         made = self._part(fitting.kept, self.name)
         made._cut = fitting.shown
@@ -523,7 +535,12 @@ class Dataset:
             made._stored = self._stored.part(index)
         else:
             made._columns = taken(self._columns, np.array(index, np.int64))
+        made._places = None if self._places is None else [self._places[i] for i in index]
         return made
+
+    def _place(self) -> Callable[[int], str]:
+        """What says where a row of this dataset is, in errors, also after it became part of another."""
+        return partial(_place_of, self.name, self._places) if self._stored is None else partial(_stored_place, self.name, self._stored)
 
     def pairs(self) -> Dataset:
         """The rows as preferences: each is drawn as a group of two samples, the chosen answer and the rejected one.
@@ -540,12 +557,12 @@ class Dataset:
             raise DatasetError(f"the dataset {self.name!r} gives no pairs: it {why}", now="Give rows with prompt, chosen and rejected.")
         made = copy.copy(self)
         made._session, made._order, made._num_each = None, self._order.fresh(), 2
-        name = self.name  # Errors name the rows of this dataset, also where they are read in a part of it.
+        place = self._place()
         if self._stored is not None:
-            made._stored = ChangedRows(self._stored, lambda row, i: _as_pair(row, f"row {i} of the dataset {name!r}"), made=["target"])
+            made._stored = ChangedRows(self._stored, lambda row, i: _as_pair(row, place(i)), made=["target"])
             made._columns = made._stored.columns_at([0])
             return made
-        answers = Ragged.json([_answers(row, f"row {i} of the dataset {name!r}") for i, row in enumerate(self._rows())])
+        answers = Ragged.json([_answers(row, place(i)) for i, row in enumerate(self._rows())])
         kept = {key: column for key, column in self._columns.items() if key not in _ANSWERS}
         made._columns = {**kept, "target": answers}
         return made

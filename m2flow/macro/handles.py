@@ -514,7 +514,7 @@ class Reducible(ABC, Generic[R]):
     @overload
     def mean(self, over: Over) -> R: ...
     def mean(self, over: Over | None = None) -> Number | R:
-        """The mean."""
+        """The mean: of all, or `over` the rows of each group, or the tokens of each sample."""
         return self.reduce("mean", over)
 
     @overload
@@ -522,7 +522,7 @@ class Reducible(ABC, Generic[R]):
     @overload
     def sum(self, over: Over) -> R: ...
     def sum(self, over: Over | None = None) -> Number | R:
-        """The sum; of booleans, how many are true."""
+        """The sum, of all or `over` each; of booleans, how many are true."""
         return self.reduce("sum", over)
 
     @overload
@@ -530,7 +530,7 @@ class Reducible(ABC, Generic[R]):
     @overload
     def min(self, over: Over) -> R: ...
     def min(self, over: Over | None = None) -> Number | R:
-        """The smallest value."""
+        """The smallest value, of all or `over` each."""
         return self.reduce("min", over)
 
     @overload
@@ -538,7 +538,7 @@ class Reducible(ABC, Generic[R]):
     @overload
     def max(self, over: Over) -> R: ...
     def max(self, over: Over | None = None) -> Number | R:
-        """The largest value."""
+        """The largest value, of all or `over` each."""
         return self.reduce("max", over)
 
     @overload
@@ -546,7 +546,7 @@ class Reducible(ABC, Generic[R]):
     @overload
     def std(self, over: Over) -> R: ...
     def std(self, over: Over | None = None) -> Number | R:
-        """The population's standard deviation: divided by the count."""
+        """The population's standard deviation (divided by the count), of all or `over` each."""
         return self.reduce("std", over)
 
     @overload
@@ -554,7 +554,7 @@ class Reducible(ABC, Generic[R]):
     @overload
     def any(self, over: Over) -> R: ...
     def any(self, over: Over | None = None) -> Number | R:
-        """Whether one is true, or not 0. Its truth may decide an `if`, which waits for it."""
+        """Whether one is true, or not 0, of all or `over` each. Its truth may decide an `if`, which waits for it."""
         return self.reduce("any", over)
 
     @overload
@@ -562,7 +562,7 @@ class Reducible(ABC, Generic[R]):
     @overload
     def all(self, over: Over) -> R: ...
     def all(self, over: Over | None = None) -> Number | R:
-        """Whether each is true, or not 0. Its truth may decide an `if`, which waits for it."""
+        """Whether each is true, or not 0, of all or `over` each. Its truth may decide an `if`, which waits for it."""
         return self.reduce("all", over)
 
     @overload
@@ -570,7 +570,7 @@ class Reducible(ABC, Generic[R]):
     @overload
     def count(self, over: Over) -> R: ...
     def count(self, over: Over | None = None) -> Number | R:
-        """The number of values, whatever they are: rows, or tokens."""
+        """The number of values, whatever they are (rows, or tokens), of all or `over` each."""
         return self.reduce("count", over)
 
 

@@ -375,6 +375,10 @@ class StoredRows(RowSource, ABC):
         for start in range(0, len(self), _AT_ONCE):
             yield from self.rows_at(range(start, min(start + _AT_ONCE, len(self))))
 
+    def place(self, position: int) -> str:
+        """Where a row is, FILE:LINE; empty if it is of no file."""
+        return ""
+
     def part(self, index: Sequence[int]) -> StoredRows:
         """Only these rows."""
         raise DatasetError("a mix has no parts", now="Divide the datasets before mixing them.")
@@ -455,6 +459,10 @@ class RowsOnDisk(StoredRows):
             found.update(zip([(of, number) for _, number in mine], self._files[of].read(mine), strict=True))
         return [self._speaking(self._made(found[of, number], self._files[of].place(number))) for of, _, number in where]
 
+    def place(self, position: int) -> str:
+        of, _, number = self._where[position].tolist()
+        return str(self._files[of].place(number))
+
     def part(self, index: Sequence[int]) -> RowsOnDisk:
         made = copy.copy(self)
         made._where = self._where[index]
@@ -532,6 +540,9 @@ class ChangedRows(StoredRows):
 
     def rows_at(self, positions: Sequence[int]) -> list[Row]:
         return [self._change(row, position) for row, position in zip(self._others.rows_at(positions), positions, strict=True)]
+
+    def place(self, position: int) -> str:
+        return self._others.place(position)
 
     def part(self, index: Sequence[int]) -> ChangedRows:
         made = copy.copy(self)

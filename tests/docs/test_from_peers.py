@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import inspect
 import re
@@ -43,6 +44,24 @@ def test_every_option_has_a_row_and_every_row_an_option(peer: str) -> None:
     if peer != "trl":  # Its page has a second table, of the options that TRL inherits.
         heads = {peer, "arr", "train_ppo_ray"}
         assert [one for one in patterns if one not in heads and not fnmatch.filter(known, one)] == []
+
+
+def test_every_option_that_trl_inherits_has_a_row_and_every_row_an_option() -> None:
+    from transformers import TrainingArguments
+
+    text = (ROOT / "docs" / "guide" / "from-trl.md").read_text().partition("| `TrainingArguments` |")[2]
+    patterns = [name for line in text.splitlines() if line.startswith("| ") for name in re.findall(r"`([^`]+)`", line.split(" | ")[0])]
+    known = [field.name for field in dataclasses.fields(TrainingArguments)]
+    has_row = [name for name in known if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+    inherited = set(known) - set(_known("trl"))  # Those that GRPOConfig declares anew have their rows in the first table.
+    assert inherited - set(has_row) == set()
+    assert [pattern for pattern in patterns if not fnmatch.filter(known, pattern)] == []
+
+
+@peers
+def test_what_is_not_there_has_a_reason_and_nothing_that_is_there_is_denied(peer: str) -> None:
+    text = (ROOT / "docs" / "guide" / f"from-{peer}.md").read_text()
+    assert re.findall(r".*not there(?!: |, because ).*", text) == []
 
 
 @peers

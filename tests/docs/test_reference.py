@@ -91,7 +91,9 @@ def test_every_option_of_a_public_function_is_explained() -> None:
             if (inspect.isclass(member) and issubclass(member, Enum | Handle | m2flow.Number)) or isinstance(member, property):
                 continue
             text = about + (inspect.getdoc(member) or "")
-            options = [one for one in inspect.signature(member).parameters.values() if one.kind is one.KEYWORD_ONLY]
+            options = [
+                one for one in inspect.signature(member).parameters.values() if one.kind is one.KEYWORD_ONLY or one.default is not one.empty
+            ]
             missing += [f"{path}({one.name}=)" for one in options if not re.search(rf"\b{one.name}\b", text)]
             missing += [path] if not inspect.getdoc(member) else []
     assert missing == []

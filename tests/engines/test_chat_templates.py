@@ -120,3 +120,6 @@ def test_messages_without_a_template_and_messages_that_are_none_are_refused(tmp_
         codec.encode_prompt([{"content": "a"}])
     with pytest.raises(DatasetError, match="message 0 of the prompt has the content 3"):
         codec.encode_prompt([{"role": "user", "content": 3}])
+    shown = [{"type": "text", "text": "What is it?"}, {"type": "image_url", "image_url": {"url": "data:"}}]
+    with pytest.raises(DatasetError, match="message 0 of the prompt has a part of the type 'image_url'; models here read texts alone"):
+        codec.encode_prompt([{"role": "user", "content": shown}])

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -93,3 +97,90 @@ def test_a_flow_runs_by_a_models_name_and_a_plan_says_which_file_is_missing(cach
     planned = m2flow("plan", "by_name.py", "--init", "pretrained")
     assert planned.returncode != 0
     assert "lacks model.safetensors" in planned.stderr
+
+
+class _Hub(BaseHTTPRequestHandler):
+    """The part of the hub that a download asks for: what is in a model's repository, and its files."""
+
+    directory: Path
+    asked: list[str]
+    protocol_version = "HTTP/1.1"
+
+    def do_HEAD(self) -> None:
+        self._answer(has_body=False)
+
+    def do_GET(self) -> None:
+        self._answer(has_body=True)
+
+    def _answer(self, *, has_body: bool) -> None:
+        path = self.path.partition("?")[0]
+        file = self.directory / path.rpartition("/")[2]
+        headers, body, status = {"Content-Type": "application/json"}, b"{}", 404
+        files = [{"type": "file", "path": one.name, "size": one.stat().st_size, "oid": "0"} for one in sorted(self.directory.iterdir())]
+        if path.startswith("/api/models/nobody/served/tree/"):
+            body, status = json.dumps(files).encode(), 200
+        elif path.startswith("/api/models/nobody/served"):
+            siblings = [{"rfilename": one["path"]} for one in files]
+            body, status = json.dumps({"id": "nobody/served", "sha": COMMIT, "siblings": siblings}).encode(), 200
+        elif path.startswith("/nobody/served/resolve/") and file.is_file():
+            body, status = file.read_bytes(), 200
+            headers = {"ETag": f'"{hashlib.sha256(body).hexdigest()}"', "X-Repo-Commit": COMMIT}
+            self.asked += [file.name] * has_body
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if has_body:
+            self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[tuple[type[_Hub], dict[str, str]]]:
+    """A hub on this machine with the model `nobody/served`, and the environment of a process that asks it."""
+    served = tmp_path / "served"
+    shutil.copytree(DIGITS, served)
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        (served / name).write_bytes(b"weights")
+    kind = type("_HubOfTest", (_Hub,), {"directory": served, "asked": []})
+    with ThreadingHTTPServer(("127.0.0.1", 0), kind) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        kept = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy") and name != "HF_HUB_OFFLINE"}
+        here = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HUB_CACHE": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
+        yield kind, {**kept, **here}
+        server.shutdown()
+
+
+ASK = """
+import sys
+from m2flow.errors import M2FlowError
+from m2flow.recipe import Model, hub_directory
+try:
+    found = hub_directory(Model(sys.argv[1]), with_weights=sys.argv[2] == "weights")
+except M2FlowError as error:
+    sys.exit(str(error))
+print(*sorted(path.name for path in found.iterdir()))
+"""
+
+
+def test_what_the_cache_lacks_is_downloaded_once_and_weights_only_where_they_are_needed(hub: tuple[type[_Hub], dict[str, str]]) -> None:
+    kind, environment = hub
+
+    def ask(name: str, what: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", ASK, name, what]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+    planned = ask("nobody/served", "config")
+    assert planned.returncode == 0, planned.stderr
+    assert {"config.json", "tokenizer.json"} <= set(planned.stdout.split())
+    assert "model.safetensors" not in kind.asked
+    small = len(kind.asked)
+    assert "model.safetensors" in ask("nobody/served", "weights").stdout.split()
+    assert kind.asked[small:] == ["model.safetensors"], "what was there is not asked for again, nor weights in another form"
+    assert ask("nobody/served", "weights").returncode == 0
+    assert kind.asked[small:] == ["model.safetensors"]
+    missing = ask("nobody/elsewhere", "weights")
+    assert "nobody/elsewhere is no directory, and the hub's model of that name is not in the cache" in missing.stderr
+    assert "the hub could not be asked: " in missing.stderr

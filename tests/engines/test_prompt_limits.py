@@ -110,14 +110,31 @@ def test_rows_of_any_loader_are_bounded_as_those_of_a_list(path: str, tmp_path: 
 
     assert str(graph(True, "drop")).partition("test_")[0] == str(graph(False, "drop")).partition("test_")[0]
     assert prompts(graph(True, "drop")) == prompts(graph(False, "drop"))
-    with pytest.raises(DatasetError, match="row 1 of the dataset 'dataset' has"):
+    with pytest.raises(DatasetError, match=r"the prompt of .*rows\.jsonl:2 has"):
         graph(True, "error")
     for too_long in ("truncate-left", "truncate-middle"):
         assert str(graph(True, too_long)).partition("test_")[0] == str(graph(False, too_long)).partition("test_")[0]
         assert prompts(graph(True, too_long)) == prompts(graph(False, too_long))
     limit = 1
     if as_messages:
-        with pytest.raises(DatasetError, match="row 0 of the dataset 'dataset' can't be shortened"):
+        with pytest.raises(DatasetError, match=r"rows\.jsonl:1 can't be shortened"):
             graph(True, "truncate-left")
     else:
         assert prompts(graph(True, "truncate-left")) == ["a", "a", "a"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_row_of_a_file_that_is_too_long_is_named_by_its_line(path: str, stream: bool, tmp_path: Path) -> None:
+    file = tmp_path / "q.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in [*ROWS[:1], {"prompt": "a"}, *ROWS[1:2]]))
+
+    def body(skipped: int) -> None:
+        policy = Policy(path)
+        Dataset.jsonl(file, stream=stream, shuffle=False).shard(skipped, 2).within(policy, 8).take(1)
+
+    for skipped in (0, 1):
+        if skipped:
+            file.write_text(file.read_text().replace('{"prompt": "a"}', json.dumps(ROWS[1])))
+        line = 2 if skipped else 3
+        with pytest.raises(DatasetError, match=rf"the prompt of .*q\.jsonl:{line} has 9 tokens, and max_prompt_tokens is 8"):
+            trace(Flow(lambda skipped=skipped: body(skipped)), {}, steps=1, seed=0)

@@ -27,6 +27,7 @@ from m2flow.rewards import (
     ExactMatch,
     Format,
     JsonSchema,
+    Language,
     Length,
     LlmJudge,
     MathAnswer,
@@ -59,7 +60,18 @@ in_a_box = pytest.mark.skipif("not _can_box()", reason="this machine can't make 
 
 @pytest.mark.parametrize(
     "reward",
-    [ExactMatch(), RegexMatch("a(b)"), MathAnswer(by="text"), Format(), JsonSchema(), Length(), Overlong(9, 3), Repetition(), UnitTests()],
+    [
+        ExactMatch(),
+        RegexMatch("a(b)"),
+        MathAnswer(by="text"),
+        Format(),
+        JsonSchema(),
+        Length(),
+        Overlong(9, 3),
+        Repetition(),
+        Language(),
+        UnitTests(),
+    ],
     ids=lambda reward: str(reward.__name__),
 )
 def test_a_reward_goes_to_workers_as_it_is(reward: Any) -> None:
@@ -384,3 +396,23 @@ def test_a_reward_that_may_hang_has_a_process_of_its_own_unless_the_flow_says_ot
 
     trace(asked, {})
     assert found == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("said", "script", "share"),
+    [
+        ("\uff41\U0001d44e1", "latin", 1.0),  # Full-width and mathematical letters are those that they stand for.
+        ("\u0431\u0433 ab", ("latin", "cyrillic"), 1.0),
+        ("\u0431\u0433 ab", "greek", 0.0),
+        ("1 + 1 = \u2460", "latin", 1.0),
+    ],
+)
+def test_letters_of_other_scripts_lower_a_language_reward(said: str, script: Any, share: float) -> None:
+    assert Language(script)(SimpleNamespace(text=said)) == share  # type: ignore[arg-type]
+
+
+def test_a_script_that_no_letter_is_of_is_refused() -> None:
+    with pytest.raises(OptionError, match=r"no letter is of the script 'lattin'[\s\S]*latin"):
+        Language("lattin")
+    with pytest.raises(OptionError, match="script"):
+        Language(("latin", 3))  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 
 import pytest
@@ -244,3 +245,12 @@ def test_columns_come_back_as_they_were():
         assert {name: sample[name] for name in row} == row
 
     trace(looks, {})
+
+
+def test_advice_for_rows_of_instructions_keeps_their_input() -> None:
+    with pytest.raises(DatasetError) as caught:
+        Dataset([{"instruction": "Translate", "input": "oui", "output": "yes"}])
+    advised = re.search(r"Dataset\((\[.*\])\)", str(caught.value))
+    assert advised
+    rows = [{"instruction": "Translate", "input": "oui"}]
+    assert [row["prompt"] for row in eval(advised[1], {"rows": rows})] == ["Translate\n\noui"]

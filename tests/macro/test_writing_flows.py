@@ -7,23 +7,29 @@ block is commands and what they print, where `...` stands for anything. A file w
 from __future__ import annotations
 
 import doctest
+import importlib
 import itertools
 import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
 from fake_clusters import FAKES, SPLIT
 
 from m2flow.cli.main import cli
+from m2flow.engines import registry
 from m2flow.macro.flow import Flow, load_flow
-from m2flow.recipe import Loss
-from m2flow.spec import ClusterSpec, FunctionSpec, TrainSpec
+from m2flow.recipe import Loss, Model
+from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
+from m2flow.testing.rollout_suite import ROLLOUT_CHECKS
 from m2flow.testing.world import run_eager, run_planned
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -119,7 +125,7 @@ def test_a_command_of_the_tutorial_prints_what_the_tutorial_shows(command: str, 
 def test_every_wrong_flow_of_the_tutorial_is_shown_with_its_error() -> None:
     shown = {word for command, _ in SESSIONS for word in shlex.split(command)}
     assert {name for name in FILES if name.startswith("wrong_")} <= shown
-    assert all(_FLOW.search(text) for text in FILES.values())
+    assert all(_FLOW.search(text) for name, text in FILES.items() if name != "loop_breaker.py")
 
 
 EMBEDDED = ClusterSpec(placement="split", device="cpu", cores=2, train=TrainSpec(token_budget=200), functions=FunctionSpec(chunk=3))
@@ -168,3 +174,37 @@ def test_the_losses_of_the_tutorial_and_their_gradients_are_finite_at_extreme_in
 def vars_of(name: str) -> dict[str, object]:
     first = _FLOW.search(FILES[name])
     return {} if name.startswith("wrong_") or first is None else load_flow(f"{name}:{first[1]}").function.__globals__
+
+
+# ---- an engine
+
+
+@pytest.fixture
+def engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module of the recipes' engine, registered by the entry point that they show."""
+    (shown,) = (body for language, body in _FENCE.findall(PAGES) if language == "toml")
+    points = tomllib.loads(shown)["project"]["entry-points"]["m2flow.engines"]
+    metadata = folder / "loops-0.1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: loops\nVersion: 0.1\n")
+    (metadata / "entry_points.txt").write_text("[m2flow.engines]\n" + "".join(f"{name} = {at}\n" for name, at in points.items()))
+    monkeypatch.syspath_prepend(str(folder))
+    registry._registered.cache_clear()
+    yield importlib.import_module("loop_breaker")
+    registry._registered.cache_clear()
+
+
+@pytest.mark.parametrize("check", ROLLOUT_CHECKS, ids=lambda check: str(check.__name__))
+def test_the_engine_of_the_recipes_keeps_the_contract(check: Any, engine: Any) -> None:
+    check(lambda settings: registry.make_rollout("loop-breaker", Model(str(ROOT / "flows" / "models" / "digits"), "random"), settings))
+
+
+def test_the_engine_of_the_recipes_ends_loops_at_the_same_token_whatever_the_schedule(engine: Any, folder: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(engine, "PERIOD", 1)  # A digit four times in a row.
+    flow = load_flow("recipes.py:by_sequence")
+    spec = EMBEDDED.model_copy(update={"rollout": RolloutSpec(engine="loop-breaker")})
+    eager = run_eager(flow, {"num_steps": 2}, spec, deterministic=True)
+    assert eager.error == ""
+    assert run_planned(flow, {"num_steps": 2}, spec, deterministic=True) == eager
+    ended = [tokens for tokens, _ in eager.samples.values() if engine.is_loop(np.array(tokens)[-4:])]
+    assert ended, "nothing was repeated, so nothing was tested"

@@ -41,7 +41,7 @@ def _no_room() -> RuntimeError:
     return RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes. Error code 12")
 
 
-class CrampedRollout(EmbeddedRollout):  # type: ignore[misc]
+class CrampedRollout(EmbeddedRollout):
     """The embedded engine, in that room."""
 
     name = "cramped"

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -45,7 +45,6 @@ OPTIONS = {
 """The options of `rollout: {engine: embedded}`, each with its meaning."""
 
 
-@final
 class EmbeddedRollout(RolloutEngine):
     """Generate with continuous batching; a prompt that several samples share is prefilled once."""
 
