@@ -10,11 +10,14 @@ import subprocess
 import sys
 import tarfile
 import tomllib
+import venv
 import zipfile
 from pathlib import Path
 
 import click
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from m2flow.cli.main import cli
 from m2flow.engines.registry import engines
@@ -38,12 +41,36 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def unpacked(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of the checkout, as pip would install it."""
-    target = tmp_path_factory.mktemp("installed")
-    with zipfile.ZipFile(built("wheel", source, tmp_path_factory.mktemp("wheel"))) as archive:
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return built("wheel", source, tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def unpacked(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("unpacked")
+    with zipfile.ZipFile(wheel) as archive:
         archive.extractall(target)
     return target
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment that pip has installed the wheel into. Its dependencies are those that are here; m2flow's own checkout is not."""
+    environment = tmp_path_factory.mktemp("environment")
+    venv.create(environment, symlinks=True)
+    (packages,) = environment.glob("lib/python*/site-packages")
+    subprocess.run([*_pip(environment), "install", "--no-index", "--no-deps", "--quiet", wheel], env=_alone(), check=True)
+    # Plain lines: what these directories' own .pth files add is left out, the checkout among it.
+    (packages / "base.pth").write_text("".join(f"{path}\n" for path in sys.path if Path(path).name == "site-packages"))
+    return environment
+
+
+def _pip(environment: Path) -> list[str]:
+    return [sys.executable, "-m", "pip", "--python", str(environment / "bin" / "python")]
+
+
+def _alone() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PIP_"))}
 
 
 def built(kind: str, source: Path, out: Path) -> Path:
@@ -59,20 +86,26 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file() and file.name != "RECORD"}
 
 
-def test_a_wheel_has_all_that_the_demo_and_new_projects_need(unpacked: Path, tmp_path: Path) -> None:
+def test_what_pip_installs_has_all_that_the_demo_and_new_projects_need(installed: Path, tmp_path: Path) -> None:
     def m2flow(*words: str) -> str:
-        environment = {**os.environ, "PYTHONPATH": str(unpacked)}
-        command = [sys.executable, "-m", "m2flow", *words]
-        ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        ran = subprocess.run(
+            [installed / "bin" / "m2flow", *words], cwd=tmp_path, env=_alone(), capture_output=True, text=True, check=False
+        )
         assert ran.returncode == 0, ran.stderr
         return ran.stdout
 
     m2flow("new", "mine")
     said = json.loads(m2flow("demo", "--num-steps", "1", "--warm-steps", "1", "--batch", "2", "--n", "2", "--json", "--quiet"))
-    assert str(unpacked / "m2flow" / "flows") in (tmp_path / said["run_dir"] / "config.json").read_text()
+    assert str(installed) in (tmp_path / said["run_dir"] / "config.json").read_text()
+    assert str(ROOT / "m2flow") not in (tmp_path / said["run_dir"] / "config.json").read_text()
     plan = (tmp_path / said["run_dir"] / "plan.txt").read_text()
-    assert str(unpacked / "m2flow" / "flows" / "grpo.py") in plan
+    assert re.search(rf"{re.escape(str(installed))}.*/m2flow/flows/grpo\.py", plan)
     assert "click" not in plan
+
+
+def test_pip_finds_every_dependency_of_the_wheel_in_the_versions_that_are_locked(installed: Path) -> None:
+    said = subprocess.run([*_pip(installed), "check"], env=_alone(), capture_output=True, text=True, check=False).stdout
+    assert [line for line in said.splitlines() if line.startswith("m2flow ")] == []
 
 
 def test_a_wheel_has_every_file_of_the_package_and_of_the_flows(source: Path, unpacked: Path) -> None:
@@ -112,6 +145,22 @@ def test_all_has_every_extra_for_users_but_vllm() -> None:
     assert everything.startswith("m2flow[")
     of_tests = {name for name in EXTRAS if name.endswith("-tests")}
     assert set(everything[7:-1].split(",")) == EXTRAS.keys() - of_tests - {"all", "dev", "vllm"}
+
+
+LOCKS = {"sglang": "sglang-cpu", "vllm": "vllm-cpu", "megatron": "megatron-cpu"}
+"""Extras with an environment of their own -> the lock file of it. Those of the others are installed together, over requirements.lock."""
+
+
+@pytest.mark.parametrize("extra", sorted(EXTRAS.keys() - {"all"}))
+def test_the_locked_environments_have_a_version_of_each_package_that_an_extra_allows(extra: str) -> None:
+    pinned: dict[str, str] = {}
+    for name in ("requirements.lock", f"requirements-{LOCKS.get(extra, 'full')}.lock"):
+        pins = re.findall(r"(?m)^([\w.-]+)==([^\s;]+)", (ROOT / name).read_text())
+        pinned |= {canonicalize_name(package).removesuffix("-cpu"): version for package, version in pins}  # vLLM's build has another name.
+    for requirement in map(Requirement, EXTRAS[extra]):
+        version = pinned.get(canonicalize_name(requirement.name))
+        assert version is not None, f"{requirement.name} is in no lock file"
+        assert requirement.specifier.contains(version, prereleases=True), f"{requirement} is locked at {version}"
 
 
 DOCKERFILES = sorted((ROOT / "docker").glob("*.Dockerfile"))
