@@ -40,6 +40,8 @@ TEMPLATES = {
     "{% endfor %}{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}",
 }
 """Small templates with what those of eight families do to a conversation, and one that reads parts."""
+VENDORS = {path.stem: path.read_text() for path in (Path(__file__).resolve().parents[1] / "expected" / "templates").glob("*.jinja")}
+"""The templates of eight models as their vendors publish them."""
 
 QUESTION = {"role": "user", "content": " What is 2 + 2? \u00e9\n"}
 CONVERSATIONS: list[list[dict[str, Any]]] = [
@@ -47,7 +49,8 @@ CONVERSATIONS: list[list[dict[str, Any]]] = [
     [QUESTION, {"role": "assistant", "content": "4"}, {"role": "user", "content": "And <|im_end|> 3 + 3?"}],
     [QUESTION, {"role": "assistant", "content": "The sum is"}],
 ]
-TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer", "description": "A number."}}, "required": ["a"]}
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "Add one.", "parameters": PARAMETERS}}]
 
 
 def codec_of(folder: Path, template: str, **options: Any) -> tuple[TextCodec, Any]:
@@ -62,9 +65,10 @@ def codec_of(folder: Path, template: str, **options: Any) -> tuple[TextCodec, An
     return load_tokenizer(Model(str(folder), **options)), AutoTokenizer.from_pretrained(str(folder))
 
 
-@pytest.mark.parametrize("family", TEMPLATES)
+@pytest.mark.parametrize("family", sorted(TEMPLATES | {f"{name}, whole": text for name, text in VENDORS.items()}))
 def test_messages_are_the_tokens_of_apply_chat_template(family: str, tmp_path: Path) -> None:
-    codec, tokenizer = codec_of(tmp_path, TEMPLATES[family])
+    template = TEMPLATES.get(family) or VENDORS[family.removesuffix(", whole")]
+    codec, tokenizer = codec_of(tmp_path, template)
     with_tools = load_tokenizer(Model(str(tmp_path), template=ChatTemplate.of("Be brief.", None, {"enable_thinking": False}, TOOLS)))
     for messages in CONVERSATIONS:
         is_begun = messages[-1]["role"] == "assistant"
@@ -72,7 +76,7 @@ def test_messages_are_the_tokens_of_apply_chat_template(family: str, tmp_path: P
         expected = tokenizer.apply_chat_template(messages, **how)
         assert codec.encode_prompt(messages) == expected
         assert tokenizer.decode(expected) == codec.prompt_text(messages)
-        assert expected.count(tokenizer.bos_token_id) == ("bos_token" in TEMPLATES[family])
+        assert expected.count(tokenizer.bos_token_id) == ("bos_token" in template)
         if family == "gemma":
             with pytest.raises(DatasetError, match="the chat template refuses the messages: TemplateError: System role not supported"):
                 with_tools.encode_prompt(messages)
