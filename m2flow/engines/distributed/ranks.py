@@ -87,6 +87,7 @@ class Ranks:
         if self not in self._open:
             return
         dist.destroy_process_group(self.group)
+        del self.group  # Its threads end with the last reference, and until then wake a hundred times a second.
         self._open.remove(self)
         if not self._open:
             (self._leaving or [dist.destroy_process_group])[0]()
