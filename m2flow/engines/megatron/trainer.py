@@ -173,8 +173,8 @@ class MegatronTrain(RankedTrain):
         self._built = self._model = self._current = None
         self._away.clear()
         self._num_pending = 0
-        self.__dict__.pop("_parts", None)
-        self.__dict__.pop("_weights", None)
+        for name in ("_parts", "_weights", "_groups", "_vocabulary"):
+            self.__dict__.pop(name, None)
         if torch.device(self._settings.device).type == "cuda":
             torch.cuda.empty_cache()
         self._ranks.close()
