@@ -414,15 +414,18 @@ class Language(SampleReward):
         # Letters as they are read: full-width and mathematical ones are those that they stand for.
         letters = Counter(letter for letter in unicodedata.normalize("NFKC", str(sample.text)) if letter.isalpha())
         wanted = {script.upper() for script in self._scripts}
-        own = sum(count for letter, count in letters.items() if not wanted.isdisjoint(unicodedata.name(letter, "").split()))
+        own = sum(count for letter, count in letters.items() if _script_of(letter) in wanted)
         return own / letters.total() if letters else 1.0
+
+
+def _script_of(letter: str) -> str:
+    """The first word of a letter's name, as in LATIN SMALL LETTER A; empty without a name."""
+    return unicodedata.name(letter, "").partition(" ")[0]
 
 
 @functools.cache
 def _known_scripts() -> frozenset[str]:
-    """The first words of letters' names."""
-    letters = (chr(code) for code in range(0x20000) if chr(code).isalpha())
-    return frozenset(unicodedata.name(letter, "").partition(" ")[0] for letter in letters) - {""}
+    return frozenset(_script_of(chr(code)) for code in range(0x20000) if chr(code).isalpha()) - {""}
 
 
 # ---- unit tests of code

@@ -407,11 +407,11 @@ def check_prompt(prompt: object, what: str) -> Prompt:
             raise DatasetError(f"message {at} of {what} has no role: {message!r:.60}", now=_MESSAGES_LIKE)
         content = message.get("content")
         is_parts = isinstance(content, list | tuple) and all(isinstance(p, Mapping) and isinstance(p.get("text"), str) for p in content)
-        other = next((p for p in content if isinstance(p, Mapping) and "text" not in p), {}) if isinstance(content, list | tuple) else {}
-        if isinstance(kind := other.get("type"), str):
-            now = "Leave the part out, or say in a text what it shows."
-            raise DatasetError(f"message {at} of {what} has a part of the type {kind!r}; models here read texts alone", now=now)
         if not isinstance(content, str) and not is_parts and not (content is None and "tool_calls" in message):
+            others = [p for p in content if isinstance(p, Mapping) and "text" not in p] if isinstance(content, list | tuple) else []
+            if others and isinstance(kind := others[0].get("type"), str):
+                now = "Leave the part out, or say in a text what it shows."
+                raise DatasetError(f"message {at} of {what} has a part of the type {kind!r}; models here read texts alone", now=now)
             raise DatasetError(
                 f"message {at} of {what} has the content {content!r:.60}; it must be a text, or a list of parts with texts",
                 now=_MESSAGES_LIKE,

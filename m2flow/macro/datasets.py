@@ -16,7 +16,6 @@ import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast, final
 
 import numpy as np
@@ -196,14 +195,6 @@ class _PromptLimit:
         return _Fitting(kept, 0 if is_drop else num_found, shortened, dict(shown))
 
 
-def _place_of(name: str, places: Sequence[str] | None, row: int) -> str:
-    return f"row {row} of the dataset {name!r}" if places is None else places[row]
-
-
-def _stored_place(name: str, stored: StoredRows, row: int) -> str:
-    return stored.place(row) or _place_of(name, None, row)
-
-
 _POLICY = "Write Dataset(rows, policy=policy, max_prompt_tokens=512)."
 
 
@@ -246,8 +237,12 @@ class Dataset:
     ) -> None:
         if not isinstance(rows, Iterable) or isinstance(rows, str | bytes | Mapping):
             raise DatasetError(f"Dataset got a {type(rows).__name__}", now="Give a list of rows: mappings that have a `prompt`.")
-        places = rows.places if isinstance(rows, _RowsOfFiles) else None
-        place = partial(_place_of, name, places)
+        self.name = name
+        self._stored: StoredRows | None = None
+        """Rows that are read when they are drawn; `_columns` has the first one then."""
+        self._places = rows.places if isinstance(rows, _RowsOfFiles) else None
+        """Where each row is, if they are from files and in memory."""
+        places, place = self._places, self._place
         rows = list(rows)
         if not rows:
             raise DatasetError(f"the dataset {name!r} has no rows", now="A flow needs at least one prompt; check its path or its filter.")
@@ -282,13 +277,8 @@ class Dataset:
             assert places is None, "rows of files are bounded by `within`"
         elif policy is not None:
             raise OptionError("policy= goes with max_prompt_tokens=", now="Leave it out, or say how many tokens a prompt may have.")
-        self.name = name
         self._columns: dict[str, Column] = {key: column_of([row[key] for row in rows], key) for key in sorted(keys)}
         self._num_rows = len(rows)
-        self._stored: StoredRows | None = None
-        """Rows that are read when they are drawn; `_columns` has the first one then."""
-        self._places = places
-        """Where each row is, if they are from files and in memory."""
         self._num_each = 1
         """Samples of a row: 2 are the answers of a pair."""
         self._order = order_of(ListedRows(rows), curriculum, name, shuffle=shuffle)
@@ -514,7 +504,7 @@ class Dataset:
         check_choice("too_long", too_long, TooLong)
         if isinstance(self._order, Mix):
             raise DatasetError("a mix has the prompts of its datasets", now="Bound those before mixing them.")
-        limit = _PromptLimit.of(policy, max_prompt_tokens, too_long, self.name, self._place())
+        limit = _PromptLimit.of(policy, max_prompt_tokens, too_long, self.name, self._place)
         fitting = limit.fitting((row["prompt"] for row in self._rows("prompt")), keeps=self._stored is None)
         made = self._part(fitting.kept, self.name)
         made._cut = fitting.shown
@@ -538,9 +528,10 @@ class Dataset:
         made._places = None if self._places is None else [self._places[i] for i in index]
         return made
 
-    def _place(self) -> Callable[[int], str]:
-        """What says where a row of this dataset is, in errors, also after it became part of another."""
-        return partial(_place_of, self.name, self._places) if self._stored is None else partial(_stored_place, self.name, self._stored)
+    def _place(self, row: int) -> str:
+        """Where a row is, for errors: FILE:LINE if it is from a file."""
+        place = self._stored.place(row) if self._stored is not None else "" if self._places is None else self._places[row]
+        return place or f"row {row} of the dataset {self.name!r}"
 
     def pairs(self) -> Dataset:
         """The rows as preferences: each is drawn as a group of two samples, the chosen answer and the rejected one.
@@ -557,7 +548,7 @@ class Dataset:
             raise DatasetError(f"the dataset {self.name!r} gives no pairs: it {why}", now="Give rows with prompt, chosen and rejected.")
         made = copy.copy(self)
         made._session, made._order, made._num_each = None, self._order.fresh(), 2
-        place = self._place()
+        place = self._place  # Errors name the rows of this dataset, also where they are read in a part of it.
         if self._stored is not None:
             made._stored = ChangedRows(self._stored, lambda row, i: _as_pair(row, place(i)), made=["target"])
             made._columns = made._stored.columns_at([0])

@@ -24,9 +24,9 @@ PEERS = ("trl", "verl", "openrlhf")
 peers = pytest.mark.parametrize("peer", PEERS)
 
 
-def _rows(peer: str) -> list[tuple[list[str], list[str]]]:
-    """What stands in code in both columns of the page's tables."""
-    text = (ROOT / "docs" / "guide" / f"from-{peer}.md").read_text()
+def _rows(peer: str, below: str = "") -> list[tuple[list[str], list[str]]]:
+    """What stands in code in both columns of the page's tables; with `below`, of those below this text."""
+    text = (ROOT / "docs" / "guide" / f"from-{peer}.md").read_text().partition(below or "\n")[2]
     rows = [line.strip("|").split(" | ") for line in text.splitlines() if line.startswith("| ")]
     return [(re.findall(r"`([^`]+)`", theirs), re.findall(r"`([^`]+)`", ours)) for theirs, ours in rows]
 
@@ -49,8 +49,7 @@ def test_every_option_has_a_row_and_every_row_an_option(peer: str) -> None:
 def test_every_option_that_trl_inherits_has_a_row_and_every_row_an_option() -> None:
     from transformers import TrainingArguments
 
-    text = (ROOT / "docs" / "guide" / "from-trl.md").read_text().partition("| `TrainingArguments` |")[2]
-    patterns = [name for line in text.splitlines() if line.startswith("| ") for name in re.findall(r"`([^`]+)`", line.split(" | ")[0])]
+    patterns = [pattern for theirs, _ in _rows("trl", below="| `TrainingArguments` |") for pattern in theirs]
     known = [field.name for field in dataclasses.fields(TrainingArguments)]
     has_row = [name for name in known if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
     inherited = set(known) - set(_known("trl"))  # Those that GRPOConfig declares anew have their rows in the first table.

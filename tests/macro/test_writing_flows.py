@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from entry_points import write_entry_points
 from fake_clusters import FAKES, SPLIT
 
 from m2flow.cli.main import cli
@@ -183,11 +184,7 @@ def vars_of(name: str) -> dict[str, object]:
 def engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The module of the recipes' engine, registered by the entry point that they show."""
     (shown,) = (body for language, body in _FENCE.findall(PAGES) if language == "toml")
-    points = tomllib.loads(shown)["project"]["entry-points"]["m2flow.engines"]
-    metadata = folder / "loops-0.1.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: loops\nVersion: 0.1\n")
-    (metadata / "entry_points.txt").write_text("[m2flow.engines]\n" + "".join(f"{name} = {at}\n" for name, at in points.items()))
+    write_entry_points(folder, "loops", tomllib.loads(shown)["project"]["entry-points"]["m2flow.engines"])
     monkeypatch.syspath_prepend(str(folder))
     registry._registered.cache_clear()
     yield importlib.import_module("loop_breaker")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from entry_points import write_entry_points
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from m2flow.engines.contract import Capabilities, Generated, Objective, Sums
@@ -74,9 +75,6 @@ CRAMPED_TRAIN = EngineInfo("cramped-train", "cramped:CrampedTrain", EmbeddedTrai
 
 def registered(directory: Path, room: int) -> dict[str, str]:
     """Environment of a process that knows these engines."""
-    metadata = directory / "cramped-0.1.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: cramped\nVersion: 0.1\n")
-    (metadata / "entry_points.txt").write_text("[m2flow.engines]\ncramped = cramped:CRAMPED\ncramped-train = cramped:CRAMPED_TRAIN\n")
+    write_entry_points(directory, "cramped", {"cramped": "cramped:CRAMPED", "cramped-train": "cramped:CRAMPED_TRAIN"})
     path = [str(directory), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     return {"PYTHONPATH": os.pathsep.join(filter(None, path)), "M2FLOW_TEST_CRAMPED": str(room)}

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import cpu_as_cuda
+from entry_points import write_entry_points
 
 cpu_as_cuda.pretend()
 
@@ -28,10 +29,7 @@ INFO = EngineInfo("megatron-cpu", "megatron_on_cpu:MegatronOnCpu", MegatronOnCpu
 
 def registered(directory: Path) -> dict[str, str]:
     """Environment of a process that knows this engine."""
-    metadata = directory / "megatron_on_cpu-0.1.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: megatron_on_cpu\nVersion: 0.1\n")
-    (metadata / "entry_points.txt").write_text("[m2flow.engines]\nmegatron-cpu = megatron_on_cpu:INFO\n")
+    write_entry_points(directory, "megatron_on_cpu", {"megatron-cpu": "megatron_on_cpu:INFO"})
     path = [str(directory), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     return {"PYTHONPATH": os.pathsep.join(filter(None, path))}
 
