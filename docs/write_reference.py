@@ -6,6 +6,7 @@
     errors                    --> errors.md          help of each command    --> commands.md
     engines and their options --> engines.md         m2flow.algorithms       --> algorithms.md
     rollout scheduling        --> policies.md        m2flow.observe.spans     --> spans.md
+    messages and parcels      --> wire-format.md
 
 Docstrings are Markdown as they stand, but for their sections (`Args:`, `Raises:`), which become lists, and doctests, which become fences.
 `docs/site_pages.py` makes FOLDER/site from these pages and the guides.
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import peer_algorithms
+import wire_format
 from pydantic import BaseModel
 from site_pages import write_site
 
@@ -77,6 +79,7 @@ def pages() -> dict[str, str]:
         "algorithms.md": _algorithms(),
         "policies.md": _policies(),
         "spans.md": _spans(),
+        "wire-format.md": wire_format.page(),
         "commands.md": _commands(),
     }
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import runpy
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -103,12 +102,7 @@ def test_users_code_passes_mypy_which_knows_nothing_of_pydantic(kind: str, users
 @pytest.mark.slow
 def test_users_code_passes_pyright(users: Path) -> None:
     pytest.importorskip("pyright")
-    if shutil.which("node") is None:
-        pytest.skip("pyright needs node, which is not installed")
     quiet = {**os.environ, "PYRIGHT_PYTHON_IGNORE_WARNINGS": "1"}  # It would ask the network whether it is the newest.
-    fetched = subprocess.run([sys.executable, "-m", "pyright", "--version"], env=quiet, capture_output=True, text=True, check=False)
-    if fetched.returncode:
-        pytest.skip(f"pyright can't be fetched from the npm registry: {fetched.stderr.strip()[-200:]}")
     roots = [{"root": name} for name in ("grpo", "chat", "agent", "distill", "own", "wrong")]
     (users / "pyrightconfig.json").write_text(json.dumps({"typeCheckingMode": "strict", "executionEnvironments": roots}))
     check = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable]

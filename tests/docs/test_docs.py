@@ -17,7 +17,7 @@ from m2flow.macro.flow import load_flow
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 BUILT = "docs/reference"
-_PAGES = re.findall(r'"([\w-]+\.md)": _', (ROOT / "docs" / "write_reference.py").read_text())
+_PAGES = re.findall(r'"([\w-]+\.md)": [_w]', (ROOT / "docs" / "write_reference.py").read_text())
 PAGES_BUILT = {BUILT, *(f"{BUILT}/{name}" for name in (*_PAGES, "site/index.html"))}
 """What `make docs` writes."""
 WRITTEN = [
