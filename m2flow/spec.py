@@ -498,7 +498,8 @@ class RunSettings(_Strict):
     """URL of an OpenTelemetry collector, `http://HOST:4318`, for spans and metrics. Empty: OTEL_EXPORTER_OTLP_ENDPOINT's, if set."""
     metrics_to: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] | None = None
     """Where metrics go besides the run's directory. By default to TensorBoard's files, and to Weights & Biases and MLflow if they are
-    installed and the environment configures them (WANDB_PROJECT, WANDB_API_KEY or WANDB_MODE; MLFLOW_TRACKING_URI)."""
+    installed and the environment configures them (WANDB_PROJECT, WANDB_API_KEY or WANDB_MODE; MLFLOW_TRACKING_URI). Trackers also get
+    samples and pictures of the schedule; TensorBoard if it is named here."""
     drain_s: float = Field(default=5.0, ge=0, le=_MOST_SECONDS)
     """Seconds at the end of a run for what collectors and trackers have not taken yet."""
 

@@ -356,7 +356,7 @@ _A_DAY_S = 86_400.0
 @click.option("--again", is_flag=True, help="Send everything, including what arrived before.")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Where runs are looked for.")
 def send_command(run: str | None, otlp: str, metrics_to: tuple[str, ...] | None, again: bool, runs_dir: Path) -> None:
-    """Send the spans and metrics of a run to an OpenTelemetry collector, Weights & Biases or MLflow.
+    """Send the spans and metrics of a run to an OpenTelemetry collector, Weights & Biases, MLflow or TensorBoard.
 
     RUN is a run directory or its name; the newest one by default. A run does this while it goes on, if it is told to
     (`m2flow run --otlp URL`); this is for runs that were not, and for what could not be delivered then.
@@ -376,7 +376,7 @@ def send_command(run: str | None, otlp: str, metrics_to: tuple[str, ...] | None,
     flow = run_dir.name.rpartition("-")[0].rpartition("-")[0]
     wanted = destinations(settings, run_dir, flow, lambda said: click.echo(said, err=True), SHOWN_BY)
     if not wanted:
-        raise OptionError("nobody is named to send to", now="Say --otlp http://HOST:4318, --metrics-to wandb or --metrics-to mlflow.")
+        raise OptionError("nobody is named to send to", now="Say --otlp http://HOST:4318, or --metrics-to wandb, mlflow or tensorboard.")
     ends = threading.Event()
     ends.set()
     sinks = wanted.sinks()

@@ -25,7 +25,7 @@ import msgspec
 
 from m2flow.observe.otlp import OtlpSink, check_otlp, endpoint_named
 from m2flow.observe.record_sinks import Report, Sink, Undelivered
-from m2flow.observe.trackers import MlflowSink, WandbSink, check_tracker, is_installed, trackers_configured
+from m2flow.observe.trackers import SINKS, check_tracker, is_installed, trackers_configured
 from m2flow.spec import RunSettings
 
 _PERIOD_S = 1.0
@@ -63,7 +63,7 @@ class Destinations(msgspec.Struct, frozen=True):
         run_dir = Path(self.run_dir)
         made: list[Sink] = [OtlpSink(run_dir, self.endpoint)] if self.otlp else []
         for name in self.trackers:
-            made.append((WandbSink if name == "wandb" else MlflowSink)(run_dir, self.flow, self.samples))
+            made.append(SINKS[name](run_dir, self.flow, self.samples))
         return made
 
 
@@ -85,10 +85,9 @@ def destinations(settings: RunSettings, run_dir: Path, flow: str, warn: Callable
             warn(f"the environment names the OTLP endpoint {endpoint_named()}, and nothing is sent there: pip install 'm2flow[otlp]'")
     if trackers is None:
         trackers = tuple(trackers_configured())
-    chosen = tuple(name for name in trackers if name != "tensorboard")
-    for name in chosen:
+    for name in trackers:
         check_tracker(name)
-    return Destinations(str(run_dir.resolve()), flow, has_otlp, endpoint, chosen, settings.drain_s, samples)
+    return Destinations(str(run_dir.resolve()), flow, has_otlp, endpoint, tuple(trackers), settings.drain_s, samples)
 
 
 def has_tensorboard(settings: RunSettings) -> bool:

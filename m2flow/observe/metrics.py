@@ -18,7 +18,6 @@ import math
 import os
 import queue
 import re
-import shutil
 import threading
 import time
 from collections import Counter
@@ -190,7 +189,8 @@ class MetricsWriter:
         """Rebuild TensorBoard's files, which can't be truncated, from the lines that are left."""
         if not self._has_tensorboard:
             return
-        shutil.rmtree(self._run_dir / "tensorboard", ignore_errors=True)
+        for file in (self._run_dir / "tensorboard").glob("events*"):
+            file.unlink()
         for line in _lines(self._run_dir):
             for name, value in line.values.items():
                 if value is not None:

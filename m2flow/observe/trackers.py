@@ -1,7 +1,8 @@
-"""Send a run's metrics to experiment trackers: Weights & Biases and MLflow.
+"""Send a run's metrics to experiment trackers: Weights & Biases and MLflow; and what TensorBoard shows besides numbers.
 
-    metrics.jsonl --WandbSink, MlflowSink--> a run in the tracker, of the same name
-    samples, trace of every tenth step ------> a table of samples, a picture of the schedule
+    metrics.jsonl --WandbSink, MlflowSink-----> a run in the tracker, of the same name
+    samples, trace of every tenth step -------> a table of samples, a picture of the schedule
+                    --TensorBoardSink---------> tensorboard/media/ (the run's own process writes the numbers: `m2flow.observe.metrics`)
 
 A step is shown once a later one has begun to be reported, or the run has ended. What can't be shown is said in the forwarding process's
 log, and is not tried again: metrics never wait for it.
@@ -16,8 +17,10 @@ import importlib
 import importlib.util
 import math
 import os
+import shutil
 import sys
 import tempfile
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -52,7 +55,7 @@ def is_installed(name: str) -> bool:
 
 def check_tracker(name: str) -> None:
     """Raises MissingExtra."""
-    if not is_installed(name):
+    if name != "tensorboard" and not is_installed(name):  # What writes TensorBoard's files is part of m2flow.
         raise MissingExtra(f"metrics are to go to {name}, which is not installed", now=f"pip install 'm2flow[{name}]'")
 
 
@@ -97,10 +100,9 @@ class _TrackerSink(Sink):
                 if 0 <= self._due < line.step:
                     self._show_due()
                 self._due = line.step if line.step % EVERY == 0 else self._due
-                self._log(line.step, line.at_ns, line.values)
+                self.sent.num_points += self._log(line.step, line.at_ns, line.values)
                 self._lines.acknowledge(line.end)
                 self.sent.metrics_end = line.end
-                self.sent.num_points += len(line.values)
         except Undelivered:
             raise
         except Exception as error:  # Whatever a vendor's library raises is no reason to end anything.
@@ -144,8 +146,8 @@ class _TrackerSink(Sink):
         """Start a run in the tracker, or continue the one that is there."""
 
     @abstractmethod
-    def _log(self, step: int, at_ns: int, values: Mapping[str, float]) -> None:
-        """Log the values of one line."""
+    def _log(self, step: int, at_ns: int, values: Mapping[str, float]) -> int:
+        """Log the values of one line. Returns how many were sent."""
 
     @abstractmethod
     def _table(self, step: int, columns: Sequence[str], rows: list[list[object]]) -> None:
@@ -181,9 +183,10 @@ class WandbSink(_TrackerSink):
         if self._run.url:
             self.where = str(self._run.url)
 
-    def _log(self, step: int, at_ns: int, values: Mapping[str, float]) -> None:
+    def _log(self, step: int, at_ns: int, values: Mapping[str, float]) -> int:
         # The step is a value of its own: theirs must never go back, and a resumed run does.
         self._run.log({**values, "step": step, "time_s": at_ns / 1e9})
+        return len(values)
 
     def _table(self, step: int, columns: Sequence[str], rows: list[list[object]]) -> None:
         import wandb
@@ -202,6 +205,69 @@ class WandbSink(_TrackerSink):
             self._run.finish()
             wandb.teardown()  # Until then its own process may still be writing.
             self._is_begun = False
+
+
+@final
+class TensorBoardSink(_TrackerSink):
+    """Sink for what TensorBoard shows besides numbers, in a directory of its own: of several files in one it reads the newest alone."""
+
+    name = "tensorboard"
+    where = "TensorBoard"
+
+    def reset(self) -> None:
+        super().reset()
+        shutil.rmtree(self.run_dir / "tensorboard" / "media", ignore_errors=True)
+
+    def _begin(self) -> None:
+        from tensorboardX.event_file_writer import EventsWriter
+
+        directory = self.run_dir / "tensorboard" / "media"
+        directory.mkdir(parents=True, exist_ok=True)
+        self.where = str(directory)
+        self._writer: Any = EventsWriter(str(directory / "events"))
+
+    def _log(self, step: int, at_ns: int, values: Mapping[str, float]) -> int:
+        return 0  # The run's own process has written them.
+
+    def _table(self, step: int, columns: Sequence[str], rows: list[list[object]]) -> None:
+        from tensorboardX.summary import text
+
+        lines = [columns, ["---"] * len(columns), *rows]
+        self._write(step, text("samples", "\n".join("| " + " | ".join(map(_cell, line)) + " |" for line in lines)))
+
+    def _picture(self, step: int, picture: Path) -> None:
+        from PIL import Image
+        from tensorboardX.proto.summary_pb2 import Summary
+
+        with Image.open(picture) as opened:
+            size = {"width": opened.width, "height": opened.height, "colorspace": len(opened.getbands())}
+        image = Summary.Image(encoded_image_string=picture.read_bytes(), **size)
+        self._write(step, Summary(value=[Summary.Value(tag="schedule", image=image)]))
+
+    def _write(self, step: int, summary: object) -> None:
+        from tensorboardX.proto.event_pb2 import Event
+
+        self._writer.write_event(Event(wall_time=time.time(), step=step, summary=summary))
+        self._writer.flush()
+
+    def close(self) -> None:
+        if self._is_begun:
+            self._writer.close()
+            self._is_begun = False
+
+
+def _cell(value: object) -> str:
+    """A value in a table of Markdown, as it stands.
+
+    >>> _cell("a | b\\n<think>*"), _cell(0.123456), _cell(None)
+    ('a &#124; b<br>&lt;think&gt;&#42;', '0.1235', '')
+    """
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return "".join(_AS_IT_STANDS.get(letter, letter) for letter in str("" if value is None else value))
+
+
+_AS_IT_STANDS = {letter: f"&#{ord(letter)};" for letter in "\\`*_[]|~#"} | {"<": "&lt;", ">": "&gt;", "&": "&amp;", "\n": "<br>"}
 
 
 @final
@@ -239,11 +305,12 @@ class MlflowSink(_TrackerSink):
         for first in range(0, len(found), _MOST_PARAMS):
             self._client.log_batch(self._id, params=found[first : first + _MOST_PARAMS])
 
-    def _log(self, step: int, at_ns: int, values: Mapping[str, float]) -> None:
+    def _log(self, step: int, at_ns: int, values: Mapping[str, float]) -> int:
         from mlflow.entities import Metric
 
         points = [Metric(_mlflow_name(name), value, at_ns // 1_000_000, step) for name, value in values.items() if math.isfinite(value)]
         self._client.log_batch(self._id, metrics=points)
+        return len(points)
 
     def _table(self, step: int, columns: Sequence[str], rows: list[list[object]]) -> None:
         # In the form of `mlflow.log_table`, which needs pandas.
@@ -265,6 +332,9 @@ def _mlflow_name(name: str) -> str:
     """
     return "".join(letter if letter.isalnum() or letter in "_-. /" else "_" for letter in name)
 
+
+SINKS: Mapping[str, type[_TrackerSink]] = {"wandb": WandbSink, "mlflow": MlflowSink, "tensorboard": TensorBoardSink}
+"""By the names of `metrics_to`."""
 
 # ---- pictures of the schedule
 

@@ -1,4 +1,4 @@
-"""Metrics reach Weights & Biases and MLflow by their own libraries, offline; a run that is taken up again goes on there."""
+"""Metrics reach Weights & Biases and MLflow by their own libraries, offline, and TensorBoard's files; a resumed run goes on there."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import struct
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -17,7 +18,7 @@ from m2flow.observe.forwarding import deliver, destinations
 from m2flow.observe.metrics import MetricsWriter, read_metrics
 from m2flow.observe.record_sinks import Sink, Undelivered
 from m2flow.observe.spans import SpanBlock
-from m2flow.observe.trackers import MlflowSink, SchedulePictures, WandbSink, is_installed
+from m2flow.observe.trackers import MlflowSink, SchedulePictures, TensorBoardSink, WandbSink, is_installed
 from m2flow.spec import RunSettings
 
 _NAMED = ("WANDB_API_KEY", "WANDB_MODE", "WANDB_PROJECT", "WANDB_BASE_URL", "MLFLOW_TRACKING_URI", "OTEL_EXPORTER_OTLP_ENDPOINT")
@@ -144,6 +145,60 @@ def test_weights_and_biases_gets_samples_and_schedules_now_and_then_and_what_can
     assert len(pictures) == 2
     assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
     assert "wandb: step 10 is not shown: SpecError: grpo-1 has none" in capsys.readouterr().err
+
+
+def _events(directory: Path) -> Iterator[Any]:
+    """Of TensorBoard's files: records of length u64, its checksum, the event, its checksum."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    for file in sorted(directory.glob("events*")):
+        content, at = file.read_bytes(), 0
+        while at < len(content):
+            (length,) = struct.unpack_from("<Q", content, at)
+            yield Event.FromString(content[at + 12 : at + 12 + length])
+            at += 16 + length
+
+
+def _shown(run_dir: Path) -> tuple[list[tuple[int, str, str]], list[tuple[int, str, bytes]]]:
+    """Texts and images that TensorBoard has: step, tag, content."""
+    found = [(event.step, value) for event in _events(run_dir / "tensorboard" / "media") for value in event.summary.value]
+    texts = [(step, value.tag, value.tensor.string_val[0].decode()) for step, value in found if value.HasField("tensor")]
+    images = [(step, value.tag, value.image.encoded_image_string) for step, value in found if value.HasField("image")]
+    assert len(texts) + len(images) == len(found)
+    return texts, images
+
+
+def test_tensorboard_gets_samples_and_schedules_now_and_then_beside_its_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = _long_run(tmp_path / "grpo-1")
+    assert _send(TensorBoardSink(run_dir, "grpo", SAMPLES)) == 0
+    texts, images = _shown(run_dir)
+    table = "| step | prompt | reward |\n| --- | --- | --- |\n| 0 | 0+0= | 0 |\n| 0 | 1+1= | 0.5 |\n| 0 | 2+2= | 1 |"
+    assert texts == [(0, "samples/text_summary", table)]
+    assert [(step, tag) for step, tag, _ in images] == [(0, "schedule"), (10, "schedule")]
+    assert all(content.startswith(b"\x89PNG") for _, _, content in images)
+    assert "tensorboard: step 10 is not shown: SpecError: grpo-1 has none" in capsys.readouterr().err
+    assert _send(TensorBoardSink(run_dir, "grpo", SAMPLES)) == 0  # Nothing is new.
+    assert _shown(run_dir) == (texts, images)
+
+
+def test_tensorboard_keeps_what_it_was_shown_when_a_run_is_taken_up_again(tmp_path: Path) -> None:
+    run_dir = _long_run(tmp_path / "grpo-1")
+    _send(TensorBoardSink(run_dir, "grpo", SAMPLES))
+    shown = _shown(run_dir)
+    metrics = MetricsWriter(run_dir).open(truncate_at=1)
+    metrics.write(1, {"reward": 0.5})
+    metrics.close()
+    assert _shown(run_dir) == shown
+    again = TensorBoardSink(run_dir, "grpo", SAMPLES)
+    again.reset()
+    assert _shown(run_dir) == ([], [])
+
+
+@pytest.mark.parametrize(("said", "gets"), [(None, ()), ((), ()), (("tensorboard",), ("tensorboard",))])
+def test_tensorboard_is_shown_samples_only_where_it_is_named(
+    tmp_path: Path, said: tuple[Literal["tensorboard"], ...] | None, gets: tuple[str, ...]
+) -> None:
+    assert destinations(RunSettings(metrics_to=said), tmp_path, "grpo", pytest.fail).trackers == gets
 
 
 @pytest.mark.slow
