@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,6 +44,8 @@ from m2flow.testing.train_suite import (
     started,
 )
 
+REPLICAS: dict[str, object] = {"shard": False}
+
 pytest_plugins = ["two_ranks"]  # The fixtures `model` and `followers`.
 
 
@@ -54,6 +56,15 @@ class TestFsdp(TrainEngineSuite):
 
     def make(self) -> TrainEngine:
         return Mirrored(FsdpTrain, self.model, EngineSettings(), self.followers)
+
+
+class TestReplicas(TrainEngineSuite):
+    @pytest.fixture(autouse=True)
+    def _take(self, model: Model, followers: Followers) -> None:
+        self.model, self.followers = model, followers
+
+    def make(self) -> TrainEngine:
+        return Mirrored(FsdpTrain, self.model, EngineSettings(options=REPLICAS), self.followers)
 
 
 class TestFakeRanks(TrainEngineSuite):
@@ -77,12 +88,12 @@ class TestFsdpHeads(ScalarHeadSuite):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize(("num_ranks", "options"), [(1, {}), (2, {}), (2, REPLICAS)], ids=str)
 def test_losses_gradients_and_logprobs_are_those_of_the_embedded_trainer(
-    name: str, num_ranks: int, followers: Followers, tmp_path: Path
+    name: str, num_ranks: int, options: dict[str, object], followers: Followers, tmp_path: Path
 ) -> None:
     model, batch = write_model(tmp_path, CONFIGS[name]()), samples(VOCABULARY, num_prompts=5)
-    engines = [EmbeddedTrain(model, EngineSettings()), spread(model, num_ranks, followers)]
+    engines = [EmbeddedTrain(model, EngineSettings()), spread(model, num_ranks, followers, options)]
     results = []
     for engine in engines:
         with started(engine):
@@ -133,8 +144,8 @@ def test_layers_split_over_ranks_and_states_in_the_hosts_memory_change_no_number
 
 @pytest.mark.parametrize(
     ("recipe", "options"),
-    [(Muon(0.1), {}), (SGD(1.0, momentum=0.9), {}), (Muon(0.1), {"tp": 2})],
-    ids=["muon", "sgd", "muon-tp"],
+    [(Muon(0.1), {}), (SGD(1.0, momentum=0.9), {}), (Muon(0.1), {"tp": 2}), (Muon(0.1), REPLICAS)],
+    ids=["muon", "sgd", "muon-tp", "muon-replicas"],
 )
 def test_other_optimisers_step_over_ranks_as_on_one(
     recipe: Optimizer, options: dict[str, object], followers: Followers, tmp_path: Path
@@ -165,7 +176,7 @@ def test_adapters_are_those_of_the_embedded_trainer(followers: Followers, tmp_pa
 
 
 @pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="lora: the extra lora is not installed")
-@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}, REPLICAS], ids=str)
 def test_references_compute_from_an_adapted_policys_weights(options: dict[str, object], followers: Followers, tmp_path: Path) -> None:
     model = adapted_model(tmp_path / "model")
     policy = Mirrored(FsdpTrain, model, EngineSettings(options=options), followers)
@@ -191,7 +202,8 @@ def test_a_checkpoint_goes_on_with_any_number_of_ranks(model: Model, followers: 
         engine.save(str(tmp_path / "there"))
         step(engine, batch, LINEAR)
         whole = copied(engine)
-    for other in (EmbeddedTrain(model, EngineSettings()), spread(model, 1, followers), spread(model, 2, followers)):
+    others = [EmbeddedTrain(model, EngineSettings()), *(spread(model, count, followers) for count in (1, 2))]
+    for other in (*others, spread(model, 2, followers, REPLICAS)):
         with started(other):
             other.load(str(tmp_path / "there"))
             step(other, batch, LINEAR)
@@ -275,6 +287,29 @@ def test_passes_in_another_precision_keep_weights_in_float32(model: Model, follo
     assert 0 < distance({name: array - first[name] for name, array in found.items()}, moved) < 0.3
 
 
+def test_replicas_are_the_same_bits_and_a_parameter_that_no_rank_used_keeps_no_gradient(followers: Followers, tmp_path: Path) -> None:
+    model = write_model(tmp_path, CONFIGS["qwen2"]())
+    with started(spread(model, 2, followers, REPLICAS)) as engine:
+        step(engine, samples(VOCABULARY))
+        one = copied(engine)
+        step(engine, samples(VOCABULARY).take([0]))  # The other rank has no sample of its own.
+        two = copied(engine)
+        engine.save(str(tmp_path / "saved"))
+    with started(spread(model, 2, followers, REPLICAS)) as engine:
+        step(engine, samples(VOCABULARY))
+        assert distance(copied(engine), one) == 0
+        engine.load(str(tmp_path / "saved"))
+        assert distance(copied(engine), two) == 0
+
+
+@pytest.mark.parametrize("options", [{"tp": 2}, {"cpu_offload": True}, {"spread_checkpoints": True}], ids=str)
+def test_replicas_take_no_option_of_shards(options: dict[str, object], model: Model, followers: Followers) -> None:
+    engine = spread(model, 2, followers, {**REPLICAS, **options})
+    with pytest.raises(EngineError, match=rf"`shard: false` keeps a replica on each rank, and {next(iter(options))} is of shards"):
+        engine.start()
+    engine.stop()
+
+
 def test_an_option_that_is_none_is_named(model: Model, followers: Followers) -> None:
     engine = Mirrored(FsdpTrain, model, EngineSettings(options={"compute_dtype": "fp8"}), followers)
     with pytest.raises(EngineError, match="compute_dtype is no dtype of torch: 'fp8'"):
@@ -319,8 +354,9 @@ def test_two_ranks_train_on_pairs_as_the_embedded_trainer_does(model: Model, fol
         assert distance(answers[0][1], answers[1][1]) < 1e-5
 
 
-def spread(model: Model, num_ranks: int, followers: Followers) -> TrainEngine:
-    return FsdpTrain(model, EngineSettings()) if num_ranks == 1 else Mirrored(FsdpTrain, model, EngineSettings(), followers)
+def spread(model: Model, num_ranks: int, followers: Followers, options: Mapping[str, object] | None = None) -> TrainEngine:
+    settings = EngineSettings(options=options or {})
+    return FsdpTrain(model, settings) if num_ranks == 1 else Mirrored(FsdpTrain, model, settings, followers)
 
 
 def step(engine: TrainEngine, batch, recipe: Optimizer = RECIPE) -> None:  # type: ignore[no-untyped-def]
