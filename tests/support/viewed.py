@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import uvicorn
+from agent_run import play
 from fake_clusters import FAKES
 from observed_run import record_run, store_run
 
@@ -40,6 +41,11 @@ def hostile(num_steps: int = 3) -> None:
 def make_run(runs: Path, *, num_steps: int = 3, eager: bool = True) -> Path:
     """A run of fake engines whose prompts are hostile; eager ones have a ledger and no trace to speak of."""
     return Path(Run(hostile, {"num_steps": num_steps}, FAKES, RunSettings(runs_dir=str(runs), eager=eager)).execute().run_dir)
+
+
+def make_episodes(runs: Path) -> Path:
+    """A run of an agent with a tool, on fake engines."""
+    return Path(Run(play, {"num_steps": 1}, FAKES, RunSettings(runs_dir=str(runs), eager=True)).execute().run_dir)
 
 
 def make_traced(run_dir: Path, **options: int) -> Path:

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import pytest
+from agent_run import PAID
 from large_trace import make_large
 from observed_run import record_run, store_run
-from viewed import HOSTILE, PART, make_run, make_traced, served
+from viewed import HOSTILE, PART, make_episodes, make_run, make_traced, served
 
 from m2flow.observe.metrics import MetricsWriter
 from m2flow.observe.spans import Recorder
@@ -210,6 +211,30 @@ def test_samples_are_searched_linked_and_laid_side_by_side(page: Page, runs: Pat
         page.get_by_role("link", name="Next →").click()
         until(page, "document.querySelectorAll('.response').length === 2")
         assert page.locator("main img, main script").count() == 0
+
+
+def test_an_episode_of_several_turns_reads_as_a_conversation(page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PAID, str(tmp_path / "paid"))
+    run = make_episodes(tmp_path / "runs")
+    with served(tmp_path / "runs") as address:
+        page.goto(f"{address}#{run.name}/samples")
+        assert until(page, "document.querySelector('.table .body')?.dataset.rows") == "16"
+        page.locator(".row").first.click()
+        page.get_by_role("heading", name="Tokens", exact=True).wait_for()
+        heads = page.locator("aside .turn h3").evaluate_all("(heads) => heads.map((head) => head.firstChild.textContent)")
+        between = "Tools, users, the environment"
+        assert heads == [
+            "Prompt",
+            "Turn 1 of the model",
+            *(said for turn in range(2, 6) for said in (between, f"Turn {turn} of the model")),
+        ]
+        counts = [int(text.split()[0]) for text in page.locator("aside .turn h3 .quiet").all_inner_texts()]
+        assert counts == page.locator("aside .turn").evaluate_all(
+            "(turns) => turns.map((turn) => turn.querySelectorAll('[data-i]').length)"
+        )
+        assert counts[1::2] == page.locator("aside .turn.generated").evaluate_all(
+            "(turns) => turns.map((turn) => turn.children.length - 1)"
+        )
 
 
 def test_metrics_are_drawn_over_time_or_tokens_smoothed_and_with_bands(page: Page, runs: Path) -> None:

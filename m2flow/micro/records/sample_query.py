@@ -27,7 +27,7 @@ from m2flow.errors import EngineError, OptionError, SpecError
 from m2flow.micro.records.ledger import add_endings
 from m2flow.micro.records.rundir import open_ledger
 from m2flow.micro.records.segments import Place, read_segment, worker_of
-from m2flow.samples import Batch, Finish, SampleId
+from m2flow.samples import EPISODE, Batch, Finish, SampleId
 
 COLUMNS = {
     "sample": "its identity: the call that drew it, the prompt's position there, its index in the group, as 3/17/2",
@@ -105,7 +105,7 @@ class Text:
     prompt: str
     response: str
     columns: dict[str, object]
-    """The columns of its dataset beside the prompt: a reference answer, say."""
+    """The columns of its dataset beside the prompt: a reference answer, say; and `failure` of an episode that failed."""
 
 
 _OF_ENGINES = {
@@ -119,12 +119,15 @@ def text_of(row: Batch) -> Text:
     """Return the texts of a batch of one sample."""
     sample = next(row.rows())
     columns: dict[str, object] = {}
+    hidden = _OF_ENGINES | EPISODE if "episode" in row else _OF_ENGINES
     for name in row.columns:
-        value = sample[name] if name not in _OF_ENGINES else None
+        value = sample[name] if name not in hidden else None
         if isinstance(value, str):
             columns[name] = value[:_LONGEST_COLUMN]
         elif isinstance(value, int | float | bool | list | dict) and len(str(value)) <= _LONGEST_COLUMN:
             columns[name] = value
+    if "episode" in row and sample["failure"]:
+        columns["failure"] = ": ".join(filter(None, (sample["failure"], sample["episode"].get("error"))))
     prompt = sample.prompt_text if "prompt" in row else ""
     return Text(prompt, str(row.ragged("text").item(0)) if "text" in row else "", columns)
 

@@ -52,7 +52,7 @@ function fill(place, page, mode, advantage) {
     if (background) made.style.background = background;
     return made;
   });
-  place.replaceChildren(...parts);
+  place.replaceChildren(...(page.kinds.includes(2) ? conversation(page, parts) : parts));
   place.onpointermove = (event) => {
     const i = event.target.dataset?.i;
     if (i === undefined) return hideTip();
@@ -60,6 +60,19 @@ function fill(place, page, mode, advantage) {
     return showTip(event, el("b", {}, JSON.stringify(page.pieces[i])), facts([["token", i], ["log-probability", number(page.logprobs[i], 4)], ["probability", page.logprobs[i] === null ? "" : number(Math.exp(page.logprobs[i]), 3)], ["version", page.versions[i]], ["advantage", number(per, 4)], ["experts by layer", page.experts[i] || ""]]));
   };
   place.onpointerleave = hideTip;
+}
+
+/** A block for each turn of an episode: what the model said, and what tools, users or an environment said in between. */
+function conversation(page, parts) {
+  const blocks = [];
+  let turn = 0;
+  for (let from = 0, to; from < parts.length; from = to) {
+    const kind = page.kinds[from];
+    for (to = from; to < parts.length && page.kinds[to] === kind; to += 1);
+    const said = kind === 1 ? `Turn ${(turn += 1)} of the model` : kind === 0 ? "Prompt" : "Tools, users, the environment";
+    blocks.push(el("div", { class: kind === 1 ? "turn generated" : "turn" }, el("h3", {}, said, el("span", { class: "quiet" }, `${count(to - from)} ${to - from === 1 ? "token" : "tokens"}`)), parts.slice(from, to)));
+  }
+  return blocks;
 }
 
 /** Mixed into the background, so that text stays readable in both themes. */

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 from fake_clusters import FAKES
 
-from m2flow import Dataset, Policy, Reward, Sample, flow, steps
+from m2flow import Chat, Dataset, Policy, Reward, Sample, agent, flow, steps
 from m2flow.cli.main import cli
 from m2flow.errors import EngineError, OptionError, SpecError
 from m2flow.micro.records.sample_query import COLUMNS, SHOWN_BY, SampleQuery, export, shown_samples
@@ -214,3 +214,27 @@ def test_the_reward_of_a_sample_is_the_sum_that_was_trained_on_and_it_counts_onc
             assert entry.reward == total == 0.5 * entry.response_tokens - 2.0
     (cut,) = [alert for alert in alerts_of(run_dir, None) if alert.rule == "truncated"]
     assert "of the last 18 responses" in cut.says
+
+
+@agent
+async def picky(chat: Chat, row: Sample) -> float:
+    turn = await chat.say(str(row.prompt), max_tokens=4)
+    if row["answer"] == "none":
+        raise ValueError("no answer to compare with")
+    return float(len(turn.text))
+
+
+@flow
+def episodes() -> None:
+    policy = Policy("fake")
+    rows = Dataset([{"prompt": "1+1=", "answer": "2"}, {"prompt": "1/0=", "answer": "none"}])
+    played = policy.rollout(picky, rows.take(2), n=2, max_tokens=100)
+    policy.update(played, played.reward)
+
+
+def test_an_episode_has_the_columns_of_its_row_and_why_it_failed(tmp_path: Path) -> None:
+    run = Run(episodes, {}, FAKES, RunSettings(runs_dir=str(tmp_path), eager=True)).execute()
+    with SampleQuery(Path(run.run_dir)) as query:
+        columns = [entry.columns for entry in query.entries()]
+    failed = {"answer": "none", "failure": "raised: ValueError: no answer to compare with"}
+    assert columns == [{"answer": "2"}, {"answer": "2"}, failed, failed]
