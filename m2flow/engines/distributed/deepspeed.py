@@ -365,6 +365,8 @@ class DeepSpeedTrain(RankedTrain):
     def stop(self) -> None:
         if self._engine is not None:
             self._engine.destroy()
+            if self._options.zero == 3:
+                self._let_go()
         self._engine = self._root = self._model = None
         self._tensors, self._num_pending = {}, 0
         self._client = RecipeAdamW([torch.nn.Parameter(torch.empty(0))])
@@ -372,6 +374,16 @@ class DeepSpeedTrain(RankedTrain):
             gc.collect()
             torch.cuda.empty_cache()
         self._ranks.close()
+
+    def _let_go(self) -> None:
+        """Take this trainer's modules out of what the library keeps of ZeRO stage 3 for the life of a process: the list of roots that are
+        in a forward pass, and a cache of what to release after a module."""
+        offload = self._library.runtime.zero.parameter_offload
+        offload.FWD_MODULE_STACK[:] = [one for one in offload.FWD_MODULE_STACK if one is not self._root]
+        for method in vars(offload.PartitionedParameterCoordinator).values():
+            for cell in getattr(method, "__closure__", None) or ():
+                if hasattr(cell.cell_contents, "cache_clear"):
+                    cell.cell_contents.cache_clear()
 
     def onload(self) -> None:
         if self._is_away:
