@@ -7,6 +7,8 @@
 # Torch is installed first. Without a GPU a build whose version ends in +cpu is taken if pip is offered one; plain `torch` brings
 # gigabytes of CUDA libraries on Linux. Who offers CPU builds is pip's business: give pip the PyTorch project's CPU index, by its
 # configuration or by PIP_EXTRA_INDEX_URL, before the first `make`. Any build of the pinned version will do.
+#
+# pip compiles no modules, of which a run loads a part: Python does when it first loads one.
 
 PYTHON ?= python3
 ARGS ?=
@@ -16,7 +18,7 @@ SEED ?=
 DEVICE ?= cuda
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input --no-compile
 TORCH := $(shell sed -n 's/^torch==//p' requirements.lock)
 FULL := $(VENV)-full
 SGLANG := $(VENV)-sglang
@@ -56,15 +58,16 @@ core: $(VENV)/.installed
 	@rm -rf $(SKIPPED) && mkdir -p $(SKIPPED)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(JOBS) --dist worksteal -m "not slow and not gpu and not long" --write-skipped=$(SKIPPED)/core.tsv
 
-# A machine that can't get the packages of the extras still runs the other tests; those that need them are named as not run. Tests of a file
-# share its servers, so a file stays in one process.
+# A machine that can't get the packages of the extras still runs the other tests; those that need them are named as not run. The
+# environments wait for the network, so they are set up side by side. Tests of a file share its servers, so a file stays in one process.
 rest: $(VENV)/.installed ## What `make test` leaves out: slow tests, GPU tests, and those that were skipped for want of an extra.
 	@mkdir -p $(SKIPPED)
-	@$(MAKE) --no-print-directory $(FULL)/.installed || echo "going on without the extras" >&2
-	@$(MAKE) --no-print-directory $(SGLANG)/.installed || echo "going on without SGLang" >&2
-	@$(MAKE) --no-print-directory $(MEGATRON)/.installed || echo "going on without Megatron" >&2
+	@$(MAKE) --no-print-directory $(FULL)/.installed || echo "going on without the extras" >&2 & \
+	$(MAKE) --no-print-directory $(SGLANG)/.installed || echo "going on without SGLang" >&2 & \
+	$(MAKE) --no-print-directory $(MEGATRON)/.installed || echo "going on without Megatron" >&2 & wait
 	@python=$(BIN)/python; [ ! -e $(FULL)/.installed ] || python=$(FULL)/bin/python; \
-	OMP_NUM_THREADS=1 $$python -m pytest -q -n $(JOBS) --dist loadfile --rest-of=$(SKIPPED)/core.tsv --write-skipped=$(SKIPPED)/rest.tsv || [ $$? -eq 5 ]  # 5: there was nothing to run
+	OMP_NUM_THREADS=1 $$python -m pytest -q -n $(JOBS) --dist loadfile --rest-of=$(SKIPPED)/core.tsv --write-skipped=$(SKIPPED)/rest.tsv \
+		$(if $(BEGIN_UNTIL),--begin-until=$(BEGIN_UNTIL)) || [ $$? -eq 5 ]  # 5: there was nothing to run
 
 test-all: test rest ## Everything. The last lines name each group of tests that did not run, and why.
 	@$(MAKE) --no-print-directory not-run

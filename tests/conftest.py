@@ -3,6 +3,7 @@
     --write-skipped=FILE   one line for each test that was skipped: `did not run: GROUP (REASON)`, a tab, its node
     --long                 random programs twenty times as many, and the tests marked `long`
     --rest-of=FILE         what `-m "not slow and not gpu and not long"` left out, and what FILE says was skipped then
+    --begin-until=TIME     tests that would begin later, in Unix seconds, are skipped, and named as all that are
 
 The group of a test is its mark, or else its file. Under pytest-xdist (`-n 2`) whoever collects and runs the tests tells it to the
 process that reports: with each report of a test that was skipped, and at its own end.
@@ -13,9 +14,11 @@ What is random in tests is the same each time. New seeds are `make fuzz`'s.
 from __future__ import annotations
 
 import gc
+import math
 import os
 import random
 import sys
+import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,6 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("m2flow")
     group.addoption("--write-skipped", metavar="FILE", help="write a line for each test that was skipped")
     group.addoption("--long", action="store_true", help="draw twenty times as many random programs")
+    group.addoption("--begin-until", metavar="TIME", type=float, default=math.inf, help="skip what would begin after this Unix time")
     group.addoption("--rest-of", metavar="FILE", help="run what the core leaves out, and what FILE says was skipped there")
 
 
@@ -82,8 +86,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """A test that draws from a global generator gets the same each time, whatever ran before it in its process."""
+    if time.time() > item.config.getoption("--begin-until"):
+        pytest.skip("the time for tests was over before it began")
     seed = zlib.crc32(item.nodeid.encode())
     random.seed(seed)
     np.random.seed(seed)

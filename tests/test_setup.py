@@ -91,6 +91,11 @@ def test_what_was_skipped_is_named_with_its_reason_and_tried_again_in_the_rest(t
     lines = {line.partition(" (")[0] for line in (tmp_path / "rest.tsv").read_text().splitlines()}
     assert lines == {"did not run: gpu", "did not run: some", "did not run: whole_file"}
 
+    late = account("-n", num_processes, "--rest-of=core.tsv", "--write-skipped=late.tsv", "--begin-until=1000000000")
+    assert "passed" not in late
+    assert "did not run: slow (the time for tests was over before it began)" in late
+    assert len((tmp_path / "late.tsv").read_text().splitlines()) == len((tmp_path / "rest.tsv").read_text().splitlines()) + 1
+
 
 def test_continuous_integration_runs_both_commands_in_one_make() -> None:
     script = ROOT / ".ci" / "run"

@@ -568,6 +568,8 @@ IntArray = npt.NDArray[np.int64]
 
 _FEW = 160
 """Rows up to which all pairs are compared at once."""
+_BLOCK = 128
+"""Of more rows, so many are compared with each other, and those that stay with all rows after them."""
 _AT_ONCE = 60_000
 """Comparisons in one operation; more do not fit the CPU's cache."""
 _ROUNDING = 1e-12
@@ -596,12 +598,8 @@ class Front:
 
 def gathered(fronts: list[Front]) -> Front:
     """Concatenate fronts."""
-    return Front(
-        np.concatenate([front.values for front in fronts]),
-        np.concatenate([front.ties for front in fronts]),
-        np.concatenate([front.work for front in fronts]),
-        np.concatenate([front.origin for front in fronts]),
-    )
+    columns = zip(*((front.values, front.ties, front.work, front.origin) for front in fronts), strict=True)
+    return Front(*map(np.concatenate, columns))
 
 
 def pruned(front: Front, slack: FloatArray | float = 0.0, compared: list[int] | slice = slice(None)) -> Front:
@@ -653,17 +651,17 @@ def _undominated_rows(values: FloatArray, kinds: IntArray, room: FloatArray) -> 
     """Indices of undominated rows; `values` is [values, rows], sorted so that a row comes before those that it dominates."""
     if len(kinds) <= _FEW:
         return _not_dominated_by_kept(_dominates(values, kinds, room))
-    left = np.arange(len(kinds))
-    slack = values * (1 + _ROUNDING) + room[:, None]
-    kept: list[int] = []
+    left, slack = np.arange(len(kinds)), values * (1 + _ROUNDING) + room[:, None]
+    kept: list[IntArray] = []
     while len(left):
-        kept.append(int(left[0]))
-        stays = kinds != kinds[0]
-        for column, value in zip(slack, values[:, 0], strict=True):
-            stays |= column < value
-        stays[0] = False
+        few = _not_dominated_by_kept(_dominates(values[:, :_BLOCK], kinds[:_BLOCK], room))
+        kept.append(left[few])
+        dominates = np.equal.outer(kinds[few], kinds[_BLOCK:])
+        for column, limit in zip(values[:, few], slack[:, _BLOCK:], strict=True):
+            dominates &= np.less_equal.outer(column, limit)
+        stays = _BLOCK + np.flatnonzero(~dominates.any(axis=0))
         left, values, slack, kinds = left[stays], values[:, stays], slack[:, stays], kinds[stays]
-    return np.array(kept, np.int64)
+    return np.concatenate(kept)
 
 
 def _dominates(values: FloatArray, kinds: IntArray, room: FloatArray) -> npt.NDArray[np.bool_]:
