@@ -84,6 +84,18 @@ def test_a_flow_is_the_same_planned_and_eager(name):
         assert expected == eager or name in STALE
 
 
+def test_a_teachers_likeliest_tokens_reach_the_student_the_same_planned_and_eager():
+    flow, weights = load_flow(str(FLOWS / "distill.py")), []
+    for top_k in (0, 4):
+        options = {**SMALL["distill"], "top_k": top_k}
+        eager = run_eager(flow, options, SPECS[0])
+        assert eager.error == ""
+        for order_seed, cluster in enumerate(SPECS):
+            assert run_planned(flow, options, cluster, order_seed=order_seed) == eager
+        weights.append(eager.weights["student"])
+    assert weights[0] != weights[1]
+
+
 def test_the_plan_shows_the_pass_before_an_update_and_its_cost():
     graph = trace(load_flow(str(FLOWS / "decoupled_ppo.py")), SMALL["decoupled_ppo"], steps=2)[0]
     lines = {line.name: line for line in arithmetic(graph, num_steps=3, token_budget=64) if line.name.startswith("pass before")}
