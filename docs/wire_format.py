@@ -33,9 +33,8 @@ _SCALARS = {int: "int", float: "float", str: "str", bool: "bool", bytes: "bin", 
 _PARCELS = f"""# Wire format
 
 All that processes of m2flow say to each other, and what they write of a trace, is [MessagePack](https://msgpack.org) and raw arrays.
-Nothing is a pickle but the body of `Define`, which only a worker's own controller can send
-(decision 5). A field's default stands in its place only in what
-comes in: writers send every field. Numbers outside MessagePack are little-endian.
+Nothing is a pickle but the body of `Define`, which only a worker's own controller can send (decision 5). Every field is sent, also one
+that has its default. Numbers outside MessagePack are little-endian.
 
 ## Parcels
 
