@@ -80,12 +80,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = rest
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """What is loaded by now stays: full collections pass over what tests make alone."""
-    gc.collect()
-    gc.freeze()
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """A test that draws from a global generator gets the same each time, whatever ran before it in its process."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from followed import followed
 from test_train_engines import CONFIGS, write_model
 
 from m2flow.recipe import Model
@@ -18,6 +19,5 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 @pytest.fixture(scope="module")
 def followers() -> Iterator[Followers]:
-    found = Followers(1)
-    yield found
-    found.close()
+    with followed(1) as found:
+        yield found

@@ -370,8 +370,10 @@ class DeepSpeedTrain(RankedTrain):
         self._engine = self._root = self._model = None
         self._tensors, self._num_pending = {}, 0
         self._client = RecipeAdamW([torch.nn.Parameter(torch.empty(0))])
-        if torch.device(self._settings.device).type == "cuda":
+        is_on_gpu = torch.device(self._settings.device).type == "cuda"
+        if is_on_gpu or self._options.zero == 3:
             gc.collect()
+        if is_on_gpu:
             torch.cuda.empty_cache()
         self._ranks.close()
 

@@ -11,7 +11,6 @@ left makes a pass whose result counts nothing. How gradients add up over ranks, 
 from __future__ import annotations
 
 import datetime
-import gc
 import math
 import os
 import sys
@@ -94,7 +93,6 @@ class Ranks:
             (self._leaving or [dist.destroy_process_group])[0]()
             self._leaving.clear()
             sys.excepthook = self._hooks.pop()
-            gc.collect()  # Models of libraries are in cycles, and hold groups, whose threads go on.
 
     def neighbours(self, count: int) -> Any:
         """A group of neighbouring ranks: 0 to count - 1, the next, and so on. It lives until the process's last trainer is closed."""

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -129,6 +130,7 @@ class Groups:
         cls._open.clear()
         core().parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+        gc.collect()  # The library's models are in cycles, and hold groups, whose threads go on.
 
     @property
     def is_last_stage(self) -> bool:

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from followed import followed
 from megatron_models import small
 from megatron_on_cpu import MegatronOnCpu
 
@@ -19,9 +20,8 @@ from m2flow.testing.train_suite import TrainEngineSuite
 
 @pytest.fixture(scope="module")
 def followers() -> Iterator[Followers]:
-    found = Followers(int(os.environ["M2FLOW_TEST_RANKS"]) - 1)
-    yield found
-    found.close()
+    with followed(int(os.environ["M2FLOW_TEST_RANKS"]) - 1) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from followed import followed
 from megatron_models import small
 from megatron_on_cpu import BatchedSends, CountsEverywhere, MegatronOnCpu
 from safetensors.numpy import load_file
@@ -50,9 +51,8 @@ MINE = [pytest.param(name, layout, id=f"{name}-{'-'.join(f'{k}={v}' for k, v in 
 
 @pytest.fixture(scope="module")
 def followers() -> Iterator[Followers]:
-    found = Followers(RANKS - 1)
-    yield found
-    found.close()
+    with followed(RANKS - 1) as found:
+        yield found
 
 
 def spread(model: Model, layout: Layout, followers: Followers, kind: Any = MegatronOnCpu, **settings: Any) -> TrainEngine:

@@ -1,0 +1,20 @@
+"""The processes of a trainer's further ranks, for the tests of a file."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+
+from m2flow.testing.mirrored import Followers
+
+
+@contextlib.contextmanager
+def followed(count: int) -> Iterator[Followers]:
+    """So many ranks beside this process. Each stop of a trainer makes a full collection, which passes over what is there by now."""
+    gc.collect()
+    gc.freeze()
+    found = Followers(count)
+    yield found
+    found.close()
+    gc.unfreeze()
