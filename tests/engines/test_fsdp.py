@@ -6,9 +6,11 @@ import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import transformers
 from adapted_trainers import (
     adapted_model,
@@ -22,6 +24,7 @@ from test_scalar_heads import random_model
 from test_train_engines import CONFIGS, SMALL, VOCABULARY, write_model
 
 from m2flow.engines.contract import EngineSettings, Objective, TrainEngine
+from m2flow.engines.distributed import fsdp
 from m2flow.engines.distributed.fsdp import FsdpTrain
 from m2flow.engines.distributed.ranks import shares
 from m2flow.engines.embedded.trainer import EmbeddedTrain
@@ -287,7 +290,39 @@ def test_passes_in_another_precision_keep_weights_in_float32(model: Model, follo
     assert 0 < distance({name: array - first[name] for name, array in found.items()}, moved) < 0.3
 
 
-def test_replicas_are_the_same_bits_and_a_parameter_that_no_rank_used_keeps_no_gradient(followers: Followers, tmp_path: Path) -> None:
+def test_gradients_of_replicas_are_summed_whoever_used_a_parameter_and_in_buckets_of_one_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    def parameter(gradient: float | None, size: int, dtype: torch.dtype = torch.float32) -> torch.nn.Parameter:
+        made = torch.nn.Parameter(torch.zeros(size, 2, dtype=dtype))
+        made.grad = None if gradient is None else torch.full_like(made, gradient)
+        return made
+
+    here = [
+        parameter(1.0, 3),
+        parameter(None, 2),
+        parameter(None, 5),
+        parameter(2.0, 4),
+        parameter(3.0, 2, torch.bfloat16),
+        parameter(4.0, 1),
+    ]
+    sent: list[torch.Tensor] = []
+
+    def add_those_of_the_other_rank(tensor: torch.Tensor, how: Any = None, group: Any = None) -> None:
+        """It used the second parameter, and none of the others: what it adds to these are zeros."""
+        sent.append(tensor.clone())
+        if len(sent) == 1:
+            tensor[1] = 1
+        elif len(sent) == 2:
+            tensor[6:10] += 7.0
+
+    monkeypatch.setattr(fsdp, "_BUCKET_BYTES", 40)
+    monkeypatch.setattr(fsdp.dist, "all_reduce", add_those_of_the_other_rank)
+    fsdp._add_up(here, None)
+    assert sent[0].tolist() == [1, 0, 0, 1, 1, 1]
+    assert [(len(one), one.dtype) for one in sent[1:]] == [(10, torch.float32), (8, torch.float32), (4, torch.bfloat16), (2, torch.float32)]
+    assert [None if one.grad is None else set(one.grad.flatten().tolist()) for one in here] == [{1.0}, {7.0}, None, {2.0}, {3.0}, {4.0}]
+
+
+def test_replicas_give_the_same_bits_each_time_and_go_on_from_a_checkpoint(followers: Followers, tmp_path: Path) -> None:
     model = write_model(tmp_path, CONFIGS["qwen2"]())
     with started(spread(model, 2, followers, REPLICAS)) as engine:
         step(engine, samples(VOCABULARY))

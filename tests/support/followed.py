@@ -11,7 +11,7 @@ from m2flow.testing.mirrored import Followers
 
 @contextlib.contextmanager
 def followed(count: int) -> Iterator[Followers]:
-    """So many ranks beside this process. Each stop of a trainer makes a full collection, which passes over what is there by now."""
+    """So many ranks beside this process. Full collections, which some trainers make when they stop, pass over what is there by now."""
     gc.collect()
     gc.freeze()
     found = Followers(count)

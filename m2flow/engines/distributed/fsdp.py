@@ -3,7 +3,7 @@
     every rank:  the same micro-batch --shares--> its own samples --packed passes of the embedded trainer--> gradients
                  gradients --reduce-scatter, summed--> each rank's shard --optimiser--> its shard of the weights
 
-With `shard: false` every rank keeps a whole replica instead, and gradients are summed by one all-reduce for each optimiser step.
+With `shard: false` every rank keeps a whole replica instead, and gradients are summed once for each optimiser step.
 
 How a batch is shared out is in `m2flow.engines.distributed.ranks`; this module shards the model and gathers its weights. Sums go over
 ranks in their order, so one layout always gives the same bits.

@@ -127,7 +127,7 @@ def text_of(row: Batch) -> Text:
         elif isinstance(value, int | float | bool | list | dict) and len(str(value)) <= _LONGEST_COLUMN:
             columns[name] = value
     if "episode" in row and sample["failure"]:
-        columns["failure"] = ": ".join(filter(None, (sample["failure"], sample["episode"].get("error"))))
+        columns["failure"] = ": ".join(filter(None, (sample["failure"], sample["episode"].get("error"))))[:_LONGEST_COLUMN]
     prompt = sample.prompt_text if "prompt" in row else ""
     return Text(prompt, str(row.ragged("text").item(0)) if "text" in row else "", columns)
 
