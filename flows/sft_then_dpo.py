@@ -18,7 +18,7 @@ def preference(rng: random.Random) -> dict[str, str]:
 
 
 @flow
-def sft_then_dpo(num_steps: int = 60, warm_steps: int = 350, batch: int = 64, beta: float = 0.1, lr: float = 2e-4) -> None:
+def sft_then_dpo(num_steps: int = 150, warm_steps: int = 350, batch: int = 64, beta: float = 0.02, lr: float = 2e-4) -> None:
     policy, verifier = Policy(DIGITS, init="random"), Reward(is_sorted)
     demos = Dataset.generate(demonstration, warm_steps * 128, seed=3, name="demos")
     pairs = Dataset.generate(preference, num_steps * batch, seed=1, name="pairs").pairs()

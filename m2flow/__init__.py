@@ -58,7 +58,21 @@ if TYPE_CHECKING:
     from m2flow.macro.refill import informative, pass_rate_between
     from m2flow.macro.roles import Policy, Reference, Reward
     from m2flow.observe.otel import traceparent
-    from m2flow.recipe import SGD, AdamW, Correction, Counts, Lora, Loss, Muon, PerSequence, Sampling, WeightGroup, gigpo, pass_at_k
+    from m2flow.recipe import (
+        SGD,
+        AdamW,
+        AdamW8bit,
+        Correction,
+        Counts,
+        Lora,
+        Loss,
+        Muon,
+        PerSequence,
+        Sampling,
+        WeightGroup,
+        gigpo,
+        pass_at_k,
+    )
     from m2flow.runs.entrance import open_run, run
     from m2flow.runs.opened import Run
     from m2flow.runs.planning import plan, simulate
@@ -83,7 +97,7 @@ _WORDS = {
     "m2flow.macro.refill": "informative pass_rate_between",
     "m2flow.macro.roles": "Policy Reference Reward",
     "m2flow.observe.otel": "traceparent",
-    "m2flow.recipe": "AdamW Correction Counts Lora Loss Muon PerSequence SGD Sampling WeightGroup gigpo pass_at_k",
+    "m2flow.recipe": "AdamW AdamW8bit Correction Counts Lora Loss Muon PerSequence SGD Sampling WeightGroup gigpo pass_at_k",
     "m2flow.runs.entrance": "open_run run",
     "m2flow.runs.opened": "Run",
     "m2flow.runs.planning": "plan simulate",
@@ -99,6 +113,7 @@ _MODULE_OF = {word: module for module, words in _WORDS.items() for word in words
 __all__ = [
     "SGD",
     "AdamW",
+    "AdamW8bit",
     "Batch",
     "Best",
     "Chat",

@@ -423,6 +423,8 @@ class Sampling:
     """A JSON Schema, as JSON, of which the response is an instance."""
     grammar: str = field(default="", metadata=LATER)
     """A grammar that the response is a sentence of, in the form of llama.cpp (GBNF) or Lark."""
+    sampling_mask: bool = field(default=False, metadata=LATER)
+    """Record which tokens each one was drawn from; its log-probability is that among these, for the trainer too."""
     temperature_of: str = field(default="", metadata=LATER)
     """A column of the prompts that has each sample's temperature, in place of `temperature`. Engines get that one."""
 
@@ -444,6 +446,7 @@ class Sampling:
         self._check_stop()
         check_flag("include_stop", self.include_stop)
         check_flag("ignore_eos", self.ignore_eos)
+        check_flag("sampling_mask", self.sampling_mask)
         check_number("min_p", self.min_p, low=0, high=1)
         check_number("repetition_penalty", self.repetition_penalty, low=_LEAST_PENALTY, high=1 / _LEAST_PENALTY)
         self._check_bias()
@@ -629,6 +632,19 @@ class AdamW(_Scheduled):
 
 
 @dataclass(frozen=True)
+class AdamW8bit(AdamW):
+    """AdamW whose two means take one byte each for a weight in place of four, with a scale for each 256 of them.
+
+    Tensors of fewer than 4096 weights, or of a number that is no multiple of 256, keep theirs in float32. The trainer `embedded` has it,
+    with `pip install 'm2flow[8bit]'`. `lr`, `betas`, `eps`, `weight_decay`, `max_grad_norm`, `warmup_steps`, `schedule`, `total_steps`,
+    `steps_of`, `groups`, `log_layers` and `at` are as of `AdamW`.
+
+    Source:
+        Dettmers et al. 2022, "8-bit optimizers via block-wise quantization", arXiv:2110.02861, as the package torchao has it.
+    """
+
+
+@dataclass(frozen=True)
 class Muon(_Scheduled):
     """The optimiser whose steps on matrices are orthogonal, so that no direction of a matrix moves further than another.
 
@@ -696,18 +712,15 @@ class SGD(_Scheduled):
 
 
 Optimizer = AdamW | Muon | SGD
-OPTIMIZERS: dict[str, type[Optimizer]] = {one.__name__: one for one in (AdamW, Muon, SGD)}
+OPTIMIZERS: dict[str, type[Optimizer]] = {one.__name__: one for one in (AdamW, AdamW8bit, Muon, SGD)}
 
 
 def check_optimizer(optimizer: object) -> None:
     """Check that a value is an optimiser."""
-    if isinstance(optimizer, str) and "8bit" in optimizer.lower().replace("-", "").replace("_", ""):
-        now = (
-            "Keep AdamW's states in the host's memory instead: train: {engine: fsdp, options: {cpu_offload: true}}, or DeepSpeed's offload."
-        )
-        raise OptionError(f"optimizer={optimizer!r:.60}: no train engine has states of 8 bits", now=now)
     if not isinstance(optimizer, Optimizer):
-        raise OptionError(f"optimizer={optimizer!r:.60} is no optimizer", now="Pass AdamW(lr=...).")
+        raise OptionError(
+            f"optimizer={optimizer!r:.60} is no optimizer", now="Pass AdamW(lr=...), AdamW8bit(lr=...), Muon(lr=...) or SGD(lr=...)."
+        )
 
 
 def _checked_groups(groups: object) -> tuple[WeightGroup, ...]:

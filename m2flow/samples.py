@@ -13,6 +13,8 @@ Token columns of a generated batch (all ragged, T_i tokens in sample i, prompt i
     kv_stale    bool     the KV cache it attended to was older than `versions`
     routed_experts  [T_i, layers, k]  of a mixture whose rollout engine says it: the experts that each token went to (`compact_experts`)
 
+Of `generate(sampling_mask=True)`, `sampling_mask` (int32) says what each token was drawn from (`packed_masks`).
+
 An episode of an agent (`m2flow.agents`) has several segments of each kind, and the columns of `EPISODE`.
 
 with `segment_kinds` (uint8, a `Segment`) and `segment_lengths` (int32) ragged over segments, and the dense `seed` (uint64),
@@ -100,6 +102,31 @@ class SampleId:
 
 
 ROUTED_EXPERTS = "routed_experts"
+SAMPLING_MASK = "sampling_mask"
+
+Masks = list[npt.NDArray[np.int32]]
+"""For each sampled token of a sample, the ids that it was drawn from, in order; none: the whole vocabulary."""
+
+
+def packed_masks(masks: Sequence[npt.NDArray[np.int32]]) -> npt.NDArray[np.int32]:
+    """A sample's masks as one row: how many ids each token's has, then all ids.
+
+    >>> packed_masks([np.array([3, 5]), np.array([], int), np.array([4])]).tolist()
+    [2, 0, 1, 3, 5, 4]
+    """
+    return np.concatenate([np.array([len(one) for one in masks], np.int32), *masks]).astype(np.int32)
+
+
+def unpacked_masks(row: npt.NDArray[np.int32], num_tokens: int) -> Masks:
+    """Undo `packed_masks` of so many tokens.
+
+    >>> [one.tolist() for one in unpacked_masks(np.array([2, 0, 1, 3, 5, 4], np.int32), 3)]
+    [[3, 5], [], [4]]
+    """
+    counts, ids = row[:num_tokens], row[num_tokens:]
+    if len(counts) != num_tokens or counts.sum() != len(ids):
+        raise InternalError(f"a sampling mask of {len(row)} numbers does not belong to {num_tokens} tokens")
+    return np.split(ids, np.cumsum(counts)[:-1]) if num_tokens else []
 
 
 def compact_experts(experts: npt.NDArray[np.int16], num_experts: int) -> npt.NDArray[np.int16] | npt.NDArray[np.uint8]:

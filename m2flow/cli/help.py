@@ -40,8 +40,9 @@ TOPICS: dict[str, tuple[str, str]] = {
     "evaluation": ("Evaluation: metrics, the best weights, early stop", "evaluate Best"),
     "training": (
         "Training: optimiser, adapters, advantages, losses",
-        "AdamW Muon SGD WeightGroup Lora Correction pass_at_k gigpo loss Loss Counts PerSequence sequence_mean sequence_sum ppo_clip gspo "
-        "gspo_token gmpo cispo sapo dppo topr decoupled_ppo clip_cov kl_cov reinforce importance_reinforce opmd distill distill_top_k "
+        "AdamW AdamW8bit Muon SGD WeightGroup Lora Correction pass_at_k gigpo loss Loss Counts PerSequence sequence_mean sequence_sum "
+        "ppo_clip gspo gspo_token gmpo cispo sapo dppo topr decoupled_ppo clip_cov kl_cov reinforce importance_reinforce opmd "
+        "distill distill_top_k "
         "nll dpo ipo simpo kto bradley_terry process_reward clipped_value",
     ),
     "sandbox": ("Sandbox: a box for programs that nobody has read", "Sandbox"),

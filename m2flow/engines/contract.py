@@ -448,6 +448,8 @@ class Request:
     """Empty: none was. Passed through only: a prefix is prefilled again, so later tokens see a cache of the weights held."""
     prompt_text: str | None = None
     """Of a prompt in token ids that a chat template made: its text, passed through."""
+    prefix_masks: tuple[int, ...] = ()
+    """With `sampling.sampling_mask`: what the prefix was drawn from, as `m2flow.samples.packed_masks` has it."""
 
 
 @dataclass(frozen=True)
@@ -473,6 +475,8 @@ class Generated:
     """Of an episode: the runs of tokens after the prompt, each with its number of tokens. Empty: all of them were generated."""
     columns: Mapping[str, object] = field(default_factory=dict)
     """Of an episode: what it adds to its row, by name."""
+    sampling_mask: npt.NDArray[np.int32] | None = None
+    """With `sampling.sampling_mask`: what each token was drawn from (`m2flow.samples.packed_masks`), and `logprobs` are among those."""
 
     @property
     def num_sampled(self) -> int:

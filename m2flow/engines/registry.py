@@ -128,7 +128,7 @@ _BUILT_IN = (
             devices=("cuda", "cpu"),
             into_server=("files", "tensors", "group"),
             routed_experts=True,
-            refused_sampling=("repetition_penalty", "logit_bias", *_CONSTRAINTS),
+            refused_sampling=("repetition_penalty", "logit_bias", "sampling_mask", *_CONSTRAINTS),
             parallel_layouts=ParallelLayouts(tp=None, pp=8, dp=None, ep=None),
         ),
         "An SGLang server in an interpreter of its own (rollout.options.python), over HTTP.",
@@ -148,7 +148,7 @@ _BUILT_IN = (
             probes=True,
             into_server=("files",),
             devices=("cuda", "cpu"),
-            refused_sampling=_CONSTRAINTS,
+            refused_sampling=("sampling_mask", *_CONSTRAINTS),
             parallel_layouts=ParallelLayouts(tp=None),
         ),
         "A vLLM server in an interpreter of its own (rollout.options.python), over HTTP.",
@@ -162,7 +162,7 @@ _BUILT_IN = (
         Capabilities(
             "train",
             heads=_HEADS,
-            optimizers=_OPTIMIZERS,
+            optimizers=tuple(name for name in _OPTIMIZERS if name != "AdamW8bit"),
             weight_groups=True,
             lora=True,
             routed_experts=True,
@@ -280,6 +280,12 @@ def check_adapters() -> None:
     """Check that `peft` is installed. Raises MissingExtra."""
     if importlib.util.find_spec("peft") is None:
         raise MissingExtra("a policy with lora=... needs peft", now="pip install 'm2flow[lora]'")
+
+
+def check_eight_bit() -> None:
+    """Check that `torchao` is installed. Raises MissingExtra."""
+    if importlib.util.find_spec("torchao") is None:
+        raise MissingExtra("the optimiser AdamW8bit needs torchao", now="pip install 'm2flow[8bit]'")
 
 
 def check_engine(name: str, kind: EngineKind, device: str, options: Mapping[str, object] | None = None) -> None:

@@ -56,7 +56,7 @@ from m2flow.macro.number import Inputs, Number, Operators, as_operand
 from m2flow.macro.oversampling import carries
 from m2flow.macro.session import Session
 from m2flow.recipe import MOST_COUNTED, check_choice, check_flag, check_seconds
-from m2flow.samples import Batch, Column, Ragged, Sample, SampleId, check_prompt, prompt_positions
+from m2flow.samples import SAMPLING_MASK, Batch, Column, Ragged, Sample, SampleId, check_prompt, prompt_positions
 
 
 class Handle:
@@ -931,6 +931,10 @@ def concat(handles: Sequence[Rows]) -> Rows:
         inputs.rows(handle.check(session, "concat"), None, "rows")
     known = [handle.fields for handle in handles]
     shared = None if None in known else frozenset.intersection(*(fields for fields in known if fields is not None))
+    if shared is not None and SAMPLING_MASK not in shared and any(fields is not None and SAMPLING_MASK in fields for fields in known):
+        raise TraceError(
+            "concat got responses with a sampling mask, and others without", now="Give sampling_mask= to all of them, or none."
+        )
     call = inputs.record("concat", None, gives="concat", fields=shared)
     of = [handle.tokens_of for handle in handles]
     if all(samples is None for samples in of):

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from m2flow.errors import TraceError
 from m2flow.macro.graph import Call, Ref
-from m2flow.samples import EPISODE, Batch
+from m2flow.samples import EPISODE, SAMPLING_MASK, Batch
 
 _OF_TOKENS = ("tokens", "loss_mask", "logprobs", "versions", "kv_stale", "segment_kinds", "segment_lengths")
 GENERATED = frozenset((*_OF_TOKENS, "seed", "finish", "temperature", "text"))
@@ -163,7 +163,8 @@ class Lineage:
             return frozenset((str(options["column"]),)) if "column" in options else None
         fields = [of for of in found if of is not None]
         if call.engine == "rollout":
-            return fields[0] | GENERATED | (EPISODE if "agent" in options else frozenset())
+            masks = {SAMPLING_MASK} if getattr(options.get("sampling"), "sampling_mask", False) else frozenset()
+            return (fields[0] - {SAMPLING_MASK}) | GENERATED | masks | (EPISODE if "agent" in options else frozenset())
         if gives == "concat":
             return frozenset.intersection(*fields)
         if gives == "kept":  # With a function of the user's, a column that was joined for it stays.

@@ -466,6 +466,7 @@ class Policy(Role):
         regex: str = "",
         json_schema: Mapping[str, object] | str = "",
         grammar: str = "",
+        sampling_mask: bool = False,
         count: int | None = None,
         score: Reward | None = None,
         keep: Keep | None = None,
@@ -482,17 +483,16 @@ class Policy(Role):
             prompts: rows to answer; or a dataset, from which prompts are drawn until `count` groups are kept.
             max_new_tokens: of a response at most; where the context ends before, so does the response, and its finish is `length`.
             temperature: 0 is greedy. A text is the name of a column of the prompts, with the temperature of each.
-            top_k, min_p: 0 is off. top_p: 1 is off. (There is no beam search: its responses are no samples of the policy.)
+            top_k, min_p: 0 is off. top_p: 1 is off. min_new_tokens: before so many no response ends. (No beam search: it does not sample.)
             stop: texts that end a response: it has all tokens up to the one that completes the first of them, and its `text` ends before
                 it, or with it if `include_stop`. Where in the tokens a text begins and ends does not matter. The text of a special token
                 means that token.
             stop_token_ids: tokens that end a response besides the end-of-sequence tokens; with `ignore_eos` instead of them.
-            min_new_tokens: before so many tokens no response ends.
             repetition_penalty: above 1, tokens that prompt or response have become less likely. logit_bias: token to what is added to its
                 logit. Neither changes the log-probabilities that are reported: as with top-k, they are the model's own.
-            regex, json_schema, grammar: what a response must be (one of them): what an expression matches, an instance of a JSON Schema, a
-                sentence of a grammar (GBNF or Lark); by llguidance, `pip install 'm2flow[grammar]'`. It ends where it is whole, or cut
-                off at max_new_tokens.
+            regex, json_schema, grammar: what a response must be: what an expression matches, an instance of a JSON Schema, or a sentence of
+                a grammar (GBNF or Lark); by llguidance (`m2flow[grammar]`). It ends where it is whole, or cut off at max_new_tokens.
+            sampling_mask: record what each token was drawn from; log-probabilities, the trainer's too, are among these tokens alone.
             count: groups to keep; rejected ones are replaced while others still run. With `late="defer"`, those that each turn gives.
             score: judges the responses that are drawn this way; `score(responses)` of the result costs nothing more.
             keep: says of a group's samples, which have a `reward`, whether it counts; by default those with different rewards.
@@ -516,7 +516,7 @@ class Policy(Role):
         drawn |= {"min_new_tokens": min_new_tokens, "repetition_penalty": repetition_penalty, "regex": regex, "grammar": grammar}
         drawn |= {"stop": as_texts(stop), "stop_token_ids": as_tuple(stop_token_ids), "logit_bias": as_pairs(logit_bias)}
         drawn["temperature"], drawn["temperature_of"] = number_or_column("temperature", temperature)
-        drawn["json_schema"] = as_json(json_schema)
+        drawn["json_schema"], drawn["sampling_mask"] = as_json(json_schema), sampling_mask
         allowed = self._session.staleness_of_generate(staleness)
         settings = _settings(drawn, max_new_tokens, n, staleness, allowed, oversample, late, timeout_s, kv)
         draws = Draws(count, score, keep, max_draws)

@@ -45,7 +45,17 @@ _ON_SAMPLES = {
     "advantages",
     "reference_logprobs",
 }
-_ON_TOKENS = {"tokens", "loss_mask", "logprobs", "versions", "kv_stale", "routed_experts", "segment_kinds", "segment_lengths"}
+_ON_TOKENS = {
+    "tokens",
+    "loss_mask",
+    "logprobs",
+    "versions",
+    "kv_stale",
+    "routed_experts",
+    "sampling_mask",
+    "segment_kinds",
+    "segment_lengths",
+}
 TAKEN = frozenset(_ON_SAMPLES | _ON_TOKENS)
 """Names that samples have already: a column of such a name would be lost, or taken for what it is not."""
 

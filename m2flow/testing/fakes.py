@@ -47,7 +47,7 @@ from m2flow.engines.contract import (
 from m2flow.engines.registry import built_in
 from m2flow.errors import EngineError, ModelError, PromptTooLong
 from m2flow.recipe import HEAD_OUTPUTS, REFERENCE_TOP_IDS, REFERENCE_TOP_LOGPROBS, TOP_LOGPROBS, Model, Optimizer
-from m2flow.samples import ROUTED_EXPERTS, Batch, Finish, Message, Prompt, Ragged, SampleId
+from m2flow.samples import ROUTED_EXPERTS, SAMPLING_MASK, Batch, Finish, Masks, Message, Prompt, Ragged, SampleId, packed_masks
 
 # ---- hashes, weights and texts
 
@@ -329,7 +329,7 @@ def _encoded(request: Request) -> tuple[list[int], str | None]:
 
 def _generated(sequence: _Sequence, finish: Finish | None, model: Model) -> Generated:
     assert finish is not None
-    stops = sequence.stop_texts if finish is Finish.STOP else None
+    stops, sampling = sequence.stop_texts if finish is Finish.STOP else None, sequence.request.sampling
     return Generated(
         id=sequence.request.id,
         prompt_tokens=np.array(sequence.prompt, np.int32),
@@ -341,7 +341,13 @@ def _generated(sequence: _Sequence, finish: Finish | None, model: Model) -> Gene
         text=stops.shorten(np.array(sequence.tokens, np.int32)) if stops else decode_fake(sequence.tokens),
         routed_experts=fake_experts([*sequence.prompt, *sequence.tokens], len(sequence.prompt)) if model.routing == "rollout" else None,
         prompt_text=sequence.prompt_text,
+        sampling_mask=packed_masks(_masks(sequence.tokens)) if sampling.sampling_mask else None,
     )
+
+
+def _masks(tokens: Sequence[int]) -> Masks:
+    """As if each token had been drawn from itself and the next one."""
+    return [np.array([token, token + 1], np.int32) for token in tokens]
 
 
 def fake_experts(tokens: Sequence[int], salt: int) -> npt.NDArray[np.uint8]:
@@ -405,7 +411,8 @@ class FakeTrain(TrainEngine):
         top = [REFERENCE_TOP_IDS] if TOP_LOGPROBS in objective.loss.needs else []
         routed = [ROUTED_EXPERTS] if self._model.routing is not None and ROUTED_EXPERTS in batch else []
         weighed = {need for one in corrected for need in one.needs} - {"logprobs"}
-        names = sorted({*names, *routed, *objective.loss.needs, *top, *weighed} - _COMPUTED)
+        masked = [SAMPLING_MASK] if SAMPLING_MASK in batch else []
+        names = sorted({*names, *routed, *masked, *objective.loss.needs, *top, *weighed} - _COMPUTED)
         columns = {name: "logprobs" if name == "behaviour_logprobs" else name for name in names}
         missing = [name for name, column in columns.items() if column not in batch]
         if missing:
@@ -450,6 +457,8 @@ class FakeTrain(TrainEngine):
 
     def top_logprobs(self, batch: Batch, top_k: int) -> Batch:
         """As likeliest tokens, those that follow a token's own id; the distribution of these and the rest is made of its `logprobs`."""
+        if SAMPLING_MASK in batch:
+            raise EngineError("these samples have a sampling mask, which a fake does not compare by")
         found = self.logprobs(batch)
         tokens, mask = _tokenised(batch).ragged("tokens"), _tokenised(batch).ragged("loss_mask")
         offsets = np.concatenate(([0], np.cumsum(mask.values)))[mask.offsets].astype(np.int64)

@@ -23,7 +23,7 @@ import numpy as np
 from m2flow.engines.contract import EngineSettings, Generated, Request, RolloutEngine
 from m2flow.errors import EngineError, PromptTooLong
 from m2flow.recipe import Sampling
-from m2flow.samples import Finish, SampleId
+from m2flow.samples import Finish, SampleId, packed_masks, unpacked_masks
 
 # ruff: noqa: PT017, PT018
 
@@ -107,7 +107,14 @@ def continued(request: Request, sample: Generated, num_tokens: int) -> Request:
         tuple(sample.logprobs[:num_tokens].tolist()),
         tuple(sample.versions[:num_tokens].tolist()),
         tuple(sample.kv_stale[:num_tokens].tolist()),
+        prefix_masks=_first_masks(sample, num_tokens),
     )
+
+
+def _first_masks(sample: Generated, num_tokens: int) -> tuple[int, ...]:
+    if sample.sampling_mask is None:
+        return ()
+    return tuple(packed_masks(unpacked_masks(sample.sampling_mask, len(sample.tokens))[:num_tokens]).tolist())
 
 
 def drain(engine: RolloutEngine) -> dict[int, Generated]:
@@ -318,6 +325,32 @@ def check_what_a_prefix_was_made_with_is_remembered(factory: Factory) -> None:
         stale = (False, True, True)
         done = generate(engine, [replace(continued(request, whole, 3), prefix_kv_stale=stale)])[request.id]
     assert done.kv_stale.tolist() == [*stale, *[False] * (len(done.tokens) - 3)]
+
+
+def check_what_tokens_were_drawn_from_is_recorded(factory: Factory) -> None:
+    sampling = Sampling(12, top_k=3, top_p=0.9, sampling_mask=True)
+    requests = group_requests(sampling, num_per_prompt=2)
+    with started(factory) as engine:
+        if "sampling_mask" in engine.capabilities.refused_sampling:
+            return
+        assert all(sample.sampling_mask is None for sample in generate(engine, group_requests(SAMPLED)).values())
+        whole = generate(engine, requests)
+        cut = [continued(request, whole[request.id], min(5, len(whole[request.id].tokens) - 1)) for request in requests]
+        again = generate(engine, cut)
+        engine.add(requests)
+        for _ in range(0 if engine.capabilities.self_paced else 4):
+            engine.step()
+        stopped = {sample.id: sample for sample in engine.abort([request.id for request in requests])}
+        after = generate(engine, [continued(one, stopped[one.id], len(stopped[one.id].tokens)) for one in requests if one.id in stopped])
+    for sample in whole.values():
+        assert sample.sampling_mask is not None
+        masks = unpacked_masks(sample.sampling_mask, len(sample.tokens))
+        for token, logprob, mask in zip(sample.tokens.tolist(), sample.logprobs.tolist(), masks, strict=True):
+            assert token in mask.tolist() and len(mask) <= 3 and logprob <= 1e-6
+            assert len(mask) > 1 or abs(logprob) < 1e-6 or not engine.capabilities.keyed_seeds
+    for sample in [*again.values(), *(after[one] for one in after if engine.capabilities.keyed_seeds)]:
+        if engine.capabilities.keyed_seeds:
+            np.testing.assert_array_equal(sample.sampling_mask, whole[sample.id].sampling_mask)
 
 
 def check_progress_counts_the_tokens_of_each_request(factory: Factory) -> None:

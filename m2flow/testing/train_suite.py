@@ -14,6 +14,7 @@ Every check takes tokens from `vocabulary`, builds its own batches, and compares
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,7 +27,7 @@ import pytest
 from m2flow.engines.contract import Objective, Sums, TrainEngine
 from m2flow.errors import EngineError, ModelError
 from m2flow.recipe import REFERENCE_TOP_IDS, REFERENCE_TOP_LOGPROBS, TOP_LOGPROBS, AdamW, Loss
-from m2flow.samples import Batch, Ragged, make_ids
+from m2flow.samples import Batch, Masks, Ragged, make_ids, packed_masks
 
 PPO = Objective(Loss("ppo_clip", "m2flow.algorithms.losses:ppo_clip", ("logprobs", "behaviour_logprobs", "advantages")))
 NLL = Objective(Loss("nll", "m2flow.algorithms.losses:nll", ("logprobs",)))
@@ -41,10 +42,33 @@ RECIPE = AdamW(lr=1e-2)
 Weights = dict[str, npt.NDArray[Any]]
 
 
+def drawn_from(batch: Batch, whole: Batch) -> tuple[Ragged, npt.NDArray[np.float64]]:
+    """Sampling masks of different sizes for a batch, every fourth token without one; and each token's log-probability among its own.
+
+    Args:
+        whole: what `top_logprobs` says of the batch.
+    """
+    mask = batch.ragged("loss_mask").values.astype(bool)
+    own = whole.ragged("reference_logprobs").values[mask].astype(np.float64)
+    top = np.asarray(whole.ragged(REFERENCE_TOP_LOGPROBS).values, np.float64)
+    masks: Masks = []
+    top_ids = whole.ragged(REFERENCE_TOP_IDS).values
+    for i, (token, ids) in enumerate(zip(batch.ragged("tokens").values[mask].tolist(), top_ids, strict=True)):
+        likely = {**dict(zip(ids.tolist(), top[i], strict=False)), token: own[i]}
+        left = sorted({token, *ids[: i % 5].tolist()}) if i % 4 else []
+        masks.append(np.array(left, np.int32))
+        own[i] -= np.logaddexp.reduce([likely[one] for one in left]) if left else 0.0
+    counts = np.add.reduceat(mask, batch.ragged("loss_mask").offsets[:-1], dtype=np.int64).tolist()
+    ends = np.cumsum(counts).tolist()
+    return Ragged.of([packed_masks(masks[end - count : end]) for count, end in zip(counts, ends, strict=True)], np.int32), own
+
+
 class TrainEngineSuite:
     """Inherit, define `make`, and let pytest collect the class."""
 
     is_exact = False
+    has_distributions = True
+    """Whether its log-probabilities are those of distributions over a vocabulary."""
     vocabulary = 32
     tolerance = 1e-4
     """Norm-relative tolerance between two cuttings into micro-batches, where the engine is not exact."""
@@ -288,6 +312,29 @@ class TrainEngineSuite:
         for sums, weights in others:
             self.assert_close(metric_weights(sums), metric_weights(first_sums))
             self.assert_close(weights, first_weights)
+
+    def test_with_a_sampling_mask_everything_is_among_the_tokens_that_were_left(self) -> None:
+        batch = samples(self.vocabulary)
+        with started(self.make()) as engine:
+            masks, expected = drawn_from(batch, engine.top_logprobs(batch, 5))
+            masked = batch.with_columns(sampling_mask=masks)
+            found = engine.logprobs(masked)
+            with pytest.raises(EngineError, match="sampling mask"):
+                engine.top_logprobs(masked, 2)
+        if not self.has_distributions:
+            assert distance(self._trained([masked])[1], self._trained([batch])[1]) > 0
+            return
+        at = found.ragged("reference_logprobs").values[batch.ragged("loss_mask").values.astype(bool)]
+        np.testing.assert_allclose(at, expected, atol=1e-4)
+        said = found.ragged("reference_logprobs")
+        sampled = masked.with_columns(logprobs=Ragged(said.values.astype(np.float32) - np.float32(0.1), said.offsets))
+        results = [self._trained(cut(sampled, sizes)) for sizes in ([12], [5, 7], [1] * 12)]
+        assert abs(results[0][0].metrics["ratio"] / results[0][0].num_tokens - math.exp(0.1)) < 1e-4
+        (first_sums, first_weights), *others = results
+        for sums, weights in others:
+            self.assert_close(metric_weights(sums), metric_weights(first_sums))
+            self.assert_close(weights, first_weights)
+        assert distance(self._trained([sampled.without(["sampling_mask"])])[1], first_weights) > self.tolerance
 
     def test_demonstrations_are_tokenised_with_the_mask_on_the_target(self) -> None:
         ids = make_ids(0, 3)

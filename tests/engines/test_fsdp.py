@@ -73,6 +73,8 @@ class TestReplicas(TrainEngineSuite):
 class TestFakeRanks(TrainEngineSuite):
     """The stand-in for a trainer of several ranks keeps the same contract."""
 
+    has_distributions = False
+
     @pytest.fixture(autouse=True)
     def _take(self, followers: Followers) -> None:
         self.followers = followers

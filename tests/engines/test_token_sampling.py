@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from m2flow.engines.embedded.decoding import SamplingColumns, draw, uniforms
+from m2flow.engines.embedded.decoding import SamplingColumns, draw, draw_recorded, uniforms
 
 V = 8
 
@@ -81,6 +81,25 @@ def test_forbidden_tokens_are_not_drawn_and_do_not_change_logprobs() -> None:
         tokens, logprobs = draw(logits(N), columns(N, temperature), uniform, forbidden)
         assert int(tokens.max()) == 5
         torch.testing.assert_close(logprobs, logits(N).log_softmax(-1).gather(1, tokens[:, None])[:, 0])
+
+
+def test_what_rows_that_ask_were_drawn_from_is_recorded_and_their_log_probability_is_among_that() -> None:
+    probabilities = torch.tensor([0.4, 0.3, 0.2, 0.1, 0, 0, 0, 0])
+    rows = torch.cat([probabilities.log().clamp(min=-90).expand(4, V), logits(1)])
+    sampling = SamplingColumns(
+        np.array([1, 1, 0, 1, 1], np.float32), np.array([2, 2, 2, 0, 0]), np.array([1, 1, 1, 0.75, 1.0]), np.zeros(5)
+    )
+    forbidden = torch.zeros(5, V, dtype=torch.bool)
+    forbidden[3, 1] = True
+    uniform = np.array([0.1, 0.9, 0.9, 0.9, 0.5])
+    plain = draw(rows, sampling, uniform, forbidden)
+    tokens, logprobs, masks = draw_recorded(rows, sampling, uniform, forbidden, None, [1, 2, 3, 4])
+    assert torch.equal(tokens, plain[0])
+    assert tokens.tolist() == [0, 1, 0, 2, 6]
+    assert [one.tolist() for one in masks] == [[0, 1], [], [0, 2], []]
+    expected = torch.tensor([0.4, 3 / 7, 0.4, 2 / 6, logits(1).softmax(-1)[0, 6]]).log()
+    torch.testing.assert_close(logprobs, expected)
+    torch.testing.assert_close(plain[1][[0, 1, 3]], torch.tensor([0.4, 0.3, 0.2]).log())
 
 
 def test_the_ends_of_the_unit_interval_give_tokens_that_are_possible() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 from collections.abc import Callable
@@ -26,17 +27,19 @@ from m2flow.engines.contract import RATIO_COUNT, EngineSettings, Objective, Trai
 from m2flow.engines.embedded.trainer import EmbeddedTrain, logprobs_at, most_likely, token_logprobs
 from m2flow.engines.models import packing
 from m2flow.engines.models.optimizers import Optimizers, orthogonal, unpacked_state
-from m2flow.errors import EngineError, ModelError, OpError, OptionError, OutOfMemory
+from m2flow.engines.registry import check_eight_bit
+from m2flow.errors import EngineError, MissingExtra, ModelError, OpError, OptionError, OutOfMemory
 from m2flow.macro.graph import Call
 from m2flow.macro.tracing import trace
 from m2flow.micro.protocol.update_semantics import UpdateTally, objective, training_rows
 from m2flow.micro.worker.out_of_memory import MiniBatch
-from m2flow.recipe import SGD, AdamW, Loss, Model, Muon, Optimizer, WeightGroup, check_optimizer
+from m2flow.recipe import SGD, AdamW, AdamW8bit, Loss, Model, Muon, Optimizer, WeightGroup, check_optimizer
 from m2flow.samples import Batch, Ragged, make_ids
 from m2flow.testing import train_suite
 from m2flow.testing.fakes import FakeTrain
 from m2flow.testing.train_suite import DISTILL, LINEAR, PPO, RECIPE, TrainEngineSuite, copied, cut, distance, samples, started
 
+NEEDS_TORCHAO = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
 VOCABULARY = 32
 SMALL = {
     "vocab_size": VOCABULARY,
@@ -81,6 +84,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 class TestFake(TrainEngineSuite):
     is_exact = True
+    has_distributions = False
 
     def make(self) -> TrainEngine:
         return FakeTrain(Model("", seed=1), EngineSettings())
@@ -737,8 +741,72 @@ def test_a_group_without_weights_and_what_is_no_group_are_refused() -> None:
         Optimizers([weight], names={id(weight): "norm"}).step(AdamW(groups=[WeightGroup("nrom")]), 1.0)
     with pytest.raises(OptionError, match="it is a list of WeightGroup"):
         AdamW(groups={"norm": 0.1})  # type: ignore[arg-type]
-    with pytest.raises(OptionError, match="no train engine has states of 8 bits"):
+    with pytest.raises(OptionError, match="'adamw_8bit' is no optimizer") as caught:
         check_optimizer("adamw_8bit")
+    assert "AdamW8bit(lr=...)" in caught.value.now
+
+
+def step(engine: TrainEngine, batch: Batch, recipe: Optimizer) -> None:
+    engine.accumulate(batch, PPO)
+    engine.apply(recipe, 3.0)
+
+
+@NEEDS_TORCHAO
+def test_moments_of_8_bits_are_nearly_adamw_and_go_on_from_a_checkpoint(model: Model, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    start = [torch.randn(64, 96), torch.randn(100, 100), torch.randn(7)]
+    groups = [WeightGroup("1", lr_scale=0.5)]
+    given = {kind: kind(1e-2, weight_decay=0.1, groups=groups) for kind in (AdamW, AdamW8bit)}
+    found: dict[object, list[torch.nn.Parameter]] = {}
+    for kind, recipe in given.items():
+        weights = found[kind] = [torch.nn.Parameter(one.clone()) for one in start]
+        names = {id(held): str(i) for i, held in enumerate(weights)}
+        optimizers, generator = Optimizers(weights, names=names), torch.Generator().manual_seed(1)
+        for step in range(6):
+            for held in weights:
+                held.grad = torch.randn(held.shape, generator=generator)
+            optimizers.step(recipe, 2.0)
+            if step == 2:
+                saved = optimizers.state()
+                torch.save(saved, tmp_path / "state")
+                optimizers = Optimizers(weights, names=names)
+                optimizers.load_state(torch.load(tmp_path / "state", weights_only=True))
+                assert str(optimizers.state()) == str(saved)
+        bytes_each = sum(tensor.untyped_storage().nbytes() for tensor in optimizers.tensors() if tensor.numel() > 1) / sum(
+            one.numel() for one in start
+        )
+        assert bytes_each == (8 if kind is AdamW else pytest.approx(2 * (6144 * (1 + 1 / 64) + 4 * 10007) / 16151, rel=1e-3))
+    for one, eight, plain in zip(start, found[AdamW8bit], found[AdamW], strict=True):
+        assert (eight - plain).norm() < 0.05 * (plain - one).norm()
+    assert (found[AdamW8bit][0] - found[AdamW][0]).norm() > 0
+    torch.testing.assert_close(found[AdamW8bit][1], found[AdamW][1])  # 10,000 is no multiple of 256.
+
+
+@NEEDS_TORCHAO
+def test_a_run_with_moments_of_8_bits_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+    large = transformers.Qwen2Config(**{**SMALL, "hidden_size": 64, "intermediate_size": 128}, num_key_value_heads=2)
+    model, batch, recipe = write_model(tmp_path, large), samples(VOCABULARY), AdamW8bit(1e-2)
+    with started(EmbeddedTrain(model, EngineSettings())) as engine:
+        step(engine, batch, recipe)
+        engine.save(str(tmp_path / "saved"))
+        held = engine.memory().optimizer
+        step(engine, batch, recipe)
+        expected = copied(engine)
+    with started(EmbeddedTrain(model, EngineSettings())) as engine:
+        engine.load(str(tmp_path / "saved"))
+        assert engine.memory().optimizer == held
+        step(engine, batch, recipe)
+        assert distance(copied(engine), expected) == 0
+    with started(EmbeddedTrain(model, EngineSettings())) as engine:
+        step(engine, batch, AdamW(1e-2))
+        assert held < 0.5 * engine.memory().optimizer
+
+
+def test_moments_of_8_bits_without_their_package_are_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MissingExtra, match="torchao") as caught:
+        check_eight_bit()
+    assert "m2flow[8bit]" in caught.value.now
 
 
 def test_sgd_is_its_equation() -> None:

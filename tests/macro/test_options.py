@@ -13,6 +13,7 @@ import m2flow
 from m2flow import (
     SGD,
     AdamW,
+    AdamW8bit,
     Best,
     Chat,
     Correction,
@@ -129,6 +130,7 @@ def observe(world: World) -> tuple[Callable[..., object], Options]:
 REDUCTIONS = ("mean", "sum", "min", "max", "std", "any", "all", "count")
 
 VALID: dict[str, list[Valid]] = {
+    "AdamW8bit": [lambda w: (AdamW8bit, {})],
     "AdamW": [lambda w: (AdamW, {}), lambda w: (AdamW, {"schedule": "cosine", "total_steps": 4})],
     "Muon": [lambda w: (Muon, {})],
     "SGD": [lambda w: (SGD, {"momentum": 0.5})],
@@ -224,7 +226,7 @@ OTHERS = {
     "sequence_mean, sequence_sum": "functions on tensors, for losses",
     "log": "any name, with a number: tests/macro/test_flow.py",
     "traceparent": "has no option",
-    "AdamW.rate, AdamW.in_loop, Muon.rate, Muon.in_loop, SGD.rate, SGD.in_loop": "ours",
+    "AdamW.rate, AdamW.in_loop, AdamW8bit.rate, AdamW8bit.in_loop, Muon.rate, Muon.in_loop, SGD.rate, SGD.in_loop": "ours",
     "Dataset.return_rest": "of a refill",
     "Dataset.within": "needs a tokenizer: tests/engines/test_prompt_limits.py",
     "Dataset.jsonl, Dataset.csv, Dataset.parquet, Dataset.hf, Dataset.reasoning_gym": "need files: tests/macro/test_dataset_files.py",
@@ -311,6 +313,7 @@ LEGAL: dict[str, Callable[[object], bool]] = {
     "*.temperature_of": either(is_text, lambda value: value == ""),
     "*.json_schema": lambda value: value in ("", {"no": 1}),
     "*.ignore_eos": is_flag,
+    "*.sampling_mask": is_flag,
     "*.min_p": is_number_in(0, 1),
     "*.repetition_penalty": is_number_in(1e-2, 1e2),
     "Policy.generate.logit_bias": is_none,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 import tempfile
 import time
@@ -144,8 +145,8 @@ def applied(case: Planted, first: Suggestion, runs: Path) -> Analysis:
     options = dict(case.options)
     if "fetch_s" in options:
         options["fetch_s"] = 0.0
-    if "staleness" in first.flow:
-        options["staleness"] = 1
+    if found := re.fullmatch(r"@flow\(staleness=(\d+)\)", first.flow):
+        options["staleness"] = int(found[1])
     return ran(options, cluster, runs)[1]
 
 

@@ -69,9 +69,8 @@ from m2flow.engines import installed
 from m2flow.engines.contract import MOVED, EngineSettings
 from m2flow.engines.distributed import tensor_parallel
 from m2flow.engines.distributed.ranks import RankedTrain, Root
-from m2flow.engines.embedded import trainer
 from m2flow.engines.models import lora, packing, trainer_checkpoint
-from m2flow.engines.models.hf_model import groups_of_weights, load_model, load_tokenizer, use_threads
+from m2flow.engines.models.hf_model import groups_of_weights, keep_freed_memory, load_model, load_tokenizer, use_threads
 from m2flow.engines.models.optimizers import RecipeAdamW, packed_state, unpacked_state
 from m2flow.engines.models.packing import Demonstrations
 from m2flow.engines.registry import built_in
@@ -336,7 +335,7 @@ class DeepSpeedTrain(RankedTrain):
         library = _library(self._settings.device)
         self._check_device(library)
         use_threads(self._settings.threads, self._settings.deterministic)
-        trainer.keep_freed_memory()
+        keep_freed_memory()
         self._ranks.open(leave=lambda: library.comm.destroy_process_group())
         self._codec = load_tokenizer(self._source)
         self._model = load_model(self._source, device=self._settings.device, attention="eager")

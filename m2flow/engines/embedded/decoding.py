@@ -9,7 +9,8 @@ rows fill its place, so that the rows in use stay contiguous. Jobs with the same
 
 The log-probability of a token is that of softmax(logits / temperature) over the whole vocabulary, before biases, penalties, top-k, top-p,
 min-p and `min_new_tokens`; for temperature 0 that of softmax(logits). A trainer that divides its logits by the same temperature computes
-the same, so their ratio is 1 on equal weights.
+the same, so their ratio is 1 on equal weights. With `sampling_mask` it is that among the tokens that were left, which are recorded, so
+that the trainer can leave out the others, too.
 
 Legend: B rows, V vocabulary.
 """
@@ -17,7 +18,7 @@ Legend: B rows, V vocabulary.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, final
 
@@ -32,7 +33,7 @@ from m2flow.engines.models.constraints import forbidden_by
 from m2flow.engines.models.requests import Job
 from m2flow.errors import OutOfMemory
 from m2flow.recipe import Sampling
-from m2flow.samples import Finish
+from m2flow.samples import Finish, Masks
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -93,17 +94,40 @@ def draw(
     Returns:
         int64 [B] and float32 [B], on the logits' device.
     """
+    tokens, logprobs, _ = draw_recorded(logits, columns, uniform, forbidden, shifted, [])
+    return tokens, logprobs
+
+
+def draw_recorded(
+    logits: Tensor,
+    columns: SamplingColumns,
+    uniform: npt.NDArray[np.float64],
+    forbidden: Tensor | None,
+    shifted: Tensor | None,
+    recorded: Sequence[int],
+) -> tuple[Tensor, Tensor, Masks]:
+    """As `draw`; and for each of the `recorded` rows what its token was drawn from, among which its log-probability then is.
+
+    A greedy row, and one that could have become any token, have none.
+    """
     is_greedy = columns.temperature == 0
     logprobs = _tempered(logits, columns).log_softmax(-1)
     allowed = logprobs if shifted is None else _tempered(shifted, columns).log_softmax(-1)
     allowed = allowed if forbidden is None else allowed.masked_fill(forbidden, float("-inf"))
     if is_greedy.all():
-        tokens = allowed.argmax(-1)
+        tokens = left = allowed.argmax(-1)
     else:
-        tokens = _invert(_truncated(allowed, columns), torch.from_numpy(uniform).to(logits.device))
+        left = _truncated(allowed, columns)
+        tokens = _invert(left, torch.from_numpy(uniform).to(logits.device))
         if is_greedy.any():
             tokens = torch.where(torch.from_numpy(is_greedy).to(logits.device), allowed.argmax(-1), tokens)
-    return tokens, logprobs.gather(1, tokens[:, None]).squeeze(1)
+    found = logprobs.gather(1, tokens[:, None]).squeeze(1)
+    masks: Masks = [np.zeros(0, np.int32) for _ in recorded]
+    for i, row in enumerate(recorded):
+        if not is_greedy[row] and not bool((is_left := left[row].isfinite()).all()):
+            masks[i] = is_left.nonzero()[:, 0].cpu().numpy().astype(np.int32)
+            found[row] -= logprobs[row].masked_fill(~is_left, float("-inf")).logsumexp(0)
+    return tokens, found, masks
 
 
 def _tempered(logits: Tensor, columns: SamplingColumns) -> Tensor:
@@ -281,6 +305,8 @@ class ContinuousDecoder:
         self._stops = np.zeros((0, 0), np.int64)  # -1 where a row has fewer
         self._routed: list[list[npt.NDArray[Any]]] = []
         """By row: the experts of the tokens that were read, where routing is recorded."""
+        self._masks: dict[int, Masks] = {}
+        """By job, of those that record what their tokens are drawn from."""
 
     @property
     def num_running(self) -> int:
@@ -412,6 +438,8 @@ class ContinuousDecoder:
             self._rows[row] = (job.seed, length, count, 0, s.max_new_tokens, s.min_new_tokens, s.temperature, s.top_k, s.top_p, s.min_p)
             self._tokens[row, :count] = job.tokens
             self._logprobs[row, :count] = job.logprobs
+            if job.masks is not None:
+                self._masks[job.id] = list(job.masks)
             self._stops[row] = -1
             self._stops[row, : len(job.stop_ids)] = job.stop_ids
         self._jobs += admitted
@@ -439,7 +467,11 @@ class ContinuousDecoder:
                 if shifts(job.sampling)
             ),
         )
-        tokens, logprobs = draw(logits, columns, uniforms(rows["seed"], rows["count"]), forbidden, shifted)
+        recorded = [row for row, job in enumerate(self._jobs) if job.id in self._masks] if self._masks else []
+        uniform = uniforms(rows["seed"], rows["count"])
+        tokens, logprobs, masks = draw_recorded(logits, columns, uniform, forbidden, shifted, recorded)
+        for row, mask in zip(recorded, masks, strict=True):
+            self._masks[self._jobs[row].id].append(mask)
         # One transfer; float64 holds any token id and any float32 exactly.
         drawn = torch.stack([tokens.double(), logprobs.double()]).cpu().numpy()
         index = np.arange(num_rows)
@@ -461,13 +493,16 @@ class ContinuousDecoder:
 
     def _job(self, row: int, version: int) -> Job:
         count = self._rows["count"][row]
-        job = self._jobs[row].extended(self._tokens[row, :count], self._logprobs[row, :count], version)
+        masks = self._masks.get(self._jobs[row].id)
+        job = self._jobs[row].extended(self._tokens[row, :count], self._logprobs[row, :count], version, masks)
         if not self._model.records_routing:
             return job
         return replace(job, routed_experts=np.concatenate([*self._routed[row], self._model.unknown_routing(1)]))
 
     def _leave(self, gone: npt.NDArray[np.int64]) -> None:
         num_left = len(self._jobs) - len(gone)
+        for row in gone.tolist():
+            self._masks.pop(self._jobs[row].id, None)
         holes = gone[gone < num_left]
         if len(holes):
             movers = np.setdiff1d(np.arange(num_left, len(self._jobs)), gone)

@@ -19,13 +19,13 @@ from typing import final
 import numpy as np
 import torch
 
-from m2flow.engines.embedded.decoding import SamplingColumns, draw, forbidden_stops, shifted_logits, shifts, uniforms
+from m2flow.engines.embedded.decoding import SamplingColumns, draw_recorded, forbidden_stops, shifted_logits, shifts, uniforms
 from m2flow.engines.embedded.kv_slots import SlotCache
 from m2flow.engines.embedded.slot_model import SlotModel
 from m2flow.engines.models.constraints import forbidden_by
 from m2flow.engines.models.requests import Job
 from m2flow.errors import EngineError, OutOfMemory
-from m2flow.samples import Finish, SampleId
+from m2flow.samples import Finish, Masks, SampleId
 
 
 @final
@@ -140,6 +140,8 @@ class _FixedBatch:
         self._cache.reserve(num_rows, prompt_length + max_new_tokens)
         self._tokens = np.zeros((num_rows, max_new_tokens), np.int32)
         self._logprobs = np.zeros((num_rows, max_new_tokens), np.float32)
+        self._masks: dict[int, Masks] = {}
+        """By row, of those that record what their tokens are drawn from."""
 
     def step(self, version: int) -> list[tuple[Job, Finish]]:
         if self._count == 0:
@@ -164,11 +166,12 @@ class _FixedBatch:
         job = self.jobs[row]
         if self._count <= len(job.tokens):
             return job
-        return job.extended(self._tokens[row, : self._count], self._logprobs[row, : self._count], version)
+        return job.extended(self._tokens[row, : self._count], self._logprobs[row, : self._count], version, self._masks.get(row))
 
     def take(self, row: int, version: int) -> Job:
         job = self._extended(row, version)
         del self.jobs[row]
+        self._masks.pop(row, None)
         self._tokens[row] = 0
         return replace(job, has_old_cache=False)
 
@@ -182,7 +185,7 @@ class _FixedBatch:
         job = self.jobs[row]
         count = self.count_of(job)
         self._replay(job, row, count)
-        return job.extended(self._tokens[row, :count], self._logprobs[row, :count], version)
+        return job.extended(self._tokens[row, :count], self._logprobs[row, :count], version, self._masks.get(row))
 
     def _draw(self, logits: torch.Tensor) -> None:
         for row in range(self._num_rows):
@@ -201,14 +204,19 @@ class _FixedBatch:
             shifted = shifted_logits(alone, [(0, s, said)] if shifts(s) else [])
             stops = forbidden_stops(early, job.stop_ids[None], alone)
             forbidden = forbidden_by([(0, job.constraint, self._tokens[row, : self._count])], stops, alone)
-            token, logprob = draw(alone, columns, uniform, forbidden, shifted)
+            recorded = [0] if job.masks is not None else []
+            token, logprob, masks = draw_recorded(alone, columns, uniform, forbidden, shifted, recorded)
             self._tokens[row, self._count], self._logprobs[row, self._count] = int(token), float(logprob)
+            if masks:
+                self._masks.setdefault(row, []).extend(masks)
         self._count += 1
 
     def _replay(self, job: Job, row: int, count: int) -> None:
         known = job.tokens[:count]
         self._tokens[row, : len(known)] = known
         self._logprobs[row, : len(known)] = job.logprobs[:count]
+        if job.masks is not None:
+            self._masks.setdefault(row, [])[: len(known)] = job.masks[:count]
 
     def _finished(self, version: int) -> list[tuple[Job, Finish]]:
         finished = []

@@ -4,9 +4,10 @@
     apply:      gradients / denominator --clip--> AdamW, Muon or SGD
 
 Log-probabilities are those of softmax(logits / temperature), with the batch's `temperature` column (0 and no column: 1), as the rollout
-engine records them: before top-k and top-p. They are computed in float32, some rows at a time (`token_logprobs`): forward keeps the logits
-alone, backward computes their gradient from them. Plain autograd would keep a log-softmax beside the logits, and two such gradients.
-Where logits would be many, they are computed some rows at a time too, again in the backward pass, and never kept (`Head`).
+engine records them: before top-k and top-p, or with the column `sampling_mask` among the tokens that these left. They are computed in
+float32, some rows at a time (`token_logprobs`): forward keeps the logits alone, backward computes their gradient from them. Plain autograd
+would keep a log-softmax beside the logits, and two such gradients. Where logits would be many, they are computed some rows at a time too,
+again in the backward pass, and never kept (`Head`).
 The head of a critic or a reward model takes the place of the logits (`m2flow.engines.models.packing`).
 
 Weights below float32 have float32 master weights (`m2flow.engines.models.optimizers`), which the option `masters: false` leaves out.
@@ -16,10 +17,6 @@ weights below the adapters, so a reference on the policy's path is the policy wi
 is the base with the adapters of that time, which are all that is kept of it. Nothing is copied when the policy is offloaded or onloaded;
 with several ranks, each computes from its parts, so all ranks call it together, as they do the policy.
 
-`keep_freed_memory` raises glibc's thresholds: a step frees and allocates the same few megabytes again and again, and glibc returns large
-freed blocks at once, whose pages the kernel then maps and clears anew. A forward and backward pass of 256 sequences in one micro-batch took
-14 % (skewed lengths) to 27 % (full length) longer without this, on two cores; in eight micro-batches, nothing.
-
 Limits: one rank; models that `packing.check_model` accepts. Dropout is off, since log-probabilities are compared.
 
 Source: Hu et al. 2021, LoRA, arXiv:2106.09685, section 4.2, for models that share one base.
@@ -27,7 +24,6 @@ Source: Hu et al. 2021, LoRA, arXiv:2106.09685, section 4.2, for models that sha
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -57,9 +53,11 @@ from m2flow.engines.contract import (
 )
 from m2flow.engines.embedded.decoding import uniforms
 from m2flow.engines.models import lora, packing, trainer_checkpoint
+from m2flow.engines.models.constraints import SamplingMask
 from m2flow.engines.models.hf_model import (
     checkpoint_tensors,
     groups_of_weights,
+    keep_freed_memory,
     load_model,
     load_tokenizer,
     matrices_of_layers,
@@ -338,29 +336,6 @@ class _HeadLogprobs(torch.autograd.Function):  # type: ignore[misc]
 
 def _rows(count: int, size: int) -> list[slice]:
     return [slice(start, start + size) for start in range(0, count, size)]
-
-
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
-_LARGEST_MMAP_THRESHOLD = 32 << 20
-"""What glibc allows on 64-bit systems (HEAP_MAX_SIZE / 2); larger blocks still come from mmap and go back when freed."""
-
-
-def keep_freed_memory() -> bool:
-    """Raise glibc's thresholds for this process, whose heap then stays at its peak. False where the C library is another.
-
-    Source: mallopt(3).
-    """
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):
-        return False
-    return all(
-        [
-            mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD),
-            mallopt(_M_TRIM_THRESHOLD, 2**31 - 1),
-            mallopt(_M_TOP_PAD, 64 << 20),
-        ]
-    )
 
 
 # Shapes: N samples, T tokens under the loss mask.
@@ -722,7 +697,20 @@ class EmbeddedTrain(TrainEngine):
 
     def _outputs(self, batch: Batch, packed: packing.Packed, top: Tensor | int = 0) -> dict[str, Tensor]:
         """Compute the model's outputs for each masked token, each [T]. `top` as of `_model_outputs`."""
-        return self._model_outputs(packed, self._temperature(batch) if self._source.head == "lm" else None, top)
+        if self._source.head != "lm":
+            return self._model_outputs(packed, None, top)
+        mask = self._sampling_mask(batch, top)
+        if mask is None:
+            return self._model_outputs(packed, self._temperature(batch), top)
+        return mask.among_left(self._model_outputs(packed, self._temperature(batch), mask.ids))
+
+    def _sampling_mask(self, batch: Batch, top: Tensor | int) -> SamplingMask | None:
+        """What the masked tokens were drawn from; None: from the whole vocabulary, or nobody knows. Raises `EngineError`."""
+        mask = SamplingMask.of(batch, self._settings.device)
+        if mask is not None and (isinstance(top, Tensor) or top):
+            what = "these samples have a sampling mask, and the likeliest tokens of two models are compared over the whole vocabulary"
+            raise EngineError(what, now='Leave sampling_mask= out, or take kl="k3" or distill().')
+        return mask
 
     def _model_outputs(self, packed: packing.Packed, temperature: Tensor | None, top: Tensor | int = 0) -> dict[str, Tensor]:
         """Run the model and its head.

@@ -36,7 +36,6 @@ from torch import Tensor
 
 from m2flow.engines.contract import NO_AGREEMENT, Agreement, EngineSettings, Memory, Objective, Sums, TrainEngine, blended, bytes_on
 from m2flow.engines.distributed.ranks import RankedTrain, shares
-from m2flow.engines.embedded.trainer import keep_freed_memory
 from m2flow.engines.megatron import head
 from m2flow.engines.megatron.layout import check_model, check_ranks, read
 from m2flow.engines.megatron.library import Built, Groups, Rows
@@ -44,7 +43,8 @@ from m2flow.engines.megatron.names import Weights, check_names
 from m2flow.engines.megatron.parts import Held, Parts
 from m2flow.engines.megatron.rows import Share, gathered
 from m2flow.engines.models import packing, trainer_checkpoint
-from m2flow.engines.models.hf_model import checkpoint_tensors, config_of, load_model, load_tokenizer, use_threads
+from m2flow.engines.models.constraints import SamplingMask
+from m2flow.engines.models.hf_model import checkpoint_tensors, config_of, keep_freed_memory, load_model, load_tokenizer, use_threads
 from m2flow.engines.models.model_probe import longest_sequence
 from m2flow.engines.models.optimizers import packed_state, unpacked_state
 from m2flow.engines.models.packing import Demonstrations
@@ -74,6 +74,8 @@ class Pass:
     """0: it only keeps the ranks together."""
     top_ids: Tensor | None = None
     """Found by the head."""
+    mask: SamplingMask | None = None
+    """What the tokens were drawn from, which `top` then has."""
     outputs: dict[str, Tensor] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     agreement: Agreement = NO_AGREEMENT
@@ -215,8 +217,9 @@ class MegatronTrain(RankedTrain):
             raise EngineError(said, now="Take a reference with the same tokenizer.")
         if isinstance(top, int) and top >= size:
             raise EngineError(f"top_k is {top}, and the model has {size} tokens", now="Take fewer than it has.")
-        packed = self._pack(batch)
-        return Pass(batch, packed, Share.of(packed, self._groups.context, self._options.tp), self._temperature(batch), top, loss, weight)
+        packed, mask = self._pack(batch), self._sampling_mask(batch, top)
+        share = Share.of(packed, self._groups.context, self._options.tp)
+        return Pass(batch, packed, share, self._temperature(batch), top if mask is None else mask.ids, loss, weight, mask=mask)
 
     def _run(self, passes: Sequence[Pass], *, forward_only: bool) -> None:
         """Send passes through the stages. Raises on every rank what a loss raised on one."""
@@ -251,6 +254,8 @@ class MegatronTrain(RankedTrain):
         """On the last stage: the loss of a pass, from the head's output [1, t, numbers]."""
         values = gathered(output[0], one.share, self._groups.context)
         one.outputs = {"logprobs": values[:, 0], "entropy": values[:, 1], TOP_LOGPROBS: values[:, 2:]}
+        if one.mask is not None:
+            one.outputs = one.mask.among_left(one.outputs)
         if one.top_ids is not None:
             one.top_ids = gathered(one.top_ids, one.share, self._groups.context)
         if one.loss is None:

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import ctypes
 import fcntl
 import functools
 import hashlib
@@ -475,6 +476,33 @@ def use_threads(threads: int, deterministic: bool) -> None:
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(deterministic)
+
+
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
+_LARGEST_MMAP_THRESHOLD = 32 << 20
+"""What glibc allows on 64-bit systems (HEAP_MAX_SIZE / 2); larger blocks still come from mmap and go back when freed."""
+
+
+def keep_freed_memory() -> bool:
+    """Raise glibc's thresholds for this process, whose heap then stays at its peak. False where the C library is another.
+
+    A training step frees and allocates the same few megabytes again and again, and glibc returns large freed blocks at once, whose pages
+    the kernel then maps and clears anew. A forward and backward pass of 256 sequences in one micro-batch took 14 % (skewed lengths) to 27 %
+    (full length) longer without this, on two cores; in eight micro-batches, nothing.
+
+    Source: mallopt(3).
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return False
+    return all(
+        [
+            mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD),
+            mallopt(_M_TRIM_THRESHOLD, 2**31 - 1),
+            mallopt(_M_TOP_PAD, 64 << 20),
+        ]
+    )
 
 
 def hold_in(model: Any, dtype: str) -> None:

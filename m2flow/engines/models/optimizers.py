@@ -1,7 +1,7 @@
 """The optimiser step of a trainer: divide, clip, schedule, step; on a trainer's own parameters, or inside a library that owns the step.
 
-The equations are those of the recipes (`m2flow.recipe.AdamW`, `Muon`, `SGD`). Weight decay applies to every parameter. Gradients are
-divided by the mini-batch's denominator here, once, so no number depends on how the mini-batch was cut.
+The equations are those of the recipes (`m2flow.recipe.AdamW`, `AdamW8bit`, `Muon`, `SGD`). Weight decay applies to every parameter.
+Gradients are divided by the mini-batch's denominator here, once, so no number depends on how the mini-batch was cut.
 
     weights in half precision:  gradient --float32--> step on float32 masters --rounded--> weights
 
@@ -21,7 +21,9 @@ Source: Micikevicius et al. 2018, "Mixed Precision Training", arXiv:1710.03740, 
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -34,8 +36,9 @@ from torch.optim.adamw import adamw
 
 from m2flow.engines.contract import MOVED
 from m2flow.engines.models.trainer_checkpoint import local, spread_like, whole
+from m2flow.engines.registry import check_eight_bit
 from m2flow.errors import EngineError, InternalError
-from m2flow.recipe import OPTIMIZERS, SGD, AdamW, Muon, Optimizer, WeightGroup
+from m2flow.recipe import OPTIMIZERS, SGD, AdamW, AdamW8bit, Muon, Optimizer, WeightGroup
 
 
 class Optimizers:
@@ -185,7 +188,8 @@ class Optimizers:
             optimizer = self._fresh(recipe)
             optimizer.load_state_dict(entry["state"])
             for group in optimizer.param_groups:
-                group["fused"] = self._is_fused and not isinstance(recipe, SGD)
+                if "fused" in group:
+                    group["fused"] = self._is_fused and not isinstance(recipe, SGD)
             for parameter, state in optimizer.state.items():
                 state.update({name: spread_like(value, parameter) for name, value in state.items() if isinstance(value, Tensor)})
             states[recipe] = (optimizer, int(entry["num_steps"]))
@@ -197,7 +201,9 @@ class Optimizers:
         yield from self._masters.values()
         for optimizer, _ in self._states.values():
             for state in optimizer.state.values():
-                yield from (value for value in state.values() if isinstance(value, Tensor))
+                for value in state.values():
+                    if isinstance(value, Tensor):
+                        yield from (value.codes, value.scale) if hasattr(value, "codes") else (value,)
 
     def to(self, device: torch.device | str) -> None:
         """Move the state to a device, for offload and onload."""
@@ -218,6 +224,8 @@ class Optimizers:
             chosen = list(zip(self._stepped, self._is_matrix, strict=True))
             matrices, others = ([held for held, is_matrix in chosen if is_matrix is wanted] for wanted in (True, False))
             return MuonSteps(matrices, others, recipe, is_fused=self._is_fused)
+        if isinstance(recipe, AdamW8bit):
+            return eight_bit_steps()(self._grouped(recipe), recipe.lr, recipe.betas, recipe.eps, recipe.weight_decay)
         return torch.optim.AdamW(
             self._grouped(recipe),
             lr=recipe.lr,
@@ -245,6 +253,50 @@ class Optimizers:
             decay = recipe.weight_decay if own.weight_decay is None else own.weight_decay
             found.append({"params": held, "weight_decay": decay, "lr_scale": own.lr_scale})
         return found
+
+
+@functools.cache
+def eight_bit_steps() -> Any:
+    """The class of optimisers with moments of 8 bits: torchao's, whose states go into checkpoints as plain tensors.
+
+    A GPU's step is compiled when it is first taken; on a CPU it runs as it is, since compiling takes half a minute.
+
+    Raises:
+        MissingExtra: torchao is not installed.
+    """
+    check_eight_bit()
+    from torchao.optim import AdamW8bit as Steps
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    class EightBitSteps(Steps):  # type: ignore[misc]
+        def step(self, closure: Any = None) -> None:
+            rates = [group["lr"] for group in self.param_groups]
+            for group, rate in zip(self.param_groups, rates, strict=True):
+                group["lr"] = torch.tensor(float(rate))
+            is_compiled = self.param_groups[0]["params"][0].is_cuda
+            with contextlib.nullcontext() if is_compiled else torch.compiler.set_stance("force_eager"):
+                super().step(closure)
+            for group, rate in zip(self.param_groups, rates, strict=True):
+                group["lr"] = float(rate)
+
+        def state_dict(self) -> dict[str, Any]:
+            def plain(value: Any) -> Any:
+                return {"codes": value.codes, "scale": value.scale, "signed": value.signed} if isinstance(value, OptimState8bit) else value
+
+            found: dict[str, Any] = super().state_dict()
+            return {**found, "state": {i: {name: plain(value) for name, value in one.items()} for i, one in found["state"].items()}}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            def packed(value: Any) -> Any:
+                if not isinstance(value, dict):
+                    return value
+                like = OptimState8bit.zeros(value["codes"].shape, value["signed"], device=value["codes"].device, dtype=torch.float32)
+                return OptimState8bit(value["codes"], value["scale"], like.qmap, value["signed"], dtype=torch.float32)
+
+            saved = {i: {name: packed(value) for name, value in one.items()} for i, one in state_dict["state"].items()}
+            super().load_state_dict({**state_dict, "state": saved})
+
+    return EightBitSteps
 
 
 class MuonSteps(torch.optim.Optimizer):  # type: ignore[misc]
@@ -488,7 +540,7 @@ def unpacked_state(saved: dict[str, Any], num_parameters: int) -> tuple[AdamW, i
         EngineError: the state of another optimiser than AdamW.
     """
     recipe = _recipe_of(saved)
-    if not isinstance(recipe, AdamW) or recipe.groups:
+    if type(recipe) is not AdamW or recipe.groups:
         what = f"the checkpoint has the state of {recipe}, and this trainer has AdamW alone, without groups of weights"
         raise EngineError(what, now="Take one of the train engines `embedded` and `fsdp`.")
     states = saved["state"]["state"]

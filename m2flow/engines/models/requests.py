@@ -18,7 +18,7 @@ from m2flow.engines.models.constraints import Constraint
 from m2flow.engines.models.hf_model import TextCodec
 from m2flow.errors import DatasetError, EngineError, PromptTooLong
 from m2flow.recipe import Sampling
-from m2flow.samples import Finish, Prompt, SampleId
+from m2flow.samples import Finish, Masks, Prompt, SampleId, packed_masks, unpacked_masks
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +43,8 @@ class Job:
     prompt_text: str | None = None
     """As `m2flow.engines.contract.Generated` has it."""
     constraint: Constraint | None = None
+    masks: Masks | None = None
+    """What each of its tokens was drawn from; None: nobody asks."""
 
     @property
     def reserved_length(self) -> int:
@@ -52,13 +54,14 @@ class Job:
         """Whether the last of these tokens, all of the sample, completes a stop text."""
         return self.stop_texts is not None and self.stop_texts.are_completed(tokens)
 
-    def extended(self, tokens: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32], version: int) -> Job:
+    def extended(self, tokens: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32], version: int, masks: Masks | None = None) -> Job:
         """Return the job with all its tokens; those beyond the ones it had were made by this version."""
         versions = np.full(len(tokens), version, np.int32)
         versions[: len(self.versions)] = self.versions
         stale = np.full(len(tokens), self.has_old_cache)
         stale[: len(self.kv_stale)] = self.kv_stale
-        return replace(self, tokens=tokens.copy(), logprobs=logprobs.copy(), versions=versions, kv_stale=stale)
+        masks = None if masks is None else list(masks)
+        return replace(self, tokens=tokens.copy(), logprobs=logprobs.copy(), versions=versions, kv_stale=stale, masks=masks)
 
 
 Encoded = dict[str, tuple[npt.NDArray[np.int32], str | None]]
@@ -121,6 +124,7 @@ def job_of(request: Request, codec: TextCodec, encoded: Encoded, *, vocab_size: 
         stop_texts=StopTexts.of(sampling, codec.decode, codec.special_ids),
         prompt_text=prompt_text,
         constraint=Constraint.of(sampling, codec, vocab_size),
+        masks=unpacked_masks(np.array(request.prefix_masks, np.int32), len(prefix)) if sampling.sampling_mask else None,
     )
 
 
@@ -177,4 +181,5 @@ def generated_of(job: Job, finish: Finish, codec: TextCodec) -> Generated:
         text=stops.shorten(job.tokens) if stops else codec.decode(job.tokens.tolist()),
         routed_experts=job.routed_experts,
         prompt_text=job.prompt_text,
+        sampling_mask=None if job.masks is None else packed_masks(job.masks),
     )

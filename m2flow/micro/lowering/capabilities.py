@@ -10,12 +10,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 
 from m2flow.engines.contract import Capabilities
-from m2flow.engines.registry import check_adapters, engines
+from m2flow.engines.registry import check_adapters, check_eight_bit, engines
 from m2flow.errors import PlanError
 from m2flow.macro.graph import MacroGraph
 from m2flow.macro.oversampling import carries, keeps_cache
 from m2flow.micro.protocol.plan import WorkerPlan
-from m2flow.recipe import OPTIMIZERS, Model, Sampling
+from m2flow.recipe import OPTIMIZERS, AdamW8bit, Model, Sampling
 from m2flow.samples import Batch
 from m2flow.spec import RolloutSpec
 
@@ -137,10 +137,12 @@ def check_optimizers(graph: MacroGraph, workers: Iterable[WorkerPlan]) -> None:
     """Check that the train engine of each update has its optimiser.
 
     Raises:
-        PlanError: an engine has not.
+        PlanError: an engine has not. MissingExtra: what it needs is not installed.
     """
     engines_of = {(slot.role, slot.engine) for worker in workers for slot in worker.engines if slot.kind == "train"}
     trainers = {info.name: info.capabilities for info in engines() if info.kind == "train"}
+    if any(isinstance(call.options.get("optimizer"), AdamW8bit) for call in graph.calls):
+        check_eight_bit()
     for call in graph.calls:
         name = type(call.options.get("optimizer")).__name__
         is_grouped = bool(getattr(call.options.get("optimizer"), "groups", ()))

@@ -23,13 +23,27 @@ from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from m2flow.engines.contract import Generated, Request
-from m2flow.errors import DatasetError, InternalError, M2FlowError, OpError, OptionError, RewardError
+from m2flow.errors import DatasetError, EngineError, InternalError, M2FlowError, OpError, OptionError, RewardError
 from m2flow.macro.graph import Call, Granularity
 from m2flow.macro.lineage import TWICE
 from m2flow.recipe import Sampling
-from m2flow.samples import ROUTED_EXPERTS, Batch, Column, Finish, Prompt, Ragged, Sample, SampleId, Segment, column_of, keyed_bits
+from m2flow.samples import (
+    ROUTED_EXPERTS,
+    SAMPLING_MASK,
+    Batch,
+    Column,
+    Finish,
+    Prompt,
+    Ragged,
+    Sample,
+    SampleId,
+    Segment,
+    column_of,
+    keyed_bits,
+)
 
 Parts = dict[str, float]
 """Part of a reward -> its value; a reward may have none."""
@@ -118,6 +132,7 @@ def continuations(call: Call, stopped: Batch) -> list[Request]:
                 prefix_versions=tuple(versions[num_prompt:]),
                 prefix_kv_stale=tuple(stale[num_prompt:]),
                 prompt_text=str(stopped.ragged(_PROMPT_TEXT).item(row)) if _PROMPT_TEXT in stopped else None,
+                prefix_masks=tuple(stopped.ragged(SAMPLING_MASK).row(row).tolist()) if SAMPLING_MASK in stopped else (),
             )
         )
     return made
@@ -167,10 +182,19 @@ def responses(calls: Sequence[Call], generated: Sequence[Generated], prompts: Ba
     routed = [g.routed_experts for g in generated if g.routed_experts is not None]
     if routed:
         columns[ROUTED_EXPERTS] = Ragged.of(routed, routed[0].dtype)
+    if any(isinstance(sampling := call.options["sampling"], Sampling) and sampling.sampling_mask for call in calls):
+        columns[SAMPLING_MASK] = Ragged.of([_mask_of(g) for g in generated], np.int32)
     for name in generated[0].columns if generated else ():
         values = [g.columns[name] for g in generated]
         columns[name] = Ragged.json(values) if name == "episode" else column_of(values, name)
     return Batch(ids, {**prompts.columns, **columns})
+
+
+def _mask_of(generated: Generated) -> npt.NDArray[np.int32]:
+    if generated.sampling_mask is None:
+        what = f"the rollout engine did not say what the tokens of sample {SampleId.unpack(generated.id)} were drawn from"
+        raise EngineError(what, now="Leave sampling_mask= out.")
+    return generated.sampling_mask
 
 
 def _sampling(call: Call, rows: Batch, row: int) -> Sampling:

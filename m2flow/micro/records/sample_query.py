@@ -110,7 +110,7 @@ class Text:
 
 _OF_ENGINES = {
     "prompt", "prompt_text", "text", "tokens", "loss_mask", "logprobs", "versions", "kv_stale", "segment_kinds", "segment_lengths", "seed",
-    "finish", "temperature", "advantages", "version_ages", "routed_experts", "values", "returns", "proximal_logprobs",
+    "finish", "temperature", "advantages", "version_ages", "routed_experts", "sampling_mask", "values", "returns", "proximal_logprobs",
 }  # fmt: skip
 _LONGEST_COLUMN = 20_000
 

@@ -53,7 +53,7 @@ from m2flow.micro.worker.weight_sync import LogprobCheck, WeightSettings, Weight
 from m2flow.observe.spans import Recorder, SpanName, now_ns
 from m2flow.recipe import Episodes as Bounds
 from m2flow.recipe import Model
-from m2flow.samples import EPISODE, Batch, Sample
+from m2flow.samples import EPISODE, ROUTED_EXPERTS, SAMPLING_MASK, Batch, Sample
 
 
 def add(engine: RolloutEngine, requests: Sequence[Request]) -> None:
@@ -161,7 +161,7 @@ def _episodes(drawn: Call, requests: Sequence[Request], prompts: Batch, *, is_st
     def make() -> Callable[..., object]:
         return agent.fresh() if isinstance(agent, Snapshot) else agent
 
-    rows = prompts.without({*GENERATED, *EPISODE, "prompt_text"}).frozen()
+    rows = prompts.without({*GENERATED, *EPISODE, "prompt_text", ROUTED_EXPERTS, SAMPLING_MASK}).frozen()
     for row, request in enumerate(requests):
         yield EpisodeStart(request, make, Sample(rows, row), bounds, Transcript.of(prompts, row) if is_stopped else None)
 
@@ -337,10 +337,8 @@ class EngineHost:
             prompts = prompts.without(EPISODE)
         else:
             add(engine, requests)
-        start, prompts = (
-            now_ns(),
-            prompts.without({*GENERATED, "prompt_text"}),
-        )  # What a prompt has of these is replaced by what its sample has.
+        # What a prompt has of these is replaced by what its sample has.
+        start, prompts = now_ns(), prompts.without({*GENERATED, "prompt_text", ROUTED_EXPERTS, SAMPLING_MASK})
         for row, r in enumerate(requests):
             self._inflight[r.id] = InflightSample(call, drawn, prompts, row, r.seed, start, had[row], waited_us)
         self._sample_spans.began({r.id: count for r, count in zip(requests, had, strict=True)})
