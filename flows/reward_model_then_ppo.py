@@ -1,8 +1,8 @@
 """The task of grpo.py with a reward that is learned: a reward model of preferences, then PPO against what it says.
 
 The reward model begins as the policy after its warm start, with a head of its own. Of each pair the chosen answer is sorted; the
-rejected one is sorted downwards, or has a wrong digit. The verifier only measures: no update sees what it says. A penalty for leaving
-the policy of the beginning keeps PPO from answers that the reward model was never taught to judge.
+rejected one is sorted downwards or not at all, or has a wrong digit. The verifier only measures: no update sees what it says. A penalty
+for leaving the policy of the beginning keeps PPO from answers that the reward model was never taught to judge.
 """
 
 import random
@@ -17,7 +17,9 @@ def preference(rng: random.Random, *, heldout: bool = False) -> dict[str, str]:
     row = task(rng, heldout=heldout)
     answer, place = row["answer"], rng.randrange(len(row["answer"]))
     wrong = answer[:place] + rng.choice("0123456789".replace(answer[place], "")) + answer[place + 1 :]
-    return {"prompt": row["prompt"], "chosen": answer, "rejected": wrong if rng.random() < 0.5 or len(set(answer)) == 1 else answer[::-1]}
+    shuffled, other = "".join(rng.sample(answer, len(answer))), task(rng, heldout=heldout)["answer"]
+    rejected = rng.choice([wrong, answer[::-1], shuffled, other, answer[:place] + answer[place + 1 :], answer[:place] + answer[place] + answer[place:]])
+    return {"prompt": row["prompt"], "chosen": answer, "rejected": wrong if rejected == answer else rejected}
 
 
 @flow

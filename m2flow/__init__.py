@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from m2flow.agents.chat import Chat, Turn, agent
+    from m2flow.agents.mcp_tools import mcp_tools
     from m2flow.agents.tools import EpisodeFailed, ToolCall, tool
     from m2flow.algorithms.losses import sequence_mean, sequence_sum
     from m2flow.macro.critics import Critic, RewardModel, best_and_worst, gae
@@ -83,6 +84,7 @@ __version__ = "0.1.0"
 
 _WORDS = {
     "m2flow.agents.chat": "Chat Turn agent",
+    "m2flow.agents.mcp_tools": "mcp_tools",
     "m2flow.agents.tools": "EpisodeFailed ToolCall tool",
     "m2flow.algorithms.losses": "sequence_mean sequence_sum",
     "m2flow.macro.critics": "Critic RewardModel best_and_worst gae",
@@ -174,6 +176,7 @@ __all__ = [
     "load_flow",
     "log",
     "loss",
+    "mcp_tools",
     "nll",
     "op",
     "open_run",

@@ -219,6 +219,7 @@ OTHERS = {
     "Run.spans, Run.policy, Run.tokenizer, Run.compare": "likewise",
     "Chat, Chat.say, Chat.reply, Chat.run, Turn, ToolCall, ToolCall.message": "of agents while they run: tests/agents",
     "EpisodeFailed, EpisodeFailed.add_note, EpisodeFailed.with_traceback": "an exception",
+    "mcp_tools": "needs a server: tests/agents/test_mcp_tools.py",
     "Sandbox.run, Sandbox.shell, Sandbox.read, Sandbox.write, Sandbox.snapshot, Sandbox.restore, Sandbox.probe": "of an open box",
     "Batch, Counts, Finish, Metrics, Number, Rows, Sample, SampleId, Scores": "what calls give; a flow makes none",
     "Flow": "made by @flow",
