@@ -30,7 +30,7 @@ def has_the_digits(sample: Sample) -> float:
 
 
 @flow
-def judged(num_steps: int = 25, warm_steps: int = 120, batch: int = 32, n: int = 4, max_new_tokens: int = 8, lr: float = 3e-4) -> None:
+def judged(num_steps: int = 25, warm_steps: int = 250, batch: int = 32, n: int = 8, max_new_tokens: int = 8, lr: float = 3e-4) -> None:
     policy, judge = Policy(DIGITS, init="random"), Policy(DIGITS, name="judge", init="random")
     verdict, rule, truth = Reward(says_yes), Reward(has_the_digits), Reward(is_sorted)
     prompts = Dataset.generate(task, num_steps * batch, seed=1, name="prompts")

@@ -1,8 +1,9 @@
 """The task of grpo.py with a reward that is learned: a reward model of preferences, then PPO against what it says.
 
 The reward model begins as the policy after its warm start, with a head of its own. Of each pair the chosen answer is sorted; the
-rejected one is sorted downwards or not at all, or has a wrong digit. The verifier only measures: no update sees what it says. A penalty
-for leaving the policy of the beginning keeps PPO from answers that the reward model was never taught to judge.
+rejected one is sorted downwards or not at all, has a wrong digit, one too many or too few, or answers another prompt: what PPO would find
+otherwise. The verifier only measures: no update sees what it says. A penalty for leaving the policy of the beginning keeps PPO from answers
+that the reward model was never taught to judge.
 """
 
 import random
@@ -18,13 +19,15 @@ def preference(rng: random.Random, *, heldout: bool = False) -> dict[str, str]:
     answer, place = row["answer"], rng.randrange(len(row["answer"]))
     wrong = answer[:place] + rng.choice("0123456789".replace(answer[place], "")) + answer[place + 1 :]
     shuffled, other = "".join(rng.sample(answer, len(answer))), task(rng, heldout=heldout)["answer"]
-    rejected = rng.choice([wrong, answer[::-1], shuffled, other, answer[:place] + answer[place + 1 :], answer[:place] + answer[place] + answer[place:]])
+    rejected = rng.choice(
+        [wrong, answer[::-1], shuffled, other, answer[:place] + answer[place + 1 :], answer[:place] + answer[place] + answer[place:]]
+    )
     return {"prompt": row["prompt"], "chosen": answer, "rejected": wrong if rejected == answer else rejected}
 
 
 @flow
 def reward_model_then_ppo(
-    num_steps: int = 25, warm_steps: int = 350, pair_steps: int = 150, batch: int = 32, n: int = 8, beta: float = 0.02, lr: float = 2e-4
+    num_steps: int = 40, warm_steps: int = 350, pair_steps: int = 300, batch: int = 32, n: int = 8, beta: float = 0.05, lr: float = 2e-4
 ) -> None:
     policy, verifier = Policy(DIGITS, init="random"), Reward(is_sorted)
     demos = Dataset.generate(demonstration, warm_steps * 128, seed=3, name="demos")

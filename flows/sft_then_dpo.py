@@ -27,9 +27,9 @@ def sft_then_dpo(num_steps: int = 150, warm_steps: int = 350, batch: int = 64, b
     policy.update(demos.all(), loss=nll(), minibatch_size=128, optimizer=AdamW(1e-3, betas=(0.9, 0.98), warmup_steps=30))
     reference = Reference(policy)
 
-    log(accuracy=accuracy(policy, verifier, heldout))
+    log(sorted=accuracy(policy, verifier, heldout))
     tuning = AdamW(lr, betas=(0.9, 0.99), warmup_steps=5)
     for _ in steps(num_steps):
         metrics = policy.update(pairs.take(batch), loss=dpo(beta=beta), reference=reference, optimizer=tuning)
         log(loss=metrics["loss"])
-    log(accuracy=accuracy(policy, verifier, heldout))
+    log(sorted=accuracy(policy, verifier, heldout))

@@ -115,10 +115,9 @@ class RegexMatch(SampleReward):
             raise OptionError(f"RegexMatch: {self.pattern!r} is no regular expression: {error}") from None
 
     def __call__(self, sample: Sample) -> float:
+        expected = None if self.answer is None else _final(getattr(sample, self.answer))  # A row without it is an error, whatever the text.
         found = [match[1] if match.re.groups else match[0] for match in re.finditer(self.pattern, str(sample.text), re.MULTILINE)]
-        if self.answer is None or not found:
-            return float(bool(found))
-        return float(_final(found[-1]) == _final(getattr(sample, self.answer)))
+        return float(bool(found)) if expected is None or not found else float(_final(found[-1]) == expected)
 
 
 @final

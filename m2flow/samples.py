@@ -45,6 +45,20 @@ _INDEX_BITS, _PROMPT_BITS, _CALL_BITS = 12, 30, 21
 _FEW = 32
 """Rows that are faster taken one by one than by an index of all their values."""
 
+_OF_TOKENS = {
+    "tokens",
+    "loss_mask",
+    "logprobs",
+    "versions",
+    "kv_stale",
+    "routed_experts",
+    "sampling_mask",
+    "segment_kinds",
+    "segment_lengths",
+}
+_OF_TOKENS |= {"seed", "finish", "prompt_text"}
+"""Columns that a message about a missing one does not need: those of tokens, and what a sample has under the same name anyway."""
+
 MAX_GROUP = 1 << _INDEX_BITS
 """Most samples of one prompt in a call."""
 
@@ -509,8 +523,10 @@ class Sample:
         try:
             return self[name]
         except KeyError:
-            known = ", ".join(sorted(self._batch.columns))
-            raise AttributeError(f"the sample has no {name!r}; it has {known}, id, num_tokens, finish, messages, prompt_text") from None
+            own = sorted(set(self._batch.columns) - _OF_TOKENS)
+            raise AttributeError(
+                f"the sample has no {name!r}; it has {', '.join(own)}, id, num_tokens, finish, messages, prompt_text"
+            ) from None
 
     def __repr__(self) -> str:
         return f"Sample({self.id}, prompt={self['prompt']!r}, text={self['text']!r})" if "text" in self._batch else f"Sample({self.id})"

@@ -307,6 +307,7 @@ class Resources:
     def __init__(self, stack: contextlib.AsyncExitStack) -> None:
         self._stack = stack
         self._opening: dict[type, asyncio.Future[object]] = {}
+        stack.push_async_callback(self._give_up)
 
     async def get(self, kind: type) -> object:
         """The episode's object of a class.
@@ -317,6 +318,13 @@ class Resources:
         if kind not in self._opening:
             self._opening[kind] = asyncio.ensure_future(self._open(kind))
         return await asyncio.shield(self._opening[kind])
+
+    async def _give_up(self) -> None:
+        """End what is being opened still: the episode is over."""
+        opening = [one for one in self._opening.values() if not one.done()]
+        for one in opening:
+            one.cancel()
+        await asyncio.gather(*opening, return_exceptions=True)
 
     async def _open(self, kind: type) -> object:
         try:

@@ -46,6 +46,8 @@ from m2flow.samples import Batch, Finish, Sample, SampleId, Segment, keyed_bits
 _PATIENCE_S = 0.01
 """Longest that a step waits for agents where the engine has nothing to do."""
 _MOST_THREADS = 64
+_GRACE_S = 6.0
+"""What an agent that runs, or a resource of one, may take to end with its worker: a server that must be killed takes four seconds."""
 _MOST_SHOWN = 3
 """Failures of agents that are printed with traceback."""
 
@@ -334,7 +336,7 @@ class EventLoop:
 
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(stop)
-        self._thread.join(2.0)
+        self._thread.join(_GRACE_S)
         self.threads.shutdown(wait=False, cancel_futures=True)
         if not self._thread.is_alive():
             self._loop.close()

@@ -32,6 +32,8 @@ from m2flow.recipe import check_choice, check_count, check_seconds, check_text
 _START_S = 30.0
 """Longest that a server takes to answer what it has."""
 _MOST_PAGES = 1_000
+_MOST_PARTS = 5_000
+"""Of a tool's schema, once what its references name is in their place."""
 _SESSION = "mcp_session_"
 """Parameter of a tool that gets its episode's session; no server's own has this name."""
 
@@ -94,7 +96,7 @@ def mcp_tools(
     session = _session_class(where) if per == "episode" else None
     found = []
     for name in wanted:
-        hints, required = _parameters(offered[name].input_schema or {})
+        hints, required = _parameters(offered[name].input_schema)
         function, resources = _function(where, name, session)
         text = offered[name].description or ""
         found.append(Tool(function, name, text, hints, required, resources, timeout_s, replay, on_error, max_chars, name))
@@ -167,45 +169,71 @@ def _said(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class _Fits:
-    """Checks a value by a JSON Schema."""
+    """Checks a value by a JSON Schema, of whatever draft it is; one that is none itself checks nothing: the server will."""
 
     schema: str
     """As JSON."""
 
     def __call__(self, value: object) -> object:
-        import jsonschema
+        from jsonschema.validators import validator_for
 
+        schema = json.loads(self.schema)
         try:
-            jsonschema.validate(value, json.loads(self.schema))
-        except jsonschema.ValidationError as error:
-            raise ValueError(error.message) from None
+            kind = validator_for(schema)
+            kind.check_schema(schema)
+            wrong = next(kind(schema).iter_errors(value), None)
+        except Exception:
+            return value
+        if wrong is not None:
+            raise ValueError(wrong.message)
         return value
 
 
-def _parameters(schema: Mapping[str, Any]) -> tuple[tuple[tuple[str, Any], ...], tuple[str, ...]]:
-    """The parameters of a tool with types that check by the server's own schema, and which of them are required."""
-    hints = []
-    for name, own in schema.get("properties", {}).items():
-        whole = _inlined(own, schema, ())
-        hints.append((name, Annotated[Any, pydantic.AfterValidator(_Fits(json.dumps(whole))), pydantic.WithJsonSchema(whole)]))
-    return tuple(hints), tuple(schema.get("required", ()))
+def _parameters(schema: object) -> tuple[tuple[tuple[str, Any], ...], tuple[str, ...]]:
+    """The parameters of a tool with types that check by the server's own schema, and which of them are required.
+
+    Where a schema has alternatives at its top, those of all can be given, and those of none are required.
+    """
+    whole = _Inlining(schema).of(schema) if isinstance(schema, dict) else {}
+    found: dict[str, Any] = {}
+    for part in [whole, *(one for word in ("allOf", "anyOf", "oneOf") for one in whole.get(word) or () if isinstance(one, dict))]:
+        for name, own in (part.get("properties") or {}).items():
+            found.setdefault(name, own if isinstance(own, dict) else {})
+    hints = [
+        (name, Annotated[Any, pydantic.AfterValidator(_Fits(json.dumps(own))), pydantic.WithJsonSchema(own)]) for name, own in found.items()
+    ]
+    needed = [one for part in [whole, *(whole.get("allOf") or ())] if isinstance(part, dict) for one in part.get("required") or ()]
+    return tuple(hints), tuple(dict.fromkeys(name for name in needed if name in found))
 
 
-def _inlined(part: Any, schema: Mapping[str, Any], inside: tuple[str, ...]) -> Any:
-    """Put what a schema's references name in their place; inside itself that is anything."""
-    if isinstance(part, list):
-        return [_inlined(one, schema, inside) for one in part]
-    if not isinstance(part, dict):
-        return part
-    reference = part.get("$ref")
-    if not isinstance(reference, str):
-        return {name: _inlined(one, schema, inside) for name, one in part.items()}
-    found: Any = schema
-    for name in reference.removeprefix("#/").split("/") if reference.startswith("#/") else ():
-        found = found.get(name, {}) if isinstance(found, Mapping) else {}
-    if found is schema or reference in inside:
-        return {}
-    return {**_inlined(found, schema, (*inside, reference)), **{name: one for name, one in part.items() if name != "$ref"}}
+class _Inlining:
+    """Puts what a schema's references name in their place: a parameter is described by itself. Inside itself, and where the whole would
+    be large, that is anything."""
+
+    def __init__(self, schema: Mapping[str, Any]) -> None:
+        self._schema = schema
+        self._left = _MOST_PARTS
+
+    def of(self, part: Any, inside: tuple[str, ...] = ()) -> Any:
+        self._left -= 1
+        if self._left < 0:
+            return {} if isinstance(part, dict) else part if not isinstance(part, list) else []
+        if isinstance(part, list):
+            return [self.of(one, inside) for one in part]
+        if not isinstance(part, dict):
+            return part
+        reference = part.get("$ref")
+        rest = {name: self.of(one, inside) for name, one in part.items() if name not in ("$ref", "$defs", "definitions")}
+        if not isinstance(reference, str):
+            return rest
+        found = None if reference in inside else self._named(reference)
+        return {**self.of(found, (*inside, reference)), **rest} if isinstance(found, dict) else rest
+
+    def _named(self, reference: str) -> Any:
+        found: Any = self._schema if reference.startswith("#/") else None
+        for name in reference.removeprefix("#/").split("/"):
+            found = found.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+        return found
 
 
 # ---- sessions
@@ -252,23 +280,35 @@ class McpSession:
         try:
             result = await client.call_tool(name, dict(arguments))
         except MCPError as error:
-            if self._task.done() or "closed" in str(error).lower():
-                self._is_over.set()
-                raise EpisodeFailed("tool_failed", f"the MCP server {self._server.name} went away: {error}") from error
+            if self._task.done() or _is_of_session(error.error.code, error.error.message):
+                raise self._gone(error) from error
             raise McpToolError(str(error)) from error
-        except (asyncio.CancelledError, TimeoutError):
-            raise
-        except Exception as error:
-            self._is_over.set()
-            raise EpisodeFailed("tool_failed", f"the MCP server {self._server.name} went away: {_said(error)}") from error
+        except (OSError, EOFError) as error:
+            raise self._gone(error) from error
+        except Exception as error:  # An answer that is none: the tool's fault, and others of the server may be well.
+            if self._task.done():
+                raise self._gone(error) from error
+            raise McpToolError(f"the server's answer can't be read: {_said(error)}") from error
         text = _text(result)
         if result.is_error:
             raise McpToolError(text)
         return text
 
+    def _gone(self, error: BaseException) -> EpisodeFailed:
+        """The failure of an episode whose server is no longer there; others get a new session."""
+        self._is_over.set()
+        return EpisodeFailed("tool_failed", f"the MCP server {self._server.name} went away: {_said(error)}")
+
     async def close(self) -> None:
         self._is_over.set()
+        if not self._client.done():
+            self._task.cancel()
         await asyncio.wait([self._task])
+
+
+def _is_of_session(code: int, message: str) -> bool:
+    """Whether an error is about the session itself: its connection is closed, or the server does not know it any more."""
+    return message == "Connection closed" or (code in (-32600, -32001, 404) and "session" in message.lower())
 
 
 def _text(result: Any) -> str:
@@ -303,7 +343,11 @@ def _session_class(server: McpServer) -> type:
     class EpisodeSession:
         async def __aenter__(self) -> McpSession:
             self._held = McpSession(server)
-            await self._held.ready()
+            try:
+                await self._held.ready()
+            except BaseException:
+                await self._held.close()
+                raise
             return self._held
 
         async def __aexit__(self, *error: object) -> None:

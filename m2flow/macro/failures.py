@@ -93,6 +93,6 @@ class Failures:
             what = f"{call.name} ({call.site}) failed with it, and made no {call.writes[0]}, which later calls read"
         else:
             what = f"{call.name} ({call.site}), which was made after it was raised or in another step, needs what failed"
-        now = f"The flow caught this error, but {what}. Look at what may fail before such a call is made, and leave the call out then."
+        now = f"If the flow caught this error: {what}. Look at what may fail before such a call is made, and leave the call out then."
         said = type(error)(error.what, where=error.where, now=f"{error.now}\n{now}" if error.now else now, remote=error.remote)
         return said.about(error.row)

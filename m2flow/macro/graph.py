@@ -393,7 +393,11 @@ class MacroGraph:
         """A name for each call: the variable that the program assigns it to, or its ordinal; made unique."""
         names: dict[int, str] = {}
         used: set[str] = set()
-        last_of_line = {(call.step, str(call.site)): call.ordinal for call in self.calls}
+        line_of = {call.ordinal: (call.step, str(call.site)) for call in self.calls}
+        # A line may make others beside it, which nobody else asks for.
+        read = {ref.call for call in self.calls for _, ref in call.inputs if line_of.get(ref.call) != line_of[call.ordinal]}
+        last_of_line = {line_of[call.ordinal]: call.ordinal for call in self.calls}
+        last_of_line |= {line_of[call.ordinal]: call.ordinal for call in self.calls if call.ordinal in read}
         for call in self.calls:
             is_last = last_of_line[call.step, str(call.site)] == call.ordinal
             name = (assigned_name(call.site.text) if is_last else None) or str(call.ordinal)

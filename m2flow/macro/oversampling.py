@@ -43,7 +43,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from m2flow.errors import OptionError
-from m2flow.recipe import check_choice, is_number
+from m2flow.recipe import Sampling, check_choice, is_number
 
 if TYPE_CHECKING:
     from m2flow.macro.graph import Call
@@ -92,7 +92,7 @@ def _check_timeout(timeout_s: float | None, late: object) -> None:
         )
 
 
-def check_line(previous: Call | None, n: int, fields: tuple[frozenset[str] | None, frozenset[str] | None]) -> None:
+def check_line(previous: Call | None, options: Mapping[str, object], fields: tuple[frozenset[str] | None, frozenset[str] | None]) -> None:
     """Check that a call which takes over the late groups of the previous one of its line makes rows of the same kind.
 
     Args:
@@ -102,15 +102,23 @@ def check_line(previous: Call | None, n: int, fields: tuple[frozenset[str] | Non
     """
     if previous is None:
         return
+    n, before, now = options["n"], previous.options["sampling"], options["sampling"]
+    assert isinstance(before, Sampling)
+    assert isinstance(now, Sampling)
+    if before.sampling_mask != now.sampling_mask:
+        raise OptionError(
+            "late='carry': what this line carries has a sampling mask in one call, and none in the other",
+            now="Give sampling_mask= to all calls of the line, or to none.",
+        )
     if previous.options["n"] != n:
         raise OptionError(
             f"late='carry': this line had n={previous.options['n']} before and has n={n} now, so it would give groups of different sizes",
             now="Keep n, or give each size a line of its own.",
         )
-    before, now = fields
-    if before is not None and now is not None and before != now:
+    had, has = fields
+    if had is not None and has is not None and had != has:
         raise OptionError(
-            f"late='carry': the prompts of this line had the columns {', '.join(sorted(before))} before, now {', '.join(sorted(now))}; "
+            f"late='carry': the prompts of this line had the columns {', '.join(sorted(had))} before, now {', '.join(sorted(has))}; "
             "what is carried would not fit",
             now="Give each kind of prompts a line of its own.",
         )

@@ -541,7 +541,7 @@ class Policy(Role):
         """Record a generate call with these options."""
         self._check_column(prompts, options["sampling"])
         if carries(options):
-            options |= self._carried(prompts, options["n"])
+            options |= self._carried(prompts, options)
         repeat = self._session.count_generation(self.name, prompts.call)
         call = self._session.record(
             role=self.name,
@@ -564,14 +564,13 @@ class Policy(Role):
             now = did_you_mean(column, sorted(fields))
             raise TraceError(f"{self.name}.generate takes temperatures from the column {column!r}, which the prompts do not have", now=now)
 
-    def _carried(self, prompts: Ref, n: object) -> dict[str, object]:
+    def _carried(self, prompts: Ref, options: Mapping[str, object]) -> dict[str, object]:
         """The late groups that a call takes over from the previous one of its line."""
-        assert isinstance(n, int)
         session = self._session
         previous, num_groups = session.late_source(self.name, "generate")
         before = previous.input("prompts") if previous is not None else None
         fields = (session.lineage.known(before.call).fields if before else None, session.lineage.known(prompts.call).fields)
-        check_line(previous, n, fields)
+        check_line(previous, options, fields)
         if previous is None:
             return {}
         distance = session.version(self._weights) - previous.reads[0].version

@@ -43,7 +43,7 @@ from m2flow.micro.worker.function_tasks import Functions
 from m2flow.observe.spans import Recorder
 from m2flow.planner.model_shapes import ModelShape
 from m2flow.recipe import Episodes, Model, Sampling
-from m2flow.samples import Batch, Finish, Ragged, make_ids, taken
+from m2flow.samples import Batch, Finish, Ragged, make_ids, packed_masks, taken
 from m2flow.spec import ClusterSpec
 
 _ROWS = 8
@@ -356,6 +356,7 @@ class _Trial:
             finish=Finish.LENGTH if is_cut else Finish.STOP,
             text=codec.decode(tokens) if is_cut and codec else text,
             prompt_text=codec.prompt_text(prompt) if codec and not isinstance(prompt, tuple) else None,
+            sampling_mask=packed_masks([np.zeros(0, np.int32) for _ in tokens]) if sampling.sampling_mask else None,
         )
         if "agent" in call.options:  # Agents speak to a model: none is called here.
             made = replace(made, columns={"reward": 0.0, "failure": "", "num_turns": 1, "episode": {"turns": [], "tools": {}}})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
+import json
 import os
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from m2flow import Chat, Dataset, Policy, Sample, ToolCall, agent, flow, mcp_tools, steps
@@ -186,6 +188,99 @@ def test_a_server_that_is_not_there_is_named_with_what_to_look_at() -> None:
     with pytest.raises(OptionError, match="has no tool 'ad'; it has add, move") as caught:
         mcp_tools(COMMAND, names=["ad"])
     assert "add" in caught.value.now
+
+
+def raw(folder: Path, **given: object) -> list[str]:
+    """The command of a server that says what it is given, right or wrong."""
+    (folder / "given.json").write_text(json.dumps(given))
+    return [sys.executable, str(SERVER.with_name("raw_mcp_server.py")), str(folder / "given.json")]
+
+
+@NEEDS_MCP
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"result": {"content": [{"type": "text", "text": "hi"}], "structuredContent": {"n": "text"}}},
+        {"result": {"content": [{"type": "video", "data": "x"}]}},
+        {"error": {"code": -32000, "message": "the shop is closed on Sundays"}},
+    ],
+    ids=["against its schema", "of no kind", "an error"],
+)
+def test_an_answer_that_is_wrong_is_told_to_the_model_and_other_calls_go_on(wrong: object, tmp_path: Path) -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    offered = [
+        {"name": "shop", "inputSchema": {"type": "object"}, "outputSchema": schema},
+        {"name": "other", "inputSchema": {"type": "object"}},
+    ]
+    tools = mcp_tools(raw(tmp_path, tools=offered, answers={"shop": wrong, "other": {"sleep": 1.0}}))
+
+    async def body(call: Any) -> list[Outcome]:
+        other = asyncio.create_task(call("other"))
+        await asyncio.sleep(0.3)
+        return [await call("shop"), await other]
+
+    shop, other = worked(body, tools)
+    assert shop.is_error
+    assert shop.text.startswith("Error: McpToolError: ")
+    assert other == Outcome("late")
+
+
+ODD_SCHEMAS: dict[str, tuple[Any, dict[str, object]]] = {
+    "null": ({"type": "object", "properties": None, "required": None}, {}),
+    "bool": ({"properties": {"x": True}}, {"x": 1}),
+    "a draft of its own": ({"properties": {"x": {"items": [{"type": "integer"}], "minimum": 1, "exclusiveMinimum": True}}}, {"x": [1]}),
+    "a wrong expression": ({"properties": {"x": {"type": "string", "pattern": "(?<a>b)"}}}, {"x": "b"}),
+    "of nowhere": ({"properties": {"x": {"$ref": "#/$defs/none"}}}, {"x": 1}),
+    "to true": ({"$defs": {"any": True}, "properties": {"x": {"$ref": "#/$defs/any"}}}, {"x": 1}),
+    "inside itself": (
+        {"$defs": {"tree": {"properties": {"left": {"$ref": "#/$defs/tree"}}}}, "properties": {"x": {"$ref": "#/$defs/tree"}}},
+        {"x": {"left": {"left": {}}}},
+    ),
+    "at the top": ({"$ref": "#/$defs/all", "$defs": {"all": {"properties": {"x": {"type": "integer"}}, "required": ["x"]}}}, {"x": 1}),
+    "alternatives": ({"anyOf": [{"properties": {"x": {"type": "integer"}}}, {"properties": {"y": {}}}]}, {"x": 1, "y": 2}),
+    "names": ({"properties": {"self": {}, "name": {}, "arguments": {}, "server": {}}}, {"self": 1, "name": 2, "arguments": 3, "server": 4}),
+}
+
+
+@NEEDS_MCP
+@pytest.mark.parametrize("per", ["worker", "episode"])
+def test_schemas_of_any_kind_are_described_and_called(per: Any, tmp_path: Path) -> None:
+    folded: dict[str, Any] = {
+        f"d{i}": {"properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}, "b": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(24)
+    }
+    schemas = {**ODD_SCHEMAS, "folded": ({"$defs": folded, "properties": {"x": {"$ref": "#/$defs/d0"}}}, {"x": {}})}
+    tools = mcp_tools(
+        raw(tmp_path, tools=[{"name": name, "inputSchema": {"type": "object", **schema}} for name, (schema, _) in schemas.items()]), per=per
+    )
+
+    async def body(call: Any) -> list[str]:
+        return [(await call(name, **given)).text for name, (_, given) in schemas.items()]
+
+    assert worked(body, tools) == ["fine"] * len(schemas)
+    assert all(len(json.dumps(one.description)) < 200_000 for one in tools)
+    assert next(one for one in tools if one.name == "at the top").checked(ToolCall("at the top", {"x": "one"}))[1]
+
+
+@NEEDS_MCP
+def test_an_episode_that_ends_while_its_server_starts_leaves_no_process(tmp_path: Path) -> None:
+    command = raw(tmp_path, tools=[{"name": "one", "inputSchema": {"type": "object"}}])
+    (tool,) = mcp_tools(command, per="episode")
+    (tmp_path / "given.json").write_text(json.dumps({"tools": [], "starts_after": 60}))
+
+    def running() -> list[psutil.Process]:
+        return [one for one in psutil.Process().children(recursive=True) if str(tmp_path) in " ".join(one.cmdline())]
+
+    async def episode() -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            resources = Resources(stack)
+            ((_, kind),) = tool.resources
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(3):
+                    await resources.get(kind)
+            assert running()
+
+    asyncio.run(episode())
+    assert not running()
 
 
 SPEC = ClusterSpec(

@@ -52,6 +52,21 @@ def refused(result: Result) -> str:
     return result.stderr
 
 
+def test_a_reward_off_the_shelf_whose_column_is_missing_is_an_error_too_though_nothing_matches(tmp_path: Path) -> None:
+    body, rows = (
+        "policy.update(responses, Reward.sum({RegexMatch('[a-z]+'): 1.0}).score(responses))",
+        '[{"prompt": "12="}, {"prompt": "21="}]',
+    )
+    error = refused(plan(tmp_path, body, "from m2flow.rewards import RegexMatch", rows=rows))
+    assert "the sample has no 'answer'; it has prompt" in error
+
+
+def test_responses_with_a_sampling_mask_are_tried_as_others_are(tmp_path: Path) -> None:
+    function = "def length(sample):\n    return float(len(sample.text))"
+    body = "more = policy.generate(prompts.take(2), n=2, max_new_tokens=4, top_k=3, sampling_mask=True)\nReward(length).score(more).mean()"
+    assert any("length" in line or "gives 2.0" in line for line in said(plan(tmp_path, body, function)))
+
+
 def test_a_reward_that_asks_for_a_column_that_the_dataset_lacks_is_an_error_at_the_flows_line(tmp_path: Path) -> None:
     wrong = "def is_right(sample):\n    return float(sample.text == sample.anwser)"
     error = refused(plan(tmp_path, "policy.update(responses, Reward(is_right).score(responses))", wrong))

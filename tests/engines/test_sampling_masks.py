@@ -12,7 +12,7 @@ from m2flow import Dataset, Policy, Reward, Sample, concat, flow, steps
 from m2flow.engines.contract import EngineSettings
 from m2flow.engines.embedded.rollout_engine import EmbeddedRollout
 from m2flow.engines.embedded.trainer import EmbeddedTrain
-from m2flow.errors import PlanError, TraceError
+from m2flow.errors import OptionError, PlanError, TraceError
 from m2flow.macro.tracing import trace
 from m2flow.micro.lowering.capabilities import check_sampling
 from m2flow.micro.protocol.plan import EngineSlot, WorkerPlan
@@ -115,6 +115,17 @@ def test_samples_with_and_without_a_mask_are_not_put_together() -> None:
 
     with pytest.raises(TraceError, match="sampling mask"):
         trace(mixed, {})
+
+
+def test_what_a_line_carries_has_a_mask_in_each_of_its_calls_or_in_none() -> None:
+    @flow(staleness=2)
+    def mixed() -> None:
+        policy, prompts = Policy("fake", init="random"), Dataset([{"prompt": str(i)} for i in range(8)])
+        for step in steps(2):
+            policy.generate(prompts.take(3), n=2, max_new_tokens=9, oversample=1.5, late="carry", sampling_mask=step % 2 == 0)
+
+    with pytest.raises(OptionError, match="a sampling mask in one call, and none in the other"):
+        trace(mixed, {}, steps=2)
 
 
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])

@@ -52,7 +52,7 @@ def at_once(line: str) -> Flow:
 MISTAKES = {
     "rewards[6]": "RowError: the rows of length.score (tests/macro/test_mistakes.py:{line}) have 6 rows, and none at position 6",
     "rewards[-7]": "have 6 rows, and none at position -7",
-    "responses[0].nope": "the flow raised AttributeError: the sample has no 'nope'; it has finish",
+    "responses[0].nope": "the flow raised AttributeError: the sample has no 'nope'; it has level, prompt",
     "[sample.nope for sample in responses]": "the flow raised AttributeError: the sample has no 'nope'",
     "responses[0]['nope']": "the flow raised KeyError: 'nope'",
     "responses.batch()['nope']": "the flow raised KeyError: 'nope'",

@@ -11,6 +11,7 @@ from fake_clusters import SPLIT
 
 from m2flow import Dataset, Policy, Reward, Role, Sample, call, flow, steps
 from m2flow.macro.flow import Flow
+from m2flow.macro.tracing import trace
 from m2flow.testing.world import run_eager, run_planned
 
 ROWS = [{"prompt": f"{i} + {i}"} for i in range(8)]
@@ -88,3 +89,17 @@ def test_what_is_no_reward_with_parts_is_named_with_its_sample(given: Any, messa
 
     for answer in (run_eager(_flow(wrong), {}, SPLIT), run_planned(_flow(wrong), {}, SPLIT)):
         assert message in answer.error
+
+
+def test_a_plan_gives_the_name_of_a_variable_to_the_sum_and_not_to_what_is_logged_of_its_parts() -> None:
+    @flow
+    def summed() -> None:
+        policy, reward = Policy("fake"), Reward.sum({plain: 1.0, of_some: 0.5})
+        for _ in steps(1):
+            responses = policy.generate(Dataset(ROWS).take(3), n=3, max_new_tokens=9)
+            rewards = reward.score(responses)
+            policy.update(responses, rewards)
+
+    graph, *_ = trace(summed, {})
+    names = graph.names()
+    assert [call.name for call in graph.calls if names[call.ordinal] == "rewards"] == ["reward.sum"]

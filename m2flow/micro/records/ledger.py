@@ -82,6 +82,7 @@ CREATE TABLE samples (id INTEGER PRIMARY KEY, call INTEGER, prompt INTEGER, memb
     num_generated INTEGER, finish INTEGER, segment TEXT, offset INTEGER, size INTEGER, checksum INTEGER);
 CREATE TABLE rewards (sample INTEGER, call INTEGER, name TEXT, value REAL, parts TEXT, PRIMARY KEY (call, sample)) WITHOUT ROWID;
 CREATE TABLE consumption (update_call INTEGER, epoch INTEGER, sample INTEGER, PRIMARY KEY (update_call, epoch, sample)) WITHOUT ROWID;
+CREATE TABLE graded (update_call INTEGER PRIMARY KEY, call INTEGER);
 CREATE TABLE discarded (call INTEGER PRIMARY KEY, last_prompt INTEGER);
 CREATE TABLE decisions (sample INTEGER PRIMARY KEY, call INTEGER, stretches BLOB);
 CREATE TABLE dropped (sample INTEGER PRIMARY KEY, call INTEGER, reason TEXT);
@@ -172,7 +173,9 @@ class Ledger:
 
     def call_added(self, call: Call) -> None:
         self._run("INSERT INTO calls VALUES (?,?,?,?,?,?)", (call.ordinal, call.step, call.name, str(call.site), "pending", None))
-        rows = call.options.get("rows")
+        rows, rewards = call.options.get("rows"), dict(call.inputs).get("rewards")
+        if call.method == "update" and rewards is not None:
+            self._run("INSERT OR REPLACE INTO graded VALUES (?,?)", (call.ordinal, rewards.call))
         if isinstance(rows, Batch):
             self._run("INSERT INTO cursors VALUES (?,?,?,?)", (call.ordinal, call.role, call.options["cursor"], len(rows)))
 

@@ -88,6 +88,8 @@ def as_metrics(bias: Mapping[str, Class]) -> dict[str, float]:
 
 def _bias(db: sqlite3.Connection, updates: Iterable[tuple[int, int]]) -> dict[str, Class]:
     """The classes over several updates, given as (ordinal, step)."""
+    graded = _graded(db)
+    judges = {graded[ordinal] for ordinal, _ in updates if ordinal in graded}
     ids: dict[str, set[int]] = {name: set() for name in CLASSES}
     for ordinal, step in updates:
         trained = {row for (row,) in db.execute("SELECT DISTINCT sample FROM consumption WHERE update_call = ?", (ordinal,))}
@@ -103,7 +105,14 @@ def _bias(db: sqlite3.Connection, updates: Iterable[tuple[int, int]]) -> dict[st
                 ids["stale"].add(row)
         for call in now or drawn_by:
             _add_call(db, call, ids)
-    return {name: _class(db, rows) for name, rows in ids.items() if rows}
+    return {name: _class(db, rows, judges) for name, rows in ids.items() if rows}
+
+
+def _graded(db: sqlite3.Connection) -> dict[int, int]:
+    """By update, the call whose values were its rewards. Ledgers of the first runs do not say."""
+    if not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'graded'").fetchone():
+        return {}
+    return dict(db.execute("SELECT update_call, call FROM graded").fetchall())
 
 
 def _add_call(db: sqlite3.Connection, call: int, ids: Mapping[str, set[int]]) -> None:
@@ -130,11 +139,16 @@ def _version_of(db: sqlite3.Connection, update: int) -> int:
     return int(db.execute(same, (update, update)).fetchone()[0])
 
 
-def _class(db: sqlite3.Connection, rows: set[int]) -> Class:
+def _class(db: sqlite3.Connection, rows: set[int], judges: set[int]) -> Class:
+    """Args:
+    judges: calls whose rewards count. A sample that has none of them counts with its first one.
+    """
     lengths = [tokens for _, tokens in _pairs(db, "SELECT id, num_generated FROM samples WHERE id IN ({})", rows)]
     rewards: dict[int, float] = {}
     drawn = min(SampleId.unpack(row).call for row in rows)  # Calls that judge these come later: the table's key begins with the call.
-    for row, value in _pairs(db, f"SELECT sample, value FROM rewards WHERE call > {drawn} AND sample IN ({{}}) ORDER BY call", rows):
+    statement = f"SELECT sample, call, value FROM rewards WHERE call > {drawn} AND sample IN ({{}}) ORDER BY call"
+    given = _pairs(db, statement, rows)
+    for row, _, value in [*(one for one in given if one[1] in judges), *given]:
         rewards.setdefault(row, value)
     return Class(len(rows), sum(lengths) / len(lengths) if lengths else None, sum(rewards.values()) / len(rewards) if rewards else None)
 

@@ -31,7 +31,7 @@ from m2flow.samples import EPISODE, Batch, Finish, SampleId
 
 COLUMNS = {
     "sample": "its identity: the call that drew it, the prompt's position there, its index in the group, as 3/17/2",
-    "step": "the step of the flow in which it was generated",
+    "step": "the step of the flow in which it was generated; -1 before the loop, whose numbers are logged under step 0",
     "call": "the name of the generate call",
     "site": "the call's line",
     "prompt": "the prompt's position in the call",

@@ -105,3 +105,23 @@ def test_carried_and_stale_samples_are_counted_apart(tmp_path: Path) -> None:
 def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="can't read the samples"):
         bias_of_run(tmp_path)
+
+
+def test_the_reward_is_the_one_that_the_update_was_given_and_not_a_part_of_it(tmp_path: Path) -> None:
+    summed = FLOW.replace("Reward(num_digits)", "Reward.sum({num_digits: 1.0, long: 0.5})").replace(
+        "@flow", "def long(sample):\n    return float(sample.num_tokens)\n\n\n@flow"
+    )
+    judged = "rewards = verifier.score(responses)\n        Reward(long, name='watched').score(responses).mean()\n        log(given=rewards.mean())"
+    text = summed.replace("policy.update(responses, verifier.score(responses))", judged + "\n        policy.update(responses, rewards)")
+    text = text.replace("flow, steps", "flow, log, steps").replace("STALENESS", "0").replace("LATE", "drop")
+    (tmp_path / "late.py").write_text(text)
+    (tmp_path / "cluster.yaml").write_text(CLUSTER.replace("\\n", "\n"))
+    arguments = ["run", str(tmp_path / "late.py"), "--cluster", str(tmp_path / "cluster.yaml"), "--runs-dir", str(tmp_path), "--json"]
+    result = CliRunner().invoke(cli, [*arguments, "--quiet"], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    run_dir = Path(json.loads(result.stdout.splitlines()[-1])["run_dir"])
+    given = []
+    for values in metrics_of(run_dir).values():
+        assert values["lengths/trained_reward"] == pytest.approx(values["given"])
+        given.append(values["given"])
+    assert bias_of_run(run_dir)["trained"].reward == pytest.approx(sum(given) / len(given))
