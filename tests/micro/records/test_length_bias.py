@@ -111,7 +111,8 @@ def test_the_reward_is_the_one_that_the_update_was_given_and_not_a_part_of_it(tm
     summed = FLOW.replace("Reward(num_digits)", "Reward.sum({num_digits: 1.0, long: 0.5})").replace(
         "@flow", "def long(sample):\n    return float(sample.num_tokens)\n\n\n@flow"
     )
-    judged = "rewards = verifier.score(responses)\n        Reward(long, name='watched').score(responses).mean()\n        log(given=rewards.mean())"
+    lines = ["rewards = verifier.score(responses)", "Reward(long, name='watched').score(responses).mean()", "log(given=rewards.mean())"]
+    judged = "\n        ".join(lines)
     text = summed.replace("policy.update(responses, verifier.score(responses))", judged + "\n        policy.update(responses, rewards)")
     text = text.replace("flow, steps", "flow, log, steps").replace("STALENESS", "0").replace("LATE", "drop")
     (tmp_path / "late.py").write_text(text)
