@@ -635,9 +635,10 @@ class AdamW(_Scheduled):
 class AdamW8bit(AdamW):
     """AdamW whose two means take one byte each for a weight in place of four, with a scale for each 256 of them.
 
-    Tensors of fewer than 4096 weights, or of a number that is no multiple of 256, keep theirs in float32. The trainer `embedded` has it,
-    with `pip install 'm2flow[8bit]'`. `lr`, `betas`, `eps`, `weight_decay`, `max_grad_norm`, `warmup_steps`, `schedule`, `total_steps`,
-    `steps_of`, `groups`, `log_layers` and `at` are as of `AdamW`.
+    Tensors of fewer than 4096 weights, or of a number that is no multiple of 256, embeddings and the head keep theirs in float32. A step is
+    at most as long as AdamW's can be. (A weight whose gradients are a thousandth of others in its block moves too far.) The trainer
+    `embedded` has it, with `pip install 'm2flow[8bit]'`. `lr`, `betas`, `eps`, `weight_decay`, `max_grad_norm`, `warmup_steps`,
+    `schedule`, `total_steps`, `steps_of`, `groups`, `log_layers` and `at` are as of `AdamW`.
 
     Source:
         Dettmers et al. 2022, "8-bit optimizers via block-wise quantization", arXiv:2110.02861, as the package torchao has it.

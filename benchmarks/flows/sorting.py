@@ -3,12 +3,13 @@
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "flows"))
 from grpo import DIGITS, demonstration, is_sorted, task
 
 import m2flow
-from m2flow import AdamW, Correction, Dataset, Number, Policy, Reward, flow, log, nll, pass_at_k, ppo_clip, steps
+from m2flow import AdamW, Correction, Critic, Dataset, Number, Policy, Reward, flow, gae, log, nll, pass_at_k, ppo_clip, steps
 
 ALGORITHMS: dict[str, tuple[str, str, int]] = {
     "grpo": ("grpo", "ppo_clip", 4),
@@ -20,6 +21,7 @@ ALGORITHMS: dict[str, tuple[str, str, int]] = {
     },
     **{name: ("grpo", name, 4) for name in ("gspo", "gspo_token", "gmpo", "cispo", "importance_reinforce", "sapo", "topr", "dppo", "opmd")},
     **{name: ("grpo", name, 4) for name in ("decoupled_ppo", "clip_cov", "kl_cov")},
+    **{name: (name, "ppo_clip", 4) for name in ("remax", "gae")},
 }
 """Name -> advantages, loss, and optimiser steps a round."""
 
@@ -44,12 +46,27 @@ def compared(model: str, names: str, num_steps: int = 24, batch: int = 32, n: in
         if not i:
             log(before=accuracy(policy, verifier, heldout))
         optimizer = AdamW(2e-4, betas=(0.9, 0.99), warmup_steps=5)
+        critic = Critic(policy, name=f"critic{i}") if advantages == "gae" else None
         for _ in steps(num_steps):
-            responses = policy.generate(prompts.take(batch), n=n, max_new_tokens=8)
+            asked = prompts.take(batch)
+            if advantages == "remax":
+                greedy = verifier.score(policy.generate(asked, max_new_tokens=8, temperature=0))
+                asked = asked.with_columns(baseline=greedy.back_to(asked))
+            responses = policy.generate(asked, n=n, max_new_tokens=8)
+            rewards = verifier.score(responses)
+            given: Any = pass_at_k(4) if advantages == "pass_at_k" else advantages
+            if advantages == "remax":
+                given = rewards - responses.baseline
+            if critic is not None:
+                values = critic.values(responses)
+                estimate = gae(responses, rewards, values, lam=0.95)
+                returns, rate = estimate.returns, AdamW(1e-3, betas=(0.9, 0.99))
+                critic.update(responses, returns=returns, old_values=values, minibatch_size=batch // 4, optimizer=rate)
+                given = estimate.advantages
             policy.update(
                 responses,
-                verifier.score(responses),
-                advantages=pass_at_k(4) if advantages == "pass_at_k" else advantages,
+                rewards,
+                advantages=given,
                 loss=getattr(m2flow, loss)(),
                 columns={"proximal_logprobs": policy.logprobs(responses)} if loss == "decoupled_ppo" else {},
                 minibatch_size=batch // num_minibatches,

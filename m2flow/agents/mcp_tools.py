@@ -223,7 +223,11 @@ class _Inlining:
         if not isinstance(part, dict):
             return part
         reference = part.get("$ref")
-        rest = {name: self.of(one, inside) for name, one in part.items() if name not in ("$ref", "$defs", "definitions")}
+        rest = {
+            name: one if name in ("enum", "const", "default", "examples") else self.of(one, inside)
+            for name, one in part.items()
+            if name not in ("$ref", "$defs", "definitions")
+        }
         if not isinstance(reference, str):
             return rest
         found = None if reference in inside else self._named(reference)
@@ -319,8 +323,9 @@ def _text(result: Any) -> str:
         elif one.type in ("image", "audio"):
             parts.append(f"[{one.mime_type}, {len(one.data) * 3 // 4} bytes]")
         else:
-            text = getattr(getattr(one, "resource", None), "text", None)
-            parts.append(text if text is not None else f"[{getattr(one, 'uri', one.type)}]")
+            held = getattr(one, "resource", one)
+            size = len(getattr(held, "blob", "")) * 3 // 4
+            parts.append(getattr(held, "text", None) or f"[{held.uri}{f', {size} bytes' if size else ''}]")
     if not parts and result.structured_content is not None:
         return json.dumps(result.structured_content)
     return "\n".join(parts)

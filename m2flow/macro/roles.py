@@ -492,7 +492,7 @@ class Policy(Role):
                 logit. Neither changes the log-probabilities that are reported: as with top-k, they are the model's own.
             regex, json_schema, grammar: what a response must be: what an expression matches, an instance of a JSON Schema, or a sentence of
                 a grammar (GBNF or Lark); by llguidance (`m2flow[grammar]`). It ends where it is whole, or cut off at max_new_tokens.
-            sampling_mask: record what each token was drawn from; log-probabilities, the trainer's too, are among these tokens alone.
+            sampling_mask: record what each token was drawn from, up to 1,024; log-probabilities, the trainer's too, are among these alone.
             count: groups to keep; rejected ones are replaced while others still run. With `late="defer"`, those that each turn gives.
             score: judges the responses that are drawn this way; `score(responses)` of the result costs nothing more.
             keep: says of a group's samples, which have a `reward`, whether it counts; by default those with different rewards.

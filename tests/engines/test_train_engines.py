@@ -321,8 +321,12 @@ WIDE = {**SMALL, "hidden_size": 40}
     ],
     ids=lambda config: config.model_type,
 )
-def test_a_head_in_chunks_changes_no_number_and_never_has_all_logits(config: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_a_head_in_chunks_changes_no_number_and_never_has_all_logits(config: Any, is_masked: bool, tmp_path: Path) -> None:
     model, batch = write_model(tmp_path, config), samples(VOCABULARY).with_columns(temperature=np.repeat([0.5, 1.0, 2.0], 4))
+    if is_masked:
+        with started(EmbeddedTrain(model, EngineSettings())) as engine:
+            batch = batch.with_columns(sampling_mask=train_suite.drawn_from(batch, engine.top_logprobs(batch, 5))[0])
     loss = Loss("mine", entropy_and_likelihood, ("logprobs", "entropy"))
     results, largest = [], []
     for few in (1 << 20, 3 * VOCABULARY):
@@ -780,6 +784,22 @@ def test_moments_of_8_bits_are_nearly_adamw_and_go_on_from_a_checkpoint(model: M
         assert (eight - plain).norm() < 0.05 * (plain - one).norm()
     assert (found[AdamW8bit][0] - found[AdamW][0]).norm() > 0
     torch.testing.assert_close(found[AdamW8bit][1], found[AdamW][1])  # 10,000 is no multiple of 256.
+
+
+@NEEDS_TORCHAO
+def test_a_step_with_moments_of_8_bits_is_no_longer_than_adamw_can_make_it() -> None:
+    """Most second moments of the block are rounded to 0: without a bound these weights would go a thousand times as far."""
+    weight, few, plain = (torch.nn.Parameter(torch.zeros(16, 256)) for _ in range(3))
+    optimizers = [Optimizers([weight]), Optimizers([few], groups={id(few): "embeddings"}), Optimizers([plain])]
+    for step in range(40):
+        gradient = torch.full((16, 256), 1e-5 if step % 5 == 0 else 0.0)
+        gradient[:, 0] = 1.0
+        before = weight.detach().clone()
+        for held, own, kind in zip((weight, few, plain), optimizers, (AdamW8bit, AdamW8bit, AdamW), strict=True):
+            held.grad = gradient.clone()
+            own.step(kind(1e-3, max_grad_norm=0.0), 1.0)
+        assert (weight - before).abs().max() <= 1e-3 * 0.1 / math.sqrt(1e-3 * (1 - 0.81 / 0.999)) * 1.001
+    torch.testing.assert_close(few, plain)
 
 
 @NEEDS_TORCHAO

@@ -108,7 +108,8 @@ def draw_recorded(
 ) -> tuple[Tensor, Tensor, Masks]:
     """As `draw`; and for each of the `recorded` rows what its token was drawn from, among which its log-probability then is.
 
-    A greedy row, and one that could have become any token, have none.
+    A greedy row, and one that could have become any token, have none. Nor has one with more than `_MOST_LEFT` tokens left: it counts as
+    drawn from all of them, for the trainer too.
     """
     is_greedy = columns.temperature == 0
     logprobs = _tempered(logits, columns).log_softmax(-1)
@@ -124,7 +125,8 @@ def draw_recorded(
     found = logprobs.gather(1, tokens[:, None]).squeeze(1)
     masks: Masks = [np.zeros(0, np.int32) for _ in recorded]
     for i, row in enumerate(recorded):
-        if not is_greedy[row] and not bool((is_left := left[row].isfinite()).all()):
+        is_left = left[row].isfinite() if not is_greedy[row] else None
+        if is_left is not None and int(is_left.sum()) <= min(_MOST_LEFT, len(is_left) - 1):
             masks[i] = is_left.nonzero()[:, 0].cpu().numpy().astype(np.int32)
             found[row] -= logprobs[row].masked_fill(~is_left, float("-inf")).logsumexp(0)
     return tokens, found, masks
@@ -167,6 +169,8 @@ def shifted_logits(logits: Tensor, rows: Iterable[tuple[int, Sampling, npt.NDArr
     return shifted
 
 
+_MOST_LEFT = 1024
+"""Ids that are recorded of a token: 4 KB."""
 _UNLIKELY = -50.0
 """A log-probability, far above that of float32's smallest number."""
 

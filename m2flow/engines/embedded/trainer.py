@@ -228,7 +228,7 @@ class Head:
     def __init__(self, model: Any, layer: torch.nn.Linear, num_logits: int, *, is_exact: bool) -> None:
         self._layer, self._is_exact = layer, is_exact
         self._num_tokens = max(1, num_logits // layer.out_features)
-        self._asked: tuple[Tensor, Tensor | None] | None = None
+        self._asked: tuple[Tensor, Tensor | None, Tensor | None] | None = None
         layer.forward = self  # The layer's hooks and names stay as they are.
         self.is_last = self._is_last(model)
         """Whether its logits are the model's."""
@@ -244,9 +244,9 @@ class Head:
         return self.is_last and num_tokens > self._num_tokens
 
     @contextmanager
-    def asked(self, targets: Tensor, temperature: Tensor | None) -> Iterator[None]:
-        """For the passes in this block, answer for these targets, int64 [T]."""
-        self._asked = targets, temperature
+    def asked(self, targets: Tensor, temperature: Tensor | None, top_ids: Tensor | None = None) -> Iterator[None]:
+        """For the passes in this block, answer for these targets, int64 [T]; and for further tokens, int64 [T, K], with K + 1 numbers."""
+        self._asked = targets, temperature, top_ids
         try:
             yield
         finally:
@@ -290,7 +290,7 @@ def _linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, *, is_exact: bo
 
 
 class _HeadLogprobs(torch.autograd.Function):  # type: ignore[misc]
-    """Hidden states [T, H], weights [V, H] and targets to log-probabilities and entropies, [1, T, 2]."""
+    """Hidden states [T, H], weights [V, H], targets to log-probabilities and entropies, [1, T, 2], or with further tokens [1, T, K + 3]."""
 
     @staticmethod
     def forward(
@@ -300,21 +300,22 @@ class _HeadLogprobs(torch.autograd.Function):  # type: ignore[misc]
         bias: Tensor | None,
         targets: Tensor,
         temperature: Tensor | None,
+        top_ids: Tensor | None,
         num_tokens: int,
         is_exact: bool,
     ) -> Tensor:
-        ctx.save_for_backward(hidden, weight, bias, targets, temperature)
+        ctx.save_for_backward(hidden, weight, bias, targets, temperature, top_ids)
         ctx.num_tokens, ctx.is_exact = num_tokens, is_exact
-        found = hidden.new_empty(1, len(targets), 2, dtype=torch.float32)
+        found = hidden.new_empty(1, len(targets), 2 if top_ids is None else 3 + top_ids.shape[1], dtype=torch.float32)
         used = (weight, bias) if not is_exact else (weight.float(), bias)
         for rows in _rows(len(targets), num_tokens):
             logits = _linear(hidden[rows], *used, is_exact=is_exact)
-            found[0, rows] = torch.stack(token_logprobs(logits, targets[rows], None if temperature is None else temperature[rows]), 1)
+            found[0, rows] = torch.cat(_numbers_of(logits, rows, targets, temperature, top_ids), 1)
         return found
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, temperature = ctx.saved_tensors
+        hidden, weight, bias, targets, temperature, top_ids = ctx.saved_tensors
         used = weight.float() if ctx.is_exact else weight
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
@@ -323,15 +324,24 @@ class _HeadLogprobs(torch.autograd.Function):  # type: ignore[misc]
             own = hidden[rows].to(used.dtype)
             with torch.enable_grad():
                 logits = _linear(own, used, bias, is_exact=ctx.is_exact).detach().requires_grad_()
-                found = token_logprobs(logits, targets[rows], None if temperature is None else temperature[rows])
-            (grad_logits,) = torch.autograd.grad(found, logits, (grad[0, rows, 0], grad[0, rows, 1]))
+                found = _numbers_of(logits, rows, targets, temperature, top_ids)
+            (grad_logits,) = torch.autograd.grad(found, logits, grad[0, rows].split([one.shape[1] for one in found], 1))
             grad_hidden[rows] = (grad_logits @ used).to(hidden.dtype)
             if grad_weight is not None:
                 grad_weight += grad_logits.T @ own
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0)
         of_weights = (None if one is None else one.to(weight.dtype) for one in (grad_weight, grad_bias))
-        return (grad_hidden, *of_weights, None, None, None, None)
+        return (grad_hidden, *of_weights, None, None, None, None, None)
+
+
+def _numbers_of(logits: Tensor, rows: slice, targets: Tensor, temperature: Tensor | None, top_ids: Tensor | None) -> list[Tensor]:
+    """What a head answers for some tokens: log-probability and entropy, each [t, 1], and of further tokens [t, K + 1]."""
+    given = logits, targets[rows], None if temperature is None else temperature[rows]
+    if top_ids is None:
+        return [one[:, None] for one in token_logprobs(*given)]
+    logprobs, entropy, top = logprobs_at(*given, top_ids[rows])
+    return [logprobs[:, None], entropy[:, None], top]
 
 
 def _rows(count: int, size: int) -> list[slice]:
@@ -722,17 +732,18 @@ class EmbeddedTrain(TrainEngine):
             self._routers.use(packed.experts)
         if self._source.head != "lm":
             return {"values": self._forward(packed)}
-        if isinstance(top, Tensor):
-            logprobs, entropy, at_ids = logprobs_at(self._forward(packed), packed.targets, temperature, top)
-            return {"logprobs": logprobs, "entropy": entropy, TOP_LOGPROBS: at_ids}
-        if self._head is not None and not top and self._head.is_worth(len(packed.targets)):
-            with self._head.asked(packed.targets, temperature):
-                logprobs, entropy = self._forward(packed).unbind(-1)
-            return {"logprobs": logprobs, "entropy": entropy}
+        at_ids = top if isinstance(top, Tensor) else None
+        if self._head is not None and (at_ids is not None or not top) and self._head.is_worth(len(packed.targets)):
+            with self._head.asked(packed.targets, temperature, at_ids):
+                found = self._forward(packed)
+            return {"logprobs": found[:, 0], "entropy": found[:, 1], **({} if at_ids is None else {TOP_LOGPROBS: found[:, 2:]})}
+        if at_ids is not None:
+            logprobs, entropy, at_top = logprobs_at(self._forward(packed), packed.targets, temperature, at_ids)
+            return {"logprobs": logprobs, "entropy": entropy, TOP_LOGPROBS: at_top}
         output = self._forward(packed)
         logprobs, entropy = token_logprobs(output, packed.targets, temperature)
-        found = zip((REFERENCE_TOP_IDS, REFERENCE_TOP_LOGPROBS), most_likely(output, temperature, top), strict=True) if top else ()
-        return {"logprobs": logprobs, "entropy": entropy, **dict(found)}
+        likely = zip((REFERENCE_TOP_IDS, REFERENCE_TOP_LOGPROBS), most_likely(output, temperature, int(top)), strict=True) if top else ()
+        return {"logprobs": logprobs, "entropy": entropy, **dict(likely)}
 
     def _forward(self, packed: packing.Packed) -> Tensor:
         """Compute the head's output: logits [T, V] or what `Head` answers in their place, or one number a token [T]."""

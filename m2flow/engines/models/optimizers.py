@@ -225,7 +225,10 @@ class Optimizers:
             matrices, others = ([held for held, is_matrix in chosen if is_matrix is wanted] for wanted in (True, False))
             return MuonSteps(matrices, others, recipe, is_fused=self._is_fused)
         if isinstance(recipe, AdamW8bit):
-            return eight_bit_steps()(self._grouped(recipe), recipe.lr, recipe.betas, recipe.eps, recipe.weight_decay)
+            steps = eight_bit_steps()(self._grouped(recipe), recipe.lr, recipe.betas, recipe.eps, recipe.weight_decay)
+            kinds = zip(self._stepped, self._groups, strict=True)
+            steps.exact = frozenset(id(held) for held, group in kinds if group in ("embeddings", "head"))
+            return steps
         return torch.optim.AdamW(
             self._grouped(recipe),
             lr=recipe.lr,
@@ -261,6 +264,10 @@ def eight_bit_steps() -> Any:
 
     A GPU's step is compiled when it is first taken; on a CPU it runs as it is, since compiling takes half a minute.
 
+    A mean of squares that is small beside others of its block may be rounded to 0, and the step by it would have no bound. So a step is no
+    longer than the longest that AdamW itself can make, by the Cauchy-Schwarz inequality (1 - b1) / sqrt((1 - b2) (1 - b1^2 / b2)) times
+    the rate: 7.3 for betas of 0.9 and 0.999. Embeddings and head, whose gradients differ most within a block, keep float32.
+
     Raises:
         MissingExtra: torchao is not installed.
     """
@@ -269,15 +276,33 @@ def eight_bit_steps() -> Any:
     from torchao.optim.subclass_8bit import OptimState8bit
 
     class EightBitSteps(Steps):  # type: ignore[misc]
+        exact: frozenset[int] = frozenset()
+        """Ids of parameters whose moments stay in float32."""
+
+        @torch.no_grad()  # type: ignore[untyped-decorator]
         def step(self, closure: Any = None) -> None:
-            rates = [group["lr"] for group in self.param_groups]
-            for group, rate in zip(self.param_groups, rates, strict=True):
-                group["lr"] = torch.tensor(float(rate))
-            is_compiled = self.param_groups[0]["params"][0].is_cuda
-            with contextlib.nullcontext() if is_compiled else torch.compiler.set_stance("force_eager"):
-                super().step(closure)
-            for group, rate in zip(self.param_groups, rates, strict=True):
-                group["lr"] = float(rate)
+            groups = list(self.__dict__["param_groups"])
+            try:
+                for group in groups:
+                    for held in group["params"]:
+                        if held.grad is not None:
+                            self._step_one(group, held)
+            finally:
+                self.param_groups = groups
+
+        def _step_one(self, group: dict[str, Any], held: Tensor) -> None:
+            rate, (first, second) = float(group["lr"]), group["betas"]
+            decayed = held.detach() * (1 - rate * group["weight_decay"])
+            self.param_groups = [{**group, "params": [held], "lr": torch.tensor(rate)}]
+            with contextlib.nullcontext() if held.is_cuda else torch.compiler.set_stance("force_eager"):
+                super().step()
+            if isinstance(self.state[held]["exp_avg"], OptimState8bit):
+                longest = rate * (1 - first) / math.sqrt((1 - second) * (1 - first**2 / second)) if first**2 < second else math.inf
+                made = held - decayed
+                held.copy_(torch.where(made.abs() > longest, decayed + made.clamp(-longest, longest), held))
+
+        def _new_buffer(self, p: Tensor, signed: bool) -> Any:
+            return torch.zeros_like(p) if id(p) in self.exact else super()._new_buffer(p, signed)
 
         def state_dict(self) -> dict[str, Any]:
             def plain(value: Any) -> Any:
