@@ -68,7 +68,7 @@ from m2flow.recipe import (
     model_path,
     number_or_column,
 )
-from m2flow.samples import MAX_GROUP, Batch, Column, Sample
+from m2flow.samples import MAX_GROUP, SAMPLING_MASK, Batch, Column, Sample
 
 
 @dataclass(frozen=True)
@@ -185,6 +185,10 @@ class Role:
         """Record a call that evaluates the role's model on each token of the responses, with the weights of this line."""
         if top_k is not None:
             check_count("top_k", top_k)
+            if isinstance(responses, Rows) and SAMPLING_MASK in (responses.fields or ()):
+                raise TraceError(
+                    "top_k compares whole distributions, and these responses have a sampling mask", now="Leave one of them out."
+                )
         options = {} if top_k is None else {"top_k": top_k}
         call = self._session.record(
             role=self.name,

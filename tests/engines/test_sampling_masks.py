@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tiny_models import byte_tokenizer, save_config
 
-from m2flow import Dataset, Policy, Reward, Sample, concat, flow, steps
+from m2flow import Dataset, Policy, Reference, Reward, Sample, concat, distill_top_k, flow, steps
 from m2flow.engines.contract import EngineSettings
 from m2flow.engines.embedded.rollout_engine import EmbeddedRollout
 from m2flow.engines.embedded.trainer import EmbeddedTrain
@@ -126,6 +126,17 @@ def test_what_a_line_carries_has_a_mask_in_each_of_its_calls_or_in_none() -> Non
 
     with pytest.raises(OptionError, match="a sampling mask in one call, and none in the other"):
         trace(mixed, {}, steps=2)
+
+
+def test_whole_distributions_are_not_compared_for_samples_with_a_mask() -> None:
+    @flow
+    def distilled() -> None:
+        policy, prompts = Policy("fake", init="random"), Dataset([{"prompt": str(i)} for i in range(6)])
+        responses = policy.generate(prompts.take(3), max_new_tokens=9, top_k=4, sampling_mask=True)
+        policy.update(responses, loss=distill_top_k(), reference=Reference(policy).logprobs(responses, top_k=4))
+
+    with pytest.raises(TraceError, match="top_k compares whole distributions"):
+        trace(distilled, {})
 
 
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])
