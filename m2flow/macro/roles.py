@@ -186,9 +186,7 @@ class Role:
         if top_k is not None:
             check_count("top_k", top_k)
             if isinstance(responses, Rows) and SAMPLING_MASK in (responses.fields or ()):
-                raise TraceError(
-                    "top_k compares whole distributions, and these responses have a sampling mask", now="Leave one of them out."
-                )
+                raise TraceError("top_k compares whole distributions, not those of responses with a sampling mask", now="Leave one out.")
         options = {} if top_k is None else {"top_k": top_k}
         call = self._session.record(
             role=self.name,
