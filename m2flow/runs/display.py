@@ -123,6 +123,7 @@ def show_summary(console: Console, flow: str, summary: Summary, tally: Tally) ->
         rows.append(("efficiency", f"{efficiency:.0%} of the bound that no schedule of its steps can beat"))
     rows += [("run", summary.run_dir), ("next", f"m2flow view {summary.run_dir}")]
     if efficiency is not None:
+        rows.append(("", f"m2flow samples {summary.run_dir}    what the model said, with its rewards"))
         rows.append(("", f"m2flow analyze {summary.run_dir}    where the time went, and what would be faster"))
     width = max(len(name) for name, _ in rows)
     _print(console, "\n".join(f"{name:{width}}  {text}".rstrip() for name, text in rows))
