@@ -110,7 +110,7 @@ def test_an_update_that_failed_can_not_be_handled_and_the_error_says_so():
         return backend
 
     run_eager(flow(body), {}, SPEC, around=around)
-    with pytest.raises(RewardError, match=r"caught this error, but policy.update \(tests/macro/test_caught_errors.py:\d+\)"):
+    with pytest.raises(RewardError, match=r"caught this error: policy.update \(tests/macro/test_caught_errors.py:\d+\)"):
         said[0].finish()
 
 

@@ -103,13 +103,13 @@ def test_selfplay_has_two_generations_of_different_size_and_calls_named_by_line(
 def test_the_judge_s_samples_are_those_of_the_policy_again() -> None:
     work = of("judge")
     assert [brief(load)[:4] for load in work.calls] == [
-        ("policy.generate", "generate", "policy.rollout", "32x4"),
-        ("as_case", "function", "", "32x4"),
-        ("judge.generate", "generate", "judge.rollout", "128x1"),
-        ("says_yes.score", "function", "", "128x1"),
-        ("has_the_digits.score", "function", "", "32x4"),
-        ("policy.update", "update", "policy.train", "32x4"),
-        ("is_sorted.score", "function", "", "32x4"),
+        ("policy.generate", "generate", "policy.rollout", "32x8"),
+        ("as_case", "function", "", "32x8"),
+        ("judge.generate", "generate", "judge.rollout", "256x1"),
+        ("says_yes.score", "function", "", "256x1"),
+        ("has_the_digits.score", "function", "", "32x8"),
+        ("policy.update", "update", "policy.train", "32x8"),
+        ("is_sorted.score", "function", "", "32x8"),
     ]
     assert work.call("policy.update").is_barrier
     assert work.call("policy.update").after == ("policy.generate", "says_yes.score", "has_the_digits.score")
