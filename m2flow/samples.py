@@ -45,20 +45,6 @@ _INDEX_BITS, _PROMPT_BITS, _CALL_BITS = 12, 30, 21
 _FEW = 32
 """Rows that are faster taken one by one than by an index of all their values."""
 
-_OF_TOKENS = {
-    "tokens",
-    "loss_mask",
-    "logprobs",
-    "versions",
-    "kv_stale",
-    "routed_experts",
-    "sampling_mask",
-    "segment_kinds",
-    "segment_lengths",
-}
-_OF_TOKENS |= {"seed", "finish", "prompt_text"}
-"""Columns that a message about a missing one does not need: those of tokens, and what a sample has under the same name anyway."""
-
 MAX_GROUP = 1 << _INDEX_BITS
 """Most samples of one prompt in a call."""
 
@@ -117,6 +103,10 @@ class SampleId:
 
 ROUTED_EXPERTS = "routed_experts"
 SAMPLING_MASK = "sampling_mask"
+TOKEN_COLUMNS = frozenset({"tokens", "loss_mask", "logprobs", "versions", "kv_stale", "segment_kinds", "segment_lengths"})
+"""Columns of every generated batch that say something of its tokens."""
+ENGINE_COLUMNS = TOKEN_COLUMNS | {ROUTED_EXPERTS, SAMPLING_MASK}
+"""Those, and the ones that some engines or options add."""
 
 Masks = list[npt.NDArray[np.int32]]
 """For each sampled token of a sample, the ids that it was drawn from, in order; none: the whole vocabulary."""
@@ -523,7 +513,7 @@ class Sample:
         try:
             return self[name]
         except KeyError:
-            own = sorted(set(self._batch.columns) - _OF_TOKENS)
+            own = sorted(set(self._batch.columns) - ENGINE_COLUMNS - {"seed", "finish", "prompt_text"})
             raise AttributeError(
                 f"the sample has no {name!r}; it has {', '.join(own)}, id, num_tokens, finish, messages, prompt_text"
             ) from None

@@ -278,14 +278,17 @@ def find_engine(name: str, kind: EngineKind) -> EngineInfo:
 
 def check_adapters() -> None:
     """Check that `peft` is installed. Raises MissingExtra."""
-    if importlib.util.find_spec("peft") is None:
-        raise MissingExtra("a policy with lora=... needs peft", now="pip install 'm2flow[lora]'")
+    _check_package("peft", "a policy with lora=...", "lora")
 
 
 def check_eight_bit() -> None:
     """Check that `torchao` is installed. Raises MissingExtra."""
-    if importlib.util.find_spec("torchao") is None:
-        raise MissingExtra("the optimiser AdamW8bit needs torchao", now="pip install 'm2flow[8bit]'")
+    _check_package("torchao", "the optimiser AdamW8bit", "8bit")
+
+
+def _check_package(package: str, what: str, extra: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise MissingExtra(f"{what} needs {package}", now=f"pip install 'm2flow[{extra}]'")
 
 
 def check_engine(name: str, kind: EngineKind, device: str, options: Mapping[str, object] | None = None) -> None:

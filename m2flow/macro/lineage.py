@@ -15,10 +15,9 @@ from typing import NamedTuple
 
 from m2flow.errors import TraceError
 from m2flow.macro.graph import Call, Ref
-from m2flow.samples import EPISODE, SAMPLING_MASK, Batch
+from m2flow.samples import EPISODE, SAMPLING_MASK, TOKEN_COLUMNS, Batch
 
-_OF_TOKENS = ("tokens", "loss_mask", "logprobs", "versions", "kv_stale", "segment_kinds", "segment_lengths")
-GENERATED = frozenset((*_OF_TOKENS, "seed", "finish", "temperature", "text"))
+GENERATED = TOKEN_COLUMNS | {"seed", "finish", "temperature", "text"}
 """Columns that a generate call adds to those of its prompts, whatever its engine; some add others (`m2flow.samples`)."""
 
 TWICE = "Its inputs must be different samples; to bring columns of the same samples together, join them."

@@ -27,7 +27,7 @@ import numpy as np
 
 from m2flow.errors import DatasetError, MissingExtra, did_you_mean
 from m2flow.macro.draw_order import Row, RowSource
-from m2flow.samples import Column, Ragged, check_prompt, column_of, taken
+from m2flow.samples import ENGINE_COLUMNS, Column, Ragged, check_prompt, column_of, taken
 
 # ---- names and prompts
 
@@ -45,18 +45,7 @@ _ON_SAMPLES = {
     "advantages",
     "reference_logprobs",
 }
-_ON_TOKENS = {
-    "tokens",
-    "loss_mask",
-    "logprobs",
-    "versions",
-    "kv_stale",
-    "routed_experts",
-    "sampling_mask",
-    "segment_kinds",
-    "segment_lengths",
-}
-TAKEN = frozenset(_ON_SAMPLES | _ON_TOKENS)
+TAKEN = frozenset(_ON_SAMPLES | ENGINE_COLUMNS)
 """Names that samples have already: a column of such a name would be lost, or taken for what it is not."""
 
 

@@ -18,12 +18,12 @@ from typing import Any
 
 import psutil
 import pytest
+from fake_clusters import SPLIT
 
 from m2flow import Chat, Dataset, Policy, Sample, ToolCall, agent, flow, mcp_tools, steps
 from m2flow.agents.chat import Resources
 from m2flow.agents.tools import EpisodeFailed, Outcome, Tool
 from m2flow.errors import MissingExtra, OptionError
-from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
 from m2flow.testing.world import run_eager, run_planned
 
 pytest_plugins = ["small_runs"]
@@ -283,16 +283,6 @@ def test_an_episode_that_ends_while_its_server_starts_leaves_no_process(tmp_path
     assert not running()
 
 
-SPEC = ClusterSpec(
-    placement="split",
-    cores=2,
-    device="cpu",
-    rollout=RolloutSpec(engine="fake", workers=2, max_running=3),
-    train=TrainSpec(engine="fake", token_budget=200),
-    functions=FunctionSpec(chunk=2),
-)
-
-
 def solver_of(tools: list[Tool]) -> Any:
     @agent
     async def solver(chat: Chat, row: Sample) -> float:
@@ -317,10 +307,10 @@ def test_episodes_with_such_tools_are_the_same_planned_and_eager(per: Any) -> No
             episodes = policy.rollout(solver, prompts.take(2), n=2, max_tokens=80, max_turns=4)
             policy.update(episodes, episodes.reward)
 
-    eager = run_eager(learning, {}, SPEC)
+    eager = run_eager(learning, {}, SPLIT)
     assert eager.error == ""
     assert len(eager.samples) == 8
-    assert run_planned(learning, {}, SPEC, order_seed=1) == eager
+    assert run_planned(learning, {}, SPLIT, order_seed=1) == eager
 
 
 @NEEDS_MCP
@@ -339,4 +329,4 @@ def test_an_episode_whose_server_dies_has_no_reward_and_says_why() -> None:
         episodes = policy.rollout(dying, prompts.take(2), n=2, max_tokens=80, max_turns=4, failed="raise")
         policy.update(episodes, episodes.reward)
 
-    assert "went away" in run_eager(learning, {}, SPEC).error
+    assert "went away" in run_eager(learning, {}, SPLIT).error

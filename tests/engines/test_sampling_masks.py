@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fake_clusters import SPLIT
 from tiny_models import byte_tokenizer, save_config
 
 from m2flow import Dataset, Policy, Reference, Reward, Sample, concat, distill_top_k, flow, steps
@@ -18,7 +19,6 @@ from m2flow.micro.lowering.capabilities import check_sampling
 from m2flow.micro.protocol.plan import EngineSlot, WorkerPlan
 from m2flow.recipe import Model, Sampling
 from m2flow.samples import Batch, Ragged, unpacked_masks
-from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
 from m2flow.testing.rollout_suite import check_what_tokens_were_drawn_from_is_recorded, generate, group_requests
 from m2flow.testing.world import run_eager, run_planned
 
@@ -92,14 +92,7 @@ def twice(sampling_mask: bool = True) -> None:
 
 @pytest.mark.parametrize("placement", ["split", "time-shared"])
 def test_masks_go_with_their_samples_planned_and_eager(placement: str) -> None:
-    cluster = ClusterSpec(
-        placement=placement,
-        cores=2,
-        device="cpu",
-        rollout=RolloutSpec(engine="fake", workers=2, max_running=3),
-        train=TrainSpec(engine="fake", token_budget=40),
-        functions=FunctionSpec(chunk=2),
-    )
+    cluster = SPLIT.model_copy(update={"placement": placement})
     eager, without = (run_eager(twice, {"sampling_mask": one}, cluster) for one in (True, False))
     assert eager.error == without.error == ""
     assert run_planned(twice, {}, cluster, order_seed=3) == eager

@@ -116,7 +116,7 @@ def draw_recorded(
     allowed = logprobs if shifted is None else _tempered(shifted, columns).log_softmax(-1)
     allowed = allowed if forbidden is None else allowed.masked_fill(forbidden, float("-inf"))
     if is_greedy.all():
-        tokens = left = allowed.argmax(-1)
+        tokens, left = allowed.argmax(-1), allowed
     else:
         left = _truncated(allowed, columns)
         tokens = _invert(left, torch.from_numpy(uniform).to(logits.device))
@@ -125,8 +125,10 @@ def draw_recorded(
     found = logprobs.gather(1, tokens[:, None]).squeeze(1)
     masks: Masks = [np.zeros(0, np.int32) for _ in recorded]
     for i, row in enumerate(recorded):
-        is_left = left[row].isfinite() if not is_greedy[row] else None
-        if is_left is not None and int(is_left.sum()) <= min(_MOST_LEFT, len(is_left) - 1):
+        if is_greedy[row]:
+            continue
+        is_left = left[row].isfinite()
+        if int(is_left.sum()) <= min(_MOST_LEFT, len(is_left) - 1):
             masks[i] = is_left.nonzero()[:, 0].cpu().numpy().astype(np.int32)
             found[row] -= logprobs[row].masked_fill(~is_left, float("-inf")).logsumexp(0)
     return tokens, found, masks

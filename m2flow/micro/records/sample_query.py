@@ -27,7 +27,7 @@ from m2flow.errors import EngineError, OptionError, SpecError
 from m2flow.micro.records.ledger import add_endings
 from m2flow.micro.records.rundir import open_ledger
 from m2flow.micro.records.segments import Place, read_segment, worker_of
-from m2flow.samples import EPISODE, Batch, Finish, SampleId
+from m2flow.samples import ENGINE_COLUMNS, EPISODE, Batch, Finish, SampleId
 
 COLUMNS = {
     "sample": "its identity: the call that drew it, the prompt's position there, its index in the group, as 3/17/2",
@@ -108,9 +108,9 @@ class Text:
     """The columns of its dataset beside the prompt: a reference answer, say; and `failure` of an episode that failed."""
 
 
-_OF_ENGINES = {
-    "prompt", "prompt_text", "text", "tokens", "loss_mask", "logprobs", "versions", "kv_stale", "segment_kinds", "segment_lengths", "seed",
-    "finish", "temperature", "advantages", "version_ages", "routed_experts", "sampling_mask", "values", "returns", "proximal_logprobs",
+_OF_ENGINES = ENGINE_COLUMNS | {
+    "prompt", "prompt_text", "text", "seed", "finish", "temperature", "advantages", "version_ages", "values", "returns",
+    "proximal_logprobs",
 }  # fmt: skip
 _LONGEST_COLUMN = 20_000
 

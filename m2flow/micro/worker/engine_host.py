@@ -53,7 +53,7 @@ from m2flow.micro.worker.weight_sync import LogprobCheck, WeightSettings, Weight
 from m2flow.observe.spans import Recorder, SpanName, now_ns
 from m2flow.recipe import Episodes as Bounds
 from m2flow.recipe import Model
-from m2flow.samples import EPISODE, ROUTED_EXPERTS, SAMPLING_MASK, Batch, Sample
+from m2flow.samples import ENGINE_COLUMNS, EPISODE, Batch, Sample
 
 
 def add(engine: RolloutEngine, requests: Sequence[Request]) -> None:
@@ -152,6 +152,10 @@ def rows_of(generated: Sequence[Generated], growing: Sequence[InflightSample]) -
     return call_semantics.responses([g.drawn for g in growing], generated, prompts, seeds)
 
 
+_MADE_ANEW = GENERATED | ENGINE_COLUMNS | {"prompt_text"}
+"""What a prompt has of these, being a response itself, is replaced by what its own sample has."""
+
+
 def _episodes(drawn: Call, requests: Sequence[Request], prompts: Batch, *, is_stopped: bool) -> Iterator[EpisodeStart]:
     """The episodes of a call that are to begin; or, with the rows of stopped ones, to go on."""
     agent: Any = drawn.options["agent"]
@@ -161,7 +165,7 @@ def _episodes(drawn: Call, requests: Sequence[Request], prompts: Batch, *, is_st
     def make() -> Callable[..., object]:
         return agent.fresh() if isinstance(agent, Snapshot) else agent
 
-    rows = prompts.without({*GENERATED, *EPISODE, "prompt_text", ROUTED_EXPERTS, SAMPLING_MASK}).frozen()
+    rows = prompts.without(_MADE_ANEW | EPISODE).frozen()
     for row, request in enumerate(requests):
         yield EpisodeStart(request, make, Sample(rows, row), bounds, Transcript.of(prompts, row) if is_stopped else None)
 
@@ -337,8 +341,7 @@ class EngineHost:
             prompts = prompts.without(EPISODE)
         else:
             add(engine, requests)
-        # What a prompt has of these is replaced by what its sample has.
-        start, prompts = now_ns(), prompts.without({*GENERATED, "prompt_text", ROUTED_EXPERTS, SAMPLING_MASK})
+        start, prompts = now_ns(), prompts.without(_MADE_ANEW)
         for row, r in enumerate(requests):
             self._inflight[r.id] = InflightSample(call, drawn, prompts, row, r.seed, start, had[row], waited_us)
         self._sample_spans.began({r.id: count for r, count in zip(requests, had, strict=True)})

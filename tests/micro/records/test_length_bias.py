@@ -35,8 +35,8 @@ def late(num_steps: int = 4):
 CLUSTER = "placement: split\\ndevice: cpu\\ncores: 2\\nrollout: {engine: fake, max_running: 3}\\ntrain: {engine: fake}\\n"
 
 
-def run(directory: Path, late: str, staleness: int) -> Path:
-    (directory / "late.py").write_text(FLOW.replace("STALENESS", str(staleness)).replace("LATE", late))
+def run(directory: Path, late: str, staleness: int, text: str = FLOW) -> Path:
+    (directory / "late.py").write_text(text.replace("STALENESS", str(staleness)).replace("LATE", late))
     (directory / "cluster.yaml").write_text(CLUSTER.replace("\\n", "\n"))
     arguments = ["run", str(directory / "late.py"), "--cluster", str(directory / "cluster.yaml"), "--runs-dir", str(directory), "--json"]
     result = CliRunner().invoke(cli, [*arguments, "--quiet"], catch_exceptions=False)
@@ -114,13 +114,7 @@ def test_the_reward_is_the_one_that_the_update_was_given_and_not_a_part_of_it(tm
     lines = ["rewards = verifier.score(responses)", "Reward(long, name='watched').score(responses).mean()", "log(given=rewards.mean())"]
     judged = "\n        ".join(lines)
     text = summed.replace("policy.update(responses, verifier.score(responses))", judged + "\n        policy.update(responses, rewards)")
-    text = text.replace("flow, steps", "flow, log, steps").replace("STALENESS", "0").replace("LATE", "drop")
-    (tmp_path / "late.py").write_text(text)
-    (tmp_path / "cluster.yaml").write_text(CLUSTER.replace("\\n", "\n"))
-    arguments = ["run", str(tmp_path / "late.py"), "--cluster", str(tmp_path / "cluster.yaml"), "--runs-dir", str(tmp_path), "--json"]
-    result = CliRunner().invoke(cli, [*arguments, "--quiet"], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    run_dir = Path(json.loads(result.stdout.splitlines()[-1])["run_dir"])
+    run_dir = run(tmp_path, "drop", 0, text.replace("flow, steps", "flow, log, steps"))
     given = []
     for values in metrics_of(run_dir).values():
         assert values["lengths/trained_reward"] == pytest.approx(values["given"])
