@@ -14,7 +14,12 @@ runs with the best settings that were found for it: a static cache, and the micr
 
 In each round every side makes some steps in a fresh process; the first two do not count, the median of the others does. Prints one
 JSON object: ratios are of samples a second, each m2flow over TRL's of the same round. `load` is what else the machine
-had to do before the round, as its mean number of running processes in the last minute.
+had to do before the round, as its mean number of running processes in the last minute. `m2flow_planned` has the layout of the cores
+that `placement: auto` chooses by a profile, which is measured first.
+
+`gemm_gflops` is what the machine attains in products of square float32 matrices, by number of threads, measured before each round.
+`step_gflop` is the arithmetic of a step, with each prompt once: a forward pass for every token, and in training a backward pass too.
+`gemm_share` is the part of a step that this arithmetic would take at the rate of all threads: what no layout can avoid.
 """
 
 from __future__ import annotations
@@ -34,12 +39,15 @@ from pathlib import Path
 
 import torch
 import transformers
-from sides.m2flow_runs import Steps, is_generation, is_training, run_flow
+from sides.m2flow_runs import Steps, is_generation, is_training, profile_flow, run_flow
 from sides.workload import FULL, SKEWED, Workload
+
+from m2flow.planner.model_shapes import ModelShape
 
 _TRL = Path(__file__).parent / "sides" / "trl_grpo.py"
 _DEFAULT = Path(__file__).parent.parent / ".venv-trl" / "bin" / "python"
 
+_SIDES = ["trl", "m2flow", "m2flow_split", "m2flow_planned", "m2flow_eager"]
 Measured = dict[str, float]
 """step_s, samples_per_s, tokens_per_s, generation_share, training_share."""
 
@@ -82,10 +90,33 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"min": round(min(values), 2), "median": round(statistics.median(values), 2), "max": round(max(values), 2)}
 
 
+def gemm_gflops(threads: int) -> float:
+    """The best rate of a product of two float32 matrices of 1,024 x 1,024."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    a, b, seconds = torch.rand(1024, 1024), torch.rand(1024, 1024), []
+    for _ in range(20):
+        start = time.perf_counter()
+        torch.mm(a, b)
+        seconds.append(time.perf_counter() - start)
+    torch.set_num_threads(before)
+    return 2 * 1024**3 / min(seconds) / 1e9
+
+
+def step_gflop(folder: Path, workload: Workload, mean_tokens: float) -> dict[str, float]:
+    """The arithmetic of a step's generation and training, in 10^9 operations."""
+    shape = ModelShape.from_config(folder)
+    length = workload.prompt_tokens + mean_tokens
+    tokens = workload.num_prompts * workload.prompt_tokens + workload.num_samples * mean_tokens
+    attention = shape.attention_flops * workload.num_samples * length**2
+    forward = (tokens * shape.token_flops + attention) / 1e9
+    return {"generation": round(forward, 1), "training": round(3 * forward, 1)}
+
+
 def compare(workload: Workload, a: argparse.Namespace, versions: dict[str, str]) -> dict[str, object]:
     clusters = {"m2flow": "placement: time-shared", "m2flow_split": "placement: split\ntrain: {token_budget: 2048}"}
     found: dict[str, list[Measured]] = {}
-    loads = []
+    loads, rates = [], []
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         workload.write(folder, a.steps + a.warmup)
@@ -101,13 +132,22 @@ def compare(workload: Workload, a: argparse.Namespace, versions: dict[str, str])
 
         sides: dict[str, Callable[[], Measured]] = {"trl": trl} if a.trl_python else {}
         sides |= {name: lambda cluster=cluster: run(cluster) for name, cluster in clusters.items()}  # type: ignore[misc]
+        profile = str(folder / "profile.json")
+        sides["m2flow_planned"] = lambda: run("placement: auto", "--profile", profile)
         sides["m2flow_eager"] = lambda: run(clusters["m2flow"], "--eager")
+        if "m2flow_planned" in (a.sides or sides):
+            profile_flow(folder, workload, Path(profile), cluster=f"device: cpu\ncores: {a.threads}\n")
         for _ in range(a.rounds):
             loads.append(round(os.getloadavg()[0], 2))
+            rates.append({threads: round(gemm_gflops(threads)) for threads in range(1, a.threads + 1)})
             for name in a.sides or sides:
                 found.setdefault(name, []).append(sides[name]())
                 print(workload.name, name, found[name][-1], file=sys.stderr)
-    result: dict[str, object] = {**asdict(workload), "load": loads, **{name: middle(rounds) for name, rounds in found.items()}}
+        middles = {name: middle(rounds) for name, rounds in found.items()}
+        arithmetic = step_gflop(folder, workload, next(iter(middles.values()))["mean_tokens"])
+    at_best_s = sum(arithmetic.values()) / max(rate[a.threads] for rate in rates)
+    result: dict[str, object] = {**asdict(workload), "load": loads, "gemm_gflops": rates, "step_gflop": arithmetic, **middles}
+    result["gemm_share"] = {name: round(at_best_s / found["step_s"], 2) for name, found in middles.items()}
     if "trl" in found:
         result["ratio"] = {
             name: spread([one["samples_per_s"] / other["samples_per_s"] for one, other in zip(rounds, found["trl"], strict=True)])
@@ -122,7 +162,7 @@ def main() -> None:
     default = str(_DEFAULT) if _DEFAULT.exists() else ""
     parser.add_argument("--trl-python", default=default, help="an interpreter that has TRL; .venv-trl/bin/python if there")
     parser.add_argument("--workloads", nargs="+", choices=["full", "skewed"], default=["full", "skewed"])
-    parser.add_argument("--sides", nargs="+", choices=["trl", "m2flow", "m2flow_split", "m2flow_eager"], help="by default all")
+    parser.add_argument("--sides", nargs="+", choices=_SIDES, help="by default all")
     parser.add_argument("--threads", type=int, default=2, help="CPU cores of each side")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8, help="counted steps of a side in a round")

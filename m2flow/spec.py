@@ -102,8 +102,9 @@ class TrainSpec(_Strict):
 
     engine: str = "embedded"
     """A train engine's name; `m2flow engines` lists them."""
-    ranks: int = Field(default=1, ge=1, le=_MOST_PROCESSES)
-    """Processes (ranks) that a model is sharded over, each on a GPU or with threads of its own; more than 1 for engines that offer it."""
+    ranks: int | None = Field(default=None, ge=1, le=_MOST_PROCESSES)
+    """Processes (ranks) that train one model together, each on a GPU or with threads of its own: `embedded` has a replica on each, other
+    engines shard the model. By default 1; on CPU cores, `placement: auto` looks for the number of replicas."""
     threads: int | None = Field(default=None, ge=1, le=_MOST_PROCESSES)
     """CPU threads of a rank; by default its share of the machine."""
     token_budget: int = Field(default=8192, ge=1, le=_MOST_SAMPLES)

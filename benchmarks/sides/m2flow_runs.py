@@ -63,14 +63,27 @@ def run_flow(folder: Path, workload: Workload, *, steps: int, warmup: int, clust
         spec = Path(runs) / "cluster.yaml"
         spec.write_text(cluster)
         command = [sys.executable, "-m", "m2flow", "run", str(_FLOW), "--cluster", str(spec), "--runs-dir", runs, "--json", "--quiet"]
-        command += ["--model", str(folder), "--prompts", str(folder / "prompts.txt"), "--num-steps", str(steps + warmup)]
-        command += ["--batch", str(workload.num_prompts), "--n", str(workload.n), "--max-new", str(workload.max_new)]
-        command += [*(["--full"] if workload.is_full else []), *arguments]
+        command += ["--num-steps", str(steps + warmup), *_options(folder, workload), *arguments]
         done = subprocess.run(command, capture_output=True, text=True, env=os.environ)
         if done.returncode:
             raise SystemExit(f"{' '.join(command)} ended with status {done.returncode}:\n{done.stderr[-3000:]}")
         summary = json.loads(done.stdout.splitlines()[-1])
         return _counted(read_spans(Path(summary["run_dir"])), warmup)
+
+
+def profile_flow(folder: Path, workload: Workload, out: Path, *, cluster: str) -> None:
+    """Measure the flow on the model and the prompts in `folder` for the planner, with the cluster spec given as YAML."""
+    with tempfile.TemporaryDirectory() as runs:
+        spec = Path(runs) / "cluster.yaml"
+        spec.write_text(cluster)
+        command = [sys.executable, "-m", "m2flow", "profile", str(_FLOW), "--cluster", str(spec), "--runs-dir", runs, "--out", str(out)]
+        subprocess.run([*command, *_options(folder, workload)], check=True, stdout=subprocess.DEVNULL)
+
+
+def _options(folder: Path, workload: Workload) -> list[str]:
+    """Options of the flow."""
+    sizes = ["--batch", str(workload.num_prompts), "--n", str(workload.n), "--max-new", str(workload.max_new)]
+    return ["--model", str(folder), "--prompts", str(folder / "prompts.txt"), *sizes, *(["--full"] if workload.is_full else [])]
 
 
 def _counted(spans: Sequence[Span], warmup: int) -> Steps:

@@ -31,6 +31,11 @@ class Workload:
     trl_attention: str = "sdpa"
 
     @property
+    def prompt_tokens(self) -> int:
+        """24 digits and "="."""
+        return 25
+
+    @property
     def num_samples(self) -> int:
         return self.num_prompts * self.n
 

@@ -390,8 +390,9 @@ def profile_command(
 ) -> None:
     """Measure what a flow's work takes, and write it down for the planner.
 
-    Runs the flow's first steps in several sizes on the workers of its plan, time-shared and split, and fits the constants of the cost
-    model to what they took. The profile is beside the first of these runs. Measure on a machine that does nothing else.
+    Runs the first steps in several sizes on the workers of the plan, time-shared and split, on CPU cores also with replicas that have
+    fewer threads each, and fits the constants of the cost model to what they took. The profile is beside the first of these runs.
+    Measure on a machine that does nothing else.
 
     \b
     Examples:

@@ -324,6 +324,11 @@ class ParallelLayouts:
     recomputes: bool = False
     """A trainer keeps only the input of each layer, and computes the rest again in the backward pass."""
 
+    @property
+    def has_replicas_alone(self) -> bool:
+        """Whether all ranks of a trainer, where it has several, hold the whole model."""
+        return self.dp != 1 and self.zero == (0,) and (self.tp, self.pp, self.sp, self.ep) == (1, 1, 1, 1)
+
     def names(self) -> list[str]:
         """Name what is supported beyond one device: `tp`, `dp`, `zero 3`, `offload`."""
         kinds = [kind for kind in ("tp", "pp", "sp", "dp", "ep") if getattr(self, kind) != 1]

@@ -41,6 +41,8 @@ class EngineInfo:
     """What the extra's package is called, where its name is another."""
     compiles: bool = False
     """On a CPU it compiles a part of itself when it is first used (`m2flow.engines.installed`)."""
+    ranked: str = ""
+    """`module:class` of a trainer over several ranks, where that is another class."""
     server: str = ""
     """`module:name` of the `Product` that it starts in an interpreter of its own; looked at before a run too."""
     refuses: str = ""
@@ -109,9 +111,11 @@ _BUILT_IN = (
             readable_offloaded=True,
             routed_experts=True,
             devices=_DEVICES,
+            parallel_layouts=ParallelLayouts(dp=None),
         ),
-        "Packed micro-batches without padding, prompts shared within a group; one rank, in PyTorch.",
+        "Packed micro-batches without padding, prompts shared within a group, in PyTorch; over several ranks, a replica on each.",
         ("torch", "transformers"),
+        ranked="m2flow.engines.distributed.ranks:ReplicatedTrain",
         untested="cuda",
     ),
     EngineInfo(
@@ -335,15 +339,15 @@ def make_train(name: str, model: Model, settings: EngineSettings) -> TrainEngine
         raise EngineError(f"the train engine {name!r} can't train adapters", now="See `m2flow engines`, or leave `lora=` out.")
     if model.routing is not None and not info.capabilities.routed_experts:
         raise EngineError(f"the train engine {name!r} can't replay routing", now="See `m2flow engines`, or leave `replay_routing=` out.")
-    return cast(TrainEngine, _load(info)(model, settings))
+    return cast(TrainEngine, _load(info, is_ranked=settings.num_ranks > 1)(model, settings))
 
 
 def make_function(name: str, settings: EngineSettings) -> FunctionEngine:
     return cast(FunctionEngine, _load(find_engine(name, "function"))(settings))
 
 
-def _load(info: EngineInfo):  # type: ignore[no-untyped-def]
-    module, _, name = info.factory.partition(":")
+def _load(info: EngineInfo, *, is_ranked: bool = False):  # type: ignore[no-untyped-def]
+    module, _, name = (info.ranked if is_ranked and info.ranked else info.factory).partition(":")
     return getattr(importlib.import_module(module), name)
 
 

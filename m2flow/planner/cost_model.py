@@ -538,7 +538,7 @@ class ModelledCosts(Costs):
         if not 1 <= num_devices <= found.num_devices:
             return ()
         if found.device.shares_host_memory:
-            return thread_layouts(engine.kind, num_devices, found.per_node, self._spec.train.ranks)
+            return thread_layouts(engine.kind, num_devices, found.per_node, self._offers[engine.kind], self._spec.train.ranks)
         offers, per_node = self._offers[engine.kind], found.per_node
         return (
             *legal_layouts(self.shape(engine), offers, engine.kind, num_devices, per_node),

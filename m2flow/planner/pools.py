@@ -583,12 +583,19 @@ def legal_layouts(shape: ModelShape, offers: ParallelLayouts, kind: EngineKind, 
     return tuple(_layouts(shape, offers, kind, num_devices, per_node))
 
 
-def thread_layouts(kind: EngineKind, num_devices: int, per_node: int, num_ranks: int = 1) -> tuple[Layout, ...]:
-    """List the layouts on CPU cores. `tp` counts the threads of a process: a trainer has as many processes as the spec gives it ranks, and
-    rollout instances share the cores evenly."""
+def thread_layouts(
+    kind: EngineKind, num_devices: int, per_node: int, offers: ParallelLayouts, num_ranks: int | None = None
+) -> tuple[Layout, ...]:
+    """List the layouts on CPU cores, which processes share evenly. `tp` counts the threads of a process.
+
+    Args:
+        num_ranks: processes of a trainer; None: one, or as many replicas as it offers. Sharding over cores is not searched for: they have
+            one memory, so nothing is gained by it.
+    """
     if kind == "train":
-        is_legal = num_devices <= per_node and num_devices % num_ranks == 0
-        return (Layout(tp=num_devices // num_ranks, dp=num_ranks),) if is_legal else ()
+        most = min(offers.dp or num_devices, num_devices) if offers.has_replicas_alone else 1
+        counts = range(1, most + 1) if num_ranks is None else (num_ranks,)
+        return tuple(Layout(tp=num_devices // k, dp=k) for k in counts if num_devices <= per_node and num_devices % k == 0)
     return tuple(Layout(tp=k, dp=num_devices // k) for k in range(1, min(per_node, num_devices) + 1) if num_devices % k == 0)
 
 

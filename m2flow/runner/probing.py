@@ -25,16 +25,19 @@ from m2flow.macro.replay import BackendWrapper, prints_muted
 from m2flow.macro.session import Backend
 from m2flow.macro.tracing import trace
 from m2flow.micro.controller.launcher import GATHER_S
+from m2flow.micro.lowering.placement import device_of
 from m2flow.planner.measuring import Measurement, Observed, profile_of
+from m2flow.planner.pools import offered
 from m2flow.planner.profiles import Profile
 from m2flow.recipe import Sampling
 from m2flow.runner.run import Run
 from m2flow.samples import Batch
-from m2flow.spec import ClusterSpec, RunSettings
+from m2flow.spec import ClusterSpec, LayoutSpec, PinSpec, RunSettings
 
 _RECORD = "probe.json"
 _SETUP_MINIBATCHES = 4
 _LONGEST = 512
+_MOST_REPLICAS = 4
 """Tokens of a response of set length at most: longer ones follow from the cost terms, and would take minutes."""
 
 
@@ -120,7 +123,8 @@ class ProbeBackend(BackendWrapper):
 def measure(
     flow: Flow, options: Mapping[str, object], spec: ClusterSpec, settings: RunSettings, *, budget_s: float, only: bool
 ) -> tuple[Profile, Path]:
-    """Run the flow's first steps to measure them: on the spec's placement and, unless `only` is set, on the other one too.
+    """Run the flow's first steps to measure them: on the spec's placement and, unless `only` is set, on others too. These are time-shared,
+    split, and on CPU cores replicas: processes that have fewer threads each and share the samples.
 
     Args:
         budget_s: about the seconds that the steps of one placement may take, from the end of the first one on.
@@ -132,16 +136,26 @@ def measure(
     with prints_muted():
         graph, models, _ = trace(flow, options, seed=settings.seed)
     load = os.getloadavg()[0]
-    known = ("time-shared", "split")
-    first = spec.placement if spec.placement in known else known[0]
-    others = [] if only or not _has_both(graph) else [p for p in known if p != first]
     measured: list[tuple[Measurement, Path]] = []
-    for placement in [first, *others]:
-        here = spec.model_copy(update={"placement": placement, "pools": {}, "pin": {}})
+    for here in _clusters(spec, only=only or not _has_both(graph)):
         cut = setup_rows(graph) if measured else {}
         measured.append(_probe(flow, options, here, settings, cut, budget_s))
     profile = profile_of(flow.name, models, [one for one, _ in measured], gather_s=GATHER_S, load=load)
     return profile, measured[0][1] / "profile.json"
+
+
+def _clusters(spec: ClusterSpec, *, only: bool) -> list[ClusterSpec]:
+    """List the clusters to measure on: that of the spec's placement, and unless `only` is set the other placement, and replicas."""
+    spec = spec.model_copy(update={"pools": {}, "pin": {}})
+    others = {"time-shared": "split", "split": "time-shared"}
+    first = spec.placement if spec.placement in others else "time-shared"
+    found = [spec.model_copy(update={"placement": placement}) for placement in ((first,) if only else (first, others[first]))]
+    count = next((k for k in range(_MOST_REPLICAS, 1, -1) if spec.num_cores % k == 0), 1)
+    can = count > 1 and device_of(spec) == "cpu" and offered(spec.train.engine, "train").has_replicas_alone and spec.train.ranks is None
+    if can and not only:
+        pin = PinSpec(num_devices=spec.num_cores, layout=LayoutSpec(tp=spec.num_cores // count, dp=count))
+        found.append(spec.model_copy(update={"placement": "auto", "pin": {"rollout": pin, "train": pin}}))
+    return found
 
 
 def measured_run(run_dir: Path, flow: Flow, options: Mapping[str, object]) -> Profile:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,9 @@ from test_scalar_heads import random_model
 from test_train_engines import CONFIGS, SMALL, VOCABULARY, write_model
 
 from m2flow.engines.contract import EngineSettings, Objective, TrainEngine
-from m2flow.engines.distributed import fsdp
+from m2flow.engines.distributed import ranks
 from m2flow.engines.distributed.fsdp import FsdpTrain
-from m2flow.engines.distributed.ranks import shares
+from m2flow.engines.distributed.ranks import RankedTrain, ReplicatedTrain, shares, sum_gradients
 from m2flow.engines.embedded.trainer import EmbeddedTrain
 from m2flow.engines.models.model_export import export_model
 from m2flow.errors import EngineError, ModelError
@@ -47,8 +47,6 @@ from m2flow.testing.train_suite import (
     started,
 )
 
-REPLICAS: dict[str, object] = {"shard": False}
-
 pytest_plugins = ["two_ranks"]  # The fixtures `model` and `followers`.
 
 
@@ -67,7 +65,7 @@ class TestReplicas(TrainEngineSuite):
         self.model, self.followers = model, followers
 
     def make(self) -> TrainEngine:
-        return Mirrored(FsdpTrain, self.model, EngineSettings(options=REPLICAS), self.followers)
+        return Mirrored(ReplicatedTrain, self.model, EngineSettings(), self.followers)
 
 
 class TestFakeRanks(TrainEngineSuite):
@@ -93,12 +91,12 @@ class TestFsdpHeads(ScalarHeadSuite):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize(("num_ranks", "options"), [(1, {}), (2, {}), (2, REPLICAS)], ids=str)
+@pytest.mark.parametrize(("num_ranks", "of"), [(1, FsdpTrain), (2, FsdpTrain), (2, ReplicatedTrain)])
 def test_losses_gradients_and_logprobs_are_those_of_the_embedded_trainer(
-    name: str, num_ranks: int, options: dict[str, object], followers: Followers, tmp_path: Path
+    name: str, num_ranks: int, of: type[RankedTrain], followers: Followers, tmp_path: Path
 ) -> None:
     model, batch = write_model(tmp_path, CONFIGS[name]()), samples(VOCABULARY, num_prompts=5)
-    engines = [EmbeddedTrain(model, EngineSettings()), spread(model, num_ranks, followers, options)]
+    engines = [EmbeddedTrain(model, EngineSettings()), spread(model, num_ranks, followers, of=of)]
     results = []
     for engine in engines:
         with started(engine):
@@ -148,16 +146,21 @@ def test_layers_split_over_ranks_and_states_in_the_hosts_memory_change_no_number
 
 
 @pytest.mark.parametrize(
-    ("recipe", "options"),
-    [(Muon(0.1), {}), (SGD(1.0, momentum=0.9), {}), (Muon(0.1), {"tp": 2}), (Muon(0.1), REPLICAS)],
+    ("recipe", "of", "options"),
+    [
+        (Muon(0.1), FsdpTrain, {}),
+        (SGD(1.0, momentum=0.9), FsdpTrain, {}),
+        (Muon(0.1), FsdpTrain, {"tp": 2}),
+        (Muon(0.1), ReplicatedTrain, {}),
+    ],
     ids=["muon", "sgd", "muon-tp", "muon-replicas"],
 )
 def test_other_optimisers_step_over_ranks_as_on_one(
-    recipe: Optimizer, options: dict[str, object], followers: Followers, tmp_path: Path
+    recipe: Optimizer, of: type[RankedTrain], options: dict[str, object], followers: Followers, tmp_path: Path
 ) -> None:
     model, batch = write_model(tmp_path / "model", CONFIGS["qwen2"]()), samples(VOCABULARY)
     made: dict[str, Callable[[], TrainEngine]] = {"alone": lambda: EmbeddedTrain(model, EngineSettings())}
-    made["spread"] = lambda: Mirrored(FsdpTrain, model, EngineSettings(options=options), followers)
+    made["spread"] = lambda: Mirrored(of, model, EngineSettings(options=options), followers)
     weights = []
     for which, make in made.items():
         with started(make()) as engine:
@@ -181,10 +184,14 @@ def test_adapters_are_those_of_the_embedded_trainer(followers: Followers, tmp_pa
 
 
 @pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="lora: the extra lora is not installed")
-@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}, REPLICAS], ids=str)
-def test_references_compute_from_an_adapted_policys_weights(options: dict[str, object], followers: Followers, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("of", "options"), [(FsdpTrain, {}), (FsdpTrain, {"reshard_after_forward": False}), (ReplicatedTrain, {})], ids=str
+)
+def test_references_compute_from_an_adapted_policys_weights(
+    of: type[RankedTrain], options: dict[str, object], followers: Followers, tmp_path: Path
+) -> None:
     model = adapted_model(tmp_path / "model")
-    policy = Mirrored(FsdpTrain, model, EngineSettings(options=options), followers)
+    policy = Mirrored(of, model, EngineSettings(options=options), followers)
     check_references_compute_from_the_policys_weights(model, policy, tmp_path)
 
 
@@ -208,7 +215,7 @@ def test_a_checkpoint_goes_on_with_any_number_of_ranks(model: Model, followers: 
         step(engine, batch, LINEAR)
         whole = copied(engine)
     others = [EmbeddedTrain(model, EngineSettings()), *(spread(model, count, followers) for count in (1, 2))]
-    for other in (*others, spread(model, 2, followers, REPLICAS)):
+    for other in (*others, spread(model, 2, followers, of=ReplicatedTrain)):
         with started(other):
             other.load(str(tmp_path / "there"))
             step(other, batch, LINEAR)
@@ -316,9 +323,9 @@ def test_gradients_of_replicas_are_summed_whoever_used_a_parameter_and_in_bucket
         elif len(sent) == 2:
             tensor[6:10] += 7.0
 
-    monkeypatch.setattr(fsdp, "_BUCKET_BYTES", 40)
-    monkeypatch.setattr(fsdp.dist, "all_reduce", add_those_of_the_other_rank)
-    fsdp._add_up(here, None)
+    monkeypatch.setattr(ranks, "_BUCKET_BYTES", 40)
+    monkeypatch.setattr(ranks.dist, "all_reduce", add_those_of_the_other_rank)
+    sum_gradients(here, None)
     assert sent[0].tolist() == [1, 0, 0, 1, 1, 1]
     assert [(len(one), one.dtype) for one in sent[1:]] == [(10, torch.float32), (8, torch.float32), (4, torch.bfloat16), (2, torch.float32)]
     assert [None if one.grad is None else set(one.grad.flatten().tolist()) for one in here] == [{1.0}, {7.0}, None, {2.0}, {3.0}, {4.0}]
@@ -326,25 +333,17 @@ def test_gradients_of_replicas_are_summed_whoever_used_a_parameter_and_in_bucket
 
 def test_replicas_give_the_same_bits_each_time_and_go_on_from_a_checkpoint(followers: Followers, tmp_path: Path) -> None:
     model = write_model(tmp_path, CONFIGS["qwen2"]())
-    with started(spread(model, 2, followers, REPLICAS)) as engine:
+    with started(spread(model, 2, followers, of=ReplicatedTrain)) as engine:
         step(engine, samples(VOCABULARY))
         one = copied(engine)
         step(engine, samples(VOCABULARY).take([0]))  # The other rank has no sample of its own.
         two = copied(engine)
         engine.save(str(tmp_path / "saved"))
-    with started(spread(model, 2, followers, REPLICAS)) as engine:
+    with started(spread(model, 2, followers, of=ReplicatedTrain)) as engine:
         step(engine, samples(VOCABULARY))
         assert distance(copied(engine), one) == 0
         engine.load(str(tmp_path / "saved"))
         assert distance(copied(engine), two) == 0
-
-
-@pytest.mark.parametrize("options", [{"tp": 2}, {"cpu_offload": True}, {"spread_checkpoints": True}], ids=str)
-def test_replicas_take_no_option_of_shards(options: dict[str, object], model: Model, followers: Followers) -> None:
-    engine = spread(model, 2, followers, {**REPLICAS, **options})
-    with pytest.raises(EngineError, match=rf"`shard: false` keeps a replica on each rank, and {next(iter(options))} is of shards"):
-        engine.start()
-    engine.stop()
 
 
 def test_an_option_that_is_none_is_named(model: Model, followers: Followers) -> None:
@@ -391,9 +390,8 @@ def test_two_ranks_train_on_pairs_as_the_embedded_trainer_does(model: Model, fol
         assert distance(answers[0][1], answers[1][1]) < 1e-5
 
 
-def spread(model: Model, num_ranks: int, followers: Followers, options: Mapping[str, object] | None = None) -> TrainEngine:
-    settings = EngineSettings(options=options or {})
-    return FsdpTrain(model, settings) if num_ranks == 1 else Mirrored(FsdpTrain, model, settings, followers)
+def spread(model: Model, num_ranks: int, followers: Followers, *, of: type[RankedTrain] = FsdpTrain) -> TrainEngine:
+    return of(model, EngineSettings()) if num_ranks == 1 else Mirrored(of, model, EngineSettings(), followers)
 
 
 def step(engine: TrainEngine, batch, recipe: Optimizer = RECIPE) -> None:  # type: ignore[no-untyped-def]

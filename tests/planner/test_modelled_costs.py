@@ -274,9 +274,19 @@ def test_an_embedded_engine_trains_on_one_device_and_generates_on_as_many_as_the
 def test_on_a_cpu_cores_are_threads_of_an_engine() -> None:
     shape = shape_named("Qwen2.5-0.5B")  # with 14 heads, which 3 threads share all the same
     asked = ModelledCosts(ClusterSpec(device="cpu", cores=6), step(), {"policy": shape}, {"": LONG})
-    assert asked.layouts(TRAIN, "", 3) == (Layout(tp=3),)
+    assert asked.layouts(TRAIN, "", 3) == (Layout(tp=3), Layout(tp=1, dp=3))  # One process, or replicas in three.
     assert asked.layouts(ROLLOUT, "", 6) == (Layout(tp=1, dp=6), Layout(tp=2, dp=3), Layout(tp=3, dp=2), Layout(tp=6, dp=1))
     assert asked.decode(ROLLOUT, "", Layout(tp=2)).step_s < asked.decode(ROLLOUT, "", Layout()).step_s
+    by_train = {
+        TrainSpec(ranks=2): (Layout(tp=2, dp=2),),
+        TrainSpec(engine="fsdp"): (Layout(tp=4),),
+        TrainSpec(engine="fsdp", ranks=4): (Layout(tp=1, dp=4),),
+    }
+    for train, layouts in by_train.items():
+        asked = ModelledCosts(ClusterSpec(device="cpu", cores=4, train=train), step(), {"policy": shape}, {"": LONG})
+        assert asked.layouts(TRAIN, "", 4) == layouts
+    replicas = asked.footprint(TRAIN, "", Layout(dp=4))
+    assert replicas.weights == asked.footprint(TRAIN, "", Layout(tp=1)).weights  # Each has all of them.
 
 
 def test_the_unit_is_the_least_that_fits() -> None:

@@ -16,11 +16,12 @@ from m2flow.cli.main import cli
 from m2flow.errors import SpecError
 from m2flow.macro.tracing import trace
 from m2flow.micro.records.plan_file import read_plan
+from m2flow.observe.metrics import read_metrics
 from m2flow.planner.planning import question_of, with_shapes
 from m2flow.rollout_scheduling.lengths import parse_lengths
 from m2flow.runner.run import Run
 from m2flow.runs.cluster_file import load_cluster
-from m2flow.spec import ClusterSpec, PoolSpec, RunSettings
+from m2flow.spec import ClusterSpec, LayoutSpec, PinSpec, PoolSpec, RunSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 GRPO = str(ROOT / "flows" / "grpo.py")
@@ -99,6 +100,28 @@ def test_auto_places_a_run_on_this_machine_and_the_run_goes_as_planned(tmp_path)
     assert written.choice is not None
     assert written.mode == written.choice.mode
     assert summary.steps == 1
+
+
+@pytest.mark.slow
+def test_auto_places_replicas_on_cores_and_the_run_learns_as_in_one_process(tmp_path):
+    layout = LayoutSpec(tp=1, dp=2)
+    pins = {kind: PinSpec(num_devices=2, layout=layout) for kind in ("rollout", "train")}
+    settings = RunSettings(runs_dir=str(tmp_path), deterministic=True)
+    clusters = [ClusterSpec(device="cpu", cores=2, placement="auto", pin=pins), ClusterSpec(device="cpu", cores=2)]
+    accuracies = []
+    for spec in clusters:
+        run = Run(load_flow(GRPO), {"num_steps": 1, "warm_steps": 12}, spec, settings)
+        run.execute()
+        accuracies.append([value for _, value in read_metrics(run.run_dir)["accuracy"]])
+        if spec.pin:
+            plan = read_plan(run.run_dir / "plan.json")
+            assert sorted((worker.name, worker.ranks) for worker in plan.workers) == [
+                ("functions-0", 1),
+                ("rollout-0", 1),
+                ("rollout-1", 1),
+                ("train-0", 2),
+            ]
+    assert accuracies[0] == pytest.approx(accuracies[1], abs=0.1)
 
 
 @pytest.mark.parametrize(

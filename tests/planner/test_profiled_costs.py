@@ -13,7 +13,7 @@ from m2flow.micro.protocol.plan import EngineSlot, WorkerPlan
 from m2flow.planner.cost_model import ModelledCosts
 from m2flow.planner.measuring import Measurement, Observed, profile_of
 from m2flow.planner.model_shapes import shape_named
-from m2flow.planner.profiles import ProfiledCosts
+from m2flow.planner.profiles import MeasuredEngine, ProfiledCosts
 from m2flow.planner.workload import CallLoad, Extent, Workload
 from m2flow.simulator.machines import machines_of
 from m2flow.spec import ClusterSpec, TrainSpec
@@ -75,6 +75,17 @@ def test_ranks_on_this_machine_have_the_price_of_as_many_ranks(tmp_path: Path) -
     assert alone == pytest.approx(modelled.train(TRAIN, "", Layout(tp=2)).update.token_s * off)
     with_one, _ = costs()
     assert with_one.train(TRAIN, "", Layout(tp=1, dp=2)).update.fixed_s != UPDATE.fixed_s  # It was measured in one process.
+
+
+@pytest.mark.parametrize(("of_replicas", "layout"), [(0.5, Layout(tp=2, dp=2)), (2.0, Layout(tp=4))])
+def test_cores_are_threads_of_one_process_or_of_replicas_by_what_was_measured(of_replicas: float, layout: Layout) -> None:
+    threads = MeasuredEngine("policy", "train", "embedded", "cpu", 4, update=UPDATE, optimizer_s=0.002)
+    less = msgspec.structs.replace(UPDATE, **{name: of_replicas * getattr(UPDATE, name) for name in ("fixed_s", "sample_s", "token_s")})
+    replicas = msgspec.structs.replace(threads, update=less, ranks=2)
+    _, modelled = costs()
+    profiled = ProfiledCosts(msgspec.structs.replace(PROFILE, engines=(threads, replicas)), modelled)
+    measured = [one for one in profiled.layouts(TRAIN, "", 4) if one.dp <= 2]
+    assert min(measured, key=lambda one: profiled.train(TRAIN, "", one).update.token_s) == layout
 
 
 def test_a_simulated_trainer_of_two_ranks_has_the_devices_and_the_costs_of_both() -> None:

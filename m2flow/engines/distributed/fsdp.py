@@ -3,8 +3,6 @@
     every rank:  the same micro-batch --shares--> its own samples --packed passes of the embedded trainer--> gradients
                  gradients --reduce-scatter, summed--> each rank's shard --optimiser--> its shard of the weights
 
-With `shard: false` every rank keeps a whole replica instead, and gradients are summed once for each optimiser step.
-
 How a batch is shared out is in `m2flow.engines.distributed.ranks`; this module shards the model and gathers its weights. Sums go over
 ranks in their order, so one layout always gives the same bits.
 
@@ -19,15 +17,13 @@ Source: PyTorch FSDP2 (torch.distributed.fsdp.fully_shard); ZeRO stage 3 (Rajbha
 from __future__ import annotations
 
 import contextlib
-import itertools
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -43,8 +39,6 @@ from m2flow.errors import EngineError, naming_host_errors
 from m2flow.recipe import Model, Optimizer
 
 OPTIONS = {
-    "shard": "Shard weights, gradients and optimiser over the ranks; by default true. False: a replica on each, for models that fit one "
-    "device: gathering costs more than it saves there. Only `masters` goes with it.",
     "compute_dtype": "Type of the passes: `bfloat16` over float32 weights; by default float32.",
     "masters": "As of the embedded trainer: float32 copies of weights below float32; by default true.",
     "cpu_offload": "Weights, gradients and optimiser in the host's memory; by default false.",
@@ -54,9 +48,6 @@ OPTIONS = {
     "trainer loads and `m2flow export` merges; by default false. Policies with adapters are saved whole.",
 }
 """The options of `train: {engine: fsdp}`, each with its meaning."""
-_OF_SHARDS = ("compute_dtype", "cpu_offload", "reshard_after_forward", "tp", "spread_checkpoints")
-_BUCKET_BYTES = 64 << 20
-"""Gradients of replicas that are summed together; a buffer of this size exists meanwhile."""
 
 
 class FsdpTrain(RankedTrain):
@@ -78,8 +69,6 @@ class FsdpTrain(RankedTrain):
         self._ranks.open()
         super().start()
         self._root = Root(self._model, self._source.head)
-        if self._are_replicas:
-            return
         if tp > 1:
             self._mesh = tensor_parallel.grid(self._settings.device, self._ranks.count, tp)
             self._summed = self._together(lambda: tensor_parallel.split(self._model, self._mesh))
@@ -96,10 +85,6 @@ class FsdpTrain(RankedTrain):
         self._optimizers = self._optimizers_of(self._model)
 
     @property
-    def _are_replicas(self) -> bool:
-        return not self._settings.options.get("shard", True)
-
-    @property
     def _num_alike(self) -> int:
         return int(str(self._settings.options.get("tp", 1)))
 
@@ -112,20 +97,10 @@ class FsdpTrain(RankedTrain):
     def apply(self, optimizer: Optimizer, denominator: float) -> Mapping[str, float]:
         if self._mesh is not None:
             tensor_parallel.add_up(self._summed, self._mesh)
-        if self._are_replicas:
-            _add_up([one for one in self._model.parameters() if one.requires_grad], self._ranks.group)
         return self._together(lambda: super(FsdpTrain, self).apply(optimizer, denominator))
 
     def _whole(self, tensor: Tensor) -> AbstractContextManager[Tensor]:
         return contextlib.nullcontext(whole(tensor).detach())
-
-    def _own_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """A tied one once. By object: parts of tensors may be empty, and share an address."""
-        seen: set[int] = set()
-        for name, tensor in self._model.state_dict(keep_vars=True).items():
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
-                yield name, tensor
 
     def _set(self, tensor: Tensor, value: Tensor) -> None:
         tensor.detach().copy_(spread_like(value, tensor))
@@ -165,8 +140,6 @@ class FsdpTrain(RankedTrain):
 
 def _options(options: Mapping[str, object], device: str) -> dict[str, Any]:
     """Arguments of `fully_shard`."""
-    if not options.get("shard", True) and (others := sorted({*_OF_SHARDS} & {*options})):
-        raise EngineError(f"`shard: false` keeps a replica on each rank, and {others[0]} is of shards", now="Leave one of them out.")
     name = str(options.get("compute_dtype", "float32"))
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
@@ -178,24 +151,6 @@ def _options(options: Mapping[str, object], device: str) -> dict[str, Any]:
         else OffloadPolicy(),
         "reshard_after_forward": bool(options.get("reshard_after_forward", True)),
     }
-
-
-def _add_up(parameters: Sequence[torch.nn.Parameter], group: Any) -> None:
-    """Sum the gradients of replicas, some bytes at a time. A parameter that no rank has used keeps none. Collective."""
-    used = torch.tensor([one.grad is not None for one in parameters], dtype=torch.uint8, device=parameters[0].device)
-    dist.all_reduce(used, dist.ReduceOp.MAX, group=group)
-    for one in itertools.compress(parameters, used.tolist()):
-        one.grad = torch.zeros_like(one) if one.grad is None else one.grad
-    gradients = [one.grad for one in itertools.compress(parameters, used.tolist())]
-    while gradients:
-        size, together = 0, list[Tensor]()
-        while gradients and (not together or (size < _BUCKET_BYTES and gradients[0].dtype == together[0].dtype)):
-            together.append(gradients.pop(0))
-            size += together[-1].nbytes
-        flat = torch.cat([one.flatten() for one in together])
-        dist.all_reduce(flat, group=group)
-        for one, total in zip(together, flat.split([one.numel() for one in together]), strict=True):
-            one.copy_(total.view_as(one))
 
 
 def _layers(model: Any) -> list[torch.nn.Module]:

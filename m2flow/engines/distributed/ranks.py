@@ -6,16 +6,19 @@
 What a rank tells the others goes through collectives of plain tensors. An error of one rank becomes an error of all, at the same place,
 before any of them waits in a collective for one that will not come. All ranks make the same number of forward passes: one without samples
 left makes a pass whose result counts nothing. How gradients add up over ranks, and who steps, is the engine's (`_backward`, `apply`).
+`ReplicatedTrain` is the embedded trainer itself over several ranks: a replica of the model on each.
 """
 
 from __future__ import annotations
 
 import datetime
+import itertools
 import math
 import os
 import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -29,8 +32,9 @@ from m2flow.engines.embedded.trainer import EmbeddedTrain
 from m2flow.engines.installed import keep_gloo_here
 from m2flow.engines.models import lora, packing
 from m2flow.engines.models.hf_model import checkpoint_tensors
+from m2flow.engines.registry import built_in
 from m2flow.errors import EngineError, M2FlowError
-from m2flow.recipe import Model
+from m2flow.recipe import Model, Optimizer
 from m2flow.samples import Batch, Ragged, group_keys
 
 _WAIT = datetime.timedelta(minutes=10)
@@ -213,9 +217,14 @@ class RankedTrain(EmbeddedTrain):
     def _backward(self, loss: Tensor) -> None:
         """Run backward, and sum gradients over the ranks."""
 
-    @abstractmethod
     def _own_tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """The model's tensors, of which this rank may have parts, by name."""
+        """The model's tensors, of which this rank may have parts, by name. A tied one once: by object, since parts may be empty, and share
+        an address."""
+        seen: set[int] = set()
+        for name, tensor in self._model.state_dict(keep_vars=True).items():
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield name, tensor
 
     @abstractmethod
     def _set(self, tensor: Tensor, value: Tensor) -> None:
@@ -347,6 +356,71 @@ class RankedTrain(EmbeddedTrain):
             raise
         self._ranks.agree(None)
         return result
+
+
+class ReplicatedTrain(RankedTrain):
+    """The embedded trainer on ranks that each hold the whole model: gradients are summed once for each optimiser step.
+
+    For models that fit one device: it moves 2 (r - 1) / r times the gradients a step, where sharding gathers all weights twice for each
+    micro-batch. Sums go over ranks in their order, so one number of ranks always gives the same bits.
+
+    Source: data-parallel training as in PyTorch's DDP (Li et al. 2020, arXiv:2006.15704), without its overlap.
+    """
+
+    name = "embedded"
+    capabilities = built_in("embedded", "train")
+
+    def start(self) -> None:
+        self._ranks.open()
+        super().start()
+        self._root = Root(self._model, self._source.head)
+
+    def stop(self) -> None:
+        self._root = None
+        super().stop()
+        self._ranks.close()
+
+    def apply(self, optimizer: Optimizer, denominator: float) -> Mapping[str, float]:
+        sum_gradients([one for one in self._model.parameters() if one.requires_grad], self._ranks.group)
+        return self._together(lambda: super(ReplicatedTrain, self).apply(optimizer, denominator))
+
+    def save(self, path: str) -> None:
+        """Rank 0 saves."""
+        self._together(lambda: super(ReplicatedTrain, self).save(path) if self._ranks.rank == 0 else None)
+
+    def load(self, path: str) -> None:
+        self._together(lambda: super(ReplicatedTrain, self).load(path))
+
+    def _backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def _whole(self, tensor: Tensor) -> AbstractContextManager[Tensor]:
+        return nullcontext(tensor.detach())
+
+    def _set(self, tensor: Tensor, value: Tensor) -> None:
+        tensor.detach().copy_(value)
+
+
+_BUCKET_BYTES = 64 << 20
+"""Gradients of replicas that are summed together; a buffer of this size exists meanwhile."""
+
+
+def sum_gradients(parameters: Sequence[torch.nn.Parameter], group: Any) -> None:
+    """Sum the gradients of replicas, some bytes at a time. A parameter that no rank has used keeps none. Collective."""
+    used = torch.tensor([one.grad is not None for one in parameters], dtype=torch.uint8, device=parameters[0].device)
+    dist.all_reduce(used, dist.ReduceOp.MAX, group=group)
+    for one in itertools.compress(parameters, used.tolist()):
+        one.grad = torch.zeros_like(one) if one.grad is None else one.grad
+    gradients = [one.grad for one in itertools.compress(parameters, used.tolist())]
+    while gradients:
+        size, together = 0, list[Tensor]()
+        while gradients and (not together or (size < _BUCKET_BYTES and gradients[0].dtype == together[0].dtype)):
+            together.append(gradients.pop(0))
+            size += together[-1].nbytes
+        flat = torch.cat([one.flatten() for one in together])
+        dist.all_reduce(flat, group=group)
+        for one, total in zip(together, flat.split([one.numel() for one in together]), strict=True):
+            one.copy_(total.view_as(one))
 
 
 class Root(torch.nn.Module):  # type: ignore[misc]

@@ -138,7 +138,7 @@ def place_workers(graph: MacroGraph, models: Mapping[str, Model], spec: ClusterS
     train = tuple(EngineSlot(role, "train", spec.train.engine) for role in trained)
     device = device_of(spec)
     is_shared = spec.placement == "time-shared"
-    ranks = spec.train.ranks if train else 1
+    ranks = (spec.train.ranks or 1) if train else 1
     # Time-shared: only rank 0 shares its process with a rollout engine.
     num_device_workers = spec.rollout.workers + (ranks - 1 if is_shared or not train else ranks)
     share = max(1, spec.num_cores // max(num_device_workers, 1))
@@ -250,6 +250,7 @@ def seat_workers(choice: Choice, spec: ClusterSpec, device: str, *, deterministi
     _check_overlaps(choice.seats)
     slots: dict[tuple[str, _Place, str], list[EngineSlot]] = {}
     threads: dict[_Place, int] = {}
+    of_trainer: dict[_Place, int] = {}  # In a pool one rank for each device; on this machine as many as the layout has replicas.
     turns = _turns(choice.seats)
     for seat in choice.seats:
         engine = spec.rollout.engine if seat.engine.kind == "rollout" else spec.train.engine
@@ -260,6 +261,8 @@ def seat_workers(choice: Choice, spec: ClusterSpec, device: str, *, deterministi
             slot = EngineSlot(seat.engine.role, seat.engine.kind, engine, turn, stays, seat.lent_until if lease else 0.0, seat.onload_at)
             laid = seated_degrees(slot, seat, spec) if seat.engine.kind == "rollout" else slot
             slots.setdefault((seat.engine.kind, place, lease), []).append(laid)
+            if seat.engine.kind == "train":
+                of_trainer[place] = place[2] - place[1] if spec.pools else seat.layout.dp
             threads[place] = place[2] - place[1] if device == "cpu" and not spec.pools and not deterministic else 1
     workers = []
     count = {"rollout": 0, "train": 0, "device": 0}
@@ -270,7 +273,7 @@ def seat_workers(choice: Choice, spec: ClusterSpec, device: str, *, deterministi
             continue  # Its engines join the worker of the rollout engines on the same devices.
         name = "device" if is_one_process else kind
         both = own_slots + slots[other] if is_one_process else own_slots
-        ranks = _ranks(place, spec) if any(slot.kind == "train" for slot in both) else 1
+        ranks = of_trainer.get(place, 1) if any(slot.kind == "train" for slot in both) else 1
         own = max(1, threads[place] // ranks)
         workers.append(
             WorkerPlan(f"{name}-{count[name]}", _device_name(place, spec, device), own, tuple(dict.fromkeys(both)), lease, ranks)
@@ -322,11 +325,6 @@ def _may_share_a_turn(one: Seat, other: Seat) -> bool:
     """Whether two seats fit into one turn: they have no common device, or are in one process and the devices hold both."""
     is_apart = one.pool != other.pool or one.devices.stop <= other.first_device or other.devices.stop <= one.first_device
     return is_apart or (_replicas(one) == _replicas(other) and not one.is_swapped and not other.is_swapped)
-
-
-def _ranks(place: _Place, spec: ClusterSpec) -> int:
-    """Ranks of a trainer: in a pool one for each device; on this machine as the spec says."""
-    return place[2] - place[1] if spec.pools else spec.train.ranks
 
 
 def seat_sizes(choice: Choice, stages: tuple[Stage, ...]) -> dict[str, Sizes]:
