@@ -5,7 +5,7 @@
     topics of m2flow.cli.help --> a page each        fields of `m2flow.spec` --> cluster-spec.md, run-settings.md
     errors                    --> errors.md          help of each command    --> commands.md
     engines and their options --> engines.md         m2flow.algorithms       --> algorithms.md
-    rollout scheduling        --> policies.md        m2flow.observe.spans     --> spans.md
+    rollout scheduling        --> policies.md        m2flow.observe.spans     --> spans.md, with the alerts
     messages and parcels      --> wire-format.md
 
 Docstrings are Markdown as they stand, but for their sections (`Args:`, `Raises:`), which become lists, and doctests, which become fences.
@@ -55,6 +55,7 @@ from m2flow.macro import refill
 from m2flow.macro.loss_declarations import LOSSES
 from m2flow.observe import spans
 from m2flow.rollout_scheduling.policies import POLICIES
+from m2flow.viewer import health
 
 NOTE = "<!-- Written by docs/write_reference.py. Do not edit. -->\n"
 
@@ -174,14 +175,16 @@ def _policies() -> str:
 
 
 def _spans() -> str:
-    """The names of spans, the attributes that viewers understand, and the counters."""
+    """The names of spans, the attributes that viewers understand, the counters, and the alerts."""
     said = documentation(spans.SpanName)
     about = spans.__doc__ or ""
-    lines = ["# Spans and counters", "", *(f"- `{name.value}`: {said[name.name]}" for name in spans.SpanName), ""]
+    lines = ["# Spans, counters and alerts", "", *(f"- `{name.value}`: {said[name.name]}" for name in spans.SpanName), ""]
     for heading in ("Attributes that viewers understand", "Counters, by worker"):
         listed = about.partition(f"{heading}:\n\n")[2].partition("\n\n")[0]
         lines += [f"## {heading}", "", "```text", textwrap.dedent(listed), "```", ""]
-    return "\n".join(lines)
+    lines += ["## Alerts", "", "| alert | level | holds when |", "|---|---|---|"]
+    lines += [f"| {rule.title} | {rule.level} | {rule.threshold} |" for rule in health.RULES.values()]
+    return "\n".join([*lines, ""])
 
 
 def _commands() -> str:

@@ -29,6 +29,7 @@ from m2flow.macro.loss_declarations import LOSSES
 from m2flow.observe.spans import SpanName
 from m2flow.recipe import AdvantageName
 from m2flow.rollout_scheduling.policies import POLICIES
+from m2flow.viewer.health import RULES
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "docs"))
@@ -208,6 +209,9 @@ def test_spans_are_there_with_their_attributes_and_counters() -> None:
     assert not [name.value for name in SpanName if f"- `{name.value}`: " not in page]
     assert "waited_us" in _section("spans.md", "Attributes that viewers understand")
     assert "kv capacity" in _section("spans.md", "Counters, by worker")
+    assert not [
+        rule for rule in RULES.values() if f"| {rule.title} | {rule.level} | {rule.threshold} |" not in _section("spans.md", "Alerts")
+    ]
 
 
 def test_every_error_is_in_the_tree() -> None:
