@@ -123,8 +123,7 @@ def test_when_the_controller_is_killed_its_workers_end_and_leave_nothing_behind(
     process = start(tmp_path, "forever")
     try:
         workers = begun(tmp_path, process)
-        left = [path for path in places() if owner(path, workers)]
-        assert left, "a run has sockets"
+        left = held_by(workers)
     finally:
         process.kill()
         process.communicate()
@@ -156,7 +155,7 @@ def test_a_worker_that_is_stopped_when_its_controller_is_killed_ends_when_it_is_
     try:
         workers = begun(tmp_path, process)
         workers[0].suspend()
-        left = [path for path in places() if owner(path, workers)]
+        left = held_by(workers)
     finally:
         process.kill()
         process.communicate()
@@ -193,7 +192,7 @@ def test_what_is_left_when_all_processes_of_a_run_are_killed_the_next_run_remove
     process = start(tmp_path, "forever")
     try:
         workers = begun(tmp_path, process)
-        left = [path for path in places() if owner(path, workers)]
+        left = held_by(workers)
     finally:
         for killed in (*workers, psutil.Process(process.pid)):
             killed.suspend()  # So that nobody has the time to do anything about the others' end.
@@ -209,6 +208,16 @@ def test_what_is_left_when_all_processes_of_a_run_are_killed_the_next_run_remove
 def places() -> list[Path]:
     """What runs of this machine have outside their run directories."""
     return [*Path(tempfile.gettempdir()).glob("m2flow-*"), *Path("/dev/shm").glob("m2flow-*")]
+
+
+def held_by(workers: list[psutil.Process]) -> list[Path]:
+    """The places of a run that generates. Asked again until there are some: the kernel's list of sockets is no snapshot, and may lack some
+    while others come and go."""
+    deadline = time.monotonic() + 60
+    while not (found := [path for path in places() if owner(path, workers)]):
+        assert time.monotonic() < deadline, "a run has sockets"
+        time.sleep(0.05)
+    return found
 
 
 def owner(path: Path, workers: list[psutil.Process]) -> bool:
