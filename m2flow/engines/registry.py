@@ -199,6 +199,7 @@ _BUILT_IN = (
         "m2flow.engines.megatron.trainer:MegatronTrain",
         Capabilities(
             "train",
+            heads=_HEADS,
             devices=("cuda",),
             parallel_layouts=ParallelLayouts(tp=None, pp=None, sp=None, dp=None, ep=None, zero=(0, 1), is_even=True, recomputes=True),
         ),

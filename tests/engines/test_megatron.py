@@ -70,7 +70,7 @@ def test_numbers_of_every_layout_are_those_of_the_embedded_trainer(num_ranks: in
 
 @NEEDS_MEGATRON
 @pytest.mark.slow
-def test_a_run_learns_as_with_the_embedded_trainer() -> None:
+def test_runs_learn_as_with_the_embedded_trainer() -> None:
     inside("runs.py", 4, {"tp": 2, "pp": 2})
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from test_train_engines import SMALL, write_model
 
-from m2flow.recipe import Model
+from m2flow.engines.models.hf_model import HEADS
+from m2flow.recipe import Head, Model
 
 _SIZES: dict[str, Any] = {**SMALL, "num_hidden_layers": 4, "num_key_value_heads": 2}
 _EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "head_dim": 8}
@@ -41,3 +44,17 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 def small(name: str, folder: Path) -> Model:
     """A model with random weights, and a tokenizer of one token a character."""
     return write_model(folder, CONFIGS[name]())
+
+
+def with_head(name: str, folder: Path, head: Head) -> Model:
+    """A critic or a reward model with random weights, none of which is zero."""
+    config = CONFIGS[name]()
+    config.num_labels = 1
+    drawn = write_model(folder, config)
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        model = getattr(transformers, HEADS[head]).from_config(config)
+        for parameter in model.score.parameters():
+            torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(folder)
+    return replace(drawn, init="pretrained", head=head)

@@ -280,15 +280,20 @@ class RankedTrain(EmbeddedTrain):
         ordered = batch.in_order()
         tokens, mask = self._together(lambda: packing.scored_tokens(self._codec, ordered, self._longest))
 
-        def score(rows: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
-            packed = packing.pack(ordered.ids[rows], tokens.take(rows), mask.take(rows), device=self._settings.device, share_prompts=False)
-            found: npt.NDArray[Any] = self._model_outputs(packed, None)["values"].double().cpu().numpy()
-            return found
-
-        scores = self._spread(ordered, tokens, mask, lambda runs: [score(rows) for rows in runs])[:, 0]
+        exchanges = Batch(ordered.ids, {"tokens": tokens, "loss_mask": mask})
+        scores = self._spread(ordered, tokens, mask, lambda runs: self._scored([exchanges.take(rows) for rows in runs]))[:, 0]
         if not np.isfinite(scores).all():
             raise EngineError(f"the reward model {self._source.path} gave a score that is not finite")
         return Batch(ordered.ids, {"reward": scores}).select(batch.ids)
+
+    def _scored(self, exchanges: Sequence[Batch]) -> list[npt.NDArray[Any]]:
+        """The head's number of each exchange, whose last token alone is under the mask."""
+        found = []
+        for batch in exchanges:
+            tokens, mask = batch.ragged("tokens"), batch.ragged("loss_mask")
+            packed = packing.pack(batch.ids, tokens, mask, device=self._settings.device, share_prompts=False)
+            found.append(self._model_outputs(packed, None)["values"].double().cpu().numpy())
+        return found
 
     def _forward(self, packed: packing.Packed) -> Tensor:
         output: Tensor = self._root(packed)

@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from m2flow.engines.megatron.layout import Options, expert_width, head_size, num_experts
-from m2flow.engines.megatron.names import numbered
+from m2flow.engines.megatron.names import SCALAR_HEAD, numbered
 from m2flow.engines.megatron.rows import PackedCoreAttention, PositionedRotary, RowNorm, Share
 from m2flow.errors import EngineError, MissingExtra
 
@@ -231,8 +231,33 @@ def _layers(config: Any, vp_stage: int | None) -> Any:
     return block.TransformerBlockSubmodules(layer_specs=[spec] * count, layer_norm=RowNorm)
 
 
-Head = Callable[[Tensor, Tensor], Tensor]
-"""Hidden states of all rows [R, H], and this rank's rows of the head's weights, to what the last stage gives in place of logits."""
+Head = Callable[[Tensor, Tensor | None], Tensor]
+"""Hidden states of all rows [R, H], and this rank's rows of the head's weights, to what the last stage gives in place of logits. Of a
+scalar head: its numbers of all rows [R, 1], and None."""
+
+
+class ScalarHead(torch.nn.Module):  # type: ignore[misc]
+    """The head of a critic or a reward model in the place of `GPTModel.output_layer`: a number for each row, on every tensor rank.
+
+    Where tensor ranks split rows, each computes its own, and numbers are gathered in place of hidden states: the gradient of the weights
+    is then a part of a sum, as that of a norm. Otherwise all ranks compute the same, and their gradients are whole.
+    """
+
+    def __init__(self, config: Any, *, has_bias: bool, answer: Head) -> None:
+        super().__init__()
+        self._answer, self._splits_rows = answer, config.sequence_parallel
+        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
+        self.bias = torch.nn.Parameter(torch.zeros(1, dtype=config.params_dtype)) if has_bias else None
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+
+    def forward(self, hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
+        """Hidden states [R / tp or R, 1, H] to [T, 1, 1]."""
+        found = torch.nn.functional.linear(hidden, self.weight, self.bias)
+        if self._splits_rows:
+            # Every rank sends the same gradient back, of which each needs its rows'.
+            found = core().tensor_parallel.mappings.gather_from_sequence_parallel_region(found, tensor_parallel_output_grad=False)
+        return self._answer(found[:, 0], None)[:, None], None
 
 
 class Built:
@@ -241,14 +266,22 @@ class Built:
     Args:
         frequencies: of the rotary embedding, float32 [D / 2].
         padding: a token whose embedding learns nothing from where it is read, as in transformers.
-        head: computes the last stage's output.
+        head: computes the last stage's output. scalar: the head is one of numbers: with a bias, or without. None: of a language model.
     """
 
     def __init__(
-        self, config: Any, options: Options, dtype: torch.dtype, device: str, frequencies: Tensor, padding: int | None, head: Head
+        self,
+        config: Any,
+        options: Options,
+        dtype: torch.dtype,
+        device: str,
+        frequencies: Tensor,
+        padding: int | None,
+        head: Head,
+        scalar: bool | None = None,
     ) -> None:
         self.options = options
-        self._padding, self._head = padding, head
+        self._padding, self._head, self._scalar = padding, head, scalar
         with _quiet():
             self._build(config, dtype, device, frequencies)
         self._run = core().pipeline_parallel.get_forward_backward_func()
@@ -280,14 +313,16 @@ class Built:
             pre_process=is_end(core().parallel_state.is_pipeline_first_stage),
             post_process=is_end(core().parallel_state.is_pipeline_last_stage),
             parallel_output=True,
-            share_embeddings_and_output_weights=config.tie_word_embeddings,
+            share_embeddings_and_output_weights=config.tie_word_embeddings and self._scalar is None,
             position_embedding_type="rope",
             vp_stage=vp_stage,
         )
         part.rotary_pos_emb = PositionedRotary(frequencies)
         if part.pre_process and self._padding is not None:
             part.embedding.register_forward_hook(self._without_padding, with_kwargs=True)
-        if part.post_process:
+        if part.post_process and self._scalar is not None:
+            part.output_layer = ScalarHead(self.config, has_bias=self._scalar, answer=self._head)
+        elif part.post_process:
             layer = part.output_layer
             layer.forward = lambda hidden, weight=None, **_: self._output(hidden, layer.weight if weight is None else weight)
         return part
@@ -317,6 +352,8 @@ class Built:
         found = {numbered(name, first, first_expert): parameter for name, parameter in part.named_parameters()}
         if part.share_embeddings_and_output_weights and "output_layer.weight" in found:
             found["embedding.word_embeddings.weight"] = found.pop("output_layer.weight")
+        if self._scalar is not None:
+            found = {SCALAR_HEAD.get(name, name): parameter for name, parameter in found.items()}
         return found
 
     @property

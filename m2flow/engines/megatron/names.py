@@ -39,8 +39,16 @@ class Place:
     """The group of weights that it is reported with."""
 
 
-def places(config: Any) -> dict[str, Place]:
-    """All parameters of a model, by Megatron's names with the numbers that layers and experts have in the whole model, in their order."""
+SCALAR_HEAD = {"output_layer.weight": "score.weight", "output_layer.bias": "score.bias"}
+"""Of a critic or a reward model: names here of the head's parameters, by Megatron's. They are not those of a language model's head."""
+
+
+def places(config: Any, scalar: bool | None = None) -> dict[str, Place]:
+    """All parameters of a model, by Megatron's names with the numbers that layers and experts have in the whole model, in their order.
+
+    Args:
+        scalar: its head gives one number a token: with a bias, or without. None: it is a language model's.
+    """
     found = {"embedding.word_embeddings.weight": Place(("model.embed_tokens.weight",), "vocabulary", 0, group="embeddings")}
     experts, named = num_experts(config), EXPERTS.get(config.model_type, ExpertNames())
     for number in range(config.num_hidden_layers):
@@ -61,7 +69,9 @@ def places(config: Any) -> dict[str, Place]:
             known = Place(place.names, place.kind, place.dim, place.is_expert, f"layers.{number}")
             found[f"decoder.layers.{number}.{name}"] = known
     found["decoder.final_layernorm.weight"] = Place(("model.norm.weight",))
-    if not config.tie_word_embeddings:
+    if scalar is not None:
+        found |= {name: Place((name,), group="head") for name in list(SCALAR_HEAD.values())[: 1 + scalar]}
+    elif not config.tie_word_embeddings:
         found["output_layer.weight"] = Place(("lm_head.weight",), "vocabulary", 0, group="head")
     return found
 
@@ -80,9 +90,9 @@ def _attention(config: Any, layer: str) -> Iterator[tuple[str, Place]]:
     yield "pre_mlp_layernorm.weight", Place((f"{layer}.post_attention_layernorm.weight",))
 
 
-def check_names(config: Any, names: Sequence[str]) -> None:
+def check_names(config: Any, names: Sequence[str], scalar: bool | None = None) -> None:
     """Check that every tensor of a checkpoint has a place, and every place a tensor. Raises `EngineError`, with their names."""
-    placed = {name for place in places(config).values() for name in place.names}
+    placed = {name for place in places(config, scalar).values() for name in place.names}
     for wrong, what in ((set(names) - placed, "has no place for"), (placed - set(names), "lacks")):
         if wrong:
             raise EngineError(
@@ -104,11 +114,13 @@ class Weights:
     tensor_group: Any
     expert_group: Any
     all_ranks: Any
+    scalar: bool | None = None
+    """As of `places`."""
     places: dict[str, Place] = field(init=False)
     _owners: dict[str, int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.places = places(self.config)
+        self.places = places(self.config, self.scalar)
         device = next(iter(self.own.values())).device
         has = torch.tensor([name in self.own for name in self.places], device=device).to(torch.int64)
         of_ranks = [torch.empty_like(has) for _ in range(dist.get_world_size(self.all_ranks))]

@@ -12,7 +12,7 @@ A loss that raises is heard by all ranks when the passes are over: until then th
 for its gradients. The gradient is then a part of what it should be: `discard` it.
 
 Limits:
-    models: language models of the families in `m2flow.engines.megatron.layout`; no adapters, no value or score heads, AdamW alone.
+    models: the families in `m2flow.engines.megatron.layout`, with any head; no adapters, AdamW alone.
     start: every rank reads the whole model once, into the memory of its host; a checkpoint is gathered there on the first rank.
     kernels: torch's. Neither Transformer Engine nor Apex is used, and experts are computed one after the other.
     layouts: the trainers of one worker have the same.
@@ -39,7 +39,7 @@ from m2flow.engines.distributed.ranks import RankedTrain, shares
 from m2flow.engines.megatron import head
 from m2flow.engines.megatron.layout import check_model, check_ranks, read
 from m2flow.engines.megatron.library import Built, Groups, Rows
-from m2flow.engines.megatron.names import Weights, check_names
+from m2flow.engines.megatron.names import SCALAR_HEAD, Weights, check_names
 from m2flow.engines.megatron.parts import Held, Parts
 from m2flow.engines.megatron.rows import Share, gathered
 from m2flow.engines.models import packing, trainer_checkpoint
@@ -132,12 +132,13 @@ class MegatronTrain(RankedTrain):
         self._shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
         self._trained = {name: parameter.shape for name, parameter in model.named_parameters()}
         tensors = dict(trainer_checkpoint.named_weights(model))
-        self._together(lambda: check_names(config, list(tensors)))
+        scalar = None if self._source.head == "lm" else model.score.bias is not None
+        self._together(lambda: check_names(config, list(tensors), scalar))
         dtype = getattr(torch, self._source.dtype)
         self._vocabulary = head.Vocabulary(config.vocab_size, self._groups.tensor, self._num_head_logits, self._is_exact)
-        frequencies = model.get_decoder().rotary_emb.inv_freq
+        frequencies = model.base_model.rotary_emb.inv_freq
         padding = model.get_input_embeddings().padding_idx
-        self._built = Built(config, self._options, dtype, self._settings.device, frequencies, padding, self._head_output)
+        self._built = Built(config, self._options, dtype, self._settings.device, frequencies, padding, self._head_output, scalar)
         self._weights = Weights(
             config,
             self._options,
@@ -146,6 +147,7 @@ class MegatronTrain(RankedTrain):
             self._groups.tensor,
             self._groups.expert_tensor,
             self._ranks.group,
+            scalar,
         )
         self._weights.load(tensors)
         self._model = model.to("meta")  # Its class and config are what a checkpoint is written with.
@@ -154,7 +156,7 @@ class MegatronTrain(RankedTrain):
     def _loaded(self) -> Any:
         """The model as transformers has it, in the memory of the host."""
         model = load_model(self._source, device="cpu", attention="eager")
-        scaling = getattr(model.get_decoder().rotary_emb, "attention_scaling", 1.0)
+        scaling = getattr(model.base_model.rotary_emb, "attention_scaling", 1.0)
         if scaling != 1.0:
             raise EngineError(f"rotary embeddings that scale the attention, by {scaling:g}, are not those of Megatron's model here")
         return model
@@ -217,8 +219,11 @@ class MegatronTrain(RankedTrain):
             raise EngineError(said, now="Take a reference with the same tokenizer.")
         if isinstance(top, int) and top >= size:
             raise EngineError(f"top_k is {top}, and the model has {size} tokens", now="Take fewer than it has.")
-        packed, mask = self._pack(batch), self._sampling_mask(batch, top)
+        packed = self._pack(batch)
         share = Share.of(packed, self._groups.context, self._options.tp)
+        if self._source.head != "lm":
+            return Pass(batch, packed, share, None, 0, loss, weight)
+        mask = self._sampling_mask(batch, top)
         return Pass(batch, packed, share, self._temperature(batch), top if mask is None else mask.ids, loss, weight, mask=mask)
 
     def _run(self, passes: Sequence[Pass], *, forward_only: bool) -> None:
@@ -237,11 +242,14 @@ class MegatronTrain(RankedTrain):
         if self._failure is not None:
             raise self._failure if isinstance(self._failure, M2FlowError) else unexpected("the loss", self._failure)
 
-    def _head_output(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """What the last stage gives for the tokens that its rows predict: log-probability, entropy, those of `top`; [t, numbers]."""
+    def _head_output(self, hidden: Tensor, weight: Tensor | None) -> Tensor:
+        """What the last stage gives for the tokens that its rows predict: log-probability, entropy, those of `top`; [t, numbers]. Of a
+        scalar head, whose numbers come in place of hidden states, these."""
         one = self._current
         assert one is not None
         own, which = hidden[one.share.predictors], one.share.which
+        if weight is None:
+            return own
         temperature = None if one.temperature is None else one.temperature[which]
         top_ids = one.top[which] if isinstance(one.top, Tensor) else None
         if isinstance(one.top, int) and one.top:
@@ -253,7 +261,10 @@ class MegatronTrain(RankedTrain):
     def _loss(self, one: Pass, output: Tensor) -> Tensor:
         """On the last stage: the loss of a pass, from the head's output [1, t, numbers]."""
         values = gathered(output[0], one.share, self._groups.context)
-        one.outputs = {"logprobs": values[:, 0], "entropy": values[:, 1], TOP_LOGPROBS: values[:, 2:]}
+        if self._source.head != "lm":
+            one.outputs = {"values": values[:, 0].float()}
+        else:
+            one.outputs = {"logprobs": values[:, 0], "entropy": values[:, 1], TOP_LOGPROBS: values[:, 2:]}
         if one.mask is not None:
             one.outputs = one.mask.among_left(one.outputs)
         if one.top_ids is not None:
@@ -312,20 +323,22 @@ class MegatronTrain(RankedTrain):
         tokens, mask = ordered.ragged("tokens"), ordered.ragged("loss_mask")
 
         def compute(runs: list[npt.NDArray[np.int64]]) -> list[npt.NDArray[Any]]:
-            return self._read(ordered, runs, output, top_k)
+            return self._read([ordered.take(rows) for rows in runs], output, top_k)
 
         return self._spread(ordered, tokens, mask, compute, self._width(output, top_k))
 
-    def _read(self, ordered: Batch, runs: list[npt.NDArray[np.int64]], output: str, top_k: int) -> list[npt.NDArray[Any]]:
+    def _scored(self, exchanges: Sequence[Batch]) -> list[npt.NDArray[Any]]:
+        return self._read(exchanges, "values")
+
+    def _read(self, runs: Sequence[Batch], output: str, top_k: int = 0) -> list[npt.NDArray[Any]]:
         """The numbers of each run, on the last stage; elsewhere nothing."""
-        passes = self._together(lambda: [self._pass(ordered.take(rows), top_k) for rows in runs])
-        more = -len(passes) % self._options.pp if self._options.vpp > 1 else 0
-        spare = self._together(lambda: [self._pass(ordered.take(runs[0]), top_k) for _ in range(more)])
-        self._run([*passes, *spare], forward_only=True)
+        more = -len(runs) % self._options.pp if self._options.vpp > 1 else 0
+        passes = self._together(lambda: [self._pass(rows, top_k) for rows in (*runs, *[runs[0]] * more)])
+        self._run(passes, forward_only=True)
         if not self._groups.is_last_stage:
             return [np.zeros(0) for _ in runs]
         found = []
-        for one in passes:
+        for one in passes[: len(runs)]:
             columns = [one.outputs[output][:, None].double()]
             if one.top_ids is not None:
                 columns += [one.top_ids.double(), one.outputs[TOP_LOGPROBS].double()]
@@ -343,6 +356,8 @@ class MegatronTrain(RankedTrain):
             raise EngineError(f"a trainer 'megatron' can't take the weights of {source.name!r}", now="Take the same engine for both roles.")
         other = source._weights.own
         for name, parameter in self._weights.own.items():
+            if name not in other and name in SCALAR_HEAD.values():
+                continue  # A critic of a policy keeps its head.
             if name not in other or other[name].shape != parameter.shape:
                 raise EngineError(f"the models {source._source.path} and {self._source.path} differ in {name}")
             parameter.copy_(blended(parameter, other[name].detach(), share))

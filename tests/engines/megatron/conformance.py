@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from followed import followed
@@ -13,9 +14,9 @@ from megatron_models import small
 from megatron_on_cpu import MegatronOnCpu
 
 from m2flow.engines.contract import EngineSettings, TrainEngine
-from m2flow.recipe import Model
+from m2flow.recipe import Head, Model
 from m2flow.testing.mirrored import Followers, Mirrored
-from m2flow.testing.train_suite import TrainEngineSuite
+from m2flow.testing.train_suite import ScalarHeadSuite, TrainEngineSuite
 
 
 @pytest.fixture(scope="module")
@@ -30,11 +31,23 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return small("qwen3_moe" if "ep" in layout else "qwen2", tmp_path_factory.mktemp("model"))
 
 
+def spread(model: Model, followers: Followers) -> TrainEngine:
+    return Mirrored(MegatronOnCpu, model, EngineSettings(options=json.loads(os.environ["M2FLOW_TEST_LAYOUT"])), followers)
+
+
 class TestMegatron(TrainEngineSuite):
     @pytest.fixture(autouse=True)
     def _take(self, model: Model, followers: Followers) -> None:
         self.model, self.followers = model, followers
 
     def make(self) -> TrainEngine:
-        settings = EngineSettings(options=json.loads(os.environ["M2FLOW_TEST_LAYOUT"]))
-        return Mirrored(MegatronOnCpu, self.model, settings, self.followers)
+        return spread(self.model, self.followers)
+
+
+class TestMegatronHeads(ScalarHeadSuite):
+    @pytest.fixture(autouse=True)
+    def _take(self, model: Model, followers: Followers) -> None:
+        self.model, self.followers = model, followers
+
+    def make(self, head: Head) -> TrainEngine:
+        return spread(replace(self.model, head=head), self.followers)

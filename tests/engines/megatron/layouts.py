@@ -12,19 +12,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from followed import followed
-from megatron_models import small
+from megatron_models import small, with_head
 from megatron_on_cpu import BatchedSends, CountsEverywhere, MegatronOnCpu
 from safetensors.numpy import load_file
+from transformers import AutoModelForTokenClassification
 
 from m2flow.engines.contract import MOVED, EngineSettings, Objective, TrainEngine
 from m2flow.engines.embedded.trainer import EmbeddedTrain
 from m2flow.engines.models.hf_model import load_model
+from m2flow.engines.models.model_export import export_model
 from m2flow.errors import EngineError, M2FlowError
 from m2flow.recipe import AdamW, Loss, Model
 from m2flow.samples import Batch, Ragged, make_ids
 from m2flow.testing.mirrored import Followers, Mirrored
-from m2flow.testing.train_suite import DISTILL, LINEAR, PPO, copied, samples, started
+from m2flow.testing.train_suite import DISTILL, LINEAR, PPO, VALUE, copied, samples, started
 
 RANKS = int(os.environ["M2FLOW_TEST_RANKS"])
 VOCABULARY = 32
@@ -133,6 +136,117 @@ def test_numbers_are_those_of_the_embedded_trainer(name: str, layout: Layout, fo
     with started(spread(model, layout, followers)) as engine:
         train(engine, batch)
         assert apart(copied(engine), once) == 0, "the same layout gives the same bits"
+
+
+def of_tokens(batch: Batch) -> Batch:
+    """With what a critic's loss needs."""
+    mask, rng = batch.ragged("loss_mask"), np.random.default_rng(3)
+    columns = {name: rng.normal(size=len(mask.values)).astype(np.float32) for name in ("returns", "old_values")}
+    return batch.with_columns(**{name: Ragged(np.where(mask.values, values, 0), mask.offsets) for name, values in columns.items()})
+
+
+def critics_history(engine: TrainEngine, batch: Batch) -> dict[str, Any]:
+    with started(engine):
+        first = copied(engine)
+        values = np.asarray(engine.values(batch).ragged("values").values)
+        sums = [engine.accumulate(batch.take(rows), VALUE) for rows in (np.arange(9), np.arange(9, len(batch)))]
+        metrics = engine.apply(replace(LINEAR, log_layers=True), 7.0)
+        moved = copied(engine)
+        for _ in range(2):
+            for rows in (np.arange(9), np.arange(9, len(batch))):
+                engine.accumulate(batch.take(rows), VALUE)
+            engine.apply(STEP, float(len(batch)))
+        last = copied(engine)
+    return {
+        "values": {"": values},
+        "loss": sum(one.metrics["loss"] for one in sums),
+        "metrics": metrics,
+        "gradients": {name: first[name] - moved[name] for name in first},
+        "steps": {name: last[name] - moved[name] for name in first},
+    }
+
+
+CRITICS = [(name, layout) for name, layout in LAYOUTS[RANKS] if name in ("qwen2", "qwen3", "qwen3_moe", "llama3")]
+
+
+@pytest.mark.parametrize(("name", "layout"), CRITICS, ids=[f"{name}-{layout}" for name, layout in CRITICS])
+def test_a_critics_numbers_are_those_of_the_embedded_trainer(name: str, layout: Layout, followers: Followers, tmp_path: Path) -> None:
+    """Of weights none of which is zero: the gradient of the head's bias, its weights and all below counts."""
+    model = with_head(name, tmp_path / "critic", "value")
+    batch = of_tokens(batch_of(model))
+    expected = critics_history(EmbeddedTrain(model, EngineSettings()), batch)
+    found = critics_history(spread(model, layout, followers), batch)
+    assert {"score.weight", "score.bias"} <= set(found["gradients"])
+    assert apart(found["values"], expected["values"]) < 1e-5
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    largest = max(float(np.abs(one).max()) for one in expected["gradients"].values())
+    assert apart(found["gradients"], expected["gradients"]) < 1e-5 * largest
+    for key in expected["metrics"]:
+        assert found["metrics"][key] == pytest.approx(expected["metrics"][key], rel=1e-5), key
+    assert apart(found["steps"], expected["steps"]) < 1e-6
+
+
+@pytest.mark.parametrize(("name", "layout"), CRITICS[-5:], ids=[f"{name}-{layout}" for name, layout in CRITICS[-5:]])
+def test_scores_are_those_of_the_embedded_trainer(name: str, layout: Layout, followers: Followers, tmp_path: Path) -> None:
+    model = with_head(name, tmp_path / "judge", "score")
+    # More exchanges in a group than ranks, alike ones among them.
+    texts = ["1", "22", "22", "", "5", "66", "12345678", "8"]
+    batch = Batch(make_ids(0, 2, 4), {"prompt": Ragged.texts(["1+1="] * 4 + ["2+20="] * 4), "text": Ragged.texts(texts)})
+    found = []
+    for engine in (EmbeddedTrain(model, EngineSettings()), spread(model, layout, followers)):
+        with started(engine):
+            found.append(np.asarray(engine.scores(batch).dense("reward"), np.float64))
+    assert np.ptp(found[0]) > 1e-2
+    assert np.abs(found[1] - found[0]).max() < 1e-5
+
+
+@pytest.mark.skipif(RANKS != 2, reason="of two ranks")
+def test_a_critics_states_move_between_layouts_and_to_the_embedded_trainer_and_transformers_reads_them(
+    followers: Followers, tmp_path: Path
+) -> None:
+    model = with_head("qwen2", tmp_path / "critic", "value")
+    batch = of_tokens(batch_of(model))
+
+    def step(engine: TrainEngine) -> dict[str, Any]:
+        engine.accumulate(batch, VALUE)
+        engine.apply(STEP, float(len(batch)))
+        return copied(engine)
+
+    with started(EmbeddedTrain(model, EngineSettings())) as engine:
+        weights = [step(engine) for _ in range(4)]
+    for turn, layout in enumerate(({"tp": 2}, {"pp": 2, "vpp": 2}, {"cp": 2})):
+        with started(spread(model, layout, followers)) as engine:
+            if turn:
+                engine.load(str(tmp_path / f"{turn - 1}"))
+            assert apart(step(engine), weights[turn]) < 1e-6
+            engine.save(str(tmp_path / f"{turn}"))
+            values = np.asarray(engine.values(batch).ragged("values").values)
+    with started(EmbeddedTrain(model, EngineSettings())) as engine:
+        engine.load(str(tmp_path / "2"))
+        assert np.abs(engine.values(batch).ragged("values").values - values).max() < 1e-5
+        assert apart(step(engine), weights[3]) < 1e-6
+    export_model(tmp_path / "2", tmp_path / "exported")
+    plain = AutoModelForTokenClassification.from_pretrained(tmp_path / "exported").eval()
+    tokens, mask = batch.ragged("tokens"), batch.ragged("loss_mask")
+    row = np.flatnonzero(mask.row(0))
+    own = plain(input_ids=torch.from_numpy(tokens.row(0).astype(np.int64))[None]).logits[0, row - 1, 0].detach().numpy()
+    assert np.abs(values[: len(tokens.row(0))][row] - own).max() < 1e-5
+
+
+@pytest.mark.skipif(RANKS != 2, reason="of two ranks")
+@pytest.mark.parametrize(("name", "layout"), [("qwen2", {"pp": 2}), ("llama", {"tp": 2})])
+def test_a_critic_takes_the_policys_weights_and_keeps_its_head(name: str, layout: Layout, followers: Followers, tmp_path: Path) -> None:
+    """A policy's head is of another shape, or tied to its embeddings."""
+    policy_model, critic_model = small(name, tmp_path / "policy"), with_head(name, tmp_path / "critic", "value")
+    policy, critic = (spread(one, layout, followers) for one in (policy_model, critic_model))
+    with started(policy), started(critic):
+        train(policy, batch_of(policy_model))
+        before = copied(critic)
+        critic.copy_from(policy)
+        taken, given = copied(critic), copied(policy)
+    assert apart({key: one for key, one in taken.items() if key in given}, {key: given[key] for key in taken if key in given}) == 0
+    assert set(taken) - set(given) == {"score.weight", "score.bias"}
+    assert all((taken[key] == before[key]).all() for key in ("score.weight", "score.bias"))
 
 
 @pytest.mark.skipif(RANKS != 2, reason="of two ranks")
