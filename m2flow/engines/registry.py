@@ -200,6 +200,7 @@ _BUILT_IN = (
         Capabilities(
             "train",
             heads=_HEADS,
+            routed_experts=True,
             devices=("cuda",),
             parallel_layouts=ParallelLayouts(tp=None, pp=None, sp=None, dp=None, ep=None, zero=(0, 1), is_even=True, recomputes=True),
         ),

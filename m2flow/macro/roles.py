@@ -418,7 +418,8 @@ class Policy(Role):
         replay_routing: of a mixture of experts, whose choice of experts the trainer goes by, token by token, with gates computed from its
             own logits: `rollout`, that of the engine that sampled (R3), recorded with each sample; or `trainer`, that of the trainer's own
             pass before the update (R2), which each update then makes. By default each pass chooses anew, and where engines round
-            differently a token may go to other experts. A `Reference` of the policy chooses for itself.
+            differently a token may go to other experts. A `Reference` of the policy chooses for itself. Updates report `rerouted`, the
+            share of their tokens' layers where a pass would have chosen other experts than the replayed ones.
     """
 
     def __init__(

@@ -114,6 +114,7 @@ def changed(name: str, **changes: Any) -> Any:
         (lambda: megatron_models.CONFIGS["qwen3_moe"](), {"ep": 3}, "ep is 3, which does not divide the model's number of experts, 4"),
         (lambda: megatron_models.CONFIGS["qwen3_moe"](), {"etp": 3}, "width of an expert, 16"),
         (lambda: megatron_models.CONFIGS["qwen2"](), {"ep": 2}, "has no experts"),
+        (lambda: megatron_models.CONFIGS["mixtral"](), {"tp": 2, "sequence_parallel": False}, "experts are not computed on whole rows"),
     ],
 )
 def test_what_megatron_can_t_compute_is_refused_by_name(config: Any, options: dict[str, object], said: str) -> None:
@@ -138,7 +139,7 @@ def test_options_that_can_t_be_are_refused(options: dict[str, object], said: str
         read(options)
 
 
-def test_a_number_of_ranks_that_the_groups_do_not_divide_is_refused_before_a_run(tmp_path: Path) -> None:
+def test_ranks_that_the_groups_do_not_divide_and_a_model_without_experts_to_replay_are_refused_before_a_run(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"tp \* pp \* cp is 4, which does not divide 6 ranks"):
         check_ranks(read({"tp": 2, "pp": 2}), 6)
     with pytest.raises(EngineError, match=r"etp \* ep is 4, which does not divide the 2 ranks of a stage"):
@@ -148,6 +149,8 @@ def test_a_number_of_ranks_that_the_groups_do_not_divide_is_refused_before_a_run
     check_before(model, {"tp": 2, "pp": 2}, 4)
     with pytest.raises(EngineError, match="tp is 4"):
         check_before(model, {"tp": 4}, 4)
+    with pytest.raises(EngineError, match="'qwen2' model is no mixture of experts whose routing can be replayed"):
+        check_before(replace(model, routing="rollout"), {}, 1)
 
 
 def test_a_device_type_or_dtype_that_it_has_not_is_refused() -> None:

@@ -183,6 +183,8 @@ def test_replay_does_not_depend_on_micro_batches_shared_prompts_or_order(path: s
     changed = experts.values.copy()
     changed[experts.offsets[1] + 1] = changed[experts.offsets[1] + 1][..., ::-1] * 0 + np.array([3, 6], changed.dtype)
     batch = batch.with_columns(**{ROUTED_EXPERTS: Ragged(changed, experts.offsets)})
+    assert "rerouted" not in engine.accumulate(batch.without([ROUTED_EXPERTS]), Objective(LIKELIHOOD)).metrics
+    engine.discard()
     whole = gradients(engine, [batch])
     cut = gradients(engine, [batch.take(np.array([i])) for i in (3, 1, 0, 2)])
     for name, gradient in whole.items():
@@ -217,7 +219,9 @@ def check_against_embedded(engine: TrainEngine, model: Model, batch: Batch) -> N
             sums = [one.accumulate(batch.take(np.array(rows)), Objective(NLL)) for rows in ((0, 1), (2, 3))]
             norm = one.apply(AdamW(lr=1e-3), 10.0)["grad_norm"]
             experts = before.ragged(ROUTED_EXPERTS).values if ROUTED_EXPERTS in before else np.zeros(0)
-            found.append((before.ragged("reference_logprobs").values, sums[0].metrics["loss"] + sums[1].metrics["loss"], norm, experts))
+            loss, rerouted = (sum(each.metrics[name] for each in sums) for name in ("loss", "rerouted"))
+            assert rerouted > 0.9 * sum(each.num_tokens for each in sums), "other_experts gives almost each token others than its own"
+            found.append((before.ragged("reference_logprobs").values, loss, rerouted, norm, experts))
     for expected, seen in zip(*found, strict=True):
         np.testing.assert_allclose(seen, expected, rtol=1e-4, atol=1e-4)
 

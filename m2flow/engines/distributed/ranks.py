@@ -301,7 +301,7 @@ class RankedTrain(EmbeddedTrain):
 
     def _numbers(self, ordered: Batch, output: str, top_k: int) -> npt.NDArray[np.float64]:
         tokens, mask = ordered.ragged("tokens"), ordered.ragged("loss_mask")
-        if self._records_routing(output, top_k):
+        if self._recorded(output, top_k):
             mask = Ragged(np.ones(len(tokens.values), np.bool_), tokens.offsets)
 
         def compute(runs: list[npt.NDArray[np.int64]]) -> list[npt.NDArray[Any]]:

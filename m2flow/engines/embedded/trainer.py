@@ -65,7 +65,7 @@ from m2flow.engines.models.hf_model import (
 )
 from m2flow.engines.models.optimizers import Optimizers
 from m2flow.engines.models.packing import Demonstrations
-from m2flow.engines.models.routing import Routers, beside_experts, checked_routers, column_of, experts_of
+from m2flow.engines.models.routing import REROUTED, Mixture, Routers, beside_experts, checked_routers, column_of, experts_of
 from m2flow.engines.models.trainer_checkpoint import spread_like
 from m2flow.engines.registry import built_in
 from m2flow.errors import EngineError, OpError, is_out_of_memory
@@ -496,11 +496,10 @@ class EmbeddedTrain(TrainEngine):
         as further columns, over masked tokens alone."""
         ordered = self._tokenised(batch).in_order()
         mask = ordered.ragged("loss_mask")
-        if self._records_routing(output, top_k) and self._routers is not None:
-            found = self._numbers(ordered, output, top_k)
-            numbers, experts = Ragged(found[:, 0].astype(np.float32), mask.offsets), column_of(found, mask.offsets, self._routers)
-            return Batch(ordered.ids, {column: numbers, ROUTED_EXPERTS: experts}).select(batch.ids)
         found = self._numbers(ordered, output, top_k)
+        if (mixture := self._recorded(output, top_k)) is not None:
+            numbers, experts = Ragged(found[:, 0].astype(np.float32), mask.offsets), column_of(found, mask.offsets, mixture)
+            return Batch(ordered.ids, {column: numbers, ROUTED_EXPERTS: experts}).select(batch.ids)
         values = np.zeros(len(mask.values), np.float32)
         values[mask.values.astype(bool)] = found[:, 0]
         columns = {column: Ragged(values, mask.offsets)}
@@ -514,7 +513,7 @@ class EmbeddedTrain(TrainEngine):
         """Compute an output of all masked tokens, as `_of_rows`; where routing is recorded of all tokens."""
         parts = [np.zeros((0, self._width(output, top_k)))]
         for rows in self._runs(ordered.ragged("tokens")):
-            if packing.num_masked(ordered.ragged("loss_mask").take(rows)).any() or self._records_routing(output, top_k):
+            if packing.num_masked(ordered.ragged("loss_mask").take(rows)).any() or self._recorded(output, top_k):
                 with torch.no_grad():
                     parts.append(self._of_rows(ordered.take(rows), output, top_k))
         return np.concatenate(parts)
@@ -522,29 +521,34 @@ class EmbeddedTrain(TrainEngine):
     def _of_rows(self, part: Batch, output: str, top_k: int) -> npt.NDArray[np.float64]:
         """Run a forward pass: float64 [T, 1] of the output, and with `top_k` [T, 2 K + 2], ids and log-probabilities after it."""
         packed = self._pack(part)
-        if self._records_routing(output, top_k) and self._routers is not None:
+        if (mixture := self._recorded(output, top_k)) is not None and self._routers is not None:
             mask = part.ragged("loss_mask")
             if not mask.values.any():
-                return beside_experts(np.zeros((0, 1)), mask, None, self._routers)
+                return beside_experts(np.zeros((0, 1)), mask, None, mixture)
             numbers = self._outputs(part, packed, 0)[output].double().cpu().numpy()[:, None]
-            return beside_experts(numbers, mask, packed, self._routers)
+            return beside_experts(numbers, mask, (packed, self._routers.chosen()), mixture)
         outputs = self._outputs(part, packed, top_k)
         names = [output, *((REFERENCE_TOP_IDS, REFERENCE_TOP_LOGPROBS) if top_k else ())]
         return np.concatenate([outputs[name].double().cpu().numpy().reshape(len(outputs[output]), -1) for name in names], 1)
 
-    def _records_routing(self, output: str, top_k: int) -> bool:
-        """Whether the experts of each token come with this output: of the policy's own log-probabilities, for its update to replay."""
-        return self._source.routing == "trainer" and output == "logprobs" and not top_k and not self._is_lent
+    @property
+    def _mixture(self) -> Mixture | None:
+        """That of a model whose routing is replayed."""
+        return None if self._routers is None else self._routers.mixture
+
+    def _recorded(self, output: str, top_k: int) -> Mixture | None:
+        """The mixture whose experts of all tokens come with this output: with the policy's own log-probabilities, for its update."""
+        return self._mixture if self._source.routing == "trainer" and output == "logprobs" and not top_k and not self._is_lent else None
 
     def _width(self, output: str, top_k: int) -> int:
         """Numbers for each token: an output, and with `top_k` ids, log-probabilities, and that of the rest; or with it the experts."""
-        if self._records_routing(output, top_k) and self._routers is not None:
-            return 1 + self._routers.num * self._routers.num_of_token
+        if (mixture := self._recorded(output, top_k)) is not None:
+            return 1 + mixture.num * mixture.num_of_token
         return 2 * top_k + 2 if top_k else 1
 
     def _runs(self, tokens: Ragged) -> Iterator[npt.NDArray[np.int64]]:
         """Rows that go through the model together; each alone with `deterministic`, so that no result depends on its neighbours."""
-        return _token_budget(tokens.lengths, 0 if self._settings.deterministic else self._logprob_tokens)
+        return packing.runs_within(tokens.lengths, 0 if self._settings.deterministic else self._logprob_tokens)
 
     def _tokenised(self, batch: Batch) -> Batch:
         """Add `tokens` and `loss_mask`. Raises `EngineError` for a sample whose result would depend on its neighbours."""
@@ -666,8 +670,9 @@ class EmbeddedTrain(TrainEngine):
 
     def _terms(self, batch: Batch, loss: Loss) -> tuple[Tensor, dict[str, float], Agreement]:
         """Compute the loss's terms [T], with gradient; the sums of all metrics; and the agreement with the rollout engine."""
-        outputs = self._outputs(batch, self._pack(batch), self._top_ids(batch, loss) if TOP_LOGPROBS in loss.needs else 0)
-        return self._terms_of(batch, loss, outputs)
+        packed = self._pack(batch)
+        outputs = self._outputs(batch, packed, self._top_ids(batch, loss) if TOP_LOGPROBS in loss.needs else 0)
+        return self._terms_of(batch, loss, {**outputs, **(self._routers.rerouted(packed) if self._routers is not None else {})})
 
     def _terms_of(self, batch: Batch, loss: Loss, outputs: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, float], Agreement]:
         """As `_terms`, of outputs that are there."""
@@ -690,7 +695,7 @@ class EmbeddedTrain(TrainEngine):
     def _pack(self, batch: Batch) -> packing.Packed:
         share = self._flag("share_prompts", default=True)
         tokens, mask = batch.ragged("tokens"), batch.ragged("loss_mask")
-        experts = experts_of(batch) if self._routers is not None and not self._is_lent else None
+        experts = experts_of(batch) if self._mixture is not None and not self._is_lent else None
         return packing.pack(batch.ids, tokens, mask, device=self._settings.device, share_prompts=share, experts=experts)
 
     def _temperature(self, batch: Batch) -> Tensor | None:
@@ -826,11 +831,12 @@ class EmbeddedTrain(TrainEngine):
 
     def _monitored(self, batch: Batch, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Metrics of any loss: entropy, and how far the weights are from those that sampled the tokens."""
+        found = {name: outputs[name] for name in ("entropy", REROUTED) if name in outputs}
         if "logprobs" not in outputs or "logprobs" not in batch:
-            return {name: outputs[name] for name in ("entropy",) if name in outputs}
+            return found
         difference = outputs["logprobs"].detach() - self._column(batch, "logprobs", "the drift")
         ratio = difference.clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO).exp()
-        return {"entropy": outputs["entropy"], "logprob_diff_abs": difference.abs(), "ratio": ratio}
+        return {**found, "logprob_diff_abs": difference.abs(), "ratio": ratio}
 
     def _put(self, values: npt.NDArray[Any]) -> Tensor:
         if values.dtype == np.float64:
@@ -894,18 +900,6 @@ def _per_token(loss: Loss, name: str, value: Any, num_tokens: int) -> Tensor:
         shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise OpError(f"the loss {loss.name} must return one number a token, [{num_tokens}]; {name} is {shape}")
     return value
-
-
-def _token_budget(lengths: npt.NDArray[np.int64], budget: int) -> Iterator[npt.NDArray[np.int64]]:
-    """Split rows into runs of at most `budget` tokens, or of one sample."""
-    start, total = 0, 0
-    for row, length in enumerate(lengths.tolist()):
-        if row > start and total + length > budget:
-            yield np.arange(start, row)
-            start, total = row, 0
-        total += length
-    if start < len(lengths):
-        yield np.arange(start, len(lengths))
 
 
 def _empty_device_cache(device: str) -> None:

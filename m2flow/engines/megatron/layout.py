@@ -15,10 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from m2flow.errors import EngineError, did_you_mean
 from m2flow.recipe import Model
+
+if TYPE_CHECKING:
+    from m2flow.engines.models.routing import Mixture
 
 FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """Values of `model_type` whose weights have a place in Megatron's model."""
@@ -125,7 +128,9 @@ def check_before(model: Model, given: Mapping[str, object], num_ranks: int) -> N
 
     options = read(given)
     check_ranks(options, num_ranks)
-    check_model(config_of(model), options)
+    config = config_of(model)
+    check_model(config, options)
+    mixture_of(model, config)
 
 
 def check_ranks(options: Options, num_ranks: int) -> None:
@@ -196,12 +201,26 @@ def _divided(config: Any, options: Options) -> Iterator[tuple[str, int, str, int
             yield "tp * cp", options.tp * options.cp, field, heads
     yield "pp * vpp" if options.vpp > 1 else "pp", options.pp * options.vpp, "num_hidden_layers", int(config.num_hidden_layers)
     if experts:
+        if options.tp > 1 and not options.sequence_parallel:
+            raise EngineError(
+                "Megatron's experts are not computed on whole rows by several tensor ranks", now="Leave sequence_parallel out."
+            )
         yield "ep", options.ep, "number of experts", experts
         yield "etp" if options.etp else "tp", options.expert_tp, "width of an expert", expert_width(config)
     else:
         yield "tp", options.tp, "intermediate_size", int(config.intermediate_size)
         if options.ep > 1:
             raise EngineError(f"ep is {options.ep}, and a {config.model_type!r} model has no experts", now="Leave ep out.")
+
+
+def mixture_of(model: Model, config: Any) -> Mixture | None:
+    """The experts of a model. Raises `EngineError`: its routing should be replayed, and it has none."""
+    from m2flow.engines.models.routing import Mixture, not_a_mixture  # It loads torch.
+
+    count = num_experts(config)
+    if model.routing is not None and not count:
+        raise not_a_mixture(config.model_type)
+    return Mixture(int(config.num_hidden_layers), int(config.num_experts_per_tok), count) if count else None
 
 
 def num_experts(config: Any) -> int:

@@ -35,6 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from m2flow.engines.megatron.experts import Routing, route
 from m2flow.engines.megatron.layout import Options, expert_width, head_size, num_experts
 from m2flow.engines.megatron.names import SCALAR_HEAD, numbered
 from m2flow.engines.megatron.rows import PackedCoreAttention, PositionedRotary, RowNorm, Share
@@ -87,6 +88,8 @@ class Groups:
     """Ranks that have the same parameters, context-parallel ones among them."""
     expert_data: Any
     """Ranks that have the same parameters of experts."""
+    stages: Any
+    """Ranks that see the same rows: tensor-parallel ones, on all stages."""
 
     _open: ClassVar[list[Options]] = []
     """Layouts of the trainers in this process, which are all the same."""
@@ -122,6 +125,7 @@ class Groups:
             core().parallel_state.get_context_parallel_group(),
             core().parallel_state.get_data_parallel_group(with_context_parallel=True),
             core().parallel_state.get_expert_data_parallel_group(),
+            core().parallel_state.get_model_parallel_group(),
         )
 
     @classmethod
@@ -143,6 +147,8 @@ class Rows:
     recomputed."""
 
     share: Share
+    routing: Routing | None = None
+    """Of a mixture of experts."""
     qkv_format: str = "sbhd"
     """Rows, sequences, heads, size: not the format of cumulative lengths."""
     cp_group: None = None
@@ -318,6 +324,9 @@ class Built:
             vp_stage=vp_stage,
         )
         part.rotary_pos_emb = PositionedRotary(frequencies)
+        if self.config.num_moe_experts:
+            for layer in part.decoder.layers:
+                route(layer)
         if part.pre_process and self._padding is not None:
             part.embedding.register_forward_hook(self._without_padding, with_kwargs=True)
         if part.post_process and self._scalar is not None:

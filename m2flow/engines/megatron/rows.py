@@ -29,6 +29,8 @@ from m2flow.engines.models.packing import AttentionLayout, Packed, packed_attent
 class Share:
     """A context-parallel rank's part of a packed micro-batch."""
 
+    start: int
+    """Of all rows, its first."""
     input_ids: Tensor
     """int64 [1, R / cp]"""
     positions: Tensor
@@ -53,7 +55,7 @@ class Share:
 
         which = (packed.predictors >= start) & (packed.predictors < start + num_rows)
         layout = with_rows(packed.layout, packed.num_rows, num_more)
-        return cls(own(packed.input_ids), own(packed.position_ids)[0], layout, which, packed.predictors[which] - start)
+        return cls(start, own(packed.input_ids), own(packed.position_ids)[0], layout, which, packed.predictors[which] - start)
 
 
 def gathered(values: Tensor, share: Share, group: Any) -> Tensor:

@@ -22,6 +22,7 @@ Source: Shoeybi et al. 2019, arXiv:1909.08053; Narayanan et al. 2021, arXiv:2104
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -37,7 +38,8 @@ from torch import Tensor
 from m2flow.engines.contract import NO_AGREEMENT, Agreement, EngineSettings, Memory, Objective, Sums, TrainEngine, blended, bytes_on
 from m2flow.engines.distributed.ranks import RankedTrain, shares
 from m2flow.engines.megatron import head
-from m2flow.engines.megatron.layout import check_model, check_ranks, read
+from m2flow.engines.megatron.experts import Routing
+from m2flow.engines.megatron.layout import check_model, check_ranks, mixture_of, read
 from m2flow.engines.megatron.library import Built, Groups, Rows
 from m2flow.engines.megatron.names import SCALAR_HEAD, Weights, check_names
 from m2flow.engines.megatron.parts import Held, Parts
@@ -48,10 +50,11 @@ from m2flow.engines.models.hf_model import checkpoint_tensors, config_of, keep_f
 from m2flow.engines.models.model_probe import longest_sequence
 from m2flow.engines.models.optimizers import packed_state, unpacked_state
 from m2flow.engines.models.packing import Demonstrations
+from m2flow.engines.models.routing import REROUTED, Mixture, beside_experts
 from m2flow.engines.registry import built_in
 from m2flow.errors import EngineError, M2FlowError, unexpected
 from m2flow.recipe import TOP_LOGPROBS, AdamW, Loss, Model, Optimizer
-from m2flow.samples import Batch, group_keys
+from m2flow.samples import Batch, Ragged, group_keys
 
 _HEAD_LOGITS = 1 << 26
 """Logits that a rank has at a time: 256 MiB of float32."""
@@ -76,6 +79,8 @@ class Pass:
     """Found by the head."""
     mask: SamplingMask | None = None
     """What the tokens were drawn from, which `top` then has."""
+    routing: Routing | None = None
+    """Of a mixture of experts."""
     outputs: dict[str, Tensor] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     agreement: Agreement = NO_AGREEMENT
@@ -104,6 +109,8 @@ class MegatronTrain(RankedTrain):
         """What a loss raised."""
         self._away: list[tuple[Any, Tensor]] = []
         """Storages that are off the device, with what was in them."""
+        self._experts: Mixture | None = None
+        """Of a mixture of experts."""
 
     @property
     def _num_alike(self) -> int:
@@ -123,6 +130,7 @@ class MegatronTrain(RankedTrain):
         self._num_head_logits, self._is_exact = self._count("head_logits", _HEAD_LOGITS), self._flag("fp32_head", default=False)
         config = config_of(self._source)
         check_model(config, self._options)
+        self._experts = mixture_of(self._source, config)
         self._ranks.open(leave=Groups.leave)
         self._groups = Groups.join(self._options)
         model = self._together(self._loaded)
@@ -221,10 +229,15 @@ class MegatronTrain(RankedTrain):
             raise EngineError(f"top_k is {top}, and the model has {size} tokens", now="Take fewer than it has.")
         packed = self._pack(batch)
         share = Share.of(packed, self._groups.context, self._options.tp)
+        routing = None
+        if self._experts is not None:
+            part = (dist.get_rank(self._groups.tensor), self._options.tp) if self._options.splits_rows else (0, 1)
+            routing = Routing.of(packed, share, self._experts, part)
         if self._source.head != "lm":
-            return Pass(batch, packed, share, None, 0, loss, weight)
+            return Pass(batch, packed, share, None, 0, loss, weight, routing=routing)
         mask = self._sampling_mask(batch, top)
-        return Pass(batch, packed, share, self._temperature(batch), top if mask is None else mask.ids, loss, weight, mask=mask)
+        top = top if mask is None else mask.ids
+        return Pass(batch, packed, share, self._temperature(batch), top, loss, weight, mask=mask, routing=routing)
 
     def _run(self, passes: Sequence[Pass], *, forward_only: bool) -> None:
         """Send passes through the stages. Raises on every rank what a loss raised on one."""
@@ -233,7 +246,7 @@ class MegatronTrain(RankedTrain):
 
         def step(one: Pass) -> tuple[Rows, Any]:
             self._current = one
-            return Rows(one.share), lambda output: self._loss(one, output)
+            return Rows(one.share, one.routing), lambda output: self._loss(one, output)
 
         self._built.run(step, passes, forward_only=forward_only)
         self._together(self._raise_failure)
@@ -281,12 +294,16 @@ class MegatronTrain(RankedTrain):
             one.outputs = {}
 
     def _summed(self, passes: Sequence[Pass]) -> dict[str, float]:
-        """Sum metrics over passes, and over the ranks that report. Only these know the names."""
+        """Sum metrics over passes, and over the ranks that report. Only these know the names; of what routers did all have parts."""
         reporters = self._reporters
         names: list[str] = json.loads(self._ranks.words_of(reporters[0], json.dumps(list(passes[0].metrics))))
         is_reporter = self._ranks.rank in reporters
         counted = [one for one in passes if one.weight and is_reporter]
-        return self._ranks.total({name: math.fsum(one.metrics[name] * one.weight for one in counted) for name in names})
+        sums = {name: math.fsum(one.metrics[name] * one.weight for one in counted) for name in names}
+        if self._experts is not None and passes[0].packed.experts is not None:
+            own = [one.routing.share_rerouted(self._experts) * one.weight for one in passes if one.routing is not None]
+            sums[REROUTED] = math.fsum(own)
+        return self._ranks.total(sums)
 
     def apply(self, optimizer: Optimizer, denominator: float) -> Mapping[str, float]:
         assert self._built is not None
@@ -321,29 +338,63 @@ class MegatronTrain(RankedTrain):
 
     def _numbers(self, ordered: Batch, output: str, top_k: int) -> npt.NDArray[np.float64]:
         tokens, mask = ordered.ragged("tokens"), ordered.ragged("loss_mask")
+        if mixture := self._recorded(output, top_k):
+            return self._with_experts(ordered, output, mixture)
 
         def compute(runs: list[npt.NDArray[np.int64]]) -> list[npt.NDArray[Any]]:
             return self._read([ordered.take(rows) for rows in runs], output, top_k)
 
         return self._spread(ordered, tokens, mask, compute, self._width(output, top_k))
 
+    def _with_experts(self, ordered: Batch, output: str, mixture: Mixture) -> npt.NDArray[np.float64]:
+        """The output and the experts of all tokens: [tokens, 1 + layers * k]. A sample without masked tokens goes through no model."""
+        tokens, mask = ordered.ragged("tokens"), ordered.ragged("loss_mask")
+        found = np.full((len(tokens.values), self._width(output, 0)), -1.0)
+        found[:, 0] = 0.0
+        rows = np.flatnonzero(packing.num_masked(mask))
+        passed = ordered.take(rows)
+        own = passed.ragged("tokens")
+        everything = Ragged(np.ones(len(own.values), np.bool_), own.offsets)
+
+        def compute(runs: list[npt.NDArray[np.int64]]) -> list[npt.NDArray[Any]]:
+            return self._read([passed.take(run) for run in runs], output, recorded=mixture)
+
+        where = [np.arange(tokens.offsets[row], tokens.offsets[row + 1]) for row in rows.tolist()]
+        if where:
+            found[np.concatenate(where)] = self._spread(passed, own, everything, compute, found.shape[1])
+        return found
+
     def _scored(self, exchanges: Sequence[Batch]) -> list[npt.NDArray[Any]]:
         return self._read(exchanges, "values")
 
-    def _read(self, runs: Sequence[Batch], output: str, top_k: int = 0) -> list[npt.NDArray[Any]]:
-        """The numbers of each run, on the last stage; elsewhere nothing."""
+    def _read(self, runs: Sequence[Batch], output: str, top_k: int = 0, recorded: Mixture | None = None) -> list[npt.NDArray[Any]]:
+        """The numbers of each run, with the experts that are recorded beside them, on the last stage; elsewhere nothing."""
         more = -len(runs) % self._options.pp if self._options.vpp > 1 else 0
         passes = self._together(lambda: [self._pass(rows, top_k) for rows in (*runs, *[runs[0]] * more)])
         self._run(passes, forward_only=True)
+        passes = passes[: len(runs)]
+        chosen = [self._chosen(one, recorded) for one in passes] if recorded is not None else []
         if not self._groups.is_last_stage:
             return [np.zeros(0) for _ in runs]
         found = []
-        for one in passes[: len(runs)]:
+        for one, experts in itertools.zip_longest(passes, chosen):
             columns = [one.outputs[output][:, None].double()]
             if one.top_ids is not None:
                 columns += [one.top_ids.double(), one.outputs[TOP_LOGPROBS].double()]
-            found.append(torch.cat(columns, 1).cpu().numpy())
+            numbers = torch.cat(columns, 1).cpu().numpy()
+            if recorded is not None:
+                numbers = beside_experts(numbers, one.batch.ragged("loss_mask"), (one.packed, experts), recorded)
+            found.append(numbers)
         return found
+
+    def _chosen(self, one: Pass, mixture: Mixture) -> Tensor:
+        """The experts of a pass's rows, from the ranks that have some of them, or of its layers. Collective."""
+        assert one.routing is not None
+        return one.routing.everywhere(one.packed.num_rows, mixture, (self._groups.stages, self._groups.context))
+
+    @property
+    def _mixture(self) -> Mixture | None:
+        return self._experts if self._source.routing is not None else None
 
     # Weights and states
 

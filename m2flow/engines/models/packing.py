@@ -21,7 +21,7 @@ Limit: attention over a shared prompt is computed for each sample; only linear l
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -237,6 +237,18 @@ def num_masked(loss_mask: Ragged) -> IdArray:
     counts = np.concatenate(([0], np.cumsum(loss_mask.values.astype(np.int64))))
     found: IdArray = counts[loss_mask.offsets[1:]] - counts[loss_mask.offsets[:-1]]
     return found
+
+
+def runs_within(lengths: IdArray, budget: int) -> Iterator[IdArray]:
+    """Split samples, by their places, into runs of at most `budget` tokens, or of one sample."""
+    start, total = 0, 0
+    for row, length in enumerate(lengths.tolist()):
+        if row > start and total + length > budget:
+            yield np.arange(start, row)
+            start, total = row, 0
+        total += length
+    if start < len(lengths):
+        yield np.arange(start, len(lengths))
 
 
 def check_model(model: PreTrainedModel, head: str = "lm") -> tuple[int, str]:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
@@ -37,6 +38,18 @@ from m2flow.samples import ROUTED_EXPERTS, Batch, Ragged, compact_experts, expan
 # Shapes: R rows of a pass, T tokens of a batch, L routers of the model, k experts of a token, E experts of a layer.
 
 
+@dataclass(frozen=True)
+class Mixture:
+    """How many experts a model chooses from, and where."""
+
+    num: int
+    """Routers of the model, L."""
+    num_of_token: int
+    """Experts of a token at each router, k."""
+    num_experts: int
+    """Experts of a layer, E."""
+
+
 @final
 class Routers:
     """The routers of one model, in the order of its layers. Their `forward` is wrapped; classes, names and hooks stay as they are."""
@@ -46,7 +59,7 @@ class Routers:
         self._kind = config.model_type
         found = [(name, module) for name, module in model.named_modules() if type(module).__name__.endswith("Router")]
         if not found:
-            raise EngineError(f"a {self._kind!r} model is no mixture of experts whose routing can be replayed", now=LEAVE_OUT)
+            raise not_a_mixture(self._kind)
         self.num_experts = max(int(getattr(module, "num_experts", 0) or module.weight.shape[0]) for _, module in found)
         self._layers = [next((int(part) for part in name.split(".") if part.isdigit()), -1) for name, _ in found]
         self._num_layers = int(config.num_hidden_layers)
@@ -54,12 +67,19 @@ class Routers:
         """Experts of a token; known after `check`."""
         self._given: Tensor | None = None
         self._made: list[Tensor | None] = [None] * len(found)
+        self._own: list[Tensor | None] = [None] * len(found)
+        """What the routers would have chosen."""
         for i, (_, module) in enumerate(found):
             module.forward = functools.partial(self._route, i, module.forward)
 
     @property
     def num(self) -> int:
         return len(self._made)
+
+    @property
+    def mixture(self) -> Mixture:
+        """After `check`."""
+        return Mixture(self.num, self.num_of_token, self.num_experts)
 
     def use(self, experts: Tensor | None) -> None:
         """Set the experts of the rows of the next pass and its recomputations, int64 [R, L, k], -1 where unknown. None: the model's own.
@@ -69,11 +89,10 @@ class Routers:
         """
         if experts is not None and experts.shape[1] != self.num:
             if experts.shape[1] != self._num_layers:
-                what = f"experts of {experts.shape[1]} layers came for a {self._kind!r} model with {self.num} routers"
-                raise EngineError(what, now="Do trainer and rollout engine load the same model?")
+                check_layers(experts, self.mixture)
             experts = experts[:, self._layers]  # A server reports layers without experts, too.
         self._given = experts
-        self._made = [None] * self.num
+        self._made, self._own = [None] * self.num, [None] * self.num
 
     def chosen(self) -> Tensor:
         """The experts of the last pass, int64 [R, L, k].
@@ -85,6 +104,15 @@ class Routers:
         if len(made) < self.num or len({one.shape for one in made}) > 1:
             raise EngineError(f"a router of a {self._kind!r} model makes no one choice of experts for each token", now=LEAVE_OUT)
         return torch.stack(made, 1)
+
+    def rerouted(self, packed: Packed) -> dict[str, Tensor]:
+        """For each predicted token of the last pass, the share of routers that would have chosen other experts than those given for the row
+        that predicts it: float32 [T], as `REROUTED`. Nothing, if none were given."""
+        if packed.experts is None:
+            return {}
+        made = [(one, own) for one, own in zip(self._made, self._own, strict=True) if one is not None and own is not None]
+        others = torch.stack([are_others(own, chosen) for chosen, own in made], 1).float().mean(1)
+        return {REROUTED: others[packed.predictors]}
 
     def check(self, run: Callable[[], Tensor]) -> None:
         """Prove on a pass, called `run`, that choices are recorded, and that others take effect.
@@ -112,7 +140,7 @@ class Routers:
 
     def choice(self, i: int, scores: Tensor, found: Any) -> Any:
         """What router i gets of its top k: recorded, and with given experts in their place."""
-        experts = found.indices
+        experts = self._own[i] = found.indices
         if self._given is not None:
             given = self._given[:, i].to(experts.device)
             if given.shape != experts.shape:
@@ -139,7 +167,27 @@ class _Choice(TorchFunctionMode):  # type: ignore[misc]
         return self._routers.choice(self._i, scores, found) if scores.ndim == 2 and scores.shape[1] == self._routers.num_experts else found
 
 
+REROUTED = "rerouted"
+"""Metric of an update that replays: the share of its tokens' layers in which the weights of now would have chosen other experts."""
 LEAVE_OUT = "Leave replay_routing out."
+
+
+def not_a_mixture(kind: str) -> EngineError:
+    return EngineError(f"a {kind!r} model is no mixture of experts whose routing can be replayed", now=LEAVE_OUT)
+
+
+def check_layers(experts: Tensor, mixture: Mixture) -> None:
+    """Check that experts, int [R, layers, k], are of such a model. Raises `EngineError`."""
+    if experts.shape[1:] != (mixture.num, mixture.num_of_token):
+        what = (
+            f"{experts.shape[2]} experts in {experts.shape[1]} layers came for a model with {mixture.num_of_token} at {mixture.num} routers"
+        )
+        raise EngineError(what, now="Do trainer and rollout engine load the same model?")
+
+
+def are_others(own: Tensor, chosen: Tensor) -> Tensor:
+    """Whether rows go to other experts than their own, whatever the order: int [R, k] twice to bool [R]."""
+    return (own.sort(-1).values != chosen.sort(-1).values).any(-1)
 
 
 # ---- of a trainer: between the tokens of a batch and the rows of a pass
@@ -162,22 +210,26 @@ def experts_of(batch: Batch) -> Ragged | None:
     return Ragged(expanded_experts(column.values), column.offsets)
 
 
-def beside_experts(numbers: npt.NDArray[np.float64], mask: Ragged, packed: Packed | None, routers: Routers) -> npt.NDArray[np.float64]:
-    """Put the numbers of masked tokens and the experts of the last pass side by side: [tokens, 1 + L k], for each of a batch's tokens.
+def beside_experts(
+    numbers: npt.NDArray[np.float64], mask: Ragged, passed: tuple[Packed, Tensor] | None, mixture: Mixture
+) -> npt.NDArray[np.float64]:
+    """Put the numbers of masked tokens and the experts of a pass side by side: [tokens, 1 + L k], for each of a batch's tokens.
 
     Args:
-        numbers: [T, 1], of the tokens under the mask. packed: what was passed; None: nothing, so that no experts are known.
+        numbers: [T, 1], of the tokens under the mask.
+        passed: what went through the model, and the experts of its rows, int [R, L, k]. None: nothing, so that no experts are known.
     """
-    found = np.full((len(mask.values), 1 + routers.num * routers.num_of_token), -1.0)
+    found = np.full((len(mask.values), 1 + mixture.num * mixture.num_of_token), -1.0)
     found[:, 0] = 0.0
     found[mask.values.astype(bool), 0] = numbers[:, 0]
-    if packed is not None:
+    if passed is not None:
+        packed, chosen = passed
         has_row = packed.row_of_token >= 0
-        found[has_row, 1:] = routers.chosen().flatten(1).cpu().numpy()[packed.row_of_token[has_row]]
+        found[has_row, 1:] = chosen.flatten(1).cpu().numpy()[packed.row_of_token[has_row]]
     return found
 
 
-def column_of(found: npt.NDArray[np.float64], offsets: npt.NDArray[np.int64], routers: Routers) -> Ragged:
+def column_of(found: npt.NDArray[np.float64], offsets: npt.NDArray[np.int64], mixture: Mixture) -> Ragged:
     """The column of experts that `beside_experts` found."""
-    experts = found[:, 1:].astype(np.int16).reshape(len(found), routers.num, routers.num_of_token)
-    return Ragged(compact_experts(experts, routers.num_experts), offsets)
+    experts = found[:, 1:].astype(np.int16).reshape(len(found), mixture.num, mixture.num_of_token)
+    return Ragged(compact_experts(experts, mixture.num_experts), offsets)

@@ -24,8 +24,8 @@ from m2flow.engines.embedded.trainer import EmbeddedTrain
 from m2flow.engines.models.hf_model import load_model
 from m2flow.engines.models.model_export import export_model
 from m2flow.errors import EngineError, M2FlowError
-from m2flow.recipe import AdamW, Loss, Model
-from m2flow.samples import Batch, Ragged, make_ids
+from m2flow.recipe import AdamW, Loss, Model, Routing
+from m2flow.samples import ROUTED_EXPERTS, Batch, Ragged, compact_experts, expanded_experts, make_ids
 from m2flow.testing.mirrored import Followers, Mirrored
 from m2flow.testing.train_suite import DISTILL, LINEAR, PPO, VALUE, copied, samples, started
 
@@ -247,6 +247,113 @@ def test_a_critic_takes_the_policys_weights_and_keeps_its_head(name: str, layout
     assert apart({key: one for key, one in taken.items() if key in given}, {key: given[key] for key in taken if key in given}) == 0
     assert set(taken) - set(given) == {"score.weight", "score.bias"}
     assert all((taken[key] == before[key]).all() for key in ("score.weight", "score.bias"))
+
+
+MIXTURES: dict[int, list[tuple[str, Layout]]] = {
+    1: [("qwen3_moe", {}), ("unnormalised", {"recompute": "full"}), ("mixtral", {})],
+    2: [
+        ("qwen3_moe", {"ep": 2}),
+        ("mixtral", {"tp": 2, "ep": 2, "etp": 1}),
+        ("unnormalised", {"pp": 2, "vpp": 2, "micro_batches": 4, "recompute": "full"}),
+        ("qwen3_moe", {"cp": 2, "recompute": "selective"}),
+    ],
+    4: [("qwen3_moe", {"tp": 2, "pp": 2, "vpp": 2, "ep": 2, "etp": 1, "recompute": "full"})],
+}
+REPLAYED = [pytest.param(name, layout, id=f"{name}-{layout}") for name, layout in MIXTURES[RANKS]]
+
+
+def sent_elsewhere(batch: Batch, num_layers: int = 4, num_experts: int = 4) -> Batch:
+    """Each token's experts drawn, which are seldom those that the weights would choose; some tokens, and all of two samples, without."""
+    rng, tokens = np.random.default_rng(7), batch.ragged("tokens")
+    drawn = rng.permuted(np.tile(np.arange(num_experts), (len(tokens.values), num_layers, 1)), axis=-1)[..., :2].astype(np.int16)
+    drawn[rng.random(len(drawn)) < 0.1] = -1
+    for row in (0, 5):
+        drawn[tokens.offsets[row] : tokens.offsets[row + 1]] = -1
+    return batch.with_columns(**{ROUTED_EXPERTS: Ragged(compact_experts(drawn, num_experts), tokens.offsets)})
+
+
+def replay_history(engine: TrainEngine, batch: Batch) -> dict[str, Any]:
+    with started(engine):
+        first = copied(engine)
+        read = engine.logprobs(batch)
+        sums = [engine.accumulate(batch.take(rows), PPO) for rows in (np.arange(9), np.arange(9, len(batch)))]
+        norm = engine.apply(LINEAR, 7.0)["grad_norm"]
+        moved = copied(engine)
+        for _ in range(2):
+            train(engine, batch)
+        last = copied(engine)
+    return {
+        "logprobs": {"": np.asarray(read.ragged("reference_logprobs").values)},
+        "experts": read.ragged(ROUTED_EXPERTS) if ROUTED_EXPERTS in read else None,
+        "sums": {name: sum(one.metrics[name] for one in sums) for name in sums[0].metrics},
+        "share": sum(one.metrics.get("rerouted", 0.0) for one in sums) / sum(one.num_tokens for one in sums),
+        "norm": norm,
+        "gradients": {name: first[name] - moved[name] for name in first},
+        "steps": {name: last[name] - moved[name] for name in first},
+    }
+
+
+@pytest.mark.parametrize("routing", ["rollout", "trainer"])
+@pytest.mark.parametrize(("name", "layout"), REPLAYED)
+def test_experts_are_replayed_and_recorded_as_by_the_embedded_trainer(
+    name: str, layout: Layout, routing: Routing, followers: Followers, tmp_path: Path
+) -> None:
+    """Experts of a record, from a rollout or from the pass before the update; with most tokens other ones than the weights would choose."""
+    model = replace(small(name, tmp_path / "model"), routing=routing)
+    batch = sent_elsewhere(batch_of(model))
+    expected = replay_history(EmbeddedTrain(model, EngineSettings()), batch)
+    found = replay_history(spread(model, layout, followers), batch)
+    assert 0.5 < found["share"] < 0.95
+    assert apart(found["logprobs"], expected["logprobs"]) < 1e-5
+    assert set(expected["sums"]) == set(found["sums"])
+    for key, value in expected["sums"].items():
+        assert found["sums"][key] == pytest.approx(value, rel=1e-5, abs=1e-5), key
+    largest = max(float(np.abs(one).max()) for one in expected["gradients"].values())
+    assert apart(found["gradients"], expected["gradients"]) < 1e-5 * largest
+    assert found["norm"] == pytest.approx(expected["norm"], rel=1e-5)
+    assert apart(found["steps"], expected["steps"]) < 1e-6
+    assert (routing == "trainer") == (found["experts"] is not None)
+    if found["experts"] is not None:
+        recorded, known = (expanded_experts(one["experts"].values) for one in (found, expected))
+        assert (np.sort(recorded, -1) == np.sort(known, -1)).all()
+    plain = replay_history(EmbeddedTrain(replace(model, routing=None), EngineSettings()), batch)
+    assert apart(plain["gradients"], expected["gradients"]) > 1e-2 * largest, "without replay the gradient is another"
+
+
+@pytest.mark.parametrize(("name", "layout"), REPLAYED[-2:])
+def test_the_pass_before_an_update_records_what_the_update_replays(name: str, layout: Layout, followers: Followers, tmp_path: Path) -> None:
+    """Also of samples that no token is predicted of, and for weights that have changed since."""
+    model = replace(small(name, tmp_path / "model"), routing="trainer")
+    batch = batch_of(model)
+    mask = batch.ragged("loss_mask")
+    values = mask.values.copy()
+    values[mask.offsets[3] : mask.offsets[4]] = False
+    batch = batch.with_columns(loss_mask=Ragged(values, mask.offsets))
+    found = []
+    for engine in (EmbeddedTrain(model, EngineSettings(deterministic=True)), spread(model, layout, followers, deterministic=True)):
+        with started(engine):
+            read = engine.logprobs(batch)
+            with_experts = batch.join(read.only((ROUTED_EXPERTS,)))
+            nothing = engine.accumulate(with_experts, PPO).metrics["rerouted"]
+            engine.apply(AdamW(lr=0.05), 7.0)
+            something = engine.accumulate(with_experts, PPO).metrics["rerouted"]
+            norm = engine.apply(STEP, 7.0)["grad_norm"]
+            found.append((np.asarray(read.ragged("reference_logprobs").values), nothing, something, norm))
+            experts = expanded_experts(read.ragged(ROUTED_EXPERTS).values)
+            assert (experts[mask.offsets[3] : mask.offsets[4]] == -1).all()
+    assert found[0][1] == found[1][1] == 0 < found[1][2]
+    assert np.abs(found[1][0] - found[0][0]).max() < 1e-5
+    assert found[1][2:] == pytest.approx(found[0][2:], rel=1e-3)
+
+
+@pytest.mark.skipif(RANKS != 2, reason="of two ranks")
+def test_experts_of_another_model_are_refused_on_every_rank(followers: Followers, tmp_path: Path) -> None:
+    model = replace(small("qwen3_moe", tmp_path / "model"), routing="rollout")
+    batch = batch_of(model)
+    with started(spread(model, {"pp": 2}, followers)) as engine:
+        with pytest.raises(EngineError, match="2 experts in 3 layers came for a model with 2 at 4 routers"):
+            engine.accumulate(sent_elsewhere(batch, num_layers=3), PPO)
+        assert engine.accumulate(sent_elsewhere(batch), PPO).metrics["rerouted"] > 0
 
 
 @pytest.mark.skipif(RANKS != 2, reason="of two ranks")

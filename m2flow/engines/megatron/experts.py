@@ -1,0 +1,117 @@
+"""Which experts the rows of a pass go to, on a rank: replayed from a record, recorded, and counted.
+
+    a pass's rows --packed_seq_params--> each layer --its `RouterReplay`--> the top k of the current logits, or the given experts
+                                                                            gates are of the current logits
+
+A layer tells its router before it runs which pass it runs, also when it is computed again in the backward pass, so neither the order of
+interleaved stages nor recomputation mixes passes up. (Megatron's own replay is a queue for each router, filled in the schedule's order.)
+What replay is for, and whose idea it is, says `m2flow.engines.models.routing`.
+
+Shapes: R rows of a packed micro-batch, T predicted tokens, L layers, k experts of a token, E experts of a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from m2flow.engines.megatron.rows import Share
+from m2flow.engines.models.packing import Packed
+from m2flow.engines.models.routing import Mixture, are_others, check_layers
+
+
+@dataclass(eq=False)
+class Routing:
+    """The experts of a rank's rows of one pass. Of the rows of its context-parallel rank these are a part where tensor ranks split them."""
+
+    start: int
+    """Of all rows, the first."""
+    num_tokens: Tensor
+    """float32 [rows]: how many predicted tokens each predicts."""
+    given: Tensor | None
+    """int64 [rows, L, k]: those that are replayed, -1 where unknown. None: the model's own."""
+    chosen: dict[int, Tensor] = field(default_factory=dict)
+    """By layer, where this rank has it: int64 [rows, k]."""
+    num_rerouted: dict[int, Tensor] = field(default_factory=dict)
+    """By layer, the tokens for which the router would have chosen others."""
+
+    @classmethod
+    def of(cls, packed: Packed, share: Share, mixture: Mixture, part: tuple[int, int]) -> Routing:
+        """Of a share's rows.
+
+        Args:
+            part: which of how many parts tensor ranks split them into.
+        Raises:
+            EngineError: the given experts are of another model.
+        """
+        number, count = part
+        size = len(share.positions) // count
+        start = share.start + number * size
+        num_tokens = torch.bincount(share.predictors, minlength=len(share.positions)).float()
+        given = None
+        if packed.experts is not None:
+            check_layers(packed.experts, mixture)
+            given = packed.experts.new_full((size, *packed.experts.shape[1:]), -1)  # Rows that fill up are the model's own.
+            known = packed.experts[start : start + size]
+            given[: len(known)] = known
+        return cls(start, num_tokens[number * size : (number + 1) * size], given)
+
+    def choose(self, layer: int, own: Tensor) -> Tensor:
+        """The experts of a layer's rows, [rows, k], where the router itself would choose `own`."""
+        chosen = own
+        if self.given is not None:
+            given = self.given[:, layer]
+            chosen = given.where((given >= 0).all(-1, keepdim=True), own)
+            self.num_rerouted[layer] = (are_others(own, chosen) * self.num_tokens).sum()
+        self.chosen[layer] = chosen
+        return chosen
+
+    def share_rerouted(self, mixture: Mixture) -> float:
+        """The sum over this rank's predicted tokens and layers of whether others were chosen, divided by L."""
+        counts = list(self.num_rerouted.values())
+        return float(torch.stack(counts).sum()) / mixture.num if counts else 0.0
+
+    def everywhere(self, num_rows: int, mixture: Mixture, groups: Sequence[Any]) -> Tensor:
+        """The experts of all rows in all layers, int32 [R, L, k]. Collective in each of the groups, whose ranks have some of them."""
+        found = torch.zeros(num_rows, mixture.num, mixture.num_of_token, dtype=torch.int32, device=self.num_tokens.device)
+        for layer, chosen in self.chosen.items():
+            own = chosen[: max(num_rows - self.start, 0)]
+            found[self.start : self.start + len(own), layer] = own.int()
+        for group in groups:
+            dist.all_reduce(found, group=group)
+        return found
+
+
+class Replay:
+    """In the place of Megatron's `RouterReplay` at one router."""
+
+    def __init__(self, layer: int) -> None:
+        self._layer = layer
+        self.routing: Routing | None = None
+        """Of the pass that is being computed."""
+
+    def get_replay_topk(
+        self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, default_compute_topk: Callable[..., Any]
+    ) -> tuple[Tensor, Tensor]:
+        """What the router gets of its top k, [rows, k]: scores and experts."""
+        values, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        if self.routing is None:
+            return values, own
+        chosen = self.routing.choose(self._layer, own)
+        return (values, own) if chosen is own else (scores.gather(1, chosen), chosen)
+
+
+def route(layer: Any) -> None:
+    """Have one of Megatron's layers tell its router whose rows it computes, each time that it runs."""
+    replay = Replay(layer.layer_number - 1)
+    layer.mlp.router.router_replay = replay
+
+    def tell(_: Any, __: Any, given: Mapping[str, Any]) -> None:
+        replay.routing = given["packed_seq_params"].routing
+
+    layer.register_forward_pre_hook(tell, with_kwargs=True)
