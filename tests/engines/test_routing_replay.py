@@ -217,11 +217,12 @@ def check_against_embedded(engine: TrainEngine, model: Model, batch: Batch) -> N
         with started(one):
             before = one.logprobs(batch)
             sums = [one.accumulate(batch.take(np.array(rows)), Objective(NLL)) for rows in ((0, 1), (2, 3))]
-            norm = one.apply(AdamW(lr=1e-3), 10.0)["grad_norm"]
+            applied = one.apply(AdamW(lr=1e-3), 10.0)
+            numbers = [applied[name] for name in ("grad_norm", "expert_load/max", "expert_load/min", "expert_load/idle")]
             experts = before.ragged(ROUTED_EXPERTS).values if ROUTED_EXPERTS in before else np.zeros(0)
             loss, rerouted = (sum(each.metrics[name] for each in sums) for name in ("loss", "rerouted"))
             assert rerouted > 0.9 * sum(each.num_tokens for each in sums), "other_experts gives almost each token others than its own"
-            found.append((before.ragged("reference_logprobs").values, loss, rerouted, norm, experts))
+            found.append((before.ragged("reference_logprobs").values, loss, rerouted, numbers, experts))
     for expected, seen in zip(*found, strict=True):
         np.testing.assert_allclose(seen, expected, rtol=1e-4, atol=1e-4)
 

@@ -433,6 +433,9 @@ class DeepSpeedTrain(RankedTrain):
         self._is_away = False
 
     def apply(self, optimizer: Optimizer, denominator: float) -> Mapping[str, float]:
+        return {**self._applied(optimizer, denominator), **self._expert_loads()}
+
+    def _applied(self, optimizer: Optimizer, denominator: float) -> Mapping[str, float]:
         if not isinstance(optimizer, AdamW) or optimizer.groups:
             self.discard()
             raise EngineError(f"the train engine {self.name!r} has no {optimizer}", now="Use AdamW, without groups of weights.")
@@ -502,6 +505,8 @@ class DeepSpeedTrain(RankedTrain):
     def discard(self) -> None:
         if self._num_pending:
             self._step()  # With nothing due, it only clears.
+        if self._routers is not None:
+            self._routers.loads.taken()
 
     def save(self, path: str) -> None:
         """Save in the embedded trainer's format; any number of ranks can go on from it, in any stage."""

@@ -97,7 +97,8 @@ class FsdpTrain(RankedTrain):
     def apply(self, optimizer: Optimizer, denominator: float) -> Mapping[str, float]:
         if self._mesh is not None:
             tensor_parallel.add_up(self._summed, self._mesh)
-        return self._together(lambda: super(FsdpTrain, self).apply(optimizer, denominator))
+        stepped = self._together(lambda: self._optimizers.step(optimizer, denominator))
+        return {**stepped, **self._expert_loads()}
 
     def _whole(self, tensor: Tensor) -> AbstractContextManager[Tensor]:
         return contextlib.nullcontext(whole(tensor).detach())

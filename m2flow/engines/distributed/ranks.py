@@ -236,13 +236,20 @@ class RankedTrain(EmbeddedTrain):
         metrics, agreement = dict[str, float](), NO_AGREEMENT
         if num_masked.any():
             own, weight = self._share(batch, num_masked, is_whole="group_ids" in objective.loss.needs)
-            terms, metrics, of_own = self._together(lambda: self._terms(own, objective.loss))
+            terms, metrics, of_own = self._together(lambda: self._terms(own, objective.loss, counts=weight > 0))
             self._backward(terms.sum() * weight)
             counted = weight if self._ranks.rank in self._reporters else 0.0
             metrics = self._ranks.total({name: value * counted for name, value in metrics.items()})
             if "same_weights" in batch:
                 agreement = self._agreed(of_own if counted else NO_AGREEMENT)
         return Sums(len(batch), int(num_masked.sum()), len(batch.ragged("tokens").values), metrics, agreement)
+
+    def _total(self, counts: Tensor) -> Tensor:
+        """The sum over the ranks; of each share as often as there are ranks that see it. A rank that had no part of them may bring none."""
+        rows, columns = (self._ranks.most(size) for size in counts.shape)
+        found = counts.to(self._settings.device) if counts.numel() else torch.zeros(rows, columns, device=self._settings.device)
+        dist.all_reduce(found, group=self._ranks.group)
+        return found
 
     def _agreed(self, own: Agreement) -> Agreement:
         """Combine the agreements of all ranks' samples, in the order of ranks."""

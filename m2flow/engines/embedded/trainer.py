@@ -56,6 +56,7 @@ from m2flow.engines.models import lora, packing, trainer_checkpoint
 from m2flow.engines.models.constraints import SamplingMask
 from m2flow.engines.models.hf_model import (
     checkpoint_tensors,
+    empty_cache,
     groups_of_weights,
     keep_freed_memory,
     load_model,
@@ -65,7 +66,7 @@ from m2flow.engines.models.hf_model import (
 )
 from m2flow.engines.models.optimizers import Optimizers
 from m2flow.engines.models.packing import Demonstrations
-from m2flow.engines.models.routing import REROUTED, Mixture, Routers, beside_experts, checked_routers, column_of, experts_of
+from m2flow.engines.models.routing import REROUTED, Mixture, Routers, beside_experts, checked_routers, column_of, experts_of, load_metrics
 from m2flow.engines.models.trainer_checkpoint import spread_like
 from m2flow.engines.registry import built_in
 from m2flow.errors import EngineError, OpError, is_out_of_memory
@@ -426,7 +427,7 @@ class EmbeddedTrain(TrainEngine):
     def stop(self) -> None:
         self._model = None
         self._optimizers = Optimizers([])
-        _empty_device_cache(self._settings.device)
+        empty_cache(self._settings.device)
 
     def onload(self) -> None:
         self._move(self._settings.device)
@@ -434,7 +435,7 @@ class EmbeddedTrain(TrainEngine):
     def offload(self) -> None:
         if torch.device(self._settings.device).type != "cpu":
             self._move("cpu")
-            _empty_device_cache(self._settings.device)
+            empty_cache(self._settings.device)
 
     def memory(self) -> Memory:
         if self._model is None:
@@ -450,7 +451,7 @@ class EmbeddedTrain(TrainEngine):
         return self._optimizers.tensors()
 
     def rest(self) -> None:
-        _empty_device_cache(self._settings.device)
+        empty_cache(self._settings.device)
 
     def accumulate(self, batch: Batch, objective: Objective) -> Sums:
         batch = self._to_train(batch, objective.loss)
@@ -461,10 +462,20 @@ class EmbeddedTrain(TrainEngine):
         return Sums(len(batch), num_tokens, len(batch.ragged("tokens").values), metrics, agreement)
 
     def apply(self, optimizer: Optimizer, denominator: float) -> Mapping[str, float]:
-        return self._optimizers.step(optimizer, denominator)
+        return {**self._optimizers.step(optimizer, denominator), **self._expert_loads()}
+
+    def _expert_loads(self) -> dict[str, float]:
+        """What routers did since the last step. Collective where there are ranks."""
+        return {} if self._routers is None else load_metrics(self._total(self._routers.loads.taken()))
+
+    def _total(self, counts: Tensor) -> Tensor:
+        """The sum over ranks."""
+        return counts
 
     def discard(self) -> None:
         self._optimizers.clear_gradients()
+        if self._routers is not None:
+            self._routers.loads.taken()
 
     def logprobs(self, batch: Batch) -> Batch:
         self._check_head("lm", "log-probabilities")
@@ -668,11 +679,12 @@ class EmbeddedTrain(TrainEngine):
     def _fill(self, tensor: Tensor, value: Tensor) -> None:
         tensor.copy_(spread_like(value, tensor))
 
-    def _terms(self, batch: Batch, loss: Loss) -> tuple[Tensor, dict[str, float], Agreement]:
+    def _terms(self, batch: Batch, loss: Loss, *, counts: bool = True) -> tuple[Tensor, dict[str, float], Agreement]:
         """Compute the loss's terms [T], with gradient; the sums of all metrics; and the agreement with the rollout engine."""
         packed = self._pack(batch)
         outputs = self._outputs(batch, packed, self._top_ids(batch, loss) if TOP_LOGPROBS in loss.needs else 0)
-        return self._terms_of(batch, loss, {**outputs, **(self._routers.rerouted(packed) if self._routers is not None else {})})
+        routed = {} if self._routers is None else self._routers.counted(packed, counts=counts)
+        return self._terms_of(batch, loss, {**outputs, **routed})
 
     def _terms_of(self, batch: Batch, loss: Loss, outputs: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, float], Agreement]:
         """As `_terms`, of outputs that are there."""
@@ -900,11 +912,6 @@ def _per_token(loss: Loss, name: str, value: Any, num_tokens: int) -> Tensor:
         shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise OpError(f"the loss {loss.name} must return one number a token, [{num_tokens}]; {name} is {shape}")
     return value
-
-
-def _empty_device_cache(device: str) -> None:
-    if torch.device(device).type == "cuda":
-        torch.cuda.empty_cache()
 
 
 class AdapterReference(TrainEngine):

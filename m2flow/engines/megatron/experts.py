@@ -22,7 +22,7 @@ from torch import Tensor
 
 from m2flow.engines.megatron.rows import Share
 from m2flow.engines.models.packing import Packed
-from m2flow.engines.models.routing import Mixture, are_others, check_layers
+from m2flow.engines.models.routing import Loads, Mixture, are_others, check_layers
 
 
 @dataclass(eq=False)
@@ -70,6 +70,11 @@ class Routing:
             self.num_rerouted[layer] = (are_others(own, chosen) * self.num_tokens).sum()
         self.chosen[layer] = chosen
         return chosen
+
+    def count(self, loads: Loads, mixture: Mixture) -> None:
+        """Add this rank's predicted tokens to the loads of the experts."""
+        for layer, chosen in self.chosen.items():
+            loads.add(layer, chosen, self.num_tokens, mixture)
 
     def share_rerouted(self, mixture: Mixture) -> float:
         """The sum over this rank's predicted tokens and layers of whether others were chosen, divided by L."""

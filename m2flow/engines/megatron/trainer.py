@@ -46,11 +46,19 @@ from m2flow.engines.megatron.parts import Held, Parts
 from m2flow.engines.megatron.rows import Share, gathered
 from m2flow.engines.models import packing, trainer_checkpoint
 from m2flow.engines.models.constraints import SamplingMask
-from m2flow.engines.models.hf_model import checkpoint_tensors, config_of, keep_freed_memory, load_model, load_tokenizer, use_threads
+from m2flow.engines.models.hf_model import (
+    checkpoint_tensors,
+    config_of,
+    empty_cache,
+    keep_freed_memory,
+    load_model,
+    load_tokenizer,
+    use_threads,
+)
 from m2flow.engines.models.model_probe import longest_sequence
 from m2flow.engines.models.optimizers import packed_state, unpacked_state
 from m2flow.engines.models.packing import Demonstrations
-from m2flow.engines.models.routing import REROUTED, Mixture, beside_experts
+from m2flow.engines.models.routing import REROUTED, Loads, Mixture, beside_experts, load_metrics
 from m2flow.engines.registry import built_in
 from m2flow.errors import EngineError, M2FlowError, unexpected
 from m2flow.recipe import TOP_LOGPROBS, AdamW, Loss, Model, Optimizer
@@ -111,6 +119,8 @@ class MegatronTrain(RankedTrain):
         """Storages that are off the device, with what was in them."""
         self._experts: Mixture | None = None
         """Of a mixture of experts."""
+        self._loads = Loads()
+        """Of its experts, by this rank's tokens since the last step."""
 
     @property
     def _num_alike(self) -> int:
@@ -187,8 +197,7 @@ class MegatronTrain(RankedTrain):
         self._num_pending = 0
         for name in ("_parts", "_weights", "_groups", "_vocabulary"):
             self.__dict__.pop(name, None)
-        if torch.device(self._settings.device).type == "cuda":
-            torch.cuda.empty_cache()
+        empty_cache(self._settings.device)
         self._ranks.close()
 
     # Training
@@ -202,6 +211,9 @@ class MegatronTrain(RankedTrain):
             passes = self._together(lambda: self._cut(own, weight, loss))
             self._num_pending += 1
             self._run(passes, forward_only=False)
+            for one in passes:
+                if one.routing is not None and self._experts is not None and one.weight:
+                    one.routing.count(self._loads, self._experts)
             metrics = self._summed(passes)
             if "same_weights" in batch:
                 agreement = self._agreed(Agreement.of_all([one.agreement for one in passes if one.weight]))
@@ -322,12 +334,16 @@ class MegatronTrain(RankedTrain):
                     f"the gradient is not finite (its norm is {norm}); the weights were left as they were",
                     now="Look for infinite losses or advantages, and for a learning rate that is too high.",
                 )
-            return {"grad_norm": norm, "lr": rate, **further}
+            return {"grad_norm": norm, "lr": rate, **further, **self._expert_loads()}
         finally:
             self.discard()
 
+    def _expert_loads(self) -> dict[str, float]:
+        return {} if self._experts is None else load_metrics(self._total(self._loads.taken()))
+
     def discard(self) -> None:
         assert self._built is not None
+        self._loads.taken()
         self._num_pending = 0
         self._built.clear_gradients()
 
@@ -499,8 +515,7 @@ class MegatronTrain(RankedTrain):
             self._away.append((storage, held.to("cpu", copy=True)))
         for storage, _ in self._away:
             storage.resize_(0)
-        if torch.device(self._settings.device).type == "cuda":
-            torch.cuda.empty_cache()
+        empty_cache(self._settings.device)
 
     def onload_states(self) -> None:
         """Undo `offload_states`."""

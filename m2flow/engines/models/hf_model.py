@@ -446,6 +446,12 @@ def load_model(model: Model, *, device: str, attention: str) -> PreTrainedModel:
     return loaded.to(device).eval()
 
 
+def empty_cache(device: str) -> None:
+    """Give freed memory of a device back to it."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def layers(model: Any) -> list[torch.nn.Module]:
     """Find the layers of a model: the blocks that its architecture says must not be split. Empty: it says none."""
     kinds = set(model._no_split_modules or ())

@@ -69,6 +69,8 @@ class Routers:
         self._made: list[Tensor | None] = [None] * len(found)
         self._own: list[Tensor | None] = [None] * len(found)
         """What the routers would have chosen."""
+        self.loads = Loads()
+        """Of predicted tokens since the last step."""
         for i, (_, module) in enumerate(found):
             module.forward = functools.partial(self._route, i, module.forward)
 
@@ -105,9 +107,18 @@ class Routers:
             raise EngineError(f"a router of a {self._kind!r} model makes no one choice of experts for each token", now=LEAVE_OUT)
         return torch.stack(made, 1)
 
-    def rerouted(self, packed: Packed) -> dict[str, Tensor]:
+    def counted(self, packed: Packed, *, counts: bool) -> dict[str, Tensor]:
         """For each predicted token of the last pass, the share of routers that would have chosen other experts than those given for the row
-        that predicts it: float32 [T], as `REROUTED`. Nothing, if none were given."""
+        that predicts it: float32 [T], as `REROUTED`. Nothing, if none were given.
+
+        Args:
+            counts: take the pass into `loads`.
+        """
+        if counts:
+            num_tokens = torch.bincount(packed.predictors, minlength=packed.num_rows).float()
+            for i, one in enumerate(self._made):
+                if one is not None:
+                    self.loads.add(i, one, num_tokens, self.mixture)
         if packed.experts is None:
             return {}
         made = [(one, own) for one, own in zip(self._made, self._own, strict=True) if one is not None and own is not None]
@@ -183,6 +194,41 @@ def check_layers(experts: Tensor, mixture: Mixture) -> None:
             f"{experts.shape[2]} experts in {experts.shape[1]} layers came for a model with {mixture.num_of_token} at {mixture.num} routers"
         )
         raise EngineError(what, now="Do trainer and rollout engine load the same model?")
+
+
+class Loads:
+    """How many tokens each expert had, by router, since somebody asked."""
+
+    def __init__(self) -> None:
+        self._counts: Tensor | None = None
+
+    def add(self, router: int, chosen: Tensor, num_tokens: Tensor, mixture: Mixture) -> None:
+        """Add the experts of rows, int [R, k], each of which predicts so many tokens, float32 [R]."""
+        if self._counts is None:
+            self._counts = torch.zeros(mixture.num, mixture.num_experts, device=chosen.device)
+        self._counts[router].index_add_(0, chosen.flatten(), num_tokens.repeat_interleave(chosen.shape[1]))
+
+    def taken(self) -> Tensor:
+        """float32 [L, E], and begin anew; [0, 0] if there was nothing."""
+        counts, self._counts = self._counts, None
+        return torch.zeros(0, 0) if counts is None else counts
+
+
+def load_metrics(counts: Tensor) -> dict[str, float]:
+    """Say how evenly the tokens of a step were spread over experts, the mean over layers of: the tokens of the expert with the most, and of
+    that with the fewest, over their mean (both 1: all have equally many); and the share of experts without any.
+
+    Args:
+        counts: tokens of each expert, [L, E].
+
+    >>> load_metrics(torch.tensor([[3.0, 1.0, 0.0, 0.0]]))
+    {'expert_load/max': 3.0, 'expert_load/min': 0.0, 'expert_load/idle': 0.5}
+    """
+    if not counts.any():
+        return {}
+    relative = counts.double() / counts.double().mean(1, keepdim=True)
+    found = {"max": relative.amax(1), "min": relative.amin(1), "idle": (counts == 0).double()}
+    return {f"expert_load/{name}": float(values.mean()) for name, values in found.items()}
 
 
 def are_others(own: Tensor, chosen: Tensor) -> Tensor:
