@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -250,6 +251,17 @@ def test_a_checkpoint_that_each_rank_writes_its_part_of_goes_on_anywhere_and_is_
     part.write_bytes(part.read_bytes()[:-9])
     with started(spread(model, 1, followers)) as engine, pytest.raises(ModelError, match="its size or checksum differs"):
         engine.load(str(there))
+
+
+def test_an_export_of_parts_has_the_weights_type(model: Model, followers: Followers, tmp_path: Path) -> None:
+    half = replace(model, dtype="bfloat16")
+    with started(Mirrored(FsdpTrain, half, EngineSettings(options={"spread_checkpoints": True}), followers)) as engine:
+        engine.save(str(tmp_path / "there"))
+        saved = {name: tensor.clone() for name, tensor in engine.weights()}
+    exported = export_model(tmp_path / "there", tmp_path / "out")
+    assert {tensor.dtype for tensor in exported.values()} == {torch.bfloat16}
+    assert all(torch.equal(exported[name], tensor) for name, tensor in saved.items())
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
 def test_an_error_on_one_rank_is_an_error_on_all_and_all_go_on(model: Model, followers: Followers) -> None:

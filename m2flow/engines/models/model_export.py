@@ -91,6 +91,7 @@ def _written_whole(directory: Path, weights: dict[str, Tensor], shard_size: str)
     config = transformers.AutoConfig.from_pretrained(str(directory), local_files_only=True)
     with torch.device("meta"):
         model = getattr(transformers, config.architectures[0])(config)
+    model.to(next(iter(weights.values())).dtype)  # Of which transformers takes what it writes as the type of the weights.
     if set(weights) - set(model.state_dict()):
         raise ModelError(f"{directory} has weights that a {config.model_type!r} model has not")
     model.save_pretrained(str(directory), state_dict=weights, max_shard_size=shard_size)
