@@ -234,6 +234,21 @@ def test_ranks_of_fsdp_replay_and_record_as_one(routing: Any, path: str, followe
     check_against_embedded(Mirrored(FsdpTrain, model, CPU, followers), model, batch)
 
 
+def test_a_rank_whose_samples_have_no_masked_tokens_does_as_the_others(path: str, followers: Followers) -> None:
+    """The groups are shared out over ranks: no token of the second is trained on."""
+    generated = rows_of(sampled(path, trainer(path)), with_experts=False)
+    mask = generated.ragged("loss_mask")
+    batch = generated.with_columns(loss_mask=Ragged(np.where(np.repeat([1, 1, 0, 0], mask.lengths), mask.values, False), mask.offsets))
+    model, found = Model(path, "random", routing="trainer"), []
+    for engine in (EmbeddedTrain(model, CPU), Mirrored(FsdpTrain, model, CPU, followers)):
+        with started(engine):
+            found.append(engine.logprobs(batch))
+    np.testing.assert_allclose(*(one.ragged("reference_logprobs").values for one in found), atol=1e-4)
+    experts = [expanded_experts(one.ragged(ROUTED_EXPERTS).values) for one in found]
+    np.testing.assert_array_equal(*experts)
+    assert (experts[0][mask.offsets[2] :] == -1).all()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("zero", "recomputes"), [(1, False), (3, True)])
 def test_ranks_of_deepspeed_replay_and_record_as_one(zero: int, recomputes: bool, path: str, followers: Followers) -> None:

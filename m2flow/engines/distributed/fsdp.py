@@ -17,7 +17,6 @@ Source: PyTorch FSDP2 (torch.distributed.fsdp.fully_shard); ZeRO stage 3 (Rajbha
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -35,7 +34,7 @@ from m2flow.engines.models import lora, trainer_checkpoint
 from m2flow.engines.models.hf_model import layers
 from m2flow.engines.models.trainer_checkpoint import spread_like, whole
 from m2flow.engines.registry import built_in
-from m2flow.errors import EngineError, naming_host_errors
+from m2flow.errors import EngineError
 from m2flow.recipe import Model, Optimizer
 
 OPTIONS = {
@@ -119,12 +118,8 @@ class FsdpTrain(RankedTrain):
 
     def _save_parts(self, path: Path) -> None:
         """Have each rank write its shards."""
-        is_first = self._ranks.rank == 0
-        parts = path.with_name(f".{path.name}.parts")
         tensors, state = trainer_checkpoint.marked(dict(self._own_tensors()), self._state())
-        self._together(lambda: _emptied(parts) if is_first else None)
-        self._together(lambda: trainer_checkpoint.write_parts(parts, tensors, self._ranks.group))
-        self._together(lambda: trainer_checkpoint.save(str(path), self._model, self._codec, state, parts=parts) if is_first else None)
+        self._write_together(path, tensors, state)
 
     def load(self, path: str) -> None:
         self._together(lambda: super(FsdpTrain, self).load(path))
@@ -169,13 +164,6 @@ def _whole_state(saved: Any, *, keeps: bool) -> Any:
     if isinstance(saved, list):
         return [_whole_state(value, keeps=keeps) for value in saved]
     return _kept(whole(saved).detach(), keeps=keeps) if isinstance(saved, Tensor) else saved
-
-
-def _emptied(directory: Path) -> None:
-    """Create a directory, or empty it. Raises HostError: the disk refuses."""
-    with naming_host_errors(f"the checkpoint {directory} can't be written"):
-        shutil.rmtree(directory, ignore_errors=True)
-        directory.mkdir(parents=True)
 
 
 def _kept(tensor: Tensor, *, keeps: bool) -> Tensor:

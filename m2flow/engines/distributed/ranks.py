@@ -15,10 +15,12 @@ import datetime
 import itertools
 import math
 import os
+import shutil
 import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -30,10 +32,11 @@ from torch import Tensor
 from m2flow.engines.contract import NO_AGREEMENT, Agreement, EngineSettings, Objective, Sums, TrainEngine, blended
 from m2flow.engines.embedded.trainer import EmbeddedTrain
 from m2flow.engines.installed import keep_gloo_here
-from m2flow.engines.models import lora, packing
+from m2flow.engines.models import lora, packing, trainer_checkpoint
 from m2flow.engines.models.hf_model import checkpoint_tensors
+from m2flow.engines.models.trainer_checkpoint import Pieces
 from m2flow.engines.registry import built_in
-from m2flow.errors import EngineError, M2FlowError
+from m2flow.errors import EngineError, M2FlowError, naming_host_errors
 from m2flow.recipe import Model, Optimizer
 from m2flow.samples import Batch, Ragged, group_keys
 
@@ -302,19 +305,39 @@ class RankedTrain(EmbeddedTrain):
             found.append(self._model_outputs(packed, None)["values"].double().cpu().numpy())
         return found
 
+    def _write_together(self, path: Path, tensors: Mapping[str, Tensor | Pieces], state: Mapping[str, object]) -> None:
+        """Have each rank write what it has of a checkpoint's tensors, and the first the rest. What was at `path` is there until all is."""
+        is_first = self._ranks.rank == 0
+        parts = path.with_name(f".{path.name}.parts")
+        self._together(lambda: _emptied(parts) if is_first else None)
+        self._together(lambda: trainer_checkpoint.write_parts(parts, tensors, self._ranks.group))
+        self._together(lambda: trainer_checkpoint.save(str(path), self._model, self._codec, state, parts=parts) if is_first else None)
+
     def _forward(self, packed: packing.Packed) -> Tensor:
         output: Tensor = self._root(packed)
         return output[0] if self._source.head == "lm" else output[:, 0].float()
 
     def _numbers(self, ordered: Batch, output: str, top_k: int) -> npt.NDArray[np.float64]:
-        tokens, mask = ordered.ragged("tokens"), ordered.ragged("loss_mask")
-        if self._recorded(output, top_k):
-            mask = Ragged(np.ones(len(tokens.values), np.bool_), tokens.offsets)
+        tokens, mask, width = ordered.ragged("tokens"), ordered.ragged("loss_mask"), self._width(output, top_k)
 
-        def compute(runs: list[npt.NDArray[np.int64]]) -> list[npt.NDArray[Any]]:
-            return [self._of_rows(ordered.take(rows), output, top_k) for rows in runs]
+        def compute(rows: Batch) -> Callable[[list[npt.NDArray[np.int64]]], list[npt.NDArray[Any]]]:
+            return lambda runs: self._of_runs([rows.take(run) for run in runs], output, top_k)
 
-        return self._spread(ordered, tokens, mask, compute, self._width(output, top_k))
+        if self._recorded(output, top_k) is None:
+            return self._spread(ordered, tokens, mask, compute(ordered), width)
+        # Of all tokens. A sample without masked ones goes through no model: its rank would not do what the others do.
+        rows = np.flatnonzero(packing.num_masked(mask))
+        passed = ordered.take(rows)
+        own = passed.ragged("tokens")
+        found = np.full((len(tokens.values), width), -1.0)
+        found[:, 0] = 0.0
+        where = np.repeat(np.isin(np.arange(len(ordered)), rows), tokens.lengths)
+        found[where] = self._spread(passed, own, Ragged(np.ones(len(own.values), np.bool_), own.offsets), compute(passed), width)
+        return found
+
+    def _of_runs(self, runs: Sequence[Batch], output: str, top_k: int) -> list[npt.NDArray[Any]]:
+        """The numbers of each run, as `_of_rows`."""
+        return [self._of_rows(rows, output, top_k) for rows in runs]
 
     # What each rank does of a batch
 
@@ -370,6 +393,13 @@ class RankedTrain(EmbeddedTrain):
         return result
 
 
+def _emptied(directory: Path) -> None:
+    """Create a directory, or empty it. Raises HostError: the disk refuses."""
+    with naming_host_errors(f"the checkpoint {directory} can't be written"):
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(parents=True)
+
+
 class ReplicatedTrain(RankedTrain):
     """The embedded trainer on ranks that each hold the whole model: gradients are summed once for each optimiser step.
 
@@ -394,7 +424,8 @@ class ReplicatedTrain(RankedTrain):
 
     def apply(self, optimizer: Optimizer, denominator: float) -> Mapping[str, float]:
         sum_gradients([one for one in self._model.parameters() if one.requires_grad], self._ranks.group)
-        return self._together(lambda: super(ReplicatedTrain, self).apply(optimizer, denominator))
+        stepped = self._together(lambda: self._optimizers.step(optimizer, denominator))
+        return {**stepped, **self._expert_loads()}
 
     def save(self, path: str) -> None:
         """Rank 0 saves."""

@@ -56,6 +56,8 @@ class Options:
     """1: moments and float32 weights are spread over data-parallel ranks. 0: each has them whole."""
     recompute: str = ""
     """`selective`: the attention is computed again in the backward pass. `full`: all of each layer."""
+    spread_checkpoints: bool = False
+    """Every rank writes its part of a checkpoint, as of the train engine `fsdp`: nothing is gathered on the first."""
 
     @property
     def num_alike(self) -> int:

@@ -159,6 +159,17 @@ class Weights:
                 dist.broadcast(found, self._owners[name], group=self.all_ranks)
                 yield one, found
 
+    def pieces(self, name: str, part: Tensor) -> Iterator[tuple[str, list[int], Tensor]]:
+        """Yield what this rank's part of a parameter is of the checkpoint's tensors: name, where it begins there, the piece."""
+        place = self.places[name]
+        for one, piece in zip(place.names, self._split(place, part), strict=True):
+            start = [0] * piece.ndim
+            if place.dim is not None:
+                start[place.dim] = dist.get_rank(self._group(place)) * piece.shape[place.dim]
+            piece = piece[: max(self.shapes[one][0] - start[0], 0)]  # A vocabulary may be filled up.
+            if piece.numel():
+                yield one, start, piece
+
     def _group(self, place: Place) -> Any:
         return self.expert_group if place.is_expert else self.tensor_group
 
@@ -170,9 +181,9 @@ class Weights:
 
     def _split(self, place: Place, merged: Tensor) -> list[Tensor]:
         if place.kind == "qkv":
-            groups, size = self.config.num_key_value_heads, head_size(self.config)
-            grouped = merged.reshape(groups, -1, *merged.shape[1:])
-            parts = grouped.split((self.config.num_attention_heads // groups * size, size, size), 1)
+            size, num_queries = head_size(self.config), self.config.num_attention_heads // self.config.num_key_value_heads
+            grouped = merged.unflatten(0, (-1, (num_queries + 2) * size))
+            parts = grouped.split((num_queries * size, size, size), 1)
             return [part.flatten(0, 1) for part in parts]
         if place.kind == "gate_up":
             return list(merged.chunk(2))

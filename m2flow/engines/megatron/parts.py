@@ -165,6 +165,11 @@ class Parts:
 
         return whole
 
+    def writes(self, name: str) -> bool:
+        """Whether this rank is the one, of all that have its part of a parameter, that writes it. They take turns."""
+        held = self._held[name]
+        return held.counts and list(self._held).index(name) % dist.get_world_size(held.group) == dist.get_rank(held.group)
+
     def moments(self, recipe: AdamW, which: int) -> Callable[[str, Tensor], Tensor]:
         """A recipe's moments, as `gathered` gives them."""
         of_recipe = self.client.moments.get(recipe, {})

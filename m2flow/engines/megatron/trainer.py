@@ -13,7 +13,8 @@ for its gradients. The gradient is then a part of what it should be: `discard` i
 
 Limits:
     models: the families in `m2flow.engines.megatron.layout`, with any head; no adapters, AdamW alone.
-    start: every rank reads the whole model once, into the memory of its host; a checkpoint is gathered there on the first rank.
+    start: every rank reads the whole model once, into the memory of its host, as it does a checkpoint; one that is written is gathered
+        there on the first rank, unless checkpoints are spread.
     kernels: torch's. Neither Transformer Engine nor Apex is used, and experts are computed one after the other.
     layouts: the trainers of one worker have the same.
 
@@ -25,8 +26,9 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -56,13 +58,14 @@ from m2flow.engines.models.hf_model import (
     use_threads,
 )
 from m2flow.engines.models.model_probe import longest_sequence
-from m2flow.engines.models.optimizers import packed_state, unpacked_state
+from m2flow.engines.models.optimizers import MOMENTS, packed_state, unpacked_state
 from m2flow.engines.models.packing import Demonstrations
 from m2flow.engines.models.routing import REROUTED, Loads, Mixture, beside_experts, load_metrics
+from m2flow.engines.models.trainer_checkpoint import Pieces
 from m2flow.engines.registry import built_in
 from m2flow.errors import EngineError, M2FlowError, unexpected
 from m2flow.recipe import TOP_LOGPROBS, AdamW, Loss, Model, Optimizer
-from m2flow.samples import Batch, Ragged, group_keys
+from m2flow.samples import Batch, group_keys
 
 _HEAD_LOGITS = 1 << 26
 """Logits that a rank has at a time: 256 MiB of float32."""
@@ -352,39 +355,12 @@ class MegatronTrain(RankedTrain):
 
     # Passes without gradient
 
-    def _numbers(self, ordered: Batch, output: str, top_k: int) -> npt.NDArray[np.float64]:
-        tokens, mask = ordered.ragged("tokens"), ordered.ragged("loss_mask")
-        if mixture := self._recorded(output, top_k):
-            return self._with_experts(ordered, output, mixture)
-
-        def compute(runs: list[npt.NDArray[np.int64]]) -> list[npt.NDArray[Any]]:
-            return self._read([ordered.take(rows) for rows in runs], output, top_k)
-
-        return self._spread(ordered, tokens, mask, compute, self._width(output, top_k))
-
-    def _with_experts(self, ordered: Batch, output: str, mixture: Mixture) -> npt.NDArray[np.float64]:
-        """The output and the experts of all tokens: [tokens, 1 + layers * k]. A sample without masked tokens goes through no model."""
-        tokens, mask = ordered.ragged("tokens"), ordered.ragged("loss_mask")
-        found = np.full((len(tokens.values), self._width(output, 0)), -1.0)
-        found[:, 0] = 0.0
-        rows = np.flatnonzero(packing.num_masked(mask))
-        passed = ordered.take(rows)
-        own = passed.ragged("tokens")
-        everything = Ragged(np.ones(len(own.values), np.bool_), own.offsets)
-
-        def compute(runs: list[npt.NDArray[np.int64]]) -> list[npt.NDArray[Any]]:
-            return self._read([passed.take(run) for run in runs], output, recorded=mixture)
-
-        where = [np.arange(tokens.offsets[row], tokens.offsets[row + 1]) for row in rows.tolist()]
-        if where:
-            found[np.concatenate(where)] = self._spread(passed, own, everything, compute, found.shape[1])
-        return found
-
     def _scored(self, exchanges: Sequence[Batch]) -> list[npt.NDArray[Any]]:
-        return self._read(exchanges, "values")
+        return self._of_runs(exchanges, "values", 0)
 
-    def _read(self, runs: Sequence[Batch], output: str, top_k: int = 0, recorded: Mixture | None = None) -> list[npt.NDArray[Any]]:
+    def _of_runs(self, runs: Sequence[Batch], output: str, top_k: int) -> list[npt.NDArray[Any]]:
         """The numbers of each run, with the experts that are recorded beside them, on the last stage; elsewhere nothing."""
+        recorded = self._recorded(output, top_k)
         more = -len(runs) % self._options.pp if self._options.vpp > 1 else 0
         passes = self._together(lambda: [self._pass(rows, top_k) for rows in (*runs, *[runs[0]] * more)])
         self._run(passes, forward_only=True)
@@ -436,7 +412,10 @@ class MegatronTrain(RankedTrain):
         raise NotImplementedError  # `Weights.load` does it.
 
     def save(self, path: str) -> None:
-        """Save in the embedded trainer's format, gathered on the first rank."""
+        """Save in the embedded trainer's format, gathered on the first rank, or each rank its part."""
+        if self._options.spread_checkpoints:
+            self._save_parts(Path(path))
+            return
         weights = self._by_module(self._weights.whole(), getattr(torch, self._source.dtype))
         optimizers = []
         for recipe, count in self._parts.client.num_steps.items():
@@ -449,6 +428,40 @@ class MegatronTrain(RankedTrain):
             masters = [exact[name] for name in self._trained] if self._is_first else []
         state = {"optimizers": optimizers, "masters": masters}
         self._together(lambda: trainer_checkpoint.save(path, self._model, self._codec, state, weights) if self._is_first else None)
+
+    def _save_parts(self, path: Path) -> None:
+        tensors = self._pieces(trainer_checkpoint.WEIGHT, lambda _, parameter: parameter.detach())
+        optimizers = []
+        for number, (recipe, count) in enumerate(self._parts.client.num_steps.items()):
+            for which, moment in enumerate(MOMENTS):
+                tensors |= self._pieces(f"state.{number}.{moment}.", self._parts.moments(recipe, which))
+            marks = [[trainer_checkpoint.mark(f"state.{number}.{moment}.{name}") for moment in MOMENTS] for name in self._trained]
+            optimizers.append(packed_state(recipe, count, marks))
+        masters = []
+        if self._source.dtype != "float32":
+            tensors |= self._pieces("masters.", self._parts.gathered(lambda part: part.stepped))
+            masters = [trainer_checkpoint.mark(f"masters.{name}") for name in self._trained]
+        self._write_together(path, tensors, {"optimizers": optimizers, "masters": masters})
+
+    def _pieces(self, prefix: str, of: Callable[[str, Tensor], Tensor]) -> dict[str, Pieces]:
+        """What this rank writes of all tensors, in the memory of its host, by prefix and the names of transformers' modules. Collective.
+
+        Args:
+            of: as of `Weights.whole`.
+        """
+        whole = {name: torch.empty(shape, device="meta") for name, shape in self._trained.items()}
+        module_of = {part: name for name, tensor in whole.items() for part, _ in checkpoint_tensors(self._model, name, tensor)}
+        views, found = self._views(whole), {name: Pieces(shape) for name, shape in self._trained.items()}
+        for name, parameter in self._weights.own.items():
+            value = of(name, parameter)
+            if not self._parts.writes(name):
+                continue
+            for part, start, piece in self._weights.pieces(name, value):
+                shape, view = self._trained[module_of[part]], views[part]
+                place = np.array(np.unravel_index(view.storage_offset(), shape), np.int64)
+                place[len(shape) - len(start) :] += start
+                found[module_of[part]].add(place.tolist(), piece.to("cpu", copy=True))
+        return {prefix + name: pieces for name, pieces in found.items()}
 
     @property
     def _is_first(self) -> bool:

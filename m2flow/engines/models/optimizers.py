@@ -547,8 +547,8 @@ def squared_norm(part: Tensor, gradient: Tensor) -> Tensor:
     return found
 
 
-def packed_state(recipe: AdamW, num_steps: int, moments: list[tuple[Tensor, Tensor]]) -> dict[str, Any]:
-    """Pack whole moments by parameter in the form of `Optimizers.state` for a recipe."""
+def packed_state(recipe: AdamW, num_steps: int, moments: Sequence[Sequence[Any]]) -> dict[str, Any]:
+    """Pack both moments of each parameter, whole or what stands for them, in the form of `Optimizers.state` for a recipe."""
     places = [torch.nn.Parameter(torch.empty(0)) for _ in moments]
     template = torch.optim.AdamW(
         places, lr=recipe.lr, betas=recipe.betas, eps=recipe.eps, weight_decay=recipe.weight_decay, fused=True

@@ -1,14 +1,14 @@
 """Save and load a trainer's checkpoint: a Hugging Face model directory with optimiser states and a manifest, from one rank or many.
 
     path/  config.json, *.safetensors, tokenizer.*     what any tool reads
-           m2flow_parts/                               instead of *.safetensors: each rank's part of weights and state (FSDP2's option)
+           m2flow_parts/                               instead of *.safetensors: each rank's part of weights and state (an option)
            adapter/                                    of a model with adapters; the weights are then base and adapters merged
            m2flow_state.pt                             optimiser states: tensors and numbers, read without unpickling code
            m2flow_checkpoint.json                      size and SHA-256 of every file
 
 Written to a neighbouring directory and renamed into place: `path` is either the old checkpoint or the new one, never a part.
 
-    every rank:  name -> DTensor --write_parts--> DIR/__0_0.distcp, __1_0.distcp, .metadata --read_parts--> name -> whole tensor
+    every rank:  name -> DTensor or Pieces --write_parts--> DIR/__0_0.distcp, __1_0.distcp, .metadata --read_parts--> name -> whole tensor
 
 No rank has the whole model while parts are written. A reader, on any number of ranks, has it whole in the host's memory once, as with any
 other checkpoint here. DTensors are recognised by their methods: a process that shards nothing does not import torch's distributed tensors,
@@ -27,7 +27,7 @@ import os
 import pickle
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -73,14 +73,62 @@ _PART = "m2flow_part"
 """Key of what stands for a tensor that is in the parts."""
 
 
-def write_parts(directory: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
+class Pieces:
+    """What this rank writes of a tensor that is no DTensor: boxes of it. All ranks together have each of its numbers once.
+
+    PyTorch's distributed checkpoints ask it as they ask a DTensor (`torch.distributed.checkpoint.planner_helpers`), and what is written is
+    read as any other tensor.
+    """
+
+    def __init__(self, shape: torch.Size) -> None:
+        self._shape = shape
+        self._pieces: dict[torch.Size, Tensor] = {}
+
+    def add(self, start: Sequence[int], piece: Tensor) -> None:
+        """Add a box that begins there. It has as many dimensions as the tensor, or fewer, after others of size 1."""
+        fill = len(self._shape) - piece.ndim
+        self._pieces[torch.Size(start)] = piece.reshape([1] * fill + list(piece.shape))
+
+    def __create_write_items__(self, name: str, _: object) -> list[Any]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        return [
+            WriteItem(
+                MetadataIndex(name, start),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    ChunkStorageMetadata(start, piece.shape), TensorProperties.create_from_tensor(piece), self._shape
+                ),
+            )
+            for start, piece in self._pieces.items()
+        ]
+
+    def piece(self, start: torch.Size) -> Tensor:
+        return self._pieces[start]
+
+
+class _Planner(dcp.DefaultSavePlanner):  # type: ignore[misc]
+    """The library's own, which looks for what it writes in tensors alone."""
+
+    def lookup_object(self, index: Any) -> Any:
+        found = self.state_dict[index.fqn]
+        return found.piece(index.offset) if isinstance(found, Pieces) else super().lookup_object(index)
+
+
+def mark(name: str) -> dict[str, str]:
+    """What stands in a state for a tensor that is in the parts under this name."""
+    return {_PART: name}
+
+
+def write_parts(directory: Path, tensors: Mapping[str, Tensor | Pieces], group: dist.ProcessGroup) -> None:
     """Write this rank's part of each tensor. Collective.
 
     Raises:
         EngineError: a rank's disk refuses; on every rank.
     """
     try:
-        dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(directory), process_group=group)
+        dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(directory), planner=_Planner(), process_group=group)
     except (dcp.CheckpointException, OSError) as error:
         what = f"the checkpoint {directory} can't be written"
         raise host_error(what, error) or EngineError(f"{what}: {str(error)[:300]}") from error
@@ -112,7 +160,7 @@ def take_out(state: Any, tensors: dict[str, Tensor], name: str) -> Any:
         return [take_out(value, tensors, f"{name}.{i}") for i, value in enumerate(state)]
     if isinstance(state, Tensor) and hasattr(state, "full_tensor"):
         tensors[name] = state
-        return {_PART: name}
+        return mark(name)
     return state
 
 
@@ -128,7 +176,7 @@ def put_back(state: Any, tensors: Mapping[str, Tensor], device: str) -> Any:
 _MANIFEST, _STATE, _ADAPTER, _PARTS = "m2flow_checkpoint.json", "m2flow_state.pt", "adapter", "m2flow_parts"
 # ---- checkpoints
 
-_WEIGHT = "weights."
+WEIGHT = "weights."
 """What names of weights begin with in the parts; other tensors there are the state's."""
 
 
@@ -250,13 +298,13 @@ def parts_of(directory: Path) -> dict[str, Tensor]:
     if not (directory / _PARTS).is_dir():
         return {}
     found = read_parts(directory / _PARTS)
-    return {name.removeprefix(_WEIGHT): tensor for name, tensor in found.items() if name.startswith(_WEIGHT)}
+    return {name.removeprefix(WEIGHT): tensor for name, tensor in found.items() if name.startswith(WEIGHT)}
 
 
 def marked(weights: Mapping[str, Tensor], state: Mapping[str, object]) -> tuple[dict[str, Tensor], dict[str, object]]:
     """Return the tensors that are written in parts, by name, and the state with marks in their place."""
 
-    tensors = {_WEIGHT + name: tensor.detach() for name, tensor in weights.items()}
+    tensors = {WEIGHT + name: tensor.detach() for name, tensor in weights.items()}
     return tensors, take_out(dict(state), tensors, "state")
 
 

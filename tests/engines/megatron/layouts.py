@@ -17,14 +17,16 @@ from followed import followed
 from megatron_models import small, with_head
 from megatron_on_cpu import BatchedSends, CountsEverywhere, MegatronOnCpu
 from safetensors.numpy import load_file
+from safetensors.torch import load_file as load_torch_file
 from transformers import AutoModelForTokenClassification
 
 from m2flow.engines.contract import MOVED, EngineSettings, Objective, TrainEngine
 from m2flow.engines.embedded.trainer import EmbeddedTrain
+from m2flow.engines.models import trainer_checkpoint
 from m2flow.engines.models.hf_model import load_model
 from m2flow.engines.models.model_export import export_model
 from m2flow.errors import EngineError, M2FlowError
-from m2flow.recipe import AdamW, Loss, Model, Routing
+from m2flow.recipe import AdamW, Dtype, Loss, Model, Routing
 from m2flow.samples import ROUTED_EXPERTS, Batch, Ragged, compact_experts, expanded_experts, make_ids
 from m2flow.testing.mirrored import Followers, Mirrored
 from m2flow.testing.train_suite import DISTILL, LINEAR, PPO, VALUE, copied, samples, started
@@ -380,6 +382,68 @@ def test_states_move_between_layouts_and_to_the_embedded_trainer(followers: Foll
         engine.load(str(tmp_path / "3"))
         train(engine, batch)
         assert apart(copied(engine), weights[4]) < 1e-6
+
+
+SPREAD: dict[int, list[tuple[str, Layout]]] = {
+    1: [("qwen3", {})],
+    # Embeddings that are the head, with rows of no token; experts, which modules stack; moments in ranges of weights.
+    2: [("qwen2", {"tp": 2}), ("qwen2", {"pp": 2, "vpp": 2}), ("qwen3_moe", {"ep": 2}), ("mixtral", {"tp": 2}), ("llama", {"zero": 0})],
+    4: [("mixtral", {"tp": 2, "pp": 2, "ep": 2, "etp": 1})],
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("name", "layout"), SPREAD[RANKS], ids=[f"{name}-{layout}" for name, layout in SPREAD[RANKS]])
+def test_a_checkpoint_that_each_rank_writes_its_part_of_is_the_gathered_one(
+    name: str, layout: Layout, dtype: Dtype, followers: Followers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = replace(small(name, tmp_path / "model"), dtype=dtype)
+    batch = batch_of(model)
+    with started(spread(model, layout, followers)) as engine:
+        train(engine, batch, replace(STEP, lr=3e-3))
+        train(engine, batch)
+        engine.save(str(tmp_path / "gathered"))
+    with started(spread(model, {**layout, "spread_checkpoints": True}, followers)) as engine:
+        engine.save(str(tmp_path / "there"))  # An older one.
+        engine.load(str(tmp_path / "gathered"))
+        engine.save(str(tmp_path / "there"))
+        train(engine, batch)
+        with monkeypatch.context() as patched:
+            patched.setattr(trainer_checkpoint, "save", refuses)
+            with pytest.raises(EngineError, match="the disk is full"):
+                engine.save(str(tmp_path / "there"))  # What was there stays whole.
+    parts = [file.stat().st_size for file in (tmp_path / "there" / "m2flow_parts").glob("*.distcp")]
+    assert len(parts) == RANKS
+    assert RANKS == 1 or max(parts) < 0.8 * sum(parts)
+    assert not list((tmp_path / "there").glob("*.safetensors"))
+    exported = export_model(tmp_path / "there", tmp_path / "out")
+    whole = load_torch_file(tmp_path / "gathered" / "model.safetensors")
+    assert set(exported) == set(whole)
+    assert all(torch.equal(exported[key], tensor) for key, tensor in whole.items())
+    states = [trainer_checkpoint.read_state(str(tmp_path / one), "cpu") for one in ("there", "gathered")]
+    leaves = [dict(leaves_of(state)) for state in states]
+    assert set(leaves[0]) == set(leaves[1])
+    assert sum(isinstance(value, torch.Tensor) and value.numel() > 1 for value in leaves[1].values()) > 2 * len(whole) / 12
+    for key, value in leaves[1].items():
+        assert torch.equal(leaves[0][key], value) if isinstance(value, torch.Tensor) else leaves[0][key] == value, key
+    found = []
+    for engine, path in ((EmbeddedTrain(model, EngineSettings()), "there"), (spread(model, {}, followers), "there")):
+        with started(engine):
+            engine.load(str(tmp_path / path))
+            found.append(train(engine, batch)["grad_norm"])
+    assert found[1] == pytest.approx(found[0], rel=1e-5 if dtype == "float32" else 0.05)
+
+
+def refuses(*_: object, **__: object) -> None:
+    raise EngineError("the disk is full")
+
+
+def leaves_of(state: Any, where: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(state, dict | list):
+        for key, value in state.items() if isinstance(state, dict) else enumerate(state):
+            yield from leaves_of(value, f"{where}.{key}")
+    else:
+        yield where, state
 
 
 @pytest.mark.skipif(RANKS != 2, reason="of two ranks")
