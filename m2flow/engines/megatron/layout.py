@@ -57,7 +57,8 @@ class Options:
     recompute: str = ""
     """`selective`: the attention is computed again in the backward pass. `full`: all of each layer."""
     spread_checkpoints: bool = False
-    """Every rank writes its part of a checkpoint, as of the train engine `fsdp`: nothing is gathered on the first."""
+    """Every rank writes its part of a checkpoint, as of the train engine `fsdp`: nothing is gathered on the first. Of such a checkpoint, by
+    whichever trainer, a rank reads what it holds."""
 
     @property
     def num_alike(self) -> int:

@@ -170,6 +170,16 @@ class Weights:
             if piece.numel():
                 yield one, start, piece
 
+    def joined(self, name: str, pieces: Sequence[Tensor], shape: torch.Size) -> Tensor:
+        """This rank's part of a parameter from its `pieces`."""
+        place = self.places[name]
+        if place.kind == "qkv":
+            size, num_queries = head_size(self.config), self.config.num_attention_heads // self.config.num_key_value_heads
+            grouped = [piece.unflatten(0, (-1, rows)) for piece, rows in zip(pieces, (num_queries * size, size, size), strict=True)]
+            return torch.cat(grouped, 1).flatten(0, 1)
+        found = torch.cat(tuple(pieces)) if pieces else torch.zeros(0, *shape[1:])
+        return torch.cat((found, found.new_zeros(shape[0] - len(found), *shape[1:])))  # A vocabulary may be filled up.
+
     def _group(self, place: Place) -> Any:
         return self.expert_group if place.is_expert else self.tensor_group
 

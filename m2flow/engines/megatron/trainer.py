@@ -13,8 +13,8 @@ for its gradients. The gradient is then a part of what it should be: `discard` i
 
 Limits:
     models: the families in `m2flow.engines.megatron.layout`, with any head; no adapters, AdamW alone.
-    start: every rank reads the whole model once, into the memory of its host, as it does a checkpoint; one that is written is gathered
-        there on the first rank, unless checkpoints are spread.
+    start: every rank reads the whole model once, into the memory of its host. Unless checkpoints are spread, one is gathered there on
+        the first rank, and read whole by all.
     kernels: torch's. Neither Transformer Engine nor Apex is used, and experts are computed one after the other.
     layouts: the trainers of one worker have the same.
 
@@ -23,6 +23,7 @@ Source: Shoeybi et al. 2019, arXiv:1909.08053; Narayanan et al. 2021, arXiv:2104
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -449,19 +450,27 @@ class MegatronTrain(RankedTrain):
         Args:
             of: as of `Weights.whole`.
         """
-        whole = {name: torch.empty(shape, device="meta") for name, shape in self._trained.items()}
-        module_of = {part: name for name, tensor in whole.items() for part, _ in checkpoint_tensors(self._model, name, tensor)}
-        views, found = self._views(whole), {name: Pieces(shape) for name, shape in self._trained.items()}
+        found = {name: Pieces(shape) for name, shape in self._trained.items()}
         for name, parameter in self._weights.own.items():
             value = of(name, parameter)
-            if not self._parts.writes(name):
-                continue
-            for part, start, piece in self._weights.pieces(name, value):
-                shape, view = self._trained[module_of[part]], views[part]
-                place = np.array(np.unravel_index(view.storage_offset(), shape), np.int64)
-                place[len(shape) - len(start) :] += start
-                found[module_of[part]].add(place.tolist(), piece.to("cpu", copy=True))
+            if self._parts.writes(name):
+                for module, start, piece in self._located(name, value):
+                    found[module].add(start, piece.to("cpu", copy=True))
         return {prefix + name: pieces for name, pieces in found.items()}
+
+    def _located(self, name: str, part: Tensor) -> Iterator[tuple[str, list[int], Tensor]]:
+        """As `Weights.pieces`, by the names of transformers' modules, which stack experts."""
+        for one, start, piece in self._weights.pieces(name, part):
+            module, view = self._places[one]
+            place = np.array(np.unravel_index(view.storage_offset(), self._trained[module]), np.int64)
+            place[len(place) - len(start) :] += start
+            yield module, place.tolist(), piece
+
+    @functools.cached_property
+    def _places(self) -> dict[str, tuple[str, Tensor]]:
+        """By a checkpoint's names, the modules' tensors, and views without memory that say where in them a checkpoint's lie."""
+        whole = {name: torch.empty(shape, device="meta") for name, shape in self._trained.items()}
+        return {part: (name, view) for name, held in whole.items() for part, view in checkpoint_tensors(self._model, name, held)}
 
     @property
     def _is_first(self) -> bool:
@@ -484,6 +493,57 @@ class MegatronTrain(RankedTrain):
         return {part: view for name, tensor in tensors.items() for part, view in checkpoint_tensors(self._model, name, tensor)}
 
     def load(self, path: str) -> None:
+        if trainer_checkpoint.has_parts(path):
+            self._load_parts(path)
+        else:
+            self._load_whole(path)
+
+    def _load_parts(self, path: str) -> None:
+        """Read what this rank holds, from parts that ranks of any layout or trainer wrote."""
+        count = len(self._trained)
+
+        def read_own() -> tuple[dict[str, Tensor], list[Any], dict[str, Tensor]]:
+            state = trainer_checkpoint.marked_state(path, "cpu")
+            weights = self._own_of(path, [trainer_checkpoint.mark(trainer_checkpoint.WEIGHT + name) for name in self._trained])
+            states = []
+            for recipe, num_steps, moments in [unpacked_state(saved, count) for saved in state["optimizers"]]:
+                both = [self._own_of(path, [None if pair is None else pair[which] for pair in moments]) for which in (0, 1)]
+                states.append((recipe, num_steps, both))
+            masters = state.get("masters", [])
+            return weights, states, self._own_of(path, masters) if any(one is not None for one in masters) else weights
+
+        self._together(lambda: trainer_checkpoint.verify(Path(path)) if self._is_first else None)
+        weights, states, exact = self._together(read_own)
+        self.discard()
+        with torch.no_grad():
+            for name, parameter in self._weights.own.items():
+                parameter.copy_(weights[name])
+        self._parts.client.moments, self._parts.client.num_steps = {}, {}
+        for recipe, num_steps, both in states:
+            self._parts.set_moments(recipe, num_steps, both)
+        self._parts.set_masters(exact)
+
+    def _own_of(self, path: str, found: Sequence[Any]) -> dict[str, Tensor]:
+        """This rank's parts of its parameters, float32, from a mark, a whole tensor or nothing (zeros) for each of the modules' tensors."""
+        whole = {name: value for name, value in zip(self._trained, found, strict=True) if isinstance(value, Tensor)}
+        marks = {name: trainer_checkpoint.name_in_parts(value) for name, value in zip(self._trained, found, strict=True)}
+        wanted = {name: Pieces(shape) for name, shape in self._trained.items() if marks[name]}
+        own: dict[str, list[Tensor]] = {}
+        for name, parameter in self._weights.own.items():
+            own[name] = []
+            for module, start, piece in self._located(name, parameter.detach().to("meta")):
+                buffer = torch.zeros(piece.shape)
+                if module in wanted:
+                    wanted[module].add(start, buffer)
+                elif module in whole:
+                    size = [1] * (len(start) - piece.ndim) + list(piece.shape)
+                    held = whole[module][tuple(slice(first, first + length) for first, length in zip(start, size, strict=True))]
+                    buffer.copy_(held.reshape(piece.shape))
+                own[name].append(buffer)
+        trainer_checkpoint.read_pieces(path, {marks[name]: pieces for name, pieces in wanted.items()})
+        return {name: self._weights.joined(name, own[name], parameter.shape) for name, parameter in self._weights.own.items()}
+
+    def _load_whole(self, path: str) -> None:
         def read_whole() -> tuple[dict[str, Tensor], dict[str, Any]]:
             return trainer_checkpoint.read_weights(path, self._source, self._shapes), trainer_checkpoint.read_state(path, "cpu")
 

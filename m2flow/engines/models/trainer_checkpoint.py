@@ -30,7 +30,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -74,7 +74,7 @@ _PART = "m2flow_part"
 
 
 class Pieces:
-    """What this rank writes of a tensor that is no DTensor: boxes of it. All ranks together have each of its numbers once.
+    """What this rank writes or reads of a tensor that is no DTensor: boxes of it. All that write have each of its numbers once.
 
     PyTorch's distributed checkpoints ask it as they ask a DTensor (`torch.distributed.checkpoint.planner_helpers`), and what is written is
     read as any other tensor.
@@ -104,16 +104,37 @@ class Pieces:
             for start, piece in self._pieces.items()
         ]
 
+    def __create_chunk_list__(self) -> list[Any]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        return [ChunkStorageMetadata(start, piece.shape) for start, piece in self._pieces.items()]
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the whole tensor."""
+        return self._shape
+
     def piece(self, start: torch.Size) -> Tensor:
         return self._pieces[start]
 
 
-class _Planner(dcp.DefaultSavePlanner):  # type: ignore[misc]
+class _SavePlanner(dcp.DefaultSavePlanner):  # type: ignore[misc]
     """The library's own, which looks for what it writes in tensors alone."""
 
     def lookup_object(self, index: Any) -> Any:
         found = self.state_dict[index.fqn]
         return found.piece(index.offset) if isinstance(found, Pieces) else super().lookup_object(index)
+
+
+class _LoadPlanner(dcp.DefaultLoadPlanner):  # type: ignore[misc]
+    """As `_SavePlanner`, of what is read: the library's own leaves out what is no tensor."""
+
+    def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
+        super().set_up_planner({}, metadata, is_coordinator)
+        self.state_dict = state_dict
+
+    def lookup_tensor(self, index: Any) -> Tensor:
+        return cast("Pieces", self.state_dict[index.fqn]).piece(index.offset)
 
 
 def mark(name: str) -> dict[str, str]:
@@ -128,7 +149,7 @@ def write_parts(directory: Path, tensors: Mapping[str, Tensor | Pieces], group: 
         EngineError: a rank's disk refuses; on every rank.
     """
     try:
-        dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(directory), planner=_Planner(), process_group=group)
+        dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(directory), planner=_SavePlanner(), process_group=group)
     except (dcp.CheckpointException, OSError) as error:
         what = f"the checkpoint {directory} can't be written"
         raise host_error(what, error) or EngineError(f"{what}: {str(error)[:300]}") from error
@@ -140,16 +161,37 @@ def read_parts(directory: Path) -> dict[str, Tensor]:
     Raises:
         ModelError: they can't be read.
     """
+    with _reading(directory) as (reader, known):
+        found = {name: torch.empty(about.size, dtype=about.properties.dtype) for name, about in known.items()}
+        dcp.load(found, storage_reader=reader, no_dist=True)
+    return found
+
+
+def read_pieces(path: str, wanted: Mapping[str, Pieces]) -> None:
+    """Read pieces of the tensors that ranks wrote in parts, into the memory of the pieces, by the names that they have there.
+
+    Raises:
+        ModelError: they can't be read, or are of a model of other shapes.
+    """
+    wanted = {name: pieces for name, pieces in wanted.items() if pieces.__create_chunk_list__()}
+    with _reading(Path(path) / _PARTS) as (reader, known):
+        wrong = [name for name, pieces in wanted.items() if name not in known or known[name].size != pieces.shape]
+        if wrong:
+            raise ModelError(f"the checkpoint {path} is of another model: it has {wrong[0]} not, or in another shape")
+        dcp.load(dict(wanted), storage_reader=reader, planner=_LoadPlanner(), no_dist=True)
+
+
+@contextlib.contextmanager
+def _reading(directory: Path) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """A reader, and what it knows of the tensors. Raises ModelError: they can't be read."""
     try:
         reader = dcp.FileSystemReader(directory)
         known: dict[str, Any] = reader.read_metadata().state_dict_metadata
-        found = {name: torch.empty(about.size, dtype=about.properties.dtype) for name, about in known.items()}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Of being a single process.
-            dcp.load(found, storage_reader=reader, no_dist=True)
+            yield reader, known
     except (dcp.CheckpointException, OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
         raise ModelError(f"the checkpoint {directory} can't be read: {str(error)[:300]}", now="Use an earlier checkpoint.") from error
-    return found
 
 
 def take_out(state: Any, tensors: dict[str, Tensor], name: str) -> Any:
@@ -280,13 +322,28 @@ def read_weights(path: str, source: Model, shapes: Mapping[str, torch.Size]) -> 
     return loaded
 
 
-def read_state(path: str, device: str) -> dict[str, Any]:
-    """Read a checkpoint's state beside the weights, onto a device. Raises `ModelError` if it can't be read."""
+def marked_state(path: str, device: str) -> dict[str, Any]:
+    """As `read_state`, with marks for the tensors that are in the parts."""
     file = Path(path) / _STATE
     try:
         state: dict[str, Any] = torch.load(file, map_location=device, weights_only=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise ModelError(f"{file} can't be read: {error}") from error
+    return state
+
+
+def name_in_parts(value: object) -> str:
+    """The name of the tensor that a mark stands for; empty if it is none."""
+    return str(value.get(_PART, "")) if isinstance(value, dict) else ""
+
+
+def has_parts(path: str) -> bool:
+    return (Path(path) / _PARTS).is_dir()
+
+
+def read_state(path: str, device: str) -> dict[str, Any]:
+    """Read a checkpoint's state beside the weights, onto a device. Raises `ModelError` if it can't be read."""
+    state, file = marked_state(path, device), Path(path) / _STATE
     if (file.parent / _PARTS).is_dir():
         state = put_back(state, read_parts(file.parent / _PARTS), device)
     return state

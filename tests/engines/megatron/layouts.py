@@ -21,11 +21,12 @@ from safetensors.torch import load_file as load_torch_file
 from transformers import AutoModelForTokenClassification
 
 from m2flow.engines.contract import MOVED, EngineSettings, Objective, TrainEngine
+from m2flow.engines.distributed.fsdp import FsdpTrain
 from m2flow.engines.embedded.trainer import EmbeddedTrain
 from m2flow.engines.models import trainer_checkpoint
 from m2flow.engines.models.hf_model import load_model
 from m2flow.engines.models.model_export import export_model
-from m2flow.errors import EngineError, M2FlowError
+from m2flow.errors import EngineError, M2FlowError, ModelError
 from m2flow.recipe import AdamW, Dtype, Loss, Model, Routing
 from m2flow.samples import ROUTED_EXPERTS, Batch, Ragged, compact_experts, expanded_experts, make_ids
 from m2flow.testing.mirrored import Followers, Mirrored
@@ -420,18 +421,50 @@ def test_a_checkpoint_that_each_rank_writes_its_part_of_is_the_gathered_one(
     whole = load_torch_file(tmp_path / "gathered" / "model.safetensors")
     assert set(exported) == set(whole)
     assert all(torch.equal(exported[key], tensor) for key, tensor in whole.items())
-    states = [trainer_checkpoint.read_state(str(tmp_path / one), "cpu") for one in ("there", "gathered")]
-    leaves = [dict(leaves_of(state)) for state in states]
-    assert set(leaves[0]) == set(leaves[1])
-    assert sum(isinstance(value, torch.Tensor) and value.numel() > 1 for value in leaves[1].values()) > 2 * len(whole) / 12
-    for key, value in leaves[1].items():
-        assert torch.equal(leaves[0][key], value) if isinstance(value, torch.Tensor) else leaves[0][key] == value, key
+    assert_same_states(tmp_path / "there", tmp_path / "gathered")
     found = []
-    for engine, path in ((EmbeddedTrain(model, EngineSettings()), "there"), (spread(model, {}, followers), "there")):
-        with started(engine):
-            engine.load(str(tmp_path / path))
+    for engine in (EmbeddedTrain(model, EngineSettings()), spread(model, {}, followers)):
+        with started(engine), monkeypatch.context() as patched:
+            if engine.name != "embedded":
+                patched.setattr(trainer_checkpoint, "read_parts", refuses)  # Nobody needs tensors whole.
+            engine.load(str(tmp_path / "there"))
+            patched.undo()
+            engine.save(str(tmp_path / "again"))
+            assert_same_states(tmp_path / "again", tmp_path / "gathered")
+            again = load_torch_file(tmp_path / "again" / "model.safetensors")
+            assert all(torch.equal(again[key], tensor) for key, tensor in whole.items())
             found.append(train(engine, batch)["grad_norm"])
     assert found[1] == pytest.approx(found[0], rel=1e-5 if dtype == "float32" else 0.05)
+
+
+def assert_same_states(found: Path, expected: Path) -> None:
+    """Compare, bit by bit, what checkpoints have beside weights."""
+    leaves = [dict(leaves_of(trainer_checkpoint.read_state(str(one), "cpu"))) for one in (found, expected)]
+    assert set(leaves[0]) == set(leaves[1])
+    assert sum(isinstance(value, torch.Tensor) and value.numel() > 1 for value in leaves[1].values()) > 20
+    for key, value in leaves[1].items():
+        assert torch.equal(leaves[0][key], value) if isinstance(value, torch.Tensor) else leaves[0][key] == value, key
+
+
+@pytest.mark.skipif(RANKS != 2, reason="of two ranks")
+@pytest.mark.parametrize(("name", "layout"), [("qwen2", {"pp": 2}), ("qwen3_moe", {"ep": 2})])
+def test_parts_that_another_trainer_wrote_are_read_by_those_that_hold_them(
+    name: str, layout: Layout, followers: Followers, tmp_path: Path
+) -> None:
+    model = small(name, tmp_path / "model")
+    batch = batch_of(model)
+    with started(Mirrored(FsdpTrain, model, EngineSettings(options={"spread_checkpoints": True}), followers)) as engine:
+        train(engine, batch)
+        engine.save(str(tmp_path / "there"))
+        train(engine, batch)
+        expected = copied(engine)
+    with started(spread(model, layout, followers)) as engine:
+        engine.load(str(tmp_path / "there"))
+        train(engine, batch)
+        assert apart(copied(engine), expected) < 1e-6
+    other = small("llama", tmp_path / "other")
+    with started(spread(other, {}, followers)) as engine, pytest.raises(ModelError, match="of another model"):
+        engine.load(str(tmp_path / "there"))
 
 
 def refuses(*_: object, **__: object) -> None:
@@ -442,7 +475,7 @@ def leaves_of(state: Any, where: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(state, dict | list):
         for key, value in state.items() if isinstance(state, dict) else enumerate(state):
             yield from leaves_of(value, f"{where}.{key}")
-    else:
+    elif state is not None:
         yield where, state
 
 
