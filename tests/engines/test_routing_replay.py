@@ -14,6 +14,7 @@ from tiny_models import save_config
 
 from m2flow.engines.contract import EngineSettings, Generated, Objective, Request, TrainEngine
 from m2flow.engines.distributed.fsdp import FsdpTrain
+from m2flow.engines.distributed.ranks import ReplicatedTrain
 from m2flow.engines.embedded.rollout_engine import EmbeddedRollout
 from m2flow.engines.embedded.trainer import EmbeddedTrain
 from m2flow.errors import EngineError
@@ -227,11 +228,11 @@ def check_against_embedded(engine: TrainEngine, model: Model, batch: Batch) -> N
         np.testing.assert_allclose(seen, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("routing", ["rollout", "trainer"])
-def test_ranks_of_fsdp_replay_and_record_as_one(routing: Any, path: str, followers: Followers) -> None:
+@pytest.mark.parametrize(("kind", "routing"), [(FsdpTrain, "rollout"), (FsdpTrain, "trainer"), (ReplicatedTrain, "trainer")])
+def test_ranks_of_shards_or_replicas_replay_and_record_as_one(kind: Any, routing: Any, path: str, followers: Followers) -> None:
     batch = other_experts(rows_of(sampled(path, trainer(path))))
     model = Model(path, "random", routing=routing)
-    check_against_embedded(Mirrored(FsdpTrain, model, CPU, followers), model, batch)
+    check_against_embedded(Mirrored(kind, model, CPU, followers), model, batch)
 
 
 def test_a_rank_whose_samples_have_no_masked_tokens_does_as_the_others(path: str, followers: Followers) -> None:
