@@ -15,7 +15,8 @@ Token columns of a generated batch (all ragged, T_i tokens in sample i, prompt i
 
 Of `generate(sampling_mask=True)`, `sampling_mask` (int32) says what each token was drawn from (`packed_masks`).
 
-An episode of an agent (`m2flow.agents`) has several segments of each kind, and the columns of `EPISODE`.
+An episode of an agent (`m2flow.agents`) has several segments of each kind, and the columns of `EPISODE`. Each prompt among them begins a
+sequence of its own, which a model reads by itself (`sequences_of`): another conversation of the episode, or one that goes on otherwise.
 
 with `segment_kinds` (uint8, a `Segment`) and `segment_lengths` (int32) ragged over segments, and the dense `seed` (uint64),
 `finish` (uint8, a `Finish`), and the texts `prompt` and `text`. Any other column is metadata of the dataset's row.
@@ -29,13 +30,13 @@ import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from m2flow.errors import DatasetError, InternalError, lone_surrogate
+from m2flow.errors import DatasetError, InternalError, OpError, lone_surrogate
 
 IdArray = npt.NDArray[np.int64]
 Scalar = TypeVar("Scalar", bound=np.generic)
@@ -51,6 +52,10 @@ MAX_GROUP = 1 << _INDEX_BITS
 
 EPISODE = frozenset({"reward", "failure", "num_turns", "episode"})
 """Columns that an episode adds to its row: reward (nan: none), how it failed (empty: it did not), turns of the model, and its record."""
+
+
+MAIN = "main"
+"""The conversation that an agent is given; all of an episode, unless it begins others."""
 
 
 class Segment(enum.IntEnum):
@@ -414,6 +419,56 @@ class Batch(msgspec.Struct, frozen=True, eq=False):
     def rows(self) -> Iterator[Sample]:
         """Iterate over the samples as a user's function sees them."""
         return (Sample(self, row) for row in range(len(self)))
+
+
+def sequences_of(batch: Batch) -> tuple[IdArray, IdArray] | None:
+    """Find the sequences that a model reads by themselves, where rows have several.
+
+    Returns:
+        Where each begins in the flat token columns, and the end of the last, int64 [S + 1]; and the row of each, int64 [S]. None: every
+        row is one sequence.
+
+    >>> rows = Batch(np.array([0, 1]), {
+    ...     "segment_kinds": Ragged.of([[0, 1, 0, 1], [0, 1]], np.uint8), "segment_lengths": Ragged.of([[2, 1, 3, 1], [2, 2]], np.int32)
+    ... })
+    >>> [found.tolist() for found in sequences_of(rows)]
+    [[0, 3, 7, 11], [0, 0, 1]]
+    """
+    if "segment_kinds" not in batch:
+        return None
+    kinds, counts = batch.ragged("segment_kinds"), batch.ragged("segment_lengths").values.astype(np.int64)
+    begins = kinds.values == Segment.PROMPT
+    if np.count_nonzero(begins) <= len(batch):
+        return None
+    begins[kinds.offsets[:-1][kinds.lengths > 0]] = True
+    starts = (np.cumsum(counts) - counts)[begins]
+    return np.concatenate((starts, [counts.sum()])), np.repeat(np.arange(len(batch)), kinds.lengths)[begins]
+
+
+def records_of(batch: Batch) -> list[Mapping[str, Any]]:
+    """The record of each row's episode (`m2flow.agents.episodes`); empty of a row that is none."""
+    if "episode" not in batch:
+        return [{}] * len(batch)
+    column = batch.ragged("episode")
+    return [cast("Mapping[str, Any]", column.item(row)) for row in range(len(batch))]
+
+
+def check_one_reward(batch: Batch, what: str) -> None:
+    """Check that the conversations of each episode go by one reward. Raises `OpError`: they do not; `what` would take their mean."""
+    if sequences_of(batch) is None:
+        return
+    for packed, record in zip(batch.ids.tolist(), records_of(batch), strict=True):
+        used = {record["rewards"][name] for name in record.get("rewarded", {}).values()}
+        if len(used) > 1:
+            said = f"the conversations of sample {SampleId.unpack(packed)} have rewards of their own, and {what} takes one for an episode"
+            raise OpError(said, now="update(..., advantages=by_conversation()) compares each with its like.").about(packed)
+
+
+def first_sequences(batch: Batch, most: int) -> list[npt.NDArray[np.generic]]:
+    """The first tokens of each row, at most so many, and none of a second sequence."""
+    tokens, found = batch.ragged("tokens"), sequences_of(batch)
+    ends = tokens.offsets[1:] if found is None else found[0][1:][np.unique(found[1], return_index=True)[1]]
+    return [tokens.values[start : min(end, start + most)] for start, end in zip(tokens.offsets[:-1].tolist(), ends.tolist(), strict=True)]
 
 
 Message = Mapping[str, object]

@@ -103,6 +103,7 @@ _BUILT_IN = (
         "m2flow.engines.embedded.trainer:EmbeddedTrain",
         Capabilities(
             "train",
+            sequences=True,
             heads=_HEADS,
             optimizers=_OPTIMIZERS,
             weight_groups=True,
@@ -165,6 +166,7 @@ _BUILT_IN = (
         "m2flow.engines.distributed.fsdp:FsdpTrain",
         Capabilities(
             "train",
+            sequences=True,
             heads=_HEADS,
             optimizers=tuple(name for name in _OPTIMIZERS if name != "AdamW8bit"),
             weight_groups=True,
@@ -182,6 +184,7 @@ _BUILT_IN = (
         "m2flow.engines.distributed.deepspeed:DeepSpeedTrain",
         Capabilities(
             "train",
+            sequences=True,
             heads=_HEADS,
             lora=True,
             routed_experts=True,
@@ -201,6 +204,7 @@ _BUILT_IN = (
             "train",
             heads=_HEADS,
             routed_experts=True,
+            sequences=True,
             devices=("cuda",),
             parallel_layouts=ParallelLayouts(tp=None, pp=None, sp=None, dp=None, ep=None, zero=(0, 1), is_even=True, recomputes=True),
         ),
@@ -221,13 +225,17 @@ _BUILT_IN = (
     EngineInfo(
         "fake",
         "m2flow.testing.fakes:FakeTrain",
-        Capabilities("train", heads=_HEADS, optimizers=_OPTIMIZERS, weight_groups=True, readable_offloaded=True, routed_experts=True),
+        Capabilities(
+            "train", sequences=True, heads=_HEADS, optimizers=_OPTIMIZERS, weight_groups=True, readable_offloaded=True, routed_experts=True
+        ),
         "Exact integers in place of gradients: for tests of schedules.",
     ),
     EngineInfo(
         "fake-ranks",
         "m2flow.testing.fakes:FakeRanks",
-        Capabilities("train", heads=_HEADS, optimizers=_OPTIMIZERS, weight_groups=True, parallel_layouts=ParallelLayouts(dp=None)),
+        Capabilities(
+            "train", sequences=True, heads=_HEADS, optimizers=_OPTIMIZERS, weight_groups=True, parallel_layouts=ParallelLayouts(dp=None)
+        ),
         "The fake trainer over any number of ranks: for tests of trainers of several processes.",
     ),
 )

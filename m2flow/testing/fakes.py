@@ -47,7 +47,19 @@ from m2flow.engines.contract import (
 from m2flow.engines.registry import built_in
 from m2flow.errors import EngineError, ModelError, PromptTooLong
 from m2flow.recipe import HEAD_OUTPUTS, REFERENCE_TOP_IDS, REFERENCE_TOP_LOGPROBS, TOP_LOGPROBS, Model, Optimizer
-from m2flow.samples import ROUTED_EXPERTS, SAMPLING_MASK, Batch, Finish, Masks, Message, Prompt, Ragged, SampleId, packed_masks
+from m2flow.samples import (
+    ROUTED_EXPERTS,
+    SAMPLING_MASK,
+    Batch,
+    Finish,
+    Masks,
+    Message,
+    Prompt,
+    Ragged,
+    SampleId,
+    packed_masks,
+    sequences_of,
+)
 
 # ---- hashes, weights and texts
 
@@ -483,7 +495,9 @@ class FakeTrain(TrainEngine):
         batch = _tokenised(batch)
         tokens, mask = batch.ragged("tokens"), batch.ragged("loss_mask").values.astype(bool)
         values = np.zeros(len(tokens.values), np.float32)
-        position = np.arange(len(values)) - np.repeat(tokens.offsets[:-1], tokens.lengths)
+        found = sequences_of(batch)
+        offsets = tokens.offsets if found is None else found[0]
+        position = np.arange(len(values)) - np.repeat(offsets[:-1], np.diff(offsets))
         values[mask] = sign * fake_numbers(self._weights, tokens.values.astype(np.int64), position)[mask]
         return Batch(batch.ids, {column: Ragged(values, tokens.offsets)})
 

@@ -27,7 +27,7 @@ import pytest
 from m2flow.engines.contract import Objective, Sums, TrainEngine
 from m2flow.errors import EngineError, ModelError
 from m2flow.recipe import REFERENCE_TOP_IDS, REFERENCE_TOP_LOGPROBS, TOP_LOGPROBS, AdamW, Loss
-from m2flow.samples import Batch, Masks, Ragged, make_ids, packed_masks
+from m2flow.samples import Batch, Masks, Ragged, Segment, make_ids, packed_masks
 
 PPO = Objective(Loss("ppo_clip", "m2flow.algorithms.losses:ppo_clip", ("logprobs", "behaviour_logprobs", "advantages")))
 NLL = Objective(Loss("nll", "m2flow.algorithms.losses:nll", ("logprobs",)))
@@ -279,6 +279,23 @@ class TrainEngineSuite:
         assert np.all(column.values[mask.values.astype(bool)] <= 0)
         self.assert_close({"": column.values}, {"": parts.ragged("reference_logprobs").values})
 
+    def test_each_sequence_of_a_row_is_read_by_itself_and_the_row_counts_once(self) -> None:
+        apart = samples(self.vocabulary)
+        advantages = np.repeat(np.asarray(apart.dense("advantages")), apart.ragged("tokens").lengths)
+        apart = apart.with_columns(advantages=Ragged(advantages, apart.ragged("tokens").offsets))
+        joined = in_pairs(apart)
+        with started(self.make()) as engine:
+            if not engine.capabilities.sequences:
+                pytest.skip(f"the train engine {engine.name!r} does not declare that it reads rows of several sequences")
+            found, expected = engine.logprobs(joined).ragged("reference_logprobs"), engine.logprobs(apart).ragged("reference_logprobs")
+            self.assert_close({"": found.values}, {"": expected.values})
+        sums, weights = self._trained(cut(joined, [4, 2]))
+        assert counts(sums) == (6, *counts(self._trained([apart])[0])[1:])
+        if self.has_distributions:  # What a fake makes of a row is a digest of all of it.
+            other_sums, other_weights = self._trained([apart])
+            self.assert_close(metric_weights(sums), metric_weights(other_sums))
+            self.assert_close(weights, other_weights)
+
     def test_likeliest_tokens_are_aligned_with_masked_tokens(self) -> None:
         batch = samples(self.vocabulary)
         shuffled = batch.take(np.random.default_rng(0).permutation(len(batch)))
@@ -434,6 +451,17 @@ def samples(vocabulary: int, *, num_prompts: int = 3, n: int = 4, seed: int = 0)
             "advantages": rng.normal(size=len(ids)).astype(np.float32),
         },
     )
+
+
+def in_pairs(batch: Batch) -> Batch:
+    """The same tokens, two samples of a group to a row, as an episode's two conversations are."""
+    masks, pairs = batch.ragged("loss_mask"), np.arange(0, len(batch) + 1, 2)
+    columns = {name: Ragged(column.values, column.offsets[pairs]) for name, column in batch.columns.items() if isinstance(column, Ragged)}
+    prompts = [int(np.argmax(masks.row(row))) for row in range(len(batch))]
+    segments = [[prompt, length - prompt] for prompt, length in zip(prompts, masks.lengths.tolist(), strict=True)]
+    kinds = [[Segment.PROMPT, Segment.GENERATED] * 2 for _ in pairs[1:]]
+    lengths = [segments[row] + segments[row + 1] for row in pairs[:-1]]
+    return Batch(batch.ids[::2], {**columns, "segment_kinds": Ragged.of(kinds, np.uint8), "segment_lengths": Ragged.of(lengths, np.int32)})
 
 
 def cut(batch: Batch, sizes: Sequence[int]) -> list[Batch]:

@@ -564,7 +564,7 @@ class EmbeddedTrain(TrainEngine):
     def _tokenised(self, batch: Batch) -> Batch:
         """Add `tokens` and `loss_mask`. Raises `EngineError` for a sample whose result would depend on its neighbours."""
         batch = self._demonstrations.tokenised(batch)
-        lengths = batch.ragged("tokens").lengths
+        lengths = packing.sequence_lengths(batch)
         if self._rope and len(batch) and lengths.max() > self._longest:
             raise EngineError(
                 f"sample {SampleId.unpack(batch.ids[int(lengths.argmax())])} has {lengths.max()} tokens, and beyond {self._longest} the "
@@ -706,9 +706,8 @@ class EmbeddedTrain(TrainEngine):
 
     def _pack(self, batch: Batch) -> packing.Packed:
         share = self._flag("share_prompts", default=True)
-        tokens, mask = batch.ragged("tokens"), batch.ragged("loss_mask")
         experts = experts_of(batch) if self._mixture is not None and not self._is_lent else None
-        return packing.pack(batch.ids, tokens, mask, device=self._settings.device, share_prompts=share, experts=experts)
+        return packing.pack_rows(batch, device=self._settings.device, share_prompts=share, experts=experts)
 
     def _temperature(self, batch: Batch) -> Tensor | None:
         """float32 [T]; None if it is 1 everywhere."""

@@ -34,7 +34,7 @@ from transformers import AttentionInterface
 
 from m2flow.engines.models.model_probe import NUM_JUDGED, Probe, Reach, explicit_attention, longest_sequence, scoring_of
 from m2flow.errors import DatasetError, EngineError
-from m2flow.samples import Batch, IdArray, Prompt, Ragged, SampleId, group_keys
+from m2flow.samples import Batch, IdArray, Prompt, Ragged, SampleId, group_keys, sequences_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -211,6 +211,29 @@ def pack(
         experts=None if chosen is None else put(chosen),
         row_of_token=row_of_token,
     )
+
+
+def pack_rows(batch: Batch, *, device: str, share_prompts: bool, experts: Ragged | None = None) -> Packed:
+    """`pack` the rows of a batch; what has several sequences (`m2flow.samples.sequences_of`) as so many samples of its group.
+
+    The sequences of a row lie one after the other, so the masked tokens T are those of the rows, in the same order.
+    """
+    tokens, mask, ids = batch.ragged("tokens"), batch.ragged("loss_mask"), batch.ids
+    if (found := sequences_of(batch)) is not None:
+        offsets, row = found
+        ids, tokens, mask = ids[row], Ragged(tokens.values, offsets), Ragged(mask.values, offsets)
+        experts = None if experts is None else Ragged(experts.values, offsets)
+    return pack(ids, tokens, mask, device=device, share_prompts=share_prompts, experts=experts)
+
+
+def sequence_lengths(batch: Batch) -> IdArray:
+    """Tokens of the longest sequence of each row, int64 [N]."""
+    found, lengths = sequences_of(batch), batch.ragged("tokens").lengths
+    if found is None:
+        return lengths
+    longest = np.zeros(len(batch), np.int64)
+    np.maximum.at(longest, found[1], np.diff(found[0]))
+    return longest
 
 
 def forward_logits(model: PreTrainedModel, packed: Packed) -> Tensor:

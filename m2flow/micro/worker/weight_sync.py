@@ -45,7 +45,7 @@ from m2flow.errors import ChannelError, EngineError
 from m2flow.micro.protocol.plan import WeightSync
 from m2flow.observe.spans import Recorder, SpanName
 from m2flow.recipe import Model
-from m2flow.samples import Batch, Ragged
+from m2flow.samples import Batch, Ragged, first_sequences
 from m2flow.spec import WeightsSpec
 
 
@@ -123,7 +123,7 @@ class LogprobCheck:
         if self._checks.probe == "never" or not is_wanted or "tokens" not in rows or not len(rows):
             return
         part = rows.take(np.arange(min(NUM_SEQUENCES, len(rows))))
-        tokens = [part.ragged("tokens").row(row)[:MAX_TOKENS] for row in range(len(part))]
+        tokens = first_sequences(part, MAX_TOKENS)
         columns = {"tokens": Ragged.of(tokens, np.int32), "loss_mask": Ragged.of([np.arange(len(row)) > 0 for row in tokens], np.bool_)}
         self._sequences[role] = Batch(part.ids, columns)
 
