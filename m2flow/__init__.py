@@ -71,6 +71,7 @@ if TYPE_CHECKING:
         PerSequence,
         Sampling,
         WeightGroup,
+        by_conversation,
         gigpo,
         pass_at_k,
     )
@@ -99,7 +100,8 @@ _WORDS = {
     "m2flow.macro.refill": "informative pass_rate_between",
     "m2flow.macro.roles": "Policy Reference Reward",
     "m2flow.observe.otel": "traceparent",
-    "m2flow.recipe": "AdamW AdamW8bit Correction Counts Lora Loss Muon PerSequence SGD Sampling WeightGroup gigpo pass_at_k",
+    "m2flow.recipe": "AdamW AdamW8bit Correction Counts Lora Loss Muon PerSequence SGD Sampling WeightGroup "
+    "by_conversation gigpo pass_at_k",
     "m2flow.runs.entrance": "open_run run",
     "m2flow.runs.opened": "Run",
     "m2flow.runs.planning": "plan simulate",
@@ -150,6 +152,7 @@ __all__ = [
     "agent",
     "best_and_worst",
     "bradley_terry",
+    "by_conversation",
     "call",
     "cispo",
     "clip_cov",

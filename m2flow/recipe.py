@@ -363,11 +363,15 @@ _LEAST_PENALTY, _LARGEST_BIAS = 1e-2, 1e9
 
 
 EpisodeFailure = Literal[
-    "raised", "invalid", "timed_out", "turn_timed_out", "tool_failed", "too_many_turns", "history_rewritten", "lost", "diverged"
-]
+    "raised", "invalid", "timed_out", "turn_timed_out", "tool_failed", "too_many_turns", "too_many_conversations", "history_rewritten",
+    "lost", "diverged",
+]  # fmt: skip
 """How an episode failed: the agent raised; it asked for what can't be, or returned no finite number; it, a turn or a tool took too long or
-broke; it asked for more turns than it may have; the chat template rewrites what was said; a tool that may not run twice had begun when the
-worker was lost; the agent did something else when it was repeated."""
+broke; it asked for more turns, or more conversations, than it may have; the chat template rewrites what was said; a tool that may not run
+twice had begun when the worker was lost; the agent did something else when it was repeated."""
+
+History = Literal["append", "refuse", "fork"]
+"""What becomes of a conversation whose chat template writes the model's earlier turns anew."""
 
 
 @dataclass(frozen=True)
@@ -380,14 +384,39 @@ class Episodes:
     """Seconds that an episode may take."""
     turn_timeout_s: float | None = None
     """Seconds that a turn of the model may take."""
-    history: Literal["append", "refuse"] = "append"
-    """Where a chat template would write earlier turns anew: keep their tokens, or refuse to go on."""
+    history: History = "append"
+    """Where a chat template would write earlier turns anew: keep their tokens, refuse to go on, or go on in a sequence written anew."""
+    max_conversations: int = field(default=1, metadata=LATER)
+    """Conversations in which the model speaks."""
 
     def __post_init__(self) -> None:
         check_count("max_turns", self.max_turns)
+        check_count("max_conversations", self.max_conversations)
         check_seconds("timeout_s", self.timeout_s)
         check_seconds("turn_timeout_s", self.turn_timeout_s)
-        check_choice("history", self.history, ("append", "refuse"))
+        check_choice("history", self.history, History)
+
+    @property
+    def shown(self) -> dict[str, object]:
+        """What a plan says of them."""
+        several = {"max_conversations": self.max_conversations} if self.max_conversations > 1 else {}
+        return {"max_turns": self.max_turns, **several, **({"history": "fork"} if self.history == "fork" else {})}
+
+    @property
+    def has_sequences(self) -> bool:
+        """Whether an episode may have several sequences, each of which a model reads by itself."""
+        return self.max_conversations > 1 or self.history == "fork"
+
+
+def longest_response(options: Mapping[str, object]) -> int:
+    """Tokens of a sample of a call with these options beside its prompt, at most; 0: it generates nothing.
+
+    Of episodes that go on in sequences written anew (`history="fork"`) it is what they are without them.
+    """
+    sampling, bounds = options.get("sampling"), options.get("episodes")
+    if not isinstance(sampling, Sampling):
+        return 0
+    return sampling.max_new_tokens * (bounds.max_conversations if isinstance(bounds, Episodes) else 1)
 
 
 @dataclass(frozen=True)
@@ -778,6 +807,8 @@ class Advantage:
 
     name: str
     options: tuple[tuple[str, float], ...] = ()
+    by_conversation: bool = field(default=False, metadata=LATER)
+    """Whether an episode's conversations, rather than episodes, are compared."""
 
     @property
     def least_responses(self) -> int:
@@ -786,7 +817,8 @@ class Advantage:
 
     def __str__(self) -> str:
         options = ", ".join(f"{name}={value!r}" for name, value in self.options)
-        return f"{self.name}({options})" if options else self.name
+        own = f"{self.name}({options})" if options else self.name
+        return f"by_conversation({own})" if self.by_conversation else own
 
 
 def pass_at_k(k: int) -> Advantage:
@@ -816,6 +848,24 @@ def gigpo(discount: float = 0.95, weight: float = 1.0) -> Advantage:
     check_number("discount", discount, low=0, high=1)
     check_number("weight", weight, low=0)
     return Advantage("gigpo", (("discount", discount), ("weight", weight)))
+
+
+def by_conversation(advantages: str | Advantage = "grpo") -> Advantage:
+    """Advantages of the conversations of episodes: each by its own reward, compared with those of its name in the group.
+
+        policy.update(episodes, episodes.reward, advantages=by_conversation())      # the agent returned {"black": 1.0, "white": -1.0}
+
+    A conversation without a reward of its own goes by that of the one that it was forked from.
+
+    Args:
+        advantages: what compares them, of those that look at one group: `grpo`, `rloo`, ..., `pass_at_k(4)`.
+    """
+    if not isinstance(advantages, Advantage):
+        check_choice("advantages", advantages, GroupAdvantage, of="by_conversation")
+        advantages = Advantage(advantages)
+    if advantages.by_conversation or advantages.name == "gigpo":
+        raise OptionError(f"by_conversation({advantages}): it compares turns, or conversations, itself", now="Name a function of a group.")
+    return replace(advantages, by_conversation=True)
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,16 @@
         return float(turn.text == row.answer)
 
 An agent is called once a sample. Each `say` and `reply` is a turn of the model: a request to the engine that the other episodes do not wait
-for. What the agent returns is the episode's reward: a number, or a mapping with `reward` and its parts, or None where it is judged later.
+for. What the agent returns is the episode's reward: a number, or a mapping with `reward` and its parts, or a mapping from the names of its
+conversations to a reward of each, or None where it is judged later.
 
-Bounds. The episode's budget (`max_tokens`) counts all tokens after its first prompt. What does not fit is not appended: the turn is then
-empty and `is_cut`, and the conversation ends where it was. Of a turn that is cut off no tool call is read. The last turn that an episode
-may have (`max_turns`) has no calls either, so a loop over calls ends by itself; asking for more is a failure of the episode.
+The chat is the episode's conversation `main`. `chat.conversation("black")` is another one with the same weights, which begins empty, and
+`chat.fork()` one that goes on from what was said so far. Each has its own turns, tools and limits, and its random numbers are keyed by its
+name; what the model said in any of them is trained, once. Conversations may go on at the same time.
+
+Bounds. A conversation's budget (`max_tokens`) counts all tokens after its first prompt. What does not fit is not appended: the turn is then
+empty and `is_cut`, and the conversation ends where it was. Of a turn that is cut off no tool call is read. The last turn that a
+conversation may have (`max_turns`) has no calls either, so a loop over calls ends by itself; asking for more is a failure of the episode.
 
 An agent is repeated where its worker was lost: what it does must follow from its row, from what the model and the tools say, and from
 `chat.rng`. The clock and other random numbers do not.
@@ -34,7 +39,8 @@ from m2flow.agents.conversation import Conversation
 from m2flow.agents.parsers import FAMILIES, Family, Parser
 from m2flow.agents.tools import EpisodeFailed, Outcome, Tool, ToolCall, parameters
 from m2flow.errors import DatasetError, OptionError
-from m2flow.samples import Finish, Message
+from m2flow.recipe import check_count
+from m2flow.samples import MAIN, Finish, Message, keyed_bits
 
 
 @final
@@ -103,6 +109,23 @@ class Reply(NamedTuple):
     finish: Finish
 
 
+class Asked(NamedTuple):
+    """A turn that the model is to take."""
+
+    name: str
+    """Of the conversation."""
+    ids: Sequence[int]
+    """What comes before the turn: since the one before it, or all, where a sequence begins."""
+    begins: bool
+    """Whether a sequence of tokens begins, of which these are the prompt."""
+    max_new_tokens: int
+    stop: tuple[str, ...]
+    prompt_text: str | None = None
+    """The first prompt of a conversation, as the model sees it."""
+    parent: str = ""
+    """The conversation that one which begins was forked from."""
+
+
 class Known(NamedTuple):
     """What the record of a repeated episode has of a tool call."""
 
@@ -115,14 +138,18 @@ class Link(Protocol):
 
     threads: Executor
 
-    async def turn(self, ids: Sequence[int], max_new_tokens: int, stop: tuple[str, ...], prompt_text: str | None) -> Reply | None:
+    async def turn(self, asked: Asked) -> Reply | None:
         """Append tokens and have the model go on; None, and nothing appended: they fill its context."""
 
     def known(self, key: str) -> Known | None:
         """A tool call of the record; None: it is new."""
 
-    async def began(self, key: str, call: ToolCall, *, has_effects: bool) -> None:
-        """Note that a tool call begins; with effects, return when that is written down."""
+    @property
+    def lost_resources(self) -> bool:
+        """Whether the record has a tool call with effects on a resource of the episode, which is gone."""
+
+    async def began(self, key: str, call: ToolCall, *, has_effects: bool, opens: bool) -> None:
+        """Note that a tool call begins, on resources of the episode or not; with effects, return when that is written down."""
 
     async def returned(self, key: str, outcome: Outcome, *, has_effects: bool) -> None:
         """Note what it gave, likewise."""
@@ -141,36 +168,105 @@ class Turn:
 
 
 @final
+@dataclass(eq=False)
+class Table:
+    """What the conversations of one episode share, and their bounds."""
+
+    link: Link
+    resources: Resources
+    seed: int
+    max_tokens: int
+    max_turns: int
+    max_conversations: int
+    stop: tuple[str, ...]
+    make: Callable[[], Conversation]
+    """What gives an empty conversation."""
+    parents: dict[str, str] = field(default_factory=lambda: {MAIN: ""})
+    """Of each conversation, the one that it was forked from; empty: none."""
+    begun: set[str] = field(default_factory=set)
+    """Conversations in which the model was asked for a turn."""
+    has_old_resources: bool = False
+    """A resource was used before, in the record: what it held is gone."""
+
+    def take(self, name: str, parent: str) -> None:
+        """Note a new conversation. Raises `ValueError`: it can't have this name."""
+        if not isinstance(name, str) or not name or name == "reward" or (not parent and "/" in name):
+            raise ValueError(f"a conversation can't be named {name!r:.60}; a name is a text without a slash, and not 'reward'")
+        if name in self.parents:
+            raise ValueError(f"the episode has a conversation {name!r} already")
+        self.parents[name] = parent
+
+    def begin(self, name: str) -> None:
+        """Note that the model is asked for a turn. Raises `EpisodeFailed`: in too many conversations."""
+        self.begun.add(name)
+        if len(self.begun) > self.max_conversations:
+            raise EpisodeFailed(
+                "too_many_conversations",
+                f"the agent has the model speak in {', '.join(sorted(self.begun))}, and the rollout allows {self.max_conversations}: "
+                "rollout(..., max_conversations=...)",
+            )
+
+
+@final
 class Chat:
     """One conversation of an episode with the policy."""
 
-    def __init__(
-        self,
-        link: Link,
-        conversation: Conversation,
-        max_tokens: int,
-        max_turns: int,
-        stop: tuple[str, ...],
-        seed: int,
-        resources: Resources,
-    ) -> None:
-        self._link = link
+    def __init__(self, table: Table, conversation: Conversation, name: str) -> None:
+        self._table = table
+        self._link = table.link
         self._conversation = conversation
-        self._max_tokens = max_tokens
-        self._max_turns = max_turns
-        self._stop = stop
+        self._max_tokens = table.max_tokens
+        self._max_turns = table.max_turns
         self._tools: dict[str, Tool] = {}
-        self._resources = resources
         self._is_busy = False
         self._num_runs = 0
-        self._has_old_resources = False
-        """A resource was used before, in the record: what it held is gone."""
+        self._num_forks = 0
+        self._context: list[int] = []
+        """The tokens of the sequence that goes on."""
+        self._branches_off = False
+        """What goes on is another conversation's still: the next turn begins a sequence, whose prompt is that."""
+        self.name = name
+        """`main` is the one that the agent was given."""
         self.num_turns = 0
-        """Turns of the model so far."""
+        """Turns of the model so far; in a fork with those before it."""
         self.num_tokens = 0
         """Tokens after the first prompt, whoever they are of."""
-        self.rng = random.Random(seed)
-        """Random numbers of this episode, the same whenever it is repeated."""
+        self.rng = random.Random(keyed_bits(table.seed, "rng", *(() if name == MAIN else (name,))))
+        """Random numbers of this conversation, the same whenever it is repeated."""
+
+    def conversation(self, name: str, *, max_tokens: int | None = None, max_turns: int | None = None) -> Chat:
+        """Make a further conversation of the episode, which begins empty.
+
+        Args:
+            name: by which the episode's rewards and the sample's record know it, different from all others of the episode.
+            max_tokens, max_turns: its bounds, where they are to be lower than the rollout's.
+        """
+        self._table.take(name, "")
+        made = Chat(self._table, self._table.make(), name)
+        for given, which in ((max_tokens, "max_tokens"), (max_turns, "max_turns")):
+            if given is not None:
+                check_count(which, given)
+                setattr(made, f"_{which}", min(given, getattr(made, f"_{which}")))
+        return made
+
+    def fork(self, name: str = "") -> Chat:
+        """Make a conversation that goes on from this one as it is now: its messages, tokens, tools and bounds. This one may go on, too.
+
+        What was said before the fork is trained once, as this conversation's.
+
+        Args:
+            name: as of `conversation`; by default this one's with a number: `main/1`.
+        """
+        if self._is_busy:
+            raise RuntimeError("a chat can't be forked in the middle of a turn")
+        self._num_forks += 1
+        name = name or f"{self.name}/{self._num_forks}"
+        self._table.take(name, self.name)
+        made = Chat(self._table, self._conversation.copy(), name)
+        made._max_tokens, made._max_turns, made._tools = self._max_tokens, self._max_turns, dict(self._tools)
+        made._context, made._branches_off = list(self._context), True
+        made.num_turns, made.num_tokens = self.num_turns, self.num_tokens
+        return made
 
     @property
     def messages(self) -> list[Message]:
@@ -192,7 +288,7 @@ class Chat:
             content: a text, or messages; the first ones may begin with a system message.
             tools: what the model may call, from here on. The chat template presents those of the first `say`.
             role: of a text.
-            max_tokens: of the answer; by default what is left of the episode's.
+            max_tokens: of the answer; by default what is left of the conversation's.
             stop: texts that end the answer, in place of the rollout's.
         """
         for one in tools:
@@ -218,7 +314,8 @@ class Chat:
         """Run calls, all at once, and return what came of each, in their order, without telling the model."""
         number = self._num_runs
         self._num_runs += 1
-        tasks = [asyncio.ensure_future(self._run(call, f"{number}.{at}")) for at, call in enumerate(calls)]
+        own = "" if self.name == MAIN else f"{self.name}: "
+        tasks = [asyncio.ensure_future(self._run(call, f"{own}{number}.{at}")) for at, call in enumerate(calls)]
         try:
             return list(await asyncio.gather(*tasks))
         finally:
@@ -240,15 +337,15 @@ class Chat:
         if known is not None and not is_pure:
             if known.outcome is None:
                 raise EpisodeFailed("lost", f"the tool {found.name} had begun when its worker was lost, and may not run twice")
-            self._has_old_resources |= bool(found.resources)
+            self._table.has_old_resources |= bool(found.resources)
             return known.outcome
         if known is not None and known.outcome is not None and not found.resources:
             return known.outcome
-        if found.resources and self._has_old_resources:
+        if found.resources and (self._table.has_old_resources or (known is None and self._link.lost_resources)):
             raise EpisodeFailed("lost", f"what {found.name} works on was in a worker that was lost")
         if known is None:
-            await self._link.began(key, call, has_effects=not is_pure)
-        opened = {name: await self._resources.get(kind) for name, kind in found.resources}
+            await self._link.began(key, call, has_effects=not is_pure, opens=bool(found.resources))
+        opened = {name: await self._table.resources.get(kind) for name, kind in found.resources}
         outcome = await found.run(arguments, opened, self._link.threads)
         if known is None or known.outcome is None:
             await self._link.returned(key, outcome, has_effects=not is_pure)
@@ -265,24 +362,36 @@ class Chat:
             raise RuntimeError("a chat has one turn at a time; this one has not ended")
         self._is_busy = True
         try:
-            return await self._next(new, max_tokens, self._stop if stop is None else (stop,) if isinstance(stop, str) else tuple(stop))
+            return await self._next(
+                new, max_tokens, self._table.stop if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
+            )
         finally:
             self._is_busy = False
 
     async def _next(self, new: str | Sequence[Message], max_tokens: int | None, stop: tuple[str, ...]) -> Turn:
         if self.num_turns >= self._max_turns:
-            raise EpisodeFailed("too_many_turns", f"the episode has had its {self._max_turns} turns")
+            raise EpisodeFailed("too_many_turns", f"the conversation {self.name} has had its {self._max_turns} turns")
+        self._table.begin(self.name)
         conversation, is_first = self._conversation, not self._conversation.has_begun
+        written = None
         try:
             if is_first:
                 ids = conversation.begun(new, [one.description for one in self._tools.values()])
             else:
-                ids = conversation.followed(_messages(new))
+                written = conversation.rewritten(_messages(new))
+                ids = conversation.followed(_messages(new)) if written is None else written.ids
         except DatasetError as error:
             raise EpisodeFailed("invalid", f"{error.what} {error.now}".strip()) from error
-        room = self._max_tokens - self.num_tokens - (0 if is_first else len(ids))
+        num_added = 0 if is_first else len(ids) if written is None else written.num_added
+        begins = is_first or written is not None or self._branches_off
+        if begins and written is None:
+            ids = [*self._context, *ids]
+        room = self._max_tokens - self.num_tokens - num_added
         limit = room if max_tokens is None else min(room, max_tokens)
-        reply = await self._link.turn(ids, limit, stop, conversation.prompt_text if is_first else None) if limit > 0 else None
+        parent = self._table.parents[self.name] if self._branches_off else ""
+        said = conversation.prompt_text or (new if isinstance(new, str) else None)
+        asked = Asked(self.name, ids, begins, limit, stop, said if is_first else None, parent)
+        reply = await self._link.turn(asked) if limit > 0 else None
         self.num_turns += 1
         if reply is None and is_first:
             raise EpisodeFailed("invalid", f"the first prompt, of {len(ids)} tokens, leaves no room for a response")
@@ -290,7 +399,9 @@ class Chat:
             return Turn("", (), is_cut=True, num_tokens=0)
         if not is_first:
             conversation.accepted(_messages(new))
-        self.num_tokens += len(reply.tokens) + (0 if is_first else len(ids))
+        self._branches_off = False
+        self._context = [*([] if begins else self._context), *ids, *reply.tokens]
+        self.num_tokens += len(reply.tokens) + num_added
         is_whole = reply.finish is Finish.STOP
         text, calls = conversation.heard(reply.tokens, reply.text, is_whole=is_whole, tools=self._fault)
         return Turn(text, calls if self.num_turns < self._max_turns else (), not is_whole, len(reply.tokens))
@@ -333,23 +444,59 @@ class Resources:
             raise EpisodeFailed("tool_failed", f"{kind.__name__} can't be opened: {type(error).__name__}: {error}") from error
 
 
-def reward_of(value: object) -> tuple[float | None, Mapping[str, float]]:
-    """Read what an agent returned: its reward, None for none, and the parts of it.
+class Rewards(NamedTuple):
+    """What an agent returned."""
+
+    reward: float | None
+    """Of the episode; None: it is judged later. Where conversations have rewards of their own, the mean of those that it goes by."""
+    parts: Mapping[str, float]
+    of: Mapping[str, float]
+    """By the names that the agent gave; empty: the episode has one reward."""
+    names: Mapping[str, str]
+    """Of each conversation in which the model spoke, which of these it goes by."""
+
+
+def reward_of(value: object, table: Table) -> Rewards:
+    """Read what an agent returned: its reward, None for none, and the parts of it, or the rewards of its conversations.
 
     Raises:
         EpisodeFailed: it is neither.
     """
     parts: Mapping[str, object] = {}
+    if isinstance(value, Mapping) and value and "reward" not in value:
+        return _of_conversations(value, table)
     if isinstance(value, Mapping) and "reward" in value:
         parts = {str(name): part for name, part in value.items() if name != "reward"}
         value = value["reward"]
     if value is None and not parts:
-        return None, {}
+        return Rewards(None, {}, {}, {})
+    numbers = _numbers({"reward": value, **parts}, value)
+    reward = numbers.pop("reward")
+    return Rewards(reward, numbers, {}, {})
+
+
+def _of_conversations(value: Mapping[Any, object], table: Table) -> Rewards:
+    unknown = [name for name in value if name not in table.parents]
+    if unknown:
+        said = f"the agent returned a reward of {unknown[0]!r:.60}, and its conversations are {', '.join(table.parents)}"
+        raise EpisodeFailed("invalid", said)
+    numbers, names = _numbers(value, value), dict[str, str]()
+    for name in sorted(table.begun):
+        found = name
+        while found and found not in numbers:
+            found = table.parents[found]
+        if not found:
+            raise EpisodeFailed("invalid", f"the agent returned rewards of {', '.join(numbers)}, and none of the conversation {name}")
+        names[name] = found
+    used = [numbers[name] for name in sorted(set(names.values()) or numbers)]
+    return Rewards(sum(used) / len(used), {}, numbers, names)
+
+
+def _numbers(given: Mapping[Any, object], value: object) -> dict[str, float]:
     try:
-        numbers = {name: float(typing.cast(Any, part)) for name, part in {"reward": value, **parts}.items()}
+        numbers = {str(name): float(typing.cast(Any, part)) for name, part in given.items()}
     except (TypeError, ValueError):
         numbers = {"reward": float("nan")}
     if isinstance(value, str) or any(number - number != 0 for number in numbers.values()):
         raise EpisodeFailed("invalid", f"the agent returned {value!r:.80}; a reward is a finite number")
-    reward = numbers.pop("reward")
-    return reward, numbers
+    return numbers

@@ -11,7 +11,9 @@ its next turn. This *bridge* is cut out of the rendered conversation behind a ma
 So nothing that was sampled is tokenised again, whatever a tokenizer would make of its text, and no newline of the template is lost. The
 tokens equal those of the whole conversation, rendered at once, wherever the template extends what was there and the model's text comes
 back from the tokenizer as it went in. Some templates do not extend: they drop a model's thinking once a further user's message follows.
-Then the tokens of the model's turn stay as they are with `history="append"`; with `"refuse"` the episode ends with an error.
+Then the tokens of the model's turn stay as they are with `history="append"`; with `"refuse"` the episode ends with an error; and with
+`"fork"` the conversation goes on in a sequence of its own, whose prompt is the conversation as the template writes it now (`rewritten`).
+What was said before stays, as it was sampled, in the sequence that it was said in, and is trained there.
 
 A text for a model without a chat template is *raw*: what is said is appended as it stands.
 
@@ -27,12 +29,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal, final
+from typing import NamedTuple, final
 
 from m2flow.agents.parsers import Family, Parser, family_of, parsed
 from m2flow.agents.tools import EpisodeFailed, ToolCall
 from m2flow.engines.contract import Language
 from m2flow.errors import DatasetError
+from m2flow.recipe import History
 from m2flow.samples import Message, check_prompt
 
 _MARK = "m2flow1marker2of3turn"
@@ -46,11 +49,23 @@ def rewrites(language: Language, role: str) -> bool:
     return _THOUGHT not in language.conversation(probe, [])
 
 
+class Rewritten(NamedTuple):
+    """A conversation as its template writes it now, other than it did before."""
+
+    ids: list[int]
+    num_added: int
+    """Tokens of the new messages' texts, by which the conversation has grown."""
+
+
+def _dense(text: str) -> str:
+    return "".join(text.split())
+
+
 @final
 class Conversation:
     """One conversation, as messages and as the tokens that are to be appended."""
 
-    def __init__(self, language: Language, history: Literal["append", "refuse"] = "append", family: Family | Parser | None = None) -> None:
+    def __init__(self, language: Language, history: History = "append", family: Family | Parser | None = None) -> None:
         self.messages: list[Message] = []
         self.prompt_text: str | None = None
         self._language = language
@@ -60,6 +75,17 @@ class Conversation:
         self._is_raw = False
         self._last = -1
         """Last token of the model's last turn."""
+        self._text = ""
+        """What stands in this sequence, without white space; kept where the template may write it anew."""
+        self._next_text = ""
+        """What will, once the new messages are accepted."""
+
+    def copy(self) -> Conversation:
+        """The same conversation so far, to go on in another way."""
+        other = Conversation(self._language, self._history)
+        other.messages, other.prompt_text, other._parser = list(self.messages), self.prompt_text, self._parser
+        other._tools, other._is_raw, other._last, other._text = list(self._tools), self._is_raw, self._last, self._text
+        return other
 
     def _of_family(self, family: Family | None) -> Parser:
         chosen = family or family_of(self._language.template)
@@ -78,8 +104,10 @@ class Conversation:
         self.messages = [{"role": "user", "content": content}] if isinstance(content, str) else list(content)
         if self._is_raw or not self._tools:
             self.prompt_text = self._language.prompt_text(content)
+            self._text = _dense(self.prompt_text or "")
             return list(self._language.encode_prompt(content))
         self.prompt_text = self._language.conversation(self.messages, self._tools)
+        self._text = _dense(self.prompt_text)
         return list(self._language.encode_target(self.prompt_text))
 
     def followed(self, new: Sequence[Message]) -> list[int]:
@@ -104,9 +132,30 @@ class Conversation:
         ids = list(self._language.encode_target(bridge))
         return ids[1:] if self._last in self._language.eos_ids and ids[:1] == [self._last] else ids
 
+    def rewritten(self, new: Sequence[Message]) -> Rewritten | None:
+        """The conversation with these messages, where the template writes what stands before them in another way.
+
+        White space does not count. A call of a tool that the model wrote in another form than the template's does.
+
+        Returns:
+            None: the template extends what is there, or `history` is not "fork".
+        Raises:
+            DatasetError: the chat template refuses the messages.
+        """
+        if self._history != "fork" or self._is_raw:
+            return None
+        check_prompt(list(new), "what the agent says")
+        rendered = self._language.conversation([*self.messages, *new], self._tools)
+        self._next_text = _dense(rendered)
+        if self._next_text.startswith(self._text):
+            return None
+        added = "".join(str(one.get("content") or "") for one in new)
+        return Rewritten(list(self._language.encode_target(rendered)), len(self._language.encode_target(added)))
+
     def accepted(self, new: Sequence[Message]) -> None:
-        """Take in messages whose tokens were appended."""
+        """Take in messages whose tokens were appended, or with which the conversation was written anew."""
         self.messages += new
+        self._text = self._next_text
 
     def heard(
         self, tokens: Sequence[int], text: str, *, is_whole: bool, tools: Callable[[ToolCall], str]
@@ -127,6 +176,7 @@ class Conversation:
         if checked:
             message["tool_calls"] = [call.message() for call in checked]
         self.messages.append(message)
+        self._text += _dense(raw if checked else text)
         return (said if checked else text), checked
 
     def defused(self, text: str) -> str:

@@ -13,6 +13,9 @@ All tokens are kept on the worker's side (`Transcript`); an agent learns only wh
 its path: the sample's seed, a hash of all ids before it, and how often the episode has been just there. So they depend neither on time nor
 on what else runs, and a turn that is asked for again gives the same tokens.
 
+Conversations. The tokens of each lie together in the row (`Strand`), in the order of their names, so nothing depends on which was first. Of
+one episode the engine has one turn at a time; those that are asked for meanwhile wait, and other episodes fill its batch.
+
 Repetition. A stopped episode's row has its tokens, and the record of its turns and tool calls (the column `episode`). It goes on from there
 anywhere: the agent is called again, what it asks is answered from the row as long as that has an answer, and a turn that was cut off
 midway continues from its tokens. A tool that has effects is noted before it begins, and its result before it enters the context, in what
@@ -35,13 +38,13 @@ from typing import Any, final
 
 import numpy as np
 
-from m2flow.agents.chat import Agent, Chat, Known, Reply, Resources, reward_of
+from m2flow.agents.chat import Agent, Asked, Chat, Known, Reply, Resources, Rewards, Table, reward_of
 from m2flow.agents.conversation import Conversation
 from m2flow.agents.tools import EpisodeFailed, Outcome, ToolCall
 from m2flow.engines.contract import Generated, Language, Occupancy, Request, RolloutEngine
 from m2flow.errors import InternalError, M2FlowError, PromptTooLong
 from m2flow.recipe import Episodes as Bounds
-from m2flow.samples import Batch, Finish, Sample, SampleId, Segment, keyed_bits
+from m2flow.samples import MAIN, Batch, Finish, Sample, SampleId, Segment, keyed_bits
 
 _PATIENCE_S = 0.01
 """Longest that a step waits for agents where the engine has nothing to do."""
@@ -56,10 +59,15 @@ _MOST_SHOWN = 3
 
 
 @final
-class Transcript:
-    """The tokens of an episode, and its record. Worker's side only."""
+class Strand:
+    """The tokens of one sequence: of a conversation, or of what one goes on in since its template wrote it anew."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str, prompt_text: str | None = None, parent: str = "") -> None:
+        self.name = name
+        """Of the conversation."""
+        self.prompt_text = prompt_text
+        self.parent = parent
+        """The conversation that its prompt is from; empty: none."""
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.versions: list[int] = []
@@ -68,21 +76,6 @@ class Transcript:
         """The first is the prompt."""
         self.turns: list[dict[str, object]] = []
         """Of each generated segment: finish and text."""
-        self.tools: dict[str, dict[str, object]] = {}
-        """Key of a tool call -> what it was and what it gave."""
-
-    @classmethod
-    def of(cls, rows: Batch, row: int) -> Transcript:
-        """The transcript of a row that was stopped."""
-        found = cls()
-        found.tokens, found.logprobs, found.versions, found.kv_stale = (
-            rows.ragged(name).row(row).tolist() for name in ("tokens", "logprobs", "versions", "kv_stale")
-        )
-        kinds, lengths = rows.ragged("segment_kinds").row(row).tolist(), rows.ragged("segment_lengths").row(row).tolist()
-        found.segments = [(Segment(kind), int(count)) for kind, count in zip(kinds, lengths, strict=True)]
-        record: Any = rows.ragged("episode").item(row)
-        found.turns, found.tools = record["turns"], record["tools"]
-        return found
 
     @property
     def num_sampled(self) -> int:
@@ -108,63 +101,142 @@ class Transcript:
         self.kv_stale += kv_stale
         self.segments.append((kind, len(ids)))
 
-    def with_turn(self, turn: Generated | None) -> Transcript:
+    def with_turn(self, turn: Generated) -> Strand:
         """A copy that also has the tokens so far of a turn that is under way."""
-        copy = Transcript()
+        copy = Strand(self.name, self.prompt_text, self.parent)
         copy.tokens, copy.logprobs, copy.versions = list(self.tokens), list(self.logprobs), list(self.versions)
-        copy.kv_stale, copy.segments, copy.turns, copy.tools = list(self.kv_stale), list(self.segments), list(self.turns), dict(self.tools)
-        if turn is not None and len(turn.tokens):
+        copy.kv_stale, copy.segments, copy.turns = list(self.kv_stale), list(self.segments), list(self.turns)
+        if len(turn.tokens):
             copy.append_turn(turn, is_over=False)
         return copy
 
-    def generated(self, packed: int, finish: Finish, text: str, prompt_text: str | None, columns: Mapping[str, object]) -> Generated:
+    @property
+    def described(self) -> dict[str, object]:
+        """What the record says of it beside its turns."""
+        return {"name": self.name, "num_turns": len(self.turns), "prompt": self.prompt_text, "parent": self.parent}
+
+
+def _place(name: str) -> tuple[object, ...]:
+    """The place of a conversation in the row: the first one is first, forks follow what they were forked from; never by time."""
+    parts = [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in name.split("/")]
+    return (parts[0] != (1, 0, MAIN), *parts)
+
+
+@final
+class Transcript:
+    """The tokens of an episode, and its record. Worker's side only."""
+
+    def __init__(self) -> None:
+        self.conversations: dict[str, list[Strand]] = {}
+        """By name: the sequences of each, of which the last goes on."""
+        self.tools: dict[str, dict[str, object]] = {}
+        """Key of a tool call -> what it was and what it gave."""
+
+    @classmethod
+    def of(cls, rows: Batch, row: int) -> Transcript:
+        """The transcript of a row that was stopped."""
+        found = cls()
+        columns = [rows.ragged(name).row(row).tolist() for name in ("tokens", "logprobs", "versions", "kv_stale")]
+        kinds, lengths = rows.ragged("segment_kinds").row(row).tolist(), rows.ragged("segment_lengths").row(row).tolist()
+        record: Any = rows.ragged("episode").item(row)
+        found.tools = record["tools"]
+        named, turns, at = deque(record.get("conversations") or [_ALONE]), deque(record["turns"]), 0
+        strand = Strand(MAIN)
+        for kind, count in zip(kinds, lengths, strict=True):
+            if kind == Segment.PROMPT:
+                one = named.popleft()
+                strand = Strand(one["name"], one["prompt"], one["parent"])
+                num_turns = len(turns) if one["num_turns"] is None else one["num_turns"]
+                strand.turns = [turns.popleft() for _ in range(num_turns)]
+                found.conversations.setdefault(strand.name, []).append(strand)
+            strand._extend(Segment(kind), *(column[at : at + count] for column in columns))
+            at += count
+        return found
+
+    @property
+    def strands(self) -> list[Strand]:
+        """All sequences, in the order of the row."""
+        return [strand for name in sorted(self.conversations, key=_place) for strand in self.conversations[name]]
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(strand.num_sampled for strand in self.strands)
+
+    def admitted(self, asked: Asked) -> Strand:
+        """Add what comes before a turn of a conversation; returns its sequence."""
+        of = self.conversations.setdefault(asked.name, [])
+        if asked.begins:
+            of.append(Strand(asked.name, asked.prompt_text, asked.parent))
+        of[-1].append(asked.ids)
+        return of[-1]
+
+    def generated(self, packed: int, finish: Finish, text: str, columns: Mapping[str, object]) -> Generated:
         """The sample that these tokens are."""
-        num_prompt = self.segments[0][1] if self.segments else 0
-        record = {"turns": self.turns, "tools": self.tools}
+        strands = self.strands or [Strand(MAIN)]
+        num_prompt = strands[0].segments[0][1] if strands[0].segments else 0
+        segments = [segment for strand in strands for segment in strand.segments]
+        turns = [turn for strand in strands for turn in strand.turns]
+        record: dict[str, object] = {"turns": turns, "tools": dict(sorted(self.tools.items()))}
+        if len(strands) > 1 or strands[0].name != MAIN:
+            record["conversations"] = [strand.described for strand in strands]
+
+        def joined(name: str, kind: type) -> Any:
+            return np.array([value for strand in strands for value in getattr(strand, name)], kind)
+
+        tokens = joined("tokens", np.int32)
         return Generated(
             id=packed,
-            prompt_tokens=np.array(self.tokens[:num_prompt], np.int32),
-            tokens=np.array(self.tokens[num_prompt:], np.int32),
-            logprobs=np.array(self.logprobs[num_prompt:], np.float32),
-            versions=np.array(self.versions[num_prompt:], np.int32),
-            kv_stale=np.array(self.kv_stale[num_prompt:], np.bool_),
+            prompt_tokens=tokens[:num_prompt],
+            tokens=tokens[num_prompt:],
+            logprobs=joined("logprobs", np.float32)[num_prompt:],
+            versions=joined("versions", np.int32)[num_prompt:],
+            kv_stale=joined("kv_stale", np.bool_)[num_prompt:],
             finish=finish,
             text=text,
-            prompt_text=prompt_text,
-            segments=tuple(self.segments[1:]) or ((Segment.GENERATED, 0),),
-            columns={"reward": math.nan, "failure": "", "num_turns": len(self.turns), "episode": record} | dict(columns),
+            prompt_text=strands[0].prompt_text,
+            segments=tuple(segments[1:]) or ((Segment.GENERATED, 0),),
+            columns={"reward": math.nan, "failure": "", "num_turns": len(turns), "episode": record} | dict(columns),
         )
+
+
+_ALONE = {"name": MAIN, "num_turns": None, "prompt": None, "parent": ""}
+"""What a record that names no conversations has: all turns are one conversation's."""
 
 
 @final
 class _Recorded:
-    """The part of a stopped episode's transcript that has not been asked for yet."""
+    """The part of a stopped conversation that has not been asked for yet."""
 
-    def __init__(self, transcript: Transcript) -> None:
-        self._of = transcript
+    def __init__(self, strands: Sequence[Strand]) -> None:
+        self._strands = strands
+        self._strand = 0
         self._at = 0
-        """Segments that were asked for."""
+        """Segments of the strand that were asked for."""
         self._position = 0
         self._num_turns = 0
 
     @property
     def is_used_up(self) -> bool:
-        return self._at >= len(self._of.segments)
+        return self._strand == len(self._strands) - 1 and self._at >= len(self._strands[-1].segments)
 
-    def take(self, ids: Sequence[int], request: Request) -> Generated | None:
+    def take(self, asked: Asked, request: Request) -> Generated | None:
         """The turn that followed these tokens, or what there was of it. None: the agent does something else than before."""
-        start = self._position
-        if self._of.tokens[start : start + len(ids)] != list(ids) or self._of.segments[self._at][1] != len(ids):
+        if asked.begins and self._at:
+            if self._at < len(self._strands[self._strand].segments):
+                return None
+            self._strand, self._at, self._position, self._num_turns = self._strand + 1, 0, 0, 0
+        of, start, ids = self._strands[self._strand], self._position, asked.ids
+        if self._at >= len(of.segments) or of.segments[self._at][1] != len(ids) or of.tokens[start : start + len(ids)] != list(ids):
             return None
         self._at += 1
         self._position += len(ids)
-        if self.is_used_up:  # It was stopped before the first token of the turn.
+        if self._at >= len(of.segments):  # It was stopped before the first token of the turn.
             return replace(_none_of(request), finish=Finish.ABORT)
-        end = self._position + self._of.segments[self._at][1]
-        rows = [values[self._position : end] for values in (self._of.tokens, self._of.logprobs, self._of.versions, self._of.kv_stale)]
+        end = self._position + of.segments[self._at][1]
+        rows = [values[self._position : end] for values in (of.tokens, of.logprobs, of.versions, of.kv_stale)]
         self._at, self._position = self._at + 1, end
-        is_whole = self._num_turns < len(self._of.turns)
-        known: Any = self._of.turns[self._num_turns] if is_whole else {"finish": Finish.ABORT, "text": ""}
+        is_whole = self._num_turns < len(of.turns)
+        known: Any = of.turns[self._num_turns] if is_whole else {"finish": Finish.ABORT, "text": ""}
         self._num_turns += 1
         types: list[Any] = [np.int32, np.float32, np.int32, np.bool_]
         tokens, logprobs, versions, kv_stale = (np.array(values, kind) for values, kind in zip(rows, types, strict=True))
@@ -193,15 +265,15 @@ class EpisodeStart:
     stopped: Transcript | None = None
 
 
-@dataclass
+@dataclass(eq=False)
 class _Turn:
     """A turn that an agent waits for."""
 
-    ids: Sequence[int]
-    max_new_tokens: int
-    stop: tuple[str, ...]
-    prompt_text: str | None
+    asked: Asked
     answer: asyncio.Future[Reply | None]
+    request: Request | None = None
+    strand: Strand | None = None
+    """Where its tokens go, once the engine has it."""
 
 
 @final
@@ -212,25 +284,29 @@ class _Episode:
         self.start = start
         self.id = start.request.id
         self.transcript = Transcript()
-        self.recorded = _Recorded(start.stopped) if start.stopped is not None and start.stopped.segments else None
+        stopped = start.stopped.conversations if start.stopped is not None else {}
+        self.recorded = {name: _Recorded(strands) for name, strands in stopped.items()}
+        """The conversations that have not caught up with their record yet."""
         self.known_tools = dict(start.stopped.tools) if start.stopped is not None else {}
         if start.stopped is not None:
             self.transcript.tools = dict(self.known_tools)
         self.waiting: _Turn | None = None
         """The turn that the engine works on."""
+        self.queued: deque[_Turn] = deque()
+        """Turns of other conversations meanwhile: an engine knows a sample by its identity, once."""
         self.occurrences: Counter[int] = Counter()
-        self.prompt_text: str | None = None
         self.num_effects = 0
         """Tools with effects that run now."""
         self.task: asyncio.Task[None] | None = None
         self.host = host
         self.threads: Executor = host.threads
 
-    # What the agent's chat calls, on the loop's thread
+    # What the agent's chats call, on the loop's thread
 
-    async def turn(self, ids: Sequence[int], max_new_tokens: int, stop: tuple[str, ...], prompt_text: str | None) -> Reply | None:
+    async def turn(self, asked: Asked) -> Reply | None:
         answer: asyncio.Future[Reply | None] = asyncio.get_running_loop().create_future()
-        self.host.post(lambda: self.host.take_turn(self, _Turn(ids, max_new_tokens, stop, prompt_text, answer)))
+        turn = _Turn(asked, answer)
+        self.host.post(lambda: self.host.take_turn(self, turn))
         limit = asyncio.timeout(self.start.bounds.turn_timeout_s)
         try:
             async with limit:
@@ -241,7 +317,11 @@ class _Episode:
             raise
         finally:
             if answer.cancelled():
-                self.host.post(lambda: self.host.drop_turn(self))
+                self.host.post(lambda: self.host.drop_turn(self, turn))
+
+    @property
+    def lost_resources(self) -> bool:
+        return any(one.get("opens") and "result" in one for one in self.known_tools.values())
 
     def known(self, key: str) -> Known | None:
         found: Any = self.known_tools.get(key)
@@ -249,8 +329,9 @@ class _Episode:
             return None
         return Known(Outcome(str(found["result"]), bool(found["is_error"])) if "result" in found else None)
 
-    async def began(self, key: str, call: ToolCall, *, has_effects: bool) -> None:
-        await self._noted(key, {"name": call.name, "arguments": dict(call.arguments)}, has_effects)
+    async def began(self, key: str, call: ToolCall, *, has_effects: bool, opens: bool) -> None:
+        what = {"name": call.name, "arguments": dict(call.arguments)} | ({"opens": True} if opens and has_effects else {})
+        await self._noted(key, what, has_effects)
 
     async def returned(self, key: str, outcome: Outcome, *, has_effects: bool) -> None:
         await self._noted(key, {"result": outcome.text, "is_error": outcome.is_error}, has_effects)
@@ -268,9 +349,10 @@ class _Episode:
         columns: dict[str, object] = {}
         added: dict[str, object] = {}
         try:
-            reward, parts = reward_of(await self._played())
-            columns = {"reward": math.nan if reward is None else reward}
-            added = {"parts": dict(parts)} if parts else {}
+            found = await self._played()
+            columns = {"reward": math.nan if found.reward is None else found.reward}
+            added = {"parts": dict(found.parts)} if found.parts else {}
+            added |= {"rewards": dict(found.of), "rewarded": dict(found.names)}
         except EpisodeFailed as failed:
             columns, added = {"failure": failed.how}, {"error": str(failed)}
         except asyncio.CancelledError:
@@ -280,23 +362,25 @@ class _Episode:
             self.host.show(self.id, traceback.format_exc())
         self.host.post(lambda: self.host.end(self, columns, added))
 
-    async def _played(self) -> object:
+    async def _played(self) -> Rewards:
         limit = asyncio.timeout(self.start.bounds.timeout_s)
         try:
             async with limit, contextlib.AsyncExitStack() as stack:
                 agent = Agent.of(self.start.agent())
-                resources, sampling = Resources(stack), self.start.request.sampling
-                chat = Chat(
+                resources, sampling, bounds = Resources(stack), self.start.request.sampling, self.start.bounds
+                table = Table(
                     self,
-                    Conversation(self.host.language, self.start.bounds.history, agent.tool_calls),
+                    resources,
+                    self.start.request.seed,
                     max_tokens=sampling.max_new_tokens,
-                    max_turns=self.start.bounds.max_turns,
+                    max_turns=bounds.max_turns,
+                    max_conversations=bounds.max_conversations,
                     stop=sampling.stop,
-                    seed=keyed_bits(self.start.request.seed, "rng"),
-                    resources=resources,
+                    make=lambda: Conversation(self.host.language, bounds.history, agent.tool_calls),
                 )
+                chat = Chat(table, table.make(), MAIN)
                 opened = {name: await resources.get(kind) for name, kind in agent.resources}
-                return await agent.function(chat, self.start.row, **opened)  # type: ignore[misc]
+                return reward_of(await agent.function(chat, self.start.row, **opened), table)  # type: ignore[misc]
         except TimeoutError:
             if limit.expired():
                 raise EpisodeFailed("timed_out", f"it took longer than {self.start.bounds.timeout_s} s") from None
@@ -388,44 +472,53 @@ class Episodes:
         """Give a turn to the engine, or answer it from the record."""
         if self._episodes.get(episode.id) is not episode or turn.answer.cancelled():
             return
-        context = [*episode.transcript.tokens, *turn.ids]
-        path = keyed_bits(*context)
+        asked = turn.asked
+        strands = episode.transcript.conversations.get(asked.name, [])
+        context = [*([] if asked.begins else strands[-1].tokens), *asked.ids]
+        path = keyed_bits(*(() if asked.name == MAIN else (asked.name,)), *context)
         seed = keyed_bits(episode.start.request.seed, path, episode.occurrences[path])
         episode.occurrences[path] += 1
-        sampling = replace(episode.start.request.sampling, max_new_tokens=turn.max_new_tokens, stop=turn.stop)
-        request = Request(episode.id, tuple(context), seed, sampling)
-        if episode.recorded is not None:
-            known = episode.recorded.take(turn.ids, request)
+        sampling = replace(episode.start.request.sampling, max_new_tokens=asked.max_new_tokens, stop=asked.stop)
+        turn.request = request = Request(episode.id, tuple(context), seed, sampling)
+        recorded = episode.recorded.get(asked.name)
+        if recorded is not None and not recorded.is_used_up:
+            known = recorded.take(asked, request)
             if known is None:
                 failed = EpisodeFailed("diverged", "the agent did something else when it was repeated; take random numbers from chat.rng")
                 self._loop.call(_fail, turn.answer, failed)
                 return
-            if episode.recorded.is_used_up:
-                episode.recorded = None
             if known.finish is not Finish.ABORT:
-                episode.waiting = turn
-                self._admitted(episode)
-                episode.waiting = None
-                self._answered(episode, turn, known)
+                self._admitted(episode, turn)
+                self._answered(turn, known)
                 return
             columns = [tuple(column.tolist()) for column in (known.tokens, known.logprobs, known.versions, known.kv_stale)]
-            request = replace(
+            turn.request = replace(
                 request, prefix=columns[0], prefix_logprobs=columns[1], prefix_versions=columns[2], prefix_kv_stale=columns[3]
             )
-        episode.waiting = turn
-        self._asked[episode.id] = request
+        episode.queued.append(turn)
+        self._go_on(episode)
+
+    def _go_on(self, episode: _Episode) -> None:
+        """Have the engine asked for the next turn of an episode, if it works on none."""
+        if episode.waiting is None and episode.queued:
+            episode.waiting = episode.queued.popleft()
+            assert episode.waiting.request is not None
+            self._asked[episode.id] = episode.waiting.request
 
     def _ask(self) -> None:
         """Give the engine all turns that were asked for since the last time."""
-        asked, self._asked = self._asked, {}
-        try:
-            self._engine.add(list(asked.values()))
-        except M2FlowError:  # None of them was taken.
-            for packed, request in asked.items():
-                self._ask_alone(self._episodes[packed], request)
-            return
-        for packed in asked:
-            self._admitted(self._episodes[packed])
+        while self._asked:  # One that does not fit is followed by another of its episode.
+            asked, self._asked = self._asked, {}
+            try:
+                self._engine.add(list(asked.values()))
+            except M2FlowError:  # None of them was taken.
+                for packed, request in asked.items():
+                    self._ask_alone(self._episodes[packed], request)
+                continue
+            for packed in asked:
+                episode = self._episodes[packed]
+                assert episode.waiting is not None
+                self._admitted(episode, episode.waiting)
 
     def _ask_alone(self, episode: _Episode, request: Request) -> None:
         assert episode.waiting is not None
@@ -437,28 +530,33 @@ class Episodes:
                 self._loop.call(_answer, answer, None)
             else:
                 self._loop.call(_fail, answer, EpisodeFailed("invalid", error.what))
+            self._go_on(episode)
         else:
-            self._admitted(episode)
+            self._admitted(episode, episode.waiting)
 
-    def _admitted(self, episode: _Episode) -> None:
-        turn = episode.waiting
-        assert turn is not None
-        if not episode.transcript.segments:
-            episode.prompt_text = turn.prompt_text
-        episode.transcript.append(turn.ids)
+    def _admitted(self, episode: _Episode, turn: _Turn) -> None:
+        name = turn.asked.name
+        turn.strand = episode.transcript.admitted(turn.asked)
+        if name in episode.recorded and episode.recorded[name].is_used_up:
+            del episode.recorded[name]
 
-    def _answered(self, episode: _Episode, turn: _Turn, made: Generated) -> None:
-        episode.transcript.append_turn(made)
+    def _answered(self, turn: _Turn, made: Generated) -> None:
+        assert turn.strand is not None
+        turn.strand.append_turn(made)
         self._loop.call(_answer, turn.answer, Reply(made.tokens.tolist(), made.text, made.finish))
 
-    def drop_turn(self, episode: _Episode) -> None:
-        """Give up the turn of an episode that waits no longer; its tokens so far stay in the episode."""
-        if self._asked.pop(episode.id, None) is not None:
+    def drop_turn(self, episode: _Episode, turn: _Turn) -> None:
+        """Give up a turn that is not waited for any longer; its tokens so far stay in the episode."""
+        if self._episodes.get(episode.id) is not episode:
+            return
+        if turn in episode.queued:
+            episode.queued.remove(turn)
+        elif turn is episode.waiting:
+            if self._asked.pop(episode.id, None) is None and turn.strand is not None:
+                for made in self._engine.abort([episode.id]):
+                    turn.strand.append_turn(made)
             episode.waiting = None
-        if episode.waiting is not None and self._episodes.get(episode.id) is episode:
-            for made in self._engine.abort([episode.id]):
-                episode.transcript.append_turn(made)
-            episode.waiting = None
+            self._go_on(episode)
 
     def note(self, episode: _Episode, key: str, what: Mapping[str, object], done: asyncio.Future[None], *, is_urgent: bool) -> None:
         """Take what a tool call was, or gave, into the record."""
@@ -473,11 +571,16 @@ class Episodes:
         """Make the row of an episode that is over, with what is added to its record."""
         if self._episodes.get(episode.id) is not episode:
             return
-        self.drop_turn(episode)
+        episode.queued.clear()
+        if episode.waiting is not None:
+            self.drop_turn(episode, episode.waiting)
         del self._episodes[episode.id]
         self._urgent.pop(episode.id, None)
-        last: Any = episode.transcript.turns[-1] if episode.transcript.turns else {"finish": Finish.STOP, "text": ""}
-        made = episode.transcript.generated(episode.id, Finish(last["finish"]), str(last["text"]), episode.prompt_text, columns)
+        strands = episode.transcript.strands
+        said = [strand.turns for strand in strands if strand.turns]
+        of_first = [strand.turns for strand in episode.transcript.conversations.get(MAIN, []) if strand.turns]
+        last: Any = (of_first or said)[-1][-1] if said else {"finish": Finish.STOP, "text": ""}
+        made = episode.transcript.generated(episode.id, Finish(last["finish"]), str(last["text"]), columns)
         record: Any = made.columns["episode"]
         self._ended.append(replace(made, columns={**made.columns, "episode": {**record, **added}}))
 
@@ -509,7 +612,9 @@ class Episodes:
                 continue
             turn, episode.waiting = episode.waiting, None
             assert turn is not None
-            self._answered(episode, turn, made)
+            self._answered(turn, made)
+            self._go_on(episode)
+        self._ask()
         finished += self._ended
         self._ended = []
         return finished
@@ -518,8 +623,7 @@ class Episodes:
         self._has_posted.clear()
         while self._posted:
             self._posted.popleft()()
-        if self._asked:
-            self._ask()
+        self._ask()
 
     def take_urgent(self) -> list[int]:
         """The episodes whose record must be written down before they go on, as far as they can be resumed from it."""
@@ -556,22 +660,28 @@ class Episodes:
         return list(found.values())
 
     def _so_far(self, episode: _Episode, turn: Generated | None) -> Generated:
-        """The row of an episode that is not over. One that has not caught up with its record is what that says."""
-        if episode.recorded is not None and episode.start.stopped is not None:
-            so_far = episode.start.stopped.with_turn(None)
-            so_far.tools |= episode.transcript.tools
-        else:
-            so_far = episode.transcript.with_turn(turn)
-        return so_far.generated(episode.id, Finish.ABORT, "", episode.prompt_text, {})
+        """The row of an episode that is not over. A conversation that has not caught up with its record is what that says."""
+        so_far = Transcript()
+        so_far.tools = dict(episode.transcript.tools)
+        for name, strands in episode.transcript.conversations.items():
+            so_far.conversations[name] = list(strands)
+        if turn is not None and episode.waiting is not None and episode.waiting.strand is not None:
+            so_far.conversations[episode.waiting.asked.name][-1] = episode.waiting.strand.with_turn(turn)
+        for name in episode.recorded:
+            assert episode.start.stopped is not None
+            so_far.conversations[name] = episode.start.stopped.conversations[name]
+        return so_far.generated(episode.id, Finish.ABORT, "", {})
 
     def progress(self) -> dict[int, int]:
         """Generated tokens so far of each sample and episode."""
         counts = dict(self._engine.progress())
         for packed, episode in self._episodes.items():
-            if episode.recorded is not None and episode.start.stopped is not None:
-                counts[packed] = episode.start.stopped.num_sampled
-            else:
-                counts[packed] = counts.get(packed, 0) + episode.transcript.num_sampled
+            known, stopped = episode.transcript.conversations, episode.start.stopped
+            if episode.waiting is not None and episode.waiting.asked.name in episode.recorded:
+                counts.pop(packed, None)
+            if stopped is not None:
+                known = {**known, **{name: stopped.conversations[name] for name in episode.recorded}}
+            counts[packed] = counts.get(packed, 0) + sum(strand.num_sampled for of in known.values() for strand in of)
         return counts
 
     def occupancy(self) -> Occupancy:

@@ -22,8 +22,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from m2flow.errors import OptionError, RewardError, ShapeError
-from m2flow.samples import Batch, Ragged, Segment
+from m2flow.errors import OpError, OptionError, RewardError, ShapeError
+from m2flow.samples import MAIN, Batch, IdArray, Ragged, SampleId, Segment, check_one_reward, records_of, sequences_of
 
 # Shapes: N samples, P groups (prompts), G samples of a group.
 
@@ -443,6 +443,70 @@ def of_turns(rewards: npt.NDArray[np.floating], samples: Batch, **options: float
     return Ragged(values, tokens.offsets)
 
 
+def of_conversations(name: str, rewards: npt.NDArray[np.floating], samples: Batch, **options: float) -> Ragged:
+    """Compute advantages of the conversations of episodes: those of one group that go by the same name are compared by `name`.
+
+    Args:
+        name: of a function of `OF_GROUPS`. rewards: [N], for episodes whose agent returned one number. samples: with `episode`.
+    Returns:
+        float32, ragged over all tokens: those that the model said have their conversation's advantage, all others 0.
+    Raises:
+        OpError: the rewards are not those that the agents returned. As `on_arrays`.
+    """
+    tokens, mask = samples.ragged("tokens"), samples.ragged("loss_mask").values.astype(bool)
+    found = sequences_of(samples)
+    offsets, row_of = found if found is not None else (tokens.offsets, np.arange(len(samples)))
+    goes_by, reward_of = _named(rewards, samples, row_of)
+    trained = np.diff(np.concatenate(([0], np.cumsum(mask)))[offsets])
+    compared: list[tuple[int, str]] = []
+    bounds: list[tuple[int, int]] = []
+    for start, end in samples.group_bounds():
+        of_group = [(row, key) for row in range(start, end) for key in reward_of[row]]
+        for key in sorted({key for _, key in of_group}):
+            bounds.append((len(compared), len(compared) + sum(other == key for _, other in of_group)))
+            compared += [one for one in of_group if one[1] == key]
+    place = {one: at for at, one in enumerate(compared)}
+    place_of = np.array([place[row, key] for row, key in zip(row_of.tolist(), goes_by, strict=True)], np.int64)
+    lengths = np.bincount(place_of, trained, len(compared)).astype(np.int64)
+    given = np.array([reward_of[row][key] for row, key in compared], np.float64)
+    advantages = on_arrays(name, given, bounds, lengths=lengths, **options)[place_of]
+    return Ragged(np.where(mask, np.repeat(advantages, np.diff(offsets)), np.float32(0)), tokens.offsets)
+
+
+def _named(rewards: npt.NDArray[np.floating], samples: Batch, row_of: IdArray) -> tuple[list[str], list[dict[str, float]]]:
+    """What each sequence goes by, and of each row the reward of what its sequences go by."""
+    goes_by: list[str] = []
+    of_rows: list[dict[str, float]] = []
+    counts = np.bincount(row_of, minlength=len(samples)).tolist()
+    for row, record in enumerate(records_of(samples)):
+        of_row = record.get("conversations") or [{"name": MAIN, "parent": ""}] * counts[row]
+        parents = {one["name"]: one["parent"] for one in of_row if one["parent"]}
+        own: dict[str, float] = {}
+        for one in of_row:
+            name = one["name"]
+            if name in record.get("rewarded", {}):
+                key = record["rewarded"][name]
+                own[key] = float(record["rewards"][key])
+            else:
+                key = _root(name, parents)
+                own[key] = float(rewards[row])
+            goes_by.append(key)
+        used = [float(record["rewards"][key]) for key in sorted(set(record.get("rewarded", {}).values()))]
+        if used and float(rewards[row]) != sum(used) / len(used):
+            raise OpError(
+                f"sample {SampleId.unpack(int(samples.ids[row]))} got the reward {rewards[row]}, and its conversations have others",
+                now="by_conversation() goes by what the agent returned: pass episodes.reward as it is.",
+            ).about(int(samples.ids[row]))
+        of_rows.append(own)
+    return goes_by, of_rows
+
+
+def _root(name: str, parents: Mapping[str, str]) -> str:
+    while name in parents:
+        name = parents[name]
+    return name
+
+
 def _in_float32(wide: npt.NDArray[np.float64], sample: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
     beyond = np.flatnonzero(~(np.abs(wide) <= np.finfo(np.float32).max))
     if len(beyond):
@@ -453,4 +517,5 @@ def _in_float32(wide: npt.NDArray[np.float64], sample: npt.NDArray[np.int64]) ->
 
 def of_batch(rows: Batch, whole: Mapping[str, object], *, name: str) -> npt.NDArray[np.float32]:
     """Compute a column of advantages from the column `rewards` of a whole batch, in the order of identity."""
+    check_one_reward(rows, name)
     return on_arrays(name, np.asarray(rows["rewards"], np.float64), rows.group_bounds())

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from m2flow.errors import OpError, OptionError, ShapeError
-from m2flow.samples import Batch, Column, Ragged, SampleId
+from m2flow.samples import Batch, Column, Ragged, SampleId, check_one_reward, sequences_of
 
 # Shapes: N samples, T tokens of all of them, sample after sample; L tokens of the longest.
 
@@ -168,16 +168,46 @@ def gae_rows(
     Raises:
         OpError: numbers that do not fit a sample's tokens.
     """
+    check_one_reward(rows, "gae")
+    ids = rows.ids
     mask = rows.ragged("loss_mask").values.astype(bool)
     offsets = rows.ragged("tokens").offsets
-    lengths = np.diff(np.concatenate(([0], np.cumsum(mask)))[offsets])
+    rows = _by_sequence(rows)
+    lengths = np.diff(np.concatenate(([0], np.cumsum(mask)))[rows.ragged("tokens").offsets])
     rewards = _of_tokens(rows, "rewards", mask, lengths)
     if "penalties" in rows:
         rewards = rewards - _of_tokens(rows, "penalties", mask, lengths)
     values = _of_tokens(rows, "values", mask, lengths)
     chosen = length_adaptive_lam(lengths, length_alpha) if length_alpha else lam
     advantages, returns = gae(rewards, values, lengths, gamma=gamma, lam=chosen, critic_lam=critic_lam)
-    return Batch(rows.ids, {name: _spread(numbers, mask, offsets) for name, numbers in (("advantages", advantages), ("returns", returns))})
+    return Batch(ids, {name: _spread(numbers, mask, offsets) for name, numbers in (("advantages", advantages), ("returns", returns))})
+
+
+_GIVEN = ("rewards", "penalties", "values")
+
+
+def _by_sequence(rows: Batch) -> Batch:
+    """The rows with each sequence of theirs as a row: an episode's reward is one at the end of each of its conversations.
+
+    Raises:
+        OpError: as `gae_rows`.
+    """
+    found = sequences_of(rows)
+    if found is None:
+        return rows
+    offsets, row_of = found
+    tokens, mask = rows.ragged("tokens"), rows.ragged("loss_mask")
+    counts = np.concatenate(([0], np.cumsum(mask.values.astype(np.int64))))
+    columns: dict[str, Column] = {"tokens": Ragged(tokens.values, offsets), "loss_mask": Ragged(mask.values, offsets)}
+    for name in _GIVEN:
+        if name in rows:
+            column = _numbers(rows, name)
+            if isinstance(column, Ragged):
+                numbers = _of_tokens(rows, name, mask.values.astype(bool), np.diff(counts[tokens.offsets]))
+                columns[name] = Ragged(numbers, counts[offsets])
+            else:
+                columns[name] = column[row_of]
+    return Batch(rows.ids[row_of], columns)
 
 
 def _of_tokens(rows: Batch, name: str, mask: npt.NDArray[np.bool_], lengths: npt.NDArray[np.int64]) -> Floats:

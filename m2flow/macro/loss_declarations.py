@@ -23,14 +23,17 @@ from m2flow.algorithms import losses, preferences
 from m2flow.algorithms.losses import Direction, Divergence, Proximal, Terms
 from m2flow.errors import OptionError, TraceError, did_you_mean
 from m2flow.macro.graph import Call, MacroGraph
+from m2flow.macro.handles import describe
 from m2flow.macro.oversampling import is_cut, timeout_of
 from m2flow.recipe import (
     PROXIMAL,
     REFERENCE_TOP_LOGPROBS,
     TOP_LOGPROBS,
     VERSION_AGES,
+    Advantage,
     Counts,
     Denominator,
+    Episodes,
     KlPenalty,
     Loss,
     check_choice,
@@ -371,3 +374,23 @@ def asynchrony(graph: MacroGraph, names: Mapping[int, str]) -> tuple[str, ...]:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def check_comparison(advantages: object, responses: object) -> None:
+    """Check that these advantages can be computed of what a generate or a rollout has made.
+
+    Raises:
+        TraceError: of too few responses to a prompt, or of episodes that are made in another way.
+    """
+    maker: Call = responses.maker  # type: ignore[attr-defined]
+    chosen = advantages if isinstance(advantages, Advantage) else Advantage(str(advantages))
+    n, bounds = maker.options["n"], maker.options.get("episodes")
+    assert isinstance(n, int)
+    if n < chosen.least_responses:
+        what = f"advantages={str(advantages)!r} compares the responses to one prompt, and {describe(responses)} have"
+        raise TraceError(f"{what} {'one' if n == 1 else n} for each", now=f"Generate with n={chosen.least_responses} or more.")
+    if chosen.by_conversation and not isinstance(bounds, Episodes):
+        raise TraceError(f"advantages={chosen} compares conversations, and {describe(responses)} have none", now="Take policy.rollout().")
+    if chosen.name == "gigpo" and isinstance(bounds, Episodes) and bounds.has_sequences:
+        said = "advantages=gigpo() compares turns that follow each other, and these episodes may have several conversations"
+        raise TraceError(said, now="Take by_conversation(), or a rollout of one conversation with history='append'.")

@@ -452,7 +452,7 @@ def record_episodes(
             "repeat": session.count_generation(role, prompts.call),
             "staleness": staleness,
         },
-        shown={"agent": name, **shown, "max_turns": bounds.max_turns, **({"failed": failed} if failed != "mask" else {})},
+        shown={"agent": name, **shown, **bounds.shown, **({"failed": failed} if failed != "mask" else {})},
         reads=(f"{role}.weights",),
         staleness=staleness,
     )
@@ -520,10 +520,11 @@ class Whole:
             how = str(rows.ragged("failure").item(row))
             if not how:
                 continue
-            if self.failed == "raise" or how == "history_rewritten":
+            ends = how in ("history_rewritten", "too_many_conversations")
+            if self.failed == "raise" or ends:
                 record = rows.ragged("episode").item(row)
                 error = record.get("error", "") if isinstance(record, Mapping) else ""
-                now = "" if how == "history_rewritten" else "failed='mask' leaves such an episode out, and the number of them is logged."
+                now = "" if ends else "failed='mask' leaves such an episode out, and the number of them is logged."
                 raise OpError(f"the episode of sample {SampleId.unpack(packed)} failed ({how}): {error}", now=now).about(packed)
             found[row] = self.failed == "zero" and bool(sampled.row(row).any())
         return found

@@ -25,7 +25,7 @@ from m2flow.errors import OptionError, TraceError, did_you_mean
 from m2flow.macro.datasets import Dataset
 from m2flow.macro.graph import Granularity, Ref
 from m2flow.macro.handles import Handle, Metrics, Rows, Scores, describe, is_isolated
-from m2flow.macro.loss_declarations import check_update, nll, ppo_clip
+from m2flow.macro.loss_declarations import check_comparison, check_update, nll, ppo_clip
 from m2flow.macro.ops import EpisodeRows, Failed, check_of_one_sample, log, record_episodes
 from m2flow.macro.oversampling import carries, check_late, check_line, windows
 from m2flow.macro.refill import Draws, Keep, refill
@@ -46,6 +46,7 @@ from m2flow.recipe import (
     ChatTemplate,
     Correction,
     Episodes,
+    History,
     Lora,
     Loss,
     Model,
@@ -590,7 +591,8 @@ class Policy(Role):
         timeout_s: float | None = None,
         turn_timeout_s: float | None = None,
         failed: Failed = "mask",
-        history: Literal["append", "refuse"] = "append",
+        history: History = "append",
+        max_conversations: int = 1,
         temperature: float = 1.0,
         top_p: float = 1.0,
         top_k: int = 0,
@@ -601,20 +603,21 @@ class Policy(Role):
 
         Args:
             agent: an async function under `@agent`, which gets a `Chat` and the row, and returns the reward.
-            max_tokens: of an episode after its first prompt, those of tools included. A turn that reaches it is cut off.
-            max_turns: turns of the model.
+            max_tokens: of a conversation after its first prompt, those of tools included. A turn that reaches it is cut off.
+            max_turns: turns of the model, of a conversation.
             timeout_s, turn_timeout_s: seconds that an episode, or one turn of it, may take.
             failed: what becomes of an episode whose agent or tools failed: `mask`: it is in no result, so in no loss and no baseline;
                 `raise`: it ends the run; `zero`: its reward is 0. The number of each cause (`m2flow.recipe.EpisodeFailure`) is logged.
             history: where the chat template rewrites what the model said once a further message follows: `append` keeps the tokens as they
-                were sampled; `refuse` ends the run.
+                were sampled; `refuse` ends the run; `fork` goes on in a sequence that the template writes anew, beside what was sampled.
+            max_conversations: in which the model speaks (`Chat.conversation`, `Chat.fork`); an agent that begins more ends the run.
             temperature, top_p, top_k, stop, staleness: as for `generate`; `stop` of a single turn can be given to `Chat.say`.
         Returns:
             one row an episode: its tokens, of which a loss sees what the model said; `text`, its last turn; `num_turns`; and `reward`.
         """
         check_count("max_tokens", max_tokens)
         sampling = Sampling(max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, stop=as_texts(stop))
-        bounds = Episodes(max_turns, timeout_s, turn_timeout_s, history)
+        bounds = Episodes(max_turns, timeout_s, turn_timeout_s, history, max_conversations)
         allowed = self._session.staleness_of_generate(staleness)
         settings = GenerateSettings(n, sampling, staleness, allowed, 1.0, "wait", None, "recompute")
         asked = self._rows(prompts, "rollout", PROMPTS)
@@ -641,8 +644,9 @@ class Policy(Role):
             rewards: one number a response. Without them, and without advantages, the loss must not need any.
             advantages: how rewards become advantages: within the group of one prompt's responses (`grpo` divides by the standard deviation
                 of a sample, as TRL and verl do, `grpo_population` by the population's; `dr_grpo`, `rloo`, `maxrl`, `opo`, `pass_at_k(4)`;
-                `gigpo()` by turn), or over all of the call's (`reinforce_pp`, `reinforce_pp_baseline`, `gpg`), which waits for them; or a
-                handle with what other calls computed: one number a response, or a list with one for each generated or each token.
+                `gigpo()` by turn, `by_conversation()` by the rewards of each conversation), or over all of the call's (`reinforce_pp`,
+                `reinforce_pp_baseline`, `gpg`), which waits for them; or a handle with what other calls computed:
+                one number a response, or a list with one for each generated or each token.
             loss: PPO-clip by default (with rewards or advantages), negative log-likelihood without.
             reference: a `Reference` role, or its log-probabilities, for a loss with a KL term.
             columns: what else the loss needs, by name: numbers in the same forms as advantages. They win over a column of the samples.
@@ -663,7 +667,9 @@ class Policy(Role):
         samples = self._rows(responses, "update", RESPONSES)
         has_rewards, is_named = rewards is not None, isinstance(advantages, str | Advantage)
         if isinstance(advantages, str):
-            check_choice("advantages", advantages, _ADVANTAGES, "pass_at_k(k), gigpo(), or a handle with numbers of each sample")
+            check_choice(
+                "advantages", advantages, _ADVANTAGES, "pass_at_k(k), gigpo(), by_conversation(), or a handle with numbers of each sample"
+            )
         has_advantages = has_rewards or not is_named
         chosen = (_WITH_ADVANTAGES if has_advantages else _WITHOUT) if loss is None else loss
         settings = UpdateSettings(chosen, self.optimizer if optimizer is None else optimizer, minibatch_size, epochs, allow_unsound)
@@ -676,7 +682,7 @@ class Policy(Role):
             over_batch = self._over_batch(str(advantages), responses, rewards)
             given["advantages"] = self._column(over_batch, "update", NUMBERS)
         elif has_rewards and responses.maker.engine == "rollout":
-            _check_group_size(advantages, responses)
+            check_comparison(advantages, responses)
         given |= self._further_columns(columns)
         check_instance("correction", correction, Correction, "correction=Correction(upper=2.0)")
         settings = replace(settings, loss=replace(settings.loss, correction=correction or settings.loss.correction))
@@ -951,14 +957,6 @@ class RewardSum(Reward):
             shown=dict(zip(parts, self._weights_of, strict=True)),
         )
         return Scores(self._session, call), parts
-
-
-def _check_group_size(advantages: str | Advantage | Handle, responses: Handle) -> None:
-    least, n = advantages.least_responses if isinstance(advantages, Advantage) else 2, responses.maker.options["n"]
-    assert isinstance(n, int)
-    if n < least:
-        what = f"advantages={str(advantages)!r} compares the responses to one prompt, and {describe(responses)} have"
-        raise TraceError(f"{what} {'one' if n == 1 else n} for each", now=f"Generate with n={least} or more.")
 
 
 def _weighted_sum(rows: Batch, values: Mapping[str, object], **weights: float) -> Column:

@@ -305,7 +305,8 @@ class _Trial:
                 where=call.site.describe(),
                 now="history='append' keeps the tokens of each turn as they were sampled.",
             )
-        self._say(call, "the chat template would drop the model's thinking at a further user's message; its tokens are kept")
+        ending = "; the conversation goes on in a sequence without it" if bounds.history == "fork" else "; its tokens are kept"
+        self._say(call, "the chat template would drop the model's thinking at a further user's message" + ending)
 
     def _codec(self, call: Call) -> Any:
         """The tokenizer of a call's model; None where it is on other machines alone."""
@@ -359,7 +360,9 @@ class _Trial:
             sampling_mask=packed_masks([np.zeros(0, np.int32) for _ in tokens]) if sampling.sampling_mask else None,
         )
         if "agent" in call.options:  # Agents speak to a model: none is called here.
-            made = replace(made, columns={"reward": 0.0, "failure": "", "num_turns": 1, "episode": {"turns": [], "tools": {}}})
+            made = replace(
+                made, columns={"reward": 0.0, "failure": "", "num_turns": 1, "episode": {"turns": [], "tools": {}, "rewards": {}}}
+            )
         seeds = {request.id: request.seed for request in asked}
         return call_semantics.responses([call] * n, [replace(made, id=request.id) for request in asked], rows, seeds)
 

@@ -95,7 +95,7 @@ def said(
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_tokens_of_a_conversation_are_those_that_the_template_would_write_at_once(name, tmp_path):
     codec = codec_of(tmp_path, name)
-    conversation = Conversation(codec)
+    conversation = Conversation(codec, "fork")
     ids = conversation.begun("What is 2 + 2?", [])
     assert ids == codec.encode_target(codec.conversation(conversation.messages, []))
     roles = ["user", "user"] if name == "Gemma" else ["tool", "tool", "user", "tool"]
@@ -103,6 +103,7 @@ def test_the_tokens_of_a_conversation_are_those_that_the_template_would_write_at
         end = {"tool": "<|observation|>", "user": "<|user|>"}[role] if name == "GLM" else ""  # By which it says whose turn is next.
         ids += said(codec, conversation, f"turn {number}.\n Let me see", lead=LEADS.get(name, ""), end=end)[0]
         new = [{"role": role, "content": f"result {number}", "tool_call_id": "call00000"}]
+        assert conversation.rewritten(new) is None, "a template that extends what is there writes nothing anew"
         ids += conversation.followed(new)
         conversation.accepted(new)
         assert ids == codec.encode_target(codec.conversation(conversation.messages, [])), (number, role)

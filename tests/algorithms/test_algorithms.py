@@ -18,10 +18,10 @@ from torch import Tensor
 
 import m2flow
 from m2flow.algorithms import advantages, losses, preferences
-from m2flow.algorithms.gae import gae, length_adaptive_lam, vtrace
+from m2flow.algorithms.gae import gae, gae_rows, length_adaptive_lam, vtrace
 from m2flow.algorithms.losses import Direction, kl_estimate, top_k_divergence
 from m2flow.algorithms.shaping import Moments, adaptive_entropy_coef, adaptive_kl_coef, length_reward, overlong_penalty
-from m2flow.errors import OptionError, RewardError, ShapeError
+from m2flow.errors import OpError, OptionError, RewardError, ShapeError
 from m2flow.macro.loss_declarations import LOSSES
 from m2flow.recipe import BatchAdvantage, Correction, GroupAdvantage, KlEstimator, KlPenalty
 from m2flow.samples import Batch, Ragged, Segment, make_ids
@@ -1256,3 +1256,60 @@ def test_on_a_bandit_a_penalty_for_kl_in_the_loss_ends_where_its_gradient_says(e
         divergence = (p * (p.log() - reference)).sum() if estimator == "k2" else (reference.exp() * (reference - p.log())).sum()
         exact.data -= 0.5 * torch.autograd.grad(beta * divergence - (p * BANDIT_REWARDS).sum(), exact)[0]
     torch.testing.assert_close(logits.detach().softmax(0), exact.detach().softmax(0), atol=1e-3, rtol=0)
+
+
+def _episodes(spoken: list[list[tuple[str, str, int]]], rewards: list[dict[str, float]]) -> Batch:
+    """Episodes of one group: of each conversation its name, its parent and how many tokens the model said, after a prompt of two."""
+    records, kinds, lengths, mask = [], [], [], []
+    for of, reward in zip(spoken, rewards, strict=True):
+        rewarded = {name: name if name in reward else parent for name, parent, _ in of} if reward else {}
+        named = [{"name": name, "parent": parent} for name, parent, _ in of]
+        records.append({"conversations": named, "rewards": reward, "rewarded": rewarded})
+        kinds.append([Segment.PROMPT, Segment.GENERATED] * len(of))
+        lengths.append([count for _, _, said in of for count in (2, said)])
+        mask.append([bit for _, _, said in of for bit in [False] * 2 + [True] * said])
+    return Batch(
+        make_ids(0, 1, len(spoken)),
+        {
+            "tokens": Ragged.of(mask, np.int32),
+            "loss_mask": Ragged.of(mask, np.bool_),
+            "segment_kinds": Ragged.of(kinds, np.uint8),
+            "segment_lengths": Ragged.of(lengths, np.int32),
+            "episode": Ragged.json(records),
+        },
+    )
+
+
+def test_conversations_are_compared_with_those_of_their_name_and_a_fork_goes_by_its_parents_reward():
+    spoken = [[("a", "", 1), ("a/1", "a", 2), ("b", "", 1)], [("a", "", 1), ("b", "", 3)], [("b", "", 1), ("c", "", 1)]]
+    rewards = [{"a": 4.0, "b": 1.0}, {"a": 2.0, "b": 0.0}, {"b": 5.0, "c": 7.0}]
+    means = np.array([2.5, 1.0, 6.0])
+    found = advantages.of_conversations("dr_grpo", means, _episodes(spoken, rewards))
+    assert [row.tolist() for row in (found.row(0), found.row(1), found.row(2))] == [
+        [0, 0, 1, 0, 0, 1, 1, 0, 0, -1],
+        [0, 0, -1, 0, 0, -2, -2, -2],
+        [0, 0, 3, 0, 0, 0],
+    ]
+    longer = advantages.of_conversations("opo", means, _episodes(spoken, rewards))
+    assert longer.row(1)[2] == pytest.approx(2.0 - (3 * 4.0 + 1 * 2.0) / 4), "the tokens of a fork count with its parent's"
+    with pytest.raises(OpError, match="its conversations have others"):
+        advantages.of_conversations("grpo", means + 1, _episodes(spoken, rewards))
+    one = advantages.of_conversations("dr_grpo", np.array([1.0, 3.0]), _episodes(spoken[:2], [{}, {}]))
+    assert [row[mask.astype(bool)].tolist() for row, mask in ((one.row(0), np.array([0, 0, 1, 0, 0, 1, 1, 0, 0, 1])),)] == [
+        [-1, -1, -1, -1]
+    ]
+
+
+def test_gae_gives_each_conversation_the_reward_at_its_end_and_nothing_crosses_to_the_next():
+    rows = _episodes([[("a", "", 2), ("b", "", 1)], [("a", "", 1)]], [{}, {}])
+    values = Ragged(np.where(rows.ragged("loss_mask").values, 0.5, 0.0), rows.ragged("tokens").offsets)
+    rows = rows.with_columns(rewards=np.array([1.0, 2.0]), values=values)
+    found = gae_rows(rows, {}, gamma=1.0, lam=0.0)
+    assert found.ragged("advantages").row(0).tolist() == [0, 0, 0, 0.5, 0, 0, 0.5]
+    assert found.ragged("returns").row(1).tolist() == [0, 0, 2.0]
+    penal = rows.with_columns(penalties=Ragged(np.array([0.0, 0.25, 0.0, 0.0]), np.array([0, 3, 4])))
+    assert gae_rows(penal, {}, gamma=1.0, lam=0.0).ragged("advantages").row(0).tolist() == [0, 0, 0, 0.25, 0, 0, 0.5]
+    apart = _episodes([[("a", "", 1), ("b", "", 1)]], [{"a": 1.0, "b": -1.0}])
+    values = Ragged(np.zeros(6), apart.ragged("tokens").offsets)
+    with pytest.raises(OpError, match="gae takes one for an episode"):
+        gae_rows(apart.with_columns(rewards=np.array([0.0]), values=values), {}, gamma=1.0, lam=0.0)

@@ -25,7 +25,7 @@ from m2flow.micro.protocol.call_semantics import num_tokens_of
 from m2flow.micro.protocol.events import CheckpointDue, Released, Wanted
 from m2flow.micro.records.flow_log import Logged
 from m2flow.micro.records.journal import Journal
-from m2flow.recipe import Sampling
+from m2flow.recipe import Sampling, longest_response
 from m2flow.samples import Batch
 
 _BYTES_PER_TOKEN = 16
@@ -58,7 +58,7 @@ class Lookahead:
             return
         known[call.ordinal] = max((step.get(ref.call, 0) for _, ref in call.inputs for step in self._longest.values()), default=0)
         if isinstance(sampling, Sampling):
-            known[call.ordinal] += sampling.max_new_tokens
+            known[call.ordinal] += longest_response(call.options)
             size = call.most_rows * known[call.ordinal] * _BYTES_PER_TOKEN
             self._bytes[call.step] = self._bytes.get(call.step, 0) + size
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from m2flow.macro.graph import Call, MacroGraph
 from m2flow.micro.protocol.call_semantics import num_tokens_of
 from m2flow.micro.protocol.plan import Line
-from m2flow.recipe import PROXIMAL, Optimizer, Sampling
+from m2flow.recipe import PROXIMAL, Optimizer, Sampling, longest_response
 from m2flow.samples import Batch
 
 TRACED_STEPS = 100
@@ -124,8 +124,8 @@ def _generation(call: Call) -> tuple[int, int, Line]:
     assert isinstance(sampling, Sampling)
     assert isinstance(n, int)
     samples = call.most_candidates
-    formula = f"{samples // n:,} prompts x n={n}, each up to {sampling.max_new_tokens} new tokens"
-    return samples, samples * sampling.max_new_tokens, Line(f"samples of {call.site}", f"{samples:,}", formula)
+    formula = f"{samples // n:,} prompts x n={n}, each up to {longest_response(call.options)} new tokens"
+    return samples, samples * longest_response(call.options), Line(f"samples of {call.site}", f"{samples:,}", formula)
 
 
 def _update(graph: MacroGraph, call: Call, token_budget: int, num_ranks: int) -> tuple[int, Line, Line]:
@@ -177,8 +177,7 @@ def _longest(graph: MacroGraph, source: Call | None) -> int:
     """Bytes of the longest prompt and tokens of the longest response. What a chat template adds is not in it."""
     if source is None:
         return 0
-    rows, sampling = source.options.get("rows"), source.options.get("sampling")
+    rows = source.options.get("rows")
     if isinstance(rows, Batch):
         return max(num_tokens_of(rows), default=0)
-    answer = sampling.max_new_tokens if isinstance(sampling, Sampling) else 0
-    return answer + _longest(graph, _source(graph, source))
+    return longest_response(source.options) + _longest(graph, _source(graph, source))

@@ -12,10 +12,10 @@ from dataclasses import fields
 from m2flow.engines.contract import Capabilities
 from m2flow.engines.registry import check_adapters, check_eight_bit, engines
 from m2flow.errors import PlanError
-from m2flow.macro.graph import MacroGraph
+from m2flow.macro.graph import Call, MacroGraph
 from m2flow.macro.oversampling import carries, keeps_cache
 from m2flow.micro.protocol.plan import WorkerPlan
-from m2flow.recipe import OPTIMIZERS, AdamW8bit, Model, Sampling
+from m2flow.recipe import OPTIMIZERS, AdamW8bit, Episodes, Model, Sampling
 from m2flow.samples import Batch
 from m2flow.spec import RolloutSpec
 
@@ -131,6 +131,32 @@ def check_routing(models: Mapping[str, Model], workers: Iterable[WorkerPlan]) ->
                 f"{slot.role} has replay_routing={routing!r}, and the {slot.kind} engine {slot.engine!r} can't {what} routing",
                 now=f"Leave it out, or take one of {', '.join(able)} as `{slot.kind}: {{engine: ...}}` in the cluster spec.",
             )
+
+
+def check_sequences(graph: MacroGraph, workers: Iterable[WorkerPlan]) -> None:
+    """Check that what is trained or computed on episodes with several sequences is done by engines that read each by itself.
+
+    Raises:
+        PlanError: an engine does not.
+    """
+    engines_of = {(slot.role, slot.engine) for worker in workers for slot in worker.engines if slot.kind == "train"}
+    trainers = {info.name: info.capabilities for info in engines() if info.kind == "train"}
+    made_by: dict[int, Call] = {}
+    for call in graph.calls:
+        origins = [made_by[ref.call] for _, ref in call.inputs if ref.call in made_by]
+        bounds = call.options.get("episodes")
+        if isinstance(bounds, Episodes) and bounds.has_sequences:
+            made_by[call.ordinal] = call
+        elif origins and call.engine != "rollout":
+            made_by[call.ordinal] = origins[0]
+        for engine in sorted(engine for role, engine in engines_of if role == call.role and call.engine == "train" and origins):
+            if engine in trainers and not trainers[engine].sequences:
+                able = [other for other, can in trainers.items() if can.sequences and not other.startswith("fake")]
+                raise PlanError(
+                    f"{call.name} at {call.site} is on episodes of several conversations, or with history='fork', made at "
+                    f"{origins[0].site}, and the train engine {engine!r} reads a sample as one sequence",
+                    now=f"Take one of {', '.join(able)} as `train: {{engine: ...}}` in the cluster spec.",
+                )
 
 
 def check_optimizers(graph: MacroGraph, workers: Iterable[WorkerPlan]) -> None:

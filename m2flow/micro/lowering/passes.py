@@ -61,6 +61,7 @@ from m2flow.micro.lowering.capabilities import (
     check_optimizers,
     check_routing,
     check_sampling,
+    check_sequences,
     notes_on_capabilities,
     notes_on_difficulty,
     roles_syncing_adapters_only,
@@ -245,7 +246,7 @@ def _receivers(number: int) -> str:
     return "its receiver" if number == 1 else f"{number} receivers"
 
 
-_UNCOUNTED = {"rows", "sampling"}
+_UNCOUNTED = {"episodes", "rows", "sampling"}
 """Options that only routes read (for capacity and transport), which are planned once for a run."""
 _MOST_SEGMENTS = 10_000
 """Structures of segments that are remembered at most: a flow may make a new one in each step."""
@@ -292,6 +293,7 @@ def lower(
     stages = with_rooms(first, stages, routes, workers)
     check_lora(models, workers)
     check_optimizers(graph, workers)
+    check_sequences(graph, workers)
     check_routing(models, workers)
     check_sampling(graph, workers)
     names = graph.names()

@@ -36,7 +36,7 @@ from m2flow.macro.graph import Call, MacroGraph
 from m2flow.macro.oversampling import is_cut
 from m2flow.micro.protocol.call_semantics import num_tokens_of
 from m2flow.micro.protocol.plan import Room, Route, Stage, WorkerPlan
-from m2flow.recipe import Sampling
+from m2flow.recipe import longest_response
 from m2flow.samples import Batch
 from m2flow.spec import ClusterSpec
 
@@ -78,12 +78,12 @@ def longest_rows(graph: MacroGraph) -> dict[int, int]:
     """Tokens of each call's longest row, if samples get as long as they may; of prompts, as predicted from their texts."""
     longest: dict[int, int] = {}
     for call in graph.calls:
-        rows, sampling = call.options.get("rows"), call.options.get("sampling")
+        rows = call.options.get("rows")
         if isinstance(rows, Batch):
             longest[call.ordinal] = max(num_tokens_of(rows), default=0)
             continue
         before = max((longest.get(ref.call, 0) for _, ref in call.inputs), default=0)
-        longest[call.ordinal] = before + (sampling.max_new_tokens if isinstance(sampling, Sampling) else 0)
+        longest[call.ordinal] = before + longest_response(call.options)
     return longest
 
 

@@ -40,7 +40,7 @@ from m2flow.recipe import (
     Loss,
     Optimizer,
 )
-from m2flow.samples import ROUTED_EXPERTS, Batch, Column, IdArray, Ragged, SampleId, group_keys
+from m2flow.samples import ROUTED_EXPERTS, Batch, Column, IdArray, Ragged, SampleId, check_one_reward, group_keys
 
 _TARGETS = {"rewards": "reward", "reference": "reference_logprobs"}
 """Input of an update -> column under which a loss or a metric reads it; any other input has the column's name."""
@@ -160,6 +160,9 @@ def _advantages(chosen: Advantage, reward: npt.NDArray[np.float64], samples: Bat
     """Compute advantages group by group in float64, so that they don't depend on other groups. Only trainers import torch, here."""
     from m2flow.algorithms import advantages
 
+    if chosen.by_conversation:
+        return advantages.of_conversations(chosen.name, reward, samples, **dict(chosen.options))
+    check_one_reward(samples, str(chosen))
     if chosen.name == advantages.gigpo.__name__:
         return advantages.of_turns(reward, samples, **dict(chosen.options))
     return advantages.on_arrays(chosen.name, reward, samples.group_bounds(), lengths=_num_trained(samples), **dict(chosen.options))

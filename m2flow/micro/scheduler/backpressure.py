@@ -28,7 +28,7 @@ from m2flow.macro.graph import Call
 from m2flow.micro.lowering.routing import BYTES_PER_TOKEN
 from m2flow.micro.protocol.plan import Room
 from m2flow.micro.scheduler.call_state import CallState
-from m2flow.recipe import Sampling
+from m2flow.recipe import longest_response
 from m2flow.samples import by_group, group_key
 
 _WHOLE = -1
@@ -365,5 +365,4 @@ class Credits:
 
 
 def _most_new(call: Call) -> int:
-    sampling = call.options.get("sampling")
-    return sampling.max_new_tokens if isinstance(sampling, Sampling) else 0
+    return longest_response(call.options)

@@ -28,7 +28,7 @@ from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.plan import Pace
 from m2flow.micro.protocol.worker_state import WorkerState
 from m2flow.micro.scheduler.call_state import CallState, Ready
-from m2flow.recipe import Sampling
+from m2flow.recipe import Sampling, longest_response
 from m2flow.rollout_scheduling.decode_model import DecodeModel
 from m2flow.rollout_scheduling.policies import FIRST_COME, make_policies
 from m2flow.rollout_scheduling.policy import Load, MoveCost, SchedulingPolicy, Seen
@@ -285,7 +285,7 @@ class PolicyDispatch:
             [self._prompt_tokens.get(prompt, 1) for prompt in prompts],
             groups,
             members,
-            sampling.max_new_tokens if isinstance(sampling, Sampling) else None,
+            longest_response(options) if isinstance(sampling, Sampling) else None,
             [self._earlier.get(prompt, ()) for prompt in prompts],
             MoveCost() if self._pace is None else MoveCost(self._pace.move_s, self._pace.prefill_token_s),
             [self._difficulties.get(prompt, "") for prompt in prompts] if self._difficulties else (),
