@@ -11,7 +11,7 @@ import msgspec
 from m2flow.cli.main import find_run
 from m2flow.errors import OptionError
 from m2flow.micro.records.length_bias import Class, bias_of_run
-from m2flow.micro.records.sample_query import COLUMNS, Entry, SampleQuery, export
+from m2flow.micro.records.sample_query import COLUMNS, Conversation, Entry, SampleQuery, export
 
 
 @click.command("samples")
@@ -94,10 +94,18 @@ def _lengths(bias: Mapping[str, Class], *, as_json: bool) -> list[str]:
 def _shown(entry: Entry, *, has_life: bool) -> list[str]:
     reward = "no reward" if entry.reward is None else f"reward {entry.reward:g}"
     head = f"{entry.sample}  step {entry.step}, {entry.response_tokens} tokens ({entry.finish}), {reward}, {entry.ending}"
-    lines = [head, f"  prompt:   {_one_line(entry.prompt_text)}", f"  response: {_one_line(entry.response_text)}"]
+    said = [f"  prompt:   {_one_line(entry.prompt_text)}", f"  response: {_one_line(entry.response_text)}"]
+    lines = [head, *([line for one in entry.conversations for line in _spoken(one)] or said)]
     lines += [f"  {name}: {_one_line(str(value))[:_LONGEST]}" for name, value in entry.columns.items()]
     lines += [f"  {by}: {entry.rewards[by]:g}, of {_parts(of)}" for by, of in entry.parts.items()]
     return lines + [f"  - {event}" for event in entry.life] if has_life else lines
+
+
+def _spoken(one: Conversation) -> list[str]:
+    """Format a conversation of an episode: its prompt, and what the model said, turn by turn."""
+    reward = "" if one.reward is None else f", reward {one.reward:g}"
+    begins = [] if one.prompt is None else [f"    prompt:  {_one_line(one.prompt)}"]
+    return [f"  {one.name}{reward}", *begins, *(f"    turn {at}:  {_one_line(text)}" for at, text in enumerate(one.turns, 1))]
 
 
 _LONGEST = 400

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from m2flow.errors import InternalError, SpecError
 from m2flow.micro.records.ledger import ENDINGS
-from m2flow.micro.records.sample_query import Entry, SampleQuery
+from m2flow.micro.records.sample_query import Conversation, Entry, SampleQuery
 from m2flow.observe.spans import SpanName
 from m2flow.samples import Batch, Finish, SampleId, Segment, expanded_experts, group_indices, prompt_positions
 from m2flow.viewer.run_trace import FUNCTION, SAMPLE, TRAIN, RunTrace, evaluation_calls
@@ -423,6 +423,8 @@ class SamplePage(msgspec.Struct):
     num_left_out: int
     prompt_tokens: int
     response_tokens: int
+    conversations: list[Conversation]
+    """Of an episode with several; otherwise empty."""
 
 
 def sample_page(run_dir: Path, call: int, prompt: int, member: int) -> SamplePage:
@@ -485,6 +487,7 @@ def _page(entry: Entry, row: Batch, who: SampleId, tokenizer: Tokenizer | None) 
         num_left_out=max(len(tokens) - MOST_TOKENS, 0),
         prompt_tokens=entry.prompt_tokens,
         response_tokens=entry.response_tokens,
+        conversations=entry.conversations,
     )
 
 

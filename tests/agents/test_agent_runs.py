@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_models import byte_tokenizer, save_config
+
+from m2flow.micro.records.sample_query import SampleQuery
 
 ROOT = Path(__file__).resolve().parents[2]
 FAKES = "rollout: {engine: fake, workers: 2}\ntrain: {engine: fake}\ndevice: cpu\ncores: 2\nplacement: split\n"
@@ -76,7 +79,11 @@ def test_a_tool_with_effects_runs_once_in_a_run_that_is_killed_and_resumed(tmp_p
 
 
 def tool_use(folder: Path, *arguments: str) -> dict[str, Any]:
-    flow = [str(ROOT / "flows" / "tool_use.py"), "--json", "--quiet", "--runs-dir", str(folder)]
+    return run_of(ROOT / "flows" / "tool_use.py", folder, *arguments)
+
+
+def run_of(file: Path, folder: Path, *arguments: str) -> dict[str, Any]:
+    flow = [str(file), "--json", "--quiet", "--runs-dir", str(folder)]
     done = subprocess.run(
         [sys.executable, "-m", "m2flow", "run", *flow, *arguments], capture_output=True, text=True, timeout=550, check=False
     )
@@ -89,6 +96,66 @@ def test_the_embedded_engine_gives_an_agent_the_same_digests_under_two_plans(tmp
     small = ["--deterministic", "--num-steps", "2", "--warm-steps", "4", "--batch", "3"]
     split = ["--cluster", str(ROOT / "clusters" / "laptop-split.yaml")]
     assert digests(tool_use(tmp_path, *small, "--eager")) == digests(tool_use(tmp_path, *small, *split))
+
+
+FORGETTING = """
+from m2flow import Chat, Dataset, Policy, Sample, agent, by_conversation, flow, steps
+
+TEMPLATE = (
+    "{{% set ns = namespace(last=0) %}}"
+    "{{% for m in messages %}}{{% if m.role == 'user' %}}{{% set ns.last = loop.index0 %}}{{% endif %}}{{% endfor %}}"
+    "{{% for m in messages %}}"
+    "{{{{ m.role[0] }}}}{{{{ m.content[2:] if m.role == 'assistant' and loop.index0 < ns.last else m.content }}}}<turn>"
+    "{{% endfor %}}{{% if add_generation_prompt %}}a{{% endif %}}"
+)
+
+
+@agent
+async def talks(chat: Chat, row: Sample) -> dict[str, float]:
+    other = chat.conversation("other")
+    for _ in range(2):
+        heard = await chat.say(str(row.prompt), max_tokens=4)
+        said = await other.say(heard.text or "-", max_tokens=4)
+    branch = await chat.fork().say("last", max_tokens=4)
+    return {{"main": len(branch.text) / 4, "other": -len(said.text) / 4}}
+
+
+@flow
+def forgets(num_steps: int = 2):
+    policy = Policy({model!r}, init="random", chat=True, chat_template=TEMPLATE)
+    rows = Dataset([{{"prompt": "one"}}, {{"prompt": "two"}}], name="rows")
+    for _ in steps(num_steps):
+        episodes = policy.rollout(talks, rows.take(2), n=3, max_tokens=40, history="fork", max_conversations=3)
+        policy.update(episodes, episodes.reward, advantages=by_conversation())
+"""
+
+
+@pytest.mark.slow
+def test_conversations_that_the_template_writes_anew_give_the_same_digests_under_two_plans_of_the_embedded_engine(tmp_path):
+    byte_tokenizer(tmp_path / "model")
+    model = save_config("Qwen2", tmp_path / "model", tokenizer=False, vocab_size=258, max_position_embeddings=256)
+    file = tmp_path / "forgets.py"
+    file.write_text(FORGETTING.format(model=model))
+    split = ["--cluster", str(ROOT / "clusters" / "laptop-split.yaml")]
+    eager = run_of(file, tmp_path, "--deterministic", "--eager")
+    assert digests(eager) == digests(run_of(file, tmp_path, "--deterministic", *split))
+    with SampleQuery(Path(eager["run_dir"])) as query:
+        found = [[one.name for one in entry.conversations] for entry in query.entries("")]
+    assert len(found) == 12
+    assert all(names[:1] == ["main"] and {"main/1", "other"} < set(names) for names in found)
+    assert sum(names.count("main") > 1 for names in found) > 6, "most were written anew"
+    lines = (Path(eager["run_dir"]) / "metrics.jsonl").read_text().splitlines()
+    differences = [found for line in lines if (found := json.loads(line)["values"].get("rollout_diff/mean")) is not None]
+    assert differences
+    assert max(differences) < 1e-4, "trainer and rollout agree on the tokens of every sequence"
+
+
+@pytest.mark.slow
+def test_a_tiny_model_that_plays_against_itself_learns_the_openings_that_win(tmp_path):
+    summary = run_of(ROOT / "flows" / "nim.py", tmp_path, "--seed", "0")
+    lines = (Path(summary["run_dir"]) / "metrics.jsonl").read_text().splitlines()
+    opens = [found for line in lines if (found := json.loads(line)["values"].get("opens_well")) is not None]
+    assert sum(opens[-5:]) / 5 > sum(opens[:5]) / 5 + 0.25
 
 
 @pytest.mark.slow

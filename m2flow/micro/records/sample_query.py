@@ -27,7 +27,7 @@ from m2flow.errors import EngineError, OptionError, SpecError
 from m2flow.micro.records.ledger import add_endings
 from m2flow.micro.records.rundir import open_ledger
 from m2flow.micro.records.segments import Place, read_segment, worker_of
-from m2flow.samples import ENGINE_COLUMNS, EPISODE, Batch, Finish, SampleId
+from m2flow.samples import ENGINE_COLUMNS, EPISODE, Batch, Finish, SampleId, records_of, sequences_of
 
 COLUMNS = {
     "sample": "its identity: the call that drew it, the prompt's position there, its index in the group, as 3/17/2",
@@ -65,6 +65,21 @@ _ALLOWED = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION}
 
 
 @dataclass(frozen=True)
+class Conversation:
+    """One conversation of an episode that has several, or what it went on in since its template wrote it anew."""
+
+    name: str
+    start: int
+    """The place of its first token in the row."""
+    prompt: str | None
+    """Its first prompt; None where that is what another one had said so far, or what the template made of its own."""
+    turns: list[str]
+    """What the model said."""
+    reward: float | None
+    """Its own, where the agent returned one."""
+
+
+@dataclass(frozen=True)
 class Entry:
     """One sample of a query's result. The fields up to `reason` are those of `COLUMNS`, without `parts`."""
 
@@ -96,6 +111,8 @@ class Entry:
     """Mean log-probability of its generated tokens."""
     life: list[str]
     """The history of the sample, in order."""
+    conversations: list[Conversation]
+    """Of an episode with several; otherwise empty."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +147,21 @@ def text_of(row: Batch) -> Text:
         columns["failure"] = ": ".join(filter(None, (sample["failure"], sample["episode"].get("error"))))[:_LONGEST_COLUMN]
     prompt = sample.prompt_text if "prompt" in row else ""
     return Text(prompt, str(row.ragged("text").item(0)) if "text" in row else "", columns)
+
+
+def conversations_of(row: Batch) -> list[Conversation]:
+    """Return the conversations of a batch of one episode, in the order of its row; empty where it has one alone."""
+    record, found = records_of(row)[0], sequences_of(row)
+    described = record.get("conversations", ())
+    starts = [0] if found is None else found[0][:-1].tolist()
+    if len(described) != len(starts):
+        return []
+    turns, conversations = list(record["turns"]), list[Conversation]()
+    for one, start in zip(described, starts, strict=True):
+        own, turns = turns[: one["num_turns"]], turns[one["num_turns"] :]
+        reward = record.get("rewards", {}).get(record.get("rewarded", {}).get(one["name"]))
+        conversations.append(Conversation(one["name"], start, one["prompt"], [str(turn["text"]) for turn in own], reward))
+    return conversations
 
 
 @final
@@ -320,6 +352,7 @@ class SampleQuery:
             versions=versions,
             mean_logprob=float(logprobs.mean()) if len(logprobs) else None,
             life=self._life(packed, known, str(segment), versions, rewards),
+            conversations=conversations_of(row),
         )
 
     def _life(self, packed: int, known: dict[str, Any], segment: str, versions: list[int], rewards: list[tuple[Any, ...]]) -> list[str]:

@@ -52,7 +52,7 @@ function fill(place, page, mode, advantage) {
     if (background) made.style.background = background;
     return made;
   });
-  place.replaceChildren(...(page.kinds.includes(2) ? conversation(page, parts) : parts));
+  place.replaceChildren(...(page.kinds.includes(2) || page.conversations.length ? conversation(page, parts) : parts));
   place.onpointermove = (event) => {
     const i = event.target.dataset?.i;
     if (i === undefined) return hideTip();
@@ -62,14 +62,20 @@ function fill(place, page, mode, advantage) {
   place.onpointerleave = hideTip;
 }
 
-/** A block for each turn of an episode: what the model said, and what tools, users or an environment said in between. */
+/** A block for each turn of an episode: what the model said, and what tools, users or an environment said in between. Conversations follow
+ *  each other, each from its own prompt. */
 function conversation(page, parts) {
   const blocks = [];
-  let turn = 0;
+  const begins = new Map(page.conversations.map((one) => [one.start, one]));
+  let turn = 0, whose = "the model", prompt = "Prompt";
   for (let from = 0, to; from < parts.length; from = to) {
-    const kind = page.kinds[from];
-    for (to = from; to < parts.length && page.kinds[to] === kind; to += 1);
-    const said = kind === 1 ? `Turn ${(turn += 1)} of the model` : kind === 0 ? "Prompt" : "Tools, users, the environment";
+    const kind = page.kinds[from], one = begins.get(from);
+    if (one) {
+      const reward = one.reward === null ? "" : `, reward ${number(one.reward, 5)}`;
+      [turn, whose, prompt] = [0, one.name, `Prompt of ${one.name}${reward}`];
+    }
+    for (to = from + 1; to < parts.length && page.kinds[to] === kind && !begins.has(to); to += 1);
+    const said = kind === 1 ? `Turn ${(turn += 1)} of ${whose}` : kind === 0 ? prompt : "Tools, users, the environment";
     blocks.push(el("div", { class: kind === 1 ? "turn generated" : "turn" }, el("h3", {}, said, el("span", { class: "quiet" }, `${count(to - from)} ${to - from === 1 ? "token" : "tokens"}`)), parts.slice(from, to)));
   }
   return blocks;
