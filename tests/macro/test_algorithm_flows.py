@@ -28,6 +28,7 @@ SMALL: dict[str, dict[str, object]] = {
     "decoupled_ppo": {"num_steps": 3, "warm_steps": 1, "batch": 4, "n": 2},
     "best_of_n": {"num_steps": 2, "warm_steps": 1, "batch": 3, "n": 2},
     "tool_use": {"num_steps": 2, "warm_steps": 1, "batch": 3, "n": 2},
+    "nim": {"num_steps": 2, "warm_steps": 1, "batch": 3, "n": 2},
     "curriculum": {"num_steps": 3, "warm_steps": 1, "pool": 8, "batch": 3, "n": 2},
     "moe_routing_replay": {"num_steps": 2, "warm_steps": 1, "batch": 4, "n": 2},
 }
@@ -47,6 +48,7 @@ TRAINED = {
     "decoupled_ppo": {"policy"},
     "best_of_n": {"policy"},
     "tool_use": {"policy"},
+    "nim": {"policy"},
     "curriculum": {"policy"},
     "moe_routing_replay": {"policy"},
 }
