@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from m2flow.agents.chat import Chat, Turn, agent
+    from m2flow.agents.http_sessions import endpoint
     from m2flow.agents.mcp_tools import mcp_tools
     from m2flow.agents.tools import EpisodeFailed, ToolCall, tool
     from m2flow.algorithms.losses import sequence_mean, sequence_sum
@@ -85,6 +86,7 @@ __version__ = "0.1.0"
 
 _WORDS = {
     "m2flow.agents.chat": "Chat Turn agent",
+    "m2flow.agents.http_sessions": "endpoint",
     "m2flow.agents.mcp_tools": "mcp_tools",
     "m2flow.agents.tools": "EpisodeFailed ToolCall tool",
     "m2flow.algorithms.losses": "sequence_mean sequence_sum",
@@ -163,6 +165,7 @@ __all__ = [
     "distill_top_k",
     "dpo",
     "dppo",
+    "endpoint",
     "evaluate",
     "flow",
     "gae",

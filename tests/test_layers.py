@@ -54,8 +54,8 @@ VENDORS = {
     "sglang": set(),
     "deepspeed": {"engines/distributed/deepspeed.py"},
     "megatron": {"engines/megatron/library.py"},
-    "starlette": {"viewer/serving.py", "agents/endpoint.py"},
-    "uvicorn": {"viewer/serving.py", "agents/endpoint.py"},
+    "starlette": {"viewer/serving.py", "agents/endpoint.py", "agents/http_sessions.py"},
+    "uvicorn": {"viewer/serving.py", "agents/endpoint.py", "agents/http_sessions.py"},
     "gymnasium": {"environments/env.py"},
     "pydantic_monty": {"sandbox.py"},
 }

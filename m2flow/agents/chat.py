@@ -165,6 +165,10 @@ class Turn:
     is_cut: bool
     """It was cut off, by a limit of tokens."""
     num_tokens: int
+    raw: str = ""
+    """All that it said, as text: with what was written of tool calls."""
+    num_context: int = 0
+    """Tokens before it, of which it is the continuation."""
 
 
 @final
@@ -295,7 +299,7 @@ class Chat:
             if not isinstance(one, Tool):
                 raise TypeError(f"tools={one!r:.60}: it is no function under @tool")
         self._tools |= {one.name: one for one in tools}
-        new = [{"role": role, "content": content}] if isinstance(content, str) else list(content)
+        new = [{"role": role, "content": content}] if isinstance(content, str) else [self._defused(one) for one in content]
         if self._conversation.has_begun:
             return await self._turn(new, max_tokens, stop)
         first = content if role == "user" else new
@@ -353,6 +357,13 @@ class Chat:
             raise EpisodeFailed("diverged", f"the tool {found.name}, which is declared pure, gave another result when it was repeated")
         return outcome
 
+    def _defused(self, message: Message) -> Message:
+        """A tool's message in which no special token is written; any other one as it is."""
+        content = message.get("content")
+        if message.get("role") != "tool" or not isinstance(content, str):
+            return message
+        return {**message, "content": self._conversation.defused(content)}
+
     def _fault(self, call: ToolCall) -> str:
         known = ", ".join(self._tools) or "none"
         return "" if call.name in self._tools else f"there is no tool {call.name!r}; there are {known}"
@@ -404,7 +415,8 @@ class Chat:
         self.num_tokens += len(reply.tokens) + num_added
         is_whole = reply.finish is Finish.STOP
         text, calls = conversation.heard(reply.tokens, reply.text, is_whole=is_whole, tools=self._fault)
-        return Turn(text, calls if self.num_turns < self._max_turns else (), not is_whole, len(reply.tokens))
+        left = calls if self.num_turns < self._max_turns else ()
+        return Turn(text, left, not is_whole, len(reply.tokens), reply.text, len(self._context) - len(reply.tokens))
 
 
 def _messages(new: str | Sequence[Message]) -> list[Message]:

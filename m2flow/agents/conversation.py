@@ -98,6 +98,8 @@ class Conversation:
     def begun(self, content: str | Sequence[Message], tools: Sequence[Mapping[str, object]]) -> list[int]:
         """The tokens of a conversation that begins with this. Raises `DatasetError`: the chat template refuses it."""
         check_prompt(content, "what the agent says")
+        if not self._language.template and not isinstance(content, str) and [one["role"] for one in content] == ["user"]:
+            content = str(content[0].get("content") or "")  # A model without a template reads the text as it stands.
         shows_tools = bool(tools) and bool(self._language.template)
         self._is_raw = isinstance(content, str) and not shows_tools and self._language.prompt_text(content) is None
         self._tools = list(tools) if shows_tools else []

@@ -45,7 +45,7 @@ from m2flow.errors import DatasetError, M2FlowError, OptionError, PromptTooLong
 from m2flow.recipe import Sampling
 from m2flow.samples import Finish, Message, keyed_bits
 
-_LOOPBACK_HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d{1,5})?", re.IGNORECASE | re.ASCII)
+LOOPBACK_HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d{1,5})?", re.IGNORECASE | re.ASCII)
 _MOST_CHOICES = 128
 _DEFAULT_TOKENS = 512
 _PIECE_S = 0.05
@@ -159,6 +159,22 @@ class BadRequest(Exception):
     def __init__(self, message: str, code: str | None = None, status: int = 400) -> None:
         super().__init__(message)
         self.code, self.status = code, status
+
+
+async def body_of(request: HttpRequest) -> bytes:
+    """The body of a request. Raises `BadRequest`: it is too large."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > _MOST_BODY_BYTES:
+            raise BadRequest("the request is too large", status=413)
+    return bytes(body)
+
+
+def first_fault(error: pydantic.ValidationError) -> str:
+    """What is wrong with a body, in a line."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    return f"{'.'.join(map(str, first['loc'])) or 'the body'}: {first['msg']}"
 
 
 # ---- generating
@@ -305,7 +321,7 @@ class ChatServer:
             given = request.headers.get("authorization", "").removeprefix("Bearer ")
             if not hmac.compare_digest(given.encode(), self.key.encode()):
                 raise BadRequest("the API key is missing or wrong", "invalid_api_key", 401)
-        elif not _LOOPBACK_HOST.fullmatch(request.headers.get("host", "")):
+        elif not LOOPBACK_HOST.fullmatch(request.headers.get("host", "")):
             raise BadRequest("this server answers on loopback only", status=403)
 
     async def _models(self, request: HttpRequest) -> Response:
@@ -352,16 +368,10 @@ class ChatServer:
         )
 
     async def _read(self, request: HttpRequest) -> Asked:
-        body = bytearray()
-        async for part in request.stream():
-            body += part
-            if len(body) > _MOST_BODY_BYTES:
-                raise BadRequest("the request is too large", status=413)
         try:
-            asked = Asked.model_validate_json(bytes(body))
+            asked = Asked.model_validate_json(await body_of(request))
         except pydantic.ValidationError as error:
-            first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-            raise BadRequest(f"{'.'.join(map(str, first['loc'])) or 'the body'}: {first['msg']}") from None
+            raise BadRequest(first_fault(error)) from None
         if asked.model != self.name:
             raise BadRequest(f"there is no model {asked.model[:200]!r} here; there is {self.name!r}", "model_not_found", 404)
         if said := asked.refused():
@@ -408,7 +418,7 @@ class ChatServer:
                 yield f"data: {json.dumps({**head, 'object': 'chat.completion.chunk', **piece})}\n\n"
             yield "data: [DONE]\n\n"
         except BadRequest as error:  # The status has been sent.
-            yield f"data: {json.dumps(_error(error))}\n\n"
+            yield f"data: {json.dumps(error_body(error))}\n\n"
         finally:
             self.generator.drop([number for number, one in began.items() if one.done is None])
 
@@ -474,14 +484,14 @@ def _usage(num_prompt: int, choices: Sequence[_Choice]) -> dict[str, int]:
     return {"prompt_tokens": num_prompt, "completion_tokens": made, "total_tokens": num_prompt + made}
 
 
-def _error(error: BadRequest) -> dict[str, object]:
+def error_body(error: BadRequest) -> dict[str, object]:
     kind = "invalid_request_error" if error.status < 500 else "server_error"
     return {"error": {"message": str(error), "type": kind, "param": None, "code": error.code}}
 
 
 async def _refuse(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, BadRequest)
-    return JSONResponse(_error(error), error.status)
+    return JSONResponse(error_body(error), error.status)
 
 
 def serve_chat(engine: RolloutEngine, name: str, listener: socket.socket, *, key: str = "") -> None:

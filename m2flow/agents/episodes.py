@@ -285,7 +285,8 @@ class _Episode:
         self.id = start.request.id
         self.transcript = Transcript()
         stopped = start.stopped.conversations if start.stopped is not None else {}
-        self.recorded = {name: _Recorded(strands) for name, strands in stopped.items()}
+        # One that was stopped before its first turn has a row without a token.
+        self.recorded = {name: _Recorded(strands) for name, strands in stopped.items() if strands[0].tokens}
         """The conversations that have not caught up with their record yet."""
         self.known_tools = dict(start.stopped.tools) if start.stopped is not None else {}
         if start.stopped is not None:

@@ -83,6 +83,8 @@ class Tool:
     on_error: Literal["text", "fail"] = "text"
     max_chars: int = 8192
     __name__: str = field(default="tool", compare=False)
+    schema: Mapping[str, object] | None = None
+    """JSON Schema of the parameters, where these are not the function's: of a tool that a client of the episode runs."""
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         return self.function(*args, **kwargs)
@@ -91,7 +93,7 @@ class Tool:
     def description(self) -> dict[str, object]:
         """The JSON description, in the form that chat templates present (OpenAI's)."""
         properties = {name: _adapter(hint).json_schema() for name, hint in self.hints}
-        parameters = {"type": "object", "properties": properties, "required": list(self.required)}
+        parameters = self.schema or {"type": "object", "properties": properties, "required": list(self.required)}
         return {"type": "function", "function": {"name": self.name, "description": self.text, "parameters": parameters}}
 
     def checked(self, call: ToolCall) -> tuple[dict[str, object], str]:
@@ -225,6 +227,15 @@ def tool(
         return Tool(function, own, text, hints, required, resources, timeout_s, replay, on_error, max_chars, own)
 
     return decorate if function is None else decorate(function)
+
+
+def client_tool(name: str, text: str, schema: Mapping[str, object]) -> Tool:
+    """A tool that a client of the episode runs: the model sees it, and nobody calls it here."""
+
+    def refuse(**arguments: object) -> object:
+        raise EpisodeFailed("tool_failed", f"the tool {name} is run by the client that declared it")
+
+    return Tool(refuse, name, text, (), (), (), schema=schema)
 
 
 _Hints = tuple[tuple[str, Any], ...]

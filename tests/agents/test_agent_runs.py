@@ -92,6 +92,16 @@ def run_of(file: Path, folder: Path, *arguments: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+def test_an_agent_that_speaks_http_learns_and_has_the_same_digests_under_two_plans(tmp_path):
+    file = ROOT / "flows" / "external_agent.py"
+    small = ["--deterministic", "--num-steps", "2", "--warm-steps", "4", "--batch", "3"]
+    split = ["--cluster", str(ROOT / "clusters" / "laptop-split.yaml")]
+    assert digests(run_of(file, tmp_path, *small, "--eager")) == digests(run_of(file, tmp_path, *small, *split))
+    summary = run_of(file, tmp_path, "--num-steps", "15", "--seed", "0")
+    assert summary["reward_last"] > summary["reward_first"] + 0.2
+
+
+@pytest.mark.slow
 def test_the_embedded_engine_gives_an_agent_the_same_digests_under_two_plans(tmp_path):
     small = ["--deterministic", "--num-steps", "2", "--warm-steps", "4", "--batch", "3"]
     split = ["--cluster", str(ROOT / "clusters" / "laptop-split.yaml")]

@@ -222,6 +222,7 @@ OTHERS = {
     "Chat, Chat.say, Chat.reply, Chat.run, Turn, ToolCall, ToolCall.message": "of agents while they run: tests/agents",
     "Chat.conversation, Chat.fork": "likewise",
     "EpisodeFailed, EpisodeFailed.add_note, EpisodeFailed.with_traceback": "an exception",
+    "endpoint": "of an open episode: tests/agents/test_http_sessions.py",
     "mcp_tools": "needs a server: tests/agents/test_mcp_tools.py",
     "Sandbox.run, Sandbox.shell, Sandbox.read, Sandbox.write, Sandbox.snapshot, Sandbox.restore, Sandbox.probe": "of an open box",
     "Batch, Counts, Finish, Metrics, Number, Rows, Sample, SampleId, Scores": "what calls give; a flow makes none",

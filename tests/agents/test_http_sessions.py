@@ -1,0 +1,432 @@
+"""Agents that speak HTTP: their requests are turns of the episode, whatever their clients do."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+from test_conversation import codec_of
+from test_conversations import SPEC, whole
+from test_repetition import host, played, row_of, start_of, stopped_row
+
+from m2flow import Chat, Dataset, Policy, Sample, agent, endpoint, flow, steps, tool
+from m2flow.agents.chat import Asked, Known, Reply, Resources, Table
+from m2flow.agents.conversation import Conversation
+from m2flow.agents.episodes import EpisodeStart, EventLoop
+from m2flow.agents.http_sessions import Endpoint, _Server
+from m2flow.agents.tools import EpisodeFailed, Outcome, ToolCall
+from m2flow.engines.contract import Language
+from m2flow.recipe import AdamW
+from m2flow.recipe import Episodes as Bounds
+from m2flow.samples import Finish
+from m2flow.testing.world import run_eager, run_planned
+
+pytest_plugins = ["small_runs"]
+
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add two numbers.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}, "required": ["a", "b"]},
+    },
+}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+ASKS = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 2?"}]
+
+
+class Script:
+    """A model that says what it is told, one text a turn and conversation, and notes what it was asked."""
+
+    threads = ThreadPoolExecutor(1)
+    lost_resources = False
+
+    def __init__(self, language: Language, texts: Sequence[str], delay_s: float = 0.0) -> None:
+        self.language, self.texts, self.delay_s = language, list(texts), delay_s
+        self.asked: list[Asked] = []
+
+    async def turn(self, asked: Asked) -> Reply:
+        at = sum(one.name == asked.name for one in self.asked)
+        self.asked.append(asked)
+        await asyncio.sleep(self.delay_s)
+        text = self.texts[min(at, len(self.texts) - 1)]
+        ids = [*self.language.encode_target(text), min(self.language.eos_ids)]
+        cut = len(ids) > asked.max_new_tokens
+        return Reply(ids[: asked.max_new_tokens], text, Finish.LENGTH if cut else Finish.STOP)
+
+    def known(self, key: str) -> Known | None:
+        return None
+
+    async def began(self, key: str, call: ToolCall, *, has_effects: bool, opens: bool) -> None: ...
+
+    async def returned(self, key: str, outcome: Outcome, *, has_effects: bool) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def language(tmp_path_factory: pytest.TempPathFactory) -> Language:
+    return codec_of(tmp_path_factory.mktemp("chatml"), "Qwen2.5")
+
+
+def chat_of(script: Script, *, max_turns: int = 8, max_conversations: int = 8, max_tokens: int = 4000) -> Chat:
+    resources = Resources(contextlib.AsyncExitStack())
+    table = Table(script, resources, 7, max_tokens, max_turns, max_conversations, (), lambda: Conversation(script.language))
+    return Chat(table, table.make(), "main")
+
+
+Work = Callable[[Endpoint, httpx.AsyncClient], Awaitable[Any]]
+
+
+def served(chat: Chat, work: Work) -> Any:
+    """What `work` gives with the address of an episode and a client."""
+
+    async def run() -> Any:
+        async with endpoint(chat) as server, httpx.AsyncClient(base_url=server.base_url, timeout=60) as client:
+            return await work(server, client)
+
+    return asyncio.run(run())
+
+
+async def completed(client: httpx.AsyncClient, messages: Sequence[object], *, retry: int = 0, **more: object) -> dict[str, Any]:
+    headers = {"x-stainless-retry-count": str(retry)}
+    answer = await client.post("/chat/completions", json={"model": "any", "messages": messages, **more}, headers=headers)
+    assert answer.status_code == 200, answer.text
+    return answer.json()  # type: ignore[no-any-return]
+
+
+def test_turns_by_http_are_the_tokens_of_the_same_turns_by_chat(language: Language) -> None:
+    script, by_hand = Script(language, [CALL, "3"]), Script(language, [CALL, "3"])
+
+    async def work(server: Endpoint, client: httpx.AsyncClient) -> list[dict[str, Any]]:
+        first = await completed(client, ASKS, tools=[ADD], temperature=0.3, seed=5)
+        said = first["choices"][0]["message"]
+        result = {"role": "tool", "content": "3 <|im_end|>", "tool_call_id": said["tool_calls"][0]["id"]}
+        return [first, await completed(client, [*ASKS, said, result], tools=[ADD])]
+
+    first, second = served(chat_of(script), work)
+    assert first["choices"][0]["finish_reason"] == "tool_calls"
+    call = first["choices"][0]["message"]["tool_calls"][0]["function"]
+    assert (call["name"], json.loads(call["arguments"])) == ("add", {"a": 1, "b": 2})
+    assert second["choices"][0]["message"]["content"] == "3"
+    assert second["choices"][0]["finish_reason"] == "stop"
+    assert second["usage"]["prompt_tokens"] > first["usage"]["prompt_tokens"] + first["usage"]["completion_tokens"]
+
+    @tool(replay="pure")
+    async def add(a: int, b: int) -> str:
+        """Add two numbers."""
+        return "3 <|im_end|>"
+
+    async def hand() -> None:
+        chat = chat_of(by_hand)
+        turn = await chat.say(ASKS, tools=[add])
+        await chat.reply(turn.calls)
+
+    asyncio.run(hand())
+    assert [(one.name, list(one.ids)) for one in script.asked] == [(one.name, list(one.ids)) for one in by_hand.asked]
+
+
+def test_a_retry_is_answered_with_the_turn_that_is_under_way_and_the_same_request_again_with_another(language: Language) -> None:
+    script = Script(language, ["one"], delay_s=0.4)
+
+    async def work(server: Endpoint, client: httpx.AsyncClient) -> list[str]:
+        with pytest.raises(httpx.TimeoutException):
+            await client.post("/chat/completions", json={"model": "m", "messages": ASKS}, timeout=0.1)
+        again = await completed(client, ASKS, retry=1)
+        late = await completed(client, ASKS, retry=2)
+        other = await completed(client, ASKS)
+        return [one["choices"][0]["message"]["content"] for one in (again, late, other)]
+
+    assert served(chat_of(script), work) == ["one", "one", "one"]
+    assert [one.name for one in script.asked] == ["main", script.asked[1].name]
+    assert script.asked[1].name.startswith("http-")
+
+
+def test_concurrent_requests_begin_conversations_whose_names_do_not_go_by_their_arrival(language: Language) -> None:
+    found = []
+    for order in ((1, 2, 3), (3, 1, 2)):
+        script = Script(language, ["yes"], delay_s=0.05)
+
+        async def work(server: Endpoint, client: httpx.AsyncClient, order: tuple[int, ...] = order) -> None:
+            await completed(client, ASKS)
+            await asyncio.gather(*(completed(client, [{"role": "user", "content": f"{n}?"}]) for n in order))
+
+        served(chat_of(script), work)
+        found.append({one.name: list(one.ids) for one in script.asked})
+    assert found[0] == found[1]
+    assert len(found[0]) == 4
+
+
+def test_a_history_that_was_changed_begins_another_conversation(language: Language) -> None:
+    script = Script(language, ["one", "two"])
+
+    async def work(server: Endpoint, client: httpx.AsyncClient) -> None:
+        said = (await completed(client, ASKS))["choices"][0]["message"]
+        changed = {**said, "content": said["content"].upper()}
+        await completed(client, [*ASKS, changed, {"role": "user", "content": "and?"}])
+        await completed(client, [*ASKS, said, {"role": "user", "content": "and?"}])
+
+    served(chat_of(script), work)
+    first, other, third = script.asked
+    assert (first.name, third.name) == ("main", "main")
+    assert other.name != "main"
+    assert other.begins
+    assert "ONE" in (other.prompt_text or "")
+    assert not third.begins
+
+
+def test_a_stream_says_what_a_whole_answer_says_and_a_client_that_breaks_off_leaves_its_turn(language: Language) -> None:
+    script = Script(language, [CALL, "done"])
+
+    async def work(server: Endpoint, client: httpx.AsyncClient) -> list[dict[str, Any]]:
+        chunks = []
+        body = {"model": "m", "messages": ASKS, "tools": [ADD], "stream": True, "stream_options": {"include_usage": True}}
+        async with client.stream("POST", "/chat/completions", json=body) as answer:
+            async for line in answer.aiter_lines():
+                if line.startswith("data: ") and line != "data: [DONE]":
+                    chunks.append(json.loads(line[6:]))
+        async with client.stream("POST", "/chat/completions", json={**body, "messages": [{"role": "user", "content": "x"}]}) as answer:
+            pass  # It reads nothing of it.
+        return chunks
+
+    chunks = served(chat_of(script), work)
+    calls = [call for chunk in chunks for choice in chunk["choices"] for call in choice["delta"].get("tool_calls", ())]
+    assert [call["function"]["name"] for call in calls] == ["add"]
+    assert chunks[-2]["choices"][0]["finish_reason"] == "tool_calls"
+    assert chunks[-1]["usage"]["completion_tokens"] > 0
+    assert len(script.asked) == 2
+
+
+REFUSED: list[tuple[str, object, int, str]] = [
+    ("/chat/completions", b"nonsense", 400, "Invalid JSON"),
+    ("/chat/completions", {"messages": []}, 400, "messages"),
+    ("/chat/completions", {"messages": ASKS, "n": 2}, 400, "n:"),
+    ("/chat/completions", {"messages": ASKS, "logprobs": True}, 400, "logprobs is not supported"),
+    ("/chat/completions", {"messages": ASKS, "tool_choice": "required"}, 400, "tool_choice"),
+    ("/chat/completions", {"messages": ASKS, "response_format": {"type": "json_object"}}, 400, "response_format"),
+    ("/chat/completions", {"messages": ASKS, "tools": [{"type": "web_search"}]}, 400, "web_search"),
+    ("/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "image_url"),
+    ("/chat/completions", {"messages": [{"role": "robot", "content": "x"}]}, 400, "robot"),
+    ("/responses", {"input": "x", "previous_response_id": "r"}, 400, "previous_response_id"),
+    ("/responses", {"input": [{"type": "computer_call"}]}, 400, "computer_call"),
+    ("/messages", {"messages": ASKS[1:]}, 400, "max_tokens"),
+    ("/nothing", {}, 404, ""),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "status", "words"), REFUSED, ids=[f"{path}-{words}" for path, _, _, words in REFUSED])
+def test_what_can_t_be_is_refused_by_name_and_harms_no_episode(
+    path: str, body: object, status: int, words: str, language: Language
+) -> None:
+    script = Script(language, ["one"])
+
+    async def work(server: Endpoint, client: httpx.AsyncClient) -> None:
+        answer = await client.post(path, **({"content": body} if isinstance(body, bytes) else {"json": body}))  # type: ignore[arg-type]
+        assert answer.status_code == status
+        assert words in answer.text
+        assert not script.asked
+        assert (await completed(client, ASKS))["choices"][0]["message"]["content"] == "one"
+
+    served(chat_of(script), work)
+
+
+def test_nobody_gets_in_without_the_key_or_by_another_name_or_when_the_episode_is_over(language: Language) -> None:
+    async def run() -> None:
+        chat = chat_of(Script(language, ["one"]))
+        async with endpoint(chat) as server, httpx.AsyncClient(timeout=60) as client:
+            other = server.base_url.replace(server.api_key, "0" * 32)
+            assert (await client.post(f"{other}/chat/completions", json={"messages": ASKS})).status_code == 404
+            evil = {"host": "evil.example"}
+            assert (await client.post(f"{server.base_url}/chat/completions", json={"messages": ASKS}, headers=evil)).status_code == 403
+            assert (await client.get(f"{server.base_url}/models")).json()["data"][0]["id"] == "policy"
+            async with endpoint(chat_of(Script(language, ["two"]))) as second:
+                assert second.base_url.split("/")[2] == server.base_url.split("/")[2]  # One server.
+            gone = await client.post(f"{second.base_url}/chat/completions", json={"messages": ASKS})
+            assert gone.status_code == 404
+        async with httpx.AsyncClient() as client:
+            with pytest.raises(httpx.ConnectError):
+                await client.get(f"{server.base_url}/models")
+        assert not _Server._running
+
+    asyncio.run(run())
+
+
+def test_a_failure_of_the_episode_is_an_error_to_the_client_and_raised_again_whatever_the_agent_makes_of_it(language: Language) -> None:
+    script = Script(language, ["one"])
+
+    async def work(server: Endpoint, client: httpx.AsyncClient) -> None:
+        said = (await completed(client, ASKS))["choices"][0]["message"]
+        answer = await client.post("/chat/completions", json={"messages": [*ASKS, said, {"role": "user", "content": "and?"}]})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "too_many_turns")
+
+    with pytest.raises(EpisodeFailed, match="has had its 1 turns"):
+        served(chat_of(script, max_turns=1), work)
+
+
+def test_limits_and_stop_texts_of_a_request_hold(language: Language) -> None:
+    script = Script(language, ["a long answer"])
+
+    async def work(server: Endpoint, client: httpx.AsyncClient) -> dict[str, Any]:
+        return await completed(client, ASKS, max_completion_tokens=4, stop=["END"])
+
+    answer = served(chat_of(script), work)
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert answer["usage"]["completion_tokens"] == 4
+    assert (script.asked[0].max_new_tokens, script.asked[0].stop) == (4, ("END",))
+
+
+# ---- clients as they are installed
+
+
+def test_the_client_of_openai_speaks_with_it_in_both_dialects(language: Language) -> None:
+    openai = pytest.importorskip("openai", reason="serve: the extra serve-tests is not installed")
+    script = Script(language, [CALL, "3"])
+
+    async def work(server: Endpoint, _: httpx.AsyncClient) -> tuple[str, str, str]:
+        client = openai.AsyncOpenAI(base_url=server.base_url, api_key=server.api_key)
+        first = await client.chat.completions.create(model="policy", messages=ASKS, tools=[ADD])
+        said = first.choices[0].message
+        result = {"role": "tool", "tool_call_id": said.tool_calls[0].id, "content": "3"}
+        second = await client.chat.completions.create(model="policy", messages=[*ASKS, said, result], tools=[ADD])
+        asked: list[Any] = [{"role": "user", "content": "What is 1 + 2?"}]
+        flat = {"type": "function", **ADD["function"]}  # type: ignore[dict-item]
+        third = await client.responses.create(model="policy", instructions="Be brief.", input=asked, tools=[flat])
+        (call,) = third.output
+        asked += [*third.output, {"type": "function_call_output", "call_id": call.call_id, "output": "3"}]
+        fourth = await client.responses.create(model="policy", instructions="Be brief.", input=asked, tools=[flat])
+        text = ""
+        async with client.responses.stream(model="policy", input="Say it in a stream.", tools=[flat]) as stream:
+            async for event in stream:
+                text += event.delta if event.type == "response.function_call_arguments.delta" else ""
+        return second.choices[0].message.content, fourth.output_text, text
+
+    second, fourth, streamed = served(chat_of(script), work)
+    assert (second, fourth) == ("3", "3")
+    assert json.loads(streamed) == {"a": 1, "b": 2}
+    assert [one.begins for one in script.asked] == [True, False, True, False, True]
+
+
+def test_a_client_of_openai_that_times_out_asks_again_and_takes_one_turn(language: Language) -> None:
+    openai = pytest.importorskip("openai", reason="serve: the extra serve-tests is not installed")
+    script = Script(language, ["one"], delay_s=0.8)
+
+    async def work(server: Endpoint, _: httpx.AsyncClient) -> str:
+        client = openai.AsyncOpenAI(base_url=server.base_url, api_key=server.api_key, timeout=0.3, max_retries=20)
+        return str((await client.chat.completions.create(model="policy", messages=ASKS)).choices[0].message.content)
+
+    assert served(chat_of(script), work) == "one"
+    assert len(script.asked) == 1
+
+
+async def anthropic_turns(client: httpx.AsyncClient) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Two turns as Anthropic's client would ask for them."""
+    shown = {"name": "add", "description": "Add two numbers.", "input_schema": ADD["function"]["parameters"]}  # type: ignore[index]
+    body: dict[str, Any] = {"model": "m", "max_tokens": 100, "system": "Be brief.", "tools": [shown]}
+    question = {"role": "user", "content": [{"type": "text", "text": "1 + 2?"}]}
+    first = (await client.post("/messages", json={**body, "messages": [question]})).json()
+    (use,) = [part for part in first["content"] if part["type"] == "tool_use"]
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": use["id"], "content": [{"type": "text", "text": "3"}]}]}
+    messages = [question, {"role": "assistant", "content": first["content"]}, result]
+    return first, (await client.post("/messages", json={**body, "messages": messages})).json()
+
+
+def test_anthropics_messages_are_the_turns_that_openais_are(language: Language) -> None:
+    script, other = Script(language, [CALL, "3"]), Script(language, [CALL, "3"])
+
+    async def work(server: Endpoint, client: httpx.AsyncClient) -> tuple[dict[str, Any], dict[str, Any]]:
+        return await anthropic_turns(client)
+
+    async def by_openai(server: Endpoint, client: httpx.AsyncClient) -> None:
+        said = (await completed(client, ASKS, tools=[ADD]))["choices"][0]["message"]
+        result = {"role": "tool", "content": "3", "tool_call_id": said["tool_calls"][0]["id"]}
+        await completed(client, [*ASKS, said, result], tools=[ADD])
+
+    first, second = served(chat_of(script), work)
+    assert (first["stop_reason"], second["stop_reason"]) == ("tool_use", "end_turn")
+    assert second["content"] == [{"type": "text", "text": "3"}]
+    served(chat_of(other), by_openai)
+    assert [(one.name, list(one.ids)) for one in script.asked] == [(one.name, list(one.ids)) for one in other.asked]
+
+
+def test_the_client_of_anthropic_speaks_with_it(language: Language) -> None:
+    anthropic = pytest.importorskip("anthropic", reason="serve: the extra serve-tests is not installed")
+    script = Script(language, [CALL, "3"])
+
+    async def work(server: Endpoint, _: httpx.AsyncClient) -> tuple[str, str]:
+        client = anthropic.AsyncAnthropic(base_url=server.anthropic_url, api_key=server.api_key)
+        whole = await client.messages.create(model="m", max_tokens=50, messages=[{"role": "user", "content": "1 + 2?"}])
+        async with client.messages.stream(model="m", max_tokens=50, messages=[{"role": "user", "content": "again?"}]) as stream:
+            final = await stream.get_final_message()
+        return whole.content[-1].text, final.content[-1].text
+
+    assert served(chat_of(script), work) == (CALL, CALL)  # Without tools a call is a text.
+
+
+# ---- episodes
+
+
+def speaker(path: str = "/chat/completions") -> Callable[..., Any]:
+    """An agent that knows nothing of m2flow but an address: two turns, and a side question at the same time."""
+
+    async def elsewhere(base_url: str, question: str) -> float:
+        async with httpx.AsyncClient(base_url=base_url, timeout=60) as client:
+            messages: list[dict[str, object]] = [{"role": "user", "content": question}]
+            first = (await client.post(path, json={"messages": messages, "max_tokens": 9})).json()["choices"][0]["message"]
+            more = [*messages, first, {"role": "user", "content": " and?"}]
+            side = [{"role": "user", "content": f"{question} aside"}]
+            answers = await asyncio.gather(*(client.post(path, json={"messages": one, "max_tokens": 9}) for one in (more, side)))
+            return float(sum(len(one.json()["choices"][0]["message"]["content"]) for one in answers) % 5)
+
+    @agent
+    async def speaks(chat: Chat, row: Sample) -> float:
+        async with endpoint(chat) as server:
+            return await elsewhere(server.base_url, str(row.prompt))
+
+    return speaks
+
+
+@pytest.fixture
+def loop() -> Iterator[EventLoop]:
+    made = EventLoop()
+    yield made
+    made.close()
+
+
+def test_an_episode_by_http_that_was_stopped_goes_on_to_the_same_tokens(loop: EventLoop) -> None:
+    bounds = Bounds(8, max_conversations=4)
+    expected = whole(loop, 3, speaker(), bounds)
+    again = whole(loop, 3, speaker(), bounds)
+    assert expected.ragged("tokens").values.tolist() == again.ragged("tokens").values.tolist()
+    for num_steps in (1, 3, 5, 8):
+        episodes = host(loop)
+        start = start_of(3, speaker())
+        episodes.begin([EpisodeStart(start.request, start.agent, start.row, bounds)])
+        for _ in range(num_steps):
+            episodes.step()
+        stopped = {made.id: made for made in episodes.abort([start.request.id])}
+        if not stopped:
+            continue
+        episodes = host(loop)
+        transcript = stopped_row(stopped[start.request.id])
+        episodes.begin([EpisodeStart(start.request, start.agent, start.row, bounds, transcript)])
+        (made,) = played(episodes).values()
+        assert not made.columns["failure"]
+        assert row_of(made).ragged("tokens").values.tolist() == expected.ragged("tokens").values.tolist()
+
+
+@flow
+def talks() -> None:
+    policy = Policy("fake")
+    rows = Dataset([{"prompt": f"{n} plus {n}?"} for n in range(4)], name="rows", shuffle=False)
+    for _ in steps(2):
+        episodes = policy.rollout(speaker(), rows.take(2), n=2, max_tokens=80, max_turns=4, max_conversations=3)
+        policy.update(episodes, episodes.reward, optimizer=AdamW(0.1))
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_planned_run_of_agents_by_http_equals_the_eager_one() -> None:
+    assert run_planned(talks, {}, SPEC, seed=3) == run_eager(talks, {}, SPEC, seed=3)
