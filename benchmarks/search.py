@@ -1,8 +1,9 @@
 """How long the search takes, from 8 to 16,384 devices, and how far its plans are from the bound and from the best of all plans.
 
-    python benchmarks/search.py [--devices 8 64 1024 16384] [--repeat 3] [--plot search.png]
+    python benchmarks/search.py [--devices 8 64 1024 16384] [--steps ppo debate] [--repeat 3] [--plot search.png]
 
-The step is PPO's: generate, a reward, a reference's log-probabilities, a critic's values, and two updates, of a 7B model each. Costs are
+The step `ppo` has six calls: generate, a reward, a reference's log-probabilities, a critic's values, and two updates, of a 7B model each.
+`debate` has twelve: a solver and a verifier that are both trained, a judge that generates, a reward model, a critic, references. Costs are
 modelled (H100, SGLang, DeepSpeed); working them out is part of `search_s`, which is the fastest of a few searches on one core. `known`
 has steps of two to four calls with a few written layouts, for which every plan is tried (tests/support/every_plan.py): the ratio of
 what the
@@ -47,28 +48,62 @@ def ppo(num_prompts: int = 512, n: int = 8) -> Workload:
     )
 
 
-def problem(num_devices: int) -> Problem:
+def debate(num_prompts: int = 512, n: int = 8) -> Workload:
+    def load(role: str, method: str, work: str, *after: str, **more: int) -> CallLoad:
+        engine = None if work == "function" else EngineId(role, "rollout" if work == "generate" else "train")
+        unit = "group" if work == "update" else "sample"
+        steps = 4 if work == "update" else 0
+        return CallLoad(
+            f"{role}.{method}", work, engine, num_prompts, n, unit, False, after,  # type: ignore[arg-type]
+            num_optimizer_steps=steps, token_budget=16_384, **more,
+        )  # fmt: skip
+
+    answer, check, scores = "solver.generate", "verifier.generate", ("rule.score", "reward.score")
+    return Workload(
+        "debate",
+        (
+            load("solver", "generate", "generate", max_new_tokens=16_384),
+            load("verifier", "generate", "generate", answer, max_new_tokens=4096),
+            load("judge", "generate", "generate", check, max_new_tokens=1024),
+            load("rule", "score", "function", "judge.generate"),
+            load("reward", "score", "forward", answer),
+            load("solver", "logprobs", "forward", answer),
+            load("reference", "logprobs", "forward", answer),
+            load("other", "logprobs", "forward", check),
+            load("critic", "values", "forward", answer),
+            load("solver", "update", "update", answer, *scores, "solver.logprobs", "reference.logprobs", "critic.values"),
+            load("verifier", "update", "update", check, *scores, "other.logprobs"),
+            load("critic", "update", "update", answer, *scores, "critic.values"),
+        ),
+    )
+
+
+STEPS = {"ppo": ppo, "debate": debate}
+
+
+def problem(num_devices: int, step: str = "ppo") -> Problem:
     """A fresh one: nothing is known of any layout."""
     pools = {"main": PoolSpec(device="h100", nodes=max(1, num_devices // 8), devices_per_node=min(8, num_devices))}
     spec = ClusterSpec(
         name="h100", pools=pools, rollout=RolloutSpec(engine="sglang"), train=TrainSpec(engine="deepspeed", token_budget=16_384)
     )
     lengths = lognormal(median=3000, sigma=0.9, cap=16_384, prompt_tokens=300)
-    shapes = dict.fromkeys(("policy", "reference", "critic"), shape_named("Qwen2.5-7B"))
-    workload = ppo()
+    workload = STEPS[step]()
+    shapes = dict.fromkeys((engine.role for engine in workload.engines), shape_named("Qwen2.5-7B"))
     return Problem(workload, lengths, ModelledCosts(spec, workload, shapes, extents_of(workload, shapes, lengths)), spec)
 
 
-def measured(num_devices: int, repeat: int) -> dict[str, object]:
+def measured(step: str, num_devices: int, repeat: int) -> dict[str, object]:
     walls, cpus = [], []
     for _ in range(repeat):
-        asked = problem(num_devices)
+        asked = problem(num_devices, step)
         wall, cpu = time.perf_counter(), time.process_time()
         found = best_plan(asked)
         walls.append(time.perf_counter() - wall)
         cpus.append(time.process_time() - cpu)
     bound_s = max(bound.seconds for bound in found.bounds)
     return {
+        "step": step,
         "devices": num_devices,
         "search_s": min(walls),
         "cpu_s": min(cpus),
@@ -93,7 +128,7 @@ def known(num_seeds: int) -> dict[str, object]:
             found = best_plan(step)
             ratios.append(found.step_s / best_s)
             exact += found.is_exact
-    return {"steps": len(ratios), "worst_ratio": max(ratios), "called_exact": exact}
+    return {"steps": len(ratios), "worst_ratio": max(ratios, default=1.0), "called_exact": exact}
 
 
 def draw(rows: list[dict[str, object]], path: Path) -> None:
@@ -103,9 +138,11 @@ def draw(rows: list[dict[str, object]], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(6, 4))
-    axes.loglog([row["devices"] for row in rows], [row["search_s"] for row in rows], "o-", label="search")
-    axes.loglog([row["devices"] for row in rows], [row["cpu_s"] for row in rows], "x--", label="of the processor")
-    axes.set(xlabel="devices", ylabel="seconds", title="PPO, six calls, H100")
+    for step in dict.fromkeys(row["step"] for row in rows):
+        mine = [row for row in rows if row["step"] == step]
+        axes.loglog([row["devices"] for row in mine], [row["search_s"] for row in mine], "o-", label=f"{step}: search")
+        axes.loglog([row["devices"] for row in mine], [row["cpu_s"] for row in mine], "x--", label=f"{step}: of the processor")
+    axes.set(xlabel="devices", ylabel="seconds", title="PPO of six calls, a debate of twelve, H100")
     axes.grid(visible=True, which="both", alpha=0.3)
     axes.legend()
     figure.tight_layout()
@@ -115,15 +152,17 @@ def draw(rows: list[dict[str, object]], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--devices", type=int, nargs="+", default=DEVICES)
+    parser.add_argument("--steps", nargs="+", choices=STEPS, default=tuple(STEPS))
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--known", type=int, default=30, help="small steps to try every plan of")
     parser.add_argument("--plot", type=Path)
     arguments = parser.parse_args()
     best_plan(problem(8))  # What is imported late is not the search's.
-    rows = [measured(num_devices, arguments.repeat) for num_devices in arguments.devices]
+    rows = [measured(step, num_devices, arguments.repeat) for step in arguments.steps for num_devices in arguments.devices]
     for row in rows:
         print(
-            f"{row['devices']:6} devices  {row['search_s']:7.3f} s  {row['mode']:12} step {row['predicted_step_s']:8.1f} s, "
+            f"{row['step']:6} {row['devices']:6} devices  {row['search_s']:7.3f} s, {row['cpu_s']:7.3f} s of the processor  "
+            f"{row['mode']:12} step {row['predicted_step_s']:8.1f} s, "
             f"{row['over_bound']:.2f} of the bound"
         )
     if arguments.plot:

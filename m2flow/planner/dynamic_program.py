@@ -45,6 +45,7 @@ to lend, so the best of these plans is not sure to be found.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -61,19 +62,14 @@ from m2flow.planner.problem import (
     IntArray,
     Option,
     Problem,
-    Times,
     codes,
     gathered,
-    in_turns,
     instances,
     pruned,
-    side_by_side,
     spread,
-    through_functions,
     undominated,
-    zero_times,
 )
-from m2flow.planner.workload import LentRollouts, lent_rollout
+from m2flow.planner.workload import LentRollout, Times, best_lending, in_turns, side_by_side, through_functions, zero_times
 
 # ---- lower bounds
 
@@ -161,9 +157,10 @@ _MEMORY_SLACK = 1 / 8
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory of rows, flattened [3 (kept, most, host), pools, 1 + placed engines]. Set 0 are the devices of no open placed engine."""
+    """Memory of rows, [3 (kept, most, host), pools, 1 + placed engines, rows]. Set 0 are the devices of no open placed engine."""
 
     problem: Problem
+    all_take_turns: bool = False
 
     @cached_property
     def shape(self) -> tuple[int, int, int]:
@@ -173,32 +170,29 @@ class Memory:
     def width(self) -> int:
         return 3 * self.shape[1] * self.shape[2]
 
-    def leaf(self, engine: EngineId, options: Sequence[Option], calls: int) -> FloatArray:
-        """Memory of an engine's options, [options, width]."""
-        place = self._set_of(engine, calls)
-        found = np.zeros((len(options), *self.shape))
-        for i, option in enumerate(options):
-            pool = self.problem.pools.index(option.pool)
-            found[i, :, pool, place] = option.kept_bytes, option.device_bytes, option.host_bytes
-        return found.reshape(len(options), -1)
+    def leaf(self, engine: EngineId, facts: FloatArray, calls: int) -> FloatArray:
+        """Memory of an engine's options, from their `facts`."""
+        num = facts.shape[1]
+        found = np.zeros((*self.shape, num))
+        found[:, facts[0].astype(np.int64), self._set_of(engine, calls), np.arange(num)] = facts[2:5]
+        return found
 
-    def join(self, cut: Cut, a: FloatArray, b: FloatArray, ties: IntArray, *, is_turns: bool) -> FloatArray:
-        """Memory of two parts combined, [rows, width]; `ties` are those before closing."""
-        of_a, of_b = (side.reshape(-1, *self.shape) for side in (a, b))
-        found = self._turns(cut, of_a, of_b, ties) if is_turns else np.maximum(of_a, of_b)
-        return self._closed(cut.first | cut.second, found).reshape(len(a), self.width)
+    def join(self, cuts: Sequence[Cut], which: IntArray, a: FloatArray, b: FloatArray, ties: IntArray, num_turns: int) -> FloatArray:
+        """Memory of pairs of parts, of which the first `num_turns` take turns. `cuts[which]` is the cut of each; `ties` are those before
+        closing."""
+        found = np.empty_like(a)
+        np.maximum(a[..., num_turns:], b[..., num_turns:], out=found[..., num_turns:])
+        if num_turns:
+            self._turns(cuts, which[:num_turns], a[..., :num_turns], b[..., :num_turns], ties[:, :num_turns], found[..., :num_turns])
+        self._close(cuts[0].first | cuts[0].second, found)
+        return found
 
-    def settled(self, calls: int, rows: FloatArray) -> FloatArray:
+    def settle(self, calls: int, rows: FloatArray) -> None:
         """Set to 0 the memory that nothing outside of `calls` can bring to its limit."""
-        found = rows.reshape(-1, *self.shape)
-        kept, most, host = (number[:, None] for number in self._outside(calls))
-        room, host_room = self.problem.room[:, :, None]
-        is_safe = (found[:, KEPT] + kept + most <= room) & (found[:, MOST] + kept <= room)
-        settled = found.copy()
-        settled[:, KEPT][is_safe] = 0
-        settled[:, MOST][is_safe] = 0
-        settled[:, HOST][found[:, HOST] + host <= host_room] = 0
-        return settled.reshape(len(rows), self.width)
+        kept, most, host = (number[:, None, None] for number in self._outside(calls))
+        room, host_room = self.problem.room[:, :, None, None]
+        rows[:HOST] *= (rows[KEPT] + (kept + most) > room) | (rows[MOST] + kept > room)
+        rows[HOST] *= rows[HOST] + host > host_room
 
     def _outside(self, calls: int) -> FloatArray:
         """The most that other engines may keep, need at work and have on the host, [3, pools]."""
@@ -223,63 +217,72 @@ class Memory:
     @cached_property
     def _largest(self) -> list[tuple[int, FloatArray]]:
         """(calls, [3, pools]) of each engine: the most that any of its options keeps, needs and has on the host."""
-        problem = self.problem
         found = []
-        for engine, options in problem.options.of.items():
-            most = np.zeros((3, len(problem.pools)))
-            for option in options:
-                pool = problem.pools.index(option.pool)
-                most[:, pool] = np.maximum(most[:, pool], (option.kept_bytes, option.device_bytes, option.host_bytes))
-            found.append((problem.calls_of(engine), most))
+        for engine in self.problem.options.of:
+            facts = self.problem.facts(engine)
+            most = np.zeros((3, len(self.problem.pools)))
+            for pool in range(most.shape[1]):
+                most[:, pool] = facts[2:5][:, facts[0] == pool].max(axis=1, initial=0)
+            found.append((self.problem.calls_of(engine), most))
         return found
 
-    def is_full(self, rows: FloatArray) -> IntArray:
-        """Whether what is kept leaves no room to anybody else on some devices, [rows, 1]."""
-        kept = rows.reshape(-1, *self.shape)[:, KEPT]
-        found = _any(kept >= self.problem.room[0][:, None])
-        return found[:, None].astype(np.int64)
+    def fullness(self, rows: FloatArray) -> tuple[FloatArray, IntArray]:
+        """The most bytes that are kept on a device, and the quarter of its memory in which they end; 4 leaves nobody else room, [rows]."""
+        kept = rows[KEPT].max(axis=1)
+        return kept.max(axis=0), (4 * kept / self.problem.room[0][:, None]).max(axis=0).clip(0, 4).astype(np.int64)
 
-    def fits(self, rows: FloatArray) -> npt.NDArray[np.bool_]:
-        found = rows.reshape(-1, *self.shape)
+    def fits(self, calls: int, rows: FloatArray) -> npt.NDArray[np.bool_]:
+        """Whether there is room for rows of `calls`, with what all others need at least if all engines take turns."""
         room, host = self.problem.room
-        return ~_any((found[:, MOST] > room[:, None]) | (found[:, HOST] > host[:, None]))
+        kept, most, on_host = self._least_outside(calls)
+        too_much = (rows[MOST] > room[:, None, None] - kept) | (rows[HOST] > host[:, None, None] - on_host)
+        return ~_any(too_much | (rows[KEPT] > room[:, None, None] - most) if most else too_much)
 
-    def _turns(self, cut: Cut, a: FloatArray, b: FloatArray, ties: IntArray) -> FloatArray:
-        found = np.zeros_like(a)
-        any_a, any_b = (functools.reduce(np.maximum, np.moveaxis(side, 3, 0)) for side in (a, b))
-        found[..., 0] = _stacked(a[..., 0], b[..., 0])
+    def _least_outside(self, calls: int) -> tuple[float, float, float]:
+        """The least that engines without a call inside keep, need while one of them works, and have on the host, on the same devices."""
+        if not self.all_take_turns or len(self.problem.pools) > 1:
+            return 0.0, 0.0, 0.0
+        least = [
+            self.problem.facts(engine)[2:5].min(axis=1) for engine in self.problem.options.of if not self.problem.calls_of(engine) & calls
+        ]
+        kept, host = (float(sum(facts[i] for facts in least)) for i in (KEPT, HOST))
+        return kept, max((kept + float(facts[MOST] - facts[KEPT]) for facts in least), default=0.0), host
+
+    def _turns(self, cuts: Sequence[Cut], which: IntArray, a: FloatArray, b: FloatArray, ties: IntArray, found: FloatArray) -> None:
+        _stack(a[:, :, 0], b[:, :, 0], found[:, :, 0])
         for i, engine in enumerate(self.problem.placed, 1):
-            in_a, in_b = (self._set_of(engine, calls) == i for calls in (cut.first, cut.second))
-            if in_a and in_b:
-                found[..., i] = np.maximum(_stacked(a[..., i], b[..., i]) - self._own(engine, ties), 0)
-            elif in_a:
-                found[..., i] = _stacked(a[..., i], any_b)
-            elif in_b:
-                found[..., i] = _stacked(any_a, b[..., i])
-        return found
+            of_a = np.array([self._set_of(engine, cut.first) == i for cut in cuts])
+            of_b = np.array([self._set_of(engine, cut.second) == i for cut in cuts])
+            if not (of_a.any() or of_b.any()):
+                found[:, :, i] = 0
+                continue
+            in_a, in_b = of_a[which], of_b[which]
+            one = np.where(in_a, a[:, :, i], a.max(axis=2)), np.where(in_b, b[:, :, i], b.max(axis=2))
+            _stack(*one, found[:, :, i])
+            both = np.flatnonzero(in_a & in_b) if (of_a & of_b).any() else ()
+            if len(both):
+                found[:, :, i, both] = np.maximum(found[:, :, i, both] - self._own(engine, ties[:, both]), 0)
+            found[:, :, i] *= in_a | in_b
 
     def _own(self, engine: EngineId, ties: IntArray) -> FloatArray:
-        """The memory of an engine that both sides have counted, [rows, 3, pools]."""
+        """The memory of an engine that both sides have counted, [3, pools, rows]."""
         if engine not in self._kept:
-            options = self.problem.options.of[engine]
-            table = np.zeros((len(options), 3, len(self.problem.pools)))
-            for i, option in enumerate(options):
-                pool = self.problem.pools.index(option.pool)
-                table[i, :, pool] = option.kept_bytes, option.kept_bytes, option.host_bytes
+            facts = self.problem.facts(engine)
+            table = np.zeros((3, len(self.problem.pools), facts.shape[1]))
+            table[:, facts[0].astype(np.int64), np.arange(facts.shape[1])] = facts[[2, 2, 4]]
             self._kept[engine] = table
-        return self._kept[engine][ties[:, self.problem.tied.index(engine)]]
+        return self._kept[engine][..., ties[self.problem.tied.index(engine)]]
 
     @cached_property
     def _kept(self) -> dict[EngineId, FloatArray]:
         return {}
 
-    def _closed(self, calls: int, found: FloatArray) -> FloatArray:
+    def _close(self, calls: int, found: FloatArray) -> None:
         """Merge the device sets of engines whose calls are all inside into set 0."""
         for i, engine in enumerate(self.problem.placed, 1):
             if self.problem.calls_of(engine) & ~calls == 0:
-                found[..., 0] = np.maximum(found[..., 0], found[..., i])
-                found[..., i] = 0
-        return found
+                np.maximum(found[:, :, 0], found[:, :, i], out=found[:, :, 0])
+                found[:, :, i] = 0
 
     def _set_of(self, engine: EngineId, calls: int) -> int:
         """The set in which a part with these calls counts an engine's devices; 0 if it has no set of its own."""
@@ -291,9 +294,22 @@ class Memory:
 
 
 def _any(flags: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """Whether any flag of each row is set, [rows, ...] -> [rows]; the other axes are so short that `any` is several times as slow."""
-    columns = flags.reshape(len(flags), -1).T
-    return functools.reduce(np.logical_or, columns)
+    """Whether any flag of each row is set, [..., rows] -> [rows]."""
+    return np.asarray(functools.reduce(np.logical_or, flags.reshape(-1, flags.shape[-1])))
+
+
+def memory_price(problem: Problem) -> float:
+    """Seconds that a byte which an engine keeps would take to be offloaded and onloaded: the median over all options that are swapped.
+
+    Rows that are chosen by their times alone keep so much that later parts have no room; at this price, to keep is as good as to swap.
+    """
+    freed = [
+        (option.come_s + option.leave_s, option.footprint.kept_bytes - option.kept_bytes)
+        for options in problem.options.of.values()
+        for option in options
+        if option.is_swapped
+    ]
+    return float(np.median([seconds / num_bytes for seconds, num_bytes in freed if num_bytes > 0] or [0.0]))
 
 
 def memory_slack(problem: Problem, slack_s: float) -> FloatArray:
@@ -302,12 +318,10 @@ def memory_slack(problem: Problem, slack_s: float) -> FloatArray:
     return np.stack([room, room, host]) * _MEMORY_SLACK * (slack_s > 0)
 
 
-def _stacked(a: FloatArray, b: FloatArray) -> FloatArray:
-    """Memory of two parts that take turns on the same fullest devices, [rows, 3, pools]."""
-    most = np.maximum(a[:, MOST] + b[:, KEPT], b[:, MOST] + a[:, KEPT])
-    found = a + b
-    found[:, MOST] = most
-    return found
+def _stack(a: FloatArray, b: FloatArray, found: FloatArray) -> None:
+    """Memory of two parts that take turns on the same fullest devices, [3, pools, rows], into `found`."""
+    np.add(a, b, out=found)
+    np.maximum(a[MOST] + b[KEPT], b[MOST] + a[KEPT], out=found[MOST])
 
 
 # ---- dominated options
@@ -336,19 +350,17 @@ def prune_options(problem: Problem, slack_s: float = 0.0) -> bool:
 
 def _undominated(problem: Problem, engine: EngineId, options: list[Option], syncs: FloatArray, slack_s: float) -> list[int]:
     calls = [problem.graph.bits[call.name] for call in problem.graph.members(problem.calls_of(engine))]
-    times = [problem.leaf(call).times.reshape(len(options), -1) for call in calls]
-    nums = np.array([[option.num_devices] for option in options], np.float64)
-    bytes_ = np.array([[o.kept_bytes, o.device_bytes, o.host_bytes] for o in options], np.float64)
-    values = np.concatenate([nums, bytes_, *times, syncs], axis=1)
-    slack = np.full(values.shape[1], slack_s)
+    times = [problem.leaf(call).times.reshape(len(options), -1).T for call in calls]
+    pools, nums, *bytes_ = problem.facts(engine)[:5]
+    values = np.concatenate([np.stack([nums, *bytes_]), *times, syncs.T])
+    slack = np.full(len(values), slack_s)
     slack[0] = 0
     slack[1:4] = memory_slack(problem, slack_s).max(axis=1)
-    pools = np.array([problem.pools.index(option.pool) for option in options])
-    codes = pools * (1 + int(nums.max())) + nums[:, 0].astype(np.int64)
+    codes = (pools * (1 + nums.max()) + nums).astype(np.int64)
     alike = [np.flatnonzero(codes == code) for code in np.unique(codes)]
-    rows = np.concatenate([same[undominated(values[same], codes[same], slack)] if len(same) > 1 else same for same in alike])
+    rows = np.concatenate([same[undominated(values[:, same], codes[same], slack)] if len(same) > 1 else same for same in alike])
     if not syncs.size:
-        rows = rows[undominated(values[rows], pools[rows], slack)]
+        rows = rows[undominated(values[:, rows], pools[rows].astype(np.int64), slack)]
     return [int(i) for i in rows]
 
 
@@ -381,13 +393,6 @@ _STEPS = 4
 """Steps over which a share is averaged."""
 
 
-def may_lend(problem: Problem, cut: Cut, first: Option, second: Option) -> bool:
-    """Whether the second part's devices can be those of some of the first part's instances, but not of all."""
-    size = first.num_devices // first.layout.dp
-    is_inside = first.pool == second.pool and second.num_devices < first.num_devices and second.num_devices % size == 0
-    return is_inside and may_be_lent(problem, cut)
-
-
 def may_be_lent(problem: Problem, cut: Cut) -> bool:
     """Whether the first part is a generation whose samples the second part's trainer consumes as they come."""
     graph = problem.graph
@@ -401,31 +406,26 @@ def may_be_lent(problem: Problem, cut: Cut) -> bool:
 
 def lent_times(
     problem: Problem, cut: Cut, first: Option, second: Option, a: Times, fed: Times, b: Times, *, is_bound: bool = False
-) -> tuple[Times, float]:
-    """Times of a pair of leaves with lent devices, and the share of samples after which these are given back.
+) -> tuple[FloatArray, FloatArray]:
+    """When training ends in pairs of leaves with lent devices, and the share of samples after which these are given back, [pairs] each.
 
     Args:
+        second: the option of the trainer, or one with as many devices.
+        a, fed, b: times of the pairs, [pairs] each.
         is_bound: a lower bound suffices, the times for the share that is the best for the steps of the rest of the search alone.
     """
-    lent = _lent(problem, cut, first, second, 0 if is_bound else _STEPS)
-    total, ended = lent.best(float(a.total), (float(fed.first), float(fed.total)), (float(b.total), float(b.last)), problem.slowdowns(cut))
-    end = np.asarray(total)
-    return Times(end, end, end, end), ended
-
-
-def _lent(problem: Problem, cut: Cut, first: Option, second: Option, num_steps: int) -> LentRollouts:
     (call,) = problem.graph.members(cut.first)
     assert call.engine is not None
     batch = problem.batches[call.name]
-    key = (cut.first, first.pool, first.layout, first.is_swapped, first.max_running, second.num_devices, num_steps)
-    known = problem.lent
-    if key not in known:
+    draws = batch.several(0 if is_bound else _STEPS)
+    known = problem.lent.setdefault((cut.first, first), [])
+    if len(known) < len(draws):
         ways = instances(call.engine, [first], problem.costs)
-        num_lent = second.num_devices // (first.num_devices // first.layout.dp)
-        each = [lent_rollout(draw, ways, num_lent) for draw in batch.several(num_steps)]
-        given_back, total = (np.stack([one[i] for one in each]) + first.come_s + first.leave_s for i in range(2))
-        known[key] = LentRollouts(given_back, total, len(batch.draws))
-    return known[key]
+        known += [LentRollout.of(draw, ways) for draw in draws[len(known) :]]
+    num_lent = second.num_devices // (first.num_devices // first.layout.dp)
+    away_s = first.come_s + first.leave_s
+    each = [(back_s + away_s, end_s + away_s) for back_s, end_s in (one.lending(num_lent) for one in known[: len(draws)])]
+    return best_lending(each, len(batch.draws), a.total, (fed.first, fed.total), (b.total, b.last), problem.slowdowns(cut))
 
 
 BoolArray = npt.NDArray[np.bool_]
@@ -435,6 +435,8 @@ NUM_HOWS = 3
 APART, TOGETHER, UNKNOWN = 1, 0, -1
 _NUM_TIMES = 4
 _MOST_WHOLE = 100
+_PAIRS_AT_ONCE = 100_000
+"""Pairs of rows that are combined in one operation, or the pairs of one cut."""
 _COMPARED = 0.05
 """Rows that may be compared with each other, as a share of the pairs that may be combined, since comparing takes longer. Where no plan is
 known, none is dropped for being slower, and there would be too many."""
@@ -470,6 +472,7 @@ class Solver:
         hows: Sequence[int] = (TURNS, SPLIT),
         within: Mapping[int, tuple[Cut, int]] | None = None,
         bounds_lending: bool = False,
+        price: float = 0.0,
     ) -> None:
         """
         Args:
@@ -480,22 +483,24 @@ class Solver:
             hows: allowed ways to combine two parts.
             within: (cut, way) for each set of calls; only plans of this structure are searched. None: all.
             bounds_lending: lower bounds of the times with lent devices, which are quicker than the times.
+            price: seconds for a byte that is kept on a device while others work, in the choice of rows where these are limited.
         """
-        self.problem = problem
+        self.problem, graph = problem, problem.graph
         self.limits = Limits(problem, counts_work=LENT not in hows)
         self._known_s = known_s * (1 + 1e-9)
-        self.memory = Memory(problem)
+        self.memory = Memory(problem, all_take_turns=tuple(hows) == (TURNS,) and within is None)
         self._num_pools = len(problem.pools)
         self._sizes = np.array(problem.num_devices)
         self._times = slice(self._num_pools, self._num_pools + _NUM_TIMES)
         self._bytes = slice(self._num_pools + _NUM_TIMES, None)
         self._late = np.array([0.0, 1.0, 1.0, float(problem.workload.staleness > 0)])
         """The times to which a sync is added."""
-        self._has_ends = bool(problem.graph.leading_functions or problem.graph.trailing_functions)
+        self._has_ends = bool(graph.leading_functions or graph.trailing_functions)
         self._most_rows = most_rows
         self._hows = tuple(hows)
         self._within = within
         self._bounds_lending = bounds_lending
+        self._price = price
         self._pairs_left = most_pairs
         self._compared_left = most_pairs * _COMPARED
         self._slack = np.zeros(self._num_pools + _NUM_TIMES + self.memory.width)
@@ -509,47 +514,54 @@ class Solver:
         self._cuts: dict[int, tuple[Cut, ...]] = {}
         self._chunks: dict[int, tuple[int, ...]] = {}
         self._closing: dict[int, list[int]] = {}
-        self._sync_tables: dict[tuple[str, int], FloatArray] = {}
-        """(role, how) -> seconds of the sync between each two options of its ends, filled on demand."""
+        self._sync_tables: dict[str, FloatArray] = {}
+        """Role -> seconds of the sync between each two options of its ends, split and in turns, filled on demand."""
+        generations = {graph.bits[call.name] for call in graph.device_calls if call.work == "generate"}
+        self._lends = generations if LENT in hows and within is None and len(generations) == 1 else set[int]()
+        """The only generation, in a search for plans with lent devices: combined with other parts in any other way, it can't borrow."""
+        self._rows, self._starts = _Rows(self._nothing()), dict[int, int]()
+        self._fed_by: dict[tuple[int, tuple[str, ...]], int] = {}
 
     def solve(self) -> Tables:
         graph = self.problem.graph
-        if self._within is not None:
-            return self._solve_within(self._within)
-        for calls in graph.convex_sets:
-            self._cuts[calls] = tuple(graph.cuts(calls))
-            found = [self._leaf(calls)] if len(graph.engines(calls)) == 1 else []
-            for index, cut in enumerate(self._cuts[calls]):
-                found += [self._join(calls, cut, index, how) for how in self._hows if self._may(cut, how)]
-            self._fronts[calls] = self._pruned(calls, gathered(found)) if found else self._nothing()
+        within, sets = self._within, graph.convex_sets
+        if within is not None:
+            parts = {part for cut, _ in within.values() for part in (cut.first, cut.second)} | {graph.everything}
+            sets = tuple(sorted(parts, key=lambda part: part.bit_count()))
+        for calls in sets:
+            cut, how = within.get(calls, (None, -1)) if within is not None else (None, -1)
+            self._cuts[calls] = (cut,) if cut else () if within is not None else self.problem.cuts(calls)
+            found = [self._leaf(calls)] if len(graph.engines(calls)) == 1 and not cut else []
+            found += self._combined(calls, (how,) if cut else self._hows)
+            self._add(calls, self._pruned(calls, gathered(found)) if found else self._nothing())
         return Tables(self.problem, self._fronts, self._cuts, self._chunks, self._steps_s())
 
-    def _solve_within(self, within: Mapping[int, tuple[Cut, int]]) -> Tables:
-        parts = {part for cut, _ in within.values() for part in (cut.first, cut.second)} | {self.problem.graph.everything}
-        for calls in sorted(parts, key=lambda part: part.bit_count()):
-            self._cuts[calls] = ()
-            found = self._leaf(calls) if calls not in within else None
-            if found is None:
-                cut, how = within[calls]
-                self._cuts[calls] = (cut,)
-                found = self._join(calls, cut, 0, how)
-            self._fronts[calls] = self._pruned(calls, found)
-        return Tables(self.problem, self._fronts, self._cuts, self._chunks, self._steps_s())
+    def may_lend(self) -> bool:
+        """Whether devices may be lent in a plan as fast as the known one, judging by pairs of leaves alone."""
+        for calls in self.problem.graph.convex_sets:
+            for cut in self.problem.cuts(calls):
+                if self._may(cut, LENT):
+                    for side in {cut.first, cut.second} - self._fronts.keys():
+                        self._add(side, self._leaf(side))
+                    if len(self._joined(calls, [(0, cut, LENT)])):
+                        return True
+        return False
+
+    def _add(self, calls: int, front: Front) -> None:
+        self._fronts[calls], self._starts[calls] = front, self._rows.add(front)
 
     def _may(self, cut: Cut, how: int) -> bool:
         """Whether a cut may be combined this way; calls of one engine are on the same devices, so they are never split."""
         graph = self.problem.graph
-        if how == LENT and not may_be_lent(self.problem, cut):
+        if how == LENT:
+            return may_be_lent(self.problem, cut)
+        if self._lends and {cut.first, cut.second} & self._lends:
             return False
         return how == TURNS or not graph.engines(cut.first) & graph.engines(cut.second)
 
     def _nothing(self) -> Front:
-        return Front(
-            np.zeros((0, self._num_pools + _NUM_TIMES + self.memory.width)),
-            np.zeros((0, self._num_ties), np.int64),
-            np.zeros(0),
-            np.zeros((0, 3), np.int64),
-        )
+        num = self._num_pools + _NUM_TIMES + self.memory.width
+        return Front(np.zeros((num, 0)), np.zeros((self._num_ties, 0), np.int64), np.zeros(0), np.zeros((3, 0), np.int64))
 
     @property
     def _num_ties(self) -> int:
@@ -559,83 +571,163 @@ class Solver:
 
     def _leaf(self, calls: int) -> Front:
         problem = self.problem
-        members = problem.graph.members(calls)
-        engine = members[0].engine
+        engine = problem.graph.members(calls)[0].engine
         assert engine is not None
         options = problem.options.of[engine]
         if not options:
             return self._nothing()
-        leaf = problem.leaf(calls)
+        leaf, facts = problem.leaf(calls), problem.facts(engine)
         self._chunks[calls] = leaf.chunks
         num_options, num_chunks = leaf.times.shape[:2]
-        which = np.repeat(np.arange(num_options), num_chunks)
-        times = leaf.times.reshape(-1, 3)
-        useful = self._useful(options)[which]
-        need = np.zeros((num_options, self._num_pools))
-        need[np.arange(num_options), [problem.pools.index(option.pool) for option in options]] = [o.num_devices for o in options]
-        busy = times[:, 1:2] * bool(problem.workload.staleness)
-        values = np.concatenate(
-            [need[which], times, busy, self.memory.settled(calls, self.memory.leaf(engine, options, calls))[which]], axis=1
-        )
-        ties = np.full((len(which), self._num_ties), UNKNOWN)
+        which, chunk = _grid(num_options, num_chunks)
+        times = leaf.times.reshape(-1, 3).T
+        bytes_, work = self.memory.leaf(engine, facts, calls), times[1] * facts[1, which]
+        useful = self._useful(facts) & self.memory.fits(calls, bytes_)
+        self.memory.settle(calls, bytes_)
+        keep = np.flatnonzero(self._is_promising(calls, times[1], times[1], work) & useful[which])
+        which, times, work = which[keep], times[:, keep], work[keep]
+        values = np.zeros((self._num_pools + _NUM_TIMES + self.memory.width, len(which)))
+        values[facts[0, which].astype(np.int64), np.arange(len(which))] = facts[1, which]
+        values[self._times][:3] = times
+        values[self._times][3] = times[1] * bool(problem.workload.staleness)
+        values[self._bytes] = bytes_.reshape(self.memory.width, -1)[:, which]
+        ties = np.full((self._num_ties, len(which)), UNKNOWN)
         if engine in problem.tied and problem.is_open(engine, calls):
-            ties[:, problem.tied.index(engine)] = which
-        origin = np.stack([np.full(len(which), -1), which, np.tile(np.arange(num_chunks), num_options)], axis=1)
-        work = times[:, 1] * need[which].sum(axis=1)
-        front = Front(values, ties, work, origin)
-        return self._pruned(calls, self._promising(calls, front if useful.all() else front.take(useful)))
+            ties[problem.tied.index(engine)] = which
+        return self._pruned(calls, Front(values, ties, work, np.stack([np.full(len(which), -1), which, chunk[keep]])))
 
-    def _useful(self, options: Sequence[Option]) -> BoolArray:
+    def _useful(self, facts: FloatArray) -> BoolArray:
         """Whether each option can be of use: in turns none that leaves no room to others, in splits none that makes room for them."""
-        found = np.ones(len(options), np.bool_)
+        found = np.ones(facts.shape[1], np.bool_)
         if len(self.problem.options.of) > 1 and self._hows == (TURNS,):
-            found = np.array([option.kept_bytes < self.problem.costs.device_bytes(option.pool) for option in options])
+            found = facts[2] < self.problem.room[0][facts[0].astype(np.int64)]
         if self._hows == (SPLIT,):
-            found = np.array([not option.is_swapped for option in options])
+            found = facts[5] == 0
         return found if found.any() else ~found
 
     # ---- two parts
 
-    def _join(self, calls: int, cut: Cut, index: int, how: int) -> Front:
-        """Combine all compatible pairs of rows of the two sides of a cut."""
-        a, b = self._fronts[cut.first], self._fronts[cut.second]
-        if not len(a) or not len(b):
-            return self._nothing()
-        self._pairs_left -= len(a) * len(b)
-        if self._pairs_left < 0:
-            raise TooLarge
-        need = self._need(a, b, how)
-        legal = self._agree(cut, a, b)
-        for pool, size in enumerate(self._sizes):
-            legal &= need[..., pool] <= size
-        if how == LENT:
-            legal &= self._lendable(cut, a, b)
-        ia, ib = np.nonzero(legal)
-        if not len(ia):
-            return self._nothing()
-        times = self._lent_times(cut, a, b, ia, ib) if how == LENT else self._pair_times(cut, a, b, ia, ib, how)
-        work = a.work[ia] + b.work[ib]
-        keep = self._is_promising(calls, times, work)
-        if not keep.all():
-            ia, ib, times, work = ia[keep], ib[keep], times[keep], work[keep]
-            if not len(ia):
-                return self._nothing()
-        ties = self._ties(cut, a.ties[ia], b.ties[ib], how)
-        times += self._sync_s(cut, ties, how)[:, None] * self._late
-        origin = np.empty((len(ia), 3), np.int64)
-        origin[:, 0], origin[:, 1], origin[:, 2] = NUM_HOWS * index + how, ia, ib
-        pairs = Front(np.concatenate([need[ia, ib], times], axis=1), ties, work, origin)
-        found = self._with_memory(calls, cut, a, b, pairs, how)
-        return self._few(calls, found, self._most_rows) if self._most_rows else self._pruned(calls, found)
+    def _combined(self, calls: int, hows: Sequence[int]) -> list[Front]:
+        """Combine all compatible pairs of rows of the two sides of each cut."""
+        found: list[Front] = []
+        some: list[tuple[int, Cut, int]] = []
+        num = 0
+        for index, cut in enumerate(self._cuts[calls]):
+            size = len(self._fronts[cut.first]) * len(self._fronts[cut.second])
+            for how in hows:
+                if size and self._may(cut, how):
+                    self._pairs_left -= size
+                    num += size
+                    some.append((index, cut, how))
+            if self._pairs_left < 0:
+                raise TooLarge
+            if some and (num > _PAIRS_AT_ONCE or index == len(self._cuts[calls]) - 1):
+                block = self._joined(calls, some)
+                found.append(self._few(calls, block, 2 * self._most_rows) if self._most_rows else block)
+                some, num = [], 0
+        return [*found, *([self._joined(calls, some)] if some else [])]
 
-    def _with_memory(self, calls: int, cut: Cut, a: Front, b: Front, pairs: Front, how: int) -> Front:
-        """Those pairs of rows that fit the memory, with what they need of it and without the ties that end here."""
-        of_a, of_b = (side.values[pairs.origin[:, i], self._bytes] for i, side in ((1, a), (2, b)))
-        bytes_ = self.memory.join(cut, of_a, of_b, pairs.ties, is_turns=how != SPLIT)
-        values = np.concatenate([pairs.values, self.memory.settled(calls, bytes_)], axis=1)
-        found = Front(values, self._closed(calls, pairs.ties), pairs.work, pairs.origin)
-        fits = self.memory.fits(bytes_)
-        return self._promising(calls, found if fits.all() else found.take(fits))
+    def _joined(self, calls: int, some: Sequence[tuple[int, Cut, int]]) -> Front:
+        """The rows of some cuts, each combined in one way: the pairs of all of them are computed at once."""
+        some = sorted(some, key=lambda one: (one[2] == SPLIT, one[2], _kind(one[1]), one[0]))  # What is computed alike lies together.
+        a, b, fed, which = self._pairs(some)
+        num_alone = sum(how != SPLIT for _, _, how in some)
+        num_turns = int(np.count_nonzero(which < num_alone))
+        every = self._rows.values
+        need = self._need(every[: self._num_pools].take(a, 1), every[: self._num_pools].take(b, 1), num_turns)
+        legal = (need <= self._sizes[:, None]).all(axis=0)
+        if not legal.all():
+            a, b, fed, which, need = a[legal], b[legal], fed[legal], which[legal], need[:, legal]
+        times = self._pair_times(some, a, b, fed, which)
+        work = self._rows.work[a] + self._rows.work[b]
+        keep = np.flatnonzero(self._is_promising(calls, times[1], times[3], work))
+        if not len(keep):
+            return self._nothing()
+        if len(keep) < len(a):
+            a, b, which, need, times, work = a[keep], b[keep], which[keep], need[:, keep], times[:, keep], work[keep]
+        cuts, num_turns = [cut for _, cut, _ in some], int(np.count_nonzero(which < num_alone))
+        ties = self._ties(some, self._rows.ties.take(a, 1), self._rows.ties.take(b, 1), which)
+        self._add_syncs(some, ties, which, times)
+        of_a, of_b = (every[self._bytes].take(side, 1).reshape(*self.memory.shape, len(a)) for side in (a, b))
+        bytes_ = self.memory.join(cuts, which, of_a, of_b, ties, num_turns)
+        fits = self.memory.fits(calls, bytes_) & self._is_promising(calls, times[1], times[3], work)
+        self.memory.settle(calls, bytes_)
+        ties[self._closed(calls)] = UNKNOWN
+        codes = np.array([NUM_HOWS * index + how for index, _, how in some])[which]
+        starts = np.array([(self._starts[cut.first], self._starts[cut.second]) for cut in cuts])[which].T
+        values = np.concatenate([need, times, bytes_.reshape(self.memory.width, -1)])
+        return Front(values, ties, work, np.stack([codes, a - starts[0], b - starts[1]])).where(fits)
+
+    def _pairs(self, some: Sequence[tuple[int, Cut, int]]) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+        """Compatible pairs: rows of the first part, of the second, of the second's input, and indices into `some`."""
+        firsts, seconds, inputs = [], [], []
+        for _, cut, how in some:
+            first, second = self._fronts[cut.first], self._fronts[cut.second]
+            a, b = _grid(len(first), len(second))
+            shared = self._shared(cut)
+            if shared or how == LENT:
+                agree = np.ones(len(a), np.bool_) if how != LENT else self._lendable(cut, first, second).ravel()
+                for column in shared:
+                    agree &= first.ties[column, a] == second.ties[column, b]
+                a, b = a[agree], b[agree]
+            firsts.append(a + self._starts[cut.first])
+            seconds.append(b + self._starts[cut.second])
+            inputs.append(a + self._fed(cut))
+        which = np.repeat(np.arange(len(some)), [len(rows) for rows in firsts])
+        return np.concatenate(firsts), np.concatenate(seconds), np.concatenate(inputs), which
+
+    def _fed(self, cut: Cut) -> int:
+        """Where the rows start that have the times of the first part with the functions after it."""
+        if not cut.functions:
+            return self._starts[cut.first]
+        key = cut.first, cut.functions
+        if key not in self._fed_by:
+            front = self._fronts[cut.first]
+            fed = through_functions(self._read(front), cut.functions, self.problem.calls, self.problem.functions)
+            values = front.values.copy()
+            values[self._times] = fed.first, fed.total, fed.last, fed.busy
+            self._fed_by[key] = self._rows.add(Front(values, front.ties, front.work, front.origin))
+        return self._fed_by[key]
+
+    def _need(self, a: FloatArray, b: FloatArray, num_turns: int) -> FloatArray:
+        """Devices that pairs need, [pools, pairs], of which the first `num_turns` take turns or lend."""
+        found = np.maximum(a, b)
+        found[:, num_turns:] = a[:, num_turns:] + b[:, num_turns:]
+        return found
+
+    def _pair_times(self, some: Sequence[tuple[int, Cut, int]], a: IntArray, b: IntArray, fed: IntArray, which: IntArray) -> FloatArray:
+        """l, T, d and the busy time of pairs, [4, pairs], without syncs."""
+        found = np.zeros((_NUM_TIMES, len(which)))
+        every = self._rows.values[self._times]
+        of_a, of_fed, of_b = every.take(a, 1), every.take(fed, 1), every.take(b, 1)
+        ends = [0, *np.cumsum(np.bincount(which, minlength=len(some))).tolist()]
+        begin = 0
+        for (how, kind), alike in itertools.groupby(some, key=lambda one: (one[2], _kind(one[1]))):
+            cuts = [cut for _, cut, _ in alike]
+            end, here = begin + len(cuts), slice(ends[begin], ends[begin + len(cuts)])
+            parts = Times(*of_a[:, here]), Times(*of_fed[:, here]), Times(*of_b[:, here])
+            if how == LENT:
+                for cut, low, high in zip(cuts, ends[begin:end], ends[begin + 1 : end + 1], strict=True):
+                    rows = a[low:high] - self._starts[cut.first], b[low:high] - self._starts[cut.second]
+                    found[:, low:high] = self._lent_times(cut, *rows, Times(*of_fed[:, low:high]))
+            elif how == TURNS:
+                times = in_turns(*parts, is_linked=kind != UNLINKED, waits=kind == WAITS)
+                found[0, here], found[1, here], found[2, here], found[3, here] = times.all
+            else:
+                slow = self._slowdowns(cuts, np.diff(ends[begin : end + 1]))
+                times = side_by_side(*parts, is_linked=kind != UNLINKED, waits=kind == WAITS, slowdowns=slow)
+                found[0, here], found[1, here], found[2, here], found[3, here] = times.all
+            begin = end
+        if not self.problem.workload.staleness:
+            found[3] = 0.0
+        return found
+
+    def _slowdowns(self, cuts: Sequence[Cut], nums: IntArray) -> tuple[FloatArray | float, FloatArray | float]:
+        """The slowdown factors of the two sides of each pair."""
+        each = np.array([self.problem.slowdowns(cut) for cut in cuts])
+        if (each == 1).all():
+            return 1.0, 1.0
+        return np.repeat(each[:, 0], nums), np.repeat(each[:, 1], nums)
 
     def _pruned(self, calls: int, front: Front) -> Front:
         """Prune a front. Of whole plans only the step time matters; several are kept, since not all may have places on the devices."""
@@ -653,118 +745,105 @@ class Solver:
     def _few(self, calls: int, front: Front, most: int) -> Front:
         if len(front) <= most:
             return front
-        total, busy = front.values[:, self._times][:, 1], front.values[:, self._times][:, 3]
-        devices = front.values[:, : self._num_pools].astype(np.int64)
-        groups = codes(np.concatenate([devices, front.ties[:, self._compared], self.memory.is_full(front.values[:, self._bytes])], axis=1))
-        return spread(front, groups, self.limits.of_rows(calls, total, busy, front.work), most)
+        times = front.values[self._times]
+        kept, quarter = self.memory.fullness(front.values[self._bytes].reshape(*self.memory.shape, -1))
+        devices = front.values[: self._num_pools].astype(np.int64)
+        groups = codes(np.concatenate([devices, front.ties[self._compared], quarter[None]]))
+        merit = self.limits.of_rows(calls, times[1], times[3], front.work) + self._price * kept
+        return front.take(spread(groups, merit, most))
 
-    def _promising(self, calls: int, front: Front) -> Front:
-        keep = self._is_promising(calls, front.values[:, self._times], front.work)
-        return front if keep.all() else front.take(keep)
-
-    def _is_promising(self, calls: int, times: FloatArray, work: FloatArray) -> BoolArray:
+    def _is_promising(self, calls: int, total: FloatArray, busy: FloatArray, work: FloatArray) -> BoolArray:
         """Whether each row may be part of a plan as fast as the known one."""
         if self._known_s == np.inf:
-            return np.ones(len(times), np.bool_)
-        return np.asarray(self.limits.of_rows(calls, times[:, 1], times[:, 3], work) <= self._known_s)
-
-    def _need(self, a: Front, b: Front, how: int) -> FloatArray:
-        of_a, of_b = a.values[:, None, : self._num_pools], b.values[None, :, : self._num_pools]
-        return of_a + of_b if how == SPLIT else np.maximum(of_a, of_b)
+            return np.ones(len(total), np.bool_)
+        return np.asarray(self.limits.of_rows(calls, total, busy, work) <= self._known_s)
 
     def _lendable(self, cut: Cut, a: Front, b: Front) -> BoolArray:
-        """Whether both rows are leaves and the devices of the second can be lent to the first, [rows of a, rows of b]."""
-        found = np.zeros((len(a), len(b)), np.bool_)
-        known: dict[tuple[int, int], bool] = {}
+        """Whether both rows are leaves, and the second's devices those of some of the first's instances but not of all, [of a, of b]."""
         (first,), (second,) = (self.problem.graph.engines(side) for side in (cut.first, cut.second))
-        for i in np.flatnonzero(a.origin[:, 0] < 0):
-            for j in np.flatnonzero(b.origin[:, 0] < 0):
-                ways = int(a.origin[i, 1]), int(b.origin[j, 1])
-                if ways not in known:
-                    options = option_of(self.problem, first, a.origin[i]), option_of(self.problem, second, b.origin[j])
-                    known[ways] = may_lend(self.problem, cut, *options)
-                found[i, j] = known[ways]
-        return found
+        borrowers, lenders = self.problem.facts(first), self.problem.facts(second)
+        sizes = np.array([option.num_devices // option.layout.dp for option in self.problem.options.of[first]])
+        is_a, is_b = a.origin[0] < 0, b.origin[0] < 0
+        i, j = a.origin[1] * is_a, b.origin[1] * is_b
+        fits = (
+            (borrowers[0, i][:, None] == lenders[0, j])
+            & (lenders[1, j] < borrowers[1, i][:, None])
+            & (lenders[1, j] % sizes[i][:, None] == 0)
+        )
+        return np.asarray(fits & is_a[:, None] & is_b)
 
-    def _lent_times(self, cut: Cut, a: Front, b: Front, ia: IntArray, ib: IntArray) -> FloatArray:
+    def _lent_times(self, cut: Cut, ia: IntArray, ib: IntArray, fed: Times) -> FloatArray:
+        """As `_pair_times`, of pairs of leaves that lend devices."""
+        a, b = self._fronts[cut.first], self._fronts[cut.second]
         of_a, of_b = self._read(a), self._read(b)
-        fed = through_functions(of_a, cut.functions, self.problem.calls, self.problem.functions)
         (first,), (second,) = (self.problem.graph.engines(side) for side in (cut.first, cut.second))
-        times = np.empty((len(ia), _NUM_TIMES))
-        for row, (i, j) in enumerate(zip(ia, ib, strict=True)):
-            options = option_of(self.problem, first, a.origin[i]), option_of(self.problem, second, b.origin[j])
-            parts = (t.at(np.asarray(k)) for t, k in ((of_a, i), (fed, i), (of_b, j)))
-            times[row] = lent_times(self.problem, cut, *options, *parts, is_bound=self._bounds_lending)[0].total
-        return times
-
-    def _agree(self, cut: Cut, a: Front, b: Front) -> BoolArray:
-        """Whether rows agree: engines with calls on both sides have one option, and pairs are apart on both sides or on neither."""
-        agree = np.ones((len(a), len(b)), np.bool_)
-        for column in self._shared(cut):
-            agree &= a.ties[:, None, column] == b.ties[None, :, column]
-        return agree
+        times = np.empty(len(ia))
+        nums = self.problem.facts(second)[1, b.origin[1, ib]].astype(np.int64)
+        keys = a.origin[1, ia] * (1 + nums.max(initial=0)) + nums
+        for key in np.unique(keys):
+            rows = np.flatnonzero(keys == key)
+            i, j = ia[rows], ib[rows]
+            options = option_of(self.problem, first, a.origin[:, i[0]]), option_of(self.problem, second, b.origin[:, j[0]])
+            parts = of_a.at(i), fed.at(rows), of_b.at(j)
+            times[rows] = lent_times(self.problem, cut, *options, *parts, is_bound=self._bounds_lending)[0]
+        return np.broadcast_to(times, (_NUM_TIMES, len(ia)))
 
     def _shared(self, cut: Cut) -> list[int]:
+        """Ties that must agree: engines with calls on both sides have one option, and pairs are apart on both sides or on neither."""
         problem = self.problem
         both = problem.graph.engines(cut.first) & problem.graph.engines(cut.second)
+        if not both:
+            return []
         engines = [i for i, engine in enumerate(problem.tied) if engine in both]
         return engines + [len(problem.tied) + i for i, pair in enumerate(problem.pairs) if both.issuperset(pair)]
 
-    def _ties(self, cut: Cut, a: IntArray, b: IntArray, how: int) -> IntArray:
-        """Combine ties; engines that this cut brings together first are apart if it is a split."""
+    def _ties(self, some: Sequence[tuple[int, Cut, int]], a: IntArray, b: IntArray, which: IntArray) -> IntArray:
+        """Combine ties; engines that a cut brings together first are apart if it is a split."""
         problem = self.problem
         ties = np.maximum(a, b)
-        first, second = problem.graph.engines(cut.first), problem.graph.engines(cut.second)
-        for i, pair in enumerate(problem.pairs):
-            here = first | second
-            if here.issuperset(pair) and not first.issuperset(pair) and not second.issuperset(pair):
-                ties[:, len(problem.tied) + i] = APART if how == SPLIT else TOGETHER
+        for i, pair in enumerate(problem.pairs, len(problem.tied)):
+            meets = [self._brings_together(cut, pair) for _, cut, _ in some]
+            if any(meets):
+                tie = np.array([APART if how == SPLIT else TOGETHER for _, _, how in some])
+                ties[i] = np.where(np.array(meets)[which], tie[which], ties[i])
         return ties
 
-    def _closed(self, calls: int, ties: IntArray) -> IntArray:
-        """Reset the ties that no call outside of `calls` needs."""
+    def _brings_together(self, cut: Cut, pair: tuple[EngineId, EngineId]) -> bool:
+        first, second = self.problem.graph.engines(cut.first), self.problem.graph.engines(cut.second)
+        return (first | second).issuperset(pair) and not first.issuperset(pair) and not second.issuperset(pair)
+
+    def _closed(self, calls: int) -> list[int]:
+        """The ties that no call outside of `calls` needs."""
         if calls not in self._closing:
             problem = self.problem
             is_open = [problem.is_open(engine, calls) for engine in problem.tied]
             placed = {e for e in problem.placed if problem.calls_of(e) & ~calls}
             is_open += [placed.issuperset(pair) for pair in problem.pairs]
             self._closing[calls] = [column for column, one in enumerate(is_open) if not one]
-        found = ties.copy()
-        found[:, self._closing[calls]] = UNKNOWN
-        return found
-
-    def _pair_times(self, cut: Cut, a: Front, b: Front, ia: IntArray, ib: IntArray, how: int) -> FloatArray:
-        of_a, of_b = self._read(a), self._read(b)
-        fed = through_functions(of_a, cut.functions, self.problem.calls, self.problem.functions)
-        parts = of_a.at(ia), fed.at(ia), of_b.at(ib)
-        if how == TURNS:
-            found = in_turns(*parts, is_linked=cut.is_linked, waits=cut.waits)
-        else:
-            found = side_by_side(*parts, is_linked=cut.is_linked, waits=cut.waits, slowdowns=self.problem.slowdowns(cut))
-        times = np.empty((len(ia), _NUM_TIMES))
-        times[:, 0], times[:, 1], times[:, 2] = found.first, found.total, found.last
-        times[:, 3] = found.busy if self.problem.workload.staleness else 0.0
-        return times
+        return self._closing[calls]
 
     def _read(self, front: Front) -> Times:
-        first, total, last, busy = front.values[:, self._times].T
-        return Times(first, total, last, busy)
+        return Times(*front.values[self._times])
 
-    def _sync_s(self, cut: Cut, ties: IntArray, how: int) -> FloatArray:
-        """Seconds of the weight syncs whose calls this cut brings together."""
+    def _add_syncs(self, some: Sequence[tuple[int, Cut, int]], ties: IntArray, which: IntArray, times: FloatArray) -> None:
+        """Add the weight syncs whose calls a cut brings together to the times of its pairs."""
         problem = self.problem
-        found = np.zeros(len(ties))
         for sync in problem.syncs:
-            if not sync.meets(cut):
+            meets = [sync.meets(cut) for _, cut, _ in some]
+            if not any(meets):
                 continue
+            rows = np.flatnonzero(np.array(meets)[which]) if not all(meets) else np.arange(len(which))
             sources, targets = problem.options.of[sync.source], problem.options.of[sync.target]
-            pairs = ties[:, problem.tied.index(sync.source)] * len(targets) + ties[:, problem.tied.index(sync.target)]
-            table = self._sync_tables.setdefault((sync.role, how), np.full(len(sources) * len(targets), np.nan))
-            for pair in np.flatnonzero(np.isnan(table) & (np.bincount(pairs, minlength=len(table)) > 0)).tolist():
-                source, target = divmod(pair, len(targets))
-                table[pair] = problem.sync_s(sync, sources[source], targets[target], is_turns=how == TURNS)
-            found += table[pairs]
-        return found
+            is_turns = np.array([how == TURNS for _, _, how in some])[which[rows]]
+            source, target = (ties[problem.tied.index(end), rows] for end in (sync.source, sync.target))
+            pairs = (source * len(targets) + target) * 2 + is_turns
+            table = self._sync_tables.setdefault(sync.role, np.full(2 * len(sources) * len(targets), np.nan))
+            if np.isnan(table[pairs]).any():
+                for pair in np.flatnonzero(np.isnan(table) & (np.bincount(pairs, minlength=len(table)) > 0)).tolist():
+                    source_i, target_i = divmod(pair // 2, len(targets))
+                    table[pair] = problem.sync_s(sync, sources[source_i], targets[target_i], is_turns=bool(pair % 2))
+            for i in np.flatnonzero(self._late):
+                times[i, rows] += table[pairs]
 
     # ---- the step
 
@@ -784,3 +863,36 @@ class Solver:
 def option_of(problem: Problem, engine: EngineId, row: IntArray) -> Option:
     """The option of a leaf's row."""
     return problem.options.of[engine][int(row[1])]
+
+
+UNLINKED, WAITS, STREAMS = 0, 1, 2
+
+
+def _kind(cut: Cut) -> int:
+    """How the second part of a cut gets its input."""
+    return (WAITS if cut.waits else STREAMS) if cut.is_linked else UNLINKED
+
+
+@functools.lru_cache(maxsize=4096)
+def _grid(num: int, other: int) -> tuple[IntArray, IntArray]:
+    """The indices of all pairs."""
+    return np.repeat(np.arange(num), other), np.tile(np.arange(other), num)
+
+
+class _Rows:
+    """The rows of all fronts one after the other, so that one operation reads rows of many of them."""
+
+    def __init__(self, like: Front) -> None:
+        self.values, self.ties, self.work = like.values, like.ties, like.work
+        self._num = 0
+
+    def add(self, front: Front) -> int:
+        """Copy the rows of a front; returns where they start."""
+        start, self._num = self._num, self._num + len(front)
+        if self._num > len(self.work):
+            room = max(self._num, 1024, 2 * len(self.work)) - start
+            of = self.values[:, :start], self.ties[:, :start], self.work[:start]
+            self.values, self.ties, self.work = (np.concatenate([a, np.zeros((*a.shape[:-1], room), a.dtype)], axis=-1) for a in of)
+        self.values[:, start : self._num], self.ties[:, start : self._num] = front.values, front.ties
+        self.work[start : self._num] = front.work
+        return start

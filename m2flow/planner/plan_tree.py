@@ -22,18 +22,14 @@ from m2flow.micro.protocol.plan import Mode, Part, Seat
 from m2flow.planner.dynamic_program import LENT, NUM_HOWS, SPLIT, TURNS, Tables, lent_times
 from m2flow.planner.problem import (
     Cut,
+    FloatArray,
     Option,
     Problem,
     Sync,
-    Times,
-    in_turns,
-    leaf_times,
     outside_call,
     pin_of,
-    side_by_side,
-    through_functions,
-    zero_times,
 )
+from m2flow.planner.workload import Times, in_turns, side_by_side, through_functions, zero_times
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +88,7 @@ def ways_of(tables: Tables, row: int) -> dict[int, tuple[Cut, int]]:
 
 
 def _ways_inside(tables: Tables, calls: int, row: int) -> dict[int, tuple[Cut, int]]:
-    kind, left, right = (int(number) for number in tables.fronts[calls].origin[row])
+    kind, left, right = (int(number) for number in tables.fronts[calls].origin[:, row])
     if kind < 0:
         return {}
     cut = tables.cuts[calls][kind // NUM_HOWS]
@@ -120,14 +116,13 @@ def lent_of(node: Node) -> dict[EngineId, float]:
 
 def _node(tables: Tables, calls: int, row: int) -> Node:
     problem = tables.problem
-    kind, left, right = (int(number) for number in tables.fronts[calls].origin[row])
+    kind, left, right = (int(number) for number in tables.fronts[calls].origin[:, row])
     if kind < 0:
         members = problem.graph.members(calls)
         engine = members[0].engine
         assert engine is not None
         option, chunk = problem.options.of[engine][left], tables.chunks[calls][right]
-        leaf = leaf_times(members, [option], problem.costs, problem.batches)
-        first, total, last = leaf.times[0, leaf.chunks.index(chunk)]
+        first, total, last = problem.leaf(calls).times[left, right]
         return Leaf(engine, tuple(call.name for call in members), option, chunk, Times(first, total, last, total))
     cut, how = tables.cuts[calls][kind // NUM_HOWS], kind % NUM_HOWS
     return pair_of(problem, cut, _node(tables, cut.first, left), _node(tables, cut.second, right), how)
@@ -141,7 +136,9 @@ def pair_of(problem: Problem, cut: Cut, first: Node, second: Node, how: int) -> 
     if how == LENT:
         assert isinstance(first, Leaf)
         assert isinstance(second, Leaf)
-        times, lent_until = lent_times(problem, cut, first.option, second.option, *parts)
+        alone = (Times(*(np.atleast_1d(time) for time in part.all)) for part in parts)
+        (end,), (lent_until,) = lent_times(problem, cut, first.option, second.option, *alone)
+        times, lent_until = Times(end, end, end, end), float(lent_until)
     elif how == TURNS:
         times = in_turns(*parts, is_linked=cut.is_linked, waits=cut.waits)
     else:
@@ -160,6 +157,33 @@ def pair_of(problem: Problem, cut: Cut, first: Node, second: Node, how: int) -> 
 def step_s(problem: Problem, node: Node) -> float:
     """The predicted time of a step."""
     return float(sum(part.seconds for part in parts_of(problem, node) if part.on_critical_path))
+
+
+def floors_s(problem: Problem, node: Node) -> FloatArray:
+    """Lower bounds on the step time of a plan of the same structure, for each of the options that one engine has in `problem`; all others
+    have one. Chunk sizes are the best for each of l, T and d, and slowdowns are left out."""
+    whole = _least_times(problem, node)
+    fed = through_functions(zero_times(), problem.graph.leading_functions, problem.calls, problem.functions)
+    total = np.maximum(fed.first + whole.total, fed.total + whole.last)
+    step = Times(whole.first, total, whole.last, np.maximum(whole.busy, fed.busy))
+    step = through_functions(step, problem.graph.trailing_functions, problem.calls, problem.functions)
+    staleness = problem.workload.staleness
+    return np.maximum(step.busy, step.total / (staleness + 1)) if staleness else step.total
+
+
+def _least_times(problem: Problem, node: Node) -> Times:
+    if isinstance(node, Leaf):
+        first, total, last = problem.leaf(sum(problem.graph.bits[name] for name in node.names)).times.min(axis=1).T
+        return Times(first, total, last, total)
+    a, b, cut = _least_times(problem, node.first), _least_times(problem, node.second), node.cut
+    fed = through_functions(a, cut.functions, problem.calls, problem.functions)
+    combine = in_turns if node.how == TURNS else side_by_side
+    times = combine(a, fed, b, is_linked=cut.is_linked, waits=cut.waits)
+    for sync, _ in node.syncs:
+        ends = problem.options.of[sync.source], problem.options.of[sync.target]
+        more = np.array([problem.sync_s(sync, *pair, is_turns=node.how == TURNS) for pair in itertools.product(*ends)])
+        times = Times(times.first, times.total + more, times.last + more, times.busy + more)
+    return times
 
 
 def parts_of(problem: Problem, node: Node) -> tuple[Part, ...]:

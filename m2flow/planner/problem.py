@@ -60,9 +60,9 @@ import numpy as np
 import numpy.typing as npt
 
 from m2flow.errors import PlanError
-from m2flow.micro.protocol.cost_terms import Costs, EngineId, Footprint, FunctionCost, Layout, Switch
+from m2flow.micro.protocol.cost_terms import Costs, EngineId, Footprint, Layout, Switch
 from m2flow.planner.shortage import no_room
-from m2flow.planner.workload import BatchTimes, CallLoad, Draws, Instances, LentRollouts, Workload
+from m2flow.planner.workload import BatchTimes, CallLoad, Draws, FunctionTimes, Instances, LentRollout, Workload, function_times
 from m2flow.spec import ClusterSpec, PinSpec
 
 # ---- sets of calls and their cuts
@@ -326,6 +326,8 @@ class Options:
 
     of: dict[EngineId, list[Option]] = field(default_factory=dict)
     unfit: dict[EngineId, list[Option]] = field(default_factory=dict)
+    facts: dict[EngineId, FloatArray] = field(default_factory=dict)
+    """Cache of `Problem.facts`."""
 
 
 def options_of(engines: Sequence[EngineId], costs: Costs, spec: ClusterSpec, counts: dict[str, Sequence[int]] | None = None) -> Options:
@@ -468,20 +470,13 @@ class LeafTimes:
     times: FloatArray
 
 
-def leaf_times(
-    calls: Sequence[CallLoad], options: Sequence[Option], costs: Costs, batches: Mapping[str, BatchTimes], most_chunks: int = 0
-) -> LeafTimes:
-    """Compute the times of calls in order, in chunks that are legal for all of them, with on- and offload if the engine is swapped.
-
-    Args:
-        most_chunks: number of chunk sizes to try (the whole batch, a quarter of it, and so on); 0: all.
-    """
+def leaf_times(calls: Sequence[CallLoad], options: Sequence[Option], costs: Costs, batches: Mapping[str, BatchTimes]) -> LeafTimes:
+    """Compute the times of calls in order, in chunks that are legal for all of them, with on- and offload if the engine is swapped."""
     engine = calls[0].engine
     assert engine is not None
     if not any(call.num_samples for call in calls):
         return LeafTimes((1,), np.zeros((len(options), 1, TIMES)))
     chunks = tuple(sorted(set.intersection(*(set(legal_chunks(call)) for call in calls)))) or (max(c.num_samples for c in calls),)
-    chunks = tuple(sorted(chunks[-1 - 2 * i] for i in range(most_chunks) if 2 * i < len(chunks))) if most_chunks else chunks
     each = [call_times(call, engine, options, chunks, costs, batches[call.name]) for call in calls]
     first = sum((t[..., 1] for t in each[:-1]), np.zeros(each[0].shape[:2])) + each[-1][..., 0]
     total = sum((t[..., 1] for t in each), np.zeros(each[0].shape[:2]))
@@ -578,28 +573,35 @@ _ROUNDING = 1e-12
 
 @dataclass(frozen=True, eq=False)
 class Front:
-    """The undominated plans of one set of calls."""
+    """The undominated plans of one set of calls, in columns: a plan is one index of the last axis, called a row."""
 
     values: FloatArray
-    """[rows, values], not negative."""
+    """[values, rows], not negative."""
     ties: IntArray
-    """[rows, ties]."""
+    """[ties, rows]."""
     work: FloatArray
     """[rows], device-seconds; not compared."""
     origin: IntArray
-    """[rows, 3], the origin of a row: (NUM_HOWS x cut + way, row of the first, row of the second), or (-1, option, chunk) of a leaf."""
+    """[3, rows], the origin of a row: (NUM_HOWS x cut + way, row of the first, row of the second), or (-1, option, chunk) of a leaf."""
 
     def __len__(self) -> int:
-        return len(self.values)
+        return len(self.work)
 
-    def take(self, rows: npt.NDArray[np.bool_] | IntArray) -> Front:
-        return Front(self.values[rows], self.ties[rows], self.work[rows], self.origin[rows])
+    def take(self, rows: IntArray) -> Front:
+        """Keep rows by their indices."""
+        return Front(self.values.take(rows, 1), self.ties.take(rows, 1), self.work.take(rows), self.origin.take(rows, 1))
+
+    def where(self, keep: npt.NDArray[np.bool_]) -> Front:
+        """Keep the rows of which `keep` is true."""
+        return self if keep.all() else self.take(np.flatnonzero(keep))
 
 
 def gathered(fronts: list[Front]) -> Front:
     """Concatenate fronts."""
+    if len(fronts) == 1:
+        return fronts[0]
     columns = zip(*((front.values, front.ties, front.work, front.origin) for front in fronts), strict=True)
-    return Front(*map(np.concatenate, columns))
+    return Front(*(np.concatenate(column, axis=-1) for column in columns))
 
 
 def pruned(front: Front, slack: FloatArray | float = 0.0, compared: list[int] | slice = slice(None)) -> Front:
@@ -610,23 +612,23 @@ def pruned(front: Front, slack: FloatArray | float = 0.0, compared: list[int] | 
     """
     if len(front) < 2:
         return front
-    return front.take(undominated(front.values, codes(front.ties[:, compared]), slack))
+    return front.take(undominated(front.values, codes(front.ties[compared]), slack))
 
 
 def undominated(every: FloatArray, kinds: IntArray, slack: FloatArray | float = 0.0) -> IntArray:
-    """Indices of rows that no other row of the same code dominates."""
-    most = every.max(axis=0)
-    differ = most > every.min(axis=0)  # A column in which all are equal decides nothing.
-    values = every[:, differ]
-    order = np.argsort(values @ (1 / most[differ]), kind="stable")
-    room = np.broadcast_to(slack, every.shape[1:])[differ]
-    return np.asarray(np.sort(order[_undominated_rows(np.ascontiguousarray(values[order].T), kinds[order], room)]))
+    """Indices of rows that no other row of the same code dominates; `every` is [values, rows]."""
+    most = every.max(axis=1)
+    differ = np.flatnonzero(most > every.min(axis=1))  # A value in which all are equal decides nothing.
+    values = every.take(differ, 0)
+    order = np.argsort((1 / most[differ]) @ values, kind="stable")
+    room = slack[differ] if isinstance(slack, np.ndarray) else np.full(len(differ), slack)
+    return np.asarray(np.sort(order[_undominated_rows(values.take(order, 1), kinds[order], room)]))
 
 
-def spread(front: Front, groups: IntArray, merit: FloatArray, most: int) -> Front:
-    """Keep at most so many rows: the best of each group (the least merit), then the second best of each, and so on."""
-    if len(front) <= most:
-        return front
+def spread(groups: IntArray, merit: FloatArray, most: int) -> IntArray:
+    """At most so many rows: the best of each group (the least merit), then the second best of each, and so on."""
+    if len(groups) <= most:
+        return np.arange(len(groups))
     order = np.lexsort((merit, groups))
     grouped = groups[order]
     is_first = np.ones(len(order), np.bool_)
@@ -634,16 +636,16 @@ def spread(front: Front, groups: IntArray, merit: FloatArray, most: int) -> Fron
     start = np.flatnonzero(is_first)
     if len(start) >= most:
         best = order[start]
-        return front.take(np.sort(best[np.argsort(merit[best], kind="stable")[:most]]))
+        return np.asarray(np.sort(best[np.argsort(merit[best], kind="stable")[:most]]))
     rank = np.arange(len(order)) - start[np.cumsum(is_first) - 1]
-    return front.take(np.sort(order[np.lexsort((merit[order], rank))[:most]]))
+    return np.asarray(np.sort(order[np.lexsort((merit[order], rank))[:most]]))
 
 
 def codes(ties: IntArray) -> IntArray:
-    """Encode each row of ties as one number."""
-    code = np.zeros(len(ties), np.int64)
-    for column in ties.T:
-        code = code * (int(column.max()) + 2) + column + 1
+    """Encode each row of ties, [ties, rows], as one number."""
+    code = np.zeros(ties.shape[1], np.int64)
+    for column in ties:
+        code = code * (int(column.max(initial=0)) + 2) + column + 1
     return code
 
 
@@ -687,108 +689,6 @@ def _not_dominated_by_kept(dominates: npt.NDArray[np.bool_]) -> IntArray:
     return np.array(kept, np.int64)
 
 
-# ---- how times add up
-
-
-@dataclass(frozen=True, eq=False)
-class Times:
-    """The times of parts; arrays of one shape."""
-
-    first: FloatArray
-    total: FloatArray
-    last: FloatArray
-    busy: FloatArray
-
-    def at(self, rows: IntArray) -> Times:
-        return Times(self.first[rows], self.total[rows], self.last[rows], self.busy[rows])
-
-
-def zero_times() -> Times:
-    nothing = np.zeros(())
-    return Times(nothing, nothing, nothing, nothing)
-
-
-def side_by_side(a: Times, fed: Times, b: Times, *, is_linked: bool, waits: bool, slowdowns: tuple[float, float] = (1.0, 1.0)) -> Times:
-    """Times of A and B on disjoint devices. `fed` are the times of B's input: A with the functions after it.
-
-    `slowdowns`: the factors by which A and B are slower while the other works, which is as long as the shorter one lasts.
-    """
-    if waits:
-        return Times(fed.total + b.first, fed.total + b.total, fed.last + b.total, np.maximum(fed.busy, b.busy))
-    both = np.minimum(a.total, b.total)
-    more_a, more_b = ((factor - 1) * both for factor in slowdowns)
-    busy = np.maximum(fed.busy + more_a, b.busy + more_b)
-    if not is_linked:
-        total = np.maximum(a.total + more_a, b.total + more_b)
-        return Times(np.maximum(a.first, b.first), total, np.maximum(a.last, b.last), busy)
-    total = np.maximum(fed.first + b.total + more_b, fed.total + more_a + b.last)
-    return Times(fed.first + b.first, total, fed.last + b.last, busy)
-
-
-def in_turns(a: Times, fed: Times, b: Times, *, is_linked: bool, waits: bool) -> Times:
-    """Times of A and then B on the same devices."""
-    if not is_linked:
-        total = a.total + b.total
-        return Times(a.total + b.first, total, a.last + b.total, total)
-    if waits:
-        total = fed.total + b.total
-        return Times(fed.total + b.first, total, fed.last + b.total, total)
-    start = np.maximum(a.total, fed.first)
-    total = np.maximum(start + b.total, fed.total + b.last)
-    return Times(start + b.first, total, np.maximum(a.last + b.total, fed.last + b.last), total)
-
-
-@dataclass(frozen=True)
-class FunctionTimes:
-    """Times of a function call over all of its units."""
-
-    first: float
-    total: float
-    last: float
-
-    def after(self, t: Times, *, waits: bool) -> Times:
-        """Times of the output for input with times `t`."""
-        if waits:
-            return Times(t.total + self.first, t.total + self.total, t.last + self.total, np.maximum(t.busy, self.total))
-        total = np.maximum(t.first + self.total, t.total + self.last)
-        return Times(t.first + self.first, total, t.last + self.last, np.maximum(t.busy, self.total))
-
-
-def function_times(call: CallLoad, cost: FunctionCost, num_processes: int, chunk: int) -> FunctionTimes:
-    """Times of a call whose units are taken in order by `num_processes` with `concurrency` units each, in tasks of at most `chunk`.
-
-    The last unit in is out when the slowest of the c units in flight with it is: the quantile c/(c + 1) of the latency.
-    """
-    units = {"sample": call.num_samples, "group": call.num_prompts, "minibatch": call.num_prompts, "batch": 1}[call.unit]
-    under_way = min(units, num_processes * cost.concurrency)
-    at = np.linspace(0, 1, len(cost.quantiles_s)) if len(cost.quantiles_s) > 1 else np.zeros(1)
-    last = float(np.interp(under_way / (under_way + 1), at, cost.quantiles_s)) if under_way else 0.0
-    tasks_s = cost.task_s * -(-units // max(1, min(chunk, -(-units // num_processes)))) / max(1, min(num_processes, units))
-    total = max(last + cost.task_s * bool(units), units * cost.mean_s / max(1, under_way) + tasks_s)
-    return FunctionTimes(cost.mean_s + cost.task_s, total, last + cost.task_s)
-
-
-def through_functions(a: Times, names: Iterable[str], calls: Mapping[str, CallLoad], times: Mapping[str, FunctionTimes]) -> Times:
-    """Times of a cut's output after the functions `names` on it (in program order); each reads `a` or other functions of the cut."""
-    made: dict[str, Times] = {}
-    for name in names:
-        inputs = [made[need] for need in calls[name].after if need in made] or [a]
-        made[name] = times[name].after(_latest(inputs), waits=calls[name].is_barrier)
-    return _latest([a, *made.values()])
-
-
-def _latest(times: list[Times]) -> Times:
-    found = times[0]
-    for t in times[1:]:
-        found = Times(
-            np.maximum(found.first, t.first),
-            np.maximum(found.total, t.total),
-            np.maximum(found.last, t.last),
-            np.maximum(found.busy, t.busy),
-        )
-    return found
-
-
 def outside_call(engine: EngineId) -> str:
     """The name of the placeholder call of an engine that only other steps need."""
     return f"{engine} in other steps"
@@ -828,10 +728,13 @@ class Problem:
     counts: dict[str, Sequence[int]] | None = None
     """Device counts to try, by pool; None: all."""
     most_chunks: int = 0
-    """Chunk sizes to try for a leaf; 0: all."""
-    lent: dict[tuple[object, ...], LentRollouts] = field(default_factory=dict)
+    """Chunk sizes to try for a leaf (the whole batch, a quarter of it, and so on); 0: all."""
+    lent: dict[tuple[object, ...], list[LentRollout]] = field(default_factory=dict)
     """Cache of `dynamic_program`: rollouts with lent devices."""
     _leaves: dict[int, LeafTimes] = field(default_factory=dict)
+    _cuts: dict[int, tuple[Cut, ...]] = field(default_factory=dict)
+    _known_times: dict[int, dict[Option, tuple[tuple[int, ...], FloatArray]]] = field(default_factory=dict)
+    """Calls -> option -> chunk sizes and the times in each, [chunks, 3]."""
     _syncs_s: dict[tuple[str, str, Layout, str, Layout, bool], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -877,13 +780,37 @@ class Problem:
     def options(self) -> Options:
         return options_of(self.workload.engines, self.costs, self.spec, self.counts)
 
+    def cuts(self, calls: int) -> tuple[Cut, ...]:
+        if calls not in self._cuts:
+            self._cuts[calls] = tuple(self.graph.cuts(calls))
+        return self._cuts[calls]
+
+    def facts(self, engine: EngineId) -> FloatArray:
+        """Of each option of an engine: the index of its pool, its devices, bytes kept, at work and on the host, whether it is swapped."""
+        if engine not in self.options.facts:
+            index = {pool: i for i, pool in enumerate(self.pools)}
+            each = [
+                (index[o.pool], o.num_devices, o.kept_bytes, o.device_bytes, o.host_bytes, o.is_swapped) for o in self.options.of[engine]
+            ]
+            self.options.facts[engine] = np.array(each, np.float64).reshape(-1, 6).T.copy()
+        return self.options.facts[engine]
+
     def leaf(self, calls: int) -> LeafTimes:
-        """Times of an engine's calls, for all of its options."""
+        """Times of an engine's calls, for all of its options; each option's are computed once, for all problems of one origin."""
         if calls not in self._leaves:
             members = self.graph.members(calls)
             engine = members[0].engine
             assert engine is not None
-            self._leaves[calls] = leaf_times(members, self.options.of[engine], self.costs, self.batches, self.most_chunks)
+            options, known = self.options.of[engine], self._known_times.setdefault(calls, {})
+            new = [option for option in options if option not in known]
+            if new or not known:
+                made = leaf_times(members, new, self.costs, self.batches)
+                known.update((option, (made.chunks, each)) for option, each in zip(new, made.times, strict=True))
+            chunks = next((chunks for chunks, _ in known.values()), (1,))
+            wanted = sorted(len(chunks) - 1 - 2 * i for i in range(self.most_chunks or len(chunks)) if 2 * i < len(chunks))
+            wanted = wanted if self.most_chunks else list(range(len(chunks)))
+            times = np.array([known[option][1] for option in options]).reshape(len(options), -1, TIMES)
+            self._leaves[calls] = LeafTimes(tuple(chunks[i] for i in wanted), times[:, wanted])
         return self._leaves[calls]
 
     def keep(self, rows: Mapping[EngineId, Sequence[int]]) -> None:
@@ -893,6 +820,13 @@ class Problem:
             self._leaves[calls] = LeafTimes(leaf.chunks, leaf.times[rows[engine]])
         kept = {engine: [options[i] for i in rows[engine]] for engine, options in self.options.of.items()}
         self.options = Options(kept, self.options.unfit)
+
+    def on_grid(self, counts: dict[str, Sequence[int]] | None, most_chunks: int) -> Problem:
+        """The same problem with few counts of devices and few chunk sizes."""
+        found = copy.copy(self)
+        found.counts, found.most_chunks, found._leaves = counts, most_chunks, {}
+        found.__dict__.pop("options", None)
+        return found
 
     def with_options(self, options: Options) -> Problem:
         """The same problem with these options, in all chunk sizes."""

@@ -40,14 +40,15 @@ from m2flow.errors import PlanError
 from m2flow.macro.session import infrequent_gc
 from m2flow.micro.lowering.capabilities import can_shrink_kv_cache
 from m2flow.micro.lowering.placement import share_a_process
-from m2flow.micro.protocol.cost_terms import Costs
+from m2flow.micro.protocol.cost_terms import Costs, EngineId
 from m2flow.micro.protocol.plan import Bound, CallWork, Choice, Loser, Mode, Part, Seat
-from m2flow.planner.dynamic_program import LENT, SPLIT, TURNS, WORTH, Limits, Solver, Tables, TooLarge, prune_options
+from m2flow.planner.dynamic_program import LENT, SPLIT, TURNS, WORTH, Limits, Solver, Tables, TooLarge, memory_price, prune_options
 from m2flow.planner.plan_tree import (
     REST,
     Leaf,
     Node,
     Places,
+    floors_s,
     leaves_of,
     mode_of,
     parts_of,
@@ -110,6 +111,8 @@ _ROWS = 16
 """Rows kept of a front."""
 _MUCH_SLOWER = 1.5
 """Step time relative to the best plan beyond which refinement is not worth trying."""
+_NEAR = 1.1
+"""The same where only the best plan is asked for."""
 
 
 def candidates(tables: Tables, most: int) -> list[int]:
@@ -347,8 +350,10 @@ _MOST_DEVICES = 512
 _MOST_CHUNKS = 4
 _MOST_ROWS, _MORE_ROWS = 16, 64
 """Rows kept of a front in a quick search; more where memory is short, which needs them, and where devices are few."""
+_FEW_PAIRS = 40_000
+"""Pairs of rows of all cuts, from which the number of rows of the last search follows above `_MOST_DEVICES`."""
 _MOST_MOVES = 8
-"""Moves of single engines after the search."""
+"""Rounds of moves of single engines after the search."""
 _FEW_ROUNDS, _ROUNDS, _CANDIDATES = 2, 5, 3
 """Rounds of the refinement (few of them above `_MOST_DEVICES`), and structures to refine."""
 _SLACK = 1e-3
@@ -403,7 +408,7 @@ def find_plan(
     started = time.perf_counter()
     problem = Problem(workload, lengths, costs, spec)
     plans, refused = list[Found](), list[tuple[Found, PlanError]]()
-    for found in best_plans(problem):
+    for found in best_plans(problem, is_alone=is_alone):
         try:
             if check is not None and not (is_alone and plans):
                 check(_choice(found))
@@ -457,10 +462,10 @@ def best_plan(problem: Problem, hows: Sequence[int] = (TURNS, SPLIT)) -> Found:
     Raises:
         PlanError: there is none.
     """
-    return best_plans(problem, hows)[0]
+    return best_plans(problem, hows, is_alone=True)[0]
 
 
-def best_plans(problem: Problem, hows: Sequence[int] = (TURNS, SPLIT)) -> list[Found]:
+def best_plans(problem: Problem, hows: Sequence[int] = (TURNS, SPLIT), *, is_alone: bool = False) -> list[Found]:
     """Find the best plans of several searches, fastest first: unconstrained, confined to each mode, and with lent devices.
 
     A quick search keeps some of the rows only, so that a free one may lose what one that has less to look at finds.
@@ -470,7 +475,7 @@ def best_plans(problem: Problem, hows: Sequence[int] = (TURNS, SPLIT)) -> list[F
     """
     with infrequent_gc():
         search = _Search.of(problem)
-        found = search.finished(search.of_modes() if len(hows) > 1 else [(search.best(hows), hows)])
+        found = search.finished(search.of_modes(is_alone=is_alone) if len(hows) > 1 else [(search.best(hows), hows)])
         if not found:
             raise problem.no_room()
         if len(hows) > 1 and search.lends:
@@ -490,6 +495,8 @@ class _Search:
     bounds: tuple[Bound, ...]
     units: int
     slack_s: float
+    price: float
+    """Of memory that is kept (`memory_price`)."""
 
     @classmethod
     def of(cls, problem: Problem) -> _Search:
@@ -499,12 +506,12 @@ class _Search:
         """
         units = _num_units(problem)
         grid = None if units <= _MANY_DEVICES else grid_of(problem)
-        rough = Problem(problem.workload, problem.lengths, problem.costs, problem.spec, grid, _MOST_CHUNKS)
+        rough = problem.on_grid(grid, _MOST_CHUNKS)
         rough.check()
         slack_s = _SLACK * max(Limits(rough).path_s(), 1e-9)
         bounds = bounds_of(rough)
         prune_options(rough, slack_s)
-        return cls(problem, rough, bounds, units, slack_s)
+        return cls(problem, rough, bounds, units, slack_s, memory_price(rough))
 
     @property
     def is_small(self) -> bool:
@@ -516,25 +523,62 @@ class _Search:
         spec = self.problem.spec
         return spec.lend == "auto" and not self.problem.workload.staleness
 
-    def of_modes(self) -> list[tuple[Found | None, Sequence[int]]]:
-        """The best plans of searches that are free and confined to turns and to splits, then of a free one with more rows: the best that
-        mixes both, and the best of all. Some may be the same."""
-        free = TURNS, SPLIT
-        alone = [(self.best(hows), hows) for hows in (free, (TURNS,), (SPLIT,))]
-        tables = Solver(self.rough, slack_s=self.slack_s, most_rows=_MORE_ROWS).solve()
-        return [*alone, (self._mixed(tables), free), (_best_of(tables, self.bounds, is_exact=False), free)]
+    def of_modes(self, *, is_alone: bool = False) -> list[tuple[Found | None, Sequence[int]]]:
+        """The best plans of searches confined to turns and to splits, of free ones, and the best plan that mixes both. Some may be equal.
 
-    def best(self, hows: Sequence[int]) -> Found | None:
-        """The best plan with these ways to combine parts; None if there is none."""
-        quick = None
-        for rows in (_MOST_ROWS, _MORE_ROWS, 4 * _MORE_ROWS):
-            known_s = quick.step_s if quick else np.inf
-            more = self._best_near(Solver(self.rough, known_s, slack_s=self.slack_s, most_rows=rows, hows=hows).solve())
+        The first searches keep few rows. Those with more rows that follow look only for what is faster than all plans before.
+
+        Args:
+            is_alone: only the best of all matters: plans of other modes need not be the best of these.
+        """
+        free = TURNS, SPLIT
+        ways = (TURNS,), (SPLIT,), free
+        found: list[tuple[Found | None, Sequence[int]]] = []
+        every = {hows: self._tables(hows, np.inf, _MOST_ROWS, self.price) for hows in ways}
+        known_s = min(float(tables.steps_s.min(initial=np.inf)) for tables in every.values())
+        known = set[tuple[object, ...]]()
+        for hows, tables in every.items():
+            one = _best_of(tables, self.bounds, is_exact=False)
+            seat = _seats_key(one) if one else ()
+            if one and not self.is_small and seat not in known and not (is_alone and one.step_s > _NEAR * known_s):
+                one = _near(tables, one, self.slack_s, self.units)
+            known.add(seat)
+            found.append((one, hows))
+        if not is_alone:
+            found.append((self._mixed(every[free], known_s), free))
+        return [*found, *((self.best(hows, found), hows) for hows in (ways if self.units <= _MOST_DEVICES else [free]))]
+
+    def _tables(self, hows: Sequence[int], known_s: float, most_rows: int, price: float) -> Tables:
+        return Solver(self.rough, known_s, slack_s=self.slack_s, most_rows=most_rows, hows=hows, price=price).solve()
+
+    def best(self, hows: Sequence[int], known: Sequence[tuple[Found | None, Sequence[int]]] = ()) -> Found | None:
+        """The best plan with these ways to combine parts; None if there is none, or none that is faster than the known ones."""
+        quick = min((one for one, its in known if one and set(its) <= set(hows)), key=lambda one: one.step_s, default=None)
+        if self.is_small and quick and (exact := self._exact(quick, hows)):
+            return exact
+        before = quick
+        least_s = min((one.step_s for one, its in known if one and set(its) <= set(hows)), default=np.inf)
+        for rows, price in self._rows(hows, is_first=not known, is_only=least_s == np.inf):
+            more = self._best_near(self._tables(hows, min(least_s, quick.step_s if quick else np.inf), rows, price))
             quick = min((one for one in (quick, more) if one), key=lambda one: one.step_s, default=None)
-            if quick and (rows == _MORE_ROWS or self.units > _MOST_DEVICES):
+            if quick and self.units > _MOST_DEVICES:
                 break
-        exact = self._exact(quick, hows) if self.is_small else None
+        exact = self._exact(quick, hows) if self.is_small and (quick is None or quick is not before) else None
         return exact or quick
+
+    def _rows(self, hows: Sequence[int], *, is_first: bool, is_only: bool) -> Iterator[tuple[int, float]]:
+        """Yield (rows of fronts, price of memory) to search with: more rows where few do not suffice, ever more where no plan is known."""
+        if is_first:
+            yield _MOST_ROWS, self.price
+        if self.units > _MOST_DEVICES:
+            num_cuts = sum(len(self.rough.cuts(calls)) for calls in self.rough.graph.convex_sets)
+            yield min(_MORE_ROWS, max(_MOST_ROWS, math.isqrt(_FEW_PAIRS // max(num_cuts, 1)))), 0.0
+        else:
+            yield _MORE_ROWS, self.price
+            if len(hows) > 1:
+                yield _MORE_ROWS, 0.0
+        if is_only:
+            yield 4 * _MORE_ROWS, self.price
 
     def _best_near(self, tables: Tables) -> Found | None:
         """The best plan of the tables, or near it between the counts of the grid."""
@@ -542,17 +586,23 @@ class _Search:
         return found if self.is_small else _near(tables, found, self.slack_s, self.units)
 
     def finished(self, tried: Sequence[tuple[Found | None, Sequence[int]]]) -> list[Found]:
-        """Improve those plans that are nearly as fast as the best, in the ways that their searches had; fastest first, each once."""
-        some = [(one, hows) for one, hows in tried if one]
-        near_s = min((one.step_s for one, _ in some), default=0.0) * _NEARLY
+        """Improve plans that are nearly as fast as the best, and the best of each search unless devices are many; fastest first."""
+        some = sorted(((one, hows) for one, hows in tried if one), key=lambda one: (not one[0].is_exact, -len(one[1])))
+        is_quick = self.units > _MOST_DEVICES
+        near_s = min((one.step_s for one, _ in some), default=0.0) * (1 + _SLACK if is_quick else _NEARLY)
         found: dict[tuple[Mode, float], Found] = {}
+        done = set[tuple[object, ...]]()
         for one, hows in some:
-            better = self.in_all_chunks(one, hows) if one.step_s <= near_s else one
+            places = _seats_key(one)
+            is_new, done = places not in done, done | {places}
+            better = self.in_all_chunks(one, hows) if one.step_s <= near_s and is_new else one
             known = found.setdefault((better.mode, better.step_s), better)
             if better.is_exact and not known.is_exact:
                 found[better.mode, better.step_s] = better
-        done = [self.polished(one) if one.step_s <= near_s else one for one in found.values()]
-        return sorted(done, key=lambda one: one.step_s * (1 - _ROUNDING * one.is_exact))
+        least = {hows: min((one for one, its in some if its == hows), key=lambda one: one.step_s) for _, hows in some}
+        least_s = [] if is_quick else [one.step_s for one in least.values() if one.step_s <= near_s * _NEAR**2]
+        polished = [self.polished(one) if one.step_s <= near_s or one.step_s in least_s else one for one in found.values()]
+        return sorted(polished, key=lambda one: one.step_s * (1 - _ROUNDING * one.is_exact))
 
     def in_all_chunks(self, found: Found, hows: Sequence[int]) -> Found:
         """The best plan with the same place for each engine, over all chunk sizes."""
@@ -564,25 +614,26 @@ class _Search:
 
     def polished(self, found: Found) -> Found:
         """Move one engine at a time, in the same structure, as long as that is faster: the result has no better neighbour of this kind."""
-        for _ in range(0 if found.is_exact else _MOST_MOVES):
-            moved = self._moved(found)
-            if moved is None:
-                break
-            found = moved
+        engines = [] if found.is_exact else list(self.problem.workload.engines)
+        num_moves = since = 0
+        while since < len(engines) and num_moves < _MOST_MOVES * len(engines):
+            moved = self._moved(found, engines[0])
+            engines.append(engines.pop(0))
+            found, since, num_moves = moved or found, 0 if moved else since + 1, num_moves + 1
         return found
 
-    def _moved(self, found: Found) -> Found | None:
+    def _moved(self, found: Found, engine: EngineId) -> Found | None:
         within, mine = ways_in(found.node), {leaf.engine: leaf.option for leaf in leaves_of(found.node)}
         enough_s = found.step_s * (1 - _SLACK)
-        for engine, here in mine.items():
-            options = {other: [option] for other, option in mine.items()}
-            options[engine] = [one for one in self.rough.options.of[engine] if one != here]
-            if options[engine]:
-                tables = Solver(self.problem.with_options(Options(options)), enough_s, most_rows=_MORE_ROWS, within=within).solve()
-                one = _best_of(tables, found.bounds, is_exact=False)
-                if one and one.step_s < enough_s:
-                    return one
-        return None
+        others = [one for one in self.rough.options.of[engine] if one != mine[engine]]
+        only = {other: [option] for other, option in mine.items()}
+        at_least = floors_s(self.problem.with_options(Options({**only, engine: others})), found.node) if others else ()
+        some = [one for one, floor_s in zip(others, at_least, strict=True) if floor_s < enough_s]
+        if not some:
+            return None
+        near = self.problem.with_options(Options({**only, engine: some}))
+        one = _best_of(Solver(near, enough_s, most_rows=_MORE_ROWS, within=within).solve(), found.bounds, is_exact=False)
+        return one if one and one.step_s < enough_s else None
 
     def _exact(self, quick: Found | None, hows: Sequence[int]) -> Found | None:
         """Search exactly; None if that is too much work, or nothing better is found and nothing is known."""
@@ -598,13 +649,15 @@ class _Search:
     @cached_property
     def _full(self) -> tuple[Problem, tuple[Bound, ...], bool]:
         """The problem with all undominated options, its bounds, and whether no plan can need another option."""
-        full = Problem(self.problem.workload, self.problem.lengths, self.problem.costs, self.problem.spec)
+        full = self.problem.on_grid(None, 0)
         bounds = bounds_of(full)
         return full, bounds, prune_options(full)
 
-    def _mixed(self, tables: Tables) -> Found | None:
-        """The best plan that mixes turns and splits; None if there is none."""
+    def _mixed(self, tables: Tables, known_s: float) -> Found | None:
+        """The best plan that mixes turns and splits; None if there is none. Where the tables have no good one, more rows may have."""
         tables = _only(tables, lambda hows: hows == {TURNS, SPLIT})
+        if tables.steps_s.min(initial=np.inf) > _MUCH_SLOWER * known_s:
+            tables = _only(self._tables((TURNS, SPLIT), np.inf, _MORE_ROWS, self.price), lambda hows: hows == {TURNS, SPLIT})
         found = next((one for one in self._found(tables) if one.mode == "hybrid"), None)
         near = found if self.is_small else _near(tables, found, self.slack_s, self.units)
         return near if near and near.mode == "hybrid" else found
@@ -613,6 +666,8 @@ class _Search:
         """The best plan of a quick search that lends a trainer's devices to rollout; None where that is not worth it."""
         worth_s, rows = known.step_s * (1 - WORTH), _MORE_ROWS if self.is_small else _MOST_ROWS
         hows = TURNS, SPLIT, LENT
+        if not Solver(self.rough, worth_s, slack_s=self.slack_s, most_rows=rows, hows=hows, bounds_lending=True).may_lend():
+            return None
         for bounds_lending in (True, False):  # Bounds are quick, and mostly show that lending is not worth it.
             solver = Solver(self.rough, worth_s, slack_s=self.slack_s, most_rows=rows, hows=hows, bounds_lending=bounds_lending)
             tables = _only(solver.solve(), lambda hows: LENT in hows)
@@ -630,6 +685,10 @@ class _Search:
             places = places_of(tables.problem, node)
             if places is not None:
                 yield Found(tables.problem, node, places, step_s(tables.problem, node), False, self.bounds)
+
+
+def _seats_key(found: Found) -> tuple[object, ...]:
+    return found.mode, frozenset((leaf.engine, leaf.option) for leaf in leaves_of(found.node))
 
 
 def _only(tables: Tables, is_wanted: Callable[[set[int]], bool]) -> Tables:

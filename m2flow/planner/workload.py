@@ -22,7 +22,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, Protocol, cast
@@ -34,7 +34,7 @@ import numpy.typing as npt
 from m2flow.errors import SpecError, TraceError, did_you_mean
 from m2flow.macro.graph import Call, MacroGraph
 from m2flow.micro.lowering.passes import accumulation_unit, legal_stages
-from m2flow.micro.protocol.cost_terms import EngineId
+from m2flow.micro.protocol.cost_terms import EngineId, FunctionCost
 from m2flow.planner.model_shapes import ModelShape
 from m2flow.recipe import Sampling
 from m2flow.rollout_scheduling.lengths import Lengths
@@ -450,6 +450,112 @@ def _spread(num: int) -> IntArray:
     return np.union1d(few, even)
 
 
+# ---- how times add up
+
+
+@dataclass(frozen=True, eq=False)
+class Times:
+    """The times of parts; arrays of one shape."""
+
+    first: FloatArray
+    total: FloatArray
+    last: FloatArray
+    busy: FloatArray
+
+    def at(self, rows: IntArray) -> Times:
+        return Times(*(time[rows] for time in self.all))
+
+    @property
+    def all(self) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
+        return self.first, self.total, self.last, self.busy
+
+
+def zero_times() -> Times:
+    nothing = np.zeros(())
+    return Times(nothing, nothing, nothing, nothing)
+
+
+Factor = float | FloatArray
+
+
+def side_by_side(a: Times, fed: Times, b: Times, *, is_linked: bool, waits: bool, slowdowns: tuple[Factor, Factor] = (1.0, 1.0)) -> Times:
+    """Times of A and B on disjoint devices. `fed` are the times of B's input: A with the functions after it.
+
+    `slowdowns`: the factors by which A and B are slower while the other works, which is as long as the shorter one lasts.
+    """
+    if waits:
+        return Times(fed.total + b.first, fed.total + b.total, fed.last + b.total, np.maximum(fed.busy, b.busy))
+    both = np.minimum(a.total, b.total)
+    more_a, more_b = ((factor - 1) * both for factor in slowdowns)
+    busy = np.maximum(fed.busy + more_a, b.busy + more_b)
+    if not is_linked:
+        total = np.maximum(a.total + more_a, b.total + more_b)
+        return Times(np.maximum(a.first, b.first), total, np.maximum(a.last, b.last), busy)
+    total = np.maximum(fed.first + b.total + more_b, fed.total + more_a + b.last)
+    return Times(fed.first + b.first, total, fed.last + b.last, busy)
+
+
+def in_turns(a: Times, fed: Times, b: Times, *, is_linked: bool, waits: bool) -> Times:
+    """Times of A and then B on the same devices."""
+    if not is_linked:
+        total = a.total + b.total
+        return Times(a.total + b.first, total, a.last + b.total, total)
+    if waits:
+        total = fed.total + b.total
+        return Times(fed.total + b.first, total, fed.last + b.total, total)
+    start = np.maximum(a.total, fed.first)
+    total = np.maximum(start + b.total, fed.total + b.last)
+    return Times(start + b.first, total, np.maximum(a.last + b.total, fed.last + b.last), total)
+
+
+@dataclass(frozen=True)
+class FunctionTimes:
+    """Times of a function call over all of its units."""
+
+    first: float
+    total: float
+    last: float
+
+    def after(self, t: Times, *, waits: bool) -> Times:
+        """Times of the output for input with times `t`."""
+        if waits:
+            return Times(t.total + self.first, t.total + self.total, t.last + self.total, np.maximum(t.busy, self.total))
+        total = np.maximum(t.first + self.total, t.total + self.last)
+        return Times(t.first + self.first, total, t.last + self.last, np.maximum(t.busy, self.total))
+
+
+def function_times(call: CallLoad, cost: FunctionCost, num_processes: int, chunk: int) -> FunctionTimes:
+    """Times of a call whose units are taken in order by `num_processes` with `concurrency` units each, in tasks of at most `chunk`.
+
+    The last unit in is out when the slowest of the c units in flight with it is: the quantile c/(c + 1) of the latency.
+    """
+    units = {"sample": call.num_samples, "group": call.num_prompts, "minibatch": call.num_prompts, "batch": 1}[call.unit]
+    under_way = min(units, num_processes * cost.concurrency)
+    at = np.linspace(0, 1, len(cost.quantiles_s)) if len(cost.quantiles_s) > 1 else np.zeros(1)
+    last = float(np.interp(under_way / (under_way + 1), at, cost.quantiles_s)) if under_way else 0.0
+    tasks_s = cost.task_s * -(-units // max(1, min(chunk, -(-units // num_processes)))) / max(1, min(num_processes, units))
+    total = max(last + cost.task_s * bool(units), units * cost.mean_s / max(1, under_way) + tasks_s)
+    return FunctionTimes(cost.mean_s + cost.task_s, total, last + cost.task_s)
+
+
+def through_functions(a: Times, names: Iterable[str], calls: Mapping[str, CallLoad], times: Mapping[str, FunctionTimes]) -> Times:
+    """Times of a cut's output after the functions `names` on it (in program order); each reads `a` or other functions of the cut."""
+    made: dict[str, Times] = {}
+    for name in names:
+        inputs = [made[need] for need in calls[name].after if need in made] or [a]
+        made[name] = times[name].after(_latest(inputs), waits=calls[name].is_barrier)
+    return _latest([a, *made.values()])
+
+
+def _latest(times: list[Times]) -> Times:
+    found = times[0]
+    for t in times[1:]:
+        found = Times(*map(np.maximum, found.all, t.all))
+    return found
+
+
+# ---- lengths
+
 _BYTES_PER_TOKEN = 4.0
 """Mean bytes of text for each token, as byte-pair encodings of ten thousands of tokens have on English."""
 _SMALL_VOCABULARY = 1000
@@ -565,51 +671,74 @@ _MOST_SAMPLES = 1024
 
 
 @dataclass(frozen=True, eq=False)
-class LentRollouts:
-    """Rollouts that give the trainer's devices back after each share of their samples, [steps, shares]."""
+class LentRollout:
+    """One step of a rollout that gives devices back after a share of its samples; arrays over the candidate shares."""
 
+    draw: Draw
+    ways: Instances
     given_back_s: FloatArray
-    """Seconds from the start of the rollout until the devices are given back."""
-    total_s: FloatArray
-    """Seconds until the rollout ends."""
-    num_own: int
-    """The number of leading steps that the rest of the search uses."""
+    """Seconds from the start of the rollout until the devices are given back, if none of its instances were away before."""
+    left_steps: FloatArray
+    """Decode steps of the longest sample that remain, and tokens of all samples."""
+    left_tokens: FloatArray
+    moves: FloatArray
+    """Samples that are running then, and the tokens that these have generated."""
+    moved_tokens: FloatArray
 
-    def best(self, a: float, fed: tuple[float, float], b: tuple[float, float], slower: tuple[float, float]) -> tuple[float, float]:
-        """Seconds until training is done, and the share of samples, chosen for all of the steps.
+    @classmethod
+    def of(cls, draw: Draw, ways: Instances) -> LentRollout:
+        """Simulate one step without lending."""
+        num, slots = float(ways.num[0]), float(ways.slots[0])
+        lengths = draw.responses.ravel().astype(np.float64)
+        tokens, count = float(lengths.sum()), len(lengths)
+        begins = np.maximum(0.0, np.arange(count) / count - slots / count) * tokens / slots  # As in `Draw.releases_s`.
+        ends = begins + lengths
+        at = np.concatenate([[0.0], np.sort(ends)])[np.ceil(_SHARES * count).astype(np.int64)]
+        every = max(1, count // _MOST_SAMPLES)
+        lengths, begins, ends = lengths[::every], begins[::every], ends[::every]
+        made = np.clip(at[:, None] - begins, 0.0, lengths)
+        done = made.sum(axis=1) * tokens / max(float(lengths.sum()), 1.0)
+        is_left = ends > at[:, None]
+        given_back = float(ways.step_s[0]) * at + float(ways.sample_s[0]) * done / num
+        moves = ((begins < at[:, None]) & is_left).sum(axis=1) * every
+        return cls(draw, ways, given_back, at[-1] - at, tokens - done, moves, np.where(is_left, made, 0.0).sum(axis=1) * every)
 
-        Args:
-            a: seconds of the rollout if nothing is given back. fed: l' and T' of training's input. b: T and d of training.
-            slower: slowdown factors of rollout and of training while both work.
-        """
-        both = np.clip(self.total_s - self.given_back_s, 0.0, b[0])
-        trained = np.maximum(self.given_back_s, fed[0] * self.total_s / max(a, 1e-12)) + b[0] + (slower[1] - 1) * both
-        ends = np.maximum(trained, self.total_s + (slower[0] - 1) * both + fed[1] - a + b[1])
-        best = int(np.argmin(ends.mean(axis=0)))
-        return float(ends[: self.num_own, best].mean()), float(_SHARES[best])
+    def lending(self, num_lent: int) -> tuple[FloatArray, FloatArray]:
+        """When so many instances are given back after each share of the samples, and when the rollout then ends, [shares] each."""
+        ways = self.ways
+        num, slots, step_s, sample_s = (float(array[0]) for array in (ways.num, ways.slots, ways.step_s, ways.sample_s))
+        own = num - num_lent
+        left = np.maximum(self.left_steps, self.left_tokens / (slots * own / num))
+        moves = self.moves * num_lent / num
+        prefix = float(self.draw.prompts.mean()) + self.moved_tokens * num_lent / num / np.maximum(moves, 1.0)
+        moving = moves / own * (prefix * float(ways.prefill_token_s[0]) + float(ways.enter_leave_s[0]))
+        whole, alone = float(self.draw.seconds(ways)[0]), float(self.given_back_s[-1])
+        scale = whole / alone if alone else 1.0
+        total = scale * (self.given_back_s + step_s * left + sample_s * self.left_tokens / own) + moving
+        return self.given_back_s * scale, np.maximum(whole, total)
 
 
-def lent_rollout(draw: Draw, ways: Instances, num_lent: int) -> tuple[FloatArray, FloatArray]:
-    """Simulate one step: when devices are given back after each share of its samples, and when the rollout then ends."""
-    num, slots = float(ways.num[0]), float(ways.slots[0])
-    own, step_s, sample_s = num - num_lent, float(ways.step_s[0]), float(ways.sample_s[0])
-    lengths = draw.responses.ravel().astype(np.float64)
-    tokens, count = float(lengths.sum()), len(lengths)
-    begins = np.maximum(0.0, np.arange(count) / count - slots / count) * tokens / slots  # As in `Draw.releases_s`.
-    ends = begins + lengths
-    at = np.concatenate([[0.0], np.sort(ends)])[np.ceil(_SHARES * count).astype(np.int64)]
-    every = max(1, count // _MOST_SAMPLES)
-    lengths, begins, ends = lengths[::every], begins[::every], ends[::every]
-    made = np.clip(at[:, None] - begins, 0.0, lengths)
-    done = made.sum(axis=1) * tokens / max(float(lengths.sum()), 1.0)
-    given_back = step_s * at + sample_s * done / num
-    left = np.maximum(at[-1] - at, (tokens - done) / (slots * own / num))
-    moves = ((begins < at[:, None]) & (ends > at[:, None])).sum(axis=1) * every * num_lent / num
-    prefix = float(draw.prompts.mean()) + np.where(ends > at[:, None], made, 0.0).sum(axis=1) * every * num_lent / num / np.maximum(
-        moves, 1.0
-    )
-    moving = moves / own * (prefix * float(ways.prefill_token_s[0]) + float(ways.enter_leave_s[0]))
-    whole, alone = float(draw.seconds(ways)[0]), float(given_back[-1])
-    scale = whole / alone if alone else 1.0
-    total = scale * (given_back + step_s * left + sample_s * (tokens - done) / own) + moving
-    return given_back * scale, np.maximum(whole, total)
+def best_lending(
+    each: Sequence[tuple[FloatArray, FloatArray]],
+    num_own: int,
+    a: FloatArray,
+    fed: tuple[FloatArray, FloatArray],
+    b: tuple[FloatArray, FloatArray],
+    slower: tuple[float, float],
+) -> tuple[FloatArray, FloatArray]:
+    """Seconds until training is done, and the share of samples, chosen for all of some steps; arrays of one shape, [rows].
+
+    Args:
+        each: when devices are given back and when the rollout ends, as of `LentRollout.lending`, for each step.
+        num_own: the number of leading steps that the rest of the search uses.
+        a: seconds of the rollout if nothing is given back. fed: l' and T' of training's input. b: T and d of training.
+        slower: slowdown factors of rollout and of training while both work.
+    """
+    given_back_s, total_s = (np.stack(some) for some in zip(*each, strict=True))  # [steps, shares]
+    a, *fed_b = (time[:, None, None] for time in (a, *fed, *b))
+    first, total, b_total, b_last = fed_b
+    both = np.clip(total_s - given_back_s, 0.0, b_total)
+    trained = np.maximum(given_back_s, first * total_s / np.maximum(a, 1e-12)) + b_total + (slower[1] - 1) * both
+    ends = np.maximum(trained, total_s + (slower[0] - 1) * both + total - a + b_last)
+    best = np.argmin(ends.mean(axis=1), axis=1)
+    return ends[np.arange(len(best)), :num_own, best].mean(axis=1), _SHARES[best]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 from every_plan import Oracle
 from hypothesis import given, settings
@@ -14,9 +15,9 @@ from test_find_plan import TRAINER, modelled
 
 from m2flow.errors import PlanError
 from m2flow.planner.cost_model import ModelledCosts
-from m2flow.planner.dynamic_program import SPLIT, TURNS, Solver, prune_options
+from m2flow.planner.dynamic_program import SPLIT, TURNS, Solver, memory_price, prune_options
 from m2flow.planner.explaining import explain, why_lines
-from m2flow.planner.plan_tree import leaves_of, ways_in
+from m2flow.planner.plan_tree import floors_s, leaves_of, ways_in
 from m2flow.planner.problem import Options, Problem
 from m2flow.planner.search import Found, best_plan, best_plans, find_plan
 from m2flow.spec import ClusterSpec
@@ -166,6 +167,48 @@ def test_no_single_change_of_a_large_plan_is_better(num_devices: int, num_prompt
     problem = modelled(num_devices, num_prompts=num_prompts, lend="never")
     found = best_plans(problem)[0]
     assert not better_neighbours(modelled(num_devices, num_prompts=num_prompts, lend="never"), found)
+
+
+def test_rows_that_keep_little_are_kept_where_memory_is_short() -> None:
+    """All engines of a step on eight devices: rows chosen by their times alone keep so much that later parts have no room."""
+    problem = modelled(8, model="Qwen2.5-7B", num_prompts=256)
+    prune_options(problem, 1e-3)
+    price = memory_price(problem)
+    assert price > 0
+    free, priced = (
+        Solver(problem, slack_s=0.01, most_rows=4, hows=(TURNS,), price=each).solve().steps_s.min(initial=np.inf) for each in (0.0, price)
+    )
+    assert priced < free
+
+
+@pytest.mark.parametrize("how", [TURNS, SPLIT])
+def test_what_a_moved_engine_takes_at_least_is_never_more_than_what_it_takes(how: int) -> None:
+    problem = modelled(16)
+    found = best_plan(problem, (how,))
+    mine = {leaf.engine: leaf.option for leaf in leaves_of(found.node)}
+    prune_options(problem, 1e-3)
+    for engine in mine:
+        options = problem.options.of[engine][::7]
+        near = problem.with_options(Options({**{e: [o] for e, o in mine.items()}, engine: options}))
+        for option, floor_s in zip(options, floors_s(near, found.node), strict=True):
+            alone = problem.with_options(Options({**{e: [o] for e, o in mine.items()}, engine: [option]}))
+            assert floor_s <= Solver(alone, within=ways_in(found.node)).solve().steps_s.min(initial=np.inf) * (1 + 1e-9)
+
+
+def test_a_search_stays_within_its_pairs_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every search but the exact one keeps at most so many rows of a part, so its pairs grow with the cuts alone."""
+    most = dict[int, int]()
+    joined = Solver._joined
+
+    def counting(self: Solver, calls: int, some):  # type: ignore[no-untyped-def]
+        for _, cut, _ in some:
+            most[self._most_rows] = max(most.get(self._most_rows, 0), len(self._fronts[cut.first]), len(self._fronts[cut.second]))
+        return joined(self, calls, some)
+
+    monkeypatch.setattr(Solver, "_joined", counting)
+    best_plan(modelled(64))
+    assert most
+    assert all(num <= rows for rows, num in most.items() if rows)
 
 
 def test_tensor_parallelism_over_nodes_is_there_where_a_pin_asks_for_it() -> None:

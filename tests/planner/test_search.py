@@ -80,10 +80,10 @@ def test_a_search_that_cuts_only_prefixes_of_one_order_is_found_out(monkeypatch:
 def test_a_search_that_never_leaves_one_device_to_a_side_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     need = Solver._need
 
-    def coarse(self: Solver, a, b, how):  # type: ignore[no-untyped-def]
-        found = need(self, a, b, how)
-        lonely = (a.values[:, None, 0] == 1) | (b.values[None, :, 0] == 1)
-        found[..., 0] = np.where(lonely & (how == 1), np.inf, found[..., 0])
+    def coarse(self: Solver, a, b, num_turns):  # type: ignore[no-untyped-def]
+        found = need(self, a, b, num_turns)
+        lonely = (a[0] == 1) | (b[0] == 1)
+        found[0, num_turns:][lonely[num_turns:]] = np.inf
         return found
 
     monkeypatch.setattr(Solver, "_need", coarse)
@@ -91,12 +91,12 @@ def test_a_search_that_never_leaves_one_device_to_a_side_is_found_out(monkeypatc
 
 
 def test_a_search_that_forgets_the_memory_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Memory, "fits", lambda self, rows: np.ones(len(rows), np.bool_))
+    monkeypatch.setattr(Memory, "fits", lambda self, calls, rows: np.ones(rows.shape[-1], np.bool_))
     assert differing(range(40), 3)
 
 
 def test_a_search_that_drops_plans_that_nothing_beats_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("m2flow.planner.problem.codes", lambda ties: np.zeros(len(ties), np.int64))
+    monkeypatch.setattr("m2flow.planner.problem.codes", lambda ties: np.zeros(ties.shape[1], np.int64))
     assert differing([25, 60], 3)
 
 
