@@ -6,7 +6,8 @@
 
 Layouts are those of the run, and no search takes part. A step is the sum of its parts (`async`: of the longer half), the weight sync with
 the time in which a colocated server wakes up, and the rest of a step. Lengths are lognormal with the published mean; the longest sample
-reaches the limit. The last lines are the median of |log(predicted / measured)| and the worst row of whole steps.
+reaches the limit. `rankings` compares runs of the same step co-located and split: by which factor the latter is faster, as measured and as
+predicted. The last lines are the median of |log(predicted / measured)| and the worst row of whole steps.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def step_of(row: dict[str, Any], costs: Path | None) -> dict[str, float]:
     shape, is_async = shape_named(row["model"]), bool(row.get("async"))
     pool = pool_of(row, row["gpus"], costs)
     layout = Layout(**row["layout"])
-    own = row["gpus"] // 2 if is_async else row["gpus"]
+    own = row.get("rollout_gpus", row["gpus"] // 2) if is_async else row["gpus"]
     rollout = Layout(tp=row["tp"], dp=own // row["tp"])
     lengths = lengths_of(row)
     call = CallLoad("policy.generate", "generate", EngineId("policy", "rollout"), row["prompts"], row["n"], "sample", False, ())
@@ -117,6 +118,34 @@ def step_of(row: dict[str, Any], costs: Path | None) -> dict[str, float]:
     trained = found["forward"] + found["update"]
     work = max(found["generate"], trained) if is_async else found["generate"] + trained
     return found | {"step": work + found["sync"] + pool.attained.train.rest_s.value}
+
+
+def inferred(row: dict[str, Any], costs: Path | None) -> dict[str, Any]:
+    """A row with the mean answer and the number of prompts with which generation and training take what was measured."""
+    measured, found = row["measured"], dict(row)
+    for _ in range(6):
+        low, high = 20.0, row["cap"] * 0.95
+        for _ in range(14):
+            found["answer"] = math.sqrt(low * high)
+            parts = step_of(found, costs)
+            low, high = (found["answer"], high) if parts["generate"] < measured["generate"] else (low, found["answer"])
+        trained = (measured["forward"] + measured["update"]) / (parts["forward"] + parts["update"])
+        found["prompts"] = max(8, int(found["prompts"] * trained))
+    return found
+
+
+def ranking_of(row: dict[str, Any], steps: dict[str, Any], costs: Path | None) -> dict[str, Any]:
+    """Times of a step co-located over those split: measured, predicted, and predicted with the switching that the run itself had."""
+    if "why" in row:
+        return {"measured": row["ratio"], "why": row["why"]}
+    if "colocated" in row:
+        ours, theirs = steps[row["colocated"]], steps[row["split"]]
+    else:
+        ours = inferred(row, costs)
+        theirs = {**ours, "async": 1, **row["split"]}
+    turns_s, split_s = step_of(ours, costs)["step"], step_of(theirs, costs)["step"]
+    found = {"measured": ours["measured"]["step"] / theirs["measured"]["step"], "predicted": turns_s / split_s}
+    return {**found, "with_its_switching": (turns_s + row["switch"]) / split_s} if "switch" in row else found
 
 
 def instances_of(cost: Any, layout: Layout) -> Any:
@@ -183,12 +212,19 @@ def main() -> None:
     arguments = parser.parse_args()
     rows = yaml.safe_load(arguments.rows.read_text())
     found = compared(rows, arguments.costs)
+    ranked = {name: ranking_of(row, rows["steps"], arguments.costs) for name, row in rows.get("rankings", {}).items()}
     if arguments.json:
-        print(json.dumps({"ratios": found, **summary(found)}))
+        print(json.dumps({"ratios": found, "rankings": ranked, **summary(found)}))
         return
     print("predicted / measured")
     for name, parts in found.items():
         print(f"  {name:18} " + "  ".join(f"{part} {ratio:5.2f}" for part, ratio in parts.items()))
+    print("co-located / split")
+    for name, ranking in ranked.items():
+        each = (
+            f"{what} {ratio:.2f}" if isinstance(ratio, float) else f"{what} {ratio}" for what, ratio in ranking.items() if what != "why"
+        )
+        print(f"  {name:40} " + "  ".join(each) + (f"  not predicted: {ranking['why']}" if "why" in ranking else ""))
     for name, why in rows.get("left_out", {}).items():
         print(f"  {name:18} left out: {why}")
     print(msgspec.json.encode(summary(found)).decode())

@@ -29,7 +29,7 @@ Training (`train_cost`):
     an optimiser step      optimizer_s                          the gradients' reduction, the optimiser's bytes, a pipeline's bubble
 
 Micro-batches are distributed over the replicas, so one costs the whole trainer a dp-th of what it costs a replica. Samples are assumed to
-be many and evenly distributed; imbalance within a step is left to the simulator.
+be evenly distributed, but for the longest of a mini-batch (`problem`); other imbalance within a step is left to the simulator.
 
 Switches (`switch`) go by class of tensor, and a context stays behind: caches and activations are dropped and rebuilt; a rollout engine of a
 trained model drops its weights too, since the next sync brings new ones, and other weights are loaded from the host's copy; a trainer
@@ -341,7 +341,8 @@ def _token_communication_s(shape: ModelShape, pool: Pool, layout: Layout) -> flo
 
     Source:
         Shoeybi et al. 2019, arXiv:1909.08053: two all-reduces a layer. Jacobs et al. 2023, arXiv:2309.14509 (Ulysses): all-to-alls of
-        queries, keys, values and the attention output. Experts: to them and back.
+        queries, keys, values and the attention output. Experts: to them and back; stages are the outermost groups of devices (Megatron-LM's
+        `initialize_model_parallel`, order "tp-cp-ep-dp-pp"), so the experts of a stage are neighbours.
     """
     each, tp, sp, ep = shape.bytes_each, layout.tp, layout.sp, layout.ep
     heads = (shape.num_heads + shape.num_kv_heads) * (shape.head_dim + shape.value_dim)
@@ -351,13 +352,13 @@ def _token_communication_s(shape: ModelShape, pool: Pool, layout: Layout) -> flo
     if ep > 1:
         sparse = (shape.num_layers - shape.num_dense_layers) / shape.num_layers
         sent = 2 * (ep - 1) / ep * shape.num_experts_per_token * shape.hidden * each
-        routed = sparse * sent / pool.between_bytes_s(ep * tp * layout.pp)
+        routed = sparse * sent / pool.between_bytes_s(ep * tp)
     return shape.num_layers * (reduced + exchanged + routed) / (layout.dp * sp * layout.pp)
 
 
 def _gathers(shape: ModelShape, pool: Pool, layout: Layout) -> tuple[float, float]:
     """Seconds to gather all weights on every replica, and to reduce-scatter all gradients."""
-    ranks, stride = layout.dp * layout.sp, layout.tp * layout.pp
+    ranks, stride = layout.dp * layout.sp, layout.tp
     gather_s = reduce_s = 0.0
     groups = ranks, max(1, ranks // layout.ep)
     for count, trained, group in zip(shards(shape, layout), trained_shards(shape, layout), groups, strict=True):

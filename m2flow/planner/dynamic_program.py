@@ -27,6 +27,10 @@ so its devices are a set of their own until the last of its calls is inside: wha
 elsewhere is not added to it. Host memory for offloaded engines is reserved permanently, by the rule for what is kept. Memory that can't
 run out whatever the rest of the plan is set to 0, so that rows which differ only there compare as equal.
 
+Few rows (`most_rows`). Where a front is limited, rows are kept by their bound and by what they keep in memory, at the price of swapping it
+(`memory_price`), in turn from each number of devices, quarter of the memory and set of ties: the fastest rows alone would leave later parts
+no room.
+
 Dominance (`prune_options`). An option is removed if another of the same engine and pool takes no more devices, memory and time. If the
 model is both sampled and trained, the device counts must be equal and no sync may cost more: with any option of the other end where these
 are few, otherwise with some of them, where a better plan may be lost by its syncs.
@@ -46,7 +50,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -532,7 +536,7 @@ class Solver:
             cut, how = within.get(calls, (None, -1)) if within is not None else (None, -1)
             self._cuts[calls] = (cut,) if cut else () if within is not None else self.problem.cuts(calls)
             found = [self._leaf(calls)] if len(graph.engines(calls)) == 1 and not cut else []
-            found += self._combined(calls, (how,) if cut else self._hows)
+            found += self._combined(calls, (how,) if cut else dict.fromkeys((TURNS, *self._hows)) if SPLIT in self._hows else self._hows)
             self._add(calls, self._pruned(calls, gathered(found)) if found else self._nothing())
         return Tables(self.problem, self._fronts, self._cuts, self._chunks, self._steps_s())
 
@@ -551,12 +555,17 @@ class Solver:
         self._fronts[calls], self._starts[calls] = front, self._rows.add(front)
 
     def _may(self, cut: Cut, how: int) -> bool:
-        """Whether a cut may be combined this way; calls of one engine are on the same devices, so they are never split."""
+        """Whether a cut may be combined this way; calls of one engine are on the same devices, so they are never split.
+
+        Where all is split, parts of the same engines still take turns: what a policy and a critic compute before both are updated.
+        """
         graph = self.problem.graph
         if how == LENT:
             return may_be_lent(self.problem, cut)
         if self._lends and {cut.first, cut.second} & self._lends:
             return False
+        if how == TURNS and self._hows == (SPLIT,):
+            return graph.engines(cut.first) <= graph.engines(cut.second) or graph.engines(cut.second) <= graph.engines(cut.first)
         return how == TURNS or not graph.engines(cut.first) & graph.engines(cut.second)
 
     def _nothing(self) -> Front:
@@ -607,7 +616,7 @@ class Solver:
 
     # ---- two parts
 
-    def _combined(self, calls: int, hows: Sequence[int]) -> list[Front]:
+    def _combined(self, calls: int, hows: Iterable[int]) -> list[Front]:
         """Combine all compatible pairs of rows of the two sides of each cut."""
         found: list[Front] = []
         some: list[tuple[int, Cut, int]] = []

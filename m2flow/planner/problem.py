@@ -18,9 +18,10 @@ Times of a call or a part:
     total  (T)   all of the input there at 0 -> last chunk out
     last   (d)   last sample in -> last chunk out
 
-A forward pass and an update work chunk by chunk: a chunk of m samples on R replicas costs what ceil(m/R) R samples cost, and a fixed time
-for each micro-batch. An update has no output before its end (l = T); only its first mini-batch can be worked on before the last sample
-is in. Legal chunks are the call's unit times powers of two, and the whole batch.
+A forward pass and an update work chunk by chunk: a chunk of m samples on R replicas costs what ceil(m/R) R samples cost, at least what its
+longest sample costs on one replica, and a fixed time for each micro-batch. No chunk of an update goes over more than a mini-batch. An
+update has no output before its end (l = T); only its first mini-batch can be worked on before the last sample is in. Legal chunks are the
+call's unit times powers of two, and the whole batch.
 
 With A before B, and A' for A with the functions between them:
 
@@ -546,9 +547,15 @@ def _passes(
     sample = np.array([p.sample_s + p.token_s * batch.mean_tokens + p.token2_s * batch.mean_square for p in passes])[:, None]
     replicas = np.array([option.layout.dp for option in options], np.float64)[:, None]
     size = np.array(chunks, np.float64)[None, :]
+    if call.work == "update":  # An optimiser step ends before the next one begins, so no pass goes over more than a mini-batch.
+        size = np.minimum(size, max(1.0, call.num_samples / num_minibatches(call)))
     rows = np.ceil(size / replicas)
     microbatches = np.ceil(np.maximum(1.0, rows * batch.mean_tokens / call.token_budget)) if call.token_budget else np.ones_like(rows)
-    chunk_s = microbatches * replicas * fixed + rows * replicas * sample  # `fixed` is a replica's, shared out to all.
+    longest = np.array([batch.longest_of(num) for num in size[0]])
+    most_s = np.array([p.sample_s for p in passes])[:, None] + sum(
+        np.array([getattr(p, name) for p in passes])[:, None] * longest**power for power, name in ((1, "token_s"), (2, "token2_s"))
+    )  # Of the longest sample, which one replica works on while the others wait.
+    chunk_s = microbatches * replicas * fixed + np.maximum(rows * sample, most_s) * replicas  # `fixed` is a replica's, shared out to all.
     pass_s = call.num_samples / size * chunk_s
     if call.work != "update":
         return np.stack([chunk_s, pass_s, chunk_s], axis=-1)

@@ -393,7 +393,13 @@ class BatchTimes:
         whole = np.concatenate([(draw.responses + draw.prompts[:, None]).ravel() for draw in self.draws]).astype(np.float64)
         self.mean_tokens = float(whole.mean()) if len(whole) else 0.0
         """Mean tokens of a sample with its prompt."""
+        self._ascending = np.sort(whole)
         self.mean_square = float((whole * whole).mean()) if len(whole) else 0.0
+
+    def longest_of(self, num: float) -> float:
+        """Tokens of the longest of so many samples with their prompts: the quantile num/(num + 1) of all."""
+        last = len(self._ascending) - 1
+        return float(self._ascending[min(last, int(num / (num + 1) * (last + 1)))]) if last >= 0 else 0.0
 
     def several(self, num: int) -> tuple[Draw, ...]:
         """At least so many draws, the batch's own first, for choices that must suit different steps."""

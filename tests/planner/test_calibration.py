@@ -47,6 +47,20 @@ def test_published_steps_are_met_within_a_fifth_and_none_is_far_off(calibration:
     assert summary["worst_step"] in (ROOT / "docs" / "internals" / "planner.md").read_text()
 
 
+def test_of_published_runs_in_two_modes_the_faster_one_is_predicted_to_be_faster(calibration: ModuleType) -> None:
+    rows = yaml.safe_load(calibration.ROWS.read_text())
+    text = (ROOT / "docs" / "internals" / "planner.md").read_text()
+    for name, row in rows["rankings"].items():
+        found = calibration.ranking_of(row, rows["steps"], None)
+        assert name in text
+        if "predicted" in found:
+            assert found["measured"] > 1.1
+            assert found.get("with_its_switching", found["predicted"]) > 1
+            assert f"{found['measured']:.2f} | {found['predicted']:.2f}" in text
+        else:
+            assert found["why"]
+
+
 @pytest.mark.parametrize("kind", ["rollout", "train"])
 def test_every_number_lies_in_its_interval_and_has_a_source(kind: str) -> None:
     for engine in ("vllm", "sglang") if kind == "rollout" else ("deepspeed", "fsdp", "megatron"):

@@ -14,12 +14,16 @@ from random_steps import random_problem
 from test_find_plan import TRAINER, modelled
 
 from m2flow.errors import PlanError
-from m2flow.planner.cost_model import ModelledCosts
+from m2flow.micro.protocol.cost_terms import EngineId, Layout
+from m2flow.planner.cost_model import ModelledCosts, train_cost
 from m2flow.planner.dynamic_program import SPLIT, TURNS, Solver, memory_price, prune_options
 from m2flow.planner.explaining import explain, why_lines
+from m2flow.planner.model_shapes import shape_named
 from m2flow.planner.plan_tree import floors_s, leaves_of, ways_in
+from m2flow.planner.pools import Pool, pools_of
 from m2flow.planner.problem import Options, Problem
 from m2flow.planner.search import Found, best_plan, best_plans, find_plan
+from m2flow.planner.workload import CallLoad, Workload, extents_of
 from m2flow.spec import ClusterSpec
 
 OWN = "attained: {{{kind}: {{{engine}: {{{name}: {{value: {value}, low: 0, high: 1000, source: a test}}}}}}}}\n"
@@ -81,6 +85,73 @@ def test_an_update_that_accumulates_over_the_whole_batch_streams_and_one_of_many
 
     one, many = with_steps(1), with_steps(8)
     assert step_s(many, SPLIT) / step_s(one, SPLIT) > 1.1 * step_s(many, TURNS) / step_s(one, TURNS)
+
+
+def update_s(problem: Problem, num_steps: int) -> dict[int, float]:
+    """Replicas -> least seconds of the update with so many optimiser steps."""
+    calls = tuple(
+        msgspec.structs.replace(call, num_optimizer_steps=num_steps) if call.work == "update" else call for call in problem.workload.calls
+    )
+    problem = Problem(msgspec.structs.replace(problem.workload, calls=calls), problem.lengths, problem.costs, problem.spec)
+    found = dict[int, float]()
+    for option, times in zip(problem.options.of[TRAINER], problem.leaf(problem.graph.bits["policy.update"]).times, strict=True):
+        if not option.is_swapped and option.layout.num_replica_devices == 1 and not option.layout.offload:
+            found[option.layout.dp] = min(found.get(option.layout.dp, np.inf), float(times[:, 1].min()))
+    return found
+
+
+def test_replicas_beyond_a_mini_batch_do_not_make_an_update_faster() -> None:
+    """In turns a trainer has all devices, and small mini-batches leave some of them without a sample; a split gives it fewer."""
+    one, many = (update_s(modelled(64, num_prompts=16), num_steps) for num_steps in (1, 8))  # 128 samples; 16 in a mini-batch
+    assert one[64] < 0.7 * one[16]
+    assert many[64] > 0.9 * many[16]
+
+
+def test_no_pass_is_shorter_than_its_longest_sample_on_one_replica() -> None:
+    problem = modelled(64, num_prompts=16)
+    longest = max(float((draw.responses + draw.prompts[:, None]).max()) for draw in problem.batches["policy.update"].draws)
+    for option in problem.options.of[TRAINER]:
+        cost = problem.costs.train(TRAINER, option.pool, option.layout).update
+        alone_s = option.layout.dp * (cost.token_s * longest + cost.token2_s * longest**2)
+        seconds = problem.leaf(problem.graph.bits["policy.update"]).times[problem.options.of[TRAINER].index(option), -1, 1]
+        assert seconds >= 0.95 * alone_s  # The quantile of 128 samples is a little below the longest of all draws.
+
+
+def test_experts_of_a_stage_are_neighbours_whatever_the_number_of_stages() -> None:
+    """So a trainer on half of the devices with a pipeline is no slower for it: its experts' tokens stay inside a node."""
+    spec = modelled(16).spec
+    near, far = (
+        next(iter(pools_of(spec.model_copy(update={"pools": {"main": pool.model_copy(update={"network_gb_s": rate})}})).values()))
+        for pool in spec.pools.values()
+        for rate in (400.0, 4.0)
+    )
+
+    def token_s(pool: Pool, layout: Layout) -> float:
+        shape = shape_named("Qwen3-30B-A3B")
+        return train_cost(shape, pool, layout, microbatch_tokens=4096, is_trained=True, recomputes=False).update.token_s
+
+    inside, across = Layout(pp=2, dp=8, ep=8, zero=1), Layout(dp=16, ep=16, zero=1)
+    assert token_s(far, inside) == token_s(near, inside)
+    assert token_s(far, across) > 2 * token_s(near, across)
+
+
+def test_a_policy_and_a_critic_that_both_compute_before_they_are_updated_can_be_split() -> None:
+    def load(name: str, work: str, engine: EngineId, *after: str, **more: int) -> CallLoad:
+        return CallLoad(name, work, engine, 64, 8, "group", False, after, token_budget=16_384, **more)  # type: ignore[arg-type]
+
+    critic, made = EngineId("critic", "train"), ("policy.generate", "policy.logprobs", "critic.values")
+    base = modelled(16)
+    calls = (
+        base.workload.calls[0],
+        load("policy.logprobs", "forward", TRAINER, "policy.generate"),
+        load("critic.values", "forward", critic, "policy.generate"),
+        load("policy.update", "update", TRAINER, *made, num_optimizer_steps=1),
+        load("critic.update", "update", critic, *made, num_optimizer_steps=1),
+    )
+    workload, shapes = Workload("ppo", calls), dict.fromkeys(("policy", "critic"), shape_named("Qwen2.5-1.5B"))
+    costs = ModelledCosts(base.spec, workload, shapes, extents_of(workload, shapes, base.lengths))  # type: ignore[arg-type]
+    found = best_plan(Problem(workload, base.lengths, costs, base.spec), (SPLIT,))
+    assert found.mode == "split"
 
 
 def test_a_reference_s_passes_are_on_the_path_of_turns_and_beside_that_of_a_split() -> None:
