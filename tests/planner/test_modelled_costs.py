@@ -261,10 +261,10 @@ def test_layouts_use_all_devices_and_keep_tensor_groups_inside_a_node() -> None:
     assert zero == {0, 1, 2, 3}
 
 
-def test_an_embedded_engine_trains_on_one_device_and_generates_on_as_many_as_there_are() -> None:
+def test_an_embedded_engine_has_a_whole_model_on_each_device_in_training_as_in_rollout() -> None:
     shape = shape_named("Qwen2.5-0.5B")
     assert legal_layouts(shape, offered("embedded", "train"), "train", 1, 8) == (Layout(),)
-    assert legal_layouts(shape, offered("embedded", "train"), "train", 2, 8) == ()
+    assert legal_layouts(shape, offered("embedded", "train"), "train", 2, 8) == (Layout(dp=2),)
     assert legal_layouts(shape, offered("embedded", "rollout"), "rollout", 8, 8) == (Layout(dp=8),)
     assert ParallelLayouts().names() == []
     with pytest.raises(EngineError, match=r"no rollout engine 'tgi' .*\n.*embedded, fake, sglang, vllm"):
@@ -277,12 +277,11 @@ def test_on_a_cpu_cores_are_threads_of_an_engine() -> None:
     assert asked.layouts(TRAIN, "", 3) == (Layout(tp=3), Layout(tp=1, dp=3))  # One process, or replicas in three.
     assert asked.layouts(ROLLOUT, "", 6) == (Layout(tp=1, dp=6), Layout(tp=2, dp=3), Layout(tp=3, dp=2), Layout(tp=6, dp=1))
     assert asked.decode(ROLLOUT, "", Layout(tp=2)).step_s < asked.decode(ROLLOUT, "", Layout()).step_s
-    by_train = {
-        TrainSpec(ranks=2): (Layout(tp=2, dp=2),),
-        TrainSpec(engine="fsdp"): (Layout(tp=4),),
-        TrainSpec(engine="fsdp", ranks=4): (Layout(tp=1, dp=4),),
-    }
-    for train, layouts in by_train.items():
+    for train, layouts in (
+        (TrainSpec(ranks=2), (Layout(tp=2, dp=2),)),
+        (TrainSpec(engine="fsdp"), (Layout(tp=4),)),
+        (TrainSpec(engine="fsdp", ranks=4), (Layout(tp=1, dp=4),)),
+    ):
         asked = ModelledCosts(ClusterSpec(device="cpu", cores=4, train=train), step(), {"policy": shape}, {"": LONG})
         assert asked.layouts(TRAIN, "", 4) == layouts
     replicas = asked.footprint(TRAIN, "", Layout(dp=4))
