@@ -282,7 +282,8 @@ def test_on_a_cpu_cores_are_threads_of_an_engine() -> None:
         (TrainSpec(engine="fsdp"), (Layout(tp=4),)),
         (TrainSpec(engine="fsdp", ranks=4), (Layout(tp=1, dp=4),)),
     ):
-        asked = ModelledCosts(ClusterSpec(device="cpu", cores=4, train=train), step(), {"policy": shape}, {"": LONG})
+        shapes = {"policy": shape, "reference": shape}
+        asked = ModelledCosts(ClusterSpec(device="cpu", cores=4, train=train), step(), shapes, {"": LONG})
         assert asked.layouts(TRAIN, "", 4) == layouts
     replicas = asked.footprint(TRAIN, "", Layout(dp=4))
     assert replicas.weights == asked.footprint(TRAIN, "", Layout(tp=1)).weights  # Each has all of them.
