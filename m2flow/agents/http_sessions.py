@@ -12,8 +12,8 @@
 
 A request holds a whole conversation. The longest conversation of the episode that it extends goes on with what is new: ids that were
 sampled stay as they are, and only the new messages are tokenised. A request that extends none begins another conversation of the episode
-(`rollout(..., max_conversations=...)`), whose random numbers are keyed by its messages and how often these came, so arrival counts for
-nothing. The first one is the conversation `main`.
+(`rollout(..., max_conversations=...)`), which is named by its messages and how often these came, so the order of arrival counts for
+nothing. The first one is the conversation `main`: an agent waits for its first answer before it asks for several at once.
 
 A client's retry (`x-stainless-retry-count`, which the SDKs of OpenAI and Anthropic send) gets the answer that is under way, or was given; a
 client that goes away leaves its turn to end. The rollout's sampling holds: temperature, top_p and seed of a request are not looked at. What
@@ -101,13 +101,15 @@ async def endpoint(chat: Chat) -> AsyncIterator[Endpoint]:
     session = Session(chat)
     server = _Server.here()
     key = server.open(session)
+    is_failed = True
     try:
         yield Endpoint(f"http://127.0.0.1:{server.port}/{key}/v1", key)
+        is_failed = False
     except Exception:
         session.raise_failure()
         raise
     finally:
-        await session.close()
+        await session.close(is_failed=is_failed)
         await server.close(key)
     session.raise_failure()
 
@@ -192,7 +194,7 @@ class Session:
         return f"http-{digest}-{self._num_begun[digest]}"
 
     async def _turn(self, asked: Asked, line: _Line) -> Turn:
-        new = [_named(message, line.messages) for message in asked.messages[len(line.messages) :]]
+        new = [_named(message, asked.messages) for message in asked.messages[len(line.messages) :]]
         try:
             turn = await line.chat.say(new, tools=asked.tools, max_tokens=asked.max_tokens, stop=asked.stop)
         except BaseException as error:
@@ -210,10 +212,13 @@ class Session:
         if self._failure is not None and not isinstance(self._failure, asyncio.CancelledError):
             raise self._failure
 
-    async def close(self) -> None:
-        """End the turns that nobody waits for any more."""
-        pending = [task for task in self._answers.values() if not task.done()]
-        for task in pending:
+    async def close(self, *, is_failed: bool) -> None:
+        """Wait for the turns that are under way: what an episode has said does not depend on how long its clients waited.
+
+        Args:
+            is_failed: the episode is over; end them instead.
+        """
+        for task in self._answers.values() if is_failed else ():
             task.cancel()
         await asyncio.gather(*self._answers.values(), return_exceptions=True)
 

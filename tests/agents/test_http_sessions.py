@@ -146,6 +146,18 @@ def test_a_retry_is_answered_with_the_turn_that_is_under_way_and_the_same_reques
     assert script.asked[1].name.startswith("http-")
 
 
+def test_a_turn_whose_client_has_gone_ends_before_the_episode_does(language: Language) -> None:
+    script = Script(language, ["one"], delay_s=0.3)
+    chat = chat_of(script)
+
+    async def work(server: Endpoint, client: httpx.AsyncClient) -> None:
+        with pytest.raises(httpx.TimeoutException):
+            await client.post("/chat/completions", json={"model": "m", "messages": ASKS}, timeout=0.1)
+
+    served(chat, work)
+    assert chat.messages[-1] == {"role": "assistant", "content": "one"}
+
+
 def test_concurrent_requests_begin_conversations_whose_names_do_not_go_by_their_arrival(language: Language) -> None:
     found = []
     for order in ((1, 2, 3), (3, 1, 2)):
