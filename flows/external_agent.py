@@ -1,6 +1,6 @@
 """Train an agent that knows nothing of m2flow: it speaks OpenAI's chat completions, and is given another `base_url`.
 
-The question `1234=` asks for 12 * 34; the model can't multiply, and the agent's calculator can. Each of its requests is a turn of the episode,
+The question `1234=` asks for 12 * 34; the model can't multiply, and the agent's calculator can. Each request is a turn of the episode,
 trained on the tokens that were sampled. Agents made with `openai`, `openai-agents` or `anthropic` are used in the same way.
 """
 

@@ -299,22 +299,22 @@ def test_the_client_of_openai_speaks_with_it_in_both_dialects(language: Language
     script = Script(language, [CALL, "3"])
 
     async def work(server: Endpoint, _: httpx.AsyncClient) -> tuple[str, str, str]:
-        client = openai.AsyncOpenAI(base_url=server.base_url, api_key=server.api_key)
-        first = await client.chat.completions.create(model="policy", messages=ASKS, tools=[ADD])
-        said = first.choices[0].message
-        result = {"role": "tool", "tool_call_id": said.tool_calls[0].id, "content": "3"}
-        second = await client.chat.completions.create(model="policy", messages=[*ASKS, said, result], tools=[ADD])
-        asked: list[Any] = [{"role": "user", "content": "What is 1 + 2?"}]
-        flat = {"type": "function", **ADD["function"]}  # type: ignore[dict-item]
-        third = await client.responses.create(model="policy", instructions="Be brief.", input=asked, tools=[flat])
-        (call,) = third.output
-        asked += [*third.output, {"type": "function_call_output", "call_id": call.call_id, "output": "3"}]
-        fourth = await client.responses.create(model="policy", instructions="Be brief.", input=asked, tools=[flat])
-        text = ""
-        async with client.responses.stream(model="policy", input="Say it in a stream.", tools=[flat]) as stream:
-            async for event in stream:
-                text += event.delta if event.type == "response.function_call_arguments.delta" else ""
-        return second.choices[0].message.content, fourth.output_text, text
+        async with openai.AsyncOpenAI(base_url=server.base_url, api_key=server.api_key) as client:
+            first = await client.chat.completions.create(model="policy", messages=ASKS, tools=[ADD])
+            said = first.choices[0].message
+            result = {"role": "tool", "tool_call_id": said.tool_calls[0].id, "content": "3"}
+            second = await client.chat.completions.create(model="policy", messages=[*ASKS, said, result], tools=[ADD])
+            asked: list[Any] = [{"role": "user", "content": "What is 1 + 2?"}]
+            flat = {"type": "function", **ADD["function"]}  # type: ignore[dict-item]
+            third = await client.responses.create(model="policy", instructions="Be brief.", input=asked, tools=[flat])
+            (call,) = third.output
+            asked += [*third.output, {"type": "function_call_output", "call_id": call.call_id, "output": "3"}]
+            fourth = await client.responses.create(model="policy", instructions="Be brief.", input=asked, tools=[flat])
+            text = ""
+            async with client.responses.stream(model="policy", input="Say it in a stream.", tools=[flat]) as stream:
+                async for event in stream:
+                    text += event.delta if event.type == "response.function_call_arguments.delta" else ""
+            return second.choices[0].message.content, fourth.output_text, text
 
     second, fourth, streamed = served(chat_of(script), work)
     assert (second, fourth) == ("3", "3")
@@ -327,8 +327,8 @@ def test_a_client_of_openai_that_times_out_asks_again_and_takes_one_turn(languag
     script = Script(language, ["one"], delay_s=0.8)
 
     async def work(server: Endpoint, _: httpx.AsyncClient) -> str:
-        client = openai.AsyncOpenAI(base_url=server.base_url, api_key=server.api_key, timeout=0.3, max_retries=20)
-        return str((await client.chat.completions.create(model="policy", messages=ASKS)).choices[0].message.content)
+        async with openai.AsyncOpenAI(base_url=server.base_url, api_key=server.api_key, timeout=0.3, max_retries=20) as client:
+            return str((await client.chat.completions.create(model="policy", messages=ASKS)).choices[0].message.content)
 
     assert served(chat_of(script), work) == "one"
     assert len(script.asked) == 1
@@ -369,11 +369,11 @@ def test_the_client_of_anthropic_speaks_with_it(language: Language) -> None:
     script = Script(language, [CALL, "3"])
 
     async def work(server: Endpoint, _: httpx.AsyncClient) -> tuple[str, str]:
-        client = anthropic.AsyncAnthropic(base_url=server.anthropic_url, api_key=server.api_key)
-        whole = await client.messages.create(model="m", max_tokens=50, messages=[{"role": "user", "content": "1 + 2?"}])
-        async with client.messages.stream(model="m", max_tokens=50, messages=[{"role": "user", "content": "again?"}]) as stream:
-            final = await stream.get_final_message()
-        return whole.content[-1].text, final.content[-1].text
+        async with anthropic.AsyncAnthropic(base_url=server.anthropic_url, api_key=server.api_key) as client:
+            whole = await client.messages.create(model="m", max_tokens=50, messages=[{"role": "user", "content": "1 + 2?"}])
+            async with client.messages.stream(model="m", max_tokens=50, messages=[{"role": "user", "content": "again?"}]) as stream:
+                final = await stream.get_final_message()
+            return whole.content[-1].text, final.content[-1].text
 
     assert served(chat_of(script), work) == (CALL, CALL)  # Without tools a call is a text.
 
