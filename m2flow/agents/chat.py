@@ -39,7 +39,7 @@ from m2flow.agents.conversation import Conversation
 from m2flow.agents.parsers import FAMILIES, Family, Parser
 from m2flow.agents.tools import EpisodeFailed, Outcome, Tool, ToolCall, parameters
 from m2flow.errors import DatasetError, OptionError
-from m2flow.recipe import check_count
+from m2flow.recipe import Sampling, check_count
 from m2flow.samples import MAIN, Finish, Message, keyed_bits
 
 
@@ -223,6 +223,8 @@ class Chat:
         self._max_turns = table.max_turns
         self._tools: dict[str, Tool] = {}
         self._is_busy = False
+        self._broken = ""
+        """Why a turn was broken off, of which nobody knows how far it came."""
         self._num_runs = 0
         self._num_forks = 0
         self._context: list[int] = []
@@ -245,13 +247,27 @@ class Chat:
             name: by which the episode's rewards and the sample's record know it, different from all others of the episode.
             max_tokens, max_turns: its bounds, where they are to be lower than the rollout's.
         """
-        self._table.take(name, "")
-        made = Chat(self._table, self._table.make(), name)
+        made = self._another(name, "")
         for given, which in ((max_tokens, "max_tokens"), (max_turns, "max_turns")):
             if given is not None:
                 check_count(which, given)
                 setattr(made, f"_{which}", min(given, getattr(made, f"_{which}")))
         return made
+
+    def beside(self, name: str) -> Chat:
+        """Make a further conversation, which begins empty and goes by the reward of this one, unless it has its own.
+
+        Args:
+            name: gets a number, by how many there are of it.
+        """
+        name, number = name if self.name == MAIN else f"{self.name}/{name}", 1
+        while f"{name}-{number}" in self._table.parents:
+            number += 1
+        return self._another(f"{name}-{number}", self.name)
+
+    def _another(self, name: str, parent: str) -> Chat:
+        self._table.take(name, parent)
+        return Chat(self._table, self._table.make(), name)
 
     def fork(self, name: str = "") -> Chat:
         """Make a conversation that goes on from this one as it is now: its messages, tokens, tools and bounds. This one may go on, too.
@@ -263,6 +279,7 @@ class Chat:
         """
         if self._is_busy:
             raise RuntimeError("a chat can't be forked in the middle of a turn")
+        self._check_whole()
         self._num_forks += 1
         name = name or f"{self.name}/{self._num_forks}"
         self._table.take(name, self.name)
@@ -368,14 +385,22 @@ class Chat:
         known = ", ".join(self._tools) or "none"
         return "" if call.name in self._tools else f"there is no tool {call.name!r}; there are {known}"
 
+    def _check_whole(self) -> None:
+        if self._broken:
+            said = f"the conversation {self.name} can't go on: a turn of it was broken off ({self._broken})"
+            raise EpisodeFailed("invalid", said)
+
     async def _turn(self, new: str | Sequence[Message], max_tokens: int | None, stop: str | Sequence[str] | None) -> Turn:
         if self._is_busy:
             raise RuntimeError("a chat has one turn at a time; this one has not ended")
+        self._check_whole()
+        texts = self._table.stop if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
+        Sampling(1, stop=texts)  # It raises here what would end the engine there.
+        if max_tokens is not None and max_tokens > 0:  # With less the turn is empty.
+            check_count("max_tokens", max_tokens)
         self._is_busy = True
         try:
-            return await self._next(
-                new, max_tokens, self._table.stop if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
-            )
+            return await self._next(new, max_tokens, texts)
         finally:
             self._is_busy = False
 
@@ -402,10 +427,14 @@ class Chat:
         parent = self._table.parents[self.name] if self._branches_off else ""
         said = conversation.prompt_text or (new if isinstance(new, str) else None)
         asked = Asked(self.name, ids, begins, limit, stop, said if is_first else None, parent)
-        reply = await self._link.turn(asked) if limit > 0 else None
+        try:
+            reply = await self._link.turn(asked) if limit > 0 else None
+            if reply is None and is_first:
+                raise EpisodeFailed("invalid", f"the first prompt, of {len(ids)} tokens, leaves no room for a response")
+        except BaseException as error:
+            self._broken = str(error) or type(error).__name__
+            raise
         self.num_turns += 1
-        if reply is None and is_first:
-            raise EpisodeFailed("invalid", f"the first prompt, of {len(ids)} tokens, leaves no room for a response")
         if reply is None:
             return Turn("", (), is_cut=True, num_tokens=0)
         if not is_first:

@@ -103,14 +103,16 @@ class Conversation:
         shows_tools = bool(tools) and bool(self._language.template)
         self._is_raw = isinstance(content, str) and not shows_tools and self._language.prompt_text(content) is None
         self._tools = list(tools) if shows_tools else []
-        self.messages = [{"role": "user", "content": content}] if isinstance(content, str) else list(content)
+        messages: list[Message] = [{"role": "user", "content": content}] if isinstance(content, str) else list(content)
         if self._is_raw or not self._tools:
             self.prompt_text = self._language.prompt_text(content)
-            self._text = _dense(self.prompt_text or "")
-            return list(self._language.encode_prompt(content))
-        self.prompt_text = self._language.conversation(self.messages, self._tools)
-        self._text = _dense(self.prompt_text)
-        return list(self._language.encode_target(self.prompt_text))
+            ids = list(self._language.encode_prompt(content))
+        else:
+            self.prompt_text = self._language.conversation(messages, self._tools)
+            ids = list(self._language.encode_target(self.prompt_text))
+        self.messages = messages  # Not before: a conversation that was refused has not begun.
+        self._text = _dense(self.prompt_text or "")
+        return ids
 
     def followed(self, new: Sequence[Message]) -> list[int]:
         """The tokens between the model's last turn and its next, with these messages; `accepted` takes them in.

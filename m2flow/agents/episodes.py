@@ -118,7 +118,7 @@ class Strand:
 
 def _place(name: str) -> tuple[object, ...]:
     """The place of a conversation in the row: the first one is first, forks follow what they were forked from; never by time."""
-    parts = [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in name.split("/")]
+    parts = [(0, int(part), part) if part.isdecimal() else (1, 0, part) for part in name.split("/")]
     return (parts[0] != (1, 0, MAIN), *parts)
 
 

@@ -449,3 +449,60 @@ def test_a_trainer_that_does_not_declare_that_it_reads_rows_of_several_sequences
     with pytest.raises(PlanError, match="the train engine 'fake' reads a sample as one sequence") as caught:
         lower(graph, models, SPEC)
     assert "Take one of embedded as" in str(caught.value)
+
+
+# ---- what is broken off
+
+
+def outcome(loop: EventLoop, agent: object) -> tuple[str, str]:
+    """How an episode failed, beside one that goes on."""
+    episodes = host(loop)
+    episodes.begin([begun(0, agent), begun(1, players)])
+    first, other = (made.columns for _, made in sorted(played(episodes).items()))
+    assert not other["failure"]
+    return str(first["failure"]), str(first["episode"].get("error"))  # type: ignore[attr-defined]
+
+
+def test_a_conversation_whose_first_turn_was_given_up_can_t_go_on_and_harms_no_other_episode(loop):
+    @agent
+    async def impatient(chat: Chat, row: Sample) -> float:
+        one, other = chat.conversation("one"), chat.conversation("other")
+        first, second = asyncio.ensure_future(one.say("x")), asyncio.ensure_future(other.say("y"))
+        await asyncio.sleep(0)
+        second.cancel()  # It has not been begun.
+        await asyncio.gather(first, second, return_exceptions=True)
+        return float(len((await other.say("y again")).text))
+
+    assert outcome(loop, impatient) == ("invalid", "the conversation other can't go on: a turn of it was broken off (CancelledError)")
+
+
+def test_a_stop_text_that_can_t_be_ends_its_episode_alone(loop):
+    @agent
+    async def stops(chat: Chat, row: Sample) -> float:
+        return float(len((await chat.say("x", stop="")).text))
+
+    @agent
+    async def limits(chat: Chat, row: Sample) -> float:
+        return float(len((await chat.say("x", max_tokens=2.5)).text))  # type: ignore[arg-type]
+
+    for odd, words in ((stops, "stop is ('',)"), (limits, "max_tokens is 2.5")):
+        failure, said = outcome(loop, odd)
+        assert failure == "raised"
+        assert words in said
+
+
+def test_names_of_the_same_number_have_one_order_whichever_was_first(loop):
+    rows = []
+
+    def asking(names: tuple[str, ...]) -> object:
+        @agent
+        async def asks(chat: Chat, row: Sample) -> float:
+            for name in names:
+                await chat.conversation(name).say("x", max_tokens=4)
+            return 0.0
+
+        return asks
+
+    for names in (("1", "01"), ("01", "1")):
+        rows.append(whole(loop, 3, asking(names)))
+    assert rows[0].ragged("tokens").values.tolist() == rows[1].ragged("tokens").values.tolist()
