@@ -11,9 +11,12 @@
         --_Dialect.asked--> Asked --Session.answer--> a turn of one of the episode's conversations --_Dialect.whole, pieces--> the answer
 
 A request holds a whole conversation. The longest conversation of the episode that it extends goes on with what is new: ids that were
-sampled stay as they are, and only the new messages are tokenised. A request that extends none begins another conversation of the episode
-(`rollout(..., max_conversations=...)`), which is named by its messages and how often these came, so the order of arrival counts for
-nothing. The first one is the conversation `main`: an agent waits for its first answer before it asks for several at once.
+sampled stay as they are, and only the new messages are tokenised. A request that extends none, or shows other tools, begins another
+conversation of the episode (`rollout(..., max_conversations=...)`). Its name, and with that its random numbers, follow from what is asked
+and how often that came, and it goes by the reward of the chat. The first one is the chat itself.
+
+So of requests at the same time it does not count which arrives first, unless they are an episode's first ones, or extend the same
+conversation: the one that arrives first goes on with it. So an agent waits for its first answer before it asks for several at once.
 
 A client's retry (`x-stainless-retry-count`, which the SDKs of OpenAI and Anthropic send) gets the answer that is under way, or was given; a
 client that goes away leaves its turn to end. The rollout's sampling holds: temperature, top_p and seed of a request are not looked at. What
@@ -40,7 +43,6 @@ import secrets
 import socket
 import time
 import weakref
-from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol, final
@@ -55,6 +57,8 @@ from starlette.routing import Route
 from m2flow.agents.chat import Chat, Turn
 from m2flow.agents.endpoint import LOOPBACK_HOST, BadRequest, body_of, error_body, first_fault
 from m2flow.agents.tools import EpisodeFailed, Tool, ToolCall, client_tool
+from m2flow.errors import OptionError
+from m2flow.recipe import Sampling
 from m2flow.samples import Message
 
 MODEL = "policy"
@@ -109,8 +113,7 @@ async def endpoint(chat: Chat) -> AsyncIterator[Endpoint]:
         session.raise_failure()
         raise
     finally:
-        await session.close(is_failed=is_failed)
-        await server.close(key)
+        await server.close(key, is_failed=is_failed)
     session.raise_failure()
 
 
@@ -127,11 +130,18 @@ class Asked:
     max_tokens: int | None = None
     stop: tuple[str, ...] | None = None
     is_streamed: bool = False
+    may_call: bool = True
+    """False: the tools are shown, and a call of one is a text."""
 
     @property
-    def fingerprint(self) -> str:
-        shown = [self.messages, [tool.description for tool in self.tools], self.max_tokens, self.stop]
-        return hashlib.sha256(json.dumps(shown, sort_keys=True, default=str).encode()).hexdigest()
+    def shown(self) -> str:
+        """The tools as the model sees them."""
+        return json.dumps([tool.description for tool in self.tools], sort_keys=True)
+
+    def fingerprint(self, messages: Sequence[object]) -> str:
+        """What is asked, with its messages in this form."""
+        parts = [messages, self.shown, self.max_tokens, self.stop, self.may_call]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
 @dataclass(eq=False)
@@ -139,8 +149,14 @@ class _Line:
     """One conversation, as its client knows it."""
 
     chat: Chat
+    tools: str
+    """As the template presented them at its begin."""
     messages: list[Message] = field(default_factory=list)
     is_busy: bool = False
+    num_turns: int = 0
+    """Of the chat, after the last of its client's."""
+    is_full: bool = False
+    """What was said last did not fit into it."""
 
 
 @final
@@ -152,18 +168,26 @@ class Session:
         self._lines: list[_Line] = []
         self._answers: dict[str, asyncio.Task[Turn]] = {}
         """The last answer to each request, given or under way."""
-        self._num_begun: Counter[str] = Counter()
+        self._turns: set[asyncio.Task[Turn]] = set()
+        """Those under way."""
         self._failure: BaseException | None = None
+        self._is_over = False
 
     async def answer(self, asked: Asked, *, is_retry: bool) -> Turn:
         """The model's turn after these messages.
 
         Raises:
-            BadRequest: the messages can't be continued. EpisodeFailed: the turn is the episode's failure.
+            BadRequest: the episode is over. EpisodeFailed: it has failed.
         """
-        task = self._answers.get(asked.fingerprint) if is_retry else None
+        if self._is_over:
+            raise BadRequest("the episode is over", status=404)
+        key = asked.fingerprint(asked.messages)
+        task = self._answers.get(key) if is_retry else None
         if task is None:
-            task = self._answers[asked.fingerprint] = asyncio.ensure_future(self._turn(asked, self._line_of(asked)))
+            self.raise_failure()
+            task = self._answers[key] = asyncio.ensure_future(self._turn(asked, self._line_of(asked)))
+            self._turns.add(task)
+            task.add_done_callback(self._turns.discard)
         try:
             return await asyncio.shield(task)  # A client that goes away leaves the turn to end: its tokens are the episode's.
         except asyncio.CancelledError:
@@ -176,51 +200,54 @@ class Session:
         wanted = [_compared(message) for message in asked.messages]
 
         def is_extended(line: _Line) -> bool:
+            if line.is_busy or line.tools != asked.shown or line.num_turns != line.chat.num_turns:
+                return False
             known = [_compared(message) for message in line.messages]
-            return not line.is_busy and len(known) < len(wanted) and wanted[: len(known)] == known
+            return 0 < len(known) < len(wanted) and wanted[: len(known)] == known
 
         found = max(filter(is_extended, self._lines), key=lambda line: len(line.messages), default=None)
         if found is not None and all(message["role"] != "assistant" for message in asked.messages[len(found.messages) :]):
             found.is_busy = True
             return found
         is_first = not self._lines and not self._chat.messages
-        line = _Line(self._chat if is_first else self._chat.conversation(self._name(wanted)), is_busy=True)
+        line = _Line(self._chat if is_first else self._chat.beside("http-" + asked.fingerprint(wanted)[:12]), asked.shown, is_busy=True)
         self._lines.append(line)
         return line
 
-    def _name(self, wanted: Sequence[object]) -> str:
-        digest = hashlib.sha256(json.dumps(wanted, sort_keys=True, default=str).encode()).hexdigest()[:12]
-        self._num_begun[digest] += 1
-        return f"http-{digest}-{self._num_begun[digest]}"
-
     async def _turn(self, asked: Asked, line: _Line) -> Turn:
         new = [_named(message, asked.messages) for message in asked.messages[len(line.messages) :]]
+        limit = 0 if line.is_full else asked.max_tokens
         try:
-            turn = await line.chat.say(new, tools=asked.tools, max_tokens=asked.max_tokens, stop=asked.stop)
+            turn = await line.chat.say(new, tools=asked.tools, max_tokens=limit, stop=asked.stop)
         except BaseException as error:
-            self._failure = self._failure or error
+            if not isinstance(error, asyncio.CancelledError):
+                self._failure = self._failure or error
             raise
         finally:
             line.is_busy = False
-        if any(call.fault for call in turn.calls):  # The client gets what the model wrote, and no half of it.
-            turn = replace(turn, text=turn.raw, calls=())
+        if turn.calls and not (asked.may_call and all(not call.fault and _is_json(call.arguments) for call in turn.calls)):
+            turn = replace(turn, text=turn.raw, calls=())  # The client gets what the model wrote, and no half of it.
+        line.is_full = turn.is_cut and not turn.num_tokens
+        line.num_turns = line.chat.num_turns
         line.messages = [*asked.messages, _assistant(turn)]
         return turn
 
     def raise_failure(self) -> None:
         """Raise what ended a turn in place of the model, if something did."""
-        if self._failure is not None and not isinstance(self._failure, asyncio.CancelledError):
+        if self._failure is not None:
             raise self._failure
 
     async def close(self, *, is_failed: bool) -> None:
-        """Wait for the turns that are under way: what an episode has said does not depend on how long its clients waited.
+        """Begin no more turns, and wait for those under way: what an episode has said does not depend on how long its clients waited.
 
         Args:
             is_failed: the episode is over; end them instead.
         """
-        for task in self._answers.values() if is_failed else ():
+        self._is_over = True
+        turns = list(self._turns)
+        for task in turns if is_failed or self._failure is not None else ():
             task.cancel()
-        await asyncio.gather(*self._answers.values(), return_exceptions=True)
+        await asyncio.gather(*turns, return_exceptions=True)
 
 
 def _assistant(turn: Turn) -> Message:
@@ -228,19 +255,29 @@ def _assistant(turn: Turn) -> Message:
     return {"role": "assistant", "content": turn.text, **({"tool_calls": calls} if calls else {})}
 
 
-def _compared(message: Message) -> object:
+def _compared(message: Message) -> str:
     """What makes two messages the same: the role, the text, and names and arguments of calls. Clients add fields, and drop some."""
     calls: Any = message.get("tool_calls") or ()
-    return [message["role"], message.get("content") or "", [[one["function"]["name"], one["function"]["arguments"]] for one in calls]]
+    called = [[one["function"]["name"], one["function"]["arguments"]] for one in calls]
+    return json.dumps([message["role"], message.get("content") or "", called], sort_keys=True)
 
 
-def _named(message: Message, before: Sequence[Message]) -> Message:
+def _named(message: Message, among: Sequence[Message]) -> Message:
     """A tool's message with the name of what was called, which some templates write and clients leave out."""
     if message["role"] != "tool" or message.get("name"):
         return message
-    calls: Any = [call for one in before for call in one.get("tool_calls") or ()]  # type: ignore[attr-defined]
+    calls: Any = [call for one in among for call in one.get("tool_calls") or ()]  # type: ignore[attr-defined]
     names = [call["function"]["name"] for call in calls if call.get("id") == message.get("tool_call_id")]
     return {**message, **({"name": names[-1]} if names else {})}
+
+
+def _is_json(value: object) -> bool:
+    """Whether this can be written as JSON: without NaN, and without halves of surrogate pairs."""
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True
 
 
 # ---- dialects: three ways to say the same
@@ -253,36 +290,45 @@ class _Part(pydantic.BaseModel):
     text: str = ""
 
 
+_PARTS, _OBJECTS = pydantic.TypeAdapter(list[_Part]), pydantic.TypeAdapter(list[dict[str, Any]])
+
+
+def _checked(kind: pydantic.TypeAdapter[Any], given: object, where: str) -> Any:
+    """A value of this kind. Raises `BadRequest`: it is none."""
+    try:
+        return kind.validate_python(given)
+    except pydantic.ValidationError as error:
+        raise BadRequest(f"{where}: {first_fault(error)}") from None
+
+
 def _text(content: object) -> str:
     """The text of a message's content. Raises `BadRequest`: it is more than text."""
     if content is None or isinstance(content, str):
         return content or ""
-    try:
-        parts = pydantic.TypeAdapter(list[_Part]).validate_python(content)
-    except pydantic.ValidationError as error:
-        raise BadRequest(f"a message's content: {first_fault(error)}") from None
+    parts: list[_Part] = _checked(_PARTS, content, "a message's content")
     other = [part.type for part in parts if part.type not in ("text", "input_text", "output_text", "refusal", "thinking")]
     if other:
         raise BadRequest(f"content of the type {other[0]!r} is not supported: text alone")
     return "".join(part.text for part in parts)
 
 
-def _arguments(given: object) -> object:
-    """The arguments of a call as an object, if they are one."""
-    if isinstance(given, str):
-        with contextlib.suppress(ValueError):
-            return json.loads(given)
-    return given
-
-
 def _call(name: object, arguments: object, number: object) -> dict[str, object]:
-    return {"id": str(number or ""), "type": "function", "function": {"name": str(name), "arguments": _arguments(arguments)}}
+    """A call as chat templates get it. Raises `BadRequest`: it has no name, or its arguments are no object."""
+    if not isinstance(name, str) or not name:
+        raise BadRequest(f"a tool call has the name {json.dumps(name):.60}; it must be a text")
+    found = arguments
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            found = json.loads(arguments or "{}")
+    if not isinstance(found, dict) or not _is_json(found):
+        raise BadRequest(f"the arguments of a call of {name!r:.60} are {arguments!r:.60}; they must be a JSON object")
+    return {"id": str(number or ""), "type": "function", "function": {"name": name, "arguments": found}}
 
 
 class _Body(pydantic.BaseModel):
     """What all dialects have."""
 
-    stream: bool = False
+    stream: bool | None = None
     tool_choice: Any = None
 
     refused: ClassVar[tuple[str, ...]] = ()
@@ -310,17 +356,41 @@ class _Dialect(Protocol):
         """The answer as a stream: (event, data). An empty event has no line of its own."""
 
 
-def _tools_of(given: Sequence[Any] | None, choice: object) -> tuple[Tool, ...]:
+def _tools_of(given: Sequence[Any] | None, kinds: Sequence[str] = ("function",)) -> tuple[Tool, ...]:
     """Tools that a client runs. Raises `BadRequest`: one is no function."""
-    kind = choice.get("type") if isinstance(choice, dict) else choice
-    found = []
-    for one in () if kind == "none" else given or ():
+    found: dict[str, Tool] = {}
+    for one in given or ():
         function = one.get("function", one)
-        if one.get("type", "function") not in ("function", "custom") or not isinstance(function.get("name"), str):
-            raise BadRequest(f"a tool of the type {one.get('type')!r} is not supported: functions alone")
+        name = function.get("name") if isinstance(function, dict) else None
+        if one.get("type", kinds[0]) not in kinds or not isinstance(name, str) or not name:
+            raise BadRequest(f"tools: one of the type {one.get('type')!r:.60} with the name {name!r:.60} is not supported: functions alone")
         schema = function.get("parameters") or function.get("input_schema") or {}
-        found.append(client_tool(function["name"], str(function.get("description") or ""), schema))
-    return tuple(found)
+        if not isinstance(schema, dict) or not _is_json(schema):
+            raise BadRequest(f"tools: the parameters of {name!r:.60} are {schema!r:.60}; they must be a JSON schema")
+        if name in found:
+            raise BadRequest(f"tools: two have the name {name!r:.60}")
+        found[name] = client_tool(name, str(function.get("description") or ""), schema)
+    return tuple(found.values())
+
+
+def _asked(messages: Sequence[Message], tools: tuple[Tool, ...], limit: int | None, stop: Sequence[str] | None, of: _Body) -> Asked:
+    """A request. Raises `BadRequest`: a stop text can't be."""
+    try:
+        Sampling(1, stop=tuple(stop or ()))
+    except OptionError as error:
+        raise BadRequest(str(error)) from None
+    kind = of.tool_choice.get("type") if isinstance(of.tool_choice, dict) else of.tool_choice
+    return Asked(tuple(messages), tools, limit, None if stop is None else tuple(stop), bool(of.stream), kind != "none")
+
+
+class _ChatCall(pydantic.BaseModel):
+    """A call of a tool in a message of OpenAI's chat completions."""
+
+    id: str | None = None
+    function: dict[str, Any]
+
+
+_CALLS = pydantic.TypeAdapter(list[_ChatCall])
 
 
 class ChatCompletion(_Body):
@@ -332,30 +402,37 @@ class ChatCompletion(_Body):
     stop: str | list[str] | None = None
     tools: list[dict[str, Any]] | None = None
     stream_options: dict[str, Any] | None = None
-    n: int = pydantic.Field(1, ge=1, le=1)
+    n: int | None = pydantic.Field(None, ge=1, le=1)
     logprobs: bool | None = None
     logit_bias: dict[str, float] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     response_format: dict[str, Any] | None = None
+    functions: Any = None
+    function_call: Any = None
 
-    refused = ("logprobs", "logit_bias", "presence_penalty", "frequency_penalty")
+    refused = ("logprobs", "logit_bias", "presence_penalty", "frequency_penalty", "functions", "function_call")
 
     def asked(self) -> Asked:
         if self.response_format is not None and self.response_format.get("type") != "text":
             raise BadRequest(f"response_format {self.response_format.get('type')!r} is not supported in training")
-        stop = (self.stop,) if isinstance(self.stop, str) else None if self.stop is None else tuple(self.stop)
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop
         limit = self.max_completion_tokens or self.max_tokens
-        return Asked(tuple(map(self._message, self.messages)), _tools_of(self.tools, self.tool_choice), limit, stop, self.stream)
+        return _asked([self._message(given) for given in self.messages], _tools_of(self.tools), limit, stop, self)
 
     def _message(self, given: Mapping[str, Any]) -> Message:
         role = "system" if given.get("role") == "developer" else given.get("role")
         if role not in ("system", "user", "assistant", "tool"):
             raise BadRequest(f"a message of the role {role!r} is not supported")
         message: dict[str, object] = {"role": role, "content": _text(given.get("content"))}
+        if given.get("function_call"):
+            raise BadRequest("a message's function_call is not supported: write it as tool_calls")
         if given.get("tool_calls"):
-            calls = [(call.get("function") or {}, call) for call in given["tool_calls"]]
-            message["tool_calls"] = [_call(of.get("name"), of.get("arguments"), call.get("id")) for of, call in calls]
+            calls: list[_ChatCall] = _checked(_CALLS, given["tool_calls"], "a message's tool_calls")
+            message["tool_calls"] = [_call(call.function.get("name"), call.function.get("arguments"), call.id) for call in calls]
+        for name in ("tool_call_id", "name"):
+            if not isinstance(given.get(name, ""), str | None):
+                raise BadRequest(f"a message's {name} is {given[name]!r:.60}; it must be a text")
         return message | {name: given[name] for name in ("tool_call_id", "name") if given.get(name)}
 
     def whole(self, turn: Turn, number: str) -> dict[str, object]:
@@ -398,6 +475,12 @@ def _finish(turn: Turn, whole: str, called: str, cut: str) -> str:
     return called if turn.calls else cut if turn.is_cut else whole
 
 
+class _TextOptions(pydantic.BaseModel):
+    """How the text of OpenAI's responses is to be."""
+
+    format: dict[str, Any] | None = None
+
+
 class ModelResponse(_Body):
     """OpenAI's responses."""
 
@@ -408,19 +491,22 @@ class ModelResponse(_Body):
     previous_response_id: str | None = None
     conversation: Any = None
     background: bool | None = None
-    text: dict[str, Any] | None = None
+    prompt: Any = None
+    text: _TextOptions | None = None
 
-    refused = ("previous_response_id", "conversation", "background")
+    refused = ("previous_response_id", "conversation", "background", "prompt")
 
     def asked(self) -> Asked:
-        kind = ((self.text or {}).get("format") or {}).get("type", "text")
+        kind = ((self.text and self.text.format) or {}).get("type", "text")
         if kind != "text":
             raise BadRequest(f"text.format {kind!r} is not supported in training")
         items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
         found: list[dict[str, object]] = [{"role": "system", "content": self.instructions}] if self.instructions else []
         for item in items:
             self._take(item, found)
-        return Asked(tuple(found), _tools_of(self.tools, self.tool_choice), self.max_output_tokens, None, self.stream)
+        if len(found) == bool(self.instructions):
+            raise BadRequest("input: there is no message in it")
+        return _asked(found, _tools_of(self.tools), self.max_output_tokens, None, self)
 
     @staticmethod
     def _take(item: Mapping[str, Any], found: list[dict[str, object]]) -> None:
@@ -527,8 +613,7 @@ class AnthropicMessage(_Body):
             if given.get("role") not in ("user", "assistant"):
                 raise BadRequest(f"a message of the role {given.get('role')!r} is not supported")
             found += self._read(given)
-        stop = None if self.stop_sequences is None else tuple(self.stop_sequences)
-        return Asked(tuple(found), _tools_of(self.tools, self.tool_choice), self.max_tokens, stop, self.stream)
+        return _asked(found, _tools_of(self.tools, ("custom", "function")), self.max_tokens, self.stop_sequences, self)
 
     @staticmethod
     def _read(given: Mapping[str, Any]) -> list[dict[str, object]]:
@@ -536,6 +621,7 @@ class AnthropicMessage(_Body):
         content = given.get("content")
         if not isinstance(content, list):
             return [{"role": given["role"], "content": _text(content)}]
+        _checked(_OBJECTS, content, "a message's content")
         results: list[dict[str, object]] = [
             {"role": "tool", "content": _text(part.get("content")), "tool_call_id": str(part.get("tool_use_id") or "")}
             for part in content
@@ -600,6 +686,7 @@ class _Server:
         config = uvicorn.Config(app, log_level="critical", access_log=False, ws="none", lifespan="off", timeout_graceful_shutdown=1)
         self._server = uvicorn.Server(config)
         self._task = asyncio.ensure_future(self._server.serve(sockets=[self._listener]))
+        self._task.add_done_callback(self._release)
 
     @classmethod
     def here(cls) -> _Server:
@@ -612,13 +699,23 @@ class _Server:
         self._sessions[key] = session
         return key
 
-    async def close(self, key: str) -> None:
-        del self._sessions[key]
-        if not self._sessions:
+    async def close(self, key: str, *, is_failed: bool) -> None:
+        """End a session. Nothing gets in any more from the first moment on, even where this is cancelled."""
+        session, is_last = self._sessions.pop(key), not self._sessions
+        if is_last:
             self._running.pop(asyncio.get_running_loop(), None)
             self._server.should_exit = True
+        await session.close(is_failed=is_failed)
+        if is_last:
             await asyncio.shield(self._task)
-            self._listener.close()
+
+    def _release(self, task: asyncio.Task[None]) -> None:
+        """Close what is open still: of a server that was cancelled with its loop, or that clients hold who read nothing."""
+        for server in getattr(self._server, "servers", ()):
+            server.close()
+        for connection in list(self._server.server_state.connections):
+            connection.transport.abort()
+        self._listener.close()
 
     def _session_of(self, request: HttpRequest) -> Session:
         if not LOOPBACK_HOST.fullmatch(request.headers.get("host", "")):
@@ -643,10 +740,12 @@ class _Server:
         is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
         try:
             turn = await session.answer(asked, is_retry=is_retry)
+        except BadRequest:
+            raise
         except EpisodeFailed as error:
             raise BadRequest(f"the episode has failed: {error}", error.how) from None
-        except ValueError as error:
-            raise BadRequest(str(error)) from None
+        except Exception as error:
+            raise BadRequest(f"the episode has failed: {type(error).__name__}: {error}", "raised") from None
         if not asked.is_streamed:
             return JSONResponse(dialect.whole(turn, number))
         ends_with_done = isinstance(dialect, ChatCompletion)

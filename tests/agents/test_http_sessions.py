@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
@@ -14,6 +16,7 @@ import pytest
 from test_conversation import codec_of
 from test_conversations import SPEC, whole
 from test_repetition import host, played, row_of, start_of, stopped_row
+from tiny_models import byte_tokenizer
 
 from m2flow import Chat, Dataset, Policy, Sample, agent, endpoint, flow, steps, tool
 from m2flow.agents.chat import Asked, Known, Reply, Resources, Table
@@ -22,7 +25,8 @@ from m2flow.agents.episodes import EpisodeStart, EventLoop
 from m2flow.agents.http_sessions import Endpoint, _Server
 from m2flow.agents.tools import EpisodeFailed, Outcome, ToolCall
 from m2flow.engines.contract import Language
-from m2flow.recipe import AdamW
+from m2flow.engines.models.hf_model import TextCodec
+from m2flow.recipe import AdamW, ChatTemplate
 from m2flow.recipe import Episodes as Bounds
 from m2flow.samples import Finish
 from m2flow.testing.world import run_eager, run_planned
@@ -213,6 +217,11 @@ def test_a_stream_says_what_a_whole_answer_says_and_a_client_that_breaks_off_lea
     assert len(script.asked) == 2
 
 
+def called(call: object) -> list[object]:
+    """Messages with a call of a tool."""
+    return [*ASKS, {"role": "assistant", "content": None, "tool_calls": [call]}]
+
+
 REFUSED: list[tuple[str, object, int, str]] = [
     ("/chat/completions", b"nonsense", 400, "Invalid JSON"),
     ("/chat/completions", {"messages": []}, 400, "messages"),
@@ -227,10 +236,43 @@ REFUSED: list[tuple[str, object, int, str]] = [
     ("/responses", {"input": [{"type": "computer_call"}]}, 400, "computer_call"),
     ("/messages", {"messages": ASKS[1:]}, 400, "max_tokens"),
     ("/nothing", {}, 404, ""),
+    ("/chat/completions", {"messages": called(None)}, 400, "tool_calls: 0"),
+    ("/chat/completions", {"messages": [*ASKS, {"role": "assistant", "tool_calls": "add"}]}, 400, "tool_calls"),
+    ("/chat/completions", {"messages": called({"function": None})}, 400, "function: "),
+    ("/chat/completions", {"messages": called({"function": {"arguments": "{}"}})}, 400, "the name null"),
+    ("/chat/completions", {"messages": called({"function": {"name": "add", "arguments": "[1]"}})}, 400, "of 'add' are '[1]'"),
+    ("/chat/completions", {"messages": called({"function": {"name": "add", "arguments": "a: 1"}})}, 400, "of 'add' are 'a: 1'"),
+    ("/chat/completions", {"messages": called({"function": {"name": "add", "arguments": None}})}, 400, "of 'add' are None"),
+    ("/chat/completions", {"messages": called({"function": {"name": "add", "arguments": '{"a":' * 50_000}})}, 400, "JSON object"),
+    ("/chat/completions", {"messages": called({"function": {"name": "add", "arguments": '{"a": "\\ud800"}'}})}, 400, "JSON object"),
+    ("/chat/completions", {"messages": called({"function": {"name": "add", "arguments": '{"a": NaN}'}})}, 400, "NaN"),
+    ("/chat/completions", {"messages": [{"role": "user", "content": "x", "name": {"a": 1}}]}, 400, "name"),
+    ("/chat/completions", {"messages": [{"role": "assistant", "function_call": {"name": "add"}}]}, 400, "function_call"),
+    ("/chat/completions", {"messages": ASKS, "functions": [{"name": "add"}]}, 400, "functions is not supported"),
+    ("/chat/completions", {"messages": ASKS, "tools": [{"type": "function", "function": None}]}, 400, "tools"),
+    ("/chat/completions", {"messages": ASKS, "tools": [None]}, 400, "tools.0"),
+    ("/chat/completions", {"messages": ASKS, "tools": [{"function": {"name": "add", "parameters": "int"}}]}, 400, "parameters of 'add'"),
+    ("/chat/completions", {"messages": ASKS, "tools": [ADD, ADD]}, 400, "two have the name 'add'"),
+    ("/chat/completions", {"messages": ASKS, "stop": ""}, 400, "stop"),
+    ("/chat/completions", {"messages": ASKS, "stop": ["END", "\ufffd"]}, 400, "stop"),
+    ("/responses", {"input": []}, 400, "input"),
+    ("/responses", {"input": [{"type": "reasoning"}], "instructions": "Be brief."}, 400, "input"),
+    ("/responses", {"input": "x", "text": {"format": "json"}}, 400, "text.format"),
+    ("/responses", {"input": "x", "prompt": {"id": "p"}}, 400, "prompt is not supported"),
+    ("/responses", {"input": "x", "tools": [{"type": "custom", "name": "code"}]}, 400, "custom"),
+    ("/responses", {"input": [{"type": "function_call", "arguments": "{}"}]}, 400, "the name null"),
+    ("/messages", {"max_tokens": 9, "messages": [{"role": "user", "content": ["x"]}]}, 400, "content"),
+    ("/messages", {"max_tokens": 9, "messages": ASKS[1:], "stop_sequences": [""]}, 400, "stop"),
+    (
+        "/messages",
+        {"max_tokens": 9, "messages": [{"role": "assistant", "content": [{"type": "tool_use", "name": "add", "input": None}]}]},
+        400,
+        "of 'add' are None",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("path", "body", "status", "words"), REFUSED, ids=[f"{path}-{words}" for path, _, _, words in REFUSED])
+@pytest.mark.parametrize(("path", "body", "status", "words"), REFUSED, ids=[f"{at}{one[0]}-{one[3]}" for at, one in enumerate(REFUSED)])
 def test_what_can_t_be_is_refused_by_name_and_harms_no_episode(
     path: str, body: object, status: int, words: str, language: Language
 ) -> None:
@@ -289,6 +331,260 @@ def test_limits_and_stop_texts_of_a_request_hold(language: Language) -> None:
     assert answer["choices"][0]["finish_reason"] == "length"
     assert answer["usage"]["completion_tokens"] == 4
     assert (script.asked[0].max_new_tokens, script.asked[0].stop) == (4, ("END",))
+
+
+def test_fields_that_are_null_are_as_if_they_were_not_there(language: Language) -> None:
+    names = ("n", "stream", "stop", "tools", "tool_choice", "max_tokens", "stream_options", "response_format", "logit_bias", "logprobs")
+
+    async def work(server: Endpoint, client: httpx.AsyncClient) -> dict[str, Any]:
+        return await completed(client, ASKS, **dict.fromkeys(names))
+
+    assert served(chat_of(Script(language, ["one"])), work)["choices"][0]["message"]["content"] == "one"
+
+
+@pytest.mark.parametrize("value", ["NaN", '"\\ud800"'])
+def test_a_call_that_no_json_can_say_is_a_text_and_the_conversation_goes_on(value: str, language: Language) -> None:
+    script = Script(language, [CALL.replace("1", value), "3"])
+
+    async def work(server: Endpoint, client: httpx.AsyncClient) -> dict[str, Any]:
+        shown = {"name": "add", "input_schema": {"type": "object"}}
+        body: dict[str, Any] = {"max_tokens": 900, "tools": [shown], "messages": [ASKS[1]]}
+        first = await client.post("/messages", json=body)
+        assert first.status_code == 200, first.text
+        said = {"role": "assistant", "content": first.json()["content"]}
+        again = {**body, "messages": [ASKS[1], said, {"role": "user", "content": "What?"}]}
+        assert (await client.post("/messages", json=again)).status_code == 200
+        return first.json()  # type: ignore[no-any-return]
+
+    first = served(chat_of(script), work)
+    assert [part["type"] for part in first["content"]] == ["text"]
+    assert value in first["content"][0]["text"]
+    assert [one.name for one in script.asked] == ["main", "main"]
+
+
+def test_names_of_conversations_follow_from_all_that_is_asked(language: Language) -> None:
+    found = []
+    for order in ((4, 9, 6), (6, 4, 9)):
+        script = Script(language, ["a long answer"], delay_s=0.05)
+
+        async def work(server: Endpoint, client: httpx.AsyncClient, order: tuple[int, ...] = order) -> None:
+            await completed(client, ASKS)
+            for limit in order:
+                client_s = asyncio.ensure_future(completed(client, ASKS[1:], max_tokens=limit))
+                await asyncio.sleep(0.01)
+            await client_s
+
+        served(chat_of(script), work)
+        found.append({one.name: one.max_new_tokens for one in script.asked})
+    assert found[0] == found[1]
+    assert len(found[0]) == 4
+
+
+def test_a_request_that_shows_other_tools_begins_another_conversation_whose_model_sees_them(language: Language) -> None:
+    script = Script(language, ["one"])
+    other = {"type": "function", "function": {"name": "multiply"}}
+
+    async def work(server: Endpoint, client: httpx.AsyncClient) -> None:
+        said = (await completed(client, ASKS, tools=[ADD]))["choices"][0]["message"]
+        more = [*ASKS, said, {"role": "user", "content": "and?"}]
+        await completed(client, more, tools=[ADD, other])
+        await completed(client, more, tools=[ADD])
+
+    served(chat_of(script), work)
+    first, second, third = script.asked
+    assert (first.name, third.name) == ("main", "main")
+    assert second.name.startswith("http-")
+    assert "Tools: add multiply" in (second.prompt_text or "")
+
+
+def test_without_a_choice_of_tools_they_are_shown_and_a_call_is_a_text(language: Language) -> None:
+    script = Script(language, [CALL])
+
+    async def work(server: Endpoint, client: httpx.AsyncClient) -> list[dict[str, Any]]:
+        first = (await completed(client, ASKS, tools=[ADD]))["choices"][0]["message"]
+        more = [*ASKS, first, {"role": "tool", "content": "3", "tool_call_id": first["tool_calls"][0]["id"]}]
+        return [first, (await completed(client, more, tools=[ADD], tool_choice="none"))["choices"][0]["message"]]
+
+    first, second = served(chat_of(script), work)
+    assert first["tool_calls"]
+    assert not second.get("tool_calls")
+    assert second["content"] == CALL
+    assert [one.name for one in script.asked] == ["main", "main"]
+
+
+def test_what_did_not_fit_is_not_left_out_of_what_follows_in_silence(language: Language) -> None:
+    script = Script(language, ["one"])
+
+    async def work(server: Endpoint, client: httpx.AsyncClient) -> list[str]:
+        messages, ends = list[object](ASKS), []
+        for text in ("long " * 100, "short"):
+            answer = (await completed(client, messages))["choices"][0]
+            messages += [answer["message"], {"role": "user", "content": text}]
+            ends.append(answer["finish_reason"])
+        return [*ends, (await completed(client, messages))["choices"][0]["finish_reason"]]
+
+    assert served(chat_of(script, max_tokens=200), work) == ["stop", "length", "length"]
+    assert len(script.asked) == 1
+
+
+def test_a_chat_may_be_served_again_and_be_asked_the_same(language: Language) -> None:
+    script = Script(language, ["one"])
+
+    async def run() -> None:
+        chat = chat_of(script)
+        for _ in range(3):
+            async with endpoint(chat) as server, httpx.AsyncClient(base_url=server.base_url, timeout=60) as client:
+                await completed(client, ASKS)
+        await chat.say("and?")
+        async with endpoint(chat) as server, httpx.AsyncClient(base_url=server.base_url, timeout=60) as client:
+            said = (await completed(client, [{"role": "user", "content": "new"}]))["choices"][0]["message"]
+            assert said["content"] == "one"
+
+    asyncio.run(run())
+    assert len({one.name for one in script.asked}) == 4
+
+
+def test_what_the_agent_says_itself_is_in_no_history_of_a_client(language: Language) -> None:
+    script = Script(language, ["one"])
+
+    async def run() -> None:
+        chat = chat_of(script)
+        async with endpoint(chat) as server, httpx.AsyncClient(base_url=server.base_url, timeout=60) as client:
+            said = (await completed(client, ASKS))["choices"][0]["message"]
+            await chat.say("a hint")
+            await completed(client, [*ASKS, said, {"role": "user", "content": "and?"}])
+
+    asyncio.run(run())
+    assert [one.name == "main" for one in script.asked] == [True, True, False]
+
+
+def test_a_result_has_the_name_of_its_tool_in_a_history_that_begins_a_conversation(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.name }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+    )
+    tokenizer = byte_tokenizer(tmp_path, special=("<|im_end|>", "<|im_start|>"), chat_template=template)
+    language = TextCodec(tokenizer, frozenset([tokenizer.convert_tokens_to_ids("<|im_end|>")]), chat=True, template=ChatTemplate())
+    script = Script(language, ["one"])
+
+    async def work(server: Endpoint, client: httpx.AsyncClient) -> None:
+        call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+        await completed(client, [*called(call), {"role": "tool", "content": "3", "tool_call_id": "c"}])
+
+    served(chat_of(script), work)
+    assert "tool add\n3" in (script.asked[0].prompt_text or "")
+
+
+# ---- the end of an episode
+
+
+def test_after_a_failure_the_model_is_asked_nothing_more(language: Language) -> None:
+    class Failing(Script):
+        async def turn(self, asked: Asked) -> Reply:
+            await super().turn(asked)
+            raise EpisodeFailed("turn_timed_out", "too slow")
+
+    script = Failing(language, ["one"])
+
+    async def work(server: Endpoint, client: httpx.AsyncClient) -> None:
+        for _ in range(3):
+            answer = await client.post("/chat/completions", json={"messages": ASKS})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "turn_timed_out")
+
+    with pytest.raises(EpisodeFailed, match="too slow"):
+        served(chat_of(script), work)
+    assert len(script.asked) == 1
+
+
+def test_a_request_whose_body_comes_after_the_end_takes_no_turn(language: Language) -> None:
+    script = Script(language, ["one"])
+
+    async def run() -> bytes:
+        async with endpoint(chat_of(Script(language, ["two"]))):  # It keeps the server.
+            async with endpoint(chat_of(script)) as server:
+                port, body = int(server.base_url.split(":")[2].split("/")[0]), json.dumps({"messages": ASKS}).encode()
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                head = f"POST /{server.api_key}/v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
+                writer.write(head.encode() + body[:5])
+                await asyncio.sleep(0.2)
+            writer.write(body[5:])
+            status = await reader.readline()
+            writer.close()
+            return status
+
+    assert b"404" in asyncio.run(run())
+    assert not script.asked
+
+
+@pytest.mark.parametrize("is_failed", [False, True])
+def test_no_turn_outlives_the_endpoint_not_of_equal_requests_either(is_failed: bool, language: Language) -> None:
+    ended = []
+
+    class Slow(Script):
+        async def turn(self, asked: Asked) -> Reply:
+            reply = await super().turn(asked)
+            ended.append(asked.name)
+            return reply
+
+    script = Slow(language, ["one"], delay_s=60 if is_failed else 1)
+
+    async def run() -> int:
+        async with httpx.AsyncClient(timeout=60) as client:
+            with contextlib.suppress(KeyError):
+                async with endpoint(chat_of(script)) as server:
+                    url = f"{server.base_url}/chat/completions"
+                    waiting = [asyncio.ensure_future(client.post(url, json={"messages": ASKS})) for _ in range(3)]
+                    while len(script.asked) < 3:
+                        await asyncio.sleep(0.01)
+                    if is_failed:
+                        raise KeyError
+            assert len(ended) == (0 if is_failed else 3)
+            answers = await asyncio.gather(*waiting)
+        assert [answer.status_code for answer in answers] == [404 if is_failed else 200] * 3
+        return len(asyncio.all_tasks()) - 1
+
+    assert asyncio.run(run()) == 0
+
+
+def test_a_client_that_reads_nothing_holds_neither_the_end_nor_a_socket(language: Language) -> None:
+    class Long(Script):
+        async def turn(self, asked: Asked) -> Reply:
+            return (await super().turn(asked))._replace(text="x" * 40_000_000)
+
+    script = Long(language, ["x"])
+
+    async def run() -> None:
+        async with endpoint(chat_of(script)) as server:
+            port, body = int(server.base_url.split(":")[2].split("/")[0]), json.dumps({"messages": ASKS, "stream": True}).encode()
+            _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1)
+            head = f"POST /{server.api_key}/v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
+            writer.write(head.encode() + body)
+            while not script.asked:
+                await asyncio.sleep(0.01)
+            (running,) = _Server._running.values()
+            (connection,) = running._server.server_state.connections
+            await asyncio.sleep(0.5)
+        await asyncio.sleep(0)
+        assert connection.transport.get_extra_info("socket").fileno() == -1
+        writer.close()
+
+    asyncio.run(run())
+
+
+def test_a_loop_that_is_closed_leaves_no_open_port(language: Language) -> None:
+    loop, found = EventLoop(), Future[int]()
+
+    async def run() -> None:
+        async with endpoint(chat_of(Script(language, ["one"]))) as server:
+            await asyncio.sleep(0.3)
+            found.set_result(int(server.base_url.split(":")[2].split("/")[0]))
+            await asyncio.sleep(60)
+
+    tasks = list[asyncio.Task[None]]()
+    loop.call(lambda: tasks.append(asyncio.ensure_future(run())))
+    port = found.result(20)
+    loop.close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=5)
 
 
 # ---- clients as they are installed
@@ -428,6 +724,22 @@ def test_an_episode_by_http_that_was_stopped_goes_on_to_the_same_tokens(loop: Ev
         (made,) = played(episodes).values()
         assert not made.columns["failure"]
         assert row_of(made).ragged("tokens").values.tolist() == expected.ragged("tokens").values.tolist()
+
+
+def test_two_agents_by_http_have_rewards_of_their_own_with_what_their_clients_began_beside(loop: EventLoop) -> None:
+    async def asks(chat: Chat) -> None:
+        async with endpoint(chat) as server, httpx.AsyncClient(base_url=server.base_url, timeout=60) as client:
+            for text in ("one?", "aside?"):
+                await completed(client, [{"role": "user", "content": text}], max_tokens=4)
+
+    @agent
+    async def game(chat: Chat, row: Sample) -> dict[str, float]:
+        await asyncio.gather(asks(chat.conversation("black")), asks(chat.conversation("white")))
+        return {"black": 1.0, "white": -1.0}
+
+    row = whole(loop, 3, game, Bounds(8, max_conversations=4))
+    record: Any = row.ragged("episode").item(0)
+    assert sorted(record["rewarded"].values()) == ["black", "black", "white", "white"]
 
 
 @flow
