@@ -411,7 +411,9 @@ class ChatCompletion(_Body):
     functions: Any = None
     function_call: Any = None
 
-    refused = ("logprobs", "logit_bias", "presence_penalty", "frequency_penalty", "functions", "function_call")
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    refused = ("logprobs", "logit_bias", "presence_penalty", "frequency_penalty", "functions", "function_call", "chat_template_kwargs")
 
     def asked(self) -> Asked:
         if self.response_format is not None and self.response_format.get("type") != "text":
@@ -737,6 +739,8 @@ class _Server:
         except pydantic.ValidationError as error:
             raise BadRequest(first_fault(error)) from None
         asked, number = dialect.asked(), secrets.token_hex(12)
+        if asked.messages[-1]["role"] == "assistant":
+            raise BadRequest("messages: the last one is the assistant's, and a turn that is begun for the model is not supported")
         is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
         try:
             turn = await session.answer(asked, is_retry=is_retry)

@@ -235,6 +235,8 @@ REFUSED: list[tuple[str, object, int, str]] = [
     ("/responses", {"input": "x", "previous_response_id": "r"}, 400, "previous_response_id"),
     ("/responses", {"input": [{"type": "computer_call"}]}, 400, "computer_call"),
     ("/messages", {"messages": ASKS[1:]}, 400, "max_tokens"),
+    ("/chat/completions", {"messages": ASKS, "chat_template_kwargs": {"enable_thinking": False}}, 400, "chat_template_kwargs"),
+    ("/messages", {"max_tokens": 9, "messages": [*ASKS[1:], {"role": "assistant", "content": "It is"}]}, 400, "messages: the last one"),
     ("/nothing", {}, 404, ""),
     ("/chat/completions", {"messages": called(None)}, 400, "tool_calls: 0"),
     ("/chat/completions", {"messages": [*ASKS, {"role": "assistant", "tool_calls": "add"}]}, 400, "tool_calls"),

@@ -85,7 +85,7 @@ def test_a_plan_of_several_ranks_survives_its_file() -> None:
 
 def test_an_engine_gets_no_more_ranks_than_it_offers() -> None:
     with pytest.raises(PlanError, match=r"at most 1 rank, and train-0 .* 2") as caught:
-        plan_of(spec_of("split", "embedded"))
+        plan_of(spec_of("split", "fake"))
     assert "fsdp" in caught.value.now
 
 
