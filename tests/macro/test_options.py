@@ -220,7 +220,7 @@ OTHERS = {
     "run, plan, simulate, open_run, Run, Run.samples, Run.metrics, Run.steps": "around flows: tests/runs/test_python_entrance.py",
     "Run.spans, Run.policy, Run.tokenizer, Run.compare": "likewise",
     "Chat, Chat.say, Chat.reply, Chat.run, Turn, ToolCall, ToolCall.message": "of agents while they run: tests/agents",
-    "Chat.conversation, Chat.fork": "likewise",
+    "Chat.conversation, Chat.beside, Chat.fork": "likewise",
     "EpisodeFailed, EpisodeFailed.add_note, EpisodeFailed.with_traceback": "an exception",
     "endpoint": "of an open episode: tests/agents/test_http_sessions.py",
     "mcp_tools": "needs a server: tests/agents/test_mcp_tools.py",
