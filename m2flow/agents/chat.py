@@ -248,10 +248,12 @@ class Chat:
             max_tokens, max_turns: its bounds, where they are to be lower than the rollout's.
         """
         made = self._another(name, "")
-        for given, which in ((max_tokens, "max_tokens"), (max_turns, "max_turns")):
-            if given is not None:
-                check_count(which, given)
-                setattr(made, f"_{which}", min(given, getattr(made, f"_{which}")))
+        if max_tokens is not None:
+            check_count("max_tokens", max_tokens)
+            made._max_tokens = min(max_tokens, made._max_tokens)
+        if max_turns is not None:
+            check_count("max_turns", max_turns)
+            made._max_turns = min(max_turns, made._max_turns)
         return made
 
     def beside(self, name: str) -> Chat:

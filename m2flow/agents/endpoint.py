@@ -314,7 +314,7 @@ class ChatServer:
             Route("/v1/models", self._models, methods=["GET"]),
             Route("/v1/chat/completions", self._completions, methods=["POST"]),
         ]
-        return Starlette(routes=routes, exception_handlers={BadRequest: _refuse})
+        return Starlette(routes=routes, exception_handlers={BadRequest: refuse})
 
     def _check_caller(self, request: HttpRequest) -> None:
         if self.key:
@@ -357,7 +357,7 @@ class ChatServer:
                 "choices": [
                     {
                         "index": one.index,
-                        "message": {"role": "assistant", "content": one.text or None if one.calls else one.text, **_calls(one.calls)},
+                        "message": {"role": "assistant", "content": one.text or None if one.calls else one.text, **tool_calls(one.calls)},
                         "finish_reason": one.finish,
                         "logprobs": self._logprobs(one.generated) if asked.logprobs else None,
                     }
@@ -418,7 +418,7 @@ class ChatServer:
                 yield f"data: {json.dumps({**head, 'object': 'chat.completion.chunk', **piece})}\n\n"
             yield "data: [DONE]\n\n"
         except BadRequest as error:  # The status has been sent.
-            yield f"data: {json.dumps(error_body(error))}\n\n"
+            yield f"data: {json.dumps(_error(error))}\n\n"
         finally:
             self.generator.drop([number for number, one in began.items() if one.done is None])
 
@@ -444,7 +444,7 @@ class ChatServer:
                 if choice is not None:
                     ended[at] = choice
                     if choice.calls:
-                        yield _chunk(at, _calls(choice.calls, are_numbered=True))
+                        yield _chunk(at, tool_calls(choice.calls, are_numbered=True))
                     logprobs = self._logprobs(choice.generated) if asked.logprobs else None
                     yield _chunk(at, {}, choice.finish, logprobs)
             if len(ended) < asked.n:
@@ -465,7 +465,7 @@ def _chunk(
     return {"choices": [{"index": index, "delta": delta, "finish_reason": finish, "logprobs": logprobs}]}
 
 
-def _calls(calls: Sequence[ToolCall], *, are_numbered: bool = False) -> dict[str, object]:
+def tool_calls(calls: Sequence[ToolCall], *, are_numbered: bool = False) -> dict[str, object]:
     """The field `tool_calls` of a message; none without calls."""
     found = [
         {
@@ -484,14 +484,15 @@ def _usage(num_prompt: int, choices: Sequence[_Choice]) -> dict[str, int]:
     return {"prompt_tokens": num_prompt, "completion_tokens": made, "total_tokens": num_prompt + made}
 
 
-def error_body(error: BadRequest) -> dict[str, object]:
+def _error(error: BadRequest) -> dict[str, object]:
     kind = "invalid_request_error" if error.status < 500 else "server_error"
     return {"error": {"message": str(error), "type": kind, "param": None, "code": error.code}}
 
 
-async def _refuse(request: HttpRequest, error: Exception) -> Response:
+async def refuse(request: HttpRequest, error: Exception) -> Response:
+    """The answer to a request that raised `BadRequest`."""
     assert isinstance(error, BadRequest)
-    return JSONResponse(error_body(error), error.status)
+    return JSONResponse(_error(error), error.status)
 
 
 def serve_chat(engine: RolloutEngine, name: str, listener: socket.socket, *, key: str = "") -> None:
