@@ -35,7 +35,7 @@ from m2flow.engines.models.hf_model import layers
 from m2flow.engines.models.trainer_checkpoint import spread_like, whole
 from m2flow.engines.registry import built_in
 from m2flow.errors import EngineError
-from m2flow.recipe import Model, Optimizer
+from m2flow.recipe import Model
 
 OPTIONS = {
     "compute_dtype": "Type of the passes: `bfloat16` over float32 weights; by default float32.",
@@ -93,11 +93,9 @@ class FsdpTrain(RankedTrain):
         self._mesh = None  # Its groups end with the last trainer's: one of them may be that of all ranks.
         self._ranks.close()
 
-    def apply(self, optimizer: Optimizer, denominator: float) -> Mapping[str, float]:
+    def _sum_gradients(self) -> None:
         if self._mesh is not None:
             tensor_parallel.add_up(self._summed, self._mesh)
-        stepped = self._together(lambda: self._optimizers.step(optimizer, denominator))
-        return {**stepped, **self._expert_loads()}
 
     def _whole(self, tensor: Tensor) -> AbstractContextManager[Tensor]:
         return contextlib.nullcontext(whole(tensor).detach())
@@ -121,17 +119,11 @@ class FsdpTrain(RankedTrain):
         tensors, state = trainer_checkpoint.marked(dict(self._own_tensors()), self._state())
         self._write_together(path, tensors, state)
 
-    def load(self, path: str) -> None:
-        self._together(lambda: super(FsdpTrain, self).load(path))
-
     def put_adapters(self, values: Sequence[Tensor]) -> None:
         for module in self._root.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # What is gathered still has the values before.
         super().put_adapters(values)
-
-    def _backward(self, loss: Tensor) -> None:
-        loss.backward()
 
 
 def _options(options: Mapping[str, object], device: str) -> dict[str, Any]:

@@ -216,9 +216,12 @@ class RankedTrain(EmbeddedTrain):
         """By share, the rank that reports its results."""
         return range(0, self._ranks.count, self._num_alike)
 
-    @abstractmethod
     def _backward(self, loss: Tensor) -> None:
-        """Run backward, and sum gradients over the ranks."""
+        """Run backward; with it, or in `_sum_gradients`, gradients are summed over the ranks."""
+        loss.backward()
+
+    def _sum_gradients(self) -> None:
+        """Sum before an optimiser step what backward left to be summed. Collective."""
 
     def _own_tensors(self) -> Iterable[tuple[str, Tensor]]:
         """The model's tensors, of which this rank may have parts, by name. A tied one once: by object, since parts may be empty, and share
@@ -253,6 +256,14 @@ class RankedTrain(EmbeddedTrain):
         found = counts.to(self._settings.device) if counts.numel() else torch.zeros(rows, columns, device=self._settings.device)
         dist.all_reduce(found, group=self._ranks.group)
         return found
+
+    def apply(self, optimizer: Optimizer, denominator: float) -> Mapping[str, float]:
+        self._sum_gradients()
+        stepped = self._together(lambda: self._optimizers.step(optimizer, denominator))
+        return {**stepped, **self._expert_loads()}
+
+    def load(self, path: str) -> None:
+        self._together(lambda: super(RankedTrain, self).load(path))
 
     def _agreed(self, own: Agreement) -> Agreement:
         """Combine the agreements of all ranks' samples, in the order of ranks."""
@@ -422,20 +433,12 @@ class ReplicatedTrain(RankedTrain):
         super().stop()
         self._ranks.close()
 
-    def apply(self, optimizer: Optimizer, denominator: float) -> Mapping[str, float]:
-        sum_gradients([one for one in self._model.parameters() if one.requires_grad], self._ranks.group)
-        stepped = self._together(lambda: self._optimizers.step(optimizer, denominator))
-        return {**stepped, **self._expert_loads()}
-
     def save(self, path: str) -> None:
         """Rank 0 saves."""
         self._together(lambda: super(ReplicatedTrain, self).save(path) if self._ranks.rank == 0 else None)
 
-    def load(self, path: str) -> None:
-        self._together(lambda: super(ReplicatedTrain, self).load(path))
-
-    def _backward(self, loss: Tensor) -> None:
-        loss.backward()
+    def _sum_gradients(self) -> None:
+        sum_gradients([one for one in self._model.parameters() if one.requires_grad], self._ranks.group)
 
     def _whole(self, tensor: Tensor) -> AbstractContextManager[Tensor]:
         return nullcontext(tensor.detach())
