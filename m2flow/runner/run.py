@@ -50,9 +50,11 @@ from m2flow.micro.controller.call_futures import CallFutures
 from m2flow.micro.controller.checkpoint_coordinator import CheckpointCoordinator, CheckpointingBackend, checkpoint_eagerly
 from m2flow.micro.controller.controller import Controller
 from m2flow.micro.controller.launcher import GATHER_S, Job, Launcher, LocalLauncher
+from m2flow.micro.controller.online_replanning import bits_kept
 from m2flow.micro.controller.planned_backend import Lookahead, PlannedBackend
 from m2flow.micro.lowering.arithmetic import TRACED_STEPS
 from m2flow.micro.lowering.passes import Lowering, lower
+from m2flow.micro.lowering.placement import device_of
 from m2flow.micro.protocol.plan import Choice, Plan
 from m2flow.micro.protocol.staleness import Decisions
 from m2flow.micro.protocol.update_semantics import UpdateSteps
@@ -577,7 +579,13 @@ class Run:
         profile = read_profile(self._profile) if self._profile else None
         newer = measured_so_far(self.flow.name, self._models, plan, self.spec, self.run_dir, gather_s=GATHER_S)
         profile = profile.updated(newer) if profile and newer else newer or profile
-        return lambda spec: question_of(graph, self._models, spec, lengths=parse_lengths(str(self.run_dir)), profile=profile).choose()
+
+        def choose(spec: ClusterSpec) -> Choice:
+            if self.settings.deterministic and plan.choice is not None:
+                spec = bits_kept(plan.choice, spec, device_of(self.spec))
+            return question_of(graph, self._models, spec, lengths=parse_lengths(str(self.run_dir)), profile=profile).choose()
+
+        return choose
 
     def _run_eager(self, plan: Plan) -> tuple[float, Mapping[str, str]]:
         assert self._journal is not None

@@ -158,3 +158,18 @@ def pinned_to(choice: Choice, spec: ClusterSpec) -> ClusterSpec:
         devices = (seat.first_device, seat.devices.stop)
         pins[str(seat.engine)] = PinSpec(pool=seat.pool or None, devices=devices, layout=LayoutSpec(**degrees), offload=seat.layout.offload)
     return spec.model_copy(update={"pin": pins})
+
+
+def bits_kept(choice: Choice, spec: ClusterSpec, device: str) -> ClusterSpec:
+    """Pin what decides the order of sums, so that a deterministic run goes on with equal bits in any placement that is left.
+
+    That is how a model is split, and over how many ranks gradients are summed. On cores `tp` counts threads, of which a deterministic
+    engine has one.
+    """
+    pins = dict(spec.pin)
+    for seat in choice.seats:
+        names = ("pp", "sp", "ep", *(("tp",) if device != "cpu" else ()), *(("dp", "zero") if seat.engine.kind == "train" else ()))
+        degrees = {name: getattr(seat.layout, name) for name in names}
+        given = pins.get(str(seat.engine), PinSpec())
+        pins[str(seat.engine)] = given.model_copy(update={"layout": given.layout.model_copy(update=degrees)})
+    return spec.model_copy(update={"pin": pins})

@@ -14,12 +14,12 @@ from test_gpu_borrowing import lent, simple, split
 from test_same_answer import plain
 
 from m2flow.macro.tracing import trace
-from m2flow.micro.controller.online_replanning import BETTER, Comparison, Hysteresis, OnlineReplanning, pinned_to
+from m2flow.micro.controller.online_replanning import BETTER, Comparison, Hysteresis, OnlineReplanning, bits_kept, pinned_to
 from m2flow.micro.lowering.passes import lower
 from m2flow.micro.protocol.events import BorrowThresholds, Event
 from m2flow.micro.protocol.plan import Choice
 from m2flow.runs.cluster_file import load_cluster
-from m2flow.spec import ClusterSpec, RolloutSpec
+from m2flow.spec import ClusterSpec, LayoutSpec, PinSpec, RolloutSpec
 from m2flow.testing.world import run_eager, run_planned
 
 
@@ -59,6 +59,27 @@ def test_the_seats_of_a_choice_pinned_are_found_again() -> None:
     again = choice_of(type(problem)(problem.workload, problem.lengths, problem.costs, spec))
     assert {(seat.engine, seat.devices, seat.layout) for seat in again.seats} == {(s.engine, s.devices, s.layout) for s in choice.seats}
     assert again.predicted_step_s == pytest.approx(choice.predicted_step_s)
+
+
+def test_a_deterministic_run_is_offered_only_plans_that_sum_in_its_order() -> None:
+    """How many devices each has, and which, stays open; so does what the user pinned."""
+    problem = modelled(8)
+
+    def best(spec: ClusterSpec) -> Choice:
+        return choice_of(type(problem)(problem.workload, problem.lengths, problem.costs, spec))
+
+    def sums(choice: Choice) -> set[tuple[str, int, int, int]]:
+        return {(str(s.engine), s.layout.tp, s.layout.pp, s.layout.dp) for s in choice.seats if s.engine.kind == "train"}
+
+    here = best(problem.spec.model_copy(update={"pin": {"policy.train": PinSpec(layout=LayoutSpec(tp=2, dp=1, pp=1))}}))
+    assert sums(here) != sums(best(problem.spec))
+    kept = bits_kept(here, problem.spec, "cuda")
+    assert sums(best(kept)) == sums(here)
+    assert all(pin.devices is None for pin in kept.pin.values())
+    assert kept.pin["policy.rollout"].layout.dp is None
+    of_two = problem.spec.model_copy(update={"pin": {"policy.train": PinSpec(num_devices=2)}})
+    assert bits_kept(here, of_two, "cuda").pin["policy.train"].num_devices == 2
+    assert bits_kept(here, problem.spec, "cpu").pin["policy.train"].layout.tp is None  # Threads.
 
 
 def looked(here: Choice, best: Choice, spec: ClusterSpec, run_dir: Path) -> tuple[list[Event], list[tuple[str, str]]]:
