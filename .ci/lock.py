@@ -16,7 +16,7 @@ from packaging.version import Version
 
 _ROOT = Path(__file__).resolve().parent.parent
 _FULL = ("smollm", "parquet", "grammar", "rewards", "ray", "deepspeed", "lora", "8bit", "mcp", "gguf", "gym", "monty", "otlp", "wandb")
-_FULL += ("mlflow", "frames")
+_FULL += ("mlflow", "frames", "mujoco", "pettingzoo", "openenv")
 _FULL += ("notebook-tests", "serve-tests", "types-tests", "viewer-tests")
 _HEAD = "# Made by `make lock`: everything that {what}, at the version that the tests ran with.\n"
 

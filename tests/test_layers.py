@@ -57,6 +57,7 @@ VENDORS = {
     "starlette": {"viewer/serving.py", "agents/endpoint.py", "agents/http_sessions.py"},
     "uvicorn": {"viewer/serving.py", "agents/endpoint.py", "agents/http_sessions.py"},
     "gymnasium": {"environments/env.py"},
+    "websockets": {"environments/openenv.py"},
     "pydantic_monty": {"sandbox.py"},
 }
 """Vendor -> the files that import it, or none."""

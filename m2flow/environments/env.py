@@ -89,6 +89,8 @@ class GymEnv(Env):
             self._env: Any = gymnasium.make(task, **options)
         except gymnasium.error.DependencyNotInstalled as error:
             raise MissingExtra(f"the environment {task!r} needs more than Gymnasium: {error}") from None
+        except ImportError as error:
+            raise MissingExtra(f"the environment {task!r} needs the package {error.name}", now=f"Run: pip install {error.name}.") from None
         except gymnasium.error.Error as error:
             raise OptionError(f"Gymnasium has no environment {task!r}: {error}") from None
         seen, taken = self._env.observation_space, self._env.action_space

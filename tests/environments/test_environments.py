@@ -231,6 +231,15 @@ def _returns(runs: Path) -> list[float]:
 
 
 @pytest.mark.slow
+def test_a_pendulum_of_mujoco_is_balanced(tmp_path: Path) -> None:
+    """1,000 steps are the most that an episode has."""
+    pytest.importorskip("mujoco")
+    run = _run(tmp_path, "flows/gym_ppo.py", "--task", "InvertedPendulum-v5", "--num-steps", "60")
+    assert run.wait(500) == 0
+    assert max(_returns(tmp_path)) >= 950
+
+
+@pytest.mark.slow
 def test_a_run_that_was_killed_resumes_to_the_same_returns_and_cartpole_is_learnt(tmp_path: Path) -> None:
     pytest.importorskip("gymnasium")
     whole = _run(tmp_path / "whole", "flows/gym_ppo.py", "--num-steps", "40")
