@@ -248,3 +248,23 @@ def test_no_file_of_the_repository_mentions(what: str) -> None:
 
 def test_no_file_is_a_drawer_for_odds_and_ends() -> None:
     assert not [p for p in _repository_files() if p.stem in ("utils", "util", "helpers", "helper", "common", "misc")]
+
+
+def _prepares_in_function(path: Path) -> Iterator[str]:
+    """Places where a function has msgspec prepare a type: `decode(..., type=T)`, `Decoder(T)`, or `convert(..., T)` without a decoder."""
+    tree = ast.parse(path.read_text())
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.args]
+    made = {ast.unparse(node.args[0]) for node in calls if ast.unparse(node.func).endswith(".Decoder")}
+    for function in (node for node in ast.walk(tree) if isinstance(node, FUNCTIONS)):
+        for node in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
+            name = ast.unparse(node.func)
+            kind = next((ast.unparse(keyword.value) for keyword in node.keywords if keyword.arg == "type"), "")
+            is_decode = name in ("msgspec.json.decode", "msgspec.msgpack.decode") and kind and "Raw" not in kind
+            is_convert = name == "msgspec.convert" and ast.unparse(node.args[1]) not in made
+            if is_decode or is_convert or name in ("msgspec.json.Decoder", "msgspec.msgpack.Decoder"):
+                yield f"{path.relative_to(ROOT)}:{node.lineno}"
+
+
+def test_types_of_records_are_prepared_on_import() -> None:
+    """The first decoding of a type prepares it in msgspec 0.22; two threads that do so at once may end the process (SIGSEGV)."""
+    assert not [place for path in _modules() for place in _prepares_in_function(path)]

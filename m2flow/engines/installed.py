@@ -216,6 +216,9 @@ class _ProbeResult(msgspec.Struct, frozen=True):
     saver: bool
 
 
+_read_probe_result = msgspec.json.Decoder(_ProbeResult).decode
+
+
 @dataclass(frozen=True)
 class Installed:
     """An inference server that an interpreter has, with its features."""
@@ -245,7 +248,7 @@ def installed(product: Product, python: str) -> Installed:
         done = subprocess.run(
             [python or sys.executable, "-c", _PROBE, msgspec.json.encode(asked).decode()], capture_output=True, text=True, timeout=120
         )
-        said = msgspec.json.decode(done.stdout, type=_ProbeResult)
+        said = _read_probe_result(done.stdout)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise EngineError(
             f"the interpreter {python} can't be run: {error}", now="Give the option `python` of the rollout engine."

@@ -714,13 +714,16 @@ def read_structure(path: Path) -> tuple[PinnedCall, ...]:
         SpecError: the file can't be read, or has none.
     """
     try:
-        return tuple(msgspec.json.decode(path.read_bytes(), type=_Plan).structure)
+        return tuple(_read_plan(path.read_bytes()).structure)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise SpecError(f"{path} is no plan to pin a run to: {error}", now=f"Make one: m2flow plan FLOW --json > {path}") from None
 
 
 class _Plan(msgspec.Struct):
     structure: list[PinnedCall]
+
+
+_read_plan = msgspec.json.Decoder(_Plan).decode
 
 
 class PinnedBackend(BackendWrapper):

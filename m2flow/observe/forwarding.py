@@ -28,6 +28,8 @@ from m2flow.observe.record_sinks import Report, Sink, Undelivered
 from m2flow.observe.trackers import SINKS, check_tracker, is_installed, trackers_configured
 from m2flow.spec import RunSettings
 
+_read_reports = msgspec.json.Decoder(list[Report]).decode
+
 _PERIOD_S = 1.0
 """Before the second attempt at a place that did not take something."""
 _READ_ON_BYTES = 1 << 20
@@ -65,6 +67,9 @@ class Destinations(msgspec.Struct, frozen=True):
         for name in self.trackers:
             made.append(SINKS[name](run_dir, self.flow, self.samples))
         return made
+
+
+_read_destinations = msgspec.json.Decoder(Destinations).decode
 
 
 def destinations(settings: RunSettings, run_dir: Path, flow: str, warn: Callable[[str], None], samples: str = "") -> Destinations:
@@ -149,7 +154,7 @@ class Forwarding:
                 process.kill()
                 said, _ = process.communicate()
         try:
-            self.reports = msgspec.json.decode(said, type=list[Report])
+            self.reports = _read_reports(said)
         except msgspec.MsgspecError:
             self._warn(f"sending to {self._names} ended without a report; see {self._wanted.run_dir}/logs/forwarding.log")
         for report in self.reports:
@@ -229,7 +234,7 @@ def main() -> None:
         os.nice(5)
     out = os.dup(1)
     os.dup2(2, 1)  # What a library prints is not the report.
-    wanted = msgspec.json.decode(sys.stdin.buffer.readline(), type=Destinations)
+    wanted = _read_destinations(sys.stdin.buffer.readline())
     ends = threading.Event()
 
     def watch() -> None:

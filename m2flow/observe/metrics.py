@@ -133,6 +133,9 @@ class Line(msgspec.Struct, frozen=True, omit_defaults=True):
     non_finite: dict[str, str] = {}
 
 
+_read_line = msgspec.json.Decoder(Line).decode
+
+
 @final
 class MetricsWriter:
     """Append to a run's metrics. A context manager; one writer for each run. A resumed run appends."""
@@ -232,7 +235,7 @@ def _lines(run_dir: str | Path) -> Iterator[Line]:
     path = metrics_path(run_dir)
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
         with contextlib.suppress(msgspec.DecodeError):
-            yield msgspec.json.decode(text, type=Line)
+            yield _read_line(text)
 
 
 def metrics_path(run_dir: str | Path) -> Path:

@@ -22,6 +22,10 @@ from m2flow.observe.metrics import Line, metrics_path
 from m2flow.observe.spans import SpanBlock
 from m2flow.observe.store import records_in, spans_path
 
+_read_line = msgspec.json.Decoder(Line).decode
+
+_span_block_decoder = msgspec.msgpack.Decoder(SpanBlock)
+
 
 class Undelivered(Exception):
     """A receiver did not accept what it was sent; retrying may help. Never leaves the process: its text goes into the report."""
@@ -37,6 +41,9 @@ class Sent(msgspec.Struct):
     num_spans: int = 0
     """Spans delivered, as the receiver counts them."""
     num_points: int = 0
+
+
+_read_sent = msgspec.json.Decoder(Sent).decode
 
 
 class Report(msgspec.Struct):
@@ -103,7 +110,7 @@ class Sink(ABC):
 
 def read_sent(path: Path) -> Sent:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Sent)
+        return _read_sent(path.read_bytes())
     except (OSError, msgspec.MsgspecError):
         return Sent()
 
@@ -137,7 +144,7 @@ class BlockFollower:
     def __init__(self, run_dir: Path, position: int = 0) -> None:
         self.position = position
         self._path = spans_path(run_dir)
-        self._decoder = msgspec.msgpack.Decoder(SpanBlock)
+        self._decoder = _span_block_decoder
 
     def more(self) -> list[Block]:
         """The next whole records; empty if there is none yet."""
@@ -171,7 +178,7 @@ class LineFollower:
                 break
             at += len(text)
             with contextlib.suppress(msgspec.MsgspecError):  # A torn line is passed over.
-                line = msgspec.json.decode(text, type=Line)
+                line = _read_line(text)
                 values = {name: value for name, value in line.values.items() if value is not None}
                 found.append(Step(at, line.step, round(line.time_s * 1e9), values))
         return found

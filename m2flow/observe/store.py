@@ -34,6 +34,8 @@ from m2flow.errors import InternalError
 from m2flow.observe.otel import OtelSpans
 from m2flow.observe.spans import Count, Span, SpanBlock, SpanName, counts_of, sample_of, samples_of, spans_of
 
+_span_block_decoder = msgspec.msgpack.Decoder(SpanBlock)
+
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
 
@@ -116,7 +118,7 @@ def read_trace(run_dir: str | Path, *, last_bytes: int | None = None) -> Trace:
         if last_bytes is not None:
             _skip(file, path.stat().st_size - last_bytes)
         content = file.read()
-    decoder = msgspec.msgpack.Decoder(SpanBlock)
+    decoder = _span_block_decoder
     spans: list[Span] = []
     counts: list[Count] = []
     num_read = 0
@@ -251,7 +253,7 @@ class TraceColumns:
 
     def __init__(self, run_dir: Path) -> None:
         self._path = spans_path(run_dir)
-        self._decoder = msgspec.msgpack.Decoder(SpanBlock)
+        self._decoder = _span_block_decoder
         self.generation = 0
         """Increases when what was read is no longer valid, because the file was truncated or replaced."""
         self._forget()

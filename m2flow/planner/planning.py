@@ -215,6 +215,9 @@ class Forecast(msgspec.Struct, frozen=True):
     """Why there is no prediction, or what it leaves out."""
 
 
+_read_forecast = msgspec.json.Decoder(Forecast).decode
+
+
 def forecast(plan: Plan, spec: ClusterSpec, ask: Callable[[ClusterSpec], Question]) -> Forecast:
     """Predict the step time of a plan, part by part. Problems become a note in the forecast; a run never fails for them.
 
@@ -243,7 +246,7 @@ def write_forecast(run_dir: Path, found: Forecast) -> None:
 def read_forecast(run_dir: Path) -> Forecast | None:
     """Read the forecast of a run; None if there is none."""
     with contextlib.suppress(OSError, msgspec.DecodeError):
-        return msgspec.json.decode((run_dir / _FILE).read_bytes(), type=Forecast)
+        return _read_forecast((run_dir / _FILE).read_bytes())
     return None
 
 

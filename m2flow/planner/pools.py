@@ -365,6 +365,7 @@ _TRAINERS = ("deepspeed", "fsdp", "megatron")
 
 Overrides = dict[str, dict[str, dict[str, Estimate]]]
 """`rollout` or `train` -> an engine or `default` -> field -> number."""
+msgspec.json.Decoder(Overrides)  # Prepares the type for `convert`: two threads at once must not.
 
 
 def attained_by(rollout: str, train: str, own: Overrides | None = None) -> Attained:

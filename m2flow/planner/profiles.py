@@ -475,6 +475,9 @@ class Profile(msgspec.Struct, frozen=True):
         return found
 
 
+_read_profile = msgspec.json.Decoder(Profile).decode
+
+
 def read_profile(path: Path) -> Profile:
     """Read a profile from its file or from the run directory that contains it.
 
@@ -490,7 +493,7 @@ def read_profile(path: Path) -> Profile:
     except OSError as error:
         raise SpecError(f"the profile {file} can't be read: {error.strerror}", now=now) from None
     try:
-        head = msgspec.json.decode(text, type=_Head)
+        head = _read_head(text)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise SpecError(f"{file} is no profile: {error}", now=now) from None
     if head.version != VERSION:
@@ -501,7 +504,7 @@ def read_profile(path: Path) -> Profile:
     if missing:
         raise SpecError(f"{file} is a damaged profile: it has no {', '.join(sorted(missing))}", now="Measure again.")
     try:
-        return msgspec.json.decode(text, type=Profile)
+        return _read_profile(text)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise SpecError(f"{file} is a damaged profile: {error}", now="Measure again.") from None
 
@@ -547,6 +550,9 @@ def now_text() -> str:
 class _Head(msgspec.Struct):
     version: int
     engines: list[msgspec.Raw]
+
+
+_read_head = msgspec.json.Decoder(_Head).decode
 
 
 _UNITS = {

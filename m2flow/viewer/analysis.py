@@ -409,6 +409,9 @@ class _Simulated(msgspec.Struct):
     steps: list[_SimulatedStep]
 
 
+_read_simulated = msgspec.json.Decoder(_Simulated).decode
+
+
 def analysis_of(trace: RunTrace, devices: Sequence[IdleTime]) -> Analysis:
     """Analyse a run as far as it has come."""
     decode = measured_decode(trace)
@@ -597,7 +600,7 @@ def _length_bias(trace: RunTrace) -> list[ClassShown]:
 
 def _simulated_bounds(trace: RunTrace) -> list[dict[str, float]]:
     try:
-        found = msgspec.json.decode((trace.run_dir / "report.json").read_bytes(), type=_Simulated)
+        found = _read_simulated((trace.run_dir / "report.json").read_bytes())
     except (OSError, msgspec.DecodeError):
         return []
     return [step.lower_bounds_s for step in found.steps]

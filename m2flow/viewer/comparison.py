@@ -201,12 +201,15 @@ class _Line(msgspec.Struct):
     values: dict[str, float | None]
 
 
+_line_decoder = msgspec.json.Decoder(_Line)
+
+
 def read_series(run_dir: Path) -> Training:
     """Read the metrics written so far; a line that is being written is left for the next time."""
     found: dict[str, dict[int, float | None]] = {}
     times: dict[int, float] = {}
     non_finite: dict[str, int] = {}
-    decoder = msgspec.json.Decoder(_Line)
+    decoder = _line_decoder
     path = metrics_path(run_dir)
     for text in path.read_bytes().split(b"\n") if path.is_file() else ():
         try:

@@ -32,6 +32,10 @@ from m2flow.observe.spans import SpanName
 from m2flow.observe.store import TraceColumns
 from m2flow.planner.planning import read_prediction
 
+_read_call_record = msgspec.msgpack.Decoder(CallRecord).decode
+
+_read_plan = msgspec.json.Decoder(Plan).decode
+
 # ---- calls
 
 
@@ -81,7 +85,7 @@ class KnownCalls:
                 rows = db.execute("SELECT position, body FROM record WHERE kind='call' AND position >= ?", (min(short),))
                 for ordinal, body in rows:
                     if ordinal in self.by_ordinal:
-                        told = msgspec.msgpack.decode(body, type=CallRecord)
+                        told = _read_call_record(body)
                         self.by_ordinal[ordinal] = KnownCall(
                             ordinal, told.step, told.name, told.site, told.text or " ", told.inputs, told.effects, told.shown
                         )
@@ -354,6 +358,6 @@ class RunTrace:
 def read_plan_of(run_dir: Path) -> Plan | None:
     """Read the plan of a run; None if it has none that can be read."""
     try:
-        return msgspec.json.decode((run_dir / "plan.json").read_bytes(), type=Plan)
+        return _read_plan((run_dir / "plan.json").read_bytes())
     except (OSError, msgspec.DecodeError):
         return None

@@ -309,6 +309,9 @@ class _Told(msgspec.Struct):
     why_not: str = ""
 
 
+_read_told = msgspec.json.Decoder(_Told).decode
+
+
 _LONGEST_S = 600.0
 _MOST_SHOWN = 400
 """Characters of a text in the list of samples."""
@@ -514,7 +517,7 @@ class RunView:
             done = subprocess.run(
                 command, cwd=place, capture_output=True, text=True, timeout=_LONGEST_S, stdin=subprocess.DEVNULL, check=False
             )
-            told = msgspec.json.decode(done.stdout, type=_Told) if done.returncode == 0 else _Told(None, done.stderr.strip()[:300])
+            told = _read_told(done.stdout) if done.returncode == 0 else _Told(None, done.stderr.strip()[:300])
             self._advice = Advice("done", told.suggestions, told.why_not)
         except (OSError, subprocess.SubprocessError, msgspec.DecodeError, M2FlowError) as error:
             self._advice = Advice("done", None, str(error)[:300])

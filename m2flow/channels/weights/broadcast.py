@@ -46,12 +46,18 @@ class _Ask(msgspec.Struct, frozen=True, array_like=True):
     base: int
 
 
+_read_ask = msgspec.msgpack.Decoder(_Ask).decode
+
+
 class _Answer(msgspec.Struct, frozen=True, array_like=True):
     group: str
     rank: int
     size: int
     content: Content | None
     """None: there is no such version."""
+
+
+_read_answer = msgspec.msgpack.Decoder(_Answer).decode
 
 
 @final
@@ -171,7 +177,7 @@ class BroadcastServer(Sender):
             key = f"ask/{number}"
             if self._store.check([key]):
                 with contextlib.suppress(msgspec.MsgspecError):
-                    found[number] = msgspec.msgpack.decode(self._store.get(key), type=_Ask)
+                    found[number] = _read_ask(self._store.get(key))
                 self._store.delete_key(key)
                 del self._drawn[number]
             elif now_s - drawn_s > self._timeout_s:
@@ -276,7 +282,7 @@ class BroadcastReceiver:
         except RuntimeError as error:
             raise BrokenChannel(f"{address} gave no answer about weights: {str(error).splitlines()[0][:200]}") from None
         try:
-            answer = msgspec.msgpack.decode(raw, type=_Answer)
+            answer = _read_answer(raw)
         except msgspec.MsgspecError as error:
             raise DecodeError(f"{len(raw)} bytes from {address} are no answer about weights: {error}") from None
         if answer.content is None:

@@ -44,6 +44,9 @@ class _Ask(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     """Offset of a piece; `_ALL`: ask what there is."""
 
 
+_read_ask = msgspec.msgpack.Decoder(_Ask).decode
+
+
 class _Answer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     version: int
     start: int
@@ -51,6 +54,9 @@ class _Answer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     """Answers the first ask; None: there is no such version."""
     size: int = -1
     """Of the piece that follows; -1: there is no such version."""
+
+
+_read_answer = msgspec.msgpack.Decoder(_Answer).decode
 
 
 @final
@@ -120,7 +126,7 @@ class StreamServer(Sender):
         while not self._is_closing.is_set():
             for peer, body in self._listener.receive(_POLL_S):
                 try:
-                    self._listener.send(peer, *self._answer(peer, msgspec.msgpack.decode(body, type=_Ask)))
+                    self._listener.send(peer, *self._answer(peer, _read_ask(body)))
                 except (BrokenChannel, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
                     # It has died, or does not speak the protocol: ignore it from now on.
                     self._listener.forget(peer)
@@ -241,7 +247,7 @@ class _Connection:
     def _next_answer(self, version: int, start: int) -> _Answer:
         raw = self._next()
         try:
-            answer = msgspec.msgpack.decode(raw, type=_Answer)
+            answer = _read_answer(raw)
         except msgspec.MsgspecError as error:
             raise DecodeError(f"{len(raw)} bytes from {self._address} are no answer about weights: {error}") from None
         if (answer.version, answer.start) != (version, start):

@@ -32,6 +32,8 @@ from m2flow.channels.weights.tensors import Weight
 from m2flow.channels.weights.transport import Held, Offer, Receiver, Sender, Transport, WeightOptions, held_parts, verified
 from m2flow.errors import ChannelError, DecodeError, SpecError
 
+_read_content = msgspec.msgpack.Decoder(Content).decode
+
 Bytes = npt.NDArray[np.uint8]
 _PREFIX = struct.Struct("<4sI")
 _MAGIC = b"m2w1"
@@ -219,7 +221,7 @@ def open_file(directory: str, name: str) -> WeightFile:
         if magic != _MAGIC or num_header > min(size, _MAX_HEADER_BYTES):
             raise DecodeError(f"{name} is no file of weights")
         try:
-            content = msgspec.msgpack.decode(file.read(num_header), type=Content)
+            content = _read_content(file.read(num_header))
         except msgspec.MsgspecError as error:
             raise DecodeError(f"{name} has no readable header: {error}") from None
         start = padded(_PREFIX.size + num_header)

@@ -48,10 +48,16 @@ class _Ask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Change of the number of rollout workers."""
 
 
+_read_ask = msgspec.json.Decoder(_Ask).decode
+
+
 class _Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     what: str
     now: str = ""
     is_done: bool = True
+
+
+_read_answer = msgspec.json.Decoder(_Answer).decode
 
 
 @final
@@ -77,7 +83,7 @@ def requests(run_dir: Path) -> Iterator[Request]:
     """Yield the requests that have arrived, each once. Files that can't be read are passed over."""
     for path in sorted((run_dir / _DIRECTORY).glob(f"*{_ASK}")):
         with contextlib.suppress(OSError, msgspec.MsgspecError):
-            change = msgspec.json.decode(path.read_bytes(), type=_Ask).rollout
+            change = _read_ask(path.read_bytes()).rollout
             path.unlink()
             yield Request(path, change)
 
@@ -101,7 +107,7 @@ def ask(run_dir: Path, change: int, *, patience_s: float) -> str:
         raise SpecError(
             f"{run_dir} has not answered in {patience_s:.0f} s", now="Is it still running? `m2flow doctor RUN` says how it stands."
         )
-    said = msgspec.json.decode(answer.read_bytes(), type=_Answer)
+    said = _read_answer(answer.read_bytes())
     answer.unlink()
     if not said.is_done:
         raise SpecError(said.what, now=said.now)

@@ -59,6 +59,9 @@ class StartWorker(msgspec.Struct, frozen=True):
     """GPUs that it shares with another worker there, as in `CUDA_VISIBLE_DEVICES`; empty: those that the agent was given."""
 
 
+_read_start_worker = msgspec.json.Decoder(StartWorker).decode
+
+
 class Started(msgspec.Struct, frozen=True):
     """Answer to `StartWorker`: the worker's process."""
 
@@ -107,7 +110,7 @@ class Agent:
         Raises:
             SpecError: the cluster's key is not on this host.
         """
-        sent = msgspec.json.decode(request, type=StartWorker)
+        sent = _read_start_worker(request)
         with contextlib.suppress(OSError):  # Ray gives its workers the lowest priorities, for the sake of its own processes.
             os.setpriority(os.PRIO_PROCESS, 0, 0)
         settings = self._here(sent)

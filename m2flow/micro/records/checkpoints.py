@@ -50,10 +50,16 @@ class _Sealed(msgspec.Struct, frozen=True):
     """Name -> size in bytes, CRC-32."""
 
 
+_read_sealed = msgspec.json.Decoder(_Sealed).decode
+
+
 class _Written(msgspec.Struct, frozen=True):
     point: Point
     checksum: int
     """CRC-32 of the point."""
+
+
+_read_written = msgspec.json.Decoder(_Written).decode
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
@@ -132,7 +138,7 @@ def read(path: Path) -> Checkpoint:
         ModelError: it is not whole.
     """
     try:
-        written = msgspec.json.decode((path / _POINT).read_bytes(), type=_Written)
+        written = _read_written((path / _POINT).read_bytes())
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ModelError(f"{path / _POINT} can't be read ({error})") from None
     if _checksum(written.point) != written.checksum:
@@ -163,7 +169,7 @@ def _check(part: Path, checksum: int) -> None:
         body = (part / _SEAL).read_bytes()
         if zlib.crc32(body) != checksum:
             raise ModelError(f"{part / _SEAL} is not what was written")
-        files: Mapping[str, Sequence[int]] = msgspec.json.decode(body, type=_Sealed).files
+        files: Mapping[str, Sequence[int]] = _read_sealed(body).files
         for name, (size, crc) in files.items():
             if (part / name).stat().st_size != size or _crc(part / name) != crc:
                 raise ModelError(f"{part / name} is not what was written: its size or checksum differs")

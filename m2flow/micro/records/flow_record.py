@@ -27,6 +27,14 @@ from m2flow.micro.records.rundir import reading_ledger
 from m2flow.micro.records.segments import Place, read_segment
 from m2flow.samples import Batch
 
+_read_error_record = msgspec.msgpack.Decoder(ErrorRecord).decode
+
+_read_log_entry = msgspec.msgpack.Decoder(LogEntry).decode
+
+_read_look = msgspec.msgpack.Decoder(Look).decode
+
+_read_call_record = msgspec.msgpack.Decoder(CallRecord).decode
+
 _encode = msgspec.msgpack.Encoder().encode
 _MANY = 256
 """Calls that gather before they are written, if nothing else flushes them earlier."""
@@ -37,6 +45,9 @@ class _Samples(msgspec.Struct, frozen=True):
 
     ids: list[int]
     columns: list[str]
+
+
+_read_samples = msgspec.msgpack.Decoder(_Samples).decode
 
 
 class LedgerWriter:
@@ -111,12 +122,12 @@ class RunRecord:
                 return self._unseen(db, ordinal)
             kind, body = found
             if kind == "samples":
-                samples = msgspec.msgpack.decode(body, type=_Samples)
+                samples = _read_samples(body)
                 return self._samples(db, samples.ids).only(samples.columns)
         if kind == "rows":
             return decode_batch(body)
         if kind == "error":
-            return error_from_record(msgspec.msgpack.decode(body, type=ErrorRecord))
+            return error_from_record(_read_error_record(body))
         return msgspec.msgpack.decode(body)
 
     def has(self, ordinal: int) -> bool:
@@ -178,8 +189,8 @@ def read_record(run_dir: Path) -> RunRecord:
         raise SpecError(f"the run in {run_dir} has no record of its flow: {error}") from None
     return RunRecord(
         run_dir,
-        [msgspec.msgpack.decode(body, type=CallRecord) for body in bodies["call"]],
-        [msgspec.msgpack.decode(body, type=Look) for body in bodies["look"]],
-        [msgspec.msgpack.decode(body, type=LogEntry) for body in bodies["log"]],
+        [_read_call_record(body) for body in bodies["call"]],
+        [_read_look(body) for body in bodies["look"]],
+        [_read_log_entry(body) for body in bodies["log"]],
         int(seed),
     )

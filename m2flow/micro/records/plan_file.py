@@ -23,6 +23,8 @@ from m2flow.micro.protocol.plan import Plan
 from m2flow.micro.records.rundir import option_text, read_config
 from m2flow.spec import ClusterSpec
 
+_read_plan = msgspec.json.Decoder(Plan).decode
+
 KEY = "of"
 """Key of the origin in the document of a plan file."""
 
@@ -130,6 +132,9 @@ class _Document(msgspec.Struct):
     plan: Plan
 
 
+_read_document = msgspec.json.Decoder(_Document).decode
+
+
 def read_plan(path: Path) -> Plan:
     """Read a plan from a plan file, or from the document of `m2flow plan --json`.
 
@@ -143,7 +148,7 @@ def read_plan(path: Path) -> Plan:
         raise SpecError(f"the plan {path} can't be read: {error.strerror}", now=now) from None
     try:
         is_document = isinstance(found := msgspec.json.decode(body), dict) and isinstance(found.get("plan"), dict)
-        return msgspec.json.decode(body, type=_Document).plan if is_document else msgspec.json.decode(body, type=Plan)
+        return _read_document(body).plan if is_document else _read_plan(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise SpecError(f"{path} is no plan: {error}", now=now) from None
 

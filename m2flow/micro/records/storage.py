@@ -47,6 +47,9 @@ class _Here(msgspec.Struct, frozen=True):
     every_s: float
 
 
+_decode_here = msgspec.json.Decoder(_Here).decode
+
+
 class _Owner(msgspec.Struct, frozen=True):
     """The owner's file on the storage."""
 
@@ -56,6 +59,9 @@ class _Owner(msgspec.Struct, frozen=True):
     """The run directory on the owner's host."""
     every_s: float
     has_ended: bool = False
+
+
+_decode_owner = msgspec.json.Decoder(_Owner).decode
 
 
 def shared_dir(run_dir: Path) -> Path:
@@ -312,7 +318,7 @@ def _set_aside(home: Path) -> None:
 
 def _here(run_dir: Path) -> _Here | None:
     try:
-        return msgspec.json.decode((run_dir / _HERE).read_bytes(), type=_Here)
+        return _decode_here((run_dir / _HERE).read_bytes())
     except FileNotFoundError:
         return None
     except (OSError, msgspec.MsgspecError) as error:
@@ -321,7 +327,7 @@ def _here(run_dir: Path) -> _Here | None:
 
 def _read_owner(there: Path) -> _Owner:
     try:
-        return msgspec.json.decode((there / _OWNER).read_bytes(), type=_Owner)
+        return _decode_owner((there / _OWNER).read_bytes())
     except (OSError, msgspec.MsgspecError) as error:
         raise EngineError(f"{there / _OWNER} can't be read: {error}", now="Is the storage there?") from None
 

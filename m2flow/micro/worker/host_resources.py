@@ -49,6 +49,9 @@ class HostResources(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             shutil.rmtree(self.sockets, ignore_errors=True)
 
 
+_read_host_resources = msgspec.json.Decoder(HostResources).decode
+
+
 @final
 class ResourceClaim:
     """Claim one run's resources on this host from `open` to `close`."""
@@ -103,7 +106,7 @@ def remove_leftovers() -> list[str]:
 def read(path: str) -> HostResources | None:
     """Read a claim's file. None: there is no such file, or it is not m2flow's."""
     try:
-        said = msgspec.json.decode(Path(path).read_bytes(), type=HostResources)
+        said = _read_host_resources(Path(path).read_bytes())
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
         return None
     is_named_so = os.path.basename(path) == said.prefix + _SUFFIX and _NAME.fullmatch(said.prefix) is not None

@@ -50,6 +50,8 @@ from m2flow.micro.worker.worker_settings import WorkerSettings
 from m2flow.recipe import Loss, Model
 from m2flow.samples import Batch
 
+_read_worker_settings = msgspec.json.Decoder(WorkerSettings).decode
+
 _POLL_S = 0.02
 
 
@@ -132,7 +134,7 @@ def _engines(slots: Sequence[EngineSlot], models: Mapping[str, Model], settings:
 
 def main() -> None:
     """The entry point."""
-    settings = msgspec.json.decode(sys.stdin.buffer.read(), type=WorkerSettings)
+    settings = _read_worker_settings(sys.stdin.buffer.read())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     watch_parent(settings)
     secret, tag = os.environ.pop(TOKEN_VARIABLE, ""), rank_tag(settings.tag, settings.rank_group.rank)

@@ -37,6 +37,8 @@ from m2flow.micro.worker.worker import Worker
 from m2flow.micro.worker.worker_settings import WorkerSettings
 from m2flow.observe.spans import now_ns
 
+_read_worker_settings = msgspec.json.Decoder(WorkerSettings).decode
+
 
 @final
 class HeartbeatSource:
@@ -245,7 +247,7 @@ def _drain(link: LinkDialer, inbox: ZmqInbox) -> None:
 
 def main() -> None:
     """The entry point: settings on standard input, the run's secret in the environment."""
-    settings = msgspec.json.decode(sys.stdin.buffer.read(), type=WorkerSettings)
+    settings = _read_worker_settings(sys.stdin.buffer.read())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the controller, which tells its workers what to do.
     watch_parent(settings)
     keep_freed_memory()
