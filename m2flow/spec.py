@@ -485,6 +485,10 @@ class RunSettings(_Strict):
     """The same for a worker without heartbeats whose host reports that a signal (SIGSTOP) has stopped it: no load makes it look so."""
     turn_limit_s: float | None = Field(default=None, gt=0, le=_MOST_SECONDS)
     """Seconds that an engine may be at one thing (a micro-batch, a decode step), even if it uses the processor. By default any time."""
+    fork_workers: bool = True
+    """Start workers on this machine as forks of a process that has loaded torch and transformers, which later runs of a program or notebook
+    use too. False: each is an interpreter of its own and loads them itself, as it is with GPUs, with Ray, and where Linux (5.3 or newer) is
+    not the system."""
     restarts: int = Field(default=5, ge=0, le=_MOST_SAMPLES)
     """Times in a row that a worker is started again, when it dies within a minute each time, before it is gone for good."""
     restart_wait_s: float = Field(default=0.5, ge=0, le=_MOST_SECONDS)

@@ -38,8 +38,8 @@ from pathlib import Path
 from typing import final
 
 from m2flow.engines.contract import LOADING
-from m2flow.engines.registry import check_engine, check_trainer
-from m2flow.errors import FlowError, M2FlowError, MicroBatchTooLarge, SpecError, StateLost, WorkerError
+from m2flow.engines.registry import check_engine, check_trainer, engine_named
+from m2flow.errors import EngineError, FlowError, M2FlowError, MicroBatchTooLarge, SpecError, StateLost, WorkerError
 from m2flow.macro.eager import EagerBackend
 from m2flow.macro.flow import Flow
 from m2flow.macro.graph import Call, MacroGraph
@@ -49,7 +49,7 @@ from m2flow.macro.tracing import Copies, anticipate, copies_made, explore, trace
 from m2flow.micro.controller.call_futures import CallFutures
 from m2flow.micro.controller.checkpoint_coordinator import CheckpointCoordinator, CheckpointingBackend, checkpoint_eagerly
 from m2flow.micro.controller.controller import Controller
-from m2flow.micro.controller.launcher import GATHER_S, Job, Launcher, LocalLauncher
+from m2flow.micro.controller.launcher import GATHER_S, Job, Launcher, LocalLauncher, warm_up
 from m2flow.micro.controller.online_replanning import bits_kept
 from m2flow.micro.controller.planned_backend import Lookahead, PlannedBackend
 from m2flow.micro.lowering.arithmetic import TRACED_STEPS
@@ -332,6 +332,15 @@ class Run:
         self._changes: set[str] = set()
         self._lowering: Lowering | None = None
         self.run_dir = Path()
+
+    def warm_up(self) -> None:
+        """Begin to load what workers on this machine will need, while the flow is traced and planned. Returns at once."""
+        spec, settings = self.spec, self.settings
+        if settings.eager or spec.launcher != "local" or any(pool.device != "cpu" for pool in spec.planned_pools.values()):
+            return
+        with contextlib.suppress(EngineError):  # That there is none of such a name is said where it is looked for.
+            engines = engine_named(spec.rollout.engine, "rollout"), engine_named(spec.train.engine, "train")
+            warm_up(settings, has_models=any("torch" in engine.requires for engine in engines))
 
     def prepare(self) -> Plan:
         """Trace the first steps and lower them to a plan. Runs no engine; makes no directory.

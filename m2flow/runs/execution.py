@@ -50,6 +50,7 @@ def execute_watched(
     """
     try:
         with stopping_by_signals(run, progress.stopping, ends_process=ends_process):
+            run.warm_up()
             plan = run.prepare()
             if not is_quiet:
                 if show_plan is None:

@@ -2,27 +2,37 @@
 
     Plan, ClusterSpec --Launcher.settings_for--> WorkerSettings
     WorkerSettings, secret --start--> rank 0: m2flow.micro.worker.worker_process; 1, 2, ...: m2flow.micro.worker.rank_process
+    the same, ForkServer --fork--> the same processes, forked from one that has loaded what they need
     a rank is killed or fails --how_ended--> the other ranks are killed too; the words name the rank
 
 A worker gets its settings on standard input and the run's secret in its environment; what it prints goes to the run's `logs/`. Each
 process leads a process group, with the processes that users' functions start in it. A worker ends itself when its parent is gone, so
-nothing is left behind even if the controller is killed. Workers on other hosts are started by `m2flow.micro.controller.ray_launcher`.
+nothing is left behind even if the controller is killed. Forked or an interpreter of its own, it is a child of the launcher's process, and
+no other code can tell. Workers on other hosts are started by `m2flow.micro.controller.ray_launcher`.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import ctypes
 import os
+import re
+import resource
 import secrets
+import select
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, final
+from typing import IO, Protocol, final
 
 import msgspec
 import psutil
@@ -30,43 +40,59 @@ import psutil
 from m2flow.channels.endpoints import Keys, read_keys, write_keys
 from m2flow.channels.process_groups import PAIRS
 from m2flow.engines.installed import gpus_from
+from m2flow.engines.registry import engine_named
 from m2flow.errors import InternalError
-from m2flow.micro.protocol.plan import Plan, WorkerPlan
+from m2flow.micro.protocol.plan import EngineSlot, Plan, WorkerPlan
 from m2flow.micro.protocol.worker_state import rank_tag
 from m2flow.micro.records.storage import shared_dir
 from m2flow.micro.worker.host_resources import ResourceClaim, remove_leftovers
 from m2flow.micro.worker.rank_group import RankGroupSettings
 from m2flow.micro.worker.weight_sync import weight_settings
-from m2flow.micro.worker.worker_process import TOKEN_VARIABLE, kill_group
+from m2flow.micro.worker.worker_process import TOKEN_VARIABLE, Fork, Load, ask, kill_group
 from m2flow.micro.worker.worker_settings import WorkerSettings
 from m2flow.recipe import Model
 from m2flow.rollout_scheduling.policies import report_every
 from m2flow.spec import ClusterSpec, RunSettings
 
 
+class Child(Protocol):
+    """A child process; `subprocess.Popen` is one."""
+
+    pid: int
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    def wait(self) -> int: ...
+
+
 def spawn(
-    settings: WorkerSettings, token: str, output: IO[bytes] | int, *, path: str, cwd: str | None = None, gpus: str = ""
-) -> subprocess.Popen[bytes]:
+    settings: WorkerSettings,
+    token: str,
+    output: IO[bytes] | int,
+    *,
+    path: str,
+    cwd: str | None = None,
+    gpus: str = "",
+    server: ForkServer | None = None,
+) -> Child:
     """Start one process: a worker, or a rank of one.
 
     Args:
         output: receives what it prints.
         path: where it finds modules, as in `PYTHONPATH`.
         gpus: GPUs that it sees, as in `CUDA_VISIBLE_DEVICES`; empty: those that this process sees.
+        server: forks it, if it can; without a server, or where that has ended, it is an interpreter of its own.
     """
-    environment = {
-        **engine_environment(settings.threads, deterministic=settings.deterministic),
-        **os.environ,
-        TOKEN_VARIABLE: token,
-        "OMP_NUM_THREADS": str(settings.threads),
-        "MKL_NUM_THREADS": str(settings.threads),
-        "PYTHONPATH": path,
-        "PYTHONUNBUFFERED": "1",
-        **({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}),
-    }
+    environment = _environment(settings.threads, token, path, gpus, deterministic=settings.deterministic)
     module = "m2flow.micro.worker.rank_process" if settings.rank_group.rank else "m2flow.micro.worker.worker_process"
+    name = rank_tag(settings.tag, settings.rank_group.rank)
+    if server is not None:
+        if (forked := server.fork(settings, module, name, output, environment)) is not None:
+            return forked
+        os.write(output if isinstance(output, int) else output.fileno(), b"[a process of its own: there is no fork server any more]\n")
     process = subprocess.Popen(
-        [sys.executable, "-m", module, rank_tag(settings.tag, settings.rank_group.rank)],  # The name is shown by `ps`.
+        [sys.executable, "-m", module, name],  # The name is shown by `ps`.
         stdin=subprocess.PIPE,
         stdout=output,
         stderr=subprocess.STDOUT,
@@ -80,6 +106,19 @@ def spawn(
         process.stdin.write(msgspec.json.encode(settings))
         process.stdin.close()
     return process
+
+
+def _environment(threads: int, token: str, path: str, gpus: str = "", *, deterministic: bool) -> dict[str, str]:
+    return {
+        **engine_environment(threads, deterministic=deterministic),
+        **os.environ,
+        TOKEN_VARIABLE: token,
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "PYTHONPATH": path,
+        "PYTHONUNBUFFERED": "1",
+        **({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}),
+    }
 
 
 def how_ended(code: int) -> str:
@@ -119,6 +158,7 @@ def start(
     path: str,
     cwd: str | None = None,
     gpus: str = "",
+    server: ForkServer | None = None,
 ) -> Processes:
     """Start a worker with all its ranks.
 
@@ -126,12 +166,13 @@ def start(
         outputs: receive what each rank prints.
         directory: private to this user; ranks rendezvous there, at another path each time that the worker is started.
         gpus: GPUs that it sees, as in `CUDA_VISIBLE_DEVICES`; empty: those that this process sees.
+        server: forks them (`spawn`).
     Raises:
         EngineError: there are fewer GPUs than ranks.
     """
     count = settings.rank_group.num_ranks
     if count == 1:
-        return Processes([spawn(settings, token, outputs[0], path=path, cwd=cwd, gpus=gpus)])
+        return Processes([spawn(settings, token, outputs[0], path=path, cwd=cwd, gpus=gpus, server=server)])
     place = Path(directory) / settings.tag
     device, seen = gpus_of_ranks(settings.name, settings.device, count, gpus or os.environ.get("CUDA_VISIBLE_DEVICES", ""))
     rank_group = msgspec.structs.replace(settings.rank_group, meeting=f"{place}.ranks", rendezvous=f"file://{place}.meeting")
@@ -139,7 +180,7 @@ def start(
         msgspec.structs.replace(settings, device=device, rank_group=msgspec.structs.replace(rank_group, rank=rank)) for rank in range(count)
     ]
     pairs = zip(ranks, outputs, seen, strict=True)
-    return Processes([spawn(its, token, output, path=path, cwd=cwd, gpus=own) for its, output, own in pairs])
+    return Processes([spawn(its, token, output, path=path, cwd=cwd, gpus=own, server=server) for its, output, own in pairs])
 
 
 def gpus_of_ranks(worker: str, device: str, count: int, seen: str) -> tuple[str, list[str]]:
@@ -161,10 +202,250 @@ def gpus_of_ranks(worker: str, device: str, count: int, seen: str) -> tuple[str,
 
 
 @final
+class Forked:
+    """A child process that a fork server has forked and this process has adopted."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def wait(self) -> int:
+        if self.returncode is None:
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.returncode
+
+
+_READ_WHEN_LOADED = re.compile(
+    r"(OMP|GOMP|KMP|MKL|DNNL|ONEDNN|OPENBLAS|NPY|NUMPY|TORCH\w*|PYTORCH|ATEN|CUDA|HF|HUGGINGFACE|TRANSFORMERS|TOKENIZERS|SAFETENSORS|USE"
+    r"|PYTHON\w*|LD|LC|MALLOC|GLIBC|XDG)_\w+|PYTHON\w+|HOME|LANG|MALLOC\w+"
+)
+"""Names of environment variables that Python, torch, transformers and what they load read at that time; others are read when needed."""
+_OF_A_WORKER = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONPATH", "CUDA_VISIBLE_DEVICES")
+"""Those that are another in each worker, which sets itself up by them."""
+_ENGINES = ("m2flow.engines.embedded.rollout_engine", "m2flow.engines.embedded.trainer", "transformers.models.auto.modeling_auto")
+"""What is loaded before a worker with a model is forked: torch and transformers with what engines use of them."""
+_ANSWERS_WITHIN_S = 60.0
+"""For a process of one thread, whose modules are loaded; after that it counts as stopped or hung."""
+_LOADS_WITHIN_S = 300.0
+_SET_SUBREAPER, _GET_SUBREAPER = 36, 37
+"""`prctl(2)`: orphans among the descendants of a process that is a subreaper become its children."""
+
+
+@final
+class ForkServer:
+    """Processes that have loaded what workers need, and from which workers are forked (`m2flow.micro.worker.worker_process.serve_forks`).
+
+    One has what every worker needs. Another, which it forks when the first worker with a model is to come, has torch and transformers too.
+    They stay for later runs of this process, and end with it. Their environment is that of the run that they were started for, and
+    another server comes where what libraries read of it when they are loaded differs. Any thread may call all methods.
+
+    Raises:
+        OSError: it can't be started.
+    """
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._environment = _read_when_loaded(environment)
+        self._lock = threading.Lock()
+        self._owner = os.getpid()
+        own, its = socket.socketpair()
+        self._links: dict[tuple[str, ...], socket.socket] = {(): own}
+        self._ready: set[socket.socket] = set()
+        program = f"from m2flow.micro.worker.worker_process import serve_forks; serve_forks({its.fileno()}, {self._owner})  #{' ' * 200}"
+        printed = os.memfd_create("m2flow-fork-server")
+        with its, os.fdopen(printed, "wb") as file:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", program],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                env={**environment, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", TOKEN_VARIABLE: ""},
+                pass_fds=[its.fileno()],
+                start_new_session=True,
+            )
+
+    def fits(self, environment: Mapping[str, str]) -> bool:
+        """Whether it can fork workers with this environment, and nothing has ended it."""
+        is_there = self._owner == os.getpid() and bool(self._links) and self._process.poll() is None
+        return is_there and self._environment == _read_when_loaded(environment)
+
+    def load_engines(self) -> None:
+        """Begin to load what workers with models need, if that is not so yet. Returns at once."""
+        with self._lock, contextlib.suppress(OSError):
+            self._link(_ENGINES)
+
+    def fork(
+        self, settings: WorkerSettings, module: str, name: str, output: IO[bytes] | int, environment: Mapping[str, str]
+    ) -> Forked | None:
+        """Fork a process; None, if this server can't any more.
+
+        Args:
+            module: its `main` is called.
+            output: receives what it prints.
+        """
+        with self._lock:
+            try:
+                if not self.fits(environment):
+                    if self._process.returncode is not None:
+                        self._end()
+                    return None
+                link, printed = (
+                    self._link(_ENGINES if _has_model(settings.engines) else ()),
+                    output if isinstance(output, int) else output.fileno(),
+                )
+                if link not in self._ready:
+                    if not _heard(link.fileno(), _LOADS_WITHIN_S):
+                        raise OSError("no fork server is ready")
+                    self._ready.add(link)
+                return Forked(_ask_for(link, _request(settings, module, name, environment), printed))
+            except OSError:
+                self._end()
+                return None
+
+    def close(self) -> None:
+        """End it. What it has forked goes on."""
+        with self._lock:
+            self._end()
+
+    def forget(self) -> None:
+        """Leave it to the process that this one was forked from."""
+        for link in self._links.values():
+            link.close()
+        self._links.clear()
+
+    def _link(self, modules: tuple[str, ...]) -> socket.socket:
+        if not self._links:
+            raise OSError("the fork server has ended")
+        if modules not in self._links:
+            own, its = socket.socketpair()
+            with its:
+                ask(self._links[()], Load(modules), [its.fileno()])
+            self._links[modules] = own
+        return self._links[modules]
+
+    def _end(self) -> None:
+        self.forget()
+        self._ready.clear()
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+
+_SERVER: ForkServer | None = None
+_SERVER_LOCK = threading.Lock()
+
+
+def fork_server(environment: Mapping[str, str]) -> ForkServer | None:
+    """Return this process's fork server for workers with such an environment, a new one if need be; None where there can be none."""
+    global _SERVER
+    if sys.platform != "linux" or not hasattr(os, "pidfd_open"):
+        return None
+    with _SERVER_LOCK:
+        if _SERVER is not None and not _SERVER.fits(environment):
+            _SERVER.close()
+            _SERVER = None
+        if _SERVER is None:
+            with contextlib.suppress(OSError):
+                os.close(os.pidfd_open(os.getpid()))  # Old kernels, and some sandboxes, have none.
+                _SERVER = ForkServer(environment)
+        return _SERVER
+
+
+def warm_up(settings: RunSettings, *, has_models: bool) -> ForkServer | None:
+    """Begin to load what the workers of a run need, and return at once; None: its workers are not to be forked, or can't be.
+
+    Args:
+        has_models: some workers hold models.
+    """
+    if not settings.fork_workers:
+        return None
+    server = fork_server(_environment(1, "", _module_path(), deterministic=settings.deterministic))
+    if server is not None and has_models:
+        server.load_engines()
+    return server
+
+
+def _forget_server() -> None:
+    """In a fork of this process: the server is not its own, and threads that held a lock are gone."""
+    global _SERVER, _SERVER_LOCK
+    if _SERVER is not None:
+        _SERVER.forget()
+    _SERVER, _SERVER_LOCK = None, threading.Lock()
+
+
+def _end_server() -> None:
+    if _SERVER is not None:
+        _SERVER.close()
+
+
+os.register_at_fork(after_in_child=_forget_server)
+atexit.register(_end_server)
+
+
+def _read_when_loaded(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if _READ_WHEN_LOADED.fullmatch(name) and name not in _OF_A_WORKER}
+
+
+def _module_path() -> str:
+    return os.pathsep.join(path for path in sys.path if path)
+
+
+def _has_model(slots: Iterable[EngineSlot]) -> bool:
+    return any(slot.kind != "function" and "torch" in engine_named(slot.engine, slot.kind).requires for slot in slots)
+
+
+def _request(settings: WorkerSettings, module: str, name: str, environment: Mapping[str, str]) -> Fork:
+    kinds = {getattr(resource, kind) for kind in dir(resource) if kind.startswith("RLIMIT_")}
+    return Fork(
+        module,
+        msgspec.json.encode(settings),
+        name,
+        os.getpid(),
+        tuple((os.fsencode(variable), os.fsencode(value)) for variable, value in environment.items()),
+        tuple(environment["PYTHONPATH"].split(os.pathsep)),
+        os.getcwd(),
+        tuple(os.sched_getaffinity(0)),
+        {kind: resource.getrlimit(kind) for kind in kinds},
+    )
+
+
+def _ask_for(link: socket.socket, request: Fork, output: int) -> int:
+    """Return the id of a process that a server has forked. Raises `OSError` if there is none."""
+    answer, its = os.pipe()
+    with os.fdopen(answer, "rb", buffering=0), _adopting_orphans():
+        try:
+            ask(link, request, [output, its])
+        finally:
+            os.close(its)
+        if not (pid := _heard(answer, _ANSWERS_WITHIN_S)):
+            raise OSError("the fork server does not answer")
+        return int(pid)
+
+
+def _heard(descriptor: int, timeout_s: float) -> bytes:
+    """What comes within some time; empty: nothing did, or the other side is gone."""
+    poller = select.poll()
+    poller.register(descriptor, select.POLLIN)
+    return os.read(descriptor, 64) if poller.poll(timeout_s * 1000) else b""
+
+
+@contextlib.contextmanager
+def _adopting_orphans() -> Iterator[None]:
+    """For some milliseconds. Another descendant that loses its parent just then becomes a child of this process too."""
+    library, before = ctypes.CDLL(None, use_errno=True), ctypes.c_int()
+    if library.prctl(_GET_SUBREAPER, ctypes.byref(before), 0, 0, 0) or library.prctl(_SET_SUBREAPER, 1, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "this process may not adopt another")
+    try:
+        yield
+    finally:
+        library.prctl(_SET_SUBREAPER, before.value, 0, 0, 0)
+
+
+@final
 class Processes:
     """The processes of one worker, by rank."""
 
-    def __init__(self, ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+    def __init__(self, ranks: Sequence[Child]) -> None:
         self._ranks = tuple(ranks)
         self._how = ""
         self.rank = 0
@@ -188,7 +469,7 @@ class Processes:
         """Describe how the worker ended; empty while it runs. Ranks above 0 may end with status 0 when rank 0 dismisses them."""
         if self._how:
             return self._how
-        codes = {rank: process.returncode for rank, process in enumerate(self._ranks) if _has_ended(process)}
+        codes = {rank: process.wait() for rank, process in enumerate(self._ranks) if _has_ended(process)}
         faults = {rank: code for rank, code in codes.items() if code}
         if 0 not in codes and not faults:
             return ""
@@ -225,7 +506,7 @@ def _is_stopped(pid: int) -> bool:
         return False
 
 
-def _has_ended(process: subprocess.Popen[bytes]) -> bool:
+def _has_ended(process: Child) -> bool:
     """Whether a process has ended; if so, kill the rest of its process group."""
     if process.returncode is None and os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
         kill_group(process.pid)  # Until it is reaped, its group id can't be reused by another.
@@ -378,6 +659,9 @@ class LocalLauncher(Launcher):
         self._sockets = tempfile.TemporaryDirectory(prefix="m2flow-", ignore_cleanup_errors=True)
         self._claim = ResourceClaim(self._prefix, self._sockets.name, self._weights_directory)
         self._processes: dict[str, Processes] = {}
+        # Loading a library may touch a GPU's driver, which no fork survives; and beside a model for a GPU the time is nothing.
+        self._forks = job.settings.fork_workers and not any(worker.device.startswith("cuda") for worker in job.plan.workers)
+        self._server: ForkServer | None = None
         if self.keys is None and self._spec.transport == "tcp":
             from m2flow.channels.zeromq import new_secret
 
@@ -397,7 +681,10 @@ class LocalLauncher(Launcher):
         # Shared segments and sockets of dead runs.
         remove_leftovers()
         self._claim.open()
-        for worker in self._plan.workers:
+        if self._forks:
+            self._server = warm_up(self._job.settings, has_models=any(_has_model(worker.engines) for worker in self._plan.workers))
+        # Those that wait for no library first.
+        for worker in sorted(self._plan.workers, key=lambda worker: _has_model(worker.engines)):
             if not worker.is_spare:
                 self._processes[worker.name] = self._spawn(worker, controller, 0)
         self._controller = controller
@@ -414,10 +701,10 @@ class LocalLauncher(Launcher):
 
     def _spawn(self, worker: WorkerPlan, controller: str, incarnation: int) -> Processes:
         settings = self.settings_for(worker, controller, incarnation)
-        path = os.pathsep.join(path for path in sys.path if path)
+        server = self._server if self._forks else None
         with contextlib.ExitStack() as logs:
             outputs = [logs.enter_context(self.log_of(worker.name, rank).open("ab")) for rank in range(worker.ranks)]
-            return start(settings, self.token, outputs, self.socket_dir, path=path)
+            return start(settings, self.token, outputs, self.socket_dir, path=_module_path(), server=server)
 
     def ended(self) -> dict[str, str]:
         return {name: how for name, processes in self._processes.items() if (how := processes.how_ended())}

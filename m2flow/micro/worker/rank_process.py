@@ -132,9 +132,9 @@ def _engines(slots: Sequence[EngineSlot], models: Mapping[str, Model], settings:
     return made
 
 
-def main() -> None:
-    """The entry point."""
-    settings = _read_worker_settings(sys.stdin.buffer.read())
+def main(given: bytes = b"") -> None:
+    """The entry point: settings on standard input, or given."""
+    settings = _read_worker_settings(given or sys.stdin.buffer.read())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     watch_parent(settings)
     secret, tag = os.environ.pop(TOKEN_VARIABLE, ""), rank_tag(settings.tag, settings.rank_group.rank)
