@@ -153,6 +153,7 @@ _COMMANDS = {
     "plan": "Show a flow's calls and how they would run, without running them.",
     "diff": "Show what differs between two plans.",
     "samples": "Show the samples of a run, choose among them, or write them to a file.",
+    "rescore": "Judge the samples of a run by another reward function.",
     "simulate": "Say what would happen, on a virtual clock: a flow's steps, or generation alone.",
     "profile": "Measure what a flow's work takes, for the planner.",
     "view": "Show runs in the browser, live; or write one as a file.",

@@ -217,6 +217,39 @@ def load_flow(target: str) -> Flow:
     return flows[name] if name else next(iter(flows.values()))
 
 
+def load_function(target: str) -> Callable[..., object]:
+    """Load a function in a file, `file.py:name`, or in a module, `package.module:name`. A class is called without arguments.
+
+    Raises:
+        FlowLoadError: there is no such file, module or function, or importing it raised.
+    """
+    place, _, name = target.rpartition(":")
+    if not place or not name:
+        raise FlowLoadError(f"{target!r} names no function", now="Give FILE.py:FUNCTION, or package.module:FUNCTION.")
+    if place.endswith(".py"):
+        if not Path(place).is_file():
+            raise FlowLoadError(f"there is no file {place}")
+        module = _import(Path(place))
+    else:
+        try:
+            module = importlib.import_module(place)
+        except ImportError as error:
+            raise FlowLoadError(f"the module {place} can't be imported: {error}") from error
+    found: object = getattr(module, name, None)
+    if isinstance(found, type):
+        try:
+            found = found()
+        except Exception as error:
+            raise FlowLoadError(
+                f"{target} can't be made without arguments: {type(error).__name__}: {error}",
+                now="Make one in a file of your own, and name that: judge = TheClass(...).",
+            ) from error
+    if not callable(found):
+        known = ", ".join(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
+        raise FlowLoadError(f"{place} has no function {name!r}; it has {known or 'none'}")
+    return found
+
+
 def _import(path: Path) -> types.ModuleType:
     name = f"m2flow_flow_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -17,6 +18,7 @@ from m2flow.runs.frames import FrameKind, frame_of
 if TYPE_CHECKING:
     from m2flow.runner.run import Summary
     from m2flow.runs.comparing import RunComparison
+    from m2flow.samples import Sample
 
 
 @final
@@ -62,6 +64,22 @@ class Run:
 
         with SampleQuery(self.path) as query:
             return frame_of(query.columns(where, order=order, limit=limit), frame)
+
+    def rescore(
+        self, function: Callable[[Sample], object], *, where: str = "", limit: int | None = None, frame: FrameKind | None = None
+    ) -> Any:
+        """Judge samples by another reward function, without generating a token, as a table: `sample`, `step`, `before` and `now`.
+
+        Args:
+            function: of a sample, as of `m2flow.Reward`.
+            where, limit, frame: as of `samples`.
+        Raises:
+            OpError: the function raised, or gave no finite number.
+        """
+        from m2flow.runs.rescoring import rescore
+
+        found = list(rescore(self.path, function, where=where, limit=limit))
+        return frame_of({name: [getattr(one, name) for one in found] for name in ("sample", "step", "before", "now")}, frame)
 
     def metrics(self, *, frame: FrameKind | None = None) -> Any:
         """The metrics as a table: a row for each step, a column for each name; null where a step has no such value.

@@ -320,6 +320,31 @@ class SampleQuery:
             found[name] = [texts[packed][at] for packed, *_ in chosen]
         return found
 
+    def batches(
+        self, where: str = "", *, limit: int | None = None, size: int = 256
+    ) -> Iterator[tuple[Batch, list[tuple[str, int, float | None]]]]:
+        """Rows of the samples that meet a condition, in the order of identity; beside each row its sample, step and last reward.
+
+        Args:
+            size: most rows at once. Rows with other columns than those before begin a batch.
+        Raises:
+            OptionError: the condition is no expression over the columns.
+            EngineError: a segment file is damaged or missing.
+        """
+        cut = "" if limit is None else f" LIMIT {int(limit)}"
+        rows, known = list[Batch](), list[tuple[str, int, float | None]]()
+        for packed, sample, step, reward in self._rows(
+            f"SELECT id, sample, step, reward FROM listed {self._condition(where)} ORDER BY id{cut}"
+        ):
+            row = self.rows_of(packed)
+            if rows and (len(rows) == size or set(rows[0].columns) != set(row.columns)):
+                yield Batch.concat(rows), known
+                rows, known = [], []
+            rows.append(row)
+            known.append((sample, step, reward))
+        if rows:
+            yield Batch.concat(rows), known
+
     def rows_of(self, packed: int) -> Batch:
         """A sample's row as its worker wrote it.
 
