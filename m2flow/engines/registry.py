@@ -173,10 +173,11 @@ _BUILT_IN = (
             lora=True,
             routed_experts=True,
             devices=_DEVICES,
-            parallel_layouts=ParallelLayouts(tp=None, dp=None, zero=(3,)),
+            parallel_layouts=ParallelLayouts(tp=None, pp=None, dp=None, zero=(3,)),
         ),
-        "The embedded trainer over any number of ranks: weights, gradients and optimiser spread by FSDP2.",
+        "The embedded trainer over any number of ranks: weights, gradients and optimiser spread by FSDP2, layers over stages.",
         ("torch", "transformers"),
+        refuses="m2flow.engines.distributed:check_fsdp",
         untested="cuda",
     ),
     EngineInfo(

@@ -6,36 +6,61 @@
 How a batch is shared out is in `m2flow.engines.distributed.ranks`; this module shards the model and gathers its weights. Sums go over
 ranks in their order, so one layout always gives the same bits.
 
+With `pp` the layers are spread over stages first, and each stage is sharded over its own ranks:
+
+    stage 0:  rows --embeddings, layers--> hidden states --sent--> stage 1: layers --> ... --> the last: norm, head, loss
+              its gradient  <--------------- sent back ----------  1F1B: a stage has a pass in flight for itself and for each stage after it
+
+Every rank packs the same samples as those of its line, so it knows the shape of what comes: passes may have any lengths. Tied embeddings
+are on the first stage and the last, which add up both gradients. A loss that raises is heard by all ranks when the passes are over, since
+the other stages wait for its gradient until then; what was added up is then a part of what it should be: `discard` it.
+
 Limits:
     start: every rank reads the whole model once, in the memory of its host.
     tensor parallel: `tp` splits attention and MLP by the architecture's `base_model_tp_plan`; embeddings and the head stay whole. Heads
         that do not divide, other plans and adapters are refused.
+    stages: `llama`, `qwen2` and `qwen3` without windows, with any head. Layers that `pp` does not divide are spread unevenly, the first
+        stages having one more. Others, adapters and `spread_checkpoints` are refused before the run.
 
-Source: PyTorch FSDP2 (torch.distributed.fsdp.fully_shard); ZeRO stage 3 (Rajbhandari et al., 2020).
+Source: PyTorch FSDP2 (torch.distributed.fsdp.fully_shard); ZeRO stage 3 (Rajbhandari et al., 2020); 1F1B (Narayanan et al. 2021,
+arXiv:2104.04473, section 2.2).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+import copy
+import functools
+import itertools
+import json
+import math
+import re
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from m2flow.engines.contract import EngineSettings
-from m2flow.engines.distributed import tensor_parallel
-from m2flow.engines.distributed.ranks import RankedTrain, Root
-from m2flow.engines.models import lora, trainer_checkpoint
-from m2flow.engines.models.hf_model import layers
-from m2flow.engines.models.trainer_checkpoint import spread_like, whole
+from m2flow.engines.contract import NO_AGREEMENT, Agreement, EngineSettings, Objective, Sums, TrainEngine, blended
+from m2flow.engines.distributed import check_stages, tensor_parallel
+from m2flow.engines.distributed.ranks import RankedTrain, Ranks, Root
+from m2flow.engines.models import lora, packing, trainer_checkpoint
+from m2flow.engines.models.hf_model import config_of, empty_cache, groups_of_weights, layers, matrices_of_layers
+from m2flow.engines.models.optimizers import Elsewhere, Optimizers
+from m2flow.engines.models.trainer_checkpoint import local, spread_like, whole
 from m2flow.engines.registry import built_in
-from m2flow.errors import EngineError
-from m2flow.recipe import Model
+from m2flow.errors import EngineError, M2FlowError, is_out_of_memory, unexpected
+from m2flow.recipe import REFERENCE_TOP_IDS, REFERENCE_TOP_LOGPROBS, TOP_LOGPROBS, Loss, Model, Optimizer
+from m2flow.samples import Batch
 
 OPTIONS = {
     "compute_dtype": "Type of the passes: `bfloat16` over float32 weights; by default float32.",
@@ -43,6 +68,8 @@ OPTIONS = {
     "cpu_offload": "Weights, gradients and optimiser in the host's memory; by default false.",
     "reshard_after_forward": "Release gathered weights after the forward pass; by default true.",
     "tp": "Neighbouring ranks that split the layers among them (DTensor), by default 1.",
+    "pp": "Stages that the layers are spread over, by default 1. What `tp` and `pp` leave of the ranks shards each stage.",
+    "micro_batches": "With `pp`, parts in which a micro-batch passes through the stages, by default as many as stages.",
     "spread_checkpoints": "Every rank writes its part of a checkpoint (`m2flow_parts/`, of PyTorch's distributed checkpoints), which every "
     "trainer loads and `m2flow export` merges; by default false. Policies with adapters are saved whole.",
 }
@@ -50,27 +77,29 @@ OPTIONS = {
 
 
 class FsdpTrain(RankedTrain):
-    """The embedded trainer on a model that is sharded over ranks."""
+    """The embedded trainer on a model that is sharded over ranks; with the option `pp` it is a `PipelinedTrain`."""
 
     name = "fsdp"
     capabilities = built_in("fsdp", "train")
 
+    def __new__(cls, model: Model, settings: EngineSettings) -> FsdpTrain:
+        return super().__new__(PipelinedTrain if cls is FsdpTrain and settings.options.get("pp", 1) != 1 else cls)
+
     def __init__(self, model: Model, settings: EngineSettings) -> None:
         super().__init__(model, settings)
         self._mesh: DeviceMesh | None = None
-        """With tensor parallelism: data ranks x tensor ranks."""
+        """With tensor parallelism or stages: stages x data ranks x tensor ranks."""
         self._summed: list[torch.nn.Module] = []
 
     def start(self) -> None:
-        tp = self._num_alike
-        tensor_parallel.check(self._ranks.count, tp, has_adapters=self._source.lora is not None)
+        self._check_layout()
         how = _options(self._settings.options, self._settings.device)
         self._ranks.open()
         super().start()
-        self._root = Root(self._model, self._source.head)
-        if tp > 1:
-            self._mesh = tensor_parallel.grid(self._settings.device, self._ranks.count, tp)
+        self._root = self._placed()
+        if self._tp > 1:
             self._summed = self._together(lambda: tensor_parallel.split(self._model, self._mesh))
+        if self._mesh is not None:
             how["mesh"] = self._mesh["data"]
         else:
             how["mesh"] = DeviceMesh.from_group(self._ranks.group, torch.device(self._settings.device).type)
@@ -83,9 +112,22 @@ class FsdpTrain(RankedTrain):
                 module.set_force_sum_reduction_for_comms(True)  # Gloo has no other.
         self._optimizers = self._optimizers_of(self._model)
 
+    def _check_layout(self) -> None:
+        tensor_parallel.check(self._ranks.count, self._tp, has_adapters=self._source.lora is not None)
+
+    def _placed(self) -> Root:
+        """Set the mesh, and make the module around what this rank's stage has of the model."""
+        if self._tp > 1:
+            self._mesh = tensor_parallel.grid(self._settings.device, self._ranks.count, self._tp)
+        return Root(self._model, self._source.head)
+
+    @property
+    def _tp(self) -> int:
+        return int(str(self._settings.options.get("tp", 1)))
+
     @property
     def _num_alike(self) -> int:
-        return int(str(self._settings.options.get("tp", 1)))
+        return self._tp
 
     def stop(self) -> None:
         self._root = None
@@ -94,7 +136,7 @@ class FsdpTrain(RankedTrain):
         self._ranks.close()
 
     def _sum_gradients(self) -> None:
-        if self._mesh is not None:
+        if self._mesh is not None and self._summed:
             tensor_parallel.add_up(self._summed, self._mesh)
 
     def _whole(self, tensor: Tensor) -> AbstractContextManager[Tensor]:
@@ -161,3 +203,450 @@ def _whole_state(saved: Any, *, keeps: bool) -> Any:
 def _kept(tensor: Tensor, *, keeps: bool) -> Tensor:
     """Copy a tensor to the host's memory on ranks that keep it; elsewhere an empty one."""
     return tensor.cpu() if keeps else tensor.new_empty(0)
+
+
+# ---- stages
+
+
+def layers_of_stages(num_layers: int, count: int) -> list[range]:
+    """Spread layers over stages; the first stages have one more where they do not divide.
+
+    >>> layers_of_stages(5, 2)
+    [range(0, 3), range(3, 5)]
+    """
+    each, more = divmod(num_layers, count)
+    starts = [stage * each + min(stage, more) for stage in range(count + 1)]
+    return [range(*bounds) for bounds in itertools.pairwise(starts)]
+
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_P = TypeVar("_P")
+
+
+class Line(Generic[_P]):
+    """This rank's place in a pipeline: the ranks that see the same samples, one of each stage.
+
+    Args:
+        stages: the group of those ranks, in the order of stages.
+        spreads: whether a pass has collectives within the stage. A rank that fails then leaves the others of its stage waiting, so its
+            error ends it; otherwise the others go on with zeros in its place, until all hear of it. Running out of memory ends a rank in
+            any case: the run then goes on with smaller micro-batches.
+    """
+
+    def __init__(self, ranks: Ranks, stages: Any, device: str, *, spreads: bool) -> None:
+        self.group, self._device, self._spreads = stages, device, spreads
+        self.members = dist.get_process_group_ranks(stages)
+        self.stage, self.count = int(dist.get_rank(stages)), len(self.members)
+        self._down = self._up = stages
+        if torch.device(device).type == "cuda":
+            # Sends that cross wait for each other in one communicator.
+            size = ranks.count // self.count
+            lines = [list(range(first, ranks.count, size)) for first in range(size)]
+            self._down, self._up = ranks.among(lines), ranks.among(lines)
+        self._sent: dict[int, deque[tuple[Any, Tensor]]] = {}
+        self.failure: Exception | None = None
+        """What a pass raised, on the rank where it did."""
+
+    @property
+    def is_first(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage == self.count - 1
+
+    def run(
+        self,
+        passes: Sequence[_P],
+        compute: Callable[[_P, Tensor | None], Tensor | None],
+        like: Callable[[_P], Tensor],
+        *,
+        trains: bool,
+    ) -> None:
+        """Send passes through the stages, and their gradients back. Collective; afterwards look at `failure`.
+
+        Args:
+            compute: a pass and the hidden states that come in (None on the first stage) -> those that go out; on the last stage, the
+                loss.
+            like: a pass -> what its hidden states look like, a tensor without memory.
+        """
+        self.failure = None
+        held: deque[tuple[_P, Tensor | None, Tensor | None]] = deque()
+        num_first = min(self.count - 1 - self.stage, len(passes))
+        for i, one in enumerate(passes):
+            hidden = None if self.is_first else self._receive(self._down, self.stage - 1, like(one))
+            if hidden is not None and trains:
+                hidden.requires_grad_()
+            output = self._guarded(functools.partial(compute, one, hidden))
+            if not self.is_last:
+                self._send(self._down, self.stage + 1, self._zeros(like(one)) if output is None else output.detach())
+            if trains:
+                held.append((one, hidden, output))
+                if i >= num_first:
+                    self._back(*held.popleft(), like)
+        while held:
+            self._back(*held.popleft(), like)
+        for sent in self._sent.values():
+            while sent:
+                sent.popleft()[0].wait()
+
+    def _back(self, one: _P, hidden: Tensor | None, output: Tensor | None, like: Callable[[_P], Tensor]) -> None:
+        gradient = None if self.is_last else self._receive(self._up, self.stage + 1, like(one))
+        if output is not None:
+            self._guarded(functools.partial(torch.autograd.backward, output, gradient))
+        if hidden is not None:
+            self._send(self._up, self.stage - 1, self._zeros(like(one)) if hidden.grad is None else hidden.grad)
+
+    def _guarded(self, work: Callable[[], Tensor | None]) -> Tensor | None:
+        try:
+            return work()
+        except Exception as error:
+            if self._spreads or is_out_of_memory(error):
+                raise
+            self.failure = self.failure or error
+            return None
+
+    def _zeros(self, like: Tensor) -> Tensor:
+        return torch.zeros_like(like, device=self._device)
+
+    def _receive(self, group: Any, stage: int, like: Tensor) -> Tensor:
+        found = torch.empty_like(like, device=self._device)
+        dist.recv(found, self.members[stage], group=group)
+        return found
+
+    def _send(self, group: Any, stage: int, tensor: Tensor) -> None:
+        """Begin to send; wait only for what the other stage has long been able to take."""
+        tensor = tensor.contiguous()
+        sent = self._sent.setdefault(stage, deque())
+        sent.append((dist.isend(tensor, self.members[stage], group=group), tensor))
+        if len(sent) > self.count:
+            sent.popleft()[0].wait()
+
+    def of_stage(self, stage: int, own: Tensor | None, like: Tensor) -> Tensor:
+        """A tensor that one of the stages has, on all of them. Collective."""
+        found = torch.empty_like(like, device=self._device) if own is None else own.to(self._device).contiguous()
+        dist.broadcast(found, self.members[stage], group=self.group)
+        return found
+
+    def words_of_stages(self, words: str) -> list[str]:
+        """What the rank of each stage says, in the order of stages. Collective."""
+        found: list[Any] = [None] * self.count
+        dist.all_gather_object(found, words, group=self.group)
+        return found
+
+    def summed_with(self, stage: int, own: Tensor) -> None:
+        """Add up a tensor of this stage and of the other one, in place, in the order of stages. Both call it."""
+        is_lower, other = self.stage < stage, torch.empty_like(own)
+        if not own.numel():
+            return
+        if is_lower:
+            dist.recv(other, self.members[stage], group=self._up)
+            own.add_(other)
+            dist.send(own, self.members[stage], group=self._down)
+        else:
+            dist.send(own, self.members[stage], group=self._up)
+            dist.recv(own, self.members[stage], group=self._down)
+
+
+@dataclass(eq=False)
+class _Pass:
+    """A part of a micro-batch, on its way through the stages."""
+
+    batch: Batch
+    packed: packing.Packed
+    top: Tensor | int = 0
+    """As of `EmbeddedTrain._outputs`."""
+    loss: Loss | None = None
+    """None: nothing is trained."""
+    weight: float = 0.0
+    """0: it only keeps the ranks together."""
+    numbers: npt.NDArray[np.float64] | None = None
+    """What the last stage found, [T, any]; of a pass that trains nothing."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    agreement: Agreement = NO_AGREEMENT
+
+
+class PipelinedTrain(FsdpTrain):
+    """`FsdpTrain` on stages, each of which has some of the layers and is sharded over its own ranks."""
+
+    def __init__(self, model: Model, settings: EngineSettings) -> None:
+        super().__init__(model, settings)
+        self._line: Line[_Pass]
+        self._num_pending = 0
+        """Micro-batches since the last step."""
+        self._is_partial = False
+        """Whether a pass has failed since the last step, so that gradients lack some."""
+        self._hidden: Tensor | None = None
+        """What came in for the pass that is being computed."""
+        self._output: Tensor | None = None
+        """What the last stage's model made of it."""
+
+    def _check_layout(self) -> None:
+        check_stages(config_of(self._source), self._source, self._settings.options, self._ranks.count)
+        super()._check_layout()
+
+    @property
+    def _pp(self) -> int:
+        return int(str(self._settings.options["pp"]))
+
+    @property
+    def _num_alike(self) -> int:
+        return self._tp * self._pp
+
+    @property
+    def _share_number(self) -> int:
+        return self._ranks.rank // self._tp % (self._ranks.count // self._num_alike)
+
+    @property
+    def _reporters(self) -> Sequence[int]:
+        """The first tensor rank of each share on the last stage."""
+        return range(self._ranks.count // self._pp * (self._pp - 1), self._ranks.count, self._tp)
+
+    def _placed(self) -> Root:
+        device, count = self._settings.device, self._ranks.count
+        self._mesh = tensor_parallel.grid(device, count, self._tp, self._pp)
+        self._line = Line(self._ranks, self._mesh["stage"].get_group(), device, spreads=count > self._pp)
+        self._layers = layers_of_stages(self._model.config.num_hidden_layers, self._pp)
+        # The whole model without memory: names, shapes and order, as checkpoints have them.
+        held = [*self._model.parameters(), *self._model.buffers()]
+        self._frame = copy.deepcopy(self._model, {id(one): _without_memory(one) for one in held})
+        groups = groups_of_weights(self._frame)
+        self._groups = {name: groups.get(id(one), "rest") for name, one in self._frame.named_parameters()}
+        self._plan = super()._optimizers_of(self._frame)
+        self._cut()
+        return Root(self._model, self._source.head, has_head=self._line.is_last)
+
+    def _cut(self) -> None:
+        """Take out of the model what other stages have, under the names that it has."""
+        model, line = self._model, self._line
+        base, head_name = model.base_model, "lm_head" if self._source.head == "lm" else "score"
+        head = getattr(model, head_name)
+        self._is_tied = head.weight is base.embed_tokens.weight
+        for i in range(len(base.layers)):
+            if i not in self._layers[line.stage]:
+                del base.layers._modules[str(i)]  # Those that stay keep their numbers.
+        if not (line.is_first or (line.is_last and self._is_tied)):
+            base.embed_tokens = torch.nn.Identity()
+        if not line.is_last:
+            base.norm = torch.nn.Identity()
+        if not (line.is_last or (line.is_first and self._is_tied)):
+            setattr(model, head_name, torch.nn.Identity())
+            self._head = None
+        empty_cache(self._settings.device)
+
+    def _stage_of(self, name: str) -> int:
+        """The stage that has a weight; of tied ones, the first that has."""
+        if (found := _LAYER.search(name)) is not None:
+            return next(stage for stage, own in enumerate(self._layers) if int(found[1]) in own)
+        return 0 if ".embed_tokens." in name else self._pp - 1
+
+    def _optimizers_of(self, model: Any) -> Optimizers:
+        if self._mesh is None:  # The whole model, before it is spread.
+            return super()._optimizers_of(model)
+        named = dict(model.named_parameters())
+        repeated = frozenset(name for name in named if self._stage_of(name) != self._line.stage)
+        return Optimizers(
+            named.values(),
+            matrices=matrices_of_layers(model),
+            groups={id(one): self._groups[name] for name, one in named.items()},
+            names={id(one): name for name, one in named.items()},
+            has_masters=self._keeps_masters,
+            elsewhere=Elsewhere(list(self._groups), repeated, self._over_stages),
+        )
+
+    def _over_stages(self, norms: Mapping[str, float]) -> dict[str, float]:
+        """Norms by group over all stages, from those of each stage's own weights. Summed in the order of stages."""
+        of_stages: list[dict[str, float]] = [json.loads(words) for words in self._line.words_of_stages(json.dumps(norms))]
+        names = dict.fromkeys(name for of_one in of_stages for name in of_one)
+        return {name: math.sqrt(sum(of_one.get(name, 0.0) ** 2 for of_one in of_stages)) for name in names}
+
+    def stop(self) -> None:
+        super().stop()
+        self._hidden = self._output = None
+        self._num_pending, self._is_partial = 0, False
+        for name in ("_line", "_frame", "_plan"):
+            self.__dict__.pop(name, None)
+
+    # Training
+
+    def accumulate(self, batch: Batch, objective: Objective) -> Sums:
+        batch, loss = self._to_train(batch, objective.loss), objective.loss
+        num_masked = packing.num_masked(batch.ragged("loss_mask"))
+        metrics, agreement = dict[str, float](), NO_AGREEMENT
+        if num_masked.any():
+            is_whole = "group_ids" in loss.needs
+            own, weight = self._share(batch, num_masked, is_whole=is_whole)
+            count = self._count("micro_batches", self._pp)
+            parts = self._cut_into(count, own, weight, is_whole=is_whole)
+            passes = self._together(lambda: [self._pass(part, loss, counts) for part, counts in parts])
+            self._num_pending += 1
+            self._run(passes, self._trained, trains=True)
+            metrics = self._ranks.total(self._sums_of([(one.metrics, one.weight) for one in passes]))
+            if "same_weights" in batch:
+                reports = self._ranks.rank in self._reporters
+                agreement = self._agreed(Agreement.of_all([one.agreement for one in passes if one.weight and reports]))
+        return Sums(len(batch), int(num_masked.sum()), len(batch.ragged("tokens").values), metrics, agreement)
+
+    def _pass(self, batch: Batch, loss: Loss, weight: float) -> _Pass:
+        top = self._top_ids(batch, loss) if TOP_LOGPROBS in loss.needs else 0
+        return _Pass(batch, self._pack(batch), top, loss, weight)
+
+    def _run(self, passes: Sequence[_Pass], compute: Callable[[_Pass, Tensor | None], Tensor | None], *, trains: bool) -> None:
+        """Send passes through the stages. Raises on every rank what one of them raised on one."""
+        dtype = getattr(torch, str(self._settings.options.get("compute_dtype", self._source.dtype)))
+        width = self._model.config.hidden_size
+        try:
+            self._line.run(
+                passes, compute, lambda one: torch.empty(1, one.packed.num_rows, width, dtype=dtype, device="meta"), trains=trains
+            )
+            self._together(self._raise_failure)
+        except Exception:
+            self._is_partial = self._is_partial or trains
+            raise
+        finally:
+            self._hidden = self._output = None
+
+    def _raise_failure(self) -> None:
+        error = self._line.failure
+        if error is not None:
+            raise error if isinstance(error, M2FlowError) else unexpected("a pass through the stages", error)
+
+    def _trained(self, one: _Pass, hidden: Tensor | None) -> Tensor:
+        self._take(hidden)
+        assert one.loss is not None
+        if not self._line.is_last:
+            found: Tensor = self._root(one.packed, hidden)
+            return found
+        try:
+            outputs = self._outputs(one.batch, one.packed, one.top)
+            terms, one.metrics, one.agreement = self._terms_of(one.batch, one.loss, outputs)
+            return terms.sum() * one.weight
+        except Exception as error:
+            if self._output is None or is_out_of_memory(error):
+                raise
+            self._line.failure = self._line.failure or error
+            return self._output.float().sum() * 0.0  # The other stages wait for a gradient, and the ranks of this one for its passes.
+
+    def _take(self, hidden: Tensor | None) -> None:
+        self._hidden, self._output = hidden, None
+
+    def _forward(self, packed: packing.Packed) -> Tensor:
+        self._output = output = self._root(packed, self._hidden)
+        return output[0] if self._source.head == "lm" else output[:, 0].float()
+
+    def _backward(self, loss: Tensor) -> None:
+        raise NotImplementedError  # The line does it.
+
+    def _sum_gradients(self) -> None:
+        super()._sum_gradients()
+        line = self._line
+        if self._is_tied and self._num_pending and (line.is_first or line.is_last):
+            shared = self._model.get_input_embeddings().weight
+            if shared.grad is None:
+                shared.grad = torch.zeros_like(shared)
+            line.summed_with(self._pp - 1 if line.is_first else 0, local(shared.grad))
+
+    def apply(self, optimizer: Optimizer, denominator: float) -> Mapping[str, float]:
+        try:
+            if self._is_partial:
+                raise EngineError("the gradient lacks a micro-batch whose loss raised", now="discard() it, and accumulate() all again.")
+            return super().apply(optimizer, denominator)
+        finally:
+            self.discard()
+
+    def discard(self) -> None:
+        super().discard()
+        self._num_pending, self._is_partial = 0, False
+
+    # Passes without gradient
+
+    def _scored(self, exchanges: Sequence[Batch]) -> list[npt.NDArray[Any]]:
+        return self._of_runs(exchanges, "values", 0)
+
+    def _of_runs(self, runs: Sequence[Batch], output: str, top_k: int) -> list[npt.NDArray[Any]]:
+        """The numbers of each run on the last stage; elsewhere nothing."""
+        passes = self._together(lambda: [_Pass(rows, self._pack(rows), top_k) for rows in runs])
+        self._run(passes, functools.partial(self._read, output), trains=False)
+        return [np.zeros(0) if one.numbers is None else one.numbers for one in passes]
+
+    def _read(self, output: str, one: _Pass, hidden: Tensor | None) -> Tensor | None:
+        self._take(hidden)
+        if not self._line.is_last:
+            found: Tensor = self._root(one.packed, hidden)
+            return found
+        outputs = self._outputs(one.batch, one.packed, one.top)
+        names = [output, *((REFERENCE_TOP_IDS, REFERENCE_TOP_LOGPROBS) if one.top else ())]
+        one.numbers = np.concatenate([outputs[name].double().cpu().numpy().reshape(len(outputs[output]), -1) for name in names], 1)
+        return None
+
+    # Weights and states
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield each tensor whole on every rank, one after the other. Collective."""
+        own = dict(self._own_tensors())
+        for name, like in trainer_checkpoint.named_weights(self._frame):
+            stage = self._stage_of(name)
+            yield name, self._line.of_stage(stage, whole(own[name]).detach() if stage == self._line.stage else None, like)
+
+    def base(self) -> Iterator[tuple[str, Tensor]]:
+        return self.weights()
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def copy_from(self, source: TrainEngine, share: float = 1.0) -> None:
+        own = dict(self._own_tensors())
+        for name, value in source.weights():
+            if name in own:
+                self._set(own[name], value if share == 1 else blended(whole(own[name]).detach(), value, share))
+
+    def save(self, path: str) -> None:
+        """Save in the embedded trainer's format, gathered on the first rank; any trainer goes on from it in any layout."""
+        keeps = self._ranks.rank == 0
+        weights = {name: _kept(tensor, keeps=keeps) for name, tensor in self.weights()}
+        optimizers = []
+        for entry in self._optimizers.state():
+            of_parameters = self._of_all_stages(self._optimizers.by_name(entry), keeps=keeps)
+            optimizers.append(self._plan.renumbered(entry, of_parameters))
+        own = dict(zip(self._optimizers.names, self._optimizers.masters(), strict=True))
+        of_all = self._of_all_stages({name: {"": master} for name, master in own.items()}, keeps=keeps)
+        state = {"optimizers": optimizers, "masters": [of_all[name][""] for name in self._plan.names]}
+        self._together(lambda: trainer_checkpoint.save(path, self._frame, self._codec, state, weights, {}) if keeps else None)
+
+    def _of_all_stages(self, own: Mapping[str, Mapping[str, Any]], *, keeps: bool) -> dict[str, dict[str, Any]]:
+        """Tensors by the name of their weight and their own, from the stage that has the weight, whole, on ranks that keep them."""
+        told = {
+            name: {
+                key: None if value is None else [list(value.shape), str(value.dtype).removeprefix("torch.")] for key, value in held.items()
+            }
+            for name, held in own.items()
+        }
+        of_stages = [json.loads(words) for words in self._line.words_of_stages(json.dumps(told))]
+        found: dict[str, dict[str, Any]] = {}
+        for name in self._plan.names:
+            stage = self._stage_of(name)
+            found[name] = {} if name in of_stages[stage] else found.get(name, {})
+            for key, about in of_stages[stage].get(name, {}).items():
+                if about is None:
+                    found[name][key] = None
+                    continue
+                like = torch.empty(about[0], dtype=getattr(torch, about[1]), device="meta")
+                value = whole(own[name][key]).detach() if stage == self._line.stage else None
+                found[name][key] = _kept(self._line.of_stage(stage, value, like), keeps=keeps)
+        return {name: held for name, held in found.items() if held}
+
+    def load(self, path: str) -> None:
+        weights, state = self._together(
+            lambda: (trainer_checkpoint.read_weights(path, self._source, self._shapes), trainer_checkpoint.read_state(path, "cpu"))
+        )
+        self.discard()
+        with torch.no_grad():
+            for name, tensor in self._own_tensors():
+                self._set(tensor, weights[name])
+        masters = dict(zip(self._plan.names, state.get("masters") or [None] * len(self._plan.names), strict=True))
+        self._optimizers.load_masters([masters[name] for name in self._optimizers.names])
+        entries = [self._optimizers.renumbered(entry, self._plan.by_name(entry)) for entry in state["optimizers"]]
+        self._optimizers.load_state(entries)
+
+
+def _without_memory(tensor: Tensor) -> Tensor:
+    empty = tensor.detach().to("meta")
+    return torch.nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else empty

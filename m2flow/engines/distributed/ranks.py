@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import datetime
 import itertools
+import json
 import math
 import os
 import shutil
@@ -103,8 +104,12 @@ class Ranks:
 
     def neighbours(self, count: int) -> Any:
         """A group of neighbouring ranks: 0 to count - 1, the next, and so on. It lives until the process's last trainer is closed."""
-        groups = [dist.new_group(list(range(first, first + count)), timeout=_WAIT) for first in range(0, self.count, count)]
-        return groups[self.rank // count]
+        return self.among([list(range(first, first + count)) for first in range(0, self.count, count)])
+
+    def among(self, members: Sequence[Sequence[int]]) -> Any:
+        """The group of this rank, of several that together have each rank once. It lives as those of `neighbours`."""
+        groups = [dist.new_group(list(of_one), timeout=_WAIT) for of_one in members]
+        return next(group for group, of_one in zip(groups, members, strict=True) if self.rank in of_one)
 
     def agree(self, error: M2FlowError | None) -> None:
         """Raise on every rank if one of them has an error.
@@ -361,6 +366,23 @@ class RankedTrain(EmbeddedTrain):
         own = rows[of_ranks[self._share_number]]
         return (batch.take(own), 1.0) if len(own) else (batch.take(rows[groups == groups[0]] if is_whole else rows[:1]), 0.0)
 
+    def _cut_into(self, count: int, batch: Batch, weight: float, *, is_whole: bool) -> list[tuple[Batch, float]]:
+        """Cut this rank's samples into so many passes through the stages of a pipeline, each with its weight.
+
+        Groups stay together where there are enough of them. A pass without samples takes the first, or its group, with weight 0.
+        """
+        groups = group_keys(batch.ids)
+        of_passes = shares(batch.ragged("tokens").lengths.tolist(), groups.tolist(), count, is_whole=is_whole)
+        spare = np.flatnonzero(groups == groups[0]) if is_whole else np.arange(1)
+        return [(batch.take(np.array(rows, np.int64) if rows else spare), weight if rows else 0.0) for rows in of_passes]
+
+    def _sums_of(self, passes: Sequence[tuple[Mapping[str, float], float]]) -> dict[str, float]:
+        """Sum the metrics of passes, each with its weight, on ranks that report; zeros on the others, which do not know the names."""
+        reporters = self._reporters
+        names: list[str] = json.loads(self._ranks.words_of(reporters[0], json.dumps(list(passes[0][0]))))
+        counted = [(metrics, weight) for metrics, weight in passes if weight and self._ranks.rank in reporters]
+        return {name: math.fsum(metrics[name] * weight for metrics, weight in counted) for name in names}
+
     def _spread(
         self,
         batch: Batch,
@@ -472,12 +494,17 @@ def sum_gradients(parameters: Sequence[torch.nn.Parameter], group: Any) -> None:
 class Root(torch.nn.Module):  # type: ignore[misc]
     """The module around the model: its forward is what gathers the weights outside the layers. The model's own class stays as it is.
 
-    Its output must be no view: the gathering of the backward pass hangs on it."""
+    Its output must be no view: the gathering of the backward pass hangs on it.
 
-    def __init__(self, model: Any, head: str) -> None:
+    Args:
+        has_head: False: the model's last layers are elsewhere, and the output is hidden states.
+    """
+
+    def __init__(self, model: Any, head: str, *, has_head: bool = True) -> None:
         super().__init__()
         self.model = model
-        self._compute = packing.batched_logits if head == "lm" else packing.column_scalars
+        self._compute = packing.last_hidden if not has_head else packing.batched_logits if head == "lm" else packing.column_scalars
 
-    def forward(self, packed: packing.Packed) -> Tensor:
-        return self._compute(self.model, packed)
+    def forward(self, packed: packing.Packed, hidden: Tensor | None = None) -> Tensor:
+        """Compute a packed pass. `hidden` as of `packing.last_hidden`."""
+        return self._compute(self.model, packed, hidden)

@@ -55,9 +55,9 @@ COLWISE, ROWWISE, SUMMED = "colwise", "rowwise", "replicated_with_grad_allreduce
 _STYLES = {COLWISE: ColwiseParallel, ROWWISE: RowwiseParallel}
 
 
-def grid(device: str, num_ranks: int, tp: int) -> DeviceMesh:
-    """Make the device mesh of all ranks, `data` times `tensor`, with neighbours in a tensor group. Collective."""
-    return init_device_mesh(torch.device(device).type, (num_ranks // tp, tp), mesh_dim_names=("data", "tensor"))
+def grid(device: str, num_ranks: int, tp: int, pp: int = 1) -> DeviceMesh:
+    """Make the device mesh of all ranks, `stage` times `data` times `tensor`, with neighbours in a tensor group. Collective."""
+    return init_device_mesh(torch.device(device).type, (pp, num_ranks // (tp * pp), tp), mesh_dim_names=("stage", "data", "tensor"))
 
 
 def check(num_ranks: int, tp: int, *, has_adapters: bool) -> None:

@@ -392,7 +392,7 @@ class EmbeddedTrain(TrainEngine):
         self._demonstrations = Demonstrations(self._codec)
 
     def _optimizers_of(self, model: Any) -> Optimizers:
-        named = {"groups": groups_of_weights(model), "names": {id(held): name for name, held in model.named_parameters()}}
+        named: dict[str, Any] = {"groups": groups_of_weights(model), "names": {id(held): name for name, held in model.named_parameters()}}
         return Optimizers(model.parameters(), matrices=matrices_of_layers(model), has_masters=self._keeps_masters, **named)
 
     @property

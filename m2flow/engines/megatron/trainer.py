@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,7 +38,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from m2flow.engines.contract import NO_AGREEMENT, Agreement, EngineSettings, Memory, Objective, Sums, TrainEngine, blended, bytes_on
-from m2flow.engines.distributed.ranks import RankedTrain, shares
+from m2flow.engines.distributed.ranks import RankedTrain
 from m2flow.engines.megatron import head
 from m2flow.engines.megatron.experts import Routing
 from m2flow.engines.megatron.layout import check_model, check_ranks, mixture_of, read
@@ -66,7 +65,7 @@ from m2flow.engines.models.trainer_checkpoint import Pieces
 from m2flow.engines.registry import built_in
 from m2flow.errors import EngineError, M2FlowError, unexpected
 from m2flow.recipe import TOP_LOGPROBS, AdamW, Loss, Model, Optimizer
-from m2flow.samples import Batch, group_keys
+from m2flow.samples import Batch
 
 _HEAD_LOGITS = 1 << 26
 """Logits that a rank has at a time: 256 MiB of float32."""
@@ -224,16 +223,11 @@ class MegatronTrain(RankedTrain):
         return Sums(len(batch), int(num_masked.sum()), len(batch.ragged("tokens").values), metrics, agreement)
 
     def _cut(self, batch: Batch, weight: float, loss: Loss) -> list[Pass]:
-        """The passes of this rank's samples, equally many on all ranks: groups stay together where there are enough of them."""
-        is_whole = "group_ids" in loss.needs
-        groups = group_keys(batch.ids)
-        of_passes = shares(batch.ragged("tokens").lengths.tolist(), groups.tolist(), self._options.num_passes, is_whole=is_whole)
-        spare = np.flatnonzero(groups == groups[0]) if is_whole else np.arange(1)
+        """The passes of this rank's samples, equally many on all ranks."""
         found = []
-        for rows in of_passes:
-            part = batch.take(np.array(rows, np.int64) if rows else spare)
+        for part, counts in self._cut_into(self._options.num_passes, batch, weight, is_whole="group_ids" in loss.needs):
             top = self._top_ids(part, loss) if TOP_LOGPROBS in loss.needs else 0
-            found.append(self._pass(part, top, loss, weight if rows else 0.0))
+            found.append(self._pass(part, top, loss, counts))
         return found
 
     def _pass(self, batch: Batch, top: Tensor | int, loss: Loss | None = None, weight: float = 0.0) -> Pass:
@@ -311,11 +305,7 @@ class MegatronTrain(RankedTrain):
 
     def _summed(self, passes: Sequence[Pass]) -> dict[str, float]:
         """Sum metrics over passes, and over the ranks that report. Only these know the names; of what routers did all have parts."""
-        reporters = self._reporters
-        names: list[str] = json.loads(self._ranks.words_of(reporters[0], json.dumps(list(passes[0].metrics))))
-        is_reporter = self._ranks.rank in reporters
-        counted = [one for one in passes if one.weight and is_reporter]
-        sums = {name: math.fsum(one.metrics[name] * one.weight for one in counted) for name in names}
+        sums = self._sums_of([(one.metrics, one.weight) for one in passes])
         if self._experts is not None and passes[0].packed.experts is not None:
             own = [one.routing.share_rerouted(self._experts) * one.weight for one in passes if one.routing is not None]
             sums[REROUTED] = math.fsum(own)

@@ -25,8 +25,8 @@ import contextlib
 import fnmatch
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -41,6 +41,18 @@ from m2flow.errors import EngineError, InternalError
 from m2flow.recipe import OPTIMIZERS, SGD, AdamW, AdamW8bit, Muon, Optimizer, WeightGroup
 
 
+@dataclass(frozen=True)
+class Elsewhere:
+    """What ranks that hold other weights of the same model have, where each steps its own."""
+
+    names: Collection[str]
+    """Of all weights of the model."""
+    repeated: Collection[str]
+    """Names of weights that are here and counted by another rank: a head that is tied to embeddings elsewhere."""
+    total: Callable[[Mapping[str, float]], dict[str, float]]
+    """Norms by group of this rank's weights -> of all. Collective."""
+
+
 class Optimizers:
     """Step one set of parameters, under any number of recipes.
 
@@ -49,6 +61,7 @@ class Optimizers:
         groups: a parameter's id -> the group of weights that it is reported with, for recipes with `log_layers`.
         names: a parameter's id -> its name, for recipes with groups of their own.
         has_masters: keep a float32 copy of each parameter below float32, from the first step on.
+        elsewhere: of a part of a model, what the rest is; a step is then collective. None: the parameters are all of it.
     """
 
     def __init__(
@@ -59,12 +72,15 @@ class Optimizers:
         groups: Mapping[int, str] = MappingProxyType({}),
         names: Mapping[int, str] = MappingProxyType({}),
         has_masters: bool = True,
+        elsewhere: Elsewhere | None = None,
     ) -> None:
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         of_matrices = {id(parameter) for parameter in matrices}
         self._is_matrix = [id(parameter) in of_matrices for parameter in self._parameters]
         self._groups = [groups.get(id(parameter), "rest") for parameter in self._parameters]
         self._names = [names.get(id(parameter), "") for parameter in self._parameters]
+        self._elsewhere = elsewhere or Elsewhere((), (), dict)
+        self._counts = [name not in self._elsewhere.repeated for name in self._names]
         self._has_masters = has_masters
         self._masters: dict[int, torch.nn.Parameter] = {}
         """By the place of the parameter."""
@@ -88,7 +104,7 @@ class Optimizers:
                 raise EngineError(f"the denominator of a mini-batch must be a positive number, got {denominator}")
             gradients = self._give_to_masters() or gradients
             by_mesh = _by_mesh(gradients)
-            norm = _norm(by_mesh) / denominator
+            norm = self._norm() / denominator
             if not math.isfinite(norm):
                 raise EngineError(
                     f"the gradient is not finite (its norm is {norm}); the weights were left as they were",
@@ -117,10 +133,15 @@ class Optimizers:
     def _norms(self, tensors: Sequence[Tensor | None]) -> dict[str, float]:
         """Compute 2-norms by group of tensors that are one for each parameter. Collective where parameters are sharded."""
         found: dict[str, list[Tensor]] = {}
-        for group, tensor in zip(self._groups, tensors, strict=False):
-            if tensor is not None:
+        for group, tensor, counts in zip(self._groups, tensors, self._counts, strict=False):
+            if tensor is not None and counts:
                 found.setdefault(group, []).append(tensor)
-        return {group: _norm(_by_mesh(alike)) for group, alike in found.items()}
+        return self._elsewhere.total({group: _norm(_by_mesh(alike)) for group, alike in found.items()}) if tensors else {}
+
+    def _norm(self) -> float:
+        """The 2-norm of all gradients, of which what is stepped has some. Collective as `_norms`."""
+        counted = [held.grad for held, counts in zip(self._stepped, self._counts, strict=True) if held.grad is not None and counts]
+        return self._elsewhere.total({"": _norm(_by_mesh(counted))})[""]
 
     def clear_gradients(self) -> None:
         for parameter in (*self._parameters, *self._masters.values()):
@@ -196,6 +217,28 @@ class Optimizers:
         self._states = states
         self.clear_gradients()
 
+    def order(self, recipe: Optimizer) -> list[str]:
+        """Names of the parameters as a recipe's state numbers them."""
+        names = {id(held): name for held, name in zip(self._stepped, self._names, strict=True)}
+        optimizer = self._states[recipe][0] if recipe in self._states else self._fresh(recipe)
+        return [names[id(held)] for group in optimizer.param_groups for held in group["params"]]
+
+    def renumbered(self, entry: Mapping[str, Any], of_parameters: Mapping[str, Any]) -> dict[str, Any]:
+        """An entry of `state` of another set of parameters as one of this, with what it has of each of these by name."""
+        recipe = _recipe_of(entry)
+        state = {i: of_parameters[name] for i, name in enumerate(self.order(recipe)) if name in of_parameters}
+        return {**entry, "state": {**self._fresh(recipe).state_dict(), "state": state}}
+
+    def by_name(self, entry: Mapping[str, Any]) -> dict[str, Any]:
+        """What an entry of `state` of these parameters has of each, by name."""
+        state = entry["state"]["state"]
+        return {name: state[i] for i, name in enumerate(self.order(_recipe_of(entry))) if i in state}
+
+    @property
+    def names(self) -> list[str]:
+        """Of the parameters, in the order of `masters`."""
+        return self._names
+
     def tensors(self) -> Iterator[Tensor]:
         """All masters and moments."""
         yield from self._masters.values()
@@ -243,7 +286,10 @@ class Optimizers:
         if not recipe.groups:
             return self._stepped
         of_weight = [next((i for i, one in enumerate(recipe.groups) if fnmatch.fnmatchcase(name, one.names)), -1) for name in self._names]
-        unused = [one.names for i, one in enumerate(recipe.groups) if i not in of_weight]
+        of_others = {
+            next((i for i, one in enumerate(recipe.groups) if fnmatch.fnmatchcase(name, one.names)), -1) for name in self._elsewhere.names
+        }
+        unused = [one.names for i, one in enumerate(recipe.groups) if i not in of_others.union(of_weight)]
         if unused:
             some = ", ".join(self._names[:3])
             raise EngineError(

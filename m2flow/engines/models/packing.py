@@ -241,18 +241,17 @@ def forward_logits(model: PreTrainedModel, packed: Packed) -> Tensor:
     return batched_logits(model, packed)[0]
 
 
-def batched_logits(model: PreTrainedModel, packed: Packed) -> Tensor:
-    """Compute logits of the masked tokens as the model returns them, [1, T, V]."""
-    logits: Tensor = model(
-        input_ids=packed.input_ids,
-        position_ids=packed.position_ids,
-        use_cache=False,
-        logits_to_keep=packed.predictors,
-        packed_layout=packed.layout,
-    ).logits
+def batched_logits(model: PreTrainedModel, packed: Packed, hidden: Tensor | None = None) -> Tensor:
+    """Compute logits of the masked tokens as the model returns them, [1, T, V]. `hidden` as of `last_hidden`."""
+    logits: Tensor = model(**_inputs(packed, hidden), logits_to_keep=packed.predictors).logits
     if logits.shape[1] != len(packed.predictors):
         raise EngineError(f"{type(model).__name__} gives {logits.shape[1]} rows of logits where {len(packed.predictors)} were asked for")
     return logits
+
+
+def _inputs(packed: Packed, hidden: Tensor | None) -> dict[str, Any]:
+    rows = {"input_ids": packed.input_ids} if hidden is None else {"inputs_embeds": hidden}
+    return {**rows, "position_ids": packed.position_ids, "use_cache": False, "packed_layout": packed.layout}
 
 
 def num_masked(loss_mask: Ragged) -> IdArray:
@@ -474,18 +473,25 @@ def forward_scalars(model: Any, packed: Packed) -> Tensor:
     return column_scalars(model, packed)[:, 0].float()
 
 
-def column_scalars(model: Any, packed: Packed) -> Tensor:
-    """Compute the head's output as the head returns it, [T, 1], in the model's dtype."""
-    scalars: Tensor = model.score(hidden_states(model, packed))
+def column_scalars(model: Any, packed: Packed, hidden: Tensor | None = None) -> Tensor:
+    """Compute the head's output as the head returns it, [T, 1], in the model's dtype. `hidden` as of `last_hidden`."""
+    scalars: Tensor = model.score(hidden_states(model, packed, hidden))
     return scalars
 
 
-def hidden_states(model: Any, packed: Packed) -> Tensor:
-    """Compute the hidden states where a masked token is predicted, [T, width]."""
-    output: Tensor = model.base_model(
-        input_ids=packed.input_ids, position_ids=packed.position_ids, use_cache=False, packed_layout=packed.layout
-    ).last_hidden_state
-    return output[0][packed.predictors]
+def hidden_states(model: Any, packed: Packed, hidden: Tensor | None = None) -> Tensor:
+    """Compute the hidden states where a masked token is predicted, [T, width]. `hidden` as of `last_hidden`."""
+    return last_hidden(model, packed, hidden)[0][packed.predictors]
+
+
+def last_hidden(model: Any, packed: Packed, hidden: Tensor | None = None) -> Tensor:
+    """Compute the hidden states of all rows after the last layer, [1, R, width].
+
+    Args:
+        hidden: of a model that lacks its first layers, the hidden states after those, [1, R, width]. None: it has all of them.
+    """
+    output: Tensor = model.base_model(**_inputs(packed, hidden)).last_hidden_state
+    return output
 
 
 LEAVE_OUT = "Leave the option fp32_head out."

@@ -57,13 +57,15 @@ def run(runs_dir: Path, train: TrainSpec, placement: str, rank: int, *, eager: b
 
 
 @pytest.mark.parametrize(
-    ("placement", "rank"),
-    [("split", 0), ("time-shared", 0), pytest.param("split", 4, marks=needs_peft)],
-    ids=["split", "time-shared", "adapters"],
+    ("placement", "rank", "pp"),
+    [("split", 0, 1), ("time-shared", 0, 1), pytest.param("split", 4, 1, marks=needs_peft), ("time-shared", 0, 2)],
+    ids=["split", "time-shared", "adapters", "stages"],
 )
-def test_rewards_losses_and_samples_are_those_of_the_embedded_trainer(tmp_path: Path, placement: str, rank: int) -> None:
+def test_rewards_losses_and_samples_are_those_of_the_embedded_trainer(tmp_path: Path, placement: str, rank: int, pp: int) -> None:
     alone, expected = run(tmp_path, TrainSpec(token_budget=60), placement, rank, eager=True)
-    spread, found = run(tmp_path, TrainSpec(engine="fsdp", ranks=2, threads=1, token_budget=60), placement, rank, eager=False)
+    spread, found = run(
+        tmp_path, TrainSpec(engine="fsdp", ranks=2, threads=1, token_budget=60, options={"pp": pp}), placement, rank, eager=False
+    )
     assert spread.samples_sha256 == alone.samples_sha256
     for name in ("reward", "total", "loss", "kl", "grad_norm", "rollout_diff/max"):
         np.testing.assert_allclose(found[name], expected[name], rtol=1e-5, atol=1e-5, err_msg=name)
@@ -72,15 +74,17 @@ def test_rewards_losses_and_samples_are_those_of_the_embedded_trainer(tmp_path: 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("room", ["20 10000", "10000 20"], ids=["on the way in", "on the way back"])
+@pytest.mark.parametrize(
+    ("room", "pp"), [("20 10000", 1), ("10000 20", 1), ("20 10000", 2)], ids=["on the way in", "on the way back", "in a stage"]
+)
 def test_ranks_that_run_out_of_memory_go_on_in_smaller_parts_to_the_same_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: str, pp: int
 ) -> None:
     """One rank has too many tokens in the middle of a pass, where the other waits for it."""
 
     def trained(name: str, tokens: str) -> tuple[dict[str, torch.Tensor], list[str], dict[str, float]]:
         monkeypatch.setenv("M2FLOW_TEST_ROOM", tokens)
-        train = TrainSpec(engine="fsdp", ranks=2, threads=1, token_budget=10_000)
+        train = TrainSpec(engine="fsdp", ranks=2, threads=1, token_budget=10_000, options={"pp": pp})
         spec = ClusterSpec(placement="split", device="cpu", cores=2, rollout=RolloutSpec(threads=1), train=train)
         settings = RunSettings(runs_dir=str(tmp_path / name), deterministic=True)
         run_dir = Path(Run(learns, {}, spec, settings, flow_file=__file__, warn=lambda text: None).execute().run_dir)

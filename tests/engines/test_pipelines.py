@@ -1,0 +1,379 @@
+"""The trainer `fsdp` on stages: the suites of train engines on two of them, and the embedded trainer's numbers on up to four ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from followed import followed
+from safetensors.numpy import load_file
+from test_scalar_heads import random_model
+from test_train_engines import SMALL, VOCABULARY, write_model
+
+from m2flow.engines.contract import EngineSettings, Objective, TrainEngine
+from m2flow.engines.distributed import check_fsdp
+from m2flow.engines.distributed.fsdp import FsdpTrain, Line, PipelinedTrain
+from m2flow.engines.embedded.trainer import EmbeddedTrain
+from m2flow.engines.models.hf_model import load_model
+from m2flow.engines.registry import engine_named
+from m2flow.errors import EngineError, InternalError
+from m2flow.planner.model_shapes import ModelShape
+from m2flow.planner.pools import legal_layouts, offered, thread_layouts
+from m2flow.recipe import SGD, AdamW, Lora, Loss, Model, Muon, Optimizer, WeightGroup
+from m2flow.samples import Batch
+from m2flow.testing.mirrored import Followers, Mirrored
+from m2flow.testing.train_suite import DISTILL, LINEAR, PPO, ScalarHeadSuite, TrainEngineSuite, copied, distance, samples, started
+
+_SIZES: dict[str, Any] = {**SMALL, "num_key_value_heads": 2}
+STEP = AdamW(lr=1e-3, eps=1e-3)
+"""Its eps keeps a step from being as long for a gradient that is nothing but rounding."""
+
+
+def config(name: str, num_layers: int = 3) -> Any:
+    sizes = {**_SIZES, "num_hidden_layers": num_layers}
+    if name == "llama":
+        return transformers.LlamaConfig(**sizes, tie_word_embeddings=False)
+    if name == "qwen3":
+        return transformers.Qwen3Config(**sizes, head_dim=16, tie_word_embeddings=True)
+    return transformers.Qwen2Config(**sizes, tie_word_embeddings=True)
+
+
+@pytest.fixture(scope="module")
+def followers() -> Iterator[Followers]:
+    with followed(1) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """A head that is the embeddings, on the other stage; three layers, which two stages do not divide."""
+    return write_model(tmp_path_factory.mktemp("qwen2"), config("qwen2"))
+
+
+def staged(model: Model, followers: Followers, **options: Any) -> TrainEngine:
+    return Mirrored(FsdpTrain, model, EngineSettings(options={"pp": 2, **options}), followers)
+
+
+class TestStages(TrainEngineSuite):
+    @pytest.fixture(autouse=True)
+    def _take(self, model: Model, followers: Followers) -> None:
+        self.model, self.followers = model, followers
+
+    def make(self) -> TrainEngine:
+        return staged(self.model, self.followers)
+
+
+class TestHeadsOnStages(ScalarHeadSuite):
+    @pytest.fixture(autouse=True)
+    def _take(self, model: Model, followers: Followers) -> None:
+        self.path, self.followers = Path(model.path), followers
+
+    def make(self, head: str) -> TrainEngine:
+        return staged(random_model(self.path, head), self.followers)
+
+
+def apart(found: Mapping[str, Any], expected: Mapping[str, Any]) -> float:
+    """The largest difference; a NaN is one."""
+    assert set(found) == set(expected)
+    differences = [np.abs(found[name].astype(np.float64) - expected[name]) for name in expected]
+    assert all(np.isfinite(one).all() for one in differences)
+    return max(float(one.max()) for one in differences)
+
+
+def train(engine: TrainEngine, batch: Batch, recipe: Optimizer = STEP) -> Mapping[str, float]:
+    for first in range(0, len(batch), 7):
+        engine.accumulate(batch.take(np.arange(first, min(first + 7, len(batch)))), PPO)
+    return engine.apply(recipe, float(len(batch)))
+
+
+def history(engine: TrainEngine, batch: Batch) -> dict[str, Any]:
+    """What an engine says of a batch, and what becomes of its weights."""
+    with started(engine):
+        first = copied(engine)
+        logprobs = np.asarray(engine.logprobs(batch).ragged("reference_logprobs").values)
+        top = engine.top_logprobs(batch, 3)
+        likeliest = np.asarray(top.ragged("reference_top_logprobs").values)
+        sums = [engine.accumulate(batch.take(rows), PPO) for rows in (np.arange(9), np.arange(9, len(batch)))]
+        metrics = engine.apply(replace(LINEAR, log_layers=True), 7.0)
+        moved = copied(engine)
+        engine.accumulate(batch.join(top), DISTILL)
+        engine.discard()
+        clipped = [train(engine, batch, replace(STEP, max_grad_norm=0.01)) for _ in range(2)]
+        last = copied(engine)
+    return {
+        "first": first,
+        "logprobs": {"": logprobs},
+        "top": {"": likeliest},
+        "sums": {f"{i}/{name}": value for i, one in enumerate(sums) for name, value in one.metrics.items()},
+        "metrics": {**metrics, **{f"{i}/{name}": value for i, one in enumerate(clipped) for name, value in one.items()}},
+        "gradients": {name: first[name] - moved[name] for name in first},
+        "steps": {name: last[name] - moved[name] for name in first},
+    }
+
+
+def check_numbers(model: Model, options: dict[str, Any], followers: Followers) -> None:
+    batch = samples(VOCABULARY, num_prompts=5)
+    expected = history(EmbeddedTrain(model, EngineSettings()), batch)
+    found = history(Mirrored(FsdpTrain, model, EngineSettings(options=options), followers), batch)
+    assert apart(found["first"], expected["first"]) == 0
+    assert apart(found["logprobs"], expected["logprobs"]) < 1e-5
+    assert apart(found["top"], expected["top"]) < 1e-5
+    # LINEAR's eps is far above the gradient: a step is nearly proportional to it.
+    largest = max(float(np.abs(one).max()) for one in expected["gradients"].values())
+    assert apart(found["gradients"], expected["gradients"]) < 1e-5 * largest
+    assert apart(found["steps"], expected["steps"]) < 1e-6
+    for kind in ("sums", "metrics"):
+        assert set(found[kind]) == set(expected[kind])
+        for key, value in expected[kind].items():
+            assert found[kind][key] == pytest.approx(value, rel=1e-5, abs=1e-5 if kind == "sums" else 0), key
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("qwen2", {"pp": 2}), ("llama", {"pp": 2, "micro_batches": 5, "head_logits": 96}), ("qwen3", {"pp": 2, "micro_batches": 1})],
+    ids=str,
+)
+def test_numbers_on_two_stages_are_those_of_the_embedded_trainer(
+    name: str, options: dict[str, Any], followers: Followers, tmp_path: Path
+) -> None:
+    check_numbers(write_model(tmp_path, config(name)), options, followers)
+
+
+_SHARDED: list[tuple[str, int, dict[str, Any]]] = [("qwen2", 3, {"pp": 2})]
+_OTHERS: list[tuple[str, int, dict[str, Any]]] = [
+    ("llama", 3, {"pp": 2, "micro_batches": 3, "reshard_after_forward": False}),
+    ("qwen2", 2, {"pp": 2, "tp": 2}),
+    ("qwen3", 5, {"pp": 4, "micro_batches": 2}),
+    ("qwen2", 4, {"pp": 4, "micro_batches": 6}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layouts", [_SHARDED, pytest.param(_OTHERS, marks=pytest.mark.long)], ids=["sharded", "others"])
+def test_numbers_on_four_ranks_are_those_of_the_embedded_trainer(layouts: list[tuple[str, int, dict[str, Any]]], tmp_path: Path) -> None:
+    """Stages that are sharded over ranks, or split over them; more stages than passes, and fewer."""
+    with followed(3) as followers:
+        for i, (name, num_layers, options) in enumerate(layouts):
+            check_numbers(write_model(tmp_path / f"{i}", config(name, num_layers)), options, followers)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_one_layout_gives_the_same_bits_each_time(deterministic: bool, model: Model, followers: Followers) -> None:
+    found = []
+    for _ in range(2):
+        settings = EngineSettings(deterministic=deterministic, options={"pp": 2, "micro_batches": 3})
+        with started(Mirrored(FsdpTrain, model, settings, followers)) as engine:
+            train(engine, samples(VOCABULARY))
+            found.append(copied(engine))
+    assert distance(*found) == 0
+
+
+@pytest.mark.parametrize("name", ["qwen2", "llama"])
+def test_weights_are_those_of_the_checkpoint_that_was_loaded(name: str, followers: Followers, tmp_path: Path) -> None:
+    drawn = write_model(tmp_path, config(name))
+    load_model(drawn, device="cpu", attention="eager").save_pretrained(tmp_path)
+    with started(staged(replace(drawn, init="pretrained"), followers)) as engine:
+        found = copied(engine)
+    expected = load_file(tmp_path / "model.safetensors")
+    assert list(found) == [key for key, _ in load_model(drawn, device="cpu", attention="eager").named_parameters()]
+    assert ("lm_head.weight" in found) == (name == "llama")
+    assert distance(found, expected) == 0
+
+
+GROUPED = AdamW(lr=1e-3, eps=1e-3, groups=(WeightGroup("*embed_tokens*", lr_scale=0.5), WeightGroup("model.norm*", weight_decay=0.1)))
+"""Each of its groups is of one stage alone."""
+
+
+@pytest.mark.parametrize("recipe", [STEP, SGD(0.1, momentum=0.9), Muon(0.1), GROUPED], ids=["adamw", "sgd", "muon", "groups"])
+def test_a_checkpoint_goes_on_at_any_layout(recipe: Optimizer, model: Model, followers: Followers, tmp_path: Path) -> None:
+    batch = samples(VOCABULARY)
+    with started(EmbeddedTrain(model, EngineSettings())) as engine:
+        weights = []
+        for _ in range(4):
+            train(engine, batch, recipe)
+            weights.append(copied(engine))
+    spread = Mirrored(FsdpTrain, model, EngineSettings(), followers)
+    others = [staged(model, followers), EmbeddedTrain(model, EngineSettings()), staged(model, followers), spread]
+    for turn, other in enumerate(others):
+        with started(other):
+            if turn:
+                other.load(str(tmp_path / f"{turn - 1}"))
+            train(other, batch, recipe)
+            # Muon's iterations raise the rounding of small singular values.
+            assert apart(copied(other), weights[turn]) < (1e-4 if isinstance(recipe, Muon) else 1e-6)
+            other.save(str(tmp_path / f"{turn}"))
+
+
+def test_masters_and_moments_of_all_stages_are_in_a_checkpoint(model: Model, followers: Followers, tmp_path: Path) -> None:
+    half = replace(model, dtype="bfloat16")
+    with started(staged(half, followers)) as engine:
+        train(engine, samples(VOCABULARY))
+        engine.save(str(tmp_path / "0"))
+    with started(staged(half, followers)) as engine:
+        engine.load(str(tmp_path / "0"))
+        engine.save(str(tmp_path / "1"))
+    with started(EmbeddedTrain(half, EngineSettings())) as engine:
+        engine.load(str(tmp_path / "1"))
+        engine.save(str(tmp_path / "2"))
+    first, *others = (torch.load(tmp_path / str(turn) / "m2flow_state.pt", weights_only=True) for turn in range(3))
+    for other in others:
+        assert len(first["masters"]) == len(other["masters"])
+        assert all(map(torch.equal, first["masters"], other["masters"]))
+        states, found = (one["optimizers"][0]["state"]["state"] for one in (first, other))
+        assert states.keys() == found.keys() == set(range(len(first["masters"])))
+        assert all(torch.equal(held, found[i][key]) for i, of_one in states.items() for key, held in of_one.items())
+
+
+def lost(logprobs, weight):  # type: ignore[no-untyped-def]
+    if (weight == 0).any():
+        raise ZeroDivisionError("no weight")
+    return logprobs * weight
+
+
+def test_a_loss_that_raises_on_the_last_stage_is_an_error_on_all_and_all_go_on(model: Model, followers: Followers) -> None:
+    batch, weight = samples(VOCABULARY), np.ones(12, np.float32)
+    weight[5] = 0  # One of two passes.
+    objective = Objective(Loss("lost", lost, ("logprobs", "weight")))
+    with started(staged(model, followers)) as engine:
+        with pytest.raises(EngineError, match="rank 1 of this trainer: the loss lost raised ZeroDivisionError: no weight"):
+            engine.accumulate(batch.with_columns(weight=weight), objective)
+        before = copied(engine)
+        with pytest.raises(EngineError, match="the gradient lacks a micro-batch whose loss raised"):
+            engine.apply(STEP, 1.0)
+        assert distance(copied(engine), before) == 0
+        engine.accumulate(batch, PPO)
+        with pytest.raises(EngineError, match=r"rank 1 of this trainer: .*weight"):
+            engine.accumulate(batch, objective)
+        engine.discard()
+        train(engine, batch)
+        found = copied(engine)
+    with started(staged(model, followers)) as engine:
+        train(engine, batch)
+        assert distance(copied(engine), found) == 0
+
+
+def test_a_stage_that_fails_is_an_error_on_all_and_all_go_on(model: Model, followers: Followers) -> None:
+    """Where a stage is one rank: the others then go on with zeros."""
+    batch = samples(VOCABULARY)
+    with started(staged(model, followers)) as engine:
+        own = engine._own  # type: ignore[attr-defined]
+        assert isinstance(own, PipelinedTrain)
+        layer, passes = own._model.base_model.layers[1], []
+
+        def fail_once(*_: object) -> None:
+            passes.append(0)
+            if len(passes) == 1:
+                raise IndexError("no such row")
+
+        hook = layer.register_forward_pre_hook(fail_once)
+        with pytest.raises(InternalError, match=r"a pass through the stages: .*no such row"):
+            engine.accumulate(batch, PPO)
+        assert len(passes) == 2
+        hook.remove()
+        engine.discard()
+        train(engine, batch)
+        found = copied(engine)
+    with started(staged(model, followers)) as engine:
+        train(engine, batch)
+        assert distance(copied(engine), found) == 0
+
+
+def test_a_critic_on_stages_takes_the_policys_weights_and_keeps_its_head(model: Model, followers: Followers) -> None:
+    critic_model = random_model(Path(model.path), "value")
+    policy, critic = staged(model, followers), staged(critic_model, followers)
+    with started(policy), started(critic):
+        train(policy, samples(VOCABULARY))
+        before = copied(critic)
+        critic.copy_from(policy)
+        taken, given = copied(critic), copied(policy)
+    alike = taken.keys() & given.keys()
+    assert set(taken) - alike == {name for name in before if name.startswith("score.")}
+    assert distance({name: taken[name] for name in alike}, {name: given[name] for name in alike}) == 0
+    assert all((taken[name] == before[name]).all() for name in taken.keys() - alike)
+
+
+class Alone(Line[int]):
+    """A stage without neighbours, which writes down what it does."""
+
+    def __init__(self, stage: int, count: int) -> None:
+        self.stage, self.count, self.failure = stage, count, None
+        self._down, self._up, self._device, self._spreads = "down", "up", "cpu", True
+        self._sent = {}
+        self.done: list[str] = []
+
+    def _receive(self, group: Any, stage: int, like: torch.Tensor) -> torch.Tensor:
+        self.done.append(f"{group} from {stage}")
+        return torch.ones_like(like, device="cpu")
+
+    def _send(self, group: Any, stage: int, tensor: torch.Tensor) -> None:
+        self.done.append(f"{group} to {stage}")
+
+    def most_in_flight(self, passes: int) -> int:
+        in_flight: list[int] = []
+
+        def compute(one: int, hidden: torch.Tensor | None) -> torch.Tensor:
+            in_flight.append(one)
+            sizes.append(len(in_flight))
+            output = torch.ones(1, requires_grad=True) if hidden is None else hidden * 2
+            output.register_hook(lambda _: in_flight.remove(one))
+            return output.sum() if self.is_last else output
+
+        sizes: list[int] = []
+        self.run(range(passes), compute, lambda one: torch.empty(1, device="meta"), trains=True)
+        assert not in_flight
+        return max(sizes)
+
+
+@pytest.mark.parametrize(("stage", "passes", "most"), [(0, 8, 4), (1, 8, 3), (2, 8, 2), (3, 8, 1), (0, 2, 2), (3, 1, 1)])
+def test_a_stage_has_as_many_passes_in_flight_as_there_are_stages_from_it_on(stage: int, passes: int, most: int) -> None:
+    line = Alone(stage, 4)
+    assert line.most_in_flight(passes) == most
+    down, up = (["down from", "up to"], ["down to", "up from"])
+    wanted = {f"{words} {stage - 1}": passes for words in down if stage} | {f"{words} {stage + 1}": passes for words in up if stage < 3}
+    assert {words: line.done.count(words) for words in line.done} == wanted
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "num_ranks", "said"),
+    [
+        ("qwen2", {"pp": 3}, 4, "pp is 3, which does not divide 4 ranks"),
+        ("qwen2", {"pp": 2, "tp": 2}, 6, r"tp \* pp is 4, which does not divide 6 ranks"),
+        ("qwen2", {"pp": 4}, 4, "pp is 4, and the model has 3 layers"),
+        ("qwen2", {"pp": "2"}, 4, "the option pp of the train engine 'fsdp' is '2'"),
+        ("qwen2", {"pp": 0}, 4, "the option pp of the train engine 'fsdp' is 0"),
+        ("qwen2", {"pp": 2, "micro_batches": 0}, 4, "the option micro_batches of the train engine 'fsdp' is 0"),
+        ("qwen2", {"pp": 2, "spread_checkpoints": True}, 4, "stages do not write a checkpoint in parts"),
+        ("gpt2", {"pp": 2}, 4, "the layers of a 'gpt2' model can't be spread over stages here; those of llama, qwen2, qwen3 can"),
+        ("window", {"pp": 2}, 4, "layers of sliding_attention"),
+        ("adapted", {"pp": 2}, 4, "adapters are not spread over stages"),
+    ],
+)
+def test_what_can_t_be_spread_over_stages_is_refused_by_name_before_a_run(
+    name: str, options: dict[str, Any], num_ranks: int, said: str, tmp_path: Path
+) -> None:
+    made = config("qwen2")
+    if name == "gpt2":
+        made = transformers.GPT2Config()
+    elif name == "window":
+        made = transformers.Qwen2Config(**_SIZES, use_sliding_window=True, sliding_window=5, max_window_layers=1)
+    made.save_pretrained(tmp_path)
+    model = Model(str(tmp_path), init="random", lora=Lora() if name == "adapted" else None)
+    assert engine_named("fsdp", "train").refuses.endswith(check_fsdp.__name__)
+    with pytest.raises(EngineError, match=said):
+        check_fsdp(model, options, num_ranks)
+    check_fsdp(Model("nowhere"), {"tp": 2}, 4)
+
+
+def test_the_planner_knows_stages_on_gpus_and_never_takes_them_on_the_cores_of_a_host(model: Model) -> None:
+    offers, shape = offered("fsdp", "train"), ModelShape.from_config(model.path)
+    found = {layout.pp for layout in legal_layouts(shape, offers, "train", 8, 8)}
+    assert 2 in found
+    assert max(found) <= shape.num_layers
+    for num_ranks in (None, 2):
+        assert {layout.pp for layout in thread_layouts("train", 4, 4, offers, num_ranks)} == {1}
