@@ -21,11 +21,12 @@ from m2flow.engines.distributed import check_fsdp
 from m2flow.engines.distributed.fsdp import FsdpTrain, Line, PipelinedTrain
 from m2flow.engines.embedded.trainer import EmbeddedTrain
 from m2flow.engines.models.hf_model import load_model
+from m2flow.engines.models.model_export import export_model
 from m2flow.engines.registry import engine_named
 from m2flow.errors import EngineError, InternalError
 from m2flow.planner.model_shapes import ModelShape
 from m2flow.planner.pools import legal_layouts, offered, thread_layouts
-from m2flow.recipe import SGD, AdamW, Lora, Loss, Model, Muon, Optimizer, WeightGroup
+from m2flow.recipe import SGD, AdamW, Dtype, Lora, Loss, Model, Muon, Optimizer, WeightGroup
 from m2flow.samples import Batch
 from m2flow.testing.mirrored import Followers, Mirrored
 from m2flow.testing.train_suite import DISTILL, LINEAR, PPO, ScalarHeadSuite, TrainEngineSuite, copied, distance, samples, started
@@ -160,7 +161,28 @@ def test_numbers_on_four_ranks_are_those_of_the_embedded_trainer(layouts: list[t
     """Stages that are sharded over ranks, or split over them; more stages than passes, and fewer."""
     with followed(3) as followers:
         for i, (name, num_layers, options) in enumerate(layouts):
-            check_numbers(write_model(tmp_path / f"{i}", config(name, num_layers)), options, followers)
+            model = write_model(tmp_path / f"{i}", config(name, num_layers))
+            check_numbers(model, options, followers)
+            for is_spread in (False, True):
+                check_it_goes_on_alone(model, {**options, "spread_checkpoints": is_spread}, followers, tmp_path / f"{i} {is_spread}")
+
+
+def check_it_goes_on_alone(model: Model, options: dict[str, Any], followers: Followers, path: Path) -> None:
+    weights = []
+    with started(Mirrored(FsdpTrain, model, EngineSettings(options=options), followers)) as engine:
+        train(engine, samples(VOCABULARY))
+        engine.save(str(path))
+        train(engine, samples(VOCABULARY))
+        weights.append(copied(engine))
+        engine.load(str(path))
+        train(engine, samples(VOCABULARY))
+        weights.append(copied(engine))
+    with started(EmbeddedTrain(model, EngineSettings())) as alone:
+        alone.load(str(path))
+        train(alone, samples(VOCABULARY))
+        weights.append(copied(alone))
+    assert distance(weights[1], weights[0]) == 0
+    assert apart(weights[2], weights[0]) < 1e-6
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -228,6 +250,43 @@ def test_masters_and_moments_of_all_stages_are_in_a_checkpoint(model: Model, fol
         states, found = (one["optimizers"][0]["state"]["state"] for one in (first, other))
         assert states.keys() == found.keys() == set(range(len(first["masters"])))
         assert all(torch.equal(held, found[i][key]) for i, of_one in states.items() for key, held in of_one.items())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_checkpoint_that_each_stage_writes_its_part_of_goes_on_anywhere_and_is_exported_whole(
+    dtype: Dtype, model: Model, followers: Followers, tmp_path: Path
+) -> None:
+    batch, there, typed = samples(VOCABULARY), tmp_path / "there", replace(model, dtype=dtype)
+    with started(staged(typed, followers, spread_checkpoints=True)) as engine:
+        train(engine, batch)
+        engine.save(str(there))
+        saved = {name: tensor.clone() for name, tensor in engine.weights()}
+        train(engine, batch)
+        trained = {name: tensor.float().numpy() for name, tensor in engine.weights()}
+    assert not list(there.glob("*.safetensors"))
+    assert len(list((there / "m2flow_parts").glob("*.distcp"))) == 2
+    for other in (
+        EmbeddedTrain(typed, EngineSettings()),
+        staged(typed, followers),
+        Mirrored(FsdpTrain, typed, EngineSettings(), followers),
+    ):
+        with started(other):
+            other.load(str(there))
+            assert all(torch.equal(saved[name], tensor) for name, tensor in other.weights())
+            train(other, batch)
+            assert apart({name: tensor.float().numpy() for name, tensor in other.weights()}, trained) < (
+                1e-6 if dtype == "float32" else 1e-3
+            )
+    exported = export_model(there, tmp_path / "out")
+    assert exported.keys() == saved.keys()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in saved.items())
+
+
+def test_the_whole_model_is_in_the_memory_of_the_host_before_it_is_spread(model: Model) -> None:
+    """Where a device could hold a stage alone."""
+    engine = FsdpTrain(model, EngineSettings(device="cuda:0", options={"pp": 2}))
+    EmbeddedTrain.start(engine)
+    assert {str(held.device) for held in engine._model.parameters()} == {"cpu"}
 
 
 def lost(logprobs, weight):  # type: ignore[no-untyped-def]
@@ -348,7 +407,6 @@ def test_a_stage_has_as_many_passes_in_flight_as_there_are_stages_from_it_on(sta
         ("qwen2", {"pp": "2"}, 4, "the option pp of the train engine 'fsdp' is '2'"),
         ("qwen2", {"pp": 0}, 4, "the option pp of the train engine 'fsdp' is 0"),
         ("qwen2", {"pp": 2, "micro_batches": 0}, 4, "the option micro_batches of the train engine 'fsdp' is 0"),
-        ("qwen2", {"pp": 2, "spread_checkpoints": True}, 4, "stages do not write a checkpoint in parts"),
         ("gpt2", {"pp": 2}, 4, "the layers of a 'gpt2' model can't be spread over stages here; those of llama, qwen2, qwen3 can"),
         ("window", {"pp": 2}, 4, "layers of sliding_attention"),
         ("adapted", {"pp": 2}, 4, "adapters are not spread over stages"),

@@ -53,5 +53,3 @@ def check_stages(config: Any, model: Model, options: Mapping[str, object], num_r
         raise EngineError(f"pp is {pp}, and the model has {count} layers", now="Take fewer stages.")
     if model.lora is not None:
         raise EngineError("adapters are not spread over stages", now="Leave pp out: each rank holds a part of the base anyway.")
-    if options.get("spread_checkpoints"):
-        raise EngineError("stages do not write a checkpoint in parts", now="Leave spread_checkpoints out, or pp.")

@@ -20,7 +20,7 @@ Limits:
     tensor parallel: `tp` splits attention and MLP by the architecture's `base_model_tp_plan`; embeddings and the head stay whole. Heads
         that do not divide, other plans and adapters are refused.
     stages: `llama`, `qwen2` and `qwen3` without windows, with any head. Layers that `pp` does not divide are spread unevenly, the first
-        stages having one more. Others, adapters and `spread_checkpoints` are refused before the run.
+        stages having one more. Others and adapters are refused before the run.
 
 Source: PyTorch FSDP2 (torch.distributed.fsdp.fully_shard); ZeRO stage 3 (Rajbhandari et al., 2020); 1F1B (Narayanan et al. 2021,
 arXiv:2104.04473, section 2.2).
@@ -371,6 +371,7 @@ class PipelinedTrain(FsdpTrain):
 
     def __init__(self, model: Model, settings: EngineSettings) -> None:
         super().__init__(model, settings)
+        self._loading_device = "cpu"  # A stage goes to its device layer by layer, when it is sharded: the whole may not fit there.
         self._line: Line[_Pass]
         self._num_pending = 0
         """Micro-batches since the last step."""
@@ -599,39 +600,64 @@ class PipelinedTrain(FsdpTrain):
                 self._set(own[name], value if share == 1 else blended(whole(own[name]).detach(), value, share))
 
     def save(self, path: str) -> None:
-        """Save in the embedded trainer's format, gathered on the first rank; any trainer goes on from it in any layout."""
+        """Save in the embedded trainer's format, gathered on the first rank, or each rank its part; any layout goes on from it."""
+        if self._settings.options.get("spread_checkpoints"):
+            self._save_parts(Path(path))
+            return
         keeps = self._ranks.rank == 0
         weights = {name: _kept(tensor, keeps=keeps) for name, tensor in self.weights()}
-        optimizers = []
-        for entry in self._optimizers.state():
-            of_parameters = self._of_all_stages(self._optimizers.by_name(entry), keeps=keeps)
-            optimizers.append(self._plan.renumbered(entry, of_parameters))
-        own = dict(zip(self._optimizers.names, self._optimizers.masters(), strict=True))
-        of_all = self._of_all_stages({name: {"": master} for name, master in own.items()}, keeps=keeps)
-        state = {"optimizers": optimizers, "masters": [of_all[name][""] for name in self._plan.names]}
+        state = self._states(None)
         self._together(lambda: trainer_checkpoint.save(path, self._frame, self._codec, state, weights, {}) if keeps else None)
 
-    def _of_all_stages(self, own: Mapping[str, Mapping[str, Any]], *, keeps: bool) -> dict[str, dict[str, Any]]:
-        """Tensors by the name of their weight and their own, from the stage that has the weight, whole, on ranks that keep them."""
-        told = {
-            name: {
-                key: None if value is None else [list(value.shape), str(value.dtype).removeprefix("torch.")] for key, value in held.items()
-            }
-            for name, held in own.items()
+    def _save_parts(self, path: Path) -> None:
+        parts = {
+            trainer_checkpoint.WEIGHT + name: tensor.detach()
+            for name, tensor in self._own_tensors()
+            if self._stage_of(name) == self._line.stage
         }
-        of_stages = [json.loads(words) for words in self._line.words_of_stages(json.dumps(told))]
+        self._write_together(path, parts, self._states(parts))
+
+    def _states(self, parts: dict[str, Tensor] | None) -> dict[str, Any]:
+        """What a checkpoint has beside the weights, whole on the first rank.
+
+        Args:
+            parts: where sharded tensors of this rank's stage are put, and marks in their place; None: nowhere.
+        """
+        optimizers = []
+        for number, entry in enumerate(self._optimizers.state()):
+            of_parameters = self._of_all_stages(self._optimizers.by_name(entry), f"state.{number}", parts)
+            optimizers.append(self._plan.renumbered(entry, of_parameters))
+        masters = dict(zip(self._optimizers.names, self._optimizers.masters(), strict=True))
+        of_all = self._of_all_stages({name: {"": master} for name, master in masters.items()}, "masters", parts)
+        return {"optimizers": optimizers, "masters": [of_all[name][""] for name in self._plan.names]}
+
+    def _of_all_stages(
+        self, own: Mapping[str, Mapping[str, Any]], prefix: str, parts: dict[str, Tensor] | None
+    ) -> dict[str, dict[str, Any]]:
+        """Tensors, or nothing, by the name of their weight and their own, from the stage that has the weight. `parts` as of `_states`."""
+
+        def told(value: Tensor | None) -> list[Any] | None:
+            is_part = parts is not None and hasattr(value, "full_tensor")
+            return None if value is None else [is_part, list(value.shape), str(value.dtype).removeprefix("torch.")]
+
+        own_words = json.dumps({name: {key: told(value) for key, value in held.items()} for name, held in own.items()})
+        of_stages = [json.loads(words) for words in self._line.words_of_stages(own_words)]
         found: dict[str, dict[str, Any]] = {}
         for name in self._plan.names:
             stage = self._stage_of(name)
-            found[name] = {} if name in of_stages[stage] else found.get(name, {})
             for key, about in of_stages[stage].get(name, {}).items():
+                of_one, value = found.setdefault(name, {}), own[name][key] if stage == self._line.stage else None
                 if about is None:
-                    found[name][key] = None
-                    continue
-                like = torch.empty(about[0], dtype=getattr(torch, about[1]), device="meta")
-                value = whole(own[name][key]).detach() if stage == self._line.stage else None
-                found[name][key] = _kept(self._line.of_stage(stage, value, like), keeps=keeps)
-        return {name: held for name, held in found.items() if held}
+                    of_one[key] = None
+                elif parts is not None and about[0]:
+                    of_one[key] = trainer_checkpoint.mark(where := f"{prefix}.{name}.{key}")
+                    if value is not None:
+                        parts[where] = value.detach()
+                else:
+                    like = torch.empty(about[1], dtype=getattr(torch, about[2]), device="meta")
+                    full = self._line.of_stage(stage, None if value is None else whole(value).detach(), like)
+                    of_one[key] = _kept(full, keeps=self._ranks.rank == 0)
+        return found
 
     def load(self, path: str) -> None:
         weights, state = self._together(

@@ -372,6 +372,7 @@ class EmbeddedTrain(TrainEngine):
     def __init__(self, model: Model, settings: EngineSettings) -> None:
         self._source = model
         self._settings = settings
+        self._loading_device = settings.device
         self._model: Any = None
         self._routers: Routers | None = None
         """Of a model whose routing is replayed."""
@@ -381,7 +382,7 @@ class EmbeddedTrain(TrainEngine):
         use_threads(self._settings.threads, self._settings.deterministic)
         keep_freed_memory()
         self._codec = load_tokenizer(self._source)
-        self._model = load_model(self._source, device=self._settings.device, attention="eager")
+        self._model = load_model(self._source, device=self._loading_device, attention="eager")
         self._longest, self._rope = packing.check_model(self._model, self._source.head)
         self._routers = self._checked_routers()
         if self._source.lora is not None:
