@@ -165,6 +165,7 @@ def test_numbers_on_four_ranks_are_those_of_the_embedded_trainer(layouts: list[t
             check_numbers(model, options, followers)
             for is_spread in (False, True):
                 check_it_goes_on_alone(model, {**options, "spread_checkpoints": is_spread}, followers, tmp_path / f"{i} {is_spread}")
+            check_a_loss_that_raises(model, options, followers, said="rank [123] of this trainer: ")
 
 
 def check_it_goes_on_alone(model: Model, options: dict[str, Any], followers: Followers, path: Path) -> None:
@@ -295,26 +296,31 @@ def lost(logprobs, weight):  # type: ignore[no-untyped-def]
     return logprobs * weight
 
 
-def test_a_loss_that_raises_on_the_last_stage_is_an_error_on_all_and_all_go_on(model: Model, followers: Followers) -> None:
+def check_a_loss_that_raises(model: Model, options: dict[str, Any], followers: Followers, said: str) -> None:
     batch, weight = samples(VOCABULARY), np.ones(12, np.float32)
-    weight[5] = 0  # One of two passes.
+    weight[5] = 0  # One of several passes, on one of the ranks of a stage.
     objective = Objective(Loss("lost", lost, ("logprobs", "weight")))
-    with started(staged(model, followers)) as engine:
-        with pytest.raises(EngineError, match="rank 1 of this trainer: the loss lost raised ZeroDivisionError: no weight"):
+    settings = EngineSettings(options=options)
+    with started(Mirrored(FsdpTrain, model, settings, followers)) as engine:
+        with pytest.raises(EngineError, match=f"{said}the loss lost raised ZeroDivisionError: no weight"):
             engine.accumulate(batch.with_columns(weight=weight), objective)
         before = copied(engine)
         with pytest.raises(EngineError, match="the gradient lacks a micro-batch whose loss raised"):
             engine.apply(STEP, 1.0)
         assert distance(copied(engine), before) == 0
         engine.accumulate(batch, PPO)
-        with pytest.raises(EngineError, match=r"rank 1 of this trainer: .*weight"):
+        with pytest.raises(EngineError, match=f"{said}.*weight"):
             engine.accumulate(batch, objective)
         engine.discard()
         train(engine, batch)
         found = copied(engine)
-    with started(staged(model, followers)) as engine:
+    with started(Mirrored(FsdpTrain, model, settings, followers)) as engine:
         train(engine, batch)
         assert distance(copied(engine), found) == 0
+
+
+def test_a_loss_that_raises_on_the_last_stage_is_an_error_on_all_and_all_go_on(model: Model, followers: Followers) -> None:
+    check_a_loss_that_raises(model, {"pp": 2}, followers, said="rank 1 of this trainer: ")
 
 
 def test_a_stage_that_fails_is_an_error_on_all_and_all_go_on(model: Model, followers: Followers) -> None:
