@@ -64,6 +64,7 @@ if TYPE_CHECKING:
         SGD,
         AdamW,
         AdamW8bit,
+        Balance,
         Correction,
         Counts,
         Lora,
@@ -102,7 +103,7 @@ _WORDS = {
     "m2flow.macro.refill": "informative pass_rate_between",
     "m2flow.macro.roles": "Policy Reference Reward",
     "m2flow.observe.otel": "traceparent",
-    "m2flow.recipe": "AdamW AdamW8bit Correction Counts Lora Loss Muon PerSequence SGD Sampling WeightGroup "
+    "m2flow.recipe": "AdamW AdamW8bit Balance Correction Counts Lora Loss Muon PerSequence SGD Sampling WeightGroup "
     "by_conversation gigpo pass_at_k",
     "m2flow.runs.entrance": "open_run run",
     "m2flow.runs.opened": "Run",
@@ -120,6 +121,7 @@ __all__ = [
     "SGD",
     "AdamW",
     "AdamW8bit",
+    "Balance",
     "Batch",
     "Best",
     "Chat",

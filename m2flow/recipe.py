@@ -10,7 +10,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, ItemsView, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Self, cast, get_args
 
@@ -193,6 +193,29 @@ class Lora:
 
 
 @dataclass(frozen=True)
+class Balance:
+    """Keep the experts of a mixture evenly loaded in each update: `Policy(path, balance=Balance(loss=1e-3))`.
+
+    Source:
+        `m2flow.engines.models.routing.Balanced`, with the equations.
+    """
+
+    loss: float = 0.0
+    """Weight of the balance loss of each sequence, which is k (experts of a token) where all experts have equally many tokens."""
+    z_loss: float = 0.0
+    """Weight of the mean square of the routers' log-sum-exp, which keeps logits small."""
+    bias_step: float = 0.0
+    """How far an optimiser step moves the bias of each expert towards even loads; of models whose routers have one for the choice alone."""
+
+    def __post_init__(self) -> None:
+        given = {each.name: getattr(self, each.name) for each in fields(self)}
+        for name, value in given.items():
+            check_number(name, value, low=0)
+        if not any(given.values()):
+            raise OptionError("Balance() balances nothing", now="Write Balance(loss=1e-3), or give z_loss or bias_step.")
+
+
+@dataclass(frozen=True)
 class ChatTemplate:
     """How conversations become the text that a model sees."""
 
@@ -263,8 +286,13 @@ class Model:
     """Of a model of the hub: a branch, tag or commit; None: its main branch, as far as the cache has none."""
     routing: Routing | None = field(default=None, metadata=LATER)
     """Of a mixture of experts: whose choice of experts a trainer replays."""
+    balance: Balance | None = field(default=None, metadata=LATER)
+    """Of a mixture of experts: what keeps them evenly loaded in updates."""
 
     def __post_init__(self) -> None:
+        check_instance("balance", self.balance, Balance, "Balance(loss=1e-3)")
+        if self.balance is not None and self.balance.bias_step and self.lora is not None:
+            raise OptionError("bias_step moves weights below adapters, which stay as they are", now="Leave bias_step or lora out.")
         if self.routing is not None:
             check_choice("replay_routing", self.routing, Routing)
         if self.revision is not None:
@@ -299,7 +327,7 @@ def hub_directory(model: Model, *, with_weights: bool) -> Path:
     """
     from huggingface_hub import HfApi, constants, snapshot_download
 
-    found, why = _in_cache(model), ""
+    found, why = in_cache(model), ""
     if found is None or missing_files(found, with_weights=model.init == "pretrained"):
         try:
             HfApi().model_info(model.path, revision=model.revision, timeout=_HUB_S)  # snapshot_download is content with what it has.
@@ -307,7 +335,7 @@ def hub_directory(model: Model, *, with_weights: bool) -> Path:
             found = Path(snapshot_download(model.path, revision=model.revision, allow_patterns=patterns))
             is_whole = not missing_files(found, with_weights=with_weights and model.init == "pretrained")
         except Exception as error:  # The package's own kinds of errors, and those of what it downloads with.
-            found, is_whole, why = _in_cache(model), False, f": {str(error).strip().splitlines()[0] if str(error).strip() else error!r}"
+            found, is_whole, why = in_cache(model), False, f": {str(error).strip().splitlines()[0] if str(error).strip() else error!r}"
         if not is_whole:
             at = f" at {model.revision}" if model.revision else ""
             lacking = f"lacks {', '.join(missing_files(found, with_weights=model.init == 'pretrained'))}" if found else "is not"
@@ -322,26 +350,14 @@ def hub_directory(model: Model, *, with_weights: bool) -> Path:
     return found
 
 
-def _in_cache(model: Model) -> Path | None:
+def in_cache(model: Model) -> Path | None:
+    """Where huggingface_hub's cache has a model of the hub; None: nowhere."""
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(model.path, revision=model.revision, local_files_only=True))
     except (OSError, ValueError):  # Nothing of it is there, or it is no name of a model.
         return None
-
-
-def origin(model: Model) -> dict[str, str]:
-    """What a run's record says of where a model comes from: `path` and `init`, and of a model of the hub `hub`, its name, and `revision`.
-
-    The revision is a commit if the cache has the model. A directory of the hub's cache is the hub's model that it holds.
-    """
-    found = _in_cache(model) if is_of_hub(model.path) else Path(model.path).expanduser().absolute()
-    of_cache = re.search(r"/models--([\w.-]+?)--([\w.-]+)/snapshots/(\w+)$", str(found or ""))
-    record = {"path": model.path, "init": str(model.init)}
-    if of_cache:
-        return record | {"hub": f"{of_cache[1]}/{of_cache[2]}", "revision": of_cache[3]}
-    return record | ({"hub": model.path, "revision": model.revision or ""} if is_of_hub(model.path) else {})
 
 
 def missing_files(directory: Path, *, with_weights: bool) -> list[str]:

@@ -40,7 +40,7 @@ TOPICS: dict[str, tuple[str, str]] = {
     "evaluation": ("Evaluation: metrics, the best weights, early stop", "evaluate Best"),
     "training": (
         "Training: optimiser, adapters, advantages, losses",
-        "AdamW AdamW8bit Muon SGD WeightGroup Lora Correction pass_at_k gigpo by_conversation loss Loss Counts PerSequence "
+        "AdamW AdamW8bit Muon SGD WeightGroup Lora Balance Correction pass_at_k gigpo by_conversation loss Loss Counts PerSequence "
         "sequence_mean sequence_sum "
         "ppo_clip gspo gspo_token gmpo cispo sapo dppo topr decoupled_ppo clip_cov kl_cov reinforce importance_reinforce opmd "
         "distill distill_top_k "

@@ -369,6 +369,8 @@ class Capabilities:
     routed_experts: bool = False
     """Rollout: it can report which experts of a mixture each token was routed to (`Generated.routed_experts`). Train: it can replay them
     (`m2flow.recipe.Model.routing`)."""
+    balances_experts: bool = False
+    """Train: its updates can keep the experts of a mixture evenly loaded (`m2flow.recipe.Balance`)."""
     sequences: bool = False
     """Train: it reads each sequence of a row by itself, where episodes have several (`m2flow.samples.sequences_of`)."""
     refused_sampling: tuple[str, ...] = ()

@@ -111,6 +111,7 @@ _BUILT_IN = (
             retries_smaller=True,
             readable_offloaded=True,
             routed_experts=True,
+            balances_experts=True,
             devices=_DEVICES,
             parallel_layouts=ParallelLayouts(dp=None),
         ),
@@ -172,6 +173,7 @@ _BUILT_IN = (
             weight_groups=True,
             lora=True,
             routed_experts=True,
+            balances_experts=True,
             devices=_DEVICES,
             parallel_layouts=ParallelLayouts(tp=None, pp=None, dp=None, zero=(3,)),
         ),
@@ -189,6 +191,7 @@ _BUILT_IN = (
             heads=_HEADS,
             lora=True,
             routed_experts=True,
+            balances_experts=True,
             devices=_DEVICES,
             parallel_layouts=ParallelLayouts(tp=None, sp=None, dp=None, zero=(0, 1, 2, 3), offload=True, recomputes=True),
         ),
@@ -205,6 +208,7 @@ _BUILT_IN = (
             "train",
             heads=_HEADS,
             routed_experts=True,
+            balances_experts=True,
             sequences=True,
             devices=("cuda",),
             parallel_layouts=ParallelLayouts(tp=None, pp=None, sp=None, dp=None, ep=None, zero=(0, 1), is_even=True, recomputes=True),
@@ -350,6 +354,8 @@ def make_train(name: str, model: Model, settings: EngineSettings) -> TrainEngine
         raise EngineError(f"the train engine {name!r} can't train adapters", now="See `m2flow engines`, or leave `lora=` out.")
     if model.routing is not None and not info.capabilities.routed_experts:
         raise EngineError(f"the train engine {name!r} can't replay routing", now="See `m2flow engines`, or leave `replay_routing=` out.")
+    if model.balance is not None and not info.capabilities.balances_experts:
+        raise EngineError(f"the train engine {name!r} can't balance experts", now="See `m2flow engines`, or leave `balance=` out.")
     return cast(TrainEngine, _load(info, is_ranked=settings.num_ranks > 1)(model, settings))
 
 
@@ -403,6 +409,7 @@ _TRAIN: tuple[_Row, ...] = (
     ("groups of weights with rates and decays of their own", _flag("weight_groups")),
     ("adapters (`lora=`)", _flag("lora")),
     ("replays which experts a token went to (`replay_routing=`)", _flag("routed_experts")),
+    ("keeps experts evenly loaded (`balance=`)", _flag("balances_experts")),
     ("bitwise with `--deterministic`", _flag("deterministic")),
     ("micro-batches beyond its memory are tried in halves", _flag("retries_smaller")),
     ("weights can be copied while it is off its device", _flag("readable_offloaded")),

@@ -42,6 +42,7 @@ from m2flow.recipe import (
     AdamW,
     Advantage,
     AdvantageName,
+    Balance,
     BatchAdvantage,
     ChatTemplate,
     Correction,
@@ -155,7 +156,7 @@ class Role:
         rest of its own."""
         session, site = self._session, user_site()
         before = session.copies.get(self.name)
-        model = replace(session.models[source], head=head, is_policy=False, routing=None)
+        model = replace(session.models[source], head=head, is_policy=False, routing=None, balance=None)
         if before is None or before[1] != source or head != "lm" or session.models[self.name] != model:
             session.add_model(self.name, model, is_copy=True)
         session.copies[self.name] = (self, source, site)
@@ -417,10 +418,10 @@ class Policy(Role):
         lora: train adapters of low rank, not the weights themselves. Engines that sample get the sum of both.
         revision: of a model of the hub, a branch, tag or commit; by default its main branch.
         replay_routing: of a mixture of experts, whose choice of experts the trainer goes by, token by token, with gates computed from its
-            own logits: `rollout`, that of the engine that sampled (R3), recorded with each sample; or `trainer`, that of the trainer's own
-            pass before the update (R2), which each update then makes. By default each pass chooses anew, and where engines round
-            differently a token may go to other experts. A `Reference` of the policy chooses for itself. Updates report `rerouted`, the
-            share of their tokens' layers where a pass would have chosen other experts than the replayed ones.
+            own logits: `rollout`, that of the engine that sampled (R3), recorded with each sample; or `trainer`, that of its own pass
+            before the update (R2), which each update then makes. By default each pass chooses anew, and where engines round differently
+            a token may go to other experts. A `Reference` chooses for itself. `rerouted` is the share that would have chosen others.
+        balance: of a mixture of experts, what keeps their loads even in updates; these report `balance_loss` and `z_loss`.
     """
 
     def __init__(
@@ -440,6 +441,7 @@ class Policy(Role):
         lora: Lora | None = None,
         revision: str | None = None,
         replay_routing: Routing | None = None,
+        balance: Balance | None = None,
     ) -> None:
         super().__init__(name, "Policy")
         self.optimizer = AdamW() if optimizer is None else optimizer
@@ -448,7 +450,7 @@ class Policy(Role):
         check_flag("chat", chat)
         made = Model(model_path(model), init, self._session.seed, dtype, chat or template != ChatTemplate())
         more: dict[str, Any] = {"lora": lora, "template": template, "revision": revision, "routing": replay_routing}
-        self._session.add_model(name, replace(made, rollout_dtype=rollout_dtype, **more))
+        self._session.add_model(name, replace(made, rollout_dtype=rollout_dtype, balance=balance, **more))
 
     def generate(
         self,

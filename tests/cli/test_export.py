@@ -24,7 +24,8 @@ from tiny_models import byte_tokenizer, save_config
 
 from m2flow import Dataset, Policy, Reward, Sample, flow, steps
 from m2flow.cli.main import cli
-from m2flow.recipe import Model, origin
+from m2flow.micro.records.rundir import origin
+from m2flow.recipe import Model
 from m2flow.runner.run import Run, Summary
 from m2flow.spec import ClusterSpec, RolloutSpec, RunSettings, TrainSpec
 

@@ -73,6 +73,7 @@ from m2flow.engines.models import lora, packing, trainer_checkpoint
 from m2flow.engines.models.hf_model import groups_of_weights, keep_freed_memory, load_model, load_tokenizer, use_threads
 from m2flow.engines.models.optimizers import RecipeAdamW, packed_state, unpacked_state
 from m2flow.engines.models.packing import Demonstrations
+from m2flow.engines.models.routing import checked_routers
 from m2flow.engines.registry import built_in
 from m2flow.errors import EngineError, MissingExtra, ModelError, did_you_mean
 from m2flow.recipe import AdamW, Model, Optimizer
@@ -314,6 +315,8 @@ class DeepSpeedTrain(RankedTrain):
         check_adapters(self._options, model)
         if model.routing is not None and self._options.sp > 1:
             raise EngineError("routing is not replayed where sequences are split over ranks", now="Leave sp out, or replay_routing.")
+        if model.balance is not None and (self._options.sp > 1 or self._options.compute_dtype == "float16"):
+            raise EngineError("experts are not balanced with sp, or where a loss is scaled (float16)", now="Leave that or balance out.")
         self._engine: Any = None
         self._num_pending = 0
         """Backward passes since the last step."""
@@ -340,7 +343,9 @@ class DeepSpeedTrain(RankedTrain):
         self._codec = load_tokenizer(self._source)
         self._model = load_model(self._source, device=self._settings.device, attention="eager")
         self._longest, self._rope = packing.check_model(self._model, self._source.head)
-        self._routers = self._checked_routers()
+        self._routers = checked_routers(self._model, self._settings.device, self._source)
+        if self._routers is not None:
+            self._routers.gradient_scale = float(self._gradient_scale)
         if self._source.lora is not None:
             lora.adapt(self._model, self._source.lora, self._source.seed)
         self._head = self._replaced_head()
@@ -561,8 +566,12 @@ class DeepSpeedTrain(RankedTrain):
     def _backward(self, loss: Tensor) -> None:
         self._num_pending += 1
         with _quiet():
-            # The library takes the mean over those ranks that see other samples, or other parts of them.
-            self._engine.backward(loss * (self._ranks.count // self._options.tp))
+            self._engine.backward(loss * self._gradient_scale)
+
+    @property
+    def _gradient_scale(self) -> int:
+        """The library takes the mean over those ranks that see other samples, or other parts of them."""
+        return self._ranks.count // self._options.tp
 
     def _step(self) -> None:
         self._num_pending = 0

@@ -66,7 +66,7 @@ from m2flow.engines.models.hf_model import (
 )
 from m2flow.engines.models.optimizers import Optimizers
 from m2flow.engines.models.packing import Demonstrations
-from m2flow.engines.models.routing import REROUTED, Mixture, Routers, beside_experts, checked_routers, column_of, experts_of, load_metrics
+from m2flow.engines.models.routing import OF_TOKENS, Mixture, Routers, beside_experts, checked_routers, column_of, experts_of
 from m2flow.engines.models.trainer_checkpoint import spread_like
 from m2flow.engines.registry import built_in
 from m2flow.errors import EngineError, OpError, is_out_of_memory
@@ -375,7 +375,7 @@ class EmbeddedTrain(TrainEngine):
         self._loading_device = settings.device
         self._model: Any = None
         self._routers: Routers | None = None
-        """Of a model whose routing is replayed."""
+        """Of a model whose routing is replayed or balanced."""
         self._is_lent = False
 
     def start(self) -> None:
@@ -384,7 +384,7 @@ class EmbeddedTrain(TrainEngine):
         self._codec = load_tokenizer(self._source)
         self._model = load_model(self._source, device=self._loading_device, attention="eager")
         self._longest, self._rope = packing.check_model(self._model, self._source.head)
-        self._routers = self._checked_routers()
+        self._routers = checked_routers(self._model, self._settings.device, self._source)
         if self._source.lora is not None:
             lora.adapt(self._model, self._source.lora, self._source.seed)
         self._head = self._replaced_head()
@@ -416,9 +416,6 @@ class EmbeddedTrain(TrainEngine):
     def _logprob_tokens(self) -> int:
         """Tokens of a pass without gradient."""
         return self._count("logprob_tokens", _LOGPROB_TOKENS)
-
-    def _checked_routers(self) -> Routers | None:
-        return checked_routers(self._model, self._settings.device) if self._source.routing is not None else None
 
     def _replaced_head(self) -> Head | None:
         if self._source.head != "lm":
@@ -467,7 +464,7 @@ class EmbeddedTrain(TrainEngine):
 
     def _expert_loads(self) -> dict[str, float]:
         """What routers did since the last step. Collective where there are ranks."""
-        return {} if self._routers is None else load_metrics(self._total(self._routers.loads.taken()))
+        return {} if self._routers is None else self._routers.settled(self._total(self._routers.loads.taken()), self._source.balance)
 
     def _total(self, counts: Tensor) -> Tensor:
         """The sum over ranks."""
@@ -546,7 +543,7 @@ class EmbeddedTrain(TrainEngine):
     @property
     def _mixture(self) -> Mixture | None:
         """That of a model whose routing is replayed."""
-        return None if self._routers is None else self._routers.mixture
+        return None if self._routers is None or self._source.routing is None else self._routers.mixture
 
     def _recorded(self, output: str, top_k: int) -> Mixture | None:
         """The mixture whose experts of all tokens come with this output: with the policy's own log-probabilities, for its update."""
@@ -683,6 +680,8 @@ class EmbeddedTrain(TrainEngine):
     def _terms(self, batch: Batch, loss: Loss, *, counts: bool = True) -> tuple[Tensor, dict[str, float], Agreement]:
         """Compute the loss's terms [T], with gradient; the sums of all metrics; and the agreement with the rollout engine."""
         packed = self._pack(batch)
+        if self._routers is not None:
+            packed = self._routers.balanced(packed, batch, loss.denominator if counts else None, self._source.balance)
         outputs = self._outputs(batch, packed, self._top_ids(batch, loss) if TOP_LOGPROBS in loss.needs else 0)
         routed = {} if self._routers is None else self._routers.counted(packed, counts=counts)
         return self._terms_of(batch, loss, {**outputs, **routed})
@@ -746,7 +745,7 @@ class EmbeddedTrain(TrainEngine):
             top: tokens whose log-probabilities are computed, int64 [T, K], or how many of the likeliest to find; 0: none.
         """
         if self._routers is not None:
-            self._routers.use(packed.experts)
+            self._routers.use(packed.experts, packed.balanced)
         if self._source.head != "lm":
             return {"values": self._forward(packed)}
         at_ids = top if isinstance(top, Tensor) else None
@@ -843,7 +842,7 @@ class EmbeddedTrain(TrainEngine):
 
     def _monitored(self, batch: Batch, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Metrics of any loss: entropy, and how far the weights are from those that sampled the tokens."""
-        found = {name: outputs[name] for name in ("entropy", REROUTED) if name in outputs}
+        found = {name: outputs[name] for name in ("entropy", *OF_TOKENS) if name in outputs}
         if "logprobs" not in outputs or "logprobs" not in batch:
             return found
         difference = outputs["logprobs"].detach() - self._column(batch, "logprobs", "the drift")

@@ -1,4 +1,4 @@
-"""Which experts the rows of a pass go to, on a rank: replayed from a record, recorded, and counted.
+"""Which experts the rows of a pass go to, on a rank: replayed from a record, recorded, counted, and balanced.
 
     a pass's rows --packed_seq_params--> each layer --its `RouterReplay`--> the top k of the current logits, or the given experts
                                                                             gates are of the current logits
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from m2flow.engines.megatron.rows import Share
 from m2flow.engines.models.packing import Packed
-from m2flow.engines.models.routing import Loads, Mixture, are_others, check_layers
+from m2flow.engines.models.routing import Balanced, Loads, Mixture, are_others, check_layers
 
 
 @dataclass(eq=False)
@@ -39,13 +39,15 @@ class Routing:
     """By layer, where this rank has it: int64 [rows, k]."""
     num_rerouted: dict[int, Tensor] = field(default_factory=dict)
     """By layer, the tokens for which the router would have chosen others."""
+    balanced: Balanced | None = None
+    """The losses of this rank's routers, over these rows."""
 
     @classmethod
-    def of(cls, packed: Packed, share: Share, mixture: Mixture, part: tuple[int, int]) -> Routing:
+    def of(cls, packed: Packed, share: Share, mixture: Mixture, part: tuple[int, int], groups: Sequence[Any] = ()) -> Routing:
         """Of a share's rows.
 
         Args:
-            part: which of how many parts tensor ranks split them into.
+            part: which of how many parts tensor ranks split them into. groups: those over which all rows are split.
         Raises:
             EngineError: the given experts are of another model.
         """
@@ -59,7 +61,8 @@ class Routing:
             given = packed.experts.new_full((size, *packed.experts.shape[1:]), -1)  # Rows that fill up are the model's own.
             known = packed.experts[start : start + size]
             given[: len(known)] = known
-        return cls(start, num_tokens[number * size : (number + 1) * size], given)
+        balanced = None if packed.balanced is None else packed.balanced.part(start, size, groups)
+        return cls(start, num_tokens[number * size : (number + 1) * size], given, balanced=balanced)
 
     def choose(self, layer: int, own: Tensor) -> Tensor:
         """The experts of a layer's rows, [rows, k], where the router itself would choose `own`."""
@@ -69,6 +72,8 @@ class Routing:
             chosen = given.where((given >= 0).all(-1, keepdim=True), own)
             self.num_rerouted[layer] = (are_others(own, chosen) * self.num_tokens).sum()
         self.chosen[layer] = chosen
+        if self.balanced is not None:
+            self.balanced.choose(layer, chosen)
         return chosen
 
     def count(self, loads: Loads, mixture: Mixture) -> None:
@@ -113,8 +118,17 @@ class Replay:
 
 def route(layer: Any) -> None:
     """Have one of Megatron's layers tell its router whose rows it computes, each time that it runs."""
-    replay = Replay(layer.layer_number - 1)
-    layer.mlp.router.router_replay = replay
+    number, router = layer.layer_number - 1, layer.mlp.router
+    replay, gating = Replay(number), router.gating
+    router.router_replay = replay
+
+    def taught(hidden: Tensor) -> Tensor:
+        logits: Tensor = gating(hidden)
+        if replay.routing is None or replay.routing.balanced is None:
+            return logits
+        return replay.routing.balanced.taught(number, logits.flatten(0, -2)).view_as(logits)
+
+    router.gating = taught
 
     def tell(_: Any, __: Any, given: Mapping[str, Any]) -> None:
         replay.routing = given["packed_seq_params"].routing

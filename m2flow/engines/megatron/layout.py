@@ -217,12 +217,14 @@ def _divided(config: Any, options: Options) -> Iterator[tuple[str, int, str, int
 
 
 def mixture_of(model: Model, config: Any) -> Mixture | None:
-    """The experts of a model. Raises `EngineError`: its routing should be replayed, and it has none."""
-    from m2flow.engines.models.routing import Mixture, not_a_mixture  # It loads torch.
+    """The experts of a model. Raises `EngineError`: its routing should be replayed or balanced, and it has none, or no bias."""
+    from m2flow.engines.models.routing import Mixture, not_a_mixture, without_bias  # It loads torch.
 
     count = num_experts(config)
-    if model.routing is not None and not count:
+    if (model.routing is not None or model.balance is not None) and not count:
         raise not_a_mixture(config.model_type)
+    if model.balance is not None and model.balance.bias_step:
+        raise without_bias(config.model_type)
     return Mixture(int(config.num_hidden_layers), int(config.num_experts_per_tok), count) if count else None
 
 

@@ -27,7 +27,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,7 @@ from m2flow.engines.models.hf_model import (
 from m2flow.engines.models.model_probe import longest_sequence
 from m2flow.engines.models.optimizers import MOMENTS, packed_state, unpacked_state
 from m2flow.engines.models.packing import Demonstrations
-from m2flow.engines.models.routing import REROUTED, Loads, Mixture, beside_experts, load_metrics
+from m2flow.engines.models.routing import BALANCE_LOSS, REROUTED, Z_LOSS, Balanced, Loads, Mixture, beside_experts, load_metrics
 from m2flow.engines.models.trainer_checkpoint import Pieces
 from m2flow.engines.registry import built_in
 from m2flow.errors import EngineError, M2FlowError, unexpected
@@ -241,8 +241,12 @@ class MegatronTrain(RankedTrain):
         share = Share.of(packed, self._groups.context, self._options.tp)
         routing = None
         if self._experts is not None:
+            if loss is not None and self._source.balance is not None:
+                denominator = loss.denominator if weight else None
+                packed = replace(packed, balanced=Balanced.of(self._source.balance, packed, batch, denominator, self._experts))
             part = (dist.get_rank(self._groups.tensor), self._options.tp) if self._options.splits_rows else (0, 1)
-            routing = Routing.of(packed, share, self._experts, part)
+            split = (self._groups.tensor, self._options.splits_rows), (self._groups.context, self._options.cp > 1)
+            routing = Routing.of(packed, share, self._experts, part, [group for group, is_split in split if is_split])
         if self._source.head != "lm":
             return Pass(batch, packed, share, None, 0, loss, weight, routing=routing)
         mask = self._sampling_mask(batch, top)
@@ -306,9 +310,12 @@ class MegatronTrain(RankedTrain):
     def _summed(self, passes: Sequence[Pass]) -> dict[str, float]:
         """Sum metrics over passes, and over the ranks that report. Only these know the names; of what routers did all have parts."""
         sums = self._sums_of([(one.metrics, one.weight) for one in passes])
+        routed = [(one.routing, one.weight) for one in passes if one.routing is not None]
         if self._experts is not None and passes[0].packed.experts is not None:
-            own = [one.routing.share_rerouted(self._experts) * one.weight for one in passes if one.routing is not None]
-            sums[REROUTED] = math.fsum(own)
+            sums[REROUTED] = math.fsum(routing.share_rerouted(self._experts) * weight for routing, weight in routed)
+        if passes[0].packed.balanced is not None:
+            losses = [(routing.balanced.sums(), weight) for routing, weight in routed if routing.balanced is not None]
+            sums |= {name: math.fsum(one[name] * weight for one, weight in losses) for name in (BALANCE_LOSS, Z_LOSS)}
         return self._ranks.total(sums)
 
     def apply(self, optimizer: Optimizer, denominator: float) -> Mapping[str, float]:

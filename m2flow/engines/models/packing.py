@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from m2flow.engines.models.hf_model import TextCodec
+    from m2flow.engines.models.routing import Balanced
 
 _MAX_REMEMBERED_TOKENS = 1 << 24
 """64 MiB of ids."""
@@ -146,6 +147,10 @@ class Packed:
     """int64 [R, layers, k]: of a mixture, the experts of each row that are replayed; -1 where unknown. None: the model's own."""
     row_of_token: IdArray = field(default_factory=lambda: np.zeros(0, np.int64))
     """int64 [tokens of all samples]: the row of each token, -1 for those that no row has."""
+    sequence_of_token: IdArray = field(default_factory=lambda: np.zeros(0, np.int64))
+    """int64 [tokens of all samples]: which of the sequences each belongs to, from 0."""
+    balanced: Balanced | None = None
+    """Of a mixture, the losses of its routers in this pass."""
 
     @property
     def num_rows(self) -> int:
@@ -210,6 +215,7 @@ def pack(
         targets=put(flat_tokens[flat_mask]),
         experts=None if chosen is None else put(chosen),
         row_of_token=row_of_token,
+        sequence_of_token=np.repeat(np.arange(len(ids)), tokens.lengths),
     )
 
 

@@ -1,4 +1,4 @@
-"""Record which experts the routers of a mixture choose, and replay the choice of another pass, with gates computed from the current logits.
+"""Record which experts the routers of a mixture choose, replay the choice of another pass, and keep experts evenly loaded.
 
     router(hidden) --scores--> topk(scores, k) --> experts, gates of these
                                ^ read here, or replaced by given experts: their gates are then gathered from the same scores
@@ -14,25 +14,31 @@ can be replaced; what it can't prove is refused by name. A token whose experts a
     experts of the tokens of a batch --`pack`--> `Packed.experts`, of its rows --`Routers.use`--> a pass
     `Routers.chosen` of a pass --`Packed.row_of_token`--> experts of the tokens of a batch
 
+Losses of routers are `Balanced`. A mini-batch's balance is a product of two means over its tokens, which micro-batches can't add up; so the
+means are over each sequence alone, whose tokens are always in one pass. A term of a sequence counts as much as its loss's terms do. Their
+gradient joins that of the logits in the backward pass, so that neither shards, stages nor recomputed layers know of it.
+
 Source: Ma et al. 2025, "Stabilizing MoE reinforcement learning by aligning training and inference routers", arXiv:2510.11370 (R3); replay
-of the trainer's own old pass: Zheng et al. 2025 (GSPO), arXiv:2507.18071, section 5.3.
+of the trainer's own old pass: Zheng et al. 2025 (GSPO), arXiv:2507.18071, section 5.3. Of the losses, see `Balanced`.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from m2flow.engines.models.packing import Packed, batched_logits, pack
+from m2flow.engines.models.packing import Packed, batched_logits, num_masked, pack
 from m2flow.errors import EngineError
+from m2flow.recipe import Balance, Model
 from m2flow.samples import ROUTED_EXPERTS, Batch, Ragged, compact_experts, expanded_experts
 
 # Shapes: R rows of a pass, T tokens of a batch, L routers of the model, k experts of a token, E experts of a layer.
@@ -71,6 +77,13 @@ class Routers:
         """What the routers would have chosen."""
         self.loads = Loads()
         """Of predicted tokens since the last step."""
+        self._balanced: Balanced | None = None
+        """The losses of the next pass."""
+        self._has_logits = [False] * len(found)
+        """Whether a router's logits were seen since `use`."""
+        self._modules = [module for _, module in found]
+        self.gradient_scale = 1.0
+        """What the gradient of a sum of terms is multiplied by on its way back."""
         for i, (_, module) in enumerate(found):
             module.forward = functools.partial(self._route, i, module.forward)
 
@@ -83,8 +96,11 @@ class Routers:
         """After `check`."""
         return Mixture(self.num, self.num_of_token, self.num_experts)
 
-    def use(self, experts: Tensor | None) -> None:
+    def use(self, experts: Tensor | None, balanced: Balanced | None = None) -> None:
         """Set the experts of the rows of the next pass and its recomputations, int64 [R, L, k], -1 where unknown. None: the model's own.
+
+        Args:
+            balanced: losses that the pass has. None: none.
 
         Raises:
             EngineError: they are of another number of layers.
@@ -93,8 +109,18 @@ class Routers:
             if experts.shape[1] != self._num_layers:
                 check_layers(experts, self.mixture)
             experts = experts[:, self._layers]  # A server reports layers without experts, too.
-        self._given = experts
+        self._given, self._balanced = experts, balanced
         self._made, self._own = [None] * self.num, [None] * self.num
+        self._has_logits = [False] * self.num
+
+    def balanced(self, packed: Packed, batch: Batch, denominator: object, balance: Balance | None) -> Packed:
+        """A packed micro-batch with the losses of its routers, if it shall have some; `denominator` as of `Balanced.of`."""
+        if balance is None:
+            return packed
+        found = Balanced.of(balance, packed, batch, denominator, self.mixture)
+        if found is not None:
+            found.scale = self.gradient_scale
+        return replace(packed, balanced=found)
 
     def chosen(self) -> Tensor:
         """The experts of the last pass, int64 [R, L, k].
@@ -109,7 +135,7 @@ class Routers:
 
     def counted(self, packed: Packed, *, counts: bool) -> dict[str, Tensor]:
         """For each predicted token of the last pass, the share of routers that would have chosen other experts than those given for the row
-        that predicts it: float32 [T], as `REROUTED`. Nothing, if none were given.
+        that predicts it: float32 [T], as `REROUTED`, if any were given; and the losses of its sequence, if the pass has some.
 
         Args:
             counts: take the pass into `loads`.
@@ -119,22 +145,25 @@ class Routers:
             for i, one in enumerate(self._made):
                 if one is not None:
                     self.loads.add(i, one, num_tokens, self.mixture)
+        losses = {} if self._balanced is None else self._balanced.metrics()
         if packed.experts is None:
-            return {}
+            return losses
         made = [(one, own) for one, own in zip(self._made, self._own, strict=True) if one is not None and own is not None]
         others = torch.stack([are_others(own, chosen) for chosen, own in made], 1).float().mean(1)
-        return {REROUTED: others[packed.predictors]}
+        return {**losses, REROUTED: others[packed.predictors]}
 
-    def check(self, run: Callable[[], Tensor]) -> None:
+    def check(self, run: Callable[[], Tensor], balance: Balance | None = None) -> None:
         """Prove on a pass, called `run`, that choices are recorded, and that others take effect.
 
+        Args:
+            balance: what the routers must have a place for. None: nothing.
         Raises:
-            EngineError: they are not.
+            EngineError: they are not, or have not.
         """
         with torch.no_grad():
             self.use(None)
             plain = run()
-            own = self.chosen()
+            own, has_logits = self.chosen(), all(self._has_logits)
             self.num_of_token = int(own.shape[-1])
             self.use((own + 1) % self.num_experts)
             other, replayed = run(), self.chosen()
@@ -144,6 +173,31 @@ class Routers:
         is_right = bool((replayed == (own + 1) % self.num_experts).all()) and torch.allclose(plain, again, atol=1e-4, rtol=1e-4)
         if not is_right or torch.equal(plain, other):
             raise EngineError(f"a {self._kind!r} model does not go by the experts that are chosen for its routers", now=LEAVE_OUT)
+        if balance is not None and not has_logits:
+            raise EngineError(f"a router of a {self._kind!r} model computes no one logit for each expert", now=LEAVE_OUT)
+        if balance is not None and balance.bias_step and None in map(_bias_of, self._modules):
+            raise without_bias(self._kind)
+
+    def settled(self, counts: Tensor, balance: Balance | None) -> dict[str, float]:
+        """What an optimiser step says of experts that had so many tokens since the last one, [L, E]; it moves biases."""
+        if balance is not None and balance.bias_step:
+            self.move_biases(counts, balance.bias_step)
+        return load_metrics(counts)
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def move_biases(self, counts: Tensor, step: float) -> None:
+        """Make experts with fewer tokens than the mean likelier, and those with more less likely, each by `step`.
+
+            bias[l, e] += step * sign(mean over e' of counts[l, e'] - counts[l, e])
+
+        Args:
+            counts: tokens of each expert since the last step, over all ranks, [L, E]; without any token nothing moves.
+        """
+        if counts.any():
+            for module, own in zip(self._modules, counts.double(), strict=True):
+                bias = _bias_of(module)  # Found anew: a trainer may have put another tensor in its place.
+                assert bias is not None
+                bias.add_((own.mean() - own).sign().view_as(bias).to(bias), alpha=step)
 
     def _route(self, i: int, forward: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         with _Choice(self, i):
@@ -159,18 +213,41 @@ class Routers:
             experts = given.where((given >= 0).all(-1, keepdim=True), experts)
             found = torch.return_types.topk((scores.gather(-1, experts), experts))
         self._made[i] = experts.detach()
+        if self._balanced is not None:
+            self._balanced.choose(i, experts.detach())
         return found
+
+    def logits(self, i: int, found: Tensor) -> Tensor:
+        """What router i gets for its logits: with the gradient of the losses, where the pass has some."""
+        self._has_logits[i] = True
+        return found if self._balanced is None else self._balanced.taught(i, found)
+
+    def is_sigmoid(self, i: int) -> None:
+        """Router i scores each expert by itself."""
+        if self._balanced is not None:
+            self._balanced.is_sigmoid = True
+
+
+_LOGITS = (torch.nn.functional.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__)
+_SIGMOIDS = (torch.sigmoid, Tensor.sigmoid, torch.special.expit)
 
 
 class _Choice(TorchFunctionMode):  # type: ignore[misc]
-    """Watches the functions that a router calls for its choice: the `topk` over all experts of each row."""
+    """Watches the functions that a router calls for its choice: the first product with a number for each expert, and the `topk` over all
+    experts of each row."""
 
     def __init__(self, routers: Routers, i: int) -> None:
         super().__init__()
         self._routers, self._i = routers, i
+        self._has_logits = False
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = function(*args, **(kwargs or {}))
+        if function in _LOGITS and not self._has_logits and found.ndim == 2 and found.shape[1] == self._routers.num_experts:
+            self._has_logits = True
+            return self._routers.logits(self._i, found)
+        if function in _SIGMOIDS:
+            self._routers.is_sigmoid(self._i)
         if function not in (torch.topk, Tensor.topk):
             return found
         scores = args[0] if args else kwargs["input"]
@@ -180,11 +257,28 @@ class _Choice(TorchFunctionMode):  # type: ignore[misc]
 
 REROUTED = "rerouted"
 """Metric of an update that replays: the share of its tokens' layers in which the weights of now would have chosen other experts."""
-LEAVE_OUT = "Leave replay_routing out."
+BALANCE_LOSS, Z_LOSS = "balance_loss", "z_loss"
+"""Metrics of an update with losses of routers: means over its tokens of those of their sequences, before they are weighted."""
+OF_TOKENS = (REROUTED, BALANCE_LOSS, Z_LOSS)
+"""Those of `Routers.counted`."""
+LEAVE_OUT = "Leave replay_routing and balance out."
 
 
 def not_a_mixture(kind: str) -> EngineError:
-    return EngineError(f"a {kind!r} model is no mixture of experts whose routing can be replayed", now=LEAVE_OUT)
+    return EngineError(f"a {kind!r} model is no mixture of experts whose routing can be replayed or balanced", now=LEAVE_OUT)
+
+
+def without_bias(kind: str) -> EngineError:
+    return EngineError(
+        f"routers of a {kind!r} model have no bias that counts for the choice of experts alone, so balance has no bias_step there",
+        now="Take Balance(loss=...), or a model as DeepSeek-V3.",
+    )
+
+
+def _bias_of(router: Any) -> Tensor | None:
+    """What a router adds to its scores for the choice alone."""
+    found = [one for name, one in router.named_buffers() if name.endswith("e_score_correction_bias")]
+    return found[0] if len(found) == 1 else None
 
 
 def check_layers(experts: Tensor, mixture: Mixture) -> None:
@@ -231,6 +325,178 @@ def load_metrics(counts: Tensor) -> dict[str, float]:
     return {f"expert_load/{name}": float(values.mean()) for name, values in found.items()}
 
 
+# ---- losses of routers
+
+
+@dataclass(frozen=True, eq=False)
+class Sequences:
+    """Which rows of a pass the tokens of each sequence have. Of S sequences; N counts a row that several share for each of them."""
+
+    rows: Tensor
+    """int64 [N]"""
+    sequence: Tensor
+    """int64 [N]"""
+    lengths: Tensor
+    """float32 [S]: rows of each, also where a rank has a part of them."""
+    weights: Tensor
+    """float32 [S]: what the predicted tokens of each weigh in the loss, together."""
+    of_target: Tensor
+    """int64 [T]: the sequence of each predicted token."""
+
+    @classmethod
+    def of(cls, packed: Packed, mask: npt.NDArray[np.bool_], weights: Tensor) -> Sequences:
+        """Of a packed micro-batch.
+
+        Args:
+            mask: of the tokens of all samples, those that are predicted. weights: of these in the loss, float32 [T].
+        """
+        device, has_row = packed.targets.device, packed.row_of_token >= 0
+        sequence = torch.from_numpy(packed.sequence_of_token[has_row]).to(device)
+        of_target = torch.from_numpy(packed.sequence_of_token[mask]).to(device)
+        count = int(packed.sequence_of_token.max(initial=-1)) + 1
+        total = torch.zeros(count, device=device).index_add_(0, of_target, weights)
+        lengths = torch.bincount(sequence, minlength=count).clamp(min=1).float()
+        return cls(torch.from_numpy(packed.row_of_token[has_row]).to(device), sequence, lengths, total, of_target)
+
+    def part(self, start: int, count: int) -> Sequences:
+        """As of a rank that has these rows alone."""
+        own = (self.rows >= start) & (self.rows < start + count)
+        return replace(self, rows=self.rows[own] - start, sequence=self.sequence[own])
+
+
+class Balanced:
+    """The losses of the routers of one pass: for each sequence and router, means over the sequence's tokens, the prompt's among them.
+
+        balance = E sum_e f[e] P[e],    f[e] = tokens sent to e / tokens,    P[e] = mean over tokens of p[e]
+        z       = mean over tokens of log(sum_e exp(logit[e]))^2
+
+    p is the softmax of a router's logits, or their sigmoids over these's sum where the router takes sigmoids. Experts that are replayed are
+    those that tokens are sent to. balance is k where all is even, and up to E. Both are means over routers, and a sequence weighs what its
+    predicted tokens weigh in the loss: the total divided by the loss's denominator is a mean over these. A prompt that several samples
+    share counts for each of them, as if it were not shared. f has no gradient.
+
+    A pass may have its rows on several ranks; then f is summed over them.
+
+    Source: balance: Fedus et al. 2021, arXiv:2101.03961, eq. 4, times k, as transformers' `load_balancing_loss_func` for one layer and one
+    sequence; means over sequences, and sigmoids: DeepSeek-AI 2024, arXiv:2412.19437, eq. 17-20, times k; z: Zoph et al. 2022,
+    arXiv:2202.08906, eq. 5; biases (`Routers.move_biases`): Wang et al. 2024, arXiv:2408.15664.
+
+    Args:
+        groups: process groups over which the rows are spread.
+    """
+
+    def __init__(self, balance: Balance, sequences: Sequences, mixture: Mixture, groups: Sequence[Any] = ()) -> None:
+        self._balance, self._sequences, self._mixture, self._groups = balance, sequences, mixture, groups
+        self._logits: dict[int, _Logits] = {}
+        """Of each router, those that its choice belongs to."""
+        self._found: dict[int, Tensor] = {}
+        """Of each router, its losses by sequence, [2, S]."""
+        self.is_sigmoid = False
+        self.scale = 1.0
+        """As `Routers.gradient_scale`."""
+
+    @classmethod
+    def of(cls, balance: Balance, packed: Packed, batch: Batch, denominator: object, mixture: Mixture) -> Balanced | None:
+        """Of a packed micro-batch. None: `balance` has no losses.
+
+        Args:
+            denominator: of the loss (`m2flow.recipe.Loss`), by which tokens weigh what they do in it. None: they weigh nothing.
+        """
+        if not (balance.loss or balance.z_loss):
+            return None
+        mask = batch.ragged("loss_mask")
+        counts = num_masked(mask)
+        weights = np.full(len(counts), 0.0 if denominator is None else 1.0)
+        if denominator == "sequences":
+            weights = 1 / np.maximum(counts, 1)
+        elif denominator == "groups":
+            weights = 1 / np.maximum(np.asarray(batch.dense("group_lengths"), np.float64), 1)
+        of_token = torch.from_numpy(np.repeat(weights, counts).astype(np.float32)).to(packed.targets.device)
+        return cls(balance, Sequences.of(packed, mask.values.astype(bool), of_token), mixture)
+
+    def part(self, start: int, count: int, groups: Sequence[Any]) -> Balanced:
+        """As of a rank that has these rows alone, and shares the others with these groups."""
+        return Balanced(self._balance, self._sequences.part(start, count), self._mixture, groups)
+
+    def taught(self, router: int, logits: Tensor) -> Tensor:
+        """The logits [rows, E], with the gradient of the losses added to their own. `choose` must follow."""
+        self._logits[router] = held = _Logits(logits.detach())
+        found: Tensor = _Taught.apply(logits, held, self)
+        return found
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def choose(self, router: int, experts: Tensor) -> None:
+        """Set the experts of rows, int64 [rows, k]. Collective in the groups."""
+        rows, sequence, lengths = self._sequences.rows, self._sequences.sequence, self._sequences.lengths
+        count, width = len(lengths), self._mixture.num_experts
+        where = (sequence[:, None] * width + experts[rows]).flatten()
+        sent = torch.bincount(where, minlength=count * width).float()
+        for group in self._groups:
+            dist.all_reduce(sent, group=group)
+        held = self._logits[router]
+        held.shares = sent.view(count, width) / lengths[:, None]
+        z, probabilities = held.values(is_sigmoid=self.is_sigmoid)
+        means = torch.zeros(count, width, device=z.device).index_add_(0, sequence, probabilities[rows])
+        of_z = torch.zeros(count, device=z.device).index_add_(0, sequence, z[rows].square())
+        self._found[router] = torch.stack((width * (held.shares * means).sum(1), of_z)) / lengths
+
+    def metrics(self) -> dict[str, Tensor]:
+        """For each predicted token the losses of its sequence, the mean over routers, each float32 [T]; of the rows and routers here."""
+        total = torch.stack(list(self._found.values())).sum(0) / self._mixture.num
+        return dict(zip((BALANCE_LOSS, Z_LOSS), total[:, self._sequences.of_target], strict=True))
+
+    def sums(self) -> Mapping[str, float]:
+        """The sums over predicted tokens of `metrics`; 0 of a rank without routers."""
+        if not self._found:
+            return {BALANCE_LOSS: 0.0, Z_LOSS: 0.0}
+        return {name: float(values.double().sum()) for name, values in self.metrics().items()}
+
+    def gradient(self, held: _Logits) -> Tensor:
+        """Of the weighted losses of one router, by its logits, float32 [rows, E]."""
+        assert held.shares is not None, "a router has logits, and chose no experts"
+        rows, sequence, lengths = self._sequences.rows, self._sequences.sequence, self._sequences.lengths
+        z, p = held.values(is_sigmoid=self.is_sigmoid)
+        of_sequence = self._sequences.weights / lengths * (self.scale / self._mixture.num)
+        by_p = (of_sequence * (self._balance.loss * self._mixture.num_experts))[:, None] * held.shares
+        by_p = torch.zeros_like(p).index_add_(0, rows, by_p[sequence])
+        by_p = by_p - (by_p * p).sum(1, keepdim=True)
+        if self.is_sigmoid:
+            sigmoid = held.logits.float().sigmoid()
+            found = by_p * sigmoid * (1 - sigmoid) / sigmoid.sum(1, keepdim=True)
+        else:
+            found = by_p * p
+        if self._balance.z_loss:
+            by_z = torch.zeros_like(z).index_add_(0, rows, of_sequence[sequence]) * (2 * self._balance.z_loss) * z
+            found = found + by_z[:, None] * held.logits.float().softmax(1)
+        return found
+
+
+@dataclass(eq=False)
+class _Logits:
+    """What one forward pass through a router computed."""
+
+    logits: Tensor
+    shares: Tensor | None = None
+    """f, float32 [S, E]."""
+
+    def values(self, *, is_sigmoid: bool) -> tuple[Tensor, Tensor]:
+        """log(sum(exp(logits))), float32 [rows], and p, [rows, E]."""
+        logits = self.logits.float()
+        p = torch.nn.functional.normalize(logits.sigmoid(), 1.0, 1) if is_sigmoid else logits.softmax(1)
+        return logits.logsumexp(1), p
+
+
+class _Taught(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, held: _Logits, balanced: Balanced) -> Tensor:
+        ctx.held, ctx.balanced = held, balanced
+        return logits.view_as(logits)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad + ctx.balanced.gradient(ctx.held).to(grad.dtype), None, None
+
+
 def are_others(own: Tensor, chosen: Tensor) -> Tensor:
     """Whether rows go to other experts than their own, whatever the order: int [R, k] twice to bool [R]."""
     return (own.sort(-1).values != chosen.sort(-1).values).any(-1)
@@ -239,12 +505,15 @@ def are_others(own: Tensor, chosen: Tensor) -> Tensor:
 # ---- of a trainer: between the tokens of a batch and the rows of a pass
 
 
-def checked_routers(model: Any, device: str) -> Routers:
-    """Find and check the routers of a model that passed `m2flow.engines.models.packing.check_model`. Raises `EngineError`."""
+def checked_routers(model: Any, device: str, source: Model) -> Routers | None:
+    """Find and check the routers of a model that passed `m2flow.engines.models.packing.check_model`, if they are to be replayed or
+    balanced. Raises `EngineError`."""
+    if source.routing is None and source.balance is None:
+        return None
     routers = Routers(model)
     tokens = Ragged.of([np.arange(9) % model.config.get_text_config().vocab_size], np.int32)
     packed = pack(np.zeros(1, np.int64), tokens, Ragged(np.arange(9) > 0, tokens.offsets), device=device)
-    routers.check(lambda: batched_logits(model, packed))
+    routers.check(lambda: batched_logits(model, packed), source.balance)
     return routers
 
 

@@ -115,12 +115,20 @@ def check_sampling(graph: MacroGraph, workers: Iterable[WorkerPlan]) -> None:
 
 
 def check_routing(models: Mapping[str, Model], workers: Iterable[WorkerPlan]) -> None:
-    """Check that engines can record and replay the routing of each role that asks for it.
+    """Check that engines can record and replay the routing of each role that asks for it, and that trainers can balance it.
 
     Raises:
-        PlanError: a rollout engine can't record it, or a trainer can't replay it.
+        PlanError: a rollout engine can't record it, or a trainer can't replay or balance it.
     """
     for slot in (slot for worker in workers for slot in worker.engines):
+        if slot.kind == "train" and slot.role in models and models[slot.role].balance is not None:
+            trainers = {info.name: info.capabilities.balances_experts for info in engines() if info.kind == "train"}
+            if not trainers.get(slot.engine, True):
+                able = [name for name, can in trainers.items() if can]
+                raise PlanError(
+                    f"{slot.role} has balance=, and the train engine {slot.engine!r} can't balance experts",
+                    now=f"Leave it out, or take one of {', '.join(able)} as `train: {{engine: ...}}` in the cluster spec.",
+                )
         routing = models[slot.role].routing if slot.role in models else None
         if routing is None or slot.kind not in ("rollout", "train") or (slot.kind, routing) == ("rollout", "trainer"):
             continue

@@ -17,6 +17,7 @@ import datetime
 import enum
 import errno
 import json
+import re
 import shutil
 import sqlite3
 import typing
@@ -26,7 +27,7 @@ from pathlib import Path
 
 from m2flow.errors import OptionError, SpecError, host_error
 from m2flow.micro.protocol.plan import Plan
-from m2flow.recipe import Model, origin
+from m2flow.recipe import Model, in_cache, is_of_hub
 from m2flow.spec import ClusterSpec, RunSettings
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
@@ -179,6 +180,19 @@ def write_config(
         **({"resolved": resolved} if resolved is not None else {}),
     }
     (run_dir / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def origin(model: Model) -> dict[str, str]:
+    """What a run's record says of where a model comes from: `path` and `init`, and of a model of the hub `hub`, its name, and `revision`.
+
+    The revision is a commit if the cache has the model. A directory of the hub's cache is the hub's model that it holds.
+    """
+    found = in_cache(model) if is_of_hub(model.path) else Path(model.path).expanduser().absolute()
+    of_cache = re.search(r"/models--([\w.-]+?)--([\w.-]+)/snapshots/(\w+)$", str(found or ""))
+    record = {"path": model.path, "init": str(model.init)}
+    if of_cache:
+        return record | {"hub": f"{of_cache[1]}/{of_cache[2]}", "revision": of_cache[3]}
+    return record | ({"hub": model.path, "revision": model.revision or ""} if is_of_hub(model.path) else {})
 
 
 def move(run_dir: Path, spec: ClusterSpec, plan: Plan, attempt: int) -> bool:

@@ -27,7 +27,7 @@ from m2flow.engines.models import trainer_checkpoint
 from m2flow.engines.models.hf_model import load_model
 from m2flow.engines.models.model_export import export_model
 from m2flow.errors import EngineError, M2FlowError, ModelError
-from m2flow.recipe import AdamW, Dtype, Loss, Model, Routing
+from m2flow.recipe import AdamW, Balance, Dtype, Loss, Model, Routing
 from m2flow.samples import ROUTED_EXPERTS, Batch, Ragged, compact_experts, expanded_experts, make_ids
 from m2flow.testing.mirrored import Followers, Mirrored
 from m2flow.testing.train_suite import DISTILL, LINEAR, PPO, VALUE, copied, samples, started
@@ -322,6 +322,24 @@ def test_experts_are_replayed_and_recorded_as_by_the_embedded_trainer(
         assert (np.sort(recorded, -1) == np.sort(known, -1)).all()
     plain = replay_history(EmbeddedTrain(replace(model, routing=None), EngineSettings()), batch)
     assert apart(plain["gradients"], expected["gradients"]) > 1e-2 * largest, "without replay the gradient is another"
+
+
+@pytest.mark.parametrize(("name", "layout"), REPLAYED)
+def test_experts_are_balanced_as_by_the_embedded_trainer(name: str, layout: Layout, followers: Followers, tmp_path: Path) -> None:
+    """Loads are of whole sequences, whose rows tensor and context ranks split, and whose layers stages have; replayed or not."""
+    routing: Routing | None = None if "ep" in layout else "rollout"
+    model = replace(small(name, tmp_path / "model"), balance=Balance(loss=3.0, z_loss=2.0), routing=routing)
+    batch = sent_elsewhere(batch_of(model))
+    expected, found = (replay_history(one, batch) for one in (EmbeddedTrain(model, EngineSettings()), spread(model, layout, followers)))
+    assert {"balance_loss", "z_loss"} <= set(expected["sums"])
+    assert set(expected["sums"]) == set(found["sums"])
+    for key, value in expected["sums"].items():
+        assert found["sums"][key] == pytest.approx(value, rel=1e-5, abs=1e-5), key
+    largest = max(float(np.abs(one).max()) for one in expected["gradients"].values())
+    assert apart(found["gradients"], expected["gradients"]) < 1e-5 * largest
+    assert apart(found["steps"], expected["steps"]) < 1e-6
+    without = replay_history(EmbeddedTrain(replace(model, balance=None), EngineSettings()), batch)
+    assert apart(without["gradients"], expected["gradients"]) > 1e-2 * largest
 
 
 @pytest.mark.parametrize(("name", "layout"), REPLAYED[-2:])
