@@ -174,6 +174,7 @@ _COMMANDS = {
 _ELSEWHERE = {
     "demo": "new:demo_command",
     "diff": "plan:diff_command",
+    "rescore": "samples:rescore_command",
     "profile": "plan:profile_command",
     "engines": "doctor:engines_command",
     "serve": "export:serve_command",
