@@ -15,7 +15,6 @@ from m2flow.cli.main import find_run
 from m2flow.errors import OptionError
 from m2flow.micro.records.length_bias import Class, bias_of_run
 from m2flow.micro.records.sample_query import COLUMNS, Conversation, Entry, SampleQuery, export
-from m2flow.runs.planning import table
 
 if TYPE_CHECKING:
     from m2flow.runs.rescoring import Rescored
@@ -194,6 +193,7 @@ def _rescored_line(one: Rescored) -> str:
 
 
 def _comparison(found: list[Rescored], run: str, function: str) -> list[str]:
+    from m2flow.runs.planning import table
     from m2flow.runs.rescoring import summed
 
     whole = summed(found)
