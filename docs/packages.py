@@ -9,6 +9,7 @@ follow from others are left out.
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- packages:begin -->", "<!-- packages:end -->"
 
 
+@functools.cache
 def file_graph() -> nx.DiGraph:
     """A node for each file, by the name of its module, with its path. An edge leads to a file that is imported."""
     files = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in _files()}
@@ -31,6 +33,7 @@ def file_graph() -> nx.DiGraph:
     return graph
 
 
+@functools.cache
 def package_graph() -> nx.DiGraph:
     """A node for each package, by dotted name without `m2flow.`; the ground is `ground`. An edge leads to a package that is imported."""
     files = file_graph()
@@ -66,14 +69,15 @@ def _key(package: str) -> str:
 def _imported(path: Path) -> Iterator[str]:
     """Modules that a file imports when it runs, with the names taken from them: `package.module` and `package.module.name` alike."""
     tree = ast.parse(path.read_text())
+    nodes = list(ast.walk(tree))
     typing = {
         id(each)
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
         for child in node.body
         for each in ast.walk(child)
     }
-    for node in ast.walk(tree):
+    for node in nodes:
         if id(node) in typing:
             continue
         if isinstance(node, ast.Import):

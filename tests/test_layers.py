@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -70,10 +71,20 @@ def _modules() -> list[Path]:
     return sorted(PACKAGE.rglob("*.py"))
 
 
-def _imports(path: Path) -> Iterator[str]:
+@functools.cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
+def _imports(path: Path) -> tuple[str, ...]:
     """Every module that a file imports, wherever in the file, by its absolute name."""
+    return tuple(_imported(path))
+
+
+def _imported(path: Path) -> Iterator[str]:
     package = path.relative_to(ROOT).with_suffix("").parts[:-1]
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(_tree(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -144,7 +155,7 @@ def test_modules_are_few_and_functions_short() -> None:
     assert len(lengths) - sum(map(len, beside.values())) <= MOST_FILES, "modules that are one concept belong together"
     assert not [name for name, paths in beside.items() if len(paths) > BESIDE[name]]
     assert not [str(path) for path, length in lengths.items() if length > MOST_LINES]
-    functions = [(path, node) for path in lengths for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, FUNCTIONS)]
+    functions = [(path, node) for path in lengths for node in ast.walk(_tree(path)) if isinstance(node, FUNCTIONS)]
     long = [f"{path}:{node.lineno} {node.name}" for path, node in functions if node.end_lineno - node.lineno >= MOST_LINES_OF_A_FUNCTION]
     assert not long
 
@@ -177,7 +188,7 @@ def test_torch_is_imported_by_engines_and_algorithms_and_inside_functions_elsewh
     for path in _modules():
         if path.relative_to(PACKAGE).parts[0] in ("engines", "algorithms"):
             continue
-        for node in ast.parse(path.read_text()).body:
+        for node in _tree(path).body:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             wrong += [f"{path.relative_to(ROOT)}:{node.lineno}" for name in names if name.split(".")[0] in HEAVY]
