@@ -380,11 +380,11 @@ _LEAST_PENALTY, _LARGEST_BIAS = 1e-2, 1e9
 
 EpisodeFailure = Literal[
     "raised", "invalid", "timed_out", "turn_timed_out", "tool_failed", "too_many_turns", "too_many_conversations", "history_rewritten",
-    "lost", "diverged",
+    "lost", "diverged", "unknown_speaker",
 ]  # fmt: skip
 """How an episode failed: the agent raised; it asked for what can't be, or returned no finite number; it, a turn or a tool took too long or
-broke; it asked for more turns, or more conversations, than it may have; the chat template rewrites what was said; a tool that may not run
-twice had begun when the worker was lost; the agent did something else when it was repeated."""
+broke; it asked for more turns or conversations than it may have, or for one who does not speak in the rollout; the chat template rewrites
+what was said; a tool that may not run twice had begun when the worker was lost; the agent did something else when it was repeated."""
 
 History = Literal["append", "refuse", "fork"]
 """What becomes of a conversation whose chat template writes the model's earlier turns anew."""
@@ -403,7 +403,9 @@ class Episodes:
     history: History = "append"
     """Where a chat template would write earlier turns anew: keep their tokens, refuse to go on, or go on in a sequence written anew."""
     max_conversations: int = field(default=1, metadata=LATER)
-    """Conversations in which the model speaks."""
+    """Conversations in which the model speaks; each of the speakers likewise."""
+    speakers: tuple[tuple[str, str], ...] = field(default=(), metadata=LATER)
+    """Others that speak in the episodes: the name by which the agent knows each, and its role."""
 
     def __post_init__(self) -> None:
         check_count("max_turns", self.max_turns)
@@ -416,23 +418,22 @@ class Episodes:
     def shown(self) -> dict[str, object]:
         """What a plan says of them."""
         several = {"max_conversations": self.max_conversations} if self.max_conversations > 1 else {}
-        return {"max_turns": self.max_turns, **several, **({"history": "fork"} if self.history == "fork" else {})}
+        speakers = {"speakers": dict(self.speakers)} if self.speakers else {}
+        return {"max_turns": self.max_turns, **several, **speakers, **({"history": "fork"} if self.history == "fork" else {})}
 
     @property
     def has_sequences(self) -> bool:
-        """Whether an episode may have several sequences, each of which a model reads by itself."""
+        """Whether what one role says in an episode may be several sequences, each of which a model reads by itself."""
         return self.max_conversations > 1 or self.history == "fork"
 
 
 def longest_response(options: Mapping[str, object]) -> int:
-    """Tokens of a sample of a call with these options beside its prompt, at most; 0: it generates nothing.
-
-    Of episodes that go on in sequences written anew (`history="fork"`) it is what they are without them.
-    """
+    """Tokens of a sample of a call with these options beside its prompt, at most; without those of sequences that go on written anew
+    (`history="fork"`). 0: it generates nothing."""
     sampling, bounds = options.get("sampling"), options.get("episodes")
     if not isinstance(sampling, Sampling):
         return 0
-    return sampling.max_new_tokens * (bounds.max_conversations if isinstance(bounds, Episodes) else 1)
+    return sampling.max_new_tokens * (bounds.max_conversations * (1 + len(bounds.speakers)) if isinstance(bounds, Episodes) else 1)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,9 @@ The chat is the episode's conversation `main`. `chat.conversation("black")` is a
 `chat.fork()` one that goes on from what was said so far. Each has its own turns, tools and limits, and its random numbers are keyed by its
 name; what the model said in any of them is trained, once. Conversations may go on at the same time.
 
+`chat.conversation("white", by="opponent")` is one in which another of the rollout's `speakers` takes the model's turns: a rival, a judge.
+Tokens, chat template and tool calls in it are those of that model.
+
 Bounds. A conversation's budget (`max_tokens`) counts all tokens after its first prompt. What does not fit is not appended: the turn is then
 empty and `is_cut`, and the conversation ends where it was. Of a turn that is cut off no tool call is read. The last turn that a
 conversation may have (`max_turns`) has no calls either, so a loop over calls ends by itself; asking for more is a failure of the episode.
@@ -124,6 +127,8 @@ class Asked(NamedTuple):
     """The first prompt of a conversation, as the model sees it."""
     parent: str = ""
     """The conversation that one which begins was forked from."""
+    by: str = ""
+    """Who speaks, of the rollout's `speakers`; empty: the policy."""
 
 
 class Known(NamedTuple):
@@ -183,37 +188,50 @@ class Table:
     max_turns: int
     max_conversations: int
     stop: tuple[str, ...]
-    make: Callable[[], Conversation]
-    """What gives an empty conversation."""
+    make: Callable[[str], Conversation]
+    """What gives an empty conversation of one who speaks."""
+    speakers: Sequence[str] = ()
+    """Who may speak beside the policy."""
     parents: dict[str, str] = field(default_factory=lambda: {MAIN: ""})
     """Of each conversation, the one that it was forked from; empty: none."""
+    by: dict[str, str] = field(default_factory=lambda: {MAIN: ""})
+    """Of each conversation, who speaks in it; empty: the policy."""
     begun: set[str] = field(default_factory=set)
     """Conversations in which the model was asked for a turn."""
     has_old_resources: bool = False
     """A resource was used before, in the record: what it held is gone."""
 
-    def take(self, name: str, parent: str) -> None:
-        """Note a new conversation. Raises `ValueError`: it can't have this name."""
+    def take(self, name: str, parent: str, by: str) -> None:
+        """Note a new conversation.
+
+        Raises:
+            ValueError: it can't have this name. EpisodeFailed: nobody of the name `by` speaks in the rollout.
+        """
         if not isinstance(name, str) or not name or name == "reward" or (not parent and "/" in name):
             raise ValueError(f"a conversation can't be named {name!r:.60}; a name is a text without a slash, and not 'reward'")
         if name in self.parents:
             raise ValueError(f"the episode has a conversation {name!r} already")
-        self.parents[name] = parent
+        if by and by not in self.speakers:
+            known = f"names {', '.join(self.speakers)}" if self.speakers else "names none"
+            raise EpisodeFailed("unknown_speaker", f"the agent lets {by!r:.60} speak, and the rollout {known}: rollout(..., speakers=...)")
+        self.parents[name], self.by[name] = parent, by
 
     def begin(self, name: str) -> None:
         """Note that the model is asked for a turn. Raises `EpisodeFailed`: in too many conversations."""
         self.begun.add(name)
-        if len(self.begun) > self.max_conversations:
+        by = self.by[name]
+        of_one = sorted(other for other in self.begun if self.by[other] == by)
+        if len(of_one) > self.max_conversations:
             raise EpisodeFailed(
                 "too_many_conversations",
-                f"the agent has the model speak in {', '.join(sorted(self.begun))}, and the rollout allows {self.max_conversations}: "
+                f"the agent has {by or 'the model'} speak in {', '.join(of_one)}, and the rollout allows {self.max_conversations}: "
                 "rollout(..., max_conversations=...)",
             )
 
 
 @final
 class Chat:
-    """One conversation of an episode with the policy."""
+    """One conversation of an episode with the policy, or with another speaker of the rollout."""
 
     def __init__(self, table: Table, conversation: Conversation, name: str) -> None:
         self._table = table
@@ -233,6 +251,8 @@ class Chat:
         """What goes on is another conversation's still: the next turn begins a sequence, whose prompt is that."""
         self.name = name
         """`main` is the one that the agent was given."""
+        self.by = table.by[name]
+        """Who speaks in it, of the rollout's `speakers`; empty: the policy."""
         self.num_turns = 0
         """Turns of the model so far; in a fork with those before it."""
         self.num_tokens = 0
@@ -240,14 +260,15 @@ class Chat:
         self.rng = random.Random(keyed_bits(table.seed, "rng", *(() if name == MAIN else (name,))))
         """Random numbers of this conversation, the same whenever it is repeated."""
 
-    def conversation(self, name: str, *, max_tokens: int | None = None, max_turns: int | None = None) -> Chat:
+    def conversation(self, name: str, *, by: str = "", max_tokens: int | None = None, max_turns: int | None = None) -> Chat:
         """Make a further conversation of the episode, which begins empty.
 
         Args:
             name: by which the episode's rewards and the sample's record know it, different from all others of the episode.
+            by: who speaks in it: a name of the rollout's `speakers`; empty: the policy.
             max_tokens, max_turns: its bounds, where they are to be lower than the rollout's.
         """
-        made = self._another(name, "")
+        made = self._another(name, "", by)
         if max_tokens is not None:
             check_count("max_tokens", max_tokens)
             made._max_tokens = min(max_tokens, made._max_tokens)
@@ -265,11 +286,11 @@ class Chat:
         name, number = name if self.name == MAIN else f"{self.name}/{name}", 1
         while f"{name}-{number}" in self._table.parents:
             number += 1
-        return self._another(f"{name}-{number}", self.name)
+        return self._another(f"{name}-{number}", self.name, self.by)
 
-    def _another(self, name: str, parent: str) -> Chat:
-        self._table.take(name, parent)
-        return Chat(self._table, self._table.make(), name)
+    def _another(self, name: str, parent: str, by: str) -> Chat:
+        self._table.take(name, parent, by)
+        return Chat(self._table, self._table.make(by), name)
 
     def fork(self, name: str = "") -> Chat:
         """Make a conversation that goes on from this one as it is now: its messages, tokens, tools and bounds. This one may go on, too.
@@ -284,7 +305,7 @@ class Chat:
         self._check_whole()
         self._num_forks += 1
         name = name or f"{self.name}/{self._num_forks}"
-        self._table.take(name, self.name)
+        self._table.take(name, self.name, self.by)
         made = Chat(self._table, self._conversation.copy(), name)
         made._max_tokens, made._max_turns, made._tools = self._max_tokens, self._max_turns, dict(self._tools)
         made._context, made._branches_off = list(self._context), True
@@ -428,7 +449,7 @@ class Chat:
         limit = room if max_tokens is None else min(room, max_tokens)
         parent = self._table.parents[self.name] if self._branches_off else ""
         said = conversation.prompt_text or (new if isinstance(new, str) else None)
-        asked = Asked(self.name, ids, begins, limit, stop, said if is_first else None, parent)
+        asked = Asked(self.name, ids, begins, limit, stop, said if is_first else None, parent, self.by)
         try:
             reply = await self._link.turn(asked) if limit > 0 else None
             if reply is None and is_first:
@@ -491,7 +512,7 @@ class Rewards(NamedTuple):
     """What an agent returned."""
 
     reward: float | None
-    """Of the episode; None: it is judged later. Where conversations have rewards of their own, the mean of those that it goes by."""
+    """Of the episode; None: it is judged later. Where conversations have their own, the mean of those that the policy's go by."""
     parts: Mapping[str, float]
     of: Mapping[str, float]
     """By the names that the agent gave; empty: the episode has one reward."""
@@ -524,15 +545,19 @@ def _of_conversations(value: Mapping[Any, object], table: Table) -> Rewards:
         said = f"the agent returned a reward of {unknown[0]!r:.60}, and its conversations are {', '.join(table.parents)}"
         raise EpisodeFailed("invalid", said)
     numbers, names = _numbers(value, value), dict[str, str]()
-    for name in sorted(table.begun):
+    for name in table.begun:
         found = name
         while found and found not in numbers:
             found = table.parents[found]
-        if not found:
-            raise EpisodeFailed("invalid", f"the agent returned rewards of {', '.join(numbers)}, and none of the conversation {name}")
-        names[name] = found
-    used = [numbers[name] for name in sorted(set(names.values()) or numbers)]
-    return Rewards(sum(used) / len(used), {}, numbers, names)
+        if found:
+            names[name] = found
+    judged = {"", *(table.by[name] for name in names)}  # Of the others, those that nothing trains need no reward.
+    left = sorted(name for name in table.begun.difference(names) if table.by[name] in judged)
+    if left:
+        raise EpisodeFailed("invalid", f"the agent returned rewards of {', '.join(numbers)}, and none of the conversation {left[0]}")
+    own = {found for name, found in names.items() if not table.by[name]}
+    used = [numbers[name] for name in sorted(own or numbers)]
+    return Rewards(sum(used) / len(used), {}, numbers, dict(sorted(names.items())))
 
 
 def _numbers(given: Mapping[Any, object], value: object) -> dict[str, float]:

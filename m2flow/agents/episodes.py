@@ -14,7 +14,11 @@ its path: the sample's seed, a hash of all ids before it, and how often the epis
 on what else runs, and a turn that is asked for again gives the same tokens.
 
 Conversations. The tokens of each lie together in the row (`Strand`), in the order of their names, so nothing depends on which was first. Of
-one episode the engine has one turn at a time; those that are asked for meanwhile wait, and other episodes fill its batch.
+one episode an engine has one turn at a time; those that are asked for meanwhile wait, and other episodes fill its batch.
+
+Speakers. A turn of another role goes to that role's engine in this process, beside what it has of its own: the plan seats the rollout
+engines of all who speak in an episode together (`m2flow.micro.lowering.placement`). The episode stays one sample, and its row has what each
+of them said.
 
 Repetition. A stopped episode's row has its tokens, and the record of its turns and tool calls (the column `episode`). It goes on from there
 anywhere: the agent is called again, what it asks is answered from the row as long as that has an answer, and a turn that was cut off
@@ -62,12 +66,14 @@ _MOST_SHOWN = 3
 class Strand:
     """The tokens of one sequence: of a conversation, or of what one goes on in since its template wrote it anew."""
 
-    def __init__(self, name: str, prompt_text: str | None = None, parent: str = "") -> None:
+    def __init__(self, name: str, prompt_text: str | None = None, parent: str = "", by: str = "") -> None:
         self.name = name
         """Of the conversation."""
         self.prompt_text = prompt_text
         self.parent = parent
         """The conversation that its prompt is from; empty: none."""
+        self.by = by
+        """Who speaks, of the rollout's `speakers`; empty: the policy."""
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.versions: list[int] = []
@@ -103,7 +109,7 @@ class Strand:
 
     def with_turn(self, turn: Generated) -> Strand:
         """A copy that also has the tokens so far of a turn that is under way."""
-        copy = Strand(self.name, self.prompt_text, self.parent)
+        copy = Strand(self.name, self.prompt_text, self.parent, self.by)
         copy.tokens, copy.logprobs, copy.versions = list(self.tokens), list(self.logprobs), list(self.versions)
         copy.kv_stale, copy.segments, copy.turns = list(self.kv_stale), list(self.segments), list(self.turns)
         if len(turn.tokens):
@@ -113,7 +119,8 @@ class Strand:
     @property
     def described(self) -> dict[str, object]:
         """What the record says of it beside its turns."""
-        return {"name": self.name, "num_turns": len(self.turns), "prompt": self.prompt_text, "parent": self.parent}
+        by = {"by": self.by} if self.by else {}
+        return {"name": self.name, "num_turns": len(self.turns), "prompt": self.prompt_text, "parent": self.parent, **by}
 
 
 def _place(name: str) -> tuple[object, ...]:
@@ -145,7 +152,7 @@ class Transcript:
         for kind, count in zip(kinds, lengths, strict=True):
             if kind == Segment.PROMPT:
                 one = named.popleft()
-                strand = Strand(one["name"], one["prompt"], one["parent"])
+                strand = Strand(one["name"], one["prompt"], one["parent"], one.get("by", ""))
                 num_turns = len(turns) if one["num_turns"] is None else one["num_turns"]
                 strand.turns = [turns.popleft() for _ in range(num_turns)]
                 found.conversations.setdefault(strand.name, []).append(strand)
@@ -166,7 +173,7 @@ class Transcript:
         """Add what comes before a turn of a conversation; returns its sequence."""
         of = self.conversations.setdefault(asked.name, [])
         if asked.begins:
-            of.append(Strand(asked.name, asked.prompt_text, asked.parent))
+            of.append(Strand(asked.name, asked.prompt_text, asked.parent, asked.by))
         of[-1].append(asked.ids)
         return of[-1]
 
@@ -226,6 +233,8 @@ class _Recorded:
                 return None
             self._strand, self._at, self._position, self._num_turns = self._strand + 1, 0, 0, 0
         of, start, ids = self._strands[self._strand], self._position, asked.ids
+        if of.by != asked.by:
+            return None
         if self._at >= len(of.segments) or of.segments[self._at][1] != len(ids) or of.tokens[start : start + len(ids)] != list(ids):
             return None
         self._at += 1
@@ -269,8 +278,11 @@ class EpisodeStart:
 class _Turn:
     """A turn that an agent waits for."""
 
+    episode: _Episode
     asked: Asked
     answer: asyncio.Future[Reply | None]
+    engine: Episodes
+    """Of who speaks: its engine takes the turn."""
     request: Request | None = None
     strand: Strand | None = None
     """Where its tokens go, once the engine has it."""
@@ -292,7 +304,7 @@ class _Episode:
         if start.stopped is not None:
             self.transcript.tools = dict(self.known_tools)
         self.waiting: _Turn | None = None
-        """The turn that the engine works on."""
+        """The turn that an engine works on."""
         self.queued: deque[_Turn] = deque()
         """Turns of other conversations meanwhile: an engine knows a sample by its identity, once."""
         self.occurrences: Counter[int] = Counter()
@@ -306,7 +318,7 @@ class _Episode:
 
     async def turn(self, asked: Asked) -> Reply | None:
         answer: asyncio.Future[Reply | None] = asyncio.get_running_loop().create_future()
-        turn = _Turn(asked, answer)
+        turn = _Turn(self, asked, answer, self.host.engine_of(self, asked.by))
         self.host.post(lambda: self.host.take_turn(self, turn))
         limit = asyncio.timeout(self.start.bounds.turn_timeout_s)
         try:
@@ -377,9 +389,10 @@ class _Episode:
                     max_turns=bounds.max_turns,
                     max_conversations=bounds.max_conversations,
                     stop=sampling.stop,
-                    make=lambda: Conversation(self.host.language, bounds.history, agent.tool_calls),
+                    make=lambda by: Conversation(self.host.engine_of(self, by).language, bounds.history, agent.tool_calls),
+                    speakers=[name for name, _ in bounds.speakers],
                 )
-                chat = Chat(table, table.make(), MAIN)
+                chat = Chat(table, table.make(""), MAIN)
                 opened = {name: await resources.get(kind) for name, kind in agent.resources}
                 return reward_of(await agent.function(chat, self.start.row, **opened), table)  # type: ignore[misc]
         except TimeoutError:
@@ -432,16 +445,23 @@ class EventLoop:
 
 @final
 class Episodes:
-    """A rollout engine together with the episodes that speak to it. What is no episode goes to the engine as it is."""
+    """A rollout engine together with the episodes of its role. What is no episode goes to the engine as it is."""
 
-    def __init__(self, engine: RolloutEngine, loop: EventLoop) -> None:
+    def __init__(self, engine: RolloutEngine, loop: EventLoop, roles: Mapping[str, Episodes] | None = None) -> None:
+        """
+        Args:
+            roles: those of the process by role, this one included. Those that speak in its episodes must be there when these begin.
+        """
         self.language: Language = engine.language()
         self.threads = loop.threads
         self._engine = engine
         self._loop = loop
+        self._roles = {} if roles is None else roles
         self._episodes: dict[int, _Episode] = {}
-        self._asked: dict[int, Request] = {}
+        self._asked: dict[int, _Turn] = {}
         """Turns that the engine has not been given yet, by episode; empty between two steps."""
+        self._turns: dict[int, _Turn] = {}
+        """Those that it has: of its role's episodes, and of others in which the role speaks."""
         self._posted: deque[Callable[[], None]] = deque()
         self._has_posted = threading.Event()
         self._ended: list[Generated] = []
@@ -455,6 +475,14 @@ class Episodes:
                 raise InternalError(f"episode {SampleId.unpack(start.request.id)} runs already")
             episode = self._episodes[start.request.id] = _Episode(start, self)
             self._loop.call(self._loop.begin, episode)
+
+    def engine_of(self, episode: _Episode, by: str) -> Episodes:
+        """The engine of one who speaks in an episode."""
+        return self._roles[dict(episode.start.bounds.speakers)[by]] if by else self
+
+    def lets_speak(self, role: str) -> bool:
+        """Whether an episode runs in which this role, another than its own, may speak."""
+        return any(role == other for episode in self._episodes.values() for _, other in episode.start.bounds.speakers)
 
     # What the loop's thread posts, and this one does in `step`
 
@@ -500,40 +528,60 @@ class Episodes:
         self._go_on(episode)
 
     def _go_on(self, episode: _Episode) -> None:
-        """Have the engine asked for the next turn of an episode, if it works on none."""
+        """Have an engine asked for the next turn of an episode, if none works on one."""
         if episode.waiting is None and episode.queued:
-            episode.waiting = episode.queued.popleft()
-            assert episode.waiting.request is not None
-            self._asked[episode.id] = episode.waiting.request
+            turn = episode.waiting = episode.queued.popleft()
+            turn.engine._asked[episode.id] = turn
 
     def _ask(self) -> None:
-        """Give the engine all turns that were asked for since the last time."""
-        while self._asked:  # One that does not fit is followed by another of its episode.
-            asked, self._asked = self._asked, {}
-            try:
-                self._engine.add(list(asked.values()))
-            except M2FlowError:  # None of them was taken.
-                for packed, request in asked.items():
-                    self._ask_alone(self._episodes[packed], request)
-                continue
-            for packed in asked:
-                episode = self._episodes[packed]
-                assert episode.waiting is not None
-                self._admitted(episode, episode.waiting)
+        """Give the engines all turns that were asked for since the last time."""
+        while any(one._asked for one in self._all):  # One that does not fit is followed by another of its episode.
+            for one in self._all:
+                one._ask_engine()
 
-    def _ask_alone(self, episode: _Episode, request: Request) -> None:
-        assert episode.waiting is not None
+    @property
+    def _all(self) -> Sequence[Episodes]:
+        """The engines of the process, this one first."""
+        return (self, *(one for one in self._roles.values() if one is not self))
+
+    def _ask_engine(self) -> None:
+        asked, self._asked = self._asked, {}
+        if not asked:
+            return
         try:
-            self._engine.add([request])
-        except M2FlowError as error:
-            answer, episode.waiting = episode.waiting.answer, None
-            if isinstance(error, PromptTooLong):
-                self._loop.call(_answer, answer, None)
-            else:
-                self._loop.call(_fail, answer, EpisodeFailed("invalid", error.what))
-            self._go_on(episode)
+            self._engine.add([_request_of(turn) for turn in asked.values()])
+        except M2FlowError:  # None of them was taken.
+            for turn in asked.values():
+                self._ask_alone(turn)
         else:
-            self._admitted(episode, episode.waiting)
+            for turn in asked.values():
+                self._taken(turn)
+
+    def _ask_alone(self, turn: _Turn) -> None:
+        try:
+            self._engine.add([_request_of(turn)])
+        except M2FlowError as error:
+            turn.episode.waiting = None
+            if isinstance(error, PromptTooLong):
+                self._loop.call(_answer, turn.answer, None)
+            else:
+                self._loop.call(_fail, turn.answer, EpisodeFailed("invalid", error.what))
+            self._go_on(turn.episode)
+        else:
+            self._taken(turn)
+
+    def _taken(self, turn: _Turn) -> None:
+        self._turns[turn.episode.id] = turn
+        self._admitted(turn.episode, turn)
+
+    def _given_up(self, turns: Iterable[_Turn]) -> dict[int, Generated]:
+        """Take turns back from their engines; by episode what there is of each, of those that an engine had."""
+        had: dict[Episodes, list[int]] = {}
+        for turn in turns:
+            turn.engine._asked.pop(turn.episode.id, None)
+            if turn.engine._turns.pop(turn.episode.id, None) is not None:
+                had.setdefault(turn.engine, []).append(turn.episode.id)
+        return {made.id: made for one, ids in had.items() for made in one._engine.abort(ids)}
 
     def _admitted(self, episode: _Episode, turn: _Turn) -> None:
         name = turn.asked.name
@@ -553,8 +601,8 @@ class Episodes:
         if turn in episode.queued:
             episode.queued.remove(turn)
         elif turn is episode.waiting:
-            if self._asked.pop(episode.id, None) is None and turn.strand is not None:
-                for made in self._engine.abort([episode.id]):
+            for made in self._given_up([turn]).values():
+                if turn.strand is not None:
                     turn.strand.append_turn(made)
             episode.waiting = None
             self._go_on(episode)
@@ -589,32 +637,31 @@ class Episodes:
 
     @property
     def num_unfinished(self) -> int:
-        return self._engine.num_unfinished + sum(episode.waiting is None for episode in self._episodes.values()) + len(self._ended)
+        return self._engine.num_unfinished + self.num_away + len(self._ended)
 
     @property
     def num_away(self) -> int:
-        """Episodes that wait for a tool, or whose agent computes."""
-        return sum(episode.waiting is None for episode in self._episodes.values())
+        """Episodes that wait for a tool, or for another's turn, or whose agent computes."""
+        return sum(episode.waiting is None or episode.waiting.engine is not self for episode in self._episodes.values())
 
     def step(self) -> list[Generated]:
         """Do what the agents have asked for, decode one token, and return samples and episodes that finished.
 
-        Waits a moment where the engine has nothing to do and no agent has asked for anything.
+        Waits a moment where no engine has anything to do and no agent has asked for anything.
         """
         self._read()
-        if not self._engine.num_unfinished and self._episodes and not self._ended:
+        if self._episodes and not self._ended and not any(one._engine.num_unfinished for one in self._all):
             self._has_posted.wait(_PATIENCE_S)
             self._read()
         finished = []
         for made in self._engine.step() if self._engine.num_unfinished else ():
-            episode = self._episodes.get(made.id)
-            if episode is None:
+            turn = self._turns.pop(made.id, None)
+            if turn is None:
                 finished.append(made)
                 continue
-            turn, episode.waiting = episode.waiting, None
-            assert turn is not None
+            turn.episode.waiting = None
             self._answered(turn, made)
-            self._go_on(episode)
+            self._go_on(turn.episode)
         self._ask()
         finished += self._ended
         self._ended = []
@@ -642,23 +689,30 @@ class Episodes:
 
     def abort(self, ids: Iterable[int]) -> list[Generated]:
         """Give up samples and episodes; these with their tokens so far, to go on from."""
-        wanted = list(ids)
+        wanted = self._own(ids)
         gone = [self._episodes.pop(packed) for packed in wanted if packed in self._episodes]
-        found = {made.id: made for made in self._engine.abort(wanted)}
+        turns = self._given_up(episode.waiting for episode in gone if episode.waiting is not None)
+        found = {made.id: made for made in self._engine.abort([packed for packed in wanted if packed not in turns])}
         for episode in gone:
             self._urgent.pop(episode.id, None)
             self._loop.call(_cancel, episode)
-            found[episode.id] = self._so_far(episode, found.get(episode.id))
+            found[episode.id] = self._so_far(episode, turns.get(episode.id))
         return list(found.values())
 
     def snapshot(self, ids: Iterable[int]) -> list[Generated]:
         """What `abort` would return, without stopping anything."""
-        wanted = list(ids)
+        wanted = self._own(ids)
         found = {made.id: made for made in self._engine.snapshot(wanted)}
-        for packed in wanted:
-            if packed in self._episodes:
-                found[packed] = self._so_far(self._episodes[packed], found.get(packed))
+        for episode in [self._episodes[packed] for packed in wanted if packed in self._episodes]:
+            turn, made = episode.waiting, found.get(episode.id)
+            if turn is not None and turn.engine is not self:
+                made = next(iter(turn.engine._engine.snapshot([episode.id])), None)
+            found[episode.id] = self._so_far(episode, made)
         return list(found.values())
+
+    def _own(self, ids: Iterable[int]) -> list[int]:
+        """Those of these that are no other role's episodes, which only speak here."""
+        return [packed for packed in ids if packed not in self._turns or packed in self._episodes]
 
     def _so_far(self, episode: _Episode, turn: Generated | None) -> Generated:
         """The row of an episode that is not over. A conversation that has not caught up with its record is what that says."""
@@ -675,11 +729,12 @@ class Episodes:
 
     def progress(self) -> dict[int, int]:
         """Generated tokens so far of each sample and episode."""
-        counts = dict(self._engine.progress())
+        of_turns = {one: one._engine.progress() for one in self._all} if self._episodes else {self: self._engine.progress()}
+        counts = {packed: count for packed, count in of_turns[self].items() if packed not in self._turns}
         for packed, episode in self._episodes.items():
-            known, stopped = episode.transcript.conversations, episode.start.stopped
-            if episode.waiting is not None and episode.waiting.asked.name in episode.recorded:
-                counts.pop(packed, None)
+            known, stopped, turn = episode.transcript.conversations, episode.start.stopped, episode.waiting
+            if turn is not None and turn.asked.name not in episode.recorded:
+                counts[packed] = of_turns[turn.engine].get(packed, 0)
             if stopped is not None:
                 known = {**known, **{name: stopped.conversations[name] for name in episode.recorded}}
             counts[packed] = counts.get(packed, 0) + sum(strand.num_sampled for of in known.values() for strand in of)
@@ -689,6 +744,11 @@ class Episodes:
         """How full the engine is; episodes between two turns count as running."""
         found = self._engine.occupancy()
         return found._replace(num_running=found.num_running + self.num_away)
+
+
+def _request_of(turn: _Turn) -> Request:
+    assert turn.request is not None
+    return turn.request
 
 
 def _answer(future: asyncio.Future[Any], value: object) -> None:

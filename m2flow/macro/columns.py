@@ -12,17 +12,18 @@ loss may look at: the generated tokens.
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from m2flow.errors import OpError
-from m2flow.samples import Batch, Column, Ragged, SampleId, column_of
+from m2flow.samples import MAIN, Batch, Column, Finish, Ragged, SampleId, Segment, column_of, records_of
 
 # ---- operands and elementwise operations
 
@@ -473,3 +474,110 @@ def _column(how: How, values: Sequence[float | int | bool]) -> Column:
     kinds: dict[str, type] = {"any": np.bool_, "all": np.bool_, "count": np.int64, "mean": np.float64, "std": np.float64}
     kind: Callable[..., object] | None = kinds.get(how)
     return np.array(values, kind) if values else np.zeros(0, kind or np.float64)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class ColumnFunction:
+    """A function on columns, by name: the worker that runs it imports what it needs."""
+
+    module: str
+    name: str
+    options: tuple[tuple[str, float | str], ...]
+
+    def __call__(self, rows: Batch, values: Mapping[str, object]) -> object:
+        return getattr(importlib.import_module(self.module), self.name)(rows, values, **dict(self.options))
+
+
+# ---- what one of several speakers said in episodes
+
+
+@dataclass(frozen=True)
+class Spoke:
+    """Mark the episodes in which a speaker has sampled a token."""
+
+    speaker: str
+
+    def __call__(self, rows: Batch, values: Mapping[str, object]) -> Column:
+        masks, found = rows.ragged("loss_mask"), np.zeros(len(rows), np.bool_)
+        for row, record in enumerate(records_of(rows)):
+            spans = _spans_of(rows, row, record, self.speaker)
+            found[row] = any(masks.row(row)[span.start : span.stop].any() for span in spans)
+        return found
+
+
+@dataclass(frozen=True)
+class Said:
+    """Take out of episodes what one speaker said: its conversations, with their turns and rewards."""
+
+    speaker: str
+
+    def __call__(self, rows: Batch, values: Mapping[str, object]) -> Batch:
+        if not len(rows):
+            return rows
+        of_tokens = [name for name in ("tokens", "loss_mask", "logprobs", "versions", "kv_stale") if name in rows]
+        tokens: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in of_tokens}
+        segments: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in ("segment_kinds", "segment_lengths")}
+        records, last, rewards, prompts = list[dict[str, Any]](), list[Mapping[str, Any]](), list[float](), list[str]()
+        texts = rows.ragged("prompt_text")
+        for row, record in enumerate(records_of(rows)):
+            spans = _spans_of(rows, row, record, self.speaker)
+            for name, parts in tokens.items():
+                parts.append(np.concatenate([rows.ragged(name).row(row)[span.start : span.stop] for span in spans]))
+            for name, parts in segments.items():
+                parts.append(np.concatenate([rows.ragged(name).row(row)[span.first : span.last] for span in spans]))
+            own, reward = _record_of(record, self.speaker, float(rows.dense("reward")[row]))
+            records.append(own)
+            last.append(own["turns"][-1] if own["turns"] else {"finish": Finish.STOP, "text": ""})
+            rewards.append(reward)
+            prompts.append(str(next((one["prompt"] for one in own.get("conversations", ()) if one["prompt"]), texts.item(row))))
+        columns = {name: Ragged.of(parts, rows.ragged(name).values.dtype) for name, parts in (tokens | segments).items()}
+        return rows.with_columns(
+            **columns,
+            episode=Ragged.json(records),
+            reward=np.array(rewards, np.float64),
+            num_turns=np.array([len(own["turns"]) for own in records], rows.dense("num_turns").dtype),
+            finish=np.array([turn["finish"] for turn in last], rows.dense("finish").dtype),
+            text=Ragged.texts([str(turn["text"]) for turn in last]),
+            prompt_text=Ragged.texts(prompts),
+        )
+
+
+class _Span(NamedTuple):
+    """A sequence of a row: its tokens, from `start` to `stop`, and its segments, from `first` to `last`."""
+
+    start: int
+    stop: int
+    first: int
+    last: int
+
+
+_ALONE: Sequence[Mapping[str, Any]] = ({"name": MAIN, "num_turns": None, "by": ""},)
+"""What a record that names no conversations has."""
+
+
+def _spans_of(rows: Batch, row: int, record: Mapping[str, Any], speaker: str) -> list[_Span]:
+    """The sequences of a row that are a speaker's."""
+    kinds, ends = rows.ragged("segment_kinds").row(row), np.cumsum(rows.ragged("segment_lengths").row(row))
+    first = [0, *(np.flatnonzero(kinds[1:] == Segment.PROMPT) + 1).tolist(), len(kinds)]
+    edges = [0, *(int(ends[at - 1]) for at in first[1:])]
+    spans = [_Span(*of) for of in zip(edges, edges[1:], first, first[1:], strict=False)]
+    named = record.get("conversations") or _ALONE
+    return [span for span, one in zip(spans, named, strict=True) if one.get("by", "") == speaker]
+
+
+def _record_of(record: Mapping[str, Any], speaker: str, reward: float) -> tuple[dict[str, Any], float]:
+    """A speaker's part of an episode's record, and its reward; nan: the agent gave it none."""
+    named, turns, at = record.get("conversations") or _ALONE, list[Any](), 0
+    for one in named:
+        num_turns = len(record["turns"]) if one["num_turns"] is None else one["num_turns"]
+        turns += record["turns"][at : at + num_turns] if one.get("by", "") == speaker else []
+        at += num_turns
+    own = [one for one in named if one.get("by", "") == speaker]
+    found = {**record, "turns": turns} | ({"conversations": own} if "conversations" in record else {})
+    if record.get("rewards"):
+        names = {one["name"] for one in own}
+        goes_by = {name: of for name, of in record["rewarded"].items() if name in names}
+        found |= {"rewarded": goes_by, "rewards": {name: record["rewards"][name] for name in sorted(set(goes_by.values()))}}
+        used = list(found["rewards"].values())
+        reward = sum(used) / len(used) if used else math.nan
+    return found, reward

@@ -17,6 +17,7 @@ from typing import Literal
 import numpy as np
 
 from m2flow.errors import TraceError
+from m2flow.macro.columns import ColumnFunction
 from m2flow.macro.graph import Call, Granularity
 from m2flow.macro.handles import Handle, Metrics, Rows, Scores, describe
 from m2flow.macro.loss_declarations import clipped_value
@@ -25,7 +26,6 @@ from m2flow.macro.roles import (
     RESPONSES,
     REWARDS,
     ROWS,
-    ColumnFunction,
     InputKind,
     Policy,
     Role,

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from m2flow.errors import TraceError
+from m2flow.recipe import Episodes
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -236,6 +237,18 @@ class Call:
         return CallKind(
             self.role, self.method, self.engine, self.granularity, names, self.options, reads, writes, self.site, self.is_aligned
         )
+
+    @property
+    def speakers(self) -> tuple[str, ...]:
+        """Of a call on rollout engines: the roles that it samples from. Its own is the first; others may speak in its episodes."""
+        bounds = self.options.get("episodes")
+        return (self.role, *dict.fromkeys(role for _, role in bounds.speakers)) if isinstance(bounds, Episodes) else (self.role,)
+
+    def weights_of(self, role: str) -> Effect | None:
+        """The versions of a role's weights that it reads; None: it reads none of them."""
+        if len(self.reads) < 2 and role == self.role:
+            return self.reads[0] if self.reads else None
+        return next((effect for effect in self.reads if effect.resource == f"{role}.weights"), None)
 
     @property
     def drops(self) -> bool:

@@ -290,7 +290,7 @@ def check_update(loss: Loss, origins: Sequence[Call], *, name: str, version: int
     """
     if not origins or {"behaviour_logprobs", "chosen"} & set(loss.needs) or not set(loss.needs) - _OF_LIKELIHOOD:
         return
-    found = _reuse(origins, version, epochs, minibatch_size)
+    found = _reuse(origins, name, version, epochs, minibatch_size)
     if found is not None:
         reason, instead = found
         raise TraceError(
@@ -301,7 +301,7 @@ def check_update(loss: Loss, origins: Sequence[Call], *, name: str, version: int
         )
 
 
-def _reuse(origins: Sequence[Call], version: int, epochs: int, minibatch_size: int | None) -> tuple[str, str] | None:
+def _reuse(origins: Sequence[Call], name: str, version: int, epochs: int, minibatch_size: int | None) -> tuple[str, str] | None:
     """Explain why samples may be of other weights than those that an update changes, and how to avoid it."""
     stale = next((call for call in origins if call.options["staleness"]), None)
     if stale is not None:
@@ -311,9 +311,10 @@ def _reuse(origins: Sequence[Call], version: int, epochs: int, minibatch_size: i
         return f"with epochs={epochs} all passes but the first train weights that the samples are not of", "take epochs=1"
     if minibatch_size is not None and minibatch_size < sum(_most_groups(call) for call in origins):
         return "each of its mini-batches but the first trains weights that the samples are not of", "leave out minibatch_size"
-    older = next((call for call in origins if call.reads[0].version < version), None)
+    read = [(call, call.weights_of(name)) for call in origins]
+    older, had = next(((call, of.version) for call, of in read if of is not None and of.version < version), (None, version))
     if older is not None:
-        updates = version - older.reads[0].version
+        updates = version - had
         many = "once" if updates == 1 else f"{updates} times"
         return f"the weights were updated {many} since the samples of {older.site} were generated", "generate new ones before it"
     return None

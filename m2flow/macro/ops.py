@@ -35,7 +35,8 @@ from typing import Any, Literal, SupportsFloat, final, get_args
 
 import numpy as np
 
-from m2flow.errors import OpError, OptionError, TraceError, lone_surrogate
+from m2flow.errors import OpError, OptionError, TraceError, did_you_mean, lone_surrogate
+from m2flow.macro.columns import Said, Spoke
 from m2flow.macro.graph import Granularity, Ref
 from m2flow.macro.handles import Handle, Metrics, OpValue, Rows, Scores, describe, is_isolated
 from m2flow.macro.number import Number
@@ -410,10 +411,32 @@ Failed = Literal["mask", "raise", "zero"]
 
 @final
 class EpisodeRows(Rows):
-    """Episodes: a row each, with its tokens and `reward`, what the agent returned."""
+    """Episodes: a row each, with its tokens and `reward`, what the agent returned. Where others speak in them, what the policy said."""
 
     failed: Failed = "mask"
+    speakers: tuple[tuple[str, str], ...] = ()
     _reward: Scores | None = None
+    _whole: EpisodeRows | None = None
+    """What all speakers said; held, so that it is not dropped before `of` takes a part of it."""
+    _of: dict[str, EpisodeRows] | None = None
+
+    def of(self, speaker: str) -> EpisodeRows:
+        """What another speaker said in these episodes, for its own `update`: a row for each of them in which it had a turn.
+
+        A row has the tokens of this speaker's conversations, with the log-probabilities and versions of its weights, and its `reward`: that
+        of its conversations, by the mapping that the agent returned, or the number that it returned for all.
+
+        Args:
+            speaker: a name of the rollout's `speakers`.
+        """
+        names = [name for name, _ in self.speakers]
+        if self._whole is None or self._of is None or speaker not in names:
+            known = f"the speakers are {', '.join(names)}" if names else "it has no speakers="
+            now = did_you_mean(str(speaker), names, "Name them: policy.rollout(..., speakers={'opponent': rival}).")
+            raise OptionError(f"{describe(self)}.of({speaker!r:.60}): {known}", now=now)
+        if speaker not in self._of:
+            self._of[speaker] = _said_by(self._whole, speaker)
+        return self._of[speaker]
 
     @property
     def reward(self) -> Scores:
@@ -421,6 +444,35 @@ class EpisodeRows(Rows):
         if self._reward is None:
             self._reward = _rewards_of(self)
         return self._reward
+
+
+def speakers_of(session: Session, role: str, given: Mapping[str, object] | None, staleness: int) -> tuple[tuple[str, str], ...]:
+    """Who speaks in the episodes of a role beside itself: by name the role of each.
+
+    Raises:
+        TraceError: one has no rollout engine, or is that role itself; or the weights may be of several versions.
+    """
+    if given is None:
+        return ()
+    if not isinstance(given, Mapping) or not given:
+        now = "Name who speaks: speakers={'opponent': rival}."
+        raise TraceError(f"{role}.rollout got speakers={describe(given)}; it takes policies by name", now=now)
+    if staleness:
+        what = f"{role}.rollout with speakers= can't be stale, and it may use weights that are {staleness} versions old"
+        raise TraceError(what, now="Say rollout(..., staleness=0): then all who speak have the weights of that line.")
+    found = []
+    for name, other in given.items():
+        check_text("a name of speakers=", name)
+        of = getattr(other, "name", None)
+        model = session.models.get(of) if isinstance(of, str) and getattr(other, "_session", None) is session else None
+        if model is None or not model.is_policy:
+            what = f"{role}.rollout got speakers={{{name!r}: {describe(other)}}}, which has no rollout engine"
+            raise TraceError(what, now="Pass a Policy. One that nothing updates stays as it is: a frozen opponent, a judge.")
+        if of == role:
+            what = f"{role}.rollout got speakers={{{name!r}: {role}}}, which plays these episodes"
+            raise TraceError(what, now="Further conversations with it need no name: chat.conversation('other').")
+        found.append((name, str(of)))
+    return tuple(found)
 
 
 def record_episodes(
@@ -453,7 +505,7 @@ def record_episodes(
             "staleness": staleness,
         },
         shown={"agent": name, **shown, **bounds.shown, **({"failed": failed} if failed != "mask" else {})},
-        reads=(f"{role}.weights",),
+        reads=tuple(f"{one}.weights" for one in dict.fromkeys((role, *(other for _, other in bounds.speakers)))),
         staleness=staleness,
     )
     episodes = Rows(session, made)
@@ -470,7 +522,8 @@ def record_episodes(
     )
     numbers = Metrics(session, counted)
     prefix = "episodes" if role == "policy" else f"{role}/episodes"
-    log(**{f"{prefix}/{kind}": numbers[kind] for kind in ("turns", "failed", *get_args(EpisodeFailure))})
+    causes = [kind for kind in get_args(EpisodeFailure) if bounds.speakers or kind != "unknown_speaker"]
+    log(**{f"{prefix}/{kind}": numbers[kind] for kind in ("turns", "failed", *causes)})
     whole = session.record(
         role=f"{role}.episodes",
         method="whole",
@@ -482,6 +535,39 @@ def record_episodes(
     )
     found = EpisodeRows(session, whole)
     found.failed = failed
+    if not bounds.speakers:
+        return found
+    own = _said_by(found, "")
+    own.speakers, own._whole, own._of = bounds.speakers, found, {}
+    return own
+
+
+def _said_by(episodes: EpisodeRows, speaker: str) -> EpisodeRows:
+    """Record the calls that take what one speaker said out of whole episodes; those in which it said nothing are left out."""
+    session = episodes.session
+    common: dict[str, object] = {"timeout_s": None, "column": "value", "style": "columns", "columns": {}}
+    role, shown = f"{episodes.maker.role}.episodes", {"speaker": speaker} if speaker else {}
+    spoken = session.record(
+        role=role,
+        method="spoken",
+        engine="function",
+        granularity=Granularity.SAMPLE,
+        inputs={"samples": episodes.ref},
+        options={"function": Spoke(speaker), "gives": "kept", **common},
+        shown=shown,
+    )
+    rows = Rows(session, spoken)
+    own = session.record(
+        role=role,
+        method="said",
+        engine="function",
+        granularity=Granularity.SAMPLE,
+        inputs={"samples": rows.ref},
+        options={"function": Said(speaker), "gives": "rows", "fields": rows.fields, **common},
+        shown=shown,
+    )
+    found = EpisodeRows(session, own)
+    found.failed = episodes.failed
     return found
 
 
@@ -520,7 +606,7 @@ class Whole:
             how = str(rows.ragged("failure").item(row))
             if not how:
                 continue
-            ends = how in ("history_rewritten", "too_many_conversations")
+            ends = how in ("history_rewritten", "too_many_conversations", "unknown_speaker")
             if self.failed == "raise" or ends:
                 record = rows.ragged("episode").item(row)
                 error = record.get("error", "") if isinstance(record, Mapping) else ""

@@ -129,8 +129,9 @@ CARRIED = -1
 
 
 def windows(origins: Sequence[Call]) -> dict[int, tuple[int, int]]:
-    """Call -> the oldest and the newest version of its samples. Carried samples count for the call that returns them."""
-    found = {call.ordinal: (call.reads[0].first, call.reads[0].version) for call in origins}
+    """Call -> the oldest and the newest version of its samples, whoever of its speakers is meant. Carried samples count for the call that
+    returns them."""
+    found = {call.ordinal: (min(e.first for e in call.reads), max(e.version for e in call.reads)) for call in origins}
     of_carriers = [found[call.ordinal] for call in origins if call.carries_from is not None]
     return found | ({CARRIED: (min(a for a, _ in of_carriers), max(b for _, b in of_carriers))} if of_carriers else {})
 

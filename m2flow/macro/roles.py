@@ -12,7 +12,6 @@ where they are used (`m2flow.micro.protocol.update_semantics`): a trace has no v
 from __future__ import annotations
 
 import functools
-import importlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,11 +21,12 @@ from typing import Any, Literal, final, get_args
 import numpy as np
 
 from m2flow.errors import OptionError, TraceError, did_you_mean
+from m2flow.macro.columns import ColumnFunction
 from m2flow.macro.datasets import Dataset
 from m2flow.macro.graph import Granularity, Ref
 from m2flow.macro.handles import Handle, Metrics, Rows, Scores, describe, is_isolated
 from m2flow.macro.loss_declarations import check_comparison, check_update, nll, ppo_clip
-from m2flow.macro.ops import EpisodeRows, Failed, check_of_one_sample, log, record_episodes
+from m2flow.macro.ops import EpisodeRows, Failed, check_of_one_sample, log, record_episodes, speakers_of
 from m2flow.macro.oversampling import carries, check_late, check_line, windows
 from m2flow.macro.refill import Draws, Keep, refill
 from m2flow.macro.session import Session, current_session
@@ -213,7 +213,7 @@ class Role:
         shown |= {"allow_unsound": True} if settings.allow_unsound else {}
         origins = [call for call in self._session.origins(samples.call) if call.engine == "rollout"]
         if not settings.allow_unsound:
-            own = [call for call in origins if call.role == self.name]
+            own = [call for call in origins if self.name in call.speakers]
             check_update(
                 settings.loss,
                 own,
@@ -595,6 +595,7 @@ class Policy(Role):
         failed: Failed = "mask",
         history: History = "append",
         max_conversations: int = 1,
+        speakers: Mapping[str, Policy] | None = None,
         temperature: float = 1.0,
         top_p: float = 1.0,
         top_k: int = 0,
@@ -613,14 +614,18 @@ class Policy(Role):
             history: where the chat template rewrites what the model said once a further message follows: `append` keeps the tokens as they
                 were sampled; `refuse` ends the run; `fork` goes on in a sequence that the template writes anew, beside what was sampled.
             max_conversations: in which the model speaks (`Chat.conversation`, `Chat.fork`); an agent that begins more ends the run.
+            speakers: other policies that speak in the episodes, by the names of `Chat.conversation(by=...)`, with their weights as they are
+                at this line: a rival, a summariser, a judge. Bounds and sampling are those of the rollout, for each of them.
             temperature, top_p, top_k, stop, staleness: as for `generate`; `stop` of a single turn can be given to `Chat.say`.
         Returns:
             one row an episode: its tokens, of which a loss sees what the model said; `text`, its last turn; `num_turns`; and `reward`.
+            What another speaker said is in rows of its own: `episodes.of("rival")`.
         """
         check_count("max_tokens", max_tokens)
         sampling = Sampling(max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, stop=as_texts(stop))
-        bounds = Episodes(max_turns, timeout_s, turn_timeout_s, history, max_conversations)
         allowed = self._session.staleness_of_generate(staleness)
+        spoken = speakers_of(self._session, self.name, speakers, allowed)
+        bounds = Episodes(max_turns, timeout_s, turn_timeout_s, history, max_conversations, spoken)
         settings = GenerateSettings(n, sampling, staleness, allowed, 1.0, "wait", None, "recompute")
         asked = self._rows(prompts, "rollout", PROMPTS)
         return record_episodes(self._session, self.name, agent, asked, settings.options, settings.shown, bounds, allowed, failed)
@@ -986,15 +991,3 @@ def _scores_held(responses: Rows) -> Scores:
 
 def _reward_column(rows: Batch, values: Mapping[str, object]) -> Column:
     return rows["reward"]
-
-
-@dataclass(frozen=True)
-class ColumnFunction:
-    """A function on columns, by name: the worker that runs it imports what it needs."""
-
-    module: str
-    name: str
-    options: tuple[tuple[str, float | str], ...]
-
-    def __call__(self, rows: Batch, values: Mapping[str, object]) -> object:
-        return getattr(importlib.import_module(self.module), self.name)(rows, values, **dict(self.options))

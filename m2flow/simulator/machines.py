@@ -172,11 +172,17 @@ def machines_of(plan: Plan, spec: ClusterSpec, costs: Costs) -> dict[str, Machin
 
 
 def _seats(plan: Plan, worker: WorkerPlan, place: Place) -> list[Seat]:
-    """The seats of a worker's engines."""
-    return [_seat(plan, worker, place, EngineId(slot.role, slot.kind)) for slot in worker.engines if slot.kind != "function"]
+    """The seats of a worker's engines, but for those that only speak in others' episodes."""
+    engines = [EngineId(slot.role, slot.kind) for slot in worker.engines if slot.kind != "function"]
+    seats = [_seat(plan, worker, place, engine) for engine in engines]
+    samples = any(seat is not None and seat.engine.kind == "rollout" for seat in seats)
+    for engine, seat in zip(engines, seats, strict=True):
+        if seat is None and not (samples and engine.kind == "rollout"):
+            raise PlanError(f"the worker {worker.name} on {worker.device} has {engine}, for which the plan's search has no seat there")
+    return [seat for seat in seats if seat is not None]
 
 
-def _seat(plan: Plan, worker: WorkerPlan, place: Place, engine: EngineId) -> Seat:
+def _seat(plan: Plan, worker: WorkerPlan, place: Place, engine: EngineId) -> Seat | None:
     if plan.choice is None:
         layout = Layout(tp=worker.threads, dp=worker.ranks if engine.kind == "train" else 1)
         return Seat(engine, (), "", place.first, layout.num_devices, layout, 0, Footprint(), worker.lease)
@@ -184,7 +190,7 @@ def _seat(plan: Plan, worker: WorkerPlan, place: Place, engine: EngineId) -> Sea
         inside = not place.pool or (seat.pool == place.pool and seat.first_device <= place.first and place.stop <= seat.devices.stop)
         if seat.engine == engine and inside:
             return seat
-    raise PlanError(f"the worker {worker.name} on {worker.device} has {engine}, for which the plan's search has no seat there")
+    return None
 
 
 def _places(plan: Plan, spec: ClusterSpec) -> dict[str, Place]:

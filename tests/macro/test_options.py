@@ -386,6 +386,7 @@ LEGAL: dict[str, Callable[[object], bool]] = {
     "Policy.rollout.turn_timeout_s": either(is_none, is_number_in(1e-9)),
     "Policy.rollout.temperature": is_number_in(1e-3, 1e3),
     "Policy.rollout.top_k": is_count,
+    "Policy.rollout.speakers": is_none,
     "Policy.rollout.staleness": is_none,
     "Policy.generate.max_new_tokens": is_count,
     "Policy.generate.temperature": is_number_in(1e-3, 1e3),

@@ -103,7 +103,7 @@ def check_sampling(graph: MacroGraph, workers: Iterable[WorkerPlan]) -> None:
         if not isinstance(sampling, Sampling):
             continue
         given = {field.name for field in fields(sampling) if getattr(sampling, field.name) != field.default}
-        for engine in sorted(engine for role, engine in engines_of if role == call.role):
+        for engine in sorted({engine for role, engine in engines_of if role in call.speakers}):
             can = rollout_capabilities(engine)
             refused = sorted(given.intersection(can.refused_sampling)) if can is not None else []
             if refused:

@@ -74,6 +74,7 @@ from m2flow.micro.lowering.placement import (
     check_places,
     chunk,
     device_of,
+    notes_on_speakers,
     place_stages,
     place_workers,
     places,
@@ -81,6 +82,7 @@ from m2flow.micro.lowering.placement import (
     seat_sizes,
     seat_workers,
     sizes_of,
+    with_speakers,
     with_weight_copies,
 )
 from m2flow.micro.lowering.routing import check_deadlock_freedom, limit, route, with_pinned_capacities, with_rooms
@@ -315,6 +317,7 @@ def lower(
             *asynchrony(graph, names),
             *notes_on_capabilities(graph, workers),
             *notes_on_difficulty(graph, spec.rollout),
+            *(notes_on_speakers(graph) if choice is not None else ()),
         ),
         choice=choice,
         policies=spec.rollout.policy,
@@ -328,7 +331,7 @@ def _workers(
 ) -> tuple[WorkerPlan, ...]:
     """Place the workers as the search has chosen, or by the rule of the spec's `placement`."""
     if choice is not None:
-        return seat_workers(choice, spec, device_of(spec), deterministic=deterministic)
+        return with_speakers(seat_workers(choice, spec, device_of(spec), deterministic=deterministic), graph, spec)
     return place_workers(graph, models, spec, deterministic=deterministic)
 
 

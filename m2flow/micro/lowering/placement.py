@@ -18,6 +18,10 @@ Engines of one kind on the same devices in the same layout share a worker. An en
 too if they take turns with a single device, so that samples and weights need not leave the process; on more devices they are processes of
 their own, which take turns by the lease. All engines of a kind have one turn, unless their devices can't hold them at once.
 
+Episodes in which several roles speak run in one process, beside the rollout engines of all of them: by rule every rollout worker has
+those of all roles; by search each seat of the role whose episodes they are also has the others' engines (`with_speakers`). Limit: the
+search counts neither the memory nor the time of these.
+
 Degrees of parallelism (`EngineSlot.tp`, `.pp`, `.ep`) become arguments of the inference server. By rule the spec pins them
 (`pin: {policy.rollout: {layout: {tp: 2}}}`); a search chooses them. If it searched the cores of this machine, degrees are threads of a
 process, and no server is laid out by them (`m2flow.spec.ClusterSpec.planned_pools`).
@@ -162,11 +166,49 @@ def _sampling(number: int, device: str, threads: int, slots: tuple[EngineSlot, .
     return WorkerPlan(f"rollout-{number}", device, threads, slots, is_spare=number >= spec.rollout.workers)
 
 
+def with_speakers(workers: tuple[WorkerPlan, ...], graph: MacroGraph, spec: ClusterSpec) -> tuple[WorkerPlan, ...]:
+    """Add to the workers of a rollout the engines of those that speak in its episodes, as it is laid out there.
+
+    Raises:
+        SpecError: the spec pins an engine of one that speaks, which can't be elsewhere.
+    """
+    for call, other in _spoken(graph):
+        if spec.pin_of(other, "rollout") != spec.pin_of(call.role, "rollout"):
+            name = next((name for name in (f"{other}.rollout", other, f"{call.role}.rollout", call.role) if name in spec.pin), "rollout")
+            raise SpecError(
+                f"pin.{name} keeps the rollout engines of {call.role} and {other} apart, and {other} speaks in the episodes of {call.name} "
+                f"at {call.site}",
+                where=spec.where("pin", name),
+                now="These engines are seated together: pin both alike, or neither.",
+            )
+        beside = {}
+        for worker in workers:
+            slots = {slot.role: slot for slot in worker.engines if slot.kind == "rollout"}
+            if call.role in slots and other not in slots:
+                beside[worker.name] = msgspec.structs.replace(slots[call.role], role=other)
+        workers = tuple(msgspec.structs.replace(w, engines=(*w.engines, beside[w.name])) if w.name in beside else w for w in workers)
+    return workers
+
+
+def notes_on_speakers(graph: MacroGraph) -> tuple[str, ...]:
+    """What a searched plan leaves out of account: the engines of those that speak in others' episodes."""
+    return tuple(
+        f"{other} speaks in the episodes of {call.name} at {call.site}: its rollout engine shares the processes of {call.role}'s, and the "
+        "search counts neither its memory nor its time"
+        for call, other in _spoken(graph)
+    )
+
+
+def _spoken(graph: MacroGraph) -> Iterable[tuple[Call, str]]:
+    """Each rollout with each other role that speaks in its episodes, once."""
+    return {(call.role, other): (call, other) for call in graph.calls if call.engine == "rollout" for other in call.speakers[1:]}.values()
+
+
 def with_weight_copies(workers: tuple[WorkerPlan, ...], copies: Mapping[str, str]) -> tuple[WorkerPlan, ...]:
     """Add an engine for each role that copies another role's weights and has none yet, on the worker that trains the other."""
     for role, source in copies.items():
         hosted = places(workers)
-        if (role, "train") not in hosted and (source, "train") in hosted:
+        if (role, "train") not in hosted.engines and (source, "train") in hosted.engines:
             workers = tuple(_with_copy(worker, role, source) for worker in workers)
     return workers
 
@@ -187,21 +229,44 @@ def check_places(graph: MacroGraph, workers: tuple[WorkerPlan, ...]) -> None:
         check_place(call, hosted)
 
 
-def places(workers: Iterable[WorkerPlan]) -> frozenset[tuple[str, str]]:
-    """(role, kind) of every engine of these workers."""
-    return frozenset((slot.role, slot.kind) for worker in workers for slot in worker.engines)
+class Places(NamedTuple):
+    """Where engines are, as far as it decides whether a call has a place."""
+
+    engines: frozenset[tuple[str, str]]
+    """(role, kind) of every engine."""
+    apart: frozenset[tuple[str, str]]
+    """Two roles of which some worker has a rollout engine of the first and none, in the same turn, of the second."""
 
 
-def check_place(call: Call, hosted: frozenset[tuple[str, str]]) -> None:
+def places(workers: Iterable[WorkerPlan]) -> Places:
+    """The places of these workers' engines."""
+    workers = list(workers)
+    rollout = [{(slot.role, slot.takes_turn) for slot in worker.engines if slot.kind == "rollout"} for worker in workers]
+    roles = {role for found in rollout for role, _ in found}
+    apart = {(role, other) for found in rollout for role, turn in found for other in roles if (other, turn) not in found}
+    return Places(frozenset((slot.role, slot.kind) for worker in workers for slot in worker.engines), frozenset(apart))
+
+
+def check_place(call: Call, hosted: Places) -> None:
     """Check the place of one call when the program makes it; also in eager mode, which could make the engine but must give the plan's
     answer.
     """
-    if call.engine in ("rollout", "train") and (call.role, call.engine) not in hosted:
-        raise PlanError(
-            f"no worker has a {call.engine} engine for {call.role}, which {call.name} needs",
-            where=call.site.describe(),
-            now=_COPY_EARLIER if call.method == "copy_of" else _CALL_EARLIER,
-        )
+    if call.engine not in ("rollout", "train"):
+        return
+    for role in call.speakers:
+        if (role, call.engine) not in hosted.engines:
+            raise PlanError(
+                f"no worker has a {call.engine} engine for {role}, which {call.name} needs",
+                where=call.site.describe(),
+                now=_COPY_EARLIER if call.method == "copy_of" else _CALL_EARLIER,
+            )
+        if call.engine == "rollout" and (call.role, role) in hosted.apart:
+            raise PlanError(
+                f"{role} speaks in the episodes of {call.name}, and a worker with a rollout engine of {call.role} has none of {role} that "
+                "works in the same turn",
+                where=call.site.describe(),
+                now="Each worker that runs these episodes needs the engines of all who speak in them; let m2flow place them.",
+            )
 
 
 def place_stages(graph: MacroGraph, stages: tuple[Stage, ...], workers: tuple[WorkerPlan, ...]) -> tuple[Stage, ...]:
@@ -222,7 +287,7 @@ def _hosts(kind: str, role: str, workers: tuple[WorkerPlan, ...]) -> tuple[str, 
 
 
 def _has(graph: MacroGraph, role: str, kind: str) -> bool:
-    return any(call.role == role and call.engine == kind for call in graph.calls)
+    return any(role in call.speakers and call.engine == kind for call in graph.calls)
 
 
 def device_of(spec: ClusterSpec) -> str:

@@ -72,9 +72,14 @@ def given_by(call: int, ids: Sequence[int], stretches: Sequence[Sequence[Version
 ANY_VERSION = 2**31 - 1
 
 
-def window(call: Call) -> tuple[int, int]:
-    """Return the oldest and newest version that a generate call may use: any, if it reads weights that nothing writes."""
-    return (call.reads[0].first, call.reads[0].version) if call.reads else (0, ANY_VERSION)
+def window(call: Call, role: str = "") -> tuple[int, int]:
+    """Return the oldest and newest version of a role's weights that a generate call may use: any, if it reads none that are written.
+
+    Args:
+        role: one of its speakers; by default its own.
+    """
+    read = call.weights_of(role or call.role)
+    return (read.first, read.version) if read is not None else (0, ANY_VERSION)
 
 
 def is_time_dependent(call: Call) -> bool:
@@ -82,26 +87,28 @@ def is_time_dependent(call: Call) -> bool:
     return call.engine == "rollout" and (is_cut(call.options) or any(effect.first < effect.version for effect in call.reads))
 
 
-def check_admission(call: Call, version: int) -> None:
-    """Check that a call may generate with weights of this version.
+def check_admission(call: Call, version: int, role: str = "") -> None:
+    """Check that a call may generate with weights of this version, of one of its speakers or its own role's.
 
     Raises:
         InternalError: the version is outside the call's window.
     """
-    oldest, newest = window(call)
+    oldest, newest = window(call, role)
     if not oldest <= version <= newest:
-        raise InternalError(
-            f"{call.name} at {call.site} may use versions {oldest} to {newest} of the weights, and the engine holds {version}"
-        )
+        whose = f"the weights of {role}" if role else "the weights"
+        raise InternalError(f"{call.name} at {call.site} may use versions {oldest} to {newest} of {whose}, and the engine holds {version}")
 
 
 def check_given(call: Call, sample: int, stretches: Sequence[VersionSpan]) -> None:
     """Check that a sample with these spans may be in a call's result, whichever call drew it, or continue there.
 
+    Where several roles speak in an episode, the bounds are those of all of their weights.
+
     Raises:
         InternalError: a version is outside the call's window.
     """
-    oldest, newest = window(call)
+    windows = [window(call, role) for role in call.speakers]
+    oldest, newest = min(first for first, _ in windows), max(last for _, last in windows)
     used = [stretch.version for stretch in stretches]
     if used and not oldest <= min(used) <= max(used) <= newest:
         raise InternalError(

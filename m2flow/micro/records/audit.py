@@ -120,13 +120,11 @@ class Facts:
         return self.option(call, "refill") is not None
 
     def window(self, call: int) -> tuple[int, int] | None:
-        """The oldest and the newest version of the weights that a generation may use."""
+        """The oldest and the newest version that a generation may use, of all weights that it reads."""
         record = self.record.get(call)
-        for effect in record.effects if record is not None else ():
-            found = _READS.match(effect)
-            if found:
-                return int(found[2]), int(found[3] or found[2])
-        return None
+        found = [_READS.match(effect) for effect in (record.effects if record is not None else ())]
+        bounds = [(int(match[2]), int(match[3] or match[2])) for match in found if match]
+        return (min(first for first, _ in bounds), max(last for _, last in bounds)) if bounds else None
 
     def writes(self, call: int) -> list[tuple[str, int]]:
         """Resources that a call writes, with the version."""

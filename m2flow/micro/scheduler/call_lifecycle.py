@@ -446,7 +446,7 @@ class CallLifecycle:
         self._state.versions.over(call_state)
         self._policies.over(call_state)
         if self._state.open.close(call_state):
-            self._state.ready_workers.wake_role(call_state.call.role)
+            self._state.ready_workers.wake_role(*call_state.call.speakers)
         if call_state.call.reads:
             self._state.ready_workers.wake_trainers()
         for follower in self._state.followers.pop(call_state.call.ordinal, []):

@@ -3,6 +3,8 @@
 Samples go where the call's scheduling policy says (`m2flow.micro.scheduler.scheduling_policy_dispatch`). Without one they are shared out
 evenly over the call's workers, whole groups together where there is room, so that a prompt is prefilled once.
 
+Where several roles speak in the episodes of a call, these go where the engines of all of them hold versions that the call may use.
+
 An engine loads the newest version that the trainer has when nothing runs on it and the earliest call with samples left may use that
 version; and under running samples if all of their calls may use it and allow that (`kv="keep"`), and the engine can.
 """
@@ -58,11 +60,15 @@ class RolloutDispatch:
             return None
         held = worker.held.get(role, 0)
         newest = self._state.engine_weights.loadable(worker, role, first)
-        if not weights.may_use(first, held) or (newest > held and not worker.num_tasks["rollout"]):
+        if not weights.may_use(first, held, role) or (newest > held and not worker.num_tasks["rollout"]):
             is_sure = first.is_prepared and not first.waits_for
             return self._load_offer(worker, role, newest) if newest > held and is_sure else None
+        if not self._state.engine_weights.holds_for(worker, first):
+            return None  # Another role that speaks in it is to load first, when nothing runs here.
         for call_state in self._state.open.started("rollout", role):
-            if not call_state.ready or not weights.may_use(call_state, held) or self._state.has_given_back(worker, call_state):
+            if not call_state.ready or not self._state.engine_weights.holds_for(worker, call_state):
+                continue
+            if self._state.has_given_back(worker, call_state):
                 continue
             if call_state.is_under_policy:
                 room = min(call_state.stage.chunk - worker.num_running, call_state.num_may_begin)
@@ -82,9 +88,9 @@ class RolloutDispatch:
         if version is None or version <= worker.held.get(role, 0):
             return None
         running = state.running(role, worker.name)
-        if not running or not all(weights.takes_under(call_state, version) for call_state in running):
+        if not running or not all(weights.takes_under(call_state, version, role) for call_state in running):
             return None
-        if first and not weights.may_use(first, version):
+        if first and not weights.may_use(first, version, role):
             return None
         return lambda: self._load(worker, role, version, under_requests=True)
 

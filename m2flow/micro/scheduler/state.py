@@ -55,44 +55,56 @@ class OpenCalls:
         self._open: dict[str, dict[int, CallState]] = {}
         self._started: dict[tuple[str, str], list[CallState]] = {}
         self._first: dict[str, CallState | None] = {}
+        self._beside: dict[str, set[str]] = {}
+        """Role -> those with which it has spoken in episodes of one call, itself included."""
 
     def add(self, call_state: CallState) -> None:
         """Add a new call, which may still have to wait."""
         if call_state.call.engine == "rollout":
-            self._open.setdefault(call_state.call.role, {})[call_state.call.ordinal] = call_state
-            self.forget_first(call_state.call.role)
+            roles = call_state.call.speakers
+            for role in roles:
+                self._open.setdefault(role, {})[call_state.call.ordinal] = call_state
+                if len(roles) > 1:
+                    self._beside.setdefault(role, set()).update(roles)
+                self.forget_first(role)
 
     def reopen(self, call_state: CallState) -> None:
         """Add a call again that has samples to hand out again."""
         if call_state.call.engine == "rollout":
-            known = self._open.setdefault(call_state.call.role, {})
-            known[call_state.call.ordinal] = call_state
-            self._open[call_state.call.role] = dict(sorted(known.items()))
-            self.forget_first(call_state.call.role)
+            for role in call_state.call.speakers:
+                known = self._open.setdefault(role, {})
+                known[call_state.call.ordinal] = call_state
+                self._open[role] = dict(sorted(known.items()))
+                self.forget_first(role)
 
     def start(self, call_state: CallState) -> bool:
         """Note that a call waits for nothing any more; False if that was known."""
-        started = self._started.setdefault((call_state.call.engine, call_state.call.role), [])
-        place = bisect.bisect_left(started, call_state.call.ordinal, key=_ordinal)
-        if place < len(started) and started[place] is call_state:
-            return False
-        started.insert(place, call_state)
-        return True
+        is_new = False
+        for role in call_state.call.speakers:
+            started = self._started.setdefault((call_state.call.engine, role), [])
+            place = bisect.bisect_left(started, call_state.call.ordinal, key=_ordinal)
+            if not (place < len(started) and started[place] is call_state):
+                started.insert(place, call_state)
+                is_new = True
+        return is_new
 
     def close(self, call_state: CallState) -> bool:
         """Remove a call with nothing left to hand out; False if that was known."""
-        started = self._started.get((call_state.call.engine, call_state.call.role), [])
-        place = bisect.bisect_left(started, call_state.call.ordinal, key=_ordinal)
-        if place < len(started) and started[place] is call_state:
-            del started[place]
-        if self._open.get(call_state.call.role, {}).pop(call_state.call.ordinal, None) is None:
-            return False
-        self.forget_first(call_state.call.role)
-        return True
+        was_open = False
+        for role in call_state.call.speakers:
+            started = self._started.get((call_state.call.engine, role), [])
+            place = bisect.bisect_left(started, call_state.call.ordinal, key=_ordinal)
+            if place < len(started) and started[place] is call_state:
+                del started[place]
+            if self._open.get(role, {}).pop(call_state.call.ordinal, None) is not None:
+                self.forget_first(role)
+                was_open = True
+        return was_open
 
     def forget_first(self, role: str) -> None:
-        """Forget which generation of a role is the first: it may have changed."""
-        self._first.pop(role, None)
+        """Forget which generation of a role is the first, and of those that speak with it: it may have changed."""
+        for one in self._beside.get(role, (role,)):
+            self._first.pop(one, None)
 
     def started(self, kind: str, role: str) -> Sequence[CallState]:
         """Return a role's calls of one kind of engine that wait for nothing, in program order."""
@@ -273,7 +285,7 @@ class SchedulerState:
         if call_state.call.engine == "rollout":
             if self.open.start(call_state):
                 self.ready_workers.feed_all(call_state)
-            self.ready_workers.wake_role(call_state.call.role)
+            self.ready_workers.wake_role(*call_state.call.speakers)
         elif call_state.call.engine == "train":
             self.open.start(call_state)
 
@@ -295,7 +307,7 @@ class SchedulerState:
     def handed_out(self, call_state: CallState) -> None:
         """Close a generation whose last rows are handed out."""
         if call_state.call.engine == "rollout" and call_state.is_all_begun and self.open.close(call_state):
-            self.ready_workers.wake_role(call_state.call.role)
+            self.ready_workers.wake_role(*call_state.call.speakers)
 
     def engines_changed(self) -> None:
         """Note that the set of workers that can run a generation may have changed."""
@@ -327,7 +339,7 @@ class SchedulerState:
 
     def running(self, role: str, worker: str | None = None) -> list[CallState]:
         """List the role's generations with tasks in flight, on any worker or on this one."""
-        calls = [found for found in self.active.values() if found.call.engine == "rollout" and found.call.role == role]
+        calls = [found for found in self.active.values() if found.call.engine == "rollout" and role in found.call.speakers]
         return [found for found in calls if (found.tasks_at if worker is None else worker in found.tasks_at)]
 
     def weights_published(self, role: str, version: int, manifest: Manifest) -> None:

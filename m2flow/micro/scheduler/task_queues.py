@@ -297,10 +297,11 @@ class ReadyWorkers:
         for worker in workers:
             self.wake(worker)
 
-    def wake_role(self, role: str) -> None:
-        """Ask the role's workers again: it has a new version of the weights, or another first generation."""
-        self.wake_all(self.hosts("rollout", role))
-        self.wake_all(self.hosts("train", role))
+    def wake_role(self, *roles: str) -> None:
+        """Ask the workers of these roles again: one has a new version of the weights, or another first generation."""
+        for role in roles:
+            self.wake_all(self.hosts("rollout", role))
+            self.wake_all(self.hosts("train", role))
 
     def wake_trainers(self, role: str | None = None) -> None:
         """Ask the trainers of a role, or all trainers, again."""

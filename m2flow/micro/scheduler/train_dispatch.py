@@ -128,10 +128,10 @@ class TrainDispatch:
         first, trained = state.first_generation(role), state.versions.trained(role)
         if not trained:  # None: an update is under way; 0: every engine begins with these.
             return None
-        if first is not None and not first.waits_for and first.is_prepared and weights.may_use(first, trained):
+        if first is not None and not first.waits_for and first.is_prepared and weights.may_use(first, trained, role):
             return trained
         may_keep = state.may_keep and any(role in worker.keeps_caches for worker in state.ready_workers.hosts("rollout", role))
-        return trained if may_keep and any(weights.takes_under(call_state, trained) for call_state in state.running(role)) else None
+        return trained if may_keep and any(weights.takes_under(call_state, trained, role) for call_state in state.running(role)) else None
 
     def _publish(self, worker: WorkerState, role: str, version: int) -> None:
         self._state.engine_weights.publishing(role)
@@ -176,7 +176,7 @@ class TrainDispatch:
         if self.saves.holds(call_state.call):
             return False
         for reader in self._state.versions.reads_before(call_state.call):
-            if reader.call.engine != "rollout" or self._state.engine_weights.needs_loading(reader):
+            if reader.call.engine != "rollout" or self._state.engine_weights.needs_loading(reader, call_state.call.role):
                 return False
         return True
 

@@ -24,15 +24,15 @@ from m2flow.micro.scheduler.call_state import CallState
 from m2flow.micro.scheduler.task_queues import ReadyWorkers
 
 
-def may_use(call_state: CallState, version: int) -> bool:
-    """Whether a version is in the window of a generation."""
-    oldest, newest = window(call_state.call)
+def may_use(call_state: CallState, version: int, role: str = "") -> bool:
+    """Whether a version is in the window of a generation: of the weights of one of its speakers, by default its own role's."""
+    oldest, newest = window(call_state.call, role)
     return oldest <= version <= newest
 
 
-def takes_under(call_state: CallState, version: int) -> bool:
+def takes_under(call_state: CallState, version: int, role: str = "") -> bool:
     """Whether running samples of a call may continue with this version."""
-    return keeps_cache(call_state.call.options) and may_use(call_state, version)
+    return keeps_cache(call_state.call.options) and may_use(call_state, version, role)
 
 
 @final
@@ -99,12 +99,13 @@ class Versions:
         return self._trained.get(role, 0)
 
     def has_oldest_for(self, call_state: CallState) -> bool:
-        """Whether the oldest version that a generation may use exists."""
-        return window(call_state.call)[0] <= self.newest(call_state.call.role)
+        """Whether the oldest versions that a generation may use exist."""
+        call = call_state.call
+        return all(window(call, role)[0] <= self.newest(role) for role in call.speakers)
 
     def behind(self, call: Call) -> int:
-        """Count the versions that the trainer is behind the newest that a generation may use."""
-        return max(call.reads[0].version - self.newest(call.role), 0) if call.reads else 0
+        """Count the versions that the trainer is behind the newest that a generation may use; the most of those who speak."""
+        return max(window(call, role)[1] - self.newest(role) for role in call.speakers) if call.reads else 0
 
     def trained(self, role: str) -> int | None:
         """Return the version that the role's trainer holds; None between the first optimiser step of an update and its last."""
@@ -166,7 +167,13 @@ class EngineWeights:
     def loadable(self, worker: WorkerState, role: str, first: CallState) -> int:
         """Find the newest version that this worker could load now and the call may use; otherwise the one that it holds."""
         held, found = worker.held.get(role, 0), self.offered(worker, role)
-        return found if found is not None and found > held and may_use(first, found) else held
+        return found if found is not None and found > held and may_use(first, found, role) else held
+
+    def holds_for(self, worker: WorkerState, call_state: CallState) -> bool:
+        """Whether this worker's engines hold versions that a generation may use, of all who speak."""
+        return all(
+            may_use(call_state, worker.held.get(role, 0), role) and not self.is_loading(worker, role) for role in call_state.call.speakers
+        )
 
     def manifest(self, worker: WorkerState, role: str) -> Manifest | None:
         """Return the manifest of the published weights; None for a worker that has the trainer itself."""
@@ -178,25 +185,28 @@ class EngineWeights:
         return not (is_current or role in self._publishing or self._num_loads.get(role))
 
     def can_have(self, worker: WorkerState, call_state: CallState) -> bool:
-        """Whether this worker's engine holds or is loading a version that a generation may use, or will be able to load one."""
-        role, (oldest, newest) = call_state.call.role, window(call_state.call)
+        """Whether this worker's engines hold or are loading versions that a generation may use, or will be able to load them."""
+        return all(self._can_have(worker, call_state, role) for role in call_state.call.speakers)
+
+    def _can_have(self, worker: WorkerState, call_state: CallState, role: str) -> bool:
+        oldest, newest = window(call_state.call, role)
         held = 0 if worker.is_lost else self._loading.get((worker.name, role), worker.held.get(role, 0))
         if held >= oldest:
             return held <= newest
         trained = self._versions.trained(role)
         next_trained = self._versions.newest(role) + 1 if trained is None else trained
-        return next_trained <= newest or (role in self._published and may_use(call_state, self._published[role].version))
+        return next_trained <= newest or (role in self._published and may_use(call_state, self._published[role].version, role))
 
     def has_version_for(self, call_state: CallState) -> bool:
         """Whether some engine holds, or will be able to load, a version that a generation may use."""
         hosts = self._ready_workers.hosts("rollout", call_state.call.role)
         return any(self.can_have(worker, call_state) for worker in hosts if worker.returns or not worker.is_lost)
 
-    def needs_loading(self, reader: CallState) -> bool:
-        """Whether some rollout engine of the role still has to load weights before it can run this call."""
-        if all(worker.is_lost for worker in self._ready_workers.hosts("rollout", reader.call.role)):
+    def needs_loading(self, reader: CallState, role: str) -> bool:
+        """Whether some rollout engine of a role still has to load weights before it can run this call."""
+        if all(worker.is_lost for worker in self._ready_workers.hosts("rollout", role)):
             return True  # A restarted worker has to load them first.
-        return self.oldest(reader.call.role) < window(reader.call)[0]
+        return self.oldest(role) < window(reader.call, role)[0]
 
     def publishing(self, role: str) -> None:
         """Record that a trainer publishes: the new weights overwrite the old ones in shared memory."""

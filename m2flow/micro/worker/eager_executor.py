@@ -443,6 +443,8 @@ class EagerExecutor:
                 whole = self._weights.groups_of(call, len(prompts))
                 prompts, ids = prompts.take(whole), [packed for group in whole for packed in ids[group * n : group * n + n]]
             asked = [Asked(call, ids, prompts.take(np.arange(len(ids)) // n))] if ids else []
+        for role in call.speakers[1:]:
+            self._weights.take(role, window(call, role)[1])
         stretches = self._weights.stretches_of(call, [packed for part in asked for packed in part.ids])
         result = replay_generation(self._engine_host, functools.partial(self._weights.take, call.role), call, asked, stretches)
         if not len(result):

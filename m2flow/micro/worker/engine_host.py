@@ -245,7 +245,7 @@ class EngineHost:
         self._is_closed = False
         self._rollout: dict[str, RolloutEngine] = {}
         self._episodes: dict[str, Episodes] = {}
-        """Role -> its rollout engine with the agents that speak to it, if it has had any."""
+        """Role -> its rollout engine with its episodes, if it has had any or has spoken in others'."""
         self._agents: EventLoop | None = None
         self.writes_episodes = False
         """Whether `episodes_to_write` is asked, so that agents wait for it."""
@@ -332,11 +332,15 @@ class EngineHost:
     def _begin(self, call: Call, drawn: Call, requests: Sequence[Request], prompts: Batch, waited_us: int) -> None:
         engine = self._engine(self._rollout, call.role)
         check_admission(call, engine.version)
+        for role in call.speakers[1:]:
+            check_admission(call, self._engine(self._rollout, role).version, role)
         had = [len(r.prefix) for r in requests]
         if "agent" in drawn.options:
             is_stopped = "segment_kinds" in prompts and "episode" in prompts and any(had)
             starts = list(_episodes(drawn, requests, prompts, is_stopped=is_stopped))
             had = [start.stopped.num_sampled if start.stopped is not None else 0 for start in starts]
+            for role in call.speakers[1:]:
+                self._speaking(role)
             self._speaking(call.role).begin(starts)
             prompts = prompts.without(EPISODE)
         else:
@@ -349,10 +353,10 @@ class EngineHost:
         self._had += sum(had)
 
     def _speaking(self, role: str) -> Episodes:
-        """A role's rollout engine with the agents that speak to it."""
+        """A role's rollout engine with its episodes."""
         if role not in self._episodes:
             self._agents = self._agents or EventLoop()
-            self._episodes[role] = Episodes(self._engine(self._rollout, role), self._agents)
+            self._episodes[role] = Episodes(self._engine(self._rollout, role), self._agents, self._episodes)
         return self._episodes[role]
 
     @property
@@ -379,7 +383,7 @@ class EngineHost:
                 end = now_ns()
                 if num_running:
                     self._sample_spans.stepped(role, start, end, num_running, engine.version)
-                self._waits_for_agents(start, end, is_waiting=not (num_running or finished))
+                self._waits_for_agents(start, end, is_waiting=not (finished or any(one.num_unfinished for one in self._rollout.values())))
                 self._finished += [(generated, end) for generated in finished]
                 self._draining.left(role, engine, end, num_ended=len(finished))
         if self._episodes and not self.writes_episodes:
@@ -625,10 +629,11 @@ class EngineHost:
             under_requests: what runs goes on with them, if its call may use them.
         """
         engine = self._engine(self._rollout, role)
-        if role in self._episodes and self._episodes[role].num_unfinished and not under_requests:
+        is_spoken_to = role in self._episodes and self._episodes[role].num_unfinished > 0
+        if (is_spoken_to or any(episodes.lets_speak(role) for episodes in self._episodes.values())) and not under_requests:
             raise InternalError(f"weights of {role} were to change between two turns of an episode")
-        for call in {growing.call.ordinal: growing.call for growing in self._inflight.values() if growing.call.role == role}.values():
-            check_admission(call, version)
+        for call in {growing.call.ordinal: growing.call for growing in self._inflight.values() if role in growing.call.speakers}.values():
+            check_admission(call, version, role)
         if manifest is None:
             self._weight_syncs.copy(role, version, self._engine(self._train, role), engine, under_requests=under_requests)
         else:

@@ -147,7 +147,7 @@ def _stopping(engine_host: object, take: object, call: object, one: object, stre
 
 
 def weights_change_under_what_must_not_use_them(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(weights, "takes_under", lambda state, version: True)
+    patch.setattr(weights, "takes_under", lambda state, version, role="": True)
 
 
 def a_stale_token_does_not_say_so(patch: pytest.MonkeyPatch) -> None:

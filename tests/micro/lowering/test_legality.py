@@ -243,7 +243,7 @@ def reads_wait_for_writes(patch: Patch) -> None:
         return state
 
     patch.setattr(CallLifecycle, "add_call", at_once)
-    patch.setattr(weights, "may_use", lambda state, version: True)
+    patch.setattr(weights, "may_use", lambda state, version, role="": True)
 
 
 def writes_wait_for_reads(patch: Patch) -> None:
@@ -264,11 +264,11 @@ def writes_wait_for_writes(patch: Patch) -> None:
 
 
 def versions_match(patch: Patch) -> None:
-    patch.setattr(weights, "may_use", lambda state, version: True)
+    patch.setattr(weights, "may_use", lambda state, version, role="": True)
 
 
 def weights_stay_until_they_are_taken(patch: Patch) -> None:
-    patch.setattr(EngineWeights, "needs_loading", lambda self, reader: False)
+    patch.setattr(EngineWeights, "needs_loading", lambda self, reader, role: False)
 
 
 def rows_are_kept_while_they_are_needed(patch: Patch) -> None:

@@ -150,7 +150,7 @@ def test_a_sample_of_a_refill_that_fails_does_not_keep_those_before_it_from_bein
 
 
 def any_version_will_do(patch: Patch) -> None:
-    patch.setattr(weights, "may_use", lambda state, version: True)
+    patch.setattr(weights, "may_use", lambda state, version, role="": True)
 
 
 def a_lease_is_everybodys(patch: Patch) -> None:
@@ -221,7 +221,7 @@ def half_trained_weights_are_a_version(patch: Patch) -> None:
 
 
 def nobody_is_woken_by_new_weights(patch: Patch) -> None:
-    patch.setattr(ReadyWorkers, "wake_role", lambda self, role: None)
+    patch.setattr(ReadyWorkers, "wake_role", lambda self, *roles: None)
 
 
 def nothing_is_forgotten(patch: Patch) -> None:

@@ -1,0 +1,367 @@
+"""Episodes in which several policies speak: each trains what it said, under every plan and after every loss."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+import pytest
+from one_thread import Images, SteppedRun, resumed
+from test_repetition import row_of, same, start_of, stopped_row
+from test_resume import spec_of
+
+from m2flow import Chat, Dataset, Policy, Reference, Reward, Sample, agent, by_conversation, flow, log, nll, steps
+from m2flow.agents.episodes import Episodes, EpisodeStart, EventLoop, Transcript
+from m2flow.engines.contract import EngineSettings, Generated
+from m2flow.errors import OptionError, PlanError, SpecError, StateLost, TraceError
+from m2flow.macro.columns import Said, Spoke
+from m2flow.macro.tracing import trace
+from m2flow.micro.lowering.passes import lower
+from m2flow.micro.protocol.cost_terms import EngineId, Footprint, Layout
+from m2flow.micro.protocol.plan import Choice, Seat
+from m2flow.recipe import AdamW, Model
+from m2flow.recipe import Episodes as Bounds
+from m2flow.samples import Batch
+from m2flow.spec import ClusterSpec, FunctionSpec, PinSpec, PoolSpec, RolloutSpec, RunSettings, TrainSpec
+from m2flow.testing.fakes import FakeRollout
+from m2flow.testing.random_programs import Dice, difference_of, make_cluster, make_policies, scheduled
+from m2flow.testing.world import run_eager, run_planned
+
+pytest_plugins = ["small_runs"]
+pytestmark = pytest.mark.usefixtures("quick")
+
+SPEC = ClusterSpec(device="cpu", cores=2, rollout=RolloutSpec(engine="fake"), train=TrainSpec(engine="fake"), functions=FunctionSpec())
+
+
+@agent
+async def match(chat: Chat, row: Sample) -> dict[str, float]:
+    """Two play, and a judge reads what they said; by what is said, one has more turns than the other, or none."""
+    other, judge = chat.conversation("other", by="rival"), chat.conversation("verdict", by="judge")
+    said = (await chat.say(f"{row.prompt} you begin", max_tokens=5)).text
+    for _ in range(sum(map(ord, said)) % 3):
+        (heard, aside) = await asyncio.gather(
+            other.say(f"heard {said}", max_tokens=6), chat.say(f"think {chat.rng.random():.2f}", max_tokens=3)
+        )
+        said = (await chat.say(heard.text + aside.text, max_tokens=4)).text
+    verdict = await judge.say(f"who won? {said}", max_tokens=3)
+    points = sum(map(ord, verdict.text)) % 7
+    return {"main": float(points), "other": -float(points) / 3}
+
+
+@flow
+def contest(num_steps: int = 2, batch: int = 2, n: int = 3, how: str = "grpo", alone: int = 0) -> None:
+    policy, rival, judge = Policy("fake", optimizer=AdamW(1e-3)), Policy("fake", name="rival"), Policy("fake", name="judge")
+    rows = Dataset.generate(lambda rng: {"prompt": f"{rng.randrange(1000)}?"}, 1000, seed=1, name="rows")
+    shown = Dataset.generate(lambda rng: {"prompt": f"{rng.randrange(9)}?", "target": "!"}, 1000, seed=2, name="shown")
+    for step in steps(num_steps):
+        played = policy.rollout(match, rows.take(batch), n=n, max_tokens=80, max_turns=8, speakers={"rival": rival, "judge": judge})
+        if alone:
+            rival.update(shown.take(2), loss=nll())  # It has nothing to wait for but that the rival of these episodes is loaded.
+        policy.update(played, played.reward, advantages=by_conversation(how))
+        if step % 2 == alone % 2:
+            theirs = played.of("rival")
+            rival.update(theirs, theirs.reward, advantages=by_conversation(how), optimizer=AdamW(2e-3))
+        if alone:
+            answers = rival.generate(rows.take(batch), n=n, max_new_tokens=5)
+            rival.update(answers, answers.length)
+        log(judged=played.of("judge").length.mean())
+
+
+def test_a_planned_run_of_several_speakers_equals_the_eager_one():
+    planned = run_planned(contest, {}, SPEC)
+    eager = run_eager(contest, {}, SPEC)
+    assert not planned.error, planned.error
+    assert not eager.error, eager.error
+    assert difference_of(planned, eager) is None
+
+
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("loses", [0, 2])
+def test_planned_equals_eager_under_random_plans_orders_and_losses(request, loses):
+    for number in range(80 if request.config.getoption("--long") else 4):
+        dice = Dice(f"speakers, {loses}, {number}")
+        spec = make_cluster(dice)
+        if number % 3 == 2:
+            spec = scheduled(spec, make_policies(dice))
+        options = {"alone": dice.choice((0, 1)), "how": dice.choice(("grpo", "rloo", "opo")), "num_steps": 3}
+        planned = run_planned(contest, options, spec, seed=number, order_seed=dice.integer(0, 2**30), num_losses=dice.integer(0, loses))
+        if planned.error.startswith(StateLost.__name__):
+            continue
+        eager = run_eager(contest, options, spec, seed=number, decisions=planned.decisions or None)
+        assert not eager.error
+        assert difference_of(planned, eager) is None, f"case {number}: {options} {spec}"
+
+
+@pytest.mark.slow
+def test_a_run_of_several_speakers_that_is_killed_and_resumed_at_any_commit_gives_the_same(tmp_path):
+    spec, settings = spec_of("split", workers=2), RunSettings(runs_dir=str(tmp_path / "runs"))
+    images = Images(tmp_path / "images")
+    images.run = SteppedRun(contest, {"alone": 1, "n": 2}, spec, settings, hook=images.take)
+    expected = images.run.execute()
+    assert len(images.paths) > 3
+    for number, image in enumerate(images.paths[:: max(len(images.paths) // 4, 1)]):
+        found = resumed(contest, {"alone": 1, "n": 2}, spec, settings, image, order_seed=number)
+        assert (found.samples_sha256, found.weights_sha256) == (expected.samples_sha256, expected.weights_sha256)
+
+
+# ---- what an episode's row has of each, and what is taken out of it
+
+
+@pytest.fixture
+def loop() -> Iterator[EventLoop]:
+    made = EventLoop()
+    yield made
+    made.close()
+
+
+VERSIONS = {"policy": 3, "rival": 5, "judge": 7}
+
+
+def hosts(loop: EventLoop) -> dict[str, Episodes]:
+    """A process with the rollout engines of three roles, of different weights."""
+    found: dict[str, Episodes] = {}
+    for role, version in VERSIONS.items():
+        engine = FakeRollout(Model(role), EngineSettings())
+        engine.start()
+        engine._version = version
+        found[role] = Episodes(engine, loop, found)
+    return found
+
+
+def begun(index: int, agent: object = match, stopped: Transcript | None = None) -> EpisodeStart:
+    start = start_of(index, agent, stopped)  # type: ignore[arg-type]
+    bounds = Bounds(8, max_conversations=2, speakers=(("rival", "rival"), ("judge", "judge")))
+    return EpisodeStart(start.request, start.agent, start.row, bounds, stopped)
+
+
+def stepped(found: dict[str, Episodes]) -> dict[int, Generated]:
+    return {made.id: made for one in found.values() if one.num_unfinished for made in one.step()}
+
+
+def played(found: dict[str, Episodes]) -> dict[int, Generated]:
+    ended: dict[int, Generated] = {}
+    while found["policy"].num_unfinished:
+        ended |= stepped(found)
+    return ended
+
+
+def whole(loop: EventLoop, agent: object, index: int = 0) -> Batch:
+    found = hosts(loop)
+    found["policy"].begin([begun(index, agent)])
+    (made,) = played(found).values()
+    return row_of(made)
+
+
+NUM = 10
+
+
+def test_episodes_of_several_speakers_that_are_stopped_after_any_step_and_go_on_elsewhere_are_the_same(loop):
+    together = hosts(loop)
+    together["policy"].begin(begun(index) for index in range(NUM))
+    expected = played(together)
+    assert not any(made.columns["failure"] for made in expected.values())
+    dice, num_resumed, num_elsewhere = random.Random(5), 0, 0
+    for index in range(NUM):
+        stopped: Transcript | None = None
+        for _ in range(300):
+            found = hosts(loop)
+            episodes, start = found["policy"], begun(index, match, stopped)
+            episodes.begin([start])
+            ended: dict[int, Generated] = {}
+            for _ in range(dice.randint(1, 8)):
+                ended |= stepped(found)
+            if ended:
+                break
+            packed = start.request.id
+            num_elsewhere += any(found[role].occupancy().num_running + found[role].occupancy().num_queued for role in ("rival", "judge"))
+            assert not any(found[role].progress() or found[role].snapshot([packed]) for role in ("rival", "judge")), "it is the policy's"
+            assert not found["rival"].abort([packed]), "it is not the rival's to give up"
+            counts = episodes.progress()
+            (seen,), (gone,) = episodes.snapshot([packed]), episodes.abort([packed])
+            assert same(seen, gone)
+            assert counts[packed] == gone.num_sampled
+            assert not any(one.num_unfinished for one in found.values())
+            stopped = stopped_row(gone) if gone.num_sampled else None
+            num_resumed += stopped is not None
+        assert same(ended[start.request.id], expected[start.request.id]), index
+    assert num_resumed > NUM
+    assert num_elsewhere > NUM / 2, "some were stopped in the turn of another than the policy"
+
+
+@agent
+async def fixed(chat: Chat, row: Sample) -> dict[str, float]:
+    other, judge = chat.conversation("b", by="rival"), chat.conversation("a", by="judge")
+    for number in range(2):
+        await other.say(f"to the rival {number}", max_tokens=3)
+        await chat.say(f"to the policy {number}", max_tokens=4)
+    aside = other.fork()
+    assert (aside.by, aside.name) == ("rival", "b/1")
+    await aside.say("aside", max_tokens=2)
+    await judge.say("to the judge", max_tokens=5)
+    return {"main": 0.5, "b": -2.0, "b/1": 4.0}
+
+
+def test_each_speaker_s_rows_have_its_own_turns_masks_versions_and_rewards(loop):
+    row = whole(loop, fixed)
+    sizes = {}
+    for speaker, role in (("", "policy"), ("rival", "rival"), ("judge", "judge")):
+        assert Spoke(speaker)(row, {}).tolist() == [True]
+        own = Said(speaker)(row, {})
+        assert set(own.columns) == set(row.columns)
+        mask, versions = own.ragged("loss_mask").row(0), own.ragged("versions").row(0)
+        assert set(versions[mask].tolist()) == {VERSIONS[role]}
+        assert set(versions[~mask].tolist()) == {-1}
+        assert np.all(own.ragged("logprobs").row(0)[~mask] == 0)
+        text = bytes(max(0, token - 3) for token in own.ragged("tokens").row(0).tolist()).decode("latin-1")
+        record = own.ragged("episode").item(0)
+        assert int(own.dense("num_turns")[0]) == len(record["turns"])
+        assert {one.get("by", "") for one in record["conversations"]} == {speaker}
+        assert own.ragged("text").item(0) == record["turns"][-1]["text"]
+        sizes[speaker] = len(mask), int(mask.sum()), text
+    assert sum(size for size, _, _ in sizes.values()) == len(row.ragged("tokens").row(0)), "every token is somebody's, once"
+    assert [float(Said(one)(row, {}).dense("reward")[0]) for one in ("", "rival")] == [0.5, 1.0]
+    assert np.isnan(Said("judge")(row, {}).dense("reward")[0]), "what nothing trains needs no reward"
+    theirs = Said("rival")(row, {}).ragged("episode").item(0)
+    assert (theirs["rewards"], theirs["rewarded"]) == ({"b": -2.0, "b/1": 4.0}, {"b": "b", "b/1": "b/1"})
+    assert Said("judge")(row, {}).ragged("prompt_text").item(0) == "to the judge"
+
+
+@agent
+async def one_reward(chat: Chat, row: Sample) -> float:
+    await chat.conversation("b", by="rival").say("x", max_tokens=3)
+    return 2.5
+
+
+def test_one_number_is_the_reward_of_all_who_spoke_and_who_said_nothing_has_no_row(loop):
+    row = whole(loop, one_reward)
+    assert Spoke("")(row, {}).tolist() == [False]
+    assert float(Said("rival")(row, {}).dense("reward")[0]) == 2.5
+    assert len(Said("rival")(row.take([]), {})) == 0
+
+
+@agent
+async def stranger(chat: Chat, row: Sample) -> float:
+    await chat.conversation("b", by="nobody").say("x", max_tokens=3)
+    return 1.0
+
+
+@agent
+async def partly(chat: Chat, row: Sample) -> dict[str, float]:
+    for name in ("b", "c"):
+        await chat.conversation(name, by="rival").say("x", max_tokens=3)
+    return {"main": 1.0, "b": 1.0}
+
+
+def test_a_speaker_that_the_rollout_does_not_name_and_a_reward_that_is_left_out_are_named(loop):
+    for agent_, how, said in (
+        (stranger, "unknown_speaker", "lets 'nobody' speak, and the rollout names rival, judge"),
+        (partly, "invalid", "rewards of main, b, and none of the conversation c"),
+    ):
+        row = whole(loop, agent_)
+        assert row.ragged("failure").item(0) == how
+        assert said in row.ragged("episode").item(0)["error"]
+
+
+@flow
+def with_agent(which: str = "stranger", trains: bool = False) -> None:
+    policy, rival = Policy("fake", optimizer=AdamW(1e-3)), Policy("fake", name="rival")
+    rows = Dataset.generate(lambda rng: {"prompt": "?"}, 100, seed=1, name="rows")
+    agents = {"stranger": stranger, "unrewarded": unrewarded}
+    played = policy.rollout(agents[which], rows.take(2), n=2, max_tokens=20, speakers={"rival": rival})
+    policy.update(played, played.reward)
+    if trains:
+        rival.update(played.of("rival"), played.of("rival").reward, optimizer=AdamW(1e-3))
+
+
+@agent
+async def unrewarded(chat: Chat, row: Sample) -> dict[str, float]:
+    await chat.conversation("b", by="rival").say("x", max_tokens=3)
+    await chat.say("y", max_tokens=2)
+    return {"main": float(chat.rng.random())}
+
+
+def test_an_unknown_speaker_ends_the_run_and_so_does_an_update_on_rewards_that_nobody_gave():
+    for run in (run_planned, run_eager):
+        assert "the rollout names rival: rollout(..., speakers=...)" in run(with_agent, {}, SPEC).error
+        assert run(with_agent, {"which": "unrewarded"}, SPEC).error == ""
+        assert "returned no reward" in run(with_agent, {"which": "unrewarded", "trains": True}, SPEC).error
+
+
+# ---- what can't be, and where engines sit
+
+
+@flow(staleness="staleness")
+def wrong(which: str = "", staleness: int = 0) -> None:
+    policy, rival = Policy("fake", optimizer=AdamW(1e-3)), Policy("fake", name="rival")
+    rows = Dataset.generate(lambda rng: {"prompt": "?"}, 100, seed=1, name="rows")
+    given = {"reference": Reference("fake"), "reward": Reward(len), "itself": policy, "": rival}.get(which, rival)
+    for _ in steps(1):
+        played = policy.rollout(fixed, rows.take(2), n=2, max_tokens=20, speakers={"rival": given} if which != "none" else {})
+        played.of("rivall" if which == "misspelt" else "rival")
+        policy.update(played, played.reward)
+
+
+@pytest.mark.parametrize(
+    ("options", "what", "now"),
+    [
+        ({"which": "reference"}, "which has no rollout engine", "a frozen opponent"),
+        ({"which": "reward"}, "which has no rollout engine", "Pass a Policy"),
+        ({"which": "itself"}, "which plays these episodes", "chat.conversation"),
+        ({"which": "none"}, "takes policies by name", "speakers="),
+        ({"which": "misspelt"}, "of('rivall'): the speakers are rival", "rival"),
+        ({"staleness": 1}, "with speakers= can't be stale", "staleness=0"),
+    ],
+)
+def test_what_can_t_speak_is_refused_by_name_and_line(options, what, now):
+    with pytest.raises((TraceError, OptionError)) as refused:
+        trace(wrong, options)
+    assert what in refused.value.what
+    assert now in refused.value.now
+    assert "test_speakers.py" in refused.value.where
+
+
+def test_engines_of_those_who_speak_in_an_episode_share_its_process():
+    graph, models, _ = trace(contest, {})
+    for placement in ("split", "time-shared"):
+        plan = lower(graph, models, SPEC.model_copy(update={"placement": placement}))
+        assert {slot.role for worker in plan.workers for slot in worker.engines if slot.kind == "rollout"} == set(VERSIONS)
+    for left_out, what in (("judge", "no worker has a rollout engine for judge"), ("", "has none of rival that works in the same turn")):
+        workers = tuple(
+            msgspec.structs.replace(
+                worker,
+                engines=tuple(
+                    msgspec.structs.replace(slot, turn="later") if (slot.role, slot.kind, left_out) == ("rival", "rollout", "") else slot
+                    for slot in worker.engines
+                    if slot.role != left_out
+                ),
+            )
+            for worker in plan.workers
+        )
+        with pytest.raises(PlanError, match=what):
+            lower(graph, models, SPEC, pinned=msgspec.structs.replace(plan, workers=workers))
+
+
+POOLS = {"big": PoolSpec(device="h100", devices_per_node=4)}
+
+
+def seat(role: str, kind: str, first: int, num: int, layout: Layout) -> Seat:
+    engine = EngineId(role, kind)  # type: ignore[arg-type]
+    return Seat(engine, (f"{role}.{kind}",), "big", first, num, layout, 0, Footprint())
+
+
+def test_a_searched_placement_seats_speakers_beside_the_episodes_and_a_pin_that_keeps_them_apart_is_refused():
+    graph, models, _ = trace(contest, {})
+    spec = ClusterSpec(pools=POOLS, rollout=SPEC.rollout, train=SPEC.train)
+    seats = (seat("policy", "rollout", 0, 2, Layout(dp=2)), seat("policy", "train", 2, 1, Layout()), seat("rival", "train", 3, 1, Layout()))
+    choice = Choice("contest", "here", "split", seats, 1.0, (), (), True, 0.0, "", (), 0.0, {}, {})
+    plan = lower(graph, models, spec, choice=choice)
+    hosts = [worker for worker in plan.workers if any(slot.kind == "rollout" for slot in worker.engines)]
+    assert [{slot.role for slot in worker.engines} for worker in hosts] == [set(VERSIONS)] * 2
+    assert {(sync.role, sync.target) for sync in plan.syncs} == {(role, w.name) for role in ("policy", "rival") for w in hosts}
+    assert any("rival speaks in the episodes of policy.rollout" in note and "neither its memory" in note for note in plan.notes)
+    apart = spec.model_copy(update={"pin": {"rival.rollout": PinSpec(num_devices=1)}})
+    with pytest.raises(SpecError, match=r"pin.rival.rollout keeps the rollout engines of policy and rival apart"):
+        lower(graph, models, apart, choice=choice)
