@@ -109,7 +109,7 @@ def _shown(entry: Entry, *, has_life: bool) -> list[str]:
 
 def _spoken(one: Conversation) -> list[str]:
     """Format a conversation of an episode: its prompt, and what the model said, turn by turn."""
-    reward = "" if one.reward is None else f", reward {one.reward:g}"
+    reward = (f", by {one.by}" if one.by else "") + ("" if one.reward is None else f", reward {one.reward:g}")
     begins = [] if one.prompt is None else [f"    prompt:  {_one_line(one.prompt)}"]
     return [f"  {one.name}{reward}", *begins, *(f"    turn {at}:  {_one_line(text)}" for at, text in enumerate(one.turns, 1))]
 

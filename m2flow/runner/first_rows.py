@@ -283,11 +283,12 @@ class _Trial:
         given = model.template
         if given.tools != "[]" and "tools" not in codec.template:
             self._say(call, "the chat template writes no tools: the model does not see those of tools=")
-        if "agent" in call.options and codec.template:
-            self._look_at_template(call, codec)
+        for role in call.speakers if "agent" in call.options else ():
+            if (of := self._codec(call, role)) is not None and of.template:
+                self._look_at_template(call, of, role)
 
-    def _look_at_template(self, call: Call, codec: Any) -> None:
-        """Say what a chat template does to the turns of an agent's model.
+    def _look_at_template(self, call: Call, codec: Any, role: str) -> None:
+        """Say what a chat template does to the turns of a model that speaks to an agent.
 
         Raises:
             DatasetError: it rewrites them, which the rollout refuses.
@@ -301,16 +302,16 @@ class _Trial:
             return  # An agent may never say what the probe does.
         if bounds.history == "refuse":
             raise DatasetError(
-                "the chat template drops what the model thought once a further user's message follows, and history='refuse'",
+                f"the chat template of {role} drops what the model thought once a further user's message follows, and history='refuse'",
                 where=call.site.describe(),
                 now="history='append' keeps the tokens of each turn as they were sampled.",
             )
         ending = "; the conversation goes on in a sequence without it" if bounds.history == "fork" else "; its tokens are kept"
-        self._say(call, "the chat template would drop the model's thinking at a further user's message" + ending)
+        self._say(call, f"the chat template of {role} would drop the model's thinking at a further user's message" + ending)
 
-    def _codec(self, call: Call) -> Any:
-        """The tokenizer of a call's model; None where it is on other machines alone."""
-        role = call.role
+    def _codec(self, call: Call, role: str = "") -> Any:
+        """The tokenizer of a call's model, or of another that speaks in it; None where it is on other machines alone."""
+        role = role or call.role
         if role not in self._codecs:
             # Tokenizers are the engines', and take seconds to import.
             from m2flow.engines.models.hf_model import load_tokenizer

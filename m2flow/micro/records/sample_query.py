@@ -77,6 +77,8 @@ class Conversation:
     """What the model said."""
     reward: float | None
     """Its own, where the agent returned one."""
+    by: str = ""
+    """Who spoke, where it was another speaker of the rollout than the policy."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,8 @@ def conversations_of(row: Batch) -> list[Conversation]:
     for one, start in zip(described, starts, strict=True):
         own, turns = turns[: one["num_turns"]], turns[one["num_turns"] :]
         reward = record.get("rewards", {}).get(record.get("rewarded", {}).get(one["name"]))
-        conversations.append(Conversation(one["name"], start, one["prompt"], [str(turn["text"]) for turn in own], reward))
+        texts = [str(turn["text"]) for turn in own]
+        conversations.append(Conversation(one["name"], start, one["prompt"], texts, reward, one.get("by", "")))
     return conversations
 
 

@@ -72,7 +72,8 @@ function conversation(page, parts) {
     const kind = page.kinds[from], one = begins.get(from);
     if (one) {
       const reward = one.reward === null ? "" : `, reward ${number(one.reward, 5)}`;
-      [turn, whose, prompt] = [0, one.name, `Prompt of ${one.name}${reward}`];
+      whose = one.by ? `${one.name}, by ${one.by}` : one.name;
+      [turn, prompt] = [0, `Prompt of ${whose}${reward}`];
     }
     for (to = from + 1; to < parts.length && page.kinds[to] === kind && !begins.has(to); to += 1);
     const said = kind === 1 ? `Turn ${(turn += 1)} of ${whose}` : kind === 0 ? prompt : "Tools, users, the environment";
