@@ -17,7 +17,20 @@ from m2flow.macro.flow import Flow, load_flow
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _KINDS = (
-    *("grpo", "async_grpo", "best_of_n", "chat", "curriculum", "dapo", "decoupled_ppo", "distill", "external_agent", "gspo", "judge"),
+    *(
+        "grpo",
+        "async_grpo",
+        "best_of_n",
+        "chat",
+        "curriculum",
+        "dapo",
+        "decoupled_ppo",
+        "distill",
+        "duel",
+        "external_agent",
+        "gspo",
+        "judge",
+    ),
     *("ppo", "reinforce_pp", "moe_routing_replay", "nim", "reward_model_then_ppo", "selfplay", "sft_then_dpo", "tool_use"),
 )
 _NICKNAMES = {"agent": "tool_use"}

@@ -169,6 +169,19 @@ def test_a_tiny_model_that_plays_against_itself_learns_the_openings_that_win(tmp
 
 
 @pytest.mark.slow
+def test_two_tiny_models_that_play_against_each_other_both_learn_from_the_episodes_they_share(tmp_path):
+    summary = run_of(
+        ROOT / "flows" / "duel.py", tmp_path, "--seed", "0", "--num-steps", "14", "--batch", "8", "--warm-steps", "50", "--lr", "6e-4"
+    )
+    lines = (Path(summary["run_dir"]) / "metrics.jsonl").read_text().splitlines()
+    found = [json.loads(line)["values"] for line in lines]
+    opens, chances, used = ([values[name] for values in found if name in values] for name in ("opens_well", "chances", "answers_well"))
+    assert len(opens) == len(chances) == len(used) == 14
+    assert sum(opens[-5:]) / 5 > sum(opens[:5]) / 5 + 0.1
+    assert sum(used[-5:]) / sum(chances[-5:]) > sum(used[:5]) / sum(chances[:5]) + 0.08
+
+
+@pytest.mark.slow
 def test_a_tiny_model_learns_to_use_a_calculator_and_is_trained_on_what_it_said(tmp_path):
     summary = tool_use(tmp_path, "--num-steps", "15", "--seed", "0")
     assert summary["reward_last"] > summary["reward_first"] + 0.2

@@ -30,6 +30,7 @@ SMALL: dict[str, dict[str, object]] = {
     "external_agent": {"num_steps": 2, "warm_steps": 1, "batch": 3, "n": 2},
     "tool_use": {"num_steps": 2, "warm_steps": 1, "batch": 3, "n": 2},
     "nim": {"num_steps": 2, "warm_steps": 1, "batch": 3, "n": 2},
+    "duel": {"num_steps": 2, "warm_steps": 1, "batch": 3, "n": 2},
     "curriculum": {"num_steps": 3, "warm_steps": 1, "pool": 8, "batch": 3, "n": 2},
     "moe_routing_replay": {"num_steps": 2, "warm_steps": 1, "batch": 4, "n": 2},
 }
@@ -51,6 +52,7 @@ TRAINED = {
     "external_agent": {"policy"},
     "tool_use": {"policy"},
     "nim": {"policy"},
+    "duel": {"policy", "rival"},
     "curriculum": {"policy"},
     "moe_routing_replay": {"policy"},
 }
