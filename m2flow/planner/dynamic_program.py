@@ -11,11 +11,12 @@ Exact for all that `Problem.options` offers. Sets that no two cuts enclose never
 
 Bounds (`Limits`). Both hold for every tree, so a row whose bound exceeds the time of a known plan is dropped, whatever its ties:
 
-    path    l of what comes before + T + d of what comes after         linked parts never overlap in these
+    path    first chunk of what comes before + T + last one of what comes after     linked parts never overlap in these
     work    (its device-seconds + the least of all other calls) / devices
 
-T of two linked parts is at least l of the first + T of the second, and T of the first + d of the second; and devices times T is at least
-the device-seconds of the parts, in turns as in splits.
+T of two linked parts is at least the first's first chunk + T of the second, and T of the first + the second's last chunk; and devices times
+T is at least the device-seconds of the parts, in turns as in splits. A part that idles on some of its devices has them nevertheless: its
+device-seconds are those of its parts, or its devices times its time if that is more.
 
 Memory (`Memory`) has for each set of devices what is kept there while others work, and the peak:
 
@@ -70,10 +71,22 @@ from m2flow.planner.problem import (
     gathered,
     instances,
     pruned,
+    rigid_of,
     spread,
     undominated,
 )
-from m2flow.planner.workload import LentRollout, Times, best_lending, in_turns, side_by_side, through_functions, zero_times
+from m2flow.planner.workload import (
+    DRAINS,
+    LentRollout,
+    Times,
+    best_lending,
+    end_of,
+    in_turns,
+    side_by_side,
+    start_of,
+    through_functions,
+    zero_times,
+)
 
 # ---- lower bounds
 
@@ -90,15 +103,17 @@ class Limits:
 
     @cached_property
     def _least(self) -> FloatArray:
-        """The least l, T, d and device-seconds of each call over its options and chunks, [calls, 4]."""
+        """The least time of each call to its first chunk, T, time after its last input, and device-seconds, over its options and chunks."""
         problem = self._problem
         found = []
         for call in problem.graph.device_calls:
             assert call.engine is not None
             options = problem.options.of[call.engine]
-            times = problem.leaf(problem.graph.bits[call.name]).times
-            work = times[..., 1] * np.array([option.num_devices for option in options])[:, None]
-            found.append([times[..., 0].min(), times[..., 1].min(), times[..., 2].min(), work.min()])
+            leaf = problem.leaf(problem.graph.bits[call.name])
+            first, total, last = np.moveaxis(leaf.times, 2, 0)
+            work = total * np.array([option.num_devices for option in options])[:, None]
+            last = np.minimum(total, last + leaf.grains * total)
+            found.append([(first + leaf.grains * (total - first)).min(), total.min(), last.min(), work.min()])
         return np.array(found)
 
     @cached_property
@@ -429,7 +444,9 @@ def lent_times(
     num_lent = second.num_devices // (first.num_devices // first.layout.dp)
     away_s = first.come_s + first.leave_s
     each = [(back_s + away_s, end_s + away_s) for back_s, end_s in (one.lending(num_lent) for one in known[: len(draws)])]
-    return best_lending(each, len(batch.draws), a.total, (fed.first, fed.total), (b.total, b.last), problem.slowdowns(cut))
+    grain = np.maximum(fed.grain, b.grain)
+    handed = start_of(fed, grain), fed.total
+    return best_lending(each, len(batch.draws), a.total, handed, (b.total, end_of(b, grain)), problem.slowdowns(cut))
 
 
 BoolArray = npt.NDArray[np.bool_]
@@ -437,7 +454,7 @@ BoolArray = npt.NDArray[np.bool_]
 TURNS, SPLIT, LENT = 0, 1, 2
 NUM_HOWS = 3
 APART, TOGETHER, UNKNOWN = 1, 0, -1
-_NUM_TIMES = 4
+_NUM_TIMES = 6
 _MOST_WHOLE = 100
 _PAIRS_AT_ONCE = 100_000
 """Pairs of rows that are combined in one operation, or the pairs of one cut."""
@@ -497,7 +514,7 @@ class Solver:
         self._sizes = np.array(problem.num_devices)
         self._times = slice(self._num_pools, self._num_pools + _NUM_TIMES)
         self._bytes = slice(self._num_pools + _NUM_TIMES, None)
-        self._late = np.array([0.0, 1.0, 1.0, float(problem.workload.staleness > 0)])
+        self._late = np.array([0.0, 1.0, 1.0, float(problem.workload.staleness > 0), 0.0, 0.0])
         """The times to which a sync is added."""
         self._has_ends = bool(graph.leading_functions or graph.trailing_functions)
         self._most_rows = most_rows
@@ -508,7 +525,7 @@ class Solver:
         self._pairs_left = most_pairs
         self._compared_left = most_pairs * _COMPARED
         self._slack = np.zeros(self._num_pools + _NUM_TIMES + self.memory.width)
-        self._slack[self._times] = slack_s
+        self._slack[self._times][:4] = slack_s
         sets = np.ones(self.memory.shape[2])
         self._slack[self._bytes] = (memory_slack(problem, slack_s)[..., None] * sets).reshape(-1)
         exact = list(range(len(problem.tied) + len(problem.pairs)))
@@ -579,8 +596,8 @@ class Solver:
     # ---- leaves
 
     def _leaf(self, calls: int) -> Front:
-        problem = self.problem
-        engine = problem.graph.members(calls)[0].engine
+        problem, members = self.problem, self.problem.graph.members(calls)
+        engine = members[0].engine
         assert engine is not None
         options = problem.options.of[engine]
         if not options:
@@ -599,6 +616,8 @@ class Solver:
         values[facts[0, which].astype(np.int64), np.arange(len(which))] = facts[1, which]
         values[self._times][:3] = times
         values[self._times][3] = times[1] * bool(problem.workload.staleness)
+        values[self._times][4] = leaf.grains[chunk[keep]]
+        values[self._times][5] = np.array([rigid_of(members, option) for option in options])[which]
         values[self._bytes] = bytes_.reshape(self.memory.width, -1)[:, which]
         ties = np.full((self._num_ties, len(which)), UNKNOWN)
         if engine in problem.tied and problem.is_open(engine, calls):
@@ -648,7 +667,8 @@ class Solver:
         if not legal.all():
             a, b, fed, which, need = a[legal], b[legal], fed[legal], which[legal], need[:, legal]
         times = self._pair_times(some, a, b, fed, which)
-        work = self._rows.work[a] + self._rows.work[b]
+        held = times[3] if self.problem.workload.staleness else times[1]
+        work = np.maximum(self._rows.work[a] + self._rows.work[b], need.sum(axis=0) * held)
         keep = np.flatnonzero(self._is_promising(calls, times[1], times[3], work))
         if not len(keep):
             return self._nothing()
@@ -694,7 +714,7 @@ class Solver:
             front = self._fronts[cut.first]
             fed = through_functions(self._read(front), cut.functions, self.problem.calls, self.problem.functions)
             values = front.values.copy()
-            values[self._times] = fed.first, fed.total, fed.last, fed.busy
+            values[self._times] = fed.all
             self._fed_by[key] = self._rows.add(Front(values, front.ties, front.work, front.origin))
         return self._fed_by[key]
 
@@ -705,10 +725,11 @@ class Solver:
         return found
 
     def _pair_times(self, some: Sequence[tuple[int, Cut, int]], a: IntArray, b: IntArray, fed: IntArray, which: IntArray) -> FloatArray:
-        """l, T, d and the busy time of pairs, [4, pairs], without syncs."""
+        """The `Times` of pairs, [6, pairs], without syncs."""
         found = np.zeros((_NUM_TIMES, len(which)))
         every = self._rows.values[self._times]
-        of_a, of_fed, of_b = every.take(a, 1), every.take(fed, 1), every.take(b, 1)
+        of_a, of_b = every.take(a, 1), every.take(b, 1)
+        of_fed = every.take(fed, 1) if any(cut.functions for _, cut, _ in some) else of_a
         ends = [0, *np.cumsum(np.bincount(which, minlength=len(some))).tolist()]
         begin = 0
         for (how, kind), alike in itertools.groupby(some, key=lambda one: (one[2], _kind(one[1]))):
@@ -721,11 +742,11 @@ class Solver:
                     found[:, low:high] = self._lent_times(cut, *rows, Times(*of_fed[:, low:high]))
             elif how == TURNS:
                 times = in_turns(*parts, is_linked=kind != UNLINKED, waits=kind == WAITS)
-                found[0, here], found[1, here], found[2, here], found[3, here] = times.all
+                found[:, here] = times.all
             else:
                 slow = self._slowdowns(cuts, np.diff(ends[begin : end + 1]))
                 times = side_by_side(*parts, is_linked=kind != UNLINKED, waits=kind == WAITS, slowdowns=slow)
-                found[0, here], found[1, here], found[2, here], found[3, here] = times.all
+                found[:, here] = times.all
             begin = end
         if not self.problem.workload.staleness:
             found[3] = 0.0
@@ -795,7 +816,7 @@ class Solver:
             options = option_of(self.problem, first, a.origin[:, i[0]]), option_of(self.problem, second, b.origin[:, j[0]])
             parts = of_a.at(i), fed.at(rows), of_b.at(j)
             times[rows] = lent_times(self.problem, cut, *options, *parts, is_bound=self._bounds_lending)[0]
-        return np.broadcast_to(times, (_NUM_TIMES, len(ia)))
+        return np.stack([times] * 4 + [np.zeros_like(times), np.full_like(times, DRAINS)])
 
     def _shared(self, cut: Cut) -> list[int]:
         """Ties that must agree: engines with calls on both sides have one option, and pairs are apart on both sides or on neither."""
@@ -860,8 +881,8 @@ class Solver:
         problem = self.problem
         whole = self._read(self._fronts[problem.graph.everything])
         fed = through_functions(zero_times(), problem.graph.leading_functions, problem.calls, problem.functions)
-        total = np.maximum(fed.first + whole.total, fed.total + whole.last)
-        step = Times(whole.first, total, whole.last, np.maximum(whole.busy, fed.busy))
+        total = np.maximum(fed.first + whole.total, fed.total + end_of(whole, whole.grain))
+        step = Times(whole.first, total, whole.last, np.maximum(whole.busy, fed.busy), whole.grain, whole.rigid)
         return self._objective(through_functions(step, problem.graph.trailing_functions, problem.calls, problem.functions))
 
     def _objective(self, whole: Times) -> FloatArray:

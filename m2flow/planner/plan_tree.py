@@ -12,7 +12,7 @@ place in all of its calls, and a pinned one that of its pin: orders are tried un
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,8 +28,9 @@ from m2flow.planner.problem import (
     Sync,
     outside_call,
     pin_of,
+    rigid_of,
 )
-from m2flow.planner.workload import Times, in_turns, side_by_side, through_functions, zero_times
+from m2flow.planner.workload import DRAINS, FREE, Times, end_of, in_turns, side_by_side, start_of, through_functions, zero_times
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,8 +123,10 @@ def _node(tables: Tables, calls: int, row: int) -> Node:
         engine = members[0].engine
         assert engine is not None
         option, chunk = problem.options.of[engine][left], tables.chunks[calls][right]
-        first, total, last = problem.leaf(calls).times[left, right]
-        return Leaf(engine, tuple(call.name for call in members), option, chunk, Times(first, total, last, total))
+        leaf = problem.leaf(calls)
+        first, total, last = leaf.times[left, right]
+        times = Times(first, total, last, total, leaf.grains[right], np.asarray(rigid_of(members, option)))
+        return Leaf(engine, tuple(call.name for call in members), option, chunk, times)
     cut, how = tables.cuts[calls][kind // NUM_HOWS], kind % NUM_HOWS
     return pair_of(problem, cut, _node(tables, cut.first, left), _node(tables, cut.second, right), how)
 
@@ -138,7 +141,7 @@ def pair_of(problem: Problem, cut: Cut, first: Node, second: Node, how: int) -> 
         assert isinstance(second, Leaf)
         alone = (Times(*(np.atleast_1d(time) for time in part.all)) for part in parts)
         (end,), (lent_until,) = lent_times(problem, cut, first.option, second.option, *alone)
-        times, lent_until = Times(end, end, end, end), float(lent_until)
+        times, lent_until = Times(end, end, end, end, np.zeros(()), np.asarray(DRAINS)), float(lent_until)
     elif how == TURNS:
         times = in_turns(*parts, is_linked=cut.is_linked, waits=cut.waits)
     else:
@@ -150,7 +153,7 @@ def pair_of(problem: Problem, cut: Cut, first: Node, second: Node, how: int) -> 
         if sync.meets(cut)
     )
     more = sum(seconds for _, seconds in syncs)
-    times = Times(times.first, times.total + more, times.last + more, times.busy + more)
+    times = times.later(more)
     return Pair(how, first, second, cut, fed, syncs, times, lent_until)
 
 
@@ -164,8 +167,8 @@ def floors_s(problem: Problem, node: Node) -> FloatArray:
     have one. Chunk sizes are the best for each of l, T and d, and slowdowns are left out."""
     whole = _least_times(problem, node)
     fed = through_functions(zero_times(), problem.graph.leading_functions, problem.calls, problem.functions)
-    total = np.maximum(fed.first + whole.total, fed.total + whole.last)
-    step = Times(whole.first, total, whole.last, np.maximum(whole.busy, fed.busy))
+    total = np.maximum(fed.first + whole.total, fed.total + end_of(whole, whole.grain))
+    step = Times(whole.first, total, whole.last, np.maximum(whole.busy, fed.busy), whole.grain, whole.rigid)
     step = through_functions(step, problem.graph.trailing_functions, problem.calls, problem.functions)
     staleness = problem.workload.staleness
     return np.maximum(step.busy, step.total / (staleness + 1)) if staleness else step.total
@@ -173,8 +176,10 @@ def floors_s(problem: Problem, node: Node) -> FloatArray:
 
 def _least_times(problem: Problem, node: Node) -> Times:
     if isinstance(node, Leaf):
-        first, total, last = problem.leaf(sum(problem.graph.bits[name] for name in node.names)).times.min(axis=1).T
-        return Times(first, total, last, total)
+        leaf, calls = problem.leaf(sum(problem.graph.bits[name] for name in node.names)), [problem.calls[name] for name in node.names]
+        first, total, last = leaf.times.min(axis=1).T
+        rigid = np.array([rigid_of(calls, option) for option in problem.options.of[node.engine]])
+        return Times(first, total, last, total, np.full_like(total, leaf.grains.min()), rigid)
     a, b, cut = _least_times(problem, node.first), _least_times(problem, node.second), node.cut
     fed = through_functions(a, cut.functions, problem.calls, problem.functions)
     combine = in_turns if node.how == TURNS else side_by_side
@@ -182,18 +187,18 @@ def _least_times(problem: Problem, node: Node) -> Times:
     for sync, _ in node.syncs:
         ends = problem.options.of[sync.source], problem.options.of[sync.target]
         more = np.array([problem.sync_s(sync, *pair, is_turns=node.how == TURNS) for pair in itertools.product(*ends)])
-        times = Times(times.first, times.total + more, times.last + more, times.busy + more)
+        times = times.later(more)
     return times
 
 
 def parts_of(problem: Problem, node: Node) -> tuple[Part, ...]:
     """List the summands of the predicted time, then the parts off the critical path."""
     staleness = problem.workload.staleness
-    path = list(_whole(problem, node))
+    path = _merged(_whole(problem, node))
     total = sum(part.seconds for part in path) / (staleness + 1)
     if staleness:
         path = [Part(f"{part.what} / {staleness + 1} steps under way", part.seconds / (staleness + 1)) for part in path]
-        held = list(_busy(problem, node))
+        held = _merged(_busy(problem, node))
         ends = [
             Part(name, function.total)
             for name, function in problem.functions.items()
@@ -210,9 +215,11 @@ def _whole(problem: Problem, node: Node) -> Iterator[Part]:
     """Summands of the whole step, with leading and trailing functions."""
     graph = problem.graph
     fed = through_functions(zero_times(), graph.leading_functions, problem.calls, problem.functions)
-    early, late = fed.first + node.times.total, fed.total + node.times.last
-    path, total = list(_path(problem, node, "total" if early >= late else "last")), float(max(early, late))
-    step = Times(node.times.first, np.asarray(total), node.times.last, node.times.busy)
+    grain = float(node.times.grain)
+    early, late = fed.first + node.times.total, fed.total + end_of(node.times, node.times.grain)
+    terms = [("total", 1.0)] if early >= late else _ended(node.times, grain)
+    path, total = [part for what, share in terms for part in _path(problem, node, what, share)], float(max(early, late))
+    step = Times(node.times.first, np.asarray(total), *node.times.all[2:])
     end = float(through_functions(step, graph.trailing_functions, problem.calls, problem.functions).total)
     before = total - sum(part.seconds for part in path)
     yield from [Part(", ".join(graph.leading_functions), before)] if before > 0 else []
@@ -220,25 +227,30 @@ def _whole(problem: Problem, node: Node) -> Iterator[Part]:
     yield from [Part(", ".join(graph.trailing_functions), end - total)] if end > total else []
 
 
-def _path(problem: Problem, node: Node, which: str) -> Iterator[Part]:
-    """Summands of the first, total or last time of a part."""
+def _path(problem: Problem, node: Node, which: str, weight: float = 1.0) -> Iterator[Part]:
+    """Summands of the first, total or last time of a part, each times `weight`."""
     if isinstance(node, Leaf):
-        yield from _leaf_path(node, which)
+        yield from (Part(part.what, part.seconds * weight) for part in _leaf_path(node, which))
         return
     a, b = node.first, node.second
-    if node.how == LENT:
-        value, of_a, of_b = float(node.times.total) - sum(seconds for _, seconds in node.syncs), "total", ""
-    else:
-        value, of_a, of_b = max(_ways(problem, node, which), key=lambda way: way[0])
-    if of_a:
-        yield from _path(problem, a, of_a)
-    between = value - sum(float(getattr(part.times, of)) for part, of in ((a, of_a), (b, of_b)) if of)
+    value, of_a, of_b = _way(problem, node, which)
+    for what, share in of_a:
+        yield from _path(problem, a, what, weight * share)
+    between = value - sum(share * float(getattr(part.times, what)) for part, of in ((a, of_a), (b, of_b)) for what, share in of)
     if between > 1e-9 * value:
-        yield Part(_between(node), between)
-    if of_b:
-        yield from _path(problem, b, of_b)
+        yield Part(_between(node), between * weight)
+    for what, share in of_b:
+        yield from _path(problem, b, what, weight * share)
     if which != "first":
-        yield from _sync_parts(problem, node)
+        yield from (Part(part.what, part.seconds * weight) for part in _sync_parts(problem, node))
+
+
+def _merged(parts: Iterable[Part]) -> list[Part]:
+    """The same summands, each once."""
+    seconds: dict[str, float] = {}
+    for part in parts:
+        seconds[part.what] = seconds.get(part.what, 0.0) + part.seconds
+    return [Part(what, each) for what, each in seconds.items()]
 
 
 def _sync_parts(problem: Problem, node: Pair) -> Iterator[Part]:
@@ -262,24 +274,96 @@ def leaf_names(node: Node) -> list[str]:
     return [name for leaf in leaves_of(node) for name in leaf.names]
 
 
-def _ways(problem: Problem, node: Pair, which: str) -> list[tuple[float, str, str]]:
-    """The terms of the maximum that `which` is, without syncs: (seconds, time of the first part, time of the second)."""
-    a, b, fed = node.first.times, node.second.times, node.fed
-    in_order = {"first": ("total", "first"), "total": ("total", "total"), "last": ("last", "total")}[which]
-    after = float(getattr(a, in_order[0]) + getattr(b, in_order[1])), *in_order
+Terms = list[tuple[str, float]]
+"""Times of a part, and how many times each counts."""
+_Way = tuple[float, Terms, Terms]
+
+
+def _way(problem: Problem, node: Pair, which: str) -> _Way:
+    """What `which` is the sum of, without syncs: (seconds, times of the first part, times of the second)."""
+    if node.how == LENT:
+        return float(node.times.total) - sum(seconds for _, seconds in node.syncs), [("total", 1.0)], []
+    if node.cut.waits and node.cut.is_linked:
+        of_a, of_b = {"first": ("total", "first"), "total": ("total", "total"), "last": ("last", "total")}[which]
+        return float(getattr(node.fed, of_a) + getattr(node.second.times, of_b)), [(_cause(problem, node, of_a), 1.0)], [(of_b, 1.0)]
     if not node.cut.is_linked:
-        if node.is_turns:
-            return [after]
-        of_a, of_b = ((s - 1) * float(min(a.total, b.total)) * (which == "total") for s in problem.slowdowns(node.cut))
-        return [(float(getattr(a, which)) + of_a, which, ""), (float(getattr(b, which)) + of_b, "", which)]
-    if node.cut.waits:
-        handed = [in_order]
-    else:
-        handed = {"first": [("first", "first")], "total": [("first", "total"), ("total", "last")], "last": [("last", "last")]}[which]
-    both = float(min(a.total, b.total)) if which == "total" and not node.is_turns and not node.cut.waits else 0.0
-    slower = {y: (factor - 1) * both for y, factor in zip(("last", "total"), problem.slowdowns(node.cut), strict=True)}
-    ways = [(float(getattr(fed, x) + getattr(b, y)) + slower.get(y, 0.0), _cause(problem, node, x), y) for x, y in handed]
-    return [*ways, after] if node.is_turns and not node.cut.waits else ways
+        return _unlinked(problem, node, which)
+    return _taking_turns(problem, node, which) if node.is_turns else _streaming(problem, node, which)
+
+
+def _unlinked(problem: Problem, node: Pair, which: str) -> _Way:
+    a, b = node.first.times, node.second.times
+    if node.is_turns:
+        alternates = max(float(a.rigid), float(b.rigid)) == FREE
+        of_a, of_b = {
+            "first": ("total", "first"),
+            "total": ("total", "total"),
+            "last": ("last", "last" if alternates else "total"),
+        }[which]
+        return float(getattr(a, of_a) + getattr(b, of_b)), [(of_a, 1.0)], [(of_b, 1.0)]
+    more_a, more_b = ((s - 1) * float(min(a.total, b.total)) * (which == "total") for s in problem.slowdowns(node.cut))
+    alone: list[_Way] = [(float(getattr(a, which)) + more_a, [(which, 1.0)], []), (float(getattr(b, which)) + more_b, [], [(which, 1.0)])]
+    return max(alone, key=lambda way: way[0])
+
+
+def _streaming(problem: Problem, node: Pair, which: str) -> _Way:
+    """Of linked parts that are split."""
+    a, b, fed = node.first.times, node.second.times, node.fed
+    grain = float(max(fed.grain, b.grain))
+    start, end = float(start_of(fed, np.asarray(grain))), float(end_of(b, np.asarray(grain)))
+    begun, ended = _started(problem, node, grain), _ended(b, grain)
+    if which == "last":
+        less = [("total", grain)]
+        value = float(fed.last + b.last) + grain * float(min(a.total, b.total))
+        is_a = bool(a.total <= b.total)
+        return value, [("last", 1.0), *(less if is_a else [])], [("last", 1.0), *([] if is_a else less)]
+    slow_a, slow_b = ((factor - 1) * float(min(a.total, b.total)) for factor in problem.slowdowns(node.cut))
+    whole: list[_Way] = [
+        (start + float(b.total) + slow_b, begun, [("total", 1.0)]),
+        (float(fed.total) + end + slow_a, [(_cause(problem, node, "total"), 1.0)], ended),
+    ]
+    total = max(whole, key=lambda way: way[0])
+    if which == "total":
+        return total
+    if float(b.rigid) == DRAINS:
+        drained = float(fed.total + b.first)
+        return (drained, [(_cause(problem, node, "total"), 1.0)], [("first", 1.0)]) if drained <= total[0] else total
+    if start <= float(fed.first) + end:
+        return start + float(b.first), begun, [("first", 1.0)]
+    return float(fed.first) + end + float(b.first), [(_cause(problem, node, "first"), 1.0)], [*ended, ("first", 1.0)]
+
+
+def _taking_turns(problem: Problem, node: Pair, which: str) -> _Way:
+    """Of linked parts on the same devices, chunk by chunk or one after the other."""
+    a, b, fed = node.first.times, node.second.times, node.fed
+    grain = float(max(fed.grain, b.grain))
+    start, end = float(start_of(fed, np.asarray(grain))), float(end_of(b, np.asarray(grain)))
+    alternates = max(float(a.rigid), float(b.rigid)) == FREE
+    if which == "last":
+        late = _ended(b, float(b.grain))
+        every: list[_Way] = [
+            (float(a.last + b.total), [("last", 1.0)], [("total", 1.0)]),
+            (float(fed.last) + sum(share * float(getattr(b, what)) for what, share in late), [("last", 1.0)], late),
+        ]
+        drained = max(every, key=lambda way: way[0])
+        free: _Way = float(fed.last + b.last), [("last", 1.0)], [("last", 1.0)]
+        return min(free, drained, key=lambda way: way[0]) if alternates else drained
+    begins: list[tuple[float, Terms]] = [(float(a.total), [("total", 1.0)]), (start, _started(problem, node, grain))]
+    begun_s, begun = max(begins, key=lambda way: way[0])
+    ways: list[_Way] = [(begun_s + float(getattr(b, which)), begun, [(which, 1.0)])]
+    if which == "total":
+        ways.append((float(fed.total) + end, [(_cause(problem, node, "total"), 1.0)], _ended(b, grain)))
+    return max(ways, key=lambda way: way[0])
+
+
+def _started(problem: Problem, node: Pair, grain: float) -> Terms:
+    """What the time is the sum of when a share of the second part's input is there."""
+    return [(_cause(problem, node, "first"), 1.0 - grain), (_cause(problem, node, "total"), grain)]
+
+
+def _ended(b: Times, grain: float) -> Terms:
+    """What the time of a part after its last input is the sum of."""
+    return [("last", 1.0), ("total", grain)] if float(b.last + grain * b.total) < float(b.total) else [("total", 1.0)]
 
 
 def _cause(problem: Problem, node: Pair, which: str) -> str:
@@ -287,7 +371,7 @@ def _cause(problem: Problem, node: Pair, which: str) -> str:
     if which == "last":
         return "last"
     a = node.first.times
-    late = Times(np.asarray(-np.inf), a.total, a.last, a.busy)
+    late = Times(np.asarray(-np.inf), *a.all[1:])
     blind = through_functions(late, node.cut.functions, problem.calls, problem.functions)
     return "total" if float(getattr(blind, which)) >= float(getattr(node.fed, which)) * (1 - 1e-12) else "first"
 

@@ -2,7 +2,7 @@
 
     Workload --CallGraph--> convex sets, their cuts (A before B), and the functions on each cut
     Costs, ClusterSpec --options_of--> Options of each engine (resident, or offloaded to the host between its calls)
-    CallLoad, Option, chunk --leaf_times--> (l, T, d)      --side_by_side, in_turns, through_functions--> (l, T, d) of more calls
+    CallLoad, Option, chunk --leaf_times--> (l, T, e)      --side_by_side, in_turns, through_functions--> (l, T, e) of more calls
     rows of plans --pruned--> Front
 
 Cuts. A cut of a set S splits it into A and B such that no call of B comes before one of A; every down-set of S is tried, not only the
@@ -12,26 +12,35 @@ only the prefixes of a few orders of the calls and their intersections are tried
 
 Options exclude what a pin forbids and what does not fit the device alone; `unfit` has the latter, for the error.
 
-Times of a call or a part:
+Times of a call or a part, whose output is a line from (0, l) to (1, T) that is nowhere earlier than the true one:
 
-    first  (l)   first sample in -> first chunk out
-    total  (T)   all of the input there at 0 -> last chunk out
-    last   (d)   last sample in -> last chunk out
+    first  (l)   where the line begins, if all of the input is there at 0
+    total  (T)   the last chunk out
+    last   (e)   last sample in -> last chunk out, beside the share g T of the work that a last chunk takes
+    grain  (g)   the chunk, as a share of the batch: what is needed to begin, and handed on at a time
 
 A forward pass and an update work chunk by chunk: a chunk of m samples on R replicas costs what ceil(m/R) R samples cost, at least what its
 longest sample costs on one replica, and a fixed time for each micro-batch. No chunk of an update goes over more than a mini-batch. An
 update has no output before its end (l = T); only its first mini-batch can be worked on before the last sample is in. Legal chunks are the
 call's unit times powers of two, and the whole batch.
 
-With A before B, and A' for A with the functions between them:
+With A before B, A' for A with the functions between them, g the larger grain of both, s = l' + g (T' - l') when the first such chunk of A'
+is out, and d = min(TB, eB + g TB) the time of B after the last one:
 
-    split, linked       l = l' + lB             T = max(l' + TB, T' + dB)         d = d' + dB
-    split, unlinked     l = max(lA, lB)         T = max(TA, TB)                   d = max(dA, dB)
-    turns               l = max(TA, l') + lB    T = max(TA + TB, l' + TB, T' + dB)    d = max(dA + TB, d' + dB)
+    split, linked       l = min(s, l' + d) + lB     T = max(s + TB, T' + d)             e = e' + eB + g min(TA, TB)
+    split, unlinked     l = max(lA, lB)             T = max(TA, TB)                     e = max(eA, eB)
+    turns               l = max(TA, s) + lB         T = max(max(TA, s) + TB, T' + d)    e = eA + TB
+    alternating         the same                    the same                            e = e' + eB
 
-and where B waits for all of its input, l' is T' for B's start. A function f maps (l, T, d) to (l + lf, max(l + Tf, T + df), d + df). All
-are sums and maxima: no time of a plan falls when one of a part grows. For stages whose chunks come at an even pace, T is
-max_k(r_k + sum_{i>=k} p_i), which has its maximum at the first or the last chunk.
+and where B waits for all of its input, it begins at T'. A function f maps (l, T, e) to (l + lf, max(l + Tf, T + ef), e + ef). No time of a
+plan falls when one of a part grows. A stage that gets its input in coarser chunks than its own has all of the last one still to do (d),
+and one whose own are coarser begins when enough of the others' are there (s). Chunks come at an even pace, so that
+T = max_k(r_k + sum_{i>=k} p_i) has its maximum at the first or the last chunk.
+
+Turns of trainers that stay on their devices alternate, chunk by chunk, as the scheduler lets them: a worker, or a lease whose holder has
+nothing to do, goes on with the next call of the program that has input. Nothing else does: a generation runs all of its samples together,
+and what is moved to the host and back would be so for each chunk. A part that drains (`workload.DRAINS`) hands on nothing before all of
+its input was there.
 
 With staleness, steps overlap: `busy` is how long a part holds its devices in each step: T of what takes turns, the longest of what is
 split. A step then takes max(busy, T/(staleness + 1)), since a sample waits for the update of staleness + 1 steps before.
@@ -63,7 +72,19 @@ import numpy.typing as npt
 from m2flow.errors import PlanError
 from m2flow.micro.protocol.cost_terms import Costs, EngineId, Footprint, Layout, Switch
 from m2flow.planner.shortage import no_room
-from m2flow.planner.workload import BatchTimes, CallLoad, Draws, FunctionTimes, Instances, LentRollout, Workload, function_times
+from m2flow.planner.workload import (
+    DRAINS,
+    FREE,
+    MOVES,
+    BatchTimes,
+    CallLoad,
+    Draws,
+    FunctionTimes,
+    Instances,
+    LentRollout,
+    Workload,
+    function_times,
+)
 from m2flow.spec import ClusterSpec, PinSpec
 
 # ---- sets of calls and their cuts
@@ -439,7 +460,7 @@ def _layout_allowed(layout: Layout, pin: PinSpec) -> bool:
 T = TypeVar("T")
 
 TIMES = 3
-"""Columns l, T, d."""
+"""Columns l, T, e."""
 
 
 def legal_chunks(call: CallLoad) -> tuple[int, ...]:
@@ -465,26 +486,39 @@ def num_minibatches(call: CallLoad) -> int:
 
 @dataclass(frozen=True, eq=False)
 class LeafTimes:
-    """Times of calls that one engine runs one after the other, [options, chunks, 3]."""
+    """Times of calls that one engine runs in turns, [options, chunks, 3]."""
 
     chunks: tuple[int, ...]
     times: FloatArray
+    grains: FloatArray
+    """The share of the batch that a chunk is, [chunks]."""
 
 
 def leaf_times(calls: Sequence[CallLoad], options: Sequence[Option], costs: Costs, batches: Mapping[str, BatchTimes]) -> LeafTimes:
-    """Compute the times of calls in order, in chunks that are legal for all of them, with on- and offload if the engine is swapped."""
+    """Compute the times of calls in order, in chunks that are legal for all of them, with on- and offload if the engine is swapped.
+
+    A trainer's calls alternate chunk by chunk, unless one waits for all of its input (`drains`); those of others come one after the other.
+    """
     engine = calls[0].engine
     assert engine is not None
-    if not any(call.num_samples for call in calls):
-        return LeafTimes((1,), np.zeros((len(options), 1, TIMES)))
+    some = [call for call in calls if call.num_samples]
+    if not some:
+        return LeafTimes((1,), np.zeros((len(options), 1, TIMES)), np.zeros(1))
     chunks = tuple(sorted(set.intersection(*(set(legal_chunks(call)) for call in calls)))) or (max(c.num_samples for c in calls),)
     each = [call_times(call, engine, options, chunks, costs, batches[call.name]) for call in calls]
-    first = sum((t[..., 1] for t in each[:-1]), np.zeros(each[0].shape[:2])) + each[-1][..., 0]
     total = sum((t[..., 1] for t in each), np.zeros(each[0].shape[:2]))
-    last = each[0][..., 2] + sum((t[..., 1] for t in each[1:]), np.zeros(each[0].shape[:2]))
+    first = total - each[-1][..., 1] + each[-1][..., 0]
+    after = [t[..., 1 if drains(calls) else 2] for t in each[1:]]
+    last = each[0][..., 2] + sum(after, np.zeros(each[0].shape[:2]))
     come = np.array([option.come_s for option in options])[:, None]
     leave = np.array([option.leave_s for option in options])[:, None]
-    return LeafTimes(chunks, np.stack([first + come, total + come + leave, last + leave], axis=-1))
+    grains = np.max([[min(1.0, chunk / call.num_samples, 1 / num_minibatches(call)) for chunk in chunks] for call in some], axis=0)
+    return LeafTimes(chunks, np.stack([first + come, total + come + leave, last + leave], axis=-1), grains)
+
+
+def drains(calls: Sequence[CallLoad]) -> bool:
+    """Whether of calls on one engine some begin only when others have ended."""
+    return len(calls) > 1 and (any(call.work == "generate" for call in calls) or any(call.is_barrier for call in calls[1:]))
 
 
 def call_times(
@@ -558,11 +592,17 @@ def _passes(
     chunk_s = microbatches * replicas * fixed + np.maximum(rows * sample, most_s) * replicas  # `fixed` is a replica's, shared out to all.
     pass_s = call.num_samples / size * chunk_s
     if call.work != "update":
-        return np.stack([chunk_s, pass_s, chunk_s], axis=-1)
+        return np.stack([np.zeros_like(pass_s), pass_s, np.zeros_like(pass_s)], axis=-1)
     optimizer = np.array([train.optimizer_s for train in trains])[:, None] * call.num_optimizer_steps
     total = pass_s * call.num_epochs + optimizer
-    last = total - pass_s / num_minibatches(call) + np.minimum(chunk_s, pass_s / num_minibatches(call))
-    return np.stack([total, total, last], axis=-1)
+    return np.stack([total, total, total - pass_s / num_minibatches(call)], axis=-1)
+
+
+def rigid_of(calls: Sequence[CallLoad], option: Option) -> float:
+    """How a leaf may share its devices with others."""
+    if drains(calls):
+        return DRAINS
+    return MOVES if option.is_swapped or any(call.work == "generate" for call in calls) else FREE
 
 
 FloatArray = npt.NDArray[np.float64]
@@ -740,8 +780,8 @@ class Problem:
     """Cache of `dynamic_program`: rollouts with lent devices."""
     _leaves: dict[int, LeafTimes] = field(default_factory=dict)
     _cuts: dict[int, tuple[Cut, ...]] = field(default_factory=dict)
-    _known_times: dict[int, dict[Option, tuple[tuple[int, ...], FloatArray]]] = field(default_factory=dict)
-    """Calls -> option -> chunk sizes and the times in each, [chunks, 3]."""
+    _known_times: dict[int, dict[Option, tuple[LeafTimes, FloatArray]]] = field(default_factory=dict)
+    """Calls -> option -> what it was computed with, and its own times, [chunks, 3]."""
     _syncs_s: dict[tuple[str, str, Layout, str, Layout, bool], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -812,19 +852,20 @@ class Problem:
             new = [option for option in options if option not in known]
             if new or not known:
                 made = leaf_times(members, new, self.costs, self.batches)
-                known.update((option, (made.chunks, each)) for option, each in zip(new, made.times, strict=True))
-            chunks = next((chunks for chunks, _ in known.values()), (1,))
+                known.update((option, (made, each)) for option, each in zip(new, made.times, strict=True))
+            made = next((made for made, _ in known.values()), LeafTimes((1,), np.zeros((0, 1, TIMES)), np.ones(1)))
+            chunks = made.chunks
             wanted = sorted(len(chunks) - 1 - 2 * i for i in range(self.most_chunks or len(chunks)) if 2 * i < len(chunks))
             wanted = wanted if self.most_chunks else list(range(len(chunks)))
             times = np.array([known[option][1] for option in options]).reshape(len(options), -1, TIMES)
-            self._leaves[calls] = LeafTimes(tuple(chunks[i] for i in wanted), times[:, wanted])
+            self._leaves[calls] = LeafTimes(tuple(chunks[i] for i in wanted), times[:, wanted], made.grains[wanted])
         return self._leaves[calls]
 
     def keep(self, rows: Mapping[EngineId, Sequence[int]]) -> None:
         """Keep only these options of each engine."""
         for calls, leaf in self._leaves.items():
             (engine,) = self.graph.engines(calls)
-            self._leaves[calls] = LeafTimes(leaf.chunks, leaf.times[rows[engine]])
+            self._leaves[calls] = LeafTimes(leaf.chunks, leaf.times[rows[engine]], leaf.grains)
         kept = {engine: [options[i] for i in rows[engine]] for engine, options in self.options.of.items()}
         self.options = Options(kept, self.options.unfit)
 

@@ -559,6 +559,8 @@ class _Search:
         before = quick
         least_s = min((one.step_s for one, its in known if one and set(its) <= set(hows)), default=np.inf)
         for rows, price in self._rows(hows, is_first=not known, is_only=least_s == np.inf):
+            if quick and rows > _MORE_ROWS:
+                break
             more = self._best_near(self._tables(hows, min(least_s, quick.step_s if quick else np.inf), rows, price))
             quick = min((one for one in (quick, more) if one), key=lambda one: one.step_s, default=None)
             if quick and self.units > _MOST_DEVICES:

@@ -11,7 +11,7 @@ A rollout of W tokens, longest sample L, on n instances with B slots each takes
     T = max( t0 max(L, W/(n B)) + t1 W/n,  k-longest bound ) + prefill/n + entering and leaving
 
 with work spread evenly and the longest sample anywhere. A group is released when its last member has ended. The search adds up times as
-straight lines, so a release is given by the line from (first chunk, l) to (last chunk, T) that no chunk is later than: a plan can keep what
+straight lines, so a release is given by the line from (0, l) to (last chunk, T) that no chunk is later than: a plan can keep what
 it promises, and for a convex release (a long tail, all samples running from the start) nothing is lost.
 
 Given lengths are those of the models that the step trains; other models (a judge) are assumed to use all that they are allowed to.
@@ -434,16 +434,15 @@ def _cut(responses: IntArray, limit: int) -> IntArray:
 
 
 def _chord(releases_s: FloatArray, step: int) -> FloatArray:
-    """The least l with l + (T - l) k/(K-1) >= r_k for all chunks k = 0 .. K-1."""
+    """The least l with l + (T - l) k/K >= r_k for all chunks k = 1 .. K."""
     num = releases_s.shape[1]
     last = releases_s[:, -1]
     if step >= num:
-        return last
+        return np.zeros_like(last)
     at = np.append(np.arange(step - 1, num - 1, step), num - 1)
     at = at[_spread(len(at))]
-    share = np.arange(len(at)) / (len(at) - 1) if len(at) == -(-num // step) else (at - at[0]) / (num - 1 - at[0])
-    early = releases_s[:, at[:-1]]
-    return np.asarray(((early - last[:, None] * share[None, :-1]) / (1 - share[None, :-1])).max(axis=1).clip(early[:, 0], last))
+    share = (at[:-1] + 1) / num
+    return np.asarray(((releases_s[:, at[:-1]] - last[:, None] * share) / (1 - share)).max(axis=1).clip(0.0, last))
 
 
 @functools.lru_cache(maxsize=256)
@@ -461,27 +460,50 @@ def _spread(num: int) -> IntArray:
 
 @dataclass(frozen=True, eq=False)
 class Times:
-    """The times of parts; arrays of one shape."""
+    """The times of parts, with the pace at which they work; arrays of one shape."""
 
     first: FloatArray
     total: FloatArray
     last: FloatArray
     busy: FloatArray
+    grain: FloatArray
+    """The share of the batch that is needed to begin, and that is handed on at a time."""
+    rigid: FloatArray
+    """`FREE`, `MOVES` or `DRAINS`."""
 
     def at(self, rows: IntArray) -> Times:
         return Times(*(time[rows] for time in self.all))
 
     @property
-    def all(self) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
-        return self.first, self.total, self.last, self.busy
+    def all(self) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray, FloatArray, FloatArray]:
+        return self.first, self.total, self.last, self.busy, self.grain, self.rigid
+
+    def later(self, seconds: FloatArray | float) -> Times:
+        """The same with something that comes after all, once."""
+        return Times(self.first, self.total + seconds, self.last + seconds, self.busy + seconds, self.grain, self.rigid)
+
+
+FREE, MOVES, DRAINS = 0.0, 1.0, 2.0
+"""How a part may share its devices with another: trainers that stay on them can alternate with other trainers, chunk by chunk; all else
+works to its end before another begins. Of a part that drains some begins only when some other has ended, so it hands on nothing before."""
 
 
 def zero_times() -> Times:
     nothing = np.zeros(())
-    return Times(nothing, nothing, nothing, nothing)
+    return Times(*[nothing] * 6)
 
 
 Factor = float | FloatArray
+
+
+def start_of(fed: Times, grain: FloatArray) -> FloatArray:
+    """When a share of the input is there."""
+    return np.asarray(fed.first + (fed.total - fed.first) * grain)
+
+
+def end_of(b: Times, grain: FloatArray) -> FloatArray:
+    """Last sample in -> last chunk out, of input that comes in shares of this size, at least B's own."""
+    return np.asarray(np.minimum(b.total, b.last + grain * b.total))
 
 
 def side_by_side(a: Times, fed: Times, b: Times, *, is_linked: bool, waits: bool, slowdowns: tuple[Factor, Factor] = (1.0, 1.0)) -> Times:
@@ -489,29 +511,41 @@ def side_by_side(a: Times, fed: Times, b: Times, *, is_linked: bool, waits: bool
 
     `slowdowns`: the factors by which A and B are slower while the other works, which is as long as the shorter one lasts.
     """
+    rigid = np.maximum(np.maximum(a.rigid, b.rigid), MOVES)
     if waits:
-        return Times(fed.total + b.first, fed.total + b.total, fed.last + b.total, np.maximum(fed.busy, b.busy))
+        times = fed.total + b.first, fed.total + b.total, fed.last + b.total, np.maximum(fed.busy, b.busy)
+        return Times(*times, np.maximum(fed.grain, b.grain), np.full_like(rigid, DRAINS))
     both = np.minimum(a.total, b.total)
     more_a, more_b = ((factor - 1) * both for factor in slowdowns)
     busy = np.maximum(fed.busy + more_a, b.busy + more_b)
+    grain = np.maximum(fed.grain, b.grain)
     if not is_linked:
         total = np.maximum(a.total + more_a, b.total + more_b)
-        return Times(np.maximum(a.first, b.first), total, np.maximum(a.last, b.last), busy)
-    total = np.maximum(fed.first + b.total + more_b, fed.total + more_a + b.last)
-    return Times(fed.first + b.first, total, fed.last + b.last, busy)
+        return Times(np.maximum(a.first, b.first), total, np.maximum(a.last, b.last), busy, grain, rigid)
+    start, end = start_of(fed, grain), end_of(b, grain)
+    total = np.maximum(start + b.total + more_b, fed.total + more_a + end)
+    drained = np.minimum(fed.total + b.first, total)
+    first = np.where(b.rigid == DRAINS, drained, np.minimum(start, fed.first + end) + b.first)
+    return Times(first, total, fed.last + b.last + grain * np.minimum(a.total, b.total), busy, grain, rigid)
 
 
 def in_turns(a: Times, fed: Times, b: Times, *, is_linked: bool, waits: bool) -> Times:
-    """Times of A and then B on the same devices."""
-    if not is_linked:
-        total = a.total + b.total
-        return Times(a.total + b.first, total, a.last + b.total, total)
+    """Times of A and B on the same devices: all of A and then B or, where both are free to alternate, chunk by chunk with A first."""
+    grain = np.maximum(fed.grain, b.grain)
     if waits:
         total = fed.total + b.total
-        return Times(fed.total + b.first, total, fed.last + b.total, total)
-    start = np.maximum(a.total, fed.first)
-    total = np.maximum(start + b.total, fed.total + b.last)
-    return Times(start + b.first, total, np.maximum(a.last + b.total, fed.last + b.last), total)
+        return Times(fed.total + b.first, total, fed.last + b.total, total, grain, np.full_like(total, DRAINS))
+    alternates = np.maximum(a.rigid, b.rigid) == FREE
+    rigid = np.where(alternates, FREE, DRAINS)
+    if is_linked:
+        start = np.maximum(a.total, start_of(fed, grain))
+        total = np.maximum(start + b.total, fed.total + end_of(b, grain))
+        last = np.maximum(a.last + b.total, fed.last + np.minimum(b.total, b.last + b.grain * b.total))
+    else:
+        start, total, last = a.total, a.total + b.total, a.last + b.total
+    if np.any(alternates):
+        last = np.where(alternates, np.minimum((fed if is_linked else a).last + b.last, last), last)
+    return Times(start + b.first, total, last, total, grain, rigid)
 
 
 @dataclass(frozen=True)
@@ -525,9 +559,10 @@ class FunctionTimes:
     def after(self, t: Times, *, waits: bool) -> Times:
         """Times of the output for input with times `t`."""
         if waits:
-            return Times(t.total + self.first, t.total + self.total, t.last + self.total, np.maximum(t.busy, self.total))
+            times = t.total + self.first, t.total + self.total, t.last + self.total, np.maximum(t.busy, self.total)
+            return Times(*times, t.grain, np.full_like(t.rigid, DRAINS))
         total = np.maximum(t.first + self.total, t.total + self.last)
-        return Times(t.first + self.first, total, t.last + self.last, np.maximum(t.busy, self.total))
+        return Times(t.first + self.first, total, t.last + self.last, np.maximum(t.busy, self.total), t.grain, t.rigid)
 
 
 def function_times(call: CallLoad, cost: FunctionCost, num_processes: int, chunk: int) -> FunctionTimes:

@@ -44,10 +44,13 @@ def leaves_of(tree: Tree) -> list[Names]:
 class Price:
     """Arrays, a number for each way to fill the leaves."""
 
-    l: np.ndarray  # noqa: E741  # the letter of the formulas
+    l: np.ndarray  # noqa: E741  # the letters of the formulas
     T: np.ndarray
-    d: np.ndarray
+    e: np.ndarray
     busy: np.ndarray
+    g: np.ndarray
+    rigid: np.ndarray
+    """0: may alternate with others of the kind. 1: may not. 2: and hands on nothing before it has all of its input."""
     need: dict[str, np.ndarray]
     memory: dict[str, dict[str, list[np.ndarray]]]
     """Set of devices ("" or an engine) -> pool -> kept, most, host."""
@@ -82,7 +85,7 @@ class Oracle:
             options = self.p.options.of[members[0].engine]
             leaf = leaf_times(members, options, self.p.costs, self.p.batches)
             rows = list(product(range(len(options)), range(len(leaf.chunks))))
-            tables.append((options, leaf.times, np.array(rows)))
+            tables.append((options, (leaf.times, leaf.grains), np.array(rows)))
             ways.append(np.arange(len(rows)))
         if any(len(way) == 0 for way in ways):
             return np.inf
@@ -111,7 +114,15 @@ class Oracle:
         options: list[Option] = self.p.options.of[self._engine(names)]
         return np.array([of(option) for option in options])[self.chosen[names]]
 
-    def _leaf(self, names: Names, options: list[Option], times: np.ndarray, rows: np.ndarray) -> Price:
+    def _rigid(self, names: Names) -> np.ndarray:
+        calls = [call for call in self.p.workload.calls if call.name in names]
+        generates = any(call.work == "generate" for call in calls)
+        if len(calls) > 1 and (generates or any(call.is_barrier for call in calls[1:])):
+            return np.full(len(self.chosen[names]), 2.0)
+        return np.ones(len(self.chosen[names])) if generates else 1.0 * self._column(names, lambda o: o.is_swapped)
+
+    def _leaf(self, names: Names, options: list[Option], leaf: tuple[np.ndarray, np.ndarray], rows: np.ndarray) -> Price:
+        times, grains = leaf
         t = times[rows[:, 0], rows[:, 1]]
         engine = self._engine(names)
         where = self._column(names, lambda o: o.pool)
@@ -123,7 +134,7 @@ class Oracle:
         ]
         place = str(engine) if self.by_engine[engine] - names else ""
         return Price(
-            t[:, 0], t[:, 1], t[:, 2], t[:, 1],
+            t[:, 0], t[:, 1], t[:, 2], t[:, 1], grains[rows[:, 1]], self._rigid(names),
             {pool: size * (where == pool) for pool in self.p.pools},
             {place: {pool: [fact * (where == pool) for fact in facts] for pool in self.p.pools}},
             {}, names, np.ones(len(rows), bool),
@@ -169,33 +180,41 @@ class Oracle:
         for name in names:
             call, f = self.p.calls[name], self.p.functions[name]
             sources = [made[n] for n in call.after if n in made] or [t]
-            l, T, d, busy = (np.max([s[i] for s in sources], axis=0) for i in range(4))  # noqa: E741
+            l, T, e, busy, g, rigid = (np.max([s[i] for s in sources], axis=0) for i in range(6))  # noqa: E741
             if call.is_barrier:
-                made[name] = (T + f.first, T + f.total, d + f.total, np.maximum(busy, f.total))
+                made[name] = (T + f.first, T + f.total, e + f.total, np.maximum(busy, f.total), g, np.full_like(rigid, 2.0))
             else:
-                made[name] = (l + f.first, np.maximum(l + f.total, T + f.last), d + f.last, np.maximum(busy, f.total))
+                made[name] = (l + f.first, np.maximum(l + f.total, T + f.last), e + f.last, np.maximum(busy, f.total), g, rigid)
             result = tuple(np.maximum(x, y) for x, y in zip(result, made[name], strict=True))
         return result
 
     def _times(self, a: Price, b: Price, turns: bool) -> tuple:
         pairs = [(x, y) for x in a.names for y in b.names if self._linked(x, y)]
+        free = np.maximum(a.rigid, b.rigid) == 0
         if not pairs:
+            g = np.maximum(a.g, b.g)
             if turns:
-                return a.T + b.l, a.T + b.T, a.d + b.T, a.T + b.T
+                return (a.T + b.l, a.T + b.T, a.e + np.where(free, b.e, b.T), a.T + b.T, g, 2.0 * ~free)
             slow_a, slow_b = self._slower(a, b)
-            total = np.maximum(a.T + slow_a, b.T + slow_b)
-            return np.maximum(a.l, b.l), total, np.maximum(a.d, b.d), np.maximum(a.busy + slow_a, b.busy + slow_b)
+            total, busy = np.maximum(a.T + slow_a, b.T + slow_b), np.maximum(a.busy + slow_a, b.busy + slow_b)
+            return np.maximum(a.l, b.l), total, np.maximum(a.e, b.e), busy, g, np.maximum(np.maximum(a.rigid, b.rigid), 1)
         entries = {y for _, y in pairs if not any(self._linked(z, y) for z in b.names)}
-        l, T, d, busy = self._through((a.l, a.T, a.d, a.busy), self._between(a.names, b.names))  # noqa: E741
+        l, T, e, busy, g, _ = self._through((a.l, a.T, a.e, a.busy, a.g, a.rigid), self._between(a.names, b.names))  # noqa: E741
+        g = np.maximum(g, b.g)
         if any(self.p.calls[y].is_barrier for y in entries):
             whole = T + b.T
-            return T + b.l, whole, d + b.T, whole if turns else np.maximum(busy, b.busy)
+            return T + b.l, whole, e + b.T, whole if turns else np.maximum(busy, b.busy), g, np.full_like(a.rigid, 2.0)
+        begin, end = l + (T - l) * g, np.minimum(b.T, b.e + g * b.T)
         if turns:
-            start = np.maximum(a.T, l)
-            whole = np.maximum(start + b.T, T + b.d)
-            return start + b.l, whole, np.maximum(a.d + b.T, d + b.d), whole
+            begin = np.maximum(a.T, begin)
+            whole = np.maximum(begin + b.T, T + end)
+            late = np.maximum(a.e + b.T, e + np.minimum(b.T, b.e + b.g * b.T))
+            return (begin + b.l, whole, np.where(free, np.minimum(e + b.e, late), late), whole, g, 2.0 * ~free)
         slow_a, slow_b = self._slower(a, b)
-        return l + b.l, np.maximum(l + b.T + slow_b, T + slow_a + b.d), d + b.d, np.maximum(busy + slow_a, b.busy + slow_b)
+        whole = np.maximum(begin + b.T + slow_b, T + slow_a + end)
+        first = np.where(b.rigid == 2, np.minimum(T + b.l, whole), np.minimum(begin, l + end) + b.l)
+        last = e + b.e + g * np.minimum(a.T, b.T)
+        return first, whole, last, np.maximum(busy + slow_a, b.busy + slow_b), g, np.maximum(np.maximum(a.rigid, b.rigid), 1)
 
     def _slower(self, a: Price, b: Price) -> tuple[np.ndarray, np.ndarray]:
         kinds = [{self.p.calls[n].engine.kind for n in x.names} for x in (a, b)]
@@ -239,7 +258,7 @@ class Oracle:
                 seconds.append(
                     times * self.p.costs.sync_s(role, (source.pool, source.layout), (target.pool, target.layout), is_same_devices=same)
                 )
-            found.T, found.d, found.busy = found.T + seconds, found.d + seconds, found.busy + seconds
+            found.T, found.e, found.busy = found.T + seconds, found.e + seconds, found.busy + seconds
 
     def _memory(self, a: Price, b: Price, turns: bool) -> dict[str, dict[str, list[np.ndarray]]]:
         zero = np.zeros(len(a.T))
@@ -283,8 +302,9 @@ class Oracle:
                 elif not self.above[call.name] & self.device:
                     leading.append(call.name)
         zero = np.zeros(1)
-        l, T, _, busy = self._through((zero, zero, zero, zero), leading)  # noqa: E741
-        t = (whole.l, np.maximum(l + whole.T, T + whole.d), whole.d, np.maximum(whole.busy, busy))
-        _, T, _, busy = self._through(t, trailing)
+        l, T, _, busy, _, _ = self._through((zero,) * 6, leading)  # noqa: E741
+        end = np.minimum(whole.T, whole.e + whole.g * whole.T)
+        t = (whole.l, np.maximum(l + whole.T, T + end), whole.e, np.maximum(whole.busy, busy), whole.g, whole.rigid)
+        _, T, _, busy, _, _ = self._through(t, trailing)
         k = self.p.workload.staleness
         return np.maximum(busy, T / (k + 1)) if k else T

@@ -1,0 +1,60 @@
+"""Against RLinf's published algorithm on equal costs, and plans executed chunk by chunk against what the search promised."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from m2flow.planner.problem import Problem, legal_chunks
+from m2flow.planner.workload import DRAINS, FREE, MOVES, Times, in_turns, side_by_side
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+from vs_rlinf import Both, Stage, compared, played, problem_of
+
+CASES = [("chain", num, seed) for num in (8, 16, 64) for seed in range(6)] + [("ppo", 8, 10), ("ppo", 16, 2)]
+
+
+@pytest.mark.parametrize(("step", "num_devices", "seed"), CASES)
+def test_a_plan_is_no_slower_than_the_published_algorithm_s_and_takes_what_was_promised(step: str, num_devices: int, seed: int) -> None:
+    found = compared(step, num_devices, seed, "draining")
+    assert found is not None
+    assert found["ratio"] <= 1.005
+    assert 0.999 <= found["ours_said"] <= 1.02
+
+
+def times(total: float, grain: float, rigid: float = MOVES, first: float = 0.0) -> Times:
+    return Times(*(np.asarray(value) for value in (first, total, 0.0, 0.0, grain, rigid)))
+
+
+@pytest.mark.parametrize(("coarse", "fine"), [(16, 256), (256, 16), (64, 64)])
+def test_a_stage_waits_for_the_coarser_chunk_of_both(coarse: int, fine: int) -> None:
+    """Two stages side by side, of which the chunks of one are 16 times the other's."""
+    problem: Problem = problem_of("chain", 64, 0)
+    generate, forward, _ = problem.graph.device_calls
+    num = generate.num_samples
+    stages = [Stage(call, 8, chunk, total * chunk / num) for call, chunk, total in ((generate, coarse, 30.0), (forward, fine, 20.0))]
+    a, b = times(30.0, coarse / num), times(20.0, fine / num)
+    assert float(side_by_side(a, a, b, is_linked=True, waits=False).total) == pytest.approx(played(Both("split", *stages)))
+
+
+def test_trainers_that_stay_alternate_and_so_only_a_chunk_of_each_is_left_after_the_last_sample() -> None:
+    made, grain = times(100.0, 1 / 64), 1 / 64
+    free, moved = ([times(total, grain, rigid) for total in (30.0, 40.0)] for rigid in (FREE, MOVES))
+    alternate, drained = (in_turns(a, a, b, is_linked=True, waits=False) for a, b in (free, moved))
+    assert (float(alternate.rigid), float(drained.rigid)) == (FREE, DRAINS)
+    assert float(alternate.total) == float(drained.total) == 70.0
+    ends = [float(side_by_side(made, made, part, is_linked=True, waits=False).total) for part in (alternate, drained)]
+    assert ends[0] == pytest.approx(100 + 70 / 64)
+    assert ends[1] > 140
+
+
+def test_what_is_played_knows_all_of_the_plan() -> None:
+    problem = problem_of("chain", 8, 1)
+    generate, forward, update = problem.graph.device_calls
+    chunk = legal_chunks(generate)[-3]
+    a, b, c = (Stage(call, 4, chunk, 1.0, (2.0, 3.0)) for call in (generate, forward, update))
+    assert played(Both("turns", Both("turns", a, b), c)) == 3 * (4 + 5)
+    assert played(Both("turns", Both("split", a, b), c)) == (2 + 4 + 3) + (1 + 3) + 9  # The last chunk of `a` is there when it has left.
