@@ -663,7 +663,8 @@ class Solver:
         num_turns = int(np.count_nonzero(which < num_alone))
         every = self._rows.values
         need = self._need(every[: self._num_pools].take(a, 1), every[: self._num_pools].take(b, 1), num_turns)
-        legal = (need <= self._sizes[:, None]).all(axis=0)
+        legal: BoolArray = (need <= self._sizes[:, None]).all(axis=0)
+        legal[legal] = self._may_do(calls, a[legal], b[legal], which[legal] < num_alone, need[:, legal])
         if not legal.all():
             a, b, fed, which, need = a[legal], b[legal], fed[legal], which[legal], need[:, legal]
         times = self._pair_times(some, a, b, fed, which)
@@ -686,6 +687,16 @@ class Solver:
         starts = np.array([(self._starts[cut.first], self._starts[cut.second]) for cut in cuts])[which].T
         values = np.concatenate([need, times, bytes_.reshape(self.memory.width, -1)])
         return Front(values, ties, work, np.stack([codes, a - starts[0], b - starts[1]])).where(fits)
+
+    def _may_do(self, calls: int, a: IntArray, b: IntArray, is_turns: BoolArray, need: FloatArray) -> BoolArray | bool:
+        """As `_is_promising`, by the least time that each pair can take: both parts in turns, the longer one of a split."""
+        if self._known_s == np.inf or LENT in self._hows or self.problem.workload.staleness:
+            return True
+        total = self._rows.values[self._num_pools + 1]
+        of_a, of_b = total.take(a), total.take(b)
+        least = np.where(is_turns, of_a + of_b, np.maximum(of_a, of_b))
+        work = np.maximum(self._rows.work.take(a) + self._rows.work.take(b), need.sum(axis=0) * least)
+        return self._is_promising(calls, least, least, work)
 
     def _pairs(self, some: Sequence[tuple[int, Cut, int]]) -> tuple[IntArray, IntArray, IntArray, IntArray]:
         """Compatible pairs: rows of the first part, of the second, of the second's input, and indices into `some`."""

@@ -348,7 +348,7 @@ _MANY_DEVICES = 32
 _MOST_DEVICES = 512
 """Units above which the first plan found is taken."""
 _MOST_CHUNKS = 4
-_MOST_ROWS, _MORE_ROWS = 16, 64
+_MOST_ROWS, _MORE_ROWS = 16, 56
 """Rows kept of a front in a quick search; more where memory is short, which needs them, and where devices are few."""
 _FEW_PAIRS = 40_000
 """Pairs of rows of all cuts, from which the number of rows of the last search follows above `_MOST_DEVICES`."""
