@@ -9,7 +9,7 @@ their parts need, turns take the greater need of each pool, and the sum need not
 
 Exact for all that `Problem.options` offers. Sets that no two cuts enclose never occur. Time grows with the square of the rows.
 
-Bounds (`Limits`). Both hold for every tree, so a row whose bound exceeds the time of a known plan is dropped, whatever its ties:
+Bounds (`Limits`). These hold for every tree, so a row whose bound exceeds the time of a known plan is dropped, whatever its ties:
 
     path    first chunk of what comes before + T + last one of what comes after     linked parts never overlap in these
     work    (its device-seconds + the least of all other calls) / devices
@@ -17,6 +17,8 @@ Bounds (`Limits`). Both hold for every tree, so a row whose bound exceeds the ti
 T of two linked parts is at least the first's first chunk + T of the second, and T of the first + the second's last chunk; and devices times
 T is at least the device-seconds of the parts, in turns as in splits. A part that idles on some of its devices has them nevertheless: its
 device-seconds are those of its parts, or its devices times its time if that is more.
+
+Where all is split, a third holds: what the engines outside of a part have to do, on the devices that it leaves them.
 
 Memory (`Memory`) has for each set of devices what is kept there while others work, and the peak:
 
@@ -94,12 +96,17 @@ from m2flow.planner.workload import (
 class Limits:
     """Lower bounds on the step time of any plan of one problem."""
 
-    def __init__(self, problem: Problem, *, counts_work: bool = True) -> None:
-        """`counts_work`: whether a part has all of its devices all of its time, which does not hold where devices are lent."""
+    def __init__(self, problem: Problem, *, counts_work: bool = True, is_split: bool = False) -> None:
+        """
+        Args:
+            counts_work: whether a part has all of its devices all of its time, which does not hold where devices are lent.
+            is_split: whether no two engines share devices, so that a part leaves the other engines only those that it has not.
+        """
         self._problem = problem
         self._counts_work = counts_work
-        self._outside: dict[int, tuple[float, float]] = {}
-        """Set of calls -> `around_s`, and the least device-seconds of all other calls."""
+        self._is_split = is_split
+        self._outside: dict[int, tuple[float, float, float]] = {}
+        """Set of calls -> `around_s`, and the least device-seconds of all other calls, and of other engines."""
 
     @cached_property
     def _least(self) -> FloatArray:
@@ -151,19 +158,25 @@ class Limits:
         )
         return before + after
 
-    def of_rows(self, calls: int, total: FloatArray, busy: FloatArray, work: FloatArray) -> FloatArray:
+    def of_rows(self, calls: int, total: FloatArray, busy: FloatArray, work: FloatArray, need: FloatArray) -> FloatArray:
         """Lower bounds on the step time of plans that have each row for `calls`, [rows].
 
         Args:
             work: device-seconds of the rows.
+            need: devices of the rows.
         """
         if calls not in self._outside:
-            rest = float(sum(self._least[i, 3] for i in range(len(self._least)) if not calls >> i & 1))
-            self._outside[calls] = self.around_s(calls), rest
-        around, rest = self._outside[calls]
+            here, each = self._problem.graph.engines(calls), self._problem.graph.device_calls
+            rest = float(sum(self._least[i, 3] for i in range(len(each)) if not calls >> i & 1))
+            others = float(sum(self._least[i, 3] for i, call in enumerate(each) if call.engine not in here))
+            self._outside[calls] = self.around_s(calls), rest, others
+        around, rest, others = self._outside[calls]
         least = (total + around) / (self._problem.workload.staleness + 1)
         if self._problem.workload.staleness:
             least = np.maximum(least, busy)
+        if self._is_split and others:
+            left = sum(self._problem.num_devices) - need
+            least = np.maximum(least, np.divide(others, left, out=np.full(len(need), np.inf), where=left > 0))
         return np.maximum(least, (work + rest) / sum(self._problem.num_devices)) if self._counts_work else np.asarray(least)
 
 
@@ -507,7 +520,7 @@ class Solver:
             price: seconds for a byte that is kept on a device while others work, in the choice of rows where these are limited.
         """
         self.problem, graph = problem, problem.graph
-        self.limits = Limits(problem, counts_work=LENT not in hows)
+        self.limits = Limits(problem, counts_work=LENT not in hows, is_split=tuple(hows) == (SPLIT,) and within is None)
         self._known_s = known_s * (1 + 1e-9)
         self.memory = Memory(problem, all_take_turns=tuple(hows) == (TURNS,) and within is None)
         self._num_pools = len(problem.pools)
@@ -610,7 +623,7 @@ class Solver:
         bytes_, work = self.memory.leaf(engine, facts, calls), times[1] * facts[1, which]
         useful = self._useful(facts) & self.memory.fits(calls, bytes_)
         self.memory.settle(calls, bytes_)
-        keep = np.flatnonzero(self._is_promising(calls, times[1], times[1], work) & useful[which])
+        keep = np.flatnonzero(self._is_promising(calls, times[1], times[1], work, facts[1, which]) & useful[which])
         which, times, work = which[keep], times[:, keep], work[keep]
         values = np.zeros((self._num_pools + _NUM_TIMES + self.memory.width, len(which)))
         values[facts[0, which].astype(np.int64), np.arange(len(which))] = facts[1, which]
@@ -663,14 +676,14 @@ class Solver:
         num_turns = int(np.count_nonzero(which < num_alone))
         every = self._rows.values
         need = self._need(every[: self._num_pools].take(a, 1), every[: self._num_pools].take(b, 1), num_turns)
-        legal: BoolArray = (need <= self._sizes[:, None]).all(axis=0)
+        legal: BoolArray = np.asarray((need <= self._sizes[:, None]).all(axis=0))
         legal[legal] = self._may_do(calls, a[legal], b[legal], which[legal] < num_alone, need[:, legal])
         if not legal.all():
             a, b, fed, which, need = a[legal], b[legal], fed[legal], which[legal], need[:, legal]
         times = self._pair_times(some, a, b, fed, which)
         held = times[3] if self.problem.workload.staleness else times[1]
         work = np.maximum(self._rows.work[a] + self._rows.work[b], need.sum(axis=0) * held)
-        keep = np.flatnonzero(self._is_promising(calls, times[1], times[3], work))
+        keep = np.flatnonzero(self._is_promising(calls, times[1], times[3], work, need.sum(axis=0)))
         if not len(keep):
             return self._nothing()
         if len(keep) < len(a):
@@ -680,7 +693,7 @@ class Solver:
         self._add_syncs(some, ties, which, times)
         of_a, of_b = (every[self._bytes].take(side, 1).reshape(*self.memory.shape, len(a)) for side in (a, b))
         bytes_ = self.memory.join(cuts, which, of_a, of_b, ties, num_turns)
-        fits = self.memory.fits(calls, bytes_) & self._is_promising(calls, times[1], times[3], work)
+        fits = self.memory.fits(calls, bytes_) & self._is_promising(calls, times[1], times[3], work, need.sum(axis=0))
         self.memory.settle(calls, bytes_)
         ties[self._closed(calls)] = UNKNOWN
         codes = np.array([NUM_HOWS * index + how for index, _, how in some])[which]
@@ -688,15 +701,16 @@ class Solver:
         values = np.concatenate([need, times, bytes_.reshape(self.memory.width, -1)])
         return Front(values, ties, work, np.stack([codes, a - starts[0], b - starts[1]])).where(fits)
 
-    def _may_do(self, calls: int, a: IntArray, b: IntArray, is_turns: BoolArray, need: FloatArray) -> BoolArray | bool:
+    def _may_do(self, calls: int, a: IntArray, b: IntArray, is_turns: BoolArray, need: FloatArray) -> BoolArray:
         """As `_is_promising`, by the least time that each pair can take: both parts in turns, the longer one of a split."""
         if self._known_s == np.inf or LENT in self._hows or self.problem.workload.staleness:
-            return True
+            return np.ones(len(a), np.bool_)
         total = self._rows.values[self._num_pools + 1]
         of_a, of_b = total.take(a), total.take(b)
         least = np.where(is_turns, of_a + of_b, np.maximum(of_a, of_b))
-        work = np.maximum(self._rows.work.take(a) + self._rows.work.take(b), need.sum(axis=0) * least)
-        return self._is_promising(calls, least, least, work)
+        devices = need.sum(axis=0)
+        work = np.maximum(self._rows.work.take(a) + self._rows.work.take(b), devices * least)
+        return self._is_promising(calls, least, least, work, devices)
 
     def _pairs(self, some: Sequence[tuple[int, Cut, int]]) -> tuple[IntArray, IntArray, IntArray, IntArray]:
         """Compatible pairs: rows of the first part, of the second, of the second's input, and indices into `some`."""
@@ -790,14 +804,14 @@ class Solver:
         kept, quarter = self.memory.fullness(front.values[self._bytes].reshape(*self.memory.shape, -1))
         devices = front.values[: self._num_pools].astype(np.int64)
         groups = codes(np.concatenate([devices, front.ties[self._compared], quarter[None]]))
-        merit = self.limits.of_rows(calls, times[1], times[3], front.work) + self._price * kept
+        merit = self.limits.of_rows(calls, times[1], times[3], front.work, devices.sum(axis=0).astype(np.float64)) + self._price * kept
         return front.take(spread(groups, merit, most))
 
-    def _is_promising(self, calls: int, total: FloatArray, busy: FloatArray, work: FloatArray) -> BoolArray:
+    def _is_promising(self, calls: int, total: FloatArray, busy: FloatArray, work: FloatArray, need: FloatArray) -> BoolArray:
         """Whether each row may be part of a plan as fast as the known one."""
         if self._known_s == np.inf:
             return np.ones(len(total), np.bool_)
-        return np.asarray(self.limits.of_rows(calls, total, busy, work) <= self._known_s)
+        return np.asarray(self.limits.of_rows(calls, total, busy, work, need) <= self._known_s)
 
     def _lendable(self, cut: Cut, a: Front, b: Front) -> BoolArray:
         """Whether both rows are leaves, and the second's devices those of some of the first's instances but not of all, [of a, of b]."""
