@@ -466,6 +466,11 @@ class RunSettings(_Strict):
     """Steps from one checkpoint to the next; by default it goes by time alone."""
     checkpoint_s: float | None = Field(default=600.0, ge=0, le=_MOST_SECONDS)
     """Seconds from one checkpoint to the next, at the ends of steps; None: it goes by steps alone, or there are none but the final one."""
+    checkpoint_behind: bool = False
+    """Write checkpoints while training goes on: a step is held up only while the trainer copies weights and moments into its host's memory
+    (one copy, until it is written), and not while files are written. The one where a run is stopped, and eager runs', are written at once,
+    as are those of trainers that can't copy (`spread_checkpoints`, `deepspeed`). What can't be written is named in a warning, and the next
+    step ends with another try."""
     checkpoints_kept: int = Field(default=2, ge=1, le=_MOST_SAMPLES)
     """The newest ones stay."""
     attempts: int = Field(default=3, ge=1, le=_MOST_SAMPLES)

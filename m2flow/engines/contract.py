@@ -819,6 +819,10 @@ class TrainEngine(Engine):
     def save(self, path: str) -> None:
         """Write model and tokenizer in Hugging Face format, and the optimisers' state beside them, to a directory."""
 
+    def held_checkpoint(self, path: str) -> HeldCheckpoint | None:
+        """Copy what `save` would write now, and return what writes it while the engine goes on. None: it can't; `save` it."""
+        return None
+
     @abstractmethod
     def load(self, path: str) -> None:
         """Load what `save` wrote."""
@@ -828,6 +832,16 @@ def blended(own: Tensor, other: Tensor, share: float) -> Tensor:
     """What a tensor becomes that keeps `1 - share` of its own: summed in float32, in its type, on its device; the other itself for 1,
     and of whole numbers."""
     return other if share == 1 or not own.is_floating_point() else own.float().lerp_(other.to(own.device).float(), share).to(own.dtype)
+
+
+@dataclass(frozen=True)
+class HeldCheckpoint:
+    """A checkpoint in the host's memory. Both may be called in another thread than the engine's, one after the other."""
+
+    write: Callable[[], None]
+    """As `TrainEngine.save`, with the same errors."""
+    weights: Callable[[], Iterator[tuple[str, Tensor]]]
+    """As `TrainEngine.weights`, of that moment."""
 
 
 OnDone = Callable[[int, object], None]

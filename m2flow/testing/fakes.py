@@ -36,6 +36,7 @@ import numpy.typing as npt
 from m2flow.engines.contract import (
     EngineSettings,
     Generated,
+    HeldCheckpoint,
     Objective,
     Occupancy,
     Request,
@@ -508,11 +509,22 @@ class FakeTrain(TrainEngine):
         yield FAKE_WEIGHT, self._weights
 
     def save(self, path: str) -> None:
-        directory = Path(path)
-        directory.mkdir(parents=True, exist_ok=True)
-        fresh = directory / f".{_STATE}.{os.getpid()}"
-        fresh.write_text(json.dumps({"weights": self._weights.tolist(), "num_steps": self._num_steps}))
-        fresh.rename(directory / _STATE)
+        self._held(path).write()
+
+    def held_checkpoint(self, path: str) -> HeldCheckpoint | None:
+        return self._held(path)
+
+    def _held(self, path: str) -> HeldCheckpoint:
+        state, weights = json.dumps({"weights": self._weights.tolist(), "num_steps": self._num_steps}), self._weights.copy()
+
+        def write() -> None:
+            directory = Path(path)
+            directory.mkdir(parents=True, exist_ok=True)
+            fresh = directory / f".{_STATE}.{os.getpid()}"
+            fresh.write_text(state)
+            fresh.rename(directory / _STATE)
+
+        return HeldCheckpoint(write, lambda: iter([(FAKE_WEIGHT, weights)]))
 
     def _check_place(self, head: str | None = None) -> None:
         if self._is_away:
@@ -614,6 +626,9 @@ class FakeRanks(FakeTrain):
         if self._rank == 0:
             super().save(path)
         self._all_reduce()
+
+    def held_checkpoint(self, path: str) -> HeldCheckpoint | None:
+        return None
 
     def load(self, path: str) -> None:
         super().load(path)

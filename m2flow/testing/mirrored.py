@@ -23,7 +23,7 @@ import cloudpickle
 import numpy as np
 import numpy.typing as npt
 
-from m2flow.engines.contract import EngineSettings, Memory, Objective, Sums, Tensor, TrainEngine
+from m2flow.engines.contract import EngineSettings, HeldCheckpoint, Memory, Objective, Sums, Tensor, TrainEngine
 from m2flow.errors import InternalError, M2FlowError
 from m2flow.recipe import Model, Optimizer
 from m2flow.samples import Batch
@@ -194,6 +194,10 @@ class Mirrored(TrainEngine):
 
     def save(self, path: str) -> None:
         self._on_all_ranks("save", path)
+
+    def held_checkpoint(self, path: str) -> HeldCheckpoint | None:
+        held: HeldCheckpoint | None = self._on_all_ranks("held_checkpoint", path)
+        return held
 
     def load(self, path: str) -> None:
         self._on_all_ranks("load", path)

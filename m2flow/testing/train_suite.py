@@ -13,9 +13,11 @@ Every check takes tokens from `vocabulary`, builds its own batches, and compares
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -61,6 +63,12 @@ def drawn_from(batch: Batch, whole: Batch) -> tuple[Ragged, npt.NDArray[np.float
     counts = np.add.reduceat(mask, batch.ragged("loss_mask").offsets[:-1], dtype=np.int64).tolist()
     ends = np.cumsum(counts).tolist()
     return Ragged.of([packed_masks(masks[end - count : end]) for count, end in zip(counts, ends, strict=True)], np.int32), own
+
+
+def files_of(directory: Path) -> dict[str, str]:
+    """SHA-256 of a directory's files by their names."""
+    found = {file for file in directory.rglob("*") if file.is_file()}
+    return {str(file.relative_to(directory)): hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(found)}
 
 
 class TrainEngineSuite:
@@ -223,6 +231,7 @@ class TrainEngineSuite:
         assert distance(after([RECIPE, other]), after([other, RECIPE])) > 0
 
     def test_a_checkpoint_continues_as_if_nothing_had_happened(self, tmp_path: Path) -> None:
+        """Also one that was held in memory, and written in another thread when training had gone on: its files are the same."""
         batch = samples(self.vocabulary)
         path = str(tmp_path / "checkpoint")
 
@@ -234,10 +243,15 @@ class TrainEngineSuite:
             train(engine, RECIPE)
             train(engine, NEXT)
             engine.save(path)
-            saved = copied(engine)
+            held, saved = engine.held_checkpoint(str(tmp_path / "held")), copied(engine)
             train(engine, NEXT)
             train(engine, RECIPE)
             expected = copied(engine)
+            if held is not None:
+                with ThreadPoolExecutor(1) as thread:
+                    thread.submit(held.write).result()
+                assert files_of(tmp_path / "held") == files_of(Path(path))
+                assert distance(in_memory(held.weights()), saved) == 0
         with started(self.make()) as engine:
             engine.accumulate(batch, PPO)
             engine.load(path)
@@ -485,7 +499,11 @@ def metric_weights(sums: Sums) -> Weights:
 
 
 def copied(engine: TrainEngine) -> Weights:
-    return {name: np.asarray(tensor.cpu() if hasattr(tensor, "cpu") else tensor).copy() for name, tensor in engine.weights()}
+    return in_memory(engine.weights())
+
+
+def in_memory(weights: Iterable[tuple[str, Any]]) -> Weights:
+    return {name: np.asarray(tensor.detach().cpu() if hasattr(tensor, "cpu") else tensor).copy() for name, tensor in weights}
 
 
 def distance(found: Mapping[str, npt.NDArray[Any]], expected: Mapping[str, npt.NDArray[Any]]) -> float:

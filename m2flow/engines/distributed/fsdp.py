@@ -50,7 +50,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from m2flow.engines.contract import NO_AGREEMENT, Agreement, EngineSettings, Objective, Sums, TrainEngine, blended
+from m2flow.engines.contract import NO_AGREEMENT, Agreement, EngineSettings, HeldCheckpoint, Objective, Sums, TrainEngine, blended
 from m2flow.engines.distributed import check_stages, tensor_parallel
 from m2flow.engines.distributed.ranks import RankedTrain, Ranks, Root
 from m2flow.engines.models import lora, packing, trainer_checkpoint
@@ -147,14 +147,25 @@ class FsdpTrain(RankedTrain):
 
     def save(self, path: str) -> None:
         """Save in the embedded trainer's format; any number of ranks can go on from it. Rank 0 keeps what is gathered."""
-        if self._settings.options.get("spread_checkpoints") and self._source.lora is None:
+        if self._saves_parts:
             self._save_parts(Path(path))
             return
+        held = self.held_checkpoint(path)
+        self._together(lambda: held.write() if held is not None else None)
+
+    @property
+    def _saves_parts(self) -> bool:
+        return bool(self._settings.options.get("spread_checkpoints")) and self._source.lora is None
+
+    def held_checkpoint(self, path: str) -> HeldCheckpoint | None:
+        """Rank 0 holds what is gathered; none is held in parts."""
+        if self._saves_parts:
+            return None
         is_writer = self._ranks.rank == 0
         state = _whole_state(self._state(), keeps=is_writer)
         weights = {name: _kept(tensor, keeps=is_writer) for name, tensor in lora.whole_state(self._model, self._whole)}
         adapter = {name: _kept(tensor, keeps=is_writer) for name, tensor in lora.adapter_state(self._model, self._whole)}
-        self._together(lambda: trainer_checkpoint.save(path, self._model, self._codec, state, weights, adapter) if is_writer else None)
+        return trainer_checkpoint.held(path, self._model, self._codec, state, weights, adapter) if is_writer else None
 
     def _save_parts(self, path: Path) -> None:
         """Have each rank write its shards."""
@@ -202,7 +213,7 @@ def _whole_state(saved: Any, *, keeps: bool) -> Any:
 
 def _kept(tensor: Tensor, *, keeps: bool) -> Tensor:
     """Copy a tensor to the host's memory on ranks that keep it; elsewhere an empty one."""
-    return tensor.cpu() if keeps else tensor.new_empty(0)
+    return tensor.to("cpu", copy=True) if keeps else tensor.new_empty(0)
 
 
 # ---- stages
@@ -608,6 +619,9 @@ class PipelinedTrain(FsdpTrain):
         weights = {name: _kept(tensor, keeps=keeps) for name, tensor in self.weights()}
         state = self._states(None)
         self._together(lambda: trainer_checkpoint.save(path, self._frame, self._codec, state, weights, {}) if keeps else None)
+
+    def held_checkpoint(self, path: str) -> HeldCheckpoint | None:
+        return None
 
     def _save_parts(self, path: Path) -> None:
         parts = {

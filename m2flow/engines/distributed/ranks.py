@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from m2flow.engines.contract import NO_AGREEMENT, Agreement, EngineSettings, Objective, Sums, TrainEngine, blended
+from m2flow.engines.contract import NO_AGREEMENT, Agreement, EngineSettings, HeldCheckpoint, Objective, Sums, TrainEngine, blended
 from m2flow.engines.embedded.trainer import EmbeddedTrain
 from m2flow.engines.installed import keep_gloo_here
 from m2flow.engines.models import lora, packing, trainer_checkpoint
@@ -267,6 +267,9 @@ class RankedTrain(EmbeddedTrain):
         stepped = self._together(lambda: self._optimizers.step(optimizer, denominator))
         return {**stepped, **self._expert_loads()}
 
+    def held_checkpoint(self, path: str) -> HeldCheckpoint | None:
+        return None
+
     def load(self, path: str) -> None:
         self._together(lambda: super(RankedTrain, self).load(path))
 
@@ -458,6 +461,10 @@ class ReplicatedTrain(RankedTrain):
     def save(self, path: str) -> None:
         """Rank 0 saves."""
         self._together(lambda: super(ReplicatedTrain, self).save(path) if self._ranks.rank == 0 else None)
+
+    def held_checkpoint(self, path: str) -> HeldCheckpoint | None:
+        """Rank 0 holds it."""
+        return self._together(lambda: EmbeddedTrain.held_checkpoint(self, path) if self._ranks.rank == 0 else None)
 
     def _sum_gradients(self) -> None:
         sum_gradients([one for one in self._model.parameters() if one.requires_grad], self._ranks.group)

@@ -41,6 +41,7 @@ from m2flow.engines.contract import (
     PER_GROUP,
     Agreement,
     EngineSettings,
+    HeldCheckpoint,
     Memory,
     Objective,
     Sums,
@@ -412,11 +413,6 @@ class EmbeddedTrain(TrainEngine):
             raise EngineError(f"the option {name} of the train engine {self.name!r} is {given!r}", now="Write a whole number.")
         return int(str(given))
 
-    @property
-    def _logprob_tokens(self) -> int:
-        """Tokens of a pass without gradient."""
-        return self._count("logprob_tokens", _LOGPROB_TOKENS)
-
     def _replaced_head(self) -> Head | None:
         if self._source.head != "lm":
             return None
@@ -557,7 +553,8 @@ class EmbeddedTrain(TrainEngine):
 
     def _runs(self, tokens: Ragged) -> Iterator[npt.NDArray[np.int64]]:
         """Rows that go through the model together; each alone with `deterministic`, so that no result depends on its neighbours."""
-        return packing.runs_within(tokens.lengths, 0 if self._settings.deterministic else self._logprob_tokens)
+        budget = 0 if self._settings.deterministic else self._count("logprob_tokens", _LOGPROB_TOKENS)
+        return packing.runs_within(tokens.lengths, budget)
 
     def _tokenised(self, batch: Batch) -> Batch:
         """Add `tokens` and `loss_mask`. Raises `EngineError` for a sample whose result would depend on its neighbours."""
@@ -629,6 +626,9 @@ class EmbeddedTrain(TrainEngine):
         if self._is_lent:
             return {"optimizers": [], "masters": []}
         return {"optimizers": self._optimizers.state(), "masters": self._optimizers.masters()}
+
+    def held_checkpoint(self, path: str) -> HeldCheckpoint | None:
+        return trainer_checkpoint.held(path, self._model, self._codec, self._state())
 
     def load(self, path: str) -> None:
         state = trainer_checkpoint.load(path, self._model, self._source)

@@ -37,7 +37,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from m2flow.engines.contract import NO_AGREEMENT, Agreement, EngineSettings, Memory, Objective, Sums, TrainEngine, blended, bytes_on
+from m2flow.engines.contract import (
+    NO_AGREEMENT,
+    Agreement,
+    EngineSettings,
+    HeldCheckpoint,
+    Memory,
+    Objective,
+    Sums,
+    TrainEngine,
+    blended,
+    bytes_on,
+)
 from m2flow.engines.distributed.ranks import RankedTrain
 from m2flow.engines.megatron import head
 from m2flow.engines.megatron.experts import Routing
@@ -414,6 +425,13 @@ class MegatronTrain(RankedTrain):
         if self._options.spread_checkpoints:
             self._save_parts(Path(path))
             return
+        held = self.held_checkpoint(path)
+        self._together(lambda: held.write() if held is not None else None)
+
+    def held_checkpoint(self, path: str) -> HeldCheckpoint | None:
+        """The first rank holds what is gathered; none is held in parts."""
+        if self._options.spread_checkpoints:
+            return None
         weights = self._by_module(self._weights.whole(), getattr(torch, self._source.dtype))
         optimizers = []
         for recipe, count in self._parts.client.num_steps.items():
@@ -425,7 +443,7 @@ class MegatronTrain(RankedTrain):
             exact = self._by_module(self._weights.whole(self._parts.gathered(lambda part: part.stepped)), torch.float32)
             masters = [exact[name] for name in self._trained] if self._is_first else []
         state = {"optimizers": optimizers, "masters": masters}
-        self._together(lambda: trainer_checkpoint.save(path, self._model, self._codec, state, weights) if self._is_first else None)
+        return trainer_checkpoint.held(path, self._model, self._codec, state, weights) if self._is_first else None
 
     def _save_parts(self, path: Path) -> None:
         tensors = self._pieces(trainer_checkpoint.WEIGHT, lambda _, parameter: parameter.detach())

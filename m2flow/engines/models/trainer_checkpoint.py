@@ -37,6 +37,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from m2flow.engines.contract import HeldCheckpoint
 from m2flow.engines.models import lora
 from m2flow.engines.models.hf_model import checkpoint_tensors, load_model
 from m2flow.errors import EngineError, ModelError, host_error, naming_host_errors
@@ -261,6 +262,42 @@ def save(
         files = [file for file in sorted(fresh.rglob("*")) if file.is_file()]
         manifest = {str(file.relative_to(fresh)): [file.stat().st_size, _digest(file)] for file in files}
         (fresh / _MANIFEST).write_text(json.dumps(manifest, indent=1))
+
+
+def held(
+    path: str,
+    model: Any,
+    codec: TextCodec,
+    state: Mapping[str, object],
+    weights: Mapping[str, Tensor] | None = None,
+    adapter: Mapping[str, Tensor] | None = None,
+) -> HeldCheckpoint:
+    """As `save`, later, of what these tensors are now. Weights that are given, and the state then, are nobody else's; others are copied."""
+    if weights is None:
+        adapter = dict(lora.adapter_state(model)) if lora.is_adapted(model) else None
+        state, weights, adapter = _copied((dict(state), dict(lora.whole_state(model)), adapter), {})
+    found = dict(weights or {})
+
+    def named() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in found.items():
+            yield from checkpoint_tensors(model, name, tensor)
+
+    # A copy of the mapping: transformers empties the one that it writes.
+    return HeldCheckpoint(lambda: save(path, model, codec, state, dict(found), adapter), named)
+
+
+def _copied(value: Any, copies: dict[tuple[Any, ...], Tensor]) -> Any:
+    """Copy the tensors of a state into the host's memory; one that is there twice once."""
+    if isinstance(value, Mapping):
+        return {key: _copied(one, copies) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_copied(one, copies) for one in value)
+    if not isinstance(value, Tensor):
+        return value
+    key = (value.data_ptr(), value.dtype, value.shape, value.stride()) if value.numel() else (id(value),)
+    if key not in copies:
+        copies[key] = value.detach().to("cpu", copy=True)
+    return copies[key]
 
 
 @contextlib.contextmanager

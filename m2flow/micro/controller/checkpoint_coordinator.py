@@ -9,13 +9,16 @@ Periodic checkpoints are of the end of a step, so that a resumed run has no valu
 may be checkpointed at any point (`ProgramHistory`), unless that would replace weights whose values something after it still needs: what a
 trainer computed with older weights (log-probabilities, a critic's values) is in no record.
 
-Nobody waits for a checkpoint. While one is under way the next is not begun, and a step whose evaluation takes long delays only its own.
+Nobody waits for a checkpoint, with `RunSettings.checkpoint_behind` not even the trainer for its files. While one is under way the next is
+not begun, and a step whose evaluation takes long delays only its own.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -23,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol, final
 
+from m2flow.errors import M2FlowError
 from m2flow.macro.graph import Call
 from m2flow.macro.replay import BackendWrapper
 from m2flow.macro.session import Backend
@@ -148,7 +152,7 @@ class CheckpointCoordinator:
             self._gathering = _Gathering(step, num_calls, path)
             self._last_step, self._last_s = step, self._clock()
             known = {} if self._newest is None else self._newest.point.versions
-            return CheckpointDue(step, str(path), dict(known))
+            return CheckpointDue(step, str(path), dict(known), behind=settings.checkpoint_behind)
 
     def last(self, num_calls: int, point: ProgramPoint | None) -> CheckpointDue | None:
         """Return the checkpoint to begin where the run stops, with `num_calls` calls over; None if none is needed or one is under way.
@@ -206,6 +210,18 @@ class CheckpointCoordinator:
         with self._lock:
             if self._gathering is not None and self._gathering.step == step:
                 self._gathering.digests[role] = digest
+
+    def failed(self, step: int) -> bool:
+        """Drop the checkpoint of this step, of which a part could not be written, so that the next step's end begins another; return
+        whether it was under way."""
+        with self._lock:
+            found = self._gathering
+            if found is None or found.step != step:
+                return False
+            shutil.rmtree(found.path, ignore_errors=True)
+            self._gathering = None
+            self._last_step, self._last_s = -1 if self._newest is None else self._newest.point.step, -math.inf
+            return True
 
     def finish(self, are_well: Callable[[int], bool], make_durable: Callable[[], None]) -> Checkpoint | None:
         """Commit the checkpoint under way if all its parts are on disk and all calls before its point are over.
@@ -274,6 +290,13 @@ class CheckpointingBackend(BackendWrapper):
         self._history.over(min(self._num_over(), self._num_calls))
         if due is not None:
             self._end(step)
+
+
+def failed_checkpoint(step: int, role: str, error: M2FlowError) -> str:
+    """A warning: a part could not be written while training went on."""
+    now = f" {error.now}" if error.now else ""
+    what = f"the checkpoint after step {step + 1} was not made, since {role} could not be written: {error.what}"
+    return f"{what}. The run goes on, and the next step ends with another try.{now}"
 
 
 class Saver(Protocol):

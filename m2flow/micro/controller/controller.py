@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterable, Mapping
 from m2flow.channels.channel import Parcel
 from m2flow.channels.parcels import ZmqInbox, ZmqOutbox
 from m2flow.channels.zeromq import LinkDialer, LinkListener, wait
-from m2flow.errors import BrokenChannel, M2FlowError, unexpected
+from m2flow.errors import BrokenChannel, M2FlowError, error_from_record, unexpected
 from m2flow.micro.controller.autoscaler import ScalingLoop, requests
 from m2flow.micro.controller.call_futures import CallFutures
-from m2flow.micro.controller.checkpoint_coordinator import CheckpointCoordinator
+from m2flow.micro.controller.checkpoint_coordinator import CheckpointCoordinator, failed_checkpoint
 from m2flow.micro.controller.controller_core import (
     AllSaved,
     Announced,
@@ -41,7 +41,7 @@ from m2flow.micro.controller.launcher import Launcher
 from m2flow.micro.controller.online_replanning import OnlineReplanning, SearchAnew
 from m2flow.micro.controller.supervisor import Supervisor
 from m2flow.micro.protocol import messages as m
-from m2flow.micro.protocol.events import CONTROLLER, CheckpointBegun, CheckpointDue, CheckpointSaved, Send, Stopping
+from m2flow.micro.protocol.events import CONTROLLER, CheckpointBegun, CheckpointDue, CheckpointFailed, CheckpointSaved, Send, Stopping
 from m2flow.micro.protocol.plan import Plan
 from m2flow.micro.protocol.update_semantics import UpdateSteps
 from m2flow.micro.records.flow_log import FlowLog, Logged
@@ -325,6 +325,9 @@ class Controller:
                 self._coordinator.begun(versions)
             case CheckpointSaved(step, role, digest):
                 self._coordinator.saved(step, role, digest)
+            case CheckpointFailed(step, role, error):
+                if self._coordinator.failed(step):
+                    self._warn(failed_checkpoint(step, role, error_from_record(error)))
             case _:  # What becomes of samples is in the records.
                 pass
 

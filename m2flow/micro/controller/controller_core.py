@@ -40,6 +40,7 @@ from m2flow.micro.protocol.events import (
     CallAdded,
     CheckpointBegun,
     CheckpointDue,
+    CheckpointFailed,
     CheckpointSaved,
     Command,
     Discarded,
@@ -283,6 +284,7 @@ Effect = (
     | SampleDecision
     | CheckpointBegun
     | CheckpointSaved
+    | CheckpointFailed
 )
 
 
@@ -490,6 +492,8 @@ class ControllerCore:
                 return self.handle(FromWorker(worker, message))
             case m.GivenUp():
                 self._records.told(message)
+            case m.PartWritten(step, role, digest, error):
+                return [CheckpointSaved(step, role, digest) if error is None else CheckpointFailed(step, role, error)]
             case m.Missing():
                 self._recovery.answered(worker, message)
             case m.Fatal(error=error):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from m2flow.errors import M2FlowError
+from m2flow.errors import ErrorRecord, M2FlowError
 from m2flow.macro.graph import Call
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.plan import Stage
@@ -74,6 +74,8 @@ class CheckpointDue(msgspec.Struct, frozen=True):
     """Role -> version that an earlier checkpoint has."""
     versions: dict[str, int] | None = None
     """Role -> version to save, if these are not the versions after all calls added so far; the trainers hold them."""
+    behind: bool = False
+    """Whether parts may be written while training goes on."""
 
 
 class FromWorker(msgspec.Struct, frozen=True):
@@ -226,6 +228,14 @@ class CheckpointSaved(msgspec.Struct, frozen=True):
     step: int
     role: str
     digest: str
+
+
+class CheckpointFailed(msgspec.Struct, frozen=True):
+    """A role's part of a checkpoint could not be written while training went on."""
+
+    step: int
+    role: str
+    error: ErrorRecord
 
 
 Command = Send | Resolve | Reject | Forgotten | Discarded | Dropped | Late | Given | Expired | CheckpointBegun | CheckpointSaved

@@ -130,6 +130,8 @@ class Save(Task, frozen=True):
     path: str
     seals: bool = False
     """Whether it is part of a checkpoint (`m2flow.micro.records.checkpoints`)."""
+    step: int = -1
+    """Of the checkpoint, if its part may be written after the task (`PartWritten`); the task then has no result. -1: at once."""
 
 
 class Push(Message, frozen=True):
@@ -299,6 +301,16 @@ class TaskFailed(Message, frozen=True):
     """The first sample that the error is about; -1: none in particular."""
 
 
+class PartWritten(Message, frozen=True):
+    """A role's part of a checkpoint was written after its `Save`, or could not be."""
+
+    step: int
+    role: str
+    digest: str = ""
+    """Of its weights."""
+    error: ErrorRecord | None = None
+
+
 class Spans(Message, frozen=True):
     """The spans that the worker recorded since the last report."""
 
@@ -380,6 +392,7 @@ ToController = (
     | Load
     | TaskDone
     | TaskFailed
+    | PartWritten
     | Spans
     | Heartbeat
     | Fatal

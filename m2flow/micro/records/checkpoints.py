@@ -14,15 +14,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import re
 import shutil
+import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple, final
 
 import msgspec
 
-from m2flow.errors import M2FlowError, ModelError, SpecError, naming_host_errors
+from m2flow.errors import M2FlowError, ModelError, SpecError, naming_host_errors, unexpected
 from m2flow.micro.records.flow_record import read_record
 
 _SEAL, _POINT = "m2flow_seal.json", "point.json"
@@ -91,6 +94,59 @@ def seal(part: str | Path) -> None:
         _write(directory / _SEAL, msgspec.json.encode(_Sealed(files)))
         for inner in {directory, *(file.parent for file in _files(directory))}:
             _sync(inner)
+
+
+class Written(NamedTuple):
+    """What became of a part that was written while training went on."""
+
+    step: int
+    role: str
+    digest: str
+    error: M2FlowError | None
+
+
+@final
+class PartWriter:
+    """Writes parts of a checkpoint in a thread, one after the other, while its owner goes on."""
+
+    def __init__(self) -> None:
+        self._threads: list[threading.Thread] = []
+        self._written: queue.SimpleQueue[Written] = queue.SimpleQueue()
+
+    def begin(self, step: int, role: str, path: str, write: Callable[[], str]) -> None:
+        """Write a part, and seal it.
+
+        Args:
+            write: writes it to the path; returns the digest of its weights.
+        """
+        before = list(self._threads)
+
+        def run() -> None:
+            for thread in before:
+                thread.join()
+            digest, error = "", None
+            try:
+                with naming_host_errors(f"the checkpoint {path} can't be written"):
+                    digest = write()
+                seal(path)
+            except M2FlowError as failure:
+                error = failure
+            except Exception as failure:
+                error = unexpected(f"writing the checkpoint {path}", failure)
+            self._written.put(Written(step, role, digest, error))
+
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        self._threads.append(threading.Thread(target=run, name=f"m2flow-checkpoint-{role}", daemon=True))
+        self._threads[-1].start()
+
+    def written(self) -> list[Written]:
+        """What has ended since this was last asked."""
+        return [self._written.get() for _ in range(self._written.qsize())]
+
+    def drain(self) -> None:
+        """Wait for what has begun."""
+        for thread in self._threads:
+            thread.join()
 
 
 def link(part: Path, to: Path) -> None:

@@ -320,7 +320,7 @@ class Scheduler:
                 self._turns.shrunk_cache(worker)
             case m.Save():
                 saved = self._train.saves.done(task.number)
-                if saved is not None:
+                if saved is not None and done.result is not None:
                     state.commands.append(CheckpointSaved(saved[1].step, saved[0], str(done.result)))
             case _:
                 pass
@@ -330,7 +330,7 @@ class Scheduler:
         changed = {role: version for role, version in versions.items() if event.known.get(role) != version}
         if event.versions is not None:  # The run has stopped, and this is its last checkpoint.
             self._train.saves.drop()
-        self._train.saves.add(event.step, event.directory, changed)
+        self._train.saves.add(event.step, event.directory, changed, behind=event.behind)
         self._state.commands.append(CheckpointBegun(event.step, versions))
         self._state.ready_workers.wake_trainers()
 

@@ -8,7 +8,8 @@ A checkpoint has each role at one point in program order, though trainers reach 
 
     CheckpointDue -> Save to the trainer of each role, when it holds the role's version at that point of the program -> CheckpointSaved
 
-A role's trainer saves after the last write before the point and before the next one; nothing else waits.
+A role's trainer saves after the last write before the point and before the next one; nothing else waits. A part that is written while
+training goes on is reported by the worker itself (`PartWritten`).
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ class PendingSave:
     version: int
     """The version of the weights to save."""
     path: str
+    behind: bool
+    """Whether it may be written while training goes on."""
 
 
 @final
@@ -48,10 +51,10 @@ class Saves:
         self._running: dict[int, tuple[str, PendingSave]] = {}
         """Task -> role and the part that it saves."""
 
-    def add(self, step: int, directory: str, versions: Mapping[str, int]) -> None:
+    def add(self, step: int, directory: str, versions: Mapping[str, int], *, behind: bool) -> None:
         """Add a checkpoint: these roles are to save these versions."""
         for role, version in versions.items():
-            self._due.setdefault(role, deque()).append(PendingSave(step, version, f"{directory}/{role}"))
+            self._due.setdefault(role, deque()).append(PendingSave(step, version, f"{directory}/{role}", behind))
 
     def drop(self) -> None:
         """Drop what has not begun: the versions that it waits for will never come."""
@@ -71,7 +74,7 @@ class Saves:
         """Create the task that saves the role's next part."""
         due = self._due[role].popleft()
         self._running[number] = role, due
-        return m.Save(number, -1, role, due.path, seals=True)
+        return m.Save(number, -1, role, due.path, seals=True, step=due.step if due.behind else -1)
 
     def done(self, number: int) -> tuple[str, PendingSave] | None:
         """Return the role and the part that a task has saved; None for any other task."""

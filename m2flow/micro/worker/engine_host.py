@@ -44,7 +44,7 @@ from m2flow.micro.protocol import call_semantics, update_semantics
 from m2flow.micro.protocol.plan import EngineSlot
 from m2flow.micro.protocol.staleness import check_admission, check_given, version_spans_of
 from m2flow.micro.protocol.worker_state import ROLLOUT
-from m2flow.micro.records.checkpoints import seal
+from m2flow.micro.records.checkpoints import PartWriter, seal
 from m2flow.micro.worker.function_tasks import Functions, Leave
 from m2flow.micro.worker.out_of_memory import MiniBatches, accounted, peak_bytes
 from m2flow.micro.worker.rank_group import MakeTrain, make_own_train
@@ -247,6 +247,8 @@ class EngineHost:
         self._episodes: dict[str, Episodes] = {}
         """Role -> its rollout engine with its episodes, if it has had any or has spoken in others'."""
         self._agents: EventLoop | None = None
+        self.parts = PartWriter()
+        """Of checkpoints, written while the engines go on."""
         self.writes_episodes = False
         """Whether `episodes_to_write` is asked, so that agents wait for it."""
         self._tool_wait_ns = 0
@@ -303,6 +305,7 @@ class EngineHost:
     def close(self) -> None:
         """Free every engine and every shared segment."""
         self._sample_spans.flush()
+        self.parts.drain()
         if self._agents is not None:
             self._agents.close()
         for engine in self._engines():
@@ -675,8 +678,24 @@ class EngineHost:
     def _slot(self, kind: str, role: str) -> EngineSlot:
         return next(slot for slot in self._slots if (slot.kind, slot.role) == (kind, role))
 
+    def save_behind(self, role: str, path: str, step: int) -> str | None:
+        """Copy a role's model, and write it as a part of the checkpoint of a step while the engines go on (`parts`). Of a trainer that
+        can't copy it is written at once: the digest of its weights."""
+        with self._recorder.span(SpanName.TRAIN_SAVE, label=role):
+            held = self._train[role].held_checkpoint(path)
+        if held is None:
+            return self.save(role, path, seals=True)
+
+        def write() -> str:
+            held.write()
+            return _digest(held.weights())
+
+        self.parts.begin(step, role, path, write)
+        return None
+
     def save(self, role: str, path: str, *, seals: bool = False) -> str:
         """Write a role's model, and give the digest of its weights. With `seals`, as a part of a checkpoint."""
+        self.parts.drain()
         if role in self._train:
             with self._recorder.span(SpanName.TRAIN_SAVE, label=role):
                 self._train[role].save(path)

@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from m2flow.channels.codec import encode_batch
-from m2flow.engines.contract import EngineSettings, Memory, Objective, Sums, Tensor, TrainEngine
+from m2flow.engines.contract import EngineSettings, HeldCheckpoint, Memory, Objective, Sums, Tensor, TrainEngine
 from m2flow.engines.registry import make_train
 from m2flow.errors import EngineError, ErrorRecord, M2FlowError, MicroBatchTooLarge, error_from_record, is_out_of_memory
 from m2flow.micro.protocol.plan import EngineSlot
@@ -116,10 +116,10 @@ class CopyFrom(RankCommand, frozen=True):
 
 
 class File(RankCommand, frozen=True):
-    """Write a checkpoint, or read one."""
+    """Write a checkpoint, hold one to be written, or read one."""
 
     role: str
-    method: Literal["save", "load"]
+    method: Literal["save", "held_checkpoint", "load"]
     path: str
 
 
@@ -405,6 +405,9 @@ class RankGroupTrain(TrainEngine):
 
     def save(self, path: str) -> None:
         self._group.together(File(self._role, "save", path), lambda: self._own.save(path))
+
+    def held_checkpoint(self, path: str) -> HeldCheckpoint | None:
+        return self._group.together(File(self._role, "held_checkpoint", path), lambda: self._own.held_checkpoint(path))
 
     def load(self, path: str) -> None:
         self._group.together(File(self._role, "load", path), lambda: self._own.load(path))

@@ -329,6 +329,7 @@ class Worker:
             self._idle_spans.works()
             self._decode()
         self._report_load()
+        self._report_parts()
         if self._next_is_ready():
             self._idle_spans.works()
             self._do(self._tasks.pop())
@@ -373,6 +374,11 @@ class Worker:
         if self._num_turns % self.settings.report_every == 0:
             for role, (load, tokens) in self.engine_host.occupancy().items():
                 self._send(m.Load(role, *load[:4], list(tokens), list(tokens.values())))
+
+    def _report_parts(self) -> None:
+        """Say which parts of checkpoints were written meanwhile, or why not."""
+        for step, role, digest, error in self.engine_host.parts.written():
+            self._send(m.PartWritten(step, role, digest, None if error is None else error.to_record()))
 
     def close(self) -> None:
         """Free the engines; send the last spans and goodbye."""
@@ -533,8 +539,12 @@ class Worker:
             case m.Switch(to=to):
                 engine_host.switch(to)
                 return m.TaskDone(task.number)
+            case m.Save(role=role, path=path, step=step) if step >= 0:
+                return m.TaskDone(task.number, engine_host.save_behind(role, path, step))
             case m.Save(role=role, path=path, seals=seals):
-                return m.TaskDone(task.number, engine_host.save(role, path, seals=seals))
+                digest = engine_host.save(role, path, seals=seals)
+                self._report_parts()
+                return m.TaskDone(task.number, digest)
         raise InternalError(f"unknown task {type(task).__name__}")
 
     def _meanwhile(self) -> None:

@@ -36,7 +36,7 @@ def made(run_dir: Path, step: int, versions: dict[str, int]) -> checkpoints.Chec
 
 def test_a_write_of_newer_weights_waits_until_its_role_begins_to_save_and_no_other_write_does():
     saves = Saves()
-    saves.add(3, "/run/.step", {"policy": 4, "critic": 8})
+    saves.add(3, "/run/.step", {"policy": 4, "critic": 8}, behind=False)
     assert not saves.holds(update(4))
     assert saves.holds(update(5))
     assert not saves.holds(update(5, "critic"))

@@ -30,10 +30,10 @@ def m2flow(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
 
 
-def begun(tmp_path: Path, killed_in: str, flow: str = "dies") -> subprocess.CompletedProcess[str]:
+def begun(tmp_path: Path, killed_in: str, flow: str = "dies", *more: str) -> subprocess.CompletedProcess[str]:
     (tmp_path / "cluster.yaml").write_text(SPEC)
     options = ["--cluster", str(tmp_path / "cluster.yaml"), "--checkpoint-every", "1", "--runs-dir", str(tmp_path / "runs")]
-    return m2flow(tmp_path, f"tests/support/resume_flow.py:{flow}", "--killed-in", killed_in, *options)
+    return m2flow(tmp_path, f"tests/support/resume_flow.py:{flow}", "--killed-in", killed_in, *options, *more)
 
 
 @functools.cache
@@ -43,10 +43,10 @@ def whole_run() -> dict[str, object]:
         return dict(json.loads(begun(Path(folder), "").stdout.splitlines()[-1]))
 
 
-def check_killed_and_resumed(tmp_path: Path, killed_in: str) -> None:
+def check_killed_and_resumed(tmp_path: Path, killed_in: str, *more: str) -> None:
     whole = whole_run()
     (tmp_path / "kills").write_text("")
-    killed = begun(tmp_path, killed_in)
+    killed = begun(tmp_path, killed_in, "dies", *more)
     assert killed.returncode == -9, killed.stderr
     assert not (tmp_path / "kills").exists()
     (run_dir,) = (tmp_path / "runs").iterdir()
@@ -96,6 +96,12 @@ def test_a_trainer_that_dies_of_the_same_task_again_and_again_ends_the_run_with_
 @pytest.mark.parametrize("killed_in", ["generation", "after", "checkpoint", "final"])
 def test_a_run_killed_at_other_moments_is_resumed_too(tmp_path, killed_in):
     check_killed_and_resumed(tmp_path, killed_in)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed_in", ["apply", "checkpoint"])
+def test_a_run_killed_while_a_checkpoint_is_written_behind_its_steps_is_resumed_too(tmp_path, killed_in):
+    check_killed_and_resumed(tmp_path, killed_in, "--setting", "checkpoint_behind=true")
 
 
 def drawn_in(run_dir: Path) -> list[float]:
