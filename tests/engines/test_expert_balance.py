@@ -15,6 +15,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from m2flow import Dataset, Flow, Policy, Reward, Sample, flow, steps
 from m2flow.engines.contract import EngineSettings, Objective, Sums, TrainEngine
+from m2flow.engines.distributed import check_fsdp
 from m2flow.engines.distributed.fsdp import FsdpTrain
 from m2flow.engines.distributed.ranks import ReplicatedTrain
 from m2flow.engines.embedded.trainer import EmbeddedTrain
@@ -306,6 +307,8 @@ def test_what_has_no_place_for_it_is_refused_by_name(path: str, tmp_path: Path) 
     dense = save_config("Qwen3", tmp_path / "dense", head_dim=8)
     with pytest.raises(EngineError, match="a 'qwen3' model is no mixture of experts whose routing can be replayed or balanced"):
         EmbeddedTrain(Model(dense, "random", balance=BALANCE), CPU).start()
+    with pytest.raises(EngineError, match="a 'qwen3' model is no mixture of experts whose routing can be replayed or balanced"):
+        check_fsdp(Model(dense, "random", balance=BALANCE), {"pp": 2}, 2)
     engine = EmbeddedTrain(Model(path, "random", balance=Balance(bias_step=1e-3)), CPU)
     if "Deepseek" not in path:
         with pytest.raises(EngineError, match="have no bias that counts for the choice of experts alone"):

@@ -51,5 +51,8 @@ def check_stages(config: Any, model: Model, options: Mapping[str, object], num_r
         )
     if (count := int(config.num_hidden_layers)) < pp:
         raise EngineError(f"pp is {pp}, and the model has {count} layers", now="Take fewer stages.")
+    if model.routing is not None or model.balance is not None:
+        what = f"a {config.model_type!r} model is no mixture of experts whose routing can be replayed or balanced"
+        raise EngineError(what, now="Leave replay_routing and balance out.")
     if model.lora is not None:
         raise EngineError("adapters are not spread over stages", now="Leave pp out: each rank holds a part of the base anyway.")
