@@ -6,18 +6,20 @@
 A line is {"step": 3, "time_s": <Unix seconds>, "values": {"reward": 0.5, "kl": null}, "non_finite": {"kl": "nan"}}. JSON has no NaN, so
 a value that is not finite is null, and `non_finite` says what it was; TensorBoard does not get it, and the writer counts it.
 
-tensorboardX imports torch, which takes seconds, and more on a busy machine. So it is imported in the writing thread: the controller, and
-with it all workers, would wait for the import otherwise.
+tensorboardX imports torch if it is there, for the annotations of its own writer, which takes seconds and 200 MB. So torch is hidden from it
+where nobody else has loaded it, and tensorboardX is imported in the writing thread, for which nobody waits.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import math
 import os
 import queue
 import re
+import sys
 import threading
 import time
 from collections import Counter
@@ -96,6 +98,8 @@ class TensorBoardWriter:
     def _write(self) -> None:
         # The library's own writer has another queue and thread: when its disk is full the thread ends, and whoever fills the queue blocks.
         try:
+            with contextlib.suppress(ImportError), _hidden_torch():
+                importlib.import_module("tensorboardX.summary")
             from tensorboardX.event_file_writer import EventsWriter
             from tensorboardX.proto.event_pb2 import Event
             from tensorboardX.summary import hparams, scalar
@@ -122,6 +126,27 @@ class TensorBoardWriter:
             return self._numbers.get(timeout=max(until_s - time.monotonic(), 0.0))
         except queue.Empty:
             return _NOTHING
+
+
+class _Hiding:
+    """A finder of modules, asked before all others, for which there is no torch in one thread."""
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name == "torch" and threading.get_ident() == self._thread:
+            raise ModuleNotFoundError("torch is not loaded for TensorBoard's files", name=name)
+
+
+@contextlib.contextmanager
+def _hidden_torch() -> Iterator[None]:
+    finder: Any = _Hiding()
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
 
 
 class Line(msgspec.Struct, frozen=True, omit_defaults=True):

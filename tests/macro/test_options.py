@@ -221,6 +221,7 @@ VALID |= {name: [lambda w, name=name: (getattr(m2flow, name), {})] for name in s
 OTHERS = {
     "run, plan, simulate, open_run, Run, Run.samples, Run.metrics, Run.steps": "around flows: tests/runs/test_python_entrance.py",
     "Run.spans, Run.policy, Run.tokenizer, Run.compare": "likewise",
+    "Run.rescore": "around flows: tests/cli/test_rescore.py",
     "Chat, Chat.say, Chat.reply, Chat.run, Turn, ToolCall, ToolCall.message": "of agents while they run: tests/agents",
     "Chat.conversation, Chat.beside, Chat.fork": "likewise",
     "EpisodeFailed, EpisodeFailed.add_note, EpisodeFailed.with_traceback": "an exception",

@@ -3,6 +3,8 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import subprocess
+import sys
 import xml.etree.ElementTree as ET
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -201,6 +203,23 @@ def test_a_short_run_has_a_curve_too(tmp_path: Path, num_steps: int) -> None:
     _write_metrics(tmp_path, num_steps)
     write_curve(tmp_path, tmp_path / "curve.png")
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_s_numbers_are_written_down_without_torch(tmp_path: Path) -> None:
+    program = (
+        "import sys\n"
+        "from m2flow.observe.metrics import MetricsWriter\n"
+        "with MetricsWriter(sys.argv[1]) as writer:\n"
+        "    writer.write(0, {'reward': 0.5})\n"
+        "assert 'tensorboardX.summary' in sys.modules\n"
+        "assert 'torch' not in sys.modules\n"
+        "import torch\n"
+        "assert not [finder for finder in sys.meta_path if 'm2flow' in type(finder).__module__]\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    assert b"reward" in events.read_bytes()
 
 
 def test_an_evaluation_on_another_scale_gets_a_panel_of_its_own(tmp_path: Path) -> None:
