@@ -54,5 +54,11 @@ def test_deterministic_runs_agree_bit_by_bit_whatever_the_plan(tmp_path, plain):
     assert digests(tmp_path, "--deterministic", "--cluster", over_tcp) == eager
 
 
+def test_workers_that_are_forked_and_workers_that_are_interpreters_of_their_own_give_the_same(tmp_path, plain):
+    assert digests(tmp_path, "--deterministic", "--setting", "fork_workers=false") == plain
+    (config,) = tmp_path.glob("*/config.json")
+    assert json.loads(config.read_text())["settings"]["fork_workers"] is False
+
+
 def test_another_seed_gives_another_answer(tmp_path, plain):
     assert plain != digests(tmp_path, "--deterministic", "--seed", "8")
