@@ -8,10 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from m2flow.planner.dynamic_program import SPLIT, Limits, Solver, memory_price, prune_options
 from m2flow.planner.problem import Problem, legal_chunks
 from m2flow.planner.workload import DRAINS, FREE, MOVES, Times, in_turns, side_by_side
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+from search import problem as ppo_on
 from vs_rlinf import Both, Stage, compared, played, problem_of
 
 CASES = [("chain", num, seed) for num in (8, 16, 64) for seed in range(6)] + [("ppo", 8, 10), ("ppo", 16, 2)]
@@ -58,3 +60,19 @@ def test_what_is_played_knows_all_of_the_plan() -> None:
     a, b, c = (Stage(call, 4, chunk, 1.0, (2.0, 3.0)) for call in (generate, forward, update))
     assert played(Both("turns", Both("turns", a, b), c)) == 3 * (4 + 5)
     assert played(Both("turns", Both("split", a, b), c)) == (2 + 4 + 3) + (1 + 3) + 9  # The last chunk of `a` is there when it has left.
+
+
+def test_a_search_of_splits_keeps_what_leaves_devices_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = ppo_on(32, "ppo").on_grid(None, 4)
+    prune_options(problem, 0.2)
+
+    def least_s() -> float:
+        tables = Solver(problem, slack_s=0.2, most_rows=16, hows=(SPLIT,), price=memory_price(problem)).solve()
+        return float(tables.steps_s.min(initial=np.inf))
+
+    knowing = least_s()
+    made = Limits.__init__
+    monkeypatch.setattr(
+        Limits, "__init__", lambda self, problem, *, counts_work=True, is_split=False: made(self, problem, counts_work=counts_work)
+    )
+    assert knowing < least_s()
