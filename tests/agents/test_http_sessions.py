@@ -79,8 +79,8 @@ def language(tmp_path_factory: pytest.TempPathFactory) -> Language:
 
 def chat_of(script: Script, *, max_turns: int = 8, max_conversations: int = 8, max_tokens: int = 4000) -> Chat:
     resources = Resources(contextlib.AsyncExitStack())
-    table = Table(script, resources, 7, max_tokens, max_turns, max_conversations, (), lambda: Conversation(script.language))
-    return Chat(table, table.make(), "main")
+    table = Table(script, resources, 7, max_tokens, max_turns, max_conversations, (), lambda by: Conversation(script.language))
+    return Chat(table, table.make(""), "main")
 
 
 Work = Callable[[Endpoint, httpx.AsyncClient], Awaitable[Any]]
