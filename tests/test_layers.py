@@ -44,7 +44,7 @@ NEIGHBOURS = {
     "runner": {"agents", "macro", "observe", "engines", "micro", "rollout_scheduling", "planner", "simulator"},
     "viewer": {"macro", "observe", "engines", "micro", "rollout_scheduling", "planner", "simulator", "runner"},
     "testing": {"agents", "macro", "channels", "observe", "engines", "micro", "rollout_scheduling", "planner", "simulator", "runner"},
-    "runs": {"macro", "observe", "engines", "micro", "rollout_scheduling", "planner", "simulator", "runner", "viewer"},
+    "runs": {"agents", "macro", "observe", "engines", "micro", "rollout_scheduling", "planner", "simulator", "runner", "viewer"},
     "cli": {"agents", "macro", "observe", "engines", "micro", "rollout_scheduling", "planner", "simulator", "runner", "viewer", "runs"},
 }
 """Layer -> the layers beside the ground that its files may import, besides itself."""

@@ -138,6 +138,43 @@ class Transcript:
         """By name: the sequences of each, of which the last goes on."""
         self.tools: dict[str, dict[str, object]] = {}
         """Key of a tool call -> what it was and what it gave."""
+        self.kept_turns: int | None = None
+        """Of the record of a branch: the turns after which the episode goes another way, so what tools gave later is not known."""
+
+    def before(self, turn: int) -> Transcript:
+        """The record up to the turn of this number, from 1, of an episode of one conversation: what an episode that branches there shares.
+
+        Raises:
+            ValueError: it has no such turn, or several conversations.
+        """
+        if set(self.conversations) - {MAIN}:
+            raise ValueError(f"it has several conversations: {', '.join(sorted(self.conversations))}")
+        strands = self.conversations.get(MAIN, [])
+        num_turns = sum(len(strand.turns) for strand in strands)
+        if not 1 <= turn <= num_turns:
+            raise ValueError(f"it has turns 1 to {num_turns}")
+        found, left = Transcript(), turn - 1
+        found.tools, found.kept_turns = self.tools, left
+        kept = found.conversations[MAIN] = []
+        for strand in strands:
+            if not left:
+                break
+            copy, at, num = Strand(strand.name, strand.prompt_text, strand.parent, strand.by), 0, min(left, len(strand.turns))
+            for kind, count in strand.segments:
+                if len(copy.turns) == num:
+                    break
+                columns: list[Any] = [
+                    column[at : at + count] for column in (strand.tokens, strand.logprobs, strand.versions, strand.kv_stale)
+                ]
+                copy._extend(kind, *columns)
+                at += count
+                if kind is Segment.GENERATED:
+                    copy.turns.append(strand.turns[len(copy.turns)])
+            kept.append(copy)
+            left -= num
+        if not kept:
+            del found.conversations[MAIN]
+        return found
 
     @classmethod
     def of(cls, rows: Batch, row: int) -> Transcript:
@@ -272,6 +309,8 @@ class EpisodeStart:
     row: Sample
     bounds: Bounds
     stopped: Transcript | None = None
+    branch: str = ""
+    """Of an episode that goes another way than its record: a word that its turns' random numbers depend on, too."""
 
 
 @dataclass(eq=False)
@@ -301,7 +340,10 @@ class _Episode:
         self.recorded = {name: _Recorded(strands) for name, strands in stopped.items() if strands[0].tokens}
         """The conversations that have not caught up with their record yet."""
         self.known_tools = dict(start.stopped.tools) if start.stopped is not None else {}
-        if start.stopped is not None:
+        self.kept_turns = start.stopped.kept_turns if start.stopped is not None else None
+        self.used_tools: dict[str, dict[str, object]] = {}
+        """Of a branch: what its agent has asked for of the record."""
+        if start.stopped is not None and self.kept_turns is None:
             self.transcript.tools = dict(self.known_tools)
         self.waiting: _Turn | None = None
         """The turn that an engine works on."""
@@ -334,12 +376,18 @@ class _Episode:
 
     @property
     def lost_resources(self) -> bool:
-        return any(one.get("opens") and "result" in one for one in self.known_tools.values())
+        before = self.known_tools if self.kept_turns is None else self.used_tools
+        return any(one.get("opens") and "result" in one for one in before.values())
 
     def known(self, key: str) -> Known | None:
         found: Any = self.known_tools.get(key)
         if found is None:
             return None
+        if self.kept_turns is not None:
+            if sum(len(strand.turns) for strand in self.transcript.strands) > self.kept_turns:
+                return None
+            self.used_tools[key] = found
+            self.host.post(lambda: self.transcript.tools.update({key: found}))
         return Known(Outcome(str(found["result"]), bool(found["is_error"])) if "result" in found else None)
 
     async def began(self, key: str, call: ToolCall, *, has_effects: bool, opens: bool) -> None:
@@ -505,7 +553,8 @@ class Episodes:
         strands = episode.transcript.conversations.get(asked.name, [])
         context = [*([] if asked.begins else strands[-1].tokens), *asked.ids]
         path = keyed_bits(*(() if asked.name == MAIN else (asked.name,)), *context)
-        seed = keyed_bits(episode.start.request.seed, path, episode.occurrences[path])
+        branch = (episode.start.branch,) if episode.start.branch else ()
+        seed = keyed_bits(episode.start.request.seed, path, episode.occurrences[path], *branch)
         episode.occurrences[path] += 1
         sampling = replace(episode.start.request.sampling, max_new_tokens=asked.max_new_tokens, stop=asked.stop)
         turn.request = request = Request(episode.id, tuple(context), seed, sampling)

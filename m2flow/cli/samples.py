@@ -228,3 +228,52 @@ def _mean(values: list[float]) -> float:
 
 def _changed(of: list[Rescored]) -> str:
     return f"{sum(one.change != 0 for one in of):,}"
+
+
+# ---- m2flow branch
+
+
+@click.command("branch")
+@click.argument("run")
+@click.argument("sample")
+@click.option("--turn", type=click.IntRange(min=1), required=True, help="The first turn that is taken anew, from 1.")
+@click.option("-n", "num", type=click.IntRange(min=1), default=8, show_default=True, help="How many times.")
+@click.option("--step", type=click.IntRange(min=0), help="With the weights after so many steps.  [default: the newest]")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a branch, with all that was said.")
+@click.option("--threads", type=click.IntRange(min=1), help="Threads of the engine.  [default: one a core]")
+@click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Where runs are looked for.")
+def branch_command(
+    run: str, sample: str, turn: int, num: int, step: int | None, as_json: bool, threads: int | None, runs_dir: Path
+) -> None:
+    """Play the episode SAMPLE of RUN on from one of its turns, several times, with the embedded engine. The run is left as it is.
+
+    The turns before are those of the record, and so is what tools gave in them; what a branch of an agent is worth there is the mean of the
+    rewards. SAMPLE is an identity as `m2flow samples` prints it. What a tool did to a sandbox is gone: where a later turn needs it, the
+    branch fails, and says so.
+
+    \b
+    Example:
+      m2flow branch tool_use-20260102-030405 3/17/2 --turn 2 -n 16
+    """
+    from m2flow.runs.branching import branch
+    from m2flow.runs.planning import table
+
+    found = branch(find_run(run, runs_dir), sample, turn, num, step=step, threads=threads)
+    if as_json:
+        for number, one in enumerate(found.branches):
+            said = {"branch": number, "reward": one.reward, "failure": one.failure, "turns": list(one.turns)}
+            click.echo(json.dumps(said | ({"error": one.error} if one.error else {})))
+        return
+    before = "none" if found.reward is None else f"{found.reward:.4g}"
+    click.echo(f"episode {sample}, reward {before}, {found.num_turns} turns; from turn {turn} with the weights {found.weights}\n")
+    rows = [["", "reward", "turns", "last turn"]]
+    for number, one in enumerate(found.branches):
+        reward = one.failure or ("none" if one.reward is None else f"{one.reward:.4g}")
+        rows.append([str(number), reward, str(len(one.turns)), _one_line(one.turns[-1] if one.turns else "")])
+    click.echo("\n".join(table(rows)))
+    rewards = [one.reward for one in found.branches if one.reward is not None]
+    failed = [one for one in found.branches if one.failure]
+    if rewards:
+        click.echo(f"\nmean reward {_mean(rewards):.4g} of {len(rewards)}")
+    if failed:
+        click.echo(f"{len(failed)} failed, the first: {failed[0].failure}: {failed[0].error}")

@@ -156,7 +156,7 @@ _MADE_ANEW = GENERATED | ENGINE_COLUMNS | {"prompt_text"}
 """What a prompt has of these, being a response itself, is replaced by what its own sample has."""
 
 
-def _episodes(drawn: Call, requests: Sequence[Request], prompts: Batch, *, is_stopped: bool) -> Iterator[EpisodeStart]:
+def episodes_of(drawn: Call, requests: Sequence[Request], prompts: Batch, *, is_stopped: bool) -> Iterator[EpisodeStart]:
     """The episodes of a call that are to begin; or, with the rows of stopped ones, to go on."""
     agent: Any = drawn.options["agent"]
     bounds = drawn.options["episodes"]
@@ -340,7 +340,7 @@ class EngineHost:
         had = [len(r.prefix) for r in requests]
         if "agent" in drawn.options:
             is_stopped = "segment_kinds" in prompts and "episode" in prompts and any(had)
-            starts = list(_episodes(drawn, requests, prompts, is_stopped=is_stopped))
+            starts = list(episodes_of(drawn, requests, prompts, is_stopped=is_stopped))
             had = [start.stopped.num_sampled if start.stopped is not None else 0 for start in starts]
             for role in call.speakers[1:]:
                 self._speaking(role)

@@ -1,0 +1,164 @@
+"""Play a stored episode on from one of its turns, several times: `m2flow branch`.
+
+    ledger.db, segments/ --row of the episode--> Transcript.before(turn) --> EpisodeStart x n
+    checkpoint --export--> an embedded rollout engine --Episodes--> Branched
+
+The flow is traced for the agent and its bounds. The turns before are answered from the record, token by token, and so is what tools gave in
+them; `chat.rng` goes on as in the episode. From the turn on the model is asked, with random numbers of the branch. Limit: an episode of
+several conversations or speakers is not branched.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from m2flow.agents.episodes import Episodes, EpisodeStart, EventLoop
+from m2flow.engines.contract import EngineSettings, RolloutEngine
+from m2flow.engines.registry import make_rollout
+from m2flow.errors import OptionError
+from m2flow.macro.graph import Call
+from m2flow.macro.tracing import trace
+from m2flow.micro.lowering.arithmetic import TRACED_STEPS
+from m2flow.micro.protocol import call_semantics
+from m2flow.micro.records.checkpoints import export_part, find_part
+from m2flow.micro.records.rundir import read_config
+from m2flow.micro.records.sample_query import Entry, SampleQuery
+from m2flow.micro.worker.engine_host import episodes_of
+from m2flow.recipe import Model
+from m2flow.runs.entrance import flow_of, resumed_options
+from m2flow.samples import Batch, SampleId
+
+
+@dataclass(frozen=True)
+class Branch:
+    """One way that the episode went on."""
+
+    reward: float | None
+    """None: the agent gave none, or the episode failed."""
+    turns: tuple[str, ...]
+    """What the model said, with the turns before."""
+    failure: str
+    """How it failed; empty if it did not."""
+    error: str
+
+
+@dataclass(frozen=True)
+class Branched:
+    """Several ways that an episode went on from one of its turns."""
+
+    reward: float | None
+    """Of the episode."""
+    num_turns: int
+    """Of the episode."""
+    weights: str
+    """Which the branches were made with."""
+    branches: tuple[Branch, ...]
+
+
+def branch(
+    run_dir: Path, sample: str, turn: int, num: int, *, step: int | None = None, device: str = "cpu", threads: int | None = None
+) -> Branched:
+    """Play an episode on from a turn.
+
+    Args:
+        sample: its identity as `m2flow samples` prints it: `3/17/2`.
+        turn: the first that is taken anew, from 1.
+        num: how many times.
+        step: with the weights after so many steps; None: the final ones, or the newest.
+    Raises:
+        OptionError: there is no such episode or turn, or it has several conversations or speakers.
+        SpecError: there is no such run or checkpoint. FlowLoadError: the run's flow can't be loaded any more.
+    """
+    entry, row = _stored(run_dir, sample)
+    config = read_config(run_dir)
+    flow = flow_of(config.flow)
+    graph, models, _ = trace(flow, resumed_options(flow, config.options), steps=TRACED_STEPS, seed=config.settings.seed)
+    call = _call_of(entry, graph.calls)
+    starts = _starts(call, row, sample, turn, num)
+    part = find_part(run_dir, step, call.role)
+    with tempfile.TemporaryDirectory(prefix="m2flow-branch-") as directory:
+        export_part(part, Path(directory) / "model")
+        model = replace(models[call.role], path=str(Path(directory) / "model"), init="pretrained", lora=None, revision=None)
+        found = _played(model, starts, EngineSettings(device=device, threads=threads or os.cpu_count() or 1, max_running=num))
+    weights = "of the end of the run" if step is None else f"after step {step}"
+    return Branched(entry.reward, len(_record(row)["turns"]), weights, found)
+
+
+def _stored(run_dir: Path, sample: str) -> tuple[Entry, Batch]:
+    parts = sample.split("/")
+    if len(parts) != 3 or not all(part.isdecimal() for part in parts):
+        raise OptionError(f"{sample!r:.60} is no identity of a sample", now="See them: m2flow samples RUN")
+    with SampleQuery(run_dir) as query:
+        entry = next(query.entries(f"sample = '{sample}'", limit=1), None)
+        if entry is None:
+            raise OptionError(f"{run_dir} has no sample {sample}", now="See them: m2flow samples RUN")
+        row = query.rows_of(SampleId(*map(int, parts)).pack())
+    if "episode" not in row:
+        raise OptionError(f"{sample} is no episode of an agent: {entry.call} made it", now="Name a sample of a call of `rollout`.")
+    return entry, row
+
+
+def _call_of(entry: Entry, calls: Sequence[Call]) -> Call:
+    """The call of the flow that played an episode: of another step it may be, but of the same line."""
+    known = [call for call in calls if call.name == entry.call and "agent" in call.options]
+    found = [call for call in known if call.site.describe() == entry.site] or known
+    if not found:
+        raise OptionError(
+            f"the first steps of the flow have no {entry.call}, which made the episode", now="Is the flow another one by now?"
+        )
+    return found[0]
+
+
+def _starts(call: Call, row: Batch, sample: str, turn: int, num: int) -> list[EpisodeStart]:
+    (request,) = call_semantics.continuations(call, row)
+    (start,) = episodes_of(call, [request], row, is_stopped=True)
+    if start.bounds.speakers:
+        raise OptionError(f"episode {sample} has several speakers: {', '.join(name for name, _ in start.bounds.speakers)}")
+    assert start.stopped is not None
+    try:
+        kept = [start.stopped.before(turn) for _ in range(num)]
+    except ValueError as error:
+        raise OptionError(f"episode {sample} has no branch at turn {turn}: {error}") from None
+    of = SampleId.unpack(request.id)
+    fresh = replace(request, prefix=(), prefix_logprobs=(), prefix_versions=(), prefix_kv_stale=(), prefix_masks=())
+    return [
+        replace(start, request=replace(fresh, id=replace(of, index=at).pack()), stopped=each, branch=f"{turn}.{at}")
+        for at, each in enumerate(kept)
+    ]
+
+
+def _played(model: Model, starts: Sequence[EpisodeStart], settings: EngineSettings) -> tuple[Branch, ...]:
+    engine: RolloutEngine = make_rollout("embedded", model, settings)
+    engine.start()
+    loop = EventLoop()
+    try:
+        return play_on(Episodes(engine, loop), starts)
+    finally:
+        loop.close()
+        engine.stop()
+
+
+def play_on(episodes: Episodes, starts: Sequence[EpisodeStart]) -> tuple[Branch, ...]:
+    """Play episodes to their ends; in the order in which they are given."""
+    episodes.begin(starts)
+    found: dict[int, Branch] = {}
+    while len(found) < len(starts):
+        for made in episodes.step():
+            record: Any = made.columns["episode"]
+            reward = float(made.columns["reward"])  # type: ignore[arg-type]
+            turns = tuple(str(one["text"]) for one in record["turns"])
+            failure = str(made.columns["failure"])
+            found[made.id] = Branch(None if failure or math.isnan(reward) else reward, turns, failure, str(record.get("error", "")))
+        episodes.written(episodes.take_urgent())  # Nothing is written here: a branch that is lost is played again.
+    return tuple(found[start.request.id] for start in starts)
+
+
+def _record(row: Batch) -> dict[str, Any]:
+    found: Any = row.ragged("episode").item(0)
+    return dict(found)
