@@ -123,6 +123,7 @@ def test_without_a_terminal_lines_tell_of_the_set_up_and_of_a_warm_starts_update
     (tmp_path / "cluster.yaml").write_text(CLUSTER)
     seen = tmp_path / "seen"
     command = [sys.executable, "-m", "m2flow", "run", str(tmp_path / "warm.py"), "--cluster", str(tmp_path / "cluster.yaml"), *how]
+    command += ["--setting", "fork_workers=false"]  # Forked ones are ready before a line is due.
     lines: list[str] = []
     environment = {**os.environ, "SEEN": str(seen)}
     with subprocess.Popen(

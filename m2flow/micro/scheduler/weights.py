@@ -105,7 +105,7 @@ class Versions:
 
     def behind(self, call: Call) -> int:
         """Count the versions that the trainer is behind the newest that a generation may use; the most of those who speak."""
-        return max(window(call, role)[1] - self.newest(role) for role in call.speakers) if call.reads else 0
+        return max(0, *(window(call, role)[1] - self.newest(role) for role in call.speakers)) if call.reads else 0
 
     def trained(self, role: str) -> int | None:
         """Return the version that the role's trainer holds; None between the first optimiser step of an update and its last."""

@@ -198,7 +198,7 @@ def test_of_an_over_sampled_generation_the_groups_that_are_whole_first_are_kept_
 
 def any_version_will_do(patch: pytest.MonkeyPatch) -> None:
     """The scheduler dispatches at whatever version an engine holds."""
-    patch.setattr(weights, "window", lambda call: (0, call.reads[0].version))
+    patch.setattr(weights, "window", lambda call, role="": (0, call.reads[0].version))
 
 
 def runs(lag: int = 1) -> list[Answer]:
@@ -216,14 +216,14 @@ def test_a_sample_of_weights_beyond_the_bound_is_not_admitted(monkeypatch):
 
 def test_a_sample_of_weights_beyond_the_bound_is_not_trained_on(monkeypatch):
     any_version_will_do(monkeypatch)
-    monkeypatch.setattr(engine_host, "check_admission", lambda call, version: None)
+    monkeypatch.setattr(engine_host, "check_admission", lambda call, version, role="": None)
     assert any("may train on" in answer.error for answer in runs())
 
 
 def test_without_either_check_samples_beyond_the_bound_are_trained_on(monkeypatch):
     """So the property above rests on the scheduler's window."""
     any_version_will_do(monkeypatch)
-    monkeypatch.setattr(engine_host, "check_admission", lambda call, version: None)
+    monkeypatch.setattr(engine_host, "check_admission", lambda call, version, role="": None)
     monkeypatch.setattr(update_semantics, "check_consumption", lambda call, samples: None)
     (program, options) = (EVERYTHING, {"lag": 1, "num_steps": 4, "batch": 4, "epochs": 2, "minibatch": 2})
     reds = 0
