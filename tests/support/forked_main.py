@@ -29,6 +29,8 @@ def main(settings: bytes) -> None:
         "leads": [os.getpid() == os.getpgrp(), os.getpid() == os.getsid(0)],
         "files": sorted(os.readlink(f"/proc/self/fd/{number}") for number in _open()),
         "threads": [threading.active_count(), len(os.listdir("/proc/self/task"))],
+        "umask": os.umask(0),
+        "niceness": os.getpriority(os.PRIO_PROCESS, 0),
         "cores": sorted(os.sched_getaffinity(0)),
         "drawn": np.random.random(),
         "loaded": sorted({"torch", "transformers"} & sys.modules.keys()),

@@ -171,6 +171,7 @@ class Controller:
     def close(self) -> None:
         """Stop the workers, wait for them, and kill those that do not end."""
         self._is_stopping = True
+        self._launcher.give_up()
         if self._thread.is_alive():
             self._waker.send(b"")
             self._thread.join()
@@ -188,6 +189,7 @@ class Controller:
     def _run(self) -> None:
         try:
             with naming_disk_errors(self._launcher.run_dir):
+                self._starting = self._supervisor.starting()  # It may take as long as loading a library.
                 self._launcher.start(self._address)  # In this thread no Ctrl-C can come between a spawn and the record of it.
                 while not self._is_stopping:
                     self._turn()

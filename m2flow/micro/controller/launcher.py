@@ -29,7 +29,7 @@ import tempfile
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Protocol, final
@@ -48,7 +48,7 @@ from m2flow.micro.records.storage import shared_dir
 from m2flow.micro.worker.host_resources import ResourceClaim, remove_leftovers
 from m2flow.micro.worker.rank_group import RankGroupSettings
 from m2flow.micro.worker.weight_sync import weight_settings
-from m2flow.micro.worker.worker_process import TOKEN_VARIABLE, Fork, Load, ask, kill_group
+from m2flow.micro.worker.worker_process import READY, TOKEN_VARIABLE, Fork, Load, ask, kill_group
 from m2flow.micro.worker.worker_settings import WorkerSettings
 from m2flow.recipe import Model
 from m2flow.rollout_scheduling.policies import report_every
@@ -273,6 +273,21 @@ class ForkServer:
         with self._lock, contextlib.suppress(OSError):
             self._link(_ENGINES)
 
+    def await_engines(self, slots: Sequence[EngineSlot], is_over: Callable[[], bool]) -> None:
+        """Wait until a worker with these engines can be forked at once or not at all, or `is_over`, which any thread may bring about."""
+        deadline = time.monotonic() + _LOADS_WITHIN_S
+        while not is_over():
+            with self._lock:
+                try:
+                    if self._is_ready(self._link(_loaded_for(slots)), 0.0):
+                        return
+                    if time.monotonic() > deadline:
+                        raise OSError("no fork server is ready")
+                except OSError:
+                    self._end()
+                    return
+            time.sleep(_LOOKS_S)
+
     def fork(
         self, settings: WorkerSettings, module: str, name: str, output: IO[bytes] | int, environment: Mapping[str, str]
     ) -> Forked | None:
@@ -288,14 +303,9 @@ class ForkServer:
                     if self._process.returncode is not None:
                         self._end()
                     return None
-                link, printed = (
-                    self._link(_ENGINES if _has_model(settings.engines) else ()),
-                    output if isinstance(output, int) else output.fileno(),
-                )
-                if link not in self._ready:
-                    if not _heard(link.fileno(), _LOADS_WITHIN_S):
-                        raise OSError("no fork server is ready")
-                    self._ready.add(link)
+                link, printed = self._link(_loaded_for(settings.engines)), output if isinstance(output, int) else output.fileno()
+                if not self._is_ready(link, _LOADS_WITHIN_S):
+                    raise OSError("no fork server is ready")
                 return Forked(_ask_for(link, _request(settings, module, name, environment), printed))
             except OSError:
                 self._end()
@@ -321,6 +331,14 @@ class ForkServer:
                 ask(self._links[()], Load(modules), [its.fileno()])
             self._links[modules] = own
         return self._links[modules]
+
+    def _is_ready(self, link: socket.socket, timeout_s: float) -> bool:
+        """Whether a server has loaded what it shall, after so many seconds at most. Raises `OSError` if it has ended."""
+        if link not in self._ready and _is_heard(link.fileno(), timeout_s):
+            if not link.recv(len(READY)):
+                raise OSError("the fork server has ended")
+            self._ready.add(link)
+        return link in self._ready
 
     def _end(self) -> None:
         self.forget()
@@ -394,6 +412,10 @@ def _has_model(slots: Iterable[EngineSlot]) -> bool:
     return any(slot.kind != "function" and "torch" in engine_named(slot.engine, slot.kind).requires for slot in slots)
 
 
+def _loaded_for(slots: Iterable[EngineSlot]) -> tuple[str, ...]:
+    return _ENGINES if _has_model(slots) else ()
+
+
 def _request(settings: WorkerSettings, module: str, name: str, environment: Mapping[str, str]) -> Fork:
     kinds = {getattr(resource, kind) for kind in dir(resource) if kind.startswith("RLIMIT_")}
     return Fork(
@@ -406,7 +428,15 @@ def _request(settings: WorkerSettings, module: str, name: str, environment: Mapp
         os.getcwd(),
         tuple(os.sched_getaffinity(0)),
         {kind: resource.getrlimit(kind) for kind in kinds},
+        os.getpriority(os.PRIO_PROCESS, 0),
+        _umask(),
     )
+
+
+def _umask() -> int:
+    """This process's, which no system call tells without setting it for a moment, for all threads; -1: the system does not say."""
+    found = re.search(r"^Umask:\s*([0-7]+)", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return int(found[1], 8) if found else -1
 
 
 def _ask_for(link: socket.socket, request: Fork, output: int) -> int:
@@ -424,9 +454,13 @@ def _ask_for(link: socket.socket, request: Fork, output: int) -> int:
 
 def _heard(descriptor: int, timeout_s: float) -> bytes:
     """What comes within some time; empty: nothing did, or the other side is gone."""
+    return os.read(descriptor, 64) if _is_heard(descriptor, timeout_s) else b""
+
+
+def _is_heard(descriptor: int, timeout_s: float) -> bool:
     poller = select.poll()
     poller.register(descriptor, select.POLLIN)
-    return os.read(descriptor, 64) if poller.poll(timeout_s * 1000) else b""
+    return bool(poller.poll(timeout_s * 1000))
 
 
 @contextlib.contextmanager
@@ -537,7 +571,7 @@ class Job:
 
 
 class Launcher(ABC):
-    """Start a plan's workers and clean up after them. The controller's thread alone calls all methods but `connect` and `stop`."""
+    """Start a plan's workers and clean up after them. The controller's thread alone calls all methods but `give_up` and `stop`."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -557,6 +591,9 @@ class Launcher(ABC):
     @abstractmethod
     def start(self, controller: str) -> None:
         """Start every worker that is not spare. They connect to the controller's address themselves."""
+
+    def give_up(self) -> None:  # Waits for nothing by default.
+        """Have `start` return soon, whatever it has started: the run is over. Any thread may call this."""
 
     @abstractmethod
     def restart(self, worker: str, incarnation: int) -> None:
@@ -662,6 +699,7 @@ class LocalLauncher(Launcher):
         # Loading a library may touch a GPU's driver, which no fork survives; and beside a model for a GPU the time is nothing.
         self._forks = job.settings.fork_workers and not any(worker.device.startswith("cuda") for worker in job.plan.workers)
         self._server: ForkServer | None = None
+        self._is_over = threading.Event()
         if self.keys is None and self._spec.transport == "tcp":
             from m2flow.channels.zeromq import new_secret
 
@@ -684,10 +722,18 @@ class LocalLauncher(Launcher):
         if self._forks:
             self._server = warm_up(self._job.settings, has_models=any(_has_model(worker.engines) for worker in self._plan.workers))
         # Those that wait for no library first.
-        for worker in sorted(self._plan.workers, key=lambda worker: _has_model(worker.engines)):
-            if not worker.is_spare:
-                self._processes[worker.name] = self._spawn(worker, controller, 0)
         self._controller = controller
+        for worker in sorted(self._plan.workers, key=lambda worker: _has_model(worker.engines)):
+            if worker.is_spare:
+                continue
+            if self._server is not None:
+                self._server.await_engines(worker.engines, self._is_over.is_set)
+            if self._is_over.is_set():
+                return
+            self._processes[worker.name] = self._spawn(worker, controller, 0)
+
+    def give_up(self) -> None:
+        self._is_over.set()
 
     def restart(self, worker: str, incarnation: int) -> None:
         self._processes[worker] = self._spawn(self._plan.worker(worker), self._controller, incarnation)

@@ -291,6 +291,10 @@ class Fork(msgspec.Struct, frozen=True, tag=True):
     """Processor cores that it may use."""
     limits: dict[int, tuple[int, int]]
     """Resource limits (`resource.setrlimit`)."""
+    priority: int
+    """Its niceness."""
+    umask: int
+    """-1: the server's."""
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):
@@ -435,6 +439,10 @@ def _become(request: Fork, output: int, answer: int, own_path: Sequence[str]) ->
     for kind, limit in request.limits.items():
         if resource.getrlimit(kind) != limit:
             resource.setrlimit(kind, limit)
+    with contextlib.suppress(PermissionError):  # Back up from the server's niceness; not everybody may.
+        os.setpriority(os.PRIO_PROCESS, 0, request.priority)
+    if request.umask >= 0:
+        os.umask(request.umask)
     sys.path[:] = dict.fromkeys([request.cwd, *map(os.path.abspath, request.path), *own_path])
     importlib.invalidate_caches()
     tempfile.tempdir = None

@@ -9,6 +9,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -91,6 +92,8 @@ def told(server: ForkServer, place: Path, variables: dict[str, str] | None = Non
 def test_a_forked_worker_is_what_a_process_of_its_own_would_be(server, tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(launcher, "_umask", lambda: 0o031)
+    monkeypatch.setattr(os, "getpriority", lambda *which: 19)
     state = told(server, tmp_path, environment(os.pathsep.join([str(tmp_path / "modules"), str(ROOT)]), threads=2))
     assert state["cwd"] == os.getcwd()
     assert state["path"][:3] == [os.getcwd(), str(tmp_path / "modules"), str(ROOT)]
@@ -102,6 +105,7 @@ def test_a_forked_worker_is_what_a_process_of_its_own_would_be(server, tmp_path,
     assert (state["command"][0], state["command"][-1]) == (sys.executable, "tells-0")
     assert state["command"][2] == MODULE
     assert state["input"] == ""
+    assert (state["umask"], state["niceness"]) == (0o031, 19)
     assert state["loaded"] == []
     again = told(server, tmp_path)
     assert again["threads"] == [1, 1]
@@ -161,6 +165,36 @@ def test_a_server_that_can_load_no_engine_or_never_answers_is_given_up(tmp_path,
     os.kill(server._process.pid, signal.SIGSTOP)
     assert fork(server, tmp_path, "tells")[0] is None
     assert server._process.returncode == -signal.SIGKILL
+
+
+def test_the_umask_is_read_and_stays_as_it_is():
+    before = os.umask(0o027)
+    try:
+        assert launcher._umask() == 0o027
+        assert os.umask(0o022) == 0o027
+    finally:
+        os.umask(before)
+
+
+def test_a_run_that_is_over_waits_for_no_library(tmp_path, monkeypatch):
+    """As after a Ctrl-C while torch is loaded, which may take a minute."""
+    (tmp_path / "takes_long.py").write_text("import time; print('begun', flush=True); time.sleep(600)")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(launcher, "_SERVER", None)
+    monkeypatch.setattr(launcher, "_ENGINES", ("takes_long",))
+    monkeypatch.setattr(launcher, "_has_model", lambda slots: True)
+    own = launcher_in(tmp_path)
+    starts = threading.Thread(target=own.start, args=("tcp://127.0.0.1:1",), daemon=True)
+    starts.start()
+    until(lambda: launcher._SERVER is not None and len(psutil.Process(launcher._SERVER._process.pid).children()) == 1)
+    assert starts.is_alive()
+    own.give_up()
+    starts.join(60)
+    assert not starts.is_alive()
+    assert not own._processes
+    assert launcher._SERVER._process.poll() is None, "it goes on loading, for the next run"
+    own.stop(())
+    launcher._SERVER.close()
 
 
 def test_a_module_that_starts_a_thread_is_not_loaded_before_a_fork(tmp_path, monkeypatch):
