@@ -206,22 +206,28 @@ class CheckpointCoordinator:
             return {role: found.path / role for role in versions if role not in found.digests}
 
     def saved(self, step: int, role: str, digest: str) -> None:
-        """Note that a role's part of the checkpoint of this step is on disk. The checkpoint may have been dropped meanwhile."""
+        """Note that a role's part of the checkpoint of this step is on disk. Of one that was dropped meanwhile, it is removed."""
         with self._lock:
             if self._gathering is not None and self._gathering.step == step:
                 self._gathering.digests[role] = digest
+            else:
+                self._remove(step)
 
     def failed(self, step: int) -> bool:
         """Drop the checkpoint of this step, of which a part could not be written, so that the next step's end begins another; return
         whether it was under way."""
         with self._lock:
             found = self._gathering
+            self._remove(step)
             if found is None or found.step != step:
                 return False
-            shutil.rmtree(found.path, ignore_errors=True)
             self._gathering = None
             self._last_step, self._last_s = -1 if self._newest is None else self._newest.point.step, -math.inf
             return True
+
+    def _remove(self, step: int) -> None:
+        """Remove what there is of a dropped checkpoint."""
+        shutil.rmtree(checkpoints.partial_path(self._run_dir, step, self._attempt), ignore_errors=True)
 
     def finish(self, are_well: Callable[[int], bool], make_durable: Callable[[], None]) -> Checkpoint | None:
         """Commit the checkpoint under way if all its parts are on disk and all calls before its point are over.

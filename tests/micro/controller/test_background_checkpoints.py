@@ -82,7 +82,9 @@ def test_a_failed_checkpoint_is_dropped_and_the_next_step_ends_with_another(tmp_
     assert coordinator.failed(1)
     assert not coordinator.is_gathering
     assert not Path(due.directory).exists()
-    coordinator.saved(1, "policy", "late")
+    (Path(due.directory) / "critic").mkdir(parents=True)  # Another trainer's, who had begun to write it.
+    coordinator.saved(1, "critic", "late")
+    assert not Path(due.directory).exists()
     assert coordinator.finish(lambda num_calls: True, lambda: None) is None
     again = coordinator.due(2, 9)
     assert again is not None
