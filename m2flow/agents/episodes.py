@@ -459,6 +459,7 @@ class EventLoop:
     def __init__(self) -> None:
         self.threads = ThreadPoolExecutor(_MOST_THREADS, thread_name_prefix="tool")
         self._loop = asyncio.new_event_loop()
+        self._loop.set_default_executor(self.threads)  # asyncio's own has a few threads more than there are cores.
         self._thread = threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True)
         self._thread.start()
 

@@ -132,6 +132,7 @@ class OpenEnv:
             raise EngineError(f"{self._url} took longer than {self._timeout_s:g} s", now="Set timeout_s, or look at the server.") from None
         except (OSError, websockets.WebSocketException) as error:
             how = "can't be reached" if self._socket is None else "went away"
+            await self.close()  # The next `reset` connects anew.
             raise EngineError(f"{self._url} {how}: {type(error).__name__}: {error}", now="Look whether the server is up.") from error
         except ValueError as error:
             raise EngineError(f"{self._url} answered what is no JSON: {error}") from error

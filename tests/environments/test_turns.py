@@ -8,6 +8,7 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 from fake_clusters import SPLIT
 
 from m2flow import Chat, Dataset, Policy, Sample, agent, by_conversation, flow, steps
+from m2flow.agents.episodes import EventLoop
 from m2flow.environments.env import Env, Step
 from m2flow.environments.openenv import OpenEnv
 from m2flow.environments.turns import PettingZoo, Turn, TurnEnv, play, play_by_turns
@@ -138,6 +140,22 @@ def test_a_slow_environment_delays_no_other_episode() -> None:
         return await asyncio.gather(*(play(Voice(next_of), Count(meet), seed=seed) for seed in (1, 2)))
 
     assert ran(both()) == [3.0, 3.0]
+
+
+def test_many_slow_environments_delay_no_other_episode() -> None:
+    """More than asyncio has threads for."""
+    loop, meet = EventLoop(), threading.Barrier(40)
+
+    async def all_of_them() -> int:
+        return len(await asyncio.gather(*(asyncio.to_thread(meet.wait, 30) for _ in range(40))))
+
+    ends: Future[int] = Future()
+    loop.call(lambda: asyncio.ensure_future(all_of_them()).add_done_callback(lambda task: ends.set_result(task.result())))
+    try:
+        assert ends.result(40) == 40
+    finally:
+        meet.abort()
+        loop.close()
 
 
 def test_players_act_in_turn_and_each_conversation_gets_what_its_players_earned() -> None:
@@ -363,6 +381,21 @@ def test_a_server_that_breaks_fails_the_episode_and_is_no_reward(breaks: str, me
 
     with pytest.raises(EngineError, match=message):
         ran(one())
+
+
+def test_a_session_that_went_away_is_begun_anew_by_the_next_reset() -> None:
+    websockets = pytest.importorskip("websockets")
+
+    async def twice() -> str:
+        async with Server(websockets, 1, "away") as server, session(server.url) as env:
+            await env.reset(1)
+            with pytest.raises(EngineError, match="went away"):
+                await env.step("2")
+            with pytest.raises(EngineError, match="no episode was begun"):
+                await env.step("2")
+            return await env.reset(4)
+
+    assert ran(twice()) == "4="
 
 
 def test_a_server_that_is_full_or_not_there_is_said() -> None:
