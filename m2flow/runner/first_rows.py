@@ -361,9 +361,8 @@ class _Trial:
             sampling_mask=packed_masks([np.zeros(0, np.int32) for _ in tokens]) if sampling.sampling_mask else None,
         )
         if "agent" in call.options:  # Agents speak to a model: none is called here.
-            made = replace(
-                made, columns={"reward": 0.0, "failure": "", "num_turns": 1, "episode": {"turns": [], "tools": {}, "rewards": {}}}
-            )
+            record = {"turns": [{"finish": int(made.finish), "text": made.text}], "tools": {}, "rewards": {}}
+            made = replace(made, columns={"reward": 0.0, "failure": "", "num_turns": 1, "episode": record})
         seeds = {request.id: request.seed for request in asked}
         return call_semantics.responses([call] * n, [replace(made, id=request.id) for request in asked], rows, seeds)
 

@@ -196,3 +196,13 @@ def test_the_plan_is_the_same_with_and_without_the_try(tmp_path: Path) -> None:
     body = "log(a=Reward(remembers).score(responses).mean())"
     documents = [json.loads(plan(tmp_path, body, functions, "--json", *extra).stdout) for extra in ((), ("--no-try",))]
     assert documents[0] == documents[1]
+
+
+def test_a_function_of_episodes_sees_one_turn_in_the_stub_as_in_every_episode_that_spoke(tmp_path: Path) -> None:
+    functions = (
+        "from m2flow import agent\n\n"
+        "@agent\nasync def asks(chat, row):\n    return float(len((await chat.say(row.prompt)).text))\n\n"
+        "def opening(sample):\n    return float(len(sample.episode['turns'][0]['text']))"
+    )
+    body = "played = policy.rollout(asks, prompts.take(2), n=2, max_tokens=4)\nlog(opening=played.map(opening).mean())"
+    assert "opening: gives 2.0 on the stub sample" in " ".join(said(plan(tmp_path, body, functions)))
