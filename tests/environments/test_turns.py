@@ -334,7 +334,8 @@ class Server:
                 elif self._breaks == "away":
                     return
                 elif self._breaks == "silent":
-                    await asyncio.sleep(60)
+                    await socket.wait_closed()
+                    return
                 else:
                     step = env.step(message["data"]["number"])
                     seen = {"observation": {"text": step.observation}, "reward": step.reward, "done": step.terminated}
