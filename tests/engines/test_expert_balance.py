@@ -250,6 +250,24 @@ def test_biases_follow_the_loads_of_a_step_and_even_them_out(deepseek: str, tmp_
         assert any(one[name].any() for name in one)
 
 
+@pytest.mark.parametrize("init", ["random", "pretrained"])
+def test_biases_of_a_model_in_half_precision_move_by_steps_that_would_be_lost_in_it(init: str, deepseek: str, tmp_path: Path) -> None:
+    source = Model(deepseek, "random", dtype="bfloat16", balance=Balance(bias_step=1e-3))
+    if init == "pretrained":
+        with started(EmbeddedTrain(source, CPU)) as first:
+            first.save(str(tmp_path / "saved"))
+        source = Model(str(tmp_path / "saved"), "pretrained", dtype="bfloat16", balance=Balance(bias_step=1e-3))
+    with started(EmbeddedTrain(source, CPU)) as engine:
+        biases = {name: one for name, one in engine._model.named_buffers() if name.endswith("e_score_correction_bias")}
+        for one in biases.values():
+            one.fill_(0.9)
+        engine.accumulate(batch_of(8, 4), Objective(NLL))
+        engine.apply(SGD(lr=1e-9), 1.0)
+        moved = {round(abs(float(value) - 0.9), 6) for one in biases.values() for value in one.flatten()}
+        assert 0.001 in moved
+        assert moved <= {0.0, 0.001}
+
+
 def biases_of(engine: TrainEngine) -> dict[str, Any]:
     return {name: value for name, value in copied(engine).items() if name.endswith("e_score_correction_bias")}
 

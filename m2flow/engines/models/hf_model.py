@@ -428,6 +428,7 @@ def load_model(model: Model, *, device: str, attention: str) -> PreTrainedModel:
                 # Not torch.manual_seed: it would also reseed every accelerator, which fork_rng does not bring back here.
                 torch.default_generator.manual_seed(model.seed)
                 loaded = kind.from_config(config, dtype=dtype, attn_implementation=attention, trust_remote_code=False)
+            _keep_exact(loaded)
             _prepare_head(loaded, model.head, list(loaded.state_dict()), model.path)
         else:
             loaded = _load_weights(directory, model, kind, config, dtype, attention)
@@ -444,6 +445,15 @@ def load_model(model: Model, *, device: str, attention: str) -> PreTrainedModel:
             now=f"Check config.json; transformers here is {transformers.__version__}.",
         ) from error
     return loaded.to(device).eval()
+
+
+def _keep_exact(drawn: Any) -> None:
+    """Have the buffers of new weights in float32 that weights which are read have in it: biases of routers, whose steps are small."""
+    exact = getattr(drawn, "_keep_in_fp32_modules_strict", None) or ()
+    for module in drawn.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and any(part in name for part in exact):
+                module._buffers[name] = buffer.float()
 
 
 def empty_cache(device: str) -> None:
