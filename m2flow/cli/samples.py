@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -176,10 +177,12 @@ def rescore_command(
     run_dir = find_run(run, runs_dir)
     how: Literal["raise"] | float = "raise" if on_error is None else on_error
     found = []
-    with click.open_file(str(out or "-"), "w") as file:
+    with contextlib.ExitStack() as stack:
+        file = None
         for one in rescore(run_dir, judge, where=where, limit=limit, timeout_s=timeout_s, on_error=how):
             found.append(one)
             if as_json or out is not None:
+                file = file or stack.enter_context(click.open_file(str(out or "-"), "w"))  # What was there stays until there is something.
                 file.write(_rescored_line(one) + "\n")
     if not found:
         raise OptionError(f"{run_dir} has no samples" + (f" where {where}" if where else ""), now="See them: m2flow samples RUN")

@@ -43,6 +43,8 @@ class ResultInfo(NamedTuple):
     parts: tuple[Part, ...]
     fields: frozenset[str] | None
     """Names of its columns; None: unknown."""
+    samplers: frozenset[str]
+    """The roles that sampled its responses."""
 
     def is_within(self, other: ResultInfo) -> bool:
         return self.parts == other.parts or all(any(part.is_within(of) for of in other.parts) for part in self.parts)
@@ -67,7 +69,7 @@ class Lineage:
         parts = (Part(call.ordinal),) if is_maker else self._parts(call, inputs)
         if is_maker:
             self._makers[call.ordinal] = call
-        known[call.ordinal] = ResultInfo(call, parts, self._fields(call, inputs))
+        known[call.ordinal] = ResultInfo(call, parts, self._fields(call, inputs), self._samplers(call, inputs))
 
     def known(self, ordinal: int) -> ResultInfo:
         return self._known[ordinal]
@@ -75,6 +77,18 @@ class Lineage:
     def makers(self, ordinal: int) -> list[Call]:
         """The calls that made the samples of a result: one, unless it is a concatenation."""
         return [self._makers[maker] for maker in dict.fromkeys(part.maker for part in self._known[ordinal].parts)]
+
+    def samplers(self, ordinal: int) -> frozenset[str]:
+        """The roles that sampled the responses of a result; none: these are of a dataset, or there are none."""
+        return self._known[ordinal].samplers
+
+    def _samplers(self, call: Call, inputs: list[tuple[str, Ref]]) -> frozenset[str]:
+        if call.engine == "rollout":
+            return frozenset({call.role})
+        if isinstance(named := call.options.get("sampled_by"), str):
+            return frozenset({named})
+        rows = inputs if call.options.get("gives") == "concat" else inputs[:1]
+        return frozenset(role for _, ref in rows for role in self._known[ref.call].samplers)
 
     def keep(self, needed: Iterable[int]) -> None:
         """Forget all calls but these and those that made their samples."""

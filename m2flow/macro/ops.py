@@ -547,6 +547,9 @@ def _said_by(episodes: EpisodeRows, speaker: str) -> EpisodeRows:
     session = episodes.session
     common: dict[str, object] = {"timeout_s": None, "column": "value", "style": "columns", "columns": {}}
     role, shown = f"{episodes.maker.role}.episodes", {"speaker": speaker} if speaker else {}
+    bounds = episodes.maker.options["episodes"]
+    assert isinstance(bounds, Episodes)
+    sampled_by = dict(bounds.speakers).get(speaker, episodes.maker.role)
     spoken = session.record(
         role=role,
         method="spoken",
@@ -563,7 +566,7 @@ def _said_by(episodes: EpisodeRows, speaker: str) -> EpisodeRows:
         engine="function",
         granularity=Granularity.SAMPLE,
         inputs={"samples": rows.ref},
-        options={"function": Said(speaker), "gives": "rows", "fields": rows.fields, **common},
+        options={"function": Said(speaker), "gives": "rows", "fields": rows.fields, "sampled_by": sampled_by, **common},
         shown=shown,
     )
     found = EpisodeRows(session, own)

@@ -212,8 +212,9 @@ class Role:
         shown |= {"epochs": settings.epochs} if settings.epochs != 1 else {}
         shown |= {"allow_unsound": True} if settings.allow_unsound else {}
         origins = [call for call in self._session.origins(samples.call) if call.engine == "rollout"]
+        samplers = self._session.lineage.samplers(samples.call)
         if not settings.allow_unsound:
-            own = [call for call in origins if self.name in call.speakers]
+            own = [call for call in origins if self.name in samplers and self.name in call.speakers]
             check_update(
                 settings.loss,
                 own,
@@ -237,6 +238,7 @@ class Role:
                 "minibatch_size": settings.minibatch_size,
                 "epochs": settings.epochs,
                 "windows": windows(origins),
+                **({"sampled_by_others": True} if samplers - {self.name} else {}),
                 **({"by_group": True} if settings.loss.is_of_groups else {}),
                 **position,
                 **options,

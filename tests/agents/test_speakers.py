@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -18,13 +19,15 @@ from m2flow.agents.episodes import Episodes, EpisodeStart, EventLoop, Transcript
 from m2flow.engines.contract import EngineSettings, Generated
 from m2flow.errors import OptionError, PlanError, SpecError, StateLost, TraceError
 from m2flow.macro.columns import Said, Spoke
+from m2flow.macro.graph import Effect, MacroGraph
 from m2flow.macro.tracing import trace
 from m2flow.micro.lowering.passes import lower
+from m2flow.micro.protocol import update_semantics
 from m2flow.micro.protocol.cost_terms import EngineId, Footprint, Layout
 from m2flow.micro.protocol.plan import Choice, Seat
 from m2flow.recipe import AdamW, Model
 from m2flow.recipe import Episodes as Bounds
-from m2flow.samples import Batch
+from m2flow.samples import Batch, Ragged
 from m2flow.spec import ClusterSpec, FunctionSpec, PinSpec, PoolSpec, RolloutSpec, RunSettings, TrainSpec
 from m2flow.testing.fakes import FakeRollout
 from m2flow.testing.random_programs import Dice, difference_of, make_cluster, make_policies, scheduled
@@ -365,3 +368,47 @@ def test_a_searched_placement_seats_speakers_beside_the_episodes_and_a_pin_that_
     apart = spec.model_copy(update={"pin": {"rival.rollout": PinSpec(num_devices=1)}})
     with pytest.raises(SpecError, match=r"pin.rival.rollout keeps the rollout engines of policy and rival apart"):
         lower(graph, models, apart, choice=choice)
+
+
+def sampled_by_others(graph: MacroGraph) -> list[tuple[str, bool]]:
+    return [(call.role, bool(call.options.get("sampled_by_others"))) for call in graph.calls if call.method == "update"]
+
+
+def test_an_update_on_what_another_role_sampled_compares_no_versions_of_its_weights_with_this_ones():
+    """Versions count for each role: token log-probabilities of a rival at version 1 are not those of the policy at version 1."""
+
+    @flow
+    def crossed() -> None:
+        policy, rival, judge = Policy("fake"), Policy("fake", name="rival"), Policy("fake", name="judge")
+        prompts = Dataset([{"prompt": "1="}] * 4, shuffle=False)
+        for _ in steps(1):
+            games = policy.rollout(match, prompts.take(2), n=2, max_tokens=80, speakers={"rival": rival, "judge": judge})
+            theirs = games.of("rival")
+            policy.update(games, games.reward)
+            rival.update(theirs, theirs.reward)
+            policy.update(theirs, theirs.reward)
+            taught = rival.generate(prompts.take(2), n=2, max_new_tokens=4)
+            policy.update(taught, taught.map(share))
+            own = policy.generate(prompts.take(2), n=2, max_new_tokens=4)
+            kept = own.filter(has_text)
+            policy.update(kept, kept.map(share))
+
+    graph, _, _ = trace(crossed, {})
+    assert sampled_by_others(graph) == [("policy", False), ("rival", False), ("policy", True), ("policy", True), ("policy", False)]
+
+
+def has_text(sample: Sample) -> bool:
+    return bool(sample.text)
+
+
+def share(sample: Sample) -> float:
+    return len(sample.text) / 8
+
+
+def test_rows_that_others_sampled_have_no_column_of_same_weights():
+    versions = Ragged.of([np.array([0, 0], np.int32)], np.int32)
+    rows = Batch(np.array([1], np.int64), {"versions": versions, "kv_stale": Ragged.of([np.zeros(2, np.bool_)], np.bool_)})
+    writes = (Effect("policy.weights", 1),)
+    own, others = (SimpleNamespace(options=options, writes=writes) for options in ({}, {"sampled_by_others": True}))
+    assert update_semantics.with_same_weights(own, rows).ragged("same_weights").values.all()  # type: ignore[arg-type]
+    assert "same_weights" not in update_semantics.with_same_weights(others, rows)  # type: ignore[arg-type]

@@ -84,8 +84,11 @@ def _num_trained(samples: Batch) -> npt.NDArray[np.int64]:
 
 
 def with_same_weights(call: Call, rows: Batch) -> Batch:
-    """Add the column `same_weights`: tokens sampled by the version that the update begins with, over a cache of that version alone."""
-    if "versions" not in rows or "kv_stale" not in rows:
+    """Add the column `same_weights`: tokens sampled by the version that the update begins with, over a cache of that version alone.
+
+    Not where other roles sampled: a version of theirs is of other weights.
+    """
+    if "versions" not in rows or "kv_stale" not in rows or call.options.get("sampled_by_others"):
         return rows
     versions, stale = rows.ragged("versions"), rows.ragged("kv_stale")
     same = (versions.values == call.writes[0].version - 1) & ~stale.values.astype(bool)
