@@ -218,8 +218,8 @@ def a_sync_before_the_engine_is_drained(patch: Patch) -> None:
 
 
 def stale_weights_are_good_enough(patch: Patch) -> None:
-    patch.setattr(weights, "window", lambda call: (max(call.reads[0].version - 1, 0), call.reads[0].version))
-    patch.setattr(engine_host, "check_admission", lambda call, version: None)
+    patch.setattr(weights, "window", lambda call, role="": (max(call.reads[0].version - 1, 0), call.reads[0].version))
+    patch.setattr(engine_host, "check_admission", lambda call, version, role="": None)
     patch.setattr(update_semantics, "check_consumption", lambda call, samples: None)
 
 

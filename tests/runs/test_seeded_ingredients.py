@@ -84,12 +84,12 @@ def an_engine_samples_with_what_it_holds(patch: Patch) -> None:
     """The window is right, and nobody looks at it."""
     whole = weights.window
 
-    def wider(call: Call) -> tuple[int, int]:
-        oldest, newest = whole(call)
+    def wider(call: Call, role: str = "") -> tuple[int, int]:
+        oldest, newest = whole(call, role)
         return max(oldest - 1, 0) if oldest < newest else oldest, newest
 
     patch.setattr(weights, "window", wider)
-    patch.setattr(engine_host, "check_admission", lambda call, version: None)
+    patch.setattr(engine_host, "check_admission", lambda call, version, role="": None)
     patch.setattr(update_semantics, "check_consumption", lambda call, samples: None)
 
 

@@ -250,7 +250,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorded]:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(sys, "path", [str(place), *sys.path])
         received = None
-        settings = RunSettings(runs_dir=str(place / "runs"), heartbeat_s=0.05, drain_s=240.0)
+        settings = RunSettings(fork_workers=False, runs_dir=str(place / "runs"), heartbeat_s=0.05, drain_s=240.0)
         if has_exporter:
             from otlp_receiver import receiving
 
