@@ -202,19 +202,15 @@ def _comparison(found: list[Rescored], run: str, function: str) -> list[str]:
     whole = summed(found)
     lines = [f"{len(found):,} samples of {run}, judged by {function}"]
     if whole.num_new:
-        lines.append(f"{whole.num_new:,} had no reward before; their mean is {_mean([one.now for one in found if one.before is None]):.4g}")
+        lines.append(f"{whole.num_new:,} had no reward before; their mean is {whole.mean_new:.4g}")
     if not whole.num:
         return lines
     steps = sorted({one.step for one in found})
-    shown = steps if len(steps) <= _MOST_STEPS else steps[:: -(-len(steps) // _MOST_STEPS)]
+    shown = [(str(step), summed([one for one in found if one.step == step])) for step in steps[:: -(-len(steps) // _MOST_STEPS)]]
     rows = [["step", "before", "now", "changed"]]
-    for step in shown:
-        of = [one for one in found if one.step == step and one.before is not None]
-        if of:
-            rows.append(
-                [str(step), f"{_mean([one.before or 0.0 for one in of]):.4g}", f"{_mean([one.now for one in of]):.4g}", _changed(of)]
-            )
-    rows.append(["all", f"{whole.before:.4g}", f"{whole.now:.4g}", f"{whole.num_higher + whole.num_lower:,}"])
+    for name, of in (*shown, ("all", whole)):
+        if of.num:
+            rows.append([name, f"{of.before:.4g}", f"{of.now:.4g}", f"{of.num_higher + of.num_lower:,}"])
     lines += ["", *table(rows), "", f"{whole.num_higher:,} are higher now, {whole.num_lower:,} lower"]
     if whole.correlation is not None:
         lines[-1] += f"; the two correlate by {whole.correlation:.3f}"
@@ -223,14 +219,6 @@ def _comparison(found: list[Rescored], run: str, function: str) -> list[str]:
         lines.append("changed most: " + ", ".join(f"{one.sample} ({one.before:.4g} to {one.now:.4g})" for one in most))
         lines.append(f"look at one: m2flow samples {run} --where \"sample = '{most[0].sample}'\" --life")
     return lines
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
-
-
-def _changed(of: list[Rescored]) -> str:
-    return f"{sum(one.change != 0 for one in of):,}"
 
 
 # ---- m2flow branch
@@ -277,6 +265,6 @@ def branch_command(
     rewards = [one.reward for one in found.branches if one.reward is not None]
     failed = [one for one in found.branches if one.failure]
     if rewards:
-        click.echo(f"\nmean reward {_mean(rewards):.4g} of {len(rewards)}")
+        click.echo(f"\nmean reward {sum(rewards) / len(rewards):.4g} of {len(rewards)}")
     if failed:
         click.echo(f"{len(failed)} failed, the first: {failed[0].failure}: {failed[0].error}")

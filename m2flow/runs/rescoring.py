@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -72,7 +72,7 @@ def rescore(
         OptionError: the condition is no expression over the columns. OpError: the function raised, or gave no finite number.
         SpecError: there is no such run. EngineError: a segment file is damaged or missing.
     """
-    calls = _calls(function, timeout_s, on_error)
+    call = _call(function, timeout_s, on_error)
     engine = PythonFunctions(EngineSettings(options={"concurrency": os.cpu_count() or 1}))
     engine.start()
     try:
@@ -82,32 +82,29 @@ def rescore(
                 if "failure" in rows:
                     whole = [at for at, sample in enumerate(rows.rows()) if not sample["failure"]]
                     rows, known = rows.take(whole), [known[at] for at in whole]
-                rewards, parts = _judged(functions, calls, rows)
+                rewards, parts = _judged(functions, call, rows)
                 for at, (sample, step, before) in enumerate(known):
-                    yield Rescored(
-                        sample, step, before, float(rewards[at]), {} if not parts else {k: float(v) for k, v in parts[at].items()}
-                    )
+                    yield Rescored(sample, step, before, float(rewards[at]), parts[at] if parts else {})
     finally:
         engine.stop()
 
 
-def _calls(function: Callable[[Sample], object], timeout_s: float | None, on_error: Literal["raise"] | float) -> tuple[Call, ...]:
+def _call(function: Callable[[Sample], object], timeout_s: float | None, on_error: Literal["raise"] | float) -> Call:
     """The call by which a flow judges samples."""
     made: list[Scores] = []
 
     def judging() -> None:
         made.append(Reward(function, timeout_s=timeout_s, on_error=on_error).judge(Dataset([{"prompt": ""}]).all()))
 
-    graph, _, _ = trace(Flow(judging, 0), {})
-    return tuple(call for call in graph.calls if call.ordinal == made[-1].call.ordinal)
+    trace(Flow(judging, 0), {})
+    return made[-1].call
 
 
-def _judged(functions: Functions, calls: tuple[Call, ...], rows: Batch) -> tuple[np.ndarray, list[dict[str, float]]]:
-    (call,) = calls
+def _judged(functions: Functions, call: Call, rows: Batch) -> tuple[np.ndarray, list[dict[str, float]]]:
     found = functions.run_call(call, {name: rows for name, _ in call.inputs}, {})
     assert isinstance(found, Batch)
     judged, parts = without_parts(found)
-    return np.asarray(judged.select(rows.ids)["reward"]), [dict(each) for each in parts]
+    return np.asarray(judged.select(rows.ids)["reward"]), [{name: float(value) for name, value in each.items()} for each in parts]
 
 
 @dataclass(frozen=True)
@@ -121,28 +118,33 @@ class Summed:
     now: float
     num_higher: int
     num_lower: int
+    mean_new: float
+    """Of the samples that had no reward before; nan without any."""
     correlation: float | None
     """Pearson's; None where one of the two is the same for all."""
 
 
-def summed(found: list[Rescored]) -> Summed:
+def summed(found: Sequence[Rescored]) -> Summed:
     """Sum up samples that were judged anew.
 
     >>> both = [Rescored("0/0/0", 0, 1.0, 0.0, {}), Rescored("0/0/1", 0, 0.0, 0.0, {}), Rescored("0/0/2", 0, None, 1.0, {})]
     >>> summed(both)
-    Summed(num=2, num_new=1, before=0.5, now=0.0, num_higher=0, num_lower=1, correlation=None)
+    Summed(num=2, num_new=1, before=0.5, now=0.0, num_higher=0, num_lower=1, mean_new=1.0, correlation=None)
     """
-    both = [(one.before, one.now) for one in found if one.before is not None]
-    if not both:
-        return Summed(0, len(found), math.nan, math.nan, 0, 0, None)
-    before, now = np.array(both, float).T
+    both = np.array([(one.before, one.now) for one in found if one.before is not None], float).reshape(-1, 2)
+    new = [one.now for one in found if one.before is None]
+    mean_new = float(np.mean(new)) if new else math.nan
+    if not len(both):
+        return Summed(0, len(new), math.nan, math.nan, 0, 0, mean_new, None)
+    before, now = both.T
     is_flat = before.std() == 0 or now.std() == 0
     return Summed(
         len(both),
-        len(found) - len(both),
+        len(new),
         float(before.mean()),
         float(now.mean()),
         int((now > before).sum()),
         int((now < before).sum()),
+        mean_new,
         None if is_flat else float(np.corrcoef(before, now)[0, 1]),
     )
