@@ -99,7 +99,7 @@ def test_a_rollout_engine_that_computes_in_another_type_is_seen_to() -> None:
 
 
 def test_tokens_of_other_weights_or_with_an_older_cache_are_not_compared() -> None:
-    call: Any = SimpleNamespace(writes=(SimpleNamespace(version=4),))
+    call: Any = SimpleNamespace(options={}, writes=(SimpleNamespace(version=4),))
     columns = {"versions": [[-1, 3, 3, 2], [-1, 3]], "kv_stale": [[False, False, True, False], [False, False]]}
     batch = Batch(make_ids(0, 2, 1), {name: Ragged.of([np.array(row) for row in rows], np.int32) for name, rows in columns.items()})
     same = with_same_weights(call, batch).ragged("same_weights")
