@@ -306,6 +306,15 @@ class Built:
             core().distributed.DistributedDataParallel(self.config, how, part, disable_bucketing=i > 0) for i, part in enumerate(parts)
         ]
 
+    def close(self) -> None:
+        """Break the cycles that go through autograd's graph, which Python's collector does not see: a dispatcher of experts keeps what
+        it computed last, whose graph keeps the layer. They would keep the model's weights, and its groups with their threads."""
+        for chunk in self.chunks:
+            for module in chunk.modules():
+                dispatcher = getattr(module, "token_dispatcher", None)
+                if dispatcher is not None:
+                    vars(dispatcher).update({name: None for name, value in vars(dispatcher).items() if isinstance(value, Tensor)})
+
     def _part(self, config: Any, vp_stage: int | None, frequencies: Tensor) -> Any:
         def is_end(ask: Callable[..., bool]) -> bool:
             return bool(ask(ignore_virtual=False, vp_stage=vp_stage))

@@ -206,6 +206,8 @@ class MegatronTrain(RankedTrain):
         return Parts(held, self._built.buffers, self._ranks.group, groups, is_spread=self._options.zero == 1)
 
     def stop(self) -> None:
+        if self._built is not None:
+            self._built.close()
         self._built = self._model = self._current = None
         self._away.clear()
         self._num_pending = 0

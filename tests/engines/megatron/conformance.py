@@ -16,7 +16,7 @@ from megatron_on_cpu import MegatronOnCpu
 from m2flow.engines.contract import EngineSettings, TrainEngine
 from m2flow.recipe import Head, Model
 from m2flow.testing.mirrored import Followers, Mirrored
-from m2flow.testing.train_suite import ScalarHeadSuite, TrainEngineSuite
+from m2flow.testing.train_suite import PPO, ScalarHeadSuite, TrainEngineSuite, samples, started
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +42,15 @@ class TestMegatron(TrainEngineSuite):
 
     def make(self) -> TrainEngine:
         return spread(self.model, self.followers)
+
+    def test_a_stopped_trainer_leaves_no_threads(self) -> None:
+        """Gloo's threads live as long as a model that holds their group, and wake a hundred times a second."""
+        numbers = []
+        for _ in range(2):  # The first one starts torch's own.
+            with started(self.make()) as engine:
+                engine.accumulate(samples(self.vocabulary), PPO)
+            numbers.append(len(os.listdir("/proc/self/task")))
+        assert numbers[1] <= numbers[0]
 
 
 class TestMegatronHeads(ScalarHeadSuite):
