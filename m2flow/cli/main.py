@@ -292,12 +292,16 @@ def cli() -> None:
     """RL post-training of language models: a plain Python loop, traced, planned and scheduled sample by sample."""
 
 
+OWNS_PROCESS = "this process runs nothing but the command"
+"""The object of click's root context where that is so; where another program calls the command line, it is None."""
+
+
 def main() -> None:
     """Run the command line: the entry point of `m2flow` and of `python -m m2flow`."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # A model's text must not end a run because the terminal can't show it.
-    cli.main(prog_name="m2flow")
+    cli.main(prog_name="m2flow", obj=OWNS_PROCESS)
 
 
 if __name__ == "__main__":

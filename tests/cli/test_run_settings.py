@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 
-from m2flow.cli.main import cli
+from m2flow.cli.main import OWNS_PROCESS, cli
 from m2flow.cli.run import SETTINGS, apply_settings
 from m2flow.errors import OptionError
+from m2flow.micro.controller.launcher import engine_environment
 from m2flow.spec import RunSettings
 
 ROOT = Path(__file__).parents[2]
@@ -60,6 +63,27 @@ def test_a_run_has_the_settings_that_it_was_given(tmp_path: Path) -> None:
     (config,) = (tmp_path / "runs").glob("*/config.json")
     settings = json.loads(config.read_text())["settings"]
     assert (settings["flush_tokens"], settings["attempts"], settings["restarts"]) == (64, 1, 5)
+
+
+@pytest.mark.parametrize("owner", [None, OWNS_PROCESS], ids=["another-program", "own-process"])
+def test_a_process_with_torch_in_it_is_restarted_if_it_runs_nothing_but_the_command(
+    owner: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch reads the number of threads when it is loaded, and a flow's imports may have loaded it by then."""
+    (tmp_path / "fake.yaml").write_text(SPEC)
+    restarted: list[str] = []
+    for name, value in engine_environment(1, deterministic=True).items():
+        monkeypatch.setenv(name, value)  # Set back at the end.
+    monkeypatch.setenv("M2FLOW_RESTARTED", "")
+    monkeypatch.delenv("M2FLOW_RESTARTED")
+    assert torch.__name__ in sys.modules
+    monkeypatch.setattr(os, "execv", lambda program, arguments: restarted.append(program))
+    command = ["run", "tests/support/resume_flow.py:dies", "--eager", "--quiet", "--metrics-to", "none"]
+    where = ["--cluster", str(tmp_path / "fake.yaml"), "--runs-dir", str(tmp_path / "runs")]
+    monkeypatch.chdir(ROOT)
+    done = CliRunner().invoke(cli, [*command, *where], obj=owner)
+    assert done.exit_code == 0, done.output
+    assert restarted == ([] if owner is None else [sys.executable])
 
 
 def test_the_help_of_run_names_every_setting() -> None:
