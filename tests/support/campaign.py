@@ -21,10 +21,12 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from multiprocessing.queues import Queue
 from pathlib import Path
 from types import FrameType
+
+from shared_pools import SharedPools
 
 from m2flow.engines.process_pool import ProcessPool
 from m2flow.errors import UnusedResult
@@ -47,32 +49,6 @@ def numbered_case(seed: str, number: int) -> Case:
     return drawn_case(dice, KINDS[number % len(KINDS)], is_tight=dice.choice((False, True)), loses=dice.integer(0, 9) == 9)
 
 
-class _SharedPools:
-    """Gives engines pools of child processes that stay when an engine stops."""
-
-    def __init__(self) -> None:
-        self._pools: dict[tuple[str, ...], ProcessPool] = {}
-
-    def pool(self, *, preload: Sequence[str] = ()) -> _Lent:
-        key = tuple(preload)
-        self._pools[key] = self._pools.get(key) or ProcessPool(preload=key)
-        return _Lent(self._pools[key])
-
-    def close(self) -> None:
-        for pool in self._pools.values():
-            pool.close()
-
-
-class _Lent:
-    """A pool as an engine sees it."""
-
-    def __init__(self, pool: ProcessPool) -> None:
-        self.run = pool.run
-
-    def close(self) -> None:
-        """Leave the pool open for the next engine."""
-
-
 @contextlib.contextmanager
 def fast_process() -> Iterator[None]:
     """Speed up small runs in this process: one thread for torch, run files in shared memory, no automatic garbage collection, and one pool
@@ -84,7 +60,7 @@ def fast_process() -> Iterator[None]:
 
     torch.set_num_threads(1)
     world.MAX_TURNS = _MAX_TURNS
-    pools = _SharedPools()
+    pools = SharedPools()
     functions.ProcessPool = pools.pool  # type: ignore[assignment,misc]
     before, collects = tempfile.tempdir, gc.isenabled()
     if Path("/dev/shm").is_dir():

@@ -12,6 +12,8 @@ import sqlite3
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from m2flow import Dataset, Policy, Reward, Sample, flow, log, steps
 from m2flow.channels.channel import MemoryOutbox
 from m2flow.engines.contract import LOADING
@@ -37,6 +39,9 @@ SPLIT = ClusterSpec(
     train=TrainSpec(engine="fake", token_budget=60),
     functions=FunctionSpec(workers=2, chunk=2),
 )
+
+pytest_plugins = ["small_runs"]  # The fixture `quick`.
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 def digits(sample: Sample) -> float:

@@ -21,6 +21,9 @@ from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
 from m2flow.testing.random_programs import difference_of
 from m2flow.testing.world import Link, make_worker, run_eager, run_planned
 
+pytest_plugins = ["small_runs"]  # The fixture `quick`.
+pytestmark = pytest.mark.usefixtures("quick")
+
 some = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 
 

@@ -20,6 +20,9 @@ from m2flow.micro.scheduler.task_queues import MAX_QUEUED
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
 from m2flow.testing.world import run_eager, run_planned
 
+pytest_plugins = ["small_runs"]  # The fixture `quick`.
+pytestmark = pytest.mark.usefixtures("quick")
+
 ROWS = [{"prompt": f"{i} + {i} ="} for i in range(8)]
 
 
