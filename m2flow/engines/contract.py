@@ -321,6 +321,9 @@ class ParallelLayouts:
     """A trainer's optimiser can live in the host's memory and be stepped there."""
     is_even: bool = False
     """Ranks must divide the heads of keys and values, and stages the layers: none are replicated, and no stage has more than another."""
+    splits_experts_alone: bool = False
+    """Experts are split where layers are neither split nor spread over stages (`tp` and `pp` are 1), and their widths are shared out evenly
+    over the replicas that have the same ones."""
     recomputes: bool = False
     """A trainer keeps only the input of each layer, and computes the rest again in the backward pass."""
 

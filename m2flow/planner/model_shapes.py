@@ -319,6 +319,10 @@ class ModelShape:
     def is_ep_legal(self, ep: int) -> bool:
         return ep == 1 or (self.num_experts > 0 and self.num_experts % ep == 0)
 
+    def are_experts_shared_by(self, count: int) -> bool:
+        """Whether so many devices can each have an equal part of an expert's matrices, of all of their rows."""
+        return 2 * self.expert_width % count == 0 and self.hidden % count == 0
+
     def with_dtype(self, dtype: Dtype) -> ModelShape:
         return self if dtype == self.dtype else replace(self, dtype=dtype)
 

@@ -228,11 +228,20 @@ def check_against_embedded(engine: TrainEngine, model: Model, batch: Batch) -> N
         np.testing.assert_allclose(seen, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("kind", "routing"), [(FsdpTrain, "rollout"), (FsdpTrain, "trainer"), (ReplicatedTrain, "trainer")])
-def test_ranks_of_shards_or_replicas_replay_and_record_as_one(kind: Any, routing: Any, path: str, followers: Followers) -> None:
+@pytest.mark.parametrize(
+    ("kind", "routing", "ep"),
+    [
+        (FsdpTrain, "rollout", 1),
+        (FsdpTrain, "trainer", 1),
+        (FsdpTrain, "rollout", 2),
+        (FsdpTrain, "trainer", 2),
+        (ReplicatedTrain, "trainer", 1),
+    ],
+)
+def test_ranks_of_shards_or_replicas_replay_and_record_as_one(kind: Any, routing: Any, ep: int, path: str, followers: Followers) -> None:
     batch = other_experts(rows_of(sampled(path, trainer(path))))
-    model = Model(path, "random", routing=routing)
-    check_against_embedded(Mirrored(kind, model, CPU, followers), model, batch)
+    model, settings = Model(path, "random", routing=routing), replace(CPU, options={"ep": ep} if ep > 1 else {})
+    check_against_embedded(Mirrored(kind, model, settings, followers), model, batch)
 
 
 def test_a_rank_whose_samples_have_no_masked_tokens_does_as_the_others(path: str, followers: Followers) -> None:

@@ -1,8 +1,8 @@
-"""Trainers over several ranks, and what of a layout in stages can be known before a run, without loading torch.
+"""Trainers over several ranks, and what of a layout in stages or split experts can be known before a run, without loading torch.
 
 model, train.options of `fsdp` --check_fsdp--> refused by name, or a layout
 
-rank r of tp * dp * pp:   tp = r % tp,   dp = r / tp % dp,   pp = r / (tp dp)
+rank r of tp * dp * pp:   tp = r % tp,   dp = r / tp % dp,   pp = r / (tp dp);   with ep (tp and pp are 1):   ep = r % ep
 """
 
 from __future__ import annotations
@@ -15,15 +15,56 @@ from m2flow.recipe import Model, is_count
 
 STAGED = ("llama", "qwen2", "qwen3")
 """Values of `model_type` whose layers `fsdp` can spread over stages."""
+STACKED = ("deepseek_v2", "deepseek_v3", "glm4_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+"""Values of `model_type` whose experts `fsdp` can split over ranks."""
 
 
 def check_fsdp(model: Model, options: Mapping[str, object], num_ranks: int) -> None:
-    """Check what can be known of stages before a run. Raises `EngineError`, or `ModelError` for a model that is not there."""
-    if options.get("pp", 1) == 1:
+    """Check what can be known of stages and experts before a run. Raises `EngineError`, or `ModelError` for a model that is not there."""
+    if options.get("pp", 1) == options.get("ep", 1) == 1:
         return
     from m2flow.engines.models.hf_model import config_of  # It loads transformers.
 
-    check_stages(config_of(model), model, options, num_ranks)
+    config = config_of(model)
+    if options.get("ep", 1) != 1:
+        check_experts(config, options, num_ranks)
+    if options.get("pp", 1) != 1:
+        check_stages(config, model, options, num_ranks)
+
+
+def check_experts(config: Any, options: Mapping[str, object], num_ranks: int) -> None:
+    """Check that a model's experts can be split over ranks as the options say.
+
+    Args:
+        config: of transformers.
+    Raises:
+        EngineError: they can't; with the option, or the field of the config, that is in the way.
+    """
+    for name in ("ep", "pp", "tp"):
+        if not is_count(options.get(name, 1)):
+            raise EngineError(f"the option {name} of the train engine 'fsdp' is {options[name]!r}", now="Write a whole number.")
+    ep = int(str(options["ep"]))
+    for name in ("tp", "pp"):
+        if options.get(name, 1) != 1:
+            raise EngineError(
+                f"experts are not split over ranks together with {name}",
+                now=f"Leave ep or {name} out, or take the train engine `megatron`.",
+            )
+    if num_ranks % ep:
+        raise EngineError(f"ep is {ep}, which does not divide {num_ranks} ranks", now="Give train.ranks a multiple of train.options.ep.")
+    config = config.get_text_config()
+    if config.model_type not in STACKED:
+        raise EngineError(
+            f"experts of a {config.model_type!r} model can't be split over ranks here; those of {', '.join(STACKED)} can",
+            now="Leave ep out.",
+        )
+    count = next(int(getattr(config, name)) for name in ("num_experts", "num_local_experts", "n_routed_experts") if hasattr(config, name))
+    if count % ep:
+        raise EngineError(f"ep is {ep}, which does not divide the model's {count} experts", now="Take an ep that does.")
+    width, replicas = int(getattr(config, "moe_intermediate_size", config.intermediate_size)), num_ranks // ep
+    if 2 * width % replicas or config.hidden_size % replicas:
+        what = f"{replicas} ranks that hold the same experts can't share out experts of {config.hidden_size} times {width}"
+        raise EngineError(what, now="Take a larger ep, or another number of ranks.")
 
 
 def check_stages(config: Any, model: Model, options: Mapping[str, object], num_ranks: int) -> None:

@@ -6,6 +6,9 @@
 How a batch is shared out is in `m2flow.engines.distributed.ranks`; this module shards the model and gathers its weights. Sums go over
 ranks in their order, so one layout always gives the same bits.
 
+With `ep` the experts of a mixture are split over neighbouring ranks first, and each rank's are sharded over those that hold the same.
+Rows go to the ranks that have their experts, and back (`m2flow.engines.distributed.tensor_parallel`); all else is as without `ep`.
+
 With `pp` the layers are spread over stages first, and each stage is sharded over its own ranks:
 
     stage 0:  rows --embeddings, layers--> hidden states --sent--> stage 1: layers --> ... --> the last: norm, head, loss
@@ -19,6 +22,7 @@ Limits:
     start: every rank reads the whole model once, in the memory of its host.
     tensor parallel: `tp` splits attention and MLP by the architecture's `base_model_tp_plan`; embeddings and the head stay whole. Heads
         that do not divide, other plans and adapters are refused.
+    experts: `ep` is for mixtures whose experts transformers stacks, without `tp` and `pp`. Others are refused before the run.
     stages: `llama`, `qwen2` and `qwen3` without windows, with any head. Layers that `pp` does not divide are spread unevenly, the first
         stages having one more. Others and adapters are refused before the run.
 
@@ -30,6 +34,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import itertools
 import json
@@ -49,9 +54,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from m2flow.engines.contract import NO_AGREEMENT, Agreement, EngineSettings, HeldCheckpoint, Objective, Sums, TrainEngine, blended
-from m2flow.engines.distributed import check_stages, tensor_parallel
+from m2flow.engines.distributed import check_experts, check_stages, tensor_parallel
 from m2flow.engines.distributed.ranks import RankedTrain, Ranks, Root
 from m2flow.engines.models import lora, packing, trainer_checkpoint
 from m2flow.engines.models.hf_model import config_of, empty_cache, groups_of_weights, layers, matrices_of_layers
@@ -68,6 +74,7 @@ OPTIONS = {
     "cpu_offload": "Weights, gradients and optimiser in the host's memory; by default false.",
     "reshard_after_forward": "Release gathered weights after the forward pass; by default true.",
     "tp": "Neighbouring ranks that split the layers among them (DTensor), by default 1.",
+    "ep": "Neighbouring ranks that split the experts of each layer among them, by default 1; without `tp` and `pp`.",
     "pp": "Stages that the layers are spread over, by default 1. What `tp` and `pp` leave of the ranks shards each stage.",
     "micro_batches": "With `pp`, parts in which a micro-batch passes through the stages, by default as many as stages.",
     "spread_checkpoints": "Every rank writes its part of a checkpoint (`m2flow_parts/`, of PyTorch's distributed checkpoints), which every "
@@ -103,6 +110,8 @@ class FsdpTrain(RankedTrain):
             how["mesh"] = self._mesh["data"]
         else:
             how["mesh"] = DeviceMesh.from_group(self._ranks.group, torch.device(self._settings.device).type)
+        if self._ep > 1:
+            self._shard_experts(how)
         for layer in _layers(self._model):
             fully_shard(layer, **how)
         fully_shard(self._root, **how)
@@ -113,6 +122,8 @@ class FsdpTrain(RankedTrain):
         self._optimizers = self._optimizers_of(self._model)
 
     def _check_layout(self) -> None:
+        if self._settings.options.get("ep", 1) != 1:
+            check_experts(config_of(self._source), self._settings.options, self._ranks.count)
         tensor_parallel.check(self._ranks.count, self._tp, has_adapters=self._source.lora is not None)
 
     def _placed(self) -> Root:
@@ -121,9 +132,23 @@ class FsdpTrain(RankedTrain):
             self._mesh = tensor_parallel.grid(self._settings.device, self._ranks.count, self._tp)
         return Root(self._model, self._source.head)
 
+    def _shard_experts(self, how: Mapping[str, Any]) -> None:
+        """Split experts over the ranks of expert groups, and shard what each has over those that have the same."""
+        mesh = tensor_parallel.expert_grid(self._settings.device, self._ranks.count, self._ep)
+        of_layers = self._together(lambda: tensor_parallel.split_experts(self._model, mesh))
+        how = {**how, "mesh": mesh["replica"]}
+        how["mp_policy"] = dataclasses.replace(how["mp_policy"], cast_forward_inputs=False)  # Gates keep the router's type.
+        how["shard_placement_fn"] = lambda _: Shard(1)  # An expert's rows: a rank may have fewer experts than there are replicas.
+        for experts in of_layers:
+            fully_shard(experts, **how)
+
     @property
     def _tp(self) -> int:
         return int(str(self._settings.options.get("tp", 1)))
+
+    @property
+    def _ep(self) -> int:
+        return int(str(self._settings.options.get("ep", 1)))
 
     @property
     def _num_alike(self) -> int:

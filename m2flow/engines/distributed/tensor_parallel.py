@@ -1,4 +1,4 @@
-"""Split layers or sequences over a few ranks: tensor parallelism through DTensor or DeepSpeed's AutoTP, and Ulysses.
+"""Split layers, experts or sequences over a few ranks: tensor parallelism through DTensor or DeepSpeed's AutoTP, experts, and Ulysses.
 
 Tensor parallelism: ranks = data x tensor
 
@@ -7,6 +7,14 @@ Tensor parallelism: ranks = data x tensor
 Which layer is split how is the architecture's own plan (`config.base_model_tp_plan`). Ranks of a tensor group see the same samples; what is
 not split is the same on all of them. Norms inside an attention work on a rank's own heads, so their gradients are parts of a sum. Limits:
 embeddings and the head are not split; no adapters; architectures whose plan has other styles are refused by name.
+
+Expert parallelism (`split_experts`): ranks = replicas x expert ranks
+
+    rows, k experts each --sorted by expert, all-to-all--> the ranks that have them: the model's own experts --back--> gated, summed
+
+Ranks of an expert group see samples of their own, and each has some experts of every layer for all of them. A gradient of an expert is a
+sum over its group when it arrives; what is left is to sum it over replicas. No row is dropped and none is added, so numbers are those of
+one rank. All ranks of a group make equally many passes.
 
 For DeepSpeed's AutoTP (`Split`) the same plan is passed to the library:
 
@@ -29,12 +37,15 @@ samples. To DeepSpeed these are data-parallel ranks: told of a sequence group (`
 stages 1 and 2. Limit: heads of one size, whose number the ranks divide.
 
 Source: Shoeybi et al. 2019, arXiv:1909.08053 (Megatron-LM), with PyTorch's DTensor; DeepSpeed 0.19, `tensor_parallel.partition_config`;
-Jacobs et al. 2023, arXiv:2309.14509 (DeepSpeed-Ulysses), with the library's `UlyssesSPAttentionHF`.
+Jacobs et al. 2023, arXiv:2309.14509 (DeepSpeed-Ulysses), with the library's `UlyssesSPAttentionHF`. Experts: Lepikhin et al. 2020,
+arXiv:2006.16668 (GShard), without its capacity.
 """
 
 from __future__ import annotations
 
+import copy
 import fnmatch
+import functools
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -44,6 +55,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from m2flow.engines.models.optimizers import squared_norm
@@ -116,6 +128,95 @@ def add_up(modules: list[torch.nn.Module], mesh: DeviceMesh) -> None:
     for parameter in [parameter for module in modules for parameter in module.parameters(recurse=False)]:
         if (part := parameter.grad) is not None:
             dist.all_reduce(part.to_local() if hasattr(part, "to_local") else part, group=mesh["tensor"].get_group())
+
+
+# ---- experts: E of a layer, e = E / ranks of them here, k of a row; R rows of a pass, S of all ranks that come here, H hidden
+
+
+def expert_grid(device: str, num_ranks: int, ep: int) -> DeviceMesh:
+    """Make the device mesh of all ranks, `replica` times `expert`, with neighbours in an expert group. Collective."""
+    mesh = init_device_mesh(torch.device(device).type, (num_ranks // ep, ep), mesh_dim_names=("replica", "expert"))
+    mesh._flatten("data")  # Sums over all ranks, as of norms, are then one collective.
+    return mesh
+
+
+def split_experts(model: Any, mesh: DeviceMesh) -> list[torch.nn.Module]:
+    """Leave of each layer's experts this rank's own, and send rows to those of the others.
+
+    Returns:
+        The modules of experts, whose weights are DTensors over the expert ranks: [E, ...] by experts.
+    """
+    found = [module for module in model.modules() if type(module).__name__.endswith("Experts")]
+    for module in found:
+        names = [name for name, _ in module.named_parameters(recurse=False)]
+        for name in names:
+            held = getattr(module, name)
+            part = distribute_tensor(held.detach(), mesh["expert"], [Shard(0)], src_data_rank=None)
+            setattr(module, name, torch.nn.Parameter(part, held.requires_grad))
+        module.forward = functools.partial(_sent_around, _OwnExperts(module, names, mesh["expert"].size()), mesh["expert"].get_group())
+    return found
+
+
+class _OwnExperts:
+    """This rank's experts of a layer, computed by the model's own code: gated MLPs, e of them."""
+
+    def __init__(self, module: torch.nn.Module, names: list[str], count: int) -> None:
+        self._module, self._names = module, names
+        self._compute = type(module).forward  # Who shards a module gives it another class.
+        self._stand_in: Any = copy.copy(module)
+        self._stand_in._parameters = {}
+        self._stand_in.num_experts = self.num = int(str(module.num_experts)) // count
+
+    def __call__(self, rows: Tensor, experts: Tensor) -> Tensor:
+        """Compute rows [S, H] by the experts of these numbers, int64 [S], each by one."""
+        num_rows = len(rows)
+        if not num_rows:
+            # What is computed must hang on the weights and on the exchange, also by code that computes nothing without rows: others wait to
+            # sum their gradients with these, and to have gradients of their rows.
+            rows, experts = torch.cat((rows, rows.new_zeros(1, rows.shape[1]))), experts.new_zeros(1)
+        for name in self._names:
+            self._stand_in.__dict__[name] = getattr(self._module, name).to_local()
+        try:
+            found: Tensor = self._compute(self._stand_in, rows, experts[:, None], rows.new_ones(len(rows), 1))
+        finally:
+            for name in self._names:
+                del self._stand_in.__dict__[name]
+        return found[:num_rows]
+
+
+def _sent_around(own: _OwnExperts, group: Any, hidden: Tensor, experts: Tensor, gates: Tensor) -> Tensor:
+    """What a layer's experts make of rows [R, H]: the sum over their experts, int64 [R, k], by gates [R, k]. Collective."""
+    count, num_each = dist.get_world_size(group), experts.shape[1]
+    order = torch.argsort(experts.flatten(), stable=True)
+    sizes = torch.bincount(experts.flatten(), minlength=count * own.num)
+    arriving = torch.empty_like(sizes)
+    dist.all_to_all_single(arriving, sizes, group=group)  # By sender and by expert here.
+    leave, arrive = (of_experts.view(count, own.num).sum(1).tolist() for of_experts in (sizes, arriving))
+    rows = _Exchanged.apply(hidden[order // num_each], leave, arrive, group)
+    found = own(rows, torch.arange(own.num, device=rows.device).repeat(count).repeat_interleave(arriving))
+    back = _Exchanged.apply(found, arrive, leave, group)
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order), device=order.device)
+    return (back[place].unflatten(0, experts.shape) * gates[..., None]).sum(1).to(hidden.dtype)
+
+
+class _Exchanged(torch.autograd.Function):  # type: ignore[misc]
+    """All-to-all of rows: so many leave for each rank of a group, and so many arrive from each. Backward, gradients go the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, leave: list[int], arrive: list[int], group: Any) -> Tensor:
+        ctx.leave, ctx.arrive, ctx.group = leave, arrive, group
+        return _exchanged(rows, leave, arrive, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _exchanged(grad, ctx.arrive, ctx.leave, ctx.group), None, None, None
+
+
+def _exchanged(rows: Tensor, leave: list[int], arrive: list[int], group: Any) -> Tensor:
+    found = rows.new_empty(sum(arrive), *rows.shape[1:])
+    dist.all_to_all_single(found, rows.contiguous(), arrive, leave, group=group)
+    return found
 
 
 # ---- DeepSpeed's AutoTP

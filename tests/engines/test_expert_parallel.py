@@ -1,0 +1,260 @@
+"""The trainer `fsdp` with split experts: the suites of train engines on two ranks, and the embedded trainer's numbers on up to four."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import transformers
+from adapted_trainers import check_adapters_are_trained_sent_and_saved_as_by_the_embedded_trainer
+from followed import followed
+from safetensors.numpy import load_file
+from test_expert_balance import BALANCE
+from test_expert_balance import history as history_of_balance
+from test_pipelines import STEP, apart, check_it_goes_on_alone, check_numbers, train
+from test_scalar_heads import random_model
+from test_train_engines import SMALL, VOCABULARY, write_model
+
+from m2flow.engines.contract import EngineSettings, TrainEngine
+from m2flow.engines.distributed import STACKED, check_fsdp
+from m2flow.engines.distributed.fsdp import FsdpTrain
+from m2flow.engines.embedded.trainer import EmbeddedTrain
+from m2flow.engines.models.hf_model import EXPERTS, load_model
+from m2flow.errors import EngineError
+from m2flow.planner.model_shapes import ModelShape
+from m2flow.planner.pools import legal_layouts, offered, thread_layouts
+from m2flow.recipe import SGD, Lora, Model, Muon, Optimizer
+from m2flow.samples import ROUTED_EXPERTS, Ragged, compact_experts
+from m2flow.testing.mirrored import Followers, Mirrored
+from m2flow.testing.train_suite import ScalarHeadSuite, TrainEngineSuite, copied, distance, samples, started
+
+NUM_EXPERTS = 8
+_SIZES: dict[str, Any] = {**SMALL, "num_key_value_heads": 2, "tie_word_embeddings": False}
+_ROUTED: dict[str, Any] = {"num_experts": NUM_EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_LATENT: dict[str, Any] = {
+    **_SIZES,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 8,
+    "n_routed_experts": NUM_EXPERTS,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+}
+
+
+def config(name: str = "qwen3_moe") -> Any:
+    kinds: dict[str, Any] = {
+        "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**_SIZES, **_ROUTED, head_dim=16, norm_topk_prob=True),
+        "qwen2_moe": lambda: transformers.Qwen2MoeConfig(**_SIZES, **_ROUTED, shared_expert_intermediate_size=16),
+        "mixtral": lambda: transformers.MixtralConfig(**_SIZES, num_local_experts=4, sliding_window=None),
+        "olmoe": lambda: transformers.OlmoeConfig(**_SIZES, num_experts=NUM_EXPERTS, num_experts_per_tok=2),
+        "deepseek_v2": lambda: transformers.DeepseekV2Config(**_LATENT, n_group=None, topk_group=None, topk_method="greedy"),
+        "deepseek_v3": lambda: transformers.DeepseekV3Config(**_LATENT, n_group=4, topk_group=2),
+        "glm4_moe": lambda: transformers.Glm4MoeConfig(
+            **_SIZES, head_dim=16, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, first_k_dense_replace=1
+        ),
+    }
+    return kinds[name]()
+
+
+@pytest.fixture(scope="module")
+def followers() -> Iterator[Followers]:
+    with followed(1) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return write_model(tmp_path_factory.mktemp("qwen3_moe"), config())
+
+
+def split(model: Model, followers: Followers, **options: Any) -> TrainEngine:
+    return Mirrored(FsdpTrain, model, EngineSettings(options={"ep": 2, **options}), followers)
+
+
+class TestExperts(TrainEngineSuite):
+    @pytest.fixture(autouse=True)
+    def _take(self, model: Model, followers: Followers) -> None:
+        self.model, self.followers = model, followers
+
+    def make(self) -> TrainEngine:
+        return split(self.model, self.followers)
+
+
+class TestHeadsOfMixtures(ScalarHeadSuite):
+    @pytest.fixture(autouse=True)
+    def _take(self, model: Model, followers: Followers) -> None:
+        self.path, self.followers = Path(model.path), followers
+
+    def make(self, head: str) -> TrainEngine:
+        return split(random_model(self.path, head), self.followers)
+
+
+@pytest.mark.parametrize("options", [{"ep": 2}, {"ep": 2, "cpu_offload": True, "reshard_after_forward": False, "head_logits": 96}], ids=str)
+def test_numbers_on_two_ranks_are_those_of_the_embedded_trainer(options: dict[str, Any], model: Model, followers: Followers) -> None:
+    check_numbers(model, options, followers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(set(STACKED) - {"qwen3_moe"}))
+def test_numbers_of_other_mixtures_are_those_of_the_embedded_trainer(name: str, followers: Followers, tmp_path: Path) -> None:
+    check_numbers(write_model(tmp_path, config(name)), {"ep": 2}, followers)
+
+
+def test_what_is_split_has_names_in_checkpoints() -> None:
+    assert set(STACKED) == set(EXPERTS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ep", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_numbers_on_four_ranks_are_those_of_the_embedded_trainer(ep: int, model: Model, tmp_path: Path) -> None:
+    """With `ep: 2` two ranks share out each expert's weights."""
+    with followed(3) as followers:
+        check_numbers(model, {"ep": ep}, followers)
+        check_it_goes_on_alone(model, {"ep": ep, "spread_checkpoints": True}, followers, tmp_path)
+        check_experts_that_no_row_goes_to(model, split(replace(model, routing="rollout"), followers, ep=ep))
+
+
+def test_weights_are_those_of_the_checkpoint_that_was_loaded(followers: Followers, tmp_path: Path) -> None:
+    drawn = write_model(tmp_path, config())
+    load_model(drawn, device="cpu", attention="eager").save_pretrained(tmp_path)
+    with started(split(replace(drawn, init="pretrained"), followers)) as engine:
+        found = copied(engine)
+    expected = load_file(tmp_path / "model.safetensors")
+    assert f"model.layers.1.mlp.experts.{NUM_EXPERTS - 1}.up_proj.weight" in found
+    assert apart(found, expected) == 0
+
+
+@pytest.mark.parametrize("recipe", [STEP, SGD(0.1, momentum=0.9), Muon(0.1)], ids=["adamw", "sgd", "muon"])
+def test_a_checkpoint_goes_on_at_any_layout(recipe: Optimizer, model: Model, followers: Followers, tmp_path: Path) -> None:
+    batch = samples(VOCABULARY)
+    with started(EmbeddedTrain(model, EngineSettings())) as engine:
+        weights = []
+        for _ in range(4):
+            train(engine, batch, recipe)
+            weights.append(copied(engine))
+    whole = Mirrored(FsdpTrain, model, EngineSettings(), followers)
+    others = [split(model, followers), EmbeddedTrain(model, EngineSettings()), split(model, followers, spread_checkpoints=True), whole]
+    for turn, other in enumerate(others):
+        with started(other):
+            if turn:
+                other.load(str(tmp_path / f"{turn - 1}"))
+            train(other, batch, recipe)
+            # Muon's iterations raise the rounding of small singular values.
+            assert apart(copied(other), weights[turn]) < (1e-4 if isinstance(recipe, Muon) else 1e-6)
+            other.save(str(tmp_path / f"{turn}"))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_one_layout_gives_the_same_bits_each_time(deterministic: bool, model: Model, followers: Followers) -> None:
+    found = []
+    for _ in range(2):
+        settings = EngineSettings(deterministic=deterministic, options={"ep": 2})
+        with started(Mirrored(FsdpTrain, model, settings, followers)) as engine:
+            train(engine, samples(VOCABULARY))
+            found.append(copied(engine))
+    assert distance(*found) == 0
+
+
+def test_passes_in_half_precision_keep_weights_in_float32(model: Model, followers: Followers) -> None:
+    found = []
+    for engine in (EmbeddedTrain(model, EngineSettings()), split(model, followers, compute_dtype="bfloat16")):
+        with started(engine):
+            first = copied(engine)
+            train(engine, samples(VOCABULARY), SGD(1.0))
+            found.append({name: array - first[name] for name, array in copied(engine).items()})
+    assert all(array.dtype == np.float32 for array in found[1].values())
+    assert 0 < distance(found[1], found[0]) < 0.3
+
+
+def check_experts_that_no_row_goes_to(model: Model, engine: TrainEngine) -> None:
+    """All rows go to the first two experts, which are on the first rank."""
+    batch = samples(VOCABULARY)
+    tokens = batch.ragged("tokens")
+    experts = np.broadcast_to(np.arange(2), (len(tokens.values), 2, 2))
+    batch = batch.with_columns(**{ROUTED_EXPERTS: Ragged(compact_experts(experts, NUM_EXPERTS), tokens.offsets)})
+    found = []
+    for one in (EmbeddedTrain(replace(model, routing="rollout"), EngineSettings()), engine):
+        with started(one):
+            first = copied(one)
+            metrics = train(one, batch)
+            found.append((metrics, copied(one)))
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-5)
+    assert found[0][0]["expert_load/idle"] == 1 - 2 / NUM_EXPERTS
+    assert apart(found[1][1], found[0][1]) < 1e-6
+    idle = [name for name in first if f".experts.{NUM_EXPERTS - 1}." in name]
+    assert idle
+    assert all(np.array_equal(found[1][1][name], first[name]) for name in idle)
+
+
+@pytest.mark.parametrize("experts", ["eager", "grouped_mm"])
+def test_experts_that_no_row_goes_to_have_a_gradient_of_zeros(experts: str, followers: Followers, tmp_path: Path) -> None:
+    """Also by code of the model that computes nothing without rows: ranks with the same experts wait for each other's gradients."""
+    model = replace(write_model(tmp_path, config()), routing="rollout")
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "experts_implementation": experts}))
+    assert load_model(model, device="cpu", attention="eager").config._experts_implementation == experts
+    check_experts_that_no_row_goes_to(model, split(model, followers))
+
+
+@pytest.mark.parametrize("routing", [None, "trainer"])
+def test_routers_are_balanced_as_on_one_rank(routing: Any, model: Model, followers: Followers) -> None:
+    balanced = replace(model, balance=BALANCE, routing=routing)
+    batch = samples(VOCABULARY)
+    expected, found = (history_of_balance(one, batch) for one in (EmbeddedTrain(balanced, EngineSettings()), split(balanced, followers)))
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="lora: the extra lora is not installed")
+def test_adapters_of_a_mixture_are_those_of_the_embedded_trainer(model: Model, followers: Followers, tmp_path: Path) -> None:
+    adapted = replace(model, lora=Lora(rank=4, alpha=8, targets=("q_proj", "v_proj")))
+    check_adapters_are_trained_sent_and_saved_as_by_the_embedded_trainer(adapted, lambda: split(adapted, followers), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "num_ranks", "said"),
+    [
+        ("qwen3_moe", {"ep": 2, "tp": 2}, 4, "experts are not split over ranks together with tp"),
+        ("qwen3_moe", {"ep": 2, "pp": 2}, 4, "experts are not split over ranks together with pp"),
+        ("qwen3_moe", {"ep": "2"}, 4, "the option ep of the train engine 'fsdp' is '2'"),
+        ("qwen3_moe", {"ep": 3}, 4, "ep is 3, which does not divide 4 ranks"),
+        ("qwen3_moe", {"ep": 3}, 6, "ep is 3, which does not divide the model's 8 experts"),
+        ("qwen3_moe", {"ep": 2}, 10, "5 ranks that hold the same experts can't share out experts of 32 times 24"),
+        ("mixtral", {"ep": 8}, 8, "ep is 8, which does not divide the model's 4 experts"),
+        ("gpt2", {"ep": 2}, 4, "experts of a 'gpt2' model can't be split over ranks here; those of deepseek_v2, .* can"),
+    ],
+)
+def test_what_can_t_be_split_is_refused_by_name_before_a_run(
+    name: str, options: dict[str, Any], num_ranks: int, said: str, tmp_path: Path
+) -> None:
+    (transformers.GPT2Config() if name == "gpt2" else config(name)).save_pretrained(tmp_path)
+    with pytest.raises(EngineError, match=said):
+        check_fsdp(Model(str(tmp_path), init="random"), options, num_ranks)
+
+
+def test_an_engine_refuses_it_too(model: Model, followers: Followers) -> None:
+    with pytest.raises(EngineError, match="ep is 3, which does not divide 2 ranks"):
+        split(model, followers, ep=3).start()
+
+
+def test_the_planner_knows_split_experts_on_gpus_alone(model: Model) -> None:
+    offers, shape = offered("fsdp", "train"), ModelShape.from_config(model.path)
+    layouts = [layout for layout in legal_layouts(shape, offers, "train", 8, 8) if layout.ep > 1]
+    assert {(layout.ep, layout.dp, layout.tp, layout.pp) for layout in layouts} == {(8, 8, 1, 1)}
+    uneven = replace(shape, num_experts=2)
+    assert {layout.ep for layout in legal_layouts(uneven, offers, "train", 8, 8)} == {1, 2}
+    # Five ranks with the same experts can't share out the rows of their matrices.
+    assert {layout.ep for layout in legal_layouts(uneven, offers, "train", 10, 10)} == {1}
+    for num_ranks in (None, 2):
+        assert {layout.ep for layout in thread_layouts("train", 4, 4, offers, num_ranks)} == {1}
