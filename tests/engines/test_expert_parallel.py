@@ -17,7 +17,7 @@ from followed import followed
 from safetensors.numpy import load_file
 from test_expert_balance import BALANCE
 from test_expert_balance import history as history_of_balance
-from test_pipelines import STEP, apart, check_it_goes_on_alone, check_numbers, train
+from test_pipelines import STEP, apart, check_each_goes_on_from_the_one_before, check_it_goes_on_alone, check_numbers, train
 from test_scalar_heads import random_model
 from test_train_engines import SMALL, VOCABULARY, write_model
 
@@ -91,6 +91,7 @@ class TestExperts(TrainEngineSuite):
         return split(self.model, self.followers)
 
 
+@pytest.mark.slow
 class TestHeadsOfMixtures(ScalarHeadSuite):
     @pytest.fixture(autouse=True)
     def _take(self, model: Model, followers: Followers) -> None:
@@ -137,22 +138,9 @@ def test_weights_are_those_of_the_checkpoint_that_was_loaded(followers: Follower
 
 @pytest.mark.parametrize("recipe", [STEP, SGD(0.1, momentum=0.9), Muon(0.1)], ids=["adamw", "sgd", "muon"])
 def test_a_checkpoint_goes_on_at_any_layout(recipe: Optimizer, model: Model, followers: Followers, tmp_path: Path) -> None:
-    batch = samples(VOCABULARY)
-    with started(EmbeddedTrain(model, EngineSettings())) as engine:
-        weights = []
-        for _ in range(4):
-            train(engine, batch, recipe)
-            weights.append(copied(engine))
     whole = Mirrored(FsdpTrain, model, EngineSettings(), followers)
     others = [split(model, followers), EmbeddedTrain(model, EngineSettings()), split(model, followers, spread_checkpoints=True), whole]
-    for turn, other in enumerate(others):
-        with started(other):
-            if turn:
-                other.load(str(tmp_path / f"{turn - 1}"))
-            train(other, batch, recipe)
-            # Muon's iterations raise the rounding of small singular values.
-            assert apart(copied(other), weights[turn]) < (1e-4 if isinstance(recipe, Muon) else 1e-6)
-            other.save(str(tmp_path / f"{turn}"))
+    check_each_goes_on_from_the_one_before(recipe, model, others, tmp_path)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

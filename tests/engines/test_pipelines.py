@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import numpy as np
@@ -57,6 +60,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return write_model(tmp_path_factory.mktemp("qwen2"), config("qwen2"))
 
 
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return write_model(tmp_path_factory.mktemp("deep"), config("qwen2", 5))
+
+
 def staged(model: Model, followers: Followers, **options: Any) -> TrainEngine:
     return Mirrored(FsdpTrain, model, EngineSettings(options={"pp": 2, **options}), followers)
 
@@ -68,6 +76,18 @@ class TestStages(TrainEngineSuite):
 
     def make(self) -> TrainEngine:
         return staged(self.model, self.followers)
+
+
+@pytest.mark.slow
+class TestChunks(TrainEngineSuite):
+    """Each stage has two chunks of a layer or two, and passes go round twice."""
+
+    @pytest.fixture(autouse=True)
+    def _take(self, deep: Model, followers: Followers) -> None:
+        self.model, self.followers = deep, followers
+
+    def make(self) -> TrainEngine:
+        return staged(self.model, self.followers, vpp=2)
 
 
 class TestHeadsOnStages(ScalarHeadSuite):
@@ -136,14 +156,19 @@ def check_numbers(model: Model, options: dict[str, Any], followers: Followers) -
 
 
 @pytest.mark.parametrize(
-    ("name", "options"),
-    [("qwen2", {"pp": 2}), ("llama", {"pp": 2, "micro_batches": 5, "head_logits": 96}), ("qwen3", {"pp": 2, "micro_batches": 1})],
+    ("name", "num_layers", "options"),
+    [
+        ("qwen2", 3, {"pp": 2}),
+        ("llama", 3, {"pp": 2, "micro_batches": 5, "head_logits": 96}),
+        ("qwen3", 3, {"pp": 2, "micro_batches": 1}),
+        ("llama", 7, {"pp": 2, "vpp": 3, "micro_batches": 4}),
+    ],
     ids=str,
 )
 def test_numbers_on_two_stages_are_those_of_the_embedded_trainer(
-    name: str, options: dict[str, Any], followers: Followers, tmp_path: Path
+    name: str, num_layers: int, options: dict[str, Any], followers: Followers, tmp_path: Path
 ) -> None:
-    check_numbers(write_model(tmp_path, config(name)), options, followers)
+    check_numbers(write_model(tmp_path, config(name, num_layers)), options, followers)
 
 
 _SHARDED: list[tuple[str, int, dict[str, Any]]] = [("qwen2", 3, {"pp": 2})]
@@ -152,6 +177,9 @@ _OTHERS: list[tuple[str, int, dict[str, Any]]] = [
     ("qwen2", 2, {"pp": 2, "tp": 2}),
     ("qwen3", 5, {"pp": 4, "micro_batches": 2}),
     ("qwen2", 4, {"pp": 4, "micro_batches": 6}),
+    ("qwen2", 5, {"pp": 2, "vpp": 2}),
+    ("qwen2", 4, {"pp": 2, "vpp": 2, "tp": 2, "reshard_after_forward": False}),
+    ("qwen3", 9, {"pp": 4, "vpp": 2, "micro_batches": 8}),
 ]
 
 
@@ -215,22 +243,32 @@ GROUPED = AdamW(lr=1e-3, eps=1e-3, groups=(WeightGroup("*embed_tokens*", lr_scal
 
 @pytest.mark.parametrize("recipe", [STEP, SGD(0.1, momentum=0.9), Muon(0.1), GROUPED], ids=["adamw", "sgd", "muon", "groups"])
 def test_a_checkpoint_goes_on_at_any_layout(recipe: Optimizer, model: Model, followers: Followers, tmp_path: Path) -> None:
+    spread = Mirrored(FsdpTrain, model, EngineSettings(), followers)
+    others = [staged(model, followers), EmbeddedTrain(model, EngineSettings()), staged(model, followers), spread]
+    check_each_goes_on_from_the_one_before(recipe, model, others, tmp_path)
+
+
+def test_a_checkpoint_goes_on_with_any_number_of_chunks(deep: Model, followers: Followers, tmp_path: Path) -> None:
+    parts = staged(deep, followers, vpp=2, spread_checkpoints=True)
+    others = [staged(deep, followers, vpp=2), staged(deep, followers), parts, EmbeddedTrain(deep, EngineSettings())]
+    check_each_goes_on_from_the_one_before(STEP, deep, others, tmp_path)
+
+
+def check_each_goes_on_from_the_one_before(recipe: Optimizer, model: Model, engines: Sequence[TrainEngine], path: Path) -> None:
     batch = samples(VOCABULARY)
     with started(EmbeddedTrain(model, EngineSettings())) as engine:
         weights = []
-        for _ in range(4):
+        for _ in engines:
             train(engine, batch, recipe)
             weights.append(copied(engine))
-    spread = Mirrored(FsdpTrain, model, EngineSettings(), followers)
-    others = [staged(model, followers), EmbeddedTrain(model, EngineSettings()), staged(model, followers), spread]
-    for turn, other in enumerate(others):
+    for turn, other in enumerate(engines):
         with started(other):
             if turn:
-                other.load(str(tmp_path / f"{turn - 1}"))
+                other.load(str(path / f"{turn - 1}"))
             train(other, batch, recipe)
             # Muon's iterations raise the rounding of small singular values.
             assert apart(copied(other), weights[turn]) < (1e-4 if isinstance(recipe, Muon) else 1e-6)
-            other.save(str(tmp_path / f"{turn}"))
+            other.save(str(path / f"{turn}"))
 
 
 def test_masters_and_moments_of_all_stages_are_in_a_checkpoint(model: Model, followers: Followers, tmp_path: Path) -> None:
@@ -366,9 +404,10 @@ def test_a_critic_on_stages_takes_the_policys_weights_and_keeps_its_head(model: 
 class Alone(Line[int]):
     """A stage without neighbours, which writes down what it does."""
 
-    def __init__(self, stage: int, count: int) -> None:
-        self.stage, self.count, self.failure = stage, count, None
+    def __init__(self, stage: int, count: int, chunks: int = 1) -> None:
+        self.stage, self.count, self.chunks, self.failure = stage, count, chunks, None
         self._down, self._up, self._device, self._spreads = "down", "up", "cpu", True
+        self._down_again, self._up_again = "down again", "up again"
         self._sent = {}
         self.done: list[str] = []
 
@@ -404,6 +443,66 @@ def test_a_stage_has_as_many_passes_in_flight_as_there_are_stages_from_it_on(sta
     assert {words: line.done.count(words) for words in line.done} == wanted
 
 
+class Linked(Line[int]):
+    """A stage beside others in threads, whose tensors go through queues: by group and direction in the order in which they were sent."""
+
+    def __init__(self, stage: int, count: int, chunks: int, ways: Mapping[tuple[str, int, int], Queue[torch.Tensor]]) -> None:
+        self.stage, self.count, self.chunks, self.failure = stage, count, chunks, None
+        self._down, self._up, self._down_again, self._up_again = "down", "up", "down again", "up again"
+        self._device, self._spreads, self._sent, self._ways = "cpu", True, {}, ways
+        self.most_in_flight = 0
+        self._in_flight: list[tuple[int, int]] = []
+
+    def _receive(self, group: Any, stage: int, like: torch.Tensor) -> torch.Tensor:
+        return self._ways[group, stage, self.stage].get(timeout=60)
+
+    def _send(self, group: Any, stage: int, tensor: torch.Tensor) -> None:
+        self._ways[group, self.stage, stage].put(tensor.clone())
+
+    def train(self, passes: int, *, trains: bool) -> int:
+        """Each chunk doubles what comes in; returns how often one computed."""
+        total, num_computed = self.count * self.chunks, 0
+
+        def compute(one: int, hidden: torch.Tensor | None) -> torch.Tensor:
+            nonlocal num_computed
+            num_computed += 1
+            place = self.chunk * self.count + self.stage
+            assert (hidden is None) == (place == 0)
+            assert hidden is None or hidden.item() == one * 2.0**place
+            output = torch.full((1,), float(one), requires_grad=trains) * 2 if hidden is None else hidden * 2
+            if trains:
+                which = one, self.chunk
+                self._in_flight.append(which)
+                self.most_in_flight = max(self.most_in_flight, len(self._in_flight))
+
+                def back(gradient: torch.Tensor) -> None:
+                    self._in_flight.remove(which)
+                    assert gradient.item() == one * 2.0 ** (total - 1 - place)
+
+                output.register_hook(back)
+            return (output * one).sum() if self.is_last else output
+
+        self.run(range(1, passes + 1), compute, lambda one: torch.empty(1, device="meta"), trains=trains)
+        assert not self._in_flight
+        return num_computed
+
+
+@pytest.mark.parametrize(
+    ("count", "chunks", "passes", "trains"),
+    [(2, 2, 2, True), (2, 3, 8, True), (3, 2, 6, True), (4, 3, 8, True), (4, 1, 6, True), (4, 3, 5, False), (2, 2, 1, False)],
+)
+def test_passes_go_round_the_stages_once_for_each_chunk(count: int, chunks: int, passes: int, trains: bool) -> None:
+    ways: dict[tuple[str, int, int], Queue[torch.Tensor]] = defaultdict(Queue)
+    lines = [Linked(stage, count, chunks, ways) for stage in range(count)]
+    with ThreadPoolExecutor(count) as threads:
+        computed = list(threads.map(lambda line: line.train(passes, trains=trains), lines))
+    assert computed == [passes * chunks] * count
+    assert all(way.empty() for way in ways.values())
+    # Interleaved, a stage begins to go back when the first pass has gone all the way round.
+    first = [count - 1 - stage if chunks == 1 else 2 * (count - 1 - stage) + (chunks - 1) * count for stage in range(count)]
+    assert [line.most_in_flight for line in lines] == [min(one + 1, passes * chunks) if trains else 0 for one in first]
+
+
 @pytest.mark.parametrize(
     ("name", "options", "num_ranks", "said"),
     [
@@ -413,6 +512,10 @@ def test_a_stage_has_as_many_passes_in_flight_as_there_are_stages_from_it_on(sta
         ("qwen2", {"pp": "2"}, 4, "the option pp of the train engine 'fsdp' is '2'"),
         ("qwen2", {"pp": 0}, 4, "the option pp of the train engine 'fsdp' is 0"),
         ("qwen2", {"pp": 2, "micro_batches": 0}, 4, "the option micro_batches of the train engine 'fsdp' is 0"),
+        ("qwen2", {"pp": 2, "vpp": 2}, 4, r"pp \* vpp is 4, and the model has 3 layers"),
+        ("qwen2", {"pp": 2, "vpp": "2"}, 4, "the option vpp of the train engine 'fsdp' is '2'"),
+        ("qwen2", {"vpp": 2}, 4, "the option vpp of the train engine 'fsdp' is 2, without pp"),
+        ("deep", {"pp": 2, "vpp": 2, "micro_batches": 3}, 4, "micro_batches is 3, which is no multiple of pp, 2, as vpp needs"),
         ("gpt2", {"pp": 2}, 4, "the layers of a 'gpt2' model can't be spread over stages here; those of llama, qwen2, qwen3 can"),
         ("window", {"pp": 2}, 4, "layers of sliding_attention"),
         ("adapted", {"pp": 2}, 4, "adapters are not spread over stages"),
@@ -421,7 +524,7 @@ def test_a_stage_has_as_many_passes_in_flight_as_there_are_stages_from_it_on(sta
 def test_what_can_t_be_spread_over_stages_is_refused_by_name_before_a_run(
     name: str, options: dict[str, Any], num_ranks: int, said: str, tmp_path: Path
 ) -> None:
-    made = config("qwen2")
+    made = config("qwen2", 4 if name == "deep" else 3)
     if name == "gpt2":
         made = transformers.GPT2Config()
     elif name == "window":

@@ -21,6 +21,10 @@ STACKED = ("deepseek_v2", "deepseek_v3", "glm4_moe", "mixtral", "olmoe", "qwen2_
 
 def check_fsdp(model: Model, options: Mapping[str, object], num_ranks: int) -> None:
     """Check what can be known of stages and experts before a run. Raises `EngineError`, or `ModelError` for a model that is not there."""
+    if options.get("pp", 1) == 1 and options.get("vpp", 1) != 1:
+        raise EngineError(
+            f"the option vpp of the train engine 'fsdp' is {options['vpp']!r}, without pp", now="Write pp too, or leave vpp out."
+        )
     if options.get("pp", 1) == options.get("ep", 1) == 1:
         return
     from m2flow.engines.models.hf_model import config_of  # It loads transformers.
@@ -75,7 +79,7 @@ def check_stages(config: Any, model: Model, options: Mapping[str, object], num_r
     Raises:
         EngineError: they can't; with the option, or the field of the config, that is in the way.
     """
-    for name in ("pp", "tp", "micro_batches"):
+    for name in ("pp", "tp", "vpp", "micro_batches"):
         if not is_count(options.get(name, 1)):
             raise EngineError(f"the option {name} of the train engine 'fsdp' is {options[name]!r}", now="Write a whole number.")
     pp, tp = (int(str(options.get(name, 1))) for name in ("pp", "tp"))
@@ -90,8 +94,14 @@ def check_stages(config: Any, model: Model, options: Mapping[str, object], num_r
         raise EngineError(
             f"a {config.model_type!r} model with layers of {', '.join(other)} can't be spread over stages", now="Leave pp out."
         )
-    if (count := int(config.num_hidden_layers)) < pp:
-        raise EngineError(f"pp is {pp}, and the model has {count} layers", now="Take fewer stages.")
+    vpp, count = int(str(options.get("vpp", 1))), int(config.num_hidden_layers)
+    if count < pp * vpp:
+        what = f"pp is {pp}" if vpp == 1 else f"pp * vpp is {pp * vpp}"
+        raise EngineError(f"{what}, and the model has {count} layers", now="Take fewer stages.")
+    if vpp > 1 and (passes := int(str(options.get("micro_batches", pp)))) % pp:
+        raise EngineError(
+            f"micro_batches is {passes}, which is no multiple of pp, {pp}, as vpp needs", now="Take a multiple, or leave vpp out."
+        )
     if model.routing is not None or model.balance is not None:
         what = f"a {config.model_type!r} model is no mixture of experts whose routing can be replayed or balanced"
         raise EngineError(what, now="Leave replay_routing and balance out.")

@@ -14,6 +14,11 @@ With `pp` the layers are spread over stages first, and each stage is sharded ove
     stage 0:  rows --embeddings, layers--> hidden states --sent--> stage 1: layers --> ... --> the last: norm, head, loss
               its gradient  <--------------- sent back ----------  1F1B: a stage has a pass in flight for itself and for each stage after it
 
+With `vpp` too, each rank has so many chunks of layers, and passes go round the ranks as often (interleaved 1F1B): the wait for the first
+pass and the last is that of a chunk, for more sends and more passes in flight.
+
+    vpp 2:  stage 0, first chunk --> stage 1, first chunk --> stage 0, second chunk --> stage 1, second chunk: norm, head, loss
+
 Every rank packs the same samples as those of its line, so it knows the shape of what comes: passes may have any lengths. Tied embeddings
 are on the first stage and the last, which add up both gradients. A loss that raises is heard by all ranks when the passes are over, since
 the other stages wait for its gradient until then; what was added up is then a part of what it should be: `discard` it.
@@ -27,7 +32,7 @@ Limits:
         stages having one more. Others and adapters are refused before the run.
 
 Source: PyTorch FSDP2 (torch.distributed.fsdp.fully_shard); ZeRO stage 3 (Rajbhandari et al., 2020); 1F1B (Narayanan et al. 2021,
-arXiv:2104.04473, section 2.2).
+arXiv:2104.04473, section 2.2), with the order of its interleaved schedule.
 """
 
 from __future__ import annotations
@@ -57,10 +62,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import Shard
 
 from m2flow.engines.contract import NO_AGREEMENT, Agreement, EngineSettings, HeldCheckpoint, Objective, Sums, TrainEngine, blended
-from m2flow.engines.distributed import check_experts, check_stages, tensor_parallel
+from m2flow.engines.distributed import check_fsdp, tensor_parallel
 from m2flow.engines.distributed.ranks import RankedTrain, Ranks, Root
 from m2flow.engines.models import lora, packing, trainer_checkpoint
-from m2flow.engines.models.hf_model import config_of, empty_cache, groups_of_weights, layers, matrices_of_layers
+from m2flow.engines.models.hf_model import empty_cache, groups_of_weights, layers, matrices_of_layers
 from m2flow.engines.models.optimizers import Elsewhere, Optimizers
 from m2flow.engines.models.trainer_checkpoint import local, spread_like, whole
 from m2flow.engines.registry import built_in
@@ -76,7 +81,9 @@ OPTIONS = {
     "tp": "Neighbouring ranks that split the layers among them (DTensor), by default 1.",
     "ep": "Neighbouring ranks that split the experts of each layer among them, by default 1; without `tp` and `pp`.",
     "pp": "Stages that the layers are spread over, by default 1. What `tp` and `pp` leave of the ranks shards each stage.",
-    "micro_batches": "With `pp`, parts in which a micro-batch passes through the stages, by default as many as stages.",
+    "vpp": "With `pp`, chunks of layers that each stage has, in turns (interleaved 1F1B), by default 1.",
+    "micro_batches": "With `pp`, parts in which a micro-batch passes through the stages, by default as many as stages; with `vpp` a "
+    "multiple of them.",
     "spread_checkpoints": "Every rank writes its part of a checkpoint (`m2flow_parts/`, of PyTorch's distributed checkpoints), which every "
     "trainer loads and `m2flow export` merges; by default false. Policies with adapters are saved whole.",
 }
@@ -122,8 +129,7 @@ class FsdpTrain(RankedTrain):
         self._optimizers = self._optimizers_of(self._model)
 
     def _check_layout(self) -> None:
-        if self._settings.options.get("ep", 1) != 1:
-            check_experts(config_of(self._source), self._settings.options, self._ranks.count)
+        check_fsdp(self._source, self._settings.options, self._ranks.count)
         tensor_parallel.check(self._ranks.count, self._tp, has_adapters=self._source.lora is not None)
 
     def _placed(self) -> Root:
@@ -255,6 +261,19 @@ def layers_of_stages(num_layers: int, count: int) -> list[range]:
     return [range(*bounds) for bounds in itertools.pairwise(starts)]
 
 
+def turns(num_passes: int, count: int, chunks: int) -> list[tuple[int, int]]:
+    """The order in which each stage computes passes: as many as there are stages through each of its chunks, then the next ones.
+
+    Returns:
+        The number of the pass and that of the chunk.
+
+    >>> turns(4, 2, 2)
+    [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (3, 0), (2, 1), (3, 1)]
+    """
+    groups = [range(first, min(first + count, num_passes)) for first in range(0, num_passes, count)]
+    return [(i, chunk) for group in groups for chunk in range(chunks) for i in group]
+
+
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _P = TypeVar("_P")
 
@@ -264,32 +283,48 @@ class Line(Generic[_P]):
 
     Args:
         stages: the group of those ranks, in the order of stages.
+        chunks: parts of the model that each of them has; a pass goes through the first of all, then through the second of all.
         spreads: whether a pass has collectives within the stage. A rank that fails then leaves the others of its stage waiting, so its
             error ends it; otherwise the others go on with zeros in its place, until all hear of it. Running out of memory ends a rank in
             any case: the run then goes on with smaller micro-batches.
     """
 
-    def __init__(self, ranks: Ranks, stages: Any, device: str, *, spreads: bool) -> None:
+    def __init__(self, ranks: Ranks, stages: Any, device: str, *, chunks: int = 1, spreads: bool) -> None:
         self.group, self._device, self._spreads = stages, device, spreads
         self.members = dist.get_process_group_ranks(stages)
-        self.stage, self.count = int(dist.get_rank(stages)), len(self.members)
-        self._down = self._up = stages
-        if torch.device(device).type == "cuda":
-            # Sends that cross wait for each other in one communicator.
-            size = ranks.count // self.count
-            lines = [list(range(first, ranks.count, size)) for first in range(size)]
+        self.stage, self.count, self.chunks = int(dist.get_rank(stages)), len(self.members), chunks
+        self.chunk = 0
+        """The one that is being computed."""
+        self._down = self._up = self._down_again = self._up_again = stages
+        size = ranks.count // self.count
+        lines = [list(range(first, ranks.count, size)) for first in range(size)]
+        if chunks > 1 or torch.device(device).type == "cuda":
+            # Sends that cross wait for each other in one communicator, and two from one rank to another must be told apart.
             self._down, self._up = ranks.among(lines), ranks.among(lines)
+        if chunks > 1:  # From the last stage to the first one's next chunk, and back.
+            self._down_again, self._up_again = ranks.among(lines), ranks.among(lines)
         self._sent: dict[int, deque[tuple[Any, Tensor]]] = {}
         self.failure: Exception | None = None
         """What a pass raised, on the rank where it did."""
 
     @property
-    def is_first(self) -> bool:
+    def has_first(self) -> bool:
+        """Whether passes begin here."""
         return self.stage == 0
 
     @property
-    def is_last(self) -> bool:
+    def has_last(self) -> bool:
+        """Whether passes end here."""
         return self.stage == self.count - 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the chunk that is being computed is the model's first."""
+        return self.has_first and self.chunk == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.has_last and self.chunk == self.chunks - 1
 
     def run(
         self,
@@ -307,31 +342,47 @@ class Line(Generic[_P]):
             like: a pass -> what its hidden states look like, a tensor without memory.
         """
         self.failure = None
-        held: deque[tuple[_P, Tensor | None, Tensor | None]] = deque()
-        num_first = min(self.count - 1 - self.stage, len(passes))
-        for i, one in enumerate(passes):
-            hidden = None if self.is_first else self._receive(self._down, self.stage - 1, like(one))
+        held: dict[tuple[int, int], tuple[Tensor | None, Tensor | None]] = {}
+        order = turns(len(passes), self.count, self.chunks)
+        back = iter([(i, self.chunks - 1 - chunk) for i, chunk in order])
+        num_first = self.count - 1 - self.stage
+        if self.chunks > 1:
+            num_first = 2 * num_first + (self.chunks - 1) * self.count
+        for number, (i, self.chunk) in enumerate(order):
+            one = passes[i]
+            hidden = None if self.is_first else self._receive(*self._before(self._down, self._down_again), like(one))
             if hidden is not None and trains:
                 hidden.requires_grad_()
             output = self._guarded(functools.partial(compute, one, hidden))
             if not self.is_last:
-                self._send(self._down, self.stage + 1, self._zeros(like(one)) if output is None else output.detach())
+                self._send(*self._after(self._down, self._down_again), self._zeros(like(one)) if output is None else output.detach())
             if trains:
-                held.append((one, hidden, output))
-                if i >= num_first:
-                    self._back(*held.popleft(), like)
-        while held:
-            self._back(*held.popleft(), like)
+                held[i, self.chunk] = hidden, output
+                if number >= num_first:
+                    which = next(back)
+                    self._back(which[1], *held.pop(which), like(passes[which[0]]))
+        if trains:
+            for which in back:
+                self._back(which[1], *held.pop(which), like(passes[which[0]]))
         for sent in self._sent.values():
             while sent:
                 sent.popleft()[0].wait()
 
-    def _back(self, one: _P, hidden: Tensor | None, output: Tensor | None, like: Callable[[_P], Tensor]) -> None:
-        gradient = None if self.is_last else self._receive(self._up, self.stage + 1, like(one))
+    def _back(self, chunk: int, hidden: Tensor | None, output: Tensor | None, like: Tensor) -> None:
+        self.chunk = chunk
+        gradient = None if self.is_last else self._receive(*self._after(self._up, self._up_again), like)
         if output is not None:
             self._guarded(functools.partial(torch.autograd.backward, output, gradient))
         if hidden is not None:
-            self._send(self._up, self.stage - 1, self._zeros(like(one)) if hidden.grad is None else hidden.grad)
+            self._send(*self._before(self._up, self._up_again), self._zeros(like) if hidden.grad is None else hidden.grad)
+
+    def _before(self, near: Any, again: Any) -> tuple[Any, int]:
+        """The group and stage of the chunk before the one that is computed here; `again`: that between the first stage and the last."""
+        return (again if self.has_first else near), (self.stage - 1) % self.count
+
+    def _after(self, near: Any, again: Any) -> tuple[Any, int]:
+        """As `_before`, of the chunk that is after it."""
+        return (again if self.has_last else near), (self.stage + 1) % self.count
 
     def _guarded(self, work: Callable[[], Tensor | None]) -> Tensor | None:
         try:
@@ -355,7 +406,7 @@ class Line(Generic[_P]):
         tensor = tensor.contiguous()
         sent = self._sent.setdefault(stage, deque())
         sent.append((dist.isend(tensor, self.members[stage], group=group), tensor))
-        if len(sent) > self.count:
+        if len(sent) > 2 * self.count * self.chunks:
             sent.popleft()[0].wait()
 
     def of_stage(self, stage: int, own: Tensor | None, like: Tensor) -> Tensor:
@@ -418,13 +469,13 @@ class PipelinedTrain(FsdpTrain):
         self._output: Tensor | None = None
         """What the last stage's model made of it."""
 
-    def _check_layout(self) -> None:
-        check_stages(config_of(self._source), self._source, self._settings.options, self._ranks.count)
-        super()._check_layout()
-
     @property
     def _pp(self) -> int:
         return int(str(self._settings.options["pp"]))
+
+    @property
+    def _vpp(self) -> int:
+        return int(str(self._settings.options.get("vpp", 1)))
 
     @property
     def _num_alike(self) -> int:
@@ -442,8 +493,8 @@ class PipelinedTrain(FsdpTrain):
     def _placed(self) -> Root:
         device, count = self._settings.device, self._ranks.count
         self._mesh = tensor_parallel.grid(device, count, self._tp, self._pp)
-        self._line = Line(self._ranks, self._mesh["stage"].get_group(), device, spreads=count > self._pp)
-        self._layers = layers_of_stages(self._model.config.num_hidden_layers, self._pp)
+        self._line = Line(self._ranks, self._mesh["stage"].get_group(), device, chunks=self._vpp, spreads=count > self._pp)
+        self._layers = layers_of_stages(self._model.config.num_hidden_layers, self._pp * self._vpp)
         # The whole model without memory: names, shapes and order, as checkpoints have them.
         held = [*self._model.parameters(), *self._model.buffers()]
         self._frame = copy.deepcopy(self._model, {id(one): _without_memory(one) for one in held})
@@ -451,7 +502,8 @@ class PipelinedTrain(FsdpTrain):
         self._groups = {name: groups.get(id(one), "rest") for name, one in self._frame.named_parameters()}
         self._plan = super()._optimizers_of(self._frame)
         self._cut()
-        return Root(self._model, self._source.head, has_head=self._line.is_last)
+        own = self._layers[self._line.stage :: self._pp]
+        return Root(self._model, self._source.head, has_head=self._line.has_last, chunks=[list(map(str, chunk)) for chunk in own])
 
     def _cut(self) -> None:
         """Take out of the model what other stages have, under the names that it has."""
@@ -460,13 +512,13 @@ class PipelinedTrain(FsdpTrain):
         head = getattr(model, head_name)
         self._is_tied = head.weight is base.embed_tokens.weight
         for i in range(len(base.layers)):
-            if i not in self._layers[line.stage]:
+            if not any(i in chunk for chunk in self._layers[line.stage :: self._pp]):
                 del base.layers._modules[str(i)]  # Those that stay keep their numbers.
-        if not (line.is_first or (line.is_last and self._is_tied)):
+        if not (line.has_first or (line.has_last and self._is_tied)):
             base.embed_tokens = torch.nn.Identity()
-        if not line.is_last:
+        if not line.has_last:
             base.norm = torch.nn.Identity()
-        if not (line.is_last or (line.is_first and self._is_tied)):
+        if not (line.has_last or (line.has_first and self._is_tied)):
             setattr(model, head_name, torch.nn.Identity())
             self._head = None
         empty_cache(self._settings.device)
@@ -474,7 +526,7 @@ class PipelinedTrain(FsdpTrain):
     def _stage_of(self, name: str) -> int:
         """The stage that has a weight; of tied ones, the first that has."""
         if (found := _LAYER.search(name)) is not None:
-            return next(stage for stage, own in enumerate(self._layers) if int(found[1]) in own)
+            return next(number for number, own in enumerate(self._layers) if int(found[1]) in own) % self._pp
         return 0 if ".embed_tokens." in name else self._pp - 1
 
     def _optimizers_of(self, model: Any) -> Optimizers:
@@ -552,7 +604,7 @@ class PipelinedTrain(FsdpTrain):
         self._take(hidden)
         assert one.loss is not None
         if not self._line.is_last:
-            found: Tensor = self._root(one.packed, hidden)
+            found: Tensor = self._root(one.packed, hidden, self._line.chunk)
             return found
         try:
             outputs = self._outputs(one.batch, one.packed, one.top)
@@ -568,7 +620,7 @@ class PipelinedTrain(FsdpTrain):
         self._hidden, self._output = hidden, None
 
     def _forward(self, packed: packing.Packed) -> Tensor:
-        self._output = output = self._root(packed, self._hidden)
+        self._output = output = self._root(packed, self._hidden, self._line.chunk)
         return output[0] if self._source.head == "lm" else output[:, 0].float()
 
     def _backward(self, loss: Tensor) -> None:
@@ -577,11 +629,11 @@ class PipelinedTrain(FsdpTrain):
     def _sum_gradients(self) -> None:
         super()._sum_gradients()
         line = self._line
-        if self._is_tied and self._num_pending and (line.is_first or line.is_last):
+        if self._is_tied and self._num_pending and (line.has_first or line.has_last):
             shared = self._model.get_input_embeddings().weight
             if shared.grad is None:
                 shared.grad = torch.zeros_like(shared)
-            line.summed_with(self._pp - 1 if line.is_first else 0, local(shared.grad))
+            line.summed_with(self._pp - 1 if line.has_first else 0, local(shared.grad))
 
     def apply(self, optimizer: Optimizer, denominator: float) -> Mapping[str, float]:
         try:
@@ -609,7 +661,7 @@ class PipelinedTrain(FsdpTrain):
     def _read(self, output: str, one: _Pass, hidden: Tensor | None) -> Tensor | None:
         self._take(hidden)
         if not self._line.is_last:
-            found: Tensor = self._root(one.packed, hidden)
+            found: Tensor = self._root(one.packed, hidden, self._line.chunk)
             return found
         outputs = self._outputs(one.batch, one.packed, one.top)
         names = [output, *((REFERENCE_TOP_IDS, REFERENCE_TOP_LOGPROBS) if one.top else ())]

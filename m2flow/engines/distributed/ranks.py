@@ -505,13 +505,27 @@ class Root(torch.nn.Module):  # type: ignore[misc]
 
     Args:
         has_head: False: the model's last layers are elsewhere, and the output is hidden states.
+        chunks: names of the layers that a pass goes through at a time; of all but the last the output is hidden states. None: all at once.
     """
 
-    def __init__(self, model: Any, head: str, *, has_head: bool = True) -> None:
+    def __init__(self, model: Any, head: str, *, has_head: bool = True, chunks: Sequence[Sequence[str]] | None = None) -> None:
         super().__init__()
         self.model = model
         self._compute = packing.last_hidden if not has_head else packing.batched_logits if head == "lm" else packing.column_scalars
+        self._chunks = chunks
 
-    def forward(self, packed: packing.Packed, hidden: Tensor | None = None) -> Tensor:
-        """Compute a packed pass. `hidden` as of `packing.last_hidden`."""
-        return self._compute(self.model, packed, hidden)
+    def forward(self, packed: packing.Packed, hidden: Tensor | None = None, chunk: int = 0) -> Tensor:
+        """Compute a packed pass, or what a chunk does of it. `hidden` as of `packing.last_hidden`."""
+        if self._chunks is None or len(self._chunks) == 1:
+            return self._compute(self.model, packed, hidden)
+        # The others are put aside now and not before: who gathers weights looks at the whole module when it is first called.
+        base, is_last = self.model.base_model, chunk == len(self._chunks) - 1
+        layers, norm = base.layers, base.norm
+        base.layers = torch.nn.ModuleList()
+        base.layers._modules.update({name: layers._modules[name] for name in self._chunks[chunk]})
+        if not is_last:
+            base.norm = torch.nn.Identity()
+        try:
+            return (self._compute if is_last else packing.last_hidden)(self.model, packed, hidden)
+        finally:
+            base.layers, base.norm = layers, norm
