@@ -383,9 +383,8 @@ def command(
     spec = spec.with_policy(policy)
     settings = _apply_checkpoint_options(settings, checkpoint_every, keep_checkpoints)
     settings = apply_settings(apply_recording_options(settings, otlp, metrics_to, record_every), given_settings)
-    owns_process = bool(ctx.find_root().obj)
     if eager:
-        _prepare_environment(1 if deterministic else spec.num_cores, deterministic=deterministic, may_restart=owns_process)
+        _prepare_environment(1 if deterministic else spec.num_cores, deterministic=deterministic)
     from m2flow.runner.run import Run
 
     record = _read_decisions(decisions, is_eager=eager)
@@ -409,7 +408,7 @@ def command(
         warn=lambda said: console.print(f"warning: {said}", soft_wrap=True),
     )
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        summary = _execute(run, console, owns_process=owns_process, is_eager=eager, is_quiet=quiet, is_resumed=before is not None)
+        summary = _execute(run, console, is_eager=eager, is_quiet=quiet, is_resumed=before is not None)
         display.show_summary(console, flow.name, summary, run.tally)
     if as_json:
         click.echo(json.dumps(summary.as_dict()))
@@ -444,7 +443,7 @@ def _read_pinned_plan(plan_file: Path | None, before: ResumedRun | None, *, is_e
     return read_plan(plan_file) if plan_file else None
 
 
-def _execute(run: Run, console: Console, *, owns_process: bool, is_eager: bool, is_quiet: bool, is_resumed: bool) -> Summary:
+def _execute(run: Run, console: Console, *, is_eager: bool, is_quiet: bool, is_resumed: bool) -> Summary:
     """Prepare and execute a run, and show its plan and progress.
 
     Raises:
@@ -452,7 +451,7 @@ def _execute(run: Run, console: Console, *, owns_process: bool, is_eager: bool, 
     """
     progress = display.Progress(console, run)
     try:
-        return execute_watched(run, console, progress, is_eager=is_eager, is_quiet=is_quiet, ends_process=owns_process)
+        return execute_watched(run, console, progress, is_eager=is_eager, is_quiet=is_quiet, ends_process=_owns_process())
     except (RunInterrupted, Exception) as error:
         goes_on = f"m2flow run --resume {run.run_dir}" if can_go_on(error) else ""
         left = leftovers(run, was_there=is_resumed, goes_on=goes_on)
@@ -461,13 +460,18 @@ def _execute(run: Run, console: Console, *, owns_process: bool, is_eager: bool, 
         raise failure_of(error, run.run_dir if has_directory(run) else None, left) from error
 
 
-def _prepare_environment(threads: int, *, deterministic: bool, may_restart: bool) -> None:
-    """Set the environment that matrix libraries read when they are loaded; if torch is loaded already, restart a process that may be."""
+def _owns_process() -> bool:
+    """Whether this process runs nothing but the command, and no other program that has called the command line."""
+    return bool(click.get_current_context().find_root().obj)
+
+
+def _prepare_environment(threads: int, *, deterministic: bool) -> None:
+    """Set the environment that matrix libraries read when they are loaded; if torch is loaded already, restart a process of ours."""
     from m2flow.micro.controller.launcher import engine_environment
 
     wanted = engine_environment(threads, deterministic=deterministic)
     os.environ.update(wanted if deterministic else {name: value for name, value in wanted.items() if name not in os.environ})
-    if may_restart and "torch" in sys.modules and _RESTARTED not in os.environ:
+    if _owns_process() and "torch" in sys.modules and _RESTARTED not in os.environ:
         os.environ[_RESTARTED] = "1"
         sys.stdout.flush()
         sys.stderr.flush()

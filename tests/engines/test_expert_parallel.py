@@ -82,6 +82,7 @@ def split(model: Model, followers: Followers, **options: Any) -> TrainEngine:
     return Mirrored(FsdpTrain, model, EngineSettings(options={"ep": 2, **options}), followers)
 
 
+@pytest.mark.slow
 class TestExperts(TrainEngineSuite):
     @pytest.fixture(autouse=True)
     def _take(self, model: Model, followers: Followers) -> None:
