@@ -56,7 +56,7 @@ if TYPE_CHECKING:
         topr,
     )
     from m2flow.macro.number import Number
-    from m2flow.macro.ops import Role, call, log, op, steps
+    from m2flow.macro.ops import EpisodeRows, Role, call, log, op, steps
     from m2flow.macro.refill import informative, pass_rate_between
     from m2flow.macro.roles import Policy, Reference, Reward
     from m2flow.observe.otel import traceparent
@@ -99,7 +99,7 @@ _WORDS = {
     "m2flow.macro.loss_declarations": "bradley_terry cispo clip_cov clipped_value decoupled_ppo distill distill_top_k dpo dppo gmpo "
     "gspo gspo_token importance_reinforce ipo kl_cov kto loss nll opmd ppo_clip process_reward reinforce sapo simpo topr",
     "m2flow.macro.number": "Number",
-    "m2flow.macro.ops": "Role call log op steps",
+    "m2flow.macro.ops": "EpisodeRows Role call log op steps",
     "m2flow.macro.refill": "informative pass_rate_between",
     "m2flow.macro.roles": "Policy Reference Reward",
     "m2flow.observe.otel": "traceparent",
@@ -130,6 +130,7 @@ __all__ = [
     "Critic",
     "Dataset",
     "EpisodeFailed",
+    "EpisodeRows",
     "Finish",
     "Flow",
     "Lora",

@@ -1,6 +1,6 @@
 """Samples, their identities, and the columnar batch that all parts of m2flow exchange.
 
-A sample is a sequence of segments (prompt, generated, text of a tool or an environment) with per-token columns. A batch holds
+A sample is a sequence of segments (prompt, generated, text of a tool or an environment, shared) with per-token columns. A batch holds
 N samples as columns: dense arrays of N rows, and ragged ones, which are one flat array and N + 1 offsets. Batches are cheap to
 slice by identity, to concatenate, and to serialise (`m2flow.channels.codec`). NumPy only: torch stays in the engines.
 
@@ -54,6 +54,10 @@ EPISODE = frozenset({"reward", "failure", "num_turns", "episode"})
 """Columns that an episode adds to its row: reward (nan: none), how it failed (empty: it did not), turns of the model, and its record."""
 
 
+BRANCH_TURN = "branch_turn"
+"""Column of a branch, and of the row that it is made from: the first turn that is not its parent's, from 1."""
+
+
 MAIN = "main"
 """The conversation that an agent is given; all of an episode, unless it begins others."""
 
@@ -64,6 +68,8 @@ class Segment(enum.IntEnum):
     PROMPT = 0
     GENERATED = 1
     TOOL = 2
+    SHARED = 3
+    """Of a branch of an episode: what the model said in another sample, which this one goes on from. That one has its log-probabilities."""
 
 
 class Finish(enum.IntEnum):

@@ -24,6 +24,10 @@ Repetition. A stopped episode's row has its tokens, and the record of its turns 
 anywhere: the agent is called again, what it asks is answered from the row as long as that has an answer, and a turn that was cut off
 midway continues from its tokens. A tool that has effects is noted before it begins, and its result before it enters the context, in what
 is written down (`take_urgent`, `written`).
+
+Branches. An episode that goes on from a turn of another (`Transcript.before`) is repeated likewise up to there. What the model said in
+those turns is in its row as `Segment.SHARED`, like a tool's text: no loss sees it, and it is no token that this episode generated. One
+that is stopped before a token of its own begins anew, from its parent's row.
 """
 
 from __future__ import annotations
@@ -38,7 +42,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 
@@ -89,12 +93,12 @@ class Strand:
 
     def append(self, ids: Sequence[int]) -> None:
         """Add tokens that were not sampled; the first ones are the prompt."""
-        self._extend(Segment.TOOL if self.segments else Segment.PROMPT, ids, [0.0] * len(ids), [-1] * len(ids), [False] * len(ids))
+        self._extend(Segment.TOOL if self.segments else Segment.PROMPT, ids, *_not_sampled(len(ids)))
 
-    def append_turn(self, turn: Generated, *, is_over: bool = True) -> None:
-        """Add what the model generated in a turn."""
+    def append_turn(self, turn: Generated, *, is_over: bool = True, kind: Segment = Segment.GENERATED) -> None:
+        """Add what the model said in a turn, generated in this episode or shared with another."""
         columns: list[Any] = [column.tolist() for column in (turn.tokens, turn.logprobs, turn.versions, turn.kv_stale)]
-        self._extend(Segment.GENERATED, *columns)
+        self._extend(kind, *columns)
         if is_over:
             self.turns.append({"finish": int(turn.finish), "text": turn.text})
 
@@ -123,6 +127,20 @@ class Strand:
         return {"name": self.name, "num_turns": len(self.turns), "prompt": self.prompt_text, "parent": self.parent, **by}
 
 
+def _not_sampled(count: int) -> tuple[list[float], list[int], list[bool]]:
+    """Log-probabilities, versions and staleness of tokens that an episode has not sampled."""
+    return [0.0] * count, [-1] * count, [False] * count
+
+
+class BranchPoint(NamedTuple):
+    """Where an episode left the one that it is a branch of."""
+
+    turn: int
+    """The first that is its own, from 1."""
+    rng_seed: int
+    """Of `chat.rng`, which goes on as in the parent: the seed of the episode that begins the line of parents."""
+
+
 def _place(name: str) -> tuple[object, ...]:
     """The place of a conversation in the row: the first one is first, forks follow what they were forked from; never by time."""
     parts = [(0, int(part), part) if part.isdecimal() else (1, 0, part) for part in name.split("/")]
@@ -140,6 +158,18 @@ class Transcript:
         """Key of a tool call -> what it was and what it gave."""
         self.kept_turns: int | None = None
         """Of the record of a branch: the turns after which the episode goes another way, so what tools gave later is not known."""
+        self.point: BranchPoint | None = None
+        """Of a branch, where it left its parent."""
+
+    def branched(self, turn: int, seed: int) -> Transcript:
+        """What a branch of an episode of this seed shares, which goes on from a turn. Raises `ValueError` as `before`."""
+        found = self.before(turn)
+        found.point = BranchPoint(turn, self.rng_seed(seed))
+        return found
+
+    def rng_seed(self, seed: int) -> int:
+        """The seed of `chat.rng` in an episode of this transcript, whose own seed that is."""
+        return seed if self.point is None else self.point.rng_seed
 
     def before(self, turn: int) -> Transcript:
         """The record up to the turn of this number, from 1, of an episode of one conversation: what an episode that branches there shares.
@@ -154,7 +184,7 @@ class Transcript:
         if not 1 <= turn <= num_turns:
             raise ValueError(f"it has turns 1 to {num_turns}")
         found, left = Transcript(), turn - 1
-        found.tools, found.kept_turns = self.tools, left
+        found.tools, found.kept_turns, found.point = self.tools, left, self.point
         kept = found.conversations[MAIN] = []
         for strand in strands:
             if not left:
@@ -163,12 +193,10 @@ class Transcript:
             for kind, count in strand.segments:
                 if len(copy.turns) == num:
                     break
-                columns: list[Any] = [
-                    column[at : at + count] for column in (strand.tokens, strand.logprobs, strand.versions, strand.kv_stale)
-                ]
-                copy._extend(kind, *columns)
+                is_turn = kind in (Segment.GENERATED, Segment.SHARED)
+                copy._extend(Segment.SHARED if is_turn else kind, strand.tokens[at : at + count], *_not_sampled(count))
                 at += count
-                if kind is Segment.GENERATED:
+                if is_turn:
                     copy.turns.append(strand.turns[len(copy.turns)])
             kept.append(copy)
             left -= num
@@ -184,6 +212,8 @@ class Transcript:
         kinds, lengths = rows.ragged("segment_kinds").row(row).tolist(), rows.ragged("segment_lengths").row(row).tolist()
         record: Any = rows.ragged("episode").item(row)
         found.tools = record["tools"]
+        if "branch" in record:
+            found.point = BranchPoint(**record["branch"])
         named, turns, at = deque(record.get("conversations") or [_ALONE]), deque(record["turns"]), 0
         strand = Strand(MAIN)
         for kind, count in zip(kinds, lengths, strict=True):
@@ -223,6 +253,8 @@ class Transcript:
         record: dict[str, object] = {"turns": turns, "tools": dict(sorted(self.tools.items()))}
         if len(strands) > 1 or strands[0].name != MAIN:
             record["conversations"] = [strand.described for strand in strands]
+        if self.point is not None:
+            record["branch"] = self.point._asdict()
 
         def joined(name: str, kind: type) -> Any:
             return np.array([value for strand in strands for value in getattr(strand, name)], kind)
@@ -263,8 +295,8 @@ class _Recorded:
     def is_used_up(self) -> bool:
         return self._strand == len(self._strands) - 1 and self._at >= len(self._strands[-1].segments)
 
-    def take(self, asked: Asked, request: Request) -> Generated | None:
-        """The turn that followed these tokens, or what there was of it. None: the agent does something else than before."""
+    def take(self, asked: Asked, request: Request) -> tuple[Generated, Segment] | None:
+        """The turn that followed these tokens, or what there was of it, and its kind. None: the agent does something else than before."""
         if asked.begins and self._at:
             if self._at < len(self._strands[self._strand].segments):
                 return None
@@ -277,8 +309,9 @@ class _Recorded:
         self._at += 1
         self._position += len(ids)
         if self._at >= len(of.segments):  # It was stopped before the first token of the turn.
-            return replace(_none_of(request), finish=Finish.ABORT)
-        end = self._position + of.segments[self._at][1]
+            return replace(_none_of(request), finish=Finish.ABORT), Segment.GENERATED
+        kind, count = of.segments[self._at]
+        end = self._position + count
         rows = [values[self._position : end] for values in (of.tokens, of.logprobs, of.versions, of.kv_stale)]
         self._at, self._position = self._at + 1, end
         is_whole = self._num_turns < len(of.turns)
@@ -287,7 +320,7 @@ class _Recorded:
         types: list[Any] = [np.int32, np.float32, np.int32, np.bool_]
         tokens, logprobs, versions, kv_stale = (np.array(values, kind) for values, kind in zip(rows, types, strict=True))
         made = replace(_none_of(request), tokens=tokens, logprobs=logprobs, versions=versions, kv_stale=kv_stale)
-        return replace(made, finish=Finish(known["finish"]), text=str(known["text"]))
+        return replace(made, finish=Finish(known["finish"]), text=str(known["text"])), kind
 
 
 def _none_of(request: Request) -> Generated:
@@ -345,6 +378,7 @@ class _Episode:
         """Of a branch: what its agent has asked for of the record."""
         if start.stopped is not None and self.kept_turns is None:
             self.transcript.tools = dict(self.known_tools)
+        self.transcript.point = start.stopped.point if start.stopped is not None else None
         self.waiting: _Turn | None = None
         """The turn that an engine works on."""
         self.queued: deque[_Turn] = deque()
@@ -432,7 +466,7 @@ class _Episode:
                 table = Table(
                     self,
                     resources,
-                    self.start.request.seed,
+                    self.transcript.rng_seed(self.start.request.seed),
                     max_tokens=sampling.max_new_tokens,
                     max_turns=bounds.max_turns,
                     max_conversations=bounds.max_conversations,
@@ -561,14 +595,15 @@ class Episodes:
         turn.request = request = Request(episode.id, tuple(context), seed, sampling)
         recorded = episode.recorded.get(asked.name)
         if recorded is not None and not recorded.is_used_up:
-            known = recorded.take(asked, request)
-            if known is None:
+            found = recorded.take(asked, request)
+            if found is None:
                 failed = EpisodeFailed("diverged", "the agent did something else when it was repeated; take random numbers from chat.rng")
                 self._loop.call(_fail, turn.answer, failed)
                 return
+            known, kind = found
             if known.finish is not Finish.ABORT:
                 self._admitted(episode, turn)
-                self._answered(turn, known)
+                self._answered(turn, known, kind)
                 return
             columns = [tuple(column.tolist()) for column in (known.tokens, known.logprobs, known.versions, known.kv_stale)]
             turn.request = replace(
@@ -639,9 +674,9 @@ class Episodes:
         if name in episode.recorded and episode.recorded[name].is_used_up:
             del episode.recorded[name]
 
-    def _answered(self, turn: _Turn, made: Generated) -> None:
+    def _answered(self, turn: _Turn, made: Generated, kind: Segment = Segment.GENERATED) -> None:
         assert turn.strand is not None
-        turn.strand.append_turn(made)
+        turn.strand.append_turn(made, kind=kind)
         self._loop.call(_answer, turn.answer, Reply(made.tokens.tolist(), made.text, made.finish))
 
     def drop_turn(self, episode: _Episode, turn: _Turn) -> None:
@@ -767,7 +802,7 @@ class Episodes:
     def _so_far(self, episode: _Episode, turn: Generated | None) -> Generated:
         """The row of an episode that is not over. A conversation that has not caught up with its record is what that says."""
         so_far = Transcript()
-        so_far.tools = dict(episode.transcript.tools)
+        so_far.tools, so_far.point = dict(episode.transcript.tools), episode.transcript.point
         for name, strands in episode.transcript.conversations.items():
             so_far.conversations[name] = list(strands)
         if turn is not None and episode.waiting is not None and episode.waiting.strand is not None:

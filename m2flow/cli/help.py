@@ -33,7 +33,10 @@ from m2flow.rollout_scheduling.policy import SchedulingPolicy
 TOPICS: dict[str, tuple[str, str]] = {
     "flows": ("Flows: the function, its steps, its own operations", "flow Flow steps log op Role call load_flow traceparent"),
     "roles": ("Roles: models and rewards of a flow", "Policy Reference Reward Critic RewardModel gae"),
-    "agents": ("Agents: episodes of several turns, with tools", "agent Chat Turn tool ToolCall endpoint mcp_tools EpisodeFailed"),
+    "agents": (
+        "Agents: episodes of several turns, with tools",
+        "agent Chat Turn EpisodeRows tool ToolCall endpoint mcp_tools EpisodeFailed",
+    ),
     "data": ("Data: prompts, and which of them count", "Dataset informative pass_rate_between best_and_worst"),
     "results": ("Results: handles on what calls give", "Rows Scores Metrics Number concat join where"),
     "samples": ("Samples: what rewards and operations see", "Sample SampleId Finish Batch Sampling"),

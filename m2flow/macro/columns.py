@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from m2flow.errors import OpError
-from m2flow.samples import MAIN, Batch, Column, Finish, Ragged, SampleId, Segment, column_of, records_of
+from m2flow.samples import BRANCH_TURN, MAIN, Batch, Column, Finish, Ragged, SampleId, Segment, column_of, keyed_bits, records_of
 
 # ---- operands and elementwise operations
 
@@ -581,3 +581,48 @@ def _record_of(record: Mapping[str, Any], speaker: str, reward: float) -> tuple[
         used = list(found["rewards"].values())
         reward = sum(used) / len(used) if used else math.nan
     return found, reward
+
+
+# ---- where episodes are branched
+
+
+@dataclass(frozen=True)
+class BranchTurn:
+    """Add to episodes the turn that their branches begin with, as `branch_turn`."""
+
+    at: int | None
+    """From 1, or from the end if below 0. None: the column's, or any."""
+    column: str | None
+    repeat: int
+    """How often the program had these episodes played before: what `any` depends on, besides the episode."""
+
+    def __call__(self, rows: Batch, values: Mapping[str, object]) -> Batch:
+        if not len(rows):
+            return rows
+        counts, seeds = rows.dense("num_turns").tolist(), rows.dense("seed").tolist()
+        given = None if self.column is None else _whole_numbers(rows, self.column)
+        turns = []
+        for row, packed in enumerate(rows.ids.tolist()):
+            count = counts[row]
+            turn = self.at if given is None else given[row]
+            if turn is None:
+                turn = 1 + keyed_bits(seeds[row], BRANCH_TURN, self.repeat) % max(count, 1)
+            first = turn if turn > 0 else count + 1 + turn
+            if not 1 <= first <= count:
+                has = f"has turns 1 to {count}" if count else "has no whole turn"
+                now = "Filter first: episodes[episodes.num_turns >= 2].branch(at=2, ...)."
+                raise OpError(f"branch: episode {SampleId.unpack(packed)} has no turn {turn}: it {has}", now=now).about(packed)
+            turns.append(first)
+        return rows.without(() if self.column is None else (self.column,)).with_columns(**{BRANCH_TURN: np.array(turns, np.int64)})
+
+
+def _whole_numbers(rows: Batch, column: str) -> list[int]:
+    found = numbers(rows[column], "branch(at=...)", rows)
+    values: Sequence[object] = found.tolist() if isinstance(found, np.ndarray) else [found.item(row) for row in range(len(rows))]
+    turns = []
+    for packed, value in zip(rows.ids.tolist(), values, strict=True):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not float(value).is_integer():
+            who = SampleId.unpack(packed)
+            raise OpError(f"branch(at=...) got {value!r:.60} for episode {who}", now="A turn is a whole number.").about(packed)
+        turns.append(int(value))
+    return turns

@@ -36,14 +36,14 @@ from typing import Any, Literal, SupportsFloat, final, get_args
 import numpy as np
 
 from m2flow.errors import OpError, OptionError, TraceError, did_you_mean, lone_surrogate
-from m2flow.macro.columns import Said, Spoke
-from m2flow.macro.graph import Granularity, Ref
+from m2flow.macro.columns import BranchTurn, Said, Spoke
+from m2flow.macro.graph import Call, Granularity, Ref
 from m2flow.macro.handles import Handle, Metrics, OpValue, Rows, Scores, describe, is_isolated
-from m2flow.macro.number import Number
+from m2flow.macro.number import Inputs, Number
 from m2flow.macro.session import Session, current_session
 from m2flow.macro.sites import user_site
-from m2flow.recipe import EpisodeFailure, Episodes, check_choice, check_flag, check_names, check_seconds, check_text, is_count
-from m2flow.samples import Batch, Column, Ragged, SampleId
+from m2flow.recipe import MOST_COUNTED, EpisodeFailure, Episodes, check_choice, check_flag, check_names, check_seconds, check_text, is_count
+from m2flow.samples import BRANCH_TURN, MAX_GROUP, Batch, Column, Ragged, SampleId
 
 RNG = "rng"
 """A parameter of this name gets a generator of random numbers, unless the call gives it something."""
@@ -431,7 +431,7 @@ class EpisodeRows(Rows):
         """
         names = [name for name, _ in self.speakers]
         if self._whole is None or self._of is None or speaker not in names:
-            known = f"the speakers are {', '.join(names)}" if names else "it has no speakers="
+            known = f"the speakers are {', '.join(names)}" if names else "these have no speakers; take `of` of what rollout returned"
             now = did_you_mean(str(speaker), names, "Name them: policy.rollout(..., speakers={'opponent': rival}).")
             raise OptionError(f"{describe(self)}.of({speaker!r:.60}): {known}", now=now)
         if speaker not in self._of:
@@ -444,6 +444,43 @@ class EpisodeRows(Rows):
         if self._reward is None:
             self._reward = _rewards_of(self)
         return self._reward
+
+    def branch(self, *, n: int, at: Literal["random"] | int | Rows = "random") -> EpisodeRows:
+        """Play `n` other ends of each of these episodes: each goes on from one turn, with the policy's weights as they are at this line.
+
+        What was said before that turn, and what tools gave before it, are the episode's: nothing of it is sampled, tokenised or run again.
+        From the turn on, a branch has random numbers of its own, which depend on its parent's, the turn and its number; `chat.rng` goes on
+        as in the parent. Agent, bounds and sampling are the rollout's.
+
+        Branches of one parent are a group: `update(more, more.reward)` compares siblings, as a baseline of each step does, and
+        `more.reward.back_to(episodes)` is, for each parent, what its position at that turn is worth. A loss sees what a branch generated
+        itself; what it shares is trained where it was generated, with the parent. To train both: `concat([episodes, more])`. Branches have
+        branches, too.
+
+        Args:
+            n: branches of each episode.
+            at: the first turn that is taken anew: `random`, any of the episode's, each as likely; a number from 1, or from the end, as -1;
+                or a handle with the number for each episode, such as a column of theirs.
+        Returns:
+            as `rollout`, and `branch_turn`, the turn.
+        Raises:
+            TraceError: episodes that can't be branched: of several speakers or conversations, with `history="fork"`, with staleness, or
+            with a resource, which would have to be where it was in that turn.
+            OpError (at the first look): an episode does not have the turn.
+        Source:
+            Hou et al. 2025 (TreeRL), arXiv:2506.11902, and Ji et al. 2025 (Tree-GRPO), arXiv:2509.21240, where the tokens of trees of
+            episodes are counted; the value of a position by its branches is that of Kazemnejad et al. 2024 (VinePPO), arXiv:2410.01679.
+        """
+        return _branched(self, n, at)
+
+    def like(self, call: Call, *, tokens_of: Rows | None = None) -> EpisodeRows:
+        """Episodes of a call that gives such rows as these, or some of them."""
+        found = EpisodeRows(self._session, call)
+        found.failed = self.failed
+        return found
+
+    def samples_of(self, call: Call) -> EpisodeRows:
+        return self.like(call)
 
 
 def speakers_of(session: Session, role: str, given: Mapping[str, object] | None, staleness: int) -> tuple[tuple[str, str], ...]:
@@ -491,20 +528,31 @@ def record_episodes(
     if not callable(agent) or not inspect.iscoroutinefunction(getattr(agent, "function", agent)):
         raise TraceError(f"{role}.rollout got {describe(agent)}, which is no agent", now="Pass an async function under @agent.")
     check_choice("failed", failed, Failed)
+    shown = {"agent": name, **shown, **bounds.shown, **({"failed": failed} if failed != "mask" else {})}
+    options = {**options, "agent": agent, "episodes": bounds, "repeat": session.count_generation(role, prompts.call)}
+    return _record_played(session, role, "rollout", prompts, options, shown, staleness, failed)
+
+
+def _record_played(
+    session: Session,
+    role: str,
+    method: Literal["rollout", "branch"],
+    prompts: Ref,
+    options: Mapping[str, object],
+    shown: Mapping[str, object],
+    staleness: int,
+    failed: Failed,
+) -> EpisodeRows:
+    bounds = options["episodes"]
+    assert isinstance(bounds, Episodes)
     made = session.record(
         role=role,
-        method="rollout",
+        method=method,
         engine="rollout",
         granularity=Granularity.SAMPLE,
         inputs={"prompts": prompts},
-        options={
-            **options,
-            "agent": agent,
-            "episodes": bounds,
-            "repeat": session.count_generation(role, prompts.call),
-            "staleness": staleness,
-        },
-        shown={"agent": name, **shown, **bounds.shown, **({"failed": failed} if failed != "mask" else {})},
+        options={**options, "staleness": staleness},
+        shown=shown,
         reads=tuple(f"{one}.weights" for one in dict.fromkeys((role, *(other for _, other in bounds.speakers)))),
         staleness=staleness,
     )
@@ -540,6 +588,59 @@ def record_episodes(
     own = _said_by(found, "")
     own.speakers, own._whole, own._of = bounds.speakers, found, {}
     return own
+
+
+def _branched(parents: EpisodeRows, n: int, at: object) -> EpisodeRows:
+    """Record the calls of a branching: the turn for each parent, and those of the branches."""
+    session, what = parents.session, f"{describe(parents)}.branch"
+    if not is_count(n) or n > MAX_GROUP:
+        raise OptionError(f"n is {n!r:.60}; an episode has from 1 to {MAX_GROUP} branches, a whole number")
+    is_turn = isinstance(at, int) and not isinstance(at, bool) and 0 < abs(at) <= MOST_COUNTED
+    if not (is_turn or (isinstance(at, str) and at == "random") or (isinstance(at, Rows) and at.column is not None)):
+        now = "Say 'random', a number such as 2 or -1, or a handle with a number for each episode."
+        raise OptionError(f"branch(at={describe(at) if isinstance(at, Handle) else repr(at):.60}): that is no turn", now=now)
+    parents.check(session, what)
+    _check_branches(session, parents, what)
+    maker = parents.maker
+    repeat = session.count_generation(maker.role, parents.ref.call)
+    inputs = Inputs(session, what)
+    rows = parents.within(at) if isinstance(at, Rows) else parents
+    inputs.rows(rows.ref, None, "rows")
+    given = at.operand(inputs, "at").name if isinstance(at, Rows) else None
+    function = BranchTurn(at if isinstance(at, int) else None, given, repeat)
+    fields = None if rows.fields is None else rows.fields | {BRANCH_TURN}
+    shown: dict[str, object] = {"at": at if given is None else "given"}
+    turned = rows.samples_of(inputs.record(BRANCH_TURN, function, gives="rows", fields=fields, shown=shown))
+    kept = ("agent", "episodes", "sampling", "kv", "late", "oversample")
+    options = {**{name: maker.options[name] for name in kept}, "n": n, "repeat": repeat, "branches": True}
+    name = str(getattr(maker.options["agent"], "__name__", "agent"))
+    return _record_played(session, maker.role, "branch", turned.ref, options, {"agent": name, "n": n}, 0, parents.failed)
+
+
+def _check_branches(session: Session, parents: EpisodeRows, what: str) -> None:
+    """Raise TraceError for episodes that can't be branched."""
+    makers = session.lineage.makers(parents.ref.call)
+    if len(makers) > 1:
+        made = " and ".join(f"{maker.name} ({maker.site})" for maker in makers)
+        raise TraceError(f"{what}: they are of several rollouts, {made}", now="Branch those of each: first.branch(n=4).")
+    options = makers[0].options
+    bounds, resources = options["episodes"], getattr(options["agent"], "resources", ())
+    assert isinstance(bounds, Episodes)
+    if bounds.speakers:
+        fault, now = f"other policies speak in them: {', '.join(name for name, _ in bounds.speakers)}", "Leave speakers= out."
+    elif bounds.max_conversations > 1:
+        fault, now = f"they may have {bounds.max_conversations} conversations", "Branch a rollout with max_conversations=1, the default."
+    elif bounds.history == "fork":
+        fault, now = "their history may be written anew (history='fork')", "Take history='append'."
+    elif options["staleness"]:
+        fault, now = f"their weights may be {options['staleness']} versions old", "Say rollout(..., staleness=0) for what is branched."
+    elif resources:
+        names = ", ".join(kind.__name__ for _, kind in resources)
+        fault = f"their agent works on {names}, which can't be brought to where it was in a turn"
+        now = "Branch agents whose tools need nothing but their arguments."
+    else:
+        return
+    raise TraceError(f"{what}: {fault}", now=now)
 
 
 def _said_by(episodes: EpisodeRows, speaker: str) -> EpisodeRows:

@@ -134,7 +134,7 @@ def test_what_an_agent_does_otherwise_before_the_turn_is_found_out(loop: EventLo
 def test_a_transcript_ends_before_the_turn(loop: EventLoop) -> None:
     row = stopped_row(whole(loop, 2))
     kinds = [kind for kind, _ in row.before(3).strands[0].segments]
-    assert kinds == [Segment.PROMPT, Segment.GENERATED, Segment.TOOL, Segment.GENERATED]
+    assert kinds == [Segment.PROMPT, Segment.SHARED, Segment.TOOL, Segment.SHARED]
     assert not row.before(1).strands
     for turn in (0, 6):
         with pytest.raises(ValueError, match="turns 1 to 5"):

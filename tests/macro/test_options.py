@@ -213,6 +213,7 @@ VALID: dict[str, list[Valid]] = {
     "agent": [lambda w: (agent_of, {})],
     "tool": [lambda w: (tool_of, {})],
     "Policy.rollout": [lambda w: (w.policy.rollout, {"agent": solver, "prompts": w.dataset.take(2), "max_tokens": 8})],
+    "EpisodeRows.branch": [lambda w: (w.policy.rollout(solver, w.dataset.take(2), max_tokens=8).branch, {"n": 2})],
     "Sandbox": [lambda w: (Sandbox, {})],
 }
 VALID |= {name: [lambda w, name=name: (getattr(m2flow, name), {})] for name in sorted(LOSSES) if name not in VALID}  # type: ignore[misc]
@@ -238,6 +239,7 @@ OTHERS = {
     "Dataset.return_rest": "of a refill",
     "Dataset.within": "needs a tokenizer: tests/engines/test_prompt_limits.py",
     "Dataset.jsonl, Dataset.csv, Dataset.parquet, Dataset.hf, Dataset.reasoning_gym": "need files: tests/macro/test_dataset_files.py",
+    "EpisodeRows, EpisodeRows.of": "what a rollout gives: tests/agents/test_speakers.py",
     "Reward.judge": "ours",
     "Rows.batch, Rows.with_columns, Rows.within, Metrics.items": "have no option, or handles alone",
     "Rows.check, Rows.like, Rows.mask, Rows.metrics_of, Rows.observe, Rows.operand, Rows.operate, Rows.reduce, Rows.result_of": "ours",
@@ -255,6 +257,10 @@ def is_number_in(low: float, high: float = math.inf) -> Callable[[object], bool]
 
 def is_count(value: object) -> bool:
     return value == 3 and not isinstance(value, bool)
+
+
+def is_turn(value: object) -> bool:
+    return value in (-1, 3) and not isinstance(value, bool)
 
 
 def is_any(value: object) -> bool:
@@ -380,6 +386,8 @@ LEGAL: dict[str, Callable[[object], bool]] = {
     "agent.tool_calls": is_none,
     "tool.max_chars": is_count,
     "tool.name": either(is_text, lambda value: value == ""),
+    "EpisodeRows.branch.n": is_count,
+    "EpisodeRows.branch.at": is_turn,
     "Policy.rollout.n": is_count,
     "Policy.rollout.max_tokens": is_count,
     "Policy.rollout.max_turns": is_count,
@@ -457,8 +465,9 @@ def public() -> Iterator[tuple[str, Callable[..., object]]]:
         found = getattr(m2flow, name)
         yield name, found
         if inspect.isclass(found) and name not in ("Batch", "Finish", "Flow", "Number", "Sample", "SampleId", "Scores", "Role"):
+            of_rows = dir(m2flow.Rows) if name == "EpisodeRows" else ()
             for method, function in inspect.getmembers(found, callable):
-                if not method.startswith("_"):
+                if not method.startswith("_") and method not in of_rows:
                     yield f"{name}.{method}", function
 
 

@@ -271,6 +271,8 @@ class CallLifecycle:
         call_state.turned_out(rows, gone)
         call_state.num_tokens.update(fresh)
         self._state.rows.made(call_state.call.ordinal, rows, worker, sent_to)
+        if "agent" in call_state.call.options:
+            self._state.played_at.made(call_state.call.ordinal, rows, worker)
         for user in list(call_state.users.values()):
             if user.arrived(call_state.call.ordinal, rows, call_state.num_tokens):
                 self._state.rows_came(user)

@@ -539,6 +539,13 @@ class CallState:
         self.num_begun += len(rows)
         return rows
 
+    def take_these(self, rows: Sequence[int]) -> list[int]:
+        """Take some of the ready rows, for a task."""
+        for row in rows:
+            self.ready.take(row) if isinstance(self.ready, Ready) else self.ready.remove(row)
+        self.num_begun += len(rows)
+        return list(rows)
+
     def take_early(self) -> list[int]:
         """Take all rows before they have come, for a task that waits for them."""
         self.early, self.num_begun = [], len(self.ids)

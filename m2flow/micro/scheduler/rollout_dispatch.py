@@ -1,7 +1,8 @@
 """Dispatch samples to rollout engines, where a version of the weights is held or loaded first that their call may use.
 
 Samples go where the call's scheduling policy says (`m2flow.micro.scheduler.scheduling_policy_dispatch`). Without one they are shared out
-evenly over the call's workers, whole groups together where there is room, so that a prompt is prefilled once.
+evenly over the call's workers, whole groups together where there is room, so that a prompt is prefilled once. Of branches of episodes a
+worker takes first those whose parents it has played, since its engine may have their tokens in its cache.
 
 Where several roles speak in the episodes of a call, these go where the engines of all of them hold versions that the call may use.
 
@@ -24,6 +25,9 @@ from m2flow.micro.scheduler.call_state import CallState, SampleBatch, task_batch
 from m2flow.micro.scheduler.state import SchedulerState
 from m2flow.micro.scheduler.task_queues import Offer
 from m2flow.samples import group_key
+
+_MOST_SEEN = 512
+"""Ready branches among which a worker finds those whose parents it has played."""
 
 
 class Policies(Protocol):
@@ -118,10 +122,25 @@ class RolloutDispatch:
         self._begin(worker, call_state, rows)
 
     def _give_in_order(self, worker: WorkerState, call_state: CallState, quota: int) -> None:
+        if call_state.call.options.get("branches") and (near := self._near(worker, call_state, quota)):
+            rows = call_state.take_these(near)
+            self._state.handed_out(call_state)
+            self._begin(worker, call_state, rows)
+            return
         ready = itertools.islice(call_state.ready, quota - 1, None)
         group = group_key(next(ready))
         more = sum(1 for _ in itertools.takewhile(lambda row: group_key(row) == group, ready))
         self._begin(worker, call_state, self._state.hand_out(call_state, min(quota + more, max(quota, call_state.stage.chunk))))
+
+    def _near(self, worker: WorkerState, call_state: CallState, quota: int) -> list[int]:
+        """Find branches, of whole groups, whose parents were played on this worker; none: it takes others' rather than wait."""
+        rows: list[int] = []
+        for row in itertools.islice(call_state.ready, _MOST_SEEN):
+            if len(rows) >= quota and group_key(row) != group_key(rows[-1]):
+                break
+            if self._state.played_at.of(call_state.prompt_of(row)) == worker.name:
+                rows.append(row)
+        return rows[: max(quota, call_state.stage.chunk)]
 
     def _begin(self, worker: WorkerState, call_state: CallState, rows: list[int]) -> None:
         self._state.credits.reserve(call_state, rows, worker.name)

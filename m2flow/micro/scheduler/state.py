@@ -32,6 +32,7 @@ from m2flow.micro.scheduler.backpressure import Credits
 from m2flow.micro.scheduler.call_state import CallState
 from m2flow.micro.scheduler.task_queues import ReadyWorkers, StartQueue, Tasks
 from m2flow.micro.scheduler.weights import EngineWeights, Versions
+from m2flow.samples import SampleId
 
 
 @dataclass(frozen=True)
@@ -212,6 +213,28 @@ class RowLocations:
         return there
 
 
+_MOST_PLAYED = 8
+"""Rollouts whose places are remembered: what a cache holds of older ones has been overwritten, or is of older weights."""
+
+
+@final
+class PlayedAt:
+    """Where the last episodes were played. The engine there may have their tokens in its cache, which their branches begin with."""
+
+    def __init__(self) -> None:
+        self._places: dict[int, dict[int, str]] = {}
+
+    def made(self, call: int, rows: Iterable[int], worker: str) -> None:
+        """Note where episodes of a call were played."""
+        self._places.setdefault(call, {}).update(dict.fromkeys(rows, worker))
+        if len(self._places) > _MOST_PLAYED:
+            del self._places[next(iter(self._places))]
+
+    def of(self, row: int) -> str:
+        """The worker that played an episode; empty: it is not known any more."""
+        return self._places.get(SampleId.unpack(row).call, {}).get(row, "")
+
+
 class SchedulerState:
     """All state of a scheduler, and the commands that the current event has led to so far."""
 
@@ -237,6 +260,7 @@ class SchedulerState:
         self.versions = Versions(restored)
         self.engine_weights = EngineWeights(self.versions, self.ready_workers)
         self.rows = RowLocations()
+        self.played_at = PlayedAt()
         self.credits = Credits(self.calls)
         self.lent_until = _lent_until(plan)
         """Role -> worker -> share of a generation's samples that have ended when it gives borrowed devices back."""

@@ -53,7 +53,7 @@ from m2flow.micro.worker.weight_sync import LogprobCheck, WeightSettings, Weight
 from m2flow.observe.spans import Recorder, SpanName, now_ns
 from m2flow.recipe import Episodes as Bounds
 from m2flow.recipe import Model
-from m2flow.samples import ENGINE_COLUMNS, EPISODE, Batch, Sample
+from m2flow.samples import BRANCH_TURN, ENGINE_COLUMNS, EPISODE, Batch, Sample
 
 
 def add(engine: RolloutEngine, requests: Sequence[Request]) -> None:
@@ -157,7 +157,7 @@ _MADE_ANEW = GENERATED | ENGINE_COLUMNS | {"prompt_text"}
 
 
 def episodes_of(drawn: Call, requests: Sequence[Request], prompts: Batch, *, is_stopped: bool) -> Iterator[EpisodeStart]:
-    """The episodes of a call that are to begin; or, with the rows of stopped ones, to go on."""
+    """The episodes of a call that are to begin; or, with the rows of stopped ones, to go on. Branches begin with their parents' rows."""
     agent: Any = drawn.options["agent"]
     bounds = drawn.options["episodes"]
     assert isinstance(bounds, Bounds)
@@ -165,9 +165,15 @@ def episodes_of(drawn: Call, requests: Sequence[Request], prompts: Batch, *, is_
     def make() -> Callable[..., object]:
         return agent.fresh() if isinstance(agent, Snapshot) else agent
 
-    rows = prompts.without(_MADE_ANEW | EPISODE).frozen()
+    branches = bool(drawn.options.get("branches"))
+    rows = prompts.without(_MADE_ANEW | EPISODE | ({BRANCH_TURN} if branches else frozenset())).frozen()
     for row, request in enumerate(requests):
-        yield EpisodeStart(request, make, Sample(rows, row), bounds, Transcript.of(prompts, row) if is_stopped else None)
+        stopped = Transcript.of(prompts, row) if is_stopped or branches else None
+        if branches and not is_stopped:
+            assert stopped is not None
+            stopped = stopped.branched(int(prompts.dense(BRANCH_TURN)[row]), int(prompts.dense("seed")[row]))
+        word = str(stopped.point.turn) if branches and stopped is not None and stopped.point is not None else ""
+        yield EpisodeStart(request, make, Sample(rows, row), bounds, stopped, word)
 
 
 def shared_trainer_of(slot: EngineSlot, slots: Sequence[EngineSlot], models: Mapping[str, Model]) -> str | None:
