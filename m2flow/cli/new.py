@@ -31,7 +31,7 @@ _KINDS = (
         "gspo",
         "judge",
     ),
-    *("ppo", "reinforce_pp", "moe_routing_replay", "nim", "reward_model_then_ppo", "selfplay", "sft_then_dpo", "tool_use"),
+    *("ppo", "reinforce_pp", "moe_routing_replay", "nim", "reward_model_then_ppo", "selfplay", "sft_then_dpo", "tool_use", "tree_rollout"),
 )
 _NICKNAMES = {"agent": "tool_use"}
 """A subject -> the flow that shows it."""

@@ -182,6 +182,20 @@ def test_two_tiny_models_that_play_against_each_other_both_learn_from_the_episod
 
 
 @pytest.mark.slow
+def test_trees_of_episodes_have_the_same_digests_under_two_plans(tmp_path):
+    file = ROOT / "flows" / "tree_rollout.py"
+    small = ["--deterministic", "--num-steps", "2", "--warm-steps", "4", "--batch", "2", "--branches", "2"]
+    split = ["--cluster", str(ROOT / "clusters" / "laptop-split.yaml")]
+    assert digests(run_of(file, tmp_path, *small, "--eager")) == digests(run_of(file, tmp_path, *small, *split))
+
+
+@pytest.mark.long
+def test_a_tiny_model_learns_from_trees_of_episodes(tmp_path):
+    summary = run_of(ROOT / "flows" / "tree_rollout.py", tmp_path, "--seed", "0")
+    assert summary["reward_last"] > summary["reward_first"] + 0.15
+
+
+@pytest.mark.slow
 def test_a_tiny_model_learns_to_use_a_calculator_and_is_trained_on_what_it_said(tmp_path):
     summary = tool_use(tmp_path, "--num-steps", "15", "--seed", "0")
     assert summary["reward_last"] > summary["reward_first"] + 0.2
