@@ -365,6 +365,8 @@ class Capabilities:
     """Rollout: it can release the KV cache that running samples do not need (`shrink_kv_cache`)."""
     readable_offloaded: bool = False
     """Train: another trainer can copy its weights while it is offloaded; otherwise it is onloaded for the copy."""
+    weight_pieces: bool = False
+    """Train: each of several ranks knows its pieces of the weights (`TrainEngine.weight_pieces`), adapters aside; so none gathers them."""
     probes: bool = False
     """Rollout: it can compute log-probabilities of given tokens (`RolloutEngine.logprobs`), by which a weight sync is checked."""
     into_server: tuple[str, ...] = ()
@@ -707,6 +709,26 @@ class RolloutEngine(Engine):
         raise EngineError(f"the rollout engine {self.name!r} does not say the log-probabilities of given tokens")
 
 
+class WeightForm(NamedTuple):
+    """A tensor of a model without its values."""
+
+    name: str
+    """Its Hugging Face name."""
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class WeightPiece(NamedTuple):
+    """A box of a tensor, which a rank holds."""
+
+    name: str
+    """The Hugging Face name of the whole tensor."""
+    start: tuple[int, ...]
+    """Where the box begins in each dimension."""
+    values: Tensor
+    """Of as many dimensions."""
+
+
 Advantage = Callable[[npt.NDArray[np.float32], Batch], npt.NDArray[np.float32]]
 """Rewards [N] and the whole groups they belong to -> one advantage a sample [N]."""
 
@@ -793,6 +815,19 @@ class TrainEngine(Engine):
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights by Hugging Face name: without a copy where this process has them whole, else gathered one by one. Each is valid
         until the next is taken."""
+
+    def weight_forms(self) -> Sequence[WeightForm] | None:
+        """Return what `weights` would yield, in its order and without its values, if every rank knows its pieces of it (`weight_pieces`).
+
+        None: they don't; weights are gathered on the first rank. Not collective: it is asked of the first rank alone."""
+        return None
+
+    def weight_pieces(self) -> Iterator[WeightPiece]:
+        """Yield this rank's pieces of the tensors of `weight_forms`: together, the ranks' pieces are each tensor exactly once.
+
+        No rank waits for another. A piece is a view of what the rank holds, or a copy that is small beside it; it is valid until the next
+        is taken."""
+        raise EngineError(f"the train engine {self.name!r} does not know its pieces of the weights")
 
     def adapters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the adapters alone, by the names of peft's files. (`weights` yields the sum of `base` and adapters.)"""

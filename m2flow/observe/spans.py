@@ -27,6 +27,7 @@ Attributes that viewers understand:
     gb_per_s, transport, how, share_changed
                  of a weight sync: 10^9 bytes a second, over what, what was decided about sending only changed values and why, and the
                  share of values that changed
+    rank_bytes   of a `weights.publish` span: bytes that each rank of the trainer wrote; absent where one process wrote all
     error        the exception's name, if the work raised
 
 Counters, by worker:

@@ -13,21 +13,24 @@ import multiprocessing
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from m2flow.engines.contract import EngineSettings, HeldCheckpoint, Memory, Objective, Sums, Tensor, TrainEngine
-from m2flow.errors import InternalError, M2FlowError
+from m2flow.channels.weights import Manifest, PieceWriter, Spread, Written
+from m2flow.engines.contract import EngineSettings, HeldCheckpoint, Memory, Objective, Sums, Tensor, TrainEngine, WeightForm
+from m2flow.errors import EngineError, InternalError, M2FlowError
 from m2flow.recipe import Model, Optimizer
 from m2flow.samples import Batch
 
+_read_written = msgspec.msgpack.Decoder(Written).decode
 Factory = Callable[[Model, EngineSettings], TrainEngine]
 _PATIENCE_S = 400.0
 """Time-out for a rank, which has to load PyTorch first, on a machine that may be busy."""
@@ -82,6 +85,10 @@ def _serve_rank(end: Connection) -> None:
             elif method in ("weights", "adapters", "base"):
                 for _ in getattr(engines[number], method)():
                     pass
+            elif method == "write_pieces":
+                manifest, bucket_bytes, folder = arguments
+                found = PieceWriter().write(engines[number].weight_pieces(), manifest, bucket_bytes)
+                Path(folder, f"written-{rank}").write_bytes(msgspec.msgpack.encode(found))
             elif method == "copy_from":
                 engines[number].copy_from(engines[arguments[0]], arguments[1])
             elif method == "adapter_reference":
@@ -161,6 +168,22 @@ class Mirrored(TrainEngine):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         return self._gathered("weights")
+
+    def weight_forms(self) -> Sequence[WeightForm] | None:
+        return self._own.weight_forms()
+
+    def spread(self, bucket_bytes: int) -> Spread | None:
+        """The weights as the ranks hold them, as in a run; None: they are gathered."""
+        forms = self._own.weight_forms()
+        return None if forms is None else Spread(forms, lambda manifest: self._written(manifest, bucket_bytes))
+
+    def _written(self, manifest: Manifest, bucket_bytes: int) -> list[Written]:
+        self._followers.tell(self._number, "write_pieces", manifest, bucket_bytes, str(self._place))
+        own = PieceWriter().write(self._own.weight_pieces(), manifest, bucket_bytes)
+        if failed := "; ".join(filter(None, self._followers.wait())):
+            raise EngineError(f"not every rank has written its pieces: {failed}")
+        files = [self._place / f"written-{rank}" for rank in range(1, self._followers.count + 1)]
+        return [own, *(_read_written(file.read_bytes()) for file in files)]
 
     def adapters(self) -> Iterator[tuple[str, Tensor]]:
         return self._gathered("adapters")

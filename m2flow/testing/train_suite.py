@@ -13,12 +13,14 @@ Every check takes tokens from `vocabulary`, builds its own batches, and compares
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +28,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from m2flow.channels.weights import Manifest, SharedWeights, TensorEntry
+from m2flow.channels.weights.tensors import to_wire
 from m2flow.engines.contract import Objective, Sums, TrainEngine
 from m2flow.errors import EngineError, ModelError
 from m2flow.recipe import REFERENCE_TOP_IDS, REFERENCE_TOP_LOGPROBS, TOP_LOGPROBS, AdamW, Loss
 from m2flow.samples import Batch, Masks, Ragged, Segment, make_ids, packed_masks
+from m2flow.testing.mirrored import Mirrored
 
 PPO = Objective(Loss("ppo_clip", "m2flow.algorithms.losses:ppo_clip", ("logprobs", "behaviour_logprobs", "advantages")))
 NLL = Objective(Loss("nll", "m2flow.algorithms.losses:nll", ("logprobs",)))
@@ -177,6 +182,21 @@ class TrainEngineSuite:
     def test_two_engines_start_from_the_same_weights(self) -> None:
         with started(self.make()) as one, started(self.make()) as other:
             assert distance(copied(one), copied(other)) == 0
+
+    def test_what_its_ranks_hold_of_the_weights_is_what_is_gathered(self) -> None:
+        """Of a trainer of several ranks that says which pieces each rank has: together, in the types that receivers want."""
+        with started(self.make()) as engine:
+            spread = engine.spread(1 << 14) if isinstance(engine, Mirrored) else None
+            if isinstance(engine, Mirrored):
+                assert (spread is not None) is engine.capabilities.weight_pieces
+            if spread is None:
+                pytest.skip("one process has the weights, or they are gathered")
+            engine.accumulate(samples(self.vocabulary), PPO)
+            engine.apply(LINEAR, 3.0)
+            gathered = list(to_wire(engine.weights()))
+            for dtype in (None, "bfloat16"):
+                found = _staged(functools.partial(SharedWeights.write_spread, spread=spread, dtype=dtype))
+                assert found == _staged(functools.partial(SharedWeights.write, tensors=gathered, dtype=dtype))
 
     def test_it_takes_the_weights_of_another(self) -> None:
         with started(self.make()) as source, started(self.make()) as target:
@@ -496,6 +516,14 @@ def counts(sums: Sums) -> tuple[int, int, int]:
 
 def metric_weights(sums: Sums) -> Weights:
     return {name: np.array([value]) for name, value in sums.metrics.items()}
+
+
+def _staged(write: Callable[[SharedWeights], Manifest]) -> tuple[tuple[TensorEntry, ...], dict[str, bytes]]:
+    """What a stage says that it holds, and what it holds."""
+    with closing(SharedWeights(f"m2flow-suite-{secrets.token_hex(8)}")) as stage:
+        tensors = write(stage).tensors
+        body = stage.body(max((entry.offset + entry.num_bytes for entry in tensors), default=0))
+        return tensors, {entry.name: bytes(body[entry.offset : entry.offset + entry.num_bytes]) for entry in tensors}
 
 
 def copied(engine: TrainEngine) -> Weights:

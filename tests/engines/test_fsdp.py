@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import secrets
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,9 +23,12 @@ from adapted_trainers import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from megatron_models import small
 from test_scalar_heads import random_model
 from test_train_engines import CONFIGS, SMALL, VOCABULARY, write_model
 
+from m2flow.channels.weights import SharedWeights
+from m2flow.channels.weights.tensors import to_wire
 from m2flow.engines.contract import EngineSettings, Objective, TrainEngine
 from m2flow.engines.distributed import ranks
 from m2flow.engines.distributed.fsdp import FsdpTrain
@@ -200,6 +205,21 @@ def test_references_compute_from_an_adapted_policys_weights(
 def test_a_reference_that_has_weights_of_its_own_saves_what_it_took_of_an_adapted_policy(followers: Followers, tmp_path: Path) -> None:
     model = adapted_model(tmp_path / "model")
     check_what_was_copied_of_a_policy_is_in_a_checkpoint(model, lambda: spread(model, 1, followers), tmp_path)
+
+
+@pytest.mark.parametrize("of", [FsdpTrain, ReplicatedTrain])
+def test_ranks_send_what_they_hold_of_experts_that_modules_stack_under_the_names_of_a_checkpoint(
+    of: type[RankedTrain], followers: Followers, tmp_path: Path
+) -> None:
+    with started(spread(small("qwen3_moe", tmp_path), 2, followers, of=of)) as engine:
+        assert isinstance(engine, Mirrored)
+        pieces = engine.spread(1 << 12)
+        assert pieces is not None
+        gathered = list(to_wire(engine.weights()))
+        with closing(SharedWeights(f"m2flow-test-{secrets.token_hex(4)}")) as stage:
+            found = stage.write_spread(pieces).tensors
+            assert found == stage.write(gathered).tensors
+        assert "model.layers.3.mlp.experts.3.up_proj.weight" in [entry.name for entry in found]
 
 
 def test_a_number_of_tensor_ranks_that_can_t_be_is_refused(model: Model, followers: Followers) -> None:

@@ -8,25 +8,28 @@ Modules, from the inside out: `tensors` (types, conversion, checksums), `manifes
 `broadcast`, `streams`, `weight_files`), `publication` (their table, and both ends).
 """
 
-from m2flow.channels.weights.manifest import Manifest, TensorEntry
+from m2flow.channels.weights.manifest import Manifest, TensorEntry, Written
 from m2flow.channels.weights.publication import TRANSPORTS, Publisher, Subscriber
-from m2flow.channels.weights.shared_segment import SharedWeights, SharedWeightsReader, remove_segments
+from m2flow.channels.weights.shared_segment import PieceWriter, SharedWeights, SharedWeightsReader, remove_segments
 from m2flow.channels.weights.tensors import RawBits, Tied, Weight, digest
-from m2flow.channels.weights.transport import Transport, WeightOptions
+from m2flow.channels.weights.transport import Spread, Transport, WeightOptions
 
 __all__ = [
     "TRANSPORTS",
     "Manifest",
+    "PieceWriter",
     "Publisher",
     "RawBits",
     "SharedWeights",
     "SharedWeightsReader",
+    "Spread",
     "Subscriber",
     "TensorEntry",
     "Tied",
     "Transport",
     "Weight",
     "WeightOptions",
+    "Written",
     "digest",
     "remove_segments",
 ]

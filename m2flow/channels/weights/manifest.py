@@ -126,6 +126,27 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
         return Content(self.version, -1, self.num_bytes, self.tensors, self.tied)
 
 
+class PieceSums(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The row hashes of a piece of a tensor, which one of several processes wrote (`m2flow.channels.weights.tensors`)."""
+
+    tensor: int
+    """Its number in the manifest."""
+    num_bytes: int
+    first_row: int
+    rows: bytes
+    """uint64 [2, R] of the rows from the first on; other pieces' bytes count as zeros."""
+
+
+class Written(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What one of several processes has written of a version."""
+
+    pieces: list[PieceSums]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(piece.num_bytes for piece in self.pieces)
+
+
 def laid_out(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[TensorEntry, ...]:
     """Lay tensors out one after the other, by name, type and shape; checksums are 0."""
     entries, offset = [], 0

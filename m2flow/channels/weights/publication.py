@@ -1,6 +1,7 @@
 """Publish and subscribe: the two ends of a weight sync, over any transport.
 
     trainer.weights() --type conversion--> the transport's stage --> Manifest
+    or each rank its pieces, ungathered -------->|
                                                 |  compared with the version before, where that can pay
                                                 +--> each transport that sends: the whole model, or what changed
 
@@ -16,7 +17,7 @@ A subscriber's tensors are views that are valid until the next one is taken (in 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -25,11 +26,11 @@ from m2flow.channels.weights.broadcast import Broadcast
 from m2flow.channels.weights.buckets import BUCKET_BYTES
 from m2flow.channels.weights.delta import Changes
 from m2flow.channels.weights.device import CudaIpc
-from m2flow.channels.weights.manifest import Content, Manifest
+from m2flow.channels.weights.manifest import Content, Manifest, Written
 from m2flow.channels.weights.shared_segment import SharedMemory
 from m2flow.channels.weights.streams import Streams
 from m2flow.channels.weights.tensors import Weight
-from m2flow.channels.weights.transport import Bytes, Held, Offer, Receiver, Sender, Stage, Transport, WeightOptions
+from m2flow.channels.weights.transport import Bytes, Held, Offer, Receiver, Sender, Spread, Stage, Transport, WeightOptions
 from m2flow.channels.weights.weight_files import Files
 from m2flow.errors import InternalError
 
@@ -51,6 +52,8 @@ class Published:
     num_bytes: int = 0
     sent: dict[str, int] = field(default_factory=dict)
     """Bytes by transport, as far as they are known here."""
+    written: tuple[int, ...] = ()
+    """Bytes that each process of a spread version wrote; empty: one process wrote all."""
     share_changed: float = -1.0
     """Share of values that changed; -1: not compared, or not to the end."""
     why: str = ""
@@ -71,12 +74,14 @@ class Publisher:
         self._num_skipped_last = 0
         self.last = Published()
 
-    def publish(self, tensors: Iterable[tuple[str, Any]], version: int, dtype: str | None = None) -> Manifest:
+    def publish(self, tensors: Iterable[tuple[str, Any]], version: int, dtype: str | None = None, spread: Spread | None = None) -> Manifest:
         """Stage a version and offer it.
 
         Args:
             tensors: an engine's, in memory of the host or, for transports that stage there, on a device; or arrays, raw bits, ties.
             dtype: type that floating-point tensors are converted to; None: keep theirs.
+            spread: the same tensors, as several processes hold them. They are then written by these, and `tensors` is not read, unless
+                the stage takes no pieces, or what is written over is compared.
         Raises:
             ChannelError: a tensor's type can't be sent, or there is no room for it.
         """
@@ -85,10 +90,14 @@ class Publisher:
         changes = self._changes()
         base, self._version = self._version, -1
         start = time.monotonic()
-        manifest = self._stage.write(tensors, version=version, dtype=dtype, changes=changes)
+        written: list[int] = []
+        if spread is not None and self._stage.takes_pieces and changes is None:
+            manifest = self._stage.write_spread(_noting(spread, written), version=version, dtype=dtype)
+        else:
+            manifest = self._stage.write(tensors, version=version, dtype=dtype, changes=changes)
         took_s = time.monotonic() - start
         self._version, self._num_bytes = version, manifest.num_bytes
-        self.last = Published(manifest.num_bytes, dict.fromkeys(self._in_place(), manifest.num_bytes))
+        self.last = Published(manifest.num_bytes, dict.fromkeys(self._in_place(), manifest.num_bytes), tuple(written))
         delta = self._delta(changes, base, manifest) if changes is not None else None
         whole = manifest.whole()
         for name, sender in self._senders.items():
@@ -140,6 +149,17 @@ class Publisher:
         else:
             is_worth_it, self.last.why = is_delta_worth_it(num_bytes, whole_bytes, sender.bytes_per_s, took_s)
         return is_worth_it and sender.takes(num_bytes, whole_bytes)
+
+
+def _noting(spread: Spread, written: list[int]) -> Spread:
+    """The same; the bytes that each process writes are written down."""
+
+    def write(manifest: Manifest) -> Sequence[Written]:
+        found = spread.write(manifest)
+        written.extend(one.num_bytes for one in found)
+        return found
+
+    return Spread(spread.forms, write)
 
 
 def transport_named(name: str) -> Transport:

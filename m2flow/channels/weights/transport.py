@@ -12,7 +12,7 @@ inside one process needs no transport.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, final
 
@@ -22,9 +22,9 @@ import numpy.typing as npt
 from m2flow.channels.endpoints import Keys
 from m2flow.channels.weights.buckets import BUCKET_BYTES, join_buckets, unpack_buckets
 from m2flow.channels.weights.delta import Changes, changes_by_name, updated
-from m2flow.channels.weights.manifest import ALIGNMENT, Content, Manifest, TensorEntry, listed, named
+from m2flow.channels.weights.manifest import ALIGNMENT, Content, Manifest, TensorEntry, Written, listed, named
 from m2flow.channels.weights.tensors import Weight, bytes_of, checksum
-from m2flow.errors import BrokenChannel, ChannelError, DecodeError
+from m2flow.errors import BrokenChannel, ChannelError, DecodeError, InternalError
 
 Bytes = npt.NDArray[np.uint8]
 _ATTEMPTS = 3
@@ -67,8 +67,21 @@ class Held(NamedTuple):
     """Its tensors, as they were published."""
 
 
+@dataclass(frozen=True)
+class Spread:
+    """A version that several processes have pieces of, none of them all."""
+
+    forms: Sequence[tuple[str, str, tuple[int, ...]]]
+    """Name, type and shape of each tensor, whole."""
+    write: Callable[[Manifest], Sequence[Written]]
+    """Has each process write its pieces to where the manifest says; returns when all have."""
+
+
 class Stage(ABC):
     """Holds a role's current version in memory that other processes can map. One thread."""
+
+    takes_pieces: bool = False
+    """Several processes can write to it (`write_spread`)."""
 
     @abstractmethod
     def write(
@@ -82,6 +95,14 @@ class Stage(ABC):
         Raises:
             ChannelError: a type that does not travel, a name that comes twice, or no room.
         """
+
+    def write_spread(self, spread: Spread, *, version: int = -1, dtype: str | None = None) -> Manifest:
+        """Have processes write a version that they hold together, over the last version, where `takes_pieces`. Otherwise as `write`.
+
+        Raises:
+            ChannelError: also where their pieces are not each tensor exactly once.
+        """
+        raise InternalError(f"{type(self).__name__} is written by one process")
 
     @abstractmethod
     def body(self, num_bytes: int) -> Bytes:

@@ -46,7 +46,7 @@ import json
 import math
 import re
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,15 +61,25 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from m2flow.engines.contract import NO_AGREEMENT, Agreement, EngineSettings, HeldCheckpoint, Objective, Sums, TrainEngine, blended
+from m2flow.engines.contract import (
+    NO_AGREEMENT,
+    Agreement,
+    EngineSettings,
+    HeldCheckpoint,
+    Objective,
+    Sums,
+    TrainEngine,
+    WeightForm,
+    blended,
+)
 from m2flow.engines.distributed import check_fsdp, tensor_parallel
-from m2flow.engines.distributed.ranks import RankedTrain, Ranks, Root
+from m2flow.engines.distributed.ranks import Box, RankedTrain, Ranks, Root
 from m2flow.engines.models import lora, packing, trainer_checkpoint
 from m2flow.engines.models.hf_model import empty_cache, groups_of_weights, layers, matrices_of_layers
 from m2flow.engines.models.optimizers import Elsewhere, Optimizers
 from m2flow.engines.models.trainer_checkpoint import local, spread_like, whole
 from m2flow.engines.registry import built_in
-from m2flow.errors import EngineError, M2FlowError, is_out_of_memory, unexpected
+from m2flow.errors import EngineError, InternalError, M2FlowError, is_out_of_memory, unexpected
 from m2flow.recipe import REFERENCE_TOP_IDS, REFERENCE_TOP_LOGPROBS, TOP_LOGPROBS, Loss, Model, Optimizer
 from m2flow.samples import Batch
 
@@ -95,6 +105,7 @@ class FsdpTrain(RankedTrain):
 
     name = "fsdp"
     capabilities = built_in("fsdp", "train")
+    _has_boxes = True
 
     def __new__(cls, model: Model, settings: EngineSettings) -> FsdpTrain:
         return super().__new__(PipelinedTrain if cls is FsdpTrain and settings.options.get("pp", 1) != 1 else cls)
@@ -157,6 +168,10 @@ class FsdpTrain(RankedTrain):
         return int(str(self._settings.options.get("ep", 1)))
 
     @property
+    def _pp(self) -> int:
+        return int(str(self._settings.options.get("pp", 1)))
+
+    @property
     def _num_alike(self) -> int:
         return self._tp
 
@@ -175,6 +190,21 @@ class FsdpTrain(RankedTrain):
 
     def _set(self, tensor: Tensor, value: Tensor) -> None:
         tensor.detach().copy_(spread_like(value, tensor))
+
+    def _box(self, tensor: Tensor) -> Box:
+        """Its shard. What tensor ranks do not split, all of a tensor group hold; what is not sharded, all ranks of a stage."""
+        if not hasattr(tensor, "full_tensor"):
+            size = self._ranks.count // self._pp
+            return Box(tensor, (0,) * tensor.ndim, self._ranks.rank % size, size)
+        mesh, is_split = tensor.device_mesh, False
+        if "tensor" in (mesh.mesh_dim_names or ()):
+            is_split = tensor.placements[mesh.mesh_dim_names.index("tensor")].is_shard()
+        # As PyTorch's distributed checkpoints ask where a shard lies; an empty one is nowhere.
+        chunks = tensor.__create_chunk_list__()
+        start = tuple(chunks[0].offsets) if chunks else (0,) * tensor.ndim
+        if len(chunks) > 1 or (chunks and tuple(chunks[0].sizes) != tuple(local(tensor).shape)):
+            raise InternalError(f"a shard of {list(tensor.shape)} is no box: {tensor.placements}")
+        return Box(local(tensor), start, *((0, 1) if is_split else (self._ranks.rank % self._tp, self._tp)))
 
     def save(self, path: str) -> None:
         """Save in the embedded trainer's format; any number of ranks can go on from it. Rank 0 keeps what is gathered."""
@@ -470,10 +500,6 @@ class PipelinedTrain(FsdpTrain):
         """What the last stage's model made of it."""
 
     @property
-    def _pp(self) -> int:
-        return int(str(self._settings.options["pp"]))
-
-    @property
     def _vpp(self) -> int:
         return int(str(self._settings.options.get("vpp", 1)))
 
@@ -677,6 +703,13 @@ class PipelinedTrain(FsdpTrain):
             stage = self._stage_of(name)
             yield name, self._line.of_stage(stage, whole(own[name]).detach() if stage == self._line.stage else None, like)
 
+    def weight_forms(self) -> Sequence[WeightForm]:
+        named = trainer_checkpoint.named_weights(self._frame)
+        return [WeightForm(name, str(like.dtype).removeprefix("torch."), tuple(like.shape)) for name, like in named]
+
+    def _held_tensors(self) -> Iterable[tuple[str, Tensor]]:
+        return ((name, tensor) for name, tensor in self._own_tensors() if self._stage_of(name) == self._line.stage)
+
     def base(self) -> Iterator[tuple[str, Tensor]]:
         return self.weights()
 
@@ -701,11 +734,7 @@ class PipelinedTrain(FsdpTrain):
         return None
 
     def _save_parts(self, path: Path) -> None:
-        parts = {
-            trainer_checkpoint.WEIGHT + name: tensor.detach()
-            for name, tensor in self._own_tensors()
-            if self._stage_of(name) == self._line.stage
-        }
+        parts = {trainer_checkpoint.WEIGHT + name: tensor.detach() for name, tensor in self._held_tensors()}
         self._write_together(path, parts, self._states(parts))
 
     def _states(self, parts: dict[str, Tensor] | None) -> dict[str, Any]:

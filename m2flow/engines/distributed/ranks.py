@@ -22,7 +22,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from m2flow.engines.contract import NO_AGREEMENT, Agreement, EngineSettings, HeldCheckpoint, Objective, Sums, TrainEngine, blended
+from m2flow.engines.contract import (
+    NO_AGREEMENT,
+    Agreement,
+    EngineSettings,
+    HeldCheckpoint,
+    Objective,
+    Sums,
+    TrainEngine,
+    WeightForm,
+    WeightPiece,
+    blended,
+)
 from m2flow.engines.embedded.trainer import EmbeddedTrain
 from m2flow.engines.installed import keep_gloo_here
 from m2flow.engines.models import lora, packing, trainer_checkpoint
@@ -192,6 +203,39 @@ def shares(num_tokens: Sequence[int], groups: Sequence[int], count: int, *, is_w
     return [sorted(rows) for rows in found]
 
 
+class Box(NamedTuple):
+    """What a rank holds of a tensor."""
+
+    values: Tensor
+    start: tuple[int, ...]
+    """Where it begins in the tensor."""
+    holder: int
+    """This rank's number among those that hold the same box."""
+    num_holders: int
+
+
+def _without_memory(tensor: Tensor) -> Tensor:
+    """The shape and type of a tensor, whole also where ranks hold parts."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def _within(view: Tensor, shape: Sequence[int], start: Sequence[int], values: Tensor) -> tuple[tuple[int, ...], Tensor] | None:
+    """What a box is of a view of its tensor, which is itself a box: where it begins there, and its values. None: they do not meet.
+
+    Args:
+        view: of the tensor, without memory; of its last dimensions, at one place of the others. shape: the tensor's.
+    """
+    origin = [int(place) for place in np.unravel_index(view.storage_offset(), shape)] if shape else []
+    size = [*[1] * (len(shape) - view.ndim), *view.shape]
+    low = [max(first, begin) for first, begin in zip(origin, start, strict=True)]
+    high = [min(o + n, s + m) for o, n, s, m in zip(origin, size, start, values.shape, strict=True)]
+    if any(first >= last for first, last in zip(low, high, strict=True)):
+        return None
+    piece = values[tuple(slice(first - begin, last - begin) for first, last, begin in zip(low, high, start, strict=True))]
+    lead = len(shape) - view.ndim
+    return tuple(first - begin for first, begin in zip(low, origin, strict=True))[lead:], piece.reshape(piece.shape[lead:])
+
+
 # Shapes: N samples, T tokens under the loss mask.
 
 _T = TypeVar("_T")
@@ -199,6 +243,9 @@ _T = TypeVar("_T")
 
 class RankedTrain(EmbeddedTrain):
     """Share the embedded trainer's passes out over ranks. The model is called through `_root`, which `start` makes."""
+
+    _has_boxes: ClassVar[bool] = False
+    """Whether each rank knows which box of each tensor it holds."""
 
     def __init__(self, model: Model, settings: EngineSettings) -> None:
         super().__init__(model, settings)
@@ -282,6 +329,35 @@ class RankedTrain(EmbeddedTrain):
         """Yield each tensor whole on every rank, one after the other; collective where ranks hold parts."""
         for name, tensor in lora.whole_state(self._model, self._whole):
             yield from checkpoint_tensors(self._model, name, tensor)
+
+    def weight_forms(self) -> Sequence[WeightForm] | None:
+        if not self._has_boxes or lora.is_adapted(self._model):  # What is sent of adapted weights is a sum, which is made of whole ones.
+            return None
+        state = lora.whole_state(self._model, lambda tensor: nullcontext(_without_memory(tensor)))
+        forms = (form for name, whole in state for form in checkpoint_tensors(self._model, name, whole))
+        return [WeightForm(name, str(like.dtype).removeprefix("torch."), tuple(like.shape)) for name, like in forms]
+
+    def weight_pieces(self) -> Iterator[WeightPiece]:
+        for name, tensor in self._held_tensors():
+            box = self._box(tensor)
+            values, start = box.values.detach(), list(box.start)
+            if values.ndim and box.num_holders > 1:  # Ranks that hold the same send a part of it each.
+                first, end = (len(values) * number // box.num_holders for number in (box.holder, box.holder + 1))
+                values, start[0] = values[first:end], start[0] + first
+            elif box.holder:
+                continue
+            for part, view in checkpoint_tensors(self._model, name, _without_memory(tensor)):
+                found = _within(view, tensor.shape, start, values)
+                if found is not None:
+                    yield WeightPiece(part, *found)
+
+    def _held_tensors(self) -> Iterable[tuple[str, Tensor]]:
+        """Those of the model's tensors that this rank sends some of, by the module's names."""
+        return self._own_tensors()
+
+    def _box(self, tensor: Tensor) -> Box:
+        """What this rank holds of one of the model's tensors, where `_has_boxes`."""
+        return Box(tensor, (0,) * tensor.ndim, self._ranks.rank, self._ranks.count)
 
     def copy_from(self, source: TrainEngine, share: float = 1.0) -> None:
         if share == 1 and self._copy_adapters_only(source):
@@ -447,6 +523,7 @@ class ReplicatedTrain(RankedTrain):
 
     name = "embedded"
     capabilities = built_in("embedded", "train")
+    _has_boxes = True
 
     def start(self) -> None:
         self._ranks.open()

@@ -170,6 +170,25 @@ class Weights:
             if piece.numel():
                 yield one, start, piece
 
+    def forms(self) -> Iterator[tuple[str, torch.dtype, torch.Size]]:
+        """Yield name, type and shape of what `whole` yields."""
+        dtype = next(iter(self.own.values())).dtype
+        for place in self.places.values():
+            for one in place.names:
+                yield one, dtype, self.shapes[one]
+
+    def views(self, name: str, part: Tensor) -> Iterator[tuple[str, list[int], Tensor]]:
+        """Yield the same as `pieces` without a copy, so in more pieces where queries, keys and values alternate."""
+        if self.places[name].kind != "qkv":
+            yield from self.pieces(name, part)
+            return
+        place, num_queries = self.places[name], self.config.num_attention_heads // self.config.num_key_value_heads
+        of_groups = part.split((num_queries + 2) * head_size(self.config))
+        number = dist.get_rank(self._group(place)) * len(of_groups)
+        for group, of_group in enumerate(of_groups, number):
+            for one, piece in zip(place.names, self._split(place, of_group), strict=True):
+                yield one, [group * len(piece), *[0] * (piece.ndim - 1)], piece
+
     def joined(self, name: str, pieces: Sequence[Tensor], shape: torch.Size) -> Tensor:
         """This rank's part of a parameter from its `pieces`."""
         place = self.places[name]

@@ -68,6 +68,7 @@ class Parts:
         self._all_ranks, self._is_spread, self._buffers = all_ranks, is_spread, buffers
         self._names = {id(one.parameter): name for name, one in held.items()}
         self._held = held
+        self._numbers = {name: number for number, name in enumerate(held)}
         self.parts = [self._made(*found) for found in self._ranges()]
         tensors = [part.stepped for part in self.parts] or [torch.empty(0)]
         self.client = RecipeAdamW(tensors)
@@ -168,7 +169,7 @@ class Parts:
     def writes(self, name: str) -> bool:
         """Whether this rank is the one, of all that have its part of a parameter, that writes it. They take turns."""
         held = self._held[name]
-        return held.counts and list(self._held).index(name) % dist.get_world_size(held.group) == dist.get_rank(held.group)
+        return held.counts and self._numbers[name] % dist.get_world_size(held.group) == dist.get_rank(held.group)
 
     def moments(self, recipe: AdamW, which: int) -> Callable[[str, Tensor], Tensor]:
         """A recipe's moments, as `gathered` gives them."""

@@ -46,6 +46,8 @@ from m2flow.engines.contract import (
     Objective,
     Sums,
     TrainEngine,
+    WeightForm,
+    WeightPiece,
     blended,
     bytes_on,
 )
@@ -403,6 +405,15 @@ class MegatronTrain(RankedTrain):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         yield from self._weights.whole()
+
+    def weight_forms(self) -> Sequence[WeightForm]:
+        return [WeightForm(name, str(dtype).removeprefix("torch."), tuple(shape)) for name, dtype, shape in self._weights.forms()]
+
+    def weight_pieces(self) -> Iterator[WeightPiece]:
+        for name, parameter in self._weights.own.items():
+            if self._parts.writes(name):
+                for one, start, piece in self._weights.views(name, parameter.detach()):
+                    yield WeightPiece(one, tuple(start), piece)
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def copy_from(self, source: TrainEngine, share: float = 1.0) -> None:

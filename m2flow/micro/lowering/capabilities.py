@@ -43,6 +43,11 @@ def readable_offloaded(engine: str) -> bool:
     return any(info.capabilities.readable_offloaded for info in engines() if info.kind == "train" and info.name == engine)
 
 
+def sends_pieces(engine: str) -> bool:
+    """Whether each rank of a trainer knows its pieces of the weights."""
+    return any(info.capabilities.weight_pieces for info in engines() if info.kind == "train" and info.name == engine)
+
+
 def keeps_caches(worker: WorkerPlan) -> frozenset[str]:
     """Roles whose rollout engine on this worker can load new weights under running requests, and so keeps their KV cache."""
     slots = [slot for slot in worker.engines if slot.kind == "rollout"]

@@ -65,6 +65,7 @@ from m2flow.micro.lowering.capabilities import (
     notes_on_capabilities,
     notes_on_difficulty,
     roles_syncing_adapters_only,
+    sends_pieces,
 )
 from m2flow.micro.lowering.placement import (
     Sizes,
@@ -180,12 +181,18 @@ _OTHER_HOSTS = "other hosts: encrypted, a stream for each; a broadcast is faster
 
 
 def plan_syncs(
-    workers: tuple[WorkerPlan, ...], spec: WeightsSpec, *, is_one_host: bool = True, alone: Collection[str] = ()
+    workers: tuple[WorkerPlan, ...],
+    spec: WeightsSpec,
+    *,
+    is_one_host: bool = True,
+    alone: Collection[str] = (),
+    adapted: Collection[str] = (),
 ) -> tuple[WeightSync, ...]:
     """Plan a weight sync for each pair of a role's trainer and one of its rollout engines.
 
     Args:
         alone: roles whose adapters go to other processes by themselves (`m2flow.micro.lowering.capabilities.roles_syncing_adapters_only`).
+        adapted: roles that have adapters.
     Raises:
         PlanError: the spec's transport can't join one of them.
     """
@@ -197,6 +204,7 @@ def plan_syncs(
         for trainer in workers
         if any(other.kind == "train" and other.role == slot.role for other in trainer.engines)
     ]
+    trainers = {worker.name: worker for worker in workers}
     devices = {worker.name: worker.device for worker in workers}
     for role, source, target in pairs:
         for name in (source, target):
@@ -215,6 +223,10 @@ def plan_syncs(
         sends: Literal["weights", "adapters"] = "weights"
         if role in alone and not is_same_process and transport != "cuda ipc":
             sends = "adapters"
+        elif (num_ranks := trainers[source].ranks) > 1:
+            engine = next(slot.engine for slot in trainers[source].engines if slot.kind == "train" and slot.role == role)
+            is_spread = sends_pieces(engine) and role not in adapted and transport not in ("same process", "cuda ipc")
+            why += f"; each of {num_ranks} ranks sends what it holds" if is_spread else f"; gathered from {num_ranks} ranks"
         syncs.append(WeightSync(role, source, target, transport, why, sends))
     return tuple(syncs)
 
@@ -309,7 +321,13 @@ def lower(
         workers=workers,
         stages=stages,
         routes=routes,
-        syncs=plan_syncs(workers, spec.weights, is_one_host=spec.is_one_host, alone=alone),
+        syncs=plan_syncs(
+            workers,
+            spec.weights,
+            is_one_host=spec.is_one_host,
+            alone=alone,
+            adapted=[role for role, model in models.items() if model.lora is not None],
+        ),
         switches=plan_switches(workers),
         arithmetic=arithmetic(graph, num_steps=num_steps, token_budget=spec.train.token_budget, num_ranks=num_ranks),
         notes=(

@@ -8,6 +8,9 @@ endings are those of a worker of one process. A call ends when every rank has en
 waits in a collective that another never enters), they are out of step: the call fails with the rank's number, and so does every later
 one. A rank that is gone takes rank 0 with it: the launcher ends a rank group as a whole.
 
+Weights that other processes load are not gathered where the engine knows each rank's pieces: all ranks write theirs at once to the memory
+that rank 0 has laid out (`RankGroupTrain.spread`).
+
 Commands are msgpack, rows are frames of `m2flow.channels.codec`, losses and optimisers are cloudpickle. They go over a Unix socket in
 the run's private directory, which the run's secret opens. Limit: all ranks on one host.
 """
@@ -30,6 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from m2flow.channels.codec import encode_batch
+from m2flow.channels.weights import Manifest, PieceWriter, Spread, Written
 from m2flow.engines.contract import EngineSettings, HeldCheckpoint, Memory, Objective, Sums, Tensor, TrainEngine
 from m2flow.engines.registry import make_train
 from m2flow.errors import EngineError, ErrorRecord, M2FlowError, MicroBatchTooLarge, error_from_record, is_out_of_memory
@@ -123,6 +127,14 @@ class File(RankCommand, frozen=True):
     path: str
 
 
+class WritePieces(RankCommand, frozen=True):
+    """Write this rank's pieces of the weights to the segment of a manifest."""
+
+    role: str
+    manifest: Manifest
+    bucket_bytes: int
+
+
 class Heard(RankCommand, frozen=True):
     """Acknowledge an answer with an error."""
 
@@ -141,9 +153,11 @@ class Answer(RankCommand, frozen=True):
     """Answer a command: done, or the error."""
 
     error: ErrorRecord | None = None
+    written: Written | None = None
+    """Of `WritePieces`."""
 
 
-Said = Do | Accumulate | Apply | Compute | CopyFrom | File | Heard | End
+Said = Do | Accumulate | Apply | Compute | CopyFrom | File | WritePieces | Heard | End
 _encode = msgspec.msgpack.Encoder().encode
 _said: msgspec.msgpack.Decoder[Said] = msgspec.msgpack.Decoder(Said)
 _answer: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
@@ -167,6 +181,8 @@ class RankGroup:
         self._secret = secret
         self._links: dict[int, Connection] = {}
         self._broken: M2FlowError | None = None
+        self._written: dict[int, Written] = {}
+        """By rank, of the last `WritePieces`."""
 
     def open(self) -> None:
         if self._settings.num_ranks == 1:
@@ -214,6 +230,12 @@ class RankGroup:
             self.failed(error)
         self.succeeded()
         return result
+
+    def written(self, word: WritePieces, work: Callable[[], Written]) -> list[Written]:
+        """Have all ranks write their pieces of the weights at once; returns what each has written, by rank."""
+        self._written = {}
+        own = self.together(word, work)
+        return [own, *(self._written.pop(rank) for rank in sorted(self._links))]
 
     def tell(self, word: Said, rows: Batch | None = None) -> None:
         if self._broken is not None:
@@ -263,6 +285,8 @@ class RankGroup:
                 except (EOFError, OSError):
                     _mourn(rank)
                 del waited[rank]
+                if answer.written is not None:
+                    self._written[rank] = answer.written
                 if answer.error is not None:
                     failures[rank] = answer.error
                     say(link, Heard())
@@ -319,11 +343,13 @@ class RankGroupTrain(TrainEngine):
         self._own = own
         self._group = group
         self._last_loss: Loss | None = None
+        self._writer = PieceWriter()
 
     def start(self) -> None:
         self._group.together(Do(self._role, "start"), self._own.start)
 
     def stop(self) -> None:
+        self._writer.close()
         if self._group.is_broken:
             self._own.stop()
         else:
@@ -373,6 +399,18 @@ class RankGroupTrain(TrainEngine):
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """One after the other, gathered on all ranks. Whoever stops in the middle leaves the rest to be gathered."""
         return self._gathered("weights", self._own.weights)
+
+    def spread(self, bucket_bytes: int) -> Spread | None:
+        """The same weights as the ranks hold them, each of which writes its pieces; None: they have to be gathered."""
+        forms = self._own.weight_forms()
+        if forms is None:
+            return None
+
+        def write(manifest: Manifest) -> list[Written]:
+            word = WritePieces(self._role, manifest, bucket_bytes)
+            return self._group.written(word, lambda: self._writer.write(self._own.weight_pieces(), manifest, bucket_bytes))
+
+        return Spread(forms, write)
 
     def adapters(self) -> Iterator[tuple[str, Tensor]]:
         return self._gathered("adapters", self._own.adapters)

@@ -20,6 +20,7 @@ from multiprocessing.connection import Client, Connection
 import msgspec
 
 from m2flow.channels.codec import decode_batch
+from m2flow.channels.weights import PieceWriter, Written
 from m2flow.channels.zeromq import HeartbeatSender, LinkDialer
 from m2flow.engines.contract import EngineSettings, Objective, TrainEngine
 from m2flow.engines.registry import make_train
@@ -41,6 +42,7 @@ from m2flow.micro.worker.rank_group import (
     Heard,
     Here,
     Said,
+    WritePieces,
     accumulate_share,
     heard,
     say,
@@ -62,6 +64,7 @@ class Rank:
         self._engines = engines
         self._link = link
         self._losses: dict[str, Loss] = {}
+        self._writers: dict[str, PieceWriter] = {}
 
     def serve(self, when_unheard: Callable[[M2FlowError], None]) -> None:
         """Carry out rank 0's commands until `End`.
@@ -74,7 +77,7 @@ class Rank:
         while not isinstance(word := heard(self._link), End):
             rows = decode_batch(self._link.recv_bytes()) if isinstance(word, Accumulate | Compute) else None
             try:
-                self._do(word, rows)
+                written = self._do(word, rows)
             except Exception as error:
                 known = error if isinstance(error, M2FlowError) else unexpected(getattr(word, "method", type(word).__name__), error)
                 say(self._link, Answer(known.to_record()))
@@ -83,9 +86,9 @@ class Rank:
                 if not isinstance(heard(self._link), Heard):
                     raise InternalError("rank 0 goes on after an error that it has not heard") from error
             else:
-                say(self._link, Answer())
+                say(self._link, Answer(written=written))
 
-    def _do(self, word: Said, rows: Batch | None) -> None:
+    def _do(self, word: Said, rows: Batch | None) -> Written | None:
         assert not isinstance(word, Heard | End)
         engine = self._engines[word.role]
         match word:
@@ -108,6 +111,9 @@ class Rank:
                 engine.copy_from(self._engines[source], share)
             case File(method=way, path=path):
                 getattr(engine, way)(path)
+            case WritePieces(role=role, manifest=manifest, bucket_bytes=bucket_bytes):
+                return self._writers.setdefault(role, PieceWriter()).write(engine.weight_pieces(), manifest, bucket_bytes)
+        return None
 
 
 def _meet(settings: WorkerSettings, secret: str) -> Connection:

@@ -43,6 +43,7 @@ from m2flow.channels.weights.tensors import RawBits, Tied, Weight, from_wire, ma
 from m2flow.engines.contract import RolloutEngine, TrainEngine, agreement_of
 from m2flow.errors import ChannelError, EngineError
 from m2flow.micro.protocol.plan import WeightSync
+from m2flow.micro.worker.rank_group import RankGroupTrain
 from m2flow.observe.spans import Recorder, SpanName
 from m2flow.recipe import Model
 from m2flow.samples import Batch, Ragged, first_sequences
@@ -281,12 +282,15 @@ class WeightSyncs:
             if is_alone:
                 manifest = publisher.publish(engine.adapters(), version)
             else:
-                manifest = publisher.publish(mark_tied(engine.weights()), version, self._rollout_dtype(role))
+                spread = engine.spread(self._settings.bucket_bytes) if isinstance(engine, RankGroupTrain) else None
+                manifest = publisher.publish(mark_tied(engine.weights()), version, self._rollout_dtype(role), spread)
             span.set(sends="adapters" if is_alone else "weights")
             last = publisher.last
             span.set(num_bytes=last.num_bytes, transport=", ".join(last.sent), gb_per_s=_rate(last.num_bytes, start))
             if last.why:
                 span.set(how=last.why)
+            if last.written:
+                span.set(rank_bytes=list(last.written))
             if last.share_changed >= 0:
                 span.set(share_changed=round(last.share_changed, 6))
             return self._base.told(role, manifest, engine) if is_alone else manifest

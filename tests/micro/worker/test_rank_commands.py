@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from m2flow.engines.contract import EngineSettings, Objective, TrainEngine
+from m2flow.channels.weights import Manifest, Publisher, SharedWeightsReader, WeightOptions
+from m2flow.engines.contract import EngineSettings, Objective, TrainEngine, WeightForm, WeightPiece
 from m2flow.errors import EngineError, InternalError, M2FlowError, OpError
 from m2flow.micro.protocol.plan import EngineSlot
 from m2flow.micro.worker import rank_group as gangs
@@ -102,6 +105,48 @@ def two_ranks(folder: Path, own: TrainEngine, other: TrainEngine) -> Iterator[Ra
         rank_group.close()
         thread.join(PATIENCE_S)
     assert not thread.is_alive()
+
+
+class Halves(Watched):
+    """Has one half of the rows of a matrix."""
+
+    def __init__(self, half: int, fails_at: str = "") -> None:
+        super().__init__(fails_at)
+        self.half = half
+
+    def weight_forms(self) -> list[WeightForm]:
+        return [WeightForm("a", "float32", (4096, 8))]
+
+    def weight_pieces(self) -> Iterator[WeightPiece]:
+        self._note("pieces")
+        yield WeightPiece("a", (2048 * self.half, 0), torch.full((2048, 8), float(self.half)))
+
+
+def test_each_rank_writes_what_it_holds_of_a_version_and_none_is_gathered(tmp_path: Path) -> None:
+    with two_ranks(tmp_path, Halves(0), Halves(1)) as ranks, published(ranks.train) as publish:
+        for version in range(2):
+            publisher, manifest = publish(version)
+            assert publisher.last.written == (2048 * 8 * 4, 2048 * 8 * 4)
+            with closing(SharedWeightsReader()) as reader:
+                ((name, held),) = reader.read(manifest)
+            assert name == "a"
+            assert held.tolist() == [[0.0] * 8] * 2048 + [[1.0] * 8] * 2048
+        assert (ranks.own.asked, ranks.other.asked) == (["pieces"] * 2, ["pieces"] * 2)
+
+
+def test_a_rank_that_can_t_write_its_pieces_is_named(tmp_path: Path) -> None:
+    with two_ranks(tmp_path, Halves(0), Halves(1, fails_at="pieces")) as ranks, published(ranks.train) as publish:
+        with pytest.raises(OpError, match="rank 1 of this trainer: pieces failed"):
+            publish(0)
+        assert ranks.rank_group.is_broken
+
+
+@contextmanager
+def published(train: RankGroupTrain) -> Iterator[Callable[[int], tuple[Publisher, Manifest]]]:
+    """Publishes a trainer's weights, as its ranks hold them."""
+    publisher = Publisher(f"m2flow-test-{secrets.token_hex(4)}", WeightOptions())
+    with closing(publisher):
+        yield lambda version: (publisher, publisher.publish(train.weights(), version, spread=train.spread(1 << 16)))
 
 
 def test_all_ranks_are_asked_the_same_in_the_same_order_with_the_same_rows(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from test_oom_split import LR, learns
 
 from m2flow import AdamW, Dataset, Lora, Policy, Reference, Reward, Sample, flow, log, ppo_clip, steps
 from m2flow.micro.records.ledger import read_incidents
+from m2flow.observe.store import read_spans
 from m2flow.runner.run import Run, Summary
 from m2flow.spec import ClusterSpec, RolloutSpec, RunSettings, TrainSpec
 
@@ -58,8 +59,8 @@ def run(runs_dir: Path, train: TrainSpec, placement: str, rank: int, *, eager: b
 
 @pytest.mark.parametrize(
     ("placement", "rank", "pp"),
-    [("split", 0, 1), ("time-shared", 0, 1), pytest.param("split", 4, 1, marks=needs_peft), ("time-shared", 0, 2)],
-    ids=["split", "time-shared", "adapters", "stages"],
+    [("split", 0, 1), ("time-shared", 0, 1), pytest.param("split", 4, 1, marks=needs_peft), ("time-shared", 0, 2), ("split", 0, 2)],
+    ids=["split", "time-shared", "adapters", "stages", "split stages"],
 )
 def test_rewards_losses_and_samples_are_those_of_the_embedded_trainer(tmp_path: Path, placement: str, rank: int, pp: int) -> None:
     alone, expected = run(tmp_path, TrainSpec(token_budget=60), placement, rank, eager=True)
@@ -70,6 +71,16 @@ def test_rewards_losses_and_samples_are_those_of_the_embedded_trainer(tmp_path: 
     for name in ("reward", "total", "loss", "kl", "grad_norm", "rollout_diff/max"):
         np.testing.assert_allclose(found[name], expected[name], rtol=1e-5, atol=1e-5, err_msg=name)
     assert len(found["loss"]) == len(found["total"]) == 3
+    written = [span.attributes for span in read_spans(Path(spread.run_dir)) if span.name == "weights.publish"]
+    # In one process, and as adapters, weights are gathered.
+    assert len(written) == (3 if placement == "split" else 0)
+    for publish in written:
+        assert ("rank_bytes" in publish) is not bool(rank)
+        if not rank:
+            of_ranks = publish["rank_bytes"]
+            assert isinstance(of_ranks, list)
+            assert len(of_ranks) == 2
+            assert max(of_ranks) < 1.1 * min(of_ranks)
     assert max(map(abs, found["kl"])) > (0 if rank else 1e-6)  # Adapters have moved little so soon.
 
 
