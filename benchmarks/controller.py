@@ -42,8 +42,7 @@ from m2flow.micro.protocol.events import Event, FromWorker
 from m2flow.micro.records.audit import audit
 from m2flow.micro.records.journal import Journal
 from m2flow.micro.scheduler.scheduler import Scheduler
-from m2flow.micro.worker.worker import Worker
-from m2flow.micro.worker.worker_settings import WorkerSettings
+from m2flow.micro.worker.worker import Worker, WorkerSettings
 from m2flow.runner import run as runs
 from m2flow.spec import ChannelSpec, ClusterSpec, FunctionSpec, RolloutSpec, RunSettings, TrainSpec
 

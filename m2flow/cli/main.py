@@ -11,11 +11,14 @@ failed, 2 the command line, the flow's file or the spec is wrong, 130 stopped by
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import io
+import re
 import sys
 import sysconfig
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
@@ -33,6 +36,7 @@ from m2flow.errors import (
     did_you_mean,
     host_error,
 )
+from m2flow.micro.worker.fork_server import load_ahead
 
 
 def find_run(run: str | None, runs_dir: Path) -> Path:
@@ -301,7 +305,32 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # A model's text must not end a run because the terminal can't show it.
+    _load_ahead(sys.argv[1:])
     cli.main(prog_name="m2flow", obj=OWNS_PROCESS)
+
+
+_RUNS = ("run", "demo")
+_UNLIKE = re.compile(r"-h|--(help|eager|resume|plan)(=.*)?|.*fork_workers.*")
+"""Arguments with which a run forks no workers, or of which it isn't known yet."""
+_OTHER_CLUSTER = re.compile(r"\b(ray|cuda|auto|pools|fake|engine)\b")
+"""Words in a cluster's spec whose workers may be elsewhere, may not be forked, or may not need torch."""
+
+
+def _load_ahead(arguments: Sequence[str]) -> None:
+    """Where a run of embedded engines on this machine is asked for, load what its workers need beside what the command line needs.
+
+    This only guesses: a run that needs it not ends it, and one that needs it starts what is not there.
+    """
+    if not arguments or arguments[0] not in _RUNS or any(_UNLIKE.fullmatch(argument) for argument in arguments):
+        return
+    if arguments[0] == "run" and len(arguments) == 1:
+        return
+    for option, value in zip(arguments, [*arguments[1:], ""], strict=True):
+        path = value if option == "--cluster" else option.removeprefix("--cluster=") if option.startswith("--cluster=") else ""
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            if path and _OTHER_CLUSTER.search(Path(path).read_text()):
+                return
+    load_ahead(deterministic="--deterministic" in arguments)
 
 
 if __name__ == "__main__":

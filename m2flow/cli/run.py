@@ -467,7 +467,7 @@ def _owns_process() -> bool:
 
 def _prepare_environment(threads: int, *, deterministic: bool) -> None:
     """Set the environment that matrix libraries read when they are loaded; if torch is loaded already, restart a process of ours."""
-    from m2flow.micro.controller.launcher import engine_environment
+    from m2flow.micro.worker.fork_server import engine_environment
 
     wanted = engine_environment(threads, deterministic=deterministic)
     os.environ.update(wanted if deterministic else {name: value for name, value in wanted.items() if name not in os.environ})

@@ -70,6 +70,7 @@ from m2flow.micro.records.sample_query import SHOWN_BY
 from m2flow.micro.records.storage import copy_pictures, fetch_run_dir, share
 from m2flow.micro.records.tally import Alarm, Tally
 from m2flow.micro.worker.eager_executor import EagerExecutor
+from m2flow.micro.worker.fork_server import end_unneeded
 from m2flow.micro.worker.telemetry import channels_of
 from m2flow.observe.forwarding import Forwarding, destinations, has_tensorboard
 from m2flow.observe.metrics import write_curve
@@ -337,6 +338,7 @@ class Run:
         """Begin to load what workers on this machine will need, while the flow is traced and planned. Returns at once."""
         spec, settings = self.spec, self.settings
         if settings.eager or spec.launcher != "local" or any(pool.device != "cpu" for pool in spec.planned_pools.values()):
+            end_unneeded()
             return
         with contextlib.suppress(EngineError):  # That there is none of such a name is said where it is looked for.
             engines = engine_named(spec.rollout.engine, "rollout"), engine_named(spec.train.engine, "train")

@@ -149,7 +149,7 @@ def prepare_engines_here(threads: int, *, deterministic: bool) -> None:
     Raises:
         OptionError: the run is to be the same bit by bit, and torch was loaded without what that needs.
     """
-    from m2flow.micro.controller.launcher import engine_environment
+    from m2flow.micro.worker.fork_server import engine_environment
 
     wanted = engine_environment(threads, deterministic=deterministic)
     if "torch" not in sys.modules:

@@ -60,8 +60,7 @@ from m2flow.micro.records.segments import read_segment
 from m2flow.micro.scheduler.scheduler import Scheduler
 from m2flow.micro.worker.eager_executor import EagerExecutor
 from m2flow.micro.worker.weight_sync import weight_settings
-from m2flow.micro.worker.worker import Worker
-from m2flow.micro.worker.worker_settings import WorkerSettings
+from m2flow.micro.worker.worker import Worker, WorkerSettings
 from m2flow.recipe import Model
 from m2flow.rollout_scheduling.policies import report_every
 from m2flow.samples import Batch, SampleId

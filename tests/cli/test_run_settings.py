@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from m2flow.cli.main import OWNS_PROCESS, cli
 from m2flow.cli.run import SETTINGS, apply_settings
 from m2flow.errors import OptionError
-from m2flow.micro.controller.launcher import engine_environment
+from m2flow.micro.worker.fork_server import engine_environment
 from m2flow.spec import RunSettings
 
 ROOT = Path(__file__).parents[2]

@@ -27,8 +27,8 @@ import msgspec
 from m2flow.channels.endpoints import is_private, read_keys
 from m2flow.micro.controller.launcher import Processes, start
 from m2flow.micro.worker.host_resources import ResourceClaim, remove_leftovers
+from m2flow.micro.worker.worker import WorkerSettings
 from m2flow.micro.worker.worker_process import kill_group
-from m2flow.micro.worker.worker_settings import WorkerSettings
 from m2flow.recipe import Model
 
 _MOST_BYTES = 4 << 20

@@ -13,23 +13,16 @@ no other code can tell. Workers on other hosts are started by `m2flow.micro.cont
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import ctypes
 import os
-import re
-import resource
 import secrets
-import select
-import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Protocol, final
@@ -40,16 +33,16 @@ import psutil
 from m2flow.channels.endpoints import Keys, read_keys, write_keys
 from m2flow.channels.process_groups import PAIRS
 from m2flow.engines.installed import gpus_from
-from m2flow.engines.registry import engine_named
 from m2flow.errors import InternalError
-from m2flow.micro.protocol.plan import EngineSlot, Plan, WorkerPlan
+from m2flow.micro.protocol.plan import Plan, WorkerPlan
 from m2flow.micro.protocol.worker_state import rank_tag
 from m2flow.micro.records.storage import shared_dir
+from m2flow.micro.worker.fork_server import ForkServer, end_unneeded, fork_server, has_model, module_path, worker_environment
 from m2flow.micro.worker.host_resources import ResourceClaim, remove_leftovers
 from m2flow.micro.worker.rank_group import RankGroupSettings
 from m2flow.micro.worker.weight_sync import weight_settings
-from m2flow.micro.worker.worker_process import READY, TOKEN_VARIABLE, Fork, Load, ask, kill_group
-from m2flow.micro.worker.worker_settings import WorkerSettings
+from m2flow.micro.worker.worker import WorkerSettings
+from m2flow.micro.worker.worker_process import kill_group
 from m2flow.recipe import Model
 from m2flow.rollout_scheduling.policies import report_every
 from m2flow.spec import ClusterSpec, RunSettings
@@ -84,7 +77,7 @@ def spawn(
         gpus: GPUs that it sees, as in `CUDA_VISIBLE_DEVICES`; empty: those that this process sees.
         server: forks it, if it can; without a server, or where that has ended, it is an interpreter of its own.
     """
-    environment = _environment(settings.threads, token, path, gpus, deterministic=settings.deterministic)
+    environment = worker_environment(settings.threads, token, path, gpus, deterministic=settings.deterministic)
     module = "m2flow.micro.worker.rank_process" if settings.rank_group.rank else "m2flow.micro.worker.worker_process"
     name = rank_tag(settings.tag, settings.rank_group.rank)
     if server is not None:
@@ -108,19 +101,6 @@ def spawn(
     return process
 
 
-def _environment(threads: int, token: str, path: str, gpus: str = "", *, deterministic: bool) -> dict[str, str]:
-    return {
-        **engine_environment(threads, deterministic=deterministic),
-        **os.environ,
-        TOKEN_VARIABLE: token,
-        "OMP_NUM_THREADS": str(threads),
-        "MKL_NUM_THREADS": str(threads),
-        "PYTHONPATH": path,
-        "PYTHONUNBUFFERED": "1",
-        **({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}),
-    }
-
-
 def how_ended(code: int) -> str:
     """Describe a process's exit status in words.
 
@@ -128,22 +108,6 @@ def how_ended(code: int) -> str:
     ('was killed by signal 9', 'ended with status 1')
     """
     return f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
-
-
-def engine_environment(threads: int, *, deterministic: bool) -> dict[str, str]:
-    """Environment variables of a process with engines. They must be set before torch is loaded."""
-    environment = {
-        "OMP_NUM_THREADS": str(threads),
-        "MKL_NUM_THREADS": str(threads),
-        # Waiting threads spin for some microseconds, then sleep. Without spinning a step took up to 1.2 times as long on free cores; with
-        # more spinning, on cores shared with other work, 3 times as long and worse.
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "GOMP_SPINCOUNT": "1000",
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-    }
-    # The matrix libraries' results must not depend on memory alignment or on what ran before.
-    return environment | ({"MKL_CBWR": "AUTO", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if deterministic else {})
 
 
 _LOOKS_S = 0.05
@@ -201,278 +165,20 @@ def gpus_of_ranks(worker: str, device: str, count: int, seen: str) -> tuple[str,
     return "cuda:0", gpus_from(device, count, seen, whose=f"{worker} has {count} ranks")
 
 
-@final
-class Forked:
-    """A child process that a fork server has forked and this process has adopted."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self.returncode: int | None = None
-
-    def wait(self) -> int:
-        if self.returncode is None:
-            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        return self.returncode
-
-
-_READ_WHEN_LOADED = re.compile(
-    r"(OMP|GOMP|KMP|MKL|DNNL|ONEDNN|OPENBLAS|NPY|NUMPY|TORCH\w*|PYTORCH|ATEN|CUDA|HF|HUGGINGFACE|TRANSFORMERS|TOKENIZERS|SAFETENSORS|USE"
-    r"|PYTHON\w*|LD|LC|MALLOC|GLIBC|XDG)_\w+|PYTHON\w+|HOME|LANG|MALLOC\w+"
-)
-"""Names of environment variables that Python, torch, transformers and what they load read at that time; others are read when needed."""
-_OF_A_WORKER = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONPATH", "CUDA_VISIBLE_DEVICES")
-"""Those that are another in each worker, which sets itself up by them."""
-_ENGINES = ("m2flow.engines.embedded.rollout_engine", "m2flow.engines.embedded.trainer", "transformers.models.auto.modeling_auto")
-"""What is loaded before a worker with a model is forked: torch and transformers with what engines use of them."""
-_ANSWERS_WITHIN_S = 60.0
-"""For a process of one thread, whose modules are loaded; after that it counts as stopped or hung."""
-_LOADS_WITHIN_S = 300.0
-_SET_SUBREAPER, _GET_SUBREAPER = 36, 37
-"""`prctl(2)`: orphans among the descendants of a process that is a subreaper become its children."""
-
-
-@final
-class ForkServer:
-    """Processes that have loaded what workers need, and from which workers are forked (`m2flow.micro.worker.worker_process.serve_forks`).
-
-    One has what every worker needs. Another, which it forks when the first worker with a model is to come, has torch and transformers too.
-    They stay for later runs of this process, and end with it. Their environment is that of the run that they were started for, and
-    another server comes where what libraries read of it when they are loaded differs. Any thread may call all methods.
-
-    Raises:
-        OSError: it can't be started.
-    """
-
-    def __init__(self, environment: Mapping[str, str]) -> None:
-        self._environment = _read_when_loaded(environment)
-        self._lock = threading.Lock()
-        self._owner = os.getpid()
-        own, its = socket.socketpair()
-        self._links: dict[tuple[str, ...], socket.socket] = {(): own}
-        self._ready: set[socket.socket] = set()
-        program = f"from m2flow.micro.worker.worker_process import serve_forks; serve_forks({its.fileno()}, {self._owner})  #{' ' * 200}"
-        printed = os.memfd_create("m2flow-fork-server")
-        with its, os.fdopen(printed, "wb") as file:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", program],
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
-                env={**environment, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", TOKEN_VARIABLE: ""},
-                pass_fds=[its.fileno()],
-                start_new_session=True,
-            )
-
-    def fits(self, environment: Mapping[str, str]) -> bool:
-        """Whether it can fork workers with this environment, and nothing has ended it."""
-        is_there = self._owner == os.getpid() and bool(self._links) and self._process.poll() is None
-        return is_there and self._environment == _read_when_loaded(environment)
-
-    def load_engines(self) -> None:
-        """Begin to load what workers with models need, if that is not so yet. Returns at once."""
-        with self._lock, contextlib.suppress(OSError):
-            self._link(_ENGINES)
-
-    def await_engines(self, slots: Sequence[EngineSlot], is_over: Callable[[], bool]) -> None:
-        """Wait until a worker with these engines can be forked at once or not at all, or `is_over`, which any thread may bring about."""
-        deadline = time.monotonic() + _LOADS_WITHIN_S
-        while not is_over():
-            with self._lock:
-                try:
-                    if self._is_ready(self._link(_loaded_for(slots)), 0.0):
-                        return
-                    if time.monotonic() > deadline:
-                        raise OSError("no fork server is ready")
-                except OSError:
-                    self._end()
-                    return
-            time.sleep(_LOOKS_S)
-
-    def fork(
-        self, settings: WorkerSettings, module: str, name: str, output: IO[bytes] | int, environment: Mapping[str, str]
-    ) -> Forked | None:
-        """Fork a process; None, if this server can't any more.
-
-        Args:
-            module: its `main` is called.
-            output: receives what it prints.
-        """
-        with self._lock:
-            try:
-                if not self.fits(environment):
-                    if self._process.returncode is not None:
-                        self._end()
-                    return None
-                link, printed = self._link(_loaded_for(settings.engines)), output if isinstance(output, int) else output.fileno()
-                if not self._is_ready(link, _LOADS_WITHIN_S):
-                    raise OSError("no fork server is ready")
-                return Forked(_ask_for(link, _request(settings, module, name, environment), printed))
-            except OSError:
-                self._end()
-                return None
-
-    def close(self) -> None:
-        """End it. What it has forked goes on."""
-        with self._lock:
-            self._end()
-
-    def forget(self) -> None:
-        """Leave it to the process that this one was forked from."""
-        for link in self._links.values():
-            link.close()
-        self._links.clear()
-
-    def _link(self, modules: tuple[str, ...]) -> socket.socket:
-        if not self._links:
-            raise OSError("the fork server has ended")
-        if modules not in self._links:
-            own, its = socket.socketpair()
-            with its:
-                ask(self._links[()], Load(modules), [its.fileno()])
-            self._links[modules] = own
-        return self._links[modules]
-
-    def _is_ready(self, link: socket.socket, timeout_s: float) -> bool:
-        """Whether a server has loaded what it shall, after so many seconds at most. Raises `OSError` if it has ended."""
-        if link not in self._ready and _is_heard(link.fileno(), timeout_s):
-            if not link.recv(len(READY)):
-                raise OSError("the fork server has ended")
-            self._ready.add(link)
-        return link in self._ready
-
-    def _end(self) -> None:
-        self.forget()
-        self._ready.clear()
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-
-
-_SERVER: ForkServer | None = None
-_SERVER_LOCK = threading.Lock()
-
-
-def fork_server(environment: Mapping[str, str]) -> ForkServer | None:
-    """Return this process's fork server for workers with such an environment, a new one if need be; None where there can be none."""
-    global _SERVER
-    if sys.platform != "linux" or not hasattr(os, "pidfd_open"):
-        return None
-    with _SERVER_LOCK:
-        if _SERVER is not None and not _SERVER.fits(environment):
-            _SERVER.close()
-            _SERVER = None
-        if _SERVER is None:
-            with contextlib.suppress(OSError):
-                os.close(os.pidfd_open(os.getpid()))  # Old kernels, and some sandboxes, have none.
-                _SERVER = ForkServer(environment)
-        return _SERVER
-
-
 def warm_up(settings: RunSettings, *, has_models: bool) -> ForkServer | None:
     """Begin to load what the workers of a run need, and return at once; None: its workers are not to be forked, or can't be.
 
     Args:
         has_models: some workers hold models.
     """
+    if not (settings.fork_workers and has_models):
+        end_unneeded()
     if not settings.fork_workers:
         return None
-    server = fork_server(_environment(1, "", _module_path(), deterministic=settings.deterministic))
+    server = fork_server(worker_environment(1, "", module_path(), deterministic=settings.deterministic))
     if server is not None and has_models:
         server.load_engines()
     return server
-
-
-def _forget_server() -> None:
-    """In a fork of this process: the server is not its own, and threads that held a lock are gone."""
-    global _SERVER, _SERVER_LOCK
-    if _SERVER is not None:
-        _SERVER.forget()
-    _SERVER, _SERVER_LOCK = None, threading.Lock()
-
-
-def _end_server() -> None:
-    if _SERVER is not None:
-        _SERVER.close()
-
-
-os.register_at_fork(after_in_child=_forget_server)
-atexit.register(_end_server)
-
-
-def _read_when_loaded(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if _READ_WHEN_LOADED.fullmatch(name) and name not in _OF_A_WORKER}
-
-
-def _module_path() -> str:
-    return os.pathsep.join(path for path in sys.path if path)
-
-
-def _has_model(slots: Iterable[EngineSlot]) -> bool:
-    return any(slot.kind != "function" and "torch" in engine_named(slot.engine, slot.kind).requires for slot in slots)
-
-
-def _loaded_for(slots: Iterable[EngineSlot]) -> tuple[str, ...]:
-    return _ENGINES if _has_model(slots) else ()
-
-
-def _request(settings: WorkerSettings, module: str, name: str, environment: Mapping[str, str]) -> Fork:
-    kinds = {getattr(resource, kind) for kind in dir(resource) if kind.startswith("RLIMIT_")}
-    return Fork(
-        module,
-        msgspec.json.encode(settings),
-        name,
-        os.getpid(),
-        tuple((os.fsencode(variable), os.fsencode(value)) for variable, value in environment.items()),
-        tuple(environment["PYTHONPATH"].split(os.pathsep)),
-        os.getcwd(),
-        tuple(os.sched_getaffinity(0)),
-        {kind: resource.getrlimit(kind) for kind in kinds},
-        os.getpriority(os.PRIO_PROCESS, 0),
-        _umask(),
-    )
-
-
-def _umask() -> int:
-    """This process's, which no system call tells without setting it for a moment, for all threads; -1: the system does not say."""
-    found = re.search(r"^Umask:\s*([0-7]+)", Path("/proc/self/status").read_text(), re.MULTILINE)
-    return int(found[1], 8) if found else -1
-
-
-def _ask_for(link: socket.socket, request: Fork, output: int) -> int:
-    """Return the id of a process that a server has forked. Raises `OSError` if there is none."""
-    answer, its = os.pipe()
-    with os.fdopen(answer, "rb", buffering=0), _adopting_orphans():
-        try:
-            ask(link, request, [output, its])
-        finally:
-            os.close(its)
-        if not (pid := _heard(answer, _ANSWERS_WITHIN_S)):
-            raise OSError("the fork server does not answer")
-        return int(pid)
-
-
-def _heard(descriptor: int, timeout_s: float) -> bytes:
-    """What comes within some time; empty: nothing did, or the other side is gone."""
-    return os.read(descriptor, 64) if _is_heard(descriptor, timeout_s) else b""
-
-
-def _is_heard(descriptor: int, timeout_s: float) -> bool:
-    poller = select.poll()
-    poller.register(descriptor, select.POLLIN)
-    return bool(poller.poll(timeout_s * 1000))
-
-
-@contextlib.contextmanager
-def _adopting_orphans() -> Iterator[None]:
-    """For some milliseconds. Another descendant that loses its parent just then becomes a child of this process too."""
-    library, before = ctypes.CDLL(None, use_errno=True), ctypes.c_int()
-    if library.prctl(_GET_SUBREAPER, ctypes.byref(before), 0, 0, 0) or library.prctl(_SET_SUBREAPER, 1, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "this process may not adopt another")
-    try:
-        yield
-    finally:
-        library.prctl(_SET_SUBREAPER, before.value, 0, 0, 0)
 
 
 @final
@@ -720,10 +426,10 @@ class LocalLauncher(Launcher):
         remove_leftovers()
         self._claim.open()
         if self._forks:
-            self._server = warm_up(self._job.settings, has_models=any(_has_model(worker.engines) for worker in self._plan.workers))
+            self._server = warm_up(self._job.settings, has_models=any(has_model(worker.engines) for worker in self._plan.workers))
         # Those that wait for no library first.
         self._controller = controller
-        for worker in sorted(self._plan.workers, key=lambda worker: _has_model(worker.engines)):
+        for worker in sorted(self._plan.workers, key=lambda worker: has_model(worker.engines)):
             if worker.is_spare:
                 continue
             if self._server is not None:
@@ -750,7 +456,7 @@ class LocalLauncher(Launcher):
         server = self._server if self._forks else None
         with contextlib.ExitStack() as logs:
             outputs = [logs.enter_context(self.log_of(worker.name, rank).open("ab")) for rank in range(worker.ranks)]
-            return start(settings, self.token, outputs, self.socket_dir, path=_module_path(), server=server)
+            return start(settings, self.token, outputs, self.socket_dir, path=module_path(), server=server)
 
     def ended(self) -> dict[str, str]:
         return {name: how for name, processes in self._processes.items() if (how := processes.how_ended())}

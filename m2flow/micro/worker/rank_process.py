@@ -29,6 +29,7 @@ from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.plan import EngineSlot
 from m2flow.micro.protocol.worker_state import rank_tag
 from m2flow.micro.worker.engine_host import lender_of
+from m2flow.micro.worker.fork_server import TOKEN_VARIABLE
 from m2flow.micro.worker.rank_group import (
     GRACE_S,
     Accumulate,
@@ -47,8 +48,8 @@ from m2flow.micro.worker.rank_group import (
     heard,
     say,
 )
-from m2flow.micro.worker.worker_process import LAST_WORDS_S, TOKEN_VARIABLE, watch_parent
-from m2flow.micro.worker.worker_settings import WorkerSettings
+from m2flow.micro.worker.worker import WorkerSettings
+from m2flow.micro.worker.worker_process import LAST_WORDS_S, watch_parent
 from m2flow.recipe import Loss, Model
 from m2flow.samples import Batch
 

@@ -7,29 +7,17 @@ whatever the first is doing.
 
     HeartbeatSource.heartbeat --> Heartbeat with turns, processor time, memory, GPU use, and the time here
     Echo --HeartbeatSource.hear--> the next heartbeat says how long the two messages were under way
-    Fork --serve_forks--> a worker, forked from a process that has loaded what it needs
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import gc
-import importlib
 import os
-import resource
-import select
 import signal
-import socket
-import struct
 import sys
-import tempfile
 import threading
 import time
-import traceback
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable, Iterable
 from typing import TextIO, final
 
 import msgspec
@@ -41,12 +29,12 @@ from m2flow.channels.shared_memory import Arena, keep_freed_memory
 from m2flow.channels.zeromq import HeartbeatSender, LinkDialer, wait
 from m2flow.engines.contract import LOADING
 from m2flow.engines.installed import GpuUse, find_gpu
-from m2flow.errors import DecodeError, InternalError, M2FlowError, unexpected
+from m2flow.errors import DecodeError, M2FlowError, unexpected
 from m2flow.micro.protocol import messages as m
+from m2flow.micro.worker.fork_server import TOKEN_VARIABLE
 from m2flow.micro.worker.host_resources import HostResources, read, remove
 from m2flow.micro.worker.rank_group import RankGroup
-from m2flow.micro.worker.worker import Worker
-from m2flow.micro.worker.worker_settings import WorkerSettings
+from m2flow.micro.worker.worker import Worker, WorkerSettings
 from m2flow.observe.spans import now_ns
 
 _read_worker_settings = msgspec.json.Decoder(WorkerSettings).decode
@@ -96,8 +84,6 @@ class HeartbeatSource:
         return now_ns() + self._anchor_ns
 
 
-TOKEN_VARIABLE = "M2FLOW_TOKEN"
-"""Environment variable with the run's secret."""
 _DRAIN_S = 3.0
 LAST_WORDS_S = 60.0
 """For what is said last, such as why this process ends: a controller on a busy machine may be slow to take it."""
@@ -270,208 +256,6 @@ def main(given: bytes = b"") -> None:
     finally:
         for stream in streams:
             stream.end()
-
-
-class Fork(msgspec.Struct, frozen=True, tag=True):
-    """A request to a fork server: be this process. Two descriptors come with it: what the process prints to, and where it says its pid."""
-
-    module: str
-    """The module whose `main` it calls."""
-    settings: bytes
-    """Its `WorkerSettings` in JSON, handed to `main`."""
-    name: str
-    """Shown by `ps`."""
-    parent: int
-    """The process that shall be its parent. It adopts orphans while it waits for the answer."""
-    environment: tuple[tuple[bytes, bytes], ...]
-    path: tuple[str, ...]
-    """Where it finds modules, after its working directory and before what this interpreter adds."""
-    cwd: str
-    cores: tuple[int, ...]
-    """Processor cores that it may use."""
-    limits: dict[int, tuple[int, int]]
-    """Resource limits (`resource.setrlimit`)."""
-    priority: int
-    """Its niceness."""
-    umask: int
-    """-1: the server's."""
-
-
-class Load(msgspec.Struct, frozen=True, tag=True):
-    """A request to a fork server: fork another one, which loads these modules and serves the link that comes with it."""
-
-    modules: tuple[str, ...]
-
-
-_read_request: Callable[[bytes], Fork | Load] = msgspec.msgpack.Decoder(Fork | Load).decode
-
-READY = b"\0"
-"""What a fork server says when it has loaded what it shall."""
-_ADOPTED_WITHIN_S = 10.0
-_LENGTH = struct.Struct("<I")
-_BLAS_THREADS = ("scipy_openblas_set_num_threads64_", "scipy_openblas_set_num_threads", "openblas_set_num_threads")
-
-
-def ask(link: socket.socket, request: Fork | Load, descriptors: Sequence[int]) -> None:
-    """Send a request to a fork server. Raises `OSError` if it is gone."""
-    body = msgspec.msgpack.encode(request)
-    socket.send_fds(link, [_LENGTH.pack(len(body))], list(descriptors))
-    link.sendall(body)
-
-
-def serve_forks(descriptor: int, owner: int) -> None:
-    """Be a fork server: fork the processes that the link asks for, until the link or the process that owns it is gone.
-
-        server --fork--> an intermediate process, which ends --fork--> the worker, an orphan, which the owner adopts
-
-    So a worker is its owner's child, as one that the owner has started itself: who waits for it, its exit status and what it does when its
-    parent is gone are the same, and the end of the server changes nothing for it. The server has one thread and opens nothing: no device,
-    no ZeroMQ context, no file. Users' modules are loaded in workers alone.
-    """
-    gc.disable()
-    gc.freeze()
-    own_path = [place for place in sys.path if place and place not in os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    become = _forked(socket.socket(fileno=descriptor), owner, own_path)
-    gc.enable()
-    become()
-
-
-def _forked(link: socket.socket, owner: int, own_path: Sequence[str]) -> Callable[[], None]:
-    """The server's loop. Returns in each worker that it has forked: what that shall do."""
-    awaited, poller = [os.pidfd_open(owner)], select.poll()
-    poller.register(link, select.POLLIN)
-    poller.register(awaited[0], select.POLLIN)
-    link.sendall(READY)
-    while True:
-        if any(descriptor != link.fileno() for descriptor, _ in poller.poll()):
-            os._exit(0)
-        request, descriptors = _request(link)
-        with contextlib.suppress(ChildProcessError):  # Servers that this one has forked.
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        with contextlib.suppress(OSError):  # No process more is allowed: the descriptors are closed, which is the answer.
-            server = os.getpid()
-            if (child := os.fork()) == 0:
-                if isinstance(request, Fork):
-                    _leave_orphan()
-                    for other in (link.detach(), *awaited):
-                        os.close(other)
-                    output, answer = descriptors
-                    return partial(_become, request, output, answer, own_path)
-                poller.unregister(link)
-                link.close()
-                link = socket.socket(fileno=descriptors.pop())
-                awaited.append(os.pidfd_open(server))  # With it goes the way by which orphans reach their owner.
-                poller.register(link, select.POLLIN)
-                poller.register(awaited[-1], select.POLLIN)
-                _load(request.modules)
-                link.sendall(READY)
-            elif isinstance(request, Fork):
-                os.waitpid(child, 0)
-        for descriptor in descriptors:
-            os.close(descriptor)
-
-
-def _request(link: socket.socket) -> tuple[Fork | Load, list[int]]:
-    """The next request; ends the process if there will be none."""
-    try:
-        head, descriptors, _, _ = socket.recv_fds(link, _LENGTH.size, 2)
-        while len(head) < _LENGTH.size:
-            more = link.recv(_LENGTH.size - len(head))
-            head += more or os._exit(0)
-        (left,), body = _LENGTH.unpack(head), b""
-        while left > len(body):
-            more = link.recv(left - len(body))
-            body += more or os._exit(0)
-    except OSError:
-        os._exit(0)
-    return _read_request(body), descriptors
-
-
-def _leave_orphan() -> None:
-    """Go on in a child whose parent has ended."""
-    try:
-        is_parent = os.fork() != 0
-    except OSError:
-        is_parent = True
-    if is_parent:
-        os._exit(0)
-
-
-def _load(modules: Sequence[str]) -> None:
-    """Load what workers need, in a process that will be forked; ends it if that can't be, and plain processes say why."""
-    try:
-        for module in modules:
-            importlib.import_module(module)
-        if len(os.listdir("/proc/self/task")) > 1:
-            raise InternalError("a module that is loaded for workers has started a thread, which a fork would lose")
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
-    gc.collect()
-    gc.freeze()
-
-
-def _become(request: Fork, output: int, answer: int, own_path: Sequence[str]) -> None:
-    """Be the process that was asked for, with nothing of the server's but its modules."""
-    before, deadline = os.getppid(), time.monotonic() + _ADOPTED_WITHIN_S
-    os.setsid()
-    while os.getppid() == before != request.parent and time.monotonic() < deadline:
-        time.sleep(0.0005)
-    if os.getppid() != request.parent:
-        os._exit(1)  # Without an answer, so that another is started.
-    with contextlib.suppress(OSError):
-        os.write(output, os.pread(1, 1 << 16, 0))  # What loading has printed.
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    for source, target in ((nothing, 0), (output, 1), (output, 2)):
-        os.dup2(source, target)
-    _show_name(request.name, request.module)
-    try:
-        os.write(answer, b"%d" % os.getpid())
-    except OSError:
-        os._exit(1)  # Nobody waits for it any more.
-    for descriptor in (nothing, output, answer):
-        os.close(descriptor)
-    os.environ.clear()
-    os.environb.update(request.environment)
-    os.chdir(request.cwd)
-    os.sched_setaffinity(0, request.cores)
-    for kind, limit in request.limits.items():
-        if resource.getrlimit(kind) != limit:
-            resource.setrlimit(kind, limit)
-    with contextlib.suppress(PermissionError):  # Back up from the server's niceness; not everybody may.
-        os.setpriority(os.PRIO_PROCESS, 0, request.priority)
-    if request.umask >= 0:
-        os.umask(request.umask)
-    sys.path[:] = dict.fromkeys([request.cwd, *map(os.path.abspath, request.path), *own_path])
-    importlib.invalidate_caches()
-    tempfile.tempdir = None
-    time.tzset()
-    if "numpy.random" in sys.modules:
-        sys.modules["numpy.random"].seed()  # Or all workers would draw the same; `random` sees to it itself.
-    _use_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    importlib.import_module(request.module).main(request.settings)
-
-
-def _use_threads(threads: int) -> None:
-    """Let libraries that read the number of their threads when they are loaded use so many."""
-    if "torch" in sys.modules:
-        sys.modules["torch"].set_num_threads(threads)
-    if threads > 1 and "OPENBLAS_NUM_THREADS" not in os.environ:
-        for library in {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "openblas" in line}:
-            setters = (getattr(ctypes.CDLL(library), name, None) for name in _BLAS_THREADS)
-            for setter in filter(None, setters):
-                setter(threads)
-
-
-def _show_name(name: str, module: str) -> None:
-    """Show this process as what it is, where `ps` and `/proc` look: in the memory of the arguments that its server was started with."""
-    start, end = (int(word) for word in Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
-    words = [sys.executable, "-m", module, "forked", name]
-    if start and (room := end - start - len("\0".join([*words, ""]).encode())) >= 0:
-        words[3] += " " * room
-        shown = "\0".join([*words, ""]).encode()
-        ctypes.memmove(start, shown, len(shown))
 
 
 if __name__ == "__main__":

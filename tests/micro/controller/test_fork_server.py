@@ -19,10 +19,13 @@ import psutil
 import pytest
 
 import m2flow
+from m2flow.cli import main
 from m2flow.micro.controller import launcher
-from m2flow.micro.controller.launcher import Forked, ForkServer, Job, LocalLauncher, Processes, fork_server, spawn, warm_up
+from m2flow.micro.controller.launcher import Job, LocalLauncher, Processes, spawn, warm_up
 from m2flow.micro.protocol.plan import EngineSlot, Plan, WorkerPlan
-from m2flow.micro.worker.worker_settings import WorkerSettings
+from m2flow.micro.worker import fork_server as forking
+from m2flow.micro.worker.fork_server import Forked, ForkServer, fork_server
+from m2flow.micro.worker.worker import WorkerSettings
 from m2flow.spec import ClusterSpec, RunSettings
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -66,7 +69,7 @@ def until(condition: Callable[[], object]) -> None:
 
 
 def environment(path: str = str(ROOT), threads: int = 1) -> dict[str, str]:
-    return launcher._environment(threads, "secret", path, deterministic=True)
+    return forking.worker_environment(threads, "secret", path, deterministic=True)
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +95,7 @@ def told(server: ForkServer, place: Path, variables: dict[str, str] | None = Non
 def test_a_forked_worker_is_what_a_process_of_its_own_would_be(server, tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    monkeypatch.setattr(launcher, "_umask", lambda: 0o031)
+    monkeypatch.setattr(forking, "_umask", lambda: 0o031)
     monkeypatch.setattr(os, "getpriority", lambda *which: 19)
     state = told(server, tmp_path, environment(os.pathsep.join([str(tmp_path / "modules"), str(ROOT)]), threads=2))
     assert state["cwd"] == os.getcwd()
@@ -155,13 +158,13 @@ def test_a_server_that_is_killed_takes_no_worker_with_it_and_the_next_worker_is_
 
 def test_a_server_that_can_load_no_engine_or_never_answers_is_given_up(tmp_path, monkeypatch):
     server = ForkServer(environment())
-    monkeypatch.setattr(launcher, "_has_model", lambda slots: True)
-    monkeypatch.setattr(launcher, "_ENGINES", ("m2flow.there_is_no_such_module",))
+    monkeypatch.setattr(forking, "has_model", lambda slots: True)
+    monkeypatch.setattr(forking, "_ENGINES", ("m2flow.there_is_no_such_module",))
     assert fork(server, tmp_path, "tells")[0] is None
     server = ForkServer(environment())
-    monkeypatch.setattr(launcher, "_has_model", lambda slots: False)
+    monkeypatch.setattr(forking, "has_model", lambda slots: False)
     assert told(server, tmp_path)
-    monkeypatch.setattr(launcher, "_ANSWERS_WITHIN_S", 0.1)
+    monkeypatch.setattr(forking, "_ANSWERS_WITHIN_S", 0.1)
     os.kill(server._process.pid, signal.SIGSTOP)
     assert fork(server, tmp_path, "tells")[0] is None
     assert server._process.returncode == -signal.SIGKILL
@@ -170,7 +173,7 @@ def test_a_server_that_can_load_no_engine_or_never_answers_is_given_up(tmp_path,
 def test_the_umask_is_read_and_stays_as_it_is():
     before = os.umask(0o027)
     try:
-        assert launcher._umask() == 0o027
+        assert forking._umask() == 0o027
         assert os.umask(0o022) == 0o027
     finally:
         os.umask(before)
@@ -180,21 +183,21 @@ def test_a_run_that_is_over_waits_for_no_library(tmp_path, monkeypatch):
     """As after a Ctrl-C while torch is loaded, which may take a minute."""
     (tmp_path / "takes_long.py").write_text("import time; print('begun', flush=True); time.sleep(600)")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(launcher, "_SERVER", None)
-    monkeypatch.setattr(launcher, "_ENGINES", ("takes_long",))
-    monkeypatch.setattr(launcher, "_has_model", lambda slots: True)
+    monkeypatch.setattr(forking, "_SERVER", None)
+    monkeypatch.setattr(forking, "_ENGINES", ("takes_long",))
+    monkeypatch.setattr(forking, "has_model", lambda slots: True)
     own = launcher_in(tmp_path)
     starts = threading.Thread(target=own.start, args=("tcp://127.0.0.1:1",), daemon=True)
     starts.start()
-    until(lambda: launcher._SERVER is not None and len(psutil.Process(launcher._SERVER._process.pid).children()) == 1)
+    until(lambda: forking._SERVER is not None and len(psutil.Process(forking._SERVER._process.pid).children()) == 1)
     assert starts.is_alive()
     own.give_up()
     starts.join(60)
     assert not starts.is_alive()
     assert not own._processes
-    assert launcher._SERVER._process.poll() is None, "it goes on loading, for the next run"
+    assert forking._SERVER._process.poll() is None, "it goes on loading, for the next run"
     own.stop(())
-    launcher._SERVER.close()
+    forking._SERVER.close()
 
 
 def test_a_module_that_starts_a_thread_is_not_loaded_before_a_fork(tmp_path, monkeypatch):
@@ -202,16 +205,16 @@ def test_a_module_that_starts_a_thread_is_not_loaded_before_a_fork(tmp_path, mon
         "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(launcher, "_has_model", lambda slots: True)
-    monkeypatch.setattr(launcher, "_ENGINES", ("starts_a_thread",))
+    monkeypatch.setattr(forking, "has_model", lambda slots: True)
+    monkeypatch.setattr(forking, "_ENGINES", ("starts_a_thread",))
     assert fork(ForkServer(environment()), tmp_path, "tells")[0] is None
 
 
 def test_the_server_ends_with_its_owner_even_if_that_is_killed(tmp_path):
     program = (
         "import sys, time\n"
-        "from m2flow.micro.controller.launcher import _environment, fork_server\n"
-        f"server = fork_server(_environment(1, '', {str(ROOT)!r}, deterministic=False))\n"
+        "from m2flow.micro.worker.fork_server import fork_server, worker_environment\n"
+        f"server = fork_server(worker_environment(1, '', {str(ROOT)!r}, deterministic=False))\n"
         "server._link(('json',))\n"
         "print(server._process.pid, flush=True)\n"
         "time.sleep(600)\n"
@@ -231,7 +234,7 @@ def test_a_fork_of_the_owner_leaves_the_server_alone(tmp_path):
     assert server is not None
     child = os.fork()
     if child == 0:
-        os._exit(0 if launcher._SERVER is None and not server._links else 1)
+        os._exit(0 if forking._SERVER is None and not server._links else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert fork_server(environment()) is server
     assert told(server, tmp_path)
@@ -258,22 +261,54 @@ def test_runs_of_one_process_see_an_edited_reward_and_leave_nothing_but_the_serv
     def rewards(value: str, **options: object) -> set[float]:
         flow.write_text(FLOW.replace("VALUE", value).replace("DIGITS", repr(str(ROOT / "flows" / "models" / "digits"))))
         done = m2flow.run(flow, cluster=spec, runs_dir=tmp_path / "runs", quiet=True, **options)
-        assert {one.pid for one in psutil.Process().children()} <= before | {launcher._SERVER._process.pid}
+        assert {one.pid for one in psutil.Process().children()} <= before | {forking._SERVER._process.pid}
         with contextlib.closing(sqlite3.connect(done.path / "ledger.db")) as ledger:
             return {value for (value,) in ledger.execute("SELECT value FROM rewards")}
 
     assert rewards("1.0") == {1.0}
-    first = launcher._SERVER
+    first = forking._SERVER
     files = len(os.listdir("/proc/self/fd"))
     monkeypatch.setenv("NOTED_BY_A_TRACKER", "1")
     assert rewards("2.0") == {2.0}
-    assert launcher._SERVER is first
+    assert forking._SERVER is first
     assert len(os.listdir("/proc/self/fd")) == files
     first._process.kill()
     assert rewards("3.0") == {3.0}
     assert rewards("4.0") == {4.0}
-    assert launcher._SERVER is not first
-    server = launcher._SERVER._process.pid
+    assert forking._SERVER is not first
+    server = forking._SERVER._process.pid
     assert rewards(f"(os.path.exists('/proc/{server}/exe') and os.kill({server}, 9), 5.0)[1]") == {5.0}
-    assert launcher._SERVER._process.poll() == -signal.SIGKILL
+    assert forking._SERVER._process.poll() == -signal.SIGKILL
     assert rewards("6.0") == {6.0}
+
+
+def test_what_was_loaded_ahead_is_what_a_run_uses_or_ends(monkeypatch):
+    monkeypatch.setattr(forking, "_SERVER", None)
+    monkeypatch.setattr(forking, "_ENGINES", ("json",))
+    forking.load_ahead(deterministic=False)
+    ahead = forking._SERVER
+    assert ahead is not None
+    assert warm_up(RunSettings(), has_models=True) is ahead
+    forking.end_unneeded()
+    assert ahead._process.poll() is None, "a run uses it"
+    ahead.close()
+    forking.load_ahead(deterministic=False)
+    unneeded = forking._SERVER
+    assert warm_up(RunSettings(fork_workers=False), has_models=True) is None
+    assert forking._SERVER is None
+    assert unneeded._process.returncode == -signal.SIGKILL
+
+
+def test_the_command_line_loads_ahead_what_a_run_on_this_machine_will_need(tmp_path, monkeypatch):
+    asked: list[bool] = []
+    monkeypatch.setattr(main, "load_ahead", lambda *, deterministic: asked.append(deterministic))
+    here, elsewhere = tmp_path / "here.yaml", tmp_path / "elsewhere.yaml"
+    here.write_text("placement: split\n")
+    elsewhere.write_text("launcher: ray\n")
+    for line in ("run f.py", "run f.py --deterministic", "demo", f"run f.py --cluster {here}", f"run --cluster={here} f.py"):
+        main._load_ahead(line.split())
+    assert asked == [False, True, False, False, False]
+    others = f"plan f.py|run|run f.py --help|run f.py --eager|run --resume r|run f.py --cluster {elsewhere}|run f.py --cluster={elsewhere}"
+    for line in ("", *others.split("|"), "run f.py --setting fork_workers=false"):
+        main._load_ahead(line.split())
+    assert len(asked) == 5

@@ -25,7 +25,7 @@ from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.plan import EngineSlot, Plan, WorkerPlan
 from m2flow.micro.worker import worker_process
 from m2flow.micro.worker.rank_group import RankGroupSettings
-from m2flow.micro.worker.worker_settings import WorkerSettings
+from m2flow.micro.worker.worker import WorkerSettings
 from m2flow.recipe import Model
 from m2flow.spec import ClusterSpec, RunSettings
 
