@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from tiny_models import save_config
 
@@ -16,7 +19,7 @@ from m2flow.channels.weights import Publisher, Subscriber, WeightOptions
 from m2flow.channels.weights.tensors import from_wire, mark_tied, to_wire
 from m2flow.engines.contract import EngineSettings
 from m2flow.engines.embedded.rollout_engine import EmbeddedRollout
-from m2flow.engines.models.hf_model import EXPERTS, load_model
+from m2flow.engines.models.hf_model import EXPERTS, load_model, modules_of_models
 from m2flow.engines.models.trainer_checkpoint import named_weights
 from m2flow.errors import EngineError
 from m2flow.recipe import Model
@@ -97,3 +100,23 @@ def test_a_rollout_engine_takes_a_mixtures_experts_one_by_one_and_misses_one_tha
         del trained["model.layers.1.mlp.experts.2.up_proj.weight"]
         with pytest.raises(EngineError, match=r"missing model.layers.1.mlp.experts.2.up_proj.weight"):
             engine.load_weights(trained.items(), 2)
+
+
+def test_the_list_of_transformers_models_is_the_one_that_reading_their_files_again_gives():
+    folder = Path(transformers.__file__).parent / "models"
+    read_again = transformers.utils.import_utils.define_import_structure(str(folder / "__init__.py"))
+    assert modules_of_models() == read_again
+    assert any("llama.modeling_llama" in modules for modules in read_again.values())
+
+
+def test_transformers_models_are_loaded_without_reading_their_files_again():
+    program = (
+        "import transformers\n"
+        "from transformers.utils import import_utils\n"
+        "read = import_utils.create_import_structure_from_path.cache_info().misses\n"
+        "import m2flow.engines.models.hf_model, transformers.models.llama\n"
+        "assert import_utils.create_import_structure_from_path.cache_info().misses <= read + 1\n"  # Llama's own folder.
+        "assert transformers.AutoModelForCausalLM and transformers.LlamaForCausalLM\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+    assert done.returncode == 0, done.stderr

@@ -34,11 +34,13 @@ import ctypes
 import fcntl
 import functools
 import hashlib
+import importlib
 import importlib.util
 import io
 import json
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -58,6 +60,36 @@ from m2flow.samples import Prompt, check_prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+def modules_of_models() -> dict[frozenset[str], dict[str, set[str]]]:
+    """Return what `transformers.models` lists when it is loaded: packages needed -> module -> names in it. Empty: it is not known.
+
+    It is a part of what `transformers` has listed, and kept, when it was loaded itself.
+    """
+    listing, prefix = getattr(transformers.utils.import_utils, "define_import_structure", None), "models."
+    if listing is None:
+        return {}
+    found = listing(Path(transformers.__file__).parent / "models", prefix="models")
+    return {
+        packages: {module.removeprefix(prefix): names for module, names in modules.items() if module.startswith(prefix)}
+        for packages, modules in found.items()
+    }
+
+
+def _load_models_package() -> None:
+    """Load `transformers.models` without reading all models' source files, a quarter of a second, a second time for the same list."""
+    if "transformers.models" in sys.modules or not (known := modules_of_models()):
+        return
+    utils = transformers.utils.import_utils
+    before, utils.define_import_structure = utils.define_import_structure, lambda path: known
+    try:
+        importlib.import_module("transformers.models")
+    finally:
+        utils.define_import_structure = before
+
+
+_load_models_package()
 
 HEADS = {"lm": "AutoModelForCausalLM", "value": "AutoModelForTokenClassification", "score": "AutoModelForSequenceClassification"}
 """Head of a `m2flow.recipe.Model` -> the class of transformers that has it."""

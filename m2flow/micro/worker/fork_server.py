@@ -95,7 +95,15 @@ _READ_WHEN_LOADED = re.compile(
 """Names of environment variables that Python, torch, transformers and what they load read at that time; others are read when needed."""
 _OF_A_WORKER = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONPATH", "CUDA_VISIBLE_DEVICES")
 """Those that are another in each worker, which sets itself up by them."""
-_ENGINES = ("m2flow.engines.embedded.rollout_engine", "m2flow.engines.embedded.trainer", "transformers.models.auto.modeling_auto")
+_ENGINES = (
+    "m2flow.engines.models.hf_model",
+    "m2flow.engines.embedded.rollout_engine",
+    "m2flow.engines.embedded.trainer",
+    "m2flow.algorithms.advantages",
+    "transformers.models.auto.modeling_auto",
+    "transformers.tokenization_utils_tokenizers",
+    "transformers.generation.utils",
+)
 """What is loaded before a worker with a model is forked: torch and transformers with what engines use of them."""
 _WORKER = "m2flow.micro.worker.worker_process"
 """What every worker needs."""
@@ -502,8 +510,7 @@ def _load(modules: Sequence[str]) -> None:
     except BaseException:
         traceback.print_exc()
         os._exit(1)
-    gc.collect()
-    gc.freeze()
+    gc.freeze()  # What is garbage by now stays too: to look for it takes longer than a worker takes to start.
 
 
 def _become(request: Fork, output: int, answer: int, own_path: Sequence[str]) -> None:
