@@ -236,7 +236,7 @@ class Ragged(msgspec.Struct, frozen=True, eq=False, gc=False):
 
     @classmethod
     def json(cls, rows: Sequence[object]) -> Ragged:
-        return cls._bytes([json.dumps(row).encode() for row in rows], "json")
+        return cls._bytes([b"%d" % row if type(row) is int else json.dumps(row).encode() for row in rows], "json")
 
     @classmethod
     def _bytes(cls, rows: list[bytes], kind: Literal["text", "json"]) -> Ragged:

@@ -173,7 +173,7 @@ class Tasks:
         self._tasks[task.number] = TaskState(worker.name, engine, task, rows)
         worker.num_tasks[engine] += 1
         worker.num_running += rows
-        worker.num_judging += len(task.ids) if isinstance(task, m.RunFunction) and engine == "function" else 0
+        worker.num_judging += len(task.ids) if engine == "function" and isinstance(task, m.RunFunction) else 0
         if worker.lease is not None:
             worker.lease.num_tasks += 1
         words = type(task).__name__ if call_state is None else call_state.call.name
@@ -216,7 +216,7 @@ class Tasks:
         worker = self._less(task, number, task.rows_left)
         del self._tasks[number]
         worker.num_tasks[task.engine] -= 1
-        worker.num_judging -= len(task.message.ids) if isinstance(task.message, m.RunFunction) and task.engine == "function" else 0
+        worker.num_judging -= len(task.message.ids) if task.engine == "function" and isinstance(task.message, m.RunFunction) else 0
         if worker.lease is not None:
             worker.lease.num_tasks -= 1
         call_state = self._calls.pop(number, None)

@@ -340,7 +340,7 @@ class Functions:
 def _in_trace(trace: Trace, function: Callable[..., object]) -> Callable[..., object]:
     """The function, called within the trace of what it is called on. The engine gives each unit a context of its own."""
 
-    @functools.wraps(function)
+    @functools.wraps(function, assigned=("__name__", "__qualname__"), updated=())
     def run(unit: Sample | list[Sample]) -> object:
         samples = unit if isinstance(unit, list) else [unit]
         trace.enter(samples[0].id.pack() if len(samples) == 1 else None)

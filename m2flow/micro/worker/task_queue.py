@@ -187,6 +187,8 @@ class TaskQueue:
                 self._waiting.append(message)
             case m.Define():
                 executor.define(message)
+            case m.Forget(call=call):
+                executor.forget(call)
             case m.Peers():
                 executor.connect(message)
             case m.PeerLost(peer=peer):
@@ -200,8 +202,6 @@ class TaskQueue:
                 self._preempt(call, ids)
             case m.Abort(call=call, keeps=keeps):
                 self._abort(call, keeps=keeps)
-            case m.Forget(call=call):
-                executor.forget(call)
             case m.Stop():
                 executor.end()
 
