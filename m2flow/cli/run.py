@@ -390,7 +390,6 @@ def command(
     record = _read_decisions(decisions, is_eager=eager)
     # Bound to the stream now: what the flow prints may be redirected, and the display must not be.
     console = Console(file=sys.stderr if as_json else sys.stdout, highlight=False, markup=False, emoji=False)
-    structure = read_structure(pin_to) if pin_to else None
     pinned = _read_pinned_plan(plan_file, before, is_eager=eager)
     run = Run(
         flow,
@@ -399,7 +398,7 @@ def command(
         settings,
         flow_file=target,
         pin_plan=pin_plan,
-        pin_to=structure,
+        pin_to=read_structure(pin_to) if pin_to else None,
         decisions=record,
         pinned=pinned,
         profile=profile,
