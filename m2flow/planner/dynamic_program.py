@@ -574,7 +574,7 @@ class Solver:
         """Whether devices may be lent in a plan as fast as the known one, judging by pairs of leaves alone."""
         for calls in self.problem.graph.convex_sets:
             for cut in self.problem.cuts(calls):
-                if self._may(cut, LENT):
+                if self.may(cut, LENT):
                     for side in {cut.first, cut.second} - self._fronts.keys():
                         self._add(side, self._leaf(side))
                     if len(self._joined(calls, [(0, cut, LENT)])):
@@ -584,7 +584,7 @@ class Solver:
     def _add(self, calls: int, front: Front) -> None:
         self._fronts[calls], self._starts[calls] = front, self._rows.add(front)
 
-    def _may(self, cut: Cut, how: int) -> bool:
+    def may(self, cut: Cut, how: int) -> bool:
         """Whether a cut may be combined this way; calls of one engine are on the same devices, so they are never split.
 
         Where all is split, parts of the same engines still take turns: what a policy and a critic compute before both are updated.
@@ -617,13 +617,13 @@ class Solver:
             return self._nothing()
         leaf, facts = problem.leaf(calls), problem.facts(engine)
         self._chunks[calls] = leaf.chunks
-        num_options, num_chunks = leaf.times.shape[:2]
-        which, chunk = _grid(num_options, num_chunks)
-        times = leaf.times.reshape(-1, 3).T
+        which, chunk = self._picked(calls, *leaf.times.shape[:2])
+        times = leaf.times[which, chunk].T
         bytes_, work = self.memory.leaf(engine, facts, calls), times[1] * facts[1, which]
         useful = self._useful(facts) & self.memory.fits(calls, bytes_)
         self.memory.settle(calls, bytes_)
         keep = np.flatnonzero(self._is_promising(calls, times[1], times[1], work, facts[1, which]) & useful[which])
+        self._keep_picked(calls, keep)
         which, times, work = which[keep], times[:, keep], work[keep]
         values = np.zeros((self._num_pools + _NUM_TIMES + self.memory.width, len(which)))
         values[facts[0, which].astype(np.int64), np.arange(len(which))] = facts[1, which]
@@ -636,6 +636,13 @@ class Solver:
         if engine in problem.tied and problem.is_open(engine, calls):
             ties[problem.tied.index(engine)] = which
         return self._pruned(calls, Front(values, ties, work, np.stack([np.full(len(which), -1), which, chunk[keep]])))
+
+    def _picked(self, calls: int, num_options: int, num_chunks: int) -> tuple[IntArray, IntArray]:
+        """The option and the chunk size of each row of a leaf: all with all."""
+        return _grid(num_options, num_chunks)
+
+    def _keep_picked(self, calls: int, keep: IntArray) -> None:
+        """Told of those that are not dropped at once."""
 
     def _useful(self, facts: FloatArray) -> BoolArray:
         """Whether each option can be of use: in turns none that leaves no room to others, in splits none that makes room for them."""
@@ -656,7 +663,7 @@ class Solver:
         for index, cut in enumerate(self._cuts[calls]):
             size = len(self._fronts[cut.first]) * len(self._fronts[cut.second])
             for how in hows:
-                if size and self._may(cut, how):
+                if size and self.may(cut, how):
                     self._pairs_left -= size
                     num += size
                     some.append((index, cut, how))
@@ -913,6 +920,42 @@ class Solver:
     def _objective(self, whole: Times) -> FloatArray:
         staleness = self.problem.workload.staleness
         return whole.total if not staleness else np.maximum(whole.busy, whole.total / (staleness + 1))
+
+
+class Pricer(Solver):
+    """Prices given plans of one structure, all at once: row i of each part is that of plan i, and no two plans are compared."""
+
+    def __init__(
+        self, problem: Problem, known_s: float, within: Mapping[int, tuple[Cut, int]], picks: Mapping[int, tuple[IntArray, IntArray]]
+    ) -> None:
+        """
+        Args:
+            known_s: plans that can't be as fast are dropped.
+            picks: set of calls of a leaf -> index of the option, and of the chunk size, of each plan.
+        """
+        super().__init__(problem, known_s, within=within)
+        self._picks = picks
+        self.plans: dict[int, IntArray] = {}
+        """Set of calls -> the plan of each row."""
+
+    def _picked(self, calls: int, num_options: int, num_chunks: int) -> tuple[IntArray, IntArray]:
+        return self._picks[calls]
+
+    def _keep_picked(self, calls: int, keep: IntArray) -> None:
+        self.plans[calls] = keep
+
+    def _pruned(self, calls: int, front: Front) -> Front:
+        return front
+
+    def _add(self, calls: int, front: Front) -> None:
+        super()._add(calls, front)
+        if self._cuts[calls]:
+            self.plans[calls] = self.plans[self._cuts[calls][0].first][front.origin[1]]
+
+    def _pairs(self, some: Sequence[tuple[int, Cut, int]]) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+        ((_, cut, _),) = some
+        _, a, b = np.intersect1d(self.plans[cut.first], self.plans[cut.second], assume_unique=True, return_indices=True)
+        return a + self._starts[cut.first], b + self._starts[cut.second], a + self._fed(cut), np.zeros(len(a), np.int64)
 
 
 def option_of(problem: Problem, engine: EngineId, row: IntArray) -> Option:

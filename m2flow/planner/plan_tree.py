@@ -7,30 +7,50 @@ Every node is priced again by the formulas of `problem`, one plan instead of tho
 
 Parts of a split are placed next to each other, in either order; parts that take turns are placed on the same devices. An engine has one
 place in all of its calls, and a pinned one that of its pin: orders are tried until all of this holds.
+
+Derived from a plan:
+
+- `with_early_onload`: the share p of ended samples at which a trainer may be onloaded beside a co-located rollout,
+
+      at share p: weights + activations + cache of the remaining samples + what the trainer keeps <= 0.95 memory
+
+  counting each remaining sample as long as the longest, and each instance with its part of them, rounded up. So the onload costs no time of
+  the step if the rest of the rollout takes that long; the search itself does not count on it. Limits: for a lease of one rollout engine
+  with several instances and one trainer, with no lent devices, and engines that can shrink their KV cache meanwhile. A single instance on
+  the trainer's own devices shares its process, which does one thing at a time.
+- `bounds_of`, `advice_of`, `why_lost`: lower bounds, what limits the step, and why other plans are slower. All numbers are those of the
+  plans and of the bounds; the text only names the largest.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
+from m2flow.micro.lowering.capabilities import can_shrink_kv_cache
+from m2flow.micro.lowering.placement import share_a_process
 from m2flow.micro.protocol.cost_terms import EngineId
-from m2flow.micro.protocol.plan import Mode, Part, Seat
-from m2flow.planner.dynamic_program import LENT, NUM_HOWS, SPLIT, TURNS, Tables, lent_times
+from m2flow.micro.protocol.plan import Bound, CallWork, Mode, Part, Seat
+from m2flow.planner.dynamic_program import LENT, NUM_HOWS, SPLIT, TURNS, Limits, Tables, lent_times
 from m2flow.planner.problem import (
     Cut,
     FloatArray,
     Option,
     Problem,
     Sync,
+    call_times,
+    instances,
     outside_call,
     pin_of,
     rigid_of,
 )
-from m2flow.planner.workload import DRAINS, FREE, Times, end_of, in_turns, side_by_side, start_of, through_functions, zero_times
+from m2flow.planner.workload import DRAINS, FREE, CallLoad, Times, end_of, in_turns, side_by_side, start_of, through_functions, zero_times
+from m2flow.spec import PinSpec
 
 
 @dataclass(frozen=True, eq=False)
@@ -555,3 +575,244 @@ def mode_of(seats: Sequence[Seat]) -> Mode:
     if num_shared == len(pairs) and not any(seat.lent_until for seat in seats):
         return "time-shared"
     return "hybrid" if num_shared else "split"
+
+
+# ---- bounds and explanations
+
+_MOSTLY = 0.75
+"""The share from which on something counts as the limiting factor."""
+
+
+def bounds_of(problem: Problem) -> tuple[Bound, ...]:
+    """Lower bounds on the step time of all plans of the options tried.
+
+        longest sample   (t0 + t1) L, and what must come after it        work            device-seconds / devices
+        k-longest        the k longest samples, with migration           critical path   the longest chain of calls, each at its best
+
+    With staleness a sample may take as many steps as are in flight: all but `work` are divided by staleness + 1.
+    """
+    limits = Limits(problem)
+    steps = problem.workload.staleness + 1
+    longest = k_longest = 0.0
+    for i, call in enumerate(problem.graph.device_calls):
+        if call.work == "generate" and call.engine is not None:
+            batch = problem.batches[call.name]
+            ways = instances(call.engine, problem.options.of[call.engine], problem.costs)
+            around = limits.around_s(1 << i)
+            longest = max(longest, around + float(batch.longest_s(ways).min()))
+            k_longest = max(k_longest, around + float(batch.k_longest_s(ways).min()))
+    found = [("longest sample", longest / steps), ("k-longest", k_longest / steps)] if longest else []
+    found += [("work", limits.work_s()), ("critical path", limits.path_s() / steps)]
+    return tuple(Bound(name, float(seconds)) for name, seconds in found)
+
+
+def works_of(problem: Problem, node: Node, parts: Sequence[Part]) -> Iterator[CallWork]:
+    """The work of each call, and how much of it is on the critical path; calls of one part share that in proportion."""
+    exposed: dict[str, float] = {}
+    for part in parts:
+        if part.on_critical_path:
+            name = part.what.split(" / ")[0]
+            exposed[name] = exposed.get(name, 0.0) + part.seconds
+    for leaf in leaves_of(node):
+        calls = [problem.calls[name] for name in leaf.names if problem.calls[name].num_samples]
+        each = [_whole_s(problem, leaf, call) for call in calls]
+        shown_s = exposed.get(", ".join(leaf.names), 0.0)
+        for call, seconds in zip(calls, each, strict=True):
+            yield _work_of(problem, leaf, call, seconds, shown_s * seconds / max(sum(each), 1e-12))
+
+
+def _whole_s(problem: Problem, leaf: Leaf, call: CallLoad) -> float:
+    chunks = tuple(dict.fromkeys([leaf.chunk, call.num_samples]))
+    return float(call_times(call, leaf.engine, [leaf.option], chunks, problem.costs, problem.batches[call.name])[0, 0, 1])
+
+
+def _work_of(problem: Problem, leaf: Leaf, call: CallLoad, seconds: float, exposed_s: float) -> CallWork:
+    batch, option = problem.batches[call.name], leaf.option
+    generated = float(np.mean([draw.responses.sum() for draw in batch.draws]))
+    tokens = generated if call.work == "generate" else call.num_samples * batch.mean_tokens * max(call.num_epochs, 1)
+    found = CallWork(call.name, tokens, seconds, min(exposed_s, seconds), option.num_devices)
+    known = problem.costs.arithmetic(leaf.engine, option.pool, option.layout)
+    if known is None or not seconds:
+        return found
+    passes = 3 * call.num_epochs if call.work == "update" else 1
+    flops = passes * call.num_samples * (batch.mean_tokens * known.token_flops + batch.mean_square * known.attention_flops)
+    found = msgspec.structs.replace(found, mfu=flops / (seconds * option.num_devices * known.peak_flops))
+    if call.work != "generate":
+        return found
+    ways = instances(leaf.engine, [option], problem.costs)
+    num, slots = float(ways.num[0]), float(ways.slots[0])
+    steps = max(float(np.mean([draw.responses.max(initial=0) for draw in batch.draws])), generated / max(slots, 1.0))
+    lengths = np.concatenate([(draw.responses.astype(np.float64) + 2 * draw.prompts[:, None]).ravel() for draw in batch.draws])
+    responses = np.concatenate([draw.responses.ravel() for draw in batch.draws]).astype(np.float64)
+    cached = float((responses * lengths).sum()) / 2 / len(batch.draws)  # Each token reads the cache of all before it.
+    read = steps * num * known.weights_bytes + cached * known.token_bytes
+    mean = batch.mean_tokens
+    return msgspec.structs.replace(
+        found,
+        bandwidth=min(1.0, read / (seconds * option.num_devices * known.bytes_s)),
+        kv_tokens=slots * mean,
+        kv_samples=int(slots),
+        most_at_once=call.num_samples,
+    )
+
+
+def interval_of(problem: Problem, parts: Sequence[Part]) -> tuple[float, float]:
+    """The interval of the step time: what each kind of work on the critical path may take, kinds being independent of each other."""
+    seconds: dict[str, float] = {}
+    for part in parts:
+        if part.on_critical_path:
+            seconds[_kind_of(problem, part)] = seconds.get(_kind_of(problem, part), 0.0) + part.seconds
+    below = above = 0.0
+    for kind, each in seconds.items():
+        low, high = problem.costs.spread(kind)
+        below, above = below + (each * (1 - low)) ** 2, above + (each * (high - 1)) ** 2
+    whole = sum(seconds.values())
+    return whole - math.sqrt(below), whole + math.sqrt(above)
+
+
+def _kind_of(problem: Problem, part: Part) -> str:
+    """The kind of work of a part, as `Costs.spread` takes it."""
+    name = part.what.split(" / ")[0].split(", ")[0]
+    if name in problem.calls:
+        return problem.calls[name].work
+    if name == REST:
+        return "rest"
+    return next((kind for kind, word in (("sync", "sync"), ("switch", "switch"), ("switch", "rebuilt")) if word in name), "")
+
+
+def advice_of(problem: Problem, node: Node, parts: Sequence[Part], bounds: Sequence[Bound]) -> str:
+    """Describe what limits the step and what would help."""
+    step_s = sum(part.seconds for part in parts if part.on_critical_path)
+    by_name = {bound.name: bound.seconds for bound in bounds}
+    best = max(by_name.values(), default=0.0)
+    longest, work = by_name.get("longest sample", 0.0), by_name.get("work", 0.0)
+    generates = {call.name for call in problem.graph.device_calls if call.work == "generate"}
+    generating = sum(part.seconds for part in parts if part.on_critical_path and generates & set(part.what.split(" / ")[0].split(", ")))
+    if generating >= step_s / 2 and longest >= _MOSTLY * best and longest >= _MOSTLY * step_s:
+        return (
+            f"the longest sample is {longest / best:.0%} of the bound and {longest / step_s:.0%} of the step: more rollout devices are "
+            f"waste; lower the cap, raise staleness, or raise TP{_tp_of(problem, node)}"
+        )
+    if work >= _MOSTLY * step_s:
+        return f"the work itself is {work / step_s:.0%} of the step: the devices are busy, and only more or faster ones help"
+    path = [part for part in parts if part.on_critical_path]
+    largest = max(path, key=lambda part: part.seconds)
+    text = f"{largest.what} takes {largest.seconds / step_s:.0%} of the step"
+    moves = sum(part.seconds for part in path if part.what.startswith(("switch", "cache and graphs", "weight sync")))
+    if moves > 0.1 * step_s:
+        return (
+            f"{text}; switches and weight syncs take {moves / step_s:.0%}: memory to keep engines resident, or staleness, would save them"
+        )
+    if generating >= step_s / 2 and longest >= step_s / 2:
+        return f"{text}, and the longest sample alone is {longest / step_s:.0%}: lower the cap, raise staleness, or raise TP"
+    if work and step_s > 2 * work:
+        return f"{text}; all work together would take {work / step_s:.0%} of it if it were spread evenly: raise staleness, or batch more"
+    return f"{text}; the bound is {best / step_s:.0%} of it"
+
+
+def _tp_of(problem: Problem, node: Node) -> str:
+    rollouts = [leaf.option.layout.tp for leaf in leaves_of(node) if leaf.engine.kind == "rollout"]
+    return f" (now {max(rollouts)})" if rollouts else ""
+
+
+_WORTH_SAYING = 2e-3
+"""Share of the step below which a difference is not said."""
+
+
+def why_lost(best: Problem, winner: Node, problem: Problem, loser: Node) -> str:
+    """Describe the parts that differ most between two plans."""
+    ours, theirs = _seconds(parts_of(best, winner)), _seconds(parts_of(problem, loser))
+    more = {what: theirs.get(what, 0.0) - ours.get(what, 0.0) for what in {**ours, **theirs}}
+    least = _WORTH_SAYING * sum(ours.values())
+    more = {what: seconds for what, seconds in more.items() if abs(seconds) > least}
+    slower = sorted((what for what in more if more[what] > 0), key=lambda what: -more[what])[:2]
+    faster = sorted((what for what in more if more[what] < 0), key=lambda what: more[what])[:1]
+    said = [f"{what} {_change(ours.get(what, 0.0), theirs.get(what, 0.0))}" for what in slower]
+    saved = [f"though {what} {_change(ours.get(what, 0.0), theirs.get(what, 0.0))}" for what in faster]
+    return ", ".join(said + saved) or "no part differs"
+
+
+def _change(ours: float, theirs: float) -> str:
+    if not ours:
+        return f"takes {theirs:.3g} s more of the critical path"
+    return f"takes {theirs:.3g} s instead of {ours:.3g} s" if theirs else f"({ours:.3g} s) is off the critical path"
+
+
+def _seconds(parts: Iterable[Part]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for part in parts:
+        if part.on_critical_path:
+            found[part.what] = found.get(part.what, 0.0) + part.seconds
+    return found
+
+
+# ---- early onload
+
+_SHARES = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.93, 0.95, 0.97, 0.98, 0.99, 0.995)
+"""Candidate shares of ended samples for an early onload."""
+_FULL = 0.95
+"""The share of a device's memory that may be in use during an early onload."""
+
+
+def with_early_onload(problem: Problem, seats: tuple[Seat, ...]) -> tuple[Seat, ...]:
+    """Set on trainers' seats the share of ended samples at which they are onloaded."""
+    if not can_shrink_kv_cache(problem.spec.rollout.engine):
+        return seats
+    found = []
+    for seat in seats:
+        others = [other for other in seats if other.lease == seat.lease and other is not seat]
+        if seat.lease and seat.engine.kind == "train" and seat.is_swapped and [other.engine.kind for other in others] == ["rollout"]:
+            (rollout,) = others
+            has_one_process = rollout.layout.dp == 1 and rollout.devices == seat.devices
+            if not rollout.lent_until and not has_one_process and not share_a_process(rollout, seat, problem.spec):
+                seat = msgspec.structs.replace(seat, onload_at=_share(problem, rollout, seat))
+        found.append(seat)
+    return tuple(found)
+
+
+def _share(problem: Problem, rollout: Seat, trainer: Seat) -> float:
+    """The least share of ended samples at which the trainer fits; 0 if it does not before the end."""
+    generations = [call for call in problem.workload.calls if call.work == "generate" and call.engine == rollout.engine]
+    room = _FULL * problem.costs.device_bytes(rollout.pool) - trainer.footprint.kept_bytes
+    room -= rollout.footprint.kept_bytes + rollout.footprint.activations
+    cost = problem.costs.decode(rollout.engine, rollout.pool, rollout.layout)
+    shares = []
+    for call in generations:
+        draws = problem.batches[call.name].draws
+        longest = max(float(draw.responses.max(initial=1)) + float(draw.prompts.max(initial=0)) for draw in draws)
+        mean = max(sum(float(draw.responses.mean() + draw.prompts.mean()) for draw in draws) / len(draws), 1.0)
+        sample_bytes = rollout.footprint.kv / max(cost.max_running, 1) * longest / mean
+        num = max(draw.responses.size for draw in draws)
+        fits = [p for p in _SHARES if math.ceil(num * (1 - p) / rollout.layout.dp) * sample_bytes <= room]
+        shares.append(fits[0] if fits else 0.0)
+    return 0.0 if not shares or 0.0 in shares else max(shares)
+
+
+# ---- counts to try
+
+
+def pinned_counts(pin: PinSpec, size: int) -> list[int]:
+    """Device counts that a pin leaves its engine in a pool of that size, where it restricts them: its own count, or multiples of the
+    degrees that its layout fixes, whose other degrees are powers of two."""
+    layout = pin.layout
+    if pin.num_devices is not None or pin.devices is not None:
+        num = pin.num_devices if pin.num_devices is not None else pin.devices[1] - pin.devices[0] if pin.devices else 0
+        return [num] if num <= size else []
+    fixed = math.prod(degree or 1 for degree in (layout.tp, layout.pp, layout.sp, layout.dp))
+    return [fixed << i for i in range(size.bit_length()) if fixed << i <= size] if fixed > 1 else []
+
+
+def grid_of(problem: Problem) -> dict[str, Sequence[int]]:
+    """The grid of device counts of each pool: repeated halves, their complements, all but the smallest unit; and pins with complements."""
+    found: dict[str, Sequence[int]] = {}
+    for pool, size in zip(problem.pools, problem.num_devices, strict=True):
+        units = [unit for engine in problem.workload.engines if (unit := problem.costs.unit(engine, pool))]
+        least = min(units, default=1)
+        counts, part = {size, size - least, least}, size // 2
+        while part >= max(least, size // 16):
+            counts |= {part, size - part}
+            part //= 2
+        for engine in problem.workload.engines:
+            counts |= {part for num in pinned_counts(pin_of(engine, problem.spec), size) for part in (num, size - num)}
+        found[pool] = sorted(counts - {0})
+    return found

@@ -383,8 +383,14 @@ def options_of(engines: Sequence[EngineId], costs: Costs, spec: ClusterSpec, cou
     return found
 
 
-def options_near(engines: Mapping[EngineId, tuple[str, Layout, Sequence[int]]], costs: Costs, spec: ClusterSpec) -> Options:
-    """List options near a plan: for each engine those in one pool on these device counts, with the replicas of a layout."""
+def options_near(
+    engines: Mapping[EngineId, tuple[str, Layout, Collection[int]]], costs: Costs, spec: ClusterSpec, *, num_engines: int = 0
+) -> Options:
+    """List options near a plan: for each engine those in one pool on these device counts, with the replicas of a layout.
+
+    Args:
+        num_engines: of the plan, if more than these; a single one is never swapped.
+    """
     found = Options()
     for engine, (pool, like, counts) in engines.items():
         found.of[engine], found.unfit[engine] = [], []
@@ -392,7 +398,7 @@ def options_near(engines: Mapping[EngineId, tuple[str, Layout, Sequence[int]]], 
             for layout in costs.layouts(engine, pool, num):
                 is_like = (layout.tp, layout.pp, layout.sp, layout.ep) == (like.tp, like.pp, like.sp, like.ep)
                 if is_like and is_allowed(engine, pool, layout, spec):
-                    _add(found, engine, pool, layout, costs, may_swap=spec.may_offload and len(engines) > 1)
+                    _add(found, engine, pool, layout, costs, may_swap=spec.may_offload and max(num_engines, len(engines)) > 1)
     return found
 
 
@@ -504,7 +510,7 @@ def leaf_times(calls: Sequence[CallLoad], options: Sequence[Option], costs: Cost
     some = [call for call in calls if call.num_samples]
     if not some:
         return LeafTimes((1,), np.zeros((len(options), 1, TIMES)), np.zeros(1))
-    chunks = tuple(sorted(set.intersection(*(set(legal_chunks(call)) for call in calls)))) or (max(c.num_samples for c in calls),)
+    chunks = chunks_of(calls)
     each = [call_times(call, engine, options, chunks, costs, batches[call.name]) for call in calls]
     total = sum((t[..., 1] for t in each), np.zeros(each[0].shape[:2]))
     first = total - each[-1][..., 1] + each[-1][..., 0]
@@ -514,6 +520,13 @@ def leaf_times(calls: Sequence[CallLoad], options: Sequence[Option], costs: Cost
     leave = np.array([option.leave_s for option in options])[:, None]
     grains = np.max([[min(1.0, chunk / call.num_samples, 1 / num_minibatches(call)) for chunk in chunks] for call in some], axis=0)
     return LeafTimes(chunks, np.stack([first + come, total + come + leave, last + leave], axis=-1), grains)
+
+
+def chunks_of(calls: Sequence[CallLoad]) -> tuple[int, ...]:
+    """The chunk sizes that are legal for all of some calls, ascending."""
+    if not any(call.num_samples for call in calls):
+        return (1,)
+    return tuple(sorted(set.intersection(*(set(legal_chunks(call)) for call in calls)))) or (max(c.num_samples for c in calls),)
 
 
 def drains(calls: Sequence[CallLoad]) -> bool:

@@ -1,27 +1,14 @@
-"""Search for the fastest plan of a flow on a cluster: quick searches on a grid, refinement between its points, an exact search if small.
+"""Search for the fastest plan of a flow on a cluster: structures, then changes of the best of them, and an exact search if small.
 
     Workload, lengths, Costs, ClusterSpec --find_plan--> Choice
 
-First a quick search keeps the most promising rows of each front (`dynamic_program`), on a grid of device counts where there are many. Then
-refinement searches near the best plans between the counts of the grid: the structure of a plan (its parts, and which of them take turns)
-and the layout of an engine's replicas are kept (`Solver(within=...)`), so a round costs a small part of a search; every engine may have a
-step more or fewer devices than now, in any chunk size. The step begins at half of the gap in the grid and halves from round to round.
-This is a local search: plans of another structure are not found. Where devices and calls are few, an exact search follows that drops what
-can't be as fast as the plan found. It is given up when it grows too large; the choice then says by how much a better plan might be
-faster, from the lower bounds.
-
-The search also derives from the plan found:
-
-- `with_early_onload`: the share p of ended samples at which a trainer may be onloaded beside a co-located rollout,
-
-      at share p: weights + activations + cache of the remaining samples + what the trainer keeps <= 0.95 memory
-
-  counting each remaining sample as long as the longest, and each instance with its part of them, rounded up. So the onload costs no time of
-  the step if the rest of the rollout takes that long; the search itself does not count on it. Limits: for a lease of one rollout engine
-  with several instances and one trainer, with no lent devices, and engines that can shrink their KV cache meanwhile. A single instance on
-  the trainer's own devices shares its process, which does one thing at a time.
-- `bounds_of`, `advice_of`, `why_lost`: lower bounds, what limits the step, and why other plans are slower. All numbers are those of the
-  plans and of the bounds; the text only names the largest.
+Structures (which parts there are, and which of them take turns or are split) come from two sources. Quick searches keep the most promising
+rows of each front (`dynamic_program`), on a grid of device counts where there are many: confined to turns, to splits, and free. Where one
+pool is planned, a table (`CountTable`) has one plan for each set of calls, chunk size and up to 64 device counts: its best structures are
+priced again without interpolation. Then each plan is improved in its structure (`Climb`): the best small change is made as long as there is
+one that helps. Where devices and calls are few, an exact search follows that drops what can't be as fast as the plan found. It is
+given up when it grows too large; the choice then says by how much a better plan might be faster, from the lower bounds. The result is the
+fastest of everything that was found.
 """
 
 from __future__ import annotations
@@ -29,7 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -38,17 +25,17 @@ import numpy as np
 
 from m2flow.errors import PlanError
 from m2flow.macro.session import infrequent_gc
-from m2flow.micro.lowering.capabilities import can_shrink_kv_cache
-from m2flow.micro.lowering.placement import share_a_process
 from m2flow.micro.protocol.cost_terms import Costs, EngineId
-from m2flow.micro.protocol.plan import Bound, CallWork, Choice, Loser, Mode, Part, Seat
-from m2flow.planner.dynamic_program import LENT, SPLIT, TURNS, WORTH, Limits, Solver, Tables, TooLarge, memory_price, prune_options
+from m2flow.micro.protocol.plan import Bound, Choice, Loser, Mode
+from m2flow.planner.dynamic_program import LENT, SPLIT, TURNS, WORTH, Limits, Pricer, Solver, Tables, TooLarge, memory_price, prune_options
 from m2flow.planner.plan_tree import (
-    REST,
-    Leaf,
     Node,
     Places,
+    advice_of,
+    bounds_of,
     floors_s,
+    grid_of,
+    interval_of,
     leaves_of,
     mode_of,
     parts_of,
@@ -58,287 +45,459 @@ from m2flow.planner.plan_tree import (
     tree_of,
     ways_in,
     ways_of,
+    why_lost,
+    with_early_onload,
+    works_of,
 )
-from m2flow.planner.problem import Cut, Options, Problem, call_times, instances, options_near, pin_of
-from m2flow.planner.workload import CallLoad, Draws, Workload
-from m2flow.spec import ClusterSpec, PinSpec
+from m2flow.planner.problem import (
+    Cut,
+    FloatArray,
+    IntArray,
+    Option,
+    Options,
+    Problem,
+    chunks_of,
+    num_minibatches,
+    options_near,
+    rigid_of,
+)
+from m2flow.planner.workload import FREE, Draws, Times, Workload, in_turns, side_by_side, through_functions
+from m2flow.spec import ClusterSpec
 
-# ---- early onload
+# ---- structures from a table of device counts
 
-_SHARES = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.93, 0.95, 0.97, 0.98, 0.99, 0.995)
-"""Candidate shares of ended samples for an early onload."""
-_FULL = 0.95
-"""The share of a device's memory that may be in use during an early onload."""
-
-
-def with_early_onload(problem: Problem, seats: tuple[Seat, ...]) -> tuple[Seat, ...]:
-    """Set on trainers' seats the share of ended samples at which they are onloaded."""
-    if not can_shrink_kv_cache(problem.spec.rollout.engine):
-        return seats
-    found = []
-    for seat in seats:
-        others = [other for other in seats if other.lease == seat.lease and other is not seat]
-        if seat.lease and seat.engine.kind == "train" and seat.is_swapped and [other.engine.kind for other in others] == ["rollout"]:
-            (rollout,) = others
-            has_one_process = rollout.layout.dp == 1 and rollout.devices == seat.devices
-            if not rollout.lent_until and not has_one_process and not share_a_process(rollout, seat, problem.spec):
-                seat = msgspec.structs.replace(seat, onload_at=_share(problem, rollout, seat))
-        found.append(seat)
-    return tuple(found)
+_MOST_COUNTS = 64
+"""Device counts of the table."""
+_MOST_CHANGES = 60
+"""Most changes of a plan in a climb."""
+_NEVER = 1e18
+"""Seconds of what is impossible."""
+_NUM_VALUES = 10
+_MERIT, _KEPT, _BUSIEST, _ORIGIN = 6, 7, 8, 9
+"""Of a row, after its six times: the step time if it were all, bytes kept on a device, bytes while it works, and its parts in a code."""
+_FAST, _FRUGAL, _LIGHT = 0, 1, 2
+"""What rows may keep in memory: anything, what is worth its price, or the least (only engines that leave their devices)."""
+_IS_FRUGAL = np.array([0.0, 1.0, 0.0])[:, None, None]
 
 
-def _share(problem: Problem, rollout: Seat, trainer: Seat) -> float:
-    """The least share of ended samples at which the trainer fits; 0 if it does not before the end."""
-    generations = [call for call in problem.workload.calls if call.work == "generate" and call.engine == rollout.engine]
-    room = _FULL * problem.costs.device_bytes(rollout.pool) - trainer.footprint.kept_bytes
-    room -= rollout.footprint.kept_bytes + rollout.footprint.activations
-    cost = problem.costs.decode(rollout.engine, rollout.pool, rollout.layout)
-    shares = []
-    for call in generations:
-        draws = problem.batches[call.name].draws
-        longest = max(float(draw.responses.max(initial=1)) + float(draw.prompts.max(initial=0)) for draw in draws)
-        mean = max(sum(float(draw.responses.mean() + draw.prompts.mean()) for draw in draws) / len(draws), 1.0)
-        sample_bytes = rollout.footprint.kv / max(cost.max_running, 1) * longest / mean
-        num = max(draw.responses.size for draw in draws)
-        fits = [p for p in _SHARES if math.ceil(num * (1 - p) / rollout.layout.dp) * sample_bytes <= room]
-        shares.append(fits[0] if fits else 0.0)
-    return 0.0 if not shares or 0.0 in shares else max(shares)
+@dataclass(frozen=True, eq=False)
+class Seed:
+    """A structure with the devices of its engines, to search near."""
+
+    step_s: float
+    """As the table has it."""
+    ways: dict[int, tuple[Cut, int]]
+    options: dict[EngineId, list[tuple[Option, int]]]
+    """Engine -> an option like its own, and its device count; several if the parts of the plan disagree."""
+    chunks: dict[int, int]
+    """Set of calls of a leaf -> chunk size."""
+
+
+class CountTable:
+    """One plan for each set of calls, number of devices, and pace: a quick search over many counts that finds structures, not plans.
+
+        F(S, n, g) = the fastest of  leaves of S on n in chunks of g,
+                                     { A and B split, on k and n - k : k about where both take equally long },
+                                     { A then B in turns on n, chunk by chunk if they alternate }              over the cuts A | B of S
+
+    and F(S, n) the fastest of these over all g, of splits of F(A, k) and F(B, n - k), and of A and B in turns as wholes. The times are
+    those of `side_by_side` and `in_turns`. It keeps of each two rows, the fastest that fits the memory and the fastest whose engines leave
+    their devices. Between counts of which an engine has options its times are interpolated. Not looked at: syncs, slowdowns, host memory.
+
+    Source: the recurrence of Yu et al. (RLinf), arXiv:2509.15965, section on the scheduler, which has one row for each set and number of
+    devices too, but tries all k.
+    """
+
+    def __init__(self, problem: Problem, hows: Sequence[int], within: Mapping[int, tuple[Cut, int]] | None = None) -> None:
+        """
+        Args:
+            problem: with options on some counts, of one pool.
+            hows: allowed ways to combine two parts.
+            within: only this structure.
+        """
+        self._problem, self._hows, self._within = problem, tuple(hows), within
+        self.step = step_of(problem)
+        (size,) = problem.num_devices
+        self._counts = np.arange(1, size // self.step + 1) * self.step
+        graph = problem.graph
+        parts = {part for cut, _ in (within or {}).values() for part in (cut.first, cut.second)} | {graph.everything}
+        self._sets = graph.convex_sets if within is None else tuple(sorted(parts, key=int.bit_count))
+        self._is_leaf = {calls for calls in self._sets if len(graph.engines(calls)) == 1 and (within is None or calls not in within)}
+        self._whole = max(len(problem.leaf(calls).chunks) for calls in self._is_leaf)
+        """The number of paces, and the index of the row over all of them."""
+        self._solver = Solver(problem, hows=hows)
+        self._shape = 3, self._whole + 1, len(self._counts)
+        self._price = memory_price(problem) / 2
+        self._rows: dict[int, FloatArray] = {}
+        """Set of calls -> [values, memories, paces + 1, counts]."""
+
+    def seeds(self, most: int) -> list[Seed]:
+        """The best structures, at most so many."""
+        for _, sets in itertools.groupby(self._sets, key=int.bit_count):
+            self._fill(list(sets))
+        if self._problem.graph.everything not in self._rows:
+            return []
+        tops = self._tops[..., -1].reshape(_NUM_VALUES, -1)
+        found: dict[tuple[tuple[Cut, int], ...], Seed] = {}
+        for i in np.argsort(tops[_MERIT], kind="stable"):
+            if tops[_MERIT, i] >= _NEVER or len(found) == most:
+                break
+            seed = Seed(float(tops[_MERIT, i]), {}, {}, {})
+            self._read(self._problem.graph.everything, int(tops[_ORIGIN, i]), seed)
+            found.setdefault(tuple(seed.ways.values()), seed)
+        return list(found.values())
+
+    def _fill(self, sets: list[int]) -> None:
+        """Compute the rows of sets of equally many calls."""
+        made: dict[int, list[FloatArray]] = {calls: [self._leaf(calls)] if calls in self._is_leaf else [] for calls in sets}
+        every = [(calls, index, cut, how) for calls in sets for index, cut, how in self._ways_of(calls)]
+        for how, kind in itertools.product((SPLIT, TURNS), (0, 1, 2)):
+            some = [one for one in every if one[3] == how and one[2].is_linked + (one[2].is_linked and one[2].waits) == kind]
+            if some:
+                joined = self._split(some) if how == SPLIT else self._turns(some)
+                for i, one in enumerate(some):
+                    made[one[0]].append(joined[:, i])
+        for calls, rows in made.items():
+            if rows:
+                values = np.stack(rows, axis=1)
+                if calls == self._problem.graph.everything:
+                    self._tops = values
+                self._rows[calls] = self._best(calls, values)
+
+    def _ways_of(self, calls: int) -> Iterator[tuple[int, Cut, int]]:
+        if self._within is not None:
+            every = [(0, *self._within[calls])] if calls in self._within else []
+        else:
+            every = [(i, cut, how) for i, cut in enumerate(self._problem.cuts(calls)) for how in dict.fromkeys((TURNS, *self._hows))]
+        for index, cut, how in every:
+            if cut.first in self._rows and cut.second in self._rows and self._solver.may(cut, how):
+                yield index, cut, how
+
+    def _best(self, calls: int, every: FloatArray) -> FloatArray:
+        """The best of [values, rows, ...]; then of all memories, of all paces, and of fewer devices."""
+        values = _least(every, self._merit_for_others(calls, every))
+        fast = _least(values, self._merit_for_others(calls, values, is_frugal=False))
+        values[:, _FRUGAL] = _least(values, self._merit_for_others(calls, values, is_frugal=True))
+        values[:, _FAST] = fast
+        values[:, :, -1] = _least(values, self._price * values[_KEPT] * _IS_FRUGAL + values[_MERIT], 2)
+        values[:_ORIGIN] = np.where(values[_MERIT] >= _NEVER, _NEVER, values[:_ORIGIN])
+        merit, num = self._merit_for_others(calls, values), np.arange(len(self._counts))
+        at = np.where(merit <= np.minimum.accumulate(merit, axis=-1), num, 0)
+        at = np.maximum.accumulate(at, axis=-1) + np.arange(0, merit.size, len(num)).reshape(*merit.shape[:-1], 1)
+        return values.reshape(_NUM_VALUES, -1).take(at, axis=1)
+
+    def _merit_for_others(self, calls: int, values: FloatArray, *, is_frugal: bool | None = None) -> FloatArray:
+        """The step time, that to the first output where other calls wait for it at the same pace, and the price of memory of frugal rows
+        (of all or none if `is_frugal` says so)."""
+        merit = values[_MERIT] + self._price * values[_KEPT] * (_IS_FRUGAL if is_frugal is None else is_frugal)
+        if any(needs & calls for i, needs in enumerate(self._problem.graph.direct) if not calls >> i & 1):
+            merit[..., :-1, :] += values[0, ..., :-1, :] / (self._problem.workload.staleness + 1)
+        return np.asarray(merit)
+
+    def _leaf(self, calls: int) -> FloatArray:
+        problem = self._problem
+        (engine,) = problem.graph.engines(calls)
+        leaf, facts, options = problem.leaf(calls), problem.facts(engine), problem.options.of[engine]
+        rigid = np.array([rigid_of(problem.graph.members(calls), option) for option in options])
+        values = np.full((_NUM_VALUES, *self._shape), _NEVER)
+        grid = np.unique(facts[1])
+        below = np.searchsorted(grid, self._counts, side="right") - 1
+        chunks = [max(0, pace - self._whole + len(leaf.chunks)) for pace in range(self._whole)]
+        light = (
+            facts[2]
+            <= np.array([facts[2, facts[1] == num].min() for num in grid])[np.searchsorted(grid, facts[1])] + problem.room[0, 0] / 16
+        )
+        logs = np.log(self._counts), np.log(grid)
+        sizes, chunk_sizes = np.array([option.layout.num_replica_devices for option in options]), np.array(leaf.chunks, np.float64)
+        full = self._rounding(calls, chunk_sizes, (facts[1] / sizes)[:, None])
+        for memory in (_FAST, _FRUGAL, _LIGHT):
+            total = leaf.times[:, chunks, 1] + (self._price * facts[2] * (memory == _FRUGAL))[:, None]
+            total = np.where((light | (memory != _LIGHT))[:, None], total, np.inf)
+            best = np.array([(group := np.flatnonzero(facts[1] == num))[total[group].argmin(axis=0)] for num in grid])  # [grid, paces]
+            at = best[below].T
+            times = np.log(np.maximum(leaf.times[best, chunks] / full[best, chunks][..., None], 1e-12))
+            for pace, i in itertools.product(range(self._whole), range(3)):
+                values[i, memory, pace] = np.exp(np.interp(*logs, times[:, pace, i]))
+            values[:3, memory, :-1] *= self._rounding(calls, chunk_sizes[chunks][:, None], self._counts / sizes[at])
+            here = values[:, memory, :-1]
+            here[3], here[4], here[5] = here[1], leaf.grains[chunks][:, None], rigid[at]
+            here[_MERIT], here[_KEPT], here[_BUSIEST] = self._merit(here), facts[2, at], facts[3, at]
+            here[_ORIGIN] = -1 - (
+                (at * (self._whole + 1) + np.arange(self._whole)[:, None]) * len(self._counts) + np.arange(len(self._counts))
+            )
+        values[:_ORIGIN, ..., below < 0] = _NEVER
+        return values
+
+    def _rounding(self, calls: int, chunks: FloatArray, replicas: FloatArray) -> FloatArray:
+        """The factor by which passes take longer since the samples of a chunk are no multiple of the replicas."""
+        members = self._problem.graph.members(calls)
+        if any(call.work == "generate" or not call.num_samples for call in members):
+            return np.ones(np.broadcast_shapes(chunks.shape, replicas.shape))
+        each = [call.num_samples / (num_minibatches(call) if call.work == "update" else 1) for call in members]
+        size = np.minimum(chunks, max(1.0, min(each)))
+        return np.asarray(np.ceil(size / replicas) * replicas / size)
+
+    def _merit(self, values: FloatArray) -> FloatArray:
+        staleness = self._problem.workload.staleness
+        return np.asarray(values[1] if not staleness else np.maximum(values[3], values[1] / (staleness + 1)))
+
+    def _parts(self, some: list[tuple[int, int, Cut, int]]) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """Rows of the first parts, also with functions after them, and of the second ones, [values, cuts, 3, paces, counts]."""
+        a = np.stack([self._rows[cut.first] for _, _, cut, _ in some], axis=1)
+        b = np.stack([self._rows[cut.second] for _, _, cut, _ in some], axis=1)
+        fed = a
+        for i, (_, _, cut, _) in enumerate(some):
+            if cut.functions:
+                fed = a.copy() if fed is a else fed
+                fed[:6, i] = through_functions(Times(*a[:6, i]), cut.functions, self._problem.calls, self._problem.functions).all
+        return a, fed, b
+
+    def _split(self, some: list[tuple[int, int, Cut, int]]) -> FloatArray:
+        a, fed, b = self._parts(some)
+        left, right = _evenly(a[1], b[1])
+        start = np.arange(0, a[0].size, len(self._counts)).reshape(*a.shape[1:-1], 1)
+        of_a, of_fed, of_b = (
+            part.reshape(_NUM_VALUES, -1).take(start + np.maximum(at, 0), axis=1) for part, at in ((a, left), (fed, left), (b, right))
+        )
+        cut, values = some[0][2], np.empty_like(of_a)
+        parts = Times(*of_a[:6]), Times(*of_fed[:6]), Times(*of_b[:6])
+        values[:6] = side_by_side(*parts, is_linked=cut.is_linked, waits=cut.waits).all
+        values[_KEPT], values[_BUSIEST] = np.maximum(of_a[_KEPT], of_b[_KEPT]), np.maximum(of_a[_BUSIEST], of_b[_BUSIEST])
+        values[_MERIT] = np.where((left < 0) | (right < 0), 2 * _NEVER, self._merit(values))
+        row = np.arange(3 * (self._whole + 1)).reshape(3, -1, 1)
+        values[_ORIGIN] = self._origin(some, left, right, row, row)
+        return _least(values, values[_MERIT])
+
+    def _turns(self, some: list[tuple[int, int, Cut, int]]) -> FloatArray:
+        """Both parts on the same counts: in all paces if they alternate, and as wholes."""
+        a, fed, b = self._parts(some)
+        wholes = [(m * (self._whole + 1) + self._whole, n * (self._whole + 1) + self._whole) for m in range(3) for n in range(3)]
+        pairs = np.array([*((pace, pace) for pace in range(self._whole)), *wholes]).T
+        num = len(self._counts)
+        of_a, of_fed, of_b = (
+            part.reshape(_NUM_VALUES, len(some), -1, num)[:, :, which] for part, which in ((a, pairs[0]), (fed, pairs[0]), (b, pairs[1]))
+        )
+        cut, values = some[0][2], np.empty_like(of_a)
+        values[:6] = in_turns(*(Times(*part[:6]) for part in (of_a, of_fed, of_b)), is_linked=cut.is_linked, waits=cut.waits).all
+        values[_KEPT] = of_a[_KEPT] + of_b[_KEPT]
+        values[_BUSIEST] = np.maximum(of_a[_BUSIEST] + of_b[_KEPT], of_b[_BUSIEST] + of_a[_KEPT])
+        is_whole = np.arange(pairs.shape[1])[:, None] >= self._whole
+        is_legal = (values[_BUSIEST] <= self._problem.room[0, 0]) & (is_whole | (values[5] == FREE))
+        values[_MERIT] = np.where(is_legal, self._merit(values), 2 * _NEVER)
+        values[_ORIGIN] = self._origin(some, np.arange(num), np.arange(num), *pairs[:, :, None])
+        found = np.full((_NUM_VALUES, len(some), *self._shape), _NEVER)
+        found[:, :, _FAST, :-1] = values[:, :, : self._whole]
+        late = values[:, :, self._whole :]
+        found[:, :, _FAST, -1] = _least(late, late[_MERIT], 2)
+        found[:, :, _FRUGAL, -1] = _least(late, late[_MERIT] + self._price * late[_KEPT], 2)
+        found[:, :, _LIGHT, -1] = values[:, :, -1]
+        return found
+
+    def _origin(self, some: list[tuple[int, int, Cut, int]], left: IntArray, right: IntArray, row_a: IntArray, row_b: IntArray) -> IntArray:
+        """Encode the cut, the way, the index of the count and the memory and pace of both parts."""
+        kind = np.array([2 * index + how for _, index, _, how in some]).reshape(-1, *[1] * row_a.ndim)
+        num, rows = len(self._counts), 3 * (self._whole + 1)
+        return np.asarray(((kind * rows + row_a) * rows + row_b) * num * num + (np.maximum(left, 0) * num + np.maximum(right, 0)))
+
+    def _read(self, calls: int, origin: int, seed: Seed) -> None:
+        """Add the structure of a row and the places of its engines to a seed."""
+        num, rows = len(self._counts), 3 * (self._whole + 1)
+        if origin < 0:
+            (engine,) = self._problem.graph.engines(calls)
+            which, at = divmod(-1 - origin, num)
+            which, pace = divmod(which, self._whole + 1)
+            option, chunks = self._problem.options.of[engine][which], self._problem.leaf(calls).chunks
+            size = option.layout.num_replica_devices
+            seed.options.setdefault(engine, []).append((option, max(1, int(self._counts[at]) // size) * size))
+            seed.chunks[calls] = chunks[max(0, pace - self._whole + len(chunks))]
+            return
+        rest, at = divmod(origin, num * num)
+        kind, of = divmod(rest, rows * rows)
+        cut = self._within[calls][0] if self._within is not None else self._problem.cuts(calls)[kind // 2]
+        seed.ways[calls] = cut, kind % 2
+        for part, row, column in ((cut.first, of // rows, at // num), (cut.second, of % rows, at % num)):
+            self._read(part, int(self._rows[part][_ORIGIN].reshape(rows, num)[row, column]), seed)
+
+
+def _least(values: FloatArray, merit: FloatArray, axis: int = 1) -> FloatArray:
+    """The rows of the least merit along an axis of [values, ...]."""
+    every, best = np.moveaxis(values, axis, 0), merit.argmin(axis=axis - 1)
+    found = every[0].copy()
+    for i in range(1, len(every)):
+        np.copyto(found, every[i], where=best == i)
+    return np.asarray(found)
+
+
+def step_of(problem: Problem) -> int:
+    """The step between the counts of a table."""
+    (size,) = problem.num_devices
+    unit = _unit(problem, problem.pools[0])
+    return -(-size // unit // _MOST_COUNTS) * unit
+
+
+def _evenly(a: FloatArray, b: FloatArray) -> tuple[IntArray, IntArray]:
+    """Indices of the counts of both parts of a split, where these take about equally long: [..., counts] -> [4, ..., counts] each.
+
+    Counts are 1 + their index. Indices below 0 are possible; these splits do not exist.
+    """
+    num = np.arange(a.shape[-1])
+    start = np.arange(0, a.size, len(num)).reshape(*a.shape[:-1], 1)
+    low, high = np.zeros(a.shape, np.int64), np.broadcast_to(np.maximum(num - 1, 0), a.shape).copy()
+    for _ in range(len(num).bit_length()):
+        middle = (low + high) // 2
+        longer = a.take(start + middle) > b.take(start + np.maximum(num - 1 - middle, 0))
+        low, high = np.where(longer, np.minimum(middle + 1, high), low), np.where(longer, high, middle)
+    left = np.stack([low - 1, low, np.minimum(low + 1, num[-1]), np.broadcast_to(num // 2, low.shape)])
+    return left, num - 1 - left
 
 
 # ---- refinement between the counts of the grid
 
-_ROWS = 16
-"""Rows kept of a front."""
 _MUCH_SLOWER = 1.5
 """Step time relative to the best plan beyond which refinement is not worth trying."""
 _NEAR = 1.1
 """The same where only the best plan is asked for."""
 
 
-def candidates(tables: Tables, most: int) -> list[int]:
-    """The best rows of different structures, at most `most` of them."""
-    seen: dict[tuple[tuple[Cut, int], ...], int] = {}
-    order = np.argsort(tables.steps_s, kind="stable")
-    for row in order:
-        if tables.steps_s[row] <= _MUCH_SLOWER * tables.steps_s[order[0]]:
-            seen.setdefault(tuple(ways_of(tables, int(row)).values()), int(row))
-        if len(seen) == most:
-            break
-    return list(seen.values())
+class Climb:
+    """Local search among plans of one structure: the best of all small changes is made, as long as that is faster.
 
+    Changes: an engine gets a step more or fewer devices, or passes a step on to another engine; it gets another option on its devices
+    (swapped or resident, a smaller cache); a leaf has the next finer or coarser chunks, or all leaves have. The step halves when no
+    change helps, down to the unit of the engines. All changes are priced at once (`Pricer`).
+    """
 
-def refined(tables: Tables, row: int, *, num_rounds: int, slack_s: float) -> Iterator[Tables]:
-    """Search near the plan of a row, then near the best so far, round by round; yields the tables of rounds that find a better plan."""
-    problem, within = tables.problem, ways_of(tables, row)
-    node, step_s = tree_of(tables, row), float(tables.steps_s[row])
-    sizes = dict(zip(problem.pools, problem.num_devices, strict=True))
-    units = {pool: _unit(problem, pool) for pool in problem.pools}
-    reach = {pool: _reach((problem.counts or {}).get(pool, ()), _used(node, pool), units[pool]) for pool in problem.pools}
-    for _ in range(num_rounds):
-        if not any(reach.values()):
-            return
-        places = {
-            leaf.engine: (leaf.option.pool, leaf.option.layout, _around(leaf, reach[leaf.option.pool], sizes[leaf.option.pool]))
-            for leaf in leaves_of(node)
+    def __init__(self, problem: Problem, ways: Mapping[int, tuple[Cut, int]], like: Mapping[EngineId, Option]) -> None:
+        self._problem, self._ways, self._like = problem, dict(ways), dict(like)
+        parts = {part for cut, _ in ways.values() for part in (cut.first, cut.second)} | {problem.graph.everything}
+        self._leaves = sorted(parts - ways.keys())
+        self._engine_of = {calls: next(iter(problem.graph.engines(calls))) for calls in self._leaves}
+        self._known: dict[tuple[EngineId, int], list[Option]] = {}
+        self._chunks: dict[int, tuple[int, ...]] = {}
+
+    def _options(self, engine: EngineId, num: int) -> list[Option]:
+        """The options of an engine on so many devices, in the layout of its replicas."""
+        if (engine, num) not in self._known:
+            like = self._like[engine]
+            problem = self._problem
+            near = {engine: (like.pool, like.layout, (num,))}
+            self._known[engine, num] = options_near(near, problem.costs, problem.spec, num_engines=len(problem.workload.engines)).of[engine]
+        return self._known[engine, num]
+
+    def climbed(self, step_s: float, starts: list[_State], reach: Mapping[str, int]) -> tuple[Tables, int] | None:
+        """The best plan found from these, with its row in the tables; None if none is faster than `step_s`."""
+        best: tuple[float, _State, Tables, int] | None = None
+        states, left = starts, dict(reach)
+        for _ in range(_MOST_CHANGES):
+            found = self._priced(states, best[0] * (1 - 1e-6) if best else step_s)
+            if found:
+                best = found
+            elif best is None:
+                return None
+            else:
+                left = {pool: step // 2 // _unit(self._problem, pool) * _unit(self._problem, pool) for pool, step in left.items()}
+                if not any(left.values()):
+                    break
+            states = list(self._changes(best[1], left))
+        return best[2:] if best else None
+
+    def _priced(self, states: list[_State], known_s: float) -> tuple[float, _State, Tables, int] | None:
+        """The fastest of these plans, if it is faster than known."""
+        problem = self._problem
+        of: dict[EngineId, list[Option]] = {}
+        index: dict[tuple[EngineId, int, int], int] = {}
+        for engine in self._like:
+            of[engine] = []
+            for num in dict.fromkeys(state[0][engine][0] for state in states):
+                index.update(((engine, num, i), len(of[engine]) + i) for i in range(len(self._options(engine, num))))
+                of[engine] += self._options(engine, num)
+        near = problem.with_options(Options(of))
+        picks = {}
+        for calls in self._leaves:
+            engine = self._engine_of[calls]
+            which = np.array([index[(engine, *state[0][engine])] for state in states])
+            picks[calls] = which, np.array([state[1][calls] for state in states])
+        pricer = Pricer(near, known_s, self._ways, picks)
+        tables = pricer.solve()
+        if not len(tables.steps_s) or tables.steps_s.min() >= known_s:
+            return None
+        row = int(tables.steps_s.argmin())
+        return float(tables.steps_s[row]), states[pricer.plans[problem.graph.everything][row]], tables, row
+
+    def start(self, options: Mapping[EngineId, tuple[Option, int]], chunks: Mapping[int, int]) -> _State | None:
+        """The plan with options like these on these counts; None if an engine has none there."""
+        places = {}
+        for engine, (like, num) in options.items():
+            every = self._options(engine, num)
+            if not every:
+                return None
+            same = [i for i, one in enumerate(every) if (one.is_swapped, one.max_running > 0) == (like.is_swapped, like.max_running > 0)]
+            places[engine] = num, (same or [0])[0]
+        at = {
+            calls: min(range(len(self._sizes(calls))), key=lambda i: abs(self._sizes(calls)[i] - chunks[calls])) for calls in self._leaves
         }
-        near = problem.with_options(options_near(places, problem.costs, problem.spec))
-        if all(near.options.of.values()):
-            found = Solver(near, step_s, slack_s=slack_s, most_rows=_ROWS, within=within).solve()
-            if len(found.steps_s) and found.steps_s.min() < step_s:
-                yield found
-                best = int(np.argmin(found.steps_s))
-                node, step_s = tree_of(found, best), float(found.steps_s[best])
-        reach = {pool: step // 2 // units[pool] * units[pool] for pool, step in reach.items()}
+        return places, at
+
+    def _sizes(self, calls: int) -> tuple[int, ...]:
+        """The chunk sizes of a leaf."""
+        if calls not in self._chunks:
+            self._chunks[calls] = chunks_of(self._problem.graph.members(calls))
+        return self._chunks[calls]
+
+    def _changes(self, state: _State, reach: Mapping[str, int]) -> Iterator[_State]:
+        places, chunks = state
+        for engine, step in ((engine, reach[like.pool]) for engine, like in self._like.items()):
+            for more in (step, -step) if step else ():
+                moved = self._moved(places, engine, more)
+                if moved:
+                    yield moved, chunks
+                    for other in self._like if more > 0 else ():
+                        if other != engine and (both := self._moved(moved, other, -more)):
+                            yield both, chunks
+            num, mine = places[engine]
+            for i in range(len(self._options(engine, num))):
+                if i != mine:
+                    yield {**places, engine: (num, i)}, chunks
+        for step in (1, -1):
+            moves = {calls: at + step for calls, at in chunks.items() if 0 <= at + step < len(self._sizes(calls))}
+            yield from ((places, {**chunks, calls: at}) for calls, at in moves.items())
+            if len(moves) > 1:
+                yield places, {**chunks, **moves}
+
+    def _moved(self, places: _Places, engine: EngineId, more: int) -> _Places | None:
+        num, variant = places[engine]
+        size = self._like[engine].layout.num_replica_devices
+        num = (num + (max(more, size) if more > 0 else min(more, -size))) // size * size
+        most = dict(zip(self._problem.pools, self._problem.num_devices, strict=True))[self._like[engine].pool]
+        if not 0 < num <= most or variant >= len(self._options(engine, num)):
+            return None
+        return {**places, engine: (num, variant)}
 
 
-def _used(node: Node, pool: str) -> set[int]:
-    return {leaf.option.num_devices for leaf in leaves_of(node) if leaf.option.pool == pool}
+_Places = dict[EngineId, tuple[int, int]]
+"""Engine -> devices, and which of the options there."""
+_State = tuple[_Places, dict[int, int]]
+"""Places, and the index of each leaf's chunk size."""
+
+
+def from_seed(problem: Problem, seed: Seed, near: Problem) -> tuple[Tables, int] | None:
+    """The best plan in the structure of a seed, with its row; None if there is none.
+
+    Args:
+        near: the problem with options on all counts of the table, like those of the seed.
+    """
+    (seed, *_) = CountTable(near, (TURNS, SPLIT), seed.ways).seeds(1) or [seed]
+    climb = Climb(problem, seed.ways, {engine: options[0][0] for engine, options in seed.options.items()})
+    every = itertools.product(*(dict.fromkeys(options) for options in seed.options.values()))
+    starts = [
+        start for one in itertools.islice(every, 16) if (start := climb.start(dict(zip(seed.options, one, strict=True)), seed.chunks))
+    ]
+    return climb.climbed(np.inf, starts, dict.fromkeys(problem.pools, step_of(problem))) if starts else None
 
 
 def _unit(problem: Problem, pool: str) -> int:
     units = [unit for engine in problem.workload.engines if (unit := problem.costs.unit(engine, pool))]
     return min(units, default=1)
-
-
-def _reach(grid: Sequence[int], used: set[int], unit: int) -> int:
-    """Half of the widest gap in the grid next to a count in use."""
-    gaps = [after - before for before, after in itertools.pairwise(grid) if used & {before, after}]
-    return max(gaps, default=0) // 2 // unit * unit
-
-
-def _around(leaf: Leaf, reach: int, size: int) -> list[int]:
-    """An engine's number of devices, and a step more and less."""
-    count = leaf.option.num_devices
-    return sorted({count} | {near for near in (count - reach, count + reach) if 0 < near <= size})
-
-
-# ---- bounds and explanations
-
-_MOSTLY = 0.75
-"""The share from which on something counts as the limiting factor."""
-
-
-def bounds_of(problem: Problem) -> tuple[Bound, ...]:
-    """Lower bounds on the step time of all plans of the options tried.
-
-        longest sample   (t0 + t1) L, and what must come after it        work            device-seconds / devices
-        k-longest        the k longest samples, with migration           critical path   the longest chain of calls, each at its best
-
-    With staleness a sample may take as many steps as are in flight: all but `work` are divided by staleness + 1.
-    """
-    limits = Limits(problem)
-    steps = problem.workload.staleness + 1
-    longest = k_longest = 0.0
-    for i, call in enumerate(problem.graph.device_calls):
-        if call.work == "generate" and call.engine is not None:
-            batch = problem.batches[call.name]
-            ways = instances(call.engine, problem.options.of[call.engine], problem.costs)
-            around = limits.around_s(1 << i)
-            longest = max(longest, around + float(batch.longest_s(ways).min()))
-            k_longest = max(k_longest, around + float(batch.k_longest_s(ways).min()))
-    found = [("longest sample", longest / steps), ("k-longest", k_longest / steps)] if longest else []
-    found += [("work", limits.work_s()), ("critical path", limits.path_s() / steps)]
-    return tuple(Bound(name, float(seconds)) for name, seconds in found)
-
-
-def works_of(problem: Problem, node: Node, parts: Sequence[Part]) -> Iterator[CallWork]:
-    """The work of each call, and how much of it is on the critical path; calls of one part share that in proportion."""
-    exposed: dict[str, float] = {}
-    for part in parts:
-        if part.on_critical_path:
-            name = part.what.split(" / ")[0]
-            exposed[name] = exposed.get(name, 0.0) + part.seconds
-    for leaf in leaves_of(node):
-        calls = [problem.calls[name] for name in leaf.names if problem.calls[name].num_samples]
-        each = [_whole_s(problem, leaf, call) for call in calls]
-        shown_s = exposed.get(", ".join(leaf.names), 0.0)
-        for call, seconds in zip(calls, each, strict=True):
-            yield _work_of(problem, leaf, call, seconds, shown_s * seconds / max(sum(each), 1e-12))
-
-
-def _whole_s(problem: Problem, leaf: Leaf, call: CallLoad) -> float:
-    chunks = tuple(dict.fromkeys([leaf.chunk, call.num_samples]))
-    return float(call_times(call, leaf.engine, [leaf.option], chunks, problem.costs, problem.batches[call.name])[0, 0, 1])
-
-
-def _work_of(problem: Problem, leaf: Leaf, call: CallLoad, seconds: float, exposed_s: float) -> CallWork:
-    batch, option = problem.batches[call.name], leaf.option
-    generated = float(np.mean([draw.responses.sum() for draw in batch.draws]))
-    tokens = generated if call.work == "generate" else call.num_samples * batch.mean_tokens * max(call.num_epochs, 1)
-    found = CallWork(call.name, tokens, seconds, min(exposed_s, seconds), option.num_devices)
-    known = problem.costs.arithmetic(leaf.engine, option.pool, option.layout)
-    if known is None or not seconds:
-        return found
-    passes = 3 * call.num_epochs if call.work == "update" else 1
-    flops = passes * call.num_samples * (batch.mean_tokens * known.token_flops + batch.mean_square * known.attention_flops)
-    found = msgspec.structs.replace(found, mfu=flops / (seconds * option.num_devices * known.peak_flops))
-    if call.work != "generate":
-        return found
-    ways = instances(leaf.engine, [option], problem.costs)
-    num, slots = float(ways.num[0]), float(ways.slots[0])
-    steps = max(float(np.mean([draw.responses.max(initial=0) for draw in batch.draws])), generated / max(slots, 1.0))
-    lengths = np.concatenate([(draw.responses.astype(np.float64) + 2 * draw.prompts[:, None]).ravel() for draw in batch.draws])
-    responses = np.concatenate([draw.responses.ravel() for draw in batch.draws]).astype(np.float64)
-    cached = float((responses * lengths).sum()) / 2 / len(batch.draws)  # Each token reads the cache of all before it.
-    read = steps * num * known.weights_bytes + cached * known.token_bytes
-    mean = batch.mean_tokens
-    return msgspec.structs.replace(
-        found,
-        bandwidth=min(1.0, read / (seconds * option.num_devices * known.bytes_s)),
-        kv_tokens=slots * mean,
-        kv_samples=int(slots),
-        most_at_once=call.num_samples,
-    )
-
-
-def interval_of(problem: Problem, parts: Sequence[Part]) -> tuple[float, float]:
-    """The interval of the step time: what each kind of work on the critical path may take, kinds being independent of each other."""
-    seconds: dict[str, float] = {}
-    for part in parts:
-        if part.on_critical_path:
-            seconds[_kind_of(problem, part)] = seconds.get(_kind_of(problem, part), 0.0) + part.seconds
-    below = above = 0.0
-    for kind, each in seconds.items():
-        low, high = problem.costs.spread(kind)
-        below, above = below + (each * (1 - low)) ** 2, above + (each * (high - 1)) ** 2
-    whole = sum(seconds.values())
-    return whole - math.sqrt(below), whole + math.sqrt(above)
-
-
-def _kind_of(problem: Problem, part: Part) -> str:
-    """The kind of work of a part, as `Costs.spread` takes it."""
-    name = part.what.split(" / ")[0].split(", ")[0]
-    if name in problem.calls:
-        return problem.calls[name].work
-    if name == REST:
-        return "rest"
-    return next((kind for kind, word in (("sync", "sync"), ("switch", "switch"), ("switch", "rebuilt")) if word in name), "")
-
-
-def advice_of(problem: Problem, node: Node, parts: Sequence[Part], bounds: Sequence[Bound]) -> str:
-    """Describe what limits the step and what would help."""
-    step_s = sum(part.seconds for part in parts if part.on_critical_path)
-    by_name = {bound.name: bound.seconds for bound in bounds}
-    best = max(by_name.values(), default=0.0)
-    longest, work = by_name.get("longest sample", 0.0), by_name.get("work", 0.0)
-    generates = {call.name for call in problem.graph.device_calls if call.work == "generate"}
-    generating = sum(part.seconds for part in parts if part.on_critical_path and generates & set(part.what.split(" / ")[0].split(", ")))
-    if generating >= step_s / 2 and longest >= _MOSTLY * best and longest >= _MOSTLY * step_s:
-        return (
-            f"the longest sample is {longest / best:.0%} of the bound and {longest / step_s:.0%} of the step: more rollout devices are "
-            f"waste; lower the cap, raise staleness, or raise TP{_tp_of(problem, node)}"
-        )
-    if work >= _MOSTLY * step_s:
-        return f"the work itself is {work / step_s:.0%} of the step: the devices are busy, and only more or faster ones help"
-    path = [part for part in parts if part.on_critical_path]
-    largest = max(path, key=lambda part: part.seconds)
-    text = f"{largest.what} takes {largest.seconds / step_s:.0%} of the step"
-    moves = sum(part.seconds for part in path if part.what.startswith(("switch", "cache and graphs", "weight sync")))
-    if moves > 0.1 * step_s:
-        return (
-            f"{text}; switches and weight syncs take {moves / step_s:.0%}: memory to keep engines resident, or staleness, would save them"
-        )
-    if generating >= step_s / 2 and longest >= step_s / 2:
-        return f"{text}, and the longest sample alone is {longest / step_s:.0%}: lower the cap, raise staleness, or raise TP"
-    if work and step_s > 2 * work:
-        return f"{text}; all work together would take {work / step_s:.0%} of it if it were spread evenly: raise staleness, or batch more"
-    return f"{text}; the bound is {best / step_s:.0%} of it"
-
-
-def _tp_of(problem: Problem, node: Node) -> str:
-    rollouts = [leaf.option.layout.tp for leaf in leaves_of(node) if leaf.engine.kind == "rollout"]
-    return f" (now {max(rollouts)})" if rollouts else ""
-
-
-_WORTH_SAYING = 2e-3
-"""Share of the step below which a difference is not said."""
-
-
-def why_lost(best: Problem, winner: Node, problem: Problem, loser: Node) -> str:
-    """Describe the parts that differ most between two plans."""
-    ours, theirs = _seconds(parts_of(best, winner)), _seconds(parts_of(problem, loser))
-    more = {what: theirs.get(what, 0.0) - ours.get(what, 0.0) for what in {**ours, **theirs}}
-    least = _WORTH_SAYING * sum(ours.values())
-    more = {what: seconds for what, seconds in more.items() if abs(seconds) > least}
-    slower = sorted((what for what in more if more[what] > 0), key=lambda what: -more[what])[:2]
-    faster = sorted((what for what in more if more[what] < 0), key=lambda what: more[what])[:1]
-    said = [f"{what} {_change(ours.get(what, 0.0), theirs.get(what, 0.0))}" for what in slower]
-    saved = [f"though {what} {_change(ours.get(what, 0.0), theirs.get(what, 0.0))}" for what in faster]
-    return ", ".join(said + saved) or "no part differs"
-
-
-def _change(ours: float, theirs: float) -> str:
-    if not ours:
-        return f"takes {theirs:.3g} s more of the critical path"
-    return f"takes {theirs:.3g} s instead of {ours:.3g} s" if theirs else f"({ours:.3g} s) is off the critical path"
-
-
-def _seconds(parts: Iterable[Part]) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for part in parts:
-        if part.on_critical_path:
-            found[part.what] = found.get(part.what, 0.0) + part.seconds
-    return found
 
 
 # ---- the search
@@ -352,10 +511,14 @@ _MOST_ROWS, _MORE_ROWS = 16, 56
 """Rows kept of a front in a quick search; more where memory is short, which needs them, and where devices are few."""
 _FEW_PAIRS = 40_000
 """Pairs of rows of all cuts, from which the number of rows of the last search follows above `_MOST_DEVICES`."""
+_PACES = 6
+"""Chunk sizes in the table of counts, where devices are many; otherwise all."""
+_SEEDS, _FEW_SEEDS = 4, 2
+"""Structures of the table of counts that are searched near (few of them above `_MOST_DEVICES`)."""
+_WINDOW = 6
+"""Steps of the table around an engine's count in the table, at which its times are not interpolated in a second one of this structure."""
 _MOST_MOVES = 8
 """Rounds of moves of single engines after the search."""
-_FEW_ROUNDS, _ROUNDS, _CANDIDATES = 2, 5, 3
-"""Rounds of the refinement (few of them above `_MOST_DEVICES`), and structures to refine."""
 _SLACK = 1e-3
 """Relative difference in step time that a quick search takes for equal."""
 _ROUNDING = 1e-9
@@ -492,6 +655,8 @@ class _Search:
     problem: Problem
     rough: Problem
     """The problem on a grid of device counts, with few chunk sizes and without dominated options."""
+    every: Problem
+    """The same with dominated options."""
     bounds: tuple[Bound, ...]
     units: int
     slack_s: float
@@ -508,10 +673,12 @@ class _Search:
         grid = None if units <= _MANY_DEVICES else grid_of(problem)
         rough = problem.on_grid(grid, _MOST_CHUNKS)
         rough.check()
+        every = rough.on_grid(grid, _PACES if grid else 0)
+        every.options = rough.options
         slack_s = _SLACK * max(Limits(rough).path_s(), 1e-9)
         bounds = bounds_of(rough)
         prune_options(rough, slack_s)
-        return cls(problem, rough, bounds, units, slack_s, memory_price(rough))
+        return cls(problem, rough, every, bounds, units, slack_s, memory_price(rough))
 
     @property
     def is_small(self) -> bool:
@@ -532,21 +699,65 @@ class _Search:
             is_alone: only the best of all matters: plans of other modes need not be the best of these.
         """
         free = TURNS, SPLIT
+        seeds = [] if self.is_small else list(self.seeded())
         ways = (TURNS,), (SPLIT,), free
-        found: list[tuple[Found | None, Sequence[int]]] = []
+        found: list[tuple[Found | None, Sequence[int]]] = [(one, free) for one in seeds]
         every = {hows: self._tables(hows, np.inf, _MOST_ROWS, self.price) for hows in ways}
-        known_s = min(float(tables.steps_s.min(initial=np.inf)) for tables in every.values())
+        known_s = min([float(tables.steps_s.min(initial=np.inf)) for tables in every.values()] + [one.step_s for one in seeds])
         known = set[tuple[object, ...]]()
         for hows, tables in every.items():
             one = _best_of(tables, self.bounds, is_exact=False)
             seat = _seats_key(one) if one else ()
             if one and not self.is_small and seat not in known and not (is_alone and one.step_s > _NEAR * known_s):
-                one = _near(tables, one, self.slack_s, self.units)
+                one = self.climbed(one)
             known.add(seat)
             found.append((one, hows))
         if not is_alone:
             found.append((self._mixed(every[free], known_s), free))
-        return [*found, *((self.best(hows, found), hows) for hows in (ways if self.units <= _MOST_DEVICES else [free]))]
+        for hows in ways:
+            if self.is_small or hows == free or not any(one for one, its in found if set(its) <= set(hows)):
+                found.append((self.best(hows, found), hows))
+        if self.is_small and not any(one and one.is_exact and hows == free for one, hows in found):
+            found += [(one, free) for one in self.seeded()]
+        return found
+
+    def seeded(self) -> Iterator[Found]:
+        """The best plans in the best structures of a table of counts; none where devices are few, or of several pools."""
+        if len(self.problem.pools) > 1:
+            return
+        problem, step = self.problem, step_of(self.problem)
+        for seed in CountTable(self.every, (TURNS, SPLIT)).seeds(_SEEDS if self.units <= _MOST_DEVICES else _FEW_SEEDS):
+            near = Options()
+            for engine, ((like, _), *_) in seed.options.items():
+                nums = {num + more * step for _, num in seed.options[engine] for more in range(-_WINDOW, _WINDOW + 1)}
+                places = {engine: (like.pool, like.layout, [num for num in nums if 0 < num <= problem.num_devices[0]])}
+                near.of |= options_near(places, problem.costs, problem.spec, num_engines=len(seed.options)).of
+            found = from_seed(problem, seed, problem.with_options(near))
+            if found and (one := self._found_at(*found)):
+                yield one
+
+    def _found_at(self, tables: Tables, row: int) -> Found | None:
+        """The plan of a row; None if it has no places."""
+        node = tree_of(tables, row)
+        places = places_of(tables.problem, node)
+        if places is None:
+            return None
+        bounds = tuple(min(pair, key=lambda bound: bound.seconds) for pair in zip(self.bounds, bounds_of(tables.problem), strict=True))
+        return Found(tables.problem, node, places, step_s(tables.problem, node), False, bounds)
+
+    def climbed(self, found: Found) -> Found:
+        """The best plan near a plan, in its structure, with small changes of devices, options and chunk sizes."""
+        ways, leaves = ways_in(found.node), leaves_of(found.node)
+        if found.is_exact or LENT in {how for _, how in ways.values()} or not ways:
+            return found
+        climb = Climb(self.problem, ways, {leaf.engine: leaf.option for leaf in leaves})
+        bits = self.problem.graph.bits
+        chunks = {sum(bits[name] for name in leaf.names): leaf.chunk for leaf in leaves}
+        start = climb.start({leaf.engine: (leaf.option, leaf.option.num_devices) for leaf in leaves}, chunks)
+        reach = {pool: _unit(self.problem, pool) * max(1, self.units // _MOST_COUNTS) for pool in self.problem.pools}
+        better = climb.climbed(np.inf, [start], reach) if start else None
+        one = self._found_at(*better) if better else None
+        return one if one and one.step_s < found.step_s else found
 
     def _tables(self, hows: Sequence[int], known_s: float, most_rows: int, price: float) -> Tables:
         return Solver(self.rough, known_s, slack_s=self.slack_s, most_rows=most_rows, hows=hows, price=price).solve()
@@ -585,7 +796,7 @@ class _Search:
     def _best_near(self, tables: Tables) -> Found | None:
         """The best plan of the tables, or near it between the counts of the grid."""
         found = _best_of(tables, self.bounds, is_exact=False)
-        return found if self.is_small else _near(tables, found, self.slack_s, self.units)
+        return self.climbed(found) if found and not self.is_small else found
 
     def finished(self, tried: Sequence[tuple[Found | None, Sequence[int]]]) -> list[Found]:
         """Improve plans that are nearly as fast as the best, and the best of each search unless devices are many; fastest first."""
@@ -604,6 +815,8 @@ class _Search:
         least = {hows: min((one for one, its in some if its == hows), key=lambda one: one.step_s) for _, hows in some}
         least_s = [] if is_quick else [one.step_s for one in least.values() if one.step_s <= near_s * _NEAR**2]
         polished = [self.polished(one) if one.step_s <= near_s or one.step_s in least_s else one for one in found.values()]
+        if not self.is_small:
+            polished = [self.climbed(one) if one.step_s <= near_s else one for one in polished]
         return sorted(polished, key=lambda one: one.step_s * (1 - _ROUNDING * one.is_exact))
 
     def in_all_chunks(self, found: Found, hows: Sequence[int]) -> Found:
@@ -661,7 +874,7 @@ class _Search:
         if tables.steps_s.min(initial=np.inf) > _MUCH_SLOWER * known_s:
             tables = _only(self._tables((TURNS, SPLIT), np.inf, _MORE_ROWS, self.price), lambda hows: hows == {TURNS, SPLIT})
         found = next((one for one in self._found(tables) if one.mode == "hybrid"), None)
-        near = found if self.is_small else _near(tables, found, self.slack_s, self.units)
+        near = self.climbed(found) if found and not self.is_small else found
         return near if near and near.mode == "hybrid" else found
 
     def lent(self, known: Found) -> Found | None:
@@ -700,21 +913,6 @@ def _only(tables: Tables, is_wanted: Callable[[set[int]], bool]) -> Tables:
     return replace(tables, steps_s=np.where(wanted, tables.steps_s, np.inf))
 
 
-def _near(tables: Tables, found: Found | None, slack_s: float, units: int) -> Found | None:
-    """The best plan between the counts of the grid, near the best plans on it."""
-    num_rounds, most = (_FEW_ROUNDS, 1) if units > _MOST_DEVICES else (_ROUNDS, _CANDIDATES)
-    for row in candidates(tables, most) if found else ():
-        best_s = found.step_s if found else np.inf
-        for more in refined(tables, row, num_rounds=num_rounds, slack_s=slack_s):
-            if more.steps_s.min() < best_s:
-                one = _best_of(more, bounds_of(more.problem), is_exact=False)
-                if one and found and one.step_s < found.step_s:
-                    bounds = tuple(min(pair, key=lambda bound: bound.seconds) for pair in zip(found.bounds, one.bounds, strict=True))
-                    found = replace(one, bounds=bounds)
-                    best_s = found.step_s
-    return found
-
-
 def _best_of(tables: Tables, bounds: tuple[Bound, ...], *, is_exact: bool) -> Found | None:
     best = _first_placed(tables)
     if best is None:
@@ -751,33 +949,6 @@ def _num_units(problem: Problem) -> int:
         units = [unit for engine in problem.workload.engines if (unit := problem.costs.unit(engine, pool))]
         num += size // min(units, default=size)
     return num
-
-
-def pinned_counts(pin: PinSpec, size: int) -> list[int]:
-    """Device counts that a pin leaves its engine in a pool of that size, where it restricts them: its own count, or multiples of the
-    degrees that its layout fixes, whose other degrees are powers of two."""
-    layout = pin.layout
-    if pin.num_devices is not None or pin.devices is not None:
-        num = pin.num_devices if pin.num_devices is not None else pin.devices[1] - pin.devices[0] if pin.devices else 0
-        return [num] if num <= size else []
-    fixed = math.prod(degree or 1 for degree in (layout.tp, layout.pp, layout.sp, layout.dp))
-    return [fixed << i for i in range(size.bit_length()) if fixed << i <= size] if fixed > 1 else []
-
-
-def grid_of(problem: Problem) -> dict[str, Sequence[int]]:
-    """The grid of device counts of each pool: repeated halves, their complements, all but the smallest unit; and pins with complements."""
-    found: dict[str, Sequence[int]] = {}
-    for pool, size in zip(problem.pools, problem.num_devices, strict=True):
-        units = [unit for engine in problem.workload.engines if (unit := problem.costs.unit(engine, pool))]
-        least = min(units, default=1)
-        counts, part = {size, size - least, least}, size // 2
-        while part >= max(least, size // 16):
-            counts |= {part, size - part}
-            part //= 2
-        for engine in problem.workload.engines:
-            counts |= {part for num in pinned_counts(pin_of(engine, problem.spec), size) for part in (num, size - num)}
-        found[pool] = sorted(counts - {0})
-    return found
 
 
 def _losers(plans: Sequence[Found]) -> list[Loser]:

@@ -173,7 +173,8 @@ def test_steps_that_overlap_take_no_longer() -> None:
 def test_between_the_counts_of_the_grid_there_are_faster_plans(num_devices: int, num_prompts: int, staleness: int) -> None:
     found = best_plan(modelled(num_devices, staleness=staleness, num_prompts=num_prompts))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(search, "_near", lambda tables, quick, slack_s, units: quick)
+        patch.setattr(search._Search, "climbed", lambda self, quick: quick)
+        patch.setattr(search._Search, "seeded", lambda self: iter(()))
         on_grid = best_plan(modelled(num_devices, staleness=staleness, num_prompts=num_prompts))
     assert found.step_s <= on_grid.step_s
     assert step_s(found.problem, found.node) == pytest.approx(found.step_s)

@@ -9,14 +9,16 @@ import numpy as np
 import pytest
 
 from m2flow.planner.dynamic_program import SPLIT, Limits, Solver, memory_price, prune_options
+from m2flow.planner.plan_tree import leaves_of, step_s
 from m2flow.planner.problem import Problem, legal_chunks
+from m2flow.planner.search import _Search, best_plan
 from m2flow.planner.workload import DRAINS, FREE, MOVES, Times, in_turns, side_by_side
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from search import problem as ppo_on
 from vs_rlinf import Both, Stage, compared, played, problem_of
 
-CASES = [("chain", num, seed) for num in (8, 16, 64) for seed in range(6)] + [("ppo", 8, 10), ("ppo", 16, 2)]
+CASES = [("chain", num, seed) for num in (8, 16, 64) for seed in range(6)] + [("ppo", 8, 10), ("ppo", 16, 2), ("ppo", 64, 42)]
 
 
 @pytest.mark.parametrize(("step", "num_devices", "seed"), CASES)
@@ -25,6 +27,29 @@ def test_a_plan_is_no_slower_than_the_published_algorithm_s_and_takes_what_was_p
     assert found is not None
     assert found["ratio"] <= 1.005
     assert 0.999 <= found["ours_said"] <= 1.02
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_devices", "seed"), [(64, 5), (64, 29), (64, 32), (64, 46), (256, 6), (256, 10)])
+def test_many_devices_are_divided_as_finely_as_in_the_published_algorithm(num_devices: int, seed: int) -> None:
+    found = compared("ppo", num_devices, seed, "draining")
+    assert found is not None
+    assert found["ratio"] <= 1.005
+
+
+@pytest.mark.parametrize("num_devices", [64, 1024])
+def test_no_small_change_of_the_plan_is_faster(num_devices: int) -> None:
+    problem = problem_of("chain", num_devices, 3)
+    found = best_plan(problem)
+    again = _Search.of(problem).climbed(found)
+    assert again.step_s >= found.step_s * (1 - 1e-5)
+
+
+def test_plans_priced_together_cost_what_each_tree_says() -> None:
+    problem = problem_of("ppo", 64, 46)
+    for found in _Search.of(problem).seeded():
+        assert found.step_s == pytest.approx(step_s(found.problem, found.node))
+        assert {leaf.engine for leaf in leaves_of(found.node)} == set(problem.workload.engines)
 
 
 def times(total: float, grain: float, rigid: float = MOVES, first: float = 0.0) -> Times:
