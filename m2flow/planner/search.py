@@ -428,6 +428,7 @@ class Climb:
         """The plan with options like these on these counts; None if an engine has none there."""
         places = {}
         for engine, (like, num) in options.items():
+            num = num if self._options(engine, num) else like.num_devices  # A pin may allow no other.
             every = self._options(engine, num)
             if not every:
                 return None
@@ -729,7 +730,7 @@ class _Search:
         for seed in CountTable(self.every, (TURNS, SPLIT)).seeds(_SEEDS if self.units <= _MOST_DEVICES else _FEW_SEEDS):
             near = Options()
             for engine, ((like, _), *_) in seed.options.items():
-                nums = {num + more * step for _, num in seed.options[engine] for more in range(-_WINDOW, _WINDOW + 1)}
+                nums = {num + more * step for _, num in seed.options[engine] for more in range(-_WINDOW, _WINDOW + 1)} | {like.num_devices}
                 places = {engine: (like.pool, like.layout, [num for num in nums if 0 < num <= problem.num_devices[0]])}
                 near.of |= options_near(places, problem.costs, problem.spec, num_engines=len(seed.options)).of
             found = from_seed(problem, seed, problem.with_options(near))
