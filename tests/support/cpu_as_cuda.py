@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 _HERE = torch.device("cpu")
@@ -50,8 +51,39 @@ def pretend() -> None:
     cuda.current_stream = lambda *_: _Done()
     cuda.manual_seed = torch.manual_seed
     cuda.get_rng_state = cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()
+    dist.all_gather, dist.reduce_scatter = _gathering(dist.all_gather), _reducing(dist.reduce_scatter)
     _OnCpu().__enter__()
     _teach_megatron()
+
+
+def _gathering(gather: Any) -> Any:
+    """Parts of different sizes too, as NCCL takes them and Gloo does not."""
+
+    def all_gather(parts: Any, own: Any, group: Any = None, async_op: bool = False) -> Any:
+        if len({part.shape for part in parts}) == 1:
+            return gather(parts, own, group=group, async_op=async_op)
+        longest = max(part.numel() for part in parts)
+        padded = [own.new_zeros(longest) for _ in parts]
+        gather(padded, torch.cat([own.flatten(), own.new_zeros(longest - own.numel())]), group=group)
+        for part, found in zip(parts, padded, strict=True):
+            part.copy_(found[: part.numel()].view_as(part))
+        return None
+
+    return all_gather
+
+
+def _reducing(reduce: Any) -> Any:
+    """Likewise, for the gradient of that."""
+
+    def reduce_scatter(own: Any, parts: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+        if len({part.shape for part in parts}) == 1:
+            return reduce(own, parts, op=op, group=group, async_op=async_op)
+        whole = torch.cat(list(parts))
+        dist.all_reduce(whole, op, group=group)
+        own.copy_(whole.split([len(part) for part in parts])[dist.get_rank(group)])
+        return None
+
+    return reduce_scatter
 
 
 def _teach_megatron() -> None:

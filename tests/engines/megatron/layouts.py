@@ -50,7 +50,7 @@ LAYOUTS: dict[int, list[tuple[str, Layout]]] = {
         ("qwen3_moe", {"ep": 2}),
         ("mixtral", {"tp": 2, "ep": 2, "etp": 1}),
     ],
-    4: [("qwen3_moe", {"tp": 2, "pp": 2, "vpp": 2, "ep": 2, "etp": 1})],
+    4: [("qwen3_moe", {"tp": 2, "pp": 2, "vpp": 2, "ep": 2, "etp": 1}), ("qwen3_moe", {"tp": 2, "ep": 2})],
 }
 MINE = [pytest.param(name, layout, id=f"{name}-{'-'.join(f'{k}={v}' for k, v in layout.items())}") for name, layout in LAYOUTS[RANKS]]
 
