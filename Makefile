@@ -59,14 +59,15 @@ core: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(JOBS) --dist worksteal -m "not slow and not gpu and not long" --durations=50 --write-skipped=$(SKIPPED)/core.tsv
 
 # A machine that can't get the packages of the extras still runs the other tests; those that need them are named as not run. The
-# environments wait for the network, so they are set up side by side. Tests of a file share its servers, so a file stays in one process.
+# environments wait for the network, so they are set up side by side. Tests of a file share its servers, so a file stays in one process;
+# where one of these ends by itself, xdist would wait for its tests forever, so the rest stops there and says which test it was.
 rest: $(VENV)/.installed ## What `make test` leaves out: slow tests, GPU tests, and those that were skipped for want of an extra.
 	@mkdir -p $(SKIPPED)
 	@$(MAKE) --no-print-directory $(FULL)/.installed || echo "going on without the extras" >&2 & \
 	$(MAKE) --no-print-directory $(SGLANG)/.installed || echo "going on without SGLang" >&2 & \
 	$(MAKE) --no-print-directory $(MEGATRON)/.installed || echo "going on without Megatron" >&2 & wait
 	@python=$(BIN)/python; [ ! -e $(FULL)/.installed ] || python=$(FULL)/bin/python; \
-	OMP_NUM_THREADS=1 $$python -m pytest -q -n $(JOBS) --dist loadfile --rest-of=$(SKIPPED)/core.tsv --write-skipped=$(SKIPPED)/rest.tsv \
+	OMP_NUM_THREADS=1 $$python -m pytest -q -n $(JOBS) --dist loadfile --max-worker-restart=0 --rest-of=$(SKIPPED)/core.tsv --write-skipped=$(SKIPPED)/rest.tsv \
 		$(if $(BEGIN_UNTIL),--begin-until=$(BEGIN_UNTIL)) || [ $$? -eq 5 ]  # 5: there was nothing to run
 
 test-all: test rest ## Everything. The last lines name each group of tests that did not run, and why.
