@@ -36,7 +36,6 @@ from m2flow.errors import (
     did_you_mean,
     host_error,
 )
-from m2flow.micro.worker.fork_server import load_ahead
 
 
 def find_run(run: str | None, runs_dir: Path) -> Path:
@@ -330,6 +329,8 @@ def _load_ahead(arguments: Sequence[str]) -> None:
         with contextlib.suppress(OSError, UnicodeDecodeError):
             if path and _OTHER_CLUSTER.search(Path(path).read_text()):
                 return
+    from m2flow.micro.worker.fork_server import load_ahead
+
     load_ahead(deterministic="--deterministic" in arguments)
 
 

@@ -301,7 +301,7 @@ def test_what_was_loaded_ahead_is_what_a_run_uses_or_ends(monkeypatch):
 
 def test_the_command_line_loads_ahead_what_a_run_on_this_machine_will_need(tmp_path, monkeypatch):
     asked: list[bool] = []
-    monkeypatch.setattr(main, "load_ahead", lambda *, deterministic: asked.append(deterministic))
+    monkeypatch.setattr(forking, "load_ahead", lambda *, deterministic: asked.append(deterministic))
     here, elsewhere = tmp_path / "here.yaml", tmp_path / "elsewhere.yaml"
     here.write_text("placement: split\n")
     elsewhere.write_text("launcher: ray\n")
