@@ -15,6 +15,7 @@ import contextlib
 import importlib
 import io
 import re
+import signal
 import sys
 import sysconfig
 import traceback
@@ -304,6 +305,8 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # A model's text must not end a run because the terminal can't show it.
+    if hasattr(signal, "SIGCHLD"):
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # A parent that ignores it, as some containers' do, hands that on; then nobody waits.
     _load_ahead(sys.argv[1:])
     cli.main(prog_name="m2flow", obj=OWNS_PROCESS)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -84,6 +85,22 @@ def test_a_process_with_torch_in_it_is_restarted_if_it_runs_nothing_but_the_comm
     done = CliRunner().invoke(cli, [*command, *where], obj=owner)
     assert done.exit_code == 0, done.output
     assert restarted == ([] if owner is None else [sys.executable])
+
+
+def test_a_run_whose_parent_ignores_that_children_end_waits_for_its_own(tmp_path: Path) -> None:
+    (tmp_path / "fake.yaml").write_text(SPEC)
+    command = [sys.executable, "-m", "m2flow", "run", "tests/support/resume_flow.py:dies", "--quiet", "--metrics-to", "none"]
+    where = ["--cluster", str(tmp_path / "fake.yaml"), "--runs-dir", str(tmp_path / "runs")]
+    done = subprocess.run(
+        [*command, *where],
+        cwd=ROOT,
+        preexec_fn=lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_help_of_run_names_every_setting() -> None:
