@@ -330,7 +330,8 @@ def _load_ahead(arguments: Sequence[str]) -> None:
     for option, value in zip(arguments, [*arguments[1:], ""], strict=True):
         path = value if option == "--cluster" else option.removeprefix("--cluster=") if option.startswith("--cluster=") else ""
         with contextlib.suppress(OSError, UnicodeDecodeError):
-            if path and _OTHER_CLUSTER.search(Path(path).read_text()):
+            # A pipe, as of `--cluster <(...)`, can be read once: it is left to the command.
+            if path and (not Path(path).is_file() or _OTHER_CLUSTER.search(Path(path).read_text())):
                 return
     from m2flow.micro.worker.fork_server import load_ahead
 

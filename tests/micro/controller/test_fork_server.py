@@ -312,3 +312,13 @@ def test_the_command_line_loads_ahead_what_a_run_on_this_machine_will_need(tmp_p
     for line in ("", *others.split("|"), "run f.py --setting fork_workers=false"):
         main._load_ahead(line.split())
     assert len(asked) == 5
+
+
+def test_a_cluster_spec_that_comes_through_a_pipe_is_left_to_the_command(monkeypatch):
+    monkeypatch.setattr(forking, "load_ahead", lambda *, deterministic: pytest.fail("it is not known which machines these are"))
+    source, sink = os.pipe()
+    with open(source) as spec:
+        os.write(sink, b"placement: split\n")
+        os.close(sink)
+        main._load_ahead(["run", "f.py", "--cluster", f"/dev/fd/{source}"])
+        assert spec.read() == "placement: split\n"
