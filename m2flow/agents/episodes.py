@@ -160,6 +160,8 @@ class Transcript:
         """Of the record of a branch: the turns after which the episode goes another way, so what tools gave later is not known."""
         self.point: BranchPoint | None = None
         """Of a branch, where it left its parent."""
+        self.row: int | None = None
+        """Identity of the row that its agent is given, in branches and wherever it goes on too; None: its record does not say."""
 
     def branched(self, turn: int, seed: int) -> Transcript:
         """What a branch of an episode of this seed shares, which goes on from a turn. Raises `ValueError` as `before`."""
@@ -184,7 +186,7 @@ class Transcript:
         if not 1 <= turn <= num_turns:
             raise ValueError(f"it has turns 1 to {num_turns}")
         found, left = Transcript(), turn - 1
-        found.tools, found.kept_turns, found.point = self.tools, left, self.point
+        found.tools, found.kept_turns, found.point, found.row = self.tools, left, self.point, self.row
         kept = found.conversations[MAIN] = []
         for strand in strands:
             if not left:
@@ -211,7 +213,7 @@ class Transcript:
         columns = [rows.ragged(name).row(row).tolist() for name in ("tokens", "logprobs", "versions", "kv_stale")]
         kinds, lengths = rows.ragged("segment_kinds").row(row).tolist(), rows.ragged("segment_lengths").row(row).tolist()
         record: Any = rows.ragged("episode").item(row)
-        found.tools = record["tools"]
+        found.tools, found.row = record["tools"], record.get("row")
         if "branch" in record:
             found.point = BranchPoint(**record["branch"])
         named, turns, at = deque(record.get("conversations") or [_ALONE]), deque(record["turns"]), 0
@@ -255,6 +257,8 @@ class Transcript:
             record["conversations"] = [strand.described for strand in strands]
         if self.point is not None:
             record["branch"] = self.point._asdict()
+        if self.row is not None:
+            record["row"] = self.row
 
         def joined(name: str, kind: type) -> Any:
             return np.array([value for strand in strands for value in getattr(strand, name)], kind)
@@ -379,6 +383,7 @@ class _Episode:
         if start.stopped is not None and self.kept_turns is None:
             self.transcript.tools = dict(self.known_tools)
         self.transcript.point = start.stopped.point if start.stopped is not None else None
+        self.transcript.row = start.row.id.pack()
         self.waiting: _Turn | None = None
         """The turn that an engine works on."""
         self.queued: deque[_Turn] = deque()
@@ -802,7 +807,7 @@ class Episodes:
     def _so_far(self, episode: _Episode, turn: Generated | None) -> Generated:
         """The row of an episode that is not over. A conversation that has not caught up with its record is what that says."""
         so_far = Transcript()
-        so_far.tools, so_far.point = dict(episode.transcript.tools), episode.transcript.point
+        so_far.tools, so_far.point, so_far.row = dict(episode.transcript.tools), episode.transcript.point, episode.transcript.row
         for name, strands in episode.transcript.conversations.items():
             so_far.conversations[name] = list(strands)
         if turn is not None and episode.waiting is not None and episode.waiting.strand is not None:

@@ -638,6 +638,8 @@ def _check_branches(session: Session, parents: EpisodeRows, what: str) -> None:
         names = ", ".join(kind.__name__ for _, kind in resources)
         fault = f"their agent works on {names}, which can't be brought to where it was in a turn"
         now = "Branch agents whose tools need nothing but their arguments."
+    elif BRANCH_TURN in (parents.fields or ()) and makers[0].method != "branch":
+        fault, now = f"they have a column {BRANCH_TURN!r} already, and branches get theirs under that name", "Rename it."
     else:
         return
     raise TraceError(f"{what}: {fault}", now=now)

@@ -10,15 +10,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 from one_thread import Images, SteppedRun, commit_every, resumed
-from test_repetition import host, same, start_of, stopped_row
+from test_repetition import host, row_of, same, start_of, stopped_row
 from test_resume import spec_of
 
 from m2flow import Chat, Dataset, Policy, Sample, ToolCall, agent, concat, flow, log, steps, tool
 from m2flow.agents.episodes import Episodes, EpisodeStart, EventLoop
 from m2flow.engines.contract import Generated
-from m2flow.errors import M2FlowError, StateLost
+from m2flow.errors import M2FlowError, StateLost, TraceError
 from m2flow.macro.ops import EpisodeRows
 from m2flow.macro.tracing import trace
+from m2flow.micro.worker.engine_host import episodes_of
 from m2flow.recipe import AdamW
 from m2flow.recipe import Episodes as Bounds
 from m2flow.samples import Batch, SampleId, Segment
@@ -154,6 +155,41 @@ def test_branches_that_are_asked_for_again_take_other_turns_and_say_something_el
     assert not {tuple(t) for t in texts(rows["branches"])} & {tuple(t) for t in texts(rows["again"])}
 
 
+@agent
+async def names_its_row(chat: Chat, row: Sample) -> float:
+    turn = await chat.say(f"{row.id} {row.prompt}", max_tokens=5)
+    turn = await chat.reply([ToolCall("weigh", {"what": f"{row.id} {turn.text}"})], max_tokens=5)
+    turn = await chat.say(f"{row.id}", max_tokens=5)
+    return len(turn.text) / 10
+
+
+@flow
+def named() -> None:
+    policy, rows = Policy("fake"), prompts()
+    rows.take(3)
+    parents = policy.rollout(names_its_row, rows.take(4), n=2, max_tokens=300)
+    branches = parents.branch(n=2, at=-1)
+    seen("branches", branches)
+    seen("further", branches.branch(n=2, at=3))
+
+
+def test_an_agent_that_names_its_row_says_the_same_of_it_in_a_branch():
+    rows = looked_at(named)
+    assert (len(rows["branches"]), len(rows["further"])) == (16, 32), "no branch has failed"
+    assert run_planned(named, {}, SPEC).error == ""
+
+
+def test_an_agent_that_names_its_row_says_the_same_of_it_where_it_goes_on(loop):
+    start = start_of(5, names_its_row)
+    start = replace(start, request=replace(start.request, id=SampleId(1, 2, 3).pack()))
+    whole = host(loop)
+    whole.begin([start])
+    ((_, made),) = played_on(whole).items()
+    call = type("Call", (), {"options": {"agent": names_its_row, "episodes": Bounds(8)}})()
+    (again,) = episodes_of(call, [start.request], row_of(made), is_stopped=True)
+    assert again.row.id == start.row.id != SampleId.unpack(made.id)
+
+
 def test_the_turn_is_a_number_from_either_end_or_a_column():
     for at, expected in {"1": [1] * 8, "-1": None, "column": None}.items():
         rows = looked_at(two, at=at, branches=1)
@@ -251,15 +287,16 @@ def test_a_run_of_trees_that_is_killed_at_any_time_and_resumed_has_the_same_answ
 
 def test_a_worker_takes_first_the_branches_whose_parents_it_has_played(monkeypatch):
     at: dict[int, int] = {}
-    near: list[bool] = []
+    branches: list[tuple[int, int]] = []
     begin = Episodes.begin
 
     def noted(self: Episodes, starts: Iterator[EpisodeStart]) -> None:
         starts = list(starts)
         for start in starts:
-            at[start.request.id] = id(self)
             if start.branch:
-                near.append(at[start.row.id.pack()] == id(self))
+                branches.append((SampleId.unpack(start.request.id).prompt, id(self)))
+            else:
+                at[start.request.id] = id(self)
         begin(self, starts)
 
     monkeypatch.setattr(Episodes, "begin", noted)
@@ -273,7 +310,9 @@ def test_a_worker_takes_first_the_branches_whose_parents_it_has_played(monkeypat
     )
     answer: Answer = run_planned(two, {}, spec)
     assert not answer.error
-    assert len(near) == 48
+    of_parents = [at[packed] for packed in sorted(at)]
+    near = [of_parents[parent % len(at)] == played for parent, played in branches]
+    assert (len(at), len(near)) == (8, 48)
     assert np.mean(near) >= 0.75, "the third worker played none, and takes its share of the others'"
 
 
@@ -309,6 +348,12 @@ class Desk:
     async def __aexit__(self, *error: object) -> None: ...
 
 
+@flow
+def of_a_column() -> None:
+    rows = Dataset([{"prompt": "7?", "branch_turn": 2}], name="rows")
+    Policy("fake").rollout(walker, rows.take(1), max_tokens=50).branch(n=2)
+
+
 def test_what_can_not_be_branched_is_refused_before_the_run_with_what_to_do():
     @agent
     async def seated(chat: Chat, row: Sample, desk: Desk) -> float:
@@ -320,6 +365,8 @@ def test_what_can_not_be_branched_is_refused_before_the_run_with_what_to_do():
     assert "rollout(..., staleness=0)" in refused(staleness=1)
     assert "Desk, which can't be brought to where it was" in refused(played=seated)
     assert "Branch those of each" in refused(at="two rollouts")
+    with pytest.raises(TraceError, match="they have a column 'branch_turn' already"):
+        trace(of_a_column, {})
     for wrong in (0, True, 1.5, "first", None, [1]):
         assert "that is no turn" in refused(at=wrong)
     for wrong in (0, True, 2.0, 5000, "2"):

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, TypeVar, final
 
 import msgspec
+import numpy as np
 
 from m2flow.agents.episodes import Episodes, EpisodeStart, EventLoop, Transcript
 from m2flow.channels.channel import Statistics
@@ -166,9 +167,12 @@ def episodes_of(drawn: Call, requests: Sequence[Request], prompts: Batch, *, is_
         return agent.fresh() if isinstance(agent, Snapshot) else agent
 
     branches = bool(drawn.options.get("branches"))
-    rows = prompts.without(_MADE_ANEW | EPISODE | ({BRANCH_TURN} if branches else frozenset())).frozen()
-    for row, request in enumerate(requests):
-        stopped = Transcript.of(prompts, row) if is_stopped or branches else None
+    known = [Transcript.of(prompts, row) if is_stopped or branches else None for row in range(len(requests))]
+    # An agent that says the identity of its row, or passes it to a tool, does the same again.
+    given = [packed if one is None or one.row is None else one.row for packed, one in zip(prompts.ids.tolist(), known, strict=True)]
+    rows = prompts.without(_MADE_ANEW | EPISODE | ({BRANCH_TURN} if branches else frozenset()))
+    rows = Batch(np.array(given, np.int64), rows.columns).frozen()
+    for row, (request, stopped) in enumerate(zip(requests, known, strict=True)):
         if branches and not is_stopped:
             assert stopped is not None
             stopped = stopped.branched(int(prompts.dense(BRANCH_TURN)[row]), int(prompts.dense("seed")[row]))
