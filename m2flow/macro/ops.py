@@ -606,7 +606,7 @@ def _branched(parents: EpisodeRows, n: int, at: object) -> EpisodeRows:
     inputs = Inputs(session, what)
     rows = parents.within(at) if isinstance(at, Rows) else parents
     inputs.rows(rows.ref, None, "rows")
-    given = at.operand(inputs, "at").name if isinstance(at, Rows) else None
+    given = at.operand(inputs, "at=").name if isinstance(at, Rows) else None  # No column of theirs has such a name.
     function = BranchTurn(at if isinstance(at, int) else None, given, repeat)
     fields = None if rows.fields is None else rows.fields | {BRANCH_TURN}
     shown: dict[str, object] = {"at": at if given is None else "given"}

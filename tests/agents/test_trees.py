@@ -196,6 +196,29 @@ def test_the_turn_is_a_number_from_either_end_or_a_column():
         assert rows["branches"].dense("branch_turn").tolist() == (expected or rows["parents"].dense("num_turns").tolist())
 
 
+@agent
+async def reads_its_columns(chat: Chat, row: Sample) -> float:
+    for _ in range(2):
+        await chat.say(f"{row.prompt} {row.at} {row.rows}", max_tokens=5)
+    return 0.0
+
+
+@flow
+def of_columns() -> None:
+    rows = Dataset([{"prompt": f"{at}?", "at": 7, "rows": 8} for at in range(2)], name="rows")
+    first = Policy("fake").rollout(reads_its_columns, rows.take(2), max_tokens=200)
+    more = first.branch(n=2, at=first.num_turns)
+    seen("more", more)
+    seen("further", more.branch(n=1, at=more.branch_turn))
+
+
+def test_columns_of_any_name_stay_with_the_branches_whose_turn_is_a_column():
+    rows = looked_at(of_columns)
+    assert (len(rows["more"]), len(rows["further"])) == (4, 4)
+    assert all(rows[name].dense("at").tolist() == [7] * 4 for name in rows)
+    assert all(rows[name].dense("branch_turn").tolist() == [2] * 4 for name in rows)
+
+
 def test_a_turn_that_an_episode_does_not_have_is_said_with_the_episode():
     answer = run_eager(two, {"at": "4"}, SPEC)
     assert "has no turn 4: it has turns 1 to" in answer.error
