@@ -7,6 +7,8 @@ because only the controller that started it can speak on this link.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from m2flow.channels.weights import Manifest
@@ -356,6 +358,11 @@ class Fatal(Message, frozen=True):
 
 class Goodbye(Message, frozen=True):
     """The worker's last message before it exits."""
+
+
+def forwarded_to(task: Task | None) -> Sequence[str]:
+    """Return the tags of the processes that a task sends its rows to; none, where there is no task any more."""
+    return task.forward_to if type(task) is Generate or type(task) is RunFunction else ()
 
 
 ToWorker = (

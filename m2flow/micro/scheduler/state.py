@@ -397,7 +397,7 @@ class SchedulerState:
         if engine == "function":
             self.functions.note(worker)
         if task.call >= 0:
-            for place in (worker.name, *map(worker_of, task.forward_to if type(task) is m.RunFunction or type(task) is m.Generate else ())):
+            for place in (worker.name, *map(worker_of, m.forwarded_to(task))):
                 self.rows.introduce(task.call, place)  # Also if the call fails before it is reported what was sent there.
         self.send(worker.name, task)  # type: ignore[arg-type]
 

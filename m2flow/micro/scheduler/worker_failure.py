@@ -195,8 +195,7 @@ class Recovery:
 
     def sent_to(self, number: int) -> Iterable[str]:
         """Find the workers that have the rows a task forwarded: of the processes that it names, those still alive."""
-        task = self._state.tasks.message(number)
-        tags = task.forward_to if type(task) is m.RunFunction or type(task) is m.Generate else ()
+        tags = m.forwarded_to(self._state.tasks.message(number))
         if not self._state.has_losses:
             return tags
         there = [self._state.workers[worker_of(tag)] for tag in tags]
