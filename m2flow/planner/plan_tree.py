@@ -802,12 +802,16 @@ def pinned_counts(pin: PinSpec, size: int) -> list[int]:
     return [fixed << i for i in range(size.bit_length()) if fixed << i <= size] if fixed > 1 else []
 
 
+def least_unit(problem: Problem, pool: str) -> int:
+    """The fewest devices of a pool that an engine can be given."""
+    return min((unit for engine in problem.workload.engines if (unit := problem.costs.unit(engine, pool))), default=1)
+
+
 def grid_of(problem: Problem) -> dict[str, Sequence[int]]:
     """The grid of device counts of each pool: repeated halves, their complements, all but the smallest unit; and pins with complements."""
     found: dict[str, Sequence[int]] = {}
     for pool, size in zip(problem.pools, problem.num_devices, strict=True):
-        units = [unit for engine in problem.workload.engines if (unit := problem.costs.unit(engine, pool))]
-        least = min(units, default=1)
+        least = least_unit(problem, pool)
         counts, part = {size, size - least, least}, size // 2
         while part >= max(least, size // 16):
             counts |= {part, size - part}

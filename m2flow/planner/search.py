@@ -36,6 +36,7 @@ from m2flow.planner.plan_tree import (
     floors_s,
     grid_of,
     interval_of,
+    least_unit,
     leaves_of,
     mode_of,
     parts_of,
@@ -331,7 +332,7 @@ def _least(values: FloatArray, merit: FloatArray, axis: int = 1) -> FloatArray:
 def step_of(problem: Problem) -> int:
     """The step between the counts of a table."""
     (size,) = problem.num_devices
-    unit = _unit(problem, problem.pools[0])
+    unit = least_unit(problem, problem.pools[0])
     return -(-size // unit // _MOST_COUNTS) * unit
 
 
@@ -395,7 +396,7 @@ class Climb:
             elif best is None:
                 return None
             else:
-                left = {pool: step // 2 // _unit(self._problem, pool) * _unit(self._problem, pool) for pool, step in left.items()}
+                left = {pool: step // 2 // (unit := least_unit(self._problem, pool)) * unit for pool, step in left.items()}
                 if not any(left.values()):
                     break
             states = list(self._changes(best[1], left))
@@ -494,11 +495,6 @@ def from_seed(problem: Problem, seed: Seed, near: Problem) -> tuple[Tables, int]
         start for one in itertools.islice(every, 16) if (start := climb.start(dict(zip(seed.options, one, strict=True)), seed.chunks))
     ]
     return climb.climbed(np.inf, starts, dict.fromkeys(problem.pools, step_of(problem))) if starts else None
-
-
-def _unit(problem: Problem, pool: str) -> int:
-    units = [unit for engine in problem.workload.engines if (unit := problem.costs.unit(engine, pool))]
-    return min(units, default=1)
 
 
 # ---- the search
@@ -755,7 +751,7 @@ class _Search:
         bits = self.problem.graph.bits
         chunks = {sum(bits[name] for name in leaf.names): leaf.chunk for leaf in leaves}
         start = climb.start({leaf.engine: (leaf.option, leaf.option.num_devices) for leaf in leaves}, chunks)
-        reach = {pool: _unit(self.problem, pool) * max(1, self.units // _MOST_COUNTS) for pool in self.problem.pools}
+        reach = {pool: least_unit(self.problem, pool) * max(1, self.units // _MOST_COUNTS) for pool in self.problem.pools}
         better = climb.climbed(np.inf, [start], reach) if start else None
         one = self._found_at(*better) if better else None
         return one if one and one.step_s < found.step_s else found
