@@ -315,13 +315,14 @@ class _Piece:
 
     def _put(self, raw: npt.NDArray[np.uint8], offset: int) -> None:
         place = self._target[offset : offset + len(raw)]
-        num_hashed = max(min(len(raw), self._hashed - offset), 0)
-        self._hash(raw, offset, place)
+        num_hashed = self._hash(raw, offset, place)
         place[num_hashed:] = raw[num_hashed:]
 
-    def _hash(self, raw: npt.NDArray[np.uint8], offset: int, target: npt.NDArray[np.uint8] | None) -> None:
+    def _hash(self, raw: npt.NDArray[np.uint8], offset: int, target: npt.NDArray[np.uint8] | None) -> int:
+        """Hash, and copy if there is a target, what is not after the last whole row; return how many bytes that is."""
         num_hashed = max(min(len(raw), self._hashed - offset), 0)
         add_row_hashes(raw[:num_hashed], offset, self._rows, self._first_row, target)
+        return num_hashed
 
 
 @final
