@@ -24,7 +24,7 @@ from typing import Any
 
 from stages import STAGES
 
-LIMIT_S = {"tests": 300.0, "main_job": 300.0, "servers": 240.0}
+LIMIT_S = {"tests": 300.0, "main_job": 300.0}
 """Stages that may take longer than the others."""
 _OTHERS_S = 150.0
 

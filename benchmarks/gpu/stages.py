@@ -35,8 +35,9 @@ from m2flow.engines.contract import EngineSettings, Objective, Request
 from m2flow.engines.embedded.rollout_engine import EmbeddedRollout
 from m2flow.engines.embedded.trainer import EmbeddedTrain
 from m2flow.engines.models.hf_model import load_model
+from m2flow.engines.registry import make_train
 from m2flow.micro.protocol.cost_terms import Layout
-from m2flow.planner.cost_model import decode_cost, train_cost
+from m2flow.planner.cost_model import decode_cost, train_cost, train_footprint
 from m2flow.planner.model_shapes import ModelShape
 from m2flow.planner.pools import Pool, pools_of
 from m2flow.planner.workload import Extent
@@ -165,11 +166,13 @@ def tests(device: str) -> Found:
     chosen = ["-m", "gpu"] if device != "cpu" else ["tests/channels/test_device_weights.py", "-m", "not gpu"]
     if importlib.util.find_spec("pytest") is None:
         return Found({"tests": "pytest is not installed"})
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen]
+    spread = ["-n", str(min(6, os.cpu_count() or 1))] if importlib.util.find_spec("xdist") and device != "cpu" else []
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *spread, *chosen]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
-    print(done.stdout[-6000:], done.stderr[-2000:])
+    print(done.stdout[-40000:], done.stderr[-2000:])
     if done.returncode:
-        raise SystemExit(f"tests failed: {done.stdout.strip().splitlines()[-1:]}")
+        failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+        raise SystemExit(f"tests failed: {done.stdout.strip().splitlines()[-1:]} {' '.join(failed[:20])}")
     return Found({"tests": done.stdout.strip().splitlines()[-1]})
 
 
@@ -239,7 +242,7 @@ def generate(
 
 
 def decode(device: str) -> Found:
-    """Measure tokens a second of the embedded rollout engine by batch and context."""
+    """Measure tokens a second of the embedded rollout engine by batch and context, by CUDA graphs; of the smaller model without, too."""
     rows = []
     is_toy = device == "cpu"
     for shape in ("Qwen2.5-0.5B",) if is_toy else ("Qwen2.5-0.5B", "Qwen2.5-7B"):
@@ -247,48 +250,64 @@ def decode(device: str) -> Found:
             write_model(folder, shape, device)
             vocabulary = json.loads((Path(folder) / "config.json").read_text())["vocab_size"]
             pool, planned = pool_here(device), shape_of(folder, device)
-            for batch, prompt, new in ((4, 16, 8),) if is_toy else ((1, 128, 64), (32, 512, 128), (128, 512, 128), (256, 128, 128)):
-                engine = EmbeddedRollout(model_of(folder, device), EngineSettings(device=device, max_running=batch))
+            sizes = ((4, 16, 8),) if is_toy else ((1, 128, 128), (32, 512, 128), (128, 512, 128), (256, 128, 128))
+            for has_graphs in (True, False) if shape == "Qwen2.5-0.5B" else (True,):
+                options = {"cuda_graphs": has_graphs}
+                engine = EmbeddedRollout(model_of(folder, device), EngineSettings(device=device, max_running=256, options=options))
                 engine.start()
-                seconds = timed(device, lambda: generate(engine, batch, prompt, [new] * batch, vocabulary), rounds=1)  # noqa: B023
-                first = timed(device, lambda: generate(engine, batch, prompt, [1] * batch, vocabulary), rounds=1)  # noqa: B023
+                for batch, prompt, new in sizes[:: 1 if has_graphs else 2]:
+                    seconds = timed(device, lambda: generate(engine, batch, prompt, [new] * batch, vocabulary), rounds=1)  # noqa: B023
+                    first = timed(device, lambda: generate(engine, batch, prompt, [1] * batch, vocabulary), rounds=1)  # noqa: B023
+                    step_s = (seconds - first) / (new - 1)
+                    cost = decode_cost(planned, pool, Layout(), Extent.of([new] * batch, prompt=prompt), batch)
+                    row: Row = {"model": shape, "graphs": has_graphs, "batch": batch, "prompt": prompt, "new": new}
+                    row |= {"tokens/s": round(batch / step_s), "prefill tokens/s": round(batch * prompt / first)}
+                    rows.append(beside(row, "step ms", step_s * 1e3, (cost.step_s + batch * cost.sample_s) * 1e3))
                 engine.stop()
-                step_s = (seconds - first) / (new - 1)
-                cost = decode_cost(planned, pool, Layout(), Extent.of([new] * batch, prompt=prompt), batch)
-                row: Row = {"model": shape, "batch": batch, "prompt": prompt, "new": new, "tokens/s": round(batch / step_s)}
-                rows.append(beside(row, "step ms", step_s * 1e3, (cost.step_s + batch * cost.sample_s) * 1e3))
     return Found({"engine": "embedded"}, rows)
 
 
 def training(device: str) -> Found:
-    """Measure tokens a second and the share of peak of the embedded trainer; a 7B model by a slice of its layers, scaled to all."""
+    """Measure tokens a second, share of peak and memory of the trainers; of a 7B model a slice of its layers."""
     rows = []
     is_toy = device == "cpu"
-    for shape, num_layers in (("Qwen2.5-0.5B", None),) if is_toy else (("Qwen2.5-0.5B", None), ("Qwen2.5-7B", 8)):
+    sizes: list[tuple[str, int | None, str]] = [("Qwen2.5-0.5B", None, engine) for engine in trainers_here()]
+    for shape, num_layers, engine in sizes if is_toy else [*sizes, ("Qwen2.5-7B", 8, "embedded")]:
         with tempfile.TemporaryDirectory() as folder:
             write_model(folder, shape, device, num_layers=num_layers)
-            planned, pool = shape_of(folder, device), pool_here(device)
-            vocabulary = json.loads((Path(folder) / "config.json").read_text())["vocab_size"]
-            batch = make_samples(*((2, 2, 8, 24) if is_toy else (8, 1, 256, 768)), vocabulary)
-            tokens = int(batch.ragged("tokens").lengths.sum())
-            trainer = EmbeddedTrain(model_of(folder, device), EngineSettings(device=device))
-            trainer.start()
-            seconds = timed(device, lambda: trainer.accumulate(batch, PPO))  # noqa: B023
-            forward = timed(device, lambda: trainer.logprobs(batch))  # noqa: B023
-            step = timed(device, lambda: (trainer.accumulate(batch, PPO), trainer.apply(AdamW(1e-6), 1.0)), rounds=2) - seconds  # noqa: B023
-            trainer.stop()
-            cost = train_cost(planned, pool, Layout(), microbatch_tokens=tokens, is_trained=True, recomputes=False)
-            predicted = cost.update.seconds([int(length) for length in batch.ragged("tokens").lengths])
-            peak = pool.device.flops(planned.bytes_each)
-            row: Row = {"model": f"{shape}{f', {num_layers} layers' if num_layers else ''}", "tokens": tokens}
-            row |= {"tokens/s": round(tokens / seconds), "MFU": round(6 * planned.num_multiplied * tokens / seconds / peak, 3)}
-            row |= {
-                "logprobs ms": _rounded(forward * 1e3),
-                "optimizer ms": _rounded(max(step, 0) * 1e3),
-                "peak GiB": _rounded(peak_gib(device)),
-            }
-            rows.append(beside(row, "accumulate ms", seconds * 1e3, predicted * 1e3))
-    return Found({"engine": "embedded", "attention": attention_of(device)}, rows)
+            rows.append(_trained(folder, engine, device, f"{shape}{f', {num_layers} layers' if num_layers else ''}"))
+    return Found({"attention": attention_of(device)}, rows)
+
+
+def trainers_here() -> list[str]:
+    """Trainers that are installed, and run on one GPU."""
+    return ["embedded", "fsdp", *(["deepspeed"] if importlib.util.find_spec("deepspeed") else [])]
+
+
+def _trained(folder: str, engine: str, device: str, name: str) -> Row:
+    is_toy = device == "cpu"
+    planned, pool = shape_of(folder, device), pool_here(device)
+    vocabulary = json.loads((Path(folder) / "config.json").read_text())["vocab_size"]
+    batch = make_samples(*((2, 2, 8, 24) if is_toy else (8, 1, 256, 768)), vocabulary)
+    tokens = int(batch.ragged("tokens").lengths.sum())
+    if device != "cpu":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    trainer = make_train(engine, model_of(folder, device), EngineSettings(device=device))
+    trainer.start()
+    seconds = timed(device, lambda: trainer.accumulate(batch, PPO))
+    forward = timed(device, lambda: trainer.logprobs(batch))
+    step = timed(device, lambda: (trainer.accumulate(batch, PPO), trainer.apply(AdamW(1e-6), 1.0)), rounds=2) - seconds
+    trainer.stop()
+    cost = train_cost(planned, pool, Layout(), microbatch_tokens=tokens, is_trained=True, recomputes=False)
+    footprint = train_footprint(planned, Layout(), tokens, is_trained=True, recomputes=False)
+    predicted = cost.update.seconds([int(length) for length in batch.ragged("tokens").lengths])
+    peak = pool.device.flops(planned.bytes_each)
+    row: Row = {"model": name, "engine": engine, "tokens": tokens, "tokens/s": round(tokens / seconds)}
+    row |= {"MFU": round(6 * planned.num_multiplied * tokens / seconds / peak, 3)}
+    row |= {"logprobs ms": _rounded(forward * 1e3), "optimizer ms": _rounded(max(step, 0) * 1e3)}
+    row |= {"peak GiB": _rounded(peak_gib(device)), "peak GiB predicted": _rounded(footprint.device_bytes / 2**30)}
+    return beside(row, "accumulate ms", seconds * 1e3, predicted * 1e3)
 
 
 def attention_of(device: str) -> str:
@@ -384,6 +403,47 @@ def _told(said: Mapping[str, Any]) -> Row:
     return {name: value for name, value in said.items() if isinstance(value, int | float) and not isinstance(value, bool)}
 
 
+def sized_job(device: str) -> Found:
+    """Run GRPO on a model of 0.5B parameters, time-shared, in its own processes, and set the measured step beside the planned one."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(folder, "Qwen2.5-0.5B", device)
+        spec = Path(folder) / "cluster.yaml"
+        spec.write_text(
+            f"name: kit\nplacement: time-shared\ndevice: {'cpu' if device == 'cpu' else 'cuda:0'}\nrollout:\n  max_running: 256\n"
+        )
+        size = {"batch": 2, "n": 2, "max-new-tokens": 8} if device == "cpu" else {"batch": 16, "n": 8, "max-new-tokens": 256}
+        options = [
+            str(ROOT / "benchmarks" / "gpu" / "sized_job.py"),
+            "--cluster",
+            str(spec),
+            "--model",
+            folder,
+            "--dtype",
+            dtype_of(device),
+        ]
+        options += [word for name, value in size.items() for word in (f"--{name}", str(value))]
+        planned = _m2flow("plan", *options)
+        told = json.loads(_m2flow("run", *options, "--runs-dir", folder, "--json", "--quiet").strip().splitlines()[-1])
+        ends = [json.loads(line) for line in (Path(told["run_dir"]) / "metrics.jsonl").read_text().splitlines()]
+    predicted = [line.removeprefix("step: ") for line in planned.splitlines() if line.startswith("step: ")]
+    by_step = {line["step"]: line["time_s"] for line in ends}  # The last line of each step.
+    steps_s = np.diff([by_step[step] for step in sorted(by_step)]).tolist()
+    facts = {
+        "samples a step": size["batch"] * size["n"],
+        "tokens a sample": size["max-new-tokens"],
+        "predicted": (predicted or ["nothing"])[0],
+    }
+    return Found(facts | {"measured steps s": [_rounded(seconds) for seconds in steps_s]})
+
+
+def _m2flow(*words: str) -> str:
+    done = subprocess.run([sys.executable, "-m", "m2flow", *words], capture_output=True, text=True, check=False)
+    print(done.stdout[-8000:], done.stderr[-4000:])
+    if done.returncode:
+        raise SystemExit(f"m2flow {words[0]}: {done.stderr[-2000:] or done.stdout[-2000:]}")
+    return done.stdout
+
+
 def plan_7b(_: str) -> Found:
     """Predict a step of GRPO on a 7B model on one GPU, time-shared: the spec that `clusters/h200-7b.yaml` has ready."""
     spec = ROOT / "clusters" / "h200-7b.yaml"
@@ -408,6 +468,7 @@ STAGES: Mapping[str, Callable[[str], Found]] = {
     "switches": switches,
     "weights": weights,
     "main_job": main_job,
+    "sized_job": sized_job,
     "plan_7b": plan_7b,
 }
 

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 KIT = ROOT / "benchmarks" / "gpu"
-STAGES = ["environment", "agreement", "decode", "training", "switches", "weights", "plan_7b"]
+STAGES = ["environment", "agreement", "decode", "training", "switches", "weights", "sized_job", "plan_7b"]
 
 
 def kit(into: Path, *options: str) -> subprocess.CompletedProcess[str]:
@@ -30,6 +30,10 @@ def test_each_stage_of_the_kit_measures_at_toy_size_and_none_is_run_twice(tmp_pa
     assert found["decode"]["rows"][0]["step ms predicted"] > 0
     assert {row["transport"] for row in found["weights"]["rows"]} == {"shared memory", "file"}
     assert found["agreement"]["rows"][0]["value"] == 0
+    assert [row["graphs"] for row in found["decode"]["rows"]] == [True, False]
+    assert {"embedded", "fsdp"} <= {row["engine"] for row in found["training"]["rows"]}
+    assert len(found["sized_job"]["facts"]["measured steps s"]) == 3
+    assert "predicted" in found["sized_job"]["facts"]["predicted"]
     page = (tmp_path / "cpu" / "gpu.md").read_text()
     assert all(f"## {stage.replace('_', ' ')} (" in page for stage in STAGES)
     again = kit(tmp_path, "--only", *STAGES)

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from m2flow.engines.embedded.kv_slots import SlotCache
-from m2flow.engines.embedded.slot_model import SlotModel
+from m2flow.engines.embedded.slot_model import SlotModel, rounded_rows
 from m2flow.engines.models.constraints import forbidden_by
 from m2flow.engines.models.requests import Job
 from m2flow.errors import OutOfMemory
@@ -180,11 +180,35 @@ _UNLIKELY = -50.0
 def _invert(logprobs: Tensor, uniform: Tensor) -> Tensor:
     # What is left may be so unlikely that float32 has no number for it.
     peak = logprobs.amax(-1, keepdim=True)
-    cumulated = (logprobs - torch.where(peak < _UNLIKELY, peak, 0.0)).exp().cumsum(-1, dtype=torch.float64)
+    cumulated = _cumulated((logprobs - torch.where(peak < _UNLIKELY, peak, 0.0)).exp())
     total = cumulated[:, -1]
     # The product may round up to the total, which no token exceeds.
     target = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulated, target[:, None], right=True).squeeze(1)
+    tokens = torch.searchsorted(cumulated, target[:, None], right=True)
+    if logprobs.is_cuda:  # Its sums go by blocks, so that they may round up where a token adds nothing.
+        tokens = tokens.clamp(max=logprobs.shape[1] - 1)
+        tokens = torch.where(logprobs.gather(1, tokens).isfinite(), tokens, logprobs.argmax(-1, keepdim=True))
+    return tokens.squeeze(1)
+
+
+_BLOCK = 256
+
+
+def _cumulated(values: Tensor) -> Tensor:
+    """Add up the values [B, V] along each row, in float64. On a GPU torch has no deterministic sum; there products with triangles do it."""
+    if not (values.is_cuda and torch.are_deterministic_algorithms_enabled()):
+        return values.cumsum(-1, dtype=torch.float64)
+    return cumulated_by_products(values)
+
+
+def cumulated_by_products(values: Tensor) -> Tensor:
+    """Add up the values [B, V] along each row, in float64: in each block of 256, then over the blocks before."""
+    num_values = values.shape[1]
+    blocks = torch.nn.functional.pad(values.double(), (0, -num_values % _BLOCK)).unflatten(1, (-1, _BLOCK))
+    within = blocks @ torch.ones(_BLOCK, _BLOCK, dtype=torch.float64, device=values.device).triu()
+    num_blocks = blocks.shape[1]
+    before = within[:, :, -1] @ torch.ones(num_blocks, num_blocks, dtype=torch.float64, device=values.device).triu(1)
+    return (within + before[:, :, None]).flatten(1)[:, :num_values].contiguous()
 
 
 def _truncated(logprobs: Tensor, columns: SamplingColumns) -> Tensor:
@@ -199,7 +223,7 @@ def _truncated(logprobs: Tensor, columns: SamplingColumns) -> Tensor:
         ordered = ordered.masked_fill(rank >= torch.from_numpy(top_k).to(logprobs.device)[:, None], float("-inf"))
     if has_p:
         probabilities = ordered.softmax(-1, dtype=torch.float64)
-        before = probabilities.cumsum(-1) - probabilities
+        before = _cumulated(probabilities) - probabilities
         limit = torch.from_numpy(np.where(columns.top_p < 1, columns.top_p, 2.0)).to(logprobs.device)[:, None]
         ordered = ordered.masked_fill(before >= limit, float("-inf"))
     return _without_unlikely(torch.empty_like(ordered).scatter_(1, ids, ordered), columns)
@@ -341,7 +365,7 @@ class ContinuousDecoder:
         logits = []
         if num_old:
             old = self._rows[:num_old]
-            self._cache.reserve(num_old, int(old["length"].max()) + 1)
+            self._reserve(num_old, int(old["length"].max()) + 1)
             logits.append(self._model.decode(self._cache, old["last"].copy(), old["length"].copy()))
             old["length"] += 1
             if self._model.records_routing:
@@ -428,6 +452,13 @@ class ContinuousDecoder:
         self._logprobs = _resized(self._logprobs, (capacity, width))
         self._stops = _resized(self._stops, (capacity, num_stops), fill=-1)
 
+    def _reserve(self, num_rows: int, length: int) -> None:
+        """Let the cache have so many rows of this length; where graphs read it, room for all that was admitted, lest it moves."""
+        if self._model.has_graphs:
+            length = max(length, *(job.reserved_length for job in self._jobs))
+            num_rows = max(num_rows, min(rounded_rows(num_rows), self._max_running, self._budget_tokens // length))
+        self._cache.reserve(num_rows, length)
+
     def _prefill(self, admitted: list[Job]) -> torch.Tensor:
         first = len(self._jobs)
         sequences: dict[bytes, int] = {}
@@ -450,7 +481,7 @@ class ContinuousDecoder:
             self._stops[row, : len(job.stop_ids)] = job.stop_ids
         self._jobs += admitted
         self._coming = []
-        self._cache.reserve(len(self._jobs), max(len(sequence) for sequence in unique) + 1)
+        self._reserve(len(self._jobs), max(len(sequence) for sequence in unique) + 1)
         logits = self._model.prefill(self._cache, unique, first, sequence_of_slot)
         if self._model.records_routing:
             by_sequence = np.split(self._model.routed(), np.cumsum([len(sequence) for sequence in unique])[:-1])

@@ -1,6 +1,6 @@
 """A KV cache of slots, and the attention over it that is registered with transformers' models.
 
-    model(..., attn="m2flow_slots", slot_pass=PrefillPass | DecodePass) --attend--> SlotCache
+    model(..., attn="m2flow_slots", slot_pass=PrefillPass | DecodePass | DevicePass) --attend--> SlotCache
 
 A sequence has one slot. Running sequences lie in slots 0..B-1 without a hole, so that decoding attends to a view of the cache
 and gathers nothing. Tokens of all sequences are packed into one row for the model's linear layers; only prefill attention
@@ -37,6 +37,8 @@ class SlotCache:
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self.num_slots = 0
         self.length = 0
+        self.generation = 0
+        """Changes when keys and values lie elsewhere than before."""
 
     @property
     def bytes_per_token(self) -> int:
@@ -62,6 +64,7 @@ class SlotCache:
             for layer, pair in self._layers.items():
                 self._layers[layer] = (_extended(pair[0], num_slots, length), _extended(pair[1], num_slots, length))
         self.num_slots, self.length = num_slots, length
+        self.generation += 1
 
     def shrink_kv_cache(self, num_slots: int, length: int) -> None:
         """Shrink to the first so many slots, of this length or a little more."""
@@ -74,11 +77,13 @@ class SlotCache:
                 key, value = self._layers[layer]
                 self._layers[layer] = key[:num_slots, :, :length].clone(), value[:num_slots, :, :length].clone()
         self.num_slots, self.length = num_slots, length
+        self.generation += 1
 
     def clear(self) -> None:
         """Free the memory."""
         self._layers.clear()
         self.num_slots = self.length = 0
+        self.generation += 1
 
     def layer(self, index: int, key_TKD: Tensor, value_TKD: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer, [slots, K, length, D] each."""
@@ -166,14 +171,13 @@ class PrefillPass:
 
 @final
 class DecodePass:
-    """Decode one new token for each of the slots 0..B-1; `positions` [B] is the number of tokens that a slot already holds."""
+    """Decode one new token for each of the slots 0..B-1 on a CPU; `positions` [B] is the number of tokens that a slot already holds."""
 
-    def __init__(self, cache: SlotCache, positions: np.ndarray, device: str) -> None:
+    def __init__(self, cache: SlotCache, positions: np.ndarray) -> None:
         self._cache = cache
         self._positions = positions
         self._num_slots = len(positions)
         self._seen = int(positions.max()) + 1
-        self._device = device
         self._index: dict[int, Tensor] = {}
         self._seen_by: dict[Reach | None, tuple[int, Tensor | None]] = {}
 
@@ -185,14 +189,6 @@ class DecodePass:
             cached.view(-1, cached.shape[3]).index_copy_(0, index, new.reshape(B * K, -1))
         first, visible = self._visible(scoring.reach_within(self._seen))
         seen = slice(first, self._seen)
-        if query_THD.device.type != "cpu":
-            query, key, value = query_THD[:, :, None], cached_key[:B, :, seen], cached_value[:B, :, seen]
-            mask = None if visible is None else visible[:, None, None]
-            if not scoring.is_plain:
-                return explicit_attention(query, key, value, mask, scoring).squeeze(2)
-            return scaled_dot_product_attention(
-                query, key, value, attn_mask=mask, scale=scoring.scaling, enable_gqa=query_THD.shape[1] != K
-            ).squeeze(2)
         # On a CPU two batched products beat the fused kernel several times over, which is tiled for long queries.
         query = (query_THD * scoring.scaling).reshape(B * K, -1, query_THD.shape[2])
         scores = torch.bmm(query, cached_key.view(-1, self._cache.length, cached_key.shape[3])[: B * K, seen].transpose(1, 2))
@@ -210,7 +206,7 @@ class DecodePass:
         )
 
     def _visible(self, reach: Reach | None) -> tuple[int, Tensor | None]:
-        """The first position that any slot sees, and from there on what each sees, [B, n]: bool, on a CPU 0 and -inf. None: all."""
+        """The first position that any slot sees, and from there on what each sees, [B, n]: 0, or -inf. None: all."""
         if reach not in self._seen_by:
             firsts = np.zeros_like(self._positions) if reach is None else reach.first_seen(self._positions)
             first = int(firsts.min())
@@ -220,17 +216,117 @@ class DecodePass:
                 is_seen = columns <= self._positions[:, None]
                 if reach is not None:
                     is_seen &= columns >= firsts[:, None]
-                visible = torch.from_numpy(is_seen).to(self._device)
-                if self._device == "cpu":
-                    visible = torch.zeros(visible.shape).masked_fill_(~visible, float("-inf"))
+                visible = torch.zeros(is_seen.shape).masked_fill_(torch.from_numpy(~is_seen), float("-inf"))
             self._seen_by[reach] = first, visible
         return self._seen_by[reach]
 
     def _flat_index(self, num_heads: int) -> Tensor:
         if num_heads not in self._index:
             head = np.arange(self._num_slots * num_heads) * self._cache.length
-            self._index[num_heads] = torch.from_numpy(head + np.repeat(self._positions, num_heads)).to(self._device)
+            self._index[num_heads] = torch.from_numpy(head + np.repeat(self._positions, num_heads))
         return self._index[num_heads]
+
+
+@final
+class DevicePass:
+    """As `DecodePass`, with positions that the device alone knows: no shape depends on them, so that a CUDA graph can hold the pass.
+
+    Plain attention in half precision is FlashAttention's (Dao 2023, arXiv:2307.08691) as torch has it, which reads of each slot what it
+    holds; any other reads `seen` tokens of each.
+
+    Args:
+        positions: int64 [B], the number of tokens that a slot already holds.
+        seen: more than any position.
+    """
+
+    def __init__(self, cache: SlotCache, positions: Tensor, seen: int) -> None:
+        self._cache = cache
+        self.positions = positions
+        self._num_slots = len(positions)
+        self._seen = seen
+        self._index: dict[int, Tensor] = {}
+        self._visible_by: dict[Reach | None, Tensor] = {}
+        self._spans: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+
+    def attend(self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scoring: Scoring) -> Tensor:
+        B, K = self._num_slots, key_TKD.shape[1]
+        cached = self._cache.layer(layer, key_TKD, value_TKD)
+        index = self._flat_index(K)
+        for held, new in zip(cached, (key_TKD, value_TKD), strict=True):
+            held.view(-1, held.shape[3]).index_copy_(0, index, new.reshape(B * K, -1))
+        reach = scoring.reach_within(self._seen)
+        if scoring.is_plain and (reach is None or reach.kind == "window") and is_flash_shape(query_THD, *cached):
+            return self._flash(query_THD, *cached, scoring.scaling, reach)
+        key, value = (held[:B, :, : self._seen] for held in cached)
+        visible = self._visible(reach)[:, None, None]
+        if scoring.sinks is not None:
+            return explicit_attention(query_THD[:, :, None], key, value, visible, scoring).squeeze(2)
+        # The query heads of a key head as queries of one: then nothing of the cache is repeated.
+        grouped = query_THD.view(B, K, -1, query_THD.shape[2])
+        return explicit_attention(grouped, key, value, visible, scoring).flatten(1, 2)
+
+    def _flash(self, query_BHD: Tensor, cached_key: Tensor, cached_value: Tensor, scaling: float, reach: Reach | None) -> Tensor:
+        num_heads = cached_key.shape[1]
+        starts, firsts, lengths = self._flash_spans(num_heads)
+        found: Tensor = torch.ops.aten._flash_attention_forward(
+            query_BHD.contiguous(),
+            as_rows(cached_key),
+            as_rows(cached_value),
+            starts,
+            firsts,
+            1,
+            self._seen,
+            0.0,
+            False,
+            False,
+            scale=scaling,
+            window_size_left=None if reach is None else reach.size - 1,
+            window_size_right=None if reach is None else 0,
+            seqused_k=lengths,
+        )[0]
+        return found
+
+    def _flash_spans(self, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Where each query and each slot starts, int32 [B + 1], and the tokens to read of each slot, int32 [B]."""
+        if num_heads not in self._spans:
+            starts = torch.arange(self._num_slots + 1, dtype=torch.int32, device=self.positions.device)
+            self._spans[num_heads] = starts, starts * (num_heads * self._cache.length), (self.positions + 1).to(torch.int32)
+        return self._spans[num_heads]
+
+    def _visible(self, reach: Reach | None) -> Tensor:
+        """What each slot sees of the first `seen` positions, bool [B, seen]."""
+        if reach not in self._visible_by:
+            columns, ends = torch.arange(self._seen, device=self.positions.device), self.positions[:, None]
+            visible = columns <= ends
+            if reach is not None:
+                firsts = ends // reach.size * reach.size if reach.kind == "chunk" else ends - reach.size + 1
+                visible &= columns >= firsts
+            self._visible_by[reach] = visible
+        return self._visible_by[reach]
+
+    def _flat_index(self, num_heads: int) -> Tensor:
+        if num_heads not in self._index:
+            head = torch.arange(self._num_slots * num_heads, device=self.positions.device) * self._cache.length
+            self._index[num_heads] = head + self.positions.repeat_interleave(num_heads, output_size=len(head))
+        return self._index[num_heads]
+
+
+def is_flash_shape(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether torch's FlashAttention computes these: half precision on a GPU of compute capability 8 or more, and its head sizes."""
+    size = query.shape[-1]
+    if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16) or key.dtype != query.dtype or value.dtype != query.dtype:
+        return False
+    is_new: bool = torch.cuda.get_device_capability(query.device)[0] >= 8
+    return is_new and size == value.shape[-1] and size % 8 == 0 and size <= 256
+
+
+def as_rows(cached: Tensor) -> Tensor:
+    """View a layer's keys or values [slots, K, length, D] as rows [R, K, D] in which token t of slot s is row s * K * length + t.
+
+    Rows overlap: head k of a row lies `k * length` rows further on. FlashAttention takes sequences of such rows, with any stride of heads.
+    """
+    num_slots, num_heads, length, size = cached.shape
+    return cached.as_strided((num_slots * num_heads * length - (num_heads - 1) * length, num_heads, size), (size, length * size, 1))
 
 
 def slot_attention(

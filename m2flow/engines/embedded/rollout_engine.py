@@ -3,7 +3,8 @@
     add -> queue -> Decoder (continuous, or fixed rows if deterministic) -> Generated
 
 Options from the cluster spec: `max_context` (tokens; below the model's own), `max_prefill_tokens` (a step's prompts, padded;
-default 16384), `kv_budget_bytes` (default: half of a GPU's free memory, a quarter of a host's), `deterministic_rows` (default 8).
+default 16384), `kv_budget_bytes` (default: half of a GPU's free memory, a quarter of a host's), `deterministic_rows` (default 8),
+`cuda_graphs` (default true).
 
 With `deterministic`, results are a function of weights, prompt, seed, index in the group and sampling, bit by bit, on one kind of
 machine; torch then runs on one thread, so that the plan's number of threads does not matter either.
@@ -40,6 +41,7 @@ OPTIONS = {
     "max_prefill_tokens": "Prompt tokens that are prefilled together, by default 16384.",
     "kv_budget_bytes": "Size of the KV cache, by default a share of the free memory.",
     "fp32_head": "Compute logits in float32 whatever the type of the weights; by default false.",
+    "cuda_graphs": "Decode by CUDA graphs, by default true; not with `--deterministic`, nor for mixtures of experts, nor on a CPU.",
     "deterministic_rows": "Rows of a decode pass with `--deterministic`, by default 8.",
 }
 """The options of `rollout: {engine: embedded}`, each with its meaning."""
@@ -71,7 +73,8 @@ class EmbeddedRollout(RolloutEngine):
         self._use_threads()
         self._codec = load_tokenizer(self._source)
         options = _Options(self._settings.options)
-        self._model = SlotModel.load(self._source, self._settings.device, options.get("max_context", 0) or None)
+        graphs = options.flag("cuda_graphs", True) and not self._settings.deterministic
+        self._model = SlotModel.load(self._source, self._settings.device, options.get("max_context", 0) or None, graphs=graphs)
         if options.flag("fp32_head"):
             self._model.compute_exact_logits()
         if self._settings.deterministic:
@@ -109,6 +112,7 @@ class EmbeddedRollout(RolloutEngine):
         self._queue.extendleft(reversed(decoder.take(decoder.running_ids(), self._version)))
         decoder.release()
         if self._settings.device != "cpu":
+            model.drop_graphs()
             if not keeps_weights:
                 model.to("cpu")
             torch.cuda.empty_cache()
@@ -117,6 +121,7 @@ class EmbeddedRollout(RolloutEngine):
     def shrink_kv_cache(self) -> None:
         self._started()[2].shrink_kv_cache()
         if self._settings.device != "cpu":
+            self._started()[0].drop_graphs()
             torch.cuda.empty_cache()
 
     def memory(self) -> Memory:
@@ -256,8 +261,8 @@ class _Options:
     def __init__(self, given: Mapping[str, object]) -> None:
         self._given = given
 
-    def flag(self, name: str) -> bool:
-        value = self._given.get(name, False)
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self._given.get(name, default)
         if not isinstance(value, bool):
             raise EngineError(f"option {name} of the embedded rollout engine is {value!r}", now="Write true or false.")
         return value

@@ -1,4 +1,4 @@
-"""Run a Hugging Face causal language model on a slot cache: prefill, decode, and weights or adapters in and out.
+"""Run a Hugging Face causal language model on a slot cache: prefill, decode (on a GPU by CUDA graphs), weights or adapters in and out.
 
 A `SlotModel` is built only if it computes the same as the model's own code: it passes the probe of every engine at the start
 (`m2flow.engines.models.model_probe`), and what slots can't do (recurrent layers, masks other than windows and chunks, rotary tables that
@@ -13,8 +13,8 @@ nothing in a forward pass. peft is not needed here. Limit: adapters of linear la
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, final
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, final
 
 import numpy as np
 import numpy.typing as npt
@@ -24,14 +24,14 @@ from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
 from m2flow.engines.contract import bytes_on
-from m2flow.engines.embedded.kv_slots import ATTENTION_NAME, DecodePass, PrefillPass, SlotCache, SlotPass, slot_attention
+from m2flow.engines.embedded.kv_slots import ATTENTION_NAME, DecodePass, DevicePass, PrefillPass, SlotCache, SlotPass, slot_attention
 from m2flow.engines.models import lora
 from m2flow.engines.models.hf_model import checkpoint_tensors, hold_in, load_model
 from m2flow.engines.models.model_probe import NUM_JUDGED, Probe, longest_sequence
 from m2flow.engines.models.packing import LEAVE_OUT, exact_linear
 from m2flow.engines.models.routing import Routers
 from m2flow.engines.models.trainer_checkpoint import named_weights
-from m2flow.errors import EngineError
+from m2flow.errors import EngineError, is_out_of_memory
 from m2flow.recipe import Lora, Model
 from m2flow.samples import compact_experts
 
@@ -114,6 +114,137 @@ def _is_transposed(layer: Any) -> bool:
 
 transformers.AttentionInterface.register(ATTENTION_NAME, slot_attention)
 
+_WORTH_A_GRAPH = 4
+"""Passes of a number of rows, without a larger graph, after which a graph of it saves more than capturing it costs."""
+_WORTH_A_SMALLER = 32
+"""The same where a larger graph, of twice as many rows at most, does."""
+
+
+def rounded_rows(num_rows: int) -> int:
+    """The rows of a graph for so many: a power of two up to 8, a multiple of 8 up to 64, of 32 beyond.
+
+    >>> [rounded_rows(n) for n in (1, 3, 9, 64, 65, 130)]
+    [1, 4, 16, 64, 96, 160]
+    """
+    if num_rows <= 8:
+        return int(1 << (num_rows - 1).bit_length())
+    step = 8 if num_rows <= 64 else 32
+    return -(-num_rows // step) * step
+
+
+class Capture(Protocol):
+    """A pass that was recorded: `replay` runs it on what its inputs hold then, and fills `logits` [rows, V]."""
+
+    logits: Tensor
+
+    def replay(self) -> None: ...
+
+
+@final
+class DecodeGraphs:
+    """Graphs of the decode passes over one cache, by their number of rows.
+
+    A pass is hundreds of small kernels, which Python starts more slowly than a GPU runs them; a graph starts all of them at once. Rows are
+    rounded up: further ones write to slots that nobody has, whose contents mean nothing. A graph is captured when a number of rows was
+    asked for often enough, so that an engine that takes turns with others on its GPU pays for few.
+
+    Args:
+        run: computes the logits [rows, V] of tokens [rows], by a pass over the cache.
+        capture: records a call of a function on the device.
+    Source:
+        CUDA graphs of decode steps, padded to fixed batch sizes, are vLLM's and SGLang's; capturing them as they are needed is ours.
+    """
+
+    def __init__(
+        self, device: str, run: Callable[[Tensor, DevicePass], Tensor], capture: Callable[[Callable[[], Tensor]], Capture]
+    ) -> None:
+        self._device = device
+        self._run = run
+        self._capture = capture
+        self._of: tuple[SlotCache, int] | None = None
+        self._inputs = self._staged = torch.zeros(2, 0, dtype=torch.int64)
+        self._graphs: dict[int, Capture] = {}
+        self._asked: dict[int, int] = {}
+
+    @property
+    def sizes(self) -> list[int]:
+        """The numbers of rows that there are graphs for."""
+        return sorted(self._graphs)
+
+    def clear(self) -> None:
+        """Forget all graphs, and free the memory that they hold."""
+        self._of = None
+        self._graphs.clear()
+        self._asked.clear()
+
+    def decode(self, cache: SlotCache, tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> Tensor:
+        """Return the logits [B, V], which the next call overwrites."""
+        if self._of is None or self._of[0] is not cache or self._of[1] != cache.generation:
+            self.clear()
+            self._of = cache, cache.generation
+        num_rows = len(tokens)
+        self._take(tokens, positions, max(cache.num_slots, rounded_rows(num_rows)))
+        size = self._size_for(num_rows, cache.num_slots)
+        if size is None:
+            return self._pass(cache, num_rows, int(positions.max()) + 1)
+        if size not in self._graphs:
+            self._graphs[size] = self._capture(lambda: self._pass(cache, size, cache.length))
+        self._graphs[size].replay()
+        return self._graphs[size].logits[:num_rows]
+
+    def _size_for(self, num_rows: int, num_slots: int) -> int | None:
+        """The rows of the graph to use, which may not be there yet; None: none is worth it now."""
+        own = min(rounded_rows(num_rows), num_slots)
+        if own in self._graphs:
+            return own
+        self._asked[own] = self._asked.get(own, 0) + 1
+        larger = min((size for size in self._graphs if num_rows <= size <= 2 * own), default=None)
+        if self._asked[own] > (_WORTH_A_GRAPH if larger is None else _WORTH_A_SMALLER):
+            return own
+        return larger
+
+    def _pass(self, cache: SlotCache, num_rows: int, seen: int) -> Tensor:
+        return self._run(self._inputs[0, :num_rows], DevicePass(cache, self._inputs[1, :num_rows], seen))
+
+    def _take(self, tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], capacity: int) -> None:
+        """Put tokens and positions where graphs read them; further rows read token 0 at position 0."""
+        with torch.inference_mode():
+            if self._inputs.shape[1] < capacity:
+                self._graphs.clear()  # They read the old ones.
+                self._inputs = torch.zeros(2, capacity, dtype=torch.int64, device=self._device)
+                self._staged = torch.zeros(2, capacity, dtype=torch.int64, pin_memory=self._inputs.is_cuda)
+            # Nothing is left of the last copy from there: tokens were read on the host since.
+            self._staged.zero_()
+            self._staged[0, : len(tokens)] = torch.from_numpy(tokens)
+            self._staged[1, : len(tokens)] = torch.from_numpy(positions)
+            self._inputs.copy_(self._staged, non_blocking=True)
+
+
+@final
+class CudaCapture:
+    """A CUDA graph of a function's kernels.
+
+    Args:
+        pool: memory that graphs which never run at once share.
+    Raises:
+        RuntimeError: the function needs the host, or it runs out of memory.
+    """
+
+    def __init__(self, run: Callable[[], Tensor], pool: tuple[int, int]) -> None:
+        side, self._graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.inference_mode(), torch.cuda.stream(side):
+            run()  # Libraries set themselves up at the first call, which a capture does not allow.
+            self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                self.logits = run()
+            finally:
+                self._graph.capture_end()
+        torch.cuda.current_stream().wait_stream(side)
+
+    def replay(self) -> None:
+        self._graph.replay()
+
 
 @final
 class SlotModel:
@@ -133,18 +264,37 @@ class SlotModel:
         self.num_weights: int = sum(parameter.numel() for parameter in module.parameters())
         self.kv_bytes_per_token = 0
         self._routers: Routers | None = None
+        self._graphs: DecodeGraphs | None = None
 
     @classmethod
-    def load(cls, model: Model, device: str, max_context: int | None) -> SlotModel:
-        """Load a model. Raises `ModelError` for a broken directory, `EngineError` for a model that slots can't serve."""
+    def load(cls, model: Model, device: str, max_context: int | None, *, graphs: bool = False) -> SlotModel:
+        """Load a model. Raises `ModelError` for a broken directory, `EngineError` for a model that slots can't serve.
+
+        Args:
+            graphs: decode by CUDA graphs, if the device is a GPU and the model's passes do not depend on what is in them, as those of a
+                mixture of experts do.
+        """
         module = load_model(model, device=device, attention="eager")
         if model.rollout_dtype is not None:
             hold_in(module, model.rollout_dtype)
         loaded = cls(module, device, max_context, model.lora)
+        if graphs and device != "cpu" and not loaded.is_mixture:
+            pool = torch.cuda.graph_pool_handle()
+            loaded._graphs = DecodeGraphs(device, loaded._run_on_device, lambda run: CudaCapture(run, pool))
         loaded._check()
         if model.routing == "rollout":
             loaded._record_routing()
         return loaded
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether decode passes are recorded as graphs, which are the quicker the less often the cache grows."""
+        return self._graphs is not None
+
+    def drop_graphs(self) -> None:
+        """Free the memory of the graphs. They come again when passes do."""
+        if self._graphs is not None:
+            self._graphs.clear()
 
     def _record_routing(self) -> None:
         cache = SlotCache()
@@ -179,8 +329,19 @@ class SlotModel:
         return self._forward(np.concatenate(sequences).astype(np.int64), positions, into, torch.from_numpy(last).to(self._device))
 
     def decode(self, cache: SlotCache, tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> Tensor:
-        """Process one token for each of the slots 0..B-1; returns the logits after it, [B, V]."""
-        return self._forward(tokens, positions, DecodePass(cache, positions, self._device), 0)
+        """Process one token for each of the slots 0..B-1; returns the logits after it, [B, V], until the next call."""
+        if self._device == "cpu":
+            return self._forward(tokens, positions, DecodePass(cache, positions), 0)
+        if self._graphs is not None:
+            try:
+                return self._graphs.decode(cache, tokens, positions)
+            except RuntimeError as error:
+                if is_out_of_memory(error):
+                    raise
+                print(f"decoding goes on without CUDA graphs, which this model's pass can't be: {error}", flush=True)
+                self._graphs = None
+        into = DevicePass(cache, torch.from_numpy(positions).to(self._device), int(positions.max()) + 1)
+        return self._run_on_device(torch.from_numpy(tokens).to(self._device), into)
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
         """Compute log-probabilities of each token but the first. Half of each sequence is prefilled, the rest decoded token by token, in a
@@ -269,13 +430,20 @@ class SlotModel:
         return bytes_on(device, [*self._module.parameters(), *self._module.buffers()])
 
     def to(self, device: str) -> None:
+        self.drop_graphs()  # They read the weights where these are.
         self._module.to(device)
 
     def _forward(self, tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], into: SlotPass, keep: Tensor | int) -> Tensor:
+        return self._run(torch.from_numpy(tokens).to(self._device), torch.from_numpy(positions).to(self._device), into, keep)
+
+    def _run_on_device(self, tokens: Tensor, into: DevicePass) -> Tensor:
+        return self._run(tokens, into.positions, into, 0)
+
+    def _run(self, tokens: Tensor, positions: Tensor, into: SlotPass, keep: Tensor | int) -> Tensor:
         with torch.inference_mode():
             output = self._module(
-                input_ids=torch.from_numpy(tokens).to(self._device)[None],
-                position_ids=torch.from_numpy(positions).to(self._device)[None],
+                input_ids=tokens[None],
+                position_ids=positions[None],
                 use_cache=False,
                 logits_to_keep=keep,
                 slot_pass=into,

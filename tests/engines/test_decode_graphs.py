@@ -1,0 +1,164 @@
+"""Decode passes of fixed shapes, which CUDA graphs hold: on a CPU they compute what others do, and each number of rows has its graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import save_config
+
+from m2flow.engines.contract import EngineSettings, Request
+from m2flow.engines.embedded.decoding import cumulated_by_products
+from m2flow.engines.embedded.kv_slots import SlotCache, as_rows
+from m2flow.engines.embedded.rollout_engine import EmbeddedRollout
+from m2flow.engines.embedded.slot_model import DecodeGraphs, SlotModel, rounded_rows
+from m2flow.recipe import Model, Sampling
+from m2flow.samples import make_ids
+
+KINDS: dict[str, dict[str, Any]] = {
+    "Qwen2": {},
+    "Mistral": {"sliding_window": 5},
+    "Gemma2": {"initializer_range": 0.1, "sliding_window": 6, "head_dim": 8, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0},
+    "GptOss": {"sliding_window": 8, "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1},
+}
+
+
+class Again:
+    """What a graph does, without one: it runs the pass again, on what its inputs hold then."""
+
+    num_made = 0
+
+    def __init__(self, run: Callable[[], torch.Tensor]) -> None:
+        Again.num_made += 1
+        self._run = run
+        self.logits = run()
+
+    def replay(self) -> None:
+        with torch.inference_mode():
+            self.logits.copy_(self._run())
+
+
+def graphs_of(model: SlotModel) -> DecodeGraphs:
+    return DecodeGraphs("cpu", model._run_on_device, Again)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pass_of_fixed_shapes_computes_what_a_pass_of_changing_ones_does(kind: str, tmp_path: Path) -> None:
+    model = SlotModel.load(Model(save_config(kind, tmp_path, **KINDS[kind]), init="random"), "cpu", 64)
+    graphs, rng = graphs_of(model), np.random.default_rng(0)
+    prompts = [rng.integers(2, 14, length).astype(np.int32) for length in (3, 11, 7, 20, 2)]
+    caches = [SlotCache(), SlotCache()]
+    for cache in caches:
+        cache.reserve(8, 40)
+        model.prefill(cache, prompts, 0, range(5))
+    positions = np.array([len(prompt) for prompt in prompts])
+    for step in range(12):
+        num_rows = 5 if step < 8 else 3
+        tokens = rng.integers(2, 14, num_rows)
+        expected = model.decode(caches[0], tokens, positions[:num_rows].copy())
+        found = graphs.decode(caches[1], tokens, positions[:num_rows].copy())
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+        positions += 1
+    assert graphs.sizes == [8]
+
+
+def test_graphs_are_made_when_they_are_worth_it_and_forgotten_when_the_cache_moves(tmp_path: Path) -> None:
+    model = SlotModel.load(Model(save_config("Qwen2", tmp_path), init="random"), "cpu", 64)
+    graphs, cache = graphs_of(model), SlotCache()
+    cache.reserve(16, 64)
+    model.prefill(cache, [np.array([2, 3, 4], np.int32)], 0, [0] * 16)
+
+    def decode(num_rows: int, times: int) -> list[int]:
+        for _ in range(times):
+            graphs.decode(cache, np.full(num_rows, 3), np.full(num_rows, 3))
+        return graphs.sizes
+
+    assert decode(10, 4) == []
+    assert decode(10, 1) == [16]
+    assert decode(8, 32) == [16]  # The larger graph does it, ...
+    assert decode(8, 1) == [8, 16]  # ... until a smaller one is worth it.
+    assert decode(1, 5) == [1, 8, 16]  # One eight times as large does not.
+    cache.reserve(16, 65)
+    assert decode(8, 1) == []
+    graphs.clear()
+    assert decode(16, 5) == [16]
+
+
+def test_rows_are_rounded_up_to_what_graphs_are_made_for() -> None:
+    rounded = [rounded_rows(n) for n in range(1, 700)]
+    assert all(n <= size <= max(1.5 * n + 8, 2 * n - 1) for n, size in enumerate(rounded, 1))
+    assert len(set(rounded)) < 35
+    assert all(rounded_rows(size) == size for size in rounded)
+
+
+def test_a_slots_keys_lie_where_flash_attention_reads_them() -> None:
+    cached = torch.arange(3 * 2 * 5 * 4).view(3, 2, 5, 4)
+    rows = as_rows(cached)
+    for slot in range(3):
+        for token in range(5):
+            assert torch.equal(rows[slot * 2 * 5 + token], cached[slot, :, token])
+
+
+def test_sums_by_products_are_those_along_rows() -> None:
+    values = torch.rand(3, 1000, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(cumulated_by_products(values), values.cumsum(-1, dtype=torch.float64), atol=1e-9, rtol=0)
+
+
+def generated(engine: EmbeddedRollout) -> dict[int, Any]:
+    """Samples of unequal lengths, of which some come while others run."""
+    ids = make_ids(0, 12, 1)
+    requests = [Request(int(i), (2 + k % 9, 3, 4 + k % 5), k, Sampling(5 + 3 * (k % 7), temperature=1.0)) for k, i in enumerate(ids)]
+    engine.add(requests[:7])
+    found = [sample for _ in range(4) for sample in engine.step()]
+    engine.add(requests[7:])
+    while engine.num_unfinished:
+        found += engine.step()
+    return {sample.id: sample for sample in found}
+
+
+def test_an_engine_generates_the_same_with_graphs_and_frees_them_with_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, results = save_config("Qwen2", tmp_path), []
+    for has_graphs in (False, True):
+        engine = EmbeddedRollout(Model(path, init="random"), EngineSettings(max_running=9))
+        engine.start()
+        model = engine._model
+        assert model is not None
+        assert not model.has_graphs  # A CPU has none.
+        if has_graphs:
+            model._graphs = graphs_of(model)
+            monkeypatch.setattr(SlotModel, "decode", lambda model, *given: model._graphs.decode(*given))
+        results.append(generated(engine))
+        if has_graphs:
+            assert model._graphs is not None
+            assert model._graphs.sizes
+            model.drop_graphs()
+            assert not model._graphs.sizes
+        engine.stop()
+    without, with_graphs = results
+    assert without.keys() == with_graphs.keys()
+    for i, sample in without.items():
+        np.testing.assert_array_equal(sample.tokens, with_graphs[i].tokens)
+        np.testing.assert_allclose(sample.logprobs, with_graphs[i].logprobs, atol=1e-5)
+
+
+def test_a_pass_that_no_graph_can_hold_is_told_and_runs_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    model = SlotModel.load(Model(save_config("Qwen2", tmp_path), init="random"), "cpu", 64)
+    cache = SlotCache()
+    cache.reserve(8, 64)
+    model.prefill(cache, [np.array([2, 3, 4], np.int32)], 0, [0] * 8)
+    tokens, positions = np.full(8, 3), np.full(8, 3)
+    expected = model.decode(cache, tokens, positions)
+
+    def refused(run: Callable[[], torch.Tensor]) -> Again:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    model._graphs = DecodeGraphs("cpu", model._run_on_device, refused)
+    monkeypatch.setattr(model, "_device", torch.device("cpu"))  # Not the word "cpu": as on a GPU.
+    for _ in range(6):
+        torch.testing.assert_close(model.decode(cache, tokens, positions), expected, atol=1e-5, rtol=1e-5)
+    assert not model.has_graphs
+    assert "without CUDA graphs" in capsys.readouterr().out
