@@ -89,6 +89,10 @@ def write_model(folder: str, shape: str, device: str, *, num_layers: int | None 
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>").save_pretrained(folder)
 
 
+def named(shape: str, num_layers: int | None) -> str:
+    return f"{shape}, {num_layers} layers" if num_layers else shape
+
+
 def model_of(folder: str, device: str) -> Model:
     return Model(folder, init="random", dtype=dtype_of(device))
 
@@ -167,7 +171,7 @@ def tests(device: str) -> Found:
     if importlib.util.find_spec("pytest") is None:
         return Found({"tests": "pytest is not installed"})
     spread = ["-n", str(min(6, os.cpu_count() or 1))] if importlib.util.find_spec("xdist") and device != "cpu" else []
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *spread, *chosen]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default", *spread, *chosen]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
     print(done.stdout[-40000:], done.stderr[-2000:])
     if done.returncode:
@@ -242,12 +246,16 @@ def generate(
 
 
 def decode(device: str) -> Found:
-    """Measure tokens a second of the embedded rollout engine by batch and context, by CUDA graphs; of the smaller model without, too."""
+    """Measure tokens a second of the embedded rollout engine by batch and context, by CUDA graphs; of the smaller model without, too.
+
+    Of a 7B model a slice of its layers.
+    """
     rows = []
     is_toy = device == "cpu"
-    for shape in ("Qwen2.5-0.5B",) if is_toy else ("Qwen2.5-0.5B", "Qwen2.5-7B"):
+    models: list[tuple[str, int | None]] = [("Qwen2.5-0.5B", None)] if is_toy else [("Qwen2.5-0.5B", None), ("Qwen2.5-7B", 8)]
+    for shape, num_layers in models:
         with tempfile.TemporaryDirectory() as folder:
-            write_model(folder, shape, device)
+            write_model(folder, shape, device, num_layers=num_layers)
             vocabulary = json.loads((Path(folder) / "config.json").read_text())["vocab_size"]
             pool, planned = pool_here(device), shape_of(folder, device)
             sizes = ((4, 16, 8),) if is_toy else ((1, 128, 128), (32, 512, 128), (128, 512, 128), (256, 128, 128))
@@ -260,7 +268,7 @@ def decode(device: str) -> Found:
                     first = timed(device, lambda: generate(engine, batch, prompt, [1] * batch, vocabulary), rounds=1)  # noqa: B023
                     step_s = (seconds - first) / (new - 1)
                     cost = decode_cost(planned, pool, Layout(), Extent.of([new] * batch, prompt=prompt), batch)
-                    row: Row = {"model": shape, "graphs": has_graphs, "batch": batch, "prompt": prompt, "new": new}
+                    row: Row = {"model": named(shape, num_layers), "graphs": has_graphs, "batch": batch, "prompt": prompt, "new": new}
                     row |= {"tokens/s": round(batch / step_s), "prefill tokens/s": round(batch * prompt / first)}
                     rows.append(beside(row, "step ms", step_s * 1e3, (cost.step_s + batch * cost.sample_s) * 1e3))
                 engine.stop()
@@ -275,7 +283,7 @@ def training(device: str) -> Found:
     for shape, num_layers, engine in sizes if is_toy else [*sizes, ("Qwen2.5-7B", 8, "embedded")]:
         with tempfile.TemporaryDirectory() as folder:
             write_model(folder, shape, device, num_layers=num_layers)
-            rows.append(_trained(folder, engine, device, f"{shape}{f', {num_layers} layers' if num_layers else ''}"))
+            rows.append(_trained(folder, engine, device, named(shape, num_layers)))
     return Found({"attention": attention_of(device)}, rows)
 
 
@@ -407,23 +415,17 @@ def sized_job(device: str) -> Found:
     """Run GRPO on a model of 0.5B parameters, time-shared, in its own processes, and set the measured step beside the planned one."""
     with tempfile.TemporaryDirectory() as folder:
         write_model(folder, "Qwen2.5-0.5B", device)
-        spec = Path(folder) / "cluster.yaml"
-        spec.write_text(
-            f"name: kit\nplacement: time-shared\ndevice: {'cpu' if device == 'cpu' else 'cuda:0'}\nrollout:\n  max_running: 256\n"
-        )
+        spec, planned_spec = Path(folder) / "cluster.yaml", Path(folder) / "planned.yaml"
+        same = "name: kit\nplacement: time-shared\nrollout: {max_running: 256}\n"
+        spec.write_text(f"{same}device: {'cpu' if device == 'cpu' else 'cuda:0'}\n")
+        kind = "h100" if device == "cpu" else pool_here(device).device.name
+        planned_spec.write_text(f"{same}pools: {{main: {{device: {kind}, nodes: 1, devices_per_node: 1}}}}\n")
         size = {"batch": 2, "n": 2, "max-new-tokens": 8} if device == "cpu" else {"batch": 16, "n": 8, "max-new-tokens": 256}
-        options = [
-            str(ROOT / "benchmarks" / "gpu" / "sized_job.py"),
-            "--cluster",
-            str(spec),
-            "--model",
-            folder,
-            "--dtype",
-            dtype_of(device),
-        ]
+        options = [str(ROOT / "benchmarks" / "gpu" / "sized_job.py"), "--model", folder, "--dtype", dtype_of(device)]
         options += [word for name, value in size.items() for word in (f"--{name}", str(value))]
-        planned = _m2flow("plan", *options)
-        told = json.loads(_m2flow("run", *options, "--runs-dir", folder, "--json", "--quiet").strip().splitlines()[-1])
+        planned = _m2flow("plan", *options, "--cluster", str(planned_spec))
+        ran = _m2flow("run", *options, "--cluster", str(spec), "--runs-dir", folder, "--json", "--quiet")
+        told = json.loads(ran.strip().splitlines()[-1])
         ends = [json.loads(line) for line in (Path(told["run_dir"]) / "metrics.jsonl").read_text().splitlines()]
     predicted = [line.removeprefix("step: ") for line in planned.splitlines() if line.startswith("step: ")]
     by_step = {line["step"]: line["time_s"] for line in ends}  # The last line of each step.
@@ -431,7 +433,7 @@ def sized_job(device: str) -> Found:
     facts = {
         "samples a step": size["batch"] * size["n"],
         "tokens a sample": size["max-new-tokens"],
-        "predicted": (predicted or ["nothing"])[0],
+        f"predicted on {kind}": (predicted or ["nothing"])[0],
     }
     return Found(facts | {"measured steps s": [_rounded(seconds) for seconds in steps_s]})
 

@@ -33,7 +33,7 @@ def test_each_stage_of_the_kit_measures_at_toy_size_and_none_is_run_twice(tmp_pa
     assert [row["graphs"] for row in found["decode"]["rows"]] == [True, False]
     assert {"embedded", "fsdp"} <= {row["engine"] for row in found["training"]["rows"]}
     assert len(found["sized_job"]["facts"]["measured steps s"]) == 3
-    assert "predicted" in found["sized_job"]["facts"]["predicted"]
+    assert "predicted" in found["sized_job"]["facts"]["predicted on h100"]
     page = (tmp_path / "cpu" / "gpu.md").read_text()
     assert all(f"## {stage.replace('_', ' ')} (" in page for stage in STAGES)
     again = kit(tmp_path, "--only", *STAGES)
