@@ -252,7 +252,7 @@ def decode(device: str) -> Found:
     """
     rows = []
     is_toy = device == "cpu"
-    models: list[tuple[str, int | None]] = [("Qwen2.5-0.5B", None)] if is_toy else [("Qwen2.5-0.5B", None), ("Qwen2.5-7B", 8)]
+    models: list[tuple[str, int | None]] = [("Qwen2.5-0.5B", None)] if is_toy else [("Qwen2.5-0.5B", None), ("Qwen2.5-7B", 4)]
     for shape, num_layers in models:
         with tempfile.TemporaryDirectory() as folder:
             write_model(folder, shape, device, num_layers=num_layers)
@@ -280,7 +280,7 @@ def training(device: str) -> Found:
     rows = []
     is_toy = device == "cpu"
     sizes: list[tuple[str, int | None, str]] = [("Qwen2.5-0.5B", None, engine) for engine in trainers_here()]
-    for shape, num_layers, engine in sizes if is_toy else [*sizes, ("Qwen2.5-7B", 8, "embedded")]:
+    for shape, num_layers, engine in sizes if is_toy else [*sizes, ("Qwen2.5-7B", 4, "embedded")]:
         with tempfile.TemporaryDirectory() as folder:
             write_model(folder, shape, device, num_layers=num_layers)
             rows.append(_trained(folder, engine, device, named(shape, num_layers)))

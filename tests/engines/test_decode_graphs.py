@@ -30,10 +30,7 @@ KINDS: dict[str, dict[str, Any]] = {
 class Again:
     """What a graph does, without one: it runs the pass again, on what its inputs hold then."""
 
-    num_made = 0
-
     def __init__(self, run: Callable[[], torch.Tensor]) -> None:
-        Again.num_made += 1
         self._run = run
         self.logits = run()
 
@@ -43,7 +40,7 @@ class Again:
 
 
 def graphs_of(model: SlotModel) -> DecodeGraphs:
-    return DecodeGraphs("cpu", model._run_on_device, Again)
+    return DecodeGraphs("cpu", model._run_on_device, lambda: Again)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -156,7 +153,7 @@ def test_a_pass_that_no_graph_can_hold_is_told_and_runs_without(tmp_path: Path, 
     def refused(run: Callable[[], torch.Tensor]) -> Again:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    model._graphs = DecodeGraphs("cpu", model._run_on_device, refused)
+    model._graphs = DecodeGraphs("cpu", model._run_on_device, lambda: refused)
     monkeypatch.setattr(model, "_device", torch.device("cpu"))  # Not the word "cpu": as on a GPU.
     for _ in range(6):
         torch.testing.assert_close(model.decode(cache, tokens, positions), expected, atol=1e-5, rtol=1e-5)

@@ -90,7 +90,7 @@ class Ranks:
     def _join_group(self) -> None:
         backend = "nccl" if self._device.type == "cuda" else "gloo"
         if backend == "nccl":
-            torch.cuda.set_device(self._device)
+            torch.cuda.set_device(self._device.index or 0)
         self._hooks.append(sys.excepthook)
         if not self._rendezvous.startswith("tcp:"):  # All are on this host.
             keep_gloo_here(os.environ)

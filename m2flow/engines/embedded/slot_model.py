@@ -13,6 +13,7 @@ nothing in a forward pass. peft is not needed here. Limit: adapters of linear la
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, final
 
@@ -140,6 +141,9 @@ class Capture(Protocol):
     def replay(self) -> None: ...
 
 
+Recorder = Callable[[Callable[[], Tensor]], Capture]
+
+
 @final
 class DecodeGraphs:
     """Graphs of the decode passes over one cache, by their number of rows.
@@ -150,17 +154,16 @@ class DecodeGraphs:
 
     Args:
         run: computes the logits [rows, V] of tokens [rows], by a pass over the cache.
-        capture: records a call of a function on the device.
+        captures: opens what records calls of functions on the device, whose records share memory; again when all records are forgotten.
     Source:
         CUDA graphs of decode steps, padded to fixed batch sizes, are vLLM's and SGLang's; capturing them as they are needed is ours.
     """
 
-    def __init__(
-        self, device: str, run: Callable[[Tensor, DevicePass], Tensor], capture: Callable[[Callable[[], Tensor]], Capture]
-    ) -> None:
+    def __init__(self, device: str, run: Callable[[Tensor, DevicePass], Tensor], captures: Callable[[], Recorder]) -> None:
         self._device = device
         self._run = run
-        self._capture = capture
+        self._captures = captures
+        self._capture: Recorder | None = None
         self._of: tuple[SlotCache, int] | None = None
         self._inputs = self._staged = torch.zeros(2, 0, dtype=torch.int64)
         self._graphs: dict[int, Capture] = {}
@@ -174,6 +177,7 @@ class DecodeGraphs:
     def clear(self) -> None:
         """Forget all graphs, and free the memory that they hold."""
         self._of = None
+        self._capture = None
         self._graphs.clear()
         self._asked.clear()
 
@@ -188,6 +192,8 @@ class DecodeGraphs:
         if size is None:
             return self._pass(cache, num_rows, int(positions.max()) + 1)
         if size not in self._graphs:
+            if self._capture is None:
+                self._capture = self._captures()
             self._graphs[size] = self._capture(lambda: self._pass(cache, size, cache.length))
         self._graphs[size].replay()
         return self._graphs[size].logits[:num_rows]
@@ -211,6 +217,7 @@ class DecodeGraphs:
         with torch.inference_mode():
             if self._inputs.shape[1] < capacity:
                 self._graphs.clear()  # They read the old ones.
+                self._capture = None
                 self._inputs = torch.zeros(2, capacity, dtype=torch.int64, device=self._device)
                 self._staged = torch.zeros(2, capacity, dtype=torch.int64, pin_memory=self._inputs.is_cuda)
             # Nothing is left of the last copy from there: tokens were read on the host since.
@@ -225,14 +232,15 @@ class CudaCapture:
     """A CUDA graph of a function's kernels.
 
     Args:
-        pool: memory that graphs which never run at once share.
+        pool: memory that graphs which never run at once share. It is gone with the last of them.
+        side: the stream to capture on, the same for all: cuBLAS keeps a workspace of tens of megabytes for each stream that it was used on.
     Raises:
         RuntimeError: the function needs the host, or it runs out of memory.
     """
 
-    def __init__(self, run: Callable[[], Tensor], pool: tuple[int, int]) -> None:
-        side, self._graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-        side.wait_stream(torch.cuda.current_stream())
+    def __init__(self, run: Callable[[], Tensor], pool: tuple[int, int], side: torch.cuda.Stream) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        side.wait_stream(torch.cuda.current_stream(side.device))
         with torch.inference_mode(), torch.cuda.stream(side):
             run()  # Libraries set themselves up at the first call, which a capture does not allow.
             self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
@@ -240,10 +248,25 @@ class CudaCapture:
                 self.logits = run()
             finally:
                 self._graph.capture_end()
-        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.current_stream(side.device).wait_stream(side)
 
     def replay(self) -> None:
         self._graph.replay()
+
+
+def cuda_captures(device: str) -> Callable[[], Recorder]:
+    """What opens recorders of CUDA graphs on a device."""
+
+    def captures() -> Recorder:
+        pool, side = torch.cuda.graph_pool_handle(), _capture_stream(torch.device(device).index or 0)
+        return lambda run: CudaCapture(run, pool, side)
+
+    return captures
+
+
+@functools.cache
+def _capture_stream(index: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(index)
 
 
 @final
@@ -279,8 +302,7 @@ class SlotModel:
             hold_in(module, model.rollout_dtype)
         loaded = cls(module, device, max_context, model.lora)
         if graphs and device != "cpu" and not loaded.is_mixture:
-            pool = torch.cuda.graph_pool_handle()
-            loaded._graphs = DecodeGraphs(device, loaded._run_on_device, lambda run: CudaCapture(run, pool))
+            loaded._graphs = DecodeGraphs(device, loaded._run_on_device, cuda_captures(device))
         loaded._check()
         if model.routing == "rollout":
             loaded._record_routing()

@@ -258,7 +258,7 @@ def save(
             config.save_pretrained(str(fresh))
             parts.rename(fresh / _PARTS)
         codec.save(str(fresh))
-        torch.save(dict(state), fresh / _STATE)
+        torch.save(_on_host(dict(state), {}), fresh / _STATE)  # The same file wherever the trainer's tensors are.
         files = [file for file in sorted(fresh.rglob("*")) if file.is_file()]
         manifest = {str(file.relative_to(fresh)): [file.stat().st_size, _digest(file)] for file in files}
         (fresh / _MANIFEST).write_text(json.dumps(manifest, indent=1))
@@ -275,7 +275,7 @@ def held(
     """As `save`, later, of what these tensors are now. Weights that are given, and the state then, are nobody else's; others are copied."""
     if weights is None:
         adapter = dict(lora.adapter_state(model)) if lora.is_adapted(model) else None
-        state, weights, adapter = _copied((dict(state), dict(lora.whole_state(model)), adapter), {})
+        state, weights, adapter = _on_host((dict(state), dict(lora.whole_state(model)), adapter), {}, copy=True)
     found = dict(weights or {})
 
     def named() -> Iterator[tuple[str, Tensor]]:
@@ -286,18 +286,18 @@ def held(
     return HeldCheckpoint(lambda: save(path, model, codec, state, dict(found), adapter), named)
 
 
-def _copied(value: Any, copies: dict[tuple[Any, ...], Tensor]) -> Any:
-    """Copy the tensors of a state into the host's memory; one that is there twice once."""
+def _on_host(value: Any, found: dict[tuple[Any, ...], Tensor], *, copy: bool = False) -> Any:
+    """Bring the tensors of a state into the host's memory, as copies in any case or where they are on a device; one that is there twice once."""
     if isinstance(value, Mapping):
-        return {key: _copied(one, copies) for key, one in value.items()}
+        return {key: _on_host(one, found, copy=copy) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_copied(one, copies) for one in value)
-    if not isinstance(value, Tensor):
+        return type(value)(_on_host(one, found, copy=copy) for one in value)
+    if not isinstance(value, Tensor) or not (copy or value.is_cuda):
         return value
     key = (value.data_ptr(), value.dtype, value.shape, value.stride()) if value.numel() else (id(value),)
-    if key not in copies:
-        copies[key] = value.detach().to("cpu", copy=True)
-    return copies[key]
+    if key not in found:
+        found[key] = value.detach().to("cpu", copy=True)
+    return found[key]
 
 
 @contextlib.contextmanager
