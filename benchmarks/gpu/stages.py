@@ -9,7 +9,9 @@ spot in the shapes of `m2flow/planner/models`; no stage needs a network.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import fcntl
 import importlib.util
 import json
 import os
@@ -19,7 +21,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +68,8 @@ class Found:
 
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
     rows: list[Row] = dataclasses.field(default_factory=list)
+    failed: list[str] = dataclasses.field(default_factory=list)
+    """Parts that failed while others gave rows."""
 
 
 # ---- models, and what is predicted of them
@@ -128,15 +133,27 @@ def synchronize(device: str) -> None:
 
 
 def timed(device: str, action: Callable[[], object], rounds: int = 3) -> float:
-    """Median seconds of an action after one round that counts for nothing."""
+    """Median seconds of an action after one round that counts for nothing, while no other stage measures."""
     took = []
-    for _ in range(rounds + 1):
-        synchronize(device)
-        started = time.perf_counter()
-        action()
-        synchronize(device)
-        took.append(time.perf_counter() - started)
+    with measuring():
+        for _ in range(rounds + 1):
+            synchronize(device)
+            started = time.perf_counter()
+            action()
+            synchronize(device)
+            took.append(time.perf_counter() - started)
     return statistics.median(took[1:])
+
+
+@contextlib.contextmanager
+def measuring() -> Iterator[None]:
+    """Wait until no other stage measures, if the kit says where the lock is."""
+    if not (place := os.environ.get("M2FLOW_GPU_KIT_LOCK")):
+        yield
+        return
+    with open(place, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def peak_gib(device: str) -> float:
@@ -277,14 +294,19 @@ def decode(device: str) -> Found:
 
 def training(device: str) -> Found:
     """Measure tokens a second, share of peak and memory of the trainers; of a 7B model a slice of its layers."""
-    rows = []
+    rows: list[Row] = []
+    failed: list[str] = []
     is_toy = device == "cpu"
     sizes: list[tuple[str, int | None, str]] = [("Qwen2.5-0.5B", None, engine) for engine in trainers_here()]
     for shape, num_layers, engine in sizes if is_toy else [*sizes, ("Qwen2.5-7B", 4, "embedded")]:
         with tempfile.TemporaryDirectory() as folder:
             write_model(folder, shape, device, num_layers=num_layers)
-            rows.append(_trained(folder, engine, device, named(shape, num_layers)))
-    return Found({"attention": attention_of(device)}, rows)
+            try:
+                rows.append(_trained(folder, engine, device, named(shape, num_layers)))
+            except Exception as error:
+                traceback.print_exc()
+                failed.append(f"{engine}: {type(error).__name__}: {error}")
+    return Found({"attention": attention_of(device)}, rows, failed)
 
 
 def trainers_here() -> list[str]:
@@ -490,6 +512,8 @@ def main() -> None:
     torch.manual_seed(0)
     found = STAGES[a.stage](a.device)
     a.into.write_text(json.dumps(dataclasses.asdict(found)))
+    if found.failed:
+        raise SystemExit("; ".join(found.failed))
 
 
 if __name__ == "__main__":

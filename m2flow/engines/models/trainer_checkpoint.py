@@ -287,7 +287,7 @@ def held(
 
 
 def _on_host(value: Any, found: dict[tuple[Any, ...], Tensor], *, copy: bool = False) -> Any:
-    """Bring the tensors of a state into the host's memory, as copies in any case or where they are on a device; one that is there twice once."""
+    """Bring a state's tensors into the host's memory: those of a device, or with `copy` all; one that is there twice once."""
     if isinstance(value, Mapping):
         return {key: _on_host(one, found, copy=copy) for key, one in value.items()}
     if isinstance(value, list | tuple):
