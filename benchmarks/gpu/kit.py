@@ -7,8 +7,9 @@
 Each stage of `stages.py` runs in a process of its own, under a limit of time: a stage that crashes the driver's context or hangs costs that
 stage alone, and what is measured is not what an earlier stage left in memory. Stages that measure engines in their own process get ready
 side by side, for most of their time goes into drawing weights on the host, and measure one after the other, under a lock. A result is
-written at once to `<into>/<stage>.json`; a stage whose result is there is not run again. At the end everything is put into `gpu.json` and `gpu.md`. The exit status is 1 if a stage
-failed. What the kit needs beyond torch, transformers, numpy and safetensors is in `requirements.txt` beside this file.
+written at once to `<into>/<stage>.json`; a stage whose result is there is not run again. At the end everything is put into `gpu.json`
+and `gpu.md`. The exit status is 1 if a stage failed. What the kit needs beyond torch, transformers, numpy and safetensors is in
+`requirements.txt` beside this file.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from typing import Any
 
 from stages import STAGES
 
-LIMIT_S = {"tests": 300.0, "main_job": 300.0}
+LIMIT_S = {"tests": 300.0, "main_job": 300.0, "deepspeed": 300.0}
 """Stages that may take longer than the others."""
 _OTHERS_S = 200.0
-SIDE_BY_SIDE = ("environment", "agreement", "decode", "training", "switches", "weights")
+SIDE_BY_SIDE = ("environment", "agreement", "decode", "training", "deepspeed", "switches", "weights")
 """Stages that lock what they measure (`stages.timed`)."""
 
 

@@ -297,7 +297,7 @@ def training(device: str) -> Found:
     rows: list[Row] = []
     failed: list[str] = []
     is_toy = device == "cpu"
-    sizes: list[tuple[str, int | None, str]] = [("Qwen2.5-0.5B", None, engine) for engine in trainers_here()]
+    sizes: list[tuple[str, int | None, str]] = [("Qwen2.5-0.5B", None, engine) for engine in ("embedded", "fsdp")]
     for shape, num_layers, engine in sizes if is_toy else [*sizes, ("Qwen2.5-7B", 4, "embedded")]:
         with tempfile.TemporaryDirectory() as folder:
             write_model(folder, shape, device, num_layers=num_layers)
@@ -309,9 +309,13 @@ def training(device: str) -> Found:
     return Found({"attention": attention_of(device)}, rows, failed)
 
 
-def trainers_here() -> list[str]:
-    """Trainers that are installed, and run on one GPU."""
-    return ["embedded", "fsdp", *(["deepspeed"] if importlib.util.find_spec("deepspeed") else [])]
+def deepspeed(device: str) -> Found:
+    """The same of DeepSpeed, where it is installed."""
+    if importlib.util.find_spec("deepspeed") is None:
+        return Found({"deepspeed": "not installed"})
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(folder, "Qwen2.5-0.5B", device)
+        return Found({}, [_trained(folder, "deepspeed", device, "Qwen2.5-0.5B")])
 
 
 def _trained(folder: str, engine: str, device: str, name: str) -> Row:
@@ -489,6 +493,7 @@ STAGES: Mapping[str, Callable[[str], Found]] = {
     "agreement": agreement,
     "decode": decode,
     "training": training,
+    "deepspeed": deepspeed,
     "switches": switches,
     "weights": weights,
     "main_job": main_job,

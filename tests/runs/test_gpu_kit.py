@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 KIT = ROOT / "benchmarks" / "gpu"
-STAGES = ["environment", "agreement", "decode", "training", "switches", "weights", "sized_job", "plan_7b"]
+STAGES = ["environment", "agreement", "decode", "training", "deepspeed", "switches", "weights", "sized_job", "plan_7b"]
 
 
 def kit(into: Path, *options: str) -> subprocess.CompletedProcess[str]:
