@@ -2,14 +2,13 @@
 
     make gpu                      all stages on the first GPU; one that was stopped goes on where it was
     make gpu DEVICE=cpu           the same at toy size without a GPU, so that the kit can't rot
-    python benchmarks/gpu/kit.py [--device cuda] [--only STAGE ...] [--again] [--jobs N] [--into build/gpu]
+    python benchmarks/gpu/kit.py [--device cuda] [--only STAGE ...] [--again] [--into build/gpu]
 
 Each stage of `stages.py` runs in a process of its own, under a limit of time: a stage that crashes the driver's context or hangs costs that
-stage alone, and what is measured is not what an earlier stage left in memory. Stages that measure engines in their own process get ready
-side by side, for most of their time goes into drawing weights on the host, and measure one after the other, under a lock. A result is
-written at once to `<into>/<stage>.json`; a stage whose result is there is not run again. At the end everything is put into `gpu.json`
-and `gpu.md`. The exit status is 1 if a stage failed. What the kit needs beyond torch, transformers, numpy and safetensors is in
-`requirements.txt` beside this file.
+stage alone, and what is measured is not what an earlier stage left in memory. The first of them draws the models' weights on the device and
+writes them below `<into>`, which the others load. A result is written at once to `<into>/<stage>.json`; a stage whose result is there is
+not run again. At the end everything is put into `gpu.json` and `gpu.md`. The exit status is 1 if a stage failed. What the kit needs beyond
+torch, transformers, numpy and safetensors is in `requirements.txt` beside this file.
 """
 
 from __future__ import annotations
@@ -21,17 +20,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from stages import STAGES
+from stages import FOLDER, STAGES
 
 LIMIT_S = {"tests": 300.0, "main_job": 300.0, "deepspeed": 300.0}
 """Stages that may take longer than the others."""
 _OTHERS_S = 200.0
-SIDE_BY_SIDE = ("environment", "agreement", "decode", "training", "deepspeed", "switches", "weights")
-"""Stages that lock what they measure (`stages.timed`)."""
 
 
 def run_stage(stage: str, device: str, folder: Path) -> dict[str, Any]:
@@ -41,9 +37,9 @@ def run_stage(stage: str, device: str, folder: Path) -> dict[str, Any]:
     started = time.perf_counter()
     with log.open("w") as text:
         command = [sys.executable, str(Path(__file__).with_name("stages.py")), stage, "--device", device, "--into", str(result)]
-        lock = os.environ | {"M2FLOW_GPU_KIT_LOCK": str(folder / "measuring.lock")}
+        models = os.environ | {FOLDER: str(folder / "models")}
         process = subprocess.Popen(
-            command, stdout=text, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True, env=lock
+            command, stdout=text, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True, env=models
         )
         try:
             status: int | str = process.wait(LIMIT_S.get(stage, _OTHERS_S))
@@ -82,30 +78,21 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", help="cuda, or cpu at toy size")
     parser.add_argument("--only", nargs="+", choices=list(STAGES), default=list(STAGES), metavar="STAGE")
     parser.add_argument("--again", action="store_true", help="run stages that have a result, too")
-    parser.add_argument("--jobs", type=int, default=max(1, min(6, (os.cpu_count() or 1) // 2)), help="stages that get ready side by side")
     parser.add_argument("--into", type=Path, default=Path("build/gpu"))
     a = parser.parse_args()
     folder = (a.into / a.device).resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    results: dict[str, dict[str, Any]] = {}
-
-    def settle(stage: str) -> None:
+    results = {}
+    for stage in a.only:
         kept = folder / f"{stage}.json"
         if kept.exists() and not a.again and "error" not in (found := json.loads(kept.read_text())):
             print(f"{stage:<12} has a result", flush=True)
         else:
+            print(f"{stage:<12} ...", end="", flush=True)
             found = run_stage(stage, a.device, folder)
             kept.write_text(json.dumps(found, indent=1))
-            print(f"{stage:<12} {found['seconds']} s {'FAILED: ' + found['error'] if 'error' in found else ''}", flush=True)
+            print(f" {found['seconds']} s {'FAILED: ' + found['error'] if 'error' in found else ''}", flush=True)
         results[stage] = found
-
-    together = [stage for stage in a.only if stage in SIDE_BY_SIDE]
-    with ThreadPoolExecutor(a.jobs) as threads:
-        list(threads.map(settle, together))
-    for stage in a.only:
-        if stage not in together:
-            settle(stage)
-    results = {stage: results[stage] for stage in a.only}
     (folder / "gpu.json").write_text(json.dumps(results, indent=1))
     (folder / "gpu.md").write_text(page(results))
     print(f"results are in {folder / 'gpu.json'} and {folder / 'gpu.md'}")

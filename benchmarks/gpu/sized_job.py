@@ -1,4 +1,4 @@
-"""GRPO on a model of a given directory with random weights: what the GPU kit runs to set a real step beside the planned one."""
+"""GRPO on a model of a given directory: what the GPU kit runs to set a real step beside the planned one."""
 
 from m2flow import AdamW, Dataset, Policy, Reward, Sample, flow, ppo_clip, steps
 
@@ -13,7 +13,7 @@ def has_an_even_token(sample: Sample) -> float:
 
 @flow
 def sized(model: str, dtype: str = "bfloat16", num_steps: int = 4, batch: int = 16, n: int = 8, max_new_tokens: int = 256) -> None:
-    policy = Policy(model, init="random", dtype=dtype)
+    policy = Policy(model, dtype=dtype)
     reward = Reward(has_an_even_token)
     prompts = Dataset.generate(task, num_steps * batch, seed=1)
     for _ in steps(num_steps):

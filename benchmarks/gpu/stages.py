@@ -2,16 +2,14 @@
 
     python benchmarks/gpu/stages.py STAGE --device cuda --into RESULT.json
 
-On `cpu` every stage runs at toy size: what is measured then says nothing, but that the stage works. Models have random weights, made on the
-spot in the shapes of `m2flow/planner/models`; no stage needs a network.
+On `cpu` every stage runs at toy size: what is measured then says nothing, but that the stage works. Models have random weights in the
+shapes of `m2flow/planner/models`, drawn on the device (`model_folder`); no stage needs a network.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
-import fcntl
 import importlib.util
 import json
 import os
@@ -22,7 +20,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,14 +73,40 @@ class Found:
 # ---- models, and what is predicted of them
 
 
-def write_model(folder: str, shape: str, device: str, *, num_layers: int | None = None) -> None:
+SIZES: tuple[tuple[str, int | None], ...] = (("Qwen2.5-0.5B", None), ("Qwen2.5-7B", 4))
+"""The models that are measured: a whole one, and of a large one as many layers as fit."""
+
+
+def model_folder(shape: str, device: str, num_layers: int | None = None) -> str:
+    """A model's directory beside the results, made when it is first asked for: a tokenizer of words, and random weights in its shape.
+
+    The weights are drawn on the device: on the host that takes longer than all that is measured.
+    """
+    folder = Path(os.environ.get(FOLDER, tempfile.gettempdir())) / f"{shape}-{num_layers or 'all'}"
+    if (folder / "complete").exists():
+        return str(folder)
+    write_config(folder, shape, is_toy=device == "cpu", num_layers=num_layers)
+    config = transformers.AutoConfig.from_pretrained(folder)
+    with torch.device(device):
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype_of(device)))
+    model.save_pretrained(folder)
+    (folder / "complete").touch()
+    return str(folder)
+
+
+FOLDER = "M2FLOW_GPU_KIT_MODELS"
+"""Where the kit's stages have their models."""
+
+
+def write_config(folder: str | Path, shape: str, *, is_toy: bool, num_layers: int | None = None) -> None:
     """Write a model's configuration in the shape of a Qwen2.5, without weights, and a tokenizer of words.
 
     Args:
         num_layers: fewer layers than the model has, so that a part of a large one fits.
     """
     told = json.loads((ZOO / f"{shape}.json").read_text())
-    told.update(TOY if device == "cpu" else {})
+    told.update(TOY if is_toy else {})
     if num_layers is not None:
         told["num_hidden_layers"] = num_layers
     known = {name: told[name] for name in (*TOY, "tie_word_embeddings", "rope_theta", "rms_norm_eps") if name in told}
@@ -99,7 +123,11 @@ def named(shape: str, num_layers: int | None) -> str:
 
 
 def model_of(folder: str, device: str) -> Model:
-    return Model(folder, init="random", dtype=dtype_of(device))
+    return Model(folder, dtype=dtype_of(device))
+
+
+def vocabulary_of(folder: str) -> int:
+    return int(json.loads((Path(folder) / "config.json").read_text())["vocab_size"])
 
 
 def dtype_of(device: str) -> Dtype:
@@ -133,27 +161,15 @@ def synchronize(device: str) -> None:
 
 
 def timed(device: str, action: Callable[[], object], rounds: int = 3) -> float:
-    """Median seconds of an action after one round that counts for nothing, while no other stage measures."""
+    """Median seconds of an action after one round that counts for nothing."""
     took = []
-    with measuring():
-        for _ in range(rounds + 1):
-            synchronize(device)
-            started = time.perf_counter()
-            action()
-            synchronize(device)
-            took.append(time.perf_counter() - started)
+    for _ in range(rounds + 1):
+        synchronize(device)
+        started = time.perf_counter()
+        action()
+        synchronize(device)
+        took.append(time.perf_counter() - started)
     return statistics.median(took[1:])
-
-
-@contextlib.contextmanager
-def measuring() -> Iterator[None]:
-    """Wait until no other stage measures, if the kit says where the lock is."""
-    if not (place := os.environ.get("M2FLOW_GPU_KIT_LOCK")):
-        yield
-        return
-    with open(place, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def peak_gib(device: str) -> float:
@@ -200,7 +216,7 @@ def tests(device: str) -> Found:
 def agreement(device: str) -> Found:
     """Compare the device's log-probabilities and gradients with those of the CPU in float32, on the same samples and weights."""
     with tempfile.TemporaryDirectory() as folder:
-        write_model(folder, "Qwen2.5-0.5B", "cpu")
+        write_config(folder, "Qwen2.5-0.5B", is_toy=True)
         vocabulary = TOY["vocab_size"]
         batch = make_samples(8, 4, 12, 20, vocabulary)
         source = Model(folder, init="random")
@@ -269,26 +285,23 @@ def decode(device: str) -> Found:
     """
     rows = []
     is_toy = device == "cpu"
-    models: list[tuple[str, int | None]] = [("Qwen2.5-0.5B", None)] if is_toy else [("Qwen2.5-0.5B", None), ("Qwen2.5-7B", 4)]
-    for shape, num_layers in models:
-        with tempfile.TemporaryDirectory() as folder:
-            write_model(folder, shape, device, num_layers=num_layers)
-            vocabulary = json.loads((Path(folder) / "config.json").read_text())["vocab_size"]
-            pool, planned = pool_here(device), shape_of(folder, device)
-            sizes = ((4, 16, 8),) if is_toy else ((1, 128, 128), (32, 512, 128), (128, 512, 128), (256, 128, 128))
-            for has_graphs in (True, False) if shape == "Qwen2.5-0.5B" else (True,):
-                options = {"cuda_graphs": has_graphs}
-                engine = EmbeddedRollout(model_of(folder, device), EngineSettings(device=device, max_running=256, options=options))
-                engine.start()
-                for batch, prompt, new in sizes[:: 1 if has_graphs else 2]:
-                    seconds = timed(device, lambda: generate(engine, batch, prompt, [new] * batch, vocabulary), rounds=1)  # noqa: B023
-                    first = timed(device, lambda: generate(engine, batch, prompt, [1] * batch, vocabulary), rounds=1)  # noqa: B023
-                    step_s = (seconds - first) / (new - 1)
-                    cost = decode_cost(planned, pool, Layout(), Extent.of([new] * batch, prompt=prompt), batch)
-                    row: Row = {"model": named(shape, num_layers), "graphs": has_graphs, "batch": batch, "prompt": prompt, "new": new}
-                    row |= {"tokens/s": round(batch / step_s), "prefill tokens/s": round(batch * prompt / first)}
-                    rows.append(beside(row, "step ms", step_s * 1e3, (cost.step_s + batch * cost.sample_s) * 1e3))
-                engine.stop()
+    for shape, num_layers in SIZES[: 1 if is_toy else None]:
+        folder = model_folder(shape, device, num_layers)
+        pool, planned, vocabulary = pool_here(device), shape_of(folder, device), vocabulary_of(folder)
+        sizes = ((4, 16, 8),) if is_toy else ((1, 128, 128), (32, 512, 128), (128, 512, 128), (256, 128, 128))
+        for has_graphs in (False, True) if num_layers is None else (True,):
+            options = {"cuda_graphs": has_graphs}
+            engine = EmbeddedRollout(model_of(folder, device), EngineSettings(device=device, max_running=256, options=options))
+            engine.start()
+            for batch, prompt, new in sizes[:: 1 if has_graphs else 2]:
+                seconds = timed(device, lambda: generate(engine, batch, prompt, [new] * batch, vocabulary), rounds=1)  # noqa: B023
+                first = timed(device, lambda: generate(engine, batch, prompt, [1] * batch, vocabulary), rounds=1)  # noqa: B023
+                step_s = (seconds - first) / (new - 1)
+                cost = decode_cost(planned, pool, Layout(), Extent.of([new] * batch, prompt=prompt), batch)
+                row: Row = {"model": named(shape, num_layers), "graphs": has_graphs, "batch": batch, "prompt": prompt, "new": new}
+                row |= {"tokens/s": round(batch / step_s), "prefill tokens/s": round(batch * prompt / first)}
+                rows.append(beside(row, "step ms", step_s * 1e3, (cost.step_s + batch * cost.sample_s) * 1e3))
+            engine.stop()
     return Found({"engine": "embedded"}, rows)
 
 
@@ -298,30 +311,26 @@ def training(device: str) -> Found:
     failed: list[str] = []
     is_toy = device == "cpu"
     sizes: list[tuple[str, int | None, str]] = [("Qwen2.5-0.5B", None, engine) for engine in ("embedded", "fsdp")]
-    for shape, num_layers, engine in sizes if is_toy else [*sizes, ("Qwen2.5-7B", 4, "embedded")]:
-        with tempfile.TemporaryDirectory() as folder:
-            write_model(folder, shape, device, num_layers=num_layers)
-            try:
-                rows.append(_trained(folder, engine, device, named(shape, num_layers)))
-            except Exception as error:
-                traceback.print_exc()
-                failed.append(f"{engine}: {type(error).__name__}: {error}")
-    return Found({"attention": attention_of(device)}, rows, failed)
+    for shape, num_layers, engine in sizes if is_toy else [*sizes, (*SIZES[1], "embedded")]:
+        try:
+            rows.append(_trained(model_folder(shape, device, num_layers), engine, device, named(shape, num_layers)))
+        except Exception as error:
+            traceback.print_exc()
+            failed.append(f"{engine}: {type(error).__name__}: {error}")
+    return Found({"attention": attention_of(model_folder(*SIZES[0][:1], device))}, rows, failed)
 
 
 def deepspeed(device: str) -> Found:
     """The same of DeepSpeed, where it is installed."""
     if importlib.util.find_spec("deepspeed") is None:
         return Found({"deepspeed": "not installed"})
-    with tempfile.TemporaryDirectory() as folder:
-        write_model(folder, "Qwen2.5-0.5B", device)
-        return Found({}, [_trained(folder, "deepspeed", device, "Qwen2.5-0.5B")])
+    return Found({}, [_trained(model_folder("Qwen2.5-0.5B", device), "deepspeed", device, "Qwen2.5-0.5B")])
 
 
 def _trained(folder: str, engine: str, device: str, name: str) -> Row:
     is_toy = device == "cpu"
     planned, pool = shape_of(folder, device), pool_here(device)
-    vocabulary = json.loads((Path(folder) / "config.json").read_text())["vocab_size"]
+    vocabulary = vocabulary_of(folder)
     batch = make_samples(*((2, 2, 8, 24) if is_toy else (8, 1, 256, 768)), vocabulary)
     tokens = int(batch.ragged("tokens").lengths.sum())
     if device != "cpu":
@@ -344,35 +353,36 @@ def _trained(folder: str, engine: str, device: str, name: str) -> Row:
     return beside(row, "accumulate ms", seconds * 1e3, predicted * 1e3)
 
 
-def attention_of(device: str) -> str:
-    with tempfile.TemporaryDirectory() as folder:
-        write_model(folder, "Qwen2.5-0.5B", "cpu")
-        return str(load_model(Model(folder, init="random"), device=device, attention="sdpa").config._attn_implementation)
+def attention_of(folder: str) -> str:
+    return str(load_model(Model(folder), device="cpu", attention="sdpa").config._attn_implementation)
 
 
 def switches(device: str) -> Found:
     """Measure how long engines take to leave the device and to come back, and what they leave behind."""
     rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        write_model(folder, "Qwen2.5-0.5B", device)
-        settings = EngineSettings(device=device, max_running=4 if device == "cpu" else 128)
-        trainer, engine = EmbeddedTrain(model_of(folder, device), settings), EmbeddedRollout(model_of(folder, device), settings)
-        for name, one in (("trainer", trainer), ("rollout", engine)):
-            one.start()
-            if one is trainer:
-                vocabulary = json.loads((Path(folder) / "config.json").read_text())["vocab_size"]
-                trainer.accumulate(make_samples(2, 1, 8, 24, vocabulary), PPO)
-                trainer.apply(AdamW(1e-6), 1.0)
-            held = one.memory().total
-            away = timed(device, lambda: (one.onload(), one.offload()))  # noqa: B023
-            left = 0 if device == "cpu" else torch.cuda.memory_allocated()
-            one.offload()
-            back = timed(device, one.onload, rounds=1)
-            rows.append(
-                {"engine": name, "GiB held": _rounded(held / 2**30), "there and back s": _rounded(away), "onload s": _rounded(back),
-                 "GiB left on the device": _rounded(left / 2**30)}
-            )  # fmt: skip
-            one.stop()
+    folder = model_folder("Qwen2.5-0.5B", device)
+    settings = EngineSettings(device=device, max_running=4 if device == "cpu" else 128)
+    for name, kind in (("trainer", EmbeddedTrain), ("rollout", EmbeddedRollout)):
+        one = kind(model_of(folder, device), settings)
+        one.start()
+        if isinstance(one, EmbeddedTrain):
+            one.accumulate(make_samples(2, 1, 8, 24, vocabulary_of(folder)), PPO)
+            one.apply(AdamW(1e-6), 1.0)
+        held = one.memory().total
+        times: dict[str, list[float]] = {"offload": [], "onload": []}
+        for _ in range(3):
+            for way, took in times.items():
+                synchronize(device)
+                started = time.perf_counter()
+                getattr(one, way)()
+                synchronize(device)
+                took.append(time.perf_counter() - started)
+        one.offload()
+        left = 0 if device == "cpu" else torch.cuda.memory_allocated()
+        row: Row = {"engine": name, "GiB held": _rounded(held / 2**30)}
+        row |= {f"{way} s": _rounded(statistics.median(took)) for way, took in times.items()}
+        rows.append({**row, "GiB left on the device": _rounded(left / 2**30)})
+        one.stop()
     return Found({}, rows)
 
 
@@ -439,15 +449,15 @@ def _told(said: Mapping[str, Any]) -> Row:
 
 def sized_job(device: str) -> Found:
     """Run GRPO on a model of 0.5B parameters, time-shared, in its own processes, and set the measured step beside the planned one."""
+    model = model_folder("Qwen2.5-0.5B", device)
     with tempfile.TemporaryDirectory() as folder:
-        write_model(folder, "Qwen2.5-0.5B", device)
         spec, planned_spec = Path(folder) / "cluster.yaml", Path(folder) / "planned.yaml"
         same = "name: kit\nplacement: time-shared\nrollout: {max_running: 256}\n"
         spec.write_text(f"{same}device: {'cpu' if device == 'cpu' else 'cuda:0'}\n")
         kind = "h100" if device == "cpu" else pool_here(device).device.name
         planned_spec.write_text(f"{same}pools: {{main: {{device: {kind}, nodes: 1, devices_per_node: 1}}}}\n")
         size = {"batch": 2, "n": 2, "max-new-tokens": 8} if device == "cpu" else {"batch": 16, "n": 8, "max-new-tokens": 256}
-        options = [str(ROOT / "benchmarks" / "gpu" / "sized_job.py"), "--model", folder, "--dtype", dtype_of(device)]
+        options = [str(ROOT / "benchmarks" / "gpu" / "sized_job.py"), "--model", model, "--dtype", dtype_of(device)]
         options += [word for name, value in size.items() for word in (f"--{name}", str(value))]
         planned = _m2flow("plan", *options, "--cluster", str(planned_spec))
         ran = _m2flow("run", *options, "--cluster", str(spec), "--runs-dir", folder, "--json", "--quiet")
@@ -514,7 +524,6 @@ def main() -> None:
         return
     if a.device != "cpu" and not torch.cuda.is_available():
         raise SystemExit("torch sees no GPU here. `make gpu DEVICE=cpu` runs the kit at toy size.")
-    torch.manual_seed(0)
     found = STAGES[a.stage](a.device)
     a.into.write_text(json.dumps(dataclasses.asdict(found)))
     if found.failed:

@@ -96,7 +96,6 @@ _BUILT_IN = (
         ),
         "Continuous batching for Hugging Face causal language models, in PyTorch.",
         ("torch", "transformers"),
-        untested="cuda",
     ),
     EngineInfo(
         "embedded",
@@ -119,7 +118,6 @@ _BUILT_IN = (
         "Packed micro-batches without padding, prompts shared within a group, in PyTorch; over several ranks, a replica on each.",
         ("torch", "transformers"),
         ranked="m2flow.engines.distributed.ranks:ReplicatedTrain",
-        untested="cuda",
     ),
     EngineInfo(
         "sglang",
@@ -182,7 +180,7 @@ _BUILT_IN = (
         "The embedded trainer over any number of ranks: weights, gradients and optimiser spread by FSDP2, experts too, layers over stages.",
         ("torch", "transformers"),
         refuses="m2flow.engines.distributed:check_fsdp",
-        untested="cuda",
+        untested="cuda with several ranks",
     ),
     EngineInfo(
         "deepspeed",

@@ -361,7 +361,7 @@ class Attained(msgspec.Struct, frozen=True):
 _EFFICIENCIES = Path(__file__).with_name("efficiencies.yaml")
 _SERVERS = ("sglang", "vllm")
 _TRAINERS = ("deepspeed", "fsdp", "megatron")
-"""Engines that have entries; others (embedded, fake) are measured, not modelled."""
+"""Engines that have entries, and the `default` where these lack something. The embedded ones have their own alone; others are measured."""
 
 Overrides = dict[str, dict[str, dict[str, Estimate]]]
 """`rollout` or `train` -> an engine or `default` -> field -> number."""
@@ -382,9 +382,9 @@ _A = TypeVar("_A", RolloutAttained, TrainAttained)
 
 def _replaced(kind: str, name: str, neutral: _A, own: Overrides) -> _A:
     fields: dict[str, Estimate] = {}
-    for table in (_built_in_efficiencies() if name in (*_SERVERS, *_TRAINERS) else {}, own):
+    for table, has_default in ((_built_in_efficiencies(), name in (*_SERVERS, *_TRAINERS)), (own, True)):
         of_kind = table.get(kind, {})
-        fields |= {**of_kind.get("default", {}), **of_kind.get(name, {})}
+        fields |= {**(of_kind.get("default", {}) if has_default else {}), **of_kind.get(name, {})}
     for unknown in fields.keys() - set(neutral.__struct_fields__):
         now = did_you_mean(unknown, neutral.__struct_fields__)
         raise SpecError(f"attained.{kind}.{name}.{unknown}: no such number", now=now)

@@ -8,8 +8,8 @@ A reader must have finished before the next `write`, as with shared memory.
 
 Buffers are allocated by the driver and not by torch, whose own IPC keeps a count for one borrower of each loan. A reader maps them on the
 owner's GPU, as torch does, also where its engine has another one: a mapping elsewhere would be a copy that goes stale. Memory is
-`CudaMemory` except in tests, where files take its place. Limit: CUDA IPC was not run on a GPU so far, and needs processes that see the same
-GPUs under the same names.
+`CudaMemory` except in tests without a GPU, where files take its place. Limit: CUDA IPC needs processes that see the same GPUs under the
+same names.
 """
 
 from __future__ import annotations

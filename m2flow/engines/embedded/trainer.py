@@ -89,7 +89,7 @@ from m2flow.samples import ROUTED_EXPERTS, Batch, Ragged, SampleId, group_keys
 # Shapes: T predicted tokens, V vocabulary.
 
 _CHUNK_ELEMENTS = 1 << 20
-"""Logits worked on at a time: 4 MiB of float32, which a last-level cache holds."""
+"""Logits worked on at a time: on a CPU 4 MiB of float32, which a last-level cache holds; on a GPU 64 times as many, which keep it busy."""
 
 
 def token_logprobs(logits: Tensor, targets: Tensor, temperature: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -205,7 +205,7 @@ def _scaled(logits: Tensor, temperature: Tensor | None, rows: slice) -> Tensor:
 
 
 def _chunks(logits: Tensor) -> list[slice]:
-    size = max(1, _CHUNK_ELEMENTS // max(1, logits.shape[1]))
+    size = max(1, (_CHUNK_ELEMENTS << (6 if logits.is_cuda else 0)) // max(1, logits.shape[1]))
     return [slice(start, start + size) for start in range(0, logits.shape[0], size)]
 
 
