@@ -42,7 +42,7 @@ import json
 import secrets
 import socket
 import weakref
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, final
 
@@ -96,19 +96,44 @@ async def endpoint(chat: Chat) -> AsyncIterator[Endpoint]:
     Raises:
         EpisodeFailed: when it closes, if a turn that a client asked for was the episode's failure.
     """
-    session = Session(chat)
-    server = _Server.here()
-    key = server.open(session)
-    is_failed = True
+    server, key = _Server.here(), secrets.token_hex(16)
+    async with server.episode() as serve:
+        serve(key, chat)
+        yield Endpoint(server.url(key), key)
+
+
+@final
+class SharedEndpoint:
+    """One address for the episodes of a worker, told apart by the header `x-session-id` of each request.
+
+    For programs whose client is made once, for all of their episodes.
+    """
+
+    def __init__(self, server: _Server, key: str) -> None:
+        self._server = server
+        self._key = key
+        self.base_url = server.url(key)
+
+    @contextlib.asynccontextmanager
+    async def episode(self) -> AsyncIterator[Callable[[str, Chat], None]]:
+        """Serve conversations of an episode while the context is open: `serve(name, chat)` begins with one, whose name the header says.
+
+        Raises:
+            EpisodeFailed: as `endpoint`.
+        """
+        async with self._server.episode() as serve:
+            yield lambda name, chat: serve(f"{self._key}/{name}", chat)
+
+
+@contextlib.asynccontextmanager
+async def shared_endpoint() -> AsyncIterator[SharedEndpoint]:
+    """Hold an address at which conversations of any episode of this event loop can be served, while the context is open."""
+    server, key = _Server.here(), secrets.token_hex(16)
+    server.hold(key)
     try:
-        yield Endpoint(f"http://127.0.0.1:{server.port}/{key}/v1", key)
-        is_failed = False
-    except Exception:
-        session.raise_failure()
-        raise
+        yield SharedEndpoint(server, key)
     finally:
-        await server.close(key, is_failed=is_failed)
-    session.raise_failure()
+        await server.release(key)
 
 
 # ---- a session: requests become turns
@@ -246,12 +271,14 @@ def _named(message: Message, among: Sequence[Message]) -> Message:
 
 @final
 class _Server:
-    """The one server of an event loop. It ends with its last session."""
+    """The one server of an event loop. It ends with its last session, or with the last shared address."""
 
     _running: ClassVar[weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Server]] = weakref.WeakKeyDictionary()
 
     def __init__(self) -> None:
         self._sessions: dict[str, Session] = {}
+        self._held: set[str] = set()
+        """Keys of shared addresses."""
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
         self.port: int = self._listener.getsockname()[1]
         routes = [Route("/{key}/v1/models", self._models, methods=["GET"])]
@@ -268,18 +295,47 @@ class _Server:
         loop = asyncio.get_running_loop()
         return cls._running.get(loop) or cls._running.setdefault(loop, cls())
 
-    def open(self, session: Session) -> str:
-        key = secrets.token_hex(16)
-        self._sessions[key] = session
-        return key
+    def url(self, key: str) -> str:
+        return f"http://127.0.0.1:{self.port}/{key}/v1"
 
-    async def close(self, key: str, *, is_failed: bool) -> None:
-        """End a session. Nothing gets in any more from the first moment on, even where this is cancelled."""
-        session, is_last = self._sessions.pop(key), not self._sessions
+    @contextlib.asynccontextmanager
+    async def episode(self) -> AsyncIterator[Callable[[str, Chat], None]]:
+        """Serve conversations of one episode, each under a key, until the context closes. Raises what failed in a turn of theirs."""
+        opened: dict[str, Session] = {}
+
+        def serve(key: str, chat: Chat) -> None:
+            self._sessions[key] = opened[key] = Session(chat)
+
+        is_failed = True
+        try:
+            yield serve
+            is_failed = False
+        except Exception:
+            for session in opened.values():
+                session.raise_failure()
+            raise
+        finally:
+            await self._close(opened, is_failed=is_failed)
+        for session in opened.values():
+            session.raise_failure()
+
+    def hold(self, key: str) -> None:
+        """Have the server go on, whether there are sessions or not."""
+        self._held.add(key)
+
+    async def release(self, key: str) -> None:
+        self._held.discard(key)
+        await self._close({}, is_failed=False)
+
+    async def _close(self, opened: Mapping[str, Session], *, is_failed: bool) -> None:
+        """End sessions. Nothing gets in any more from the first moment on, even where this is cancelled."""
+        for key in opened:
+            del self._sessions[key]
+        is_last = not self._sessions and not self._held
         if is_last:
             self._running.pop(asyncio.get_running_loop(), None)
             self._server.should_exit = True
-        await session.close(is_failed=is_failed)
+        await asyncio.gather(*(session.close(is_failed=is_failed) for session in opened.values()))
         if is_last:
             await asyncio.shield(self._task)
 
@@ -291,16 +347,23 @@ class _Server:
             connection.transport.abort()
         self._listener.close()
 
-    def _session_of(self, request: HttpRequest) -> Session:
+    def _check_caller(self, request: HttpRequest) -> str:
+        """The key of the path. Raises `BadRequest`: the request names another host."""
         if not LOOPBACK_HOST.fullmatch(request.headers.get("host", "")):
             raise BadRequest("this server answers on loopback only", status=403)
-        session = self._sessions.get(request.path_params["key"])
-        if session is None:
+        return str(request.path_params["key"])
+
+    def _session_of(self, request: HttpRequest) -> Session:
+        key = self._check_caller(request)
+        if key in self._held:
+            key = f"{key}/{request.headers.get('x-session-id', '')}"
+        if key not in self._sessions:
             raise BadRequest("there is no such episode, or it is over", status=404)
-        return session
+        return self._sessions[key]
 
     async def _models(self, request: HttpRequest) -> Response:
-        self._session_of(request)
+        if self._check_caller(request) not in self._held:
+            self._session_of(request)
         return JSONResponse({"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "m2flow"}]})
 
     async def _answer(self, request: HttpRequest) -> Response:

@@ -22,7 +22,7 @@ from m2flow import Chat, Dataset, Policy, Sample, agent, endpoint, flow, steps, 
 from m2flow.agents.chat import Asked, Known, Reply, Resources, Table
 from m2flow.agents.conversation import Conversation
 from m2flow.agents.episodes import EpisodeStart, EventLoop
-from m2flow.agents.http_sessions import Endpoint, _Server
+from m2flow.agents.http_sessions import Endpoint, _Server, shared_endpoint
 from m2flow.agents.tools import EpisodeFailed, Outcome, ToolCall
 from m2flow.engines.contract import Language
 from m2flow.engines.models.hf_model import TextCodec
@@ -587,6 +587,70 @@ def test_a_loop_that_is_closed_leaves_no_open_port(language: Language) -> None:
     loop.close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), timeout=5)
+
+
+# ---- an address that episodes share
+
+
+def test_conversations_of_several_episodes_at_one_address_are_told_apart_by_a_header(language: Language) -> None:
+    scripts = {name: Script(language, [name]) for name in ("one", "two", "three")}
+
+    async def run() -> list[str]:
+        async with shared_endpoint() as address, httpx.AsyncClient(base_url=address.base_url, timeout=60) as client:
+
+            async def asks(name: str) -> str:
+                answer = await client.post("/chat/completions", json={"messages": ASKS}, headers={"x-session-id": name})
+                return str(answer.json()["choices"][0]["message"]["content"]) if answer.status_code == 200 else answer.text
+
+            async with address.episode() as serve, address.episode() as other:
+                serve("a", chat_of(scripts["one"]))
+                serve("b", chat_of(scripts["two"]))
+                other("c", chat_of(scripts["three"]))
+                said = [*await asyncio.gather(*(asks(name) for name in "abcd")), await asks("")]
+                assert (await client.get("/models")).status_code == 200
+                async with endpoint(chat_of(Script(language, ["own"]))) as server:
+                    assert server.base_url.split("/")[2] == address.base_url.split("/")[2]
+            return [*said, await asks("a")]
+
+    *said, unknown, unnamed, over = asyncio.run(run())
+    assert said == ["one", "two", "three"]
+    assert all("there is no such episode, or it is over" in text for text in (unknown, unnamed, over))
+    assert not _Server._running
+
+
+def test_a_failure_in_one_of_an_episodes_conversations_is_raised_where_it_ends_and_harms_no_other_episode(language: Language) -> None:
+    class Failing(Script):
+        async def turn(self, asked: Asked) -> Reply:
+            raise EpisodeFailed("turn_timed_out", "too slow")
+
+    slow, well = Script(language, ["one"], delay_s=60), Script(language, ["one"])
+
+    async def run() -> str:
+        async with shared_endpoint() as address, httpx.AsyncClient(base_url=address.base_url, timeout=60) as client:
+
+            async def asks(name: str) -> httpx.Response:
+                return await client.post("/chat/completions", json={"messages": ASKS}, headers={"x-session-id": name})
+
+            async def fails() -> None:
+                async with address.episode() as serve:
+                    serve("a", chat_of(Failing(language, [])))
+                    serve("b", chat_of(slow))
+                    assert (await asks("a")).status_code == 400
+                    waiting.append(asyncio.ensure_future(asks("b")))
+                    while not slow.asked:
+                        await asyncio.sleep(0.01)
+                    raise KeyError
+
+            waiting: list[asyncio.Future[httpx.Response]] = []
+            async with address.episode() as other:
+                other("c", chat_of(well))
+                with pytest.raises(EpisodeFailed, match="too slow"):
+                    await fails()
+                assert (await waiting[0]).status_code == 404
+                return str((await asks("c")).json()["choices"][0]["message"]["content"])
+
+    assert asyncio.run(run()) == "one"
+    assert not _Server._running
 
 
 # ---- clients as they are installed
