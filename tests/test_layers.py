@@ -59,6 +59,7 @@ VENDORS = {
     "uvicorn": {"viewer/serving.py", "agents/endpoint.py", "agents/http_sessions.py"},
     "gymnasium": {"environments/env.py"},
     "websockets": {"environments/openenv.py"},
+    "verifiers": {"agents/verifiers_envs.py"},
     "pydantic_monty": {"sandbox.py"},
 }
 """Vendor -> the files that import it, or none."""
