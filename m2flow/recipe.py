@@ -33,7 +33,6 @@ over a sequence's tokens; the mean over groups of the mean over a group's tokens
 
 # ---- argument checks: each raises `OptionError`, which names the option, and `m2flow.macro.session` adds the line.
 
-
 MOST_COUNTED = 2**31 - 1
 """Samples, tokens, steps or times: counts of them are kept in 32 bits."""
 
@@ -377,7 +376,6 @@ _COLDEST, _HOTTEST = 1e-3, 1e3
 """Bounds of the temperature, so that no logit overflows float32 when divided by it."""
 _LEAST_PENALTY, _LARGEST_BIAS = 1e-2, 1e9
 
-
 EpisodeFailure = Literal[
     "raised", "invalid", "timed_out", "turn_timed_out", "tool_failed", "too_many_turns", "too_many_conversations", "history_rewritten",
     "lost", "diverged", "unknown_speaker",
@@ -406,6 +404,8 @@ class Episodes:
     """Conversations in which the model speaks; each of the speakers likewise."""
     speakers: tuple[tuple[str, str], ...] = field(default=(), metadata=LATER)
     """Others that speak in the episodes: the name by which the agent knows each, and its role."""
+    drawn_by: tuple[tuple[str, Sampling], ...] = field(default=(), metadata=LATER)
+    """Of those whose turns are not drawn as the rollout's: the name, and how they are."""
 
     def __post_init__(self) -> None:
         check_count("max_turns", self.max_turns)
@@ -418,7 +418,8 @@ class Episodes:
     def shown(self) -> dict[str, object]:
         """What a plan says of them."""
         several = {"max_conversations": self.max_conversations} if self.max_conversations > 1 else {}
-        speakers = {"speakers": dict(self.speakers)} if self.speakers else {}
+        speakers: dict[str, object] = {"speakers": dict(self.speakers)} if self.speakers else {}
+        speakers |= {f"{name}_temperature": own.temperature for name, own in self.drawn_by}
         return {"max_turns": self.max_turns, **several, **speakers, **({"history": "fork"} if self.history == "fork" else {})}
 
     @property

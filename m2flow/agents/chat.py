@@ -192,6 +192,8 @@ class Table:
     """What gives an empty conversation of one who speaks."""
     speakers: Sequence[str] = ()
     """Who may speak beside the policy."""
+    stop_of: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Of speakers with sampling options of their own: what ends their turns, in place of `stop`."""
     parents: dict[str, str] = field(default_factory=lambda: {MAIN: ""})
     """Of each conversation, the one that it was forked from; empty: none."""
     by: dict[str, str] = field(default_factory=lambda: {MAIN: ""})
@@ -417,7 +419,8 @@ class Chat:
         if self._is_busy:
             raise RuntimeError("a chat has one turn at a time; this one has not ended")
         self._check_whole()
-        texts = self._table.stop if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
+        usual = self._table.stop_of.get(self.by, self._table.stop)
+        texts = usual if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
         Sampling(1, stop=texts)  # It raises here what would end the engine there.
         if max_tokens is not None and max_tokens > 0:  # With less the turn is empty.
             check_count("max_tokens", max_tokens)

@@ -476,6 +476,7 @@ class _Episode:
                     max_turns=bounds.max_turns,
                     max_conversations=bounds.max_conversations,
                     stop=sampling.stop,
+                    stop_of={name: own.stop for name, own in bounds.drawn_by},
                     make=lambda by: Conversation(self.host.engine_of(self, by).language, bounds.history, agent.tool_calls),
                     speakers=[name for name, _ in bounds.speakers],
                 )
@@ -596,7 +597,8 @@ class Episodes:
         branch = (episode.start.branch,) if episode.start.branch else ()
         seed = keyed_bits(episode.start.request.seed, path, episode.occurrences[path], *branch)
         episode.occurrences[path] += 1
-        sampling = replace(episode.start.request.sampling, max_new_tokens=asked.max_new_tokens, stop=asked.stop)
+        drawn = dict(episode.start.bounds.drawn_by).get(asked.by, episode.start.request.sampling)
+        sampling = replace(drawn, max_new_tokens=asked.max_new_tokens, stop=asked.stop)
         turn.request = request = Request(episode.id, tuple(context), seed, sampling)
         recorded = episode.recorded.get(asked.name)
         if recorded is not None and not recorded.is_used_up:

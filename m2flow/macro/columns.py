@@ -17,7 +17,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, final
 
 import numpy as np
 import numpy.typing as npt
@@ -510,6 +510,8 @@ class Said:
     """Take out of episodes what one speaker said: its conversations, with their turns and rewards."""
 
     speaker: str
+    temperature: float | None = None
+    """At which its tokens were drawn; None: at the rollout's, which the rows have."""
 
     def __call__(self, rows: Batch, values: Mapping[str, object]) -> Batch:
         if not len(rows):
@@ -539,6 +541,7 @@ class Said:
             finish=np.array([turn["finish"] for turn in last], rows.dense("finish").dtype),
             text=Ragged.texts([str(turn["text"]) for turn in last]),
             prompt_text=Ragged.texts(prompts),
+            **({} if self.temperature is None else {"temperature": np.full(len(rows), self.temperature or 1.0, np.float64)}),
         )
 
 
@@ -584,6 +587,36 @@ def _record_of(record: Mapping[str, Any], speaker: str, reward: float) -> tuple[
 
 
 # ---- where episodes are branched
+
+
+@dataclass(frozen=True)
+class EpisodeReward:
+    """Each episode's reward; 0 of one that failed and counts."""
+
+    def __call__(self, rows: Batch, values: Mapping[str, object]) -> Column:
+        reward = rows.dense("reward").astype(np.float64)
+        for row in np.flatnonzero(np.isnan(reward)).tolist():
+            if not rows.ragged("failure").item(row):
+                who = SampleId.unpack(int(rows.ids[row]))
+                raise OpError(f"the agent returned no reward on sample {who}", now="Return one, or judge the episodes by a Reward.").about(
+                    int(rows.ids[row])
+                )
+            reward[row] = 0.0
+        return reward
+
+
+@final
+class FieldOf:
+    """One field of each row's mapping, as a function on columns."""
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
+        self.name = name
+
+    def __call__(self, rows: Batch, values: dict[str, object]) -> Column:
+        column = rows.columns["value"]
+        assert isinstance(column, Ragged)
+        return Ragged.json([dict(column.item(row))[self.name] for row in range(len(rows))])  # type: ignore[call-overload]
 
 
 @dataclass(frozen=True)

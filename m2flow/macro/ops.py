@@ -30,20 +30,32 @@ import math
 import random
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, SupportsFloat, final, get_args
 
 import numpy as np
 
 from m2flow.errors import OpError, OptionError, TraceError, did_you_mean, lone_surrogate
-from m2flow.macro.columns import BranchTurn, Said, Spoke
+from m2flow.macro.columns import BranchTurn, EpisodeReward, FieldOf, Said, Spoke
 from m2flow.macro.graph import Call, Granularity, Ref
 from m2flow.macro.handles import Handle, Metrics, OpValue, Rows, Scores, describe, is_isolated
 from m2flow.macro.number import Inputs, Number
 from m2flow.macro.session import Session, current_session
 from m2flow.macro.sites import user_site
-from m2flow.recipe import MOST_COUNTED, EpisodeFailure, Episodes, check_choice, check_flag, check_names, check_seconds, check_text, is_count
-from m2flow.samples import BRANCH_TURN, MAX_GROUP, Batch, Column, Ragged, SampleId
+from m2flow.recipe import (
+    MOST_COUNTED,
+    EpisodeFailure,
+    Episodes,
+    Sampling,
+    as_texts,
+    check_choice,
+    check_flag,
+    check_names,
+    check_seconds,
+    check_text,
+    is_count,
+)
+from m2flow.samples import BRANCH_TURN, MAX_GROUP, Batch, Column, SampleId
 
 RNG = "rng"
 """A parameter of this name gets a generator of random numbers, unless the call gives it something."""
@@ -483,23 +495,30 @@ class EpisodeRows(Rows):
         return self.like(call)
 
 
-def speakers_of(session: Session, role: str, given: Mapping[str, object] | None, staleness: int) -> tuple[tuple[str, str], ...]:
-    """Who speaks in the episodes of a role beside itself: by name the role of each.
+def speakers_of(
+    session: Session, role: str, given: Mapping[str, object] | None, staleness: int, sampling: Sampling
+) -> tuple[tuple[tuple[str, str], ...], tuple[tuple[str, Sampling], ...]]:
+    """Who speaks in the episodes of a role beside itself: by name the role of each, and how turns are drawn where not by `sampling`.
 
     Raises:
-        TraceError: one has no rollout engine, or is that role itself; or the weights may be of several versions.
+        TraceError: one has no rollout engine, or is that role itself; or the weights may be of several versions. OptionError: one is drawn
+        by options that there are not.
     """
     if given is None:
-        return ()
+        return (), ()
     if not isinstance(given, Mapping) or not given:
         now = "Name who speaks: speakers={'opponent': rival}."
         raise TraceError(f"{role}.rollout got speakers={describe(given)}; it takes policies by name", now=now)
     if staleness:
         what = f"{role}.rollout with speakers= can't be stale, and it may use weights that are {staleness} versions old"
         raise TraceError(what, now="Say rollout(..., staleness=0): then all who speak have the weights of that line.")
-    found = []
-    for name, other in given.items():
+    found, drawn = [], []
+    for name, value in given.items():
         check_text("a name of speakers=", name)
+        other = value
+        if isinstance(value, Mapping):
+            other, own = value.get("policy"), {key: one for key, one in value.items() if key != "policy"}
+            drawn.append((name, _drawn_by(f"{role}.rollout got speakers={{{name!r}: ...}}", own, sampling)))
         of = getattr(other, "name", None)
         model = session.models.get(of) if isinstance(of, str) and getattr(other, "_session", None) is session else None
         if model is None or not model.is_policy:
@@ -509,7 +528,19 @@ def speakers_of(session: Session, role: str, given: Mapping[str, object] | None,
             what = f"{role}.rollout got speakers={{{name!r}: {role}}}, which plays these episodes"
             raise TraceError(what, now="Further conversations with it need no name: chat.conversation('other').")
         found.append((name, str(of)))
-    return tuple(found)
+    return tuple(found), tuple(drawn)
+
+
+_OWN = ("temperature", "top_p", "top_k", "stop")
+
+
+def _drawn_by(what: str, own: Mapping[str, object], sampling: Sampling) -> Sampling:
+    """How a speaker's turns are drawn. Raises `OptionError`."""
+    if unknown := [name for name in own if name not in _OWN]:
+        now = did_you_mean(str(unknown[0]), _OWN, "Bounds of its conversations are those of chat.conversation(..., max_tokens=...).")
+        raise OptionError(f"{what} with the option {unknown[0]!r:.60}; a policy goes with {', '.join(_OWN)}", now=now)
+    given: dict[str, Any] = {name: as_texts(value) if name == "stop" else value for name, value in own.items()}
+    return replace(sampling, **given)
 
 
 def record_episodes(
@@ -653,6 +684,7 @@ def _said_by(episodes: EpisodeRows, speaker: str) -> EpisodeRows:
     bounds = episodes.maker.options["episodes"]
     assert isinstance(bounds, Episodes)
     sampled_by = dict(bounds.speakers).get(speaker, episodes.maker.role)
+    drawn = dict(bounds.drawn_by).get(speaker)
     spoken = session.record(
         role=role,
         method="spoken",
@@ -669,7 +701,13 @@ def _said_by(episodes: EpisodeRows, speaker: str) -> EpisodeRows:
         engine="function",
         granularity=Granularity.SAMPLE,
         inputs={"samples": rows.ref},
-        options={"function": Said(speaker), "gives": "rows", "fields": rows.fields, "sampled_by": sampled_by, **common},
+        options={
+            "function": Said(speaker, None if drawn is None else drawn.temperature),
+            "gives": "rows",
+            "fields": rows.fields,
+            "sampled_by": sampled_by,
+            **common,
+        },
         shown=shown,
     )
     found = EpisodeRows(session, own)
@@ -720,22 +758,6 @@ class Whole:
                 raise OpError(f"the episode of sample {SampleId.unpack(packed)} failed ({how}): {error}", now=now).about(packed)
             found[row] = self.failed == "zero" and bool(sampled.row(row).any())
         return found
-
-
-@dataclass(frozen=True)
-class EpisodeReward:
-    """Each episode's reward; 0 of one that failed and counts."""
-
-    def __call__(self, rows: Batch, values: Mapping[str, object]) -> Column:
-        reward = rows.dense("reward").astype(np.float64)
-        for row in np.flatnonzero(np.isnan(reward)).tolist():
-            if not rows.ragged("failure").item(row):
-                who = SampleId.unpack(int(rows.ids[row]))
-                raise OpError(f"the agent returned no reward on sample {who}", now="Return one, or judge the episodes by a Reward.").about(
-                    int(rows.ids[row])
-                )
-            reward[row] = 0.0
-        return reward
 
 
 # ---- users' roles
@@ -952,20 +974,6 @@ class FieldRows(OpRows):
             shown={},
         )
         return OpRows(self._session, recorded)
-
-
-@final
-class FieldOf:
-    """One field of each row's mapping, as a function on columns."""
-
-    def __init__(self, name: str) -> None:
-        self.__name__ = name
-        self.name = name
-
-    def __call__(self, rows: Batch, values: dict[str, object]) -> Column:
-        column = rows.columns["value"]
-        assert isinstance(column, Ragged)
-        return Ragged.json([dict(column.item(row))[self.name] for row in range(len(rows))])  # type: ignore[call-overload]
 
 
 def may_write(instance: object, is_allowed: bool) -> None:

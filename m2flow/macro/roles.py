@@ -597,7 +597,7 @@ class Policy(Role):
         failed: Failed = "mask",
         history: History = "append",
         max_conversations: int = 1,
-        speakers: Mapping[str, Policy] | None = None,
+        speakers: Mapping[str, Policy | Mapping[str, object]] | None = None,
         temperature: float = 1.0,
         top_p: float = 1.0,
         top_k: int = 0,
@@ -617,7 +617,7 @@ class Policy(Role):
                 were sampled; `refuse` ends the run; `fork` goes on in a sequence that the template writes anew, beside what was sampled.
             max_conversations: in which the model speaks (`Chat.conversation`, `Chat.fork`); an agent that begins more ends the run.
             speakers: other policies that speak in the episodes, by the names of `Chat.conversation(by=...)`, with their weights as they are
-                at this line: a rival, a summariser, a judge. Bounds and sampling are those of the rollout, for each of them.
+                at this line: a rival, a judge. Each is drawn as the rollout says, or as a mapping: `{"policy": judge, "temperature": 0}`.
             temperature, top_p, top_k, stop, staleness: as for `generate`; `stop` of a single turn can be given to `Chat.say`.
         Returns:
             one row an episode: its tokens, of which a loss sees what the model said; `text`, its last turn; `num_turns`; and `reward`.
@@ -626,8 +626,8 @@ class Policy(Role):
         check_count("max_tokens", max_tokens)
         sampling = Sampling(max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, stop=as_texts(stop))
         allowed = self._session.staleness_of_generate(staleness)
-        spoken = speakers_of(self._session, self.name, speakers, allowed)
-        bounds = Episodes(max_turns, timeout_s, turn_timeout_s, history, max_conversations, spoken)
+        spoken = speakers_of(self._session, self.name, speakers, allowed, sampling)
+        bounds = Episodes(max_turns, timeout_s, turn_timeout_s, history, max_conversations, *spoken)
         settings = GenerateSettings(n, sampling, staleness, allowed, 1.0, "wait", None, "recompute")
         asked = self._rows(prompts, "rollout", PROMPTS)
         return record_episodes(self._session, self.name, agent, asked, settings.options, settings.shown, bounds, allowed, failed)

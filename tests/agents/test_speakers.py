@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 
 import msgspec
@@ -14,9 +15,9 @@ from one_thread import Images, SteppedRun, resumed
 from test_repetition import row_of, same, start_of, stopped_row
 from test_resume import spec_of
 
-from m2flow import Chat, Dataset, Policy, Reference, Reward, Sample, agent, by_conversation, flow, log, nll, steps
+from m2flow import Chat, Dataset, Policy, Reference, Reward, Sample, agent, by_conversation, flow, log, nll, op, steps
 from m2flow.agents.episodes import Episodes, EpisodeStart, EventLoop, Transcript
-from m2flow.engines.contract import EngineSettings, Generated
+from m2flow.engines.contract import EngineSettings, Generated, Request
 from m2flow.errors import OptionError, PlanError, SpecError, StateLost, TraceError
 from m2flow.macro.columns import Said, Spoke
 from m2flow.macro.graph import Effect, MacroGraph
@@ -25,7 +26,7 @@ from m2flow.micro.lowering.passes import lower
 from m2flow.micro.protocol import update_semantics
 from m2flow.micro.protocol.cost_terms import EngineId, Footprint, Layout
 from m2flow.micro.protocol.plan import Choice, Seat
-from m2flow.recipe import AdamW, Model
+from m2flow.recipe import AdamW, Model, Sampling
 from m2flow.recipe import Episodes as Bounds
 from m2flow.samples import Batch, Ragged
 from m2flow.spec import ClusterSpec, FunctionSpec, PinSpec, PoolSpec, RolloutSpec, RunSettings, TrainSpec
@@ -293,6 +294,65 @@ def test_an_unknown_speaker_ends_the_run_and_so_does_an_update_on_rewards_that_n
         assert "returned no reward" in run(with_agent, {"which": "unrewarded", "trains": True}, SPEC).error
 
 
+# ---- each may be sampled in its own way
+
+
+def test_each_speaker_s_turns_are_drawn_and_ended_by_its_own_options(loop: EventLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, drawn = hosts(loop), dict[str, Sampling]()
+    for role in VERSIONS:
+        engine = found[role]._engine
+
+        def note(requests: Iterable[Request], role: str = role, add: Callable[..., None] = engine.add) -> None:
+            requests = list(requests)
+            drawn.update((role, one.sampling) for one in requests)
+            add(requests)
+
+        monkeypatch.setattr(engine, "add", note)
+    start = begun(0)
+    cold = replace(start.request.sampling, temperature=0.0, top_k=3, stop=("so",))
+    found["policy"].begin([replace(start, bounds=replace(start.bounds, drawn_by=(("judge", cold),)))])
+    played(found)
+    assert {role: (one.temperature, one.top_k, one.stop) for role, one in drawn.items()} == {
+        "policy": (1.0, 0, ()),
+        "rival": (1.0, 0, ()),
+        "judge": (0.0, 3, ("so",)),
+    }
+
+
+@flow
+def warmer(hot: float = 0.5) -> None:
+    policy, rival, judge = Policy("fake", optimizer=AdamW(1e-3)), Policy("fake", name="rival"), Policy("fake", name="judge")
+    rows = Dataset.generate(lambda rng: {"prompt": f"{rng.randrange(1000)}?"}, 1000, seed=1, name="rows")
+    speakers = {"rival": {"policy": rival, "temperature": hot}, "judge": {"policy": judge, "temperature": 0}}
+    for _ in steps(2):
+        played = policy.rollout(match, rows.take(2), n=3, max_tokens=80, max_turns=8, temperature=0.7, speakers=speakers)
+        theirs = played.of("rival")
+        rival.update(theirs, theirs.reward, advantages=by_conversation())
+        log(own=mean_temperature(played), rival=mean_temperature(theirs), judge=mean_temperature(played.of("judge")))
+
+
+@op(granularity="batch")
+def mean_temperature(samples: list[Sample]) -> float:
+    return sum(sample.temperature for sample in samples) / len(samples)
+
+
+def test_what_a_speaker_said_has_the_temperature_that_it_was_drawn_at_under_every_plan():
+    planned, eager = run_planned(warmer, {}, SPEC), run_eager(warmer, {}, SPEC)
+    assert not planned.error, planned.error
+    assert not eager.error, eager.error
+    assert difference_of(planned, eager) is None
+    seen = {name: value for _, name, value in eager.logs if name in ("own", "rival", "judge")}
+    assert seen == pytest.approx({"own": 0.7, "rival": 0.5, "judge": 1.0})  # Greedy turns are trained at 1, as those of generate.
+
+
+def test_a_plan_shows_how_each_is_drawn_and_refuses_what_is_no_option():
+    shown = str(trace(warmer, {})[0])
+    assert "rival_temperature=0.5" in shown
+    assert "judge_temperature=0" in shown
+    with pytest.raises(OptionError, match="temperature"):
+        trace(warmer, {"hot": -1.0})
+
+
 # ---- what can't be, and where engines sit
 
 
@@ -302,7 +362,9 @@ def wrong(which: str = "", staleness: int = 0) -> None:
     rows = Dataset.generate(lambda rng: {"prompt": "?"}, 100, seed=1, name="rows")
     given = {"reference": Reference("fake"), "reward": Reward(len), "itself": policy, "": rival}.get(which, rival)
     for _ in steps(1):
-        played = policy.rollout(fixed, rows.take(2), n=2, max_tokens=20, speakers={"rival": given} if which != "none" else {})
+        options = {"option": {"policy": rival, "temprature": 0}, "bound": {"policy": rival, "max_tokens": 9}, "nobody": {"temperature": 0}}
+        speakers = {} if which == "none" else {"rival": options.get(which, given)}
+        played = policy.rollout(fixed, rows.take(2), n=2, max_tokens=20, speakers=speakers)
         played.of("rivall" if which == "misspelt" else "rival")
         policy.update(played, played.reward)
 
@@ -316,6 +378,9 @@ def wrong(which: str = "", staleness: int = 0) -> None:
         ({"which": "none"}, "takes policies by name", "speakers="),
         ({"which": "misspelt"}, "of('rivall'): the speakers are rival", "rival"),
         ({"staleness": 1}, "with speakers= can't be stale", "staleness=0"),
+        ({"which": "option"}, "with the option 'temprature'", "'temperature'"),
+        ({"which": "bound"}, "with the option 'max_tokens'", "chat.conversation"),
+        ({"which": "nobody"}, "which has no rollout engine", "Pass a Policy"),
     ],
 )
 def test_what_can_t_speak_is_refused_by_name_and_line(options, what, now):

@@ -107,7 +107,9 @@ def check_sampling(graph: MacroGraph, workers: Iterable[WorkerPlan]) -> None:
         sampling = call.options.get("sampling")
         if not isinstance(sampling, Sampling):
             continue
-        given = {field.name for field in fields(sampling) if getattr(sampling, field.name) != field.default}
+        bounds = call.options.get("episodes")
+        drawn = [sampling, *(own for _, own in bounds.drawn_by)] if isinstance(bounds, Episodes) else [sampling]
+        given = {field.name for one in drawn for field in fields(one) if getattr(one, field.name) != field.default}
         for engine in sorted({engine for role, engine in engines_of if role in call.speakers}):
             can = rollout_capabilities(engine)
             refused = sorted(given.intersection(can.refused_sampling)) if can is not None else []
