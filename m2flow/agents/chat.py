@@ -40,7 +40,7 @@ from typing import Any, NamedTuple, Protocol, final, overload
 
 from m2flow.agents.conversation import Conversation
 from m2flow.agents.parsers import FAMILIES, Family, Parser
-from m2flow.agents.tools import EpisodeFailed, Outcome, Tool, ToolCall, parameters
+from m2flow.agents.tools import EpisodeFailed, MessagesRefused, Outcome, Tool, ToolCall, parameters
 from m2flow.errors import DatasetError, OptionError
 from m2flow.recipe import Sampling, check_count
 from m2flow.samples import MAIN, Finish, Message, keyed_bits
@@ -340,12 +340,14 @@ class Chat:
         for one in tools:
             if not isinstance(one, Tool):
                 raise TypeError(f"tools={one!r:.60}: it is no function under @tool")
-        self._tools |= {one.name: one for one in tools}
+        before, self._tools = self._tools, self._tools | {one.name: one for one in tools}
         new = [{"role": role, "content": content}] if isinstance(content, str) else [self._defused(one) for one in content]
-        if self._conversation.has_begun:
-            return await self._turn(new, max_tokens, stop)
-        first = content if role == "user" else new
-        return await self._turn(first, max_tokens, stop)
+        first = content if role == "user" and not self._conversation.has_begun else new
+        try:
+            return await self._turn(first, max_tokens, stop)
+        except MessagesRefused:
+            self._tools = before
+            raise
 
     async def reply(self, calls: Sequence[ToolCall], *, max_tokens: int | None = None, stop: str | Sequence[str] | None = None) -> Turn:
         """Run these calls, all at once, and have the model go on with their results. `max_tokens` and `stop` as in `say`."""
@@ -433,6 +435,7 @@ class Chat:
     async def _next(self, new: str | Sequence[Message], max_tokens: int | None, stop: tuple[str, ...]) -> Turn:
         if self.num_turns >= self._max_turns:
             raise EpisodeFailed("too_many_turns", f"the conversation {self.name} has had its {self._max_turns} turns")
+        has_begun = self.name in self._table.begun
         self._table.begin(self.name)
         conversation, is_first = self._conversation, not self._conversation.has_begun
         written = None
@@ -443,7 +446,9 @@ class Chat:
                 written = conversation.rewritten(_messages(new))
                 ids = conversation.followed(_messages(new)) if written is None else written.ids
         except DatasetError as error:
-            raise EpisodeFailed("invalid", f"{error.what} {error.now}".strip()) from error
+            if not has_begun:
+                self._table.begun.discard(self.name)
+            raise MessagesRefused(f"{error.what} {error.now}".strip()) from error
         num_added = 0 if is_first else len(ids) if written is None else written.num_added
         begins = is_first or written is not None or self._branches_off
         if begins and written is None:

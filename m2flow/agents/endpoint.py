@@ -100,6 +100,8 @@ class Asked(pydantic.BaseModel):
     tools: list[_Tool] | None = None
     response_format: _Format = _Format(type="text")
     tool_choice: Any = "auto"
+    parallel_tool_calls: bool | None = None
+    """False: a turn with several calls is a text."""
     top_logprobs: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -400,7 +402,8 @@ class ChatServer:
             talk = Conversation(self.engine.language())
             talk.begun(asked.conversation, asked.shown_tools)
             text, calls = talk.heard(generated.tokens.tolist(), generated.text, is_whole=is_whole, tools=lambda call: "")
-            if any(call.fault for call in calls):  # The client gets what the model wrote, and no half of it.
+            is_several = len(calls) > 1 and asked.parallel_tool_calls is False
+            if is_several or any(call.fault for call in calls):  # The client gets what the model wrote, and no half of it.
                 text, calls = generated.text, ()
         return _Choice(index, text, calls, "tool_calls" if calls else "stop" if is_whole else "length", generated)
 

@@ -46,6 +46,8 @@ class TurnRequest:
     is_streamed: bool = False
     may_call: bool = True
     """False: the tools are shown, and a call of one is a text."""
+    may_call_several: bool = True
+    """False: a turn with several calls is a text."""
 
     @cached_property
     def shown(self) -> str:
@@ -54,7 +56,7 @@ class TurnRequest:
 
     def fingerprint(self, messages: Sequence[object]) -> str:
         """What is asked, with its messages in this form."""
-        parts = [messages, self.shown, self.max_tokens, self.stop, self.may_call]
+        parts = [messages, self.shown, self.max_tokens, self.stop, self.may_call, *([] if self.may_call_several else ["one call"])]
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -114,6 +116,7 @@ class _Body(pydantic.BaseModel):
 
     stream: bool | None = None
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
 
     refused: ClassVar[tuple[str, ...]] = ()
     """Fields that would change the answer, and can't be had."""
@@ -122,6 +125,12 @@ class _Body(pydantic.BaseModel):
     def choice(self) -> object:
         """Whether the model may call a tool: `auto`, `none` or None; any other kind is refused."""
         return self.tool_choice.get("type") if isinstance(self.tool_choice, dict) else self.tool_choice
+
+    @property
+    def may_call_several(self) -> bool:
+        """Whether a turn may have more than one call; Anthropic's API says it with the choice of tools."""
+        says_one = isinstance(self.tool_choice, dict) and self.tool_choice.get("disable_parallel_tool_use") is True
+        return self.parallel_tool_calls is not False and not says_one
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> _Body:
@@ -169,7 +178,8 @@ def _turn_request(
         Sampling(1, stop=tuple(stop or ()))
     except OptionError as error:
         raise BadRequest(str(error)) from None
-    return TurnRequest(tuple(messages), tools, limit, None if stop is None else tuple(stop), bool(of.stream), of.choice != "none")
+    texts = None if stop is None else tuple(stop)
+    return TurnRequest(tuple(messages), tools, limit, texts, bool(of.stream), of.choice != "none", of.may_call_several)
 
 
 class _ChatCall(pydantic.BaseModel):
@@ -340,7 +350,7 @@ class ModelResponse(_Body):
             "instructions": self.instructions,
             "metadata": {},
             "output": self._output(turn, number),
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": self.may_call_several,
             "temperature": None,
             "top_p": None,
             "tool_choice": "auto",

@@ -17,11 +17,13 @@ conversation of the episode (`rollout(..., max_conversations=...)`). Its name, a
 and how often that came, and it goes by the reward of the chat. The first one is the chat itself.
 
 So of requests at the same time it does not count which arrives first, unless they are an episode's first ones, or extend the same
-conversation: the one that arrives first goes on with it. So an agent waits for its first answer before it asks for several at once.
+conversation: the one that arrives first goes on with it. So an agent waits for its first answer before it asks for several at once, or
+says `at_once=True`: then no conversation is the chat itself, and all are named by what they ask.
 
 A client's retry (`x-stainless-retry-count`, which the SDKs of OpenAI and Anthropic send) gets the answer that is under way, or was given; a
 client that goes away leaves its turn to end. The rollout's sampling holds: temperature, top_p and seed of a request are not looked at. What
-would change the answer otherwise and can't be done is refused by name with status 400.
+would change the answer otherwise and can't be done is refused by name with status 400, and so are messages that the chat template
+refuses: the conversation is then as it was.
 
 A failure of the episode (a time-out, too many turns) is an error to the client, and is raised again where the endpoint closes, whatever the
 agent made of it. Tools of such an agent are its own: they run again where an episode is repeated. Those that may not are under `@tool`.
@@ -56,7 +58,7 @@ from starlette.routing import Route
 from m2flow.agents.chat import Chat, Turn
 from m2flow.agents.endpoint import LOOPBACK_HOST, BadRequest, body_of, first_fault, refuse
 from m2flow.agents.http_dialects import DIALECTS, MODEL, ChatCompletion, Dialect, TurnRequest, is_json
-from m2flow.agents.tools import EpisodeFailed
+from m2flow.agents.tools import EpisodeFailed, MessagesRefused
 from m2flow.samples import Message
 
 # ---- what an agent gets
@@ -88,17 +90,19 @@ class Endpoint:
 
 
 @contextlib.asynccontextmanager
-async def endpoint(chat: Chat) -> AsyncIterator[Endpoint]:
+async def endpoint(chat: Chat, *, at_once: bool = False) -> AsyncIterator[Endpoint]:
     """Serve the policy of an episode to clients of OpenAI's or Anthropic's API, while the context is open.
 
     Args:
         chat: the agent's, with which nothing has been said yet, or after which a client is to go on by itself.
+        at_once: whether clients may begin several conversations at the same time before the first answer. Then none of them is the chat
+            itself, which would be the one that arrives first; each is named by what it asks.
     Raises:
         EpisodeFailed: when it closes, if a turn that a client asked for was the episode's failure.
     """
     server, key = _Server.here(), secrets.token_hex(16)
     async with server.episode() as serve:
-        serve(key, chat)
+        serve(key, chat, at_once)
         yield Endpoint(server.url(key), key)
 
 
@@ -122,7 +126,7 @@ class SharedEndpoint:
             EpisodeFailed: as `endpoint`.
         """
         async with self._server.episode() as serve:
-            yield lambda name, chat: serve(f"{self._key}/{name}", chat)
+            yield lambda name, chat: serve(f"{self._key}/{name}", chat, False)
 
 
 @contextlib.asynccontextmanager
@@ -159,8 +163,9 @@ class _Line:
 class Session:
     """The conversations of one episode's clients. Everything runs on the agents' event loop."""
 
-    def __init__(self, chat: Chat) -> None:
+    def __init__(self, chat: Chat, *, at_once: bool = False) -> None:
         self._chat = chat
+        self._at_once = at_once
         self._lines: list[_Line] = []
         self._answers: dict[str, asyncio.Task[Turn]] = {}
         """The last answer to each request, given or under way."""
@@ -173,7 +178,7 @@ class Session:
         """The model's turn after these messages.
 
         Raises:
-            BadRequest: the episode is over. EpisodeFailed: it has failed.
+            BadRequest: the episode is over, or the chat template refuses the messages. EpisodeFailed: it has failed.
         """
         if self._is_over:
             raise BadRequest("the episode is over", status=404)
@@ -204,7 +209,7 @@ class Session:
         if found is not None and all(message["role"] != "assistant" for message in asked.messages[len(found.said) :]):
             found.is_busy = True
             return found
-        is_first = not self._lines and not self._chat.messages
+        is_first = not self._at_once and not self._lines and not self._chat.messages
         line = _Line(self._chat if is_first else self._chat.beside("http-" + asked.fingerprint(wanted)[:12]), asked.shown, is_busy=True)
         self._lines.append(line)
         return line
@@ -214,13 +219,18 @@ class Session:
         limit = 0 if line.is_full else asked.max_tokens
         try:
             turn = await line.chat.say(new, tools=asked.tools, max_tokens=limit, stop=asked.stop)
+        except MessagesRefused as error:
+            if not line.said:
+                self._lines.remove(line)  # It has not begun: the next request may begin with it.
+            raise BadRequest(str(error)) from None
         except BaseException as error:
             if not isinstance(error, asyncio.CancelledError):
                 self._failure = self._failure or error
             raise
         finally:
             line.is_busy = False
-        if turn.calls and not (asked.may_call and all(not call.fault and is_json(call.arguments) for call in turn.calls)):
+        may_call = asked.may_call and (asked.may_call_several or len(turn.calls) == 1)
+        if turn.calls and not (may_call and all(not call.fault and is_json(call.arguments) for call in turn.calls)):
             turn = replace(turn, text=turn.raw, calls=())  # The client gets what the model wrote, and no half of it.
         line.is_full = turn.is_cut and not turn.num_tokens
         line.num_turns = line.chat.num_turns
@@ -299,12 +309,12 @@ class _Server:
         return f"http://127.0.0.1:{self.port}/{key}/v1"
 
     @contextlib.asynccontextmanager
-    async def episode(self) -> AsyncIterator[Callable[[str, Chat], None]]:
+    async def episode(self) -> AsyncIterator[Callable[[str, Chat, bool], None]]:
         """Serve conversations of one episode, each under a key, until the context closes. Raises what failed in a turn of theirs."""
         opened: dict[str, Session] = {}
 
-        def serve(key: str, chat: Chat) -> None:
-            self._sessions[key] = opened[key] = Session(chat)
+        def serve(key: str, chat: Chat, at_once: bool) -> None:
+            self._sessions[key] = opened[key] = Session(chat, at_once=at_once)
 
         is_failed = True
         try:

@@ -41,6 +41,13 @@ class EpisodeFailed(Exception):
         self.how = how
 
 
+class MessagesRefused(EpisodeFailed):
+    """What was said can't be written as the model reads it. Nothing of it was said: the conversation is as it was, and may go on."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__("invalid", what)
+
+
 @dataclass(frozen=True)
 class ToolCall:
     """What a model asked for."""

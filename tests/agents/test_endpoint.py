@@ -224,9 +224,9 @@ def test_tool_calls_are_read_from_whole_answers_alone_and_arguments_go_both_ways
     assert "<tool_call>7</tool_call>" in language.conversation(asked.conversation, asked.shown_tools)
     assert served.post(messages=messages, tools=[TOOL], max_tokens=3).status_code == 200
     text = 'So: <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
-    tokens = [*language.encode_target(text), 0]
 
-    def choice(finish: Finish) -> Any:
+    def choice(finish: Finish, text: str = text, asked: Asked = asked) -> Any:
+        tokens = [*language.encode_target(text), 0]
         columns = (
             np.array(tokens, np.int32),
             np.zeros(len(tokens), np.float32),
@@ -244,6 +244,11 @@ def test_tool_calls_are_read_from_whole_answers_alone_and_arguments_go_both_ways
     whole, cut = choice(Finish.STOP), choice(Finish.LENGTH)
     assert (whole.text, whole.finish, whole.calls[0].name, dict(whole.calls[0].arguments)) == ("So:", "tool_calls", "add", {"a": 1})
     assert (cut.text, cut.finish, cut.calls) == (text, "length", ())
+    one_call = asked.model_copy(update={"parallel_tool_calls": False})
+    one, several = choice(Finish.STOP, text, one_call), choice(Finish.STOP, text * 2, one_call)
+    assert (len(one.calls), one.finish) == (1, "tool_calls")
+    assert (several.text, several.finish, several.calls) == (text * 2, "stop", ())
+    assert len(choice(Finish.STOP, text * 2).calls) == 2
 
 
 def test_the_openai_client_gets_answers_streams_and_errors(served: Served) -> None:

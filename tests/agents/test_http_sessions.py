@@ -414,6 +414,108 @@ def test_without_a_choice_of_tools_they_are_shown_and_a_call_is_a_text(language:
     assert [one.name for one in script.asked] == ["main", "main"]
 
 
+PARALLEL: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("/chat/completions", {"messages": ASKS, "tools": [ADD]}, {"parallel_tool_calls": False}),
+    ("/responses", {"input": "x", "tools": [{"type": "function", **ADD["function"]}]}, {"parallel_tool_calls": False}),  # type: ignore[dict-item]
+    (
+        "/messages",
+        {"max_tokens": 900, "messages": ASKS[1:], "tools": [{"name": "add"}]},
+        {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "one"), PARALLEL, ids=[path for path, _, _ in PARALLEL])
+def test_a_turn_with_several_calls_is_a_text_to_a_client_that_takes_one_at_a_time(
+    path: str, body: dict[str, Any], one: dict[str, Any], language: Language
+) -> None:
+    async def said(script: Script, asked: dict[str, Any]) -> str:
+        async with endpoint(chat_of(script)) as server, httpx.AsyncClient(base_url=server.base_url, timeout=60) as client:
+            answer = await client.post(path, json=asked)
+            assert answer.status_code == 200, answer.text
+            return answer.text
+
+    several, single = f"{CALL}\n{CALL}", Script(language, [CALL])
+    kinds = ('"tool_calls":', '"type":"function_call"', '"type":"tool_use"')
+    found = [asyncio.run(said(Script(language, [several]), body)), asyncio.run(said(single, body | one))]
+    assert all(any(kind in text for kind in kinds) for text in found)
+    text = asyncio.run(said(Script(language, [several]), body | one))
+    assert not any(kind in text for kind in kinds)
+    assert text.count("<tool_call>") == 2
+
+
+@pytest.fixture(scope="module")
+def strict(tmp_path_factory: pytest.TempPathFactory) -> Language:
+    """One whose template takes no message of a tool, and none of the system after the first."""
+    template = (
+        "{% if tools %}Tools:{% for t in tools %} {{ t.function.name }}{% endfor %}\n{% endif %}"
+        "{% for m in messages %}{% if m.role == 'tool' or (m.role == 'system' and not loop.first) %}"
+        "{{ raise_exception('Conversation roles must alternate') }}{% endif %}"
+        "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+    )
+    folder = tmp_path_factory.mktemp("strict")
+    tokenizer = byte_tokenizer(folder, special=("<|im_end|>", "<|im_start|>"), chat_template=template)
+    return TextCodec(tokenizer, frozenset([tokenizer.convert_tokens_to_ids("<|im_end|>")]), chat=True, template=ChatTemplate())
+
+
+def test_messages_that_the_template_refuses_are_a_bad_request_and_the_conversation_is_as_it_was(strict: Language) -> None:
+    script = Script(strict, ["one"])
+    chat = chat_of(script, max_conversations=1)
+    late = {"role": "system", "content": "And be kind."}
+    other = {"type": "function", "function": {"name": "multiply"}}
+
+    async def work(server: Endpoint, client: httpx.AsyncClient) -> None:
+        async def refused(messages: Sequence[object], **more: object) -> None:
+            answer = await client.post("/chat/completions", json={"messages": messages, **more})
+            assert answer.status_code == 400
+            assert "Conversation roles must alternate" in answer.json()["error"]["message"]
+
+        await refused([*ASKS, late, ASKS[1]], tools=[other])
+        await refused([*ASKS, late, ASKS[1]], tools=[other])
+        assert not chat._table.begun
+        first = (await completed(client, ASKS, tools=[ADD]))["choices"][0]["message"]
+        await refused([*ASKS, first, late, {"role": "user", "content": "and?"}], tools=[ADD])
+        await completed(client, [*ASKS, first, {"role": "user", "content": "and?"}], tools=[ADD])
+
+    served(chat, work)
+    assert [(one.name, one.begins) for one in script.asked] == [("main", True), ("main", False)]
+    assert (script.asked[0].prompt_text or "").startswith("Tools: add<|im_start|>")
+    assert chat._table.begun == {"main"}
+
+
+def test_an_agents_own_messages_that_the_template_refuses_fail_its_episode(strict: Language) -> None:
+    with pytest.raises(EpisodeFailed, match="Conversation roles must alternate") as refused:
+        asyncio.run(chat_of(Script(strict, ["one"])).say([{"role": "user", "content": "x"}, {"role": "tool", "content": "3"}]))
+    assert refused.value.how == "invalid"
+
+
+def test_of_conversations_that_begin_at_once_none_is_the_chat_and_their_names_do_not_go_by_their_arrival(language: Language) -> None:
+    found = []
+    for order in ((1, 2, 3), (3, 1, 2)):
+        script = Script(language, ["yes"], delay_s=0.05)
+
+        async def run(script: Script = script, order: tuple[int, ...] = order) -> None:
+            async with (
+                endpoint(chat_of(script), at_once=True) as server,
+                httpx.AsyncClient(base_url=server.base_url, timeout=60) as client,
+            ):
+                asking = []
+                for number in order:
+                    asking.append(asyncio.ensure_future(completed(client, [{"role": "user", "content": f"{number}?"}])))
+                    while len(script.asked) < len(asking):
+                        await asyncio.sleep(0.001)
+                said = (await asking[order.index(1)])["choices"][0]["message"]
+                await completed(client, [{"role": "user", "content": "1?"}, said, {"role": "user", "content": "and?"}])
+                await asyncio.gather(*asking)
+
+        asyncio.run(run())
+        found.append({one.name: (list(one.ids), one.begins) for one in script.asked})
+        assert len(script.asked) == 4
+    assert found[0] == found[1]
+    assert len(found[0]) == 3
+    assert "main" not in found[0]
+
+
 def test_what_did_not_fit_is_not_left_out_of_what_follows_in_silence(language: Language) -> None:
     script = Script(language, ["one"])
 
