@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast, final
 import numpy as np
 
 from m2flow.errors import DatasetError, MissingExtra, OptionError, TraceError
+from m2flow.macro.capture import is_same, pure_leaves
 from m2flow.macro.columns import ReduceByKey
 from m2flow.macro.draw_order import ROW, Curriculum, Epochs, ListedRows, Mix, Observed, Order, Row, order_of
 from m2flow.macro.graph import Granularity
@@ -207,6 +208,24 @@ def _now(row: Row) -> str:
     return f'Write Dataset([{{**row, "prompt": {prompt}}} for row in rows]).'
 
 
+_MOST_KEPT = 200_000
+"""Rows that are kept of those that functions made, over all datasets."""
+_kept: list[tuple[list[object], int, int, Dataset]] = []
+"""What a function captures, size and seed -> the rows that it made, oldest first. A flow is followed several times before it runs, and
+makes its datasets each time: in most of the flows here that took longer than all else of planning."""
+
+
+def _kept_rows(leaves: list[object], size: int, seed: int) -> Dataset | None:
+    """A dataset of the same rows that was made before."""
+    return next((made for others, *of, made in _kept if of == [size, seed] and is_same(leaves, others)), None)
+
+
+def _keep_rows(leaves: list[object], size: int, seed: int, made: Dataset) -> None:
+    _kept.append((leaves, size, seed, made))
+    while sum(size for _, size, _, _ in _kept) > _MOST_KEPT:
+        del _kept[0]
+
+
 class Dataset:
     """Rows with a `prompt`, any other columns being metadata (a `target` makes a row a demonstration, which the end token follows).
 
@@ -246,7 +265,10 @@ class Dataset:
         rows = list(rows)
         if not rows:
             raise DatasetError(f"the dataset {name!r} has no rows", now="A flow needs at least one prompt; check its path or its filter.")
+        usual = rows[0].keys() if type(rows[0]) is dict and all(isinstance(key, str) for key in rows[0]) else None
         for i, row in enumerate(rows):
+            if type(row) is dict and row.keys() == usual:
+                continue
             if not isinstance(row, Mapping) or not all(isinstance(key, str) for key in row):
                 raise DatasetError(f"{place(i)} is no mapping of names to values: {row!r:.60}")
         rows = with_prompts(rows, place)
@@ -256,14 +278,15 @@ class Dataset:
             now = f"Rename the column, to {column}_of_row for example."
             raise DatasetError(f"the dataset {name!r} has a column {column!r}, a name that samples have already", now=now)
         for i, row in enumerate(rows):
-            if set(row) != keys:
+            if (row.keys() if type(row) is dict else set(row)) != keys:
                 raise DatasetError(
                     f"{place(i)} has the columns {sorted(row)}, {'row 0' if places is None else place(0)} has {sorted(keys)}"
                 )
             prompt = row.get("prompt")
             if not isinstance(prompt, str | list | tuple):
                 raise DatasetError(f"{place(i)} has no text under 'prompt': {prompt!r:.60}", now=_now(row))
-            check_prompt(prompt, f"the prompt of {place(i)}")
+            if type(prompt) is not str or not prompt.isascii():
+                check_prompt(prompt, f"the prompt of {place(i)}")
         check_text("name", name)
         check_flag("shuffle", shuffle)
         check_choice("too_long", too_long, TooLong)
@@ -309,7 +332,22 @@ class Dataset:
             raise DatasetError(f"Dataset.generate got make={make!r:.60}; it takes a function of a random generator that gives a row")
         check_count("size", size)
         check_whole("seed", seed)
-        return cls([make(random.Random(f"{seed}/{i}")) for i in range(size)], name=name, shuffle=shuffle, curriculum=curriculum)
+
+        def rows_made() -> list[Row]:
+            return [make(random.Random(f"{seed}/{i}")) for i in range(size)]
+
+        leaves = pure_leaves(make) if curriculum is None and size <= _MOST_KEPT else None
+        if leaves is None:
+            return cls(rows_made(), name=name, shuffle=shuffle, curriculum=curriculum)
+        known = _kept_rows(leaves, size, seed)
+        if known is None:
+            known = cls(rows_made(), name=name)
+            _keep_rows(leaves, size, seed, known)
+        check_text("name", name)
+        check_flag("shuffle", shuffle)
+        made = copy.copy(known)
+        made.name, made._order, made._unread = name, Epochs(size, None, shuffle=shuffle), []
+        return made
 
     @classmethod
     def jsonl(

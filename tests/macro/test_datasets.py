@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from m2flow import Dataset, flow, steps
-from m2flow.errors import DatasetError, TraceError
+from m2flow.errors import DatasetError, OptionError, TraceError
+from m2flow.macro.capture import pure_leaves
 from m2flow.macro.flow import Flow
 from m2flow.macro.graph import MacroGraph
 from m2flow.macro.tracing import trace
@@ -254,3 +257,60 @@ def test_advice_for_rows_of_instructions_keeps_their_input() -> None:
     assert advised
     rows = [{"instruction": "Translate", "input": "oui"}]
     assert [row["prompt"] for row in eval(advised[1], {"rows": rows})] == ["Translate\n\noui"]
+
+
+WORD = "a"
+WORDS = ["a"]
+
+
+def test_rows_that_a_pure_function_made_are_made_once_and_anew_where_what_it_reads_has_changed(monkeypatch):
+    def make(rng: random.Random) -> dict[str, str]:
+        return {"prompt": f"{WORD}{rng.random()}"}
+
+    def drawn(size: int, *, seed: int = 7, shuffle: bool = False) -> tuple[int, list[str]]:
+        """How many rows were made, and all rows."""
+        generators, made = random.Random, []
+        with monkeypatch.context() as patch:
+            patch.setattr(random, "Random", lambda seed: made.append(seed) or generators(seed))  # One for each row.
+            dataset = Dataset.generate(make, size, seed=seed, shuffle=shuffle)
+        return len(made), taken(dataset.all)[0]
+
+    _, rows = first = drawn(3)
+    assert first[0] == 3
+    assert drawn(3) == (0, rows)
+    assert drawn(3, shuffle=True) == (0, rows)
+    assert drawn(2) == (2, rows[:2])
+    assert drawn(3, seed=8)[0] == 3
+    monkeypatch.setitem(globals(), "WORD", "b")
+    assert drawn(3) == (3, ["b" + text[1:] for text in rows])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda rng: {"prompt": WORDS[0]},
+        lambda rng: {"prompt": open("/dev/null").read()},  # noqa: SIM115
+        lambda rng: {"prompt": str(random.random())},
+        lambda rng: {"prompt": str(__import__("time").time())},
+        lambda rng: {"prompt": Path("/dev/null").read_text()},
+        lambda rng: {"prompt": taken(lambda: Dataset([{"prompt": "a"}]).all())[0][0]},
+    ],
+)
+def test_a_function_that_reaches_what_can_change_is_asked_each_time(make):
+    assert pure_leaves(make) is None
+    assert pure_leaves(lambda rng: {"prompt": str(rng.randint(1, 9) + math.pi)}) is not None
+
+
+def test_datasets_of_the_same_made_rows_have_cursors_and_orders_of_their_own():
+    def make(rng: random.Random) -> dict[str, str]:
+        return {"prompt": str(rng.random())}
+
+    def body() -> None:
+        one, other = (Dataset.generate(make, 8, seed=3, name=name, shuffle=True) for name in ("one", "other"))
+        one.take(5)
+        assert (one.cursor, other.cursor) == (5, 0)
+        assert (one.name, other.name) == ("one", "other")
+
+    trace(Flow(body), {})
+    with pytest.raises(OptionError, match="shuffle"):
+        Dataset.generate(make, 8, seed=3, shuffle="yes")  # type: ignore[arg-type]
