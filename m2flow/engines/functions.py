@@ -13,6 +13,9 @@ A unit runs in one of three ways, which give the same results:
 - An isolated function runs on the main thread of a child process, which is killed if it takes too long (`m2flow.engines.process_pool`).
   A function that turns out to need a main thread, as signal handlers do, runs in this way from then on, if it may be isolated.
 
+A thread that has run a unit takes the next one by itself: handing over takes longer than many a reward. Who called the engine reads
+the results meanwhile, and keeps the time.
+
 A unit that takes longer than `patience_s` does not count against `concurrency`, unless units have to run in turn.
 """
 
@@ -36,7 +39,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from m2flow.engines.contract import EngineSettings, Failure, FunctionEngine, Isolation, OnDone, OnFailure, unit_bounds
 from m2flow.engines.process_pool import ChildDied, ChildTimedOut, ProcessPool, Task
@@ -69,11 +72,12 @@ class Unit:
     argument: Sample | list[Sample]
 
 
-@dataclass(frozen=True)
-class _Outcome:
+class _Outcome(NamedTuple):
     position: int
     result: object = None
     error: BaseException | None = None
+    is_last: bool = True
+    """Its thread has nothing to do now."""
 
 
 class _Failed(Exception):
@@ -252,22 +256,24 @@ class _CallRun:
         self._idle = idle
         self.is_isolated = False
         """Units that begin from now on run in a child process."""
+        self._lock = threading.Lock()
+        """Held where units begin and end: worker threads do that, too."""
         self._outcomes: queue.SimpleQueue[_Outcome] = queue.SimpleQueue()
         self._begun: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._results: list[object] = [None] * len(units)
         self._deadlines: dict[int, float] = {}
-        """Unit that runs -> when it has taken too long. A child keeps its own time."""
+        """Unit that has begun, and whose outcome was not read yet -> when it has taken too long. A child keeps its own time."""
         self._patience: dict[int, float] = {}
         """Unit that runs -> when it will have taken so long that the next may begin beside it."""
         self._workers: dict[int, _WorkerThread] = {}
         self._errors: dict[int, OpError] = {}
+        self._has_failed = False
+        """A unit has raised, and nobody has said that this is no failure of the call."""
 
     def run(self, on_done: OnDone | None, meanwhile: Callable[[], None] | None, on_failure: OnFailure | None) -> list[object]:
         looks_at, look_s = (0.0, _LOOKS_AFTER_S) if meanwhile is not None else (float("inf"), 0.0)
         while self._waiting or self._deadlines:
-            # After a failure only what already runs is waited for: the earliest sample's error is the one to report.
-            while self._waiting and not self._errors and _has_room(self._patience, self._concurrency):
-                self._begin(self._waiting.popleft())
+            self._begin_units()
             if not self._deadlines:
                 break
             if meanwhile is not None and looks_at == 0.0:
@@ -277,17 +283,27 @@ class _CallRun:
             if meanwhile is not None and looks_at <= (now := time.monotonic()):
                 meanwhile()
                 looks_at, look_s = now + look_s, 2 * look_s
-            deadline = min(self._deadlines.values())
-            losing = _next_slow(self._patience) if self._waiting and not self._errors else float("inf")
-            outcome = _next_outcome(self._outcomes, min(deadline, losing, looks_at))
-            if outcome is None and min(losing, looks_at) < deadline:
-                continue
+            if self._outcomes.empty():
+                with self._lock:
+                    deadline = min(self._deadlines.values())
+                    losing = _next_slow(self._patience) if self._waiting and not self._errors else float("inf")
+                outcome = _next_outcome(self._outcomes, min(deadline, losing, looks_at))
+                if outcome is None and min(losing, looks_at) < deadline:
+                    continue
+            else:
+                outcome = self._outcomes.get()
             failed: _Failed | None
             if outcome is None:
-                unit, failed = self._abandon()
+                late = self._abandon()
+                if late is None:
+                    continue
+                unit, failed = late
             elif outcome.position in self._deadlines:
                 unit = self._units[outcome.position]
-                self._idle.append(self._ended(unit))
+                with self._lock:
+                    worker = self._ended(unit)
+                if outcome.is_last:
+                    self._idle.append(worker)
                 if self._is_to_run_again(unit, outcome.error):
                     continue
                 failed = None if outcome.error is None else _failure_kind(self._here.function, unit, outcome.error)
@@ -298,6 +314,7 @@ class _CallRun:
                 continue
             result = None if outcome is None else outcome.result
             if failed is not None and on_failure is not None:
+                self._has_failed = False
                 result = on_failure(unit.argument, failed.how, failed.error)
             self._results[unit.position] = result
             if on_done is not None and not self._errors:
@@ -307,27 +324,65 @@ class _CallRun:
             raise self._errors[first].about(self._units[first].row)
         return self._results
 
-    def _begin(self, unit: Unit) -> None:
-        now, where = time.monotonic(), self._here
-        limit_s = where.timeout_s
+    def _begin_units(self) -> None:
+        """Begin as many units as may run at once. After a failure none: the earliest sample's error is the one to report."""
+        while self._waiting and not self._errors:
+            with self._lock:
+                if not self._waiting or not _has_room(self._patience, self._concurrency):
+                    return
+                unit = self._waiting.popleft()
+                worker = self._idle.pop() if self._idle else _WorkerThread()
+                self._has_begun(unit, worker)
+            where = self._there if self.is_isolated and self._there is not None else self._here
+            worker.run(functools.partial(self._work, where, unit, worker))
+
+    def _has_begun(self, unit: Unit, worker: _WorkerThread) -> None:
+        """Note that a worker runs a unit from now on; the lock is held."""
+        now, limit_s = time.monotonic(), self._here.timeout_s
+        is_timed = limit_s is not None and not (self.is_isolated and self._there is not None)
+        self._deadlines[unit.position] = now + limit_s if is_timed and limit_s is not None else float("inf")
         self._patience[unit.position] = now + self._patience_s
-        worker = self._workers[unit.position] = self._idle.pop() if self._idle else _WorkerThread()
-        if self.is_isolated and self._there is not None:
-            self._deadlines[unit.position] = float("inf")
-            worker.run(self._there.run, unit, self._outcomes, self._begun)
-        else:
-            self._deadlines[unit.position] = now + limit_s if limit_s is not None else float("inf")
-            worker.run(where.run, unit, self._outcomes, self._begun)
+        self._workers[unit.position] = worker
+
+    def _work(self, where: _InProcess | _InChildProcess, unit: Unit, worker: _WorkerThread) -> None:
+        """Run a unit, and then one after the other of those that wait. On the worker's thread."""
+        process, following = os.getpid(), unit
+        self._begun.put(None)
+        while True:
+            unit = following
+            worker.take_name(unit)
+            # A context of its own: what a function sets in one must not be there for the next unit, which may be run elsewhere.
+            outcome = contextvars.Context().run(_outcome_of, where, unit, worker)
+            if os.getpid() != process:
+                os._exit(0)  # The function has forked, and this is the child: nobody will give it work.
+            with self._lock:
+                self._patience.pop(unit.position, None)
+                self._has_failed |= outcome.error is not None
+                may_go_on = where is self._here and not (worker.is_abandoned or self._has_failed or self.is_isolated)
+                if not may_go_on or not self._waiting or not _has_room(self._patience, self._concurrency):
+                    break
+                following = self._waiting.popleft()
+                self._has_begun(following, worker)
+            self._outcomes.put(outcome._replace(is_last=False))
+        self._outcomes.put(outcome)
 
     def _ended(self, unit: Unit) -> _WorkerThread:
-        """A unit runs no more; its worker thread."""
-        del self._deadlines[unit.position], self._patience[unit.position]
+        """A unit runs no more; its worker thread. The lock is held."""
+        del self._deadlines[unit.position]
+        self._patience.pop(unit.position, None)
         return self._workers.pop(unit.position)
 
-    def _abandon(self) -> tuple[Unit, _Failed]:
-        """Abandon the unit whose time is up."""
-        late = self._units[min(self._deadlines, key=lambda position: (self._deadlines[position], position))]
-        how = self._here.give_up(self._ended(late))
+    def _abandon(self) -> tuple[Unit, _Failed] | None:
+        """Abandon the unit whose time is up; None if it has ended just now."""
+        now = time.monotonic()
+        with self._lock:
+            slow = [position for position in self._patience if self._deadlines[position] <= now]
+            if not slow:
+                return None
+            late = self._units[min(slow, key=lambda position: (self._deadlines[position], position))]
+            worker = self._ended(late)
+            worker.is_abandoned = True
+        how = self._here.give_up(worker)
         return late, _Failed("timed_out", _too_slow(self._here.function, late, self._here.timeout_s, how))
 
     def _is_to_run_again(self, unit: Unit, error: BaseException | None) -> bool:
@@ -351,6 +406,8 @@ def _needs_main_thread(error: BaseException | None) -> bool:
 
 def _has_room(patience: Mapping[int, float], concurrency: int) -> bool:
     """Whether another unit may begin: slow ones do not count, up to a number."""
+    if len(patience) < concurrency:
+        return True
     now = time.monotonic()
     num_slow = sum(until <= now for until in patience.values())
     return len(patience) - min(num_slow, _MOST_SLOW) < concurrency
@@ -369,19 +426,16 @@ class _WorkerThread:
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.awaited: concurrent.futures.Future[_Outcome] | None = None
         """What it waits for on the event loop."""
+        self.is_abandoned = False
         self._thread = threading.Thread(target=self._serve, name="m2flow-function", daemon=True)
         self._thread.start()
 
-    def run(
-        self,
-        run: Callable[[Unit, _WorkerThread], object],
-        unit: Unit,
-        outcomes: queue.SimpleQueue[_Outcome],
-        begun: queue.SimpleQueue[None],
-    ) -> None:
+    def run(self, work: Callable[[], None]) -> None:
+        self._work.put(work)
+
+    def take_name(self, unit: Unit) -> None:
+        """Be named after what it runs, for whoever looks at the process."""
         self._thread.name = f"m2flow-{unit.label}"
-        # A context of its own: what a function sets in one must not be there for the next unit, which may be run elsewhere.
-        self._work.put(lambda: contextvars.Context().run(_run, run, unit, self, outcomes, begun))
 
     def dismiss(self) -> None:
         """End, when the running unit ends, if it does."""
@@ -394,11 +448,8 @@ class _WorkerThread:
         return awaited is not None and awaited.cancel()
 
     def _serve(self) -> None:
-        process = os.getpid()
         while (work := self._work.get()) is not None:
             work()
-            if os.getpid() != process:
-                os._exit(0)  # The function has forked, and this is the child: nobody will give it work.
 
 
 @final
@@ -490,19 +541,12 @@ def _span(granularity: str, names: list[str]) -> str:
     return f"{granularity} {names[0]} to {names[-1]}" if names else f"the empty {granularity}"
 
 
-def _run(
-    run: Callable[[Unit, _WorkerThread], object],
-    unit: Unit,
-    worker: _WorkerThread,
-    outcomes: queue.SimpleQueue[_Outcome],
-    begun: queue.SimpleQueue[None],
-) -> None:
-    begun.put(None)
+def _outcome_of(where: _InProcess | _InChildProcess, unit: Unit, worker: _WorkerThread) -> _Outcome:
     try:
-        outcomes.put(_Outcome(unit.position, run(unit, worker)))
+        return _Outcome(unit.position, where.run(unit, worker))
     except BaseException as error:
         # SystemExit too: sys.exit() in a reward would else look like a hang.
-        outcomes.put(_Outcome(unit.position, error=error))
+        return _Outcome(unit.position, error=error)
 
 
 async def _awaited(awaitable: Any) -> object:

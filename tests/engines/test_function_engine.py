@@ -55,6 +55,43 @@ async def text_later(sample: Sample) -> object:
     return sample.text
 
 
+def test_one_thread_runs_all_units_each_under_its_own_name():
+    seen = call(lambda sample: (threading.get_ident(), threading.current_thread().name), batch(50, 2))
+    assert len({thread for thread, _ in seen}) == 1
+    assert len({name for _, name in seen}) == 100
+
+
+def test_units_go_on_after_one_that_failed_if_that_is_said_to_be_no_failure():
+    def raises(sample: Sample) -> str:
+        if sample.text in ("t1", "t4"):
+            raise ValueError(sample.text)
+        return sample.text
+
+    failed: list[str] = []
+    results = call(raises, batch(), on_failure=lambda sample, how, error: failed.append(f"{sample.text} {how}"))
+    assert results == ["t0", None, "t2", "t3", None, "t5"]
+    assert failed == ["t1 raised", "t4 raised"]
+
+
+def test_a_thread_that_was_abandoned_begins_nothing_when_it_comes_back(gate: threading.Event) -> None:
+    begun: list[str] = []
+    came_back = threading.Event()
+
+    def hangs(sample: Sample) -> str:
+        begun.append(sample.text)
+        if sample.text == "t1":
+            gate.wait()
+            came_back.set()
+        elif sample.text == "t5":
+            gate.set()
+            came_back.wait()
+        return sample.text
+
+    results = call(hangs, batch(5), timeout_s=SHORT_S, on_failure=lambda sample, how, error: how)
+    assert results == ["t0", "timed_out", *(f"t{i}" for i in range(2, 10))]
+    assert sorted(begun) == sorted(f"t{i}" for i in range(10))
+
+
 @pytest.mark.parametrize("concurrency", [1, 4])
 @pytest.mark.parametrize("function", [lambda sample: sample.text, text_later])
 def test_results_are_in_the_order_of_identity(function: Callable[[Sample], object], concurrency: int) -> None:
