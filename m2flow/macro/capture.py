@@ -201,6 +201,14 @@ def _is_pure(leaf: object) -> bool:
     return type(leaf) in _ATOMS or type(leaf) is tuple or leaf is EMPTY
 
 
+def are_alike(leaves: list[object], others: list[object]) -> bool:
+    """Whether two functions of these leaves do the same, though one may be of a file that was loaded again: code counts by its text."""
+    if len(leaves) != len(others):
+        return False
+    by_value = (int, str, bytes, types.CodeType)
+    return all(a is b or (type(a) is type(b) and type(a) in by_value and a == b) for a, b in zip(leaves, others, strict=True))
+
+
 class Watch:
     """Detect that a captured part of a function was rebound; the parts themselves are immutable."""
 

@@ -11,6 +11,7 @@ What is drawn depends on the seed and the number of rows drawn before, and on no
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import itertools
 import random
@@ -19,9 +20,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast, final
 
 import numpy as np
+import numpy.typing as npt
 
 from m2flow.errors import DatasetError, MissingExtra, OptionError, TraceError
-from m2flow.macro.capture import is_same, pure_leaves
+from m2flow.macro.capture import are_alike, pure_leaves
 from m2flow.macro.columns import ReduceByKey
 from m2flow.macro.draw_order import ROW, Curriculum, Epochs, ListedRows, Mix, Observed, Order, Row, order_of
 from m2flow.macro.graph import Granularity
@@ -211,13 +213,29 @@ def _now(row: Row) -> str:
 _MOST_KEPT = 200_000
 """Rows that are kept of those that functions made, over all datasets."""
 _kept: list[tuple[list[object], int, int, Dataset]] = []
-"""What a function captures, size and seed -> the rows that it made, oldest first. A flow is followed several times before it runs, and
-makes its datasets each time: in most of the flows here that took longer than all else of planning."""
+"""What a function captures, size and seed -> the rows that it made, those used last at the end. A flow is followed several times before
+it runs, and makes its datasets each time: in most of the flows here that took longer than all else of planning."""
+
+
+def _seeded(rng: random.Random, seed: str) -> random.Random:
+    """The generator, as if it had been made with this seed: that takes twice as long."""
+    rng.seed(seed)
+    return rng
+
+
+@functools.lru_cache(maxsize=32)
+def _seeds_of_all(key: str, number: int, count: int) -> npt.NDArray[np.uint64]:
+    """The seeds of `count` rows that are drawn all at once for the so manieth time: uint64 [count]."""
+    return np.array([keyed_bits(key, f"all {number}", i) for i in range(count)], np.uint64)
 
 
 def _kept_rows(leaves: list[object], size: int, seed: int) -> Dataset | None:
     """A dataset of the same rows that was made before."""
-    return next((made for others, *of, made in _kept if of == [size, seed] and is_same(leaves, others)), None)
+    for i, (others, *of, made) in enumerate(_kept):
+        if of == [size, seed] and are_alike(leaves, others):
+            _kept.append(_kept.pop(i))
+            return made
+    return None
 
 
 def _keep_rows(leaves: list[object], size: int, seed: int, made: Dataset) -> None:
@@ -333,15 +351,13 @@ class Dataset:
         check_count("size", size)
         check_whole("seed", seed)
 
-        def rows_made() -> list[Row]:
-            return [make(random.Random(f"{seed}/{i}")) for i in range(size)]
-
         leaves = pure_leaves(make) if curriculum is None and size <= _MOST_KEPT else None
         if leaves is None:
-            return cls(rows_made(), name=name, shuffle=shuffle, curriculum=curriculum)
+            return cls([make(random.Random(f"{seed}/{i}")) for i in range(size)], name=name, shuffle=shuffle, curriculum=curriculum)
         known = _kept_rows(leaves, size, seed)
         if known is None:
-            known = cls(rows_made(), name=name)
+            rng = random.Random(0)
+            known = cls([make(_seeded(rng, f"{seed}/{i}")) for i in range(size)], name=name)
             _keep_rows(leaves, size, seed, known)
         check_text("name", name)
         check_flag("shuffle", shuffle)
@@ -678,7 +694,7 @@ class Dataset:
         """Every row, in the dataset's order; the cursor stays."""
         session = self._join()
         self._num_alls += 1
-        seeds = [keyed_bits(self._key, f"all {self._num_alls}", i) for i in range(self._num_rows)]
+        seeds = (_seeds_of_all if self._num_rows <= _MOST_KEPT else _seeds_of_all.__wrapped__)(self._key, self._num_alls, self._num_rows)
         return self._record(session, "all", list(range(self._num_rows)), seeds, {}, moves_by=0)
 
     def batches(self, size: int, *, epochs: int = 1) -> Iterator[Rows]:
@@ -783,7 +799,14 @@ class Dataset:
         return taken(self._columns, np.array(positions, np.int64)) if self._stored is None else self._stored.columns_at(positions)
 
     def _record(
-        self, session: Session, method: str, positions: list[int], seeds: list[int], shown: dict[str, object], *, moves_by: int
+        self,
+        session: Session,
+        method: str,
+        positions: list[int],
+        seeds: list[int] | npt.NDArray[np.uint64],
+        shown: dict[str, object],
+        *,
+        moves_by: int,
     ) -> Rows:
         ids = make_ids(session.next_ordinal, len(positions), self._num_each)
         columns = self._columns_at(positions) if self._num_each == 1 else _of_two(self._columns_at(positions), len(positions))

@@ -12,7 +12,7 @@ import pytest
 
 from m2flow import Dataset, flow, steps
 from m2flow.errors import DatasetError, OptionError, TraceError
-from m2flow.macro.capture import pure_leaves
+from m2flow.macro.capture import are_alike, pure_leaves
 from m2flow.macro.flow import Flow
 from m2flow.macro.graph import MacroGraph
 from m2flow.macro.tracing import trace
@@ -269,11 +269,11 @@ def test_rows_that_a_pure_function_made_are_made_once_and_anew_where_what_it_rea
 
     def drawn(size: int, *, seed: int = 7, shuffle: bool = False) -> tuple[int, list[str]]:
         """How many rows were made, and all rows."""
-        generators, made = random.Random, []
+        seeded, made = random.Random.seed, []
         with monkeypatch.context() as patch:
-            patch.setattr(random, "Random", lambda seed: made.append(seed) or generators(seed))  # One for each row.
+            patch.setattr(random.Random, "seed", lambda rng, seed: made.append(seed) or seeded(rng, seed))  # For each row.
             dataset = Dataset.generate(make, size, seed=seed, shuffle=shuffle)
-        return len(made), taken(dataset.all)[0]
+        return len(made) - made.count(0), taken(dataset.all)[0]
 
     _, rows = first = drawn(3)
     assert first[0] == 3
@@ -299,6 +299,21 @@ def test_rows_that_a_pure_function_made_are_made_once_and_anew_where_what_it_rea
 def test_a_function_that_reaches_what_can_change_is_asked_each_time(make):
     assert pure_leaves(make) is None
     assert pure_leaves(lambda rng: {"prompt": str(rng.randint(1, 9) + math.pi)}) is not None
+
+
+def test_a_function_of_a_file_that_is_loaded_again_is_the_same_as_long_as_its_text_is(tmp_path):
+    def loaded(text: str) -> list[object] | None:
+        scope: dict[str, object] = {}
+        exec(compile(text, str(tmp_path / "flow.py"), "exec"), scope)
+        return pure_leaves(scope["make"])
+
+    text = "LEAST = 1\ndef other(rng): return rng.randint(LEAST, 9)\ndef make(rng): return {'prompt': str(other(rng))}\n"
+    first = loaded(text)
+    assert first is not None
+    assert are_alike(first, loaded(text))
+    assert not are_alike(first, loaded(text.replace("LEAST = 1", "LEAST = 2")))
+    assert not are_alike(first, loaded(text.replace("9", "8")))
+    assert not are_alike(first, loaded(text.replace("str(other(rng))", "str(other(rng)) + 'x'")))
 
 
 def test_datasets_of_the_same_made_rows_have_cursors_and_orders_of_their_own():
