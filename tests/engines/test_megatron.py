@@ -28,7 +28,7 @@ from m2flow.engines.registry import engine_named
 from m2flow.errors import EngineError
 from m2flow.planner.model_shapes import ModelShape
 from m2flow.planner.pools import legal_layouts, offered
-from m2flow.recipe import Model
+from m2flow.recipe import Balance, Model
 
 ROOT = Path(__file__).parents[2]
 PYTHON = os.environ.get("M2FLOW_MEGATRON_PYTHON", str(ROOT / ".venv-megatron" / "bin" / "python"))
@@ -115,6 +115,24 @@ def changed(name: str, **changes: Any) -> Any:
         (lambda: megatron_models.CONFIGS["qwen3_moe"](), {"etp": 3}, "width of an expert, 16"),
         (lambda: megatron_models.CONFIGS["qwen2"](), {"ep": 2}, "has no experts"),
         (lambda: megatron_models.CONFIGS["mixtral"](), {"tp": 2, "sequence_parallel": False}, "experts are not computed on whole rows"),
+        (
+            lambda: changed("deepseek_v3", num_nextn_predict_layers=1),
+            {},
+            r"num_nextn_predict_layers 1 \(layers that predict further tokens",
+        ),
+        (lambda: changed("deepseek_v3", first_k_dense_replace=4), {}, "first_k_dense_replace 4, so that no layer has experts"),
+        (lambda: changed("deepseek_v3", norm_topk_prob=False), {}, "gates that are not normalised"),
+        (lambda: changed("deepseek_v3", num_experts_per_tok=1), {}, "one expert a token"),
+        (lambda: changed("deepseek_v3", num_key_value_heads=2), {}, "num_key_value_heads 2, other than its heads"),
+        (lambda: changed("deepseek_v3", attention_bias=True), {}, "attention_bias"),
+        (lambda: changed("deepseek_v3", n_group=3), {}, "n_group 3, which does not divide its experts"),
+        (lambda: changed("deepseek_v2", topk_method="noaux_tc"), {}, "topk_method noaux_tc"),
+        (lambda: changed("deepseek_v2", n_shared_experts=0), {}, "n_shared_experts 0"),
+        (lambda: changed("deepseek_v2", rope_parameters={"rope_type": "dynamic", "factor": 2.0}), {}, "rope_type dynamic"),
+        (lambda: changed("deepseek_v2", intermediate_size=33), {"tp": 2}, "intermediate_size, 33"),
+        (lambda: changed("deepseek_v2", moe_intermediate_size=15, n_shared_experts=1), {"tp": 2}, "width of the shared experts, 15"),
+        (lambda: megatron_models.CONFIGS["deepseek_v2"](), {"tp": 2, "cp": 4}, r"tp \* cp is 8, .* num_attention_heads, 4"),
+        (lambda: megatron_models.CONFIGS["deepseek_v3"](), {"tp": 2, "sequence_parallel": False}, "experts are not computed on whole rows"),
     ],
 )
 def test_what_megatron_can_t_compute_is_refused_by_name(config: Any, options: dict[str, object], said: str) -> None:
@@ -151,6 +169,10 @@ def test_ranks_that_the_groups_do_not_divide_and_a_model_without_experts_to_repl
         check_before(model, {"tp": 4}, 4)
     with pytest.raises(EngineError, match="'qwen2' model is no mixture of experts whose routing can be replayed or balanced"):
         check_before(replace(model, routing="rollout"), {}, 1)
+    mixture = megatron_models.small("qwen3_moe", tmp_path / "mixture")
+    with pytest.raises(EngineError, match="routers of a 'qwen3_moe' model have no bias"):
+        check_before(replace(mixture, balance=Balance(bias_step=0.1)), {}, 1)
+    check_before(replace(megatron_models.small("deepseek_v3", tmp_path / "biased"), balance=Balance(bias_step=0.1)), {"ep": 2}, 2)
 
 
 def test_a_device_type_or_dtype_that_it_has_not_is_refused() -> None:

@@ -12,6 +12,7 @@ Shapes: R rows of a packed micro-batch, T predicted tokens, L layers, k experts 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,9 @@ from torch import Tensor
 from m2flow.engines.megatron.rows import Share
 from m2flow.engines.models.packing import Packed
 from m2flow.engines.models.routing import Balanced, Loads, Mixture, are_others, check_layers
+
+Limit = Callable[[Tensor], Tensor]
+"""A router's scores of all experts, [rows, E], to those that its top k is chosen from."""
 
 
 @dataclass(eq=False)
@@ -100,8 +104,8 @@ class Routing:
 class Replay:
     """In the place of Megatron's `RouterReplay` at one router."""
 
-    def __init__(self, layer: int) -> None:
-        self._layer = layer
+    def __init__(self, router: int, limit: Limit | None) -> None:
+        self._router, self._limit = router, limit
         self.routing: Routing | None = None
         """Of the pass that is being computed."""
 
@@ -109,17 +113,47 @@ class Replay:
         self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, default_compute_topk: Callable[..., Any]
     ) -> tuple[Tensor, Tensor]:
         """What the router gets of its top k, [rows, k]: scores and experts."""
+        scores = scores if self._limit is None else self._limit(scores)
         values, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         if self.routing is None:
             return values, own
-        chosen = self.routing.choose(self._layer, own)
+        chosen = self.routing.choose(self._router, own)
         return (values, own) if chosen is own else (scores.gather(1, chosen), chosen)
 
 
-def route(layer: Any) -> None:
-    """Have one of Megatron's layers tell its router whose rows it computes, each time that it runs."""
-    number, router = layer.layer_number - 1, layer.mlp.router
-    replay, gating = Replay(number), router.gating
+def limit_of(config: Any) -> Limit | None:
+    """How a model of transformers limits the choice of experts. None: not at all.
+
+    DeepSeek's experts are in groups, of which the best are kept: by their best expert, where those of the others score 0 (V2), or by the
+    sum of their best two, where the others can't be chosen (V3). Megatron's own sums k / groups kept.
+    """
+    is_v3 = config.model_type == "deepseek_v3"
+    if not is_v3 and getattr(config, "topk_method", "") != "group_limited_greedy":
+        return None
+
+    def limited(scores: Tensor) -> Tensor:
+        groups = scores.unflatten(1, (config.n_group, -1))
+        best = groups.topk(2 if is_v3 else 1, -1).values.sum(-1).topk(config.topk_group, -1, sorted=False).indices
+        is_kept = torch.zeros_like(groups[:, :, 0], dtype=torch.bool).scatter_(1, best, True)
+        return groups.masked_fill(~is_kept[:, :, None], -math.inf if is_v3 else 0.0).flatten(1)
+
+    return limited
+
+
+def with_bias(router: Any) -> None:
+    """Give a router of Megatron's a bias that its library does not move: `m2flow.engines.models.routing` says when it moves."""
+    del router.expert_bias
+    router.register_buffer("expert_bias", torch.zeros(router.config.num_moe_experts, dtype=torch.float32))
+
+
+def route(layer: Any, number: int, limit: Limit | None) -> None:
+    """Have one of Megatron's layers tell its router whose rows it computes, each time that it runs.
+
+    Args:
+        number: of the router, of all of the model's.
+    """
+    router = layer.mlp.router
+    replay, gating = Replay(number, limit), router.gating
     router.router_replay = replay
 
     def taught(hidden: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ Tensor-parallel ranks are neighbours, stages are farthest apart: what is sent mo
 stage, in groups of `ep`, each of them split over `etp`.
 
 Refused are models of other families than `FAMILIES`, and what of a family's config changes what it computes in a way that is not
-mapped: windows, biases, other activations, other positions, layers without experts among those with them.
+mapped: windows, biases, other activations, other positions, layers without experts among those with them (but DeepSeek's first).
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ from m2flow.recipe import Model
 if TYPE_CHECKING:
     from m2flow.engines.models.routing import Mixture
 
-FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+LATENT = ("deepseek_v2", "deepseek_v3")
+"""Those of `FAMILIES` with latent attention, shared experts and, in their first layers, none."""
+FAMILIES = (*LATENT, "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """Values of `model_type` whose weights have a place in Megatron's model."""
 _ROPES = ("default", "linear", "llama3")
-"""Kinds of rotary embeddings whose frequencies depend on nothing but the config."""
+"""Kinds of rotary embeddings whose frequencies depend on nothing but the config. With latent attention there is YaRN, too."""
 _OF_THE_PASSES = ("logprob_tokens", "share_prompts", "fp32_head", "head_logits")
 """Options that the embedded trainer reads by itself."""
 _RECOMPUTED = ("", "selective", "full")
@@ -185,12 +187,35 @@ def _strange(config: Any) -> Iterator[str]:
         "mlp_bias": bool(getattr(config, "mlp_bias", False)),
         f"sliding_window {window}": window is not None,
         f"layers of {', '.join(sorted(kinds))}": bool(kinds),
-        f"rope_type {rope.get('rope_type')}": rope.get("rope_type", "default") not in _ROPES,
+        f"rope_type {rope.get('rope_type')}": rope.get("rope_type", "default") not in (*_ROPES, *(("yarn",) if is_latent(config) else ())),
         "a partial_rotary_factor": float(rope.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1) != 1,
         "pretraining_tp": int(getattr(config, "pretraining_tp", 1)) != 1,
         "layers without experts": bool(experts)
         and (int(getattr(config, "decoder_sparse_step", 1)) != 1 or bool(getattr(config, "mlp_only_layers", None))),
         "router_jitter_noise": bool(experts) and bool(getattr(config, "router_jitter_noise", 0.0)),
+    }
+    yield from (what for what, is_there in found.items() if is_there)
+    if is_latent(config):
+        yield from _strange_latent(config)
+
+
+def _strange_latent(config: Any) -> Iterator[str]:
+    """What is not mapped of a config with latent attention."""
+    predicting = int(getattr(config, "num_nextn_predict_layers", None) or 0)
+    is_v3, dense, groups = config.model_type == "deepseek_v3", num_dense(config), int(getattr(config, "n_group", None) or 1)
+    method = getattr(config, "topk_method", None)
+    found = {
+        # transformers leaves them out where it reads a checkpoint: they would be lost. The field says that this is meant.
+        f"num_nextn_predict_layers {predicting} (layers that predict further tokens, which are neither trained nor saved: write 0 into its "
+        "config.json to do without)": predicting > 0,
+        f"first_k_dense_replace {dense}, so that no layer has experts,": dense >= int(config.num_hidden_layers),
+        f"n_shared_experts {config.n_shared_experts}": not config.n_shared_experts,
+        f"num_key_value_heads {config.num_key_value_heads}, other than its heads,": config.num_key_value_heads
+        != config.num_attention_heads,
+        "gates that are not normalised": is_v3 and not config.norm_topk_prob,
+        "one expert a token": is_v3 and int(config.num_experts_per_tok) == 1,
+        f"topk_method {method}": not is_v3 and method not in ("greedy", "group_limited_greedy"),
+        f"n_group {groups}, which does not divide its experts,": bool(num_experts(config) % groups),
     }
     yield from (what for what, is_there in found.items() if is_there)
 
@@ -203,6 +228,10 @@ def _divided(config: Any, options: Options) -> Iterator[tuple[str, int, str, int
         if options.cp > 1:
             yield "tp * cp", options.tp * options.cp, field, heads
     yield "pp * vpp" if options.vpp > 1 else "pp", options.pp * options.vpp, "num_hidden_layers", int(config.num_hidden_layers)
+    if is_latent(config):
+        yield "tp", options.tp, "width of the shared experts", shared_width(config)
+        if num_dense(config):
+            yield "tp", options.tp, "intermediate_size", int(config.intermediate_size)
     if experts:
         if options.tp > 1 and not options.sequence_parallel:
             raise EngineError(
@@ -223,16 +252,37 @@ def mixture_of(model: Model, config: Any) -> Mixture | None:
     count = num_experts(config)
     if (model.routing is not None or model.balance is not None) and not count:
         raise not_a_mixture(config.model_type)
-    if model.balance is not None and model.balance.bias_step:
+    if model.balance is not None and model.balance.bias_step and not has_bias(config):
         raise without_bias(config.model_type)
-    return Mixture(int(config.num_hidden_layers), int(config.num_experts_per_tok), count) if count else None
+    num_routers = int(config.num_hidden_layers) - num_dense(config)
+    return Mixture(num_routers, int(config.num_experts_per_tok), count) if count else None
 
 
 def num_experts(config: Any) -> int:
     """Experts of a layer; 0: it has none."""
-    if config.model_type not in ("qwen3_moe", "mixtral"):
+    if config.model_type not in ("qwen3_moe", "mixtral", *LATENT):
         return 0
     return int(getattr(config, "num_experts", None) or config.num_local_experts)
+
+
+def num_dense(config: Any) -> int:
+    """Layers without experts, of a model with some: its first ones."""
+    return int(config.first_k_dense_replace or 0) if is_latent(config) else 0
+
+
+def is_latent(config: Any) -> bool:
+    """Whether keys and values come from a latent that heads share."""
+    return config.model_type in LATENT
+
+
+def has_bias(config: Any) -> bool:
+    """Whether routers add a bias to their scores, for the choice of experts alone."""
+    return bool(config.model_type == "deepseek_v3")
+
+
+def shared_width(config: Any) -> int:
+    """Of the experts that every token goes to, together."""
+    return int(config.moe_intermediate_size) * int(config.n_shared_experts)
 
 
 def expert_width(config: Any) -> int:

@@ -4,7 +4,7 @@
     micro-batches --run: 1F1B, interleaved or one after the other--> forward, and backward
 
 All that imports the library is here. Layers are its local specification: column and row parallel matrices, router and experts are
-Megatron's, norms and attention those of `m2flow.engines.megatron.rows`, which need neither Transformer Engine nor Apex.
+Megatron's, norms and attention those of `m2flow.engines.megatron.rows` and `latent`, which need neither Transformer Engine nor Apex.
 
 Where release 0.16.1 deviates from what one expects (`tests/engines/test_megatron.py` tests each):
 
@@ -35,9 +35,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from m2flow.engines.megatron.experts import Routing, route
-from m2flow.engines.megatron.layout import Options, expert_width, head_size, num_experts
-from m2flow.engines.megatron.names import SCALAR_HEAD, numbered
+from m2flow.engines.megatron.experts import Limit, Routing, limit_of, route, with_bias
+from m2flow.engines.megatron.latent import Latent, LatentAttention
+from m2flow.engines.megatron.layout import Options, expert_width, has_bias, head_size, is_latent, num_dense, num_experts, shared_width
+from m2flow.engines.megatron.names import ROUTER_BIAS, SCALAR_HEAD, numbered
 from m2flow.engines.megatron.rows import PackedCoreAttention, PositionedRotary, RowNorm, Share
 from m2flow.errors import EngineError, MissingExtra
 
@@ -59,7 +60,9 @@ def core() -> Any:
             import megatron.core.pipeline_parallel
             import megatron.core.tensor_parallel.mappings
             import megatron.core.tensor_parallel.random
+            import megatron.core.transformer.spec_utils
             import megatron.core.transformer.transformer_block
+            import megatron.core.transformer.transformer_layer
     except ImportError as error:
         raise MissingExtra(f"the train engine 'megatron' can't be loaded: {error}", now="pip install 'm2flow[megatron]'") from error
     return megatron.core
@@ -168,6 +171,15 @@ def transformer_config(config: Any, options: Options, dtype: torch.dtype) -> Any
             "moe_grouped_gemm": False,
             "moe_router_dtype": "fp32",
         }
+    if is_latent(config):
+        dense = num_dense(config)
+        experts |= {
+            "moe_layer_freq": [0] * dense + [1] * (config.num_hidden_layers - dense),
+            "moe_shared_expert_intermediate_size": shared_width(config),
+            "moe_router_topk_scaling_factor": config.routed_scaling_factor,
+            "moe_router_score_function": "sigmoid" if has_bias(config) else "softmax",
+            "moe_router_pre_softmax": not has_bias(config),
+        }
     recomputed: dict[str, Any] = {}
     if options.recompute:
         recomputed["recompute_granularity"] = options.recompute
@@ -222,19 +234,36 @@ def _sends(is_interleaved: bool) -> dict[str, bool]:
     return {"overlap_p2p_comm": is_interleaved, "batch_p2p_comm": not is_interleaved}
 
 
-def _layers(config: Any, vp_stage: int | None) -> Any:
-    """The specification of this rank's layers in a part of the model."""
+def _layers(config: Any, vp_stage: int | None, num_dense: int, latent: Latent | None) -> Any:
+    """The specification of this rank's layers in a part of the model, the first of which have no experts."""
+    block = core().transformer.transformer_block
+    count = block.get_num_layers_to_build(config, vp_stage=vp_stage)
+    first = core().transformer.transformer_layer.get_transformer_layer_offset(config, vp_stage=vp_stage)
+    dense, other = (_layer(config, experts, latent) for experts in (None, config.num_moe_experts))
+    specs = [dense if number < num_dense else other for number in range(first, first + count)]
+    return block.TransformerBlockSubmodules(layer_specs=specs, layer_norm=RowNorm)
+
+
+def _layer(config: Any, num_experts: int | None, latent: Latent | None) -> Any:
     specs = core().models.gpt.gpt_layer_specs
-    spec = specs.get_gpt_layer_local_spec(num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    spec = specs.get_gpt_layer_local_spec(num_experts=num_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RowNorm
     attention = layer.self_attention.submodules
     attention.core_attention = PackedCoreAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RowNorm
-    block = core().transformer.transformer_block
-    count = block.get_num_layers_to_build(config, vp_stage=vp_stage)
-    return block.TransformerBlockSubmodules(layer_specs=[spec] * count, layer_norm=RowNorm)
+    if latent is not None:
+        layer.self_attention = core().transformer.spec_utils.ModuleSpec(
+            LatentAttention, params={"latent": latent, "parallel": core().tensor_parallel}
+        )
+    return spec
+
+
+def _first_layer(part: Any) -> int:
+    """The number of a part's first layer in the whole model."""
+    layers = part.decoder.layers
+    return int(layers[0].layer_number) - 1 if len(layers) else 0
 
 
 Head = Callable[[Tensor, Tensor | None], Tensor]
@@ -273,6 +302,7 @@ class Built:
         frequencies: of the rotary embedding, float32 [D / 2].
         padding: a token whose embedding learns nothing from where it is read, as in transformers.
         head: computes the last stage's output. scalar: the head is one of numbers: with a bias, or without. None: of a language model.
+        latent: what its attention has, where that is latent.
     """
 
     def __init__(
@@ -285,9 +315,10 @@ class Built:
         padding: int | None,
         head: Head,
         scalar: bool | None = None,
+        latent: Latent | None = None,
     ) -> None:
         self.options = options
-        self._padding, self._head, self._scalar = padding, head, scalar
+        self._padding, self._head, self._scalar, self._latent = padding, head, scalar, latent
         with _quiet():
             self._build(config, dtype, device, frequencies)
         self._run = core().pipeline_parallel.get_forward_backward_func()
@@ -302,6 +333,8 @@ class Built:
             grad_reduce_in_fp32=True, use_distributed_optimizer=options.zero == 1, overlap_grad_reduce=False
         )
         self.parameters = {name: parameter for part in parts for name, parameter in self._named(part).items()}
+        self.biases = {name: bias for part in parts for name, bias in self._biases(part).items()}
+        """Of this rank's routers, by the names of the whole model; the buffers that they are."""
         self.chunks = [
             core().distributed.DistributedDataParallel(self.config, how, part, disable_bucketing=i > 0) for i, part in enumerate(parts)
         ]
@@ -322,7 +355,7 @@ class Built:
         tp = self.options.tp
         part = core().models.gpt.GPTModel(
             config=self.config,
-            transformer_layer_spec=_layers(self.config, vp_stage),
+            transformer_layer_spec=_layers(self.config, vp_stage, num_dense(config), self._latent),
             vocab_size=-(-config.vocab_size // tp) * tp,
             max_sequence_length=config.max_position_embeddings,
             pre_process=is_end(core().parallel_state.is_pipeline_first_stage),
@@ -333,9 +366,12 @@ class Built:
             vp_stage=vp_stage,
         )
         part.rotary_pos_emb = PositionedRotary(frequencies)
-        if self.config.num_moe_experts:
-            for layer in part.decoder.layers:
-                route(layer)
+        limit: Limit | None = limit_of(config)
+        for layer in part.decoder.layers:
+            if layer.is_moe_layer:
+                route(layer, layer.layer_number - 1 - num_dense(config), limit)
+                if has_bias(config):
+                    with_bias(layer.mlp.router)
         if part.pre_process and self._padding is not None:
             part.embedding.register_forward_hook(self._without_padding, with_kwargs=True)
         if part.post_process and self._scalar is not None:
@@ -363,8 +399,7 @@ class Built:
 
     def _named(self, part: Any) -> dict[str, Tensor]:
         """Parameters by the names of the whole model. The last stage's copy of tied embeddings has their name."""
-        layers = part.decoder.layers
-        first = layers[0].layer_number - 1 if len(layers) else 0
+        first = _first_layer(part)
         of_each = (self.config.num_moe_experts or 0) // self.options.ep
         first_expert = of_each * core().parallel_state.get_expert_model_parallel_rank()
         found = {numbered(name, first, first_expert): parameter for name, parameter in part.named_parameters()}
@@ -373,6 +408,10 @@ class Built:
         if self._scalar is not None:
             found = {SCALAR_HEAD.get(name, name): parameter for name, parameter in found.items()}
         return found
+
+    def _biases(self, part: Any) -> dict[str, Tensor]:
+        first = _first_layer(part)
+        return {numbered(name, first, 0): bias for name, bias in part.named_buffers() if name.endswith(ROUTER_BIAS)}
 
     @property
     def buffers(self) -> list[Any]:

@@ -3,6 +3,9 @@
     checkpoint's tensors --merged--> one of Megatron's parameters --its part--> a rank of the tensor group, on the stage that has the layer
                          <--split--                               <--gathered--                            <--sent to all by its owner
 
+A DeepSeek model's latent attention has the checkpoint's own tensors, those down whole on every tensor rank and those up split by heads.
+Biases of its routers are no parameters: they lie beside them, and have neither gradients nor moments.
+
 `linear_qkv` has, for each group of keys and values, its queries, its key and its value; `linear_fc1` has the gate above the projection up,
 each split by itself. A vocabulary that the ranks do not divide is filled up with rows of zeros, which nothing reads.
 
@@ -14,14 +17,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from m2flow.engines.megatron.layout import Options, head_size, num_experts
+from m2flow.engines.megatron.layout import Options, has_bias, head_size, is_latent, num_dense, num_experts
 from m2flow.engines.models.hf_model import EXPERTS, ExpertNames
 from m2flow.errors import EngineError
 
@@ -37,10 +40,16 @@ class Place:
     is_expert: bool = False
     group: str = "rest"
     """The group of weights that it is reported with."""
+    is_trained: bool = True
+    """False: a bias of a router, float32 in a model of any type, which has no gradient and no moments."""
 
 
 SCALAR_HEAD = {"output_layer.weight": "score.weight", "output_layer.bias": "score.bias"}
 """Of a critic or a reward model: names here of the head's parameters, by Megatron's. They are not those of a language model's head."""
+
+
+ROUTER_BIAS = "mlp.router.expert_bias"
+"""Megatron's name, in a layer, of what a router adds to its scores for the choice of experts alone."""
 
 
 def places(config: Any, scalar: bool | None = None) -> dict[str, Place]:
@@ -50,24 +59,12 @@ def places(config: Any, scalar: bool | None = None) -> dict[str, Place]:
         scalar: its head gives one number a token: with a bias, or without. None: it is a language model's.
     """
     found = {"embedding.word_embeddings.weight": Place(("model.embed_tokens.weight",), "vocabulary", 0, group="embeddings")}
-    experts, named = num_experts(config), EXPERTS.get(config.model_type, ExpertNames())
     for number in range(config.num_hidden_layers):
-        of_layer = dict(_attention(config, f"model.layers.{number}"))
-        if experts:
-            block = f"model.layers.{number}.{named.block}"
-            of_layer["mlp.router.weight"] = Place((f"{block}.gate.weight",))
-            for expert in range(experts):
-                one, own = f"{block}.experts.{expert}", f"mlp.experts.local_experts.{expert}"
-                up = (f"{one}.{named.gate}.weight", f"{one}.{named.up}.weight")
-                of_layer[f"{own}.linear_fc1.weight"] = Place(up, "gate_up", 0, is_expert=True)
-                of_layer[f"{own}.linear_fc2.weight"] = Place((f"{one}.{named.down}.weight",), dim=1, is_expert=True)
-        else:
-            block = f"model.layers.{number}.mlp"
-            of_layer["mlp.linear_fc1.weight"] = Place((f"{block}.gate_proj.weight", f"{block}.up_proj.weight"), "gate_up", 0)
-            of_layer["mlp.linear_fc2.weight"] = Place((f"{block}.down_proj.weight",), dim=1)
-        for name, place in of_layer.items():
-            known = Place(place.names, place.kind, place.dim, place.is_expert, f"layers.{number}")
-            found[f"decoder.layers.{number}.{name}"] = known
+        layer = f"model.layers.{number}"
+        has_experts = num_experts(config) and number >= num_dense(config)
+        of_layer = dict(_latent_attention(config, layer) if is_latent(config) else _attention(config, layer))
+        of_layer |= dict(_experts(config, layer) if has_experts else _gated(f"{layer}.mlp", "mlp"))
+        found |= {f"decoder.layers.{number}.{name}": replace(place, group=f"layers.{number}") for name, place in of_layer.items()}
     found["decoder.final_layernorm.weight"] = Place(("model.norm.weight",))
     if scalar is not None:
         found |= {name: Place((name,), group="head") for name in list(SCALAR_HEAD.values())[: 1 + scalar]}
@@ -90,6 +87,45 @@ def _attention(config: Any, layer: str) -> Iterator[tuple[str, Place]]:
     yield "pre_mlp_layernorm.weight", Place((f"{layer}.post_attention_layernorm.weight",))
 
 
+def _latent_attention(config: Any, layer: str) -> Iterator[tuple[str, Place]]:
+    """The norms and the latent attention of a layer."""
+    own = f"{layer}.self_attn"
+    yield "input_layernorm.weight", Place((f"{layer}.input_layernorm.weight",))
+    if config.q_lora_rank is None:
+        yield "self_attention.linear_q_proj.weight", Place((f"{own}.q_proj.weight",), dim=0)
+    else:
+        yield "self_attention.linear_q_down_proj.weight", Place((f"{own}.q_a_proj.weight",))
+        yield "self_attention.q_layernorm.weight", Place((f"{own}.q_a_layernorm.weight",))
+        yield "self_attention.linear_q_up_proj.weight", Place((f"{own}.q_b_proj.weight",), dim=0)
+    yield "self_attention.linear_kv_down_proj.weight", Place((f"{own}.kv_a_proj_with_mqa.weight",))
+    yield "self_attention.kv_layernorm.weight", Place((f"{own}.kv_a_layernorm.weight",))
+    yield "self_attention.linear_kv_up_proj.weight", Place((f"{own}.kv_b_proj.weight",), dim=0)
+    yield "self_attention.linear_proj.weight", Place((f"{own}.o_proj.weight",), dim=1)
+    yield "pre_mlp_layernorm.weight", Place((f"{layer}.post_attention_layernorm.weight",))
+
+
+def _gated(block: str, own: str) -> Iterator[tuple[str, Place]]:
+    """A gated pair of matrices: of a layer, or of the experts that all tokens go to."""
+    yield f"{own}.linear_fc1.weight", Place((f"{block}.gate_proj.weight", f"{block}.up_proj.weight"), "gate_up", 0)
+    yield f"{own}.linear_fc2.weight", Place((f"{block}.down_proj.weight",), dim=1)
+
+
+def _experts(config: Any, layer: str) -> Iterator[tuple[str, Place]]:
+    """The router and the experts of a layer."""
+    named = EXPERTS.get(config.model_type, ExpertNames())
+    block = f"{layer}.{named.block}"
+    yield "mlp.router.weight", Place((f"{block}.gate.weight",))
+    if has_bias(config):
+        yield ROUTER_BIAS, Place((f"{block}.gate.e_score_correction_bias",), is_trained=False)
+    for expert in range(num_experts(config)):
+        one, own = f"{block}.experts.{expert}", f"mlp.experts.local_experts.{expert}"
+        up = (f"{one}.{named.gate}.weight", f"{one}.{named.up}.weight")
+        yield f"{own}.linear_fc1.weight", Place(up, "gate_up", 0, is_expert=True)
+        yield f"{own}.linear_fc2.weight", Place((f"{one}.{named.down}.weight",), dim=1, is_expert=True)
+    if is_latent(config):
+        yield from _gated(f"{block}.shared_experts", "mlp.shared_experts")
+
+
 def check_names(config: Any, names: Sequence[str], scalar: bool | None = None) -> None:
     """Check that every tensor of a checkpoint has a place, and every place a tensor. Raises `EngineError`, with their names."""
     placed = {name for place in places(config, scalar).values() for name in place.names}
@@ -108,7 +144,7 @@ class Weights:
     config: Any
     options: Options
     own: Mapping[str, Tensor]
-    """By the names of `places`."""
+    """By the names of `places`, biases of routers among them."""
     shapes: Mapping[str, torch.Size]
     """Of the checkpoint's tensors, by their names."""
     tensor_group: Any
@@ -128,9 +164,18 @@ class Weights:
         # argmax finds the first rank.
         self._owners = dict(zip(self.places, torch.stack(of_ranks).argmax(0).tolist(), strict=True))
 
-    def local(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield this rank's part of each parameter, by name, from whole tensors by the checkpoint's names."""
-        for name, parameter in self.own.items():
+    @property
+    def trained(self) -> dict[str, Tensor]:
+        """Those of `own` that have gradients."""
+        return {name: parameter for name, parameter in self.own.items() if self.places[name].is_trained}
+
+    def local(self, tensors: Mapping[str, Tensor], *, is_all: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Yield this rank's part of each parameter, by name, from whole tensors by the checkpoint's names.
+
+        Args:
+            is_all: also of those that are not trained.
+        """
+        for name, parameter in (self.own if is_all else self.trained).items():
             place = self.places[name]
             merged = self._merged(place, [tensors[one] for one in place.names])
             yield name, self._part(place, merged, parameter.shape)
@@ -138,24 +183,30 @@ class Weights:
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Set the weights from whole tensors by the checkpoint's names."""
-        for name, part in self.local(tensors):
+        for name, part in self.local(tensors, is_all=True):
             self.own[name].copy_(part)
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
-    def whole(self, of: Callable[[str, Tensor], Tensor] = lambda _, parameter: parameter.detach()) -> Iterator[tuple[str, Tensor]]:
+    def whole(self, of: Callable[[str, Tensor], Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield whole tensors by the checkpoint's names, on every rank. Collective.
 
         Args:
-            of: name and parameter -> what is gathered for it, of its shape: itself, its gradient, a moment; of one type on all ranks.
+            of: name and parameter -> what is gathered for it, of its shape: its gradient, a moment; of one type on all ranks; for those
+                that are trained. None: themselves, of all.
         """
         rank = dist.get_rank(self.all_ranks)
-        like = of(*next(iter(self.own.items())))
+        name, parameter = next(iter(self.trained.items()))
+        like = parameter.detach() if of is None else of(name, parameter)
         for name, place in self.places.items():
+            if of is not None and not place.is_trained:
+                continue
             tensors: list[Tensor] = []
             if name in self.own:
-                tensors = self._split(place, self._gathered(place, of(name, self.own[name])))
+                own = self.own[name].detach() if of is None else of(name, self.own[name])
+                tensors = self._split(place, self._gathered(place, own))
+            dtype = like.dtype if place.is_trained else torch.float32
             for i, one in enumerate(place.names):
-                found = tensors[i].contiguous() if rank == self._owners[name] else like.new_empty(self.shapes[one])
+                found = tensors[i].contiguous() if rank == self._owners[name] else like.new_empty(self.shapes[one], dtype=dtype)
                 dist.broadcast(found, self._owners[name], group=self.all_ranks)
                 yield one, found
 
@@ -172,10 +223,10 @@ class Weights:
 
     def forms(self) -> Iterator[tuple[str, torch.dtype, torch.Size]]:
         """Yield name, type and shape of what `whole` yields."""
-        dtype = next(iter(self.own.values())).dtype
+        dtype = next(iter(self.trained.values())).dtype
         for place in self.places.values():
             for one in place.names:
-                yield one, dtype, self.shapes[one]
+                yield one, dtype if place.is_trained else torch.float32, self.shapes[one]
 
     def views(self, name: str, part: Tensor) -> Iterator[tuple[str, list[int], Tensor]]:
         """Yield the same as `pieces` without a copy, so in more pieces where queries, keys and values alternate."""
@@ -242,6 +293,14 @@ class Weights:
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.*)")
+
+
+def layer_of(name: str) -> int:
+    """The number of the layer that a parameter is in, by its name in the whole model. Raises ValueError: it is in none."""
+    found = _LAYER.fullmatch(name)
+    if found is None:
+        raise ValueError(name)
+    return int(found[1])
 
 
 def numbered(name: str, first_layer: int, first_expert: int) -> str:

@@ -54,9 +54,10 @@ from m2flow.engines.contract import (
 from m2flow.engines.distributed.ranks import RankedTrain
 from m2flow.engines.megatron import head
 from m2flow.engines.megatron.experts import Routing
-from m2flow.engines.megatron.layout import check_model, check_ranks, mixture_of, read
+from m2flow.engines.megatron.latent import Latent
+from m2flow.engines.megatron.layout import check_model, check_ranks, has_bias, is_latent, mixture_of, read
 from m2flow.engines.megatron.library import Built, Groups, Rows
-from m2flow.engines.megatron.names import SCALAR_HEAD, Weights, check_names
+from m2flow.engines.megatron.names import SCALAR_HEAD, Weights, check_names, layer_of
 from m2flow.engines.megatron.parts import Held, Parts
 from m2flow.engines.megatron.rows import Share, gathered
 from m2flow.engines.models import packing, trainer_checkpoint
@@ -73,7 +74,7 @@ from m2flow.engines.models.hf_model import (
 from m2flow.engines.models.model_probe import longest_sequence
 from m2flow.engines.models.optimizers import MOMENTS, packed_state, unpacked_state
 from m2flow.engines.models.packing import Demonstrations
-from m2flow.engines.models.routing import BALANCE_LOSS, REROUTED, Z_LOSS, Balanced, Loads, Mixture, beside_experts, load_metrics
+from m2flow.engines.models.routing import BALANCE_LOSS, REROUTED, Z_LOSS, Balanced, Loads, Mixture, beside_experts, load_metrics, move_bias
 from m2flow.engines.models.trainer_checkpoint import Pieces
 from m2flow.engines.registry import built_in
 from m2flow.errors import EngineError, M2FlowError, unexpected
@@ -161,22 +162,24 @@ class MegatronTrain(RankedTrain):
         self._groups = Groups.join(self._options)
         model = self._together(self._loaded)
         self._longest, self._rope = longest_sequence(config)
+        self._num_layers = int(config.num_hidden_layers)
         self._codec = self._together(lambda: load_tokenizer(self._source))
         self._demonstrations = Demonstrations(self._codec)
         self._shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
         self._trained = {name: parameter.shape for name, parameter in model.named_parameters()}
+        self._biases = {name: buffer.shape for name, buffer in model.named_buffers() if name in self._shapes}
         tensors = dict(trainer_checkpoint.named_weights(model))
         scalar = None if self._source.head == "lm" else model.score.bias is not None
         self._together(lambda: check_names(config, list(tensors), scalar))
         dtype = getattr(torch, self._source.dtype)
         self._vocabulary = head.Vocabulary(config.vocab_size, self._groups.tensor, self._num_head_logits, self._is_exact)
-        frequencies = model.base_model.rotary_emb.inv_freq
+        frequencies, latent = model.base_model.rotary_emb.inv_freq, Latent.of(model) if is_latent(config) else None
         padding = model.get_input_embeddings().padding_idx
-        self._built = Built(config, self._options, dtype, self._settings.device, frequencies, padding, self._head_output, scalar)
+        self._built = Built(config, self._options, dtype, self._settings.device, frequencies, padding, self._head_output, scalar, latent)
         self._weights = Weights(
             config,
             self._options,
-            self._built.parameters,
+            self._built.parameters | self._built.biases,
             {name: tensor.shape for name, tensor in tensors.items()},
             self._groups.tensor,
             self._groups.expert_tensor,
@@ -191,7 +194,7 @@ class MegatronTrain(RankedTrain):
         """The model as transformers has it, in the memory of the host."""
         model = load_model(self._source, device="cpu", attention="eager")
         scaling = getattr(model.base_model.rotary_emb, "attention_scaling", 1.0)
-        if scaling != 1.0:
+        if scaling != 1.0 and not is_latent(model.config):
             raise EngineError(f"rotary embeddings that scale the attention, by {scaling:g}, are not those of Megatron's model here")
         return model
 
@@ -199,7 +202,7 @@ class MegatronTrain(RankedTrain):
         assert self._built is not None
         is_first = dist.get_rank(self._groups.tensor) == 0
         held = {}
-        for name, parameter in self._built.parameters.items():
+        for name, parameter in self._weights.own.items():
             place = self._weights.places[name]
             group = self._groups.expert_data if place.is_expert else self._groups.data
             counts = (place.dim is not None or is_first) and not self._built.has_copy(name)
@@ -253,12 +256,17 @@ class MegatronTrain(RankedTrain):
         if isinstance(top, int) and top >= size:
             raise EngineError(f"top_k is {top}, and the model has {size} tokens", now="Take fewer than it has.")
         packed = self._pack(batch)
+        if self._experts is not None and packed.experts is not None and packed.experts.shape[1] == self._num_layers:
+            packed = replace(packed, experts=packed.experts[:, -self._experts.num :])  # A server reports layers without experts, too.
         share = Share.of(packed, self._groups.context, self._options.tp)
         routing = None
         if self._experts is not None:
             if loss is not None and self._source.balance is not None:
                 denominator = loss.denominator if weight else None
-                packed = replace(packed, balanced=Balanced.of(self._source.balance, packed, batch, denominator, self._experts))
+                balanced = Balanced.of(self._source.balance, packed, batch, denominator, self._experts)
+                if balanced is not None:
+                    balanced.is_sigmoid = has_bias(self._model.config)
+                packed = replace(packed, balanced=balanced)
             part = (dist.get_rank(self._groups.tensor), self._options.tp) if self._options.splits_rows else (0, 1)
             split = (self._groups.tensor, self._options.splits_rows), (self._groups.context, self._options.cp > 1)
             routing = Routing.of(packed, share, self._experts, part, [group for group, is_split in split if is_split])
@@ -355,7 +363,14 @@ class MegatronTrain(RankedTrain):
             self.discard()
 
     def _expert_loads(self) -> dict[str, float]:
-        return {} if self._experts is None else load_metrics(self._total(self._loads.taken()))
+        """What a step says of experts; it moves the biases of routers."""
+        if self._experts is None:
+            return {}
+        counts, balance = self._total(self._loads.taken()), self._source.balance
+        if balance is not None and balance.bias_step and counts.any():
+            for name, bias in self._built.biases.items() if self._built is not None else ():
+                move_bias(bias, counts[layer_of(name) - self._num_layers], balance.bias_step)
+        return load_metrics(counts)
 
     def discard(self) -> None:
         assert self._built is not None
@@ -459,7 +474,7 @@ class MegatronTrain(RankedTrain):
         return trainer_checkpoint.held(path, self._model, self._codec, state, weights) if self._is_first else None
 
     def _save_parts(self, path: Path) -> None:
-        tensors = self._pieces(trainer_checkpoint.WEIGHT, lambda _, parameter: parameter.detach())
+        tensors = self._pieces(trainer_checkpoint.WEIGHT)
         optimizers = []
         for number, (recipe, count) in enumerate(self._parts.client.num_steps.items()):
             for which, moment in enumerate(MOMENTS):
@@ -472,15 +487,15 @@ class MegatronTrain(RankedTrain):
             masters = [trainer_checkpoint.mark(f"masters.{name}") for name in self._trained]
         self._write_together(path, tensors, {"optimizers": optimizers, "masters": masters})
 
-    def _pieces(self, prefix: str, of: Callable[[str, Tensor], Tensor]) -> dict[str, Pieces]:
+    def _pieces(self, prefix: str, of: Callable[[str, Tensor], Tensor] | None = None) -> dict[str, Pieces]:
         """What this rank writes of all tensors, in the memory of its host, by prefix and the names of transformers' modules. Collective.
 
         Args:
             of: as of `Weights.whole`.
         """
-        found = {name: Pieces(shape) for name, shape in self._trained.items()}
-        for name, parameter in self._weights.own.items():
-            value = of(name, parameter)
+        found = {name: Pieces(shape) for name, shape in (self._trained if of is not None else self._held_shapes).items()}
+        for name, parameter in (self._weights.trained if of is not None else self._weights.own).items():
+            value = parameter.detach() if of is None else of(name, parameter)
             if self._parts.writes(name):
                 for module, start, piece in self._located(name, value):
                     found[module].add(start, piece.to("cpu", copy=True))
@@ -490,15 +505,20 @@ class MegatronTrain(RankedTrain):
         """As `Weights.pieces`, by the names of transformers' modules, which stack experts."""
         for one, start, piece in self._weights.pieces(name, part):
             module, view = self._places[one]
-            place = np.array(np.unravel_index(view.storage_offset(), self._trained[module]), np.int64)
+            place = np.array(np.unravel_index(view.storage_offset(), self._held_shapes[module]), np.int64)
             place[len(place) - len(start) :] += start
             yield module, place.tolist(), piece
 
     @functools.cached_property
     def _places(self) -> dict[str, tuple[str, Tensor]]:
         """By a checkpoint's names, the modules' tensors, and views without memory that say where in them a checkpoint's lie."""
-        whole = {name: torch.empty(shape, device="meta") for name, shape in self._trained.items()}
+        whole = {name: torch.empty(shape, device="meta") for name, shape in self._held_shapes.items()}
         return {part: (name, view) for name, held in whole.items() for part, view in checkpoint_tensors(self._model, name, held)}
+
+    @property
+    def _held_shapes(self) -> dict[str, torch.Size]:
+        """Of all that a checkpoint has of the weights, by the names of transformers' modules: parameters, and biases of routers."""
+        return self._trained | self._biases
 
     @property
     def _is_first(self) -> bool:
@@ -511,10 +531,11 @@ class MegatronTrain(RankedTrain):
                 pass
             return {}
         whole = {name: torch.empty(shape, dtype=dtype) for name, shape in self._trained.items()}
+        whole |= {name: torch.empty(shape) for name, shape in self._biases.items()}
         views = self._views(whole)
         for name, tensor in found:
-            views[name].copy_(tensor)
-        return whole
+            views.pop(name).copy_(tensor)
+        return {name: tensor for name, tensor in whole.items() if name not in views}  # Moments have no biases.
 
     def _views(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Tensors of modules by the names of checkpoints, as views."""
@@ -532,13 +553,16 @@ class MegatronTrain(RankedTrain):
 
         def read_own() -> tuple[dict[str, Tensor], list[Any], dict[str, Tensor]]:
             state = trainer_checkpoint.marked_state(path, "cpu")
-            weights = self._own_of(path, [trainer_checkpoint.mark(trainer_checkpoint.WEIGHT + name) for name in self._trained])
+            marks = {name: trainer_checkpoint.mark(trainer_checkpoint.WEIGHT + name) for name in self._held_shapes}
+            weights = self._own_of(path, marks, self._weights.own)
             states = []
             for recipe, num_steps, moments in [unpacked_state(saved, count) for saved in state["optimizers"]]:
-                both = [self._own_of(path, [None if pair is None else pair[which] for pair in moments]) for which in (0, 1)]
-                states.append((recipe, num_steps, both))
-            masters = state.get("masters", [])
-            return weights, states, self._own_of(path, masters) if any(one is not None for one in masters) else weights
+                named = dict(zip(self._trained, moments, strict=True))
+                of_both = [{name: None if pair is None else pair[which] for name, pair in named.items()} for which in (0, 1)]
+                states.append((recipe, num_steps, [self._own_of(path, one, self._weights.trained) for one in of_both]))
+            masters = dict(zip(self._trained, state.get("masters", []), strict=False))
+            has_masters = any(one is not None for one in masters.values())
+            return weights, states, self._own_of(path, masters, self._weights.trained) if has_masters else weights
 
         self._together(lambda: trainer_checkpoint.verify(Path(path)) if self._is_first else None)
         weights, states, exact = self._together(read_own)
@@ -551,13 +575,13 @@ class MegatronTrain(RankedTrain):
             self._parts.set_moments(recipe, num_steps, both)
         self._parts.set_masters(exact)
 
-    def _own_of(self, path: str, found: Sequence[Any]) -> dict[str, Tensor]:
-        """This rank's parts of its parameters, float32, from a mark, a whole tensor or nothing (zeros) for each of the modules' tensors."""
-        whole = {name: value for name, value in zip(self._trained, found, strict=True) if isinstance(value, Tensor)}
-        marks = {name: trainer_checkpoint.name_in_parts(value) for name, value in zip(self._trained, found, strict=True)}
-        wanted = {name: Pieces(shape) for name, shape in self._trained.items() if marks[name]}
+    def _own_of(self, path: str, found: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's parts of these parameters, float32, from a mark, a whole tensor or nothing (zeros) for a module's tensor."""
+        whole = {name: value for name, value in found.items() if isinstance(value, Tensor)}
+        marks = {name: trainer_checkpoint.name_in_parts(value) for name, value in found.items()}
+        wanted = {name: Pieces(shape) for name, shape in self._held_shapes.items() if marks.get(name)}
         own: dict[str, list[Tensor]] = {}
-        for name, parameter in self._weights.own.items():
+        for name, parameter in parameters.items():
             own[name] = []
             for module, start, piece in self._located(name, parameter.detach().to("meta")):
                 buffer = torch.zeros(piece.shape)
@@ -569,7 +593,7 @@ class MegatronTrain(RankedTrain):
                     buffer.copy_(held.reshape(piece.shape))
                 own[name].append(buffer)
         trainer_checkpoint.read_pieces(path, {marks[name]: pieces for name, pieces in wanted.items()})
-        return {name: self._weights.joined(name, own[name], parameter.shape) for name, parameter in self._weights.own.items()}
+        return {name: self._weights.joined(name, own[name], parameter.shape) for name, parameter in parameters.items()}
 
     def _load_whole(self, path: str) -> None:
         def read_whole() -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -194,10 +194,10 @@ class Routers:
             counts: tokens of each expert since the last step, over all ranks, [L, E]; without any token nothing moves.
         """
         if counts.any():
-            for module, own in zip(self._modules, counts.double(), strict=True):
+            for module, own in zip(self._modules, counts, strict=True):
                 bias = _bias_of(module)  # Found anew: a trainer may have put another tensor in its place.
                 assert bias is not None
-                bias.add_((own.mean() - own).sign().view_as(bias).to(bias), alpha=step)
+                move_bias(bias, own, step)
 
     def _route(self, i: int, forward: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         with _Choice(self, i):
@@ -279,6 +279,13 @@ def _bias_of(router: Any) -> Tensor | None:
     """What a router adds to its scores for the choice alone."""
     found = [one for name, one in router.named_buffers() if name.endswith("e_score_correction_bias")]
     return found[0] if len(found) == 1 else None
+
+
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def move_bias(bias: Tensor, counts: Tensor, step: float) -> None:
+    """As `Routers.move_biases`, of one router, whose experts had so many tokens, [E]."""
+    counts = counts.double()
+    bias.add_((counts.mean() - counts).sign().view_as(bias).to(bias), alpha=step)
 
 
 def check_layers(experts: Tensor, mixture: Mixture) -> None:
@@ -416,7 +423,9 @@ class Balanced:
 
     def part(self, start: int, count: int, groups: Sequence[Any]) -> Balanced:
         """As of a rank that has these rows alone, and shares the others with these groups."""
-        return Balanced(self._balance, self._sequences.part(start, count), self._mixture, groups)
+        found = Balanced(self._balance, self._sequences.part(start, count), self._mixture, groups)
+        found.is_sigmoid = self.is_sigmoid
+        return found
 
     def taught(self, router: int, logits: Tensor) -> Tensor:
         """The logits [rows, E], with the gradient of the losses added to their own. `choose` must follow."""
