@@ -212,7 +212,9 @@ _BUILT_IN = (
             balances_experts=True,
             sequences=True,
             devices=("cuda",),
-            parallel_layouts=ParallelLayouts(tp=None, pp=None, sp=None, dp=None, ep=None, zero=(0, 1), is_even=True, recomputes=True),
+            parallel_layouts=ParallelLayouts(
+                tp=None, pp=None, sp=None, dp=None, ep=None, zero=(0, 1), offload=True, is_even=True, recomputes=True
+            ),
         ),
         "Megatron-core: layers, stages, sequences and experts split over any number of ranks, its optimiser's states spread.",
         ("torch", "transformers", "megatron"),

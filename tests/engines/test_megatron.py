@@ -150,6 +150,7 @@ def test_what_megatron_can_t_compute_is_refused_by_name(config: Any, options: di
         ({"vpp": 2}, "there is one stage"),
         ({"pp": 2, "vpp": 2, "micro_batches": 3}, "3 micro-batches are no multiple of 2 stages"),
         ({"recompute": "some"}, "recompute is 'some'"),
+        ({"offload_optimizer": "nvme"}, "offload_optimizer of the train engine 'megatron' is 'nvme', not a bool"),
     ],
 )
 def test_options_that_can_t_be_are_refused(options: dict[str, object], said: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from m2flow.engines.megatron import library  # noqa: E402
 from m2flow.engines.megatron.parts import Parts  # noqa: E402
 from m2flow.engines.megatron.trainer import MegatronTrain  # noqa: E402
 from m2flow.engines.registry import EngineInfo  # noqa: E402
+from m2flow.recipe import Optimizer  # noqa: E402
 
 
 class MegatronOnCpu(MegatronTrain):  # type: ignore[misc]
@@ -53,3 +55,22 @@ class BatchedSends(MegatronOnCpu):
             super().start()
         finally:
             library._sends = kept
+
+
+class SteppedOnHost(MegatronOnCpu):
+    """Says, at each step, that nothing which the optimiser keeps or changes is memory of the weights, of gradients, or of what leaves the
+    device: on a GPU it is then the host's."""
+
+    def apply(self, optimizer: Optimizer, denominator: float) -> Mapping[str, float]:
+        found = super().apply(optimizer, denominator)
+        assert self._built is not None
+        buffers = [one for buffer in self._built.buffers for one in (buffer.param_data, buffer.grad_data) if one is not None]
+        of_device = {one.untyped_storage().data_ptr() for one in (*buffers, *self._built.parameters.values())}
+        kept = [*self._parts.tensors(), *self._parts._staged.values(), *self._parts.client.parts]
+        assert len(kept) == 5 * len(self._parts.parts)  # A copy, its gradient, two moments; and what is stepped: the copy again.
+        assert not of_device & {one.untyped_storage().data_ptr() for one in kept}
+        return found
+
+    def offload_states(self) -> None:
+        super().offload_states()
+        assert all(one.untyped_storage().nbytes() for one in self._parts.tensors())

@@ -56,6 +56,8 @@ class Options:
     """Ranks that split the matrices of an expert; by default as many as `tp`."""
     zero: int = 1
     """1: moments and float32 weights are spread over data-parallel ranks. 0: each has them whole."""
+    offload_optimizer: bool = False
+    """Moments and float32 weights are kept in the host's memory and stepped there, 16 bytes a weight with the gradients that come to it."""
     recompute: str = ""
     """`selective`: the attention is computed again in the backward pass. `full`: all of each layer."""
     spread_checkpoints: bool = False

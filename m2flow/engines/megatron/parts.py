@@ -6,10 +6,14 @@
 A part is a view of one parameter's weights; its gradient is a view of the library's buffer. Below float32 a part is a float32 copy, of
 which the weight is the rounded value.
 
+On the host a part is a float32 copy in its memory in any case, where its moments are too, and the step is computed:
+
+    gradient --copied--> `RecipeAdamW` on the host --copied--> weights, rounded
+
 The norm of the gradient is a sum over all ranks: each part counts at one of the ranks that hold it (`Held.counts`). A weight that tensor
 ranks do not split, and the last stage's copy of tied embeddings, would count several times.
 
-Source: Rajbhandari et al. 2020, arXiv:1910.02054 (ZeRO stage 1).
+Source: Rajbhandari et al. 2020, arXiv:1910.02054 (ZeRO stage 1); Ren et al. 2021, arXiv:2101.06840 (steps on the host).
 """
 
 from __future__ import annotations
@@ -53,19 +57,34 @@ class Part:
     gradient: Tensor
     """Of the library's buffer, flat float32."""
     stepped: Tensor
-    """The view, or its float32 copy."""
+    """The view, or its float32 copy, on the device or the host."""
+
+    @property
+    def is_rounded(self) -> bool:
+        return bool(self.view.dtype != torch.float32)
 
 
 class Parts:
     """Parts of this rank's parameters, and the optimiser that steps them.
 
     Args:
-        buffers: the library's. is_spread: ZeRO stage 1.
+        buffers: the library's. is_spread: ZeRO stage 1. on_host: moments and float32 copies are in the host's memory.
         groups: all groups of weights, in the same order on every rank.
     """
 
-    def __init__(self, held: Mapping[str, Held], buffers: Sequence[Any], all_ranks: Any, groups: Sequence[str], *, is_spread: bool) -> None:
-        self._all_ranks, self._is_spread, self._buffers = all_ranks, is_spread, buffers
+    def __init__(
+        self,
+        held: Mapping[str, Held],
+        buffers: Sequence[Any],
+        all_ranks: Any,
+        groups: Sequence[str],
+        *,
+        is_spread: bool,
+        on_host: bool = False,
+    ) -> None:
+        self._all_ranks, self._is_spread, self._buffers, self._on_host = all_ranks, is_spread, buffers, on_host
+        self._staged: dict[Part, Tensor] = {}
+        """On the host, where gradients come to; from the first step on."""
         self._names = {id(one.parameter): name for name, one in held.items()}
         self._held = held
         self._numbers = {name: number for number, name in enumerate(held)}
@@ -94,6 +113,8 @@ class Parts:
 
     def _made(self, held: Held, start: int, end: int, gradient: Tensor) -> Part:
         view = held.parameter.detach().view(-1)[start:end]
+        if self._on_host:
+            return Part(held, start, end, view, gradient, _in_host_memory(view).copy_(view))
         return Part(held, start, end, view, gradient, view if view.dtype == torch.float32 else view.float())
 
     def _is_counted(self, part: Part) -> bool:
@@ -117,19 +138,21 @@ class Parts:
         Returns:
             the norm of the gradient after the division and before the clipping; if it is not finite, nothing was changed. Further metrics.
         """
-        rounded = [(part, part.view.clone()) for part in self.parts if part.stepped is not part.view]
+        rounded = [(part, part.view.clone()) for part in self.parts if part.is_rounded]
+        copied = [part for part in self.parts if part.stepped is not part.view]
         for part in self.parts:
-            part.stepped.grad = part.gradient
-        for part, _ in rounded:
+            part.stepped.grad = self._brought(part)
+        for part in copied:
             # A weight that is not its copy rounded was set by somebody else since: a checkpoint, a copy of another role's.
-            part.stepped.copy_(torch.where(part.stepped.to(part.view.dtype) == part.view, part.stepped, part.view.float()))
+            weights = part.view.to(part.stepped.device)
+            part.stepped.copy_(torch.where(part.stepped.to(weights.dtype) == weights, part.stepped, weights.float()))
         self.client.due(recipe, denominator)
         self.client.step()
         norm = self.client.taken()
         for part in self.parts:
             part.stepped.grad = None
         assert norm is not None
-        for part, _ in rounded:
+        for part in copied:
             part.view.copy_(part.stepped)
         self._send()
         moved = self._total(torch.tensor([float((part.view != before).sum()) for part, before in rounded]).sum()) if rounded else None
@@ -137,6 +160,14 @@ class Parts:
             return norm, dict(self.client.by_group)
         num_rounded = self._total(torch.tensor(float(sum(before.numel() for _, before in rounded))))
         return norm, {**self.client.by_group, MOVED: float(moved / num_rounded)}
+
+    def _brought(self, part: Part) -> Tensor:
+        """The gradient of a part where it is stepped."""
+        if not self._on_host:
+            return part.gradient
+        if part not in self._staged:
+            self._staged[part] = _in_host_memory(part.view)
+        return self._staged[part].copy_(part.gradient)
 
     def _send(self) -> None:
         """Give each rank's range of the weights to the others of its group."""
@@ -185,9 +216,9 @@ class Parts:
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def set_masters(self, values: Mapping[str, Tensor]) -> None:
-        """Set the float32 copies of weights below float32."""
+        """Set the float32 copies of weights below float32; others follow their weights."""
         for part in self.parts:
-            if part.stepped is not part.view and self._name(part) in values:
+            if part.is_rounded and self._name(part) in values:
                 part.stepped.copy_(self._cut(part, values))
 
     def _name(self, part: Part) -> str:
@@ -195,9 +226,14 @@ class Parts:
 
     def _cut(self, part: Part, values: Mapping[str, Tensor]) -> Tensor:
         found = values[self._name(part)].reshape(-1)[part.start : part.end]
-        return found.to(part.view.device, torch.float32, copy=True)
+        return found.to(part.stepped.device, torch.float32, copy=True)
 
     def tensors(self) -> Iterator[Tensor]:
         """All moments and float32 copies."""
         yield from (part.stepped for part in self.parts if part.stepped is not part.view)
         yield from (moment for of_parts in self.client.moments.values() for both in of_parts.values() for moment in both)
+
+
+def _in_host_memory(like: Tensor) -> Tensor:
+    """An empty float32 tensor of that shape, pinned where the other is on a GPU: copies are several times as fast."""
+    return torch.empty(like.shape, dtype=torch.float32, device="cpu", pin_memory=like.device.type == "cuda")

@@ -208,7 +208,8 @@ class MegatronTrain(RankedTrain):
             counts = (place.dim is not None or is_first) and not self._built.has_copy(name)
             held[name] = Held(parameter, group, counts, place.group)
         groups = list(dict.fromkeys(place.group for place in self._weights.places.values()))
-        return Parts(held, self._built.buffers, self._ranks.group, groups, is_spread=self._options.zero == 1)
+        is_spread, on_host = self._options.zero == 1, self._options.offload_optimizer
+        return Parts(held, self._built.buffers, self._ranks.group, groups, is_spread=is_spread, on_host=on_host)
 
     def stop(self) -> None:
         if self._built is not None:
@@ -625,13 +626,14 @@ class MegatronTrain(RankedTrain):
             self.offload_states()
 
     def offload_states(self) -> None:
-        """Move weights, gradients and the optimiser's states to the memory of the host, whatever the device is.
+        """Move weights, gradients and the optimiser's states to the memory of the host, whatever the device is. States that are kept there
+        stay as they are.
 
         Storages are emptied and not replaced, since the library's buffers and views of them are all over the place."""
         assert self._built is not None
         if self._away:
             return
-        tensors = [*self._built.parameters.values(), *self._parts.tensors()]
+        tensors = [*self._built.parameters.values(), *(() if self._options.offload_optimizer else self._parts.tensors())]
         for buffer in self._built.buffers:
             tensors += [one for one in (buffer.param_data, buffer.grad_data) if one is not None]
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors if tensor.numel()}

@@ -15,7 +15,7 @@ import pytest
 import torch
 from followed import followed
 from megatron_models import small, with_head
-from megatron_on_cpu import BatchedSends, CountsEverywhere, MegatronOnCpu
+from megatron_on_cpu import BatchedSends, CountsEverywhere, MegatronOnCpu, SteppedOnHost
 from safetensors.numpy import load_file
 from safetensors.torch import load_file as load_torch_file
 from transformers import AutoModelForTokenClassification
@@ -30,7 +30,7 @@ from m2flow.errors import EngineError, M2FlowError, ModelError
 from m2flow.recipe import AdamW, Balance, Dtype, Loss, Model, Routing
 from m2flow.samples import ROUTED_EXPERTS, Batch, Ragged, compact_experts, expanded_experts, make_ids
 from m2flow.testing.mirrored import Followers, Mirrored
-from m2flow.testing.train_suite import DISTILL, LINEAR, PPO, VALUE, copied, samples, started
+from m2flow.testing.train_suite import DISTILL, LINEAR, PPO, VALUE, copied, in_memory, samples, started
 
 RANKS = int(os.environ["M2FLOW_TEST_RANKS"])
 VOCABULARY = 32
@@ -642,6 +642,43 @@ def test_states_that_left_the_device_come_back(followers: Followers, tmp_path: P
             engine.apply(STEP, 3.0)
             weights.append(copied(engine))
     assert apart(weights[1], weights[0]) == 0
+
+
+OFFLOADED: list[tuple[str, Layout, Dtype]] = [
+    ("qwen2", {"tp": 2}, "float32"),
+    ("qwen2", {"pp": 2, "vpp": 2}, "bfloat16"),
+    ("llama", {}, "bfloat16"),
+    ("deepseek_v3", {"ep": 2, "zero": 0}, "float32"),
+]
+
+
+@pytest.mark.skipif(RANKS != 2, reason="of two ranks")
+@pytest.mark.parametrize(("name", "layout", "dtype"), OFFLOADED, ids=[f"{name}-{layout}-{dtype}" for name, layout, dtype in OFFLOADED])
+def test_an_optimiser_in_the_hosts_memory_makes_the_same_steps_from_the_same_checkpoints(
+    name: str, layout: Layout, dtype: Dtype, followers: Followers, tmp_path: Path
+) -> None:
+    """Bit by bit, where the device is the host too; also after another's checkpoint, and after weights that somebody else set."""
+    model = replace(small(name, tmp_path / "model"), dtype=dtype)
+    batch = batch_of(model)
+    found = []
+    for turn, options in enumerate((layout, {**layout, "offload_optimizer": True})):
+        engine = spread(model, options, followers, SteppedOnHost if turn else MegatronOnCpu)
+        assert isinstance(engine, Mirrored)
+        with started(engine):
+            metrics = [train(engine, batch, replace(STEP, log_layers=True)) for _ in range(2)]
+            engine._on_all_ranks("offload_states")
+            engine._on_all_ranks("onload_states")
+            metrics += [train(engine, batch)]
+            engine.save(str(tmp_path / f"{turn}"))
+            weights = [in_memory((one, tensor.float()) for one, tensor in engine.weights())]
+            engine.load(str(tmp_path / "0"))  # Of the trainer whose states are on the device.
+            metrics += [train(engine, batch)]
+            weights += [in_memory((one, tensor.float()) for one, tensor in engine.weights())]
+            found.append([*metrics, *weights])
+    assert_same_states(tmp_path / "1", tmp_path / "0")
+    for one, other in zip(*found, strict=True):
+        assert apart({key: np.asarray(value) for key, value in one.items()}, {key: np.asarray(value) for key, value in other.items()}) == 0
+    assert (MOVED in found[1][0]) == (dtype == "bfloat16")
 
 
 @pytest.mark.skipif(RANKS != 2, reason="of two ranks")
