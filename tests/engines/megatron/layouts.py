@@ -187,7 +187,7 @@ def critics_history(engine: TrainEngine, batch: Batch) -> dict[str, Any]:
     }
 
 
-CRITICS = [(name, layout) for name, layout in LAYOUTS[RANKS] if name in ("qwen2", "qwen3", "qwen3_moe", "llama3", "deepseek_v2")]
+CRITICS = [(name, layout) for name, layout in LAYOUTS[RANKS] if name in ("qwen2", "qwen3", "qwen3_moe", "llama3", "deepseek_v3")]
 
 
 @pytest.mark.parametrize(("name", "layout"), CRITICS, ids=[f"{name}-{layout}" for name, layout in CRITICS])
@@ -562,7 +562,9 @@ def test_weights_are_those_of_the_checkpoint_bit_by_bit(name: str, followers: Fo
     assert set(found) == set(expected)
     assert all(tensor.dtype == rounded[name].dtype and bool((rounded[name] == tensor).all()) for name, tensor in found.items())
     # Biases of routers stay as exact as their steps are small.
-    assert {name for name, tensor in found.items() if tensor.dtype != torch.bfloat16} == {one for one in found if one.endswith("bias")}
+    assert {name for name, tensor in found.items() if tensor.dtype != torch.bfloat16} == {
+        one for one in found if one.endswith("correction_bias")
+    }
     assert 0 < metrics[MOVED] < 1
     with started(spread(model, {"pp": 2}, followers)) as engine:
         engine.load(str(tmp_path / "saved"))
