@@ -42,7 +42,7 @@ sglang-cpu: $(SGLANG)/.installed ## An interpreter with SGLang on a CPU, for tes
 
 vllm-cpu: $(VLLM)/.installed ## An interpreter with vLLM on a CPU, likewise (2.5 GB). No other target builds it.
 
-megatron-cpu: $(MEGATRON)/.installed ## An interpreter with megatron-core, for tests: .venv and one package more.
+megatron-cpu: $(MEGATRON)/.installed ## An interpreter with megatron-core, for tests: .venv and three packages more.
 
 test: lint types core ## The core checks: format, lint, types, tests, doctests. About ten minutes on two cores.
 

@@ -207,6 +207,7 @@ _BUILT_IN = (
         Capabilities(
             "train",
             heads=_HEADS,
+            lora=True,
             weight_pieces=True,
             routed_experts=True,
             balances_experts=True,

@@ -21,14 +21,14 @@ from m2flow.engines.embedded.trainer import logprobs_at
 from m2flow.engines.embedded.trainer import most_likely as most_likely_of_logits
 from m2flow.engines.megatron import head
 from m2flow.engines.megatron.layout import Options, check_before, check_model, check_ranks, read
-from m2flow.engines.megatron.names import check_names
+from m2flow.engines.megatron.names import check_names, places, with_adapters
 from m2flow.engines.megatron.trainer import MegatronTrain
 from m2flow.engines.models.hf_model import checkpoint_tensors
 from m2flow.engines.registry import engine_named
 from m2flow.errors import EngineError
 from m2flow.planner.model_shapes import ModelShape
 from m2flow.planner.pools import legal_layouts, offered
-from m2flow.recipe import Balance, Model
+from m2flow.recipe import Balance, Lora, Model
 
 ROOT = Path(__file__).parents[2]
 PYTHON = os.environ.get("M2FLOW_MEGATRON_PYTHON", str(ROOT / ".venv-megatron" / "bin" / "python"))
@@ -87,6 +87,19 @@ def test_every_tensor_of_a_checkpoint_has_a_place(name: str) -> None:
         check_names(config, [one for one in names if one != "model.norm.weight"])
     with pytest.raises(EngineError, match=r"has no place for 1 tensors: model\.extra"):
         check_names(config, [*names, "model.extra"])
+
+
+def test_adapters_have_places_on_matrices_of_layers_alone() -> None:
+    config = megatron_models.CONFIGS["qwen2"]()
+    found = with_adapters(places(config), {"model.layers.1.self_attn.k_proj.weight", "model.layers.0.mlp.down_proj.weight"})
+    assert {name: (place.names, place.dim) for name, place in found.items() if place.is_trained} == {
+        "decoder.layers.0.mlp.linear_fc2.adapters.a.down_proj": (("model.layers.0.mlp.down_proj.lora_A.default.weight",), 1),
+        "decoder.layers.0.mlp.linear_fc2.adapters.b.down_proj": (("model.layers.0.mlp.down_proj.lora_B.default.weight",), None),
+        "decoder.layers.1.self_attention.linear_qkv.adapters.a.k_proj": (("model.layers.1.self_attn.k_proj.lora_A.default.weight",), None),
+        "decoder.layers.1.self_attention.linear_qkv.adapters.b.k_proj": (("model.layers.1.self_attn.k_proj.lora_B.default.weight",), 0),
+    }
+    with pytest.raises(EngineError, match=r"no adapters on model\.embed_tokens\.weight"):
+        with_adapters(places(config), {"model.embed_tokens.weight"})
 
 
 def changed(name: str, **changes: Any) -> Any:
@@ -171,6 +184,14 @@ def test_ranks_that_the_groups_do_not_divide_and_a_model_without_experts_to_repl
     with pytest.raises(EngineError, match="'qwen2' model is no mixture of experts whose routing can be replayed or balanced"):
         check_before(replace(model, routing="rollout"), {}, 1)
     mixture = megatron_models.small("qwen3_moe", tmp_path / "mixture")
+    for wrong, options, said in (
+        (mixture, {}, "no adapters on a mixture of experts"),
+        (replace(model, head="value"), {}, "no adapters on a model with a value head"),
+        (model, {"spread_checkpoints": True}, "no adapters with checkpoints that each rank writes its part of"),
+    ):
+        with pytest.raises(EngineError, match=said):
+            check_before(replace(wrong, lora=Lora()), options, 1)
+    check_before(replace(model, lora=Lora()), {"tp": 2}, 2)
     with pytest.raises(EngineError, match="routers of a 'qwen3_moe' model have no bias"):
         check_before(replace(mixture, balance=Balance(bias_step=0.1)), {}, 1)
     check_before(replace(megatron_models.small("deepseek_v3", tmp_path / "biased"), balance=Balance(bias_step=0.1)), {"ep": 2}, 2)

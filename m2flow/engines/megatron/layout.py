@@ -138,6 +138,21 @@ def check_before(model: Model, given: Mapping[str, object], num_ranks: int) -> N
     config = config_of(model)
     check_model(config, options)
     mixture_of(model, config)
+    check_adapters(model, config, options)
+
+
+def check_adapters(model: Model, config: Any, options: Options) -> None:
+    """Check that a model can have adapters, if it shall. Raises `EngineError`."""
+    if model.lora is None:
+        return
+    found = {
+        "on a mixture of experts": bool(num_experts(config)),
+        f"on a model with a {model.head} head": model.head != "lm",
+        "with checkpoints that each rank writes its part of (spread_checkpoints)": options.spread_checkpoints,
+    }
+    wrong = next((what for what, is_there in found.items() if is_there), "")
+    if wrong:
+        raise EngineError(f"the train engine 'megatron' has no adapters {wrong}", now="Leave lora= out, or use the train engine `fsdp`.")
 
 
 def check_ranks(options: Options, num_ranks: int) -> None:

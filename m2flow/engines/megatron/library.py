@@ -35,10 +35,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from m2flow.engines.megatron.adapters import Adapters, Switch, put_on
 from m2flow.engines.megatron.experts import Limit, Routing, limit_of, route, with_bias
 from m2flow.engines.megatron.latent import Latent, LatentAttention
 from m2flow.engines.megatron.layout import Options, expert_width, has_bias, head_size, is_latent, num_dense, num_experts, shared_width
-from m2flow.engines.megatron.names import ROUTER_BIAS, SCALAR_HEAD, numbered
+from m2flow.engines.megatron.names import ROUTER_BIAS, SCALAR_HEAD, Place, numbered
 from m2flow.engines.megatron.rows import PackedCoreAttention, PositionedRotary, RowNorm, Share
 from m2flow.errors import EngineError, MissingExtra
 
@@ -303,6 +304,7 @@ class Built:
         padding: a token whose embedding learns nothing from where it is read, as in transformers.
         head: computes the last stage's output. scalar: the head is one of numbers: with a bias, or without. None: of a language model.
         latent: what its attention has, where that is latent.
+        adapted: rank of adapters, what they are multiplied by, by the names of their layers' weights, and places of all weights.
     """
 
     def __init__(
@@ -316,9 +318,11 @@ class Built:
         head: Head,
         scalar: bool | None = None,
         latent: Latent | None = None,
+        adapted: tuple[int, Mapping[str, float], Mapping[str, Place]] = (0, {}, {}),
     ) -> None:
         self.options = options
         self._padding, self._head, self._scalar, self._latent = padding, head, scalar, latent
+        self._adapted, self.switch = adapted, Switch()
         with _quiet():
             self._build(config, dtype, device, frequencies)
         self._run = core().pipeline_parallel.get_forward_backward_func()
@@ -328,6 +332,7 @@ class Built:
         self.config = transformer_config(config, options, dtype)
         parts = [self._part(config, vp if options.vpp > 1 else None, frequencies) for vp in range(options.vpp)]
         for part in parts:
+            self._adapt(part)
             part.to(device)
         how = core().distributed.DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=options.zero == 1, overlap_grad_reduce=False
@@ -338,6 +343,24 @@ class Built:
         self.chunks = [
             core().distributed.DistributedDataParallel(self.config, how, part, disable_bucketing=i > 0) for i, part in enumerate(parts)
         ]
+
+    def _adapt(self, part: Any) -> None:
+        """Freeze a part, and put adapters on its matrices, if the model has some."""
+        rank, scales, places = self._adapted
+        if not scales:
+            return
+        for parameter in part.parameters():
+            parameter.requires_grad_(False)
+        modules = dict(part.named_modules())
+        for name, parameter in self._named(part).items():
+            own = {one: scales[one] for one in places[name].names if one in scales}
+            if own:
+                matrix = next(module for module in modules.values() if getattr(module, "weight", None) is parameter)
+                mappings = core().tensor_parallel.mappings
+                put_on(matrix, Adapters(self.config, places[name], rank, own, parameter, self.options.tp, self.switch, mappings))
+        if part.pre_process and self.options.recompute:
+            # What is computed again must have an input with a gradient.
+            part.embedding.register_forward_hook(lambda _, __, found: found.detach().requires_grad_())
 
     def close(self) -> None:
         """Break the cycles that go through autograd's graph, which Python's collector does not see: a dispatcher of experts keeps what
@@ -450,6 +473,9 @@ class Built:
 
     def add_up(self) -> None:
         """Sum gradients over the ranks that share parameters. Collective."""
+        for parameter in self.parameters.values():
+            if getattr(parameter, "is_partial", False):
+                dist.all_reduce(parameter.main_grad, group=core().parallel_state.get_tensor_model_parallel_group())
         with _quiet():
             core().distributed.finalize_model_grads(self.chunks)
 

@@ -16,7 +16,7 @@ that has it, so nothing but tensors is exchanged.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from m2flow.engines.megatron.layout import Options, has_bias, head_size, is_latent, num_dense, num_experts
+from m2flow.engines.models import lora
 from m2flow.engines.models.hf_model import EXPERTS, ExpertNames
 from m2flow.errors import EngineError
 
@@ -41,7 +42,9 @@ class Place:
     group: str = "rest"
     """The group of weights that it is reported with."""
     is_trained: bool = True
-    """False: a bias of a router, float32 in a model of any type, which has no gradient and no moments."""
+    """False: it has no gradient and no moments: a bias of a router, and all that adapters are beside."""
+    is_exact: bool = False
+    """float32 in a model of any type: a bias of a router."""
 
 
 SCALAR_HEAD = {"output_layer.weight": "score.weight", "output_layer.bias": "score.bias"}
@@ -50,6 +53,35 @@ SCALAR_HEAD = {"output_layer.weight": "score.weight", "output_layer.bias": "scor
 
 ROUTER_BIAS = "mlp.router.expert_bias"
 """Megatron's name, in a layer, of what a router adds to its scores for the choice of experts alone."""
+
+
+def key_of(name: str) -> str:
+    """What a layer is called beside others of its matrix: `q_proj`, from the name of its weights."""
+    return name.removesuffix(".weight").rpartition(".")[2]
+
+
+def with_adapters(found: Mapping[str, Place], adapted: Collection[str]) -> dict[str, Place]:
+    """Places of a model whose layers of these names (of their weights) have adapters, which alone are trained. None: as they are.
+
+    Raises:
+        EngineError: there is no layer of such a name.
+    """
+    if not adapted:
+        return dict(found)
+    places = {name: replace(place, is_trained=False) for name, place in found.items()}
+    known: set[str] = set()
+    for name, place in found.items():
+        own = name.removesuffix(".weight")
+        for one in place.names:
+            if one in adapted and place.dim is not None and place.kind != "vocabulary":
+                of_columns = place.dim == 0
+                a, b = (lora.tensor_name(one, which) for which in "AB")
+                places[f"{own}.adapters.a.{key_of(one)}"] = Place((a,), dim=None if of_columns else 1, group=place.group)
+                places[f"{own}.adapters.b.{key_of(one)}"] = Place((b,), dim=0 if of_columns else None, group=place.group)
+                known.add(one)
+    if wrong := sorted(set(adapted) - known):
+        raise EngineError(f"Megatron's model has no adapters on {wrong[0]}", now="Name other layers: Lora(targets=('q_proj', 'v_proj')).")
+    return places
 
 
 def places(config: Any, scalar: bool | None = None) -> dict[str, Place]:
@@ -116,7 +148,7 @@ def _experts(config: Any, layer: str) -> Iterator[tuple[str, Place]]:
     block = f"{layer}.{named.block}"
     yield "mlp.router.weight", Place((f"{block}.gate.weight",))
     if has_bias(config):
-        yield ROUTER_BIAS, Place((f"{block}.gate.e_score_correction_bias",), is_trained=False)
+        yield ROUTER_BIAS, Place((f"{block}.gate.e_score_correction_bias",), is_trained=False, is_exact=True)
     for expert in range(num_experts(config)):
         one, own = f"{block}.experts.{expert}", f"mlp.experts.local_experts.{expert}"
         up = (f"{one}.{named.gate}.weight", f"{one}.{named.up}.weight")
@@ -152,11 +184,13 @@ class Weights:
     all_ranks: Any
     scalar: bool | None = None
     """As of `places`."""
+    scales: Mapping[str, float] = field(default_factory=dict)
+    """What adapters are multiplied by, by the names of their layers' weights."""
     places: dict[str, Place] = field(init=False)
     _owners: dict[str, int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.places = places(self.config, self.scalar)
+        self.places = with_adapters(places(self.config, self.scalar), self.scales)
         device = next(iter(self.own.values())).device
         has = torch.tensor([name in self.own for name in self.places], device=device).to(torch.int64)
         of_ranks = [torch.empty_like(has) for _ in range(dist.get_world_size(self.all_ranks))]
@@ -181,30 +215,41 @@ class Weights:
             yield name, self._part(place, merged, parameter.shape)
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Set the weights from whole tensors by the checkpoint's names."""
-        for name, part in self.local(tensors, is_all=True):
+    def load(self, tensors: Mapping[str, Tensor], *, is_all: bool = True) -> None:
+        """Set the weights, or those that are trained, from whole tensors by the checkpoint's names."""
+        for name, part in self.local(tensors, is_all=is_all):
             self.own[name].copy_(part)
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
-    def whole(self, of: Callable[[str, Tensor], Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
+    def merged(self, *, adds: bool) -> Iterator[tuple[str, Tensor]]:
+        """As `whole`, of the weights without adapters or, with `adds`, with what these add to them."""
+        beside = {name: tensor.clone() for name, tensor in self.whole(is_trained=True)} if self.scales and adds else {}
+        for name, tensor in self.whole(is_trained=False if self.scales else None):
+            if name in self.scales and adds:
+                a, b = (beside[lora.tensor_name(name, which)] for which in "AB")
+                tensor = tensor + lora.addend(b, a, self.scales[name], is_transposed=False)
+            yield name, tensor
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def whole(self, of: Callable[[str, Tensor], Tensor] | None = None, *, is_trained: bool | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield whole tensors by the checkpoint's names, on every rank. Collective.
 
         Args:
             of: name and parameter -> what is gathered for it, of its shape: its gradient, a moment; of one type on all ranks; for those
                 that are trained. None: themselves, of all.
+            is_trained: leave out those that are not, or that are.
         """
         rank = dist.get_rank(self.all_ranks)
         name, parameter = next(iter(self.trained.items()))
         like = parameter.detach() if of is None else of(name, parameter)
         for name, place in self.places.items():
-            if of is not None and not place.is_trained:
+            if (of is not None and not place.is_trained) or is_trained not in (None, place.is_trained):
                 continue
             tensors: list[Tensor] = []
             if name in self.own:
                 own = self.own[name].detach() if of is None else of(name, self.own[name])
                 tensors = self._split(place, self._gathered(place, own))
-            dtype = like.dtype if place.is_trained else torch.float32
+            dtype = torch.float32 if place.is_exact else like.dtype
             for i, one in enumerate(place.names):
                 found = tensors[i].contiguous() if rank == self._owners[name] else like.new_empty(self.shapes[one], dtype=dtype)
                 dist.broadcast(found, self._owners[name], group=self.all_ranks)
@@ -226,7 +271,7 @@ class Weights:
         dtype = next(iter(self.trained.values())).dtype
         for place in self.places.values():
             for one in place.names:
-                yield one, dtype if place.is_trained else torch.float32, self.shapes[one]
+                yield one, torch.float32 if place.is_exact else dtype, self.shapes[one]
 
     def views(self, name: str, part: Tensor) -> Iterator[tuple[str, list[int], Tensor]]:
         """Yield the same as `pieces` without a copy, so in more pieces where queries, keys and values alternate."""

@@ -12,7 +12,8 @@ A loss that raises is heard by all ranks when the passes are over: until then th
 for its gradients. The gradient is then a part of what it should be: `discard` it.
 
 Limits:
-    models: the families in `m2flow.engines.megatron.layout`, with any head; no adapters, AdamW alone.
+    models: the families in `m2flow.engines.megatron.layout`, with any head; AdamW alone. Adapters of those without experts, and of
+        policies; their checkpoints are gathered.
     start: every rank reads the whole model once, into the memory of its host. Unless checkpoints are spread, one is gathered there on
         the first rank, and read whole by all.
     kernels: torch's. Neither Transformer Engine nor Apex is used, and experts are computed one after the other.
@@ -23,6 +24,7 @@ Source: Shoeybi et al. 2019, arXiv:1909.08053; Narayanan et al. 2021, arXiv:2104
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -55,12 +57,12 @@ from m2flow.engines.distributed.ranks import RankedTrain
 from m2flow.engines.megatron import head
 from m2flow.engines.megatron.experts import Routing
 from m2flow.engines.megatron.latent import Latent
-from m2flow.engines.megatron.layout import check_model, check_ranks, has_bias, is_latent, mixture_of, read
+from m2flow.engines.megatron.layout import check_adapters, check_model, check_ranks, has_bias, is_latent, mixture_of, read
 from m2flow.engines.megatron.library import Built, Groups, Rows
-from m2flow.engines.megatron.names import SCALAR_HEAD, Weights, check_names, layer_of
+from m2flow.engines.megatron.names import SCALAR_HEAD, Weights, check_names, layer_of, places, with_adapters
 from m2flow.engines.megatron.parts import Held, Parts
 from m2flow.engines.megatron.rows import Share, gathered
-from m2flow.engines.models import packing, trainer_checkpoint
+from m2flow.engines.models import lora, packing, trainer_checkpoint
 from m2flow.engines.models.constraints import SamplingMask
 from m2flow.engines.models.hf_model import (
     checkpoint_tensors,
@@ -158,6 +160,7 @@ class MegatronTrain(RankedTrain):
         config = config_of(self._source)
         check_model(config, self._options)
         self._experts = mixture_of(self._source, config)
+        check_adapters(self._source, config, self._options)
         self._ranks.open(leave=Groups.leave)
         self._groups = Groups.join(self._options)
         model = self._together(self._loaded)
@@ -166,16 +169,22 @@ class MegatronTrain(RankedTrain):
         self._codec = self._together(lambda: load_tokenizer(self._source))
         self._demonstrations = Demonstrations(self._codec)
         self._shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
-        self._trained = {name: parameter.shape for name, parameter in model.named_parameters()}
+        self._trained = {name: parameter.shape for name, parameter in model.named_parameters() if parameter.requires_grad}
         self._biases = {name: buffer.shape for name, buffer in model.named_buffers() if name in self._shapes}
-        tensors = dict(trainer_checkpoint.named_weights(model))
+        scales = lora.scales(model)
+        tensors = {one: view for name, held in lora.whole_state(model, adds=False) for one, view in checkpoint_tensors(model, name, held)}
         scalar = None if self._source.head == "lm" else model.score.bias is not None
         self._together(lambda: check_names(config, list(tensors), scalar))
+        found = self._together(lambda: with_adapters(places(config, scalar), scales))
+        adapted = (self._source.lora.rank if self._source.lora is not None else 0, scales, found)
+        tensors |= dict(lora.adapter_state(model))
         dtype = getattr(torch, self._source.dtype)
         self._vocabulary = head.Vocabulary(config.vocab_size, self._groups.tensor, self._num_head_logits, self._is_exact)
         frequencies, latent = model.base_model.rotary_emb.inv_freq, Latent.of(model) if is_latent(config) else None
         padding = model.get_input_embeddings().padding_idx
-        self._built = Built(config, self._options, dtype, self._settings.device, frequencies, padding, self._head_output, scalar, latent)
+        self._built = Built(
+            config, self._options, dtype, self._settings.device, frequencies, padding, self._head_output, scalar, latent, adapted
+        )
         self._weights = Weights(
             config,
             self._options,
@@ -185,6 +194,7 @@ class MegatronTrain(RankedTrain):
             self._groups.expert_tensor,
             self._ranks.group,
             scalar,
+            scales,
         )
         self._weights.load(tensors)
         self._model = model.to("meta")  # Its class and config are what a checkpoint is written with.
@@ -193,6 +203,8 @@ class MegatronTrain(RankedTrain):
     def _loaded(self) -> Any:
         """The model as transformers has it, in the memory of the host."""
         model = load_model(self._source, device="cpu", attention="eager")
+        if self._source.lora is not None:
+            lora.adapt(model, self._source.lora, self._source.seed)
         scaling = getattr(model.base_model.rotary_emb, "attention_scaling", 1.0)
         if scaling != 1.0 and not is_latent(model.config):
             raise EngineError(f"rotary embeddings that scale the attention, by {scaling:g}, are not those of Megatron's model here")
@@ -207,7 +219,7 @@ class MegatronTrain(RankedTrain):
             group = self._groups.expert_data if place.is_expert else self._groups.data
             counts = (place.dim is not None or is_first) and not self._built.has_copy(name)
             held[name] = Held(parameter, group, counts, place.group)
-        groups = list(dict.fromkeys(place.group for place in self._weights.places.values()))
+        groups = list(dict.fromkeys(place.group for place in self._weights.places.values() if place.is_trained))
         is_spread, on_host = self._options.zero == 1, self._options.offload_optimizer
         return Parts(held, self._built.buffers, self._ranks.group, groups, is_spread=is_spread, on_host=on_host)
 
@@ -420,9 +432,41 @@ class MegatronTrain(RankedTrain):
     # Weights and states
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self._weights.whole()
+        assert self._built is not None
+        yield from self._weights.merged(adds=self._built.switch.is_on)
 
-    def weight_forms(self) -> Sequence[WeightForm]:
+    def adapters(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._weights.whole(is_trained=True):
+            yield lora.file_name(name), tensor
+
+    def base(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self._weights.merged(adds=False)
+
+    @contextlib.contextmanager
+    def with_adapters(self, adapters: Sequence[Tensor] | None) -> Iterator[None]:
+        assert self._built is not None
+        switch = self._built.switch
+        switch.is_on = adapters is not None
+        try:
+            with super().with_adapters(adapters):
+                yield
+        finally:
+            switch.is_on = True
+
+    def adapter_values(self) -> list[Tensor]:
+        found = {name: tensor.clone() for name, tensor in self._weights.whole(is_trained=True)}
+        return [found[name] for name in self._trained]
+
+    def read_adapters(self, path: str) -> list[Tensor]:
+        found = self._together(lambda: trainer_checkpoint.read_weights(path, self._source, self._shapes))
+        return [found[name] for name in self._trained]
+
+    def put_adapters(self, values: Sequence[Tensor]) -> None:
+        self._weights.load(dict(zip(self._trained, values, strict=True)), is_all=False)
+
+    def weight_forms(self) -> Sequence[WeightForm] | None:
+        if self._source.lora is not None:  # What is sent of adapted weights is a sum, which is made of whole ones.
+            return None
         return [WeightForm(name, str(dtype).removeprefix("torch."), tuple(shape)) for name, dtype, shape in self._weights.forms()]
 
     def weight_pieces(self) -> Iterator[WeightPiece]:
@@ -435,10 +479,14 @@ class MegatronTrain(RankedTrain):
     def copy_from(self, source: TrainEngine, share: float = 1.0) -> None:
         if not isinstance(source, MegatronTrain):
             raise EngineError(f"a trainer 'megatron' can't take the weights of {source.name!r}", now="Take the same engine for both roles.")
+        if self._copy_adapters_only(source):
+            return
+        if source._source.lora is not None:
+            raise EngineError("Megatron's model can't take weights that adapters are added to", now="Give both roles the same adapters.")
         other = source._weights.own
         for name, parameter in self._weights.own.items():
-            if name not in other and name in SCALAR_HEAD.values():
-                continue  # A critic of a policy keeps its head.
+            if name not in other and (name in SCALAR_HEAD.values() or ".adapters." in name):
+                continue  # A critic of a policy keeps its head. Adapters add nothing yet.
             if name not in other or other[name].shape != parameter.shape:
                 raise EngineError(f"the models {source._source.path} and {self._source.path} differ in {name}")
             parameter.copy_(blended(parameter, other[name].detach(), share))
@@ -461,7 +509,8 @@ class MegatronTrain(RankedTrain):
         """The first rank holds what is gathered; none is held in parts."""
         if self._options.spread_checkpoints:
             return None
-        weights = self._by_module(self._weights.whole(), getattr(torch, self._source.dtype))
+        adapter = self._by_module(self._weights.whole(is_trained=True), getattr(torch, self._source.dtype)) if self._source.lora else None
+        weights = self._whole_on_first()
         optimizers = []
         for recipe, count in self._parts.client.num_steps.items():
             both = [self._by_module(self._weights.whole(self._parts.moments(recipe, which)), torch.float32) for which in (0, 1)]
@@ -472,7 +521,14 @@ class MegatronTrain(RankedTrain):
             exact = self._by_module(self._weights.whole(self._parts.gathered(lambda part: part.stepped)), torch.float32)
             masters = [exact[name] for name in self._trained] if self._is_first else []
         state = {"optimizers": optimizers, "masters": masters}
-        return trainer_checkpoint.held(path, self._model, self._codec, state, weights) if self._is_first else None
+        return trainer_checkpoint.held(path, self._model, self._codec, state, weights, adapter) if self._is_first else None
+
+    def _whole_on_first(self) -> dict[str, Tensor]:
+        """On the first rank, all weights by the names of transformers' modules; of a model with adapters, with what these add."""
+        if self._source.lora is None:
+            return self._by_module(self._weights.whole(), getattr(torch, self._source.dtype))
+        found = ((name, tensor.to("cpu", copy=True) if self._is_first else tensor) for name, tensor in self.weights())
+        return dict(found) if self._is_first else dict.fromkeys((name for name, _ in found), torch.empty(0))
 
     def _save_parts(self, path: Path) -> None:
         tensors = self._pieces(trainer_checkpoint.WEIGHT)
@@ -603,7 +659,7 @@ class MegatronTrain(RankedTrain):
         weights, state = self._together(read_whole)
         states = self._together(lambda: [unpacked_state(saved, len(self._trained)) for saved in state["optimizers"]])
         self.discard()
-        self._weights.load(self._views(weights))
+        self._weights.load(self._views(weights), is_all=self._source.lora is None)
         self._parts.client.moments, self._parts.client.num_steps = {}, {}
         for recipe, count, moments in states:
             zeros = {name: torch.zeros(shape) for name, shape in self._trained.items()}

@@ -100,6 +100,17 @@ def adapter_state(model: Any, whole: Whole = contextlib.nullcontext) -> Iterator
                 yield name, full
 
 
+def scales(model: Any) -> dict[str, float]:
+    """What B A is multiplied by, by the names of the layers' weights without adapters; empty of a model without."""
+    layers = _layers(model) if is_adapted(model) else {}
+    return {f"{name}.weight": float(layer.scaling[_NAME]) for name, layer in layers.items()}
+
+
+def tensor_name(weight: str, which: str) -> str:
+    """The module's name of a layer's A or B, from that of its weights without adapters."""
+    return f"{weight.removesuffix('.weight')}.lora_{which}.{_NAME}.weight"
+
+
 def file_name(name: str) -> str:
     """Name of an adapter's tensor in peft's files and in a weight sync, from its name in the module."""
     return _PREFIX + name.replace(f".{_NAME}.", ".")

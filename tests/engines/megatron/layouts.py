@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -13,6 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from adapted_trainers import (
+    check_adapters_are_trained_sent_and_saved_as_by_the_embedded_trainer,
+    check_references_compute_from_the_policys_weights,
+)
 from followed import followed
 from megatron_models import small, with_head
 from megatron_on_cpu import BatchedSends, CountsEverywhere, MegatronOnCpu, SteppedOnHost
@@ -27,7 +32,7 @@ from m2flow.engines.models import trainer_checkpoint
 from m2flow.engines.models.hf_model import load_model
 from m2flow.engines.models.model_export import export_model
 from m2flow.errors import EngineError, M2FlowError, ModelError
-from m2flow.recipe import AdamW, Balance, Dtype, Loss, Model, Routing
+from m2flow.recipe import AdamW, Balance, Dtype, Lora, Loss, Model, Routing
 from m2flow.samples import ROUTED_EXPERTS, Batch, Ragged, compact_experts, expanded_experts, make_ids
 from m2flow.testing.mirrored import Followers, Mirrored
 from m2flow.testing.train_suite import DISTILL, LINEAR, PPO, VALUE, copied, in_memory, samples, started
@@ -681,6 +686,83 @@ def test_an_optimiser_in_the_hosts_memory_makes_the_same_steps_from_the_same_che
     for one, other in zip(*found, strict=True):
         assert apart({key: np.asarray(value) for key, value in one.items()}, {key: np.asarray(value) for key, value in other.items()}) == 0
     assert (MOVED in found[1][0]) == (dtype == "bfloat16")
+
+
+NEEDS_PEFT = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="lora: the extra lora is not installed")
+ADAPTED: dict[int, list[tuple[str, Layout, tuple[str, ...]]]] = {
+    1: [("qwen3", {}, ())],
+    2: [
+        ("qwen2", {"tp": 2}, ()),
+        ("qwen3", {"tp": 2, "sequence_parallel": False}, ("q_proj", "v_proj", "up_proj", "down_proj")),
+        ("llama", {"pp": 2, "vpp": 2, "micro_batches": 4, "recompute": "full"}, ()),
+        ("qwen2", {"cp": 2, "recompute": "selective", "offload_optimizer": True}, ("o_proj", "k_proj")),
+    ],
+    4: [("llama", {"tp": 2, "pp": 2, "zero": 0}, ())],
+}
+
+
+@NEEDS_PEFT
+@pytest.mark.parametrize(
+    ("name", "layout", "targets"), ADAPTED[RANKS][::2], ids=[f"{name}-{layout}" for name, layout, _ in ADAPTED[RANKS][::2]]
+)
+def test_adapters_are_trained_sent_and_saved_as_by_the_embedded_trainer(
+    name: str, layout: Layout, targets: tuple[str, ...], followers: Followers, tmp_path: Path
+) -> None:
+    model = replace(small(name, tmp_path / "model"), lora=Lora(rank=4, alpha=8, targets=targets))
+    check_adapters_are_trained_sent_and_saved_as_by_the_embedded_trainer(model, lambda: spread(model, layout, followers), tmp_path)
+
+
+@NEEDS_PEFT
+@pytest.mark.parametrize(("name", "layout", "targets"), ADAPTED[RANKS], ids=[f"{name}-{layout}" for name, layout, _ in ADAPTED[RANKS]])
+def test_gradients_of_adapters_are_those_of_the_embedded_trainer(
+    name: str, layout: Layout, targets: tuple[str, ...], followers: Followers, tmp_path: Path
+) -> None:
+    """After a step, without which B is zero and A has no gradient."""
+    model = replace(small(name, tmp_path / "model"), lora=Lora(rank=4, alpha=8, targets=targets))
+    batch = batch_of(model)
+    found = []
+    for engine in (EmbeddedTrain(model, EngineSettings()), spread(model, layout, followers)):
+        with started(engine):
+            norms = [train(engine, batch, replace(STEP, lr=0.1))]
+            first, logprobs = in_memory(engine.adapters()), np.asarray(engine.logprobs(batch).ragged("reference_logprobs").values)
+            engine.accumulate(batch, PPO)
+            norms += [engine.apply(replace(LINEAR, log_layers=True), 7.0)]
+            last = in_memory(engine.adapters())
+        found.append((norms, {"": logprobs}, {key: first[key] - last[key] for key in last}))
+    assert apart(found[1][1], found[0][1]) < 1e-5
+    assert min(float(np.abs(one).max()) for one in found[0][2].values()) > 1e-6
+    largest = max(float(np.abs(one).max()) for one in found[0][2].values())
+    assert apart(found[1][2], found[0][2]) < 1e-5 * largest
+    for one, other in zip(found[1][0], found[0][0], strict=True):
+        assert dict(one) == pytest.approx(dict(other), rel=1e-4)
+
+
+@NEEDS_PEFT
+@pytest.mark.skipif(RANKS != 2, reason="of two ranks")
+def test_adapters_below_float32_are_stepped_exactly_and_go_on_in_the_embedded_trainer(followers: Followers, tmp_path: Path) -> None:
+    model = replace(small("qwen2", tmp_path / "model"), lora=Lora(rank=4, alpha=8), dtype="bfloat16")
+    batch = batch_of(model)
+    with started(spread(model, {"tp": 2}, followers)) as engine:
+        for _ in range(2):
+            train(engine, batch)
+        engine.save(str(tmp_path / "saved"))
+        expected = train(engine, batch)["grad_norm"]
+    state = trainer_checkpoint.read_state(str(tmp_path / "saved"), "cpu")
+    assert {master.dtype for master in state["masters"]} == {torch.float32}
+    for engine in (EmbeddedTrain(model, EngineSettings()), spread(model, {"pp": 2}, followers)):
+        with started(engine):
+            engine.load(str(tmp_path / "saved"))
+            engine.save(str(tmp_path / "again"))
+            assert_same_states(tmp_path / "again", tmp_path / "saved")
+            assert train(engine, batch)["grad_norm"] == pytest.approx(expected, rel=0.05)
+
+
+@NEEDS_PEFT
+@pytest.mark.skipif(RANKS != 2, reason="of two ranks")
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}], ids=str)
+def test_references_compute_from_an_adapted_policys_weights(layout: Layout, followers: Followers, tmp_path: Path) -> None:
+    model = replace(small("qwen2", tmp_path / "model"), lora=Lora(rank=4, alpha=8))
+    check_references_compute_from_the_policys_weights(model, spread(model, layout, followers), tmp_path)
 
 
 @pytest.mark.skipif(RANKS != 2, reason="of two ranks")

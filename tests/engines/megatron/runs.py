@@ -3,6 +3,7 @@ megatron-core; the run's workers know the engine as one that another package reg
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from megatron_on_cpu import registered
 from safetensors.numpy import load_file
 
-from m2flow import AdamW, Critic, Dataset, Policy, Reference, Reward, Sample, flow, gae, log, steps
+from m2flow import AdamW, Critic, Dataset, Lora, Policy, Reference, Reward, Sample, flow, gae, log, steps
 from m2flow.engines import registry
 from m2flow.runner.run import Run, Summary
 from m2flow.spec import ClusterSpec, RolloutSpec, RunSettings, TrainSpec
@@ -85,6 +86,32 @@ def test_a_policy_and_its_critic_are_trained_in_one_worker_as_with_the_embedded_
     weights = [load_file(Path(one.run_dir) / "checkpoints" / "final" / "critic" / "model.safetensors") for one in (spread, alone)]
     assert max(float(np.abs(weights[0][name] - weights[1][name]).max()) for name in weights[1]) < 1e-5
     assert np.abs(weights[0]["score.weight"]).max() > 1e-4
+
+
+@flow
+def prefers_small_digits_with_adapters(num_steps: int = 2) -> None:
+    policy, verifier = Policy(DIGITS, init="random", lora=Lora(rank=8, alpha=16)), Reward(small_digits)
+    reference = Reference(policy)
+    prompts = Dataset([{"prompt": f"{i * 7919 % 10000}="} for i in range(8 * num_steps)], shuffle=False)
+    for _ in steps(num_steps):
+        responses = policy.generate(prompts.take(8), n=2, max_new_tokens=8)
+        rewards = verifier.score(responses)
+        log(reward=rewards.mean(), kl=(responses.logprobs - reference.logprobs(responses)).mean())
+        policy.update(responses, rewards, optimizer=STEP)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="lora: the extra lora is not installed")
+def test_adapters_are_trained_and_sent_as_with_the_embedded_trainer(tmp_path: Path, train: TrainSpec) -> None:
+    spread, found = run(prefers_small_digits_with_adapters, tmp_path / "spread", train, eager=False)
+    alone, expected = run(prefers_small_digits_with_adapters, tmp_path / "alone", TrainSpec(token_budget=400), eager=True)
+    for name in ("reward", "kl", "loss", "grad_norm", "rollout_diff/max"):
+        np.testing.assert_allclose(found[name], expected[name], rtol=1e-4, atol=1e-5, err_msg=name)
+    assert spread.samples_sha256 == alone.samples_sha256
+    assert abs(expected["kl"][-1]) > 1e-4
+    adapters = [
+        load_file(next((Path(one.run_dir) / "checkpoints" / "final").rglob("adapter_model.safetensors"))) for one in (spread, alone)
+    ]
+    assert max(float(np.abs(adapters[0][name] - adapters[1][name]).max()) for name in adapters[1]) < 1e-5
 
 
 def test_a_policy_learns_and_as_with_the_embedded_trainer(tmp_path: Path, train: TrainSpec) -> None:
