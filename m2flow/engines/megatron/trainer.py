@@ -479,7 +479,7 @@ class MegatronTrain(RankedTrain):
     def copy_from(self, source: TrainEngine, share: float = 1.0) -> None:
         if not isinstance(source, MegatronTrain):
             raise EngineError(f"a trainer 'megatron' can't take the weights of {source.name!r}", now="Take the same engine for both roles.")
-        if self._copy_adapters_only(source):
+        if share == 1 and self._copy_adapters_only(source):
             return
         if source._source.lora is not None:
             raise EngineError("Megatron's model can't take weights that adapters are added to", now="Give both roles the same adapters.")

@@ -763,6 +763,16 @@ def test_adapters_below_float32_are_stepped_exactly_and_go_on_in_the_embedded_tr
 def test_references_compute_from_an_adapted_policys_weights(layout: Layout, followers: Followers, tmp_path: Path) -> None:
     model = replace(small("qwen2", tmp_path / "model"), lora=Lora(rank=4, alpha=8))
     check_references_compute_from_the_policys_weights(model, spread(model, layout, followers), tmp_path)
+    policy, own, plain = (spread(one, layout, followers) for one in (model, model, replace(model, lora=None)))
+    with started(policy), started(own), started(plain):
+        train(policy, batch_of(model))
+        own.copy_from(policy)
+        assert apart(copied(own), copied(policy)) == 0
+        assert isinstance(policy, Mirrored)
+        for wrong, share in ((plain, 1.0), (own, 0.5)):  # On this rank: it is refused before ranks send anything.
+            assert isinstance(wrong, Mirrored)
+            with pytest.raises(EngineError, match="can't take weights that adapters are added to"):
+                wrong._own.copy_from(policy._own, share)
 
 
 @pytest.mark.skipif(RANKS != 2, reason="of two ranks")
