@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import transformers
 from adapted_trainers import check_adapters_are_trained_sent_and_saved_as_by_the_embedded_trainer
+from faulty import Fault, check_a_gradient_that_lacks_a_pass_is_not_applied, check_each_fault_is_an_error_on_all_and_all_go_on
 from followed import followed
 from safetensors.numpy import load_file
 from test_expert_balance import BALANCE
@@ -203,6 +204,25 @@ def test_routers_are_balanced_as_on_one_rank(routing: Any, model: Model, followe
     expected, found = (history_of_balance(one, batch) for one in (EmbeddedTrain(balanced, EngineSettings()), split(balanced, followers)))
     for name, value in expected.items():
         np.testing.assert_allclose(found[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+def test_a_part_of_a_layer_that_fails_on_one_rank_is_an_error_on_all_and_all_go_on(model: Model, followers: Followers) -> None:
+    """Before the rows are exchanged and after that, on the way back too."""
+    faults = [
+        Fault(0, "model.layers.0.self_attn.q_proj", said="model.layers.0.self_attn"),
+        Fault(1, "model.layers.0.mlp.gate", said="model.layers.0"),
+        Fault(0, "model.layers.1.self_attn.o_proj", "backward", said="model.layers.1.self_attn"),
+        Fault(1, "model.layers.1.mlp.gate", error=MemoryError, said="model.layers.1"),
+        Fault(1, "model.layers.0.mlp.experts.act_fn", said="model.layers.0.mlp.experts"),
+        Fault(0, "model.layers.1.mlp.experts.act_fn", "backward", said="model.layers.1.mlp.experts"),
+        Fault(0, "lm_head", said="the head"),
+    ]
+    check_each_fault_is_an_error_on_all_and_all_go_on(model, {"ep": 2}, followers, faults)
+
+
+def test_a_gradient_that_lacks_a_pass_is_not_applied(model: Model, followers: Followers) -> None:
+    fault = Fault(1, "model.layers.1.self_attn.v_proj", "backward", said="model.layers.1.self_attn")
+    check_a_gradient_that_lacks_a_pass_is_not_applied(model, {"ep": 2}, followers, fault)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="lora: the extra lora is not installed")

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from queue import Queue
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from faulty import Fault, check_each_fault_is_an_error_on_all_and_all_go_on
 from followed import followed
 from safetensors.numpy import load_file
 from test_scalar_heads import random_model
@@ -22,6 +24,7 @@ from test_train_engines import SMALL, VOCABULARY, write_model
 from m2flow.engines.contract import EngineSettings, Objective, TrainEngine
 from m2flow.engines.distributed import check_fsdp
 from m2flow.engines.distributed.fsdp import FsdpTrain, Line, PipelinedTrain
+from m2flow.engines.distributed.ranks import Guard
 from m2flow.engines.embedded.trainer import EmbeddedTrain
 from m2flow.engines.models.hf_model import load_model
 from m2flow.engines.models.model_export import export_model
@@ -343,7 +346,7 @@ def check_a_loss_that_raises(model: Model, options: dict[str, Any], followers: F
         with pytest.raises(EngineError, match=f"{said}the loss lost raised ZeroDivisionError: no weight"):
             engine.accumulate(batch.with_columns(weight=weight), objective)
         before = copied(engine)
-        with pytest.raises(EngineError, match="the gradient lacks a micro-batch whose loss raised"):
+        with pytest.raises(EngineError, match="the gradient lacks a micro-batch that failed"):
             engine.apply(STEP, 1.0)
         assert distance(copied(engine), before) == 0
         engine.accumulate(batch, PPO)
@@ -385,6 +388,45 @@ def test_a_stage_that_fails_is_an_error_on_all_and_all_go_on(model: Model, follo
     with started(staged(model, followers)) as engine:
         train(engine, batch)
         assert distance(copied(engine), found) == 0
+
+
+_FAULTS = [
+    Fault(1, "model.layers.0.mlp", said="model.layers.0"),
+    Fault(3, "model.layers.2.self_attn", "backward", said="model.layers.2"),
+    Fault(2, "lm_head", said="the head"),
+    Fault(2, "model.layers.2.mlp", error=MemoryError, said="model.layers.2"),
+    Fault(1, "model.layers.1.self_attn.o_proj", "shape", said="model.layers.1"),
+]
+
+
+def test_a_part_that_gives_hidden_states_of_another_shape_gives_zeros_and_is_an_error_by_name() -> None:
+    """Another stage would wait for more of them, or take less for all."""
+    guard, part = Guard(3), torch.nn.Linear(4, 3)
+    guard.over(part, "layers.7")
+    hidden = torch.ones(1, 5, 4, requires_grad=True)
+    output = part(hidden)
+    assert (output.shape, output.count_nonzero()) == (hidden.shape, 0)
+    output.sum().backward()
+    assert part.weight.grad is not None
+    assert not part.weight.grad.any()
+    said = r"rank 3 of this trainer: layers.7, forward pass: hidden states of \[1, 5, 3\], where \[1, 5, 4\] were to come"
+    with pytest.raises(EngineError, match=said):
+        guard.check()
+    guard.check()
+
+
+def test_no_collective_of_stages_waits_longer_than_the_trainers_own(model: Model, followers: Followers) -> None:
+    with started(staged(model, followers)) as engine:
+        own = engine._own  # type: ignore[attr-defined]
+        groups = [own._ranks.group, *own._mesh.get_all_groups()]
+        assert {group._get_backend(torch.device("cpu")).options._timeout for group in groups} == {timedelta(minutes=10)}
+
+
+@pytest.mark.slow
+def test_a_part_of_a_sharded_stage_that_fails_is_an_error_on_all_and_all_go_on(model: Model) -> None:
+    """The ranks of a stage wait for each other in every layer, the stages for each other between them."""
+    with followed(3) as followers:
+        check_each_fault_is_an_error_on_all_and_all_go_on(model, {"pp": 2}, followers, _FAULTS)
 
 
 def test_a_critic_on_stages_takes_the_policys_weights_and_keeps_its_head(model: Model, followers: Followers) -> None:

@@ -20,8 +20,15 @@ pass and the last is that of a chunk, for more sends and more passes in flight.
     vpp 2:  stage 0, first chunk --> stage 1, first chunk --> stage 0, second chunk --> stage 1, second chunk: norm, head, loss
 
 Every rank packs the same samples as those of its line, so it knows the shape of what comes: passes may have any lengths. Tied embeddings
-are on the first stage and the last, which add up both gradients. A loss that raises is heard by all ranks when the passes are over, since
-the other stages wait for its gradient until then; what was added up is then a part of what it should be: `discard` it.
+are on the first stage and the last, which add up both gradients.
+
+A loss or a part of the model that raises on one rank is heard by all when the passes are over: the others wait until then for what it is
+to send, and for its part in gathering the weights of layers. It goes on with zeros (`m2flow.engines.distributed.ranks.Guard`), and the
+error names the rank, the layer and the pass, forward or backward. What was added up is then a part of what it should be: `discard` it, and
+the engine goes on. Guarded are the embeddings, layers and head of `llama`, `qwen2` and `qwen3`, and of the mixtures of `ep` norms,
+attentions and experts in both directions, routers in the forward pass. Elsewhere, and with `tp`, a rank that raises ends the process; a
+run then ends the others after 5 s (`m2flow.micro.worker.rank_group`). A rank that does not come to a collective at all is given up after
+10 minutes.
 
 Limits:
     start: every rank reads the whole model once, in the memory of its host.
@@ -72,14 +79,14 @@ from m2flow.engines.contract import (
     WeightForm,
     blended,
 )
-from m2flow.engines.distributed import check_fsdp, tensor_parallel
-from m2flow.engines.distributed.ranks import Box, RankedTrain, Ranks, Root
+from m2flow.engines.distributed import STACKED, STAGED, check_fsdp, tensor_parallel
+from m2flow.engines.distributed.ranks import Box, Guard, RankedTrain, Ranks, Root
 from m2flow.engines.models import lora, packing, trainer_checkpoint
 from m2flow.engines.models.hf_model import empty_cache, groups_of_weights, layers, matrices_of_layers
 from m2flow.engines.models.optimizers import Elsewhere, Optimizers
 from m2flow.engines.models.trainer_checkpoint import local, spread_like, whole
 from m2flow.engines.registry import built_in
-from m2flow.errors import EngineError, InternalError, M2FlowError, is_out_of_memory, unexpected
+from m2flow.errors import EngineError, InternalError, M2FlowError, unexpected
 from m2flow.recipe import REFERENCE_TOP_IDS, REFERENCE_TOP_LOGPROBS, TOP_LOGPROBS, Loss, Model, Optimizer
 from m2flow.samples import Batch
 
@@ -115,6 +122,11 @@ class FsdpTrain(RankedTrain):
         self._mesh: DeviceMesh | None = None
         """With tensor parallelism or stages: stages x data ranks x tensor ranks."""
         self._summed: list[torch.nn.Module] = []
+        self._experts: dict[torch.nn.Module, tensor_parallel.OwnExperts] = {}
+        """With `ep`, by the module of a layer."""
+        self._guard = Guard(settings.rank)
+        self._is_partial = False
+        """Whether a pass has failed since the last step, so that gradients lack some."""
 
     def start(self) -> None:
         self._check_layout()
@@ -138,6 +150,30 @@ class FsdpTrain(RankedTrain):
                 module.set_gradient_divide_factor(1.0)  # Gradients are sums; the caller's denominator divides them.
                 module.set_force_sum_reduction_for_comms(True)  # Gloo has no other.
         self._optimizers = self._optimizers_of(self._model)
+        self._guard_parts()
+
+    def _guard_parts(self) -> None:
+        """Keep the ranks together where a part of the model fails on one of them. Tensor ranks wait for each other within every part."""
+        model, guard = self._model, self._guard
+        names = {module: name for name, module in model.named_modules()}
+        kind, found = model.config.get_text_config().model_type, _layers(model)
+        if self._tp > 1 or kind not in (*STAGED, *STACKED):
+            return
+        embeddings = model.get_input_embeddings()
+        if isinstance(embeddings, torch.nn.Embedding):  # Of a stage that has them.
+            guard.over(embeddings, names[embeddings], width=model.config.hidden_size)
+        guard.over(model.base_model.norm, names[model.base_model.norm], is_last=True)
+        for layer in found:
+            if kind in STAGED:
+                guard.over(layer, names[layer])
+                continue
+            experts = next((one for one in layer.modules() if one in self._experts), None)
+            for part in layer.children():
+                if not any(type(one).__name__.endswith("Experts") for one in part.modules()):
+                    guard.over(part, names[part], is_pair=names[part].endswith("attn"))
+            if experts is not None:
+                self._experts[experts].guard(guard, names[experts])
+            guard.around(layer, names[layer], None if experts is None else self._experts[experts])
 
     def _check_layout(self) -> None:
         check_fsdp(self._source, self._settings.options, self._ranks.count)
@@ -147,16 +183,18 @@ class FsdpTrain(RankedTrain):
         """Set the mesh, and make the module around what this rank's stage has of the model."""
         if self._tp > 1:
             self._mesh = tensor_parallel.grid(self._settings.device, self._ranks.count, self._tp)
-        return Root(self._model, self._source.head)
+            self._ranks.limit(*self._mesh.get_all_groups())
+        return Root(self._model, self._source.head, guard=self._guard)
 
     def _shard_experts(self, how: Mapping[str, Any]) -> None:
         """Split experts over the ranks of expert groups, and shard what each has over those that have the same."""
         mesh = tensor_parallel.expert_grid(self._settings.device, self._ranks.count, self._ep)
-        of_layers = self._together(lambda: tensor_parallel.split_experts(self._model, mesh))
+        self._ranks.limit(*mesh.get_all_groups())
+        self._experts = self._together(lambda: tensor_parallel.split_experts(self._model, mesh))
         how = {**how, "mesh": mesh["replica"]}
         how["mp_policy"] = dataclasses.replace(how["mp_policy"], cast_forward_inputs=False)  # Gates keep the router's type.
         how["shard_placement_fn"] = lambda _: Shard(1)  # An expert's rows: a rank may have fewer experts than there are replicas.
-        for experts in of_layers:
+        for experts in self._experts:
             fully_shard(experts, **how)
 
     @property
@@ -177,9 +215,33 @@ class FsdpTrain(RankedTrain):
 
     def stop(self) -> None:
         self._root = None
+        self._experts, self._is_partial = {}, False
         super().stop()
         self._mesh = None  # Its groups end with the last trainer's: one of them may be that of all ranks.
         self._ranks.close()
+
+    def _forward(self, packed: packing.Packed) -> Tensor:
+        output = super()._forward(packed)
+        self._guard.check()
+        return output
+
+    def _backward(self, loss: Tensor) -> None:
+        try:
+            super()._backward(loss)
+            self._together(self._guard.check)
+        except Exception:
+            self._is_partial = True
+            raise
+
+    def apply(self, optimizer: Optimizer, denominator: float) -> Mapping[str, float]:
+        if self._is_partial:
+            self.discard()
+            raise EngineError("the gradient lacks a micro-batch that failed", now="discard() it, and accumulate() all again.")
+        return super().apply(optimizer, denominator)
+
+    def discard(self) -> None:
+        super().discard()
+        self._is_partial = False
 
     def _sum_gradients(self) -> None:
         if self._mesh is not None and self._summed:
@@ -314,9 +376,8 @@ class Line(Generic[_P]):
     Args:
         stages: the group of those ranks, in the order of stages.
         chunks: parts of the model that each of them has; a pass goes through the first of all, then through the second of all.
-        spreads: whether a pass has collectives within the stage. A rank that fails then leaves the others of its stage waiting, so its
-            error ends it; otherwise the others go on with zeros in its place, until all hear of it. Running out of memory ends a rank in
-            any case: the run then goes on with smaller micro-batches.
+        spreads: whether a pass has collectives within the stage. What fails outside the parts that `Guard` keeps leaves the others of the
+            stage waiting then, so it ends the rank; otherwise the others go on with zeros in its place, until all hear of it.
     """
 
     def __init__(self, ranks: Ranks, stages: Any, device: str, *, chunks: int = 1, spreads: bool) -> None:
@@ -418,7 +479,7 @@ class Line(Generic[_P]):
         try:
             return work()
         except Exception as error:
-            if self._spreads or is_out_of_memory(error):
+            if self._spreads:
                 raise
             self.failure = self.failure or error
             return None
@@ -492,8 +553,6 @@ class PipelinedTrain(FsdpTrain):
         self._line: Line[_Pass]
         self._num_pending = 0
         """Micro-batches since the last step."""
-        self._is_partial = False
-        """Whether a pass has failed since the last step, so that gradients lack some."""
         self._hidden: Tensor | None = None
         """What came in for the pass that is being computed."""
         self._output: Tensor | None = None
@@ -519,6 +578,7 @@ class PipelinedTrain(FsdpTrain):
     def _placed(self) -> Root:
         device, count = self._settings.device, self._ranks.count
         self._mesh = tensor_parallel.grid(device, count, self._tp, self._pp)
+        self._ranks.limit(*self._mesh.get_all_groups())
         self._line = Line(self._ranks, self._mesh["stage"].get_group(), device, chunks=self._vpp, spreads=count > self._pp)
         self._layers = layers_of_stages(self._model.config.num_hidden_layers, self._pp * self._vpp)
         # The whole model without memory: names, shapes and order, as checkpoints have them.
@@ -529,7 +589,8 @@ class PipelinedTrain(FsdpTrain):
         self._plan = super()._optimizers_of(self._frame)
         self._cut()
         own = self._layers[self._line.stage :: self._pp]
-        return Root(self._model, self._source.head, has_head=self._line.has_last, chunks=[list(map(str, chunk)) for chunk in own])
+        chunks = [list(map(str, chunk)) for chunk in own]
+        return Root(self._model, self._source.head, has_head=self._line.has_last, chunks=chunks, guard=self._guard)
 
     def _cut(self) -> None:
         """Take out of the model what other stages have, under the names that it has."""
@@ -578,7 +639,7 @@ class PipelinedTrain(FsdpTrain):
     def stop(self) -> None:
         super().stop()
         self._hidden = self._output = None
-        self._num_pending, self._is_partial = 0, False
+        self._num_pending = 0
         for name in ("_line", "_frame", "_plan"):
             self.__dict__.pop(name, None)
 
@@ -623,6 +684,7 @@ class PipelinedTrain(FsdpTrain):
 
     def _raise_failure(self) -> None:
         error = self._line.failure
+        self._guard.check()
         if error is not None:
             raise error if isinstance(error, M2FlowError) else unexpected("a pass through the stages", error)
 
@@ -637,7 +699,7 @@ class PipelinedTrain(FsdpTrain):
             terms, one.metrics, one.agreement = self._terms_of(one.batch, one.loss, outputs)
             return terms.sum() * one.weight
         except Exception as error:
-            if self._output is None or is_out_of_memory(error):
+            if self._output is None:
                 raise
             self._line.failure = self._line.failure or error
             return self._output.float().sum() * 0.0  # The other stages wait for a gradient, and the ranks of this one for its passes.
@@ -647,6 +709,8 @@ class PipelinedTrain(FsdpTrain):
 
     def _forward(self, packed: packing.Packed) -> Tensor:
         self._output = output = self._root(packed, self._hidden, self._line.chunk)
+        if self._guard.error is not None:
+            raise self._guard.error
         return output[0] if self._source.head == "lm" else output[:, 0].float()
 
     def _backward(self, loss: Tensor) -> None:
@@ -663,15 +727,13 @@ class PipelinedTrain(FsdpTrain):
 
     def apply(self, optimizer: Optimizer, denominator: float) -> Mapping[str, float]:
         try:
-            if self._is_partial:
-                raise EngineError("the gradient lacks a micro-batch whose loss raised", now="discard() it, and accumulate() all again.")
             return super().apply(optimizer, denominator)
         finally:
             self.discard()
 
     def discard(self) -> None:
         super().discard()
-        self._num_pending, self._is_partial = 0, False
+        self._num_pending = 0
 
     # Passes without gradient
 
@@ -689,7 +751,13 @@ class PipelinedTrain(FsdpTrain):
         if not self._line.is_last:
             found: Tensor = self._root(one.packed, hidden, self._line.chunk)
             return found
-        outputs = self._outputs(one.batch, one.packed, one.top)
+        try:
+            outputs = self._outputs(one.batch, one.packed, one.top)
+        except Exception as error:
+            if self._output is None:
+                raise
+            self._line.failure = self._line.failure or error
+            return None
         names = [output, *((REFERENCE_TOP_IDS, REFERENCE_TOP_LOGPROBS) if one.top else ())]
         one.numbers = np.concatenate([outputs[name].double().cpu().numpy().reshape(len(outputs[output]), -1) for name in names], 1)
         return None

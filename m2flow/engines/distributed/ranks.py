@@ -12,6 +12,7 @@ left makes a pass whose result counts nothing. How gradients add up over ranks, 
 from __future__ import annotations
 
 import datetime
+import functools
 import itertools
 import json
 import math
@@ -22,7 +23,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -48,7 +49,7 @@ from m2flow.engines.models import lora, packing, trainer_checkpoint
 from m2flow.engines.models.hf_model import checkpoint_tensors
 from m2flow.engines.models.trainer_checkpoint import Pieces
 from m2flow.engines.registry import built_in
-from m2flow.errors import EngineError, M2FlowError, naming_host_errors
+from m2flow.errors import EngineError, M2FlowError, OutOfMemory, is_out_of_memory, naming_host_errors, unexpected
 from m2flow.recipe import Model, Optimizer
 from m2flow.samples import Batch, Ragged, group_keys
 
@@ -122,21 +123,30 @@ class Ranks:
         groups = [dist.new_group(list(of_one), timeout=_WAIT) for of_one in members]
         return next(group for group, of_one in zip(groups, members, strict=True) if self.rank in of_one)
 
+    def limit(self, *groups: Any) -> None:
+        """Have collectives of further groups wait no longer than those of the trainer's own."""
+        for group in groups:
+            dist.distributed_c10d._set_pg_timeout(_WAIT, group)
+
     def agree(self, error: M2FlowError | None) -> None:
         """Raise on every rank if one of them has an error.
 
         Raises:
-            M2FlowError: its own on a rank that has one; on the others, the error of the first rank that has one.
+            M2FlowError: its own on a rank that has one; on the others, the error of the first rank that has one, of the same kind where
+                that was out of memory.
         """
         failed = torch.tensor([self.count if error is None else self.rank], device=self._device)
         dist.all_reduce(failed, dist.ReduceOp.MIN, group=self.group)
         first = int(failed)
         if first == self.count:
             return
-        words = self.words_of(first, "" if error is None else error.what[:4096])
+        told = json.dumps([False, ""] if error is None else [is_out_of_memory(error), error.what[:4096]])
+        is_memory, words = json.loads(self.words_of(first, told))
         if error is not None:
             raise error
-        raise EngineError(f"rank {first} of this trainer: {words}")
+        said = words if words.startswith(_named(first)) else _named(first) + words
+        # All try a smaller micro-batch where one was out of memory.
+        raise OutOfMemory(said) if is_memory else EngineError(said)
 
     def total(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Add up each number over the ranks, in the order of ranks. All pass the same names."""
@@ -176,6 +186,10 @@ class Ranks:
             body.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
         dist.broadcast(body, rank, group=self.group)
         return bytes(body.cpu().numpy()).decode(errors="replace")
+
+
+def _named(rank: int) -> str:
+    return f"rank {rank} of this trainer: "
 
 
 def shares(num_tokens: Sequence[int], groups: Sequence[int], count: int, *, is_whole: bool = False) -> list[list[int]]:
@@ -484,7 +498,8 @@ class RankedTrain(EmbeddedTrain):
         own = of_ranks[self._share_number]
         runs = [own[run] for run in self._runs(tokens.take(own))] if len(own) else []
         with torch.no_grad():
-            parts = compute([*runs, *[rows[:1]] * (self._ranks.most(len(runs)) - len(runs))])[: len(runs)]
+            runs_of_all = [*runs, *[rows[:1]] * (self._ranks.most(len(runs)) - len(runs))]
+            parts = self._together(lambda: compute(runs_of_all))[: len(runs)]
         gathered = self._ranks.gather(np.concatenate([*(part.reshape(-1) for part in parts), np.zeros(0)]))
         starts = np.concatenate(([0], np.cumsum(num_masked)))
         result = np.zeros((int(starts[-1]), width))
@@ -553,6 +568,189 @@ class ReplicatedTrain(RankedTrain):
         tensor.detach().copy_(value)
 
 
+# ---- parts of a model that fail. R rows of a pass, H width of their hidden states
+
+
+class Guard:
+    """Keep a rank in step with the others when a part of its model fails: zeros take the place of what it was to compute.
+
+    Ranks that share the weights of a layer wait for each other to gather them, pass by pass and on the way back. One that raised would
+    leave them waiting until they give up. So it notes its first error, with the module and whether it was in the forward or the backward
+    pass, answers zeros from then on without computing, and takes part in every collective up to the next place where all hear of it.
+
+    Limit: modules without collectives of their own, apart from those of `exchanges`, that take hidden states and give as many.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self.error: M2FlowError | None = None
+        """The first since `check`."""
+        self.last: Tensor | None = None
+        """What the last module before the head gave in this pass."""
+
+    def over(self, module: torch.nn.Module, name: str, *, is_pair: bool = False, width: int = 0, is_last: bool = False) -> None:
+        """Guard a module in both directions.
+
+        Args:
+            is_last: only the head comes after it.
+            is_pair: it gives hidden states and something that is None here, as attentions do.
+            width: of an embedding, H: it takes numbers of tokens.
+        """
+        compute = module.forward
+        module.forward = functools.wraps(compute)(
+            Part(self, compute, module.parameters, name, is_pair=is_pair, width=width, is_last=is_last)
+        )
+
+    def around(self, layer: torch.nn.Module, name: str, exchange: Exchange | None = None) -> None:
+        """Guard what a layer computes between the guarded parts of it, in the forward pass alone: no backward pass follows a failed one.
+
+        Args:
+            exchange: that of the layer's rows between ranks, which one that fails before it makes with rows that count nothing.
+        """
+        compute = layer.forward
+
+        @functools.wraps(compute)
+        def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+            before = 0 if exchange is None else exchange.num_begun
+            try:
+                return compute(hidden, *args, **kwargs)
+            except Exception as error:
+                if exchange is not None and exchange.num_begun > exchange.num_ended:
+                    raise
+                self.note(name, "forward", error)
+                if exchange is not None and exchange.num_begun == before:
+                    exchange.without_rows(hidden)
+                return torch.zeros_like(hidden)
+
+        layer.forward = forward
+
+    def note(self, name: str, way: str, error: Exception) -> None:
+        if self.error is None:
+            call = f"{_named(self._rank)}{name}, {way} pass"
+            if isinstance(error, M2FlowError):
+                self.error = type(error)(f"{call}: {error.what}", now=error.now)
+            else:
+                self.error = unexpected(call, error)
+
+    def begin(self) -> None:
+        """A pass begins."""
+        self.last = None
+
+    def check(self) -> None:
+        """Raise what was noted, and forget it."""
+        error, self.error, self.last = self.error, None, None
+        if error is not None:
+            raise error
+
+
+class Exchange(Protocol):
+    """An exchange of rows between ranks within a layer."""
+
+    num_begun: int
+    num_ended: int
+
+    def without_rows(self, hidden: Tensor) -> None:
+        """Take part with rows that count nothing, which look like these hidden states, [1, R, H]."""
+
+
+class Part:
+    """What a guarded module computes. Its graph is its own, so that an error on the way back ends here.
+
+    Args:
+        weights: its parameters, as they are when it is called.
+    """
+
+    def __init__(
+        self,
+        guard: Guard,
+        compute: Callable[..., Any],
+        weights: Callable[[], Iterable[torch.nn.Parameter]],
+        name: str,
+        *,
+        is_pair: bool = False,
+        width: int = 0,
+        is_last: bool = False,
+    ) -> None:
+        self._guard, self._compute, self._weights, self._name = guard, compute, weights, name
+        self._is_pair, self._width, self._is_last = is_pair, width, is_last
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given = dict(kwargs) if args else {name: value for name, value in kwargs.items() if name != "hidden_states"}
+        hidden = args[0] if args else kwargs["hidden_states"]
+        own, trains = hidden, torch.is_grad_enabled()
+        if trains and hidden.is_floating_point():
+            own = hidden.detach().requires_grad_(hidden.requires_grad)
+        found = self._found(own, args[1:], given, hidden)
+        if trains and (hidden.requires_grad or any(one.requires_grad for one in self._weights())):
+            found = self._hung(hidden, own, found)
+        elif found is None:
+            found = self._zeros(hidden)
+        if self._is_last:
+            self._guard.last = found
+        return (found, None) if self._is_pair else found
+
+    def _found(self, own: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any], hidden: Tensor) -> Tensor | None:
+        if self._guard.error is not None:
+            return None
+        try:
+            found = self._compute(own, *args, **kwargs)
+            output: Tensor = found[0] if self._is_pair else found
+            expected = self._shape(hidden)
+            if output.shape != expected:
+                raise EngineError(f"hidden states of {list(output.shape)}, where {list(expected)} were to come")
+            return output
+        except Exception as error:
+            self._guard.note(self._name, "forward", error)
+            return None
+
+    def _shape(self, hidden: Tensor) -> torch.Size:
+        return torch.Size((*hidden.shape, self._width)) if self._width else hidden.shape
+
+    def _zeros(self, hidden: Tensor) -> Tensor:
+        if not self._width:
+            return torch.zeros_like(hidden)
+        return torch.zeros(self._shape(hidden), dtype=next(iter(self._weights())).dtype, device=hidden.device)
+
+    def stand_in(self, hidden: Tensor) -> Tensor:
+        """Zeros that hang on the hidden states and on the module's weights."""
+        return self._hung(hidden, hidden, None)
+
+    def _hung(self, hidden: Tensor, own: Tensor, output: Tensor | None) -> Tensor:
+        given = self._zeros(hidden) if output is None else output.detach()
+        # In a tuple, autograd does not see them.
+        found: Tensor = _Back.apply(hidden, torch.zeros((), requires_grad=True), self, (own, output, given))
+        return found
+
+    def back(self, own: Tensor, output: Tensor | None, grad: Tensor) -> Tensor | None:
+        """The gradient of what came in. Weights have theirs, if only of zeros: others wait to add it to their own."""
+        if output is not None and self._guard.error is None and output.requires_grad:
+            try:
+                torch.autograd.backward(output, grad)
+            except Exception as error:
+                self._guard.note(self._name, "backward", error)
+        if self._guard.error is not None:
+            for one in self._weights():
+                if one.requires_grad and one.grad is None:
+                    one.grad = torch.zeros_like(one)
+        if not own.is_floating_point():
+            return None
+        return torch.zeros_like(own) if output is None or own.grad is None else own.grad
+
+
+class _Back(torch.autograd.Function):  # type: ignore[misc]
+    """What a part gave, with the way back through its own graph. Takes a scalar too, which has a gradient where hidden states have none."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, anchor: Tensor, part: Part, held: tuple[Tensor, Tensor | None, Tensor]) -> Tensor:
+        ctx.part, ctx.held = part, held[:2]
+        return held[2]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        held, ctx.held = ctx.held, None
+        return ctx.part.back(*held, grad), None, None, None
+
+
 _BUCKET_BYTES = 64 << 20
 """Gradients of replicas that are summed together; a buffer of this size exists meanwhile."""
 
@@ -583,16 +781,40 @@ class Root(torch.nn.Module):  # type: ignore[misc]
     Args:
         has_head: False: the model's last layers are elsewhere, and the output is hidden states.
         chunks: names of the layers that a pass goes through at a time; of all but the last the output is hidden states. None: all at once.
+        guard: of the model's parts. What fails in the head after them is noted there, and the output looks like the last part's.
     """
 
-    def __init__(self, model: Any, head: str, *, has_head: bool = True, chunks: Sequence[Sequence[str]] | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        head: str,
+        *,
+        has_head: bool = True,
+        chunks: Sequence[Sequence[str]] | None = None,
+        guard: Guard | None = None,
+    ) -> None:
         super().__init__()
         self.model = model
         self._compute = packing.last_hidden if not has_head else packing.batched_logits if head == "lm" else packing.column_scalars
         self._chunks = chunks
+        self._guard = guard
 
     def forward(self, packed: packing.Packed, hidden: Tensor | None = None, chunk: int = 0) -> Tensor:
         """Compute a packed pass, or what a chunk does of it. `hidden` as of `packing.last_hidden`."""
+        guard = self._guard
+        if guard is None:
+            return self._computed(packed, hidden, chunk)
+        guard.begin()
+        try:
+            return self._computed(packed, hidden, chunk)
+        except Exception as error:
+            if guard.last is None:
+                raise
+            guard.note("the head", "forward", error)
+            heads = [module for name, module in self.model.named_children() if name != self.model.base_model_prefix]
+            return Part(guard, self._computed, torch.nn.ModuleList(heads).parameters, "the head").stand_in(guard.last)
+
+    def _computed(self, packed: packing.Packed, hidden: Tensor | None, chunk: int) -> Tensor:
         if self._chunks is None or len(self._chunks) == 1:
             return self._compute(self.model, packed, hidden)
         # The others are put aside now and not before: who gathers weights looks at the whole module when it is first called.

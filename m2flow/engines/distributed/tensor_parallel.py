@@ -58,6 +58,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from m2flow.engines.distributed.ranks import Guard, Part
 from m2flow.engines.models.optimizers import squared_norm
 from m2flow.engines.models.packing import AttentionLayout, Packed, packed_attention
 from m2flow.errors import EngineError
@@ -140,25 +141,26 @@ def expert_grid(device: str, num_ranks: int, ep: int) -> DeviceMesh:
     return mesh
 
 
-def split_experts(model: Any, mesh: DeviceMesh) -> list[torch.nn.Module]:
+def split_experts(model: Any, mesh: DeviceMesh) -> dict[torch.nn.Module, OwnExperts]:
     """Leave of each layer's experts this rank's own, and send rows to those of the others.
 
     Returns:
-        The modules of experts, whose weights are DTensors over the expert ranks: [E, ...] by experts.
+        The modules of experts, whose weights are DTensors over the expert ranks: [E, ...] by experts. With each what it computes here.
     """
-    found = [module for module in model.modules() if type(module).__name__.endswith("Experts")]
-    for module in found:
+    found: dict[torch.nn.Module, OwnExperts] = {}
+    for module in [module for module in model.modules() if type(module).__name__.endswith("Experts")]:
         names = [name for name, _ in module.named_parameters(recurse=False)]
         for name in names:
             held = getattr(module, name)
             part = distribute_tensor(held.detach(), mesh["expert"], [Shard(0)], src_data_rank=None)
             setattr(module, name, torch.nn.Parameter(part, held.requires_grad))
-        module.forward = functools.partial(_sent_around, _OwnExperts(module, names, mesh["expert"].size()), mesh["expert"].get_group())
+        found[module] = OwnExperts(module, names, mesh["expert"].size())
+        module.forward = functools.partial(_sent_around, found[module], mesh["expert"].get_group())
     return found
 
 
-class _OwnExperts:
-    """This rank's experts of a layer, computed by the model's own code: gated MLPs, e of them."""
+class OwnExperts:
+    """This rank's experts of a layer, computed by the model's own code: gated MLPs, e of them. An `Exchange` of `ranks.Guard`."""
 
     def __init__(self, module: torch.nn.Module, names: list[str], count: int) -> None:
         self._module, self._names = module, names
@@ -166,8 +168,20 @@ class _OwnExperts:
         self._stand_in: Any = copy.copy(module)
         self._stand_in._parameters = {}
         self._stand_in.num_experts = self.num = int(str(module.num_experts)) // count
+        self.num_begun = self.num_ended = 0
+        """Exchanges of rows with the other ranks, in forward passes."""
+        self.compute: Callable[[Tensor, Tensor], Tensor] = self._computed
+        """What `_computed` does; who guards it puts another in its place."""
 
-    def __call__(self, rows: Tensor, experts: Tensor) -> Tensor:
+    def without_rows(self, hidden: Tensor) -> None:
+        rows = torch.zeros_like(hidden).flatten(0, -2)[:1]
+        self._module(rows, torch.zeros(len(rows), 1, dtype=torch.int64, device=rows.device), rows.new_zeros(len(rows), 1))
+
+    def guard(self, guard: Guard, name: str) -> None:
+        """Have a failure of this rank's experts noted: the other ranks wait for what they make of their rows."""
+        self.compute = Part(guard, self._computed, self._module.parameters, name)
+
+    def _computed(self, rows: Tensor, experts: Tensor) -> Tensor:
         """Compute rows [S, H] by the experts of these numbers, int64 [S], each by one."""
         num_rows = len(rows)
         if not num_rows:
@@ -184,17 +198,19 @@ class _OwnExperts:
         return found[:num_rows]
 
 
-def _sent_around(own: _OwnExperts, group: Any, hidden: Tensor, experts: Tensor, gates: Tensor) -> Tensor:
+def _sent_around(own: OwnExperts, group: Any, hidden: Tensor, experts: Tensor, gates: Tensor) -> Tensor:
     """What a layer's experts make of rows [R, H]: the sum over their experts, int64 [R, k], by gates [R, k]. Collective."""
     count, num_each = dist.get_world_size(group), experts.shape[1]
     order = torch.argsort(experts.flatten(), stable=True)
     sizes = torch.bincount(experts.flatten(), minlength=count * own.num)
     arriving = torch.empty_like(sizes)
+    own.num_begun += 1
     dist.all_to_all_single(arriving, sizes, group=group)  # By sender and by expert here.
     leave, arrive = (of_experts.view(count, own.num).sum(1).tolist() for of_experts in (sizes, arriving))
     rows = _Exchanged.apply(hidden[order // num_each], leave, arrive, group)
-    found = own(rows, torch.arange(own.num, device=rows.device).repeat(count).repeat_interleave(arriving))
+    found = own.compute(rows, torch.arange(own.num, device=rows.device).repeat(count).repeat_interleave(arriving))
     back = _Exchanged.apply(found, arrive, leave, group)
+    own.num_ended = own.num_begun
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order), device=order.device)
     return (back[place].unflatten(0, experts.shape) * gates[..., None]).sum(1).to(hidden.dtype)
