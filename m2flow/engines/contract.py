@@ -298,6 +298,10 @@ Tensor = Any
 # ---- capabilities and settings
 
 
+ONE_F_ONE_B, ZERO_BUBBLE = "1f1b", "zero-bubble"
+"""Orders in which the stages of a trainer compute: values of its option `schedule`."""
+
+
 @dataclass(frozen=True)
 class ParallelLayouts:
     """The largest degree of each kind of parallelism that an engine supports; None: any. By default one device.

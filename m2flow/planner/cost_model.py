@@ -27,6 +27,7 @@ Training (`train_cost`):
     a micro-batch          fixed_s                              launches, routing to experts layer by layer;
                                                                 ZeRO 2 reduces gradients, ZeRO 3 gathers weights too
     an optimiser step      optimizer_s                          the gradients' reduction, the optimiser's bytes, a pipeline's bubble
+                                                                (`bubble_share`: by the order of its stages)
 
 Micro-batches are distributed over the replicas, so one costs the whole trainer a dp-th of what it costs a replica. Samples are assumed to
 be evenly distributed, but for the longest of a mini-batch (`problem`); other imbalance within a step is left to the simulator.
@@ -47,6 +48,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import ParamSpec, TypeVar, final
 
+from m2flow.engines.contract import ZERO_BUBBLE
 from m2flow.errors import ModelError, SpecError, did_you_mean
 from m2flow.micro.protocol.cost_terms import (
     Arithmetic,
@@ -64,7 +66,7 @@ from m2flow.micro.protocol.cost_terms import (
 from m2flow.planner.model_shapes import ModelShape, adapted, shape_named
 from m2flow.planner.pools import GIB, Attained, Estimate, Pool, adds_adapters, legal_layouts, offered, pools_of, thread_layouts
 from m2flow.planner.workload import Extent, Workload
-from m2flow.recipe import Model, hub_directory, is_of_hub
+from m2flow.recipe import Model, hub_directory, is_count, is_of_hub
 from m2flow.spec import ClusterSpec
 
 # ---- memory
@@ -268,8 +270,49 @@ _STEP_BYTES = 28
 """Bytes read and written for a parameter in an optimiser step: the gradient, float32 weights and two moments twice each, the weights."""
 
 
-def train_cost(shape: ModelShape, pool: Pool, layout: Layout, *, microbatch_tokens: float, is_trained: bool, recomputes: bool) -> TrainCost:
-    """The cost of a trainer: forward passes, updates and optimiser steps."""
+def bubble_share(options: Mapping[str, object], *, recomputes: bool = False) -> float:
+    """How much of the wait of 1F1B, (pp - 1) (F + B + W), a pipeline has in the order that a trainer's options say.
+
+    Interleaved (`vpp`), a stage waits for a chunk in place of all its layers. With `schedule: zero-bubble` it computes gradients of weights
+    meanwhile, (pp - 1) (F + B - W); forward, gradients of what came in and those of weights count as equally long.
+
+    Source: Narayanan et al. 2021, arXiv:2104.04473, section 2.2; Qi et al. 2023, arXiv:2401.10241, table 1 (ZB-H1).
+
+    >>> [round(bubble_share(options), 3) for options in ({}, {"vpp": 2}, {"schedule": "zero-bubble"})]
+    [1.0, 0.5, 0.333]
+    """
+    passes = 4 if recomputes else 3
+    left = (passes - 2) / passes if options.get("schedule") == ZERO_BUBBLE else 1.0
+    return left / _chunks(options)
+
+
+def _chunks(options: Mapping[str, object]) -> int:
+    """Chunks of layers of a stage. What is no number the engine refuses."""
+    return int(str(given)) if is_count(given := options.get("vpp", 1)) else 1
+
+
+def can_order(shape: ModelShape, layout: Layout, options: Mapping[str, object]) -> bool:
+    """Whether a layout's stages can compute in the order that the options say: each chunk has a layer, and zero-bubble no split ones."""
+    if layout.pp == 1:
+        return True
+    return layout.pp * _chunks(options) <= shape.num_layers and not (layout.tp > 1 and options.get("schedule") == ZERO_BUBBLE)
+
+
+def train_cost(
+    shape: ModelShape,
+    pool: Pool,
+    layout: Layout,
+    *,
+    microbatch_tokens: float,
+    is_trained: bool,
+    recomputes: bool,
+    bubble: float = 1.0,
+) -> TrainCost:
+    """The cost of a trainer: forward passes, updates and optimiser steps.
+
+    Args:
+        bubble: as of `bubble_share`.
+    """
     device = pool.device
     devices = layout.num_devices
     peak = devices * device.flops(shape.bytes_each)
@@ -304,7 +347,7 @@ def train_cost(shape: ModelShape, pool: Pool, layout: Layout, *, microbatch_toke
     )
     # For each trained parameter, stages 0 and 1 move the gradients once and something back (sums or new weights); 2 the weights alone.
     reduced_s = {0: 2 * reduce_s, 1: 2 * reduce_s, 2: reduce_s, 3: 0.0}[layout.zero]
-    bubble_s = (layout.pp - 1) * microbatch_tokens * update.token_s * layout.dp
+    bubble_s = bubble * (layout.pp - 1) * microbatch_tokens * update.token_s * layout.dp
     return TrainCost(forward, update, reduced_s + _step_s(shape, pool, layout) + bubble_s)
 
 
@@ -540,9 +583,11 @@ class ModelledCosts(Costs):
             return ()
         if found.device.shares_host_memory:
             return thread_layouts(engine.kind, num_devices, found.per_node, self._offers[engine.kind], self._spec.train.ranks)
-        offers, per_node = self._offers[engine.kind], found.per_node
+        offers, per_node, shape = self._offers[engine.kind], found.per_node, self.shape(engine)
+        legal = legal_layouts(shape, offers, engine.kind, num_devices, per_node)
+        options = self._spec.train.options if engine.kind == "train" else {}
         return (
-            *legal_layouts(self.shape(engine), offers, engine.kind, num_devices, per_node),
+            *(layout for layout in legal if can_order(shape, layout, options)),
             *self._over_nodes(engine, num_devices, per_node),
         )
 
@@ -599,6 +644,7 @@ class ModelledCosts(Costs):
             microbatch_tokens=self._microbatch_tokens(engine.role),
             is_trained=self.is_trained(engine),
             recomputes=self._offers["train"].recomputes,
+            bubble=bubble_share(self._spec.train.options, recomputes=self._offers["train"].recomputes),
         )
 
     @_memoised

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
@@ -93,6 +93,16 @@ class TestChunks(TrainEngineSuite):
         return staged(self.model, self.followers, vpp=2)
 
 
+@pytest.mark.slow
+class TestWithoutBubble(TrainEngineSuite):
+    @pytest.fixture(autouse=True)
+    def _take(self, model: Model, followers: Followers) -> None:
+        self.model, self.followers = model, followers
+
+    def make(self) -> TrainEngine:
+        return staged(self.model, self.followers, schedule="zero-bubble")
+
+
 class TestHeadsOnStages(ScalarHeadSuite):
     @pytest.fixture(autouse=True)
     def _take(self, model: Model, followers: Followers) -> None:
@@ -165,6 +175,8 @@ def check_numbers(model: Model, options: dict[str, Any], followers: Followers) -
         ("llama", 3, {"pp": 2, "micro_batches": 5, "head_logits": 96}),
         ("qwen3", 3, {"pp": 2, "micro_batches": 1}),
         ("llama", 7, {"pp": 2, "vpp": 3, "micro_batches": 4}),
+        ("qwen2", 3, {"pp": 2, "schedule": "zero-bubble", "micro_batches": 5}),
+        ("llama", 5, {"pp": 2, "vpp": 2, "schedule": "zero-bubble"}),
     ],
     ids=str,
 )
@@ -183,6 +195,9 @@ _OTHERS: list[tuple[str, int, dict[str, Any]]] = [
     ("qwen2", 5, {"pp": 2, "vpp": 2}),
     ("qwen2", 4, {"pp": 2, "vpp": 2, "tp": 2, "reshard_after_forward": False}),
     ("qwen3", 9, {"pp": 4, "vpp": 2, "micro_batches": 8}),
+    ("qwen3", 9, {"pp": 4, "vpp": 2, "micro_batches": 8, "schedule": "zero-bubble"}),
+    ("llama", 4, {"pp": 4, "micro_batches": 6, "schedule": "zero-bubble"}),
+    ("qwen2", 4, {"pp": 2, "vpp": 2, "schedule": "zero-bubble", "reshard_after_forward": False}),
 ]
 
 
@@ -197,6 +212,25 @@ def test_numbers_on_four_ranks_are_those_of_the_embedded_trainer(layouts: list[t
             for is_spread in (False, True):
                 check_it_goes_on_alone(model, {**options, "spread_checkpoints": is_spread}, followers, tmp_path / f"{i} {is_spread}")
             check_a_loss_that_raises(model, options, followers, said="rank [123] of this trainer: ")
+
+
+@pytest.mark.slow
+def test_numbers_without_a_bubble_on_sharded_stages_are_those_of_the_embedded_trainer(model: Model) -> None:
+    """Gradients of weights are then summed over the ranks of a stage by the engine, those of norms and biases by FSDP2."""
+    with followed(3) as followers:
+        check_numbers(model, {"pp": 2, "schedule": "zero-bubble"}, followers)
+
+
+@pytest.mark.parametrize("options", [{"compute_dtype": "bfloat16"}, {"cpu_offload": True}], ids=str)
+def test_gradients_that_are_put_off_are_those_that_are_not(options: dict[str, Any], model: Model, followers: Followers) -> None:
+    """Of each type of passes and wherever weights are: the same sums in the same order."""
+    batch, found = samples(VOCABULARY), []
+    for schedule in ("1f1b", "zero-bubble"):
+        with started(staged(model, followers, schedule=schedule, **options)) as engine:
+            train(engine, batch)
+            train(engine, batch)
+            found.append(copied(engine))
+    assert apart(*found) < 1e-6
 
 
 def check_it_goes_on_alone(model: Model, options: dict[str, Any], followers: Followers, path: Path) -> None:
@@ -423,10 +457,13 @@ def test_no_collective_of_stages_waits_longer_than_the_trainers_own(model: Model
 
 
 @pytest.mark.slow
-def test_a_part_of_a_sharded_stage_that_fails_is_an_error_on_all_and_all_go_on(model: Model) -> None:
+@pytest.mark.parametrize(("options", "faults"), [({}, _FAULTS), ({"schedule": "zero-bubble"}, _FAULTS[:2])], ids=["1f1b", "zero-bubble"])
+def test_a_part_of_a_sharded_stage_that_fails_is_an_error_on_all_and_all_go_on(
+    options: dict[str, Any], faults: Sequence[Fault], model: Model
+) -> None:
     """The ranks of a stage wait for each other in every layer, the stages for each other between them."""
     with followed(3) as followers:
-        check_each_fault_is_an_error_on_all_and_all_go_on(model, {"pp": 2}, followers, _FAULTS)
+        check_each_fault_is_an_error_on_all_and_all_go_on(model, {"pp": 2, **options}, followers, faults)
 
 
 def test_a_critic_on_stages_takes_the_policys_weights_and_keeps_its_head(model: Model, followers: Followers) -> None:
@@ -483,6 +520,22 @@ def test_a_stage_has_as_many_passes_in_flight_as_there_are_stages_from_it_on(sta
     down, up = (["down from", "up to"], ["down to", "up from"])
     wanted = {f"{words} {stage - 1}": passes for words in down if stage} | {f"{words} {stage + 1}": passes for words in up if stage < 3}
     assert {words: line.done.count(words) for words in line.done} == wanted
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_stage_puts_the_gradients_of_weights_off_by_as_many_passes_as_there_are_stages_before_it(stage: int) -> None:
+    line, done = Alone(stage, 4), list[str]()
+    gone, weighed = iter("abcdef"), iter("ABCDEF")
+
+    def left() -> Callable[[], None]:
+        done.append(next(gone))
+        return lambda: done.append(next(weighed))
+
+    def compute(one: int, hidden: torch.Tensor | None) -> torch.Tensor:
+        return torch.ones(1, requires_grad=True) if hidden is None else (hidden * 2).sum() if line.is_last else hidden * 2
+
+    line.run(range(6), compute, lambda one: torch.empty(1, device="meta"), trains=True, left=left)
+    assert "".join(done) == ["aAbBcCdDeEfF", "abAcBdCeDfEF", "abcAdBeCfDEF", "abcdAeBfCDEF"][stage]
 
 
 class Linked(Line[int]):
@@ -557,6 +610,9 @@ def test_passes_go_round_the_stages_once_for_each_chunk(count: int, chunks: int,
         ("qwen2", {"pp": 2, "vpp": 2}, 4, r"pp \* vpp is 4, and the model has 3 layers"),
         ("qwen2", {"pp": 2, "vpp": "2"}, 4, "the option vpp of the train engine 'fsdp' is '2'"),
         ("qwen2", {"vpp": 2}, 4, "the option vpp of the train engine 'fsdp' is 2, without pp"),
+        ("qwen2", {"schedule": "zero-bubble"}, 4, "the option schedule of the train engine 'fsdp' is 'zero-bubble', without pp"),
+        ("qwen2", {"pp": 2, "tp": 2, "schedule": "zero-bubble"}, 4, "'zero-bubble', with tp: gradients of split weights are not put off"),
+        ("qwen2", {"pp": 2, "schedule": "zb"}, 4, "the option schedule of the train engine 'fsdp' is 'zb'"),
         ("deep", {"pp": 2, "vpp": 2, "micro_batches": 3}, 4, "micro_batches is 3, which is no multiple of pp, 2, as vpp needs"),
         ("gpt2", {"pp": 2}, 4, "the layers of a 'gpt2' model can't be spread over stages here; those of llama, qwen2, qwen3 can"),
         ("window", {"pp": 2}, 4, "layers of sliding_attention"),

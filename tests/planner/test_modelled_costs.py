@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from m2flow.engines.contract import ParallelLayouts
 from m2flow.errors import EngineError, ModelError, SpecError
 from m2flow.micro.protocol.cost_terms import EngineId, Footprint, Layout
-from m2flow.planner.cost_model import ModelledCosts, shapes_of
+from m2flow.planner.cost_model import ModelledCosts, bubble_share, shapes_of
 from m2flow.planner.model_shapes import ModelShape, adapted, shape_named, zoo
 from m2flow.planner.pools import GIB, legal_layouts, offered
 from m2flow.planner.workload import CallLoad, Extent, Workload
@@ -447,3 +447,54 @@ def test_a_micro_batch_is_as_long_as_its_longest_sample_at_the_least() -> None:
     assert long.footprint(TRAIN, "main", Layout(dp=8)).activations == pytest.approx(
         4 * few.footprint(TRAIN, "main", Layout(dp=8)).activations, rel=1e-6
     )
+
+
+def fastest(options: Mapping[str, object], model: str = "Qwen2.5-7B", nodes: int = 2, tokens: float = 4e6) -> tuple[str, float]:
+    """The layout of a trainer `fsdp` in which a mini-batch of so many tokens takes least, and its seconds."""
+    budget = 8192
+    asked = costs(model, "h100", nodes, train=TrainSpec(engine="fsdp", token_budget=budget, options=dict(options)))
+
+    def seconds(layout: Layout) -> float:
+        cost = asked.train(TRAIN, "main", layout)
+        return tokens * cost.update.token_s + tokens / budget * cost.update.fixed_s + cost.optimizer_s
+
+    best = min(asked.layouts(TRAIN, "main", 8 * nodes), key=seconds)
+    return str(best), seconds(best)
+
+
+ZERO_BUBBLE = {"schedule": "zero-bubble"}
+
+
+def test_an_order_of_stages_with_a_shorter_wait_moves_the_choice_to_stages() -> None:
+    """Sharded over all devices, weights are gathered over the network; in stages they are not, and stages wait."""
+    plain, interleaved, without = fastest({}), fastest({"vpp": 2}), fastest(ZERO_BUBBLE)
+    assert plain[0] == "dp16xzero3"
+    assert interleaved[0] == without[0] == "pp2xdp8xzero3"
+    assert plain[1] > interleaved[1] > without[1] > fastest({"vpp": 2, **ZERO_BUBBLE})[1]
+    # A third of the wait moves a choice that half of it does not.
+    found = [fastest(options, "Qwen2.5-32B", 1, 1e6)[0] for options in ({}, {"vpp": 2}, ZERO_BUBBLE)]
+    assert found == ["dp8xzero3", "dp8xzero3", "pp8"]
+
+
+def test_a_pipelines_wait_is_priced_by_the_order_of_its_stages() -> None:
+    def step_s(options: Mapping[str, object], pp: int) -> float:
+        asked = costs(device="h100", train=TrainSpec(engine="fsdp", token_budget=8192, options=dict(options)))
+        return asked.train(TRAIN, "main", Layout(pp=pp, dp=8 // pp, zero=3)).optimizer_s
+
+    asked = costs(device="h100", train=TrainSpec(engine="fsdp", token_budget=8192))
+    wait_s = 3 * 16_384 * asked.train(TRAIN, "main", Layout(pp=4, dp=2, zero=3)).update.token_s * 2
+    for options, share in (({"vpp": 2}, 1 / 2), (ZERO_BUBBLE, 1 / 3), ({"vpp": 2, **ZERO_BUBBLE}, 1 / 6)):
+        assert step_s({}, 4) - step_s(options, 4) == pytest.approx((1 - share) * wait_s)
+        assert step_s({}, 1) == step_s(options, 1)
+    assert bubble_share(ZERO_BUBBLE, recomputes=True) == 1 / 2
+
+
+def test_stages_that_can_t_compute_in_the_order_asked_for_are_not_planned() -> None:
+    def found(options: Mapping[str, object]) -> set[tuple[int, int]]:
+        asked = costs(device="h100", train=TrainSpec(engine="fsdp", options=dict(options)))
+        return {(layout.tp, layout.pp) for layout in asked.layouts(TRAIN, "main", 8)}
+
+    every = found({})
+    assert {(2, 4), (1, 8)} < every
+    assert found(ZERO_BUBBLE) == {(tp, pp) for tp, pp in every if tp == 1 or pp == 1}
+    assert found({"vpp": 8}) == {(tp, pp) for tp, pp in every if pp * 8 <= 28 or pp == 1}

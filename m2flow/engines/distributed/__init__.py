@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from m2flow.engines.contract import ONE_F_ONE_B, ZERO_BUBBLE
 from m2flow.errors import EngineError
 from m2flow.recipe import Model, is_count
 
@@ -25,6 +26,7 @@ def check_fsdp(model: Model, options: Mapping[str, object], num_ranks: int) -> N
         raise EngineError(
             f"the option vpp of the train engine 'fsdp' is {options['vpp']!r}, without pp", now="Write pp too, or leave vpp out."
         )
+    check_schedule(options)
     if options.get("pp", 1) == options.get("ep", 1) == 1:
         return
     from m2flow.engines.models.hf_model import config_of  # It loads transformers.
@@ -34,6 +36,18 @@ def check_fsdp(model: Model, options: Mapping[str, object], num_ranks: int) -> N
         check_experts(config, options, num_ranks)
     if options.get("pp", 1) != 1:
         check_stages(config, model, options, num_ranks)
+
+
+def check_schedule(options: Mapping[str, object]) -> None:
+    """Check the order in which stages are to compute. Raises `EngineError`."""
+    schedule = options.get("schedule", ONE_F_ONE_B)
+    said = f"the option schedule of the train engine 'fsdp' is {schedule!r}"
+    if schedule not in (ONE_F_ONE_B, ZERO_BUBBLE):
+        raise EngineError(said, now=f"Write {ONE_F_ONE_B} or {ZERO_BUBBLE}.")
+    if schedule == ZERO_BUBBLE and options.get("pp", 1) == 1:
+        raise EngineError(f"{said}, without pp", now="Write pp too, or leave schedule out.")
+    if schedule == ZERO_BUBBLE and options.get("tp", 1) != 1:
+        raise EngineError(f"{said}, with tp: gradients of split weights are not put off", now="Leave tp or schedule out.")
 
 
 def check_experts(config: Any, options: Mapping[str, object], num_ranks: int) -> None:

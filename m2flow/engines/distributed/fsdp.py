@@ -19,6 +19,13 @@ pass and the last is that of a chunk, for more sends and more passes in flight.
 
     vpp 2:  stage 0, first chunk --> stage 1, first chunk --> stage 0, second chunk --> stage 1, second chunk: norm, head, loss
 
+With `schedule: zero-bubble` the way back through a chunk is in two parts: the gradient of its hidden states (B), which the stage before
+waits for, and those of the weights of its linear layers (W), which nobody does. A stage puts a W off by as many ways back as there are
+stages before it (ZB-H1), so that Ws fill the wait at the end, and inputs and output gradients of so many passes are kept longer:
+
+    1F1B, the last of 4 stages:     F1 BW1 F2 BW2 F3 BW3 F4 BW4                    a wait of (stages - 1) (F + B + W) in all
+    zero-bubble:                    F1 B1 F2 B2 F3 B3 F4 B4 W1 W2 W3 W4            (stages - 1) (F + B - W): a third
+
 Every rank packs the same samples as those of its line, so it knows the shape of what comes: passes may have any lengths. Tied embeddings
 are on the first stage and the last, which add up both gradients.
 
@@ -39,7 +46,8 @@ Limits:
         stages having one more. Others and adapters are refused before the run.
 
 Source: PyTorch FSDP2 (torch.distributed.fsdp.fully_shard); ZeRO stage 3 (Rajbhandari et al., 2020); 1F1B (Narayanan et al. 2021,
-arXiv:2104.04473, section 2.2), with the order of its interleaved schedule.
+arXiv:2104.04473, section 2.2), with the order of its interleaved schedule; zero bubble: Qi et al. 2023, arXiv:2401.10241, ZB-H1, with the
+weights' gradients put off layer by layer. PyTorch's own schedules (torch.distributed.pipelining) want passes of one shape.
 """
 
 from __future__ import annotations
@@ -70,6 +78,7 @@ from torch.distributed.tensor import Shard
 
 from m2flow.engines.contract import (
     NO_AGREEMENT,
+    ZERO_BUBBLE,
     Agreement,
     EngineSettings,
     HeldCheckpoint,
@@ -80,7 +89,7 @@ from m2flow.engines.contract import (
     blended,
 )
 from m2flow.engines.distributed import STACKED, STAGED, check_fsdp, tensor_parallel
-from m2flow.engines.distributed.ranks import Box, Guard, RankedTrain, Ranks, Root
+from m2flow.engines.distributed.ranks import Box, Guard, PutOff, RankedTrain, Ranks, Root, weights_of_pass
 from m2flow.engines.models import lora, packing, trainer_checkpoint
 from m2flow.engines.models.hf_model import empty_cache, groups_of_weights, layers, matrices_of_layers
 from m2flow.engines.models.optimizers import Elsewhere, Optimizers
@@ -99,6 +108,8 @@ OPTIONS = {
     "ep": "Neighbouring ranks that split the experts of each layer among them, by default 1; without `tp` and `pp`.",
     "pp": "Stages that the layers are spread over, by default 1. What `tp` and `pp` leave of the ranks shards each stage.",
     "vpp": "With `pp`, chunks of layers that each stage has, in turns (interleaved 1F1B), by default 1.",
+    "schedule": "With `pp`: `1f1b`, the default, or `zero-bubble`, which computes the gradients of weights where a stage would wait; "
+    "without `tp`.",
     "micro_batches": "With `pp`, parts in which a micro-batch passes through the stages, by default as many as stages; with `vpp` a "
     "multiple of them.",
     "spread_checkpoints": "Every rank writes its part of a checkpoint (`m2flow_parts/`, of PyTorch's distributed checkpoints), which every "
@@ -165,7 +176,7 @@ class FsdpTrain(RankedTrain):
         guard.over(model.base_model.norm, names[model.base_model.norm], is_last=True)
         for layer in found:
             if kind in STAGED:
-                guard.over(layer, names[layer])
+                guard.over(layer, names[layer], functools.partial(weights_of_pass, layer, are_put_off=self._is_without_bubble))
                 continue
             experts = next((one for one in layer.modules() if one in self._experts), None)
             for part in layer.children():
@@ -208,6 +219,10 @@ class FsdpTrain(RankedTrain):
     @property
     def _pp(self) -> int:
         return int(str(self._settings.options.get("pp", 1)))
+
+    @property
+    def _is_without_bubble(self) -> bool:
+        return self._settings.options.get("schedule") == ZERO_BUBBLE
 
     @property
     def _num_alike(self) -> int:
@@ -424,6 +439,7 @@ class Line(Generic[_P]):
         like: Callable[[_P], Tensor],
         *,
         trains: bool,
+        left: Callable[[], Callable[[], None]] | None = None,
     ) -> None:
         """Send passes through the stages, and their gradients back. Collective; afterwards look at `failure`.
 
@@ -431,8 +447,19 @@ class Line(Generic[_P]):
             compute: a pass and the hidden states that come in (None on the first stage) -> those that go out; on the last stage, the
                 loss.
             like: a pass -> what its hidden states look like, a tensor without memory.
+            left: after the way back of a pass through a chunk -> what is left to do of it, which is done so many ways back later as there
+                are stages before this one. None: nothing is.
         """
         self.failure = None
+        put_off = deque[Callable[[], None]]()
+
+        def go_back(which: tuple[int, int]) -> None:
+            self._back(which[1], *held.pop(which), like(passes[which[0]]))
+            if left is not None:
+                put_off.append(left())
+                if len(put_off) > self.stage:
+                    put_off.popleft()()
+
         held: dict[tuple[int, int], tuple[Tensor | None, Tensor | None]] = {}
         order = turns(len(passes), self.count, self.chunks)
         back = iter([(i, self.chunks - 1 - chunk) for i, chunk in order])
@@ -450,11 +477,12 @@ class Line(Generic[_P]):
             if trains:
                 held[i, self.chunk] = hidden, output
                 if number >= num_first:
-                    which = next(back)
-                    self._back(which[1], *held.pop(which), like(passes[which[0]]))
+                    go_back(next(back))
         if trains:
             for which in back:
-                self._back(which[1], *held.pop(which), like(passes[which[0]]))
+                go_back(which)
+        for one_more in put_off:
+            one_more()
         for sent in self._sent.values():
             while sent:
                 sent.popleft()[0].wait()
@@ -558,6 +586,9 @@ class PipelinedTrain(FsdpTrain):
         self._output: Tensor | None = None
         """What the last stage's model made of it."""
 
+        self._put_off: PutOff | None = None
+        """With `schedule: zero-bubble`."""
+
     @property
     def _vpp(self) -> int:
         return int(str(self._settings.options.get("vpp", 1)))
@@ -610,6 +641,13 @@ class PipelinedTrain(FsdpTrain):
             self._head = None
         empty_cache(self._settings.device)
 
+    def _guard_parts(self) -> None:
+        super()._guard_parts()
+        if self._is_without_bubble and self._mesh is not None:
+            reduced = torch.float32 if "compute_dtype" in self._settings.options else None
+            own = [[self._model.base_model.layers._modules[str(i)] for i in chunk] for chunk in self._layers[self._line.stage :: self._pp]]
+            self._put_off = PutOff(own, self._mesh["data"], self._guard, self._settings.device, reduced)
+
     def _stage_of(self, name: str) -> int:
         """The stage that has a weight; of tied ones, the first that has."""
         if (found := _LAYER.search(name)) is not None:
@@ -638,7 +676,7 @@ class PipelinedTrain(FsdpTrain):
 
     def stop(self) -> None:
         super().stop()
-        self._hidden = self._output = None
+        self._hidden = self._output = self._put_off = None
         self._num_pending = 0
         for name in ("_line", "_frame", "_plan"):
             self.__dict__.pop(name, None)
@@ -672,8 +710,13 @@ class PipelinedTrain(FsdpTrain):
         dtype = getattr(torch, str(self._settings.options.get("compute_dtype", self._source.dtype)))
         width = self._model.config.hidden_size
         try:
+            put_off = self._put_off if trains else None
             self._line.run(
-                passes, compute, lambda one: torch.empty(1, one.packed.num_rows, width, dtype=dtype, device="meta"), trains=trains
+                passes,
+                compute,
+                lambda one: torch.empty(1, one.packed.num_rows, width, dtype=dtype, device="meta"),
+                trains=trains,
+                left=None if put_off is None else lambda: put_off.taken(self._line.chunk),
             )
             self._together(self._raise_failure)
         except Exception:
@@ -681,6 +724,8 @@ class PipelinedTrain(FsdpTrain):
             raise
         finally:
             self._hidden = self._output = None
+            if self._put_off is not None:
+                self._put_off.forget()
 
     def _raise_failure(self) -> None:
         error = self._line.failure

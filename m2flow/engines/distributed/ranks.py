@@ -30,6 +30,8 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from m2flow.engines.contract import (
     NO_AGREEMENT,
@@ -47,12 +49,14 @@ from m2flow.engines.embedded.trainer import EmbeddedTrain
 from m2flow.engines.installed import keep_gloo_here
 from m2flow.engines.models import lora, packing, trainer_checkpoint
 from m2flow.engines.models.hf_model import checkpoint_tensors
-from m2flow.engines.models.trainer_checkpoint import Pieces
+from m2flow.engines.models.trainer_checkpoint import Pieces, local
 from m2flow.engines.registry import built_in
 from m2flow.errors import EngineError, M2FlowError, OutOfMemory, is_out_of_memory, naming_host_errors, unexpected
 from m2flow.recipe import Model, Optimizer
 from m2flow.samples import Batch, Ragged, group_keys
 
+_reduce_scatter: Callable[..., object] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""Its name before torch 2.13 and since."""
 _WAIT = datetime.timedelta(minutes=10)
 """A collective that takes longer ends its process: a rank is gone, or the ranks are not doing the same."""
 
@@ -588,18 +592,27 @@ class Guard:
         self.last: Tensor | None = None
         """What the last module before the head gave in this pass."""
 
-    def over(self, module: torch.nn.Module, name: str, *, is_pair: bool = False, width: int = 0, is_last: bool = False) -> None:
+    def over(
+        self,
+        module: torch.nn.Module,
+        name: str,
+        weights: Callable[[], Iterable[torch.nn.Parameter]] | None = None,
+        *,
+        is_pair: bool = False,
+        width: int = 0,
+        is_last: bool = False,
+    ) -> None:
         """Guard a module in both directions.
 
         Args:
+            weights: those of its parameters that have a gradient after the way back; None: all.
             is_last: only the head comes after it.
             is_pair: it gives hidden states and something that is None here, as attentions do.
             width: of an embedding, H: it takes numbers of tokens.
         """
-        compute = module.forward
-        module.forward = functools.wraps(compute)(
-            Part(self, compute, module.parameters, name, is_pair=is_pair, width=width, is_last=is_last)
-        )
+        compute, weights = module.forward, weights or module.parameters
+        part = Part(self, compute, weights, name, is_pair=is_pair, width=width, is_last=is_last)
+        module.forward = functools.wraps(compute)(part)
 
     def around(self, layer: torch.nn.Module, name: str, exchange: Exchange | None = None) -> None:
         """Guard what a layer computes between the guarded parts of it, in the forward pass alone: no backward pass follows a failed one.
@@ -749,6 +762,105 @@ class _Back(torch.autograd.Function):  # type: ignore[misc]
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         held, ctx.held = ctx.held, None
         return ctx.part.back(*held, grad), None, None, None
+
+
+# ---- gradients of weights that are computed later. I inputs and O outputs of a linear layer
+
+
+class PutOff:
+    """Gradients of the weights of linear layers, computed after those of what came in, when they are asked for.
+
+    The layers are called as ever, and their weights have no gradient on the way back: neither autograd nor FSDP2 sees one. It is summed
+    over the ranks that share a weight here, those of a chunk together.
+
+    Args:
+        chunks: the layers of each chunk, already sharded.
+        data: the mesh of the ranks that share them.
+        guard: hears of a failure; zeros take the place of the gradients then.
+        reduced: the type in which gradients are summed; None: their own.
+    """
+
+    def __init__(
+        self, chunks: Sequence[Sequence[torch.nn.Module]], data: DeviceMesh, guard: Guard, device: str, reduced: torch.dtype | None = None
+    ) -> None:
+        self._group, self._size, self._guard, self._reduced, self._device = data.get_group(), data.size(), guard, reduced, device
+        self._weights: list[dict[torch.nn.Linear, torch.nn.Parameter]] = [
+            {one: one.weight for layer in layers for one in layer.modules() if type(one) is torch.nn.Linear} for layers in chunks
+        ]
+        self._found: dict[torch.nn.Linear, tuple[Tensor, Tensor]] = {}
+        for own in self._weights:
+            for one in own:
+                one.forward = functools.partial(self._forward, one)
+
+    def _forward(self, layer: torch.nn.Linear, given: Tensor) -> Tensor:
+        found: Tensor = _WithoutWeights.apply(given, layer.weight, layer.bias, functools.partial(self._found.__setitem__, layer))
+        return found
+
+    def forget(self) -> None:
+        """Drop what a failed pass has left."""
+        self._found.clear()
+
+    def taken(self, chunk: int) -> Callable[[], None]:
+        """Take what the way back through a chunk has left. What is returned adds it to the gradients of the weights. Collective."""
+        found = dict(self._found)
+        self._found.clear()
+        return functools.partial(self._add, chunk, found)
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def _add(self, chunk: int, found: Mapping[torch.nn.Linear, tuple[Tensor, Tensor]]) -> None:
+        weights, rows = self._weights[chunk], list[Tensor]()
+        for layer, weight in weights.items():
+            grad = self._gradient(found.get(layer), weight)
+            more = -len(grad) % self._size
+            rows.append(torch.nn.functional.pad(grad, (0, 0, 0, more)).reshape(self._size, -1))
+        own = torch.cat(rows, 1)
+        if self._size > 1:
+            whole, own = own, own.new_empty(own.shape[1])
+            _reduce_scatter(own, whole.flatten(), group=self._group)
+        for weight, part in zip(weights.values(), own.flatten().split([one.shape[1] for one in rows]), strict=True):
+            held = local(weight)
+            grad = part[: held.numel()].view(held.shape).to(held)
+            if weight.grad is None:
+                spread = weight.device_mesh, weight.placements
+                weight.grad = DTensor.from_local(grad, *spread, run_check=False, shape=weight.shape, stride=weight.stride())
+            else:
+                local(weight.grad).add_(grad)
+
+    def _gradient(self, found: tuple[Tensor, Tensor] | None, weight: Tensor) -> Tensor:
+        """That of a weight, [outputs, inputs], of this rank's rows; zeros where the way back came to nothing."""
+        if found is not None and self._guard.error is None:
+            try:
+                given, grad = (one.flatten(0, -2) for one in found)
+                product = grad.T @ given
+                return product if self._reduced is None else product.to(self._reduced)
+            except Exception as error:
+                self._guard.note(f"a weight of {list(weight.shape)}", "backward", error)
+        return torch.zeros(weight.shape, dtype=self._reduced or weight.dtype, device=self._device)
+
+
+class _WithoutWeights(torch.autograd.Function):  # type: ignore[misc]
+    """A linear layer. On the way back it hands on what the gradient of its weights is computed from: rows in [.., I], gradients [.., O]."""
+
+    @staticmethod
+    def forward(ctx: Any, given: Tensor, weight: Tensor, bias: Tensor | None, hand: Callable[[tuple[Tensor, Tensor]], None]) -> Tensor:
+        ctx.save_for_backward(given, weight)
+        ctx.hand = hand
+        return torch.nn.functional.linear(given, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        given, weight = ctx.saved_tensors
+        ctx.hand((given, grad))
+        of_bias = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
+        return grad @ weight, None, of_bias, None
+
+
+def weights_of_pass(layer: torch.nn.Module, *, are_put_off: bool) -> Iterator[torch.nn.Parameter]:
+    """The parameters of a layer that have a gradient as soon as the way back has gone through it."""
+    for module in layer.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if not (are_put_off and name == "weight" and type(module) is torch.nn.Linear):
+                yield parameter
 
 
 _BUCKET_BYTES = 64 << 20
