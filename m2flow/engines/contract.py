@@ -326,8 +326,8 @@ class ParallelLayouts:
     is_even: bool = False
     """Ranks must divide the heads of keys and values, and stages the layers: none are replicated, and no stage has more than another."""
     splits_experts_alone: bool = False
-    """Experts are split where layers are neither split nor spread over stages (`tp` and `pp` are 1), and their widths are shared out evenly
-    over the replicas that have the same ones."""
+    """Experts are split where layers are not (`tp` is 1), and their widths are shared out evenly over the replicas that have the same
+    ones."""
     recomputes: bool = False
     """A trainer keeps only the input of each layer, and computes the rest again in the backward pass."""
 

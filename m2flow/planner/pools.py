@@ -616,7 +616,7 @@ def _layouts(shape: ModelShape, offers: ParallelLayouts, kind: EngineKind, num_d
                 if kind == "train" and offers.dp is not None and dp > offers.dp:
                     continue
                 for ep in _experts(shape, offers, kind, tp, dp * sp):
-                    if ep == 1 or not offers.splits_experts_alone or (tp == pp == 1 and shape.are_experts_shared_by(dp * sp // ep)):
+                    if ep == 1 or not offers.splits_experts_alone or (tp == 1 and shape.are_experts_shared_by(dp * sp // ep)):
                         yield from _stages(Layout(tp=tp, pp=pp, sp=sp, dp=dp, ep=ep), offers)
 
 

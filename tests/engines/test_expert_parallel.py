@@ -103,7 +103,9 @@ class TestHeadsOfMixtures(ScalarHeadSuite):
         return split(random_model(self.path, head), self.followers)
 
 
-@pytest.mark.parametrize("options", [{"ep": 2}, {"ep": 2, "cpu_offload": True, "reshard_after_forward": False, "head_logits": 96}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"ep": 2}, {"pp": 2}, {"ep": 2, "cpu_offload": True, "reshard_after_forward": False, "head_logits": 96}], ids=str
+)
 def test_numbers_on_two_ranks_are_those_of_the_embedded_trainer(options: dict[str, Any], model: Model, followers: Followers) -> None:
     check_numbers(model, options, followers)
 
@@ -119,6 +121,55 @@ def test_what_is_split_has_names_in_checkpoints() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(set(STACKED) - {"qwen3_moe"}))
+def test_numbers_of_mixtures_on_stages_are_those_of_the_embedded_trainer(name: str, followers: Followers, tmp_path: Path) -> None:
+    check_numbers(write_model(tmp_path, config(name)), {"pp": 2}, followers)
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[Followers]:
+    with followed(3) as found:
+        yield found
+
+
+@pytest.mark.slow
+def test_numbers_of_experts_split_within_stages_are_those_of_the_embedded_trainer(model: Model, three: Followers) -> None:
+    check_numbers(model, {"pp": 2, "ep": 2}, three)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_spread", [False, True])
+def test_a_checkpoint_of_experts_split_within_stages_goes_on_alone(is_spread: bool, model: Model, three: Followers, tmp_path: Path) -> None:
+    check_it_goes_on_alone(model, {"pp": 2, "ep": 2, "spread_checkpoints": is_spread}, three, tmp_path / "there")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_a_part_of_a_stage_with_split_experts_that_fails_is_an_error_on_all_and_all_go_on(
+    schedule: str, model: Model, three: Followers
+) -> None:
+    faults = [
+        Fault(1, "model.layers.0.mlp.gate", said="model.layers.0"),
+        Fault(3, "model.layers.1.self_attn.o_proj", "backward", said="model.layers.1.self_attn"),
+        Fault(2, "model.layers.1.mlp.experts.act_fn", said="model.layers.1.mlp.experts"),
+        Fault(0, "model.layers.0.mlp.experts.act_fn", "backward", said="model.layers.0.mlp.experts"),
+    ]
+    check_each_fault_is_an_error_on_all_and_all_go_on(model, {"pp": 2, "ep": 2, "schedule": schedule}, three, faults)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_experts_split_within_stages_in_every_order_have_the_numbers_of_the_embedded_trainer(tmp_path: Path) -> None:
+    """Two ranks of each of two stages share out each expert's weights; stages with two chunks."""
+    deep = config()
+    deep.num_hidden_layers = 4
+    model = write_model(tmp_path, deep)
+    with followed(7) as seven:
+        check_numbers(model, {"pp": 2, "ep": 2, "vpp": 2}, seven)
+        check_numbers(model, {"pp": 2, "ep": 2, "schedule": "zero-bubble"}, seven)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("ep", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_numbers_on_four_ranks_are_those_of_the_embedded_trainer(ep: int, model: Model, tmp_path: Path) -> None:
     """With `ep: 2` two ranks share out each expert's weights."""
@@ -128,10 +179,11 @@ def test_numbers_on_four_ranks_are_those_of_the_embedded_trainer(ep: int, model:
         check_experts_that_no_row_goes_to(model, split(replace(model, routing="rollout"), followers, ep=ep))
 
 
-def test_weights_are_those_of_the_checkpoint_that_was_loaded(followers: Followers, tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [{"ep": 2}, {"ep": 1, "pp": 2}], ids=str)
+def test_weights_are_those_of_the_checkpoint_that_was_loaded(options: dict[str, Any], followers: Followers, tmp_path: Path) -> None:
     drawn = write_model(tmp_path, config())
     load_model(drawn, device="cpu", attention="eager").save_pretrained(tmp_path)
-    with started(split(replace(drawn, init="pretrained"), followers)) as engine:
+    with started(split(replace(drawn, init="pretrained"), followers, **options)) as engine:
         found = copied(engine)
     expected = load_file(tmp_path / "model.safetensors")
     assert f"model.layers.1.mlp.experts.{NUM_EXPERTS - 1}.up_proj.weight" in found
@@ -141,7 +193,14 @@ def test_weights_are_those_of_the_checkpoint_that_was_loaded(followers: Follower
 @pytest.mark.parametrize("recipe", [STEP, SGD(0.1, momentum=0.9), Muon(0.1)], ids=["adamw", "sgd", "muon"])
 def test_a_checkpoint_goes_on_at_any_layout(recipe: Optimizer, model: Model, followers: Followers, tmp_path: Path) -> None:
     whole = Mirrored(FsdpTrain, model, EngineSettings(), followers)
-    others = [split(model, followers), EmbeddedTrain(model, EngineSettings()), split(model, followers, spread_checkpoints=True), whole]
+    stages = split(model, followers, ep=1, pp=2)
+    others = [
+        split(model, followers),
+        EmbeddedTrain(model, EngineSettings()),
+        split(model, followers, spread_checkpoints=True),
+        stages,
+        whole,
+    ]
     check_each_goes_on_from_the_one_before(recipe, model, others, tmp_path)
 
 
@@ -235,7 +294,8 @@ def test_adapters_of_a_mixture_are_those_of_the_embedded_trainer(model: Model, f
     ("name", "options", "num_ranks", "said"),
     [
         ("qwen3_moe", {"ep": 2, "tp": 2}, 4, "experts are not split over ranks together with tp"),
-        ("qwen3_moe", {"ep": 2, "pp": 2}, 4, "experts are not split over ranks together with pp"),
+        ("qwen3_moe", {"ep": 2, "pp": 2}, 6, r"ep \* pp is 4, which does not divide 6 ranks"),
+        ("qwen3_moe", {"ep": 2, "pp": 2}, 20, "5 ranks that hold the same experts can't share out experts of 32 times 24"),
         ("qwen3_moe", {"ep": "2"}, 4, "the option ep of the train engine 'fsdp' is '2'"),
         ("qwen3_moe", {"ep": 3}, 4, "ep is 3, which does not divide 4 ranks"),
         ("qwen3_moe", {"ep": 3}, 6, "ep is 3, which does not divide the model's 8 experts"),
@@ -252,6 +312,12 @@ def test_what_can_t_be_split_is_refused_by_name_before_a_run(
         check_fsdp(Model(str(tmp_path), init="random"), options, num_ranks)
 
 
+def test_routing_is_neither_replayed_nor_balanced_over_stages(model: Model) -> None:
+    for told in (replace(model, routing="rollout"), replace(model, balance=BALANCE)):
+        with pytest.raises(EngineError, match="routing of a 'qwen3_moe' model is neither replayed nor balanced over stages"):
+            check_fsdp(told, {"ep": 2, "pp": 2}, 4)
+
+
 def test_an_engine_refuses_it_too(model: Model, followers: Followers) -> None:
     with pytest.raises(EngineError, match="ep is 3, which does not divide 2 ranks"):
         split(model, followers, ep=3).start()
@@ -260,7 +326,7 @@ def test_an_engine_refuses_it_too(model: Model, followers: Followers) -> None:
 def test_the_planner_knows_split_experts_on_gpus_alone(model: Model) -> None:
     offers, shape = offered("fsdp", "train"), ModelShape.from_config(model.path)
     layouts = [layout for layout in legal_layouts(shape, offers, "train", 8, 8) if layout.ep > 1]
-    assert {(layout.ep, layout.dp, layout.tp, layout.pp) for layout in layouts} == {(8, 8, 1, 1)}
+    assert {(layout.ep, layout.dp, layout.tp, layout.pp) for layout in layouts} == {(8, 8, 1, 1), (4, 4, 1, 2)}
     uneven = replace(shape, num_experts=2)
     assert {layout.ep for layout in legal_layouts(uneven, offers, "train", 8, 8)} == {1, 2}
     # Five ranks with the same experts can't share out the rows of their matrices.

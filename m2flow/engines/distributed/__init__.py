@@ -2,7 +2,7 @@
 
 model, train.options of `fsdp` --check_fsdp--> refused by name, or a layout
 
-rank r of tp * dp * pp:   tp = r % tp,   dp = r / tp % dp,   pp = r / (tp dp);   with ep (tp and pp are 1):   ep = r % ep
+rank r of tp * dp * pp:   tp = r % tp,   dp = r / tp % dp,   pp = r / (tp dp);   with ep (tp is 1):   ep = r % ep
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from m2flow.engines.contract import ONE_F_ONE_B, ZERO_BUBBLE
 from m2flow.errors import EngineError
 from m2flow.recipe import Model, is_count
 
-STAGED = ("llama", "qwen2", "qwen3")
-"""Values of `model_type` whose layers `fsdp` can spread over stages."""
 STACKED = ("deepseek_v2", "deepseek_v3", "glm4_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 """Values of `model_type` whose experts `fsdp` can split over ranks."""
+STAGED = ("llama", "qwen2", "qwen3", *STACKED)
+"""Values of `model_type` whose layers `fsdp` can spread over stages."""
 
 
 def check_fsdp(model: Model, options: Mapping[str, object], num_ranks: int) -> None:
@@ -62,14 +62,14 @@ def check_experts(config: Any, options: Mapping[str, object], num_ranks: int) ->
         if not is_count(options.get(name, 1)):
             raise EngineError(f"the option {name} of the train engine 'fsdp' is {options[name]!r}", now="Write a whole number.")
     ep = int(str(options["ep"]))
-    for name in ("tp", "pp"):
-        if options.get(name, 1) != 1:
-            raise EngineError(
-                f"experts are not split over ranks together with {name}",
-                now=f"Leave ep or {name} out, or take the train engine `megatron`.",
-            )
-    if num_ranks % ep:
-        raise EngineError(f"ep is {ep}, which does not divide {num_ranks} ranks", now="Give train.ranks a multiple of train.options.ep.")
+    pp = int(str(options.get("pp", 1)))
+    if options.get("tp", 1) != 1:
+        raise EngineError(
+            "experts are not split over ranks together with tp", now="Leave ep or tp out, or take the train engine `megatron`."
+        )
+    if num_ranks % (ep * pp):
+        product, what = ("ep", "train.options.ep") if pp == 1 else ("ep * pp", "both")
+        raise EngineError(f"{product} is {ep * pp}, which does not divide {num_ranks} ranks", now=f"Give train.ranks a multiple of {what}.")
     config = config.get_text_config()
     if config.model_type not in STACKED:
         raise EngineError(
@@ -79,7 +79,7 @@ def check_experts(config: Any, options: Mapping[str, object], num_ranks: int) ->
     count = next(int(getattr(config, name)) for name in ("num_experts", "num_local_experts", "n_routed_experts") if hasattr(config, name))
     if count % ep:
         raise EngineError(f"ep is {ep}, which does not divide the model's {count} experts", now="Take an ep that does.")
-    width, replicas = int(getattr(config, "moe_intermediate_size", config.intermediate_size)), num_ranks // ep
+    width, replicas = int(getattr(config, "moe_intermediate_size", config.intermediate_size)), num_ranks // (ep * pp)
     if 2 * width % replicas or config.hidden_size % replicas:
         what = f"{replicas} ranks that hold the same experts can't share out experts of {config.hidden_size} times {width}"
         raise EngineError(what, now="Take a larger ep, or another number of ranks.")
@@ -117,7 +117,7 @@ def check_stages(config: Any, model: Model, options: Mapping[str, object], num_r
             f"micro_batches is {passes}, which is no multiple of pp, {pp}, as vpp needs", now="Take a multiple, or leave vpp out."
         )
     if model.routing is not None or model.balance is not None:
-        what = f"a {config.model_type!r} model is no mixture of experts whose routing can be replayed or balanced"
-        raise EngineError(what, now="Leave replay_routing and balance out.")
+        what = f"routing of a {config.model_type!r} model is neither replayed nor balanced over stages"
+        raise EngineError(what, now="Leave replay_routing and balance out, or pp, or take the train engine `megatron`.")
     if model.lora is not None:
         raise EngineError("adapters are not spread over stages", now="Leave pp out: each rank holds a part of the base anyway.")

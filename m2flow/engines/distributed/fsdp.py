@@ -6,7 +6,8 @@
 How a batch is shared out is in `m2flow.engines.distributed.ranks`; this module shards the model and gathers its weights. Sums go over
 ranks in their order, so one layout always gives the same bits.
 
-With `ep` the experts of a mixture are split over neighbouring ranks first, and each rank's are sharded over those that hold the same.
+With `ep` the experts of a mixture are split over neighbouring ranks first (of a stage, with `pp` too), and each rank's are sharded over
+those that hold the same.
 Rows go to the ranks that have their experts, and back (`m2flow.engines.distributed.tensor_parallel`); all else is as without `ep`.
 
 With `pp` the layers are spread over stages first, and each stage is sharded over its own ranks:
@@ -32,8 +33,8 @@ are on the first stage and the last, which add up both gradients.
 A loss or a part of the model that raises on one rank is heard by all when the passes are over: the others wait until then for what it is
 to send, and for its part in gathering the weights of layers. It goes on with zeros (`m2flow.engines.distributed.ranks.Guard`), and the
 error names the rank, the layer and the pass, forward or backward. What was added up is then a part of what it should be: `discard` it, and
-the engine goes on. Guarded are the embeddings, layers and head of `llama`, `qwen2` and `qwen3`, and of the mixtures of `ep` norms,
-attentions and experts in both directions, routers in the forward pass. Elsewhere, and with `tp`, a rank that raises ends the process; a
+the engine goes on. Guarded are the embeddings, layers and head of `llama`, `qwen2` and `qwen3`, and of mixtures norms, attentions and the
+experts of `ep` in both directions, routers in the forward pass. Elsewhere, and with `tp`, a rank that raises ends the process; a
 run then ends the others after 5 s (`m2flow.micro.worker.rank_group`). A rank that does not come to a collective at all is given up after
 10 minutes.
 
@@ -41,9 +42,9 @@ Limits:
     start: every rank reads the whole model once, in the memory of its host.
     tensor parallel: `tp` splits attention and MLP by the architecture's `base_model_tp_plan`; embeddings and the head stay whole. Heads
         that do not divide, other plans and adapters are refused.
-    experts: `ep` is for mixtures whose experts transformers stacks, without `tp` and `pp`. Others are refused before the run.
-    stages: `llama`, `qwen2` and `qwen3` without windows, with any head. Layers that `pp` does not divide are spread unevenly, the first
-        stages having one more. Others and adapters are refused before the run.
+    experts: `ep` is for mixtures whose experts transformers stacks, without `tp`. Others are refused before the run.
+    stages: `llama`, `qwen2`, `qwen3` and those mixtures without windows, with any head, without routing replay or balance. Layers that
+        `pp` does not divide are spread unevenly, the first stages having one more. Others and adapters are refused before the run.
 
 Source: PyTorch FSDP2 (torch.distributed.fsdp.fully_shard); ZeRO stage 3 (Rajbhandari et al., 2020); 1F1B (Narayanan et al. 2021,
 arXiv:2104.04473, section 2.2), with the order of its interleaved schedule; zero bubble: Qi et al. 2023, arXiv:2401.10241, ZB-H1, with the
@@ -91,7 +92,7 @@ from m2flow.engines.contract import (
 from m2flow.engines.distributed import STACKED, STAGED, check_fsdp, tensor_parallel
 from m2flow.engines.distributed.ranks import Box, Guard, PutOff, RankedTrain, Ranks, Root, weights_of_pass
 from m2flow.engines.models import lora, packing, trainer_checkpoint
-from m2flow.engines.models.hf_model import empty_cache, groups_of_weights, layers, matrices_of_layers
+from m2flow.engines.models.hf_model import checkpoint_tensors, empty_cache, groups_of_weights, layers, matrices_of_layers
 from m2flow.engines.models.optimizers import Elsewhere, Optimizers
 from m2flow.engines.models.trainer_checkpoint import local, spread_like, whole
 from m2flow.engines.registry import built_in
@@ -105,7 +106,7 @@ OPTIONS = {
     "cpu_offload": "Weights, gradients and optimiser in the host's memory; by default false.",
     "reshard_after_forward": "Release gathered weights after the forward pass; by default true.",
     "tp": "Neighbouring ranks that split the layers among them (DTensor), by default 1.",
-    "ep": "Neighbouring ranks that split the experts of each layer among them, by default 1; without `tp` and `pp`.",
+    "ep": "Neighbouring ranks that split the experts of each layer among them, by default 1; without `tp`.",
     "pp": "Stages that the layers are spread over, by default 1. What `tp` and `pp` leave of the ranks shards each stage.",
     "vpp": "With `pp`, chunks of layers that each stage has, in turns (interleaved 1F1B), by default 1.",
     "schedule": "With `pp`: `1f1b`, the default, or `zero-bubble`, which computes the gradients of weights where a stage would wait; "
@@ -174,17 +175,19 @@ class FsdpTrain(RankedTrain):
         if isinstance(embeddings, torch.nn.Embedding):  # Of a stage that has them.
             guard.over(embeddings, names[embeddings], width=model.config.hidden_size)
         guard.over(model.base_model.norm, names[model.base_model.norm], is_last=True)
+        of_pass = functools.partial(weights_of_pass, are_put_off=self._is_without_bubble)
         for layer in found:
-            if kind in STAGED:
-                guard.over(layer, names[layer], functools.partial(weights_of_pass, layer, are_put_off=self._is_without_bubble))
+            if kind not in STACKED:
+                guard.over(layer, names[layer], functools.partial(of_pass, layer))
                 continue
-            experts = next((one for one in layer.modules() if one in self._experts), None)
             for part in layer.children():
                 if not any(type(one).__name__.endswith("Experts") for one in part.modules()):
-                    guard.over(part, names[part], is_pair=names[part].endswith("attn"))
+                    guard.over(part, names[part], functools.partial(of_pass, part), is_pair=names[part].endswith("attn"))
+            experts = next((one for one in layer.modules() if one in self._experts), None)
             if experts is not None:
                 self._experts[experts].guard(guard, names[experts])
-            guard.around(layer, names[layer], None if experts is None else self._experts[experts])
+            exchange = None if experts is None else self._experts[experts]
+            guard.around(layer, names[layer], functools.partial(of_pass, layer, experts), exchange)
 
     def _check_layout(self) -> None:
         check_fsdp(self._source, self._settings.options, self._ranks.count)
@@ -199,7 +202,7 @@ class FsdpTrain(RankedTrain):
 
     def _shard_experts(self, how: Mapping[str, Any]) -> None:
         """Split experts over the ranks of expert groups, and shard what each has over those that have the same."""
-        mesh = tensor_parallel.expert_grid(self._settings.device, self._ranks.count, self._ep)
+        mesh = tensor_parallel.expert_grid(self._settings.device, self._ranks.count, self._ep, self._pp)
         self._ranks.limit(*mesh.get_all_groups())
         self._experts = self._together(lambda: tensor_parallel.split_experts(self._model, mesh))
         how = {**how, "mesh": mesh["replica"]}
@@ -811,8 +814,13 @@ class PipelinedTrain(FsdpTrain):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each tensor whole on every rank, one after the other. Collective."""
+        for name, tensor in self._whole_weights():
+            yield from checkpoint_tensors(self._frame, name, tensor)
+
+    def _whole_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """As `weights`, by the module's names."""
         own = dict(self._own_tensors())
-        for name, like in trainer_checkpoint.named_weights(self._frame):
+        for name, like in lora.whole_state(self._frame):
             stage = self._stage_of(name)
             yield name, self._line.of_stage(stage, whole(own[name]).detach() if stage == self._line.stage else None, like)
 
@@ -828,10 +836,19 @@ class PipelinedTrain(FsdpTrain):
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def copy_from(self, source: TrainEngine, share: float = 1.0) -> None:
-        own = dict(self._own_tensors())
-        for name, value in source.weights():
-            if name in own:
-                self._set(own[name], value if share == 1 else blended(whole(own[name]).detach(), value, share))
+        own, given, waiting = dict(self._own_tensors()), iter(source.weights()), dict[str, Tensor]()
+        for name, like in lora.whole_state(self._frame):
+            full = whole(own[name]).detach().clone() if name in own else None
+            for part, view in checkpoint_tensors(self._frame, name, like if full is None else full):
+                while part not in waiting and (found := next(given, None)) is not None:
+                    waiting[found[0]] = found[1].clone()  # It may be whole only until the next one.
+                if part in waiting and full is not None:
+                    view.copy_(blended(view, waiting[part], share))
+                waiting.pop(part, None)
+            if full is not None:
+                self._set(own[name], full)
+        for _ in given:  # All ranks go to the end.
+            pass
 
     def save(self, path: str) -> None:
         """Save in the embedded trainer's format, gathered on the first rank, or each rank its part; any layout goes on from it."""
@@ -839,7 +856,7 @@ class PipelinedTrain(FsdpTrain):
             self._save_parts(Path(path))
             return
         keeps = self._ranks.rank == 0
-        weights = {name: _kept(tensor, keeps=keeps) for name, tensor in self.weights()}
+        weights = {name: _kept(tensor, keeps=keeps) for name, tensor in self._whole_weights()}
         state = self._states(None)
         self._together(lambda: trainer_checkpoint.save(path, self._frame, self._codec, state, weights, {}) if keeps else None)
 

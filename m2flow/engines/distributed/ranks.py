@@ -614,13 +614,17 @@ class Guard:
         part = Part(self, compute, weights, name, is_pair=is_pair, width=width, is_last=is_last)
         module.forward = functools.wraps(compute)(part)
 
-    def around(self, layer: torch.nn.Module, name: str, exchange: Exchange | None = None) -> None:
-        """Guard what a layer computes between the guarded parts of it, in the forward pass alone: no backward pass follows a failed one.
+    def around(
+        self, layer: torch.nn.Module, name: str, weights: Callable[[], Iterable[torch.nn.Parameter]], exchange: Exchange | None = None
+    ) -> None:
+        """Guard what a layer computes between the guarded parts of it, in the forward pass.
 
         Args:
+            weights: those of its parameters that take no part in the exchange.
             exchange: that of the layer's rows between ranks, which one that fails before it makes with rows that count nothing.
         """
         compute = layer.forward
+        part = Part(self, compute, weights, name)
 
         @functools.wraps(compute)
         def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -633,7 +637,12 @@ class Guard:
                 self.note(name, "forward", error)
                 if exchange is not None and exchange.num_begun == before:
                     exchange.without_rows(hidden)
-                return torch.zeros_like(hidden)
+                found = part.stand_in(hidden)
+                # The others make the exchange on the way back too.
+                return found if exchange is None or exchange.output is None else found + exchange.output.sum() * 0.0
+            finally:
+                if exchange is not None:
+                    exchange.output = None
 
         layer.forward = forward
 
@@ -661,6 +670,8 @@ class Exchange(Protocol):
 
     num_begun: int
     num_ended: int
+    output: Tensor | None
+    """Of the last one."""
 
     def without_rows(self, hidden: Tensor) -> None:
         """Take part with rows that count nothing, which look like these hidden states, [1, R, H]."""
@@ -855,12 +866,18 @@ class _WithoutWeights(torch.autograd.Function):  # type: ignore[misc]
         return grad @ weight, None, of_bias, None
 
 
-def weights_of_pass(layer: torch.nn.Module, *, are_put_off: bool) -> Iterator[torch.nn.Parameter]:
-    """The parameters of a layer that have a gradient as soon as the way back has gone through it."""
-    for module in layer.modules():
+def weights_of_pass(part: torch.nn.Module, beside: torch.nn.Module | None = None, *, are_put_off: bool) -> list[torch.nn.Parameter]:
+    """The parameters of a part of a layer that have a gradient as soon as the way back has gone through it.
+
+    Args:
+        beside: a part of it that is not meant.
+    """
+    found = []
+    for module in part.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            if not (are_put_off and name == "weight" and type(module) is torch.nn.Linear):
-                yield parameter
+            if module is not beside and not (are_put_off and name == "weight" and type(module) is torch.nn.Linear):
+                found.append(parameter)
+    return found
 
 
 _BUCKET_BYTES = 64 << 20

@@ -134,10 +134,11 @@ def add_up(modules: list[torch.nn.Module], mesh: DeviceMesh) -> None:
 # ---- experts: E of a layer, e = E / ranks of them here, k of a row; R rows of a pass, S of all ranks that come here, H hidden
 
 
-def expert_grid(device: str, num_ranks: int, ep: int) -> DeviceMesh:
-    """Make the device mesh of all ranks, `replica` times `expert`, with neighbours in an expert group. Collective."""
-    mesh = init_device_mesh(torch.device(device).type, (num_ranks // ep, ep), mesh_dim_names=("replica", "expert"))
-    mesh._flatten("data")  # Sums over all ranks, as of norms, are then one collective.
+def expert_grid(device: str, num_ranks: int, ep: int, pp: int = 1) -> DeviceMesh:
+    """Make the device mesh of a stage's ranks, `replica` times `expert`, with neighbours in an expert group. Collective over all."""
+    sizes = (pp, num_ranks // (ep * pp), ep)
+    mesh = init_device_mesh(torch.device(device).type, sizes, mesh_dim_names=("stage", "replica", "expert"))["replica", "expert"]
+    mesh._flatten("data")  # Sums over all of them, as of norms, are then one collective.
     return mesh
 
 
@@ -170,11 +171,12 @@ class OwnExperts:
         self._stand_in.num_experts = self.num = int(str(module.num_experts)) // count
         self.num_begun = self.num_ended = 0
         """Exchanges of rows with the other ranks, in forward passes."""
+        self.output: Tensor | None = None
         self.compute: Callable[[Tensor, Tensor], Tensor] = self._computed
         """What `_computed` does; who guards it puts another in its place."""
 
     def without_rows(self, hidden: Tensor) -> None:
-        rows = torch.zeros_like(hidden).flatten(0, -2)[:1]
+        rows = hidden.flatten(0, -2)[:1] * 0.0  # On the way back, its gradient is waited for.
         self._module(rows, torch.zeros(len(rows), 1, dtype=torch.int64, device=rows.device), rows.new_zeros(len(rows), 1))
 
     def guard(self, guard: Guard, name: str) -> None:
@@ -213,7 +215,8 @@ def _sent_around(own: OwnExperts, group: Any, hidden: Tensor, experts: Tensor, g
     own.num_ended = own.num_begun
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order), device=order.device)
-    return (back[place].unflatten(0, experts.shape) * gates[..., None]).sum(1).to(hidden.dtype)
+    own.output = (back[place].unflatten(0, experts.shape) * gates[..., None]).sum(1).to(hidden.dtype)
+    return own.output
 
 
 class _Exchanged(torch.autograd.Function):  # type: ignore[misc]
