@@ -55,7 +55,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Shard, _redistribute, debug, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from m2flow.engines.distributed.ranks import Guard, Part
@@ -70,7 +70,15 @@ _STYLES = {COLWISE: ColwiseParallel, ROWWISE: RowwiseParallel}
 
 def grid(device: str, num_ranks: int, tp: int, pp: int = 1) -> DeviceMesh:
     """Make the device mesh of all ranks, `stage` times `data` times `tensor`, with neighbours in a tensor group. Collective."""
+    _forget_meshes()
     return init_device_mesh(torch.device(device).type, (pp, num_ranks // (tp * pp), tp), mesh_dim_names=("stage", "data", "tensor"))
+
+
+def _forget_meshes() -> None:
+    """Make DTensor forget what it remembers by mesh: an equal mesh of a trainer that has ended has groups that are gone, or others now."""
+    _redistribute._gen_transform_infos.cache_clear()
+    for name in ("_clear_sharding_prop_cache", "_clear_python_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache"):
+        getattr(debug, name, int)()  # By release of torch.
 
 
 def check(num_ranks: int, tp: int, *, has_adapters: bool) -> None:
@@ -136,6 +144,7 @@ def add_up(modules: list[torch.nn.Module], mesh: DeviceMesh) -> None:
 
 def expert_grid(device: str, num_ranks: int, ep: int, pp: int = 1) -> DeviceMesh:
     """Make the device mesh of a stage's ranks, `replica` times `expert`, with neighbours in an expert group. Collective over all."""
+    _forget_meshes()
     sizes = (pp, num_ranks // (ep * pp), ep)
     mesh = init_device_mesh(torch.device(device).type, sizes, mesh_dim_names=("stage", "replica", "expert"))["replica", "expert"]
     mesh._flatten("data")  # Sums over all of them, as of norms, are then one collective.
