@@ -58,9 +58,9 @@ from m2flow.micro.protocol.cost_terms import (
 )
 from m2flow.planner.dynamic_program import SPLIT
 from m2flow.planner.plan_tree import Leaf, Node
-from m2flow.planner.problem import Cut, Option, Problem, call_times, legal_chunks
+from m2flow.planner.problem import Cut, Option, Problem, call_times
 from m2flow.planner.search import best_plan
-from m2flow.planner.workload import CallLoad, Workload
+from m2flow.planner.workload import CallLoad, Workload, legal_chunks
 from m2flow.spec import ClusterSpec, PoolSpec
 
 FloatArray = npt.NDArray[np.float64]

@@ -18,6 +18,7 @@ Derived from a plan:
   the step if the rest of the rollout takes that long; the search itself does not count on it. Limits: for a lease of one rollout engine
   with several instances and one trainer, with no lent devices, and engines that can shrink their KV cache meanwhile. A single instance on
   the trainer's own devices shares its process, which does one thing at a time.
+- `Climb`: better plans of the same structure.
 - `bounds_of`, `advice_of`, `why_lost`: lower bounds, what limits the step, and why other plans are slower. All numbers are those of the
   plans and of the bounds; the text only names the largest.
 """
@@ -36,20 +37,35 @@ from m2flow.micro.lowering.capabilities import can_shrink_kv_cache
 from m2flow.micro.lowering.placement import share_a_process
 from m2flow.micro.protocol.cost_terms import EngineId
 from m2flow.micro.protocol.plan import Bound, CallWork, Mode, Part, Seat
-from m2flow.planner.dynamic_program import LENT, NUM_HOWS, SPLIT, TURNS, Limits, Tables, lent_times
+from m2flow.planner.dynamic_program import LENT, NUM_HOWS, SPLIT, TURNS, Limits, Pricer, Tables, lent_times
 from m2flow.planner.problem import (
     Cut,
     FloatArray,
     Option,
+    Options,
     Problem,
     Sync,
     call_times,
+    chunks_of,
     instances,
+    options_near,
     outside_call,
     pin_of,
     rigid_of,
 )
-from m2flow.planner.workload import DRAINS, FREE, CallLoad, Times, end_of, in_turns, side_by_side, start_of, through_functions, zero_times
+from m2flow.planner.workload import (
+    DRAINS,
+    FREE,
+    CallLoad,
+    Times,
+    end_of,
+    in_turns,
+    num_minibatches,
+    side_by_side,
+    start_of,
+    through_functions,
+    zero_times,
+)
 from m2flow.spec import PinSpec
 
 
@@ -820,3 +836,165 @@ def grid_of(problem: Problem) -> dict[str, Sequence[int]]:
             counts |= {part for num in pinned_counts(pin_of(engine, problem.spec), size) for part in (num, size - num)}
         found[pool] = sorted(counts - {0})
     return found
+
+
+# ---- small changes of a plan
+
+_MOST_CHANGES = 60
+"""Most changes of a plan in a climb."""
+
+
+class Climb:
+    """Local search among plans of one structure: the best of all small changes is made, as long as that is faster.
+
+    Changes: an engine gets a step more or fewer devices, or passes a step on to another engine; it gets another option on its devices
+    (swapped or resident, a smaller cache); a leaf has the next finer or coarser chunks, or all leaves have. The step halves when no
+    change helps, down to the unit of the engines. Last come counts with one pass more or fewer over a chunk. All changes are priced at
+    once (`Pricer`).
+    """
+
+    def __init__(self, problem: Problem, ways: Mapping[int, tuple[Cut, int]], like: Mapping[EngineId, Option]) -> None:
+        self._problem, self._ways, self._like = problem, dict(ways), dict(like)
+        parts = {part for cut, _ in ways.values() for part in (cut.first, cut.second)} | {problem.graph.everything}
+        self._leaves = sorted(parts - ways.keys())
+        self._engine_of = {calls: next(iter(problem.graph.engines(calls))) for calls in self._leaves}
+        self._known: dict[tuple[EngineId, int], list[Option]] = {}
+        self._chunks: dict[int, tuple[int, ...]] = {}
+
+    def _options(self, engine: EngineId, num: int) -> list[Option]:
+        """The options of an engine on so many devices, in the layout of its replicas."""
+        if (engine, num) not in self._known:
+            like = self._like[engine]
+            problem = self._problem
+            near = {engine: (like.pool, like.layout, (num,))}
+            self._known[engine, num] = options_near(near, problem.costs, problem.spec, num_engines=len(problem.workload.engines)).of[engine]
+        return self._known[engine, num]
+
+    def climbed(self, step_s: float, starts: list[State], reach: Mapping[str, int]) -> tuple[Tables, int] | None:
+        """The best plan found from these, with its row in the tables; None if none is faster than `step_s`."""
+        best: tuple[float, State, Tables, int] | None = None
+        states, left = starts, dict(reach)
+        for _ in range(_MOST_CHANGES):
+            found = self.priced(states, best[0] * (1 - 1e-6) if best else step_s) if states else None
+            if found:
+                best = found
+            elif best is None:
+                return None
+            else:
+                if not any(left.values()):
+                    break
+                left = {pool: step // 2 // (unit := least_unit(self._problem, pool)) * unit for pool, step in left.items()}
+            states = list(self._changes(best[1], left) if any(left.values()) else self._rounded(best[1]))
+        return best[2:] if best else None
+
+    def priced(self, states: list[State], known_s: float = np.inf) -> tuple[float, State, Tables, int] | None:
+        """The fastest of these plans, if it is faster than known."""
+        problem = self._problem
+        of: dict[EngineId, list[Option]] = {}
+        index: dict[tuple[EngineId, int, int], int] = {}
+        for engine in self._like:
+            of[engine] = []
+            for num in dict.fromkeys(state[0][engine][0] for state in states):
+                index.update(((engine, num, i), len(of[engine]) + i) for i in range(len(self._options(engine, num))))
+                of[engine] += self._options(engine, num)
+        near = problem.with_options(Options(of))
+        picks = {}
+        for calls in self._leaves:
+            engine = self._engine_of[calls]
+            which = np.array([index[(engine, *state[0][engine])] for state in states])
+            picks[calls] = which, np.array([state[1][calls] for state in states])
+        pricer = Pricer(near, known_s, self._ways, picks)
+        tables = pricer.solve()
+        if not len(tables.steps_s) or tables.steps_s.min() >= known_s:
+            return None
+        row = int(tables.steps_s.argmin())
+        return float(tables.steps_s[row]), states[pricer.plans[problem.graph.everything][row]], tables, row
+
+    def starts(self, options: Mapping[EngineId, Sequence[tuple[Option, int]]], chunks: Mapping[int, int]) -> Iterator[State]:
+        """Yield plans with options like these; where the leaves of an engine have several counts, with some combinations of these."""
+        for one in itertools.islice(itertools.product(*(dict.fromkeys(some) for some in options.values())), 16):
+            if start := self.start(dict(zip(options, one, strict=True)), chunks):
+                yield start
+
+    def start(self, options: Mapping[EngineId, tuple[Option, int]], chunks: Mapping[int, int]) -> State | None:
+        """The plan with options like these on these counts; None if an engine has none there."""
+        places = {}
+        for engine, (like, num) in options.items():
+            num = num if self._options(engine, num) else like.num_devices  # A pin may allow no other.
+            every = self._options(engine, num)
+            if not every:
+                return None
+            same = [i for i, one in enumerate(every) if (one.is_swapped, one.max_running > 0) == (like.is_swapped, like.max_running > 0)]
+            places[engine] = num, (same or [0])[0]
+        at = {
+            calls: min(range(len(self._sizes(calls))), key=lambda i: abs(self._sizes(calls)[i] - chunks[calls])) for calls in self._leaves
+        }
+        return places, at
+
+    def _sizes(self, calls: int) -> tuple[int, ...]:
+        """The chunk sizes of a leaf."""
+        if calls not in self._chunks:
+            self._chunks[calls] = chunks_of(self._problem.graph.members(calls))
+        return self._chunks[calls]
+
+    def _changes(self, state: State, reach: Mapping[str, int]) -> Iterator[State]:
+        places, chunks = state
+        for engine, step in ((engine, reach[like.pool]) for engine, like in self._like.items()):
+            for more in (step, -step) if step else ():
+                moved = self._moved(places, engine, more)
+                if moved:
+                    yield moved, chunks
+                    for other in self._like if more > 0 else ():
+                        if other != engine and (both := self._moved(moved, other, -more)):
+                            yield both, chunks
+            num, mine = places[engine]
+            for i in range(len(self._options(engine, num))):
+                if i != mine:
+                    yield {**places, engine: (num, i)}, chunks
+        for step in (1, -1):
+            moves = {calls: at + step for calls, at in chunks.items() if 0 <= at + step < len(self._sizes(calls))}
+            yield from ((places, {**chunks, calls: at}) for calls, at in moves.items())
+            if len(moves) > 1:
+                yield places, {**chunks, **moves}
+
+    def _rounded(self, state: State) -> Iterator[State]:
+        """Yield plans in which an engine has the next count with one pass more or fewer over a chunk, and another makes up for it."""
+        places, chunks = state
+        steps = {engine: self._to_rounds(engine, state) for engine in self._like}
+        for engine, mine in steps.items():
+            for more in mine:
+                if not (moved := self._moved(places, engine, more)):
+                    continue
+                yield moved, chunks
+                more = moved[engine][0] - places[engine][0]
+                for other, its in steps.items():
+                    for less in {-more, *its} if other != engine else ():
+                        if less * more < 0 and (both := self._moved(moved, other, less)):
+                            yield both, chunks
+
+    def _to_rounds(self, engine: EngineId, state: State) -> set[int]:
+        """How many devices more or fewer an engine needs for a pass less or more over a chunk, and how many it does not need."""
+        num, size = state[0][engine][0], self._like[engine].layout.num_replica_devices
+        found = set[int]()
+        for calls in (calls for calls in self._leaves if self._engine_of[calls] == engine):
+            for call in (call for call in self._problem.graph.members(calls) if call.num_samples and call.work != "generate"):
+                chunk = min(self._sizes(calls)[state[1][calls]], call.num_samples)
+                chunk = min(chunk, max(1, call.num_samples // num_minibatches(call))) if call.work == "update" else chunk
+                passes = -(-chunk // (num // size))
+                found |= {-(-chunk // more) * size - num for more in (passes - 1, passes, passes + 1) if more > 0}
+        return found - {0}
+
+    def _moved(self, places: _Counted, engine: EngineId, more: int) -> _Counted | None:
+        num, variant = places[engine]
+        size = self._like[engine].layout.num_replica_devices
+        num = (num + (max(more, size) if more > 0 else min(more, -size))) // size * size
+        most = dict(zip(self._problem.pools, self._problem.num_devices, strict=True))[self._like[engine].pool]
+        if not 0 < num <= most or variant >= len(self._options(engine, num)):
+            return None
+        return {**places, engine: (num, variant)}
+
+
+_Counted = dict[EngineId, tuple[int, int]]
+"""Engine -> devices, and which of the options there."""
+State = tuple[_Counted, dict[int, int]]
+"""Places, and the index of each leaf's chunk size."""

@@ -84,6 +84,8 @@ from m2flow.planner.workload import (
     LentRollout,
     Workload,
     function_times,
+    legal_chunks,
+    num_minibatches,
 )
 from m2flow.spec import ClusterSpec, PinSpec
 
@@ -469,27 +471,6 @@ TIMES = 3
 """Columns l, T, e."""
 
 
-def legal_chunks(call: CallLoad) -> tuple[int, ...]:
-    """The chunk sizes that a call may have, in samples."""
-    unit = _unit(call)
-    sizes = [unit]
-    while sizes[-1] * 2 < call.num_samples:
-        sizes.append(sizes[-1] * 2)
-    return tuple(dict.fromkeys([min(size, call.num_samples) for size in sizes] + [call.num_samples]))
-
-
-def _unit(call: CallLoad) -> int:
-    if call.unit == "batch":
-        return call.num_samples
-    if call.unit == "minibatch":
-        return max(1, call.num_samples // num_minibatches(call))
-    return 1 if call.unit == "sample" else call.num_per_prompt
-
-
-def num_minibatches(call: CallLoad) -> int:
-    return max(1, call.num_optimizer_steps // max(1, call.num_epochs))
-
-
 @dataclass(frozen=True, eq=False)
 class LeafTimes:
     """Times of calls that one engine runs in turns, [options, chunks, 3]."""
@@ -788,7 +769,8 @@ class Problem:
     counts: dict[str, Sequence[int]] | None = None
     """Device counts to try, by pool; None: all."""
     most_chunks: int = 0
-    """Chunk sizes to try for a leaf (the whole batch, a quarter of it, and so on); 0: all."""
+    """Chunk sizes to try for a leaf: the whole batch, and with `chunk_step` 2 a quarter of it and so on, with 1 a half; 0: all."""
+    chunk_step: int = 2
     lent: dict[tuple[object, ...], list[LentRollout]] = field(default_factory=dict)
     """Cache of `dynamic_program`: rollouts with lent devices."""
     _leaves: dict[int, LeafTimes] = field(default_factory=dict)
@@ -868,8 +850,8 @@ class Problem:
                 known.update((option, (made, each)) for option, each in zip(new, made.times, strict=True))
             made = next((made for made, _ in known.values()), LeafTimes((1,), np.zeros((0, 1, TIMES)), np.ones(1)))
             chunks = made.chunks
-            wanted = sorted(len(chunks) - 1 - 2 * i for i in range(self.most_chunks or len(chunks)) if 2 * i < len(chunks))
-            wanted = wanted if self.most_chunks else list(range(len(chunks)))
+            step = self.chunk_step if self.most_chunks else 1
+            wanted = list(range(len(chunks) - 1, -1, -step))[: self.most_chunks or None][::-1]
             times = np.array([known[option][1] for option in options]).reshape(len(options), -1, TIMES)
             self._leaves[calls] = LeafTimes(tuple(chunks[i] for i in wanted), times[:, wanted], made.grains[wanted])
         return self._leaves[calls]
@@ -882,10 +864,10 @@ class Problem:
         kept = {engine: [options[i] for i in rows[engine]] for engine, options in self.options.of.items()}
         self.options = Options(kept, self.options.unfit)
 
-    def on_grid(self, counts: dict[str, Sequence[int]] | None, most_chunks: int) -> Problem:
+    def on_grid(self, counts: dict[str, Sequence[int]] | None, most_chunks: int, chunk_step: int = 2) -> Problem:
         """The same problem with few counts of devices and few chunk sizes."""
         found = copy.copy(self)
-        found.counts, found.most_chunks, found._leaves = counts, most_chunks, {}
+        found.counts, found.most_chunks, found.chunk_step, found._leaves = counts, most_chunks, chunk_step, {}
         found.__dict__.pop("options", None)
         return found
 

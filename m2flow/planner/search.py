@@ -27,10 +27,12 @@ from m2flow.errors import PlanError
 from m2flow.macro.session import infrequent_gc
 from m2flow.micro.protocol.cost_terms import Costs, EngineId
 from m2flow.micro.protocol.plan import Bound, Choice, Loser, Mode
-from m2flow.planner.dynamic_program import LENT, SPLIT, TURNS, WORTH, Limits, Pricer, Solver, Tables, TooLarge, memory_price, prune_options
+from m2flow.planner.dynamic_program import LENT, SPLIT, TURNS, WORTH, Limits, Solver, Tables, TooLarge, memory_price, prune_options
 from m2flow.planner.plan_tree import (
+    Climb,
     Node,
     Places,
+    State,
     advice_of,
     bounds_of,
     floors_s,
@@ -57,20 +59,17 @@ from m2flow.planner.problem import (
     Option,
     Options,
     Problem,
-    chunks_of,
-    num_minibatches,
-    options_near,
     rigid_of,
 )
-from m2flow.planner.workload import FREE, Draws, Times, Workload, in_turns, side_by_side, through_functions
+from m2flow.planner.workload import FREE, Draws, Times, Workload, in_turns, num_minibatches, side_by_side, through_functions
 from m2flow.spec import ClusterSpec
 
 # ---- structures from a table of device counts
 
 _MOST_COUNTS = 64
 """Device counts of the table."""
-_MOST_CHANGES = 60
-"""Most changes of a plan in a climb."""
+_MOST_BETWEEN, _MOST_UNITS = 16, 2048
+"""Counts that are looked at between two of the table, and counts among which the devices of a structure are divided."""
 _NEVER = 1e18
 """Seconds of what is impossible."""
 _NUM_VALUES = 10
@@ -103,27 +102,30 @@ class CountTable:
 
     and F(S, n) the fastest of these over all g, of splits of F(A, k) and F(B, n - k), and of A and B in turns as wholes. The times are
     those of `side_by_side` and `in_turns`. It keeps of each two rows, the fastest that fits the memory and the fastest whose engines leave
-    their devices. Between counts of which an engine has options its times are interpolated. Not looked at: syncs, slowdowns, host memory.
+    their devices. Between counts of which an engine has options its times are interpolated. Passes over a chunk fall away at counts that
+    lie between those of the table: a leaf has the best of the counts near n, as if it were n, and `divided` finds them for a structure.
+    Not looked at: syncs, slowdowns, host memory.
 
     Source: the recurrence of Yu et al. (RLinf), arXiv:2509.15965, section on the scheduler, which has one row for each set and number of
     devices too, but tries all k.
     """
 
-    def __init__(self, problem: Problem, hows: Sequence[int], within: Mapping[int, tuple[Cut, int]] | None = None) -> None:
+    def __init__(self, problem: Problem, hows: Sequence[int]) -> None:
         """
         Args:
             problem: with options on some counts, of one pool.
             hows: allowed ways to combine two parts.
-            within: only this structure.
         """
-        self._problem, self._hows, self._within = problem, tuple(hows), within
+        self._problem, self._hows = problem, tuple(hows)
         self.step = step_of(problem)
         (size,) = problem.num_devices
         self._counts = np.arange(1, size // self.step + 1) * self.step
+        self._unit = least_unit(problem, problem.pools[0])
+        half, stride = self.step // self._unit // 2, max(1, self.step // self._unit // _MOST_BETWEEN)
+        self._between = np.arange(-(half // stride), half // stride + 1) * stride * self._unit
+        """Counts between two of the table, from the middle one."""
         graph = problem.graph
-        parts = {part for cut, _ in (within or {}).values() for part in (cut.first, cut.second)} | {graph.everything}
-        self._sets = graph.convex_sets if within is None else tuple(sorted(parts, key=int.bit_count))
-        self._is_leaf = {calls for calls in self._sets if len(graph.engines(calls)) == 1 and (within is None or calls not in within)}
+        self._is_leaf = {calls for calls in graph.convex_sets if len(graph.engines(calls)) == 1}
         self._whole = max(len(problem.leaf(calls).chunks) for calls in self._is_leaf)
         """The number of paces, and the index of the row over all of them."""
         self._solver = Solver(problem, hows=hows)
@@ -134,19 +136,73 @@ class CountTable:
 
     def seeds(self, most: int) -> list[Seed]:
         """The best structures, at most so many."""
-        for _, sets in itertools.groupby(self._sets, key=int.bit_count):
+        for _, sets in itertools.groupby(self._problem.graph.convex_sets, key=int.bit_count):
             self._fill(list(sets))
         if self._problem.graph.everything not in self._rows:
             return []
         tops = self._tops[..., -1].reshape(_NUM_VALUES, -1)
-        found: dict[tuple[tuple[Cut, int], ...], Seed] = {}
+        found: dict[object, Seed] = {}
         for i in np.argsort(tops[_MERIT], kind="stable"):
             if tops[_MERIT, i] >= _NEVER or len(found) == most:
                 break
             seed = Seed(float(tops[_MERIT, i]), {}, {}, {})
             self._read(self._problem.graph.everything, int(tops[_ORIGIN, i]), seed)
-            found.setdefault(tuple(seed.ways.values()), seed)
+            away = frozenset(engine for engine, ((like, _), *_) in seed.options.items() if like.is_swapped)
+            found.setdefault((_form(self._problem.graph.everything, seed.ways), away), seed)
         return list(found.values())
+
+    def divided(self, seed: Seed) -> dict[EngineId, list[tuple[Option, int]]]:
+        """The devices of the engines of a structure, of all counts, where the parts of each split take equally long; as in `Seed.options`.
+
+        A part's time falls in steps, where one pass less goes over a chunk: min_P sum_i n_i(P), with n_i(P) the least devices on which
+        part i takes at most P, finds the counts at these steps, which no table of few counts has.
+        """
+        (size,) = self._problem.num_devices
+        unit = -(-size // self._unit // _MOST_UNITS) * self._unit
+        nums = np.arange(1, size // unit + 1) * unit
+        times: dict[int, FloatArray] = {}
+        found: dict[EngineId, list[tuple[Option, int]]] = {}
+
+        def solve(calls: int) -> FloatArray:
+            if calls not in seed.ways:
+                times[calls] = np.minimum.accumulate(self._curve(calls, seed, nums))
+            elif seed.ways[calls][1] == TURNS:
+                times[calls] = sum((solve(part) for part in _parts_of(calls, seed.ways)), np.zeros(len(nums)))
+            else:
+                every = [solve(part) for part in _parts_of(calls, seed.ways)]
+                limits = np.unique(np.concatenate(every))
+                needs = sum(1 + np.searchsorted(-one, -limits) for one in every)  # Falls with the limit.
+                times[calls] = np.append(limits, _NEVER)[np.searchsorted(-needs, -1 - np.arange(len(nums)))]
+            return times[calls]
+
+        def give(calls: int, limit_s: float) -> None:
+            num = min(int(np.searchsorted(-times[calls], -limit_s)), len(nums) - 1)
+            if calls in seed.ways:
+                is_split = seed.ways[calls][1] == SPLIT
+                for part in _parts_of(calls, seed.ways):
+                    give(part, float(times[calls][num] if is_split else times[part][num]))
+            else:
+                (engine,) = self._problem.graph.engines(calls)
+                found.setdefault(engine, []).append((seed.options[engine][0][0], int(nums[num])))
+
+        give(self._problem.graph.everything, float(solve(self._problem.graph.everything)[-1]))
+        return found
+
+    def _curve(self, calls: int, seed: Seed, nums: IntArray) -> FloatArray:
+        """Seconds of a leaf on each number of devices, in options like that of a seed and in its chunk size."""
+        problem = self._problem
+        (engine,) = problem.graph.engines(calls)
+        like, leaf = seed.options[engine][0][0], problem.leaf(calls)
+        size, chunk = like.layout.num_replica_devices, leaf.chunks.index(seed.chunks[calls])
+        seconds: dict[int, float] = {}
+        for i, option in enumerate(problem.options.of[engine]):
+            if option.layout.num_replica_devices == size and option.is_swapped == like.is_swapped:
+                seconds[option.num_devices] = min(seconds.get(option.num_devices, _NEVER), float(leaf.times[i, chunk, 1]))
+        grid, chunks, full = np.array(sorted(seconds)), np.array([float(leaf.chunks[chunk])]), nums // size
+        per = np.array([seconds[num] for num in grid]) / self._rounding(calls, chunks, grid / size)
+        found = np.exp(np.interp(np.log(np.maximum(full, 1)), np.log(grid / size), np.log(np.maximum(per, 1e-12))))
+        found *= self._rounding(calls, chunks, np.maximum(full, 1))
+        return np.where((full > 0) & (nums >= grid[0]), found, _NEVER)
 
     def _fill(self, sets: list[int]) -> None:
         """Compute the rows of sets of equally many calls."""
@@ -166,10 +222,7 @@ class CountTable:
                 self._rows[calls] = self._best(calls, values)
 
     def _ways_of(self, calls: int) -> Iterator[tuple[int, Cut, int]]:
-        if self._within is not None:
-            every = [(0, *self._within[calls])] if calls in self._within else []
-        else:
-            every = [(i, cut, how) for i, cut in enumerate(self._problem.cuts(calls)) for how in dict.fromkeys((TURNS, *self._hows))]
+        every = [(i, cut, how) for i, cut in enumerate(self._problem.cuts(calls)) for how in dict.fromkeys((TURNS, *self._hows))]
         for index, cut, how in every:
             if cut.first in self._rows and cut.second in self._rows and self._solver.may(cut, how):
                 yield index, cut, how
@@ -201,14 +254,15 @@ class CountTable:
         leaf, facts, options = problem.leaf(calls), problem.facts(engine), problem.options.of[engine]
         rigid = np.array([rigid_of(problem.graph.members(calls), option) for option in options])
         values = np.full((_NUM_VALUES, *self._shape), _NEVER)
-        grid = np.unique(facts[1])
+        grid, num = np.unique(facts[1]), len(self._counts)
+        fine = self._counts[:, None] + self._between
+        share = fine / self._counts[:, None]
         below = np.searchsorted(grid, self._counts, side="right") - 1
         chunks = [max(0, pace - self._whole + len(leaf.chunks)) for pace in range(self._whole)]
         light = (
             facts[2]
             <= np.array([facts[2, facts[1] == num].min() for num in grid])[np.searchsorted(grid, facts[1])] + problem.room[0, 0] / 16
         )
-        logs = np.log(self._counts), np.log(grid)
         sizes, chunk_sizes = np.array([option.layout.num_replica_devices for option in options]), np.array(leaf.chunks, np.float64)
         full = self._rounding(calls, chunk_sizes, (facts[1] / sizes)[:, None])
         for memory in (_FAST, _FRUGAL, _LIGHT):
@@ -217,15 +271,15 @@ class CountTable:
             best = np.array([(group := np.flatnonzero(facts[1] == num))[total[group].argmin(axis=0)] for num in grid])  # [grid, paces]
             at = best[below].T
             times = np.log(np.maximum(leaf.times[best, chunks] / full[best, chunks][..., None], 1e-12))
-            for pace, i in itertools.product(range(self._whole), range(3)):
-                values[i, memory, pace] = np.exp(np.interp(*logs, times[:, pace, i]))
-            values[:3, memory, :-1] *= self._rounding(calls, chunk_sizes[chunks][:, None], self._counts / sizes[at])
             here = values[:, memory, :-1]
+            every = np.exp(_interpolated(np.log(fine), np.log(grid), times)).transpose(3, 2, 0, 1)
+            every = every * (share * self._rounding(calls, chunk_sizes[chunks][:, None, None], fine / sizes[at][..., None]))
+            every[..., (fine < grid[0]) | (fine > self._counts[-1] + self.step)] = _NEVER
+            nearest = every[1].argmin(axis=-1)[None, ..., None]
+            here[:3] = np.take_along_axis(every, nearest, axis=-1)[..., 0]
             here[3], here[4], here[5] = here[1], leaf.grains[chunks][:, None], rigid[at]
             here[_MERIT], here[_KEPT], here[_BUSIEST] = self._merit(here), facts[2, at], facts[3, at]
-            here[_ORIGIN] = -1 - (
-                (at * (self._whole + 1) + np.arange(self._whole)[:, None]) * len(self._counts) + np.arange(len(self._counts))
-            )
+            here[_ORIGIN] = -1 - ((at * (self._whole + 1) + np.arange(self._whole)[:, None]) * num + np.arange(num))
         values[:_ORIGIN, ..., below < 0] = _NEVER
         return values
 
@@ -314,7 +368,7 @@ class CountTable:
             return
         rest, at = divmod(origin, num * num)
         kind, of = divmod(rest, rows * rows)
-        cut = self._within[calls][0] if self._within is not None else self._problem.cuts(calls)[kind // 2]
+        cut = self._problem.cuts(calls)[kind // 2]
         seed.ways[calls] = cut, kind % 2
         for part, row, column in ((cut.first, of // rows, at // num), (cut.second, of % rows, at % num)):
             self._read(part, int(self._rows[part][_ORIGIN].reshape(rows, num)[row, column]), seed)
@@ -327,6 +381,31 @@ def _least(values: FloatArray, merit: FloatArray, axis: int = 1) -> FloatArray:
     for i in range(1, len(every)):
         np.copyto(found, every[i], where=best == i)
     return np.asarray(found)
+
+
+def _interpolated(at: FloatArray, grid: FloatArray, values: FloatArray) -> FloatArray:
+    """Linear between the points of a grid, constant beyond: [grid, ...] -> [*at.shape, ...]."""
+    right = np.clip(np.searchsorted(grid, at), 1, max(1, len(grid) - 1))
+    low, high = grid[right - 1], grid[np.minimum(right, len(grid) - 1)]
+    share = np.clip((at - low) / np.maximum(high - low, 1e-12), 0.0, 1.0)
+    share = share.reshape(*at.shape, *[1] * (values.ndim - 1))
+    return np.asarray(values[right - 1] * (1 - share) + values[np.minimum(right, len(grid) - 1)] * share)
+
+
+def _parts_of(calls: int, ways: Mapping[int, tuple[Cut, int]]) -> list[int]:
+    """The parts of a set of calls that are combined in one way, however deep: a split within a split has no shape of its own."""
+    cut, how = ways[calls]
+    return [
+        part for side in (cut.first, cut.second) for part in (_parts_of(side, ways) if side in ways and ways[side][1] == how else [side])
+    ]
+
+
+def _form(calls: int, ways: Mapping[int, tuple[Cut, int]]) -> object:
+    """What plans have in common that differ only in the order in which their splits and turns are written."""
+    if calls not in ways:
+        return calls
+    parts = [_form(part, ways) for part in _parts_of(calls, ways)]
+    return frozenset(parts) if ways[calls][1] == SPLIT else tuple(parts)
 
 
 def step_of(problem: Problem) -> int:
@@ -360,143 +439,6 @@ _NEAR = 1.1
 """The same where only the best plan is asked for."""
 
 
-class Climb:
-    """Local search among plans of one structure: the best of all small changes is made, as long as that is faster.
-
-    Changes: an engine gets a step more or fewer devices, or passes a step on to another engine; it gets another option on its devices
-    (swapped or resident, a smaller cache); a leaf has the next finer or coarser chunks, or all leaves have. The step halves when no
-    change helps, down to the unit of the engines. All changes are priced at once (`Pricer`).
-    """
-
-    def __init__(self, problem: Problem, ways: Mapping[int, tuple[Cut, int]], like: Mapping[EngineId, Option]) -> None:
-        self._problem, self._ways, self._like = problem, dict(ways), dict(like)
-        parts = {part for cut, _ in ways.values() for part in (cut.first, cut.second)} | {problem.graph.everything}
-        self._leaves = sorted(parts - ways.keys())
-        self._engine_of = {calls: next(iter(problem.graph.engines(calls))) for calls in self._leaves}
-        self._known: dict[tuple[EngineId, int], list[Option]] = {}
-        self._chunks: dict[int, tuple[int, ...]] = {}
-
-    def _options(self, engine: EngineId, num: int) -> list[Option]:
-        """The options of an engine on so many devices, in the layout of its replicas."""
-        if (engine, num) not in self._known:
-            like = self._like[engine]
-            problem = self._problem
-            near = {engine: (like.pool, like.layout, (num,))}
-            self._known[engine, num] = options_near(near, problem.costs, problem.spec, num_engines=len(problem.workload.engines)).of[engine]
-        return self._known[engine, num]
-
-    def climbed(self, step_s: float, starts: list[_State], reach: Mapping[str, int]) -> tuple[Tables, int] | None:
-        """The best plan found from these, with its row in the tables; None if none is faster than `step_s`."""
-        best: tuple[float, _State, Tables, int] | None = None
-        states, left = starts, dict(reach)
-        for _ in range(_MOST_CHANGES):
-            found = self._priced(states, best[0] * (1 - 1e-6) if best else step_s)
-            if found:
-                best = found
-            elif best is None:
-                return None
-            else:
-                left = {pool: step // 2 // (unit := least_unit(self._problem, pool)) * unit for pool, step in left.items()}
-                if not any(left.values()):
-                    break
-            states = list(self._changes(best[1], left))
-        return best[2:] if best else None
-
-    def _priced(self, states: list[_State], known_s: float) -> tuple[float, _State, Tables, int] | None:
-        """The fastest of these plans, if it is faster than known."""
-        problem = self._problem
-        of: dict[EngineId, list[Option]] = {}
-        index: dict[tuple[EngineId, int, int], int] = {}
-        for engine in self._like:
-            of[engine] = []
-            for num in dict.fromkeys(state[0][engine][0] for state in states):
-                index.update(((engine, num, i), len(of[engine]) + i) for i in range(len(self._options(engine, num))))
-                of[engine] += self._options(engine, num)
-        near = problem.with_options(Options(of))
-        picks = {}
-        for calls in self._leaves:
-            engine = self._engine_of[calls]
-            which = np.array([index[(engine, *state[0][engine])] for state in states])
-            picks[calls] = which, np.array([state[1][calls] for state in states])
-        pricer = Pricer(near, known_s, self._ways, picks)
-        tables = pricer.solve()
-        if not len(tables.steps_s) or tables.steps_s.min() >= known_s:
-            return None
-        row = int(tables.steps_s.argmin())
-        return float(tables.steps_s[row]), states[pricer.plans[problem.graph.everything][row]], tables, row
-
-    def start(self, options: Mapping[EngineId, tuple[Option, int]], chunks: Mapping[int, int]) -> _State | None:
-        """The plan with options like these on these counts; None if an engine has none there."""
-        places = {}
-        for engine, (like, num) in options.items():
-            num = num if self._options(engine, num) else like.num_devices  # A pin may allow no other.
-            every = self._options(engine, num)
-            if not every:
-                return None
-            same = [i for i, one in enumerate(every) if (one.is_swapped, one.max_running > 0) == (like.is_swapped, like.max_running > 0)]
-            places[engine] = num, (same or [0])[0]
-        at = {
-            calls: min(range(len(self._sizes(calls))), key=lambda i: abs(self._sizes(calls)[i] - chunks[calls])) for calls in self._leaves
-        }
-        return places, at
-
-    def _sizes(self, calls: int) -> tuple[int, ...]:
-        """The chunk sizes of a leaf."""
-        if calls not in self._chunks:
-            self._chunks[calls] = chunks_of(self._problem.graph.members(calls))
-        return self._chunks[calls]
-
-    def _changes(self, state: _State, reach: Mapping[str, int]) -> Iterator[_State]:
-        places, chunks = state
-        for engine, step in ((engine, reach[like.pool]) for engine, like in self._like.items()):
-            for more in (step, -step) if step else ():
-                moved = self._moved(places, engine, more)
-                if moved:
-                    yield moved, chunks
-                    for other in self._like if more > 0 else ():
-                        if other != engine and (both := self._moved(moved, other, -more)):
-                            yield both, chunks
-            num, mine = places[engine]
-            for i in range(len(self._options(engine, num))):
-                if i != mine:
-                    yield {**places, engine: (num, i)}, chunks
-        for step in (1, -1):
-            moves = {calls: at + step for calls, at in chunks.items() if 0 <= at + step < len(self._sizes(calls))}
-            yield from ((places, {**chunks, calls: at}) for calls, at in moves.items())
-            if len(moves) > 1:
-                yield places, {**chunks, **moves}
-
-    def _moved(self, places: _Places, engine: EngineId, more: int) -> _Places | None:
-        num, variant = places[engine]
-        size = self._like[engine].layout.num_replica_devices
-        num = (num + (max(more, size) if more > 0 else min(more, -size))) // size * size
-        most = dict(zip(self._problem.pools, self._problem.num_devices, strict=True))[self._like[engine].pool]
-        if not 0 < num <= most or variant >= len(self._options(engine, num)):
-            return None
-        return {**places, engine: (num, variant)}
-
-
-_Places = dict[EngineId, tuple[int, int]]
-"""Engine -> devices, and which of the options there."""
-_State = tuple[_Places, dict[int, int]]
-"""Places, and the index of each leaf's chunk size."""
-
-
-def from_seed(problem: Problem, seed: Seed, near: Problem) -> tuple[Tables, int] | None:
-    """The best plan in the structure of a seed, with its row; None if there is none.
-
-    Args:
-        near: the problem with options on all counts of the table, like those of the seed.
-    """
-    (seed, *_) = CountTable(near, (TURNS, SPLIT), seed.ways).seeds(1) or [seed]
-    climb = Climb(problem, seed.ways, {engine: options[0][0] for engine, options in seed.options.items()})
-    every = itertools.product(*(dict.fromkeys(options) for options in seed.options.values()))
-    starts = [
-        start for one in itertools.islice(every, 16) if (start := climb.start(dict(zip(seed.options, one, strict=True)), seed.chunks))
-    ]
-    return climb.climbed(np.inf, starts, dict.fromkeys(problem.pools, step_of(problem))) if starts else None
-
-
 # ---- the search
 
 _MANY_DEVICES = 32
@@ -508,12 +450,10 @@ _MOST_ROWS, _MORE_ROWS = 16, 56
 """Rows kept of a front in a quick search; more where memory is short, which needs them, and where devices are few."""
 _FEW_PAIRS = 40_000
 """Pairs of rows of all cuts, from which the number of rows of the last search follows above `_MOST_DEVICES`."""
-_PACES = 6
+_PACES = 7
 """Chunk sizes in the table of counts, where devices are many; otherwise all."""
-_SEEDS, _FEW_SEEDS = 4, 2
-"""Structures of the table of counts that are searched near (few of them above `_MOST_DEVICES`)."""
-_WINDOW = 6
-"""Steps of the table around an engine's count in the table, at which its times are not interpolated in a second one of this structure."""
+_STRUCTURES, _SEEDS, _FEW_SEEDS = 16, 4, 2
+"""Structures of the table of counts that are priced, and those of which the best plan is improved (few above `_MOST_DEVICES`)."""
 _MOST_MOVES = 8
 """Rounds of moves of single engines after the search."""
 _SLACK = 1e-3
@@ -670,7 +610,7 @@ class _Search:
         grid = None if units <= _MANY_DEVICES else grid_of(problem)
         rough = problem.on_grid(grid, _MOST_CHUNKS)
         rough.check()
-        every = rough.on_grid(grid, _PACES if grid else 0)
+        every = rough.on_grid(grid, _PACES if grid else 0, chunk_step=1)
         every.options = rough.options
         slack_s = _SLACK * max(Limits(rough).path_s(), 1e-9)
         bounds = bounds_of(rough)
@@ -722,14 +662,16 @@ class _Search:
         """The best plans in the best structures of a table of counts; none where devices are few, or of several pools."""
         if len(self.problem.pools) > 1:
             return
-        problem, step = self.problem, step_of(self.problem)
-        for seed in CountTable(self.every, (TURNS, SPLIT)).seeds(_SEEDS if self.units <= _MOST_DEVICES else _FEW_SEEDS):
-            near = Options()
-            for engine, ((like, _), *_) in seed.options.items():
-                nums = {num + more * step for _, num in seed.options[engine] for more in range(-_WINDOW, _WINDOW + 1)} | {like.num_devices}
-                places = {engine: (like.pool, like.layout, [num for num in nums if 0 < num <= problem.num_devices[0]])}
-                near.of |= options_near(places, problem.costs, problem.spec, num_engines=len(seed.options)).of
-            found = from_seed(problem, seed, problem.with_options(near))
+        problem, tried = self.problem, list[tuple[float, Climb, State]]()
+        table = CountTable(self.every, (TURNS, SPLIT))
+        for seed in table.seeds(_STRUCTURES):
+            climb = Climb(problem, seed.ways, {engine: options[0][0] for engine, options in seed.options.items()})
+            starts = [start for options in (seed.options, table.divided(seed)) for start in climb.starts(options, seed.chunks)]
+            if starts and (priced := climb.priced(starts)):
+                tried.append((priced[0], climb, priced[1]))
+        most = _SEEDS if self.units <= _MOST_DEVICES else _FEW_SEEDS
+        for _, climb, start in sorted(tried, key=lambda one: one[0])[:most]:
+            found = climb.climbed(np.inf, [start], dict.fromkeys(problem.pools, step_of(problem)))
             if found and (one := self._found_at(*found)):
                 yield one
 

@@ -82,6 +82,27 @@ class CallLoad(msgspec.Struct, frozen=True):
         return self.num_prompts * self.num_per_prompt
 
 
+def legal_chunks(call: CallLoad) -> tuple[int, ...]:
+    """The chunk sizes that a call may have, in samples."""
+    unit = _unit(call)
+    sizes = [unit]
+    while sizes[-1] * 2 < call.num_samples:
+        sizes.append(sizes[-1] * 2)
+    return tuple(dict.fromkeys([min(size, call.num_samples) for size in sizes] + [call.num_samples]))
+
+
+def _unit(call: CallLoad) -> int:
+    if call.unit == "batch":
+        return call.num_samples
+    if call.unit == "minibatch":
+        return max(1, call.num_samples // num_minibatches(call))
+    return 1 if call.unit == "sample" else call.num_per_prompt
+
+
+def num_minibatches(call: CallLoad) -> int:
+    return max(1, call.num_optimizer_steps // max(1, call.num_epochs))
+
+
 class Workload(msgspec.Struct, frozen=True):
     """The calls of a step in program order, which is a topological order."""
 

@@ -10,15 +10,20 @@ import pytest
 
 from m2flow.planner.dynamic_program import SPLIT, Limits, Solver, memory_price, prune_options
 from m2flow.planner.plan_tree import leaves_of, step_s
-from m2flow.planner.problem import Problem, legal_chunks
+from m2flow.planner.problem import Problem
 from m2flow.planner.search import _Search, best_plan
-from m2flow.planner.workload import DRAINS, FREE, MOVES, Times, in_turns, side_by_side
+from m2flow.planner.workload import DRAINS, FREE, MOVES, Times, in_turns, legal_chunks, side_by_side
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from search import problem as ppo_on
 from vs_rlinf import Both, Stage, compared, played, problem_of
 
-CASES = [("chain", num, seed) for num in (8, 16, 64) for seed in range(6)] + [("ppo", 8, 10), ("ppo", 16, 2), ("ppo", 64, 42)]
+CASES = [("chain", num, seed) for num in (8, 16, 64) for seed in range(6)] + [
+    ("ppo", 8, 10),
+    ("ppo", 16, 2),
+    ("ppo", 64, 42),
+    ("ppo", 1024, 25),
+]
 
 
 @pytest.mark.parametrize(("step", "num_devices", "seed"), CASES)
@@ -30,7 +35,7 @@ def test_a_plan_is_no_slower_than_the_published_algorithm_s_and_takes_what_was_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_devices", "seed"), [(64, 5), (64, 29), (64, 32), (64, 46), (256, 6), (256, 10)])
+@pytest.mark.parametrize(("num_devices", "seed"), [(64, 5), (64, 29), (64, 32), (64, 46), (256, 6), (256, 10), (1024, 4), (1024, 15)])
 def test_many_devices_are_divided_as_finely_as_in_the_published_algorithm(num_devices: int, seed: int) -> None:
     found = compared("ppo", num_devices, seed, "draining")
     assert found is not None
