@@ -435,6 +435,8 @@ def _evenly(a: FloatArray, b: FloatArray) -> tuple[IntArray, IntArray]:
 
 _MUCH_SLOWER = 1.5
 """Step time relative to the best plan beyond which refinement is not worth trying."""
+_BEHIND = 1.2
+"""The same of a plan that is not improved yet."""
 _NEAR = 1.1
 """The same where only the best plan is asked for."""
 
@@ -452,7 +454,7 @@ _FEW_PAIRS = 40_000
 """Pairs of rows of all cuts, from which the number of rows of the last search follows above `_MOST_DEVICES`."""
 _PACES = 7
 """Chunk sizes in the table of counts, where devices are many; otherwise all."""
-_STRUCTURES, _SEEDS, _FEW_SEEDS = 16, 4, 2
+_STRUCTURES, _SEEDS, _FEW_SEEDS = 16, 4, 3
 """Structures of the table of counts that are priced, and those of which the best plan is improved (few above `_MOST_DEVICES`)."""
 _MOST_MOVES = 8
 """Rounds of moves of single engines after the search."""
@@ -636,11 +638,12 @@ class _Search:
             is_alone: only the best of all matters: plans of other modes need not be the best of these.
         """
         free = TURNS, SPLIT
-        seeds = [] if self.is_small else list(self.seeded())
         ways = (TURNS,), (SPLIT,), free
-        found: list[tuple[Found | None, Sequence[int]]] = [(one, free) for one in seeds]
         every = {hows: self._tables(hows, np.inf, _MOST_ROWS, self.price) for hows in ways}
-        known_s = min([float(tables.steps_s.min(initial=np.inf)) for tables in every.values()] + [one.step_s for one in seeds])
+        known_s = min(float(tables.steps_s.min(initial=np.inf)) for tables in every.values())
+        seeds = [] if self.is_small else list(self.seeded(known_s))
+        found: list[tuple[Found | None, Sequence[int]]] = [(one, free) for one in seeds]
+        known_s = min([known_s] + [one.step_s for one in seeds])
         known = set[tuple[object, ...]]()
         for hows, tables in every.items():
             one = _best_of(tables, self.bounds, is_exact=False)
@@ -655,19 +658,20 @@ class _Search:
             if self.is_small or hows == free or not any(one for one, its in found if set(its) <= set(hows)):
                 found.append((self.best(hows, found), hows))
         if self.is_small and not any(one and one.is_exact and hows == free for one, hows in found):
-            found += [(one, free) for one in self.seeded()]
+            known_s = min((one.step_s for one, _ in found if one), default=np.inf)
+            found += [(one, free) for one in self.seeded(known_s)]
         return found
 
-    def seeded(self) -> Iterator[Found]:
-        """The best plans in the best structures of a table of counts; none where devices are few, or of several pools."""
+    def seeded(self, known_s: float = np.inf) -> Iterator[Found]:
+        """The best plans in the best structures of a table of counts, unless they begin far behind a known plan; none of several pools."""
         if len(self.problem.pools) > 1:
             return
         problem, tried = self.problem, list[tuple[float, Climb, State]]()
         table = CountTable(self.every, (TURNS, SPLIT))
-        for seed in table.seeds(_STRUCTURES):
+        for seed in (one for one in table.seeds(_STRUCTURES) if one.step_s <= _BEHIND * known_s):
             climb = Climb(problem, seed.ways, {engine: options[0][0] for engine, options in seed.options.items()})
             starts = [start for options in (seed.options, table.divided(seed)) for start in climb.starts(options, seed.chunks)]
-            if starts and (priced := climb.priced(starts)):
+            if starts and (priced := climb.priced(starts, _BEHIND * known_s)):
                 tried.append((priced[0], climb, priced[1]))
         most = _SEEDS if self.units <= _MOST_DEVICES else _FEW_SEEDS
         for _, climb, start in sorted(tried, key=lambda one: one[0])[:most]:
