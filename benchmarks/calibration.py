@@ -7,12 +7,14 @@
 Layouts are those of the run, and no search takes part. A step is the sum of its parts (`async`: of the longer half), the weight sync with
 the time in which a colocated server wakes up, and the rest of a step. Lengths are lognormal with the published mean; the longest sample
 reaches the limit. `rankings` compares runs of the same step co-located and split: by which factor the latter is faster, as measured and as
-predicted. The last lines are the median of |log(predicted / measured)| and the worst row of whole steps.
+predicted; of PPO, whose batch and lengths are not published, it searches both for a range of these. The last lines are the median of
+|log(predicted / measured)| and the worst row of whole steps.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import statistics
@@ -24,12 +26,16 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import yaml
+from search import ppo
 
 from m2flow.micro.protocol.cost_terms import EngineId, Layout, PassCost
-from m2flow.planner.cost_model import decode_cost, most_running, sync_s, train_cost
+from m2flow.planner.cost_model import ModelledCosts, decode_cost, most_running, sync_s, train_cost
+from m2flow.planner.dynamic_program import SPLIT, TURNS
 from m2flow.planner.model_shapes import shape_named
 from m2flow.planner.pools import Pool, pools_of
-from m2flow.planner.workload import BatchTimes, CallLoad, Draws, Extent
+from m2flow.planner.problem import Problem
+from m2flow.planner.search import best_plan
+from m2flow.planner.workload import BatchTimes, CallLoad, Draws, Extent, Workload, extents_of
 from m2flow.rollout_scheduling.lengths import lognormal
 from m2flow.spec import ClusterSpec, PoolSpec, RolloutSpec, TrainSpec
 
@@ -134,8 +140,30 @@ def inferred(row: dict[str, Any], costs: Path | None) -> dict[str, Any]:
     return found
 
 
+def ppo_ranking_of(row: dict[str, Any], costs: Path | None) -> dict[str, Any]:
+    """Of PPO: the best plan in turns over the best split, both searched, for each number of samples and median of the answers."""
+    found = []
+    for num, median in itertools.product(row["samples"], row["medians"]):
+        calls = (
+            msgspec.structs.replace(call, num_optimizer_steps=row["updates"] * (call.work == "update"), max_new_tokens=most)
+            for call in ppo(num, 1).calls
+            for most in [row["cap"] * (call.work == "generate")]
+        )
+        workload, lengths = Workload("ppo", tuple(calls)), lognormal(median=median, sigma=row["sigma"], cap=row["cap"], prompt_tokens=300)
+        pools = {"main": PoolSpec(device=row["device"], nodes=row["gpus"] // 8, devices_per_node=8)}
+        train = TrainSpec(engine="deepspeed", token_budget=row["budget"])
+        spec = ClusterSpec(pools=pools, rollout=RolloutSpec(engine="sglang"), train=train, costs=str(costs) if costs else None)
+        shapes = dict.fromkeys((engine.role for engine in workload.engines), shape_named(row["model"]))
+        modelled = ModelledCosts(spec, workload, shapes, extents_of(workload, shapes, lengths))
+        turns, split = (best_plan(Problem(workload, lengths, modelled, spec), (how,)).step_s for how in (TURNS, SPLIT))
+        found.append(turns / split)
+    return {"measured": row["ratio"], "predicted": [min(found), max(found)]}
+
+
 def ranking_of(row: dict[str, Any], steps: dict[str, Any], costs: Path | None) -> dict[str, Any]:
     """Times of a step co-located over those split: measured, predicted, and predicted with the switching that the run itself had."""
+    if "samples" in row:
+        return ppo_ranking_of(row, costs)
     if "why" in row:
         return {"measured": row["ratio"], "why": row["why"]}
     if "colocated" in row:
@@ -222,7 +250,11 @@ def main() -> None:
     print("co-located / split")
     for name, ranking in ranked.items():
         each = (
-            f"{what} {ratio:.2f}" if isinstance(ratio, float) else f"{what} {ratio}" for what, ratio in ranking.items() if what != "why"
+            f"{what} {ratio:.2f}"
+            if isinstance(ratio, float)
+            else f"{what} " + (" to " if len(ratio) == 2 else ", ").join(f"{one:.2f}" for one in ratio)
+            for what, ratio in ranking.items()
+            if what != "why"
         )
         print(f"  {name:40} " + "  ".join(each) + (f"  not predicted: {ranking['why']}" if "why" in ranking else ""))
     for name, why in rows.get("left_out", {}).items():

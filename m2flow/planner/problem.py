@@ -19,6 +19,8 @@ Times of a call or a part, whose output is a line from (0, l) to (1, T) that is 
     last   (e)   last sample in -> last chunk out, beside the share g T of the work that a last chunk takes
     grain  (g)   the chunk, as a share of the batch: what is needed to begin, and handed on at a time
 
+Of calls of one engine, the output is that of the last call which others need (`CallGraph.shown`).
+
 A forward pass and an update work chunk by chunk: a chunk of m samples on R replicas costs what ceil(m/R) R samples cost, at least what its
 longest sample costs on one replica, and a fixed time for each micro-batch. No chunk of an update goes over more than a mini-batch. An
 update has no output before its end (l = T); only its first mini-batch can be worked on before the last sample is in. Legal chunks are the
@@ -57,6 +59,7 @@ Source: the pipeline of Yu et al. (RLinf), arXiv:2509.15965, T_critical + (M/m -
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -226,6 +229,11 @@ class CallGraph:
     def _height(self, i: int) -> int:
         """The number of calls that come after a call."""
         return sum(1 for needs in self.before if needs >> i & 1)
+
+    def shown(self, calls: int) -> int:
+        """The index among some calls of the last one that feeds calls outside; of the last one if none does."""
+        fed = functools.reduce(operator.or_, (needs for i, needs in enumerate(self.direct) if not calls >> i & 1), 0)
+        return max((at for at, i in enumerate(_indices(calls)) if fed >> i & 1), default=-1)
 
     @property
     def not_tried(self) -> tuple[str, ...]:
@@ -481,10 +489,15 @@ class LeafTimes:
     """The share of the batch that a chunk is, [chunks]."""
 
 
-def leaf_times(calls: Sequence[CallLoad], options: Sequence[Option], costs: Costs, batches: Mapping[str, BatchTimes]) -> LeafTimes:
+def leaf_times(
+    calls: Sequence[CallLoad], options: Sequence[Option], costs: Costs, batches: Mapping[str, BatchTimes], shown: int = -1
+) -> LeafTimes:
     """Compute the times of calls in order, in chunks that are legal for all of them, with on- and offload if the engine is swapped.
 
     A trainer's calls alternate chunk by chunk, unless one waits for all of its input (`drains`); those of others come one after the other.
+
+    Args:
+        shown: the last call whose output others need: a policy's update begins on a critic's values before the critic's own ends.
     """
     engine = calls[0].engine
     assert engine is not None
@@ -494,7 +507,7 @@ def leaf_times(calls: Sequence[CallLoad], options: Sequence[Option], costs: Cost
     chunks = chunks_of(calls)
     each = [call_times(call, engine, options, chunks, costs, batches[call.name]) for call in calls]
     total = sum((t[..., 1] for t in each), np.zeros(each[0].shape[:2]))
-    first = total - each[-1][..., 1] + each[-1][..., 0]
+    first = sum((t[..., 1] for t in each[: range(len(each))[shown]]), each[shown][..., 0])
     after = [t[..., 1 if drains(calls) else 2] for t in each[1:]]
     last = each[0][..., 2] + sum(after, np.zeros(each[0].shape[:2]))
     come = np.array([option.come_s for option in options])[:, None]
@@ -846,7 +859,7 @@ class Problem:
             options, known = self.options.of[engine], self._known_times.setdefault(calls, {})
             new = [option for option in options if option not in known]
             if new or not known:
-                made = leaf_times(members, new, self.costs, self.batches)
+                made = leaf_times(members, new, self.costs, self.batches, self.graph.shown(calls))
                 known.update((option, (made, each)) for option, each in zip(new, made.times, strict=True))
             made = next((made for made, _ in known.values()), LeafTimes((1,), np.zeros((0, 1, TIMES)), np.ones(1)))
             chunks = made.chunks

@@ -21,10 +21,11 @@ from m2flow.planner.explaining import explain, why_lines
 from m2flow.planner.model_shapes import shape_named
 from m2flow.planner.plan_tree import floors_s, leaves_of, ways_in
 from m2flow.planner.pools import Pool, pools_of
-from m2flow.planner.problem import Options, Problem
+from m2flow.planner.problem import CallGraph, Options, Problem
 from m2flow.planner.search import Found, best_plan, best_plans, find_plan
 from m2flow.planner.workload import CallLoad, Workload, extents_of
-from m2flow.spec import ClusterSpec
+from m2flow.rollout_scheduling.lengths import lognormal
+from m2flow.spec import ClusterSpec, PoolSpec, RolloutSpec, TrainSpec
 
 OWN = "attained: {{{kind}: {{{engine}: {{{name}: {{value: {value}, low: 0, high: 1000, source: a test}}}}}}}}\n"
 
@@ -290,3 +291,44 @@ def test_tensor_parallelism_over_nodes_is_there_where_a_pin_asks_for_it() -> Non
     assert {layout.tp for layout in problem.costs.layouts(engine, "main", 32)} >= {16}
     assert problem.costs.unit(engine, "main") == 16
     assert not any(layout.tp > 8 for layout in modelled(32, model="Llama-3.1-405B").costs.layouts(engine, "main", 32))
+
+
+def ppo(num_steps: int = 1) -> Workload:
+    """A step of 1,024 samples whose critic gives values and is trained, on devices of its own in a split."""
+
+    def load(role: str, method: str, work: str, *after: str) -> CallLoad:
+        engine, steps = EngineId(role, "rollout" if work == "generate" else "train"), num_steps * (work == "update")
+        unit, most = ("group" if steps else "sample"), 12_288 * (work == "generate")
+        name = f"{role}.{method}"
+        return CallLoad(
+            name, work, engine, 1024, 1, unit, False, after, num_optimizer_steps=steps, token_budget=16_384, max_new_tokens=most
+        )  # type: ignore[arg-type]
+
+    made, before = "policy.generate", ("policy.generate", "reference.logprobs", "critic.values")
+    return Workload(
+        "ppo",
+        (
+            load("policy", "generate", "generate"),
+            load("reference", "logprobs", "forward", made),
+            load("critic", "values", "forward", made),
+            load("policy", "update", "update", *before),
+            load("critic", "update", "update", *before),
+        ),
+    )
+
+
+def test_a_policy_s_update_begins_on_a_critic_s_values_before_the_critic_s_own_update_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In turns all samples have their values before any update anyway; in a split the policy's update would wait for the critic's."""
+
+    def problem() -> Problem:
+        pools = {"main": PoolSpec(device="h100", nodes=8, devices_per_node=8)}
+        engines = {"rollout": RolloutSpec(engine="sglang"), "train": TrainSpec(engine="deepspeed", token_budget=16_384)}
+        spec, workload = ClusterSpec(name="cluster", pools=pools, **engines), ppo()  # type: ignore[arg-type]
+        shapes = dict.fromkeys((engine.role for engine in workload.engines), shape_named("Qwen2.5-7B"))
+        lengths = lognormal(median=2000, sigma=0.9, cap=12_288, prompt_tokens=300)
+        return Problem(workload, lengths, ModelledCosts(spec, workload, shapes, extents_of(workload, shapes, lengths)), spec)
+
+    turns_s, split_s = step_s(problem(), TURNS), step_s(problem(), SPLIT)
+    assert turns_s > 1.1 * split_s
+    monkeypatch.setattr(CallGraph, "shown", lambda self, calls: -1)  # The critic's leaf hands on its last call's output alone.
+    assert step_s(problem(), SPLIT) > 1.1 * split_s

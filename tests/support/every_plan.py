@@ -71,6 +71,17 @@ class Oracle:
         self.device = frozenset(device)
         self.by_engine = {e: frozenset(c.name for c in calls if c.engine == e) for e in problem.workload.engines}
 
+    def _feeders(self, name: str) -> set[str]:
+        """The calls on devices whose output a call gets, directly or through functions; of a function: none, since it runs beside them."""
+        if name not in self.device:
+            return set()
+        found, left = set(), list(self.p.calls[name].after)
+        while left:
+            one = left.pop()
+            found |= {one} & self.device
+            left += self.p.calls[one].after if one not in self.device else ()
+        return found
+
     def best_s(self) -> float:
         best = np.inf
         for tree in shapes(self.device, self.p, self.needs):
@@ -83,7 +94,9 @@ class Oracle:
         for names in leaves:
             members = [call for call in self.p.workload.calls if call.name in names]
             options = self.p.options.of[members[0].engine]
-            leaf = leaf_times(members, options, self.p.costs, self.p.batches)
+            outside = {name for call in self.p.workload.calls if call.name not in names for name in self._feeders(call.name)}
+            shown = max((i for i, call in enumerate(members) if call.name in outside), default=-1)
+            leaf = leaf_times(members, options, self.p.costs, self.p.batches, shown)
             rows = list(product(range(len(options)), range(len(leaf.chunks))))
             tables.append((options, (leaf.times, leaf.grains), np.array(rows)))
             ways.append(np.arange(len(rows)))
