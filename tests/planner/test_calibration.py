@@ -75,11 +75,12 @@ def test_ppo_is_predicted_to_be_faster_in_a_split_where_it_was_measured_to_be(ca
 
 @pytest.mark.parametrize("kind", ["rollout", "train"])
 def test_every_number_lies_in_its_interval_and_has_a_source(kind: str) -> None:
-    for engine in ("vllm", "sglang") if kind == "rollout" else ("deepspeed", "fsdp", "megatron"):
+    for engine in ("vllm", "sglang", "embedded") if kind == "rollout" else ("deepspeed", "fsdp", "megatron", "embedded"):
         found = attained_by(engine if kind == "rollout" else "vllm", engine if kind == "train" else "fsdp").constants()
         for name, constant in found.items():
             assert constant.source, name
-    assert attained_by("embedded", "embedded") == Attained()
+    assert attained_by("fake", "fake") == Attained()
+    assert attained_by("embedded", "embedded").rollout.wake_s == Attained().rollout.wake_s  # No server's.
     with pytest.raises(ValueError, match="outside of its interval"):
         Estimate(3.0, 0.0, 1.0, "nowhere")
 
