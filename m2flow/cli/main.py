@@ -307,8 +307,13 @@ def main() -> None:
             stream.reconfigure(errors="replace")  # A model's text must not end a run because the terminal can't show it.
     if hasattr(signal, "SIGCHLD"):
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # A parent that ignores it, as some containers' do, hands that on; then nobody waits.
-    _load_ahead(sys.argv[1:])
-    cli.main(prog_name="m2flow", obj=OWNS_PROCESS)
+    try:
+        _load_ahead(sys.argv[1:])
+        cli.main(prog_name="m2flow", obj=OWNS_PROCESS)
+    except KeyboardInterrupt:  # Outside of a command: while what it needs is loaded.
+        failure = Failure(RunInterrupted("stopped by Ctrl-C before the run began"))
+        failure.show()
+        sys.exit(failure.exit_code)
 
 
 _RUNS = ("run", "demo")

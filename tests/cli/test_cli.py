@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from observed_run import record_run, store_run
 
 from m2flow.cli.flow_options import find_target, option_type
-from m2flow.cli.main import cli, failure_of
+from m2flow.cli.main import cli, failure_of, main
 from m2flow.errors import InternalError, RewardError, RunInterrupted
 from m2flow.micro.records.tally import Tally
 from m2flow.runs.display import Rates, duration, sparkline
@@ -105,6 +105,22 @@ def test_help_lists_every_command_with_an_example_each() -> None:
 def test_python_dash_m_is_the_same_command() -> None:
     done = subprocess.run([sys.executable, "-m", "m2flow", "--version"], capture_output=True, text=True, timeout=240)
     assert done.stdout.startswith("m2flow, version ")
+
+
+def test_ctrl_c_while_the_command_line_loads_is_told_as_any_other(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The process that workers are forked from may be there already: who looks for workers may well press it then."""
+
+    def interrupted(arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("m2flow.cli.main._load_ahead", interrupted)
+    monkeypatch.setattr(sys, "argv", ["m2flow", "run", "flow.py"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 130
+    assert "RunInterrupted: stopped by Ctrl-C" in capsys.readouterr().err
 
 
 def test_plan_prints_calls_barriers_and_arithmetic() -> None:
