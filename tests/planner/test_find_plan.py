@@ -174,7 +174,7 @@ def test_between_the_counts_of_the_grid_there_are_faster_plans(num_devices: int,
     found = best_plan(modelled(num_devices, staleness=staleness, num_prompts=num_prompts))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search._Search, "climbed", lambda self, quick: quick)
-        patch.setattr(search._Search, "seeded", lambda self: iter(()))
+        patch.setattr(search._Search, "seeded", lambda self, known_s=0.0: iter(()))
         on_grid = best_plan(modelled(num_devices, staleness=staleness, num_prompts=num_prompts))
     assert found.step_s <= on_grid.step_s
     assert step_s(found.problem, found.node) == pytest.approx(found.step_s)
