@@ -268,9 +268,23 @@ class _CallRun:
         self._workers: dict[int, _WorkerThread] = {}
         self._errors: dict[int, OpError] = {}
         self._has_failed = False
-        """A unit has raised, and nobody has said that this is no failure of the call."""
+        """A unit has failed, and nobody has said that this is no failure of the call."""
 
     def run(self, on_done: OnDone | None, meanwhile: Callable[[], None] | None, on_failure: OnFailure | None) -> list[object]:
+        try:
+            return self._run(on_done, meanwhile, on_failure)
+        except BaseException:
+            self._break_off()
+            raise
+
+    def _break_off(self) -> None:
+        """Begin no more units: who called has left. Those that run come to their end, and so do their threads then."""
+        with self._lock:
+            self._waiting.clear()
+            for worker in self._workers.values():
+                worker.dismiss()
+
+    def _run(self, on_done: OnDone | None, meanwhile: Callable[[], None] | None, on_failure: OnFailure | None) -> list[object]:
         looks_at, look_s = (0.0, _LOOKS_AFTER_S) if meanwhile is not None else (float("inf"), 0.0)
         while self._waiting or self._deadlines:
             self._begin_units()
@@ -332,14 +346,13 @@ class _CallRun:
                     return
                 unit = self._waiting.popleft()
                 worker = self._idle.pop() if self._idle else _WorkerThread()
-                self._has_begun(unit, worker)
-            where = self._there if self.is_isolated and self._there is not None else self._here
+                where = self._there if self.is_isolated and self._there is not None else self._here
+                self._has_begun(unit, worker, is_timed=where is self._here)
             worker.run(functools.partial(self._work, where, unit, worker))
 
-    def _has_begun(self, unit: Unit, worker: _WorkerThread) -> None:
-        """Note that a worker runs a unit from now on; the lock is held."""
+    def _has_begun(self, unit: Unit, worker: _WorkerThread, *, is_timed: bool) -> None:
+        """Note that a worker runs a unit from now on, within the time limit or one that a child keeps; the lock is held."""
         now, limit_s = time.monotonic(), self._here.timeout_s
-        is_timed = limit_s is not None and not (self.is_isolated and self._there is not None)
         self._deadlines[unit.position] = now + limit_s if is_timed and limit_s is not None else float("inf")
         self._patience[unit.position] = now + self._patience_s
         self._workers[unit.position] = worker
@@ -356,13 +369,14 @@ class _CallRun:
             if os.getpid() != process:
                 os._exit(0)  # The function has forked, and this is the child: nobody will give it work.
             with self._lock:
-                self._patience.pop(unit.position, None)
-                self._has_failed |= outcome.error is not None
+                if not worker.is_abandoned:
+                    self._patience.pop(unit.position, None)
+                    self._has_failed |= outcome.error is not None
                 may_go_on = where is self._here and not (worker.is_abandoned or self._has_failed or self.is_isolated)
                 if not may_go_on or not self._waiting or not _has_room(self._patience, self._concurrency):
                     break
                 following = self._waiting.popleft()
-                self._has_begun(following, worker)
+                self._has_begun(following, worker, is_timed=True)
             self._outcomes.put(outcome._replace(is_last=False))
         self._outcomes.put(outcome)
 
@@ -381,7 +395,7 @@ class _CallRun:
                 return None
             late = self._units[min(slow, key=lambda position: (self._deadlines[position], position))]
             worker = self._ended(late)
-            worker.is_abandoned = True
+            worker.is_abandoned = self._has_failed = True
         how = self._here.give_up(worker)
         return late, _Failed("timed_out", _too_slow(self._here.function, late, self._here.timeout_s, how))
 
@@ -450,6 +464,7 @@ class _WorkerThread:
     def _serve(self) -> None:
         while (work := self._work.get()) is not None:
             work()
+            del work  # While it waits for the next, it holds no samples and no results.
 
 
 @final

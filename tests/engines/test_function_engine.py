@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import subprocess
 import sys
 import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -26,6 +29,12 @@ def gate() -> Iterator[threading.Event]:
     event = threading.Event()
     yield event
     event.set()
+
+
+@pytest.fixture
+def threads_before() -> set[threading.Thread]:
+    """Threads that were there before the test."""
+    return set(threading.enumerate())
 
 
 def batch(num_prompts: int = 3, n: int = 2) -> Batch:
@@ -269,3 +278,64 @@ def test_a_concurrency_that_is_no_count_is_refused(concurrency: object) -> None:
 def test_an_unknown_granularity_is_refused() -> None:
     with pytest.raises(EngineError, match="minibatch"):
         call(len, batch(), "minibatch")
+
+
+def test_no_unit_starts_after_one_that_took_too_long(gate: threading.Event) -> None:
+    begun: list[str] = []
+
+    def hangs(sample: Sample) -> str:
+        begun.append(sample.text)
+        # The others go on until the first has been given up.
+        gate.wait() if sample.text == "t0" else time.sleep(SHORT_S / 4)
+        return sample.text
+
+    with pytest.raises(OpError, match="took longer than"):
+        call(hangs, batch(100), timeout_s=SHORT_S, concurrency=2)
+    assert len(begun) < 100
+
+
+def test_no_unit_starts_after_the_caller_has_left(threads_before: set[threading.Thread]) -> None:
+    begun: list[str] = []
+
+    def slow(sample: Sample) -> str:
+        begun.append(sample.text)
+        time.sleep(0.005)
+        return sample.text
+
+    def leaves(position: int, result: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        call(slow, batch(100), on_done=leaves)
+    for thread in set(threading.enumerate()) - threads_before:
+        thread.join(10.0)
+        assert not thread.is_alive(), "its thread does not end"
+    assert len(begun) < 100
+
+
+def test_an_engine_that_waits_for_its_next_call_holds_nothing_of_the_last() -> None:
+    class Result:
+        pass
+
+    made: list[weakref.ref[Result]] = []
+
+    def make(sample: Sample) -> Result:
+        result = Result()
+        made.append(weakref.ref(result))
+        return result
+
+    engine = PythonFunctions(EngineSettings())
+    engine.start()
+    try:
+        results = engine.call(make, batch(), granularity="sample", timeout_s=None)
+        assert [one() for one in made] == list(results)
+        del results
+        # Its thread lets go as soon as it has come round to waiting.
+        for _ in range(200):
+            gc.collect()
+            if not any(one() for one in made):
+                break
+            time.sleep(0.01)
+        assert not any(one() for one in made)
+    finally:
+        engine.stop()
