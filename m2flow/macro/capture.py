@@ -62,6 +62,14 @@ from m2flow.samples import Batch, Ragged
 EMPTY = object()
 """Stands for an empty cell."""
 
+
+@final
+class _Shape(str):
+    """Stands among leaves for how those after it belong together: the same leaves may be of values that are put together otherwise."""
+
+    __slots__ = ()
+
+
 _ATOMS = frozenset({int, float, complex, str, bytes, bool, type(None), type(...), type(NotImplemented), range, re.Pattern})
 
 
@@ -159,21 +167,26 @@ def fixed_leaves(function: object) -> list[object] | None:
     Two functions of one code with the same leaves do the same. A function that is cached (`functools.cache`) counts as pure.
     """
     leaves: list[object] = []
-    return leaves if _gather(function, leaves, set()) else None
+    return leaves if _gather(function, leaves, {}) else None
 
 
 def is_same(leaves: list[object], others: list[object]) -> bool:
     if len(leaves) != len(others):
         return False
     for a, b in zip(leaves, others, strict=True):
-        if a is not b and not (type(a) is type(b) and type(a) in (int, str, bytes) and a == b):
+        if a is not b and not (type(a) is type(b) and type(a) in _BY_VALUE and a == b):
             return False
     return True
 
 
-_PURE_MODULES = frozenset({"builtins", "math", "string", "itertools", "functools", "operator", "re", "json", "fractions", "decimal"})
-"""What these compute goes by their arguments alone."""
-_REACHING_OUT = frozenset({"open", "input", "print", "exec", "eval", "compile", "globals", "vars", "setattr", "__import__", "breakpoint"})
+_BY_VALUE = frozenset({int, str, bytes, _Shape})
+
+
+_PURE_MODULES = frozenset({"math", "string", "itertools", "functools", "operator", "re", "json", "fractions"})
+"""What these compute goes by their arguments alone. (`decimal` goes by a context, which holds a precision.)"""
+_REACHING_OUT = frozenset(
+    {"open", "input", "print", "exec", "eval", "compile", "globals", "vars", "setattr", "delattr", "__import__", "breakpoint"}
+)
 """Built-in functions of which the same cannot be said."""
 
 
@@ -191,21 +204,31 @@ def _is_pure(leaf: object) -> bool:
     match leaf:
         case types.CodeType():
             is_known = _REACHING_OUT.isdisjoint(facts(leaf).globals) and owner(leaf.co_filename) == "user"
-            return is_known and not any(step.opname == "IMPORT_NAME" for code in _nested(leaf) for step in dis.get_instructions(code))
+            return is_known and not any(_reaches_out(step) for code in _nested(leaf) for step in dis.get_instructions(code))
         case types.ModuleType():
             return leaf.__name__ in _PURE_MODULES
         case types.BuiltinFunctionType():
-            return leaf.__module__ in _PURE_MODULES and leaf.__name__ not in _REACHING_OUT
+            return _is_of_pure(leaf.__module__) and leaf.__name__ not in _REACHING_OUT
         case type():
-            return leaf.__module__ in _PURE_MODULES
-    return type(leaf) in _ATOMS or type(leaf) is tuple or leaf is EMPTY
+            return _is_of_pure(leaf.__module__)
+    return type(leaf) in _ATOMS or type(leaf) is _Shape or leaf is EMPTY
+
+
+def _is_of_pure(module: str | None) -> bool:
+    return module == "builtins" or module in _PURE_MODULES
+
+
+def _reaches_out(step: dis.Instruction) -> bool:
+    """Whether an instruction imports, or reads an attribute that leads to what an object is made of: `rng.__dict__` outlasts a row."""
+    name = step.argval if isinstance(step.argval, str) else ""
+    return step.opname == "IMPORT_NAME" or (step.opname in ("LOAD_ATTR", "LOAD_METHOD") and name.startswith("__") and name.endswith("__"))
 
 
 def are_alike(leaves: list[object], others: list[object]) -> bool:
     """Whether two functions of these leaves do the same, though one may be of a file that was loaded again: code counts by its text."""
     if len(leaves) != len(others):
         return False
-    by_value = (int, str, bytes, types.CodeType)
+    by_value = _BY_VALUE | {types.CodeType}
     return all(a is b or (type(a) is type(b) and type(a) in by_value and a == b) for a, b in zip(leaves, others, strict=True))
 
 
@@ -265,24 +288,25 @@ def watch(function: types.FunctionType) -> Watch | None:
     return found if fixed_leaves(function) is not None and found.add(function) else None
 
 
-def _gather(value: object, leaves: list[object], seen: set[int]) -> bool:
-    """Add the leaves of a value; False as soon as one can change."""
+def _gather(value: object, leaves: list[object], seen: dict[int, int]) -> bool:
+    """Add the leaves of a value; False as soon as one can change. `seen` are functions, in the order in which they were met."""
     if type(value) in _ATOMS or value is EMPTY:
         leaves.append(value)
         return True
     if id(value) in seen:
+        leaves.append(_Shape(f"function {seen[id(value)]}"))
         return True
     match value:
         case types.FunctionType():
             return _gather_function(value, leaves, seen)
         case tuple() | frozenset() if type(value) in (tuple, frozenset):
-            leaves.append(len(value))
+            leaves.append(_Shape(f"{type(value).__name__} of {len(value)}"))
             return _all(value, leaves, seen)
         case functools._lru_cache_wrapper():
             leaves.append(value)
             return _gather(value.__wrapped__, leaves, seen)
         case functools.partial():
-            leaves.append(tuple(value.keywords))
+            leaves.append(_Shape(f"partial of {len(value.args)} {','.join(value.keywords)}"))
             return not value.__dict__ and _all((value.func, *value.args, *value.keywords.values()), leaves, seen)
         case types.BuiltinFunctionType():
             leaves.append(value)
@@ -301,21 +325,26 @@ def _gather(value: object, leaves: list[object], seen: set[int]) -> bool:
             return True
     if type(value).__module__.startswith("m2flow.") and is_importable(type(value)):
         leaves.append(type(value))
-        return _all(vars(value).values(), leaves, seen) if hasattr(value, "__dict__") else False
+        if not hasattr(value, "__dict__"):
+            return False
+        leaves.append(_Shape(",".join(vars(value))))
+        return _all(vars(value).values(), leaves, seen)
     return False
 
 
-def _gather_function(function: types.FunctionType, leaves: list[object], seen: set[int]) -> bool:
+def _gather_function(function: types.FunctionType, leaves: list[object], seen: dict[int, int]) -> bool:
     leaves.append(function.__code__)
     if not is_users(function) and is_importable(function):
         return True
-    seen.add(id(function))
+    seen[id(function)] = len(seen)
     if (function.__dict__ and function.__dict__.keys() != {"__wrapped__"}) or facts(function.__code__).rebinds:
         return False
-    return _all((part for _, part in captures(function)), leaves, seen)
+    found = list(captures(function))
+    leaves.append(_Shape(",".join([name for name, _ in found])))
+    return _all((part for _, part in found), leaves, seen)
 
 
-def _all(values: Iterable[object], leaves: list[object], seen: set[int]) -> bool:
+def _all(values: Iterable[object], leaves: list[object], seen: dict[int, int]) -> bool:
     for value in values:  # A loop, since every call of the program comes by here.
         if type(value) in _ATOMS:
             leaves.append(value)

@@ -351,7 +351,7 @@ class Dataset:
         check_count("size", size)
         check_whole("seed", seed)
 
-        leaves = pure_leaves(make) if curriculum is None and size <= _MOST_KEPT else None
+        leaves = pure_leaves(make) if cls is Dataset and curriculum is None and size <= _MOST_KEPT else None
         if leaves is None:
             return cls([make(random.Random(f"{seed}/{i}")) for i in range(size)], name=name, shuffle=shuffle, curriculum=curriculum)
         known = _kept_rows(leaves, size, seed)

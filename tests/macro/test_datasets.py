@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import builtins
+import decimal
+import functools
 import math
 import random
 import re
@@ -12,7 +15,7 @@ import pytest
 
 from m2flow import Dataset, flow, steps
 from m2flow.errors import DatasetError, OptionError, TraceError
-from m2flow.macro.capture import are_alike, pure_leaves
+from m2flow.macro.capture import are_alike, is_same, pure_leaves
 from m2flow.macro.flow import Flow
 from m2flow.macro.graph import MacroGraph
 from m2flow.macro.tracing import trace
@@ -293,12 +296,55 @@ def test_rows_that_a_pure_function_made_are_made_once_and_anew_where_what_it_rea
         lambda rng: {"prompt": str(random.random())},
         lambda rng: {"prompt": str(__import__("time").time())},
         lambda rng: {"prompt": Path("/dev/null").read_text()},
+        lambda rng: {"prompt": builtins.open("/dev/null").read()},  # noqa: SIM115
+        lambda rng: {"prompt": str(decimal.Decimal(1) / 3)},  # As precise as the context.
+        lambda rng: {"prompt": str(rng.__dict__.setdefault("rows", []))},
         lambda rng: {"prompt": taken(lambda: Dataset([{"prompt": "a"}]).all())[0][0]},
     ],
 )
 def test_a_function_that_reaches_what_can_change_is_asked_each_time(make):
     assert pure_leaves(make) is None
     assert pure_leaves(lambda rng: {"prompt": str(rng.randint(1, 9) + math.pi)}) is not None
+
+
+def one_text(rng: random.Random) -> str:
+    return "one"
+
+
+def other_text(rng: random.Random) -> str:
+    return "other"
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"A": 1, "B": (7,)}, {"A": (1,), "B": 7}),
+        ({"A": (1, 2), "B": 0}, {"A": frozenset({1, 2}), "B": 0}),
+        ({"A": (one_text, one_text), "B": other_text}, {"A": (one_text, other_text), "B": one_text}),
+        ({"A": functools.partial(one_text, 1), "B": (2,)}, {"A": functools.partial(one_text), "B": (1, 2)}),
+    ],
+)
+def test_a_function_whose_captures_are_put_together_otherwise_is_another(before, after):
+    def made(scope: dict[str, object]) -> list[object] | None:
+        exec(compile("def make(rng): return {'prompt': f'{A} {B}'}", "flow.py", "exec"), scope)
+        return pure_leaves(scope["make"])
+
+    first, again, other = made(dict(before)), made(dict(before)), made(dict(after))
+    assert first is not None
+    assert other is not None
+    assert are_alike(first, again)
+    assert is_same(first[1:], again[1:])
+    assert not are_alike(first, other)
+
+
+def test_rows_of_a_subclass_are_of_that_class():
+    class Tasks(Dataset):
+        pass
+
+    def make(rng: random.Random) -> dict[str, str]:
+        return {"prompt": str(rng.random())}
+
+    assert [type(one.generate(make, 2)) for one in (Dataset, Tasks, Dataset)] == [Dataset, Tasks, Dataset]
 
 
 def test_a_function_of_a_file_that_is_loaded_again_is_the_same_as_long_as_its_text_is(tmp_path):
