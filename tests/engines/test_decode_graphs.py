@@ -159,3 +159,65 @@ def test_a_pass_that_no_graph_can_hold_is_told_and_runs_without(tmp_path: Path, 
         torch.testing.assert_close(model.decode(cache, tokens, positions), expected, atol=1e-5, rtol=1e-5)
     assert not model.has_graphs
     assert "without CUDA graphs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("has_graphs", [False, True])
+def test_a_cache_of_many_short_rows_keeps_to_its_budget_when_a_few_long_ones_come(
+    has_graphs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, per_token, num_tokens = save_config("Qwen2", tmp_path, max_position_embeddings=256), 2 * 2 * 2 * 8 * 4, 8 * 64
+    engine = EmbeddedRollout(Model(path, init="random"), EngineSettings(max_running=8, options={"kv_budget_bytes": num_tokens * per_token}))
+    engine.start()
+    model, decoder = engine._model, engine._decoder
+    assert model is not None
+    assert decoder is not None
+    if has_graphs:
+        model._graphs = graphs_of(model)
+        monkeypatch.setattr(SlotModel, "decode", lambda model, *given: model._graphs.decode(*given))
+
+    def most_of(count: int, sampling: Sampling) -> float:
+        engine.add([Request(int(i), (2, 3, 4), k, sampling) for k, i in enumerate(make_ids(count, count, 1))])
+        most = 0
+        while engine.num_unfinished:
+            found = engine.step()
+            assert all(len(sample.tokens) == sampling.max_new_tokens for sample in found)
+            most = max(most, decoder.kv_bytes)
+        return most / per_token
+
+    assert most_of(8, Sampling(20, ignore_eos=True)) == num_tokens
+    assert most_of(2, Sampling(200, ignore_eos=True)) <= num_tokens
+    engine.stop()
+
+
+def test_graphs_are_gone_after_memory_has_run_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = EmbeddedRollout(Model(save_config("Qwen2", tmp_path), init="random"), EngineSettings(max_running=8))
+    engine.start()
+    model = engine._model
+    assert model is not None
+    graphs = model._graphs = graphs_of(model)
+    sizes: list[list[int]] = []
+
+    def decode(model: SlotModel, *given: Any) -> torch.Tensor:
+        if len(sizes) == 1:
+            sizes.append([])
+            raise torch.OutOfMemoryError("out of memory")
+        return graphs.decode(*given)
+
+    def prefill(model: SlotModel, *given: Any, usual: Any = SlotModel.prefill) -> torch.Tensor:
+        sizes.append(graphs.sizes)
+        return usual(model, *given)
+
+    engine.add([Request(int(i), (2, 3, 4), k, Sampling(12, ignore_eos=True)) for k, i in enumerate(make_ids(0, 4, 1))])
+    monkeypatch.setattr(SlotModel, "decode", lambda model, *given: graphs.decode(*given))
+    for _ in range(8):
+        engine.step()
+    assert graphs.sizes == [4]
+    sizes.append([4])
+    monkeypatch.setattr(SlotModel, "decode", decode)
+    monkeypatch.setattr(SlotModel, "prefill", prefill)
+    found = []
+    while engine.num_unfinished:
+        found += engine.step()
+    assert len(found) == 4
+    assert sizes[2] == []
+    engine.stop()

@@ -389,6 +389,7 @@ class ContinuousDecoder:
         queue.extendleft(reversed(back))
         self._coming = []
         self.release()
+        self._model.drop_graphs()  # What they hold is room for what comes next, which is a prefill, and looks at none of them.
         self._rows, self._tokens, self._logprobs = self._rows[:0], self._tokens[:0, :0], self._logprobs[:0, :0]
         self._stops = self._stops[:0, :0]
         self._max_running = num_tried // 2
@@ -453,10 +454,17 @@ class ContinuousDecoder:
         self._stops = _resized(self._stops, (capacity, num_stops), fill=-1)
 
     def _reserve(self, num_rows: int, length: int) -> None:
-        """Let the cache have so many rows of this length; where graphs read it, room for all that was admitted, lest it moves."""
+        """Let the cache have so many rows of this length; where graphs read it, room for all that was admitted, lest it moves.
+
+        Slots that are left of many short rows do not grow with a few long ones: a cache that would outgrow the budget loses them first.
+        """
+        length = max(length, int(self._rows["length"][: len(self._jobs)].max()) + 1)
         if self._model.has_graphs:
             length = max(length, *(job.reserved_length for job in self._jobs))
             num_rows = max(num_rows, min(rounded_rows(num_rows), self._max_running, self._budget_tokens // length))
+        slots, tokens = max(num_rows, self._cache.num_slots), max(length, self._cache.length)
+        if (slots, tokens) != (self._cache.num_slots, self._cache.length) and slots * tokens > self._budget_tokens:
+            self._cache.shrink_kv_cache(num_rows, length)
         self._cache.reserve(num_rows, length)
 
     def _prefill(self, admitted: list[Job]) -> torch.Tensor:

@@ -166,6 +166,8 @@ class DecodeGraphs:
         self._capture: Recorder | None = None
         self._of: tuple[SlotCache, int] | None = None
         self._inputs = self._staged = torch.zeros(2, 0, dtype=torch.int64)
+        self._copied: torch.cuda.Event | None = None
+        """After the last copy of the staged inputs to a GPU."""
         self._graphs: dict[int, Capture] = {}
         self._asked: dict[int, int] = {}
 
@@ -220,11 +222,15 @@ class DecodeGraphs:
                 self._capture = None
                 self._inputs = torch.zeros(2, capacity, dtype=torch.int64, device=self._device)
                 self._staged = torch.zeros(2, capacity, dtype=torch.int64, pin_memory=self._inputs.is_cuda)
-            # Nothing is left of the last copy from there: tokens were read on the host since.
+            if self._copied is not None:
+                self._copied.synchronize()  # Of passes one after the other, whose tokens nobody has read between, the last may wait yet.
             self._staged.zero_()
             self._staged[0, : len(tokens)] = torch.from_numpy(tokens)
             self._staged[1, : len(tokens)] = torch.from_numpy(positions)
             self._inputs.copy_(self._staged, non_blocking=True)
+            if self._inputs.is_cuda:
+                self._copied = torch.cuda.Event()
+                self._copied.record()
 
 
 @final
