@@ -441,6 +441,8 @@ class _WorkerThread:
         self.awaited: concurrent.futures.Future[_Outcome] | None = None
         """What it waits for on the event loop."""
         self.is_abandoned = False
+        self.lock = threading.Lock()
+        """Held where it begins to wait, and where it is abandoned."""
         self._thread = threading.Thread(target=self._serve, name="m2flow-function", daemon=True)
         self._thread.start()
 
@@ -458,7 +460,8 @@ class _WorkerThread:
     def abandon(self) -> bool:
         """Dismiss the thread, and cancel what it awaits. Returns whether it awaited something."""
         self.dismiss()
-        awaited = self.awaited
+        with self.lock:
+            self.is_abandoned, awaited = True, self.awaited
         return awaited is not None and awaited.cancel()
 
     def _serve(self) -> None:
@@ -480,7 +483,13 @@ class _EventLoop:
 
     def wait(self, awaitable: Awaitable[object], worker: _WorkerThread) -> object:
         """Await in a copy of the caller's context, and return the result. Any thread but the loop's may call it."""
-        worker.awaited = asyncio.run_coroutine_threadsafe(_settled(awaitable), self._running())
+        loop = self._running()
+        with worker.lock:
+            if worker.is_abandoned:  # Nobody waits for it, or knows that it may block the loop.
+                if inspect.iscoroutine(awaitable):
+                    awaitable.close()
+                raise asyncio.CancelledError
+            worker.awaited = asyncio.run_coroutine_threadsafe(_settled(awaitable), loop)
         try:
             outcome = worker.awaited.result()
         finally:

@@ -8,7 +8,7 @@ import functools
 import gc
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
 
@@ -154,6 +154,29 @@ def test_a_function_that_blocks_the_loop_is_left_behind_and_the_next_has_a_loop(
         call_it(engine, blocks, timeout_s=0.05, count=1)
     try:
         assert call_it(engine, answers) == ["t0", "t1", "t2"]
+    finally:
+        gate.set()
+
+
+def test_what_was_given_up_before_it_came_to_the_loop_does_not_come_to_it(engine: PythonFunctions) -> None:
+    made, gate = threading.Event(), threading.Event()
+    began: list[threading.Thread] = []
+
+    async def blocks() -> None:
+        gate.wait()
+
+    def makes(sample: Sample) -> Awaitable[None]:
+        began.append(threading.current_thread())
+        made.wait()
+        return blocks()
+
+    with pytest.raises(OpError, match=r"longer than 0.05 s"):
+        call_it(engine, makes, timeout_s=0.05, count=1)
+    try:
+        made.set()
+        began[0].join(0.5)
+        assert call_it(engine, lambda sample: asyncio.sleep(0, sample.text), timeout_s=5.0) == ["t0", "t1", "t2"]
+        assert not began[0].is_alive()
     finally:
         gate.set()
 
