@@ -27,6 +27,7 @@ Source:
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import json
 import math
@@ -231,6 +232,10 @@ class _World:
             if not isinstance(error, Exception):
                 raise
 
+    def ended(self, call: Callable[[object], None]) -> None:
+        """Have something called when it has ended."""
+        self._task.add_done_callback(call)
+
     async def ready(self) -> tuple[Any, SharedEndpoint]:
         """The environment, and the address of its harnesses. Raises `EpisodeFailed` if it can't begin; the next episode tries again."""
         return await asyncio.shield(self._found)
@@ -243,8 +248,15 @@ _worlds: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, _World]]
 def _world(config: str) -> _World:
     of_loop = _worlds.setdefault(asyncio.get_running_loop(), {})
     if config not in of_loop or not of_loop[config].is_usable:
-        of_loop[config] = _World(config)
+        of_loop[config] = world = _World(config)
+        world.ended(functools.partial(_forget, of_loop, config, world))
     return of_loop[config]
+
+
+def _forget(of_loop: dict[str, _World], config: str, world: _World, _: object) -> None:
+    """Drop an environment that has ended: it knows its event loop, which would stay with it."""
+    if of_loop.get(config) is world:
+        del of_loop[config]
 
 
 # ---- an episode

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import importlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from m2flow.agents.conversation import Conversation
 from m2flow.agents.episodes import EventLoop
 from m2flow.agents.http_sessions import _Server
 from m2flow.agents.tools import EpisodeFailed
-from m2flow.agents.verifiers_envs import _worlds, verifiers_agent, verifiers_rows
+from m2flow.agents.verifiers_envs import _world, _worlds, verifiers_agent, verifiers_rows
 from m2flow.errors import DatasetError, MissingExtra, OptionError
 from m2flow.recipe import AdamW
 from m2flow.testing.world import run_eager, run_planned
@@ -535,3 +537,22 @@ def test_servers_of_tools_that_a_task_has_and_that_all_share_are_those_of_the_ep
     for script in scripts:
         assert [one.begins for one in script.asked] == [True, False]
         assert "found" in language.decode_all(list(script.asked[1].ids))
+
+
+def test_an_environment_ends_with_its_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Served:
+        @contextlib.asynccontextmanager
+        async def serving(self) -> AsyncIterator[None]:
+            yield
+
+    monkeypatch.setattr("m2flow.agents.verifiers_envs._environment", lambda config: Served())
+    environments: list[weakref.ref[Any]] = []
+
+    async def begins() -> None:
+        env, _ = await _world("{}").ready()
+        environments.append(weakref.ref(env))
+
+    for _ in range(2):
+        asyncio.run(begins())
+    gc.collect()
+    assert [one() for one in environments] == [None, None]

@@ -230,7 +230,7 @@ class DecodeGraphs:
             self._inputs.copy_(self._staged, non_blocking=True)
             if self._inputs.is_cuda:
                 self._copied = torch.cuda.Event()
-                self._copied.record()
+                self._copied.record(torch.cuda.current_stream(self._inputs.device))
 
 
 @final
