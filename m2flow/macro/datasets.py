@@ -212,6 +212,8 @@ def _now(row: Row) -> str:
 
 _MOST_KEPT = 200_000
 """Rows that are kept of those that functions made, over all datasets."""
+_MOST_BYTES = 128 << 20
+"""Bytes of these rows: they outlive the flow whose they are."""
 _kept: list[tuple[list[object], int, int, Dataset]] = []
 """What a function captures, size and seed -> the rows that it made, those used last at the end. A flow is followed several times before
 it runs, and makes its datasets each time: in most of the flows here that took longer than all else of planning."""
@@ -240,8 +242,13 @@ def _kept_rows(leaves: list[object], size: int, seed: int) -> Dataset | None:
 
 def _keep_rows(leaves: list[object], size: int, seed: int, made: Dataset) -> None:
     _kept.append((leaves, size, seed, made))
-    while sum(size for _, size, _, _ in _kept) > _MOST_KEPT:
+    while sum(size for _, size, _, _ in _kept) > _MOST_KEPT or sum(_bytes_of(one) for *_, one in _kept) > _MOST_BYTES:
         del _kept[0]
+
+
+def _bytes_of(made: Dataset) -> int:
+    columns = made._columns.values()
+    return sum(one.offsets.nbytes + one.values.nbytes if isinstance(one, Ragged) else one.nbytes for one in columns)
 
 
 class Dataset:

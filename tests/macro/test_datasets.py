@@ -15,6 +15,7 @@ import pytest
 
 from m2flow import Dataset, flow, steps
 from m2flow.errors import DatasetError, OptionError, TraceError
+from m2flow.macro import datasets
 from m2flow.macro.capture import are_alike, is_same, pure_leaves
 from m2flow.macro.flow import Flow
 from m2flow.macro.graph import MacroGraph
@@ -335,6 +336,16 @@ def test_a_function_whose_captures_are_put_together_otherwise_is_another(before,
     assert are_alike(first, again)
     assert is_same(first[1:], again[1:])
     assert not are_alike(first, other)
+
+
+def test_rows_of_many_bytes_are_not_kept(monkeypatch):
+    def made(length: int) -> int:
+        Dataset.generate(lambda rng: {"prompt": "a" * length}, 4)
+        return sum(len(one) for *_, one in datasets._kept)
+
+    monkeypatch.setattr(datasets, "_kept", [])
+    monkeypatch.setattr(datasets, "_MOST_BYTES", 1000)
+    assert [made(50), made(100), made(300), made(50)] == [4, 8, 0, 4]
 
 
 def test_rows_of_a_subclass_are_of_that_class():
