@@ -352,13 +352,14 @@ class Env(Generic[C]):
         server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off", ws="none"))
         task = asyncio.create_task(server.serve(sockets=[listener]))
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-        async with httpx2.AsyncClient(timeout=60, verify=False) as self._client:
-            try:
-                await self.start()
-                yield
-            finally:
-                server.should_exit = True
-                await task
+        with contextlib.closing(listener):  # A server that is cancelled with its loop leaves it open.
+            async with httpx2.AsyncClient(timeout=60, verify=False) as self._client:
+                try:
+                    await self.start()
+                    yield
+                finally:
+                    server.should_exit = True
+                    await task
 
     async def _relay(self, request: Request) -> Response:
         trace, ctx = self.sessions[request.headers["authorization"].removeprefix("Bearer ")]
