@@ -15,6 +15,7 @@ import functools
 import importlib
 import itertools
 import random
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast, final
@@ -214,6 +215,7 @@ _MOST_KEPT = 200_000
 """Rows that are kept of those that functions made, over all datasets."""
 _MOST_BYTES = 128 << 20
 """Bytes of these rows: they outlive the flow whose they are."""
+_keeping = threading.Lock()
 _kept: list[tuple[list[object], int, int, Dataset]] = []
 """What a function captures, size and seed -> the rows that it made, those used last at the end. A flow is followed several times before
 it runs, and makes its datasets each time: in most of the flows here that took longer than all else of planning."""
@@ -233,17 +235,19 @@ def _seeds_of_all(key: str, number: int, count: int) -> npt.NDArray[np.uint64]:
 
 def _kept_rows(leaves: list[object], size: int, seed: int) -> Dataset | None:
     """A dataset of the same rows that was made before."""
-    for i, (others, *of, made) in enumerate(_kept):
-        if of == [size, seed] and are_alike(leaves, others):
-            _kept.append(_kept.pop(i))
-            return made
+    with _keeping:
+        for i, (others, *of, made) in enumerate(_kept):
+            if of == [size, seed] and are_alike(leaves, others):
+                _kept.append(_kept.pop(i))
+                return made
     return None
 
 
 def _keep_rows(leaves: list[object], size: int, seed: int, made: Dataset) -> None:
-    _kept.append((leaves, size, seed, made))
-    while sum(size for _, size, _, _ in _kept) > _MOST_KEPT or sum(_bytes_of(one) for *_, one in _kept) > _MOST_BYTES:
-        del _kept[0]
+    with _keeping:
+        _kept.append((leaves, size, seed, made))
+        while sum(size for _, size, _, _ in _kept) > _MOST_KEPT or sum(_bytes_of(one) for *_, one in _kept) > _MOST_BYTES:
+            del _kept[0]
 
 
 def _bytes_of(made: Dataset) -> int:
