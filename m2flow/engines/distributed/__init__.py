@@ -61,6 +61,8 @@ def check_experts(config: Any, options: Mapping[str, object], num_ranks: int) ->
     for name in ("ep", "pp", "tp"):
         if not is_count(options.get(name, 1)):
             raise EngineError(f"the option {name} of the train engine 'fsdp' is {options[name]!r}", now="Write a whole number.")
+    from m2flow.engines.models.hf_model import num_experts
+
     ep = int(str(options["ep"]))
     pp = int(str(options.get("pp", 1)))
     if options.get("tp", 1) != 1:
@@ -76,20 +78,13 @@ def check_experts(config: Any, options: Mapping[str, object], num_ranks: int) ->
             f"experts of a {config.model_type!r} model can't be split over ranks here; those of {', '.join(STACKED)} can",
             now="Leave ep out.",
         )
-    count = _num_experts(config)
+    count = num_experts(config)
     if count % ep:
         raise EngineError(f"ep is {ep}, which does not divide the model's {count} experts", now="Take an ep that does.")
     width, replicas = int(getattr(config, "moe_intermediate_size", config.intermediate_size)), num_ranks // (ep * pp)
     if 2 * width % replicas or config.hidden_size % replicas:
         what = f"{replicas} ranks that hold the same experts can't share out experts of {config.hidden_size} times {width}"
         raise EngineError(what, now="Take a larger ep, or another number of ranks.")
-
-
-def _num_experts(config: Any) -> int:
-    """Experts of a layer; 0: the model is no mixture."""
-    return next(
-        (int(getattr(config, name)) for name in ("num_experts", "num_local_experts", "n_routed_experts") if hasattr(config, name)), 0
-    )
 
 
 def check_stages(config: Any, model: Model, options: Mapping[str, object], num_ranks: int) -> None:
@@ -100,6 +95,9 @@ def check_stages(config: Any, model: Model, options: Mapping[str, object], num_r
     Raises:
         EngineError: they can't; with the option, or the field of the config, that is in the way.
     """
+    from m2flow.engines.models.hf_model import num_experts
+    from m2flow.engines.models.routing import not_a_mixture
+
     for name in ("pp", "tp", "vpp", "micro_batches"):
         if not is_count(options.get(name, 1)):
             raise EngineError(f"the option {name} of the train engine 'fsdp' is {options[name]!r}", now="Write a whole number.")
@@ -124,9 +122,8 @@ def check_stages(config: Any, model: Model, options: Mapping[str, object], num_r
             f"micro_batches is {passes}, which is no multiple of pp, {pp}, as vpp needs", now="Take a multiple, or leave vpp out."
         )
     if model.routing is not None or model.balance is not None:
-        if not _num_experts(config):
-            what = f"a {config.model_type!r} model is no mixture of experts whose routing can be replayed or balanced"
-            raise EngineError(what, now="Leave replay_routing and balance out.")
+        if not num_experts(config):
+            raise not_a_mixture(config.model_type)
         what = f"routing of a {config.model_type!r} model is neither replayed nor balanced over stages"
         raise EngineError(what, now="Leave replay_routing and balance out, or pp, or take the train engine `megatron`.")
     if model.lora is not None:

@@ -27,7 +27,7 @@ from transformers.pytorch_utils import Conv1D
 from m2flow.engines.contract import bytes_on
 from m2flow.engines.embedded.kv_slots import ATTENTION_NAME, DecodePass, DevicePass, PrefillPass, SlotCache, SlotPass, slot_attention
 from m2flow.engines.models import lora
-from m2flow.engines.models.hf_model import checkpoint_tensors, hold_in, load_model
+from m2flow.engines.models.hf_model import checkpoint_tensors, hold_in, load_model, num_experts
 from m2flow.engines.models.model_probe import NUM_JUDGED, Probe, longest_sequence
 from m2flow.engines.models.packing import LEAVE_OUT, exact_linear
 from m2flow.engines.models.routing import Routers
@@ -289,7 +289,7 @@ class SlotModel:
         self.vocab_size: int = text_config.vocab_size
         own_context = getattr(text_config, "max_position_embeddings", None) or 1 << 20
         self.max_context: int = min(own_context, max_context or own_context)
-        self.is_mixture = any(getattr(text_config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+        self.is_mixture = num_experts(text_config) > 0
         self.num_weights: int = sum(parameter.numel() for parameter in module.parameters())
         self.kv_bytes_per_token = 0
         self._routers: Routers | None = None

@@ -494,6 +494,12 @@ def empty_cache(device: str) -> None:
         torch.cuda.empty_cache()
 
 
+def num_experts(config: Any) -> int:
+    """How many experts a layer of the model has by its config; 0: it is no mixture."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return next((int(count) for name in names if (count := getattr(config, name, None))), 0)
+
+
 def layers(model: Any) -> list[torch.nn.Module]:
     """Find the layers of a model: the blocks that its architecture says must not be split. Empty: it says none."""
     kinds = set(model._no_split_modules or ())
