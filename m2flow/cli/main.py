@@ -101,6 +101,10 @@ class Failure(click.ClickException):
         click.echo(self.format_message(), file=file or sys.stderr)
 
 
+def _interrupted() -> Failure:
+    return Failure(RunInterrupted("stopped by Ctrl-C before the run began"))
+
+
 def status_of(error: M2FlowError) -> int:
     """Return the exit status: 130 for Ctrl-C, 2 for a wrong command line, flow file or spec, 1 for a run that failed."""
     if isinstance(error, RunInterrupted):
@@ -216,7 +220,7 @@ class Commands(LazyGroup):
         except M2FlowError as error:
             raise Failure(error) from error
         except KeyboardInterrupt:
-            raise Failure(RunInterrupted("stopped by Ctrl-C before the run began")) from None
+            raise _interrupted() from None
         except OSError as error:
             if isinstance(error, BrokenPipeError):
                 raise
@@ -311,7 +315,7 @@ def main() -> None:
         _load_ahead(sys.argv[1:])
         cli.main(prog_name="m2flow", obj=OWNS_PROCESS)
     except KeyboardInterrupt:  # Outside of a command: while what it needs is loaded.
-        failure = Failure(RunInterrupted("stopped by Ctrl-C before the run began"))
+        failure = _interrupted()
         failure.show()
         sys.exit(failure.exit_code)
 
