@@ -73,6 +73,8 @@ class Found:
 # ---- models, and what is predicted of them
 
 
+FOLDER = "M2FLOW_GPU_KIT_MODELS"
+"""The environment variable that says where the kit's stages have their models."""
 SIZES: tuple[tuple[str, int | None], ...] = (("Qwen2.5-0.5B", None), ("Qwen2.5-7B", 4))
 """The models that are measured: a whole one, and of a large one as many layers as fit."""
 
@@ -82,7 +84,7 @@ def model_folder(shape: str, device: str, num_layers: int | None = None) -> str:
 
     The weights are drawn on the device: on the host that takes longer than all that is measured.
     """
-    folder = Path(os.environ.get(FOLDER, tempfile.gettempdir())) / f"{shape}-{num_layers or 'all'}"
+    folder = Path(os.environ.get(FOLDER, tempfile.gettempdir())) / f"{shape}-{num_layers or 'all'}-{device}"  # Toys are another model.
     if (folder / "complete").exists():
         return str(folder)
     write_config(folder, shape, is_toy=device == "cpu", num_layers=num_layers)
@@ -93,10 +95,6 @@ def model_folder(shape: str, device: str, num_layers: int | None = None) -> str:
     model.save_pretrained(folder)
     (folder / "complete").touch()
     return str(folder)
-
-
-FOLDER = "M2FLOW_GPU_KIT_MODELS"
-"""Where the kit's stages have their models."""
 
 
 def write_config(folder: str | Path, shape: str, *, is_toy: bool, num_layers: int | None = None) -> None:
