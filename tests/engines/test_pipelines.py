@@ -94,11 +94,7 @@ class TestChunks(TrainEngineSuite):
 
 
 @pytest.mark.slow
-class TestWithoutBubble(TrainEngineSuite):
-    @pytest.fixture(autouse=True)
-    def _take(self, model: Model, followers: Followers) -> None:
-        self.model, self.followers = model, followers
-
+class TestWithoutBubble(TestStages):
     def make(self) -> TrainEngine:
         return staged(self.model, self.followers, schedule="zero-bubble")
 
