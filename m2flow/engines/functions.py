@@ -305,7 +305,7 @@ class _CallRun:
                 if outcome is None and min(losing, looks_at) < deadline:
                     continue
             else:
-                outcome = self._outcomes.get()
+                outcome = None if self._is_time_up() else self._outcomes.get()
             failed: _Failed | None
             if outcome is None:
                 late = self._abandon()
@@ -385,6 +385,12 @@ class _CallRun:
         del self._deadlines[unit.position]
         self._patience.pop(unit.position, None)
         return self._workers.pop(unit.position)
+
+    def _is_time_up(self) -> bool:
+        """Whether the unit that has run longest has taken too long: all have the same time."""
+        with self._lock:
+            longest = next(iter(self._patience), None)
+            return longest is not None and self._deadlines[longest] <= time.monotonic()
 
     def _abandon(self) -> tuple[Unit, _Failed] | None:
         """Abandon the unit whose time is up; None if it has ended just now."""

@@ -219,9 +219,20 @@ def _is_of_pure(module: str | None) -> bool:
 
 
 def _reaches_out(step: dis.Instruction) -> bool:
-    """Whether an instruction imports, or reads an attribute that leads to what an object is made of: `rng.__dict__` outlasts a row."""
+    """Whether an instruction imports, or reads an attribute that leads to another module (`json.codecs`) or to what an object is made of:
+    `rng.__dict__` outlasts a row.
+    """
     name = step.argval if isinstance(step.argval, str) else ""
-    return step.opname == "IMPORT_NAME" or (step.opname in ("LOAD_ATTR", "LOAD_METHOD") and name.startswith("__") and name.endswith("__"))
+    if step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+        return (name.startswith("__") and name.endswith("__")) or name in _modules_of_pure_ones()
+    return step.opname == "IMPORT_NAME"
+
+
+@functools.cache
+def _modules_of_pure_ones() -> frozenset[str]:
+    """Names by which pure modules have others, which need not be pure."""
+    modules = (sys.modules[name] for name in _PURE_MODULES if name in sys.modules)
+    return frozenset(name for module in modules for name, value in vars(module).items() if isinstance(value, types.ModuleType))
 
 
 def are_alike(leaves: list[object], others: list[object]) -> bool:

@@ -101,6 +101,31 @@ def test_a_thread_that_was_abandoned_begins_nothing_when_it_comes_back(gate: thr
     assert sorted(begun) == sorted(f"t{i}" for i in range(10))
 
 
+def test_a_unit_that_hangs_is_given_up_while_others_end_faster_than_their_results_are_taken(gate: threading.Event) -> None:
+    told: list[object] = []
+
+    def tell(position: int, result: object) -> None:
+        told.append(result)
+        time.sleep(0.002)  # Others have ended meanwhile: there is always a result to take.
+
+    def first_hangs(sample: Sample) -> str:
+        if sample.id.prompt == 0:
+            gate.wait()
+        return "done"
+
+    call(
+        first_hangs,
+        batch(1000, 1),
+        timeout_s=SHORT_S,
+        patience_s=0.001,
+        concurrency=2,
+        on_done=tell,
+        on_failure=lambda sample, how, error: how,
+    )
+    assert told.count("timed_out") == 1
+    assert told.index("timed_out") < 900
+
+
 @pytest.mark.parametrize("concurrency", [1, 4])
 @pytest.mark.parametrize("function", [lambda sample: sample.text, text_later])
 def test_results_are_in_the_order_of_identity(function: Callable[[Sample], object], concurrency: int) -> None:

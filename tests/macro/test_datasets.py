@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import decimal
 import functools
+import json
 import math
 import random
 import re
@@ -298,6 +299,8 @@ def test_rows_that_a_pure_function_made_are_made_once_and_anew_where_what_it_rea
         lambda rng: {"prompt": str(__import__("time").time())},
         lambda rng: {"prompt": Path("/dev/null").read_text()},
         lambda rng: {"prompt": builtins.open("/dev/null").read()},  # noqa: SIM115
+        lambda rng: {"prompt": json.codecs.open("/dev/null").read()},
+        lambda rng: {"prompt": str(re.enum.sys.argv)},
         lambda rng: {"prompt": str(decimal.Decimal(1) / 3)},  # As precise as the context.
         lambda rng: {"prompt": str(rng.__dict__.setdefault("rows", []))},
         lambda rng: {"prompt": taken(lambda: Dataset([{"prompt": "a"}]).all())[0][0]},

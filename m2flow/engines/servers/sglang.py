@@ -170,8 +170,9 @@ class Routing:
                 f"the option routed_experts is for mixtures of experts, and a {config.model_type} model is none",
                 now="Leave it out of rollout.options.",
             )
-        names = ("num_experts", "n_routed_experts", "num_local_experts")
-        return cls(int(config.num_hidden_layers), int(each), max(int(getattr(config, name, 0) or 0) for name in names))
+        from m2flow.engines.models.hf_model import num_experts
+
+        return cls(int(config.num_hidden_layers), int(each), num_experts(config))
 
     def read(self, said: str, num_tokens: int) -> npt.NDArray[np.int16]:
         """Decode the experts of `num_tokens` tokens, int16 [T, layers, experts of a token]; -1 where none were reported."""
