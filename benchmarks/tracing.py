@@ -38,7 +38,7 @@ from m2flow.macro.session import Backend
 from m2flow.macro.tracing import trace
 from m2flow.micro.lowering.passes import Lowering, lower
 from m2flow.micro.protocol import messages as m
-from m2flow.micro.protocol.call_bodies import call_body
+from m2flow.micro.protocol.call_semantics import call_body
 from m2flow.micro.protocol.events import CONTROLLER, CallAdded, Event, FromWorker, Released, Send, Sourced
 from m2flow.micro.scheduler.scheduler import Scheduler
 from m2flow.samples import Batch

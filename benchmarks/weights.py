@@ -32,7 +32,7 @@ import torch
 
 from m2flow.channels.process_groups import Group, open_store
 from m2flow.channels.weights import Manifest, Publisher, Subscriber, WeightOptions
-from m2flow.channels.weights.manifest import compare_checksums, tensor_checksums
+from m2flow.channels.weights.payload import compare_checksums, tensor_checksums
 from m2flow.channels.weights.tensors import Tied, checksum, copy_with_checksum, from_wire, mark_tied, to_wire
 
 TARGET = 0.7

@@ -100,14 +100,10 @@ def _layer(module: str) -> str:
 
 
 DECIDERS = {
-    "deadlines",
-    "function_dispatch",
+    "dispatch",
     "gpu_borrowing",
     "partial_rollouts",
     "scheduling_policy_dispatch",
-    "rollout_dispatch",
-    "train_dispatch",
-    "waiting",
     "worker_failure",
 }
 """Modules of the scheduler that decide, besides `call_lifecycle`, which asks some of them, and `scheduler`, which composes them."""

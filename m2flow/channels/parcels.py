@@ -36,10 +36,9 @@ import zmq
 
 from m2flow.channels.channel import Inbox, Outbox, Parcel, Statistics
 from m2flow.channels.codec import FRAME_BYTES, MAX_FRAMES, MAX_HEAD_BYTES, cut, decode, encode, num_frame_bytes
-from m2flow.channels.endpoints import Keys
 from m2flow.channels.process_groups import PAIRS, Backend, PairReceiver, PairSender, PairTransfer
 from m2flow.channels.shared_memory import Arena, Borrower, Loan
-from m2flow.channels.zeromq import MAX_MESSAGES_AT_ONCE, NOBLOCK, Endpoint, Socket, connect, has_come, milliseconds, wait
+from m2flow.channels.zeromq import MAX_MESSAGES_AT_ONCE, NOBLOCK, Endpoint, Keys, Socket, connect, has_come, milliseconds, wait
 from m2flow.errors import BrokenChannel, ChannelClosed, ChannelError, DecodeError, EndOfStream
 
 _CLOSE_GRACE_S = 0.05

@@ -744,7 +744,7 @@ def launcher_for(job: Job) -> Launcher:
     """
     if job.spec.launcher == "local":
         return LocalLauncher(job)
-    from m2flow.micro.controller.ray_launcher import RayLauncher
+    from m2flow.micro.controller.ray_cluster import RayLauncher
 
     launcher = RayLauncher(job)
     launcher.connect()

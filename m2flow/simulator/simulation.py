@@ -72,7 +72,7 @@ from m2flow.micro.protocol.events import (
 from m2flow.micro.protocol.plan import Plan, Stage
 from m2flow.micro.protocol.staleness import VersionSpan
 from m2flow.micro.protocol.worker_state import ROLLOUT, kind_of, tag_of, worker_of
-from m2flow.micro.scheduler.deadlines import Deadlines
+from m2flow.micro.scheduler.partial_rollouts import Deadlines
 from m2flow.micro.scheduler.scheduler import Scheduler
 from m2flow.micro.scheduler.state import Ablation
 from m2flow.recipe import Model

@@ -24,9 +24,8 @@ from m2flow.errors import InternalError
 from m2flow.macro.graph import Call
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.cost_terms import DecodeCost, FunctionCost, TrainCost
-from m2flow.micro.protocol.row_store import stopped_at
 from m2flow.micro.protocol.staleness import VersionSpan, is_time_dependent
-from m2flow.micro.protocol.worker_state import ROLLOUT, worker_of
+from m2flow.micro.protocol.worker_state import ROLLOUT, stopped_at, worker_of
 from m2flow.micro.worker.task_queue import Answer, TaskQueue
 from m2flow.samples import group_key
 from m2flow.simulator.machines import Machine

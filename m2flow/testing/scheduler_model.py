@@ -53,9 +53,8 @@ from m2flow.micro.lowering.passes import Lowering, lower
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.events import CONTROLLER, LEDGER, Dropped, Event, Given, Late, Released, Send, Wanted, WorkerLost
 from m2flow.micro.protocol.plan import Stage, WorkerPlan
-from m2flow.micro.protocol.row_store import stopped_at
 from m2flow.micro.protocol.staleness import VersionSpan, is_time_dependent, window
-from m2flow.micro.protocol.worker_state import TaskState, tag_of, worker_of
+from m2flow.micro.protocol.worker_state import TaskState, stopped_at, tag_of, worker_of
 from m2flow.micro.scheduler.call_state import CallState
 from m2flow.micro.scheduler.scheduler import Scheduler
 from m2flow.micro.scheduler.state import SchedulerState
@@ -99,7 +98,7 @@ class Parcel:
 
 @final
 class HeldRows:
-    """The rows that a worker or the controller has, and their senders (`m2flow.micro.protocol.row_store`)."""
+    """The rows that a worker or the controller has, and their senders (`m2flow.micro.protocol.worker_state`)."""
 
     def __init__(self) -> None:
         self._senders: dict[Row, str] = {}

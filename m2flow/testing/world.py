@@ -50,7 +50,7 @@ from m2flow.micro.controller.controller_core import (
 from m2flow.micro.controller.journal_records import JournalRecords
 from m2flow.micro.lowering.passes import Lowering, lower
 from m2flow.micro.protocol import messages as m
-from m2flow.micro.protocol.call_bodies import call_body
+from m2flow.micro.protocol.call_semantics import call_body
 from m2flow.micro.protocol.events import CONTROLLER, Discarded, Dropped, Given, Late, Released, Send, TimedOut, Wanted, WorkerLost
 from m2flow.micro.protocol.plan import Plan, WorkerPlan
 from m2flow.micro.protocol.staleness import Decisions, given_by

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from m2flow.channels import endpoints
+from m2flow.channels import zeromq
 from m2flow.channels.channel import Inbox, MemoryInbox, MemoryOutbox, Outbox, Parcel
 from m2flow.channels.codec import encode
 from m2flow.channels.parcels import ZmqInbox, ZmqOutbox
@@ -106,7 +106,7 @@ def test_parcels_of_another_process_arrive_though_it_ends_at_once(place: str) ->
 
 @pytest.mark.parametrize("place", ["ipc:", "tcp"])
 def test_a_receiver_that_is_killed_breaks_the_channel(place: str) -> None:
-    directory = endpoints.private_directory()
+    directory = zeromq.private_directory()
     place += directory if place == "ipc:" else ""
     with subprocess.Popen([sys.executable, _PEER, "receive", place], stdout=subprocess.PIPE, text=True) as receiver:
         assert receiver.stdout is not None

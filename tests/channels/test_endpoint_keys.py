@@ -13,9 +13,8 @@ from click.testing import CliRunner
 
 from m2flow import Dataset, Policy, Reward, Sample, flow, steps
 from m2flow.channels.channel import Inbox, Outbox
-from m2flow.channels.endpoints import Keys, address_of, is_private, read_keys, write_keys
 from m2flow.channels.parcels import ZmqInbox, ZmqOutbox
-from m2flow.channels.zeromq import LinkDialer, LinkListener, new_keys, new_secret
+from m2flow.channels.zeromq import Keys, LinkDialer, LinkListener, address_of, is_private, new_keys, new_secret, read_keys, write_keys
 from m2flow.cli.main import cli
 from m2flow.errors import BrokenChannel, SpecError
 from m2flow.runner.run import Run

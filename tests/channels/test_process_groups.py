@@ -15,7 +15,7 @@ import psutil
 import pytest
 import zmq
 
-from m2flow.channels import endpoints
+from m2flow.channels import zeromq
 from m2flow.channels.codec import FRAME_BYTES, encode
 from m2flow.channels.parcels import ZmqInbox, ZmqOutbox
 from m2flow.channels.process_groups import PairReceiver, PairSender, PairTransfer, open_store
@@ -60,7 +60,7 @@ def test_a_sender_that_dies_after_a_head_breaks_its_channel_alone(num_whole: int
 
 @pytest.mark.slow
 def test_a_receiver_that_is_killed_breaks_the_channel() -> None:
-    directory = endpoints.private_directory()
+    directory = zeromq.private_directory()
     with subprocess.Popen([sys.executable, _PEER, "receive", f"ipc:{directory}"], stdout=subprocess.PIPE, text=True) as receiver:
         assert receiver.stdout is not None
         address = receiver.stdout.readline().strip()

@@ -14,9 +14,18 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from m2flow.channels.weights import tensors as sums
-from m2flow.channels.weights.buckets import receive_buckets, send_buckets, unpack_buckets
-from m2flow.channels.weights.delta import Changes, applied
-from m2flow.channels.weights.manifest import Change, Content, TensorEntry, laid_out, padded
+from m2flow.channels.weights.payload import (
+    Change,
+    Changes,
+    Content,
+    TensorEntry,
+    applied,
+    laid_out,
+    padded,
+    receive_buckets,
+    send_buckets,
+    unpack_buckets,
+)
 from m2flow.channels.weights.tensors import checksum, checksum_on_device, copy_with_checksum
 from m2flow.errors import BrokenChannel, DecodeError
 

@@ -26,17 +26,16 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from m2flow.channels.codec import DTYPES
-from m2flow.channels.endpoints import Keys
 from m2flow.channels.process_groups import open_store, split_address
 from m2flow.channels.weights import TRANSPORTS, Manifest, Publisher, RawBits, Subscriber, Tied, Weight, WeightOptions, device
 from m2flow.channels.weights import shared_segment as shared_memory
 from m2flow.channels.weights.broadcast import BroadcastReceiver, BroadcastServer, Offer
 from m2flow.channels.weights.device import CudaIpc
-from m2flow.channels.weights.manifest import Content, laid_out, padded
+from m2flow.channels.weights.payload import Content, laid_out, padded
 from m2flow.channels.weights.streams import StreamReceiver, StreamServer
 from m2flow.channels.weights.tensors import bytes_of, checksum, from_wire, mark_tied, to_wire
 from m2flow.channels.weights.weight_files import open_file, remove_files
-from m2flow.channels.zeromq import new_keys
+from m2flow.channels.zeromq import Keys, new_keys
 from m2flow.errors import BrokenChannel, ChannelClosed, ChannelError, DecodeError, InternalError, SpecError
 from m2flow.micro.protocol.plan import SyncTransport
 from m2flow.spec import WeightsSpec

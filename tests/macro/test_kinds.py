@@ -11,7 +11,7 @@ from m2flow import Dataset, Policy, Sample, flow, steps
 from m2flow.macro.capture import Captures, Kinds, watch
 from m2flow.macro.graph import CallKind, Granularity, Site
 from m2flow.macro.tracing import trace
-from m2flow.micro.protocol.call_bodies import call_body, call_of
+from m2flow.micro.protocol.call_semantics import call_body, call_of
 
 HERE = Site("flow.py", 1, "a line")
 SCALE = 2

@@ -15,12 +15,11 @@ from test_same_answer import duet, everything, plain
 
 from m2flow.macro.flow import Flow
 from m2flow.micro.protocol import call_semantics, update_semantics, worker_state
-from m2flow.micro.protocol.row_store import RowStore
+from m2flow.micro.protocol.worker_state import RowStore
 from m2flow.micro.scheduler import call_lifecycle, call_state, state, weights
 from m2flow.micro.scheduler.call_lifecycle import CallLifecycle
 from m2flow.micro.scheduler.call_state import CallState, MicroBatch, MinibatchEnd, UpdateProgress
-from m2flow.micro.scheduler.function_dispatch import FunctionDispatch
-from m2flow.micro.scheduler.rollout_dispatch import RolloutDispatch
+from m2flow.micro.scheduler.dispatch import FunctionDispatch, RolloutDispatch
 from m2flow.micro.scheduler.task_queues import Offer
 from m2flow.micro.worker import engine_host
 from m2flow.micro.worker.engine_host import EngineHost

@@ -8,7 +8,7 @@ Modules, from the inside out: `tensors` (types, conversion, checksums), `manifes
 `broadcast`, `streams`, `weight_files`), `publication` (their table, and both ends).
 """
 
-from m2flow.channels.weights.manifest import Manifest, TensorEntry, Written
+from m2flow.channels.weights.payload import Manifest, TensorEntry, Written
 from m2flow.channels.weights.publication import TRANSPORTS, Publisher, Subscriber
 from m2flow.channels.weights.shared_segment import PieceWriter, SharedWeights, SharedWeightsReader, remove_segments
 from m2flow.channels.weights.tensors import RawBits, Tied, Weight, digest

@@ -26,8 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from m2flow.channels.process_groups import Group, open_store, own_address, split_address
-from m2flow.channels.weights.buckets import BUCKET_BYTES, receive_buckets, send_buckets
-from m2flow.channels.weights.manifest import Content, Manifest
+from m2flow.channels.weights.payload import BUCKET_BYTES, Content, Manifest, receive_buckets, send_buckets
 from m2flow.channels.weights.shared_segment import SharedWeights
 from m2flow.channels.weights.transport import Offer, Sender, ServerReceiver, Transport, WeightOptions
 from m2flow.errors import BrokenChannel, ChannelError, DecodeError

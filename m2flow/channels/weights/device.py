@@ -19,8 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, final
 
-from m2flow.channels.weights.delta import Changes
-from m2flow.channels.weights.manifest import DeviceBuffer, DeviceLoan, Manifest, TensorEntry, listed, padded
+from m2flow.channels.weights.payload import Changes, DeviceBuffer, DeviceLoan, Manifest, TensorEntry, listed, padded
 from m2flow.channels.weights.tensors import Tied, checksum_on_device, num_bytes_of, on_device
 from m2flow.channels.weights.transport import Bytes, Held, Receiver, Stage, Transport, WeightOptions
 from m2flow.errors import ChannelClosed, ChannelError, DecodeError, InternalError

@@ -21,17 +21,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
-from m2flow.channels.endpoints import Keys
 from m2flow.channels.weights.broadcast import Broadcast
-from m2flow.channels.weights.buckets import BUCKET_BYTES
-from m2flow.channels.weights.delta import Changes
 from m2flow.channels.weights.device import CudaIpc
-from m2flow.channels.weights.manifest import Content, Manifest, Written
+from m2flow.channels.weights.payload import BUCKET_BYTES, Changes, Content, Manifest, Written
 from m2flow.channels.weights.shared_segment import SharedMemory
 from m2flow.channels.weights.streams import Streams
 from m2flow.channels.weights.tensors import Weight
 from m2flow.channels.weights.transport import Bytes, Held, Offer, Receiver, Sender, Spread, Stage, Transport, WeightOptions
 from m2flow.channels.weights.weight_files import Files
+from m2flow.channels.zeromq import Keys
 from m2flow.errors import InternalError
 
 TRANSPORTS: dict[str, Transport] = {

@@ -29,9 +29,19 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from m2flow.channels.weights.buckets import BUCKET_BYTES
-from m2flow.channels.weights.delta import Changes
-from m2flow.channels.weights.manifest import Manifest, PieceSums, TensorEntry, Written, laid_out, listed, named, padded, part_of
+from m2flow.channels.weights.payload import (
+    BUCKET_BYTES,
+    Changes,
+    Manifest,
+    PieceSums,
+    TensorEntry,
+    Written,
+    laid_out,
+    listed,
+    named,
+    padded,
+    part_of,
+)
 from m2flow.channels.weights.tensors import (
     FLOATS,
     ROW_BYTES,

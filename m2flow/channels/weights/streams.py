@@ -22,12 +22,10 @@ from typing import final
 import msgspec
 import numpy as np
 
-from m2flow.channels.endpoints import Keys
-from m2flow.channels.weights.buckets import BUCKET_BYTES, receive_buckets
-from m2flow.channels.weights.manifest import Content, Manifest
+from m2flow.channels.weights.payload import BUCKET_BYTES, Content, Manifest, receive_buckets
 from m2flow.channels.weights.shared_segment import SharedWeights
 from m2flow.channels.weights.transport import Bytes, Offer, Sender, ServerReceiver, Transport, WeightOptions
-from m2flow.channels.zeromq import LinkDialer, LinkListener
+from m2flow.channels.zeromq import Keys, LinkDialer, LinkListener
 from m2flow.errors import BrokenChannel, ChannelError, DecodeError
 
 _PIECE_BYTES = 1 << 20

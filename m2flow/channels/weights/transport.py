@@ -19,11 +19,23 @@ from typing import Any, Literal, NamedTuple, final
 import numpy as np
 import numpy.typing as npt
 
-from m2flow.channels.endpoints import Keys
-from m2flow.channels.weights.buckets import BUCKET_BYTES, join_buckets, unpack_buckets
-from m2flow.channels.weights.delta import Changes, changes_by_name, updated
-from m2flow.channels.weights.manifest import ALIGNMENT, Content, Manifest, TensorEntry, Written, listed, named
+from m2flow.channels.weights.payload import (
+    ALIGNMENT,
+    BUCKET_BYTES,
+    Changes,
+    Content,
+    Manifest,
+    TensorEntry,
+    Written,
+    changes_by_name,
+    join_buckets,
+    listed,
+    named,
+    unpack_buckets,
+    updated,
+)
 from m2flow.channels.weights.tensors import Weight, bytes_of, checksum
+from m2flow.channels.zeromq import Keys
 from m2flow.errors import BrokenChannel, ChannelError, DecodeError, InternalError
 
 Bytes = npt.NDArray[np.uint8]

@@ -24,9 +24,20 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from m2flow.channels.weights.buckets import BUCKET_BYTES, join_buckets, receive_buckets, unpack_buckets
-from m2flow.channels.weights.delta import changes_by_name, updated
-from m2flow.channels.weights.manifest import Change, Content, Manifest, TensorEntry, named, padded
+from m2flow.channels.weights.payload import (
+    BUCKET_BYTES,
+    Change,
+    Content,
+    Manifest,
+    TensorEntry,
+    changes_by_name,
+    join_buckets,
+    named,
+    padded,
+    receive_buckets,
+    unpack_buckets,
+    updated,
+)
 from m2flow.channels.weights.shared_segment import SharedWeights
 from m2flow.channels.weights.tensors import Weight
 from m2flow.channels.weights.transport import Held, Offer, Receiver, Sender, Transport, WeightOptions, held_parts, verified

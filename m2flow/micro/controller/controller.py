@@ -47,7 +47,7 @@ from m2flow.micro.protocol.update_semantics import UpdateSteps
 from m2flow.micro.records.flow_log import FlowLog, Logged
 from m2flow.micro.records.journal import Journal
 from m2flow.micro.records.rundir import naming_disk_errors
-from m2flow.micro.scheduler.deadlines import Deadlines
+from m2flow.micro.scheduler.partial_rollouts import Deadlines
 from m2flow.micro.scheduler.scheduler import Scheduler
 from m2flow.observe.spans import Recorder
 from m2flow.spec import ClusterSpec, RunSettings

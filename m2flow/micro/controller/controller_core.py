@@ -65,11 +65,10 @@ from m2flow.micro.protocol.events import (
     WorkerLost,
 )
 from m2flow.micro.protocol.plan import Plan, Stage
-from m2flow.micro.protocol.row_store import RowStore
-from m2flow.micro.protocol.worker_state import tag_of, worker_of
+from m2flow.micro.protocol.worker_state import RowStore, tag_of, worker_of
 from m2flow.micro.records.flow_log import Logged
+from m2flow.micro.scheduler.call_lifecycle import Wait, describe_waits, find_deadlock
 from m2flow.micro.scheduler.scheduler import Scheduler
-from m2flow.micro.scheduler.waiting import Wait, describe_waits, find_deadlock
 from m2flow.samples import Batch
 
 # ---- in-flight rows of dead workers
@@ -143,7 +142,7 @@ PATIENCE_S = 3.0
 
 @final
 class Watchdog:
-    """Detect a deadlock: a ring of waits (`m2flow.micro.scheduler.waiting`) that stays the same for longer than `patience_s`."""
+    """Detect a deadlock: a ring of waits (`m2flow.micro.scheduler.call_lifecycle`) that stays the same for longer than `patience_s`."""
 
     def __init__(self, *, patience_s: float = PATIENCE_S) -> None:
         self._patience_s = patience_s
@@ -351,7 +350,7 @@ class Rows(Protocol):
 
 
 class Timeouts(Protocol):
-    """When running samples are late (`m2flow.micro.scheduler.deadlines.Deadlines`)."""
+    """When running samples are late (`m2flow.micro.scheduler.partial_rollouts.Deadlines`)."""
 
     def began(self, task: m.Generate, call: Call, now_s: float) -> object: ...
 

@@ -20,8 +20,7 @@ from m2flow.micro.controller.call_futures import CallFutures
 from m2flow.micro.controller.controller import Controller
 from m2flow.micro.controller.controller_core import Post, SaveAll, Submitted
 from m2flow.micro.lowering.passes import Lowering
-from m2flow.micro.protocol.call_bodies import call_body
-from m2flow.micro.protocol.call_semantics import num_tokens_of
+from m2flow.micro.protocol.call_semantics import call_body, num_tokens_of
 from m2flow.micro.protocol.events import CheckpointDue, Released, Wanted
 from m2flow.micro.records.flow_log import Logged
 from m2flow.micro.records.journal import Journal

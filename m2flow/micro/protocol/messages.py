@@ -29,7 +29,7 @@ class Define(Message, frozen=True):
 
     call: int
     body: bytes
-    """Of a `m2flow.macro.graph.Call`, by `m2flow.micro.protocol.call_bodies`."""
+    """Of a `m2flow.macro.graph.Call`, by `m2flow.micro.protocol.call_semantics`."""
 
 
 class Peers(Message, frozen=True):

@@ -3,7 +3,7 @@
     (call, identities) --read_back--> ledger: places, rewards -> segment files -> rows, as the worker had them
 
 Samples are read back by identity, whichever call gives them. Those that have not finished are read back by the call that they were made for
-(`m2flow.micro.protocol.row_store.stopped_at`), in their newest prefix. Rewards are numbers in the ledger itself.
+(`m2flow.micro.protocol.worker_state.stopped_at`), in their newest prefix. Rewards are numbers in the ledger itself.
 """
 
 from __future__ import annotations

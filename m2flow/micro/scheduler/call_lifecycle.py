@@ -1,4 +1,4 @@
-"""When a call starts and ends: what it waits for, which rows it has, and what its end, or its failure, means for other calls.
+"""When a call starts and ends: what it waits for, which rows it has, what its end or failure means for others; and which wait in a ring.
 
     CallAdded --add_call--> rows are known --> started --rows_done--> complete (Resolve), cut or fail (Reject) --> forgotten (Forgotten)
 
@@ -10,13 +10,21 @@ A call that has enough is cut: its other samples are aborted, or carried to the 
 it by data or by effect, with the error of the earliest call that caused it. When the run is asked to stop (`wind_down`), updates that have
 begun are finished, since they have consumed samples and changed the trainer's gradient; all other calls fail, and their running samples
 are stopped and written to the ledger, so that a resumed run continues them.
+
+Deadlocks are found as rings in the wait graph of unfinished calls, without asking for the time.
+
+    SchedulerState --waits_of--> [Wait] --find_deadlock--> a ring that nobody in it can leave, or nothing
+
+A call with a task in flight waits for nobody here: its worker continues, or the supervisor finds that it hangs. A call needs all that it
+waits for; of those that could free room in a channel, or give up a lease, one is enough. So a ring counts only among those of which none
+can continue.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple, final
 
 from m2flow.errors import M2FlowError, OpError, RunInterrupted
@@ -27,13 +35,16 @@ from m2flow.macro.refill import Refill, RefillEnd, source_exhausted
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.events import CONTROLLER, Discarded, Dropped, Forgotten, Reject, Resolve
 from m2flow.micro.protocol.plan import Stage
-from m2flow.micro.protocol.row_store import stopped_at
+from m2flow.micro.protocol.worker_state import kind_of, stopped_at
+from m2flow.micro.scheduler.backpressure import Credits
 from m2flow.micro.scheduler.call_state import CallState, progress_of
 from m2flow.micro.scheduler.partial_rollouts import PartialRollouts
 from m2flow.micro.scheduler.scheduling_policy_dispatch import PolicyDispatches
 from m2flow.micro.scheduler.state import SchedulerState
 from m2flow.micro.scheduler.worker_failure import Recovery, RowsReport, remove_lost_workers
 from m2flow.samples import SampleId, by_group, group_key, make_ids
+
+# ---- starts and ends of calls
 
 
 class _EndedRefill(NamedTuple):
@@ -530,3 +541,136 @@ class CallLifecycle:
             elif not member.is_over:
                 self.abandon(member)
                 self.complete(member, None)
+
+
+# ---- deadlocks
+
+
+class Wait(NamedTuple):
+    """One edge of the wait graph."""
+
+    who: str
+    on: str
+    what: str
+    """What it needs from there, for the message."""
+    is_one_of: bool = False
+    """Whether any one of the waits of `who` suffices."""
+
+
+def waits_of(state: SchedulerState) -> list[Wait]:
+    """List the waits of every unfinished call, and of the channels and leases that they wait for."""
+    waits: list[Wait] = []
+    for call_state in state.active.values():
+        if call_state.tasks_at:
+            continue
+        who = name_of(call_state)
+        for ordinal in sorted(call_state.waits_for):
+            if ordinal in state.calls:
+                waits.append(Wait(who, name_of(state.calls[ordinal]), "its result"))
+        for ordinal in call_state.aligned_inputs:
+            source = state.calls[ordinal]
+            if not source.is_over:
+                waits.append(Wait(who, name_of(source), f"rows, of which {len(source.done)} of {len(source.ids)} are done"))
+        waits += _of_room(who, call_state, state.credits)
+        waits += _of_leases(who, call_state, state)
+    return waits
+
+
+def find_deadlock(waits: Iterable[Wait]) -> list[Wait]:
+    """Find the first ring that nobody outside it can break, starting at its first member; empty if there is none."""
+    on: dict[str, list[Wait]] = {}
+    for wait in waits:
+        on.setdefault(wait.who, []).append(wait)
+    free = _not_blocked(on)
+    on = {who: [wait for wait in found if wait.on not in free] for who, found in on.items() if who not in free}
+    done: set[str] = set()
+    for start in on:
+        ring = _walk(start, on, done)
+        if ring:
+            return ring
+    return []
+
+
+def describe_waits(ring: Iterable[Wait]) -> str:
+    """Describe a ring of waits in one line."""
+    return "; ".join(f"{wait.who} waits for {wait.on} ({wait.what})" for wait in ring)
+
+
+def name_of(call_state: CallState) -> str:
+    """Name a call uniquely: one line of a loop within a step makes many calls."""
+    step = f" in step {call_state.call.step}" if call_state.call.step >= 0 else ""
+    return f"{call_state.call.name} of {call_state.call.site}{step} (call {call_state.call.ordinal})"
+
+
+def _of_room(who: str, call_state: CallState, credits: Credits) -> list[Wait]:
+    if call_state.call.ordinal not in credits.blocked:
+        return []
+    waits = []
+    for channel in credits.channels_of(call_state):
+        place = f"the channel from {channel.producer} to {channel.target}"
+        held = f"{channel.used_samples} of {channel.samples} samples and {channel.used_bytes:,} of {channel.num_bytes:,} bytes are taken"
+        waits.append(Wait(who, place, f"room: {held}"))
+        waits += [Wait(place, name_of(taker), f"to take {count} samples", True) for taker, count in credits.takers_of(channel)]
+    return waits
+
+
+def _of_leases(who: str, call_state: CallState, state: SchedulerState) -> list[Wait]:
+    if call_state.call.engine not in ("rollout", "train"):
+        return []
+    waits = []
+    for name in call_state.stage.workers:
+        worker = state.workers[name]
+        lease = worker.lease
+        if lease is not None and call_state.call.role not in worker.roles_at(lease.turn, call_state.call.engine):
+            place = f"the lease {lease.name}"
+            waits.append(Wait(who, place, f"which {lease.owner} has"))
+            owners = [
+                other
+                for other in state.active.values()
+                if other.call.engine == kind_of(lease.owner) and set(other.tasks_at) & set(lease.workers)
+            ]
+            waits += [Wait(place, name_of(owner), "to end its tasks there", True) for owner in owners]
+    return waits
+
+
+def _not_blocked(on: Mapping[str, list[Wait]]) -> set[str]:
+    """Find everything that waits for nothing, or only for what can continue."""
+    waiting_for: dict[str, list[str]] = {}
+    for who, waits in on.items():
+        for wait in waits:
+            waiting_for.setdefault(wait.on, []).append(who)
+    num_needed = {who: 1 if waits[0].is_one_of else len({wait.on for wait in waits}) for who, waits in on.items()}
+    free: set[str] = set()
+    found = [place for place in waiting_for if place not in on]
+    while found:
+        place = found.pop()
+        if place not in free:
+            free.add(place)
+            for who in set(waiting_for.get(place, ())):
+                num_needed[who] -= 1
+                if num_needed[who] == 0:
+                    found.append(who)
+    return free
+
+
+def _walk(start: str, on: Mapping[str, list[Wait]], done: set[str]) -> list[Wait]:
+    """Search for a ring depth first, without recursion: a program may have thousands of calls."""
+    path: list[Wait] = []
+    places = {start: 0}
+    stack = [iter(on.get(start, ()))]
+    while stack:
+        wait = next(stack[-1], None)
+        if wait is None:
+            stack.pop()
+            if path:
+                done.add(path[-1].on)
+                places.pop(path.pop().on)
+            continue
+        if wait.on in places:
+            return [*path[places[wait.on] :], wait]
+        if wait.on not in done:
+            path.append(wait)
+            places[wait.on] = len(path)
+            stack.append(iter(on.get(wait.on, ())))
+    done.add(start)
+    return []

@@ -10,7 +10,7 @@ Prefixes: running samples are written to the ledger now and then, and stopped on
 A sample with a prefix that is handed out again continues from it, on any worker: its own was lost, or its call is over and the next one of
 its line has taken it over. Its tokens are within its call's window of versions, and so are those to come, since it is handed out only where
 a version of the window is held (perhaps an older one, if its worker was lost and others are behind). Rows of prefixes go by the call that
-they were generated for (`m2flow.micro.protocol.row_store.stopped_at`); of each sample only the newest counts.
+they were generated for (`m2flow.micro.protocol.worker_state.stopped_at`); of each sample only the newest counts.
 
 Updates (`UpdateProgress`): membership of a mini-batch goes by identity and is fixed before the first sample is there; with `count=` or
 `oversample=`, which decide what the samples are, when the generation ends. Within it, micro-batches are filled with whole groups: those

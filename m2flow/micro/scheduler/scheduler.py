@@ -59,17 +59,14 @@ from m2flow.micro.protocol.plan import Plan
 from m2flow.micro.protocol.update_semantics import UpdateSteps
 from m2flow.micro.protocol.worker_state import Lease, TaskState, WorkerState, kind_of
 from m2flow.micro.scheduler.backpressure import Channel
-from m2flow.micro.scheduler.call_lifecycle import CallLifecycle
+from m2flow.micro.scheduler.call_lifecycle import CallLifecycle, Wait, waits_of
 from m2flow.micro.scheduler.call_state import CallState
-from m2flow.micro.scheduler.deadlines import time_out
-from m2flow.micro.scheduler.function_dispatch import FunctionDispatch
+from m2flow.micro.scheduler.dispatch import FunctionDispatch, RolloutDispatch, TrainDispatch
 from m2flow.micro.scheduler.gpu_borrowing import EarlyOnload, GpuBorrowing, LeaseTurns
-from m2flow.micro.scheduler.rollout_dispatch import RolloutDispatch
+from m2flow.micro.scheduler.partial_rollouts import time_out
 from m2flow.micro.scheduler.scheduling_policy_dispatch import PolicyDispatches
 from m2flow.micro.scheduler.state import NOTHING, Ablation, SchedulerState
 from m2flow.micro.scheduler.task_queues import Offer
-from m2flow.micro.scheduler.train_dispatch import TrainDispatch
-from m2flow.micro.scheduler.waiting import Wait, waits_of
 from m2flow.micro.scheduler.worker_failure import Recovery, record_prefixes
 
 
@@ -222,7 +219,7 @@ class Scheduler:
         return lines
 
     def waits(self) -> list[Wait]:
-        """Build the wait graph of all unfinished calls (`m2flow.micro.scheduler.waiting`)."""
+        """Build the wait graph of all unfinished calls (`m2flow.micro.scheduler.call_lifecycle`)."""
         return waits_of(self._state)
 
     def channels(self) -> list[Channel]:

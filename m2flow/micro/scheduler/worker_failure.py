@@ -27,8 +27,7 @@ from m2flow.errors import StateLost, WorkerError
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.events import CONTROLLER, LEDGER, Restored, WorkerLost
 from m2flow.micro.protocol.plan import Stage
-from m2flow.micro.protocol.row_store import stopped_at
-from m2flow.micro.protocol.worker_state import worker_of
+from m2flow.micro.protocol.worker_state import stopped_at, worker_of
 from m2flow.micro.scheduler.call_state import prefixes_in
 from m2flow.samples import SampleId
 

@@ -33,8 +33,7 @@ from m2flow.macro.capture import Snapshot
 from m2flow.macro.graph import Call, Granularity
 from m2flow.macro.ops import Argument, may_write
 from m2flow.micro.protocol import call_semantics
-from m2flow.micro.protocol.call_bodies import call_body, call_of
-from m2flow.micro.protocol.call_semantics import Judged
+from m2flow.micro.protocol.call_semantics import Judged, call_body, call_of
 from m2flow.observe.otel import Trace
 from m2flow.observe.spans import Recorder, SpanName, now_ns
 from m2flow.samples import Batch, Column, Ragged, Sample, keyed_bits, rows_of

@@ -34,7 +34,7 @@ from m2flow.errors import InternalError
 from m2flow.macro.graph import Call
 from m2flow.micro.protocol import call_semantics
 from m2flow.micro.protocol import messages as m
-from m2flow.micro.protocol.row_store import stopped_at
+from m2flow.micro.protocol.worker_state import stopped_at
 
 Answer = m.Aborted | m.Preempted | m.TaskDone | m.Missing
 """The messages by which a queue answers."""
@@ -87,7 +87,7 @@ class RowsNeeded(NamedTuple):
     """Rows that must be here before a task starts."""
 
     call: int
-    """Their call, or the key of its stopped samples (`m2flow.micro.protocol.row_store.stopped_at`)."""
+    """Their call, or the key of its stopped samples (`m2flow.micro.protocol.worker_state.stopped_at`)."""
     ids: Sequence[int]
     num_generated: Sequence[int] | None = None
     """Of stopped samples: the generated tokens that each must have, since an older row of it may be here."""

@@ -28,9 +28,8 @@ from typing import Any, NamedTuple, final
 import msgspec
 import numpy as np
 
-from m2flow.channels.endpoints import Keys
 from m2flow.channels.weights import TRANSPORTS, Manifest, Publisher, Subscriber, WeightOptions
-from m2flow.channels.weights.manifest import (
+from m2flow.channels.weights.payload import (
     Probe,
     TensorChecksum,
     TensorEntry,
@@ -40,6 +39,7 @@ from m2flow.channels.weights.manifest import (
     tensor_checksums,
 )
 from m2flow.channels.weights.tensors import RawBits, Tied, Weight, from_wire, mark_tied, to_wire
+from m2flow.channels.zeromq import Keys
 from m2flow.engines.contract import RolloutEngine, TrainEngine, agreement_of
 from m2flow.errors import ChannelError, EngineError
 from m2flow.micro.protocol.plan import WeightSync

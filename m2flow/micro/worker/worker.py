@@ -37,18 +37,16 @@ import msgspec
 import numpy as np
 
 from m2flow.channels.channel import ControlLink, Inbox, Outbox, Parcel
-from m2flow.channels.endpoints import Keys
+from m2flow.channels.zeromq import Keys
 from m2flow.engines.contract import EngineSettings
 from m2flow.errors import InternalError, M2FlowError, unexpected
 from m2flow.macro.graph import Call
 from m2flow.micro.protocol import call_semantics, update_semantics
 from m2flow.micro.protocol import messages as m
-from m2flow.micro.protocol.call_bodies import call_of
-from m2flow.micro.protocol.call_semantics import Parts, without_parts
+from m2flow.micro.protocol.call_semantics import Parts, call_of, without_parts
 from m2flow.micro.protocol.plan import EngineSlot
-from m2flow.micro.protocol.row_store import RowStore, stopped_at
 from m2flow.micro.protocol.staleness import is_time_dependent, version_spans_of
-from m2flow.micro.protocol.worker_state import tag_of
+from m2flow.micro.protocol.worker_state import RowStore, stopped_at, tag_of
 from m2flow.micro.records.segments import Kind, Place, Scratch, SegmentWriter, read_segment, scratch_name
 from m2flow.micro.records.token_accounting import TokenMeter
 from m2flow.micro.worker.engine_host import EngineHost, Gauges
@@ -71,7 +69,7 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     controller: str
     """The control link's address."""
     inbox: str
-    """Where its inbox listens (`m2flow.channels.endpoints`)."""
+    """Where its inbox listens (`m2flow.channels.zeromq`)."""
     keys: Keys | None
     """The cluster's keys; None: its channels have none."""
     engines: tuple[EngineSlot, ...]

@@ -14,13 +14,11 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
-from m2flow.channels.endpoints import Keys, write_keys
-from m2flow.channels.zeromq import LinkListener
+from m2flow.channels.zeromq import Keys, LinkListener, write_keys
 from m2flow.cli.main import cli
 from m2flow.engines.servers.server_process import free_ports
 from m2flow.errors import SpecError
-from m2flow.micro.controller.host_agent import Agent, AgentReport, StartWorker
-from m2flow.micro.controller.launcher import Job, LocalLauncher
+from m2flow.micro.controller.launcher import Agent, AgentReport, Job, LocalLauncher, StartWorker
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.plan import EngineSlot, Plan, WorkerPlan
 from m2flow.micro.worker import worker_process
@@ -100,7 +98,7 @@ def test_an_agent_that_is_slow_to_read_tells_all_that_a_worker_printed_before_it
         read(agent, rank, pipe)
 
     monkeypatch.setattr(Agent, "_read", late)
-    monkeypatch.setattr("m2flow.micro.controller.host_agent._HELD_S", 0.02)
+    monkeypatch.setattr("m2flow.micro.controller.launcher._HELD_S", 0.02)
     assert_told_of_one_that_failed(tmp_path)
 
 

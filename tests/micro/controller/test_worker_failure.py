@@ -24,7 +24,7 @@ from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.plan import EngineSlot, Plan, WorkerPlan
 from m2flow.micro.protocol.worker_state import tag_of
 from m2flow.micro.records.audit import read_token_account
-from m2flow.micro.scheduler.deadlines import Deadlines
+from m2flow.micro.scheduler.partial_rollouts import Deadlines
 from m2flow.micro.scheduler.scheduler import Scheduler
 from m2flow.micro.worker.worker_process import HeartbeatSource
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, RunSettings, TrainSpec

@@ -14,7 +14,7 @@ from m2flow.macro.tracing import trace
 from m2flow.micro.controller.controller_core import InflightRecovery
 from m2flow.micro.lowering.passes import lower
 from m2flow.micro.protocol import messages as m
-from m2flow.micro.protocol.row_store import RowStore
+from m2flow.micro.protocol.worker_state import RowStore
 from m2flow.micro.scheduler.worker_failure import Recovery
 from m2flow.samples import Batch, make_ids
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec

@@ -15,8 +15,8 @@ from test_resume import account, spec_of
 from m2flow import AdamW, Dataset, Policy, Reward, Sample, flow, ppo_clip, steps
 from m2flow.errors import DivergenceError, RewardError, SpecError
 from m2flow.micro.controller.journal_records import CrashRecovery
-from m2flow.micro.protocol.row_store import stopped_at
 from m2flow.micro.protocol.staleness import VersionSpan
+from m2flow.micro.protocol.worker_state import stopped_at
 from m2flow.micro.records.audit import audit, read_token_account
 from m2flow.micro.records.journal import read_back
 from m2flow.micro.records.ledger import Ledger

@@ -15,8 +15,8 @@ from m2flow.micro.controller.controller_core import Watchdog
 from m2flow.micro.lowering.passes import lower
 from m2flow.micro.lowering.routing import is_below_need
 from m2flow.micro.protocol.plan import Plan
+from m2flow.micro.scheduler.call_lifecycle import Wait, find_deadlock
 from m2flow.micro.scheduler.scheduler import Scheduler
-from m2flow.micro.scheduler.waiting import Wait, find_deadlock
 from m2flow.rollout_scheduling.policies import POLICIES
 from m2flow.runner import run
 from m2flow.spec import ChannelSpec, ClusterSpec, FunctionSpec, RolloutSpec, RunSettings, TrainSpec

@@ -15,7 +15,7 @@ from m2flow.macro.tracing import trace
 from m2flow.micro.protocol import update_semantics
 from m2flow.micro.protocol.staleness import Decision, VersionSpan
 from m2flow.micro.scheduler import weights
-from m2flow.micro.scheduler.train_dispatch import TrainDispatch
+from m2flow.micro.scheduler.dispatch import TrainDispatch
 from m2flow.micro.scheduler.weights import Versions
 from m2flow.micro.worker import engine_host
 from m2flow.samples import SampleId

@@ -21,7 +21,7 @@ from m2flow.micro.protocol.cost_terms import DecodeCost, PassCost, TrainCost
 from m2flow.micro.protocol.events import TimedOut
 from m2flow.micro.records.audit import audit
 from m2flow.micro.records.ledger import read_decisions, read_endings, read_samples
-from m2flow.micro.scheduler.deadlines import Deadlines
+from m2flow.micro.scheduler.partial_rollouts import Deadlines
 from m2flow.runner.run import Run
 from m2flow.samples import by_group, group_key, make_ids
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, RunSettings, TrainSpec

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from m2flow.micro.protocol.row_store import RowStore
+from m2flow.micro.protocol.worker_state import RowStore
 from m2flow.samples import Batch, Ragged
 
 relaxed = settings(deadline=None)

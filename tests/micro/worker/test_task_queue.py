@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from m2flow.macro.graph import Call, Granularity, Ref
 from m2flow.macro.sites import Site
 from m2flow.micro.protocol import messages as m
-from m2flow.micro.protocol.row_store import stopped_at
+from m2flow.micro.protocol.worker_state import stopped_at
 from m2flow.micro.worker.task_queue import Answer, RowsNeeded, TaskQueue
 
 NO_PLACE = ("", 0, 0, 0)

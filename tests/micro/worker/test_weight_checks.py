@@ -15,7 +15,7 @@ import pytest
 from tiny_models import save_config
 
 from m2flow import AdamW, Correction, Dataset, Policy, Reward, Sample, flow, log, steps
-from m2flow.channels.weights.manifest import Probe
+from m2flow.channels.weights.payload import Probe
 from m2flow.engines.contract import NO_AGREEMENT, Agreement, EngineSettings, Request, agreement_of
 from m2flow.engines.embedded.rollout_engine import EmbeddedRollout
 from m2flow.engines.embedded.trainer import EmbeddedTrain

@@ -1,0 +1,497 @@
+"""Dispatch tasks to engines: samples to rollout engines, rows to functions, micro-batches and what else trains to trainers.
+
+Samples (`RolloutDispatch`) go to rollout engines where a version of the weights is held, or loaded first, that their call may use, and
+where the call's scheduling policy says (`m2flow.micro.scheduler.scheduling_policy_dispatch`). Without one they are shared out evenly over
+the call's workers, whole groups together where there is room, so that a prompt is prefilled once. Of branches of episodes a worker takes
+first those whose parents it has played, since its engine may have their tokens in its cache.
+
+Where several roles speak in the episodes of a call, these go where the engines of all of them hold versions that the call may use.
+
+An engine loads the newest version that the trainer has when nothing runs on it and the earliest call with samples left may use that
+version; and under running samples if all of their calls may use it and allow that (`kv="keep"`), and the engine can.
+
+Rewards and ops (`FunctionDispatch`) are executed on whatever rows are ready, as soon as a process is free. A task takes what is ready up
+to the stage's chunk and does not wait for more: while it runs, the next rows gather. Of several workers none takes more than its share, so
+that rows which come all at once are not one worker's alone.
+
+Chained calls: a call whose input rows a worker is about to make may be sent there early, and waits for them in the worker's queue, so
+that a chain of calls on the same rows needs no round trip to the controller between one and the next. That is done only where nothing is
+lost by it: both calls are one task each, nobody else could begin any of the second one's rows before, and no other call waits for the
+same input. After a worker was lost it is not done any more.
+
+Training (`TrainDispatch`) is micro-batches as groups come in, optimiser steps, log-probabilities, weights to publish, and checkpoints. One
+worker trains a role. Its updates go in program order, each from the weights that the one before it left. A step that would replace weights
+waits until every earlier reader of them has had them: the rollout engines have loaded them, or hold older ones that suffice, and
+log-probabilities and copies are done.
+
+A checkpoint has each role at one point in program order, though trainers reach it at different times:
+
+    CheckpointDue -> Save to the trainer of each role, when it holds the role's version at that point of the program -> CheckpointSaved
+
+A role's trainer saves after the last write before the point and before the next one; nothing else waits. A part that is written while
+training goes on is reported by the worker itself (`PartWritten`).
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, final
+
+from m2flow.macro.graph import Call, Granularity
+from m2flow.macro.oversampling import keeps_cache
+from m2flow.micro.protocol import messages as m
+from m2flow.micro.protocol.update_semantics import UpdateTally
+from m2flow.micro.protocol.worker_state import WorkerState, stopped_at
+from m2flow.micro.scheduler import weights
+from m2flow.micro.scheduler.call_state import CallState, MicroBatch, MinibatchEnd, SampleBatch, task_batches
+from m2flow.micro.scheduler.state import SchedulerState
+from m2flow.micro.scheduler.task_queues import MAX_QUEUED, Ended, Offer
+from m2flow.samples import group_key
+
+# ---- samples
+
+
+_MOST_SEEN = 512
+"""Ready branches among which a worker finds those whose parents it has played."""
+
+
+class Policies(Protocol):
+    """Says which samples of a generation under a scheduling policy a worker gets now."""
+
+    def has_samples_for(self, call_state: CallState, worker: WorkerState) -> bool: ...
+
+    def take(self, call_state: CallState, worker: WorkerState, most: int) -> list[int]: ...
+
+
+class RolloutDispatch:
+    """Dispatches samples and weight loads to rollout engines."""
+
+    def __init__(self, state: SchedulerState, policies: Policies) -> None:
+        self._state = state
+        self._policies = policies
+
+    def offer(self, worker: WorkerState, roles: Sequence[str]) -> Offer | None:
+        """Find the next task for this worker's rollout engines of these roles."""
+        for role in roles:
+            found = self._offer_role(worker, role)
+            if found is not None:
+                return found
+        return None
+
+    def _offer_role(self, worker: WorkerState, role: str) -> Offer | None:
+        if self._state.engine_weights.is_loading(worker, role):
+            return None
+        first = self._state.first_generation(role)
+        under = self._load_under_offer(worker, role, first)
+        if under is not None or first is None:
+            return under
+        if self._state.has_given_back(worker, first):
+            return None
+        held = worker.held.get(role, 0)
+        newest = self._state.engine_weights.loadable(worker, role, first)
+        if not weights.may_use(first, held, role) or (newest > held and not worker.num_tasks["rollout"]):
+            is_sure = first.is_prepared and not first.waits_for
+            return self._load_offer(worker, role, newest) if newest > held and is_sure else None
+        if not self._state.engine_weights.holds_for(worker, first):
+            return None  # Another role that speaks in it is to load first, when nothing runs here.
+        for call_state in self._state.open.started("rollout", role):
+            if not call_state.ready or not self._state.engine_weights.holds_for(worker, call_state):
+                continue
+            if self._state.has_given_back(worker, call_state):
+                continue
+            if call_state.is_under_policy:
+                room = min(call_state.stage.chunk - worker.num_running, call_state.num_may_begin)
+                if room > 0 and self._policies.has_samples_for(call_state, worker):
+                    return lambda call_state=call_state, room=room: self._give_by_policy(worker, call_state, room)  # type: ignore[misc]
+            else:
+                quota = self._quota(worker, call_state)
+                if quota > 0:
+                    return lambda call_state=call_state, quota=quota: self._give_in_order(worker, call_state, quota)  # type: ignore[misc]
+        return None
+
+    def _load_under_offer(self, worker: WorkerState, role: str, first: CallState | None) -> Offer | None:
+        """Find new weights to load under an engine's running samples: all of their calls may use them and allow that (`kv="keep"`)."""
+        state = self._state
+        may_keep = state.may_keep and role in worker.keeps_caches and worker.num_running
+        version = state.engine_weights.offered(worker, role) if may_keep else None
+        if version is None or version <= worker.held.get(role, 0):
+            return None
+        running = state.running(role, worker.name)
+        if not running or not all(weights.takes_under(call_state, version, role) for call_state in running):
+            return None
+        if first and not weights.may_use(first, version, role):
+            return None
+        return lambda: self._load(worker, role, version, under_requests=True)
+
+    def _load_offer(self, worker: WorkerState, role: str, version: int) -> Offer | None:
+        """Offer to load a version into an engine on which nothing runs."""
+        return None if worker.num_tasks["rollout"] else lambda: self._load(worker, role, version)
+
+    def _load(self, worker: WorkerState, role: str, version: int, *, under_requests: bool = False) -> None:
+        state = self._state
+        manifest = state.engine_weights.manifest(worker, role)
+        state.engine_weights.loading(worker, role, version, manifest)
+        state.engines_changed()
+        state.start(worker, "rollout", m.LoadWeights(state.next_task(), -1, role, version, manifest, under_requests))
+
+    def _quota(self, worker: WorkerState, call_state: CallState) -> int:
+        """Count the samples of a call that this worker may take now: its even share of what is left, if there is room."""
+        room = call_state.stage.chunk - worker.num_running
+        quota = min(room, call_state.num_may_begin, call_state.share - call_state.out_at.get(worker.name, 0))
+        return self._state.credits.num_may_begin(call_state, worker.name, quota)
+
+    def _give_by_policy(self, worker: WorkerState, call_state: CallState, room: int) -> None:
+        rows = self._policies.take(call_state, worker, room)
+        call_state.num_begun += len(rows)
+        self._state.handed_out(call_state)
+        self._begin(worker, call_state, rows)
+
+    def _give_in_order(self, worker: WorkerState, call_state: CallState, quota: int) -> None:
+        if call_state.call.options.get("branches") and (near := self._near(worker, call_state, quota)):
+            rows = call_state.take_these(near)
+            self._state.handed_out(call_state)
+            self._begin(worker, call_state, rows)
+            return
+        ready = itertools.islice(call_state.ready, quota - 1, None)
+        group = group_key(next(ready))
+        more = sum(1 for _ in itertools.takewhile(lambda row: group_key(row) == group, ready))
+        self._begin(worker, call_state, self._state.hand_out(call_state, min(quota + more, max(quota, call_state.stage.chunk))))
+
+    def _near(self, worker: WorkerState, call_state: CallState, quota: int) -> list[int]:
+        """Find branches, of whole groups, whose parents were played on this worker; none: it takes others' rather than wait."""
+        rows: list[int] = []
+        for row in itertools.islice(call_state.ready, _MOST_SEEN):
+            if len(rows) >= quota and group_key(row) != group_key(rows[-1]):
+                break
+            if self._state.played_at.of(call_state.prompt_of(row)) == worker.name:
+                rows.append(row)
+        return rows[: max(quota, call_state.stage.chunk)]
+
+    def _begin(self, worker: WorkerState, call_state: CallState, rows: list[int]) -> None:
+        self._state.credits.reserve(call_state, rows, worker.name)
+        if call_state.carry is not None:
+            call_state.carry.begun(rows, worker.held.get(call_state.call.role, 0))
+        for batch in task_batches(call_state.call.ordinal, call_state.prefixes, rows, carries=call_state.carry is not None):
+            self._start(worker, call_state, batch)
+
+    def _start(self, worker: WorkerState, call_state: CallState, batch: SampleBatch) -> None:
+        drawn, stopped_by, rows, had = batch
+        state, prompts = self._state, []
+        if stopped_by >= 0:
+            state.bring(stopped_at(stopped_by), rows, worker.name)
+        else:
+            drawing = state.calls[drawn]
+            prompts = drawing.prompts_of(rows)
+            state.bring(drawing.aligned_inputs[0], dict.fromkeys(prompts), worker.name)
+            self._state.credits.taken(drawn, prompts)
+        state.rows.introduce(drawn, worker.name)
+        forward_to, spills = list(call_state.stage.forward_to), call_state.stage.spills
+        task = m.Generate(state.next_task(), call_state.call.ordinal, rows, prompts, forward_to, drawn, stopped_by, had, spills)
+        state.start(worker, "rollout", task, rows=len(rows))
+        if keeps_cache(call_state.call.options):
+            state.ready_workers.wake_trainers(call_state.call.role)  # Its samples may take newer weights while they run.
+
+
+# ---- functions
+
+
+class FunctionDispatch:
+    """Dispatches calls on functions to the processes that run them."""
+
+    def __init__(self, state: SchedulerState) -> None:
+        self._state = state
+        self._last: dict[str, CallState] = {}
+        """Worker -> call of its last task."""
+
+    def offer(self, worker: WorkerState, roles: Sequence[str]) -> Offer | None:
+        """Find the next task for this worker."""
+        call_state = self._state.functions.first(worker)
+        return None if call_state is None else lambda: self._start(worker, call_state)
+
+    def hand_out(self) -> None:
+        """Start the earliest calls with work on the workers that may take them, the least busy first."""
+        self._hand_on()
+        while (found := self._state.functions.next()) is not None:
+            self._start(*found)
+            self._hand_on()
+
+    def _hand_on(self) -> None:
+        """Give each worker whose tasks have changed the next call of its chain, unless an earlier call has work for it."""
+        functions = self._state.functions
+        while (worker := functions.noted()) is not None:
+            while (following := self._following(worker)) is not None:
+                earliest = functions.first(worker)
+                if earliest is not None and earliest.call.ordinal < following.call.ordinal:
+                    break
+                self._give(worker, following, following.take_early())
+
+    def _following(self, worker: WorkerState) -> CallState | None:
+        """Find the next call after the worker's last task's that may wait in its queue."""
+        last = self._last.get(worker.name)
+        if last is None or worker.num_tasks["function"] >= MAX_QUEUED or self._state.has_losses:
+            return None
+        return next((user for user in last.users.values() if self._may_wait(user, worker)), None)
+
+    def _may_wait(self, call_state: CallState, worker: WorkerState) -> bool:
+        """Whether a worker may get all of a call while some of its inputs are still to be made there."""
+        call, stage = call_state.call, call_state.stage
+        is_plain = call.engine == "function" and not (
+            call.reads or call.writes or call_state.is_union or call_state.refill or call_state.has_restored
+        )
+        if not is_plain or worker.name not in stage.workers or not call_state.has_all_but_rows:
+            return False
+        if not stage.is_barrier and len(call_state.ids) > stage.chunk:
+            return False
+        sources = [self._state.calls[ordinal] for ordinal in call_state.aligned_inputs]
+        coming = [source for source in sources if not source.is_done]
+        if not all(source.whole_at == worker.name and source.tasks_at and not source.done for source in coming):
+            return False
+        return len(stage.workers) == 1 or all(_comes_at_once(source) and (len(source.users) == 1 or _is_ours(call)) for source in coming)
+
+    def _start(self, worker: WorkerState, call_state: CallState) -> None:
+        if call_state.stage.state and call_state.call.writes:
+            worker.states.add(call_state.stage.state)
+        self._give(
+            worker,
+            call_state,
+            self._state.hand_out(call_state, len(call_state.ready) if call_state.stage.is_barrier else self._num_next(worker, call_state)),
+        )
+
+    def _give(self, worker: WorkerState, call_state: CallState, rows: list[int]) -> None:
+        is_whole = len(rows) == len(call_state.ids) and not (call_state.call.drops or call_state.refill or call_state.has_restored)
+        call_state.whole_at = worker.name if is_whole else ""
+        self._last[worker.name] = call_state
+        self._state.bring_inputs(call_state, rows, worker.name)
+        values, parts = self._state.values_for(call_state), {}
+        if call_state.is_union:
+            parts = {
+                base: found for base in call_state.bases if (found := [row for row in sorted(rows) if call_state.part_of[row] == base])
+            }
+        is_suspect = call_state.call.name in self._state.blamed
+        task = m.RunFunction(
+            self._state.next_task(),
+            call_state.call.ordinal,
+            sorted(rows),
+            list(call_state.stage.forward_to),
+            values,  # type: ignore[arg-type]
+            parts,
+            is_suspect,
+        )
+        self._state.start(worker, "function", task)
+
+    def _num_next(self, worker: WorkerState, call_state: CallState) -> int:
+        """Count the rows of the next task: a chunk of ready rows, or a fair share of them, and the rest of the last one's unit."""
+        chunk = call_state.stage.chunk
+        if len(call_state.stage.workers) > 1 and not _is_ours(call_state.call):
+            chunk = min(chunk, self._state.functions.share_of(worker, call_state))
+        if call_state.refill is not None:
+            chunk = 1  # A refill goes group by group: later ones may not be needed.
+        if call_state.suspects and next(iter(call_state.ready)) in call_state.suspects:
+            chunk = 1  # Alone, so that a row that ends its worker is identified.
+        if call_state.stage.unit == "sample" or chunk >= len(call_state.ready):
+            return min(chunk, len(call_state.ready))
+        rows = itertools.islice(call_state.ready, chunk - 1, None)
+        last = call_state.unit_of(next(rows))
+        return chunk + sum(1 for _ in itertools.takewhile(lambda row: call_state.unit_of(row) == last, rows))
+
+
+def _is_ours(call: Call) -> bool:
+    """Whether a call is built-in arithmetic on columns, which takes next to no time."""
+    return call.options.get("style") == "columns"
+
+
+def _comes_at_once(call_state: CallState) -> bool:
+    """Whether a task of this call reports all rows at its end; a slow function on samples reports some before."""
+    return _is_ours(call_state.call) or call_state.call.granularity is not Granularity.SAMPLE or len(call_state.ids) == 1
+
+
+# ---- training
+
+
+@dataclass(frozen=True)
+class PendingSave:
+    """One role's part of a checkpoint that is yet to be saved."""
+
+    step: int
+    version: int
+    """The version of the weights to save."""
+    path: str
+    behind: bool
+    """Whether it may be written while training goes on."""
+
+
+@final
+class Saves:
+    """The checkpoint parts that are yet to be saved, by role, the oldest first."""
+
+    def __init__(self) -> None:
+        self._due: dict[str, deque[PendingSave]] = {}
+        self._running: dict[int, tuple[str, PendingSave]] = {}
+        """Task -> role and the part that it saves."""
+
+    def add(self, step: int, directory: str, versions: Mapping[str, int], *, behind: bool) -> None:
+        """Add a checkpoint: these roles are to save these versions."""
+        for role, version in versions.items():
+            self._due.setdefault(role, deque()).append(PendingSave(step, version, f"{directory}/{role}", behind))
+
+    def drop(self) -> None:
+        """Drop what has not begun: the versions that it waits for will never come."""
+        self._due.clear()
+
+    def first(self, role: str) -> PendingSave | None:
+        """Return what a role has to save next."""
+        due = self._due.get(role)
+        return due[0] if due else None
+
+    def holds(self, call: Call) -> bool:
+        """Whether a write of weights would replace what has yet to be saved."""
+        due = self.first(call.role)
+        return due is not None and any(effect.version > due.version for effect in call.writes)
+
+    def begin(self, role: str, number: int) -> m.Save:
+        """Create the task that saves the role's next part."""
+        due = self._due[role].popleft()
+        self._running[number] = role, due
+        return m.Save(number, -1, role, due.path, seals=True, step=due.step if due.behind else -1)
+
+    def done(self, number: int) -> tuple[str, PendingSave] | None:
+        """Return the role and the part that a task has saved; None for any other task."""
+        return self._running.pop(number, None)
+
+
+_MAX_QUEUED = 2
+"""Tasks that a trainer has at a time: one running, and one queued to begin at once."""
+
+
+class TrainDispatch:
+    """Dispatches training tasks to the trainers."""
+
+    def __init__(self, state: SchedulerState) -> None:
+        self._state = state
+        self.saves = Saves()
+
+    def offer(self, worker: WorkerState, roles: Sequence[str]) -> Offer | None:
+        """Find the next task for this worker's train engines of these roles."""
+        if worker.num_tasks["train"] >= _MAX_QUEUED:
+            return None
+        publish = self._publish_offer(worker, roles)
+        if publish is not None:
+            return publish
+        save = self._save_offer(worker, roles)
+        if save is not None:
+            return save
+        for call_state in self._started(roles):
+            found = self._offer_call(worker, call_state)
+            if found is not None:
+                return found
+        return None
+
+    def _publish_offer(self, worker: WorkerState, roles: Sequence[str]) -> Offer | None:
+        """Find weights of these roles that this worker's trainers should publish, since rollout engines of other workers wait for them.
+
+        Nobody may still load what was published before: the new weights overwrite the old ones in shared memory.
+        """
+        state = self._state
+        for role in roles:
+            if not state.ready_workers.has_others("rollout", role, worker):
+                continue
+            version = self._awaited(role)
+            if version is None or not state.engine_weights.may_publish(role, version):
+                continue
+            if state.engine_weights.oldest(role, but=worker) >= version:
+                continue
+            return lambda role=role, version=version: self._publish(worker, role, version)  # type: ignore[misc]
+        return None
+
+    def _awaited(self, role: str) -> int | None:
+        """Find the trainer's version, if the earliest generate call with samples left may use it, or running samples may take it."""
+        state = self._state
+        first, trained = state.first_generation(role), state.versions.trained(role)
+        if not trained:  # None: an update is under way; 0: every engine begins with these.
+            return None
+        if first is not None and not first.waits_for and first.is_prepared and weights.may_use(first, trained, role):
+            return trained
+        may_keep = state.may_keep and any(role in worker.keeps_caches for worker in state.ready_workers.hosts("rollout", role))
+        return trained if may_keep and any(weights.takes_under(call_state, trained, role) for call_state in state.running(role)) else None
+
+    def _publish(self, worker: WorkerState, role: str, version: int) -> None:
+        self._state.engine_weights.publishing(role)
+        self._state.engines_changed()
+        self._state.start(worker, "train", m.PublishWeights(self._state.next_task(), -1, role, version))
+
+    def _save_offer(self, worker: WorkerState, roles: Sequence[str]) -> Offer | None:
+        """Find a checkpoint part of a version that this worker holds now."""
+        for role in roles:
+            due = self.saves.first(role)
+            if due is not None and self._state.versions.trained(role) == due.version:
+                return lambda role=role: self._save(worker, role)  # type: ignore[misc]
+        return None
+
+    def _save(self, worker: WorkerState, role: str) -> None:
+        self._state.start(worker, "train", self.saves.begin(role, self._state.next_task()))
+
+    def _started(self, roles: Sequence[str]) -> Iterable[CallState]:
+        """Iterate over the calls of these roles that wait for nothing, in program order."""
+        lists = [self._state.open.started("train", role) for role in roles]
+        return lists[0] if len(lists) == 1 else heapq.merge(*lists, key=lambda call_state: call_state.call.ordinal)
+
+    def _offer_call(self, worker: WorkerState, call_state: CallState) -> Offer | None:
+        if call_state.update is not None:
+            return self._update_offer(worker, call_state)
+        if call_state.call.method == "copy_of":
+            return None if call_state.tasks_at or not self._may_copy_into(call_state) else lambda: self._copy(worker, call_state)
+        return (lambda: self._logprobs(worker, call_state)) if call_state.ready else None
+
+    def _update_offer(self, worker: WorkerState, call_state: CallState) -> Offer | None:
+        assert call_state.update is not None
+        if not call_state.ids:
+            # No rows to train on: the weights of the new version equal the old.
+            return (lambda: Ended(call_state, UpdateTally().metrics())) if self._may_step(call_state) else None
+        step = call_state.update.next(is_idle=worker.num_tasks["train"] == 0)
+        if step is None or (isinstance(step, MinibatchEnd) and not self._may_step(call_state)):
+            return None
+        return lambda: self._update(worker, call_state, step)
+
+    def _may_step(self, call_state: CallState) -> bool:
+        """Whether every earlier reader of the weights that the update replaces has had them, and so has a due checkpoint."""
+        if self.saves.holds(call_state.call):
+            return False
+        for reader in self._state.versions.reads_before(call_state.call):
+            if reader.call.engine != "rollout" or self._state.engine_weights.needs_loading(reader, call_state.call.role):
+                return False
+        return True
+
+    def _may_copy_into(self, call_state: CallState) -> bool:
+        """Whether nothing needs the weights that a copy replaces any more: log-probabilities by an older reference, a checkpoint."""
+        return not self.saves.holds(call_state.call) and next(self._state.versions.reads_before(call_state.call), None) is None
+
+    def _update(self, worker: WorkerState, call_state: CallState, step: MicroBatch | MinibatchEnd) -> None:
+        assert call_state.update is not None
+        call_state.update.take(step)
+        number, call = self._state.next_task(), call_state.call
+        if isinstance(step, MicroBatch):
+            self._state.bring_inputs(call_state, step.ids, worker.name)
+            self._state.start(worker, "train", m.Accumulate(number, call.ordinal, list(step.ids), step.epoch, step.minibatch))
+        else:
+            self._state.versions.step_dispatched(call.role)
+            self._state.engines_changed()
+            self._state.start(worker, "train", m.Apply(number, call.ordinal, step.is_last, call.writes[0].version))
+
+    def _copy(self, worker: WorkerState, call_state: CallState) -> None:
+        self._state.start(worker, "train", m.CopyWeights(self._state.next_task(), call_state.call.ordinal))
+
+    def _logprobs(self, worker: WorkerState, call_state: CallState) -> None:
+        count, filled = 0, 0
+        for row in call_state.ready:
+            filled += call_state.num_tokens[row]
+            if count and filled > call_state.stage.token_budget:
+                break
+            count += 1
+        rows = self._state.hand_out(call_state, count)
+        self._state.bring_inputs(call_state, rows, worker.name)
+        task = m.RunFunction(self._state.next_task(), call_state.call.ordinal, rows, list(call_state.stage.forward_to))
+        self._state.start(worker, "train", task)
