@@ -43,7 +43,7 @@ from m2flow.channels.weights.tensors import mark_tied
 from m2flow.engines.contract import EngineSettings
 from m2flow.engines.distributed.fsdp import FsdpTrain
 from m2flow.micro.worker.rank_group import Here, RankGroup, RankGroupSettings, RankGroupTrain, say
-from m2flow.micro.worker.rank_process import Rank
+from m2flow.micro.worker.worker_process import Rank
 from m2flow.recipe import Model
 
 DIGITS = Path(__file__).parents[1] / "flows" / "models" / "digits"

@@ -250,7 +250,7 @@ def resumed_run(ctx: click.Context) -> ResumedRun | None:
     """
     if _CONFIG not in ctx.meta:
         return None
-    from m2flow.micro.records.storage import is_on_storage
+    from m2flow.micro.records.rundir import is_on_storage
 
     config = ctx.meta[_CONFIG]
     settings = config.settings

@@ -14,7 +14,7 @@ import msgspec
 
 from m2flow.cli.main import find_run
 from m2flow.errors import OptionError
-from m2flow.micro.records.length_bias import Class, bias_of_run
+from m2flow.micro.records.accounting import Class, bias_of_run
 from m2flow.micro.records.sample_query import COLUMNS, Conversation, Entry, SampleQuery, export
 
 if TYPE_CHECKING:

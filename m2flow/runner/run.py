@@ -58,6 +58,7 @@ from m2flow.micro.lowering.placement import device_of
 from m2flow.micro.protocol.plan import Choice, Plan
 from m2flow.micro.protocol.staleness import Decisions
 from m2flow.micro.protocol.update_semantics import UpdateSteps
+from m2flow.micro.records.accounting import Alarm, Tally
 from m2flow.micro.records.checkpoints import clear_leftovers
 from m2flow.micro.records.flow_record import read_record
 from m2flow.micro.records.journal import Journal
@@ -65,10 +66,17 @@ from m2flow.micro.records.ledger import read_endings, read_num_failed, samples_d
 from m2flow.micro.records.plan_file import check_edited
 from m2flow.micro.records.provenance import resolved_of
 from m2flow.micro.records.resume import DONE, ResumeState, read_mendable, read_resume_state
-from m2flow.micro.records.rundir import create_run_dir, move, naming_disk_errors, write_config, write_plan
+from m2flow.micro.records.rundir import (
+    copy_pictures,
+    create_run_dir,
+    fetch_run_dir,
+    move,
+    naming_disk_errors,
+    share,
+    write_config,
+    write_plan,
+)
 from m2flow.micro.records.sample_query import SHOWN_BY
-from m2flow.micro.records.storage import copy_pictures, fetch_run_dir, share
-from m2flow.micro.records.tally import Alarm, Tally
 from m2flow.micro.worker.eager_executor import EagerExecutor
 from m2flow.micro.worker.fork_server import end_unneeded
 from m2flow.micro.worker.telemetry import channels_of

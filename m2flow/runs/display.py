@@ -31,7 +31,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     from m2flow.micro.protocol.plan import Plan
     from m2flow.micro.protocol.update_semantics import UpdateSteps
-    from m2flow.micro.records.tally import Tally
+    from m2flow.micro.records.accounting import Tally
     from m2flow.runner.run import Summary
     from m2flow.viewer.health import Alert
     from m2flow.viewer.run_trace import RunTrace

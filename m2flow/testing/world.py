@@ -54,7 +54,7 @@ from m2flow.micro.protocol.call_semantics import call_body
 from m2flow.micro.protocol.events import CONTROLLER, Discarded, Dropped, Given, Late, Released, Send, TimedOut, Wanted, WorkerLost
 from m2flow.micro.protocol.plan import Plan, WorkerPlan
 from m2flow.micro.protocol.staleness import Decisions, given_by
-from m2flow.micro.records.flow_log import FlowLog, Logged
+from m2flow.micro.records.flow_record import FlowLog, Logged
 from m2flow.micro.records.journal import Journal
 from m2flow.micro.records.segments import read_segment
 from m2flow.micro.scheduler.scheduler import Scheduler

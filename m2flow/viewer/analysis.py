@@ -46,8 +46,8 @@ import numpy.typing as npt
 from m2flow.errors import SpecError
 from m2flow.micro.lowering.capabilities import rollout_capabilities
 from m2flow.micro.protocol.plan import Choice, EngineSlot, Seat, WorkerPlan
+from m2flow.micro.records.accounting import bias_of_run
 from m2flow.micro.records.audit import read_token_account
-from m2flow.micro.records.length_bias import bias_of_run
 from m2flow.micro.worker.engine_host import PEAKS
 from m2flow.observe.spans import SpanName
 from m2flow.planner.planning import read_forecast
@@ -360,7 +360,7 @@ class StageAnalysis(msgspec.Struct):
 
 @final
 class ClassShown(msgspec.Struct):
-    """Mean length and reward of one class of samples (`m2flow.micro.records.length_bias`)."""
+    """Mean length and reward of one class of samples (`m2flow.micro.records.accounting`)."""
 
     name: str
     num: int

@@ -16,7 +16,7 @@ from observed_run import record_run, store_run
 from m2flow.cli.flow_options import find_target, option_type
 from m2flow.cli.main import cli, failure_of, main
 from m2flow.errors import InternalError, RewardError, RunInterrupted
-from m2flow.micro.records.tally import Tally
+from m2flow.micro.records.accounting import Tally
 from m2flow.runs.display import Rates, duration, sparkline
 
 ROOT = Path(__file__).parents[2]

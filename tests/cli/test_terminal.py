@@ -17,7 +17,7 @@ from terminal import shown_by
 from m2flow import Dataset, Policy, flow
 from m2flow.engines.contract import LOADING
 from m2flow.micro.protocol.update_semantics import UpdateSteps
-from m2flow.micro.records.tally import Tally
+from m2flow.micro.records.accounting import Tally
 from m2flow.micro.worker.eager_executor import EagerExecutor
 from m2flow.runner.run import Run
 from m2flow.runs.display import UpdatePace, logged, short_example, stopping_text

@@ -44,7 +44,7 @@ from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.events import CONTROLLER, CheckpointBegun, CheckpointDue, CheckpointFailed, CheckpointSaved, Send, Stopping
 from m2flow.micro.protocol.plan import Plan
 from m2flow.micro.protocol.update_semantics import UpdateSteps
-from m2flow.micro.records.flow_log import FlowLog, Logged
+from m2flow.micro.records.flow_record import FlowLog, Logged
 from m2flow.micro.records.journal import Journal
 from m2flow.micro.records.rundir import naming_disk_errors
 from m2flow.micro.scheduler.partial_rollouts import Deadlines

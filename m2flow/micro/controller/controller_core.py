@@ -66,7 +66,7 @@ from m2flow.micro.protocol.events import (
 )
 from m2flow.micro.protocol.plan import Plan, Stage
 from m2flow.micro.protocol.worker_state import RowStore, tag_of, worker_of
-from m2flow.micro.records.flow_log import Logged
+from m2flow.micro.records.flow_record import Logged
 from m2flow.micro.scheduler.call_lifecycle import Wait, describe_waits, find_deadlock
 from m2flow.micro.scheduler.scheduler import Scheduler
 from m2flow.samples import Batch

@@ -27,9 +27,9 @@ from m2flow.micro.protocol.call_semantics import gives_reward
 from m2flow.micro.protocol.events import Discarded, Dropped, Expired, Given, Late, Restored
 from m2flow.micro.protocol.plan import Stage
 from m2flow.micro.protocol.staleness import given_by, is_time_dependent, version_spans_of
+from m2flow.micro.records.accounting import read_meter
 from m2flow.micro.records.journal import Journal
 from m2flow.micro.records.segments import Found, Kind, Place, read_segment, scan_segments, scratch_name, segment_files, start_of
-from m2flow.micro.records.token_accounting import read_meter
 from m2flow.samples import Batch
 
 # ---- files of dead workers

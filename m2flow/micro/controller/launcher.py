@@ -1,7 +1,7 @@
 """Start a plan's workers, report which have ended, and clean up after them: on this machine, or by an agent on another.
 
     Plan, ClusterSpec --Launcher.settings_for--> WorkerSettings
-    WorkerSettings, secret --start--> rank 0: m2flow.micro.worker.worker_process; 1, 2, ...: m2flow.micro.worker.rank_process
+    WorkerSettings, secret --start--> m2flow.micro.worker.worker_process, for each rank
     the same, ForkServer --fork--> the same processes, forked from one that has loaded what they need
     a rank is killed or fails --how_ended--> the other ranks are killed too; the words name the rank
 
@@ -47,13 +47,12 @@ from m2flow.engines.installed import gpus_from
 from m2flow.errors import InternalError
 from m2flow.micro.protocol.plan import Plan, WorkerPlan
 from m2flow.micro.protocol.worker_state import rank_tag
-from m2flow.micro.records.storage import shared_dir
-from m2flow.micro.worker.fork_server import ForkServer, end_unneeded, fork_server, has_model, module_path, worker_environment
-from m2flow.micro.worker.host_resources import ResourceClaim, remove_leftovers
+from m2flow.micro.records.rundir import shared_dir
+from m2flow.micro.worker.fork_server import WORKER, ForkServer, end_unneeded, fork_server, has_model, module_path, worker_environment
 from m2flow.micro.worker.rank_group import RankGroupSettings
 from m2flow.micro.worker.weight_sync import weight_settings
 from m2flow.micro.worker.worker import WorkerSettings
-from m2flow.micro.worker.worker_process import kill_group
+from m2flow.micro.worker.worker_process import ResourceClaim, kill_group, remove_leftovers
 from m2flow.recipe import Model
 from m2flow.rollout_scheduling.policies import report_every
 from m2flow.spec import ClusterSpec, RunSettings
@@ -91,14 +90,13 @@ def spawn(
         server: forks it, if it can; without a server, or where that has ended, it is an interpreter of its own.
     """
     environment = worker_environment(settings.threads, token, path, gpus, deterministic=settings.deterministic)
-    module = "m2flow.micro.worker.rank_process" if settings.rank_group.rank else "m2flow.micro.worker.worker_process"
     name = rank_tag(settings.tag, settings.rank_group.rank)
     if server is not None:
-        if (forked := server.fork(settings, module, name, output, environment)) is not None:
+        if (forked := server.fork(settings, name, output, environment)) is not None:
             return forked
         os.write(output if isinstance(output, int) else output.fileno(), b"[a process of its own: there is no fork server any more]\n")
     process = subprocess.Popen(
-        [sys.executable, "-m", module, name],  # The name is shown by `ps`.
+        [sys.executable, "-m", WORKER, name],  # The name is shown by `ps`.
         stdin=subprocess.PIPE,
         stdout=output,
         stderr=subprocess.STDOUT,

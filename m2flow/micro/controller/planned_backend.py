@@ -22,7 +22,7 @@ from m2flow.micro.controller.controller_core import Post, SaveAll, Submitted
 from m2flow.micro.lowering.passes import Lowering
 from m2flow.micro.protocol.call_semantics import call_body, num_tokens_of
 from m2flow.micro.protocol.events import CheckpointDue, Released, Wanted
-from m2flow.micro.records.flow_log import Logged
+from m2flow.micro.records.flow_record import Logged
 from m2flow.micro.records.journal import Journal
 from m2flow.recipe import Sampling, longest_response
 from m2flow.samples import Batch

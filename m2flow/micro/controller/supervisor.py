@@ -45,7 +45,7 @@ from m2flow.micro.protocol.events import CONTROLLER, WorkerLost
 from m2flow.micro.protocol.plan import Plan
 from m2flow.micro.protocol.worker_state import rank_tag, split_rank, tag_of, worker_of
 from m2flow.micro.records.journal import Journal
-from m2flow.micro.worker.peers import Peers
+from m2flow.micro.worker.worker import Peers
 from m2flow.observe.spans import SpanBlock, now_ns, unix_anchor_ns
 from m2flow.spec import RunSettings
 

@@ -23,13 +23,12 @@ from m2flow.macro.oversampling import is_cut
 from m2flow.micro.protocol.events import Restored
 from m2flow.micro.protocol.plan import Stage
 from m2flow.micro.protocol.staleness import Decisions, VersionSpan, given_by
+from m2flow.micro.records.accounting import Alarm, Tally, as_metrics
 from m2flow.micro.records.flow_record import LedgerWriter
 from m2flow.micro.records.ledger import Ledger
-from m2flow.micro.records.length_bias import as_metrics
 from m2flow.micro.records.resume import DONE, ResumeState, Resumption
+from m2flow.micro.records.rundir import StorageCopier
 from m2flow.micro.records.segments import Place, clear_scratch, read_segment
-from m2flow.micro.records.storage import StorageCopier
-from m2flow.micro.records.tally import Alarm, Tally
 from m2flow.observe.metrics import MetricsWriter
 from m2flow.observe.spans import SpanBlock
 from m2flow.observe.store import TraceStore

@@ -36,7 +36,7 @@ import numpy as np
 from m2flow.errors import InternalError, naming_host_errors
 from m2flow.macro.graph import Call
 from m2flow.micro.protocol.staleness import Decision, Decisions, VersionSpan
-from m2flow.micro.records.length_bias import Class, bias_of
+from m2flow.micro.records.accounting import Class, bias_of
 from m2flow.micro.records.rundir import reading_ledger
 from m2flow.micro.records.segments import Place, read_segment
 from m2flow.samples import Batch, Finish, SampleId, Segment

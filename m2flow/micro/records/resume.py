@@ -35,13 +35,12 @@ from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.events import Restored
 from m2flow.micro.protocol.plan import Stage
 from m2flow.micro.protocol.staleness import is_time_dependent, version_spans_of
+from m2flow.micro.records.accounting import Tally, read_meter
 from m2flow.micro.records.checkpoints import Checkpoint, newest_good
 from m2flow.micro.records.flow_record import RunRecord, read_record
 from m2flow.micro.records.ledger import IS_CURRENT, Ledger
 from m2flow.micro.records.rundir import reading_ledger
 from m2flow.micro.records.segments import Found, Kind, Place, read_segment, scan_segments, worker_of
-from m2flow.micro.records.tally import Tally
-from m2flow.micro.records.token_accounting import read_meter
 from m2flow.samples import Batch, Finish, SampleId
 
 EAGER = "eager"

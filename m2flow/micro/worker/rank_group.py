@@ -1,6 +1,6 @@
 """Drive a trainer of several ranks from rank 0: each engine call is made on all ranks, in the same order and with the same rows.
 
-    worker's tasks --> RankGroupTrain, rank 0 --RankCommand, rows--> ranks 1, 2, ... (`m2flow.micro.worker.rank_process`)
+    worker's tasks --> RankGroupTrain, rank 0 --RankCommand, rows--> ranks 1, 2, ... (`m2flow.micro.worker.worker_process`)
                                               <--Answer-----------
 
 The other ranks know no tasks: rank 0 does a task when its rows are here and passes on the engine calls, so order, backpressure and

@@ -7,6 +7,14 @@ Since a turn decodes one token of all that generates and does at most one task, 
 between two tokens. Its links and channels are given to it: ZeroMQ's by `m2flow.micro.worker.worker_process`, in-memory ones by
 `m2flow.testing.world`. What a message does to its tasks, and which one is next, is `m2flow.micro.worker.task_queue`'s.
 
+Other workers (`Peers`): their addresses, which are dead, and what is sent to them.
+
+    Peers.send --outbox--> another process        nothing is sent to a dead peer, and nothing of it is accepted
+
+A process is named by its tag, which is new for each restart of a worker (`m2flow.micro.protocol.worker_state.tag_of`): rows meant for a
+process that is gone do not reach its successor. Limit: a peer that lives and accepts nothing blocks its senders for five minutes, then it
+is an error.
+
 Reports (`Reports`). The next task of a chain of calls needs only the rows of the one before, while a segment, rows for other workers and
 `Finished` take as long as a small function. So these wait until the next task has begun, or until none can begin at once. An error in
 them fails the task that they are about.
@@ -28,6 +36,7 @@ schedule, and is left out.
 from __future__ import annotations
 
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -36,27 +45,103 @@ from typing import final
 import msgspec
 import numpy as np
 
-from m2flow.channels.channel import ControlLink, Inbox, Outbox, Parcel
+from m2flow.channels.channel import ControlLink, Inbox, Outbox, Parcel, Statistics
 from m2flow.channels.zeromq import Keys
 from m2flow.engines.contract import EngineSettings
-from m2flow.errors import InternalError, M2FlowError, unexpected
+from m2flow.errors import BrokenChannel, InternalError, M2FlowError, unexpected
 from m2flow.macro.graph import Call
 from m2flow.micro.protocol import call_semantics, update_semantics
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.call_semantics import Parts, call_of, without_parts
 from m2flow.micro.protocol.plan import EngineSlot
 from m2flow.micro.protocol.staleness import is_time_dependent, version_spans_of
-from m2flow.micro.protocol.worker_state import RowStore, stopped_at, tag_of
+from m2flow.micro.protocol.worker_state import RowStore, stopped_at, tag_of, worker_of
+from m2flow.micro.records.accounting import TokenMeter
 from m2flow.micro.records.segments import Kind, Place, Scratch, SegmentWriter, read_segment, scratch_name
-from m2flow.micro.records.token_accounting import TokenMeter
 from m2flow.micro.worker.engine_host import EngineHost, Gauges
-from m2flow.micro.worker.peers import Peers
 from m2flow.micro.worker.rank_group import MakeTrain, RankGroupSettings, make_own_train
 from m2flow.micro.worker.task_queue import Answer, TaskQueue, prompts_of
 from m2flow.micro.worker.weight_sync import WeightSettings
 from m2flow.observe.spans import Recorder, SpanName, now_ns
 from m2flow.recipe import Model
 from m2flow.samples import Batch
+
+# ---- other workers
+
+
+_MOST_S = 300.0
+
+
+@final
+class Peers:
+    """Send rows to the processes that are alive. Used by workers and by the controller."""
+
+    def __init__(self, outbox: Outbox, hear: Callable[[], None], *, knows_all: bool = True) -> None:
+        """
+        Args:
+            hear: receives the controller's messages about peers; called while a peer accepts nothing.
+            knows_all: whether this process was there when the run began and so was told of every peer. A restarted one does not know
+                which peers died before.
+        """
+        self._outbox = outbox
+        self._hear = hear
+        self._knows_all = knows_all
+        self._addresses: dict[str, str] = {}
+        self._known: set[str] = set()
+        """All tags that were ever announced."""
+        self._dead: set[str] = set()
+
+    def announce(self, addresses: Mapping[str, str], transports: Mapping[str, str]) -> None:
+        """Replace the live peers by these. `transports`: worker -> the transport that the plan has chosen."""
+        for tag in self._addresses.keys() - addresses.keys():
+            self._drop(tag)
+        self._known |= addresses.keys()
+        self._addresses = {tag: address for tag, address in addresses.items() if tag not in self._dead}
+        for tag, address in self._addresses.items():
+            if worker_of(tag) in transports:
+                self._outbox.prefer(address, transports[worker_of(tag)])
+
+    def sever(self, tag: str) -> None:
+        """Mark a peer as dead."""
+        self._dead.add(tag)
+        if tag in self._addresses:
+            self._drop(tag)
+
+    def counts(self, parcel: Parcel) -> bool:
+        """Whether a parcel that has arrived is to be accepted."""
+        return parcel.sender not in self._dead
+
+    def send(self, tag: str, parcel: Parcel) -> bool:
+        """Send rows to a peer; False if it is dead and the rows are dropped.
+
+        Raises:
+            BrokenChannel: it lives, and accepted nothing for five minutes. InternalError: there was never such a peer.
+        """
+        if self._knows_all and tag not in self._known:
+            raise InternalError(f"rows of call {parcel.call} are for {tag!r}, and nobody has told {parcel.sender} of such a process")
+        start_s = time.monotonic()
+        while (address := self._addresses.get(tag)) is not None:
+            try:
+                self._outbox.send(address, parcel)
+            except BrokenChannel:
+                self._hear()
+                if tag in self._addresses and time.monotonic() - start_s > _MOST_S:
+                    raise
+            else:
+                return True
+        return False
+
+    def statistics(self) -> dict[str, Statistics]:
+        """Return tag -> statistics of what was sent there."""
+        counted = self._outbox.statistics()
+        return {tag: counted[address] for tag, address in self._addresses.items() if address in counted}
+
+    def _drop(self, tag: str) -> None:
+        self._outbox.forget(self._addresses.pop(tag))
+
+
+# ---- the worker
+
 
 _SHORTEST_NS = 500_000
 """A shorter wait is only a message under way, and is not recorded."""
@@ -116,7 +201,7 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     takes_turns: bool = False
     """Whether its engines are co-located: they take turns on their devices with others, of this process or of others."""
     claim: str = ""
-    """File that lists the run's resources on this host (`m2flow.micro.worker.host_resources`)."""
+    """File that lists the run's resources on this host (`m2flow.micro.worker.worker_process`)."""
 
     @property
     def tag(self) -> str:

@@ -1,4 +1,4 @@
-"""Run a worker as a process: open its sockets, send heartbeats, and end it when it is stopped, fails, or loses its parent.
+"""Run a worker, or a trainer's rank above 0, as a process: its sockets and heartbeats, its end, and what it removes from its host.
 
     python -m m2flow.micro.worker.worker_process    settings on standard input, the run's secret in the environment
 
@@ -7,35 +7,188 @@ whatever the first is doing.
 
     HeartbeatSource.heartbeat --> Heartbeat with turns, processor time, memory, GPU use, and the time here
     Echo --HeartbeatSource.hear--> the next heartbeat says how long the two messages were under way
+
+A rank above 0 calls its engines as rank 0 commands (`m2flow.micro.worker.rank_group`). It has no tasks and sends no results. Its heartbeat
+goes to the controller, and so does an error that rank 0 does not listen for, because it is in a collective that this rank never enters. It
+exits when rank 0 says so, when rank 0 is gone, and when the process that started it is.
+
+What a run has on a host outside its directory (shared-memory segments, sockets, weight files) is claimed by its owner.
+
+    /dev/shm/m2flow-<8 digits>.owner    a locked file that names the run's sockets and segments; the lock is free once its owner has ended
+
+An owner that ends in order removes everything (`ResourceClaim.close`). If it is killed its workers do, each as it ends, since one may have
+made more after another has cleaned up. If they are killed with it, the next run of the same user does (`remove_leftovers`): only files of
+this user, only under m2flow's names, and only where the lock is free. The kernel keeps the lock, so neither a reused process id nor a
+container that shares the directory misleads it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import pickle
+import re
+import shutil
 import signal
+import stat
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from multiprocessing.connection import Client, Connection
+from pathlib import Path
 from typing import TextIO, final
 
 import msgspec
 import psutil
 
+from m2flow.channels.codec import decode_batch
 from m2flow.channels.parcels import SHARED_MEMORY, ZmqInbox, ZmqOutbox
 from m2flow.channels.process_groups import PAIRS, PairReceiver, PairSender
-from m2flow.channels.shared_memory import Arena, keep_freed_memory
+from m2flow.channels.shared_memory import Arena, keep_freed_memory, remove_arenas
+from m2flow.channels.weights import PieceWriter, Written, remove_segments
+from m2flow.channels.weights.weight_files import remove_files
 from m2flow.channels.zeromq import HeartbeatSender, LinkDialer, wait
-from m2flow.engines.contract import LOADING
+from m2flow.engines.contract import LOADING, EngineSettings, Objective, TrainEngine
 from m2flow.engines.installed import GpuUse, find_gpu
-from m2flow.errors import DecodeError, M2FlowError, unexpected
+from m2flow.engines.registry import make_train
+from m2flow.errors import DecodeError, InternalError, M2FlowError, unexpected
 from m2flow.micro.protocol import messages as m
+from m2flow.micro.protocol.plan import EngineSlot
+from m2flow.micro.protocol.worker_state import rank_tag
+from m2flow.micro.worker.engine_host import lender_of
 from m2flow.micro.worker.fork_server import TOKEN_VARIABLE
-from m2flow.micro.worker.host_resources import HostResources, read, remove
-from m2flow.micro.worker.rank_group import RankGroup
+from m2flow.micro.worker.rank_group import (
+    GRACE_S,
+    Accumulate,
+    Answer,
+    Apply,
+    Compute,
+    CopyFrom,
+    Do,
+    End,
+    File,
+    Heard,
+    Here,
+    RankGroup,
+    Said,
+    WritePieces,
+    accumulate_share,
+    heard,
+    say,
+)
 from m2flow.micro.worker.worker import Worker, WorkerSettings
 from m2flow.observe.spans import now_ns
+from m2flow.recipe import Loss, Model
+from m2flow.samples import Batch
+
+# ---- what a run has on a host
+
+
+_SUFFIX = ".owner"
+_NAME = re.compile(r"m2flow-[0-9a-f]{8}")
+
+
+class HostResources(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a run has on this host outside its directory; the content of a claim's file."""
+
+    prefix: str
+    """Prefix of the names of its shared-memory segments."""
+    sockets: str
+    weights: str
+    """Directory of weights that are synced as files; empty: none."""
+
+    def remove(self) -> None:
+        """Remove all of it. May be called several times, by the owner or by whoever knows that the owner is gone."""
+        remove_segments(self.prefix)
+        remove_arenas(self.prefix)
+        if self.weights:
+            remove_files(self.weights, self.prefix)
+        if _is_ours(self.sockets) and os.path.basename(self.sockets).startswith("m2flow-"):
+            shutil.rmtree(self.sockets, ignore_errors=True)
+
+
+_read_host_resources = msgspec.json.Decoder(HostResources).decode
+
+
+@final
+class ResourceClaim:
+    """Claim one run's resources on this host from `open` to `close`."""
+
+    def __init__(self, prefix: str, sockets: str, weights: str) -> None:
+        self._resources = HostResources(prefix, sockets, weights)
+        self.path = os.path.join(_directory(), prefix + _SUFFIX)
+        self._file: int | None = None
+
+    def open(self) -> None:
+        # Locked before it is renamed: nobody may find it unlocked.
+        number, made = tempfile.mkstemp(prefix=".m2flow-", dir=_directory())
+        os.write(number, msgspec.json.encode(self._resources))
+        fcntl.flock(number, fcntl.LOCK_EX)
+        os.rename(made, self.path)
+        self._file = number
+
+    def close(self) -> None:
+        """Remove all that the run has left. May be called twice."""
+        remove(self.path)
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+def remove(path: str, resources: HostResources | None = None) -> None:
+    """Remove the resources that a claim's file names, or `resources` if it was read before, then the file itself."""
+    resources = resources or read(path)
+    if resources is not None:
+        resources.remove()
+    with contextlib.suppress(OSError):
+        os.unlink(path)
+
+
+def remove_leftovers() -> list[str]:
+    """Remove what dead runs of this user have left; return their prefixes."""
+    found = []
+    for path in sorted(Path(_directory()).glob(f"m2flow-*{_SUFFIX}")):
+        if not _NAME.fullmatch(path.name.removesuffix(_SUFFIX)) or not _is_ours(str(path)):
+            continue
+        with contextlib.suppress(OSError):  # It was removed meanwhile, or its owner lives.
+            number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                remove(str(path))
+                found.append(path.name.removesuffix(_SUFFIX))
+            finally:
+                os.close(number)
+    return found
+
+
+def read(path: str) -> HostResources | None:
+    """Read a claim's file. None: there is no such file, or it is not m2flow's."""
+    try:
+        said = _read_host_resources(Path(path).read_bytes())
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+    is_named_so = os.path.basename(path) == said.prefix + _SUFFIX and _NAME.fullmatch(said.prefix) is not None
+    return said if is_named_so else None
+
+
+def _is_ours(path: str) -> bool:
+    """Whether a path exists, belongs to this user and is no symbolic link."""
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return False
+    return status.st_uid == os.getuid() and not stat.S_ISLNK(status.st_mode)
+
+
+def _directory() -> str:
+    return "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
+
+
+# ---- the process of a worker
+
 
 _read_worker_settings = msgspec.json.Decoder(WorkerSettings).decode
 
@@ -243,16 +396,138 @@ def _drain(link: LinkDialer, inbox: ZmqInbox) -> None:
                 return
 
 
+# ---- the process of a rank above 0
+
+
+_POLL_S = 0.02
+
+
+class Rank:
+    """The engines of one rank."""
+
+    def __init__(self, engines: Mapping[str, TrainEngine], link: Connection) -> None:
+        self._engines = engines
+        self._link = link
+        self._losses: dict[str, Loss] = {}
+        self._writers: dict[str, PieceWriter] = {}
+
+    def serve(self, when_unheard: Callable[[M2FlowError], None]) -> None:
+        """Carry out rank 0's commands until `End`.
+
+        Args:
+            when_unheard: takes an error that rank 0 does not listen for.
+        Raises:
+            EOFError: rank 0 is gone.
+        """
+        while not isinstance(word := heard(self._link), End):
+            rows = decode_batch(self._link.recv_bytes()) if isinstance(word, Accumulate | Compute) else None
+            try:
+                written = self._do(word, rows)
+            except Exception as error:
+                known = error if isinstance(error, M2FlowError) else unexpected(getattr(word, "method", type(word).__name__), error)
+                say(self._link, Answer(known.to_record()))
+                if not self._link.poll(GRACE_S):
+                    when_unheard(known)
+                if not isinstance(heard(self._link), Heard):
+                    raise InternalError("rank 0 goes on after an error that it has not heard") from error
+            else:
+                say(self._link, Answer(written=written))
+
+    def _do(self, word: Said, rows: Batch | None) -> Written | None:
+        assert not isinstance(word, Heard | End)
+        engine = self._engines[word.role]
+        match word:
+            case Do(method="weights" | "adapters" | "base" as method):
+                for _ in getattr(engine, method)():
+                    pass
+            case Do(method=method):
+                getattr(engine, method)()
+            case Accumulate(role=role, loss=loss):
+                assert rows is not None
+                if loss:
+                    self._losses[role] = pickle.loads(loss)
+                accumulate_share(engine, rows, Objective(self._losses[role]))
+            case Apply(optimizer=optimizer, denominator=denominator):
+                engine.apply(pickle.loads(optimizer), denominator)
+            case Compute(method=computed, top_k=top_k):
+                assert rows is not None
+                getattr(engine, computed)(rows, *([top_k] if top_k else []))
+            case CopyFrom(source=source, share=share):
+                engine.copy_from(self._engines[source], share)
+            case File(method=way, path=path):
+                getattr(engine, way)(path)
+            case WritePieces(role=role, manifest=manifest, bucket_bytes=bucket_bytes):
+                return self._writers.setdefault(role, PieceWriter()).write(engine.weight_pieces(), manifest, bucket_bytes)
+        return None
+
+
+def _meet(settings: WorkerSettings, secret: str) -> Connection:
+    """Connect to rank 0, which may not listen yet."""
+    while True:
+        try:
+            link = Client(settings.rank_group.meeting, "AF_UNIX", authkey=secret.encode())
+        except (FileNotFoundError, ConnectionRefusedError):
+            time.sleep(_POLL_S)
+        else:
+            say(link, Here(settings.rank_group.rank))
+            return link
+
+
+def _engines(slots: Sequence[EngineSlot], models: Mapping[str, Model], settings: EngineSettings) -> dict[str, TrainEngine]:
+    """By role; none of them is started."""
+    made: dict[str, TrainEngine] = {}
+    for slot in sorted(slots, key=lambda slot: lender_of(slot, slots, models) is not None):
+        lender = lender_of(slot, slots, models)
+        beside = None if lender is None else made[lender].adapter_reference(slot.role, models[slot.role])
+        made[slot.role] = beside or make_train(slot.engine, models[slot.role], settings)
+    return made
+
+
+def _serve_rank(settings: WorkerSettings, secret: str) -> None:
+    """Be a rank above 0 until rank 0 ends it, or is gone."""
+    tag = rank_tag(settings.tag, settings.rank_group.rank)
+
+    def report(error: M2FlowError) -> None:
+        where = f" (worker {settings.name}, rank {settings.rank_group.rank}, pid {os.getpid()})"
+        named = type(error)(error.what + where, where=error.where, now=error.now, remote=error.remote)
+        dialer = LinkDialer(keys=settings.keys)
+        dialer.open(settings.controller, tag, secret)
+        dialer.send(m.encode(m.Fatal(named.to_record())))
+        dialer.close(drain_s=LAST_WORDS_S)
+
+    def heartbeat() -> bytes:
+        return m.encode(m.Heartbeat(0, time.process_time(), True))
+
+    sender = HeartbeatSender(settings.controller, tag, secret, period_s=settings.heartbeat_s, payload=heartbeat, keys=settings.keys)
+    sender.open()
+    link = _meet(settings, secret)
+    train, slots = settings.engine_settings()["train"], [slot for slot in settings.engines if slot.kind == "train"]
+    try:
+        Rank(_engines(slots, settings.models, train), link).serve(report)
+    except EOFError:
+        sys.exit("rank 0 is gone")
+    finally:
+        link.close()
+        sender.close()
+
+
+# ---- the entry point
+
+
 def main(given: bytes = b"") -> None:
     """The entry point: settings on standard input, or given; the run's secret in the environment."""
     settings = _read_worker_settings(given or sys.stdin.buffer.read())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the controller, which tells its workers what to do.
     watch_parent(settings)
+    secret = os.environ.pop(TOKEN_VARIABLE, "")
+    if settings.rank_group.rank:
+        _serve_rank(settings, secret)
+        return
     keep_freed_memory()
     streams = BoundedPrint(sys.stdout), BoundedPrint(sys.stderr)
     sys.stdout, sys.stderr = streams  # Text streams by what they delegate.
     try:
-        serve(settings, os.environ.pop(TOKEN_VARIABLE, ""))
+        serve(settings, secret)
     finally:
         for stream in streams:
             stream.end()

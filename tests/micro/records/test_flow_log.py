@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from m2flow import Dataset, Policy, Reward, Sample, flow, log, op, steps
 from m2flow.errors import RewardError, TraceError
-from m2flow.micro.records.flow_log import FlowLog, Logged
+from m2flow.micro.records.flow_record import FlowLog, Logged
 from m2flow.runner.run import Run
 from m2flow.spec import RunSettings
 from m2flow.testing.random_programs import clusters

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from m2flow.cli.main import cli
 from m2flow.errors import SpecError
-from m2flow.micro.records.length_bias import bias_of_run
+from m2flow.micro.records.accounting import bias_of_run
 from m2flow.micro.records.sample_query import SampleQuery
 from m2flow.samples import Finish
 

@@ -20,7 +20,7 @@ from test_resume_processes import SPEC
 from m2flow.errors import EngineError, SpecError
 from m2flow.micro.records.audit import audit
 from m2flow.micro.records.ledger import Ledger
-from m2flow.micro.records.storage import StorageCopier, fetch_run_dir, share, shared_dir
+from m2flow.micro.records.rundir import StorageCopier, fetch_run_dir, share, shared_dir
 
 ROOT = Path(__file__).parents[3]
 SAME = ("steps", "samples", "tokens", "reward_first", "reward_last", "samples_sha256", "weights_sha256")

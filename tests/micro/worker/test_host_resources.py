@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from m2flow.micro.worker import host_resources
-from m2flow.micro.worker.host_resources import ResourceClaim, read, remove, remove_leftovers
+from m2flow.micro.worker import worker_process
+from m2flow.micro.worker.worker_process import ResourceClaim, read, remove, remove_leftovers
 
 OWNER = """
 import sys, tempfile
@@ -27,7 +27,7 @@ sys.stdin.read()
 @pytest.fixture
 def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What stands for /dev/shm."""
-    monkeypatch.setattr(host_resources, "_directory", lambda: str(tmp_path))
+    monkeypatch.setattr(worker_process, "_directory", lambda: str(tmp_path))
     return tmp_path
 
 

@@ -20,7 +20,7 @@ from m2flow.errors import EngineError, InternalError, M2FlowError, OpError
 from m2flow.micro.protocol.plan import EngineSlot
 from m2flow.micro.worker import rank_group as gangs
 from m2flow.micro.worker.rank_group import Here, RankGroup, RankGroupSettings, RankGroupTrain, say
-from m2flow.micro.worker.rank_process import Rank
+from m2flow.micro.worker.worker_process import Rank
 from m2flow.recipe import AdamW, Loss, Model
 from m2flow.samples import Batch
 from m2flow.testing.fakes import FakeTrain
@@ -77,7 +77,7 @@ class Ranks:
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that is slow to answer is not taken for one that does not come."""
-    for module in ("rank_group", "rank_process"):
+    for module in ("rank_group", "worker_process"):
         monkeypatch.setattr(f"m2flow.micro.worker.{module}.GRACE_S", PATIENCE_S)
 
 
@@ -214,7 +214,7 @@ def test_an_error_that_rank_0_does_not_come_to_hear_is_told_to_others(tmp_path: 
             while not ranks.unheard:
                 pass
 
-    monkeypatch.setattr("m2flow.micro.worker.rank_process.GRACE_S", 0.01)
+    monkeypatch.setattr("m2flow.micro.worker.worker_process.GRACE_S", 0.01)
     with two_ranks(tmp_path, Waits(), Watched("save here")) as ranks:
         ranks.train.start()
         with pytest.raises(OpError, match="rank 1 of this trainer: save here failed"):

@@ -21,7 +21,7 @@ from m2flow.engines.embedded.rollout_engine import EmbeddedRollout
 from m2flow.engines.embedded.trainer import EmbeddedTrain
 from m2flow.errors import EngineError
 from m2flow.micro.protocol.update_semantics import with_same_weights, with_version_ages
-from m2flow.micro.records.tally import Alarm, Divergence, Tally
+from m2flow.micro.records.accounting import Alarm, Divergence, Tally
 from m2flow.micro.worker.weight_sync import Checks, LogprobCheck
 from m2flow.observe.metrics import read_metrics
 from m2flow.observe.spans import Recorder

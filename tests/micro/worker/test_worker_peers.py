@@ -6,7 +6,7 @@ import pytest
 
 from m2flow.channels.channel import MemoryInbox, MemoryOutbox
 from m2flow.errors import InternalError
-from m2flow.micro.worker.peers import Peers
+from m2flow.micro.worker.worker import Peers
 from m2flow.testing.channel_suite import parcel_of
 
 
