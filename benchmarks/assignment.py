@@ -18,8 +18,7 @@ import statistics
 import time
 from collections.abc import Iterator
 
-from m2flow.rollout_scheduling.assignment import assign
-from m2flow.rollout_scheduling.decode_model import DecodeModel
+from m2flow.rollout_scheduling.decode_model import DecodeModel, assign
 from m2flow.rollout_scheduling.lengths import TRACES, Lengths, parse_lengths
 from m2flow.rollout_scheduling.policies import POLICIES, make_policy, make_predictor
 from m2flow.rollout_scheduling.predictors import Oracle

@@ -50,7 +50,7 @@ from m2flow.engines.embedded import rollout_engine, trainer
 from m2flow.engines.megatron import layout as megatron_layout
 from m2flow.engines.megatron import trainer as megatron
 from m2flow.engines.registry import capability_tables, engines
-from m2flow.engines.servers import server_process, sglang, vllm
+from m2flow.engines.servers import inference_server, sglang, vllm
 from m2flow.macro import refill
 from m2flow.macro.loss_declarations import LOSSES
 from m2flow.observe import spans
@@ -61,8 +61,8 @@ NOTE = "<!-- Written by docs/write_reference.py. Do not edit. -->\n"
 
 ENGINE_OPTIONS = {
     "rollout `embedded`": rollout_engine.OPTIONS,
-    "rollout `sglang`": {**server_process.OPTIONS, **sglang.OWN_OPTIONS},
-    "rollout `vllm`": {**server_process.OPTIONS, **vllm.OWN_OPTIONS},
+    "rollout `sglang`": {**inference_server.OPTIONS, **sglang.OWN_OPTIONS},
+    "rollout `vllm`": {**inference_server.OPTIONS, **vllm.OWN_OPTIONS},
     "train `embedded`": trainer.OPTIONS,
     "train `fsdp`": fsdp.OPTIONS,
 }

@@ -39,8 +39,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, final, overload
 
 from m2flow.agents.conversation import Conversation
-from m2flow.agents.parsers import FAMILIES, Family, Parser
-from m2flow.agents.tools import EpisodeFailed, MessagesRefused, Outcome, Tool, ToolCall, parameters
+from m2flow.agents.tools import FAMILIES, EpisodeFailed, Family, MessagesRefused, Outcome, Parser, Tool, ToolCall, parameters
 from m2flow.errors import DatasetError, OptionError
 from m2flow.recipe import Sampling, check_count
 from m2flow.samples import MAIN, Finish, Message, keyed_bits

@@ -31,8 +31,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, final
 
-from m2flow.agents.parsers import Family, Parser, family_of, parsed
-from m2flow.agents.tools import EpisodeFailed, ToolCall
+from m2flow.agents.tools import EpisodeFailed, Family, Parser, ToolCall, family_of, parsed
 from m2flow.engines.contract import Language
 from m2flow.errors import DatasetError
 from m2flow.recipe import History

@@ -1,10 +1,15 @@
-"""Implement `m2flow analyze`: print why a run's steps took the time they took.
+"""Implement `m2flow analyze`, `compare` and `view`: explain the time of a run, compare runs, and show them in the browser.
 
-The analysis itself is in `m2flow.viewer.analysis` and `suggestions`; this module turns it into tables, or into JSON.
+The analysis itself is in `m2flow.viewer.analysis` and `suggestions`, the comparison in `m2flow.viewer.comparison`, the page in
+`m2flow.viewer.serving`; this module turns the first two into tables, or into JSON.
 """
 
 from __future__ import annotations
 
+import os
+import secrets
+import sys
+import webbrowser
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,13 +18,20 @@ import msgspec
 
 from m2flow.cli.main import find_run
 from m2flow.cli.plan import recorded_options
-from m2flow.cli.simulate import causes, table
 from m2flow.engines.contract import size_of
-from m2flow.errors import M2FlowError
+from m2flow.errors import M2FlowError, SpecError
+from m2flow.runs.planning import causes, table
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from m2flow.viewer.analysis import Analysis, StepAnalysis, WorkerMemory
+    from m2flow.viewer.comparison import Comparison, Pair
     from m2flow.viewer.suggestions import Suggestions
+
+
+# ---- m2flow analyze
+
 
 # ---- analyze
 
@@ -45,8 +57,7 @@ def command(run: str | None, as_json: bool, suggest: bool, runs_dir: Path) -> No
     """
     from m2flow.viewer.analysis import analysis_of
     from m2flow.viewer.health import alerts_of
-    from m2flow.viewer.idle import idle_of
-    from m2flow.viewer.run_trace import RunTrace
+    from m2flow.viewer.run_trace import RunTrace, idle_of
 
     run_dir = find_run(run, runs_dir)
     trace = RunTrace(run_dir)
@@ -209,3 +220,162 @@ def _calibration_note(suggestions: Suggestions) -> str:
     if suggestions.error is None:
         return "; how well that fits is not known, for none of its steps is whole"
     return f"; these steps took {suggestions.measured_step_s:,.3f} s, so the simulation is off by {suggestions.error:+.0%}"
+
+
+# ---- m2flow compare
+
+
+_MOST_METRICS = 16
+_MOST_LINES = 24
+
+
+@click.command("compare")
+@click.argument("one")
+@click.argument("other")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Where runs are looked for.")
+def compare_command(one: str, other: str, as_json: bool, runs_dir: Path) -> None:
+    """Say what differs between two runs, ONE and OTHER, and why.
+
+    Each is a run directory or a run's name; simulated ones will do. First comes what was asked for differently: code as a unified diff,
+    options, losses, optimisers, sampling, models, settings, cluster, versions. Then the time of the steps that both have, taken apart
+    along the critical path, by line of the flow, and over all devices, by cause of idle time. Then the learning. Several runs a side,
+    separated by commas, are seeds of one: the learning then has 95% confidence intervals over them.
+
+    \b
+    Examples:
+      m2flow compare runs/grpo-20260102-030405 runs/grpo-20260102-031500
+      m2flow compare old-1,old-2,old-3 new-1,new-2,new-3
+    """
+    from m2flow.viewer.comparison import compare
+
+    sides = [[find_run(name, runs_dir) for name in side.split(",") if name] for side in (one, other)]
+    found = compare(sides[0], sides[1])
+    comparison = found.time()
+    if as_json:
+        document = {**({} if comparison is None else msgspec.to_builtins(comparison)), "asked": found.asked, "learned": found.learned}
+        click.echo(msgspec.json.format(msgspec.json.encode(document)).decode())
+        return
+    sections = found.asked_lines(), _comparison_text(comparison) if comparison else ["no step has been recorded"], found.learned_lines()
+    click.echo("\n\n".join("\n".join(lines) for lines in sections))
+
+
+def _comparison_text(found: Comparison) -> list[str]:
+    one, other = found.one, found.other
+    lines = table([("A", one.name, _placed(one.mode, one.cluster)), ("B", other.name, _placed(other.mode, other.cluster))])
+    lines += ["", _steps(found.steps) if found.steps else "", *(f"  {said}" if at else said for at, said in enumerate(found.explained))]
+    if found.steps:
+        heads = [("", "A", "B", "B - A")]
+        heads.append(("seconds a step", f"{one.step_s:,.3f}", f"{other.step_s:,.3f}", f"{other.step_s - one.step_s:+,.3f}"))
+        if one.efficiency is not None and other.efficiency is not None:
+            heads.append(("of the bound", f"{one.efficiency:.0%}", f"{other.efficiency:.0%}", f"{other.efficiency - one.efficiency:+.0%}"))
+        heads.append(
+            ("tokens a second", f"{one.tokens_per_s:,.0f}", f"{other.tokens_per_s:,.0f}", f"{other.tokens_per_s - one.tokens_per_s:+,.0f}")
+        )
+        heads.append(("devices", str(one.num_devices), str(other.num_devices), ""))
+        lines += ["", *table(heads)]
+    lines += _section("critical path, s a step", found.path, 3, least=0.0005)
+    lines += _section("device seconds a step", found.idle, 3, least=0.0005)
+    lines += _section("tokens of a response", found.lengths, 1)
+    lines += _section("versions behind, share", found.staleness, 3)
+    lines += _section("tokens", found.tokens, 0)
+    if found.metrics:
+        rows: list[tuple[str, ...]] = [("metric, mean", "A", "B", "last A", "last B", "steps")]
+        for metric in found.metrics[:_MOST_METRICS]:
+            means, last = (metric.one, metric.other), (metric.one_last, metric.other_last)
+            rows.append((metric.name, *(f"{value:,.4g}" for value in (*means, *last)), str(metric.num_steps)))
+        lines += ["", *table(rows), *_left_out(len(found.metrics) - _MOST_METRICS)]
+    said = found.plans
+    if said:
+        lines += ["", "planned differently", *(f"  {line}" for line in said[:_MOST_LINES]), *_left_out(len(said) - _MOST_LINES)]
+    return lines
+
+
+def _section(title: str, pairs: Sequence[Pair], digits: int, *, least: float = 0.0) -> list[str]:
+    rows = [(title, "", "A", "B", "B - A")]
+    for pair in pairs:
+        if max(pair.one or 0.0, pair.other or 0.0) >= least:
+            one, other = ("" if value is None else f"{value:,.{digits}f}" for value in (pair.one, pair.other))
+            rows.append((pair.what, pair.line, one, other, f"{pair.more:+,.{digits}f}"))
+    return ["", *table(rows)] if len(rows) > 1 else []
+
+
+def _placed(mode: str, cluster: str) -> str:
+    return f"{mode} on {cluster}" if mode else "no plan"
+
+
+def _steps(steps: Sequence[int]) -> str:
+    return f"{len(steps)} steps that both have, {steps[0]} to {steps[-1]}"
+
+
+def _left_out(number: int) -> list[str]:
+    return [f"  (and {number} more; --json has all)"] if number > 0 else []
+
+
+# ---- m2flow view
+
+
+@click.command("view")
+@click.argument("run", required=False)
+@click.option("--html", "out", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Write one file instead: no server.")
+@click.option("--open", "is_opened", is_flag=True, help="Open it in a browser.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="The address to answer on; any but loopback asks for a token.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8265, show_default=True, help="0: any that is free.")
+@click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Where runs are looked for.")
+def view_command(run: str | None, out: Path | None, is_opened: bool, host: str, port: int, runs_dir: Path) -> None:
+    """Show a run in the browser: its schedule, samples, graph, training and health. Live while it goes on.
+
+    RUN is a run directory or its name, or a directory with several runs, which can then be compared; by default all of --runs-dir, the
+    newest first. Where there is no run yet, the page waits for the first one. The page is served on this machine's loopback until Ctrl-C.
+    With --html the newest run, or RUN, is written as one file that opens without a server or a network.
+
+    \b
+    Examples:
+      m2flow view
+      m2flow view runs/grpo-20260102-030405 --open
+      m2flow view runs/grpo-20260102-030405 --html grpo.html
+    """
+    if out is not None:
+        _export(find_run(run, runs_dir), out, is_opened=is_opened)
+        return
+    from m2flow.viewer.serving import LOOPBACK, Folder, open_socket, serve
+
+    folder = Folder(_place(run, runs_dir), is_awaited=run is None)
+    if run is None and not folder.listed():
+        click.echo(f"There is no run in {runs_dir} yet: the page waits for the first one.")
+    token = "" if host in LOOPBACK else secrets.token_urlsafe(24)
+    with open_socket(host, port) as listener:
+        shown = f"[{host}]" if ":" in host else host
+        address = f"http://{shown}:{listener.getsockname()[1]}/" + (f"?token={token}" if token else "")
+        click.echo(f"{address}  (Ctrl-C ends it)")
+        if is_opened:
+            _open(address)
+        serve(folder, listener, token=token)
+
+
+def _place(run: str | None, runs_dir: Path) -> Path:
+    """Resolve the argument to a run directory, or to a directory of runs."""
+    if run is not None and Path(run).is_dir() and not (Path(run) / "config.json").is_file() and any(Path(run).glob("*/config.json")):
+        return Path(run)
+    if run is None:
+        return runs_dir
+    return find_run(run, runs_dir)
+
+
+def _export(run_dir: Path, out: Path, *, is_opened: bool) -> None:
+    from m2flow.viewer.serving import write_page
+
+    try:
+        write_page(run_dir, out)
+    except OSError as error:
+        raise SpecError(f"can't write {out}: {error.strerror}", now="Give another place with --html.") from None
+    click.echo(out)
+    if is_opened:
+        _open(out.resolve().as_uri())
+
+
+def _open(address: str) -> None:
+    if sys.platform in ("darwin", "win32") or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"):
+        webbrowser.open(address)
+    else:
+        click.echo("No display here: open it where a browser is.", err=True)

@@ -215,7 +215,7 @@ def scale_command(run: str, change: str, runs_dir: Path, patience_s: float) -> N
     Example:
       m2flow cluster scale grpo-20260102-030405 rollout=+2
     """
-    from m2flow.micro.controller.autoscaler import ask
+    from m2flow.micro.controller.supervisor import ask
     from m2flow.viewer.health import is_held, state_of
 
     found = re.fullmatch(r"rollout=([+-]\d+)", change)

@@ -181,7 +181,10 @@ _COMMANDS = {
 
 
 _ELSEWHERE = {
-    "demo": "new:demo_command",
+    "demo": "run:demo_command",
+    "new": "run:new_command",
+    "view": "analyze:view_command",
+    "compare": "analyze:compare_command",
     "diff": "plan:diff_command",
     "rescore": "samples:rescore_command",
     "branch": "samples:branch_command",
@@ -233,8 +236,8 @@ _SIMULATE = {
     "flow": "The steps of a flow, by the scheduler that would run them; the word may be left out.",
     "rollout": "Generation alone: how long the samples of a step take, by assignment or policy.",
 }
-"""Name -> one line of help; the command is `simulate_<name>_command` in `m2flow.cli.simulate`."""
-_SIMULATE_PLACES = {name: f"m2flow.cli.simulate:simulate_{name}_command" for name in _SIMULATE}
+"""Name -> one line of help; the command is `simulate_<name>_command` in `m2flow.cli.plan`."""
+_SIMULATE_PLACES = {name: f"m2flow.cli.plan:simulate_{name}_command" for name in _SIMULATE}
 
 _SIMULATE_DEFAULT = "flow"
 

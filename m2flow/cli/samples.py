@@ -18,7 +18,7 @@ from m2flow.micro.records.accounting import Class, bias_of_run
 from m2flow.micro.records.sample_query import COLUMNS, Conversation, Entry, SampleQuery, export
 
 if TYPE_CHECKING:
-    from m2flow.runs.rescoring import Rescored
+    from m2flow.runs.opened import Rescored
 
 
 @click.command("samples")
@@ -171,7 +171,7 @@ def rescore_command(
       m2flow rescore grpo-20260102-030405 m2flow.rewards:MathAnswer --where "step >= 90" --out judged.jsonl
     """
     from m2flow.macro.flow import load_function
-    from m2flow.runs.rescoring import rescore
+    from m2flow.runs.opened import rescore
 
     judge = load_function(function)
     run_dir = find_run(run, runs_dir)
@@ -196,8 +196,8 @@ def _rescored_line(one: Rescored) -> str:
 
 
 def _comparison(found: list[Rescored], run: str, function: str) -> list[str]:
+    from m2flow.runs.opened import summed
     from m2flow.runs.planning import table
-    from m2flow.runs.rescoring import summed
 
     whole = summed(found)
     lines = [f"{len(found):,} samples of {run}, judged by {function}"]

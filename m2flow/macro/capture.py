@@ -53,8 +53,7 @@ import cloudpickle
 import numpy as np
 
 from m2flow.errors import LostState, OpError, TraceError
-from m2flow.macro.graph import CallKind, EngineKind, Granularity, Site
-from m2flow.macro.sites import owner
+from m2flow.macro.graph import CallKind, EngineKind, Granularity, Site, owner
 from m2flow.samples import Batch, Ragged
 
 # ---- what a function captures

@@ -1,4 +1,4 @@
-"""The macro graph: the calls of a flow, their inputs, and their effects on versioned resources.
+"""The macro graph: the calls of a flow, their inputs, their effects on versioned resources, where they were made, and which rows they have.
 
     flow --(run under a recording session)--> MacroGraph --(m2flow.micro)--> Plan
 
@@ -7,6 +7,18 @@ precede another call on it). The graph is frozen data with a checker (`verify`) 
 
 Sizes of results (`n`) and what kind of result a function gives are structure (`STRUCTURAL`). Functions, their captured values,
 temperatures, token limits and versions are values: a flow that changes only those is planned once.
+
+The site of a call is the user's line that made it, and the user's functions that led there, found on the stack. Every recorded call asks,
+so what was found out about a place in running code is cached: a place is the code objects and instructions on the stack, which are
+compared by number and not read again. Paths are relative to the directory that the session began in.
+
+The lineage of a result says of which samples it has rows, and with which columns, before anything runs.
+
+    responses[rewards > 0.5]    rows of policy.generate, less those that this filter drops: one `Part`, with one filter
+
+Two results may be joined if one certainly has the rows of the other: the same call made their samples, and the one went through all
+filters of the other. What a filter really keeps is only known when it has run; so of two different filters of the same samples nothing
+is certain, and joining them is an error.
 """
 
 from __future__ import annotations
@@ -15,19 +27,32 @@ import ast
 import contextlib
 import functools
 import hashlib
-from collections.abc import Mapping, Sequence
+import itertools
+import linecache
+import os
+import sys
+import sysconfig
+import traceback
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 
 from m2flow.errors import TraceError
 from m2flow.recipe import Episodes
+from m2flow.samples import EPISODE, SAMPLING_MASK, TOKEN_COLUMNS, Batch
 
 if TYPE_CHECKING:
     import networkx as nx
+
+
+# ---- the graph
+
 
 STRUCTURAL = frozenset({"advantages", "by_group", "column", "epochs", "gives", "minibatch_size", "n", "refill", "source", "state", "style"})
 """The options that a lowering pass may read. Passes get calls without the others, so that none can be left out here by mistake."""
@@ -444,3 +469,300 @@ def assigned_name(line: str) -> str | None:
 def _brief(value: object) -> str:
     text = getattr(value, "__name__", None) or repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+# ---- places in the user's code
+
+
+_PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
+_FLOWS = _PACKAGE + "flows" + os.sep
+"""Flows that come with an installed m2flow (`m2flow demo`): programs as users write them."""
+_DATA = _PACKAGE + "samples.py"
+"""What is in the user's hands, as a list is: an attribute that a sample has not is the fault of who asked for it."""
+_LIBRARIES = (*{sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}, "<frozen", "<string>")
+_LIBRARY_FOLDERS = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
+"""Of any environment: one may stand on another (a `.pth` file, `--system-site-packages`), whose folders are none of its own."""
+_MOST_KNOWN = 20_000
+"""Places that are remembered at most: a recursion without end has as many as it has calls."""
+
+_known: dict[tuple[int, ...], tuple[Site, list[CodeType]]] = {}
+"""(id of a code object, instruction, ...), innermost first -> the site. The code objects are held, so that no id is given anew."""
+_is_ours: dict[str, bool] = {}
+
+
+def user_site() -> Site:
+    """Return the current place in the user's code: the innermost frame outside m2flow, and the user's frames that led there."""
+    frame: FrameType | None = sys._getframe(1)
+    place: list[int] = []
+    first: FrameType | None = None
+    while frame is not None:
+        code = frame.f_code
+        is_ours = _is_ours.get(code.co_filename)
+        if is_ours is None:
+            is_ours = _is_ours[code.co_filename] = owner(code.co_filename) == "m2flow"
+        if not is_ours:
+            first = first or frame
+            place += (id(code), frame.f_lasti)
+        elif first is not None:
+            break
+        frame = frame.f_back
+    if first is None:
+        return Site("<unknown>", 0, "")
+    key = tuple(place)
+    found = _known.get(key)
+    if found is None:
+        found = _read(first, len(key) // 2)
+        if len(_known) >= _MOST_KNOWN:
+            _known.clear()
+        _known[key] = found
+    return found[0]
+
+
+def forget_sites() -> None:
+    """Clear the cache: the working directory or a source file may have changed."""
+    _known.clear()
+    _shorten.cache_clear()  # A cell that was run again has another number.
+
+
+def raised_at(error: BaseException) -> Site | None:
+    """Find the place in the user's code that raised an error, or called what did."""
+    raised = traceback.extract_tb(error.__traceback__)
+    frames = [(frame.filename, frame.lineno or 0, frame.name) for frame in raised if owner(frame.filename) == "user"]
+    return site_of(frames[::-1]) if frames else None
+
+
+def is_of_user(error: BaseException) -> bool:
+    """Whether an error came from the user's code rather than m2flow's; a library counts as whoever called it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    owners = ["library" if frame.filename == _DATA else owner(frame.filename) for frame in frames]
+    return next((whose for whose in reversed(owners) if whose != "library"), "") == "user"
+
+
+@functools.lru_cache(maxsize=4096)
+def owner(filename: str) -> Literal["m2flow", "library", "user"]:
+    """Whose code a file contains: the user's, m2flow's or a library's."""
+    if filename.startswith(_PACKAGE):
+        return "user" if filename.startswith(_FLOWS) else "m2flow"
+    is_librarys = filename.startswith(_LIBRARIES) or any(folder in filename for folder in _LIBRARY_FOLDERS)
+    return "library" if is_librarys else "user"
+
+
+def _read(innermost: FrameType, count: int) -> tuple[Site, list[CodeType]]:
+    frames: list[tuple[str, int, str]] = []
+    codes: list[CodeType] = []
+    frame: FrameType | None = innermost
+    for _ in range(count):
+        assert frame is not None
+        frames.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        codes.append(frame.f_code)
+        frame = frame.f_back
+    return site_of(frames), codes
+
+
+def site_of(frames: list[tuple[str, int, str]]) -> Site:
+    """Make a site from (file, line, function) frames, innermost first."""
+    (filename, line, _), *outer = frames
+    here = os.getcwd()
+    path = tuple(f"{_shorten(f, here)}:{n} in {name}" for f, n, name in reversed(outer) if name != "<module>")
+    return Site(_shorten(filename, here), line, linecache.getline(filename, line).strip(), path)
+
+
+def shown_file(filename: str) -> str:
+    """A file's name as sites show it: relative to the working directory if it is below that, or `In[3]` for a notebook's cell."""
+    return _shorten(filename, os.getcwd())
+
+
+def _cell_of(filename: str) -> str:
+    """The name of the notebook's cell that IPython compiled under this file name; empty if it is none."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None
+    number = getattr(getattr(shell, "compile", None), "_filename_map", {}).get(filename)
+    return "" if number is None else f"In[{number}]"
+
+
+@functools.lru_cache(maxsize=4096)
+def _shorten(filename: str, here: str) -> str:
+    cell = _cell_of(filename)
+    if cell:
+        return cell
+    path = Path(filename)
+    try:
+        return str(path.resolve().relative_to(here))
+    except ValueError:
+        return str(path)
+
+
+# ---- which rows a call has
+
+
+GENERATED = TOKEN_COLUMNS | {"seed", "finish", "temperature", "text"}
+"""Columns that a generate call adds to those of its prompts, whatever its engine; some add others (`m2flow.samples`)."""
+
+TWICE = "Its inputs must be different samples; to bring columns of the same samples together, join them."
+"""What to do about a concatenation that has a sample twice."""
+
+
+class Part(NamedTuple):
+    """Samples that one call made, less those that filters dropped."""
+
+    maker: int
+    filters: tuple[int, ...] = ()
+    """Calls, in program order."""
+
+    def is_within(self, other: Part) -> bool:
+        """Whether the other certainly has all rows of this."""
+        return self.maker == other.maker and self.filters[: len(other.filters)] == other.filters
+
+
+class ResultInfo(NamedTuple):
+    """What is known of a call's result before it runs."""
+
+    call: Call
+    parts: tuple[Part, ...]
+    fields: frozenset[str] | None
+    """Names of its columns; None: unknown."""
+    samplers: frozenset[str]
+    """The roles that sampled its responses."""
+
+    def is_within(self, other: ResultInfo) -> bool:
+        return self.parts == other.parts or all(any(part.is_within(of) for of in other.parts) for part in self.parts)
+
+
+class Lineage:
+    """What is known of each call's result in a session."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, ResultInfo] = {}
+        self._makers: dict[int, Call] = {}
+
+    def add(self, call: Call) -> None:
+        """Take a new call in.
+
+        Raises:
+            TraceError: its inputs are not about the same samples, or are filtered in different ways.
+        """
+        known = self._known
+        inputs = [(name, ref) for name, ref in call.inputs if known[ref.call].call.is_aligned]
+        is_maker = not inputs or call.engine == "source" or call.engine == "rollout"
+        parts = (Part(call.ordinal),) if is_maker else self._parts(call, inputs)
+        if is_maker:
+            self._makers[call.ordinal] = call
+        known[call.ordinal] = ResultInfo(call, parts, self._fields(call, inputs), self._samplers(call, inputs))
+
+    def known(self, ordinal: int) -> ResultInfo:
+        return self._known[ordinal]
+
+    def makers(self, ordinal: int) -> list[Call]:
+        """The calls that made the samples of a result: one, unless it is a concatenation."""
+        return [self._makers[maker] for maker in dict.fromkeys(part.maker for part in self._known[ordinal].parts)]
+
+    def samplers(self, ordinal: int) -> frozenset[str]:
+        """The roles that sampled the responses of a result; none: these are of a dataset, or there are none."""
+        return self._known[ordinal].samplers
+
+    def _samplers(self, call: Call, inputs: list[tuple[str, Ref]]) -> frozenset[str]:
+        if call.engine == "rollout":
+            return frozenset({call.role})
+        if isinstance(named := call.options.get("sampled_by"), str):
+            return frozenset({named})
+        rows = inputs if call.options.get("gives") == "concat" else inputs[:1]
+        return frozenset(role for _, ref in rows for role in self._known[ref.call].samplers)
+
+    def keep(self, needed: Iterable[int]) -> None:
+        """Forget all calls but these and those that made their samples."""
+        known = {ordinal: self._known[ordinal] for ordinal in needed if ordinal in self._known}
+        parts = [part for one in known.values() for part in one.parts]
+        self._makers = {part.maker: self._makers[part.maker] for part in parts}
+        further = [ordinal for part in parts for ordinal in part.filters]
+        further += [ref.call for maker in self._makers.values() for _, ref in maker.inputs]
+        self._known = known | {ordinal: self._known[ordinal] for ordinal in (*self._makers, *further) if ordinal in self._known}
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def has(self, ordinal: int) -> bool:
+        return ordinal in self._known
+
+    def makes(self, ordinal: int) -> bool:
+        """Whether a call that is kept has samples that this one made."""
+        return ordinal in self._makers
+
+    def narrowest(self, refs: Iterable[Ref]) -> Ref | None:
+        """The input whose rows all others certainly have."""
+        found = list(refs)
+        return next((ref for ref in found if all(self._known[ref.call].is_within(self._known[o.call]) for o in found)), None)
+
+    def mismatch(self, what: str, inputs: Sequence[tuple[str, Ref]]) -> TraceError:
+        """Describe inputs that do not go together: two of them, what they are, and where they are from."""
+        (name, ref), (other, by) = next(pair for pair in itertools.combinations(inputs, 2) if self.narrowest(of for _, of in pair) is None)
+        mine, others = self.makers(ref.call), self.makers(by.call)
+        if {call.ordinal for call in mine} != {call.ordinal for call in others}:
+            text = f"{what} got {name} that {_made(mine)}, and {other} of others, which {_made(others)}"
+            return TraceError(text, now=f"The {other} must be those of the very samples that they go with.")
+        text = f"{what} got {name} {self._filtered(ref)} and {other} {self._filtered(by)}, which are different rows of the same samples"
+        return TraceError(text, now="Filter once and go on with what is left, or filter both by one condition: a & b.")
+
+    def _filtered(self, ref: Ref) -> str:
+        filters = [self._known[ordinal].call for part in self._known[ref.call].parts for ordinal in part.filters]
+        return "filtered at " + ", ".join(dict.fromkeys(str(call.site) for call in filters)) if filters else "of all samples"
+
+    def _parts(self, call: Call, inputs: list[tuple[str, Ref]]) -> tuple[Part, ...]:
+        if call.options.get("gives") == "concat":
+            return self._union(call, inputs)
+        base, *others = inputs
+        parts = self._known[base[1].call].parts
+        for other in others:
+            if self.narrowest([base[1], other[1]]) is None:
+                raise self.mismatch(call.name, [base, other]).located(call.site.describe())
+            if not self._known[base[1].call].is_within(self._known[other[1].call]):
+                raise TraceError(
+                    f"{call.name} got {base[0]} of more samples than {other[0]}, which are {self._filtered(other[1])}",
+                    where=call.site.describe(),
+                    now=f"Filter the {base[0]} in the same way.",
+                )
+        if call.options.get("gives") == "kept":
+            return tuple(Part(part.maker, (*part.filters, call.ordinal)) for part in parts)
+        return parts
+
+    def _union(self, call: Call, inputs: Sequence[tuple[str, Ref]]) -> tuple[Part, ...]:
+        parts: list[Part] = []
+        for _, ref in inputs:
+            for part in self._known[ref.call].parts:
+                if any(part.is_within(other) or other.is_within(part) for other in parts):
+                    raise TraceError(
+                        f"{call.name} got samples twice that {_made([self._makers[part.maker]])}",
+                        where=call.site.describe(),
+                        now=TWICE,
+                    )
+                parts.append(part)
+        return tuple(sorted(parts))
+
+    def _fields(self, call: Call, inputs: list[tuple[str, Ref]]) -> frozenset[str] | None:
+        options = call.options
+        if call.engine == "source":
+            rows = options.get("rows")
+            return frozenset(rows.columns) if isinstance(rows, Batch) else None
+        if isinstance(named := options.get("fields"), tuple | frozenset):
+            return frozenset(named)
+        if not call.is_aligned or not inputs:
+            return None
+        found = [self._known[ref.call].fields for _, ref in inputs]
+        if None in found:
+            return None
+        gives = options.get("gives", "column")
+        if gives == "column" and call.engine != "rollout":
+            return frozenset((str(options["column"]),)) if "column" in options else None
+        fields = [of for of in found if of is not None]
+        if call.engine == "rollout":
+            masks = {SAMPLING_MASK} if getattr(options.get("sampling"), "sampling_mask", False) else frozenset()
+            return (fields[0] - {SAMPLING_MASK}) | GENERATED | masks | (EPISODE if "agent" in options else frozenset())
+        if gives == "concat":
+            return frozenset.intersection(*fields)
+        if gives == "kept":  # With a function of the user's, a column that was joined for it stays.
+            joined = options.get("columns")
+            return fields[0] | frozenset(joined if isinstance(joined, dict) and options.get("style") != "columns" else ())
+        return None
+
+
+def _made(makers: Sequence[Call]) -> str:
+    return ", ".join(f"{maker.name} made at {maker.site}" for maker in makers)

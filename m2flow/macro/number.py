@@ -36,9 +36,8 @@ import numpy as np
 
 from m2flow.errors import OpError, TraceError
 from m2flow.macro.columns import TRUTHS, Elementwise, Given, Operand, Rowwise, Scalar, Whole, metric, scalar, whole
-from m2flow.macro.graph import Call, Granularity, Ref
+from m2flow.macro.graph import Call, Granularity, Ref, owner
 from m2flow.macro.session import Session
-from m2flow.macro.sites import owner
 
 T = TypeVar("T")
 

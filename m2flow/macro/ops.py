@@ -37,11 +37,10 @@ import numpy as np
 
 from m2flow.errors import OpError, OptionError, TraceError, did_you_mean, lone_surrogate
 from m2flow.macro.columns import BranchTurn, EpisodeReward, FieldOf, Said, Spoke
-from m2flow.macro.graph import Call, Granularity, Ref
+from m2flow.macro.graph import Call, Granularity, Ref, user_site
 from m2flow.macro.handles import Handle, Metrics, OpValue, Rows, Scores, describe, is_isolated
 from m2flow.macro.number import Inputs, Number
 from m2flow.macro.session import Session, current_session
-from m2flow.macro.sites import user_site
 from m2flow.recipe import (
     MOST_COUNTED,
     EpisodeFailure,

@@ -23,14 +23,13 @@ import numpy as np
 from m2flow.errors import OptionError, TraceError, did_you_mean
 from m2flow.macro.columns import ColumnFunction
 from m2flow.macro.datasets import Dataset
-from m2flow.macro.graph import Granularity, Ref
+from m2flow.macro.graph import Granularity, Ref, user_site
 from m2flow.macro.handles import Handle, Metrics, Rows, Scores, describe, is_isolated
 from m2flow.macro.loss_declarations import check_comparison, check_update, nll, ppo_clip
 from m2flow.macro.ops import EpisodeRows, Failed, check_of_one_sample, log, record_episodes, speakers_of
 from m2flow.macro.oversampling import carries, check_late, check_line, windows
 from m2flow.macro.refill import Draws, Keep, refill
 from m2flow.macro.session import Session, current_session
-from m2flow.macro.sites import user_site
 from m2flow.macro.tail_batching import generate_deferred
 from m2flow.recipe import (
     COMPUTED,

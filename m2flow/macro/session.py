@@ -4,7 +4,7 @@
 
 A session numbers the calls, tracks each resource's version, and asks its backend for a value when the program observes one. Backends
 differ only in when they do the work: `m2flow.macro.eager` at once, `m2flow.macro.tracing` never, and
-`m2flow.micro.controller.planned_backend` on workers.
+`m2flow.micro.controller.controller` on workers.
 
 Unused results. A result is used by a call that takes it, by a look at it, by `log`, or by whoever still holds its handle when the flow
 ends; a call that writes a resource needs no use. Python says when a handle is gone, so a warning comes at the end of the step, once for
@@ -34,10 +34,23 @@ from typing import TYPE_CHECKING, Generic, NoReturn, TypeVar, final
 
 from m2flow.errors import FlowError, M2FlowError, OptionError, RunInterrupted, TraceError, UnusedResult, did_you_mean
 from m2flow.macro.capture import Captures, Kinds
-from m2flow.macro.graph import Call, Effect, EngineKind, Granularity, Observation, Ref, Site
-from m2flow.macro.lineage import Lineage
+from m2flow.macro.graph import (
+    Call,
+    Effect,
+    EngineKind,
+    Granularity,
+    Lineage,
+    Observation,
+    Ref,
+    Site,
+    forget_sites,
+    is_of_user,
+    owner,
+    raised_at,
+    site_of,
+    user_site,
+)
 from m2flow.macro.oversampling import carries, is_cut, num_late, num_wanted
-from m2flow.macro.sites import forget_sites, is_of_user, owner, raised_at, site_of, user_site
 from m2flow.recipe import MOST_COUNTED, Model
 from m2flow.samples import Batch
 
@@ -247,7 +260,7 @@ class Backend(ABC):
 
     @abstractmethod
     def finish(self) -> None:
-        """Wait until every call is done; raise the earliest error that the program was not raised (`m2flow.macro.failures`)."""
+        """Wait until every call is done; raise the earliest error that the program was not raised (`m2flow.macro.eager`)."""
 
 
 class Session:

@@ -30,9 +30,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from m2flow.errors import OptionError
-from m2flow.macro.graph import Granularity
+from m2flow.macro.graph import Granularity, user_site
 from m2flow.macro.handles import Rows, concat
-from m2flow.macro.sites import user_site
 from m2flow.recipe import is_count
 from m2flow.samples import Batch, Column, SampleId, prompt_positions
 

@@ -25,11 +25,10 @@ from typing import Literal, NoReturn
 
 from m2flow.errors import FlowError, OptionError, TraceError
 from m2flow.macro.flow import Flow, seed_everything
-from m2flow.macro.graph import Call, MacroGraph, Observation, Site, assigned_name
+from m2flow.macro.graph import Call, MacroGraph, Observation, Site, assigned_name, user_site
 from m2flow.macro.number import Decider, PathFacts, Unknown, exploring_floats
 from m2flow.macro.replay import Record, prints_muted
 from m2flow.macro.session import Backend, Session, recording
-from m2flow.macro.sites import user_site
 from m2flow.recipe import Model
 from m2flow.samples import Batch, make_ids
 

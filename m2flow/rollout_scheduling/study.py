@@ -19,8 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from m2flow.errors import InternalError, SpecError
-from m2flow.rollout_scheduling.assignment import assign
-from m2flow.rollout_scheduling.decode_model import DecodeModel, FloatArray, rollout_bounds
+from m2flow.rollout_scheduling.decode_model import DecodeModel, FloatArray, assign, rollout_bounds
 from m2flow.rollout_scheduling.lengths import Lengths, StepLengths
 from m2flow.rollout_scheduling.policy import Move, MoveCost, SchedulingPolicy, Seen, composed
 from m2flow.rollout_scheduling.predictors import Oracle

@@ -48,10 +48,9 @@ from m2flow.macro.session import Backend, Session
 from m2flow.macro.tracing import Copies, anticipate, copies_made, explore, trace
 from m2flow.micro.controller.call_futures import CallFutures
 from m2flow.micro.controller.checkpoint_coordinator import CheckpointCoordinator, CheckpointingBackend, checkpoint_eagerly
-from m2flow.micro.controller.controller import Controller
+from m2flow.micro.controller.controller import Controller, Lookahead, PlannedBackend
 from m2flow.micro.controller.launcher import GATHER_S, Job, Launcher, LocalLauncher, warm_up
 from m2flow.micro.controller.online_replanning import bits_kept
-from m2flow.micro.controller.planned_backend import Lookahead, PlannedBackend
 from m2flow.micro.lowering.arithmetic import TRACED_STEPS
 from m2flow.micro.lowering.passes import Lowering, lower
 from m2flow.micro.lowering.placement import device_of

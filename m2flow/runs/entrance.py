@@ -1,41 +1,194 @@
-"""Run a flow from Python: in a script, in a notebook's cell, in a test.
+"""Run a flow from Python (in a script, in a notebook's cell, in a test), and execute a run under the user's eyes.
 
     flow, cluster, seed, options --run--> Run          the same functions as under `m2flow run`
     a run's directory --open_run--> Run                its tables, its model, its picture (`m2flow.runs.opened`)
+    PreparedRun --execute_watched--> Summary | RunInterrupted    signals stop it in order, a display shows it
 
 `plan` and `simulate` are in `m2flow.runs.planning`. A flow may be defined in a notebook's cell: its lines are then called `In[3]:5`, and
 its functions go to the workers by value, as those of a file do.
 
 A notebook's stop button is Ctrl-C: the update under way is finished, the workers are stopped, and `RunInterrupted` says how to go on. A
 second press kills the workers and leaves the kernel alive.
+
+The first signal finishes the update that is under way and stops the workers. The second one kills them: on the command line the process
+ends with them, in a Python session (a notebook's kernel, a script) KeyboardInterrupt is raised. Signals reach the main thread only; a
+run that is started in another thread is stopped by nobody.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
+import signal
 import sys
+import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 from rich.console import Console
 
-from m2flow.errors import FlowLoadError, M2FlowError, OptionError, SpecError, did_you_mean
+from m2flow.errors import DivergenceError, FlowLoadError, M2FlowError, OptionError, RunInterrupted, SpecError, did_you_mean
 from m2flow.macro.flow import Flow, load_flow
 from m2flow.macro.flow import flow as as_flow
-from m2flow.macro.sites import shown_file
+from m2flow.macro.graph import shown_file
 from m2flow.runs import display
 from m2flow.runs.cluster_file import load_cluster
-from m2flow.runs.execution import can_go_on, execute_watched, has_directory, leftovers, prepare_engines_here
 from m2flow.spec import LAPTOP, ClusterSpec, RunSettings
 
 if TYPE_CHECKING:
     from m2flow.micro.protocol.plan import Plan
     from m2flow.micro.records.rundir import Config
+    from m2flow.runner.run import Run as PreparedRun
+    from m2flow.runner.run import Summary
     from m2flow.runs.opened import Run
+
+
+# ---- under the user's eyes
+
+
+def execute_watched(
+    run: PreparedRun,
+    console: Console,
+    progress: display.Progress,
+    *,
+    is_eager: bool,
+    is_quiet: bool,
+    ends_process: bool,
+    show_plan: Callable[[Plan], None] | None = None,
+) -> Summary:
+    """Prepare and execute a run, and show its plan and progress.
+
+    Args:
+        ends_process: a second signal ends the process with status 130; otherwise it raises KeyboardInterrupt.
+        show_plan: shows the plan; None: it is printed to the console.
+    Raises:
+        RunInterrupted: a signal stopped it; the text says in which step.
+        Exception: whatever ended the run, as it was raised.
+    """
+    try:
+        with stopping_by_signals(run, progress.stopping, ends_process=ends_process):
+            run.warm_up()
+            plan = run.prepare()
+            if not is_quiet:
+                if show_plan is None:
+                    display.show_plan(console, plan, is_eager=is_eager)
+                else:
+                    show_plan(plan)
+                progress.expect(plan)
+            with contextlib.nullcontext() if is_quiet else progress:
+                return run.execute()
+    except KeyboardInterrupt as stop:
+        error = stop if isinstance(stop, RunInterrupted) else RunInterrupted(f"stopped by {str(stop) or 'Ctrl-C'}")
+        step = stop_position(run.tally.num_steps, run.num_steps) if run.tally.num_samples else ""
+        raise RunInterrupted(f"{error.what}{step}", now=error.where) from None
+
+
+@contextlib.contextmanager
+def stopping_by_signals(run: PreparedRun, stopping: Callable[[], None], *, ends_process: bool) -> Iterator[None]:
+    """Turn the first signal into a KeyboardInterrupt, at once or after the update that this thread runs; the second kills the workers."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    is_stopping = False
+
+    def handle(signum: int, frame: FrameType | None) -> None:
+        nonlocal is_stopping
+        reason = "Ctrl-C" if signum == signal.SIGINT else signal.Signals(signum).name
+        if is_stopping:
+            run.end_now()
+            if not ends_process:
+                raise KeyboardInterrupt(f"{reason}, twice")
+            with contextlib.suppress(OSError):  # After a SIGHUP the terminal is gone.
+                os.write(2, b"\nended at once; the ledger is written\n")
+            os._exit(130)
+        is_stopping = True
+        stopping()
+        if not run.interrupt(reason):
+            raise KeyboardInterrupt(reason)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    handled = [
+        number for number, handler in before.items() if handler is not signal.SIG_IGN
+    ]  # An ignored signal stays ignored: a shell's background job.
+    for number in handled:
+        signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        for number in handled:
+            signal.signal(number, before[number])
+
+
+def stop_position(num_done: int, num_steps: int | None) -> str:
+    """Say where a run was stopped.
+
+    >>> stop_position(0, 2), stop_position(2, 2)
+    (' in step 1', ' after its last step')
+    """
+    return " after its last step" if num_steps and num_done >= num_steps else f" in step {num_done + 1}"
+
+
+def has_directory(run: display.Watched) -> bool:
+    """Whether the run has come as far as to make its directory."""
+    return run.run_dir != Path()
+
+
+def leftovers(run: display.Watched, *, was_there: bool, goes_on: str) -> str:
+    """Describe what an unfinished run has left on disk.
+
+    Args:
+        was_there: the run was resumed, so that this process has not counted all of its samples.
+        goes_on: how to resume it; empty: it can't be resumed as it is.
+    """
+    if not has_directory(run):
+        return ""
+    tally = run.tally
+    if not tally.num_samples and was_there:
+        return f"  What it had before is in {run.run_dir}."
+    if not tally.num_samples:
+        again = f"; to go on: {goes_on}" if goes_on and (run.run_dir / "ledger.db").exists() else ""
+        return f"  No sample was generated yet; the run's logs are in {run.run_dir / 'logs'}{again}."
+    done = "1 step is" if tally.num_steps == 1 else f"{tally.num_steps} steps are"
+    return (
+        f"  The {tally.num_samples:,} samples so far are in {run.run_dir} (ledger.db and segments/), {done} done.\n"
+        f"  What was done when: m2flow view {run.run_dir}{f'; to go on: {goes_on}' if goes_on else ''}"
+    )
+
+
+def can_go_on(error: BaseException) -> bool:
+    """Whether the run can be resumed as it is after this error."""
+    return not isinstance(error, DivergenceError)
+
+
+def prepare_engines_here(threads: int, *, deterministic: bool) -> None:
+    """Set the environment that matrix libraries read when they are loaded, for an eager run in this process.
+
+    Raises:
+        OptionError: the run is to be the same bit by bit, and torch was loaded without what that needs.
+    """
+    from m2flow.micro.worker.fork_server import engine_environment
+
+    wanted = engine_environment(threads, deterministic=deterministic)
+    if "torch" not in sys.modules:
+        os.environ.update(wanted if deterministic else {name: value for name, value in wanted.items() if name not in os.environ})
+        return
+    import torch
+
+    if deterministic and os.environ.get("MKL_CBWR") != wanted["MKL_CBWR"]:
+        raise OptionError(
+            "torch is loaded in this process without MKL_CBWR=AUTO, so an eager run in it would not be the same bit by bit",
+            now="Set os.environ['MKL_CBWR'] = 'AUTO' before torch is imported, or leave eager= or deterministic= out.",
+        )
+    torch.set_num_threads(threads)
+
+
+# ---- from Python
+
 
 FlowLike = Flow | Callable[..., object] | str | Path
 """A flow as the entrance takes it: what `@flow` made, a plain function, or a file as `load_flow` takes it."""
@@ -296,7 +449,7 @@ def _display(console: Console, run: display.Watched, *, is_eager: bool) -> tuple
     """The display of a run, and what shows its plan; None: printed to the console."""
     if not is_in_notebook():
         return display.Progress(console, run), None
-    from m2flow.runs.notebook import NotebookProgress
+    from m2flow.runs.display import NotebookProgress
 
     progress = NotebookProgress(console, run, is_eager=is_eager)
     return progress, progress.show_plan

@@ -27,7 +27,7 @@ from m2flow.planner.planning import Forecast, find_models, forecast, is_searched
 from m2flow.planner.profiles import read_profile
 from m2flow.recipe import Model
 from m2flow.runs.entrance import ClusterLike, FlowLike, flow_of, options_of, spec_of, target_of
-from m2flow.runs.frames import FrameKind, frame_of
+from m2flow.runs.opened import FrameKind, frame_of
 from m2flow.simulator.machines import paced
 from m2flow.spec import ClusterSpec
 

@@ -39,6 +39,7 @@ from m2flow.macro.graph import Call, MacroGraph
 from m2flow.macro.number import exploring_floats
 from m2flow.macro.replay import prints_muted
 from m2flow.macro.tracing import MOST_ASKED, Explorer, KnownValues, TracingBackend, run_traced
+from m2flow.micro.controller.controller import Lookahead
 from m2flow.micro.controller.controller_core import (
     ControllerCore,
     Effect,
@@ -49,7 +50,6 @@ from m2flow.micro.controller.controller_core import (
     Submitted,
     Unreported,
 )
-from m2flow.micro.controller.planned_backend import Lookahead
 from m2flow.micro.lowering.passes import Lowering
 from m2flow.micro.protocol import call_semantics
 from m2flow.micro.protocol import messages as m
@@ -188,7 +188,7 @@ Blocked = Literal["", "value", "steps", "memory"]
 
 @final
 class Driver:
-    """Submits the program's calls to the controller's core, as `m2flow.micro.controller.planned_backend` does."""
+    """Submits the program's calls to the controller's core, as `m2flow.micro.controller.controller` does."""
 
     def __init__(
         self, program: Program, lowering: Lowering, ahead: Lookahead, post: Callable[[Submitted | Wanted | Released], None]

@@ -28,10 +28,9 @@ from m2flow.channels.channel import MemoryInbox, MemoryOutbox, Parcel
 from m2flow.errors import InternalError, M2FlowError
 from m2flow.macro.eager import EagerBackend, number_of
 from m2flow.macro.flow import Flow, randomness_kept
-from m2flow.macro.graph import Call, MacroGraph, Observation
+from m2flow.macro.graph import Call, MacroGraph, Observation, user_site
 from m2flow.macro.oversampling import timeout_of
 from m2flow.macro.session import Backend
-from m2flow.macro.sites import user_site
 from m2flow.macro.tracing import copies_made, trace
 from m2flow.micro.controller.call_futures import FirstError
 from m2flow.micro.controller.controller_core import (

@@ -53,8 +53,21 @@ from m2flow.observe.spans import SpanName
 from m2flow.planner.planning import read_forecast
 from m2flow.planner.profiles import fit
 from m2flow.rollout_scheduling.decode_model import DecodeModel, rollout_bounds
-from m2flow.viewer.idle import Device, IdleTime, evaluations_of, union
-from m2flow.viewer.run_trace import FUNCTION, ROLLOUT, SAMPLE, SWITCH, SYNC, TRAIN, WAIT, RunTrace, Step
+from m2flow.viewer.run_trace import (
+    FUNCTION,
+    ROLLOUT,
+    SAMPLE,
+    SWITCH,
+    SYNC,
+    TRAIN,
+    WAIT,
+    Device,
+    IdleTime,
+    RunTrace,
+    Step,
+    evaluations_of,
+    union,
+)
 
 IntArray = npt.NDArray[np.int64]
 # ---- lower bounds from measured decode steps

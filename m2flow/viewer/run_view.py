@@ -45,8 +45,7 @@ from m2flow.viewer.comparison import (
     setup_curve,
 )
 from m2flow.viewer.health import Alert, Health, State, alerts_of, health_of, log_text, state_of
-from m2flow.viewer.idle import CAUSES
-from m2flow.viewer.run_trace import FUNCTION, SAMPLE, TRAIN, KnownCall, RunTrace, evaluation_calls
+from m2flow.viewer.run_trace import CAUSES, FUNCTION, SAMPLE, TRAIN, KnownCall, RunTrace, evaluation_calls
 from m2flow.viewer.sample_pages import Columns, GroupPage, SamplePage, Wanted, group_page, packed_ids, sample_page, samples_table, selected
 from m2flow.viewer.schedule import Lane, LaneWindow, Marks, Schedule
 from m2flow.viewer.suggestions import Suggestions

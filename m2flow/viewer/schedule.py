@@ -24,8 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from m2flow.samples import group_indices, prompt_positions
-from m2flow.viewer.idle import IdleTime, idle_of
-from m2flow.viewer.run_trace import FUNCTION, ROLLOUT, SAMPLE, TRAIN, WAIT, RunTrace
+from m2flow.viewer.run_trace import FUNCTION, ROLLOUT, SAMPLE, TRAIN, WAIT, IdleTime, RunTrace, idle_of
 
 IntArray = npt.NDArray[np.int64]
 

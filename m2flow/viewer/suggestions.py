@@ -36,8 +36,7 @@ from m2flow.simulator.scenario import Scenario, prepare, write_run
 from m2flow.simulator.simulation import Made
 from m2flow.spec import ClusterSpec
 from m2flow.viewer.analysis import CAUSES_OF_STEPS, Verdict, analysis_of
-from m2flow.viewer.idle import idle_of
-from m2flow.viewer.run_trace import RunTrace, read_plan_of
+from m2flow.viewer.run_trace import RunTrace, idle_of, read_plan_of
 
 NUM_STEPS = 3
 """Number of steps that are simulated."""

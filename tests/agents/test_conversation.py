@@ -9,8 +9,7 @@ from click.testing import CliRunner
 from tiny_models import byte_tokenizer
 
 from m2flow.agents.conversation import Conversation
-from m2flow.agents.parsers import family_of, parsed
-from m2flow.agents.tools import EpisodeFailed, ToolCall, shortened, tool
+from m2flow.agents.tools import EpisodeFailed, ToolCall, family_of, parsed, shortened, tool
 from m2flow.cli.main import cli
 from m2flow.engines.models.hf_model import TextCodec
 from m2flow.errors import DatasetError, OptionError

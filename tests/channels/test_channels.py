@@ -23,7 +23,7 @@ from m2flow.channels.parcels import ZmqInbox, ZmqOutbox
 from m2flow.channels.process_groups import PairReceiver, PairSender
 from m2flow.channels.shared_memory import Arena
 from m2flow.channels.zeromq import wait
-from m2flow.engines.servers.server_process import free_ports
+from m2flow.engines.servers.inference_server import free_ports
 from m2flow.errors import BrokenChannel, ChannelClosed, DecodeError, PortInUse, SpecError
 from m2flow.testing.channel_suite import CHANNEL_CHECKS, Maker, assert_same_parcel, parcel_of, receive_all
 

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from m2flow.cli.main import cli
-from m2flow.cli.new import _KINDS, _NICKNAMES, shipped_flows
+from m2flow.cli.run import _KINDS, _NICKNAMES, shipped_flows
 
 
 def test_every_shipped_flow_may_begin_a_project() -> None:

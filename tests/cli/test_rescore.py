@@ -16,7 +16,7 @@ from m2flow.errors import FlowLoadError, OpError, OptionError
 from m2flow.macro.flow import load_function
 from m2flow.micro.records.sample_query import SampleQuery
 from m2flow.runner.run import Run
-from m2flow.runs.rescoring import rescore, summed
+from m2flow.runs.opened import rescore, summed
 from m2flow.spec import RunSettings
 
 OWN = """

@@ -23,7 +23,7 @@ from m2flow.cli.main import cli
 from m2flow.engines.distributed.deepspeed import Options
 from m2flow.engines.registry import capability_tables, engines
 from m2flow.engines.servers import sglang, vllm
-from m2flow.engines.servers.server_process import ServedRolloutOptions
+from m2flow.engines.servers.inference_server import ServedRolloutOptions
 from m2flow.macro.handles import Handle
 from m2flow.macro.loss_declarations import LOSSES
 from m2flow.observe.spans import SpanName

@@ -13,8 +13,7 @@ import transformers
 from tiny_models import byte_tokenizer, save_config
 from tokenizers import Regex, pre_tokenizers
 
-from m2flow.engines.models.gguf_export import _SPLITS, write_gguf
-from m2flow.engines.models.model_export import saved_weights
+from m2flow.engines.models.model_export import _SPLITS, saved_weights, write_gguf
 from m2flow.errors import MissingExtra, ModelError
 
 HAS_READER = all(importlib.util.find_spec(name) for name in ("gguf", "accelerate"))

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import m2flow
 from m2flow import Dataset, flow, steps
-from m2flow.macro.graph import Site
-from m2flow.macro.sites import forget_sites, owner, user_site
+from m2flow.macro.graph import Site, forget_sites, owner, user_site
 from m2flow.macro.tracing import trace
 
 ROWS = [{"prompt": "a"}] * 4
@@ -60,7 +59,7 @@ def test_paths_are_relative_to_where_each_session_began(monkeypatch):
 
 
 def test_a_recursion_has_a_place_for_each_depth_and_old_ones_are_forgotten(monkeypatch):
-    monkeypatch.setattr("m2flow.macro.sites._MOST_KNOWN", 10)
+    monkeypatch.setattr("m2flow.macro.graph._MOST_KNOWN", 10)
     forget_sites()
 
     def deeper(left: int) -> list[Site]:

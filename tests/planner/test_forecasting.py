@@ -18,8 +18,7 @@ from m2flow.planner.planning import Forecast, forecast, question_of, read_foreca
 from m2flow.runner.run import Run
 from m2flow.spec import ClusterSpec, RolloutSpec, RunSettings, TrainSpec
 from m2flow.viewer.analysis import Analysis, PathShare, StepAnalysis, _stages, analysis_of
-from m2flow.viewer.idle import idle_of
-from m2flow.viewer.run_trace import RunTrace
+from m2flow.viewer.run_trace import RunTrace, idle_of
 from m2flow.viewer.run_view import RunView
 
 

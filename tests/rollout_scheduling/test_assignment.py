@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from m2flow.rollout_scheduling.assignment import Assignment, assign
-from m2flow.rollout_scheduling.decode_model import DecodeModel, queue_s
+from m2flow.rollout_scheduling.decode_model import Assignment, DecodeModel, assign, queue_s
 from m2flow.rollout_scheduling.lengths import parse_lengths
 
 models = st.builds(DecodeModel, st.sampled_from([0.5, 1.0, 4.0]), st.sampled_from([0.0, 0.01, 0.25, 1.0]), st.integers(1, 4))

@@ -11,8 +11,7 @@ from fake_clusters import FAKES
 from m2flow import Dataset, Policy, Reward, Sample, flow, informative, log, op, steps
 from m2flow.errors import TraceError
 from m2flow.macro import session
-from m2flow.macro.graph import Call
-from m2flow.macro.lineage import ResultInfo
+from m2flow.macro.graph import Call, ResultInfo
 from m2flow.runner.run import Run
 from m2flow.spec import RunSettings
 from m2flow.testing.world import run_eager, run_planned

@@ -16,10 +16,10 @@ import pytest
 import m2flow
 from m2flow import AdamW, Dataset, Policy, Reward, Sample, flow, steps
 from m2flow.errors import FlowLoadError, MissingExtra, OptionError, RunInterrupted, SpecError
-from m2flow.runs import frames
+from m2flow.runs import opened
+from m2flow.runs.display import curve
 from m2flow.runs.entrance import options_of, settings_of, spec_of, target_of
-from m2flow.runs.frames import frame_of
-from m2flow.runs.notebook import curve
+from m2flow.runs.opened import frame_of
 
 DIGITS = Path(__file__).resolve().parents[2] / "flows" / "models" / "digits"
 has_frames = pytest.mark.skipif(not all(importlib.util.find_spec(name) for name in ("pandas", "pyarrow")), reason="needs the extra frames")
@@ -170,7 +170,7 @@ def test_a_table_without_its_packages_says_what_to_install(monkeypatch: pytest.M
     def absent(name: str) -> None:
         raise ImportError(name)
 
-    monkeypatch.setattr(frames.importlib, "import_module", absent)
+    monkeypatch.setattr(opened.importlib, "import_module", absent)
     with pytest.raises(MissingExtra, match="pyarrow"):
         frame_of({"a": [1]}, "arrow")
     with pytest.raises(OptionError, match="no kind of table"):

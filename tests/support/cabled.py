@@ -23,7 +23,7 @@ import pytest
 import ray_start
 from disturbing import PATIENCE_S
 
-from m2flow.engines.servers.server_process import free_ports
+from m2flow.engines.servers.inference_server import free_ports
 
 HERE, THERE = (f"10.{100 + os.getpid() // 250 % 100}.{os.getpid() % 250 + 1}.{end}" for end in (1, 2))
 _ALL_PROTOCOLS = 3

@@ -16,8 +16,7 @@ from m2flow import SGD, Dataset, Policy, Reward, Sample, concat, flow, ppo_clip,
 from m2flow.runner.run import Run
 from m2flow.spec import ClusterSpec, RunSettings
 from m2flow.viewer.analysis import Analysis, analysis_of
-from m2flow.viewer.idle import idle_of
-from m2flow.viewer.run_trace import RunTrace
+from m2flow.viewer.run_trace import RunTrace, idle_of
 from m2flow.viewer.suggestions import Suggestion, suggestions_of
 
 DIGITS = Path(__file__).parents[2] / "flows" / "models" / "digits"

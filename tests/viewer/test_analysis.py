@@ -23,8 +23,7 @@ from m2flow.runs.display import send_alert
 from m2flow.samples import SampleId
 from m2flow.viewer.analysis import OVERHEAD, CriticalPath, analysis_of
 from m2flow.viewer.health import RULES, Alert, alerts_of
-from m2flow.viewer.idle import CAUSES, devices_of, idle_of
-from m2flow.viewer.run_trace import KnownCall, RunTrace, evaluation_calls
+from m2flow.viewer.run_trace import CAUSES, KnownCall, RunTrace, devices_of, evaluation_calls, idle_of
 
 ROOT = Path(__file__).parents[2]
 MS = 1_000_000

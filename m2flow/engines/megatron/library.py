@@ -35,10 +35,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from m2flow.engines.megatron.adapters import Adapters, Switch, put_on
-from m2flow.engines.megatron.experts import Limit, Routing, limit_of, route, with_bias
-from m2flow.engines.megatron.latent import Latent, LatentAttention
 from m2flow.engines.megatron.layout import Options, expert_width, has_bias, head_size, is_latent, num_dense, num_experts, shared_width
+from m2flow.engines.megatron.modules import Adapters, Latent, LatentAttention, Limit, Routing, Switch, limit_of, put_on, route, with_bias
 from m2flow.engines.megatron.names import ROUTER_BIAS, SCALAR_HEAD, Place, numbered
 from m2flow.engines.megatron.rows import PackedCoreAttention, PositionedRotary, RowNorm, Share
 from m2flow.errors import EngineError, MissingExtra

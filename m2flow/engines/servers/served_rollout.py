@@ -35,8 +35,18 @@ from torch import Tensor
 from m2flow.engines.contract import EngineSettings, Generated, Occupancy, Request, RolloutEngine
 from m2flow.engines.models.hf_model import TextCodec, load_model, load_tokenizer, model_directory
 from m2flow.engines.models.requests import Job, finish_of_prefix, generated_of, jobs_of
-from m2flow.engines.servers.server_client import Dialect, Heard, Requests, Running, ServerClient, extended
-from m2flow.engines.servers.server_process import Launch, PrivateDirectory, ServedRolloutOptions, ServerProcess
+from m2flow.engines.servers.inference_server import (
+    Dialect,
+    Heard,
+    Launch,
+    PrivateDirectory,
+    Requests,
+    Running,
+    ServedRolloutOptions,
+    ServerClient,
+    ServerProcess,
+    extended,
+)
 from m2flow.errors import EngineError
 from m2flow.recipe import Model
 from m2flow.samples import Finish, SampleId

@@ -9,7 +9,7 @@ Which weights made which token is what the server says (`weight_versions`). A ch
 running batch (/reset_prefix_cache with `reset_running_requests`): their caches are computed anew, so no token sees an older one. With
 `keep_kv` they stay, caches and all, and what comes after is marked. No request finds a cache of other weights: they salt its key.
 
-Options: those of `m2flow.engines.servers.server_process`, and `tempered_logprobs`.
+Options: those of `m2flow.engines.servers.inference_server`, and `tempered_logprobs`.
 
 Limits:
     running server: one given by its `url` must have been started with `--enable-scale-out` and `VLLM_SERVER_DEV_MODE=1`. Everyone who
@@ -37,9 +37,8 @@ import torch
 from m2flow.engines.installed import VLLM, gpus_from
 from m2flow.engines.models.requests import Job
 from m2flow.engines.registry import built_in
+from m2flow.engines.servers.inference_server import Dialect, FinishReason, Heard, Launch, Span, error_summary
 from m2flow.engines.servers.served_rollout import ServedRollout, load_config, read_tensors, shapes_in, write_tensors
-from m2flow.engines.servers.server_client import Dialect, FinishReason, Heard, Span, error_summary
-from m2flow.engines.servers.server_process import Launch
 from m2flow.errors import EngineError
 from m2flow.samples import SampleId
 

@@ -3,7 +3,7 @@
 Calls end in any order, but errors are raised in program order (`FirstError`). The error of a failed call is certain once every call
 before it in the program has ended: a call that depends on several failed calls takes the error of the earliest, and of all errors that
 are due the earliest is raised. So a later failure that arrives first hides nothing. Which errors are due, because the program was not
-raised them yet, is `m2flow.macro.failures`'. `FirstError` is pure; calls are added in program order.
+raised them yet, is `m2flow.macro.eager`'. `FirstError` is pure; calls are added in program order.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 
 from m2flow.errors import InternalError, M2FlowError, WorkerError
-from m2flow.macro.eager import number_of
-from m2flow.macro.failures import Failures
+from m2flow.macro.eager import Failures, number_of
 from m2flow.macro.graph import Call
 from m2flow.macro.session import CallValues
 from m2flow.samples import Batch

@@ -42,7 +42,7 @@ import msgspec
 import psutil
 
 from m2flow.channels.process_groups import PAIRS
-from m2flow.channels.zeromq import Keys, is_private, read_keys, write_keys
+from m2flow.channels.zeromq import Keys, is_private, new_keys, new_secret, read_keys, write_keys
 from m2flow.engines.installed import gpus_from
 from m2flow.errors import InternalError
 from m2flow.micro.protocol.plan import Plan, WorkerPlan
@@ -418,8 +418,6 @@ class LocalLauncher(Launcher):
         self._server: ForkServer | None = None
         self._is_over = threading.Event()
         if self.keys is None and self._spec.transport == "tcp":
-            from m2flow.channels.zeromq import new_secret
-
             self.keys = new_secret()
 
     @property
@@ -510,8 +508,6 @@ def make_keys(path: Path) -> None:
     Raises:
         SpecError: the file exists already, or can't be written.
     """
-    from m2flow.channels.zeromq import new_keys
-
     write_keys(path, new_keys())
 
 

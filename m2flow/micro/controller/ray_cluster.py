@@ -39,7 +39,7 @@ from typing import Any, final
 
 import msgspec
 
-from m2flow.channels.zeromq import is_private
+from m2flow.channels.zeromq import is_private, new_keys
 from m2flow.errors import M2FlowError, PlanError, SpecError, WorkerError
 from m2flow.micro.controller.launcher import Agent, Job, Launcher, Started, StartWorker
 from m2flow.micro.protocol.plan import Plan, WorkerPlan
@@ -518,8 +518,6 @@ class RayLauncher(Launcher):
             host = self._spec.channels.host
             self._host = self._cluster.own_address if is_private(f"tcp://{host}:0") else host
             if self.keys is None:  # Needed even on one host: workers listen at their nodes' addresses.
-                from m2flow.channels.zeromq import new_keys
-
                 self.keys = new_keys()
         except BaseException:
             self._cluster.close()

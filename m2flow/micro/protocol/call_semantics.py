@@ -40,8 +40,7 @@ import numpy.typing as npt
 from m2flow.engines.contract import Generated, Request
 from m2flow.errors import DatasetError, EngineError, InternalError, M2FlowError, OpError, OptionError, RewardError, TraceError
 from m2flow.macro.capture import Snapshot
-from m2flow.macro.graph import Call, CallKind, Effect, Granularity, Ref, Site
-from m2flow.macro.lineage import TWICE
+from m2flow.macro.graph import TWICE, Call, CallKind, Effect, Granularity, Ref, Site
 from m2flow.recipe import Sampling
 from m2flow.samples import (
     ROUTED_EXPERTS,

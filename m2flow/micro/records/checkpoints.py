@@ -355,8 +355,7 @@ def export_part_gguf(part: Part, out: Path, dtype: str | None = None) -> Path:
     Raises:
         ModelError: as `export_part` does, or it is a model that can't be written so. MissingExtra: the package gguf is not installed.
     """
-    from m2flow.engines.models.gguf_export import write_gguf
-    from m2flow.engines.models.model_export import put_in_place, saved_weights
+    from m2flow.engines.models.model_export import put_in_place, saved_weights, write_gguf
 
     name = f"{part.role}-{part.which.replace(' ', '-')}"
     with put_in_place(out) as fresh:

@@ -34,8 +34,7 @@ import msgspec
 from m2flow.errors import SpecError
 from m2flow.macro.capture import stable_text
 from m2flow.macro.flow import Flow
-from m2flow.macro.graph import Call, MacroGraph
-from m2flow.macro.sites import owner, shown_file
+from m2flow.macro.graph import Call, MacroGraph, owner, shown_file
 from m2flow.micro.records.rundir import option_text
 from m2flow.samples import Batch
 

@@ -28,8 +28,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple, final
 
 from m2flow.errors import M2FlowError, OpError, RunInterrupted
-from m2flow.macro.graph import Call
-from m2flow.macro.lineage import TWICE
+from m2flow.macro.graph import TWICE, Call
 from m2flow.macro.oversampling import carries, is_cut, keeps_cache, num_wanted
 from m2flow.macro.refill import Refill, RefillEnd, source_exhausted
 from m2flow.micro.protocol import messages as m

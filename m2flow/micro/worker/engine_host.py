@@ -38,9 +38,7 @@ from m2flow.engines.contract import Engine, EngineSettings, Generated, Memory, O
 from m2flow.engines.registry import make_function, make_rollout
 from m2flow.errors import InternalError, M2FlowError, OpError, PromptTooLong
 from m2flow.macro.capture import Snapshot, forget_copies
-from m2flow.macro.graph import Call
-from m2flow.macro.lineage import GENERATED
-from m2flow.macro.sites import is_of_user
+from m2flow.macro.graph import GENERATED, Call, is_of_user
 from m2flow.micro.protocol import call_semantics, update_semantics
 from m2flow.micro.protocol.plan import EngineSlot
 from m2flow.micro.protocol.staleness import check_admission, check_given, version_spans_of

@@ -9,11 +9,11 @@ import sys
 import threading
 from pathlib import Path
 
-from m2flow.engines.servers.server_process import PrivateDirectory, remove_abandoned
+from m2flow.engines.servers.inference_server import PrivateDirectory, remove_abandoned
 
 HOLDS = """
 import sys
-from m2flow.engines.servers.server_process import PrivateDirectory
+from m2flow.engines.servers.inference_server import PrivateDirectory
 place = PrivateDirectory("held-", sys.argv[1])
 path = place.open()
 (path / "weights").mkdir()

@@ -9,7 +9,7 @@ import pytest
 
 from m2flow.engines.contract import StopTexts
 from m2flow.engines.models.requests import Job
-from m2flow.engines.servers.server_client import Requests, Running, Span, extended
+from m2flow.engines.servers.inference_server import Requests, Running, Span, extended
 from m2flow.errors import EngineError
 from m2flow.recipe import Sampling
 from m2flow.samples import Finish

@@ -10,7 +10,7 @@ from http.server import ThreadingHTTPServer
 import pytest
 from answering import Answering
 
-from m2flow.engines.servers.server_client import ServerClient
+from m2flow.engines.servers.inference_server import ServerClient
 from m2flow.engines.servers.sglang import SglangDialect
 
 

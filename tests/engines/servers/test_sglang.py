@@ -14,9 +14,8 @@ import torch
 from sglang_here import NEEDS_SGLANG, OPTIONS, PYTHON, ROOT
 
 from m2flow.engines.contract import EngineSettings
-from m2flow.engines.servers.server_client import ServerClient
-from m2flow.engines.servers.sglang import SglangDialect, SglangRollout
-from m2flow.engines.servers.sglang_weights import BroadcastTransfer, open_transfer
+from m2flow.engines.servers.inference_server import ServerClient
+from m2flow.engines.servers.sglang import BroadcastTransfer, SglangDialect, SglangRollout, open_transfer
 from m2flow.errors import EngineError
 from m2flow.recipe import Model, Sampling
 from m2flow.testing.rollout_suite import LONG, ROLLOUT_CHECKS, Factory, generate, make_request, started
@@ -73,7 +72,7 @@ def held_by_the_server(engine: SglangRollout) -> object:
 
 
 def test_every_way_into_a_server_leaves_it_with_the_same_weights(model: Model, urls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("m2flow.engines.servers.sglang_weights._BUCKET_BYTES", 20_000)  # Several buckets, and a tensor larger than one.
+    monkeypatch.setattr("m2flow.engines.servers.sglang._BUCKET_BYTES", 20_000)  # Several buckets, and a tensor larger than one.
     found: dict[str, list[object]] = {}
     for way in ("files", "tensors", "group"):
         settings = EngineSettings(options={"url": urls[0]}, into_server=way)

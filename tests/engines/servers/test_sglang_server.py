@@ -14,8 +14,7 @@ from m2flow import Dataset, Policy, Reward, Sample, flow
 from m2flow.engines.contract import EngineSettings
 from m2flow.engines.installed import SGLANG_NEEDED, check_sglang, sglang_installed
 from m2flow.engines.servers.served_rollout import ServedRollout
-from m2flow.engines.servers.sglang import SglangDialect, SglangRollout
-from m2flow.engines.servers.sglang_weights import choose_transfer
+from m2flow.engines.servers.sglang import SglangDialect, SglangRollout, choose_transfer
 from m2flow.errors import EngineError, MissingExtra
 from m2flow.recipe import Sampling
 from m2flow.runner.run import Run

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from disturbing import run, same, undisturbed
 
-from m2flow.micro.controller.autoscaler import Autoscaler
+from m2flow.micro.controller.supervisor import Autoscaler
 from m2flow.spec import ClusterSpec, RolloutSpec
 
 

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from m2flow.channels.zeromq import Keys, LinkListener, write_keys
 from m2flow.cli.main import cli
-from m2flow.engines.servers.server_process import free_ports
+from m2flow.engines.servers.inference_server import free_ports
 from m2flow.errors import SpecError
 from m2flow.micro.controller.launcher import Agent, AgentReport, Job, LocalLauncher, StartWorker
 from m2flow.micro.protocol import messages as m

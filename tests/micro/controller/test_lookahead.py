@@ -9,7 +9,7 @@ import pytest
 from m2flow import AdamW, Dataset, Policy, Reward, Sample, flow, steps
 from m2flow.errors import SpecError
 from m2flow.macro.tracing import trace
-from m2flow.micro.controller.planned_backend import Lookahead
+from m2flow.micro.controller.controller import Lookahead
 from m2flow.micro.records.ledger import read_decisions
 from m2flow.runner.run import Run
 from m2flow.spec import ClusterSpec, RolloutSpec, RunSettings, TrainSpec

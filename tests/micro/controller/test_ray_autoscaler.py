@@ -23,7 +23,7 @@ from click.testing import CliRunner
 from disturbing import PATIENCE_S, same, started, undisturbed
 
 from m2flow.cli.main import cli
-from m2flow.engines.servers.server_process import free_ports
+from m2flow.engines.servers.inference_server import free_ports
 
 pytestmark = [
     pytest.mark.long,

@@ -21,7 +21,7 @@ import pytest
 import ray_start
 from disturbing import PATIENCE_S, SCRIPT, run, same, undisturbed
 
-from m2flow.engines.servers.server_process import free_ports
+from m2flow.engines.servers.inference_server import free_ports
 
 SPEC = """
 name: submitted

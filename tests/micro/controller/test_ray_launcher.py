@@ -21,7 +21,7 @@ import ray_start
 import yaml
 from disturbing import PATIENCE_S, run, same, started, undisturbed
 
-from m2flow.engines.servers.server_process import free_ports
+from m2flow.engines.servers.inference_server import free_ports
 
 pytestmark = [
     pytest.mark.slow,

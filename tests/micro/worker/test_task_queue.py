@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from m2flow.macro.graph import Call, Granularity, Ref
-from m2flow.macro.sites import Site
+from m2flow.macro.graph import Call, Granularity, Ref, Site
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.worker_state import stopped_at
 from m2flow.micro.worker.task_queue import Answer, RowsNeeded, TaskQueue
