@@ -3,8 +3,8 @@
     trainer.weights() --Publisher.publish--> Manifest --control link--> Subscriber.tensors --> rollout.load_weights
                         staged once, checksums        shared memory | cuda ipc | broadcast | tcp | file
 
-Modules, from the inside out: `tensors` (types, conversion, checksums), `manifest`, `delta` (what changed since the last version), `buckets`
-(double buffering), `transport` (the interface of all transports), a module for each of them (`shared_segment`, `device` for CUDA IPC,
+Modules, from the inside out: `tensors` (types, conversion, checksums), `payload` (the manifest, buckets, and what changed since
+the last version), `transport` (the interface of all transports), a module for each of them (`shared_segment`, `device` for CUDA IPC,
 `broadcast`, `streams`, `weight_files`), `publication` (their table, and both ends).
 """
 

@@ -4,7 +4,7 @@
     micro-batches --run: 1F1B, interleaved or one after the other--> forward, and backward
 
 All that imports the library is here. Layers are its local specification: column and row parallel matrices, router and experts are
-Megatron's, norms and attention those of `m2flow.engines.megatron.rows` and `latent`, which need neither Transformer Engine nor Apex.
+Megatron's, norms and attention those of `m2flow.engines.megatron.rows` and `modules`, which need neither Transformer Engine nor Apex.
 
 Where release 0.16.1 deviates from what one expects (`tests/engines/test_megatron.py` tests each):
 

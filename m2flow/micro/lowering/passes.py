@@ -12,12 +12,12 @@ a batch is a barrier, and so is one that writes a resource: it takes its units i
 
 A schedule gives the sequential answer because of these rules (kept by the modules of `m2flow.micro.scheduler` in brackets):
 
-- a task of a call has whole units of its granularity, never a part of one (`function_dispatch`, `call_state`);
+- a task of a call has whole units of its granularity, never a part of one (`dispatch`, `call_state`);
 - an update, whose advantages compare siblings, accumulates whole groups (`call_state`);
 - what is declared on a batch starts when all of its rows are there (`call_state`);
 - which rows are a mini-batch goes by identity, and is fixed before the first is there (`call_state`);
 - a read of a resource waits for the write of the version that it reads (`state`);
-- a write waits for the earlier reads of what it replaces, and for the write before it (`call_state`, `train_dispatch`);
+- a write waits for the earlier reads of what it replaces, and for the write before it (`call_state`, `dispatch`);
 - a call ends after all of its inputs have ended, also one that turns out to have no rows (`state`);
 - a rollout engine samples for a call only with a version that the call may use (`weights`);
 - a trainer replaces weights only after every engine that must sample from them has loaded them (`weights`);

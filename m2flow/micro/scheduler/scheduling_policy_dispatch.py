@@ -6,7 +6,7 @@
 The policy is asked as in the study: the instance with the fewest samples first, one sample at a time, so that samples which start
 together are spread evenly, whichever worker can begin first. A sample that is assigned to a worker waits in the worker's queue until the
 worker holds the right weights and has room. Nothing else depends on the policy: which worker may run what is decided by
-`rollout_dispatch`, and rows that leave `ready` (the call is cut, fails, has lost a worker) leave every queue. Nothing is assigned to a
+`RolloutDispatch`, and rows that leave `ready` (the call is cut, fails, has lost a worker) leave every queue. Nothing is assigned to a
 worker that is lost, has given back its devices, or has newer weights than the call may use (`SchedulerState.is_away`). A policy that
 holds back samples while no task is in flight is overruled (`force`).
 

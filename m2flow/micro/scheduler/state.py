@@ -1,6 +1,6 @@
 """The scheduler's state: one data structure of plain data, the indices over it, and the small changes that keep these in step.
 
-The deciders (`rollout_dispatch`, `train_dispatch`, `function_dispatch` and the others that `m2flow.micro.scheduler.scheduler` composes)
+The deciders (`dispatch`, `gpu_borrowing`, `worker_failure` and the others that `m2flow.micro.scheduler.scheduler` composes)
 read it to decide and change it through its methods; it knows none of them. A change appends the commands that follow from it to
 `SchedulerState.commands` and notes the workers to ask again (`m2flow.micro.scheduler.task_queues`).
 
