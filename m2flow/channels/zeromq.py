@@ -50,7 +50,7 @@ from zmq.utils.monitor import parse_monitor_message
 from m2flow.channels.channel import Dropped
 from m2flow.errors import BrokenChannel, ChannelClosed, ChannelError, PortInUse, SpecError
 
-# ---- where a socket may listen, and the keys
+# ---- keys
 
 
 _HEAD = "m2flow key 1"

@@ -45,9 +45,6 @@ from m2flow.micro.controller.launcher import Agent, Job, Launcher, Started, Star
 from m2flow.micro.protocol.plan import Plan, WorkerPlan
 from m2flow.spec import ClusterSpec, RaySpec
 
-# ---- the cluster
-
-
 _NOT_SHIPPED = ["runs", ".git", ".venv*", "__pycache__", "*.safetensors", "*.bin", "*.gguf", "*.pt"]
 _OF_A_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """Environment variable in which Ray gives the entry point of a submitted job its configuration."""

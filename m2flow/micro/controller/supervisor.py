@@ -70,9 +70,6 @@ from m2flow.micro.worker.worker import Peers
 from m2flow.observe.spans import SpanBlock, now_ns, unix_anchor_ns
 from m2flow.spec import ClusterSpec, RunSettings
 
-# ---- supervision
-
-
 # ---- clock offsets
 
 _DRIFT = 15e-6
@@ -673,9 +670,6 @@ class Supervisor:
     def leaving(self) -> set[str]:
         """Workers that have said goodbye and end by themselves; the others are to be killed."""
         return self._gone
-
-
-# ---- scaling
 
 
 # ---- requests from outside
