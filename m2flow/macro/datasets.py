@@ -144,7 +144,7 @@ class _PromptLimit:
         if policy is None or getattr(policy, "name", None) not in session.models:
             raise OptionError(f"max_prompt_tokens={limit} counts the tokens of a policy, and got policy={policy!r:.60}", now=_POLICY)
         # Tokenizers are the engines', and are loaded only where a flow counts by them.
-        codec = importlib.import_module("m2flow.engines.models.hf_model").load_tokenizer(session.models[policy.name])
+        codec = importlib.import_module("m2flow.engines.models.model_files").load_tokenizer(session.models[policy.name])
         return cls(codec, limit, too_long, name, place)
 
     def fitted(self, prompt: object, row: int) -> object:

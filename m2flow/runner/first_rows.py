@@ -23,8 +23,9 @@ import signal
 import sys
 import tempfile
 import warnings
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from importlib.abc import MetaPathFinder
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any, NoReturn, final
@@ -111,6 +112,8 @@ def _heard(link: Connection) -> list[str]:
         match kind:
             case "begin":
                 doing, limit_s = said, _EACH_S
+            case "load":
+                limit_s = _LOAD_S
             case "line":
                 lines.append(said)
             case "error":
@@ -137,6 +140,41 @@ def _serve(link: Connection, folder: str, trial: _Trial) -> NoReturn:
         link.send_bytes(json.dumps(["line", f"the rest was not tried: {type(error).__name__}: {error}"]).encode())
     finally:
         os._exit(0)
+
+
+_HEAVY = ("torch", "transformers")
+
+
+@contextlib.contextmanager
+def _without_torch(models: Iterable[Model], link: Connection) -> Iterator[None]:
+    """Load tokenizers in the block without torch, which `transformers` loads where it finds it: most of the time of a plan.
+
+    Afterwards both can be imported as ever, and a function that does so gets the time for it. Where the flow has loaded one already,
+    and for a model that is converted first, nothing is kept out.
+    """
+    if any(name in sys.modules for name in _HEAVY) or any(model.path.endswith(".gguf") for model in models):
+        yield
+        return
+    sys.modules["torch"] = None  # type: ignore[assignment]  # so that it is found nowhere
+    try:
+        yield
+    finally:
+        del sys.modules["torch"]
+        for name in [name for name in sys.modules if name.split(".")[0] == "transformers" or name.startswith("m2flow.engines.models.")]:
+            del sys.modules[name]
+        sys.meta_path.insert(0, _Announced(link))
+
+
+@final
+class _Announced(MetaPathFinder):
+    """Finds no module, and tells the process that keeps the time of heavy ones that are looked for."""
+
+    def __init__(self, link: Connection) -> None:
+        self._link = link
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
+        if fullname in _HEAVY:
+            self._link.send_bytes(json.dumps(["load", fullname]).encode())
 
 
 class _Reached(BaseException):
@@ -217,8 +255,11 @@ class _Trial:
 
     def run(self) -> None:
         """Render the rows, then call the functions, in the order of the program."""
-        for call in self._calls:
-            self._render(call)
+        with _without_torch(self._models.values(), self._link):
+            for call in self._calls:
+                self._render(call)
+                if call.engine == "rollout":
+                    self._codec(call)
         _watch(self._folder, self._reached)
         for call in self._calls:
             inputs = {name: self._values[ref.call] for name, ref in call.inputs if ref.call in self._values}
@@ -314,7 +355,7 @@ class _Trial:
         role = role or call.role
         if role not in self._codecs:
             # Tokenizers are the engines', and take seconds to import.
-            from m2flow.engines.models.hf_model import load_tokenizer
+            from m2flow.engines.models.model_files import load_tokenizer
 
             try:
                 self._codecs[role] = load_tokenizer(self._models[role])
@@ -328,7 +369,7 @@ class _Trial:
         """Tokens of prompt and response that a role's model takes; 0: not known."""
         own = 0
         with contextlib.suppress(M2FlowError, OSError):
-            from m2flow.engines.models.hf_model import model_directory
+            from m2flow.engines.models.model_files import model_directory
 
             own = ModelShape.from_config(str(model_directory(self._models[role]))).max_context
         set_to = self._spec.rollout.options.get("max_context", 0)

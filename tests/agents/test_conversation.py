@@ -11,7 +11,7 @@ from tiny_models import byte_tokenizer
 from m2flow.agents.conversation import Conversation
 from m2flow.agents.tools import EpisodeFailed, ToolCall, family_of, parsed, shortened, tool
 from m2flow.cli.main import cli
-from m2flow.engines.models.hf_model import TextCodec
+from m2flow.engines.models.model_files import TextCodec
 from m2flow.errors import DatasetError, OptionError
 from m2flow.recipe import ChatTemplate
 

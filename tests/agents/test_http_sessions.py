@@ -25,7 +25,7 @@ from m2flow.agents.episodes import EpisodeStart, EventLoop
 from m2flow.agents.http_sessions import Endpoint, _Server, shared_endpoint
 from m2flow.agents.tools import EpisodeFailed, Outcome, ToolCall
 from m2flow.engines.contract import Language
-from m2flow.engines.models.hf_model import TextCodec
+from m2flow.engines.models.model_files import TextCodec
 from m2flow.recipe import AdamW, ChatTemplate
 from m2flow.recipe import Episodes as Bounds
 from m2flow.samples import Finish

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -206,3 +208,22 @@ def test_a_function_of_episodes_sees_one_turn_in_the_stub_as_in_every_episode_th
     )
     body = "played = policy.rollout(asks, prompts.take(2), n=2, max_tokens=4)\nlog(opening=played.map(opening).mean())"
     assert "opening: gives 2.0 on the stub sample" in " ".join(said(plan(tmp_path, body, functions)))
+
+
+def test_tokenizers_are_loaded_without_torch_and_a_function_gets_all_of_it(tmp_path: Path) -> None:
+    functions = """
+def tools(sample):
+    import sys
+    before = [name for name in ("torch", "transformers") if name in sys.modules]
+    import torch
+    from transformers import AutoModelForCausalLM
+    return f"{before} {torch.ones(2).sum().item():g} {AutoModelForCausalLM.__module__}"
+"""
+    file = tmp_path / "tried.py"
+    body = "responses.map(tools).batch()"
+    file.write_text(FLOW.format(functions=functions, model=str(DIGITS), policy="", rows=ROWS, body=body))
+    # Another process, since torch is loaded in this one.
+    result = subprocess.run([sys.executable, "-m", "m2flow", "plan", str(file)], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert "gives '[] 2 transformers.models.auto.modeling_auto' on" in result.stdout
+    assert "rows of sums have 3 tokens each" in result.stdout

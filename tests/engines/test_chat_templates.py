@@ -9,7 +9,7 @@ import pytest
 from tiny_models import byte_tokenizer
 from transformers import AutoTokenizer
 
-from m2flow.engines.models.hf_model import TextCodec, load_tokenizer
+from m2flow.engines.models.model_files import TextCodec, load_tokenizer
 from m2flow.errors import DatasetError, OptionError
 from m2flow.recipe import ChatTemplate, Model
 

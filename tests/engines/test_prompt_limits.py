@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tiny_models import byte_tokenizer
 
 from m2flow import Dataset, Policy
-from m2flow.engines.models.hf_model import load_tokenizer
+from m2flow.engines.models.model_files import load_tokenizer
 from m2flow.errors import DatasetError, OptionError
 from m2flow.macro.datasets import TooLong
 from m2flow.macro.flow import Flow

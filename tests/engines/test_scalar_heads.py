@@ -14,7 +14,8 @@ from test_train_engines import CONFIGS, VOCABULARY, write_model
 
 from m2flow.engines.contract import EngineSettings, TrainEngine
 from m2flow.engines.embedded.trainer import EmbeddedTrain
-from m2flow.engines.models.hf_model import load_model, load_tokenizer
+from m2flow.engines.models.hf_model import load_model
+from m2flow.engines.models.model_files import load_tokenizer
 from m2flow.engines.registry import make_train
 from m2flow.errors import EngineError, ModelError
 from m2flow.recipe import Model

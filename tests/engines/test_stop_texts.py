@@ -15,7 +15,7 @@ from tiny_models import byte_tokenizer, save_config, started_engines
 
 from m2flow.engines.contract import Generated, Request, StopTexts
 from m2flow.engines.embedded.rollout_engine import EmbeddedRollout
-from m2flow.engines.models.hf_model import load_tokenizer
+from m2flow.engines.models.model_files import load_tokenizer
 from m2flow.errors import EngineError
 from m2flow.recipe import Model, Sampling
 from m2flow.samples import Finish, SampleId

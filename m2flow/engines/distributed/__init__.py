@@ -29,7 +29,7 @@ def check_fsdp(model: Model, options: Mapping[str, object], num_ranks: int) -> N
     check_schedule(options)
     if options.get("pp", 1) == options.get("ep", 1) == 1:
         return
-    from m2flow.engines.models.hf_model import config_of  # It loads transformers.
+    from m2flow.engines.models.model_files import config_of  # It loads transformers.
 
     config = config_of(model)
     if options.get("ep", 1) != 1:

@@ -70,7 +70,8 @@ from m2flow.engines.contract import MOVED, EngineSettings
 from m2flow.engines.distributed import tensor_parallel
 from m2flow.engines.distributed.ranks import RankedTrain, Root
 from m2flow.engines.models import lora, packing, trainer_checkpoint
-from m2flow.engines.models.hf_model import groups_of_weights, keep_freed_memory, load_model, load_tokenizer, use_threads
+from m2flow.engines.models.hf_model import groups_of_weights, keep_freed_memory, load_model, use_threads
+from m2flow.engines.models.model_files import load_tokenizer
 from m2flow.engines.models.optimizers import RecipeAdamW, packed_state, unpacked_state
 from m2flow.engines.models.packing import Demonstrations
 from m2flow.engines.models.routing import checked_routers

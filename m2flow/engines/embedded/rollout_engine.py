@@ -26,7 +26,8 @@ from m2flow.engines.contract import EngineSettings, Generated, Memory, Occupancy
 from m2flow.engines.embedded.decoding import ContinuousDecoder, Decoder
 from m2flow.engines.embedded.fixed_rows import FixedRowsDecoder
 from m2flow.engines.embedded.slot_model import SlotModel
-from m2flow.engines.models.hf_model import TextCodec, load_tokenizer, use_threads
+from m2flow.engines.models.hf_model import use_threads
+from m2flow.engines.models.model_files import TextCodec, load_tokenizer
 from m2flow.engines.models.requests import Job, generated_of, jobs_of, split_finished
 from m2flow.engines.registry import built_in
 from m2flow.errors import EngineError, is_out_of_memory

@@ -61,10 +61,10 @@ from m2flow.engines.models.hf_model import (
     groups_of_weights,
     keep_freed_memory,
     load_model,
-    load_tokenizer,
     matrices_of_layers,
     use_threads,
 )
+from m2flow.engines.models.model_files import load_tokenizer
 from m2flow.engines.models.optimizers import Optimizers
 from m2flow.engines.models.packing import Demonstrations
 from m2flow.engines.models.routing import OF_TOKENS, Mixture, Routers, beside_experts, checked_routers, column_of, experts_of

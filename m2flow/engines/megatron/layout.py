@@ -131,7 +131,7 @@ def read(given: Mapping[str, object]) -> Options:
 
 def check_before(model: Model, given: Mapping[str, object], num_ranks: int) -> None:
     """Check all that can be known before a run. Raises `EngineError`, or `ModelError` for a model that is not there."""
-    from m2flow.engines.models.hf_model import config_of  # It loads transformers.
+    from m2flow.engines.models.model_files import config_of  # It loads transformers.
 
     options = read(given)
     check_ranks(options, num_ranks)

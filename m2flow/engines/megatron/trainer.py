@@ -63,15 +63,8 @@ from m2flow.engines.megatron.parts import Held, Parts
 from m2flow.engines.megatron.rows import Share, gathered
 from m2flow.engines.models import lora, packing, trainer_checkpoint
 from m2flow.engines.models.constraints import SamplingMask
-from m2flow.engines.models.hf_model import (
-    checkpoint_tensors,
-    config_of,
-    empty_cache,
-    keep_freed_memory,
-    load_model,
-    load_tokenizer,
-    use_threads,
-)
+from m2flow.engines.models.hf_model import checkpoint_tensors, empty_cache, keep_freed_memory, load_model, use_threads
+from m2flow.engines.models.model_files import config_of, load_tokenizer
 from m2flow.engines.models.model_probe import longest_sequence
 from m2flow.engines.models.optimizers import MOMENTS, packed_state, unpacked_state
 from m2flow.engines.models.packing import Demonstrations

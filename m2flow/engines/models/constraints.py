@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from m2flow.engines.models.hf_model import TextCodec
+from m2flow.engines.models.model_files import TextCodec
 from m2flow.engines.models.packing import num_masked
 from m2flow.errors import EngineError, MissingExtra
 from m2flow.recipe import TOP_LOGPROBS, Sampling

@@ -46,7 +46,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from m2flow.engines.models.hf_model import load_tokenizer
+from m2flow.engines.models.model_files import load_tokenizer
 from m2flow.engines.models.trainer_checkpoint import named_weights, parts_of
 from m2flow.engines.registry import check_adapters
 from m2flow.errors import EngineError, MissingExtra, ModelError, naming_host_errors

@@ -39,7 +39,7 @@ from m2flow.samples import Batch, IdArray, Prompt, Ragged, SampleId, group_keys,
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from m2flow.engines.models.hf_model import TextCodec
+    from m2flow.engines.models.model_files import TextCodec
     from m2flow.engines.models.routing import Balanced
 
 _MAX_REMEMBERED_TOKENS = 1 << 24

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from m2flow.engines.contract import Generated, Request, StopTexts
 from m2flow.engines.models.constraints import Constraint
-from m2flow.engines.models.hf_model import TextCodec
+from m2flow.engines.models.model_files import TextCodec
 from m2flow.errors import DatasetError, EngineError, PromptTooLong
 from m2flow.recipe import Sampling
 from m2flow.samples import Finish, Masks, Prompt, SampleId, packed_masks, unpacked_masks

@@ -44,7 +44,7 @@ from m2flow.errors import EngineError, ModelError, host_error, naming_host_error
 from m2flow.recipe import Model
 
 if TYPE_CHECKING:
-    from m2flow.engines.models.hf_model import TextCodec
+    from m2flow.engines.models.model_files import TextCodec
 
 
 def whole(tensor: Tensor) -> Tensor:

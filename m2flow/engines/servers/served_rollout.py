@@ -33,7 +33,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from m2flow.engines.contract import EngineSettings, Generated, Occupancy, Request, RolloutEngine
-from m2flow.engines.models.hf_model import TextCodec, load_model, load_tokenizer, model_directory
+from m2flow.engines.models.hf_model import load_model
+from m2flow.engines.models.model_files import TextCodec, load_tokenizer, model_directory
 from m2flow.engines.models.requests import Job, finish_of_prefix, generated_of, jobs_of
 from m2flow.engines.servers.inference_server import (
     Dialect,

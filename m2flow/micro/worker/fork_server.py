@@ -96,6 +96,7 @@ _READ_WHEN_LOADED = re.compile(
 _OF_A_WORKER = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONPATH", "CUDA_VISIBLE_DEVICES")
 """Those that are another in each worker, which sets itself up by them."""
 _ENGINES = (
+    "m2flow.engines.models.model_files",
     "m2flow.engines.models.hf_model",
     "m2flow.engines.embedded.rollout_engine",
     "m2flow.engines.embedded.trainer",

@@ -13,7 +13,8 @@ from sglang_here import NEEDS_SGLANG, OPTIONS
 from tiny_models import save_config
 
 from m2flow.engines.contract import EngineSettings, RolloutEngine
-from m2flow.engines.models.hf_model import load_model, load_tokenizer
+from m2flow.engines.models.hf_model import load_model
+from m2flow.engines.models.model_files import load_tokenizer
 from m2flow.engines.models.trainer_checkpoint import named_weights
 from m2flow.engines.servers.sglang import SglangRollout
 from m2flow.recipe import Model, Sampling
