@@ -12,8 +12,10 @@ A loss that raises is heard by all ranks when the passes are over: until then th
 for its gradients. The gradient is then a part of what it should be: `discard` it.
 
 Limits:
-    models: the families in `m2flow.engines.megatron.layout`, with any head; AdamW alone. Adapters of those without experts, and of
-        policies; their checkpoints are gathered.
+    models: the families in `m2flow.engines.megatron.layout`, with any head (DeepSeek-V2 as policies alone, as in transformers); AdamW
+        alone. Refused are windows, biases (but Qwen2's and those of routers), scaled rotary embeddings (but DeepSeek's), layers that
+        predict further tokens, heads, layers or experts that the layout does not divide, and experts with `tp` but without
+        `sequence_parallel`. Adapters of models without experts, and of policies; their checkpoints are gathered.
     start: every rank reads the whole model once, into the memory of its host. Unless checkpoints are spread, one is gathered there on
         the first rank, and read whole by all.
     kernels: torch's. Neither Transformer Engine nor Apex is used, and experts are computed one after the other.
