@@ -49,6 +49,7 @@ from m2flow.engines.distributed import deepspeed, fsdp
 from m2flow.engines.embedded import rollout_engine, trainer
 from m2flow.engines.megatron import layout as megatron_layout
 from m2flow.engines.megatron import trainer as megatron
+from m2flow.engines.models import model_probe
 from m2flow.engines.registry import capability_tables, engines
 from m2flow.engines.servers import inference_server, sglang, vllm
 from m2flow.macro import refill
@@ -155,7 +156,13 @@ def _engines() -> str:
         lines += [f"## Options of {title}", "", *([f"- `{name}`: {said}" for name, said in options.items()]), ""]
     lines += ["## Options of train `deepspeed`", "", *_fields(deepspeed.Options)]
     lines += ["", "## Options of train `megatron`", "", *_fields(megatron_layout.Options)]
-    limited = {"rollout `sglang`": sglang, "rollout `vllm`": vllm, "train `fsdp`": fsdp, "train `deepspeed`": deepspeed}
+    limited = {
+        "models on `embedded`, `fsdp` and `deepspeed`": model_probe,
+        "rollout `sglang`": sglang,
+        "rollout `vllm`": vllm,
+        "train `fsdp`": fsdp,
+        "train `deepspeed`": deepspeed,
+    }
     for title, module in {**limited, "train `megatron`": megatron}.items():
         limits = (module.__doc__ or "").partition("\nLimits:\n")[2].partition("\n\n")[0]
         lines += [

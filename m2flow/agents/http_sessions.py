@@ -99,6 +99,12 @@ async def endpoint(chat: Chat, *, at_once: bool = False) -> AsyncIterator[Endpoi
             itself, which would be the one that arrives first; each is named by what it asks.
     Raises:
         EpisodeFailed: when it closes, if a turn that a client asked for was the episode's failure.
+
+    Of a request, `max_tokens` and `stop` hold. With `tool_choice` `none`, a call of a tool is a text; with `parallel_tool_calls: false`
+    (Anthropic's `disable_parallel_tool_use`), so are several calls in one turn. A retry of an SDK gets the turn that is under way. A client
+    that goes away leaves its turn to end, which the endpoint waits for. What can't be had in training is refused by name, and so are
+    messages that the chat template refuses; the episode goes on. Of requests at the same time, the order of arrival counts for two that
+    extend the same conversation, and for an episode's first ones (see `at_once`).
     """
     server, key = _Server.here(), secrets.token_hex(16)
     async with server.episode() as serve:

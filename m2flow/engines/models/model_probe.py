@@ -10,6 +10,16 @@ of a layer, and computes its own mask from positions.
 
 The probe goes beyond windows of up to 128 tokens. A longer window is verified by that comparison, and one that the config names and no
 layer has shown is refused.
+
+Limits:
+    layers: those other than attention are refused (Mamba, LFM2, Qwen3-Next), as is code without transformers' `AttentionInterface` (Bloom,
+        MPT, GPT-J).
+    masks: full causal attention, sliding windows and chunks; others are refused. Keys outside a window stay in the cache. Soft caps and
+        sinks keep attention scores in memory.
+    positions: counted from 0 (not RoBERTa's), for each sequence alone: Llama 4 needs `attn_temperature_tuning` false in its `config.json`,
+        which changes nothing in contexts below `floor_scale`.
+    rotary embeddings: those that change with the longest sequence of a batch (`longrope`, `dynamic`) are refused beyond the length where
+        they begin to: set `max_context` for rollout; a trainer refuses longer samples.
 """
 
 from __future__ import annotations
