@@ -588,7 +588,10 @@ class Sandbox(_Box):
             that is never a program's result.
         MissingExtra: the tier or `preload` needs a package that is not installed.
 
-    Calls of one box take turns; any number of boxes may be open, of which a few at a time run a program.
+    Calls of one box take turns; any number of boxes may be open, of which a few at a time run a program. Variables and files stay from one
+    turn to the next. A turn that is ended leaves the variables of the turn before (`result.state == "rolled back"`); its threads and child
+    processes end with it. Snapshots have variables and files and belong to their box; those of `monty` are bytes, for any box. A tier is
+    probed from inside when it is first used, and no other takes its place.
     """
 
     def __init__(self, tier: Tier = "box", **limits: Any) -> None:
