@@ -6,7 +6,8 @@
     errors                    --> errors.md          help of each command    --> commands.md
     engines and their options --> engines.md         m2flow.algorithms       --> algorithms.md
     rollout scheduling        --> policies.md        m2flow.observe.spans     --> spans.md, with the alerts
-    messages and parcels      --> wire-format.md
+    messages and parcels      --> wire-format.md     m2flow.environments      --> environments.md
+    docstrings of modules     --> modules.md
 
 Docstrings are Markdown as they stand, but for their sections (`Args:`, `Raises:`), which become lists, and doctests, which become fences.
 `docs/site_pages.py` makes FOLDER/site from these pages and the guides.
@@ -14,6 +15,7 @@ Docstrings are Markdown as they stand, but for their sections (`Args:`, `Raises:
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 import sys
@@ -26,7 +28,9 @@ import wire_format
 from pydantic import BaseModel
 from site_pages import write_site
 
+import m2flow
 from m2flow import spec
+from m2flow.agents import verifiers_envs
 from m2flow.algorithms import advantages, gae, losses, shaping
 from m2flow.cli.help import (
     LATER,
@@ -51,7 +55,8 @@ from m2flow.engines.megatron import layout as megatron_layout
 from m2flow.engines.megatron import trainer as megatron
 from m2flow.engines.models import model_probe
 from m2flow.engines.registry import capability_tables, engines
-from m2flow.engines.servers import inference_server, sglang, vllm
+from m2flow.engines.servers import server_process, sglang, vllm
+from m2flow.environments import actor_critic, env, openenv, turns
 from m2flow.macro import refill
 from m2flow.macro.loss_declarations import LOSSES
 from m2flow.observe import spans
@@ -67,6 +72,13 @@ ENGINE_OPTIONS = {
     "train `embedded`": trainer.OPTIONS,
     "train `fsdp`": fsdp.OPTIONS,
 }
+ENVIRONMENTS = {
+    env: ["Env"],
+    turns: ["play", "TurnEnv", "play_by_turns", "PettingZoo"],
+    openenv: ["OpenEnv"],
+    verifiers_envs: ["verifiers_rows", "verifiers_agent"],
+    actor_critic: ["Simulator", "ActorCritic", "episode_return"],
+}
 _SECTIONS = ("Args", "Returns", "Raises", "Yields", "Source", "Attributes", "Limits")
 
 
@@ -78,11 +90,13 @@ def pages() -> dict[str, str]:
         "cluster-spec.md": _specs("The cluster spec", [one for one in specs().values() if one is not spec.RunSettings]),
         "run-settings.md": _specs("Run settings", [spec.RunSettings]),
         "engines.md": _engines(),
+        "environments.md": _environments(),
         "algorithms.md": _algorithms(),
         "policies.md": _policies(),
         "spans.md": _spans(),
         "wire-format.md": wire_format.page(),
         "commands.md": _commands(),
+        "modules.md": _modules(),
     }
 
 
@@ -171,6 +185,31 @@ def _engines() -> str:
             "",
             *(re.sub(r"^(\w[\w -]*):", r"- **\1**:", line) for line in textwrap.dedent(limits).splitlines()),
         ]
+    return "\n".join(lines)
+
+
+def _environments() -> str:
+    """The modules of environments, each with what it is and its names."""
+    lines = ["# Environments", "", "A section for each module, and then for its names."]
+    for module, names in ENVIRONMENTS.items():
+        lines += ["", f"## {module.__name__}", "", inspect.cleandoc(module.__doc__ or ""), ""]
+        for name in names:
+            value = getattr(module, name)
+            lines += [f"### {name}", "", *_signature(name, value), *markdown(docstring(value))]
+            for method, member in methods(value) if inspect.isclass(value) else []:
+                lines += [*_signature(f"{name}.{method}", member), *markdown(inspect.getdoc(member) or "")]
+    return "\n".join(lines)
+
+
+def _modules() -> str:
+    """What every module of the package hides: its docstring, as it stands there."""
+    package = Path(m2flow.__file__).parent
+    lines = ["# Modules", "", "What each module of `m2flow` hides, for those who change it: the docstrings."]
+    for path in sorted(package.rglob("*.py")):
+        said = ast.get_docstring(ast.parse(path.read_text()))
+        if said:
+            name = ".".join(path.relative_to(package.parent).with_suffix("").parts).removesuffix(".__init__")
+            lines += ["", f"## {name}", "", "```text", said, "```"]
     return "\n".join(lines)
 
 

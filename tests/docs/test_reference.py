@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
 import re
@@ -271,3 +272,19 @@ def test_the_limits_of_engines_are_those_of_their_docstrings() -> None:
 def test_the_reference_has_the_capabilities_of_every_engine_of_the_registry() -> None:
     built_in = [info for info in engines() if info.factory.startswith("m2flow.")]
     assert _section("engines.md", "Capabilities").strip() == capability_tables(built_in).strip()
+
+
+@pytest.mark.parametrize("name", ["Env", "TurnEnv", "PettingZoo", "OpenEnv", "verifiers_agent", "Simulator", "ActorCritic"])
+def test_the_page_of_environments_explains_what_a_user_writes(name: str) -> None:
+    section = f"{PAGES['environments.md']}\n".partition(f"\n### {name}\n")[2].partition("\n### ")[0]
+    assert f"\n{name}(" in section
+    assert len(section.split()) > 20
+
+
+def test_the_page_of_modules_has_every_docstring() -> None:
+    page = PAGES["modules.md"]
+    files = sorted((ROOT / "m2flow").rglob("*.py"))
+    said = [ast.get_docstring(ast.parse(path.read_text())) for path in files]
+    assert len(files) > 200
+    assert not [str(path) for path, text in zip(files, said, strict=True) if text and text not in page]
+    assert "## m2flow.micro.scheduler.scheduler\n" in page
