@@ -55,7 +55,7 @@ from m2flow.engines.megatron import layout as megatron_layout
 from m2flow.engines.megatron import trainer as megatron
 from m2flow.engines.models import model_probe
 from m2flow.engines.registry import capability_tables, engines
-from m2flow.engines.servers import server_process, sglang, vllm
+from m2flow.engines.servers import inference_server, sglang, vllm
 from m2flow.environments import actor_critic, env, openenv, turns
 from m2flow.macro import refill
 from m2flow.macro.loss_declarations import LOSSES
