@@ -13,9 +13,8 @@ from tiny_models import save_config
 
 from m2flow.engines.contract import EngineSettings, Request
 from m2flow.engines.embedded.decoding import cumulated_by_products
-from m2flow.engines.embedded.kv_slots import SlotCache, as_rows
 from m2flow.engines.embedded.rollout_engine import EmbeddedRollout
-from m2flow.engines.embedded.slot_model import DecodeGraphs, SlotModel, rounded_rows
+from m2flow.engines.embedded.slot_model import DecodeGraphs, SlotCache, SlotModel, as_rows, rounded_rows
 from m2flow.recipe import Model, Sampling
 from m2flow.samples import make_ids
 

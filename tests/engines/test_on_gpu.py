@@ -21,9 +21,8 @@ from m2flow.engines.contract import EngineSettings, RolloutEngine, TrainEngine
 from m2flow.engines.distributed.fsdp import FsdpTrain
 from m2flow.engines.distributed.ranks import ReplicatedTrain
 from m2flow.engines.embedded.decoding import SamplingColumns, draw, uniforms
-from m2flow.engines.embedded.kv_slots import DevicePass, SlotCache
 from m2flow.engines.embedded.rollout_engine import EmbeddedRollout
-from m2flow.engines.embedded.slot_model import SlotModel
+from m2flow.engines.embedded.slot_model import DevicePass, SlotCache, SlotModel
 from m2flow.engines.embedded.trainer import EmbeddedTrain, token_logprobs
 from m2flow.recipe import Model
 from m2flow.testing.rollout_suite import ROLLOUT_CHECKS, Factory

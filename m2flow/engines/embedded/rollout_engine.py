@@ -23,8 +23,7 @@ import psutil
 import torch
 
 from m2flow.engines.contract import EngineSettings, Generated, Memory, Occupancy, Request, RolloutEngine
-from m2flow.engines.embedded.decoding import ContinuousDecoder, Decoder
-from m2flow.engines.embedded.fixed_rows import FixedRowsDecoder
+from m2flow.engines.embedded.decoding import ContinuousDecoder, Decoder, FixedRowsDecoder
 from m2flow.engines.embedded.slot_model import SlotModel
 from m2flow.engines.models.hf_model import use_threads
 from m2flow.engines.models.model_files import TextCodec, load_tokenizer
