@@ -323,11 +323,13 @@ class ParallelLayouts:
     """ZeRO stages of a trainer."""
     offload: bool = False
     """A trainer's optimiser can live in the host's memory and be stepped there."""
-    is_even: bool = False
-    """Ranks must divide the heads of keys and values, and stages the layers: none are replicated, and no stage has more than another."""
-    splits_experts_alone: bool = False
-    """Experts are split where layers are not (`tp` is 1), and their widths are shared out evenly over the replicas that have the same
-    ones."""
+    divides_heads: bool = False
+    """Ranks that split layers or sequences must divide the heads of keys and values: none are replicated."""
+    divides_layers: bool = False
+    """Stages must divide the layers: none has more than another."""
+    keeps_experts_whole: bool = False
+    """A trainer spreads experts over `tp * ep` devices by their number, where others split each over `tp`; their widths are shared out
+    evenly over the replicas that have the same ones."""
     recomputes: bool = False
     """A trainer keeps only the input of each layer, and computes the rest again in the backward pass."""
 

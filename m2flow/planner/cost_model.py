@@ -292,10 +292,8 @@ def _chunks(options: Mapping[str, object]) -> int:
 
 
 def can_order(shape: ModelShape, layout: Layout, options: Mapping[str, object]) -> bool:
-    """Whether a layout's stages can compute in the order that the options say: each chunk has a layer, and zero-bubble no split ones."""
-    if layout.pp == 1:
-        return True
-    return layout.pp * _chunks(options) <= shape.num_layers and not (layout.tp > 1 and options.get("schedule") == ZERO_BUBBLE)
+    """Whether a layout's stages can compute in the order that the options say: each chunk has a layer."""
+    return layout.pp == 1 or layout.pp * _chunks(options) <= shape.num_layers
 
 
 def train_cost(
@@ -307,17 +305,19 @@ def train_cost(
     is_trained: bool,
     recomputes: bool,
     bubble: float = 1.0,
+    has_whole_experts: bool = False,
 ) -> TrainCost:
     """The cost of a trainer: forward passes, updates and optimiser steps.
 
     Args:
+        has_whole_experts: as of `ParallelLayouts.keeps_experts_whole`.
         bubble: as of `bubble_share`.
     """
     device = pool.device
     devices = layout.num_devices
     peak = devices * device.flops(shape.bytes_each)
     exposed = 1 - device.hidden
-    token_comm_s = exposed * _token_communication_s(shape, pool, layout)
+    token_comm_s = exposed * _token_communication_s(shape, pool, layout, has_whole_experts=has_whole_experts)
     vectors = shape.num_layers * shape.hidden * shape.bytes_each * pool.attained.train.traffic.value
     moved_s = vectors / (devices * pool.step_bytes_s)
     imbalance = device.imbalance(shape.routed_share if layout.ep > 1 else 0.0)
@@ -379,8 +379,10 @@ def train_constants(shape: ModelShape, pool: Pool, layout: Layout, cost: TrainCo
     }
 
 
-def _token_communication_s(shape: ModelShape, pool: Pool, layout: Layout) -> float:
+def _token_communication_s(shape: ModelShape, pool: Pool, layout: Layout, *, has_whole_experts: bool) -> float:
     """Seconds of communication of a token's forward pass, for the whole trainer: replicas, stages and sequence shards work in parallel.
+
+    Of a mixture with whole experts, tensor ranks share out the rows that they all have, and gather what comes back.
 
     Source:
         Shoeybi et al. 2019, arXiv:1909.08053: two all-reduces a layer. Jacobs et al. 2023, arXiv:2309.14509 (Ulysses): all-to-alls of
@@ -391,9 +393,12 @@ def _token_communication_s(shape: ModelShape, pool: Pool, layout: Layout) -> flo
     heads = (shape.num_heads + shape.num_kv_heads) * (shape.head_dim + shape.value_dim)
     reduced = 4 * (tp - 1) / tp * shape.hidden * each / pool.between_bytes_s(tp)
     exchanged = (sp - 1) / sp * heads / tp * each / pool.between_bytes_s(tp * sp)
-    routed = 0.0
-    if ep > 1:
-        sparse = (shape.num_layers - shape.num_dense_layers) / shape.num_layers
+    routed, sparse = 0.0, (shape.num_layers - shape.num_dense_layers) / shape.num_layers
+    if has_whole_experts and shape.num_experts and tp * ep > 1:
+        sent = 2 * (tp * ep - 1) / (tp * ep) * shape.num_experts_per_token * shape.hidden * each / tp
+        routed = sparse * (sent / pool.between_bytes_s(tp * ep) + (tp - 1) / tp * shape.hidden * each / pool.between_bytes_s(tp))
+        reduced *= 1.0 if shape.shared_width else 1 - sparse / 2  # There is no sum of an MLP then.
+    elif ep > 1:
         sent = 2 * (ep - 1) / ep * shape.num_experts_per_token * shape.hidden * each
         routed = sparse * sent / pool.between_bytes_s(ep * tp)
     return shape.num_layers * (reduced + exchanged + routed) / (layout.dp * sp * layout.pp)
@@ -645,6 +650,7 @@ class ModelledCosts(Costs):
             is_trained=self.is_trained(engine),
             recomputes=self._offers["train"].recomputes,
             bubble=bubble_share(self._spec.train.options, recomputes=self._offers["train"].recomputes),
+            has_whole_experts=self._offers["train"].keeps_experts_whole,
         )
 
     @_memoised

@@ -313,15 +313,23 @@ class ModelShape:
 
     def is_sp_legal(self, sp: int) -> bool:
         """Whether Ulysses of this degree is possible: query heads are sharded evenly, key/value heads evenly or replicated."""
-        kv_heads = self.num_heads if self.latent else self.num_kv_heads
+        kv_heads = self.num_split_heads
         return self.num_heads % sp == 0 and (kv_heads % sp == 0 or sp % kv_heads == 0)
+
+    @property
+    def num_split_heads(self) -> int:
+        """Heads of keys and values that a trainer's ranks share out; a latent vector is whole on each, and its heads are made there."""
+        return self.num_heads if self.latent else self.num_kv_heads
 
     def is_ep_legal(self, ep: int) -> bool:
         return ep == 1 or (self.num_experts > 0 and self.num_experts % ep == 0)
 
-    def are_experts_shared_by(self, count: int) -> bool:
-        """Whether so many devices can each have an equal part of an expert's matrices, of all of their rows."""
-        return 2 * self.expert_width % count == 0 and self.hidden % count == 0
+    def can_spread_experts(self, ways: int, replicas: int) -> bool:
+        """Whether so many devices can each have as many whole experts of a layer, and so many replicas an equal part of the rows of their
+        matrices; always without experts."""
+        if ways == 1 or not self.num_experts:
+            return True
+        return self.is_ep_legal(ways) and 2 * self.expert_width % replicas == 0 and self.hidden % replicas == 0
 
     def with_dtype(self, dtype: Dtype) -> ModelShape:
         return self if dtype == self.dtype else replace(self, dtype=dtype)

@@ -607,16 +607,17 @@ def _layouts(shape: ModelShape, offers: ParallelLayouts, kind: EngineKind, num_d
         for sp in _degrees(offers.sp, per_node // tp, num_devices // tp):
             if per_node % (tp * sp) or not shape.is_sp_legal(tp * sp):
                 continue
+            if offers.divides_heads and shape.num_split_heads % (tp * sp):
+                continue
             for pp in _powers(offers.pp, min(shape.num_layers, num_devices // (tp * sp))):
                 replica = tp * sp * pp
-                is_uneven = shape.num_layers % pp or shape.max_kv_shards % (tp * sp)
-                if num_devices % replica or (offers.is_even and is_uneven):
+                if num_devices % replica or (offers.divides_layers and shape.num_layers % pp):
                     continue
                 dp = num_devices // replica
                 if kind == "train" and offers.dp is not None and dp > offers.dp:
                     continue
                 for ep in _experts(shape, offers, kind, tp, dp * sp):
-                    if ep == 1 or not offers.splits_experts_alone or (tp == 1 and shape.are_experts_shared_by(dp * sp // ep)):
+                    if not offers.keeps_experts_whole or shape.can_spread_experts(tp * ep, dp * sp // ep):
                         yield from _stages(Layout(tp=tp, pp=pp, sp=sp, dp=dp, ep=ep), offers)
 
 
@@ -630,16 +631,10 @@ def _stages(layout: Layout, offers: ParallelLayouts) -> Iterator[Layout]:
 
 def _experts(shape: ModelShape, offers: ParallelLayouts, kind: EngineKind, tp: int, num_replicas: int) -> list[int]:
     """Degrees of expert parallelism: 1, or the largest possible."""
-    most = tp if kind == "rollout" else num_replicas
-    most = most if offers.ep is None else min(most, offers.ep)
-    best = next(
-        (
-            ep
-            for ep in range(min(most, shape.num_experts), 1, -1)
-            if (tp if kind == "rollout" else num_replicas) % ep == 0 and shape.is_ep_legal(ep)
-        ),
-        1,
-    )
+    over = tp if kind == "rollout" else num_replicas
+    most = over if offers.ep is None else min(over, offers.ep)
+    each = tp if offers.keeps_experts_whole else 1
+    best = next((ep for ep in range(min(most, shape.num_experts), 1, -1) if over % ep == 0 and shape.is_ep_legal(each * ep)), 1)
     return [1, best] if best > 1 else [1]
 
 

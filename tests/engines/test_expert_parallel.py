@@ -293,7 +293,6 @@ def test_adapters_of_a_mixture_are_those_of_the_embedded_trainer(model: Model, f
 @pytest.mark.parametrize(
     ("name", "options", "num_ranks", "said"),
     [
-        ("qwen3_moe", {"ep": 2, "tp": 2}, 4, "experts are not split over ranks together with tp"),
         ("qwen3_moe", {"ep": 2, "pp": 2}, 6, r"ep \* pp is 4, which does not divide 6 ranks"),
         ("qwen3_moe", {"ep": 2, "pp": 2}, 20, "5 ranks that hold the same experts can't share out experts of 32 times 24"),
         ("qwen3_moe", {"ep": "2"}, 4, "the option ep of the train engine 'fsdp' is '2'"),
@@ -326,7 +325,11 @@ def test_an_engine_refuses_it_too(model: Model, followers: Followers) -> None:
 def test_the_planner_knows_split_experts_on_gpus_alone(model: Model) -> None:
     offers, shape = offered("fsdp", "train"), ModelShape.from_config(model.path)
     layouts = [layout for layout in legal_layouts(shape, offers, "train", 8, 8) if layout.ep > 1]
-    assert {(layout.ep, layout.dp, layout.tp, layout.pp) for layout in layouts} == {(8, 8, 1, 1), (4, 4, 1, 2)}
+    # With tensor ranks as many whole experts each.
+    assert {(layout.ep, layout.dp, layout.tp, layout.pp) for layout in layouts} == {(8, 8, 1, 1), (4, 4, 1, 2), (4, 4, 2, 1), (2, 2, 2, 2)}
+    assert all(shape.num_experts % (layout.tp * layout.ep) == 0 for layout in legal_layouts(shape, offers, "train", 8, 8))
+    # Two heads of keys and values can't be shared out over four ranks.
+    assert {layout.tp for layout in legal_layouts(shape, offers, "train", 8, 8)} == {1, 2}
     uneven = replace(shape, num_experts=2)
     assert {layout.ep for layout in legal_layouts(uneven, offers, "train", 8, 8)} == {1, 2}
     # Five ranks with the same experts can't share out the rows of their matrices.
