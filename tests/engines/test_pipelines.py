@@ -23,8 +23,9 @@ from test_train_engines import SMALL, VOCABULARY, write_model
 
 from m2flow.engines.contract import EngineSettings, Objective, TrainEngine
 from m2flow.engines.distributed import check_fsdp
-from m2flow.engines.distributed.fsdp import FsdpTrain, Line, PipelinedTrain
-from m2flow.engines.distributed.ranks import Guard
+from m2flow.engines.distributed.fsdp import FsdpTrain, PipelinedTrain
+from m2flow.engines.distributed.guard import Guard
+from m2flow.engines.distributed.pipeline import Line
 from m2flow.engines.embedded.trainer import EmbeddedTrain
 from m2flow.engines.models.hf_model import load_model
 from m2flow.engines.models.model_export import export_model
@@ -613,7 +614,6 @@ def test_passes_go_round_the_stages_once_for_each_chunk(count: int, chunks: int,
         ("qwen2", {"pp": 2, "vpp": "2"}, 4, "the option vpp of the train engine 'fsdp' is '2'"),
         ("qwen2", {"vpp": 2}, 4, "the option vpp of the train engine 'fsdp' is 2, without pp"),
         ("qwen2", {"schedule": "zero-bubble"}, 4, "the option schedule of the train engine 'fsdp' is 'zero-bubble', without pp"),
-        ("qwen2", {"pp": 2, "tp": 2, "schedule": "zero-bubble"}, 4, "'zero-bubble', with tp: gradients of split weights are not put off"),
         ("qwen2", {"pp": 2, "schedule": "zb"}, 4, "the option schedule of the train engine 'fsdp' is 'zb'"),
         ("deep", {"pp": 2, "vpp": 2, "micro_batches": 3}, 4, "micro_batches is 3, which is no multiple of pp, 2, as vpp needs"),
         ("gpt2", {"pp": 2}, 4, "the layers of a 'gpt2' model can't be spread over stages here; those of llama, qwen2, qwen3, .* can"),
@@ -634,7 +634,7 @@ def test_what_can_t_be_spread_over_stages_is_refused_by_name_before_a_run(
     assert engine_named("fsdp", "train").refuses.endswith(check_fsdp.__name__)
     with pytest.raises(EngineError, match=said):
         check_fsdp(model, options, num_ranks)
-    check_fsdp(Model("nowhere"), {"tp": 2}, 4)
+    check_fsdp(Model("nowhere"), {}, 4)
 
 
 def test_the_planner_knows_stages_on_gpus_and_never_takes_them_on_the_cores_of_a_host(model: Model) -> None:

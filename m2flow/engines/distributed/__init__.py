@@ -2,11 +2,15 @@
 
 model, train.options of `fsdp` --check_fsdp--> refused by name, or a layout
 
-rank r of tp * dp * pp:   tp = r % tp,   dp = r / tp % dp,   pp = r / (tp dp);   with ep (tp is 1):   ep = r % ep
+rank r of tp * dp * pp:   tp = r % tp,   dp = r / tp % dp,   pp = r / (tp dp);   which experts, of a mixture:   r % (tp ep)
+
+Of a mixture `tp` splits attention and dense layers by their widths, and experts by number, as `ep` does: `tp * ep` neighbours have a
+layer's experts, each some of them whole.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +22,10 @@ STACKED = ("deepseek_v2", "deepseek_v3", "glm4_moe", "mixtral", "olmoe", "qwen2_
 """Values of `model_type` whose experts `fsdp` can split over ranks."""
 STAGED = ("llama", "qwen2", "qwen3", *STACKED)
 """Values of `model_type` whose layers `fsdp` can spread over stages."""
+COLWISE, ROWWISE, SUMMED = "colwise", "rowwise", "replicated_with_grad_allreduce"
+"""A layer's weights split by output, by input; and weights that are whole on every rank, whose gradients are parts of a sum."""
+_LATENT = {"q_proj": COLWISE, "q_b_proj": COLWISE, "kv_b_proj": COLWISE, "o_proj": ROWWISE}
+"""How attention over latent vectors is split by heads, which the plan of `deepseek_v3` does not say."""
 
 
 def check_fsdp(model: Model, options: Mapping[str, object], num_ranks: int) -> None:
@@ -27,12 +35,14 @@ def check_fsdp(model: Model, options: Mapping[str, object], num_ranks: int) -> N
             f"the option vpp of the train engine 'fsdp' is {options['vpp']!r}, without pp", now="Write pp too, or leave vpp out."
         )
     check_schedule(options)
-    if options.get("pp", 1) == options.get("ep", 1) == 1:
+    if options.get("pp", 1) == options.get("ep", 1) == options.get("tp", 1) == 1:
         return
     from m2flow.engines.models.model_files import config_of  # It loads transformers.
 
     config = config_of(model)
-    if options.get("ep", 1) != 1:
+    if options.get("tp", 1) != 1:
+        check_split_layers(config, model, options, num_ranks)
+    if options.get("ep", 1) != 1 or (options.get("tp", 1) != 1 and config.get_text_config().model_type in STACKED):
         check_experts(config, options, num_ranks)
     if options.get("pp", 1) != 1:
         check_stages(config, model, options, num_ranks)
@@ -46,8 +56,59 @@ def check_schedule(options: Mapping[str, object]) -> None:
         raise EngineError(said, now=f"Write {ONE_F_ONE_B} or {ZERO_BUBBLE}.")
     if schedule == ZERO_BUBBLE and options.get("pp", 1) == 1:
         raise EngineError(f"{said}, without pp", now="Write pp too, or leave schedule out.")
-    if schedule == ZERO_BUBBLE and options.get("tp", 1) != 1:
-        raise EngineError(f"{said}, with tp: gradients of split weights are not put off", now="Leave tp or schedule out.")
+
+
+def plan_of(config: Any, tp: int, *, with_experts: bool = False) -> dict[str, str]:
+    """Read how an architecture's layers are split: COLWISE, ROWWISE or SUMMED, by pattern of names below `base_model`.
+
+    Args:
+        config: of transformers.
+        with_experts: whether experts are split in another way, so that nothing need be said of them.
+    Raises:
+        EngineError: it has no plan for it, another one, or heads that do not divide.
+    """
+    config = config.get_text_config()
+    plan: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
+    if with_experts and config.model_type in STACKED:
+        plan = {pattern: style for pattern, style in plan.items() if ".experts" not in pattern}
+        if getattr(config, "kv_lora_rank", None):
+            attention = {f"layers.*.self_attn.{name}": style for name, style in _LATENT.items()}
+            plan = {pattern: style for pattern, style in plan.items() if ".self_attn." not in pattern} | attention
+    unknown = sorted(set(plan.values()) - {COLWISE, ROWWISE, SUMMED})
+    if not plan or unknown:
+        what = f"wants {', '.join(unknown)}" if unknown else "has none"
+        raise EngineError(
+            f"a {config.model_type!r} model can't be split over ranks here: its tensor-parallel plan {what}", now="Leave tp out."
+        )
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        if (count := int(getattr(config, name))) % tp:
+            raise EngineError(f"tp is {tp}, which does not divide the model's {name}, {count}", now="Take a tp that does.")
+    return plan
+
+
+def check_tensor_ranks(num_ranks: int, tp: int, *, has_adapters: bool) -> None:
+    """Check that tensor groups divide the ranks, and that there are no adapters. Raises `EngineError`."""
+    if tp < 1 or num_ranks % tp:
+        raise EngineError(f"tp is {tp}, which does not divide {num_ranks} ranks", now="Give train.ranks a multiple of train.options.tp.")
+    if tp > 1 and has_adapters:
+        raise EngineError(
+            "adapters are not split over tensor-parallel ranks", now="Leave tp out: each rank holds a part of the base anyway."
+        )
+
+
+def check_split_layers(config: Any, model: Model, options: Mapping[str, object], num_ranks: int) -> None:
+    """Check that a model's layers can be split over tensor ranks as the options say.
+
+    Args:
+        config: of transformers.
+    Raises:
+        EngineError: they can't; with the option, or the field of the config, that is in the way.
+    """
+    if not is_count(options["tp"]):
+        raise EngineError(f"the option tp of the train engine 'fsdp' is {options['tp']!r}", now="Write a whole number.")
+    tp = int(str(options["tp"]))
+    check_tensor_ranks(num_ranks, tp, has_adapters=model.lora is not None)
+    plan_of(config, tp, with_experts=True)
 
 
 def check_experts(config: Any, options: Mapping[str, object], num_ranks: int) -> None:
@@ -63,25 +124,22 @@ def check_experts(config: Any, options: Mapping[str, object], num_ranks: int) ->
             raise EngineError(f"the option {name} of the train engine 'fsdp' is {options[name]!r}", now="Write a whole number.")
     from m2flow.engines.models.hf_model import num_experts
 
-    ep = int(str(options["ep"]))
-    pp = int(str(options.get("pp", 1)))
-    if options.get("tp", 1) != 1:
-        raise EngineError(
-            "experts are not split over ranks together with tp", now="Leave ep or tp out, or take the train engine `megatron`."
-        )
-    if num_ranks % (ep * pp):
-        product, what = ("ep", "train.options.ep") if pp == 1 else ("ep * pp", "both")
-        raise EngineError(f"{product} is {ep * pp}, which does not divide {num_ranks} ranks", now=f"Give train.ranks a multiple of {what}.")
+    degrees = {name: int(str(options.get(name, 1))) for name in ("tp", "ep", "pp")}
+    written = [name for name, degree in degrees.items() if degree > 1]
+    where, product = " * ".join(written), math.prod(degrees.values())
+    if num_ranks % product:
+        raise EngineError(f"{where} is {product}, which does not divide {num_ranks} ranks", now="Give train.ranks a multiple of it.")
     config = config.get_text_config()
     if config.model_type not in STACKED:
         raise EngineError(
             f"experts of a {config.model_type!r} model can't be split over ranks here; those of {', '.join(STACKED)} can",
             now="Leave ep out.",
         )
-    count = num_experts(config)
-    if count % ep:
-        raise EngineError(f"ep is {ep}, which does not divide the model's {count} experts", now="Take an ep that does.")
-    width, replicas = int(getattr(config, "moe_intermediate_size", config.intermediate_size)), num_ranks // (ep * pp)
+    count, ways = num_experts(config), degrees["tp"] * degrees["ep"]
+    if count % ways:
+        named = " * ".join(name for name in written if name != "pp")
+        raise EngineError(f"{named} is {ways}, which does not divide the model's {count} experts", now="Take degrees that do.")
+    width, replicas = int(getattr(config, "moe_intermediate_size", config.intermediate_size)), num_ranks // product
     if 2 * width % replicas or config.hidden_size % replicas:
         what = f"{replicas} ranks that hold the same experts can't share out experts of {config.hidden_size} times {width}"
         raise EngineError(what, now="Take a larger ep, or another number of ranks.")

@@ -6,15 +6,12 @@
 How a batch is shared out is in `m2flow.engines.distributed.ranks`; this module shards the model and gathers its weights. Sums go over
 ranks in their order, so one layout always gives the same bits.
 
-With `ep` the experts of a mixture are split over neighbouring ranks first (of a stage, with `pp` too), and each rank's are sharded over
-those that hold the same.
-Rows go to the ranks that have their experts, and back (`m2flow.engines.distributed.tensor_parallel`); all else is as without `ep`.
+With `tp` neighbouring ranks see the same samples, and split attention and MLPs among them by heads and widths. With `ep` the experts of a
+mixture are split over neighbouring ranks first (of a stage, with `pp` too; with `tp`, over `tp * ep` of them), and each rank's are sharded
+over those that hold the same. Rows go to the ranks that have their experts, and back; all else is as without `ep`. Both are in
+`m2flow.engines.distributed.tensor_parallel`.
 
-With `pp` the layers are spread over stages first, and each stage is sharded over its own ranks:
-
-    stage 0:  rows --embeddings, layers--> hidden states --sent--> stage 1: layers --> ... --> the last: norm, head, loss
-              its gradient  <--------------- sent back ----------  1F1B: a stage has a pass in flight for itself and for each stage after it
-
+With `pp` the layers are spread over stages first (`m2flow.engines.distributed.pipeline`), and each stage is sharded over its own ranks.
 With `vpp` too, each rank has so many chunks of layers, and passes go round the ranks as often (interleaved 1F1B): the wait for the first
 pass and the last is that of a chunk, for more sends and more passes in flight.
 
@@ -31,24 +28,23 @@ Every rank packs the same samples as those of its line, so it knows the shape of
 are on the first stage and the last, which add up both gradients.
 
 A loss or a part of the model that raises on one rank is heard by all when the passes are over: the others wait until then for what it is
-to send, and for its part in gathering the weights of layers. It goes on with zeros (`m2flow.engines.distributed.ranks.Guard`), and the
+to send, and for its part in gathering the weights of layers. It goes on with zeros (`m2flow.engines.distributed.guard.Guard`), and the
 error names the rank, the layer and the pass, forward or backward. What was added up is then a part of what it should be: `discard` it, and
-the engine goes on. Guarded are the embeddings, layers and head of `llama`, `qwen2` and `qwen3`, and of mixtures norms, attentions and the
-experts of `ep` in both directions, routers in the forward pass. Elsewhere, and with `tp`, a rank that raises ends the process; a
-run then ends the others after 5 s (`m2flow.micro.worker.rank_group`). A rank that does not come to a collective at all is given up after
+the engine goes on. Guarded are the embeddings, layers and head of `llama`, `qwen2` and `qwen3`, with `tp` too, and of mixtures norms,
+attentions and the experts of `ep` and `tp` in both directions, routers in the forward pass. Elsewhere a rank that raises ends the process;
+a run then ends the others after 5 s (`m2flow.micro.worker.rank_group`). A rank that does not come to a collective at all is given up after
 10 minutes.
 
 Limits:
     start: every rank reads the whole model once, in the memory of its host.
     tensor parallel: `tp` splits attention and MLP by the architecture's `base_model_tp_plan`; embeddings and the head stay whole. Heads
         that do not divide, other plans and adapters are refused.
-    experts: `ep` is for mixtures whose experts transformers stacks, without `tp`. Others are refused before the run.
+    experts: `ep`, and `tp` of mixtures, are for those whose experts transformers stacks. Others are refused before the run; with `tp`,
+        `olmoe` too, whose norms inside an attention are over all heads.
     stages: `llama`, `qwen2`, `qwen3` and those mixtures without windows, with any head, without routing replay or balance. Layers that
         `pp` does not divide are spread unevenly, the first stages having one more. Others and adapters are refused before the run.
 
-Source: PyTorch FSDP2 (torch.distributed.fsdp.fully_shard); ZeRO stage 3 (Rajbhandari et al., 2020); 1F1B (Narayanan et al. 2021,
-arXiv:2104.04473, section 2.2), with the order of its interleaved schedule; zero bubble: Qi et al. 2023, arXiv:2401.10241, ZB-H1, with the
-weights' gradients put off layer by layer. PyTorch's own schedules (torch.distributed.pipelining) want passes of one shape.
+Source: PyTorch FSDP2 (torch.distributed.fsdp.fully_shard); ZeRO stage 3 (Rajbhandari et al., 2020); of the others, see those modules.
 """
 
 from __future__ import annotations
@@ -57,21 +53,18 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import itertools
 import json
 import math
 import re
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -90,7 +83,9 @@ from m2flow.engines.contract import (
     blended,
 )
 from m2flow.engines.distributed import STACKED, STAGED, check_fsdp, tensor_parallel
-from m2flow.engines.distributed.ranks import Box, Guard, PutOff, RankedTrain, Ranks, Root, weights_of_pass
+from m2flow.engines.distributed.guard import Exchange, Guard, weights_of_pass
+from m2flow.engines.distributed.pipeline import Line, PutOff, layers_of_stages
+from m2flow.engines.distributed.ranks import Box, RankedTrain, Root
 from m2flow.engines.models import lora, packing, trainer_checkpoint
 from m2flow.engines.models.hf_model import checkpoint_tensors, empty_cache, groups_of_weights, layers, matrices_of_layers
 from m2flow.engines.models.optimizers import Elsewhere, Optimizers
@@ -106,11 +101,10 @@ OPTIONS = {
     "cpu_offload": "Weights, gradients and optimiser in the host's memory; by default false.",
     "reshard_after_forward": "Release gathered weights after the forward pass; by default true.",
     "tp": "Neighbouring ranks that split the layers among them (DTensor), by default 1.",
-    "ep": "Neighbouring ranks that split the experts of each layer among them, by default 1; without `tp`.",
+    "ep": "Neighbouring ranks, or groups of `tp`, that split the experts of each layer among them, by default 1.",
     "pp": "Stages that the layers are spread over, by default 1. What `tp` and `pp` leave of the ranks shards each stage.",
     "vpp": "With `pp`, chunks of layers that each stage has, in turns (interleaved 1F1B), by default 1.",
-    "schedule": "With `pp`: `1f1b`, the default, or `zero-bubble`, which computes the gradients of weights where a stage would wait; "
-    "without `tp`.",
+    "schedule": "With `pp`: `1f1b`, the default, or `zero-bubble`, which computes the gradients of weights where a stage would wait.",
     "micro_batches": "With `pp`, parts in which a micro-batch passes through the stages, by default as many as stages; with `vpp` a "
     "multiple of them.",
     "spread_checkpoints": "Every rank writes its part of a checkpoint (`m2flow_parts/`, of PyTorch's distributed checkpoints), which every "
@@ -133,9 +127,9 @@ class FsdpTrain(RankedTrain):
         super().__init__(model, settings)
         self._mesh: DeviceMesh | None = None
         """With tensor parallelism or stages: stages x data ranks x tensor ranks."""
-        self._summed: list[torch.nn.Module] = []
-        self._experts: dict[torch.nn.Module, tensor_parallel.OwnExperts] = {}
-        """With `ep`, by the module of a layer."""
+        self._summed: tensor_parallel.Summed = []
+        self._exchanges: dict[torch.nn.Module, Exchange] = {}
+        """What ranks do together within layers, by the module that does it: sums over tensor ranks, and rows sent to experts."""
         self._guard = Guard(settings.rank)
         self._is_partial = False
         """Whether a pass has failed since the last step, so that gradients lack some."""
@@ -147,12 +141,13 @@ class FsdpTrain(RankedTrain):
         super().start()
         self._root = self._placed()
         if self._tp > 1:
-            self._summed = self._together(lambda: tensor_parallel.split(self._model, self._mesh))
+            self._summed, blocks = self._together(lambda: tensor_parallel.split(self._model, self._mesh))
+            self._exchanges.update(blocks)
         if self._mesh is not None:
             how["mesh"] = self._mesh["data"]
         else:
             how["mesh"] = DeviceMesh.from_group(self._ranks.group, torch.device(self._settings.device).type)
-        if self._ep > 1:
+        if self._tp * self._ep > 1 and self._model.config.get_text_config().model_type in STACKED:
             self._shard_experts(how)
         for layer in _layers(self._model):
             fully_shard(layer, **how)
@@ -165,11 +160,11 @@ class FsdpTrain(RankedTrain):
         self._guard_parts()
 
     def _guard_parts(self) -> None:
-        """Keep the ranks together where a part of the model fails on one of them. Tensor ranks wait for each other within every part."""
+        """Keep the ranks together where a part of the model fails on one of them."""
         model, guard = self._model, self._guard
         names = {module: name for name, module in model.named_modules()}
         kind, found = model.config.get_text_config().model_type, _layers(model)
-        if self._tp > 1 or kind not in (*STAGED, *STACKED):
+        if kind not in (*STAGED, *STACKED):
             return
         embeddings = model.get_input_embeddings()
         if isinstance(embeddings, torch.nn.Embedding):  # Of a stage that has them.
@@ -177,21 +172,19 @@ class FsdpTrain(RankedTrain):
         guard.over(model.base_model.norm, names[model.base_model.norm], is_last=True)
         of_pass = functools.partial(weights_of_pass, are_put_off=self._is_without_bubble)
         for layer in found:
-            if kind not in STACKED:
+            own = {module: self._exchanges[module] for module in layer.modules() if module in self._exchanges}
+            if kind not in STACKED and not own:
                 guard.over(layer, names[layer], functools.partial(of_pass, layer))
                 continue
             for part in layer.children():
-                if not any(type(one).__name__.endswith("Experts") for one in part.modules()):
+                if not any(module in own or type(module).__name__.endswith("Experts") for module in part.modules()):
                     guard.over(part, names[part], functools.partial(of_pass, part), is_pair=names[part].endswith("attn"))
-            experts = next((one for one in layer.modules() if one in self._experts), None)
-            if experts is not None:
-                self._experts[experts].guard(guard, names[experts])
-            exchange = None if experts is None else self._experts[experts]
-            guard.around(layer, names[layer], functools.partial(of_pass, layer, experts), exchange)
+            for module, exchange in own.items():
+                exchange.guard(guard, names[module], functools.partial(of_pass, module))
+            guard.around(layer, names[layer], functools.partial(of_pass, layer, list(own)), list(own.values()))
 
     def _check_layout(self) -> None:
         check_fsdp(self._source, self._settings.options, self._ranks.count)
-        tensor_parallel.check(self._ranks.count, self._tp, has_adapters=self._source.lora is not None)
 
     def _placed(self) -> Root:
         """Set the mesh, and make the module around what this rank's stage has of the model."""
@@ -202,14 +195,16 @@ class FsdpTrain(RankedTrain):
 
     def _shard_experts(self, how: Mapping[str, Any]) -> None:
         """Split experts over the ranks of expert groups, and shard what each has over those that have the same."""
-        mesh = tensor_parallel.expert_grid(self._settings.device, self._ranks.count, self._ep, self._pp)
+        mesh = tensor_parallel.expert_grid(self._settings.device, self._ranks.count, self._ep * self._tp, self._pp)
         self._ranks.limit(*mesh.get_all_groups())
-        self._experts = self._together(lambda: tensor_parallel.split_experts(self._model, mesh))
+        alike = self._mesh["tensor"].get_group() if self._mesh is not None and self._tp > 1 else None
+        experts = self._together(lambda: tensor_parallel.split_experts(self._model, mesh, alike))
+        self._exchanges.update(experts)
         how = {**how, "mesh": mesh["replica"]}
         how["mp_policy"] = dataclasses.replace(how["mp_policy"], cast_forward_inputs=False)  # Gates keep the router's type.
         how["shard_placement_fn"] = lambda _: Shard(1)  # An expert's rows: a rank may have fewer experts than there are replicas.
-        for experts in self._experts:
-            fully_shard(experts, **how)
+        for module in experts:
+            fully_shard(module, **how)
 
     @property
     def _tp(self) -> int:
@@ -233,7 +228,7 @@ class FsdpTrain(RankedTrain):
 
     def stop(self) -> None:
         self._root = None
-        self._experts, self._is_partial = {}, False
+        self._exchanges, self._is_partial = {}, False
         super().stop()
         self._mesh = None  # Its groups end with the last trainer's: one of them may be that of all ranks.
         self._ranks.close()
@@ -276,9 +271,8 @@ class FsdpTrain(RankedTrain):
         if not hasattr(tensor, "full_tensor"):
             size = self._ranks.count // self._pp
             return Box(tensor, (0,) * tensor.ndim, self._ranks.rank % size, size)
-        mesh, is_split = tensor.device_mesh, False
-        if "tensor" in (mesh.mesh_dim_names or ()):
-            is_split = tensor.placements[mesh.mesh_dim_names.index("tensor")].is_shard()
+        names = tensor.device_mesh.mesh_dim_names or ()
+        is_split = "expert" in names or ("tensor" in names and tensor.placements[names.index("tensor")].is_shard())
         # As PyTorch's distributed checkpoints ask where a shard lies; an empty one is nowhere.
         chunks = tensor.__create_chunk_list__()
         start = tuple(chunks[0].offsets) if chunks else (0,) * tensor.ndim
@@ -360,201 +354,7 @@ def _kept(tensor: Tensor, *, keeps: bool) -> Tensor:
 # ---- stages
 
 
-def layers_of_stages(num_layers: int, count: int) -> list[range]:
-    """Spread layers over stages; the first stages have one more where they do not divide.
-
-    >>> layers_of_stages(5, 2)
-    [range(0, 3), range(3, 5)]
-    """
-    each, more = divmod(num_layers, count)
-    starts = [stage * each + min(stage, more) for stage in range(count + 1)]
-    return [range(*bounds) for bounds in itertools.pairwise(starts)]
-
-
-def turns(num_passes: int, count: int, chunks: int) -> list[tuple[int, int]]:
-    """The order in which each stage computes passes: as many as there are stages through each of its chunks, then the next ones.
-
-    Returns:
-        The number of the pass and that of the chunk.
-
-    >>> turns(4, 2, 2)
-    [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (3, 0), (2, 1), (3, 1)]
-    """
-    groups = [range(first, min(first + count, num_passes)) for first in range(0, num_passes, count)]
-    return [(i, chunk) for group in groups for chunk in range(chunks) for i in group]
-
-
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-_P = TypeVar("_P")
-
-
-class Line(Generic[_P]):
-    """This rank's place in a pipeline: the ranks that see the same samples, one of each stage.
-
-    Args:
-        stages: the group of those ranks, in the order of stages.
-        chunks: parts of the model that each of them has; a pass goes through the first of all, then through the second of all.
-        spreads: whether a pass has collectives within the stage. What fails outside the parts that `Guard` keeps leaves the others of the
-            stage waiting then, so it ends the rank; otherwise the others go on with zeros in its place, until all hear of it.
-    """
-
-    def __init__(self, ranks: Ranks, stages: Any, device: str, *, chunks: int = 1, spreads: bool) -> None:
-        self.group, self._device, self._spreads = stages, device, spreads
-        self.members = dist.get_process_group_ranks(stages)
-        self.stage, self.count, self.chunks = int(dist.get_rank(stages)), len(self.members), chunks
-        self.chunk = 0
-        """The one that is being computed."""
-        self._down = self._up = self._down_again = self._up_again = stages
-        size = ranks.count // self.count
-        lines = [list(range(first, ranks.count, size)) for first in range(size)]
-        if chunks > 1 or torch.device(device).type == "cuda":
-            # Sends that cross wait for each other in one communicator, and two from one rank to another must be told apart.
-            self._down, self._up = ranks.among(lines), ranks.among(lines)
-        if chunks > 1:  # From the last stage to the first one's next chunk, and back.
-            self._down_again, self._up_again = ranks.among(lines), ranks.among(lines)
-        self._sent: dict[int, deque[tuple[Any, Tensor]]] = {}
-        self.failure: Exception | None = None
-        """What a pass raised, on the rank where it did."""
-
-    @property
-    def has_first(self) -> bool:
-        """Whether passes begin here."""
-        return self.stage == 0
-
-    @property
-    def has_last(self) -> bool:
-        """Whether passes end here."""
-        return self.stage == self.count - 1
-
-    @property
-    def is_first(self) -> bool:
-        """Whether the chunk that is being computed is the model's first."""
-        return self.has_first and self.chunk == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.has_last and self.chunk == self.chunks - 1
-
-    def run(
-        self,
-        passes: Sequence[_P],
-        compute: Callable[[_P, Tensor | None], Tensor | None],
-        like: Callable[[_P], Tensor],
-        *,
-        trains: bool,
-        left: Callable[[], Callable[[], None]] | None = None,
-    ) -> None:
-        """Send passes through the stages, and their gradients back. Collective; afterwards look at `failure`.
-
-        Args:
-            compute: a pass and the hidden states that come in (None on the first stage) -> those that go out; on the last stage, the
-                loss.
-            like: a pass -> what its hidden states look like, a tensor without memory.
-            left: after the way back of a pass through a chunk -> what is left to do of it, which is done so many ways back later as there
-                are stages before this one. None: nothing is.
-        """
-        self.failure = None
-        put_off = deque[Callable[[], None]]()
-
-        def go_back(which: tuple[int, int]) -> None:
-            self._back(which[1], *held.pop(which), like(passes[which[0]]))
-            if left is not None:
-                put_off.append(left())
-                if len(put_off) > self.stage:
-                    put_off.popleft()()
-
-        held: dict[tuple[int, int], tuple[Tensor | None, Tensor | None]] = {}
-        order = turns(len(passes), self.count, self.chunks)
-        back = iter([(i, self.chunks - 1 - chunk) for i, chunk in order])
-        num_first = self.count - 1 - self.stage
-        if self.chunks > 1:
-            num_first = 2 * num_first + (self.chunks - 1) * self.count
-        for number, (i, self.chunk) in enumerate(order):
-            one = passes[i]
-            hidden = None if self.is_first else self._receive(*self._before(self._down, self._down_again), like(one))
-            if hidden is not None and trains:
-                hidden.requires_grad_()
-            output = self._guarded(functools.partial(compute, one, hidden))
-            if not self.is_last:
-                self._send(*self._after(self._down, self._down_again), self._zeros(like(one)) if output is None else output.detach())
-            if trains:
-                held[i, self.chunk] = hidden, output
-                if number >= num_first:
-                    go_back(next(back))
-        if trains:
-            for which in back:
-                go_back(which)
-        for one_more in put_off:
-            one_more()
-        for sent in self._sent.values():
-            while sent:
-                sent.popleft()[0].wait()
-
-    def _back(self, chunk: int, hidden: Tensor | None, output: Tensor | None, like: Tensor) -> None:
-        self.chunk = chunk
-        gradient = None if self.is_last else self._receive(*self._after(self._up, self._up_again), like)
-        if output is not None:
-            self._guarded(functools.partial(torch.autograd.backward, output, gradient))
-        if hidden is not None:
-            self._send(*self._before(self._up, self._up_again), self._zeros(like) if hidden.grad is None else hidden.grad)
-
-    def _before(self, near: Any, again: Any) -> tuple[Any, int]:
-        """The group and stage of the chunk before the one that is computed here; `again`: that between the first stage and the last."""
-        return (again if self.has_first else near), (self.stage - 1) % self.count
-
-    def _after(self, near: Any, again: Any) -> tuple[Any, int]:
-        """As `_before`, of the chunk that is after it."""
-        return (again if self.has_last else near), (self.stage + 1) % self.count
-
-    def _guarded(self, work: Callable[[], Tensor | None]) -> Tensor | None:
-        try:
-            return work()
-        except Exception as error:
-            if self._spreads:
-                raise
-            self.failure = self.failure or error
-            return None
-
-    def _zeros(self, like: Tensor) -> Tensor:
-        return torch.zeros_like(like, device=self._device)
-
-    def _receive(self, group: Any, stage: int, like: Tensor) -> Tensor:
-        found = torch.empty_like(like, device=self._device)
-        dist.recv(found, self.members[stage], group=group)
-        return found
-
-    def _send(self, group: Any, stage: int, tensor: Tensor) -> None:
-        """Begin to send; wait only for what the other stage has long been able to take."""
-        tensor = tensor.contiguous()
-        sent = self._sent.setdefault(stage, deque())
-        sent.append((dist.isend(tensor, self.members[stage], group=group), tensor))
-        if len(sent) > 2 * self.count * self.chunks:
-            sent.popleft()[0].wait()
-
-    def of_stage(self, stage: int, own: Tensor | None, like: Tensor) -> Tensor:
-        """A tensor that one of the stages has, on all of them. Collective."""
-        found = torch.empty_like(like, device=self._device) if own is None else own.to(self._device).contiguous()
-        dist.broadcast(found, self.members[stage], group=self.group)
-        return found
-
-    def words_of_stages(self, words: str) -> list[str]:
-        """What the rank of each stage says, in the order of stages. Collective."""
-        found: list[Any] = [None] * self.count
-        dist.all_gather_object(found, words, group=self.group)
-        return found
-
-    def summed_with(self, stage: int, own: Tensor) -> None:
-        """Add up a tensor of this stage and of the other one, in place, in the order of stages. Both call it."""
-        is_lower, other = self.stage < stage, torch.empty_like(own)
-        if not own.numel():
-            return
-        if is_lower:
-            dist.recv(other, self.members[stage], group=self._up)
-            own.add_(other)
-            dist.send(own, self.members[stage], group=self._down)
-        else:
-            dist.send(own, self.members[stage], group=self._up)
-            dist.recv(own, self.members[stage], group=self._down)
 
 
 @dataclass(eq=False)

@@ -12,7 +12,6 @@ left makes a pass whose result counts nothing. How gradients add up over ranks, 
 from __future__ import annotations
 
 import datetime
-import functools
 import itertools
 import json
 import math
@@ -23,15 +22,13 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from m2flow.engines.contract import (
     NO_AGREEMENT,
@@ -45,18 +42,17 @@ from m2flow.engines.contract import (
     WeightPiece,
     blended,
 )
+from m2flow.engines.distributed.guard import Guard, Part, named
 from m2flow.engines.embedded.trainer import EmbeddedTrain
 from m2flow.engines.installed import keep_gloo_here
 from m2flow.engines.models import lora, packing, trainer_checkpoint
 from m2flow.engines.models.hf_model import checkpoint_tensors
-from m2flow.engines.models.trainer_checkpoint import Pieces, local
+from m2flow.engines.models.trainer_checkpoint import Pieces
 from m2flow.engines.registry import built_in
-from m2flow.errors import EngineError, M2FlowError, OutOfMemory, is_out_of_memory, naming_host_errors, unexpected
+from m2flow.errors import EngineError, M2FlowError, OutOfMemory, is_out_of_memory, naming_host_errors
 from m2flow.recipe import Model, Optimizer
 from m2flow.samples import Batch, Ragged, group_keys
 
-_reduce_scatter: Callable[..., object] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-"""Its name before torch 2.13 and since."""
 _WAIT = datetime.timedelta(minutes=10)
 """A collective that takes longer ends its process: a rank is gone, or the ranks are not doing the same."""
 
@@ -148,7 +144,7 @@ class Ranks:
         is_memory, words = json.loads(self.words_of(first, told))
         if error is not None:
             raise error
-        said = words if words.startswith(_named(first)) else _named(first) + words
+        said = words if words.startswith(named(first)) else named(first) + words
         # All try a smaller micro-batch where one was out of memory.
         raise OutOfMemory(said) if is_memory else EngineError(said)
 
@@ -190,10 +186,6 @@ class Ranks:
             body.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
         dist.broadcast(body, rank, group=self.group)
         return bytes(body.cpu().numpy()).decode(errors="replace")
-
-
-def _named(rank: int) -> str:
-    return f"rank {rank} of this trainer: "
 
 
 def shares(num_tokens: Sequence[int], groups: Sequence[int], count: int, *, is_whole: bool = False) -> list[list[int]]:
@@ -570,314 +562,6 @@ class ReplicatedTrain(RankedTrain):
 
     def _set(self, tensor: Tensor, value: Tensor) -> None:
         tensor.detach().copy_(value)
-
-
-# ---- parts of a model that fail. R rows of a pass, H width of their hidden states
-
-
-class Guard:
-    """Keep a rank in step with the others when a part of its model fails: zeros take the place of what it was to compute.
-
-    Ranks that share the weights of a layer wait for each other to gather them, pass by pass and on the way back. One that raised would
-    leave them waiting until they give up. So it notes its first error, with the module and whether it was in the forward or the backward
-    pass, answers zeros from then on without computing, and takes part in every collective up to the next place where all hear of it.
-
-    Limit: modules without collectives of their own, apart from those of `exchanges`, that take hidden states and give as many.
-    """
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self.error: M2FlowError | None = None
-        """The first since `check`."""
-        self.last: Tensor | None = None
-        """What the last module before the head gave in this pass."""
-
-    def over(
-        self,
-        module: torch.nn.Module,
-        name: str,
-        weights: Callable[[], Iterable[torch.nn.Parameter]] | None = None,
-        *,
-        is_pair: bool = False,
-        width: int = 0,
-        is_last: bool = False,
-    ) -> None:
-        """Guard a module in both directions.
-
-        Args:
-            weights: those of its parameters that have a gradient after the way back; None: all.
-            is_last: only the head comes after it.
-            is_pair: it gives hidden states and something that is None here, as attentions do.
-            width: of an embedding, H: it takes numbers of tokens.
-        """
-        compute, weights = module.forward, weights or module.parameters
-        part = Part(self, compute, weights, name, is_pair=is_pair, width=width, is_last=is_last)
-        module.forward = functools.wraps(compute)(part)
-
-    def around(
-        self, layer: torch.nn.Module, name: str, weights: Callable[[], Iterable[torch.nn.Parameter]], exchange: Exchange | None = None
-    ) -> None:
-        """Guard what a layer computes between the guarded parts of it, in the forward pass.
-
-        Args:
-            weights: those of its parameters that take no part in the exchange.
-            exchange: that of the layer's rows between ranks, which one that fails before it makes with rows that count nothing.
-        """
-        compute = layer.forward
-        part = Part(self, compute, weights, name)
-
-        @functools.wraps(compute)
-        def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-            before = 0 if exchange is None else exchange.num_begun
-            try:
-                return compute(hidden, *args, **kwargs)
-            except Exception as error:
-                if exchange is not None and exchange.num_begun > exchange.num_ended:
-                    raise
-                self.note(name, "forward", error)
-                if exchange is not None and exchange.num_begun == before:
-                    exchange.without_rows(hidden)
-                found = part.stand_in(hidden)
-                # The others make the exchange on the way back too.
-                return found if exchange is None or exchange.output is None else found + exchange.output.sum() * 0.0
-            finally:
-                if exchange is not None:
-                    exchange.output = None
-
-        layer.forward = forward
-
-    def note(self, name: str, way: str, error: Exception) -> None:
-        if self.error is None:
-            call = f"{_named(self._rank)}{name}, {way} pass"
-            if isinstance(error, M2FlowError):
-                self.error = type(error)(f"{call}: {error.what}", now=error.now)
-            else:
-                self.error = unexpected(call, error)
-
-    def begin(self) -> None:
-        """A pass begins."""
-        self.last = None
-
-    def check(self) -> None:
-        """Raise what was noted, and forget it."""
-        error, self.error, self.last = self.error, None, None
-        if error is not None:
-            raise error
-
-
-class Exchange(Protocol):
-    """An exchange of rows between ranks within a layer."""
-
-    num_begun: int
-    num_ended: int
-    output: Tensor | None
-    """Of the last one."""
-
-    def without_rows(self, hidden: Tensor) -> None:
-        """Take part with rows that count nothing, which look like these hidden states, [1, R, H]."""
-
-
-class Part:
-    """What a guarded module computes. Its graph is its own, so that an error on the way back ends here.
-
-    Args:
-        weights: its parameters, as they are when it is called.
-    """
-
-    def __init__(
-        self,
-        guard: Guard,
-        compute: Callable[..., Any],
-        weights: Callable[[], Iterable[torch.nn.Parameter]],
-        name: str,
-        *,
-        is_pair: bool = False,
-        width: int = 0,
-        is_last: bool = False,
-    ) -> None:
-        self._guard, self._compute, self._weights, self._name = guard, compute, weights, name
-        self._is_pair, self._width, self._is_last = is_pair, width, is_last
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        given = dict(kwargs) if args else {name: value for name, value in kwargs.items() if name != "hidden_states"}
-        hidden = args[0] if args else kwargs["hidden_states"]
-        own, trains = hidden, torch.is_grad_enabled()
-        if trains and hidden.is_floating_point():
-            own = hidden.detach().requires_grad_(hidden.requires_grad)
-        found = self._found(own, args[1:], given, hidden)
-        if trains and (hidden.requires_grad or any(one.requires_grad for one in self._weights())):
-            found = self._hung(hidden, own, found)
-        elif found is None:
-            found = self._zeros(hidden)
-        if self._is_last:
-            self._guard.last = found
-        return (found, None) if self._is_pair else found
-
-    def _found(self, own: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any], hidden: Tensor) -> Tensor | None:
-        if self._guard.error is not None:
-            return None
-        try:
-            found = self._compute(own, *args, **kwargs)
-            output: Tensor = found[0] if self._is_pair else found
-            expected = self._shape(hidden)
-            if output.shape != expected:
-                raise EngineError(f"hidden states of {list(output.shape)}, where {list(expected)} were to come")
-            return output
-        except Exception as error:
-            self._guard.note(self._name, "forward", error)
-            return None
-
-    def _shape(self, hidden: Tensor) -> torch.Size:
-        return torch.Size((*hidden.shape, self._width)) if self._width else hidden.shape
-
-    def _zeros(self, hidden: Tensor) -> Tensor:
-        if not self._width:
-            return torch.zeros_like(hidden)
-        return torch.zeros(self._shape(hidden), dtype=next(iter(self._weights())).dtype, device=hidden.device)
-
-    def stand_in(self, hidden: Tensor) -> Tensor:
-        """Zeros that hang on the hidden states and on the module's weights."""
-        return self._hung(hidden, hidden, None)
-
-    def _hung(self, hidden: Tensor, own: Tensor, output: Tensor | None) -> Tensor:
-        given = self._zeros(hidden) if output is None else output.detach()
-        # In a tuple, autograd does not see them.
-        found: Tensor = _Back.apply(hidden, torch.zeros((), requires_grad=True), self, (own, output, given))
-        return found
-
-    def back(self, own: Tensor, output: Tensor | None, grad: Tensor) -> Tensor | None:
-        """The gradient of what came in. Weights have theirs, if only of zeros: others wait to add it to their own."""
-        if output is not None and self._guard.error is None and output.requires_grad:
-            try:
-                torch.autograd.backward(output, grad)
-            except Exception as error:
-                self._guard.note(self._name, "backward", error)
-        if self._guard.error is not None:
-            for one in self._weights():
-                if one.requires_grad and one.grad is None:
-                    one.grad = torch.zeros_like(one)
-        if not own.is_floating_point():
-            return None
-        return torch.zeros_like(own) if output is None or own.grad is None else own.grad
-
-
-class _Back(torch.autograd.Function):  # type: ignore[misc]
-    """What a part gave, with the way back through its own graph. Takes a scalar too, which has a gradient where hidden states have none."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, anchor: Tensor, part: Part, held: tuple[Tensor, Tensor | None, Tensor]) -> Tensor:
-        ctx.part, ctx.held = part, held[:2]
-        return held[2]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        held, ctx.held = ctx.held, None
-        return ctx.part.back(*held, grad), None, None, None
-
-
-# ---- gradients of weights that are computed later. I inputs and O outputs of a linear layer
-
-
-class PutOff:
-    """Gradients of the weights of linear layers, computed after those of what came in, when they are asked for.
-
-    The layers are called as ever, and their weights have no gradient on the way back: neither autograd nor FSDP2 sees one. It is summed
-    over the ranks that share a weight here, those of a chunk together.
-
-    Args:
-        chunks: the layers of each chunk, already sharded.
-        data: the mesh of the ranks that share them.
-        guard: hears of a failure; zeros take the place of the gradients then.
-        reduced: the type in which gradients are summed; None: their own.
-    """
-
-    def __init__(
-        self, chunks: Sequence[Sequence[torch.nn.Module]], data: DeviceMesh, guard: Guard, device: str, reduced: torch.dtype | None = None
-    ) -> None:
-        self._group, self._size, self._guard, self._reduced, self._device = data.get_group(), data.size(), guard, reduced, device
-        self._weights: list[dict[torch.nn.Linear, torch.nn.Parameter]] = [
-            {one: one.weight for layer in layers for one in layer.modules() if type(one) is torch.nn.Linear} for layers in chunks
-        ]
-        self._found: dict[torch.nn.Linear, tuple[Tensor, Tensor]] = {}
-        for own in self._weights:
-            for one in own:
-                one.forward = functools.partial(self._forward, one)
-
-    def _forward(self, layer: torch.nn.Linear, given: Tensor) -> Tensor:
-        found: Tensor = _WithoutWeights.apply(given, layer.weight, layer.bias, functools.partial(self._found.__setitem__, layer))
-        return found
-
-    def forget(self) -> None:
-        """Drop what a failed pass has left."""
-        self._found.clear()
-
-    def taken(self, chunk: int) -> Callable[[], None]:
-        """Take what the way back through a chunk has left. What is returned adds it to the gradients of the weights. Collective."""
-        found = dict(self._found)
-        self._found.clear()
-        return functools.partial(self._add, chunk, found)
-
-    @torch.no_grad()  # type: ignore[untyped-decorator]
-    def _add(self, chunk: int, found: Mapping[torch.nn.Linear, tuple[Tensor, Tensor]]) -> None:
-        weights, rows = self._weights[chunk], list[Tensor]()
-        for layer, weight in weights.items():
-            grad = self._gradient(found.get(layer), weight)
-            more = -len(grad) % self._size
-            rows.append(torch.nn.functional.pad(grad, (0, 0, 0, more)).reshape(self._size, -1))
-        own = torch.cat(rows, 1)
-        if self._size > 1:
-            whole, own = own, own.new_empty(own.shape[1])
-            _reduce_scatter(own, whole.flatten(), group=self._group)
-        for weight, part in zip(weights.values(), own.flatten().split([one.shape[1] for one in rows]), strict=True):
-            held = local(weight)
-            grad = part[: held.numel()].view(held.shape).to(held)
-            if weight.grad is None:
-                spread = weight.device_mesh, weight.placements
-                weight.grad = DTensor.from_local(grad, *spread, run_check=False, shape=weight.shape, stride=weight.stride())
-            else:
-                local(weight.grad).add_(grad)
-
-    def _gradient(self, found: tuple[Tensor, Tensor] | None, weight: Tensor) -> Tensor:
-        """That of a weight, [outputs, inputs], of this rank's rows; zeros where the way back came to nothing."""
-        if found is not None and self._guard.error is None:
-            try:
-                given, grad = (one.flatten(0, -2) for one in found)
-                product = grad.T @ given
-                return product if self._reduced is None else product.to(self._reduced)
-            except Exception as error:
-                self._guard.note(f"a weight of {list(weight.shape)}", "backward", error)
-        return torch.zeros(weight.shape, dtype=self._reduced or weight.dtype, device=self._device)
-
-
-class _WithoutWeights(torch.autograd.Function):  # type: ignore[misc]
-    """A linear layer. On the way back it hands on what the gradient of its weights is computed from: rows in [.., I], gradients [.., O]."""
-
-    @staticmethod
-    def forward(ctx: Any, given: Tensor, weight: Tensor, bias: Tensor | None, hand: Callable[[tuple[Tensor, Tensor]], None]) -> Tensor:
-        ctx.save_for_backward(given, weight)
-        ctx.hand = hand
-        return torch.nn.functional.linear(given, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        given, weight = ctx.saved_tensors
-        ctx.hand((given, grad))
-        of_bias = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
-        return grad @ weight, None, of_bias, None
-
-
-def weights_of_pass(part: torch.nn.Module, beside: torch.nn.Module | None = None, *, are_put_off: bool) -> list[torch.nn.Parameter]:
-    """The parameters of a part of a layer that have a gradient as soon as the way back has gone through it.
-
-    Args:
-        beside: a part of it that is not meant.
-    """
-    found = []
-    for module in part.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if module is not beside and not (are_put_off and name == "weight" and type(module) is torch.nn.Linear):
-                found.append(parameter)
-    return found
 
 
 _BUCKET_BYTES = 64 << 20

@@ -5,8 +5,10 @@ Tensor parallelism: ranks = data x tensor
     q, k, v, gate, up: by output (colwise) --heads, widths--> o, down: by input (rowwise) --summed--> hidden states
 
 Which layer is split how is the architecture's own plan (`config.base_model_tp_plan`). Ranks of a tensor group see the same samples; what is
-not split is the same on all of them. Norms inside an attention work on a rank's own heads, so their gradients are parts of a sum. Limits:
-embeddings and the head are not split; no adapters; architectures whose plan has other styles are refused by name.
+not split is the same on all of them. An attention or MLP (`Block`) is then a sum over ranks, each of which computes its part from the same
+hidden states: one collective forward and one backward, and what is whole inside it, as the norms of its heads or the projections to latent
+vectors, has gradients that are parts of a sum. Limits: embeddings and the head are not split; no adapters; architectures whose plan has
+other styles are refused by name. Others than those of `STAGED` are split by PyTorch, with a collective for each layer.
 
 Expert parallelism (`split_experts`): ranks = replicas x expert ranks
 
@@ -14,7 +16,10 @@ Expert parallelism (`split_experts`): ranks = replicas x expert ranks
 
 Ranks of an expert group see samples of their own, and each has some experts of every layer for all of them. A gradient of an expert is a
 sum over its group when it arrives; what is left is to sum it over replicas. No row is dropped and none is added, so numbers are those of
-one rank. All ranks of a group make equally many passes.
+one rank. All ranks of a group make equally many passes. With tensor parallelism the ranks of `tp * ep` neighbours have a layer's experts;
+those of a tensor group have the same rows, so each sends a part of them, and all gather what comes back:
+
+    the same rows on tp ranks --each its part--> exchange, experts, exchange --gathered--> the same hidden states on tp ranks
 
 For DeepSpeed's AutoTP (`Split`) the same plan is passed to the library:
 
@@ -46,6 +51,7 @@ from __future__ import annotations
 import copy
 import fnmatch
 import functools
+import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -58,13 +64,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, _redistribute, debug, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from m2flow.engines.distributed.ranks import Guard, Part
+from m2flow.engines.distributed import COLWISE, ROWWISE, STACKED, STAGED, SUMMED, plan_of
+from m2flow.engines.distributed.guard import Guard, Part
 from m2flow.engines.models.optimizers import squared_norm
 from m2flow.engines.models.packing import AttentionLayout, Packed, packed_attention
 from m2flow.errors import EngineError
 
-COLWISE, ROWWISE, SUMMED = "colwise", "rowwise", "replicated_with_grad_allreduce"
-"""A layer's weights split by output, by input; and weights that are whole on every rank, whose gradients are parts of a sum."""
 _STYLES = {COLWISE: ColwiseParallel, ROWWISE: RowwiseParallel}
 
 
@@ -81,48 +86,122 @@ def _forget_meshes() -> None:
         getattr(debug, name, int)()  # By release of torch.
 
 
-def check(num_ranks: int, tp: int, *, has_adapters: bool) -> None:
-    """Check that tensor groups divide the ranks, and that there are no adapters. Raises `EngineError`."""
-    if tp < 1 or num_ranks % tp:
-        raise EngineError(f"tp is {tp}, which does not divide {num_ranks} ranks", now="Give train.ranks a multiple of train.options.tp.")
-    if tp > 1 and has_adapters:
-        raise EngineError(
-            "adapters are not split over tensor-parallel ranks", now="Leave tp out: each rank holds a part of the base anyway."
-        )
+Summed = list[tuple[torch.nn.Module, str]]
+"""Parameters, each by its module and its name there. Who spreads a module over ranks puts other parameters in the place of its own."""
 
 
-def split(model: Any, mesh: DeviceMesh) -> list[torch.nn.Module]:
+def split(model: Any, mesh: DeviceMesh) -> tuple[Summed, dict[torch.nn.Module, Block]]:
     """Split a model's layers over the tensor ranks of a grid, in place.
 
     Returns:
-        The modules whose own parameters have gradients that are parts of a sum over those ranks.
+        The parameters whose gradients are parts of a sum over those ranks, and what is computed in parts, by its module.
     Raises:
-        EngineError: the architecture has no plan for it, or its heads do not divide.
+        EngineError: the architecture has no plan for it, or its heads or widths do not divide.
     """
     tensor = mesh["tensor"]
-    plan = plan_of(model, tensor.size())
-    parallelize_module(model.base_model, tensor, {pattern: _STYLES[style]() for pattern, style in plan.items() if style in _STYLES})
-    return modules_of(model, plan, SUMMED)
-
-
-def plan_of(model: Any, tp: int) -> dict[str, str]:
-    """Read how an architecture's layers are split: COLWISE, ROWWISE or SUMMED, by pattern of names below `base_model`.
-
-    Raises:
-        EngineError: it has no plan for it, another one, or heads that do not divide.
-    """
     config = model.config.get_text_config()
-    plan: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
-    unknown = sorted(set(plan.values()) - {*_STYLES, SUMMED})
-    if not plan or unknown:
-        what = f"wants {', '.join(unknown)}" if unknown else "has none"
-        raise EngineError(
-            f"a {config.model_type!r} model can't be split over ranks here: its tensor-parallel plan {what}", now="Leave tp out."
-        )
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        if (count := int(getattr(config, name))) % tp:
-            raise EngineError(f"tp is {tp}, which does not divide the model's {name}, {count}", now="Take a tp that does.")
-    return plan
+    plan = plan_of(config, tensor.size(), with_experts=True)
+    if config.model_type not in (*STAGED, *STACKED):
+        parallelize_module(model.base_model, tensor, {pattern: _STYLES[style]() for pattern, style in plan.items() if style in _STYLES})
+        summed = modules_of(model, plan, SUMMED)
+        return [(module, name) for module in summed for name, _ in module.named_parameters(recurse=False)], {}
+    columns, rows = (modules_of(model, plan, style) for style in (COLWISE, ROWWISE))
+    blocks = {module: Block(module, tensor) for module in model.modules() if any(child in rows for child in module.children())}
+    for layers, dim in ((columns, 0), (rows, 1)):
+        for layer in layers:
+            _split_layer(layer, tensor, dim)
+    own = {(layer, name) for layer in columns for name in ("weight", "bias")} | {(layer, "weight") for layer in rows}
+    inside = [(module, name) for block in blocks for module in block.modules() for name, _ in module.named_parameters(recurse=False)]
+    return [one for one in inside if one not in own], blocks
+
+
+def _split_layer(layer: torch.nn.Linear, tensor: DeviceMesh, dim: int) -> None:
+    """Leave of a linear layer this rank's part, along a dimension of its weight [outputs, inputs]."""
+    if layer.weight.shape[dim] % tensor.size():
+        what = f"tp is {tensor.size()}, which does not divide a layer of width {layer.weight.shape[dim]}"
+        raise EngineError(what, now="Take a tp that does.")
+    for name in ("weight", "bias") if dim == 0 and layer.bias is not None else ("weight",):
+        held = getattr(layer, name)
+        part = distribute_tensor(held.detach(), tensor, [Shard(dim)], src_data_rank=None)
+        setattr(layer, name, torch.nn.Parameter(part, held.requires_grad))
+    # A bias of what is summed is added once.
+    layer.adds_bias = dim == 0 or tensor.get_local_rank() == 0
+    layer.forward = functools.partial(_computed_part, layer)
+
+
+def own_weights(layer: torch.nn.Linear) -> tuple[Tensor, Tensor | None]:
+    """What a linear layer computes with on this rank, whether it is split or not: a weight [outputs, inputs], and a bias [outputs]."""
+    weight, bias = (one.to_local() if hasattr(one, "to_local") else one for one in (layer.weight, layer.bias))
+    return weight, bias if bias is None or getattr(layer, "adds_bias", True) else bias * 0.0
+
+
+def _computed_part(layer: torch.nn.Linear, given: Tensor) -> Tensor:
+    return torch.nn.functional.linear(given, *own_weights(layer))
+
+
+class Block:
+    """An attention or MLP whose layers are split: each tensor rank computes a part of a sum. An `Exchange` of `guard.Guard`.
+
+    Args:
+        tensor: the mesh of those ranks.
+    """
+
+    def __init__(self, module: torch.nn.Module, tensor: DeviceMesh) -> None:
+        self._module, self._group, compute = module, tensor.get_group(), module.forward
+        self.num_begun = self.num_ended = 0
+        """Sums over the ranks, in forward passes."""
+        self.output: Tensor | None = None
+        self.compute: Callable[..., Any] = compute
+        """What the module does; who guards it puts another in its place."""
+        module.forward = functools.wraps(compute)(self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Take hidden states [.., H] first, and give as many, or a tuple that begins with them. Collective, and on the way back too."""
+        hidden, *more = args or (kwargs.pop("hidden_states"),)
+        self.num_begun += 1
+        found = self.compute(_Spread.apply(hidden, self._group), *more, **kwargs)
+        own, *beside = found if isinstance(found, tuple) else (found,)
+        self.output = _Total.apply(own, self._group)
+        self.num_ended = self.num_begun
+        return (self.output, *beside) if isinstance(found, tuple) else self.output
+
+    def without_rows(self, hidden: Tensor) -> None:
+        self(hidden)  # What has failed computes nothing more, and gives zeros.
+
+    def guard(self, guard: Guard, name: str, weights: Callable[[], Iterable[torch.nn.Parameter]]) -> None:
+        """Have a failure of this rank's part noted: the other ranks wait to add theirs. Arguments as of `Guard.over`."""
+        self.compute = Part(guard, self.compute, weights, name, is_pair=name.endswith("attn"))
+
+
+class _Spread(torch.autograd.Function):  # type: ignore[misc]
+    """Hidden states that ranks compute parts of a sum from; their gradient is the sum of those that come back."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _total(grad, ctx.group), None
+
+
+class _Total(torch.autograd.Function):  # type: ignore[misc]
+    """A sum over ranks, which is the same on all of them, and so is its gradient: that of each part."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, group: Any) -> Tensor:
+        return _total(own, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def _total(own: Tensor, group: Any) -> Tensor:
+    found = own.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(found, group=group)
+    return found
 
 
 def modules_of(model: Any, plan: Mapping[str, str], style: str) -> list[torch.nn.Module]:
@@ -131,29 +210,30 @@ def modules_of(model: Any, plan: Mapping[str, str], style: str) -> list[torch.nn
     return [module for name, module in model.base_model.named_modules() if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]
 
 
-def add_up(modules: list[torch.nn.Module], mesh: DeviceMesh) -> None:
+def add_up(summed: Summed, mesh: DeviceMesh) -> None:
     """Sum the partial gradients of tensor ranks. Collective."""
-    # Asked anew each time: who spreads a module over ranks puts other parameters in the place of its own.
-    for parameter in [parameter for module in modules for parameter in module.parameters(recurse=False)]:
-        if (part := parameter.grad) is not None:
+    for module, name in summed:
+        if (part := getattr(module, name).grad) is not None:
             dist.all_reduce(part.to_local() if hasattr(part, "to_local") else part, group=mesh["tensor"].get_group())
 
 
 # ---- experts: E of a layer, e = E / ranks of them here, k of a row; R rows of a pass, S of all ranks that come here, H hidden
 
 
-def expert_grid(device: str, num_ranks: int, ep: int, pp: int = 1) -> DeviceMesh:
-    """Make the device mesh of a stage's ranks, `replica` times `expert`, with neighbours in an expert group. Collective over all."""
+def expert_grid(device: str, num_ranks: int, count: int, pp: int = 1) -> DeviceMesh:
+    """Make the device mesh of a stage's ranks, `replica` times `expert`, with `count` neighbours in an expert group. All ranks call it."""
     _forget_meshes()
-    sizes = (pp, num_ranks // (ep * pp), ep)
+    sizes = (pp, num_ranks // (count * pp), count)
     mesh = init_device_mesh(torch.device(device).type, sizes, mesh_dim_names=("stage", "replica", "expert"))["replica", "expert"]
     mesh._flatten("data")  # Sums over all of them, as of norms, are then one collective.
     return mesh
 
 
-def split_experts(model: Any, mesh: DeviceMesh) -> dict[torch.nn.Module, OwnExperts]:
+def split_experts(model: Any, mesh: DeviceMesh, alike: Any = None) -> dict[torch.nn.Module, OwnExperts]:
     """Leave of each layer's experts this rank's own, and send rows to those of the others.
 
+    Args:
+        alike: a group of ranks that have the same rows; None: no others have this rank's.
     Returns:
         The modules of experts, whose weights are DTensors over the expert ranks: [E, ...] by experts. With each what it computes here.
     """
@@ -165,12 +245,12 @@ def split_experts(model: Any, mesh: DeviceMesh) -> dict[torch.nn.Module, OwnExpe
             part = distribute_tensor(held.detach(), mesh["expert"], [Shard(0)], src_data_rank=None)
             setattr(module, name, torch.nn.Parameter(part, held.requires_grad))
         found[module] = OwnExperts(module, names, mesh["expert"].size())
-        module.forward = functools.partial(_sent_around, found[module], mesh["expert"].get_group())
+        module.forward = functools.partial(_shared_out, found[module], mesh["expert"].get_group(), alike)
     return found
 
 
 class OwnExperts:
-    """This rank's experts of a layer, computed by the model's own code: gated MLPs, e of them. An `Exchange` of `ranks.Guard`."""
+    """This rank's experts of a layer, computed by the model's own code: gated MLPs, e of them. An `Exchange` of `guard.Guard`."""
 
     def __init__(self, module: torch.nn.Module, names: list[str], count: int) -> None:
         self._module, self._names = module, names
@@ -185,12 +265,14 @@ class OwnExperts:
         """What `_computed` does; who guards it puts another in its place."""
 
     def without_rows(self, hidden: Tensor) -> None:
-        rows = hidden.flatten(0, -2)[:1] * 0.0  # On the way back, its gradient is waited for.
-        self._module(rows, torch.zeros(len(rows), 1, dtype=torch.int64, device=rows.device), rows.new_zeros(len(rows), 1))
+        # As many: ranks that have the same share them out. On the way back, their gradient is waited for.
+        rows = hidden.flatten(0, -2) * 0.0
+        experts = torch.arange(len(rows), device=rows.device) % int(str(self._module.num_experts))
+        self._module(rows, experts[:, None], rows[:, :1] * 0.0)
 
-    def guard(self, guard: Guard, name: str) -> None:
+    def guard(self, guard: Guard, name: str, weights: Callable[[], Iterable[torch.nn.Parameter]]) -> None:
         """Have a failure of this rank's experts noted: the other ranks wait for what they make of their rows."""
-        self.compute = Part(guard, self._computed, self._module.parameters, name)
+        self.compute = Part(guard, self._computed, weights, name)
 
     def _computed(self, rows: Tensor, experts: Tensor) -> Tensor:
         """Compute rows [S, H] by the experts of these numbers, int64 [S], each by one."""
@@ -209,23 +291,83 @@ class OwnExperts:
         return found[:num_rows]
 
 
+def _shared_out(own: OwnExperts, group: Any, alike: Any, hidden: Tensor, experts: Tensor, gates: Tensor) -> Tensor:
+    """What a layer's experts make of rows [R, H]: the sum over their experts, int64 [R, k], by gates [R, k]. Collective.
+
+    Args:
+        alike: the ranks that have the same rows, each of which sends a part of them; None: this rank alone.
+    """
+    own.num_begun += 1
+    if alike is None:
+        own.output = _sent_around(own, group, hidden, experts, gates)
+    else:
+        held, num_rows = _part_of(experts, alike), len(experts)
+        found = _sent_around(own, group, _Held.apply(hidden, alike), held, _Held.apply(gates, alike))
+        own.output = _Joined.apply(found, num_rows, alike)
+    own.num_ended = own.num_begun
+    return own.output
+
+
 def _sent_around(own: OwnExperts, group: Any, hidden: Tensor, experts: Tensor, gates: Tensor) -> Tensor:
-    """What a layer's experts make of rows [R, H]: the sum over their experts, int64 [R, k], by gates [R, k]. Collective."""
+    """As `_shared_out`, of rows that no other rank has."""
     count, num_each = dist.get_world_size(group), experts.shape[1]
     order = torch.argsort(experts.flatten(), stable=True)
     sizes = torch.bincount(experts.flatten(), minlength=count * own.num)
     arriving = torch.empty_like(sizes)
-    own.num_begun += 1
     dist.all_to_all_single(arriving, sizes, group=group)  # By sender and by expert here.
     leave, arrive = (of_experts.view(count, own.num).sum(1).tolist() for of_experts in (sizes, arriving))
     rows = _Exchanged.apply(hidden[order // num_each], leave, arrive, group)
     found = own.compute(rows, torch.arange(own.num, device=rows.device).repeat(count).repeat_interleave(arriving))
     back = _Exchanged.apply(found, arrive, leave, group)
-    own.num_ended = own.num_begun
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order), device=order.device)
-    own.output = (back[place].unflatten(0, experts.shape) * gates[..., None]).sum(1).to(hidden.dtype)
-    return own.output
+    summed: Tensor = (back[place].view(*experts.shape, hidden.shape[1]) * gates[..., None]).sum(1).to(hidden.dtype)
+    return summed
+
+
+class _Held(torch.autograd.Function):  # type: ignore[misc]
+    """This rank's part of rows [R, ..] that all ranks of a group have. Backward, all have the gradient of all rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: Any) -> Tensor:
+        ctx.num_rows, ctx.group = len(rows), group
+        return _part_of(rows, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _joined(grad, ctx.num_rows, ctx.group), None
+
+
+class _Joined(torch.autograd.Function):  # type: ignore[misc]
+    """All R rows, from the parts of all ranks of a group. All compute the same from them, so a part's gradient is that of its rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, num_rows: int, group: Any) -> Tensor:
+        ctx.group = group
+        return _joined(rows, num_rows, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _part_of(grad, ctx.group), None, None
+
+
+def _bounds(num_rows: int, group: Any) -> list[int]:
+    count = dist.get_world_size(group)
+    return [num_rows * rank // count for rank in range(count + 1)]
+
+
+def _part_of(rows: Tensor, group: Any) -> Tensor:
+    bounds, rank = _bounds(len(rows), group), dist.get_rank(group)
+    return rows[bounds[rank] : bounds[rank + 1]].clone()
+
+
+def _joined(own: Tensor, num_rows: int, group: Any) -> Tensor:
+    sizes = [end - start for start, end in itertools.pairwise(_bounds(num_rows, group))]
+    padded = own.new_zeros(max(sizes), *own.shape[1:])
+    padded[: len(own)] = own
+    parts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(parts, padded, group=group)
+    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
 
 class _Exchanged(torch.autograd.Function):  # type: ignore[misc]
@@ -261,7 +403,7 @@ class Split:
 
     def __init__(self, model: Any, tp: int) -> None:
         self.tp = tp
-        self._plan = plan_of(model, tp)
+        self._plan = plan_of(model.config, tp)
         self._dims: dict[Tensor, int] = {}
         self._repeated: dict[Tensor, list[tuple[int, int]]] = {}
         """By flat part: where it holds what the other ranks of the tensor group hold too."""

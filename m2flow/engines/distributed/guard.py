@@ -1,0 +1,246 @@
+"""Keep the ranks of a trainer in step when a part of the model fails on one of them. R rows of a pass, H width of their hidden states.
+
+    a rank:  part --raises--> noted by rank, layer and pass; zeros from then on --every collective as ever--> the end of the pass: all hear
+
+A part computes in a graph of its own (`Part`), without collectives. Where a layer has some inside (`Exchange`: rows sent to experts, sums
+over tensor ranks), what fails between its parts is answered with zeros too, and the exchanges that are still to come are made with rows
+that count nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from m2flow.errors import EngineError, M2FlowError, unexpected
+
+
+def named(rank: int) -> str:
+    """How an error begins that one rank tells the others."""
+    return f"rank {rank} of this trainer: "
+
+
+class Guard:
+    """Keep a rank in step with the others when a part of its model fails: zeros take the place of what it was to compute.
+
+    Ranks that share the weights of a layer wait for each other to gather them, pass by pass and on the way back. One that raised would
+    leave them waiting until they give up. So it notes its first error, with the module and whether it was in the forward or the backward
+    pass, answers zeros from then on without computing, and takes part in every collective up to the next place where all hear of it.
+
+    Limit: modules without collectives of their own, apart from those of `exchanges`, that take hidden states and give as many.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self.error: M2FlowError | None = None
+        """The first since `check`."""
+        self.last: Tensor | None = None
+        """What the last module before the head gave in this pass."""
+
+    def over(
+        self,
+        module: torch.nn.Module,
+        name: str,
+        weights: Callable[[], Iterable[torch.nn.Parameter]] | None = None,
+        *,
+        is_pair: bool = False,
+        width: int = 0,
+        is_last: bool = False,
+    ) -> None:
+        """Guard a module in both directions.
+
+        Args:
+            weights: those of its parameters that have a gradient after the way back; None: all.
+            is_last: only the head comes after it.
+            is_pair: it gives hidden states and something that is None here, as attentions do.
+            width: of an embedding, H: it takes numbers of tokens.
+        """
+        compute, weights = module.forward, weights or module.parameters
+        part = Part(self, compute, weights, name, is_pair=is_pair, width=width, is_last=is_last)
+        module.forward = functools.wraps(compute)(part)
+
+    def around(
+        self, layer: torch.nn.Module, name: str, weights: Callable[[], Iterable[torch.nn.Parameter]], exchanges: Sequence[Exchange] = ()
+    ) -> None:
+        """Guard what a layer computes between the guarded parts of it, in the forward pass.
+
+        Args:
+            weights: those of its parameters that take no part in an exchange.
+            exchanges: those of the layer between ranks, in their order. One that fails before some of them makes them with rows that
+                count nothing.
+        """
+        compute = layer.forward
+        part = Part(self, compute, weights, name)
+
+        @functools.wraps(compute)
+        def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+            before = [one.num_begun for one in exchanges]
+            try:
+                return compute(hidden, *args, **kwargs)
+            except Exception as error:
+                if any(one.num_begun > one.num_ended for one in exchanges):
+                    raise
+                self.note(name, "forward", error)
+                for one, begun in zip(exchanges, before, strict=True):
+                    if one.num_begun == begun:
+                        one.without_rows(hidden)
+                found = part.stand_in(hidden)
+                for one in exchanges:  # The others make them on the way back too.
+                    if one.output is not None:
+                        found = found + one.output.sum() * 0.0
+                return found
+            finally:
+                for one in exchanges:
+                    one.output = None
+
+        layer.forward = forward
+
+    def note(self, name: str, way: str, error: Exception) -> None:
+        if self.error is None:
+            call = f"{named(self._rank)}{name}, {way} pass"
+            if isinstance(error, M2FlowError):
+                self.error = type(error)(f"{call}: {error.what}", now=error.now)
+            else:
+                self.error = unexpected(call, error)
+
+    def begin(self) -> None:
+        """A pass begins."""
+        self.last = None
+
+    def check(self) -> None:
+        """Raise what was noted, and forget it."""
+        error, self.error, self.last = self.error, None, None
+        if error is not None:
+            raise error
+
+
+class Exchange(Protocol):
+    """What ranks do together within a layer: rows sent to others and back, or a sum over them."""
+
+    num_begun: int
+    num_ended: int
+    """In forward passes."""
+    output: Tensor | None
+    """Of the last one."""
+
+    def guard(self, guard: Guard, name: str, weights: Callable[[], Iterable[torch.nn.Parameter]]) -> None:
+        """Guard what this rank computes between its collectives. Arguments as of `Guard.over`."""
+
+    def without_rows(self, hidden: Tensor) -> None:
+        """Take part with rows that count nothing, which look like these hidden states, [1, R, H]."""
+
+
+class Part:
+    """What a guarded module computes. Its graph is its own, so that an error on the way back ends here.
+
+    Args:
+        weights: its parameters, as they are when it is called.
+    """
+
+    def __init__(
+        self,
+        guard: Guard,
+        compute: Callable[..., Any],
+        weights: Callable[[], Iterable[torch.nn.Parameter]],
+        name: str,
+        *,
+        is_pair: bool = False,
+        width: int = 0,
+        is_last: bool = False,
+    ) -> None:
+        self._guard, self._compute, self._weights, self._name = guard, compute, weights, name
+        self._is_pair, self._width, self._is_last = is_pair, width, is_last
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given = dict(kwargs) if args else {name: value for name, value in kwargs.items() if name != "hidden_states"}
+        hidden = args[0] if args else kwargs["hidden_states"]
+        own, trains = hidden, torch.is_grad_enabled()
+        if trains and hidden.is_floating_point():
+            own = hidden.detach().requires_grad_(hidden.requires_grad)
+        found = self._found(own, args[1:], given, hidden)
+        if trains and (hidden.requires_grad or any(one.requires_grad for one in self._weights())):
+            found = self._hung(hidden, own, found)
+        elif found is None:
+            found = self._zeros(hidden)
+        if self._is_last:
+            self._guard.last = found
+        return (found, None) if self._is_pair else found
+
+    def _found(self, own: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any], hidden: Tensor) -> Tensor | None:
+        if self._guard.error is not None:
+            return None
+        try:
+            found = self._compute(own, *args, **kwargs)
+            output: Tensor = found[0] if self._is_pair else found
+            expected = self._shape(hidden)
+            if output.shape != expected:
+                raise EngineError(f"hidden states of {list(output.shape)}, where {list(expected)} were to come")
+            return output
+        except Exception as error:
+            self._guard.note(self._name, "forward", error)
+            return None
+
+    def _shape(self, hidden: Tensor) -> torch.Size:
+        return torch.Size((*hidden.shape, self._width)) if self._width else hidden.shape
+
+    def _zeros(self, hidden: Tensor) -> Tensor:
+        if not self._width:
+            return torch.zeros_like(hidden)
+        return torch.zeros(self._shape(hidden), dtype=next(iter(self._weights())).dtype, device=hidden.device)
+
+    def stand_in(self, hidden: Tensor) -> Tensor:
+        """Zeros that hang on the hidden states and on the module's weights."""
+        return self._hung(hidden, hidden, None)
+
+    def _hung(self, hidden: Tensor, own: Tensor, output: Tensor | None) -> Tensor:
+        given = self._zeros(hidden) if output is None else output.detach()
+        # In a tuple, autograd does not see them.
+        found: Tensor = _Back.apply(hidden, torch.zeros((), requires_grad=True), self, (own, output, given))
+        return found
+
+    def back(self, own: Tensor, output: Tensor | None, grad: Tensor) -> Tensor | None:
+        """The gradient of what came in. Weights have theirs, if only of zeros: others wait to add it to their own."""
+        if output is not None and self._guard.error is None and output.requires_grad:
+            try:
+                torch.autograd.backward(output, grad)
+            except Exception as error:
+                self._guard.note(self._name, "backward", error)
+        if self._guard.error is not None:
+            for one in self._weights():
+                if one.requires_grad and one.grad is None:
+                    one.grad = torch.zeros_like(one)
+        if not own.is_floating_point():
+            return None
+        return torch.zeros_like(own) if output is None or own.grad is None else own.grad
+
+
+class _Back(torch.autograd.Function):  # type: ignore[misc]
+    """What a part gave, with the way back through its own graph. Takes a scalar too, which has a gradient where hidden states have none."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, anchor: Tensor, part: Part, held: tuple[Tensor, Tensor | None, Tensor]) -> Tensor:
+        ctx.part, ctx.held = part, held[:2]
+        return held[2]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        held, ctx.held = ctx.held, None
+        return ctx.part.back(*held, grad), None, None, None
+
+
+def weights_of_pass(part: torch.nn.Module, beside: Collection[torch.nn.Module] = (), *, are_put_off: bool) -> list[torch.nn.Parameter]:
+    """The parameters of a part of a layer that have a gradient as soon as the way back has gone through it.
+
+    Args:
+        beside: parts of it that are not meant.
+    """
+    found, left_out = list[torch.nn.Parameter](), {module for one in beside for module in one.modules()}
+    for module in part.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if module not in left_out and not (are_put_off and name == "weight" and type(module) is torch.nn.Linear):
+                found.append(parameter)
+    return found
