@@ -1,4 +1,4 @@
-"""A trainer `fsdp` of several ranks, parts of whose model fail on one of them, and what it must do then."""
+"""A trainer of several ranks, parts of whose model fail on one of them, and what it must do then."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from test_train_engines import VOCABULARY
 
 from m2flow.engines.contract import EngineSettings, TrainEngine
 from m2flow.engines.distributed.fsdp import FsdpTrain
+from m2flow.engines.distributed.ranks import ReplicatedTrain
 from m2flow.errors import EngineError, M2FlowError
 from m2flow.recipe import AdamW, Model
 from m2flow.testing.mirrored import Followers, Mirrored
@@ -32,9 +33,9 @@ class Fault:
     """The module that the error names, if another: the one around it."""
 
 
-def _broken(faults: Sequence[Fault], model: Model, settings: EngineSettings) -> TrainEngine:
+def _broken(of: type[FsdpTrain | ReplicatedTrain], faults: Sequence[Fault], model: Model, settings: EngineSettings) -> TrainEngine:
     """An engine that has each fault once, in its turn: the first in the first call of `accumulate` or `logprobs`, and so on."""
-    engine = FsdpTrain(model, settings)
+    engine = of(model, settings)
     turns = iter(range(1000))
     turn = [-1]
     start = engine.start
@@ -85,12 +86,16 @@ def _break(module: torch.nn.Module, fault: Fault, when: Iterator[int], turn: lis
 
 
 def check_each_fault_is_an_error_on_all_and_all_go_on(
-    model: Model, options: dict[str, Any], followers: Followers, faults: Sequence[Fault]
+    model: Model,
+    options: dict[str, Any],
+    followers: Followers,
+    faults: Sequence[Fault],
+    of: type[FsdpTrain | ReplicatedTrain] = FsdpTrain,
 ) -> None:
     """Also the first of these, in passes without gradient, at the end."""
     settings, batch, step = EngineSettings(options=options), samples(VOCABULARY), AdamW(lr=1e-3, eps=1e-3)
     of_forward = next(fault for fault in faults if fault.way == "forward")
-    with started(Mirrored(functools.partial(_broken, [*faults, of_forward]), model, settings, followers)) as engine:
+    with started(Mirrored(functools.partial(_broken, of, [*faults, of_forward]), model, settings, followers)) as engine:
         before = copied(engine)
         for fault in faults:
             with pytest.raises(M2FlowError, match=_said(fault)) as caught:
@@ -103,7 +108,7 @@ def check_each_fault_is_an_error_on_all_and_all_go_on(
         assert engine.accumulate(batch, PPO).num_tokens
         engine.apply(step, 1.0)
         found = copied(engine)
-    with started(Mirrored(FsdpTrain, model, settings, followers)) as engine:
+    with started(Mirrored(of, model, settings, followers)) as engine:
         engine.accumulate(batch, PPO)
         engine.apply(step, 1.0)
         assert distance(copied(engine), found) == 0
@@ -114,9 +119,11 @@ def _said(fault: Fault) -> str:
     return rf"rank {fault.rank} of this trainer: {fault.said or fault.part}, {fault.way.replace('shape', 'forward')} pass: .*{words}"
 
 
-def check_a_gradient_that_lacks_a_pass_is_not_applied(model: Model, options: dict[str, Any], followers: Followers, fault: Fault) -> None:
+def check_a_gradient_that_lacks_a_pass_is_not_applied(
+    model: Model, options: dict[str, Any], followers: Followers, fault: Fault, of: type[FsdpTrain | ReplicatedTrain] = FsdpTrain
+) -> None:
     batch = samples(VOCABULARY)
-    with started(Mirrored(functools.partial(_broken, [fault]), model, EngineSettings(options=options), followers)) as engine:
+    with started(Mirrored(functools.partial(_broken, of, [fault]), model, EngineSettings(options=options), followers)) as engine:
         before = copied(engine)
         with pytest.raises(M2FlowError, match=_said(fault)):
             engine.accumulate(batch, PPO)

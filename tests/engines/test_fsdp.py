@@ -21,6 +21,7 @@ from adapted_trainers import (
     check_references_compute_from_the_policys_weights,
     check_what_was_copied_of_a_policy_is_in_a_checkpoint,
 )
+from faulty import Fault, check_a_gradient_that_lacks_a_pass_is_not_applied, check_each_fault_is_an_error_on_all_and_all_go_on
 from hypothesis import given
 from hypothesis import strategies as st
 from megatron_models import small
@@ -302,6 +303,24 @@ def test_an_error_on_one_rank_is_an_error_on_all_and_all_go_on(model: Model, fol
     with started(spread(model, 2, followers)) as engine:
         step(engine, batch)
         assert distance(copied(engine), found) == 0
+
+
+@pytest.mark.parametrize("name", ["qwen2", "softcap"])
+def test_a_part_of_a_replica_that_fails_on_one_rank_is_an_error_on_all_and_all_go_on(
+    name: str, followers: Followers, tmp_path: Path
+) -> None:
+    """Of any architecture: replicas wait for each other between passes alone."""
+    faults = [
+        Fault(1, "model.layers.1.mlp", said="model.layers.1"),
+        Fault(0, "model.layers.0.self_attn.o_proj", "backward", said="model.layers.0"),
+        Fault(1, "model.layers.0.self_attn", error=MemoryError, said="model.layers.0"),
+        Fault(0, "model.embed_tokens"),
+        Fault(1, "lm_head", "backward"),
+        Fault(1, "model.layers.1.self_attn.o_proj", "shape", said="model.layers.1"),
+    ]
+    model = write_model(tmp_path, CONFIGS[name]())
+    check_each_fault_is_an_error_on_all_and_all_go_on(model, {}, followers, faults, of=ReplicatedTrain)
+    check_a_gradient_that_lacks_a_pass_is_not_applied(model, {}, followers, faults[1], of=ReplicatedTrain)
 
 
 def test_a_rank_without_samples_takes_part(model: Model, followers: Followers) -> None:

@@ -131,8 +131,6 @@ class FsdpTrain(RankedTrain):
         self._exchanges: dict[torch.nn.Module, Exchange] = {}
         """What ranks do together within layers, by the module that does it: sums over tensor ranks, and rows sent to experts."""
         self._guard = Guard(settings.rank)
-        self._is_partial = False
-        """Whether a pass has failed since the last step, so that gradients lack some."""
 
     def start(self) -> None:
         self._check_layout()
@@ -245,16 +243,6 @@ class FsdpTrain(RankedTrain):
         except Exception:
             self._is_partial = True
             raise
-
-    def apply(self, optimizer: Optimizer, denominator: float) -> Mapping[str, float]:
-        if self._is_partial:
-            self.discard()
-            raise EngineError("the gradient lacks a micro-batch that failed", now="discard() it, and accumulate() all again.")
-        return super().apply(optimizer, denominator)
-
-    def discard(self) -> None:
-        super().discard()
-        self._is_partial = False
 
     def _sum_gradients(self) -> None:
         if self._mesh is not None and self._summed:

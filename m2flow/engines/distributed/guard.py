@@ -5,12 +5,15 @@
 A part computes in a graph of its own (`Part`), without collectives. Where a layer has some inside (`Exchange`: rows sent to experts, sums
 over tensor ranks), what fails between its parts is answered with zeros too, and the exchanges that are still to come are made with rows
 that count nothing.
+
+Ranks that wait for each other between passes alone need none of this: a pass that raises ends there, and `Course` says where it was.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +25,44 @@ from m2flow.errors import EngineError, M2FlowError, unexpected
 def named(rank: int) -> str:
     """How an error begins that one rank tells the others."""
     return f"rank {rank} of this trainer: "
+
+
+def failed(rank: int, part: str, way: str, error: Exception) -> M2FlowError:
+    """What a part of the model raised on a rank, in the forward or the backward pass, with these in its words."""
+    call = f"{named(rank)}{part}, {way} pass"
+    return type(error)(f"{call}: {error.what}", now=error.now) if isinstance(error, M2FlowError) else unexpected(call, error)
+
+
+class Course:
+    """Where a pass is in a model: the layer that it went into last, forward or backward."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank, self._part = rank, "the model"
+
+    def follow(self, model: torch.nn.Module, layers: Collection[torch.nn.Module]) -> None:
+        """Follow passes through these layers, and through what has weights beside them."""
+        inside = {module for layer in layers for module in layer.modules()} - set(layers)
+        for name, module in model.named_modules():
+            if module in layers or (module not in inside and any(True for _ in module.parameters(recurse=False))):
+                module.register_forward_pre_hook(functools.partial(self._into, name))
+                module.register_forward_hook(functools.partial(self._out_of, name))
+
+    def _into(self, name: str, *_: object) -> None:
+        self._part = name
+
+    def _out_of(self, name: str, module: object, given: object, output: Any) -> None:
+        for found in output if isinstance(output, tuple) else (output,):
+            if isinstance(found, Tensor) and found.requires_grad:
+                found.register_hook(functools.partial(self._into, name))
+
+    @contextmanager
+    def within(self, way: str) -> Iterator[None]:
+        """Name what a pass raises by where it was. Raises `M2FlowError`."""
+        self._part = "the model" if way == "forward" else "the loss"
+        try:
+            yield
+        except Exception as error:
+            raise failed(self._rank, self._part, way, error) from error
 
 
 class Guard:
@@ -101,11 +142,7 @@ class Guard:
 
     def note(self, name: str, way: str, error: Exception) -> None:
         if self.error is None:
-            call = f"{named(self._rank)}{name}, {way} pass"
-            if isinstance(error, M2FlowError):
-                self.error = type(error)(f"{call}: {error.what}", now=error.now)
-            else:
-                self.error = unexpected(call, error)
+            self.error = failed(self._rank, name, way, error)
 
     def begin(self) -> None:
         """A pass begins."""

@@ -42,11 +42,11 @@ from m2flow.engines.contract import (
     WeightPiece,
     blended,
 )
-from m2flow.engines.distributed.guard import Guard, Part, named
+from m2flow.engines.distributed.guard import Course, Guard, Part, named
 from m2flow.engines.embedded.trainer import EmbeddedTrain
 from m2flow.engines.installed import keep_gloo_here
 from m2flow.engines.models import lora, packing, trainer_checkpoint
-from m2flow.engines.models.hf_model import checkpoint_tensors
+from m2flow.engines.models.hf_model import checkpoint_tensors, layers
 from m2flow.engines.models.trainer_checkpoint import Pieces
 from m2flow.engines.registry import built_in
 from m2flow.errors import EngineError, M2FlowError, OutOfMemory, is_out_of_memory, naming_host_errors
@@ -261,6 +261,8 @@ class RankedTrain(EmbeddedTrain):
         super().__init__(model, settings)
         self._ranks = Ranks(settings)
         self._root: Any = None
+        self._is_partial = False
+        """Whether a pass has failed since the last step, so that gradients lack some."""
 
     @property
     def _num_alike(self) -> int:
@@ -320,9 +322,16 @@ class RankedTrain(EmbeddedTrain):
         return found
 
     def apply(self, optimizer: Optimizer, denominator: float) -> Mapping[str, float]:
+        if self._is_partial:
+            self.discard()
+            raise EngineError("the gradient lacks a micro-batch that failed", now="discard() it, and accumulate() all again.")
         self._sum_gradients()
         stepped = self._together(lambda: self._optimizers.step(optimizer, denominator))
         return {**stepped, **self._expert_loads()}
+
+    def discard(self) -> None:
+        super().discard()
+        self._is_partial = False
 
     def held_checkpoint(self, path: str) -> HeldCheckpoint | None:
         return None
@@ -527,7 +536,8 @@ class ReplicatedTrain(RankedTrain):
     """The embedded trainer on ranks that each hold the whole model: gradients are summed once for each optimiser step.
 
     For models that fit one device: it moves 2 (r - 1) / r times the gradients a step, where sharding gathers all weights twice for each
-    micro-batch. Sums go over ranks in their order, so one number of ranks always gives the same bits.
+    micro-batch. Sums go over ranks in their order, so one number of ranks always gives the same bits. A loss or a layer that raises on one
+    rank is an error of all, with the rank, the layer and the pass: `discard` what was added up, and the engine goes on.
 
     Source: data-parallel training as in PyTorch's DDP (Li et al. 2020, arXiv:2006.15704), without its overlap.
     """
@@ -536,13 +546,18 @@ class ReplicatedTrain(RankedTrain):
     capabilities = built_in("embedded", "train")
     _has_boxes = True
 
+    def __init__(self, model: Model, settings: EngineSettings) -> None:
+        super().__init__(model, settings)
+        self._course = Course(settings.rank)
+
     def start(self) -> None:
         self._ranks.open()
         super().start()
         self._root = Root(self._model, self._source.head)
+        self._course.follow(self._model, layers(self._model))
 
     def stop(self) -> None:
-        self._root = None
+        self._root, self._is_partial = None, False
         super().stop()
         self._ranks.close()
 
@@ -553,6 +568,21 @@ class ReplicatedTrain(RankedTrain):
     def held_checkpoint(self, path: str) -> HeldCheckpoint | None:
         """Rank 0 holds it."""
         return self._together(lambda: EmbeddedTrain.held_checkpoint(self, path) if self._ranks.rank == 0 else None)
+
+    def _forward(self, packed: packing.Packed) -> Tensor:
+        with self._course.within("forward"):
+            return super()._forward(packed)
+
+    def _backward(self, loss: Tensor) -> None:
+        def go_back() -> None:
+            with self._course.within("backward"):
+                super(ReplicatedTrain, self)._backward(loss)
+
+        try:
+            self._together(go_back)
+        except M2FlowError:
+            self._is_partial = True
+            raise
 
     def _sum_gradients(self) -> None:
         sum_gradients([one for one in self._model.parameters() if one.requires_grad], self._ranks.group)
