@@ -5,7 +5,9 @@
 Ratios are makespan over max(fractional bound, (t0 + t1) x longest sample), under t0 = 8 ms, t1 = 80 us, at most 128 samples an
 instance: on each step of the two traces that come along, and on lognormals (median 4,000, cap 32,768) of sigma 0.8 to 1.2 and 128 to
 16,384 samples, on 1 to 1,024 instances, with and without pauses. Other t1 and batches are reported apart. `--policies` adds the regret
-of every policy: makespan over that of the assignment. All numbers but `plan_s` (wall seconds, one core) are the same on every machine.
+of every policy: makespan over that of the assignment; what whoever can't tell samples apart is expected to have at least (`unknown`); and
+how far each predictor tells lengths apart, each step predicted from those before it: the share of the pinball loss that it saves. All
+numbers but `plan_s` (wall seconds, one core) are the same on every machine.
 The last line is JSON.
 """
 
@@ -20,9 +22,9 @@ from collections.abc import Iterator
 
 from m2flow.rollout_scheduling.decode_model import DecodeModel, assign
 from m2flow.rollout_scheduling.lengths import TRACES, Lengths, parse_lengths
-from m2flow.rollout_scheduling.policies import POLICIES, make_policy, make_predictor
+from m2flow.rollout_scheduling.policies import POLICIES, PREDICTORS, make_policy, make_predictor
 from m2flow.rollout_scheduling.predictors import Oracle
-from m2flow.rollout_scheduling.study import StudyStep, steps_of, study_known, study_policy, total
+from m2flow.rollout_scheduling.study import StudyStep, skill_of, steps_of, study_known, study_policy, total
 
 INSTANCES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024)
 SIGMAS = (0.8, 1.0, 1.2)
@@ -72,8 +74,11 @@ def ratios(model: DecodeModel, instances: tuple[int, ...], *, quick: bool) -> di
     return found
 
 
-def regrets(*, quick: bool) -> dict[str, dict[str, float]]:
-    """Policy -> regret, with the predictor `siblings`; and with an oracle for those that predict."""
+PREDICTED = ("longest-first", "split", "auto")
+
+
+def studied(*, quick: bool) -> list[tuple[str, Lengths, list[StudyStep]]]:
+    """Name, lengths and steps of each setting with unknown lengths."""
     given: list[tuple[str, Lengths, list[StudyStep]]] = []
     for path in sorted(TRACES.glob("*.jsonl")):
         lengths = parse_lengths(path.stem)
@@ -86,17 +91,38 @@ def regrets(*, quick: bool) -> dict[str, dict[str, float]]:
             given.append(
                 (name, lengths, list(steps_of(lengths, 4, num_groups=128, n=8, seed=0, num_earlier=num_earlier, num_levels=levels)))
             )
+    return given
+
+
+def skills(*, quick: bool) -> dict[str, dict[str, float]]:
+    """Setting -> predictor -> the share of the pinball loss that it saves, on steps that it has not seen."""
     found: dict[str, dict[str, float]] = {}
-    for name, lengths, steps in given:
+    for name, lengths, steps in studied(quick=quick):
+        made = {predictor: make_predictor(predictor) for predictor in PREDICTORS if predictor != "oracle"}
+        found[name] = {predictor: round(skill_of(one, steps, cap=lengths.cap).gain, 4) for predictor, one in made.items()}
+        print(f"{name}: " + ", ".join(f"{predictor} {gain:+.1%}" for predictor, gain in found[name].items()), flush=True)
+    return found
+
+
+def regrets(*, quick: bool) -> dict[str, dict[str, float]]:
+    """Setting -> policy -> regret, with the predictor `siblings`; with `learned` and with an oracle too for those that predict."""
+    found: dict[str, dict[str, float]] = {}
+    for name, lengths, steps in studied(quick=quick):
         for num_instances in (4, 16):
             known = study_known(steps, DecodeModel(), num_instances)
-            row = found[f"{name} on {num_instances}"] = {}
-            for policy, predictor in [*((policy, "siblings") for policy in POLICIES), ("longest-first", "oracle"), ("split", "oracle")]:
+            row = found[f"{name} on {num_instances}"] = {"unknown": round(total(known).unknown_s / total(known).known_s, 4)}
+            others = [
+                (policy, predictor)
+                for predictor in ("learned", "oracle")
+                for policy in PREDICTED
+                if (policy, predictor) != ("auto", "oracle")
+            ]
+            for policy, predictor in [*((policy, "siblings") for policy in POLICIES), *others]:
                 made = make_predictor(predictor)
                 oracle = made if isinstance(made, Oracle) else None
                 scheduler = make_policy(policy, made)
                 results = study_policy(scheduler, steps, known, DecodeModel(), num_instances=num_instances, cap=lengths.cap, oracle=oracle)
-                row[policy + (" (oracle)" if oracle else "")] = round(total(results).regret, 4)
+                row[policy + (f" ({predictor})" if predictor != "siblings" else "")] = round(total(results).regret, 4)
             print(f"{name} on {num_instances}: " + ", ".join(f"{policy} {regret:.3f}" for policy, regret in row.items()), flush=True)
     return found
 
@@ -127,7 +153,7 @@ def main() -> None:
         "worst_ratio": worst,
         "ratios": by_default,
         "other_models": others,
-        **({"regrets": regrets(quick=options.quick)} if options.policies else {}),
+        **({"regrets": regrets(quick=options.quick), "skills": skills(quick=options.quick)} if options.policies else {}),
     }
     print(json.dumps(document))
 

@@ -81,12 +81,13 @@ class RolloutSpec(_Strict):
     """Most samples in one task; by default as many as fit `max_running`."""
     policy: tuple[str, ...] = ()
     """Scheduling policies: which sample goes first, to which engine, and how many at once. Names of docs/guide/rollout-scheduling.md, or
-    FILE.py:CLASS of your own. Several go together. By default first come, first served, whole groups side by side."""
+    FILE.py:CLASS of your own. Several go together. By default first come, first served, whole groups side by side; with `difficulty`,
+    `auto`."""
     predictor: str = "siblings"
-    """How policies predict response lengths: `siblings`, `earlier-steps` or `prompt-buckets`."""
+    """How policies predict response lengths: `siblings`, `learned`, `earlier-steps` or `prompt-buckets`."""
     difficulty: str = ""
     """A column of the dataset that says how hard its prompts are: until a prompt's own answers are known, `siblings` predicts from the
-    answers to others of the same value."""
+    answers to others of the same value. `learned` also takes a number, or a list of numbers such as an embedding of the prompt."""
     options: dict[str, str | int | float | bool] = {}
     """Options of the engine itself."""
 

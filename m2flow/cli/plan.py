@@ -48,7 +48,7 @@ from m2flow.runs.planning import causes, known_values, make_plan, make_simulatio
 from m2flow.spec import LAPTOP, ClusterSpec, RunSettings
 
 if TYPE_CHECKING:
-    from m2flow.rollout_scheduling.study import StepResult
+    from m2flow.rollout_scheduling.study import Skill, StepResult
     from m2flow.simulator.scenario import Scenario
 
 
@@ -691,7 +691,8 @@ def simulate_rollout_command(
 
     \b
     Policies:
-      round-robin, group-round-robin, least-loaded, lpt, longest-first, shortest-first, probe, repack, gather, split
+      round-robin, group-round-robin, least-loaded, lpt, longest-first, shortest-first, probe, repack, gather, split,
+      auto
 
     \b
     Examples:
@@ -701,7 +702,7 @@ def simulate_rollout_command(
     """
     from m2flow.rollout_scheduling.decode_model import DecodeModel
     from m2flow.rollout_scheduling.lengths import parse_lengths
-    from m2flow.rollout_scheduling.study import steps_of, study_known
+    from m2flow.rollout_scheduling.study import steps_of, study_known, total
 
     if known_lengths == (policy is not None):
         raise click.UsageError("Say how samples are scheduled: either --known-lengths or --policy NAME.")
@@ -713,13 +714,14 @@ def simulate_rollout_command(
     if policy is not None:
         from m2flow.rollout_scheduling.policies import POLICIES, make_policy, make_predictor
         from m2flow.rollout_scheduling.predictors import Oracle
-        from m2flow.rollout_scheduling.study import study_policy
+        from m2flow.rollout_scheduling.study import skill_of, study_policy
 
         for name in POLICIES if policy == "all" else [policy]:
             made = make_predictor(predictor)
             oracle = made if isinstance(made, Oracle) else None
             scheduler = make_policy(name, made)
             results[name] = study_policy(scheduler, steps, known, model, num_instances=num_instances, cap=lengths.cap, oracle=oracle)
+    skill = skill_of(make_predictor(predictor), steps, cap=lengths.cap) if policy is not None and predictor != "oracle" else None
     given = {"lengths": lengths.name, "instances": num_instances, "t0_s": t0_s, "t1_s": t1_s, "max_batch": max_batch}
     if as_json and policy == "all":
         click.echo(json.dumps({**given, "policies": {name: _document(of) for name, of in results.items()}}, indent=2))
@@ -730,6 +732,23 @@ def simulate_rollout_command(
             f"{lengths.name} on {num_instances} instances, a step of b samples takes {t0_s:g} + {t1_s:g} b seconds, b <= {max_batch}\n"
         )
         _print(_policy_rows(results) if policy == "all" else _step_rows(results[policy or _KNOWN], is_known=known_lengths))
+        if skill is not None:
+            click.echo("\n" + _told(predictor, skill, total(known)))
+
+
+def _told(predictor: str, skill: Skill, known: StepResult) -> str:
+    """What the lengths before a step say of those in it, and what can be expected without that."""
+    from m2flow.rollout_scheduling.study import LEAST_SKILL, QUANTILES
+
+    least = f"regret {known.unknown_s / known.known_s:.3f}" if known.unknown_s > known.known_s else "the regret of known lengths"
+    bound = f"Who can't tell the samples apart is expected to need {known.unknown_s:.3f} s at least ({least})."
+    if not skill.num_steps:
+        return f"There is nothing to learn lengths from before the step. {bound}"
+    shares = ", ".join(f"{share:.0%} of the lengths below the {q:.0%} quantile" for q, share in zip(QUANTILES, skill.covered, strict=True))
+    told = f"{predictor} tells lengths apart before a step: {skill.gain:.1%} less loss than one prediction for all"
+    if skill.gain < LEAST_SKILL:
+        told = f"Nothing tells lengths apart before a step, as far as {predictor} can learn ({skill.gain:+.1%} of the loss saved)"
+    return f"{told}; {shares}; {skill.num_steps} steps, each held out. {bound}"
 
 
 def _document(results: Sequence[StepResult]) -> dict[str, object]:
@@ -745,6 +764,7 @@ def _numbers(result: StepResult) -> dict[str, float]:
         "ratio": result.ratio,
         "known_s": result.known_s,
         "regret": result.regret,
+        "unknown_s": result.unknown_s,
         "num_pauses": result.num_pauses,
         "num_moves": result.num_moves,
     }

@@ -15,6 +15,8 @@ at most B samples at once each:
     k-longest           max_k (L1 + ... + Lk) / R_k              holds with free migration
     no migration        the fractional bound of `fractional_s`   each sample stays where it begins
 
+    unknown lengths     `unknown_lengths_s`                      expected, by whoever can't tell the samples apart
+
 They are for decode alone: prefill, engine switches and weight syncs come on top.
 
 The reference schedule, which every policy without the lengths is measured against, assigns samples of known lengths to instances.
@@ -259,6 +261,41 @@ def fractional_s(lengths: npt.ArrayLike, model: DecodeModel, num_instances: int)
         else:
             low = middle
     return low * (1 - _SAFETY)
+
+
+def unknown_lengths_s(lengths: npt.ArrayLike, model: DecodeModel, num_instances: int) -> float:
+    """A lower bound on the expected makespan of every policy that can't tell samples apart before they end.
+
+    It may know all lengths, but not which sample has which: each assignment of lengths to samples is equally likely. It may preempt and
+    migrate at no cost. The bound is not below that of known lengths with migration.
+
+        max_y  a y + max(0, (W_y - y)/2 - (n - 1) a y / best) / max(n / best, 1/(2 t1) + (n - 1)/best) + a (L1 - y)
+
+    W_y is the sum of all lengths cut at y, a = t0 + t1, best = t0/B + t1. Proof. Let T be when the longest sample, i, has y tokens; c_j are
+    the lengths cut at y, and o_j the tokens of j in the steps and on the instance in which i runs until then. Swap the lengths of i
+    and j: until the first of the two has its c_j-th token, say after s steps together on one instance, the policy sees the same in both
+    worlds and does the same. In the world where that one is j, T is yet to come and j has c_j tokens, with o_j = s; in the other j has
+    x >= s tokens then and m more by T, with o_j <= s + m. So the tokens of j before T and c_j + o_j relate, on average over the two, as
+    (c_j + x + m)/2 >= (c_j + (s + s + m)/2)/2, and in expectation
+
+        y + sum_j (c_j + o_j)/2 <= tokens by T <= y + O + (n - 1) R / best + n (T - R)/best,      O = sum_j o_j
+
+    where i runs for R >= a y + t1 O of the T seconds. The least T of this linear program is the expression without its last term; from T
+    on, i takes at least a for each token.
+    """
+    longest_first = _descending(lengths)
+    _checked(num_instances)
+    if not len(longest_first):
+        return 0.0
+    alone, best, n = model.alone_token_s, model.best_token_s, num_instances
+    upward = longest_first[::-1]
+    sums = np.concatenate([[0.0], np.cumsum(upward)])
+    below = np.searchsorted(upward, upward, side="left")
+    cut = sums[below] + upward * (len(upward) - below)
+    rate = max(n / best, (0.5 / model.t1_s if model.t1_s > 0 else np.inf) + (n - 1) / best)
+    missing = np.maximum(0.0, (cut - upward) / 2 - (n - 1) * alone * upward / best)
+    found = float((alone * longest_first[0] + missing / rate).max()) * (1 - _SAFETY)
+    return max(found, k_longest_s(lengths, model, num_instances))
 
 
 def _fits(limit_s: float, longest_first: FloatArray, work: FloatArray, model: DecodeModel, num_instances: int) -> bool:

@@ -83,7 +83,7 @@ class Seen:
     """[P], lengths of the responses to the same prompts in earlier epochs; empty where there were none."""
     move_cost: MoveCost
     difficulties: Sequence[str] = ()
-    """[P], a label of each prompt's difficulty, "" where it has none; or empty if no prompt has one."""
+    """[P], what is said of each prompt: a label, a number or a JSON list of numbers, "" where nothing is; empty if nothing is of any."""
     waiting: OrderedDict[int, None] = field(default_factory=OrderedDict)
     """Samples on no instance, in the order of arrival; migrating samples are not among them."""
     finished: dict[int, int] = field(default_factory=dict)

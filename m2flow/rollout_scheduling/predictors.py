@@ -12,12 +12,23 @@ m and s are fitted to earlier steps with censoring, icc is the most likely value
 difficulty were longer in earlier steps, shrunk towards 0 where there were few, and 0 for prompts without a label. g has a posterior for
 each prompt on the nodes of a quadrature: a response of length l counts with its density, one that still runs or was truncated with its
 survival. So a prompt's own responses outweigh its difficulty as they arrive. With icc = 0 siblings carry no information and are not used.
+
+`Learned` has the same model for the score of a length, with a regression in place of d:
+
+    Phi^-1(F(L)) = beta x(prompt) + g(prompt) + e(sample),   F the Kaplan-Meier estimate of earlier steps
+
+so that all samples together have exactly the hazard, position by position, that earlier steps had: a model that stops at 4,000 tokens or
+runs away to the limit is no lognormal. x is what is free before a token is generated: the length of the prompt, and its label, number or
+vector (an embedding, such as the last hidden state of the policy's own prefill). Cross-validation over prompts chooses how much of x is
+believed, which may be nothing, and the icc is 0 unless the likelihood is clearly in favour: noise is not taken for prediction.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from types import EllipsisType
 from typing import NamedTuple
 
@@ -83,6 +94,7 @@ NUM_STEPS_KEPT = 4
 """Earlier steps to learn from; few, because the lengths of a policy's responses change as it trains."""
 
 _NUM_BUCKETS = 8
+_NUM_FOR_QUANTILES = 256
 
 
 class Past(NamedTuple):
@@ -158,6 +170,10 @@ class Predictor(ABC):
     @abstractmethod
     def scenarios(self, num: int) -> FloatArray:
         """Draw lengths, [num, N], given what was known when the step began; deterministic."""
+
+    def quantiles(self, shares: Sequence[float]) -> FloatArray:
+        """Lengths that each sample exceeds with probability 1 - share, [shares, N]; by default as known when the step began."""
+        return np.asarray(np.quantile(self.scenarios(_NUM_FOR_QUANTILES), shares, axis=0), np.float64)
 
 
 class EarlierSteps(Predictor):
@@ -423,3 +439,308 @@ def _means(mean: float, deviation: float, icc: float) -> FloatArray:
 def _log_sums(logs: FloatArray) -> FloatArray:
     most = logs.max(axis=1)
     return np.asarray(most + np.log(np.exp(logs - most[:, None]).sum(axis=1)), np.float64)
+
+
+# ---- learned from prompts
+
+_RIDGES = tuple(10.0 ** (power / 2) for power in range(-2, 11))
+"""Penalties of the regression that are tried, as pseudo-observations."""
+_NUM_FOLDS = 5
+_TIMES_ERROR = 2.0
+"""Standard errors by which features must lower the held-out loss."""
+_LEAST_SHARE = 0.01
+"""The least share of the held-out loss that features must take away."""
+_LEAST_LIKELIER = 3.0
+"""The least gain in log likelihood by which prompts must differ: five in a hundred of those that do not gain 1.4."""
+_ICC_BETWEEN = 0.3
+"""The icc by which prompts with more responses count for more in the regression."""
+_TABLE = np.linspace(-4.0, 4.5, 137)
+"""Scores of the lengths of the table."""
+_CENTRES = np.linspace(-6.0, 6.0, 241)
+"""Means of the score for which the table has the distribution of the length."""
+_BLOCK = 4096
+
+
+class _Scores:
+    """The score Phi^-1(F(L)) of a length, F the Kaplan-Meier estimate: that of the middle of its step, in a gap that of the gap.
+
+    Beyond the first and the last length seen, log length grows by its standard deviation with each score.
+    """
+
+    def __init__(self, lengths: FloatArray, is_cut: npt.NDArray[np.bool_]) -> None:
+        curve = kaplan_meier(lengths, is_cut)
+        before = np.concatenate([[1.0], curve.values[:-1]])
+        is_step = curve.values < before
+        self._times = curve.times[is_step]
+        self._middle = _score_of_tail(((before + curve.values) / 2)[is_step])
+        self._after = _score_of_tail(curve.values[is_step])
+        self._after[-1] = min(self._after[-1], self._middle[-1])
+        self._slope = max(float(np.log(lengths).std()), 1e-2)
+
+    def of(self, lengths: FloatArray) -> FloatArray:
+        """Scores of lengths, [M]; of a sample that still runs, that of what it has exceeded."""
+        times, last = self._times, len(self._times) - 1
+        at = np.minimum(np.searchsorted(times, lengths, side="left"), last)
+        inside = np.where(times[at] == lengths, self._middle[at], self._after[np.maximum(at - 1, 0)])
+        logs = np.log(np.maximum(lengths, 0.5))
+        below = self._middle[0] + (logs - math.log(times[0])) / self._slope
+        above = self._after[-1] + (logs - math.log(times[-1])) / self._slope
+        return np.where(lengths < times[0], below, np.where(lengths > times[-1], above, inside))
+
+    def lengths(self, scores: FloatArray) -> FloatArray:
+        """The lengths that have these scores, [M]: the quantiles of F."""
+        inside = self._times[np.minimum(np.searchsorted(self._after, scores, side="right"), len(self._times) - 1)]
+        beyond = np.minimum(np.maximum(scores - self._after[-1], 0.0) * self._slope, 60.0)
+        return np.asarray(inside * np.exp(beyond), np.float64)
+
+
+def _score_of_tail(tails: FloatArray) -> FloatArray:
+    """Find z with Q(z) = tail: the inverse of `log_tail`."""
+    return np.asarray(np.interp(-np.log(np.clip(tails, 1e-12, 1 - 1e-12)), -_LOG_TAILS, _SCORES), np.float64)
+
+
+class _Known(NamedTuple):
+    """Responses of a completed step or of earlier epochs, and what was known of their prompts."""
+
+    lengths: FloatArray
+    prompts: npt.NDArray[np.int64]
+    cut: npt.NDArray[np.bool_]
+    numbers: FloatArray
+    """[P, F]; NaN where a prompt has none."""
+    labels: Sequence[str]
+    """[P]."""
+
+
+def _said_of(seen: Seen) -> tuple[FloatArray, list[str]]:
+    """What is known of each prompt before it is answered: numbers [P, F], NaN where it has none, and a label, "" where it has none."""
+    vectors, labels = [], []
+    for text in seen.difficulties or [""] * len(seen.prompts):
+        try:
+            read = json.loads(text)
+        except (ValueError, RecursionError):
+            read = None
+        some = read if isinstance(read, list) else [read]
+        are_numbers = all(isinstance(one, int | float) and not isinstance(one, bool) and math.isfinite(one) for one in some)
+        vectors.append([float(one) for one in some] if are_numbers else [])
+        labels.append("" if are_numbers else text)
+    width = max(map(len, vectors), default=0)
+    numbers = np.full((len(vectors), 1 + width), np.nan)
+    numbers[:, 0] = np.log1p(np.asarray(seen.prompts, np.float64))
+    for row, vector in zip(numbers, vectors, strict=True):
+        if len(vector) == width:
+            row[1:] = vector
+    return numbers, labels
+
+
+class _Regression:
+    """Ridge regression of prompts' mean scores on their numbers and labels; its penalty by cross-validation over prompts."""
+
+    def __init__(self, known: Sequence[_Known], scores: Sequence[FloatArray]) -> None:
+        """
+        Args:
+            scores: of the responses of each of `known`.
+        """
+        self._width = max(one.numbers.shape[1] for one in known)
+        self._labels = {label: i for i, label in enumerate(sorted({label for one in known for label in one.labels if label}))}
+        counts = [np.bincount(one.prompts, minlength=len(one.labels)) for one in known]
+        sums = [np.bincount(one.prompts, mine, len(one.labels)) for one, mine in zip(known, scores, strict=True)]
+        count, total = np.concatenate(counts), np.concatenate(sums)
+        numbers = np.concatenate([self._padded(one.numbers) for one in known])[count > 0]
+        labels = [label for one in known for label in one.labels]
+        self._centre = np.nan_to_num(np.nanmean(numbers, axis=0)) if len(numbers) else np.zeros(self._width)
+        self._scale = np.nan_to_num(np.nanstd(numbers, axis=0)) if len(numbers) else np.zeros(self._width)
+        mine, told = total[count > 0] / count[count > 0], self._told(numbers, [labels[i] for i in np.flatnonzero(count)])
+        weights = np.sqrt(count[count > 0] / (1 + (count[count > 0] - 1) * _ICC_BETWEEN))
+        self._mean = float(np.average(mine, weights=weights**2)) if len(mine) else 0.0
+        self.gain = 0.0
+        """The share of the held-out squared error that features take away; 0 if they are not used."""
+        self._slopes = np.zeros(told.shape[1])
+        self._fit(told * weights[:, None], (mine - self._mean) * weights)
+
+    def of(self, numbers: FloatArray, labels: Sequence[str]) -> FloatArray:
+        """The mean score of each prompt, [P]."""
+        return np.asarray(self._mean + self._told(self._padded(numbers), labels) @ self._slopes, np.float64)
+
+    def _padded(self, numbers: FloatArray) -> FloatArray:
+        wider = np.full((len(numbers), max(self._width - numbers.shape[1], 0)), np.nan)
+        return np.concatenate([numbers, wider], axis=1)[:, : self._width]
+
+    def _told(self, numbers: FloatArray, labels: Sequence[str]) -> FloatArray:
+        scaled = np.nan_to_num((numbers - self._centre) / np.where(self._scale > 1e-9, self._scale, np.inf))
+        is_it = np.zeros((len(labels), len(self._labels)))
+        for row, label in enumerate(labels):
+            if label in self._labels:
+                is_it[row, self._labels[label]] = 1.0
+        return np.asarray(np.concatenate([scaled, is_it], axis=1), np.float64)
+
+    def _fit(self, told: FloatArray, wanted: FloatArray) -> None:
+        if len(wanted) < _LEAST_FITTED or not told.any():
+            return
+        losses = np.zeros((len(_RIDGES), len(wanted)))
+        fold = np.arange(len(wanted)) % _NUM_FOLDS
+        for one in range(_NUM_FOLDS):
+            held = fold == one
+            losses[:, held] = (wanted[held] - _ridge(told[~held], wanted[~held]) @ told[held].T) ** 2
+        best = int(losses.mean(axis=1).argmin())
+        less = wanted**2 - losses[best]
+        error = float(less.std(ddof=1)) / math.sqrt(len(less))
+        gain = float(less.sum() / max(float((wanted**2).sum()), 1e-12))
+        if gain >= _LEAST_SHARE and float(less.mean()) > _TIMES_ERROR * error:
+            self.gain, self._slopes = gain, _ridge(told, wanted)[best]
+
+
+def _ridge(told: FloatArray, wanted: FloatArray) -> FloatArray:
+    """The coefficients for each penalty, [penalties, F], by one singular value decomposition."""
+    left, values, right = np.linalg.svd(told, full_matrices=False)
+    shares = values / (values**2 + np.array(_RIDGES)[:, None])
+    return np.asarray((shares * (left.T @ wanted)) @ right, np.float64)
+
+
+class Learned(Predictor):
+    """Predicts by the score model above: prompts' features, siblings, earlier epochs, and the hazard at the tokens so far."""
+
+    name = "learned"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._steps: list[_Known] = []
+        self._is_fitted = False
+        self.icc = 0.0
+        self.gain = 0.0
+        """The share of the squared error between prompts that features take away, held out; 0 if they are not used."""
+
+    @property
+    def is_informed(self) -> bool:
+        return self._is_fitted and (self.icc > 0.0 or self.gain > 0.0)
+
+    def begin(self, seen: Seen) -> None:
+        super().begin(seen)
+        self._groups = np.asarray(seen.groups, np.int64)
+        self._numbers, self._labels = _said_of(seen)
+        lengths = np.array([length for answers in seen.earlier for length in answers], np.float64)
+        owners = np.array([prompt for prompt, answers in enumerate(seen.earlier) for _ in answers], np.int64)
+        self._earlier = _Known(lengths, owners, lengths >= self._limit, self._numbers, self._labels)
+        self._fit([one for one in (*self._steps, self._earlier) if len(one.lengths)])
+
+    def learn(self, past: Past) -> None:
+        super().learn(past)
+        known = _Known(past.lengths, past.groups, past.cut_at(self.cap), self._numbers, self._labels)
+        self._steps = [*self._steps, known][-NUM_STEPS_KEPT:]
+
+    def expected(self) -> FloatArray:
+        if not self._is_fitted:
+            return np.ones(len(self._groups))
+        totals = self._so_far()
+        left, posterior = self._left(), self._posterior(totals)
+        for block in np.array_split(left, len(left) // _BLOCK + 1):
+            means, at = self._means_of(block), self._first_beyond(totals[block])
+            longer = self._tokens[means, at[:, None]] / np.maximum(self._survival[means, at[:, None]], 1e-300)
+            some = (posterior[self._groups[block]] * longer).sum(axis=1)
+            totals[block] = np.clip(some, totals[block] + 1.0, max(self._limit, float(totals.max(initial=0.0)) + 1.0))
+        return totals
+
+    def quantiles(self, shares: Sequence[float]) -> FloatArray:
+        """As in the base class, given all that is known now: a sample that has ended has its length in all quantiles."""
+        totals = self._so_far() if self._is_fitted else np.ones(len(self._groups))
+        found = np.repeat(totals[None], len(shares), axis=0)
+        if not self._is_fitted:
+            return found
+        left, posterior = self._left(), self._posterior(totals)
+        for block in np.array_split(left, len(left) // (_BLOCK // 16) + 1):
+            means, at = self._means_of(block), self._first_beyond(totals[block])
+            still = self._survival[means] / np.maximum(np.take_along_axis(self._survival[means], at[:, None, None], 2), 1e-300)
+            beyond = (posterior[self._groups[block]][:, :, None] * np.minimum(still, 1.0)).sum(axis=1)
+            for i, share in enumerate(shares):
+                which = np.minimum((beyond > 1.0 - share).sum(axis=1), len(_TABLE)) - 1
+                found[i, block] = np.maximum(self._lengths[np.maximum(which, at)], totals[block] + 1.0)
+        return found
+
+    def scenarios(self, num: int) -> FloatArray:
+        if not self._is_fitted:
+            return np.ones((num, len(self._groups)))
+        dice = np.random.default_rng(0)
+        ladder = self._posterior(np.zeros(len(self._groups))).cumsum(axis=1)
+        own, nodes = self._deviation * math.sqrt(1.0 - self.icc), _means(0.0, self._deviation, self.icc)
+        drawn = []
+        for _ in range(num):
+            node = (dice.random((len(ladder), 1)) > ladder).sum(axis=1).clip(0, len(_NODES) - 1)
+            centres = (self._shifts + nodes[node])[self._groups]
+            drawn.append(self._scores.lengths(centres + own * dice.standard_normal(len(self._groups))))
+        return np.asarray(np.clip(np.stack(drawn), 1.0, self._limit), np.float64)
+
+    @property
+    def _limit(self) -> float:
+        return float(self.cap) if self.cap is not None else 1e9
+
+    def _so_far(self) -> FloatArray:
+        """Tokens of each sample, [N], all of them if it has ended."""
+        tokens = np.zeros(len(self._groups))
+        for sample in self.seen.place:
+            tokens[sample] = self.seen.tokens_so_far(sample)
+        for sample, length in self.seen.finished.items():
+            tokens[sample] = length
+        return tokens
+
+    def _left(self) -> npt.NDArray[np.int64]:
+        """The samples that have not ended."""
+        is_left = np.ones(len(self._groups), bool)
+        is_left[list(self.seen.finished)] = False
+        return np.flatnonzero(is_left)
+
+    def _fit(self, known: Sequence[_Known]) -> None:
+        every = [np.concatenate([one.lengths for one in known]), np.concatenate([one.cut for one in known])] if known else []
+        self._is_fitted = bool(known) and (~every[1]).sum() >= _LEAST_FITTED and len(np.unique(every[0][~every[1]])) > 1
+        if not self._is_fitted:
+            return
+        self._scores = _Scores(*every)
+        scores = [self._scores.of(one.lengths) for one in known]
+        filled = [np.where(one.cut, hazard(mine), mine) for one, mine in zip(known, scores, strict=True)]
+        regression = _Regression(known, filled)
+        self.gain = regression.gain
+        shifts = [regression.of(one.numbers, one.labels) for one in known]
+        rest = np.concatenate([mine - shift[one.prompts] for one, mine, shift in zip(known, scores, shifts, strict=True)])
+        _, self._deviation = fit_cut_normal(rest[~every[1]], rest[every[1]])
+        self._shifts = regression.of(self._numbers, self._labels)
+        answers = [_Responses(mine, one.prompts, one.cut, np.arange(len(one.labels))) for one, mine in zip(known, scores, strict=True)]
+        likely = [
+            sum(
+                float(_log_sums(one.log_likelihood(0.0, self._deviation, icc, shift)).sum())
+                for one, shift in zip(answers, shifts, strict=True)
+            )
+            for icc in _ICCS
+        ]
+        best = int(np.argmax(likely))
+        self.icc = _ICCS[best] if likely[best] > likely[0] + _LEAST_LIKELIER else 0.0
+        self._tabulate()
+
+    def _tabulate(self) -> None:
+        """Tabulate P(L >= length) and E[L; L >= length] for each mean score, [means, lengths]."""
+        own = self._deviation * math.sqrt(1.0 - self.icc)
+        self._lengths = np.clip(self._scores.lengths(_TABLE), 1.0, self._limit)
+        edges = np.concatenate([[-np.inf], (_TABLE[1:] + _TABLE[:-1]) / 2])
+        self._survival = np.exp(log_tail((edges - _CENTRES[:, None]) / own))
+        shares = self._survival - np.concatenate([self._survival[:, 1:], np.zeros((len(_CENTRES), 1))], axis=1)
+        self._tokens = (shares * self._lengths)[:, ::-1].cumsum(axis=1)[:, ::-1]
+
+    def _means_of(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Rows of the table, for each sample and node of its g, [M, K]."""
+        means = self._shifts[self._groups[samples]][:, None] + _means(0.0, self._deviation, self.icc)
+        rows = ((means - _CENTRES[0]) / (_CENTRES[1] - _CENTRES[0])).round()
+        return np.asarray(np.clip(rows, 0, len(_CENTRES) - 1), np.int64)
+
+    def _first_beyond(self, tokens: FloatArray) -> npt.NDArray[np.int64]:
+        """The column of the first length above each number of tokens, [M]; the last if there is none."""
+        return np.minimum(np.searchsorted(self._lengths, tokens, side="right"), len(_TABLE) - 1)
+
+    def _posterior(self, tokens: FloatArray) -> FloatArray:
+        """Posterior of each prompt's g over the nodes, [P, K], given tokens of its samples and earlier epochs."""
+        known, earlier = np.flatnonzero(tokens > 0), self._earlier
+        is_running = np.ones(len(tokens), bool)
+        is_running[list(self.seen.finished)] = False
+        cut = is_running | (tokens >= self._limit)
+        every = np.concatenate([self._scores.of(tokens[known]), self._scores.of(earlier.lengths)])
+        owners = np.concatenate([self._groups[known], earlier.prompts])
+        found = _Responses(every, owners, np.concatenate([cut[known], earlier.cut]), np.arange(len(self._labels)))
+        logs = found.log_likelihood(0.0, self._deviation, self.icc, self._shifts)
+        weights = np.exp(logs - logs.max(axis=1, keepdims=True))
+        return np.asarray(weights / weights.sum(axis=1, keepdims=True), np.float64)

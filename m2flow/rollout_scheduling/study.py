@@ -1,7 +1,8 @@
 """Measure scheduling policies on given lengths: simulate rollout instances in virtual time and compare with the lower bounds.
 
     lengths (hidden), SchedulingPolicy --play--> Played: makespan, when each sample ended, migrations and what they cost
-    StudyStep of each step --study_known, study_policy--> StepResult: makespan, bound, regret
+    StudyStep of each step --study_known, study_policy--> StepResult: makespan, bounds, regret
+    StudyStep of each step --skill_of--> Skill: how far a predictor tells lengths apart, each step predicted from those before it
 
 The simulation advances from one event to the next and counts the tokens between. A decision in the middle of an instance's decode step
 takes effect at the end of that step. An instance takes t(b) = t0 + t1 b a step (`decode_model`); prefill costs time only on a migration.
@@ -19,10 +20,10 @@ import numpy as np
 import numpy.typing as npt
 
 from m2flow.errors import InternalError, SpecError
-from m2flow.rollout_scheduling.decode_model import DecodeModel, FloatArray, assign, rollout_bounds
+from m2flow.rollout_scheduling.decode_model import DecodeModel, FloatArray, assign, rollout_bounds, unknown_lengths_s
 from m2flow.rollout_scheduling.lengths import Lengths, StepLengths
 from m2flow.rollout_scheduling.policy import Move, MoveCost, SchedulingPolicy, Seen, composed
-from m2flow.rollout_scheduling.predictors import Oracle
+from m2flow.rollout_scheduling.predictors import NUM_STEPS_KEPT, Oracle, Predictor
 
 _EPSILON = 1e-9
 
@@ -62,13 +63,18 @@ def play(
     Raises:
         InternalError: the policy starts a sample that does not wait, or never starts one.
     """
+    seen = _seen_of(StudyStep(step, earlier, difficulties), model, num_instances, cap, cost or MoveCost())
+    return _Play(seen, step.responses.tolist(), composed([policy])).run()
+
+
+def _seen_of(given: StudyStep, model: DecodeModel, num_instances: int, cap: int | None, cost: MoveCost) -> Seen:
+    """What a policy sees before the first sample of a step."""
+    step, groups = given.samples, given.samples.groups.tolist()
     members: list[list[int]] = [[] for _ in step.prompts]
-    groups = step.groups.tolist()
     for sample, group in enumerate(groups):
         members[group].append(sample)
-    before = earlier if earlier is not None else [()] * len(members)
-    seen = Seen(model, num_instances, step.prompts.tolist(), groups, members, cap, before, cost or MoveCost(), difficulties)
-    return _Play(seen, step.responses.tolist(), composed([policy])).run()
+    before = given.earlier if given.earlier is not None else [()] * len(members)
+    return Seen(model, num_instances, step.prompts.tolist(), groups, members, cap, before, cost, given.difficulties)
 
 
 class _Instance:
@@ -270,7 +276,7 @@ class StudyStep:
     earlier: Sequence[Sequence[int]] | None = None
     """[P], lengths of the responses to the prompts in an earlier epoch."""
     difficulties: Sequence[str] = ()
-    """[P], labels of the prompts' difficulty; empty if there are none."""
+    """[P], what is said of the prompts, as in `Seen`; empty if nothing is."""
 
 
 @dataclass(frozen=True)
@@ -289,6 +295,8 @@ class StepResult:
     """Pauses of samples on their instance; only the assignment makes them."""
     num_moves: int = 0
     """Migrations of running samples; only policies make them."""
+    unknown_s: float = 0.0
+    """No policy that can't tell samples apart is expected to be faster (`unknown_lengths_s`)."""
 
     @property
     def ratio(self) -> float:
@@ -311,6 +319,7 @@ def total(results: Sequence[StepResult]) -> StepResult:
         num_tokens=sum(result.num_tokens for result in results),
         num_pauses=sum(result.num_pauses for result in results),
         num_moves=sum(result.num_moves for result in results),
+        unknown_s=sum(result.unknown_s for result in results),
     )
 
 
@@ -321,7 +330,9 @@ def study_known(steps: Sequence[StudyStep], model: DecodeModel, num_instances: i
         plan = assign(given.samples.responses, model, num_instances, may_pause=may_pause)
         _check(plan.makespan_s, plan.bound_s, "the assignment")
         size = (len(given.samples), int(given.samples.responses.sum()))
-        results.append(StepResult(given.samples.step, plan.makespan_s, plan.bound_s, plan.makespan_s, *size, num_pauses=plan.num_pauses))
+        unknown_s = unknown_lengths_s(given.samples.responses, model, num_instances)
+        known = StepResult(given.samples.step, plan.makespan_s, plan.bound_s, plan.makespan_s, *size, plan.num_pauses, unknown_s=unknown_s)
+        results.append(known)
     return results
 
 
@@ -355,6 +366,50 @@ def study_policy(
 def _check(makespan_s: float, bound_s: float, who: str) -> None:
     if makespan_s < bound_s:
         raise InternalError(f"{who} takes {makespan_s} s, less than the lower bound of {bound_s} s")
+
+
+QUANTILES = (0.1, 0.5, 0.9)
+"""The quantiles by which predictors are judged."""
+LEAST_SKILL = 0.01
+"""The skill below which lengths can't be told apart."""
+
+
+@dataclass(frozen=True)
+class Skill:
+    """How far a predictor tells lengths apart."""
+
+    gain: float
+    """1 - loss / loss of one prediction for all samples: the quantiles of the earlier lengths. Pinball loss, summed over `QUANTILES`."""
+    covered: tuple[float, ...]
+    """The share of the lengths that do not exceed each of the quantiles; well calibrated if about the same as `QUANTILES`."""
+    num_steps: int
+    """Steps that were predicted; 0 if there is nothing to learn from, and then the gain is 0."""
+
+
+def skill_of(predictor: Predictor, steps: Sequence[StudyStep], *, cap: int | None) -> Skill:
+    """Judge the quantiles that a predictor expects before each step by the step's lengths, which it learns only afterwards.
+
+    Source: Koenker and Bassett 1978 for the pinball loss, of which the quantile has the least expectation.
+    """
+    shares, before = np.array(QUANTILES)[:, None], list[FloatArray]()
+    losses, covered = [], []
+    for given in steps:
+        lengths = given.samples.responses.astype(np.float64)
+        earlier = np.array([length for answers in given.earlier or () for length in answers], np.float64)
+        predictor.begin(_seen_of(given, DecodeModel(), 1, cap, MoveCost()))
+        known = np.concatenate([*before[-NUM_STEPS_KEPT:], earlier])
+        if len(known):
+            alike = np.broadcast_to(np.quantile(known, QUANTILES)[:, None], (len(QUANTILES), len(lengths)))
+            said = predictor.quantiles(QUANTILES) if not predictor.is_blind or len(earlier) else alike
+            losses.append([float(np.maximum(shares * (lengths - one), (shares - 1) * (lengths - one)).sum()) for one in (said, alike)])
+            covered.append((lengths <= said).mean(axis=1))
+        predictor.seen.finished.update(enumerate(given.samples.responses.tolist()))
+        predictor.end()
+        before.append(lengths)
+    if not losses:
+        return Skill(0.0, QUANTILES, 0)
+    mine, of_alike = np.sum(losses, axis=0)
+    return Skill(1.0 - float(mine / of_alike), tuple(np.mean(covered, axis=0).tolist()), len(losses))
 
 
 def steps_of(

@@ -4,7 +4,7 @@
 
 The run's own constants and lengths (`m2flow.runner.probing.measured_run`) go into the simulator. Its first steps are simulated as the run
 was placed and with one thing changed: another placement, older weights, more processes or more concurrency for functions, larger decode
-batches, rollout policies, and steps that end without their last samples. What is tried goes by what the steps wait for
+batches, rollout policies, and steps that end without their last samples, with their price. What is tried goes by what the steps wait for
 (`m2flow.viewer.analysis.verdict_of`): a function that waits gets more concurrency before more processes, and one that computes no more
 processes than there are cores. Alternatives are compared with the simulation of the run as it was, not with its clock, so that an error
 that both have cancels out. That error is measured by comparing the same simulation with the time that those steps really took: what the
@@ -32,8 +32,9 @@ from m2flow.micro.records.rundir import read_config
 from m2flow.planner.planning import read_prediction
 from m2flow.runner.probing import measured_run
 from m2flow.simulator.ablation import AS_PLANNED, Relaxed, Row, compare
-from m2flow.simulator.scenario import Scenario, prepare, write_run
+from m2flow.simulator.scenario import Outcome, Scenario, prepare, write_run
 from m2flow.simulator.simulation import Made
+from m2flow.simulator.simulation_report import StepReport
 from m2flow.spec import ClusterSpec
 from m2flow.viewer.analysis import CAUSES_OF_STEPS, Verdict, analysis_of
 from m2flow.viewer.run_trace import RunTrace, idle_of, read_plan_of
@@ -127,10 +128,17 @@ def suggestions_of(
         measured_s = sum(makespans_s[:num_steps]) / num_steps if makespans_s else None
         took = Took(now.step_s, measured_s or now.step_s)
         found = [_of_row(row, now, took) for row in rows if not any(_does_as_well(other, row, now) for other in rows) and (row is not now)]
-        for change in (*_spec_changes(scenario, plan, verdict), *_flow_changes(scenario, verdict)):
-            step_s = _step_s(change.scenario, plan, change.costs)
-            if step_s is not None:
-                found.append(change.suggested(took.gain(step_s), took))
+        for change in _spec_changes(scenario, plan, verdict):
+            outcome = _outcome(change.scenario, plan, change.costs)
+            if outcome is not None:
+                found.append(change.suggested(took.gain(_step_s(outcome)), took))
+        cuts = list(_flow_changes(scenario, verdict))
+        as_it_was = _outcome(scenario, plan) if cuts else None
+        for change in cuts:
+            outcome = _outcome(change.scenario, plan)
+            if outcome is not None and as_it_was is not None:
+                priced = replace(change, what=f"{change.what}; {price_of(outcome.report.steps, as_it_was.report.steps)}")
+                found.append(priced.suggested(took.gain(_step_s(outcome)), took))
         found += _accounted(scenario, verdict, took)
         stages = _stages(scenario, plan, read_prediction(run_dir, plan), Path(place) / "simulated", config.flow, options)
     better = _ordered(found)
@@ -345,15 +353,28 @@ def _with(spec: ClusterSpec, part: str, **values: object) -> ClusterSpec:
     return spec.model_copy(update={part: getattr(spec, part).model_copy(update=values)})
 
 
-def _step_s(scenario: Scenario, plan: Plan, costs: Costs | None = None) -> float | None:
+def price_of(steps: Sequence[StepReport], as_it_was: Sequence[StepReport]) -> str:
+    """What ending steps early costs: tokens generated for nothing, and what is trained: shorter responses, by older weights."""
+    trained, wasted = (sum(getattr(step, what) for step in steps) for what in ("trained_tokens", "wasted_tokens"))
+    means = [sum(step.trained_tokens for step in of) / max(sum(sum(s.staleness.values()) for s in of), 1) for of in (steps, as_it_was)]
+    num = sum(sum(step.staleness.values()) for step in steps)
+    num_older = sum(count for step in steps for behind, count in step.staleness.items() if int(behind) > 0)
+    parts = [f"{wasted / (trained + wasted):.0%} of the generated tokens are thrown away"] if wasted else []
+    parts += [f"trained responses are {1 - means[0] / means[1]:.0%} shorter, since the longest end last"] if means[0] < means[1] else []
+    parts += [f"{num_older / num:.0%} of the trained samples are of older weights"] if num_older else []
+    return f"the price: {', '.join(parts) or 'nothing in the simulated steps'}"
+
+
+def _outcome(scenario: Scenario, plan: Plan, costs: Costs | None = None) -> Outcome | None:
     """Simulate in the run's own mode; None where no such plan fits, or the flow can't be run so."""
     try:
         mine = scenario.plans().get(plan.mode)
-        if mine is None:
-            return None
-        outcome = scenario.run(mine, costs)
+        return None if mine is None else scenario.run(mine, costs)
     except M2FlowError:
         return None
+
+
+def _step_s(outcome: Outcome) -> float:
     return outcome.totals.makespan_s / max(len(outcome.report.steps), 1)
 
 

@@ -171,7 +171,8 @@ def test_the_plan_says_which_policies_a_rollout_goes_by():
     ("said", "why"),
     [
         ({"policy": ("longest-first",), "difficulty": "lvel"}, "no prompts have such a column; there are prompt"),
-        ({"difficulty": "prompt"}, "there is no policy"),
+        ({"difficulty": "prompt"}, ""),
+        ({"difficulty": "lvel"}, "no prompts have such a column; there are prompt"),
         ({"policy": ("longest-first",), "predictor": "earlier-steps", "difficulty": "prompt"}, "'earlier-steps' does not go by it"),
         ({"policy": ("longest-first",), "difficulty": "prompt"}, ""),
     ],

@@ -14,12 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from m2flow.errors import InternalError, SpecError
-from m2flow.rollout_scheduling.decode_model import DecodeModel, rollout_bounds, run_queue
+from m2flow.rollout_scheduling.decode_model import DecodeModel, k_longest_s, rollout_bounds, run_queue, unknown_lengths_s
 from m2flow.rollout_scheduling.lengths import StepLengths, parse_lengths
 from m2flow.rollout_scheduling.policies import (
     POLICIES,
     AdaptiveConcurrency,
     Admission,
+    Auto,
+    FirstCome,
     LeastLoaded,
     LongestFirst,
     OldestFirst,
@@ -30,8 +32,18 @@ from m2flow.rollout_scheduling.policies import (
     split,
 )
 from m2flow.rollout_scheduling.policy import Load, Move, MoveCost, SchedulingPolicy, Seen, composed
-from m2flow.rollout_scheduling.predictors import EarlierSteps, Oracle, Predictor, PromptBuckets, Siblings, fit_cut_normal, hazard, log_tail
-from m2flow.rollout_scheduling.study import StudyStep, play, steps_of, study_known, study_policy, total
+from m2flow.rollout_scheduling.predictors import (
+    EarlierSteps,
+    Learned,
+    Oracle,
+    Predictor,
+    PromptBuckets,
+    Siblings,
+    fit_cut_normal,
+    hazard,
+    log_tail,
+)
+from m2flow.rollout_scheduling.study import QUANTILES, StudyStep, play, skill_of, steps_of, study_known, study_policy, total
 
 MODEL = DecodeModel(1.0, 0.25, 3)
 FREE = MoveCost(0.0, 0.0)
@@ -260,7 +272,7 @@ class _Watch(LeastLoaded):
         return ()
 
 
-@pytest.mark.parametrize("make", [Siblings, EarlierSteps, PromptBuckets])
+@pytest.mark.parametrize("make", [Siblings, Learned, EarlierSteps, PromptBuckets])
 def test_a_running_sample_is_expected_to_grow_further_the_longer_it_is(make: Callable[[], Predictor]) -> None:
     step, model, predictor = _groups([[20, 30, 45], [60, 90, 130], [25, 70, 400], [15, 40, 220]] * 4), DecodeModel(1.0, 0.01, 64), make()
     play(step, LongestFirst(predictor), model, 1)
@@ -296,6 +308,137 @@ def test_answers_that_were_cut_count_as_longer_for_their_difficulty_too() -> Non
         predictor.begin(seen)
         expected.append(float(predictor.expected()[0]))
     assert expected[1] > 1.2 * expected[0]
+
+
+# ---- lengths that nobody knows
+
+
+@given(
+    st.lists(st.integers(1, 30), min_size=1, max_size=5),
+    models,
+    st.integers(1, 3),
+    st.sampled_from(
+        [FirstCome, RoundRobin, Restless, lambda: make_policy("repack", Learned()), lambda: make_policy("longest-first", Learned())]
+    ),
+)
+@settings(deadline=None, max_examples=150)
+def test_no_policy_that_cannot_tell_samples_apart_beats_the_bound_on_average(
+    lengths: list[int], model: DecodeModel, num_instances: int, make: Callable[[], SchedulingPolicy]
+) -> None:
+    bound_s = unknown_lengths_s(lengths, model, num_instances)
+    every = [play(_groups([[one] for one in order]), make(), model, num_instances, cost=FREE) for order in itertools.permutations(lengths)]
+    assert np.mean([played.makespan_s for played in every]) >= bound_s * (1 - 1e-9)
+    assert bound_s >= k_longest_s(lengths, model, num_instances)
+
+
+def test_the_bound_for_unknown_lengths_says_what_knowing_them_is_worth_at_least() -> None:
+    lengths, model = [1000] + [100] * 99, DecodeModel(1.0, 0.1, 10)
+    assert k_longest_s(lengths, model, 4) == pytest.approx(1.1 * 1000)
+    # Until the longest has 100 tokens, half of the others' 9,900 are done on average: 4,950 at 20/s, of which 3 x 110 s were beside it.
+    assert unknown_lengths_s(lengths, model, 4) == pytest.approx(1.1 * 1000 + (4950 - 3 * 110 * 5) / 20)
+
+
+def _told(steps: Sequence[StudyStep], said: Callable[[int, StudyStep], list[str]]) -> list[StudyStep]:
+    return [StudyStep(step.samples, difficulties=said(number, step)) for number, step in enumerate(steps)]
+
+
+def _embeddings(number: int, step: StudyStep) -> list[str]:
+    """Vectors of 24 numbers of which one direction says the mean log length of the prompt's responses, in noise."""
+    dice = np.random.default_rng(number)
+    direction = np.random.default_rng(99).standard_normal(24) / math.sqrt(24)
+    logs = np.log(step.samples.responses).reshape(len(step.samples.prompts), -1).mean(axis=1)
+    vectors = (logs - logs.mean())[:, None] * 3 * direction + dice.standard_normal((len(logs), 24)) * 0.2
+    return [str([round(float(one), 4) for one in vector]) for vector in vectors]
+
+
+SHAPE = "mixture:weights=0.7/0.3,median=400/6000,sigma=0.5/0.6,cap=8000,icc=0.8"
+
+
+def test_a_learned_predictor_reads_embeddings_and_numbers_and_is_judged_on_steps_that_it_has_not_seen() -> None:
+    lengths = parse_lengths(SHAPE)
+    steps = list(steps_of(lengths, 4, num_groups=96, n=4, seed=3))
+    blind = skill_of(Learned(), steps, cap=lengths.cap)
+    assert abs(blind.gain) < 0.01
+    assert blind.num_steps == 3
+    by_vector = skill_of(Learned(), _told(steps, _embeddings), cap=lengths.cap)
+    assert by_vector.gain > 0.2
+    assert by_vector.covered == pytest.approx(QUANTILES, abs=0.08)
+    by_number = _told(steps, lambda _, step: [str(row.mean()) for row in np.log(step.samples.responses).reshape(96, -1)])
+    assert skill_of(Learned(), by_number, cap=lengths.cap).gain > 0.4
+    assert skill_of(Siblings(), by_number, cap=lengths.cap).gain < 0.05, "each number is a label of its own to it"
+
+
+def test_noise_is_not_taken_for_prediction() -> None:
+    lengths, predictor = parse_lengths("lognormal:median=400,sigma=1,cap=4000"), Learned()
+    dice = np.random.default_rng(5)
+    steps = _told(
+        list(steps_of(lengths, 3, num_groups=64, n=4, seed=1)), lambda _, step: [str(dice.standard_normal(40).tolist()) for _ in range(64)]
+    )
+    assert abs(skill_of(predictor, steps, cap=lengths.cap).gain) < 0.01
+    assert (predictor.gain, predictor.icc, predictor.is_informed) == (0.0, 0.0, False)
+
+
+@pytest.mark.parametrize("trace", ["dapo-qwen2.5-32b", "video-qwen2.5-vl-7b"])
+def test_on_real_traces_learned_quantiles_are_no_worse_than_one_prediction_for_all_and_calibrated(trace: str) -> None:
+    lengths = parse_lengths(trace)
+    steps = list(steps_of(lengths, None, num_groups=0, n=0, seed=0))
+    skill = skill_of(Learned(), steps, cap=lengths.cap)
+    assert -0.005 < skill.gain < 0.01
+    assert skill.covered == pytest.approx(QUANTILES, abs=0.03)
+    if trace.startswith("dapo"):
+        assert skill_of(Siblings(), steps, cap=lengths.cap).gain < -0.03, "what a lognormal makes of them"
+
+
+def test_learned_quantiles_follow_the_hazard_of_earlier_steps_and_not_a_lognormal() -> None:
+    """Half of the responses stop at 100 tokens, the others run to about 1,000: who has 120 is one of those."""
+    predictor = Learned()
+    lengths = [[100 + i % 3, 1000 + 7 * i % 40] for i in range(60)]
+    play(_groups(lengths), LongestFirst(predictor), DecodeModel(1.0, 0.01, 256), 1)
+    seen = _seen(_groups([[1, 1, 1]]))
+    predictor.begin(seen)
+    low, middle = predictor.quantiles((0.25, 0.75))[:, 0]
+    assert low == pytest.approx(101, abs=3)
+    assert middle == pytest.approx(1020, rel=0.05)
+    seen.place, seen.tokens_so_far = {0: 0, 1: 0}, lambda sample: (120, 1015)[sample]
+    running = predictor.quantiles((0.1, 0.5, 0.9))
+    assert running[0, 0] > 950
+    assert (np.diff(running, axis=0) >= 0).all()
+    assert (running[:, 1] > 1015).all()
+    assert 1015 < predictor.expected()[1] < 1060
+    assert predictor.expected()[0] == pytest.approx(1020, rel=0.05)
+
+
+def test_auto_gains_where_prompts_tell_their_lengths_and_keeps_to_first_come_where_not() -> None:
+    for kind, num_levels, num_earlier, most in (
+        ("icc=0", 0, 0, 1.0),
+        ("icc=0.5", 0, 0, 1.0),
+        ("icc=0.9", 5, 0, 0.96),
+        ("icc=0.9", 0, 8, 0.92),
+    ):
+        lengths = parse_lengths(f"lognormal:median=4000,sigma=1.2,cap=32768,{kind}")
+        steps = list(steps_of(lengths, 4, num_groups=128, n=8, seed=0, num_levels=num_levels, num_earlier=num_earlier))
+        plain, mine = (_regret(policy, steps, 4, lengths.cap) for policy in (FirstCome(), Auto(Learned())))
+        assert mine <= most * plain
+        if most == 1.0:
+            assert mine == plain
+
+
+def test_auto_goes_back_to_first_come_when_what_it_was_told_turns_out_to_be_wrong() -> None:
+    """The labels say which prompts are long for two steps, and from then on the contrary."""
+    lengths = parse_lengths("lognormal:median=400,sigma=1,cap=4000,icc=0.9")
+    steps = list(steps_of(lengths, 5, num_groups=64, n=8, seed=0, num_levels=2))
+    turned = [
+        step if k < 2 else StudyStep(step.samples, difficulties=["10"[int(one)] for one in step.difficulties])
+        for k, step in enumerate(steps)
+    ]
+    policy, chosen = Auto(Siblings()), []
+    for step in turned:
+        play(step.samples, policy, DecodeModel(), 2, cap=4000, difficulties=step.difficulties)
+        chosen.append((policy.chosen, policy.expected_gain))
+    assert chosen[0] == ("first-come-first-served", 0.0)
+    assert chosen[1][0] != "first-come-first-served"
+    assert chosen[1][1] > 0.01
+    assert chosen[3] == ("first-come-first-served", 0.0)
 
 
 def test_without_difference_there_is_one_class_and_with_it_the_long_ones_get_room() -> None:

@@ -12,6 +12,7 @@ from m2flow import Dataset, Policy, Reward, flow, steps
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.cost_terms import DecodeCost, PassCost, TrainCost
 from m2flow.rollout_scheduling.lengths import parse_lengths
+from m2flow.viewer.suggestions import price_of
 
 COSTS = PlainCosts(DecodeCost(1.0, 0.25, 0.0, 1000), TrainCost(NOTHING, PassCost(0.0, 0.01, 0.0), 1.0))
 some = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -56,6 +57,25 @@ def test_the_longest_group_is_dropped_and_its_tokens_are_wasted():
     # All ten run for ten turns, and then the short member of the dropped group and the long one are given up.
     assert first.wasted_tokens == 20
     assert first.makespan_s == pytest.approx(10 * (1.0 + 10 * 0.25) + 0.8 + 1.0)
+
+
+@flow
+def whole(num_steps: int = 2, batch: int = 5) -> None:
+    policy, reward = Policy("fake"), Reward(zero)
+    prompts = Dataset([{"prompt": "a"}] * batch)
+    for _ in steps(num_steps):
+        responses = policy.generate(prompts.take(batch), n=2, max_new_tokens=5)
+        policy.update(responses, reward.score(responses))
+
+
+def test_ending_steps_early_is_offered_with_what_is_thrown_away_and_what_is_trained_instead():
+    lengths = Given([[10, 10], [10, 10], [500, 20], [10, 10], [10, 10]])
+    early, as_it_was = (ran(of, COSTS, lengths, cluster(), num_steps=2).report.steps for of in (dropping, whole))
+    said = price_of(early, as_it_was)
+    assert said == "the price: 20% of the generated tokens are thrown away, trained responses are 83% shorter, since the longest end last"
+    assert price_of(as_it_was, as_it_was) == "the price: nothing in the simulated steps"
+    carried = ran(carrying, COSTS, lengths, cluster(max_running=12), num_steps=4, options={"num_steps": 4}).report.steps
+    assert "of the trained samples are of older weights" in price_of(carried, as_it_was)
 
 
 def test_what_is_carried_goes_on_from_its_tokens_and_is_generated_once():

@@ -16,6 +16,8 @@ from m2flow.macro.graph import Call, MacroGraph
 from m2flow.macro.oversampling import carries, keeps_cache
 from m2flow.micro.protocol.plan import WorkerPlan
 from m2flow.recipe import OPTIMIZERS, AdamW8bit, Episodes, Model, Sampling
+from m2flow.rollout_scheduling.policies import Auto
+from m2flow.rollout_scheduling.predictors import Learned, Siblings
 from m2flow.samples import Batch
 from m2flow.spec import RolloutSpec
 
@@ -225,14 +227,17 @@ def notes_on_capabilities(graph: MacroGraph, workers: Iterable[WorkerPlan]) -> t
     return tuple(notes)
 
 
+def policies_of(rollout: RolloutSpec) -> tuple[str, ...]:
+    """The scheduling policies; if none is named, the one that chooses by predicted gain where prompts say something of their lengths."""
+    return rollout.policy or ((Auto.name,) if rollout.difficulty else ())
+
+
 def notes_on_difficulty(graph: MacroGraph, rollout: RolloutSpec) -> tuple[str, ...]:
     """A note if the spec's column for the difficulty of prompts has no effect; it says why."""
     if not rollout.difficulty:
         return ()
     columns = {name: 0 for call in graph.calls if isinstance(rows := call.options.get("rows"), Batch) for name in rows.columns}
-    if not rollout.policy:
-        why = "there is no policy"
-    elif rollout.predictor != "siblings":
+    if rollout.predictor not in (Siblings.name, Learned.name):
         why = f"the predictor {rollout.predictor!r} does not go by it"
     elif rollout.difficulty not in columns:
         why = f"no prompts have such a column; there are {', '.join(columns) or 'none'}"

@@ -64,6 +64,7 @@ from m2flow.micro.lowering.capabilities import (
     check_sequences,
     notes_on_capabilities,
     notes_on_difficulty,
+    policies_of,
     roles_syncing_adapters_only,
     sends_pieces,
 )
@@ -338,7 +339,7 @@ def lower(
             *(notes_on_speakers(graph) if choice is not None else ()),
         ),
         choice=choice,
-        policies=spec.rollout.policy,
+        policies=policies_of(spec.rollout),
         predictor=spec.rollout.predictor,
         difficulty=spec.rollout.difficulty,
     ).verify()

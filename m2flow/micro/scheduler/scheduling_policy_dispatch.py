@@ -22,6 +22,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, final
 
+import numpy as np
+
 from m2flow.errors import SpecError
 from m2flow.macro.oversampling import is_cut, num_wanted
 from m2flow.micro.protocol import messages as m
@@ -558,5 +560,7 @@ class PolicyDispatches:
 
 
 def _item(batch: Batch, name: str, row: int) -> str:
+    """A cell as text; a list of numbers as JSON."""
     column = batch.columns[name]
-    return str(column.item(row) if isinstance(column, Ragged) else column[row])
+    cell = column.item(row) if isinstance(column, Ragged) else column[row]
+    return str(cell.tolist() if isinstance(cell, np.ndarray) else cell)
