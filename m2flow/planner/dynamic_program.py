@@ -490,6 +490,8 @@ class Tables:
     chunks: dict[int, tuple[int, ...]]
     steps_s: FloatArray
     """The step time of each row of the whole problem."""
+    num_evaluated: int = 0
+    """Pairs of rows that were combined, and 512 for each time that some were."""
 
 
 class Solver:
@@ -535,7 +537,7 @@ class Solver:
         self._within = within
         self._bounds_lending = bounds_lending
         self._price = price
-        self._pairs_left = most_pairs
+        self.num_evaluated, self._pairs_left = 0, most_pairs
         self._compared_left = most_pairs * _COMPARED
         self._slack = np.zeros(self._num_pools + _NUM_TIMES + self.memory.width)
         self._slack[self._times][:4] = slack_s
@@ -568,7 +570,7 @@ class Solver:
             found = [self._leaf(calls)] if len(graph.engines(calls)) == 1 and not cut else []
             found += self._combined(calls, (how,) if cut else dict.fromkeys((TURNS, *self._hows)) if SPLIT in self._hows else self._hows)
             self._add(calls, self._pruned(calls, gathered(found)) if found else self._nothing())
-        return Tables(self.problem, self._fronts, self._cuts, self._chunks, self._steps_s())
+        return Tables(self.problem, self._fronts, self._cuts, self._chunks, self._steps_s(), self.num_evaluated)
 
     def may_lend(self) -> bool:
         """Whether devices may be lent in a plan as fast as the known one, judging by pairs of leaves alone."""
@@ -679,6 +681,7 @@ class Solver:
         """The rows of some cuts, each combined in one way: the pairs of all of them are computed at once."""
         some = sorted(some, key=lambda one: (one[2] == SPLIT, one[2], _kind(one[1]), one[0]))  # What is computed alike lies together.
         a, b, fed, which = self._pairs(some)
+        self.num_evaluated += len(a) + 512
         num_alone = sum(how != SPLIT for _, _, how in some)
         num_turns = int(np.count_nonzero(which < num_alone))
         every = self._rows.values

@@ -74,7 +74,7 @@ import numpy.typing as npt
 
 from m2flow.errors import PlanError
 from m2flow.micro.protocol.cost_terms import Costs, EngineId, Footprint, Layout, Switch
-from m2flow.planner.shortage import no_room
+from m2flow.planner.explaining import no_room
 from m2flow.planner.workload import (
     DRAINS,
     FREE,

@@ -7,8 +7,9 @@ rows of each front (`dynamic_program`), on a grid of device counts where there a
 pool is planned, a table (`CountTable`) has one plan for each set of calls, chunk size and up to 64 device counts: its best structures are
 priced again without interpolation. Then each plan is improved in its structure (`Climb`): the best small change is made as long as there is
 one that helps. Where devices and calls are few, an exact search follows that drops what can't be as fast as the plan found. It is
-given up when it grows too large; the choice then says by how much a better plan might be faster, from the lower bounds. The result is the
-fastest of everything that was found.
+given up when it grows too large; the choice then says by how much a better plan might be faster, from the lower bounds. All searches
+together have a budget of evaluations (`_BUDGET`), not of seconds, so that a plan is the same on every machine: what begins when it is spent
+is left out, and the choice says so. The result is the fastest of everything that was found.
 """
 
 from __future__ import annotations
@@ -27,30 +28,25 @@ from m2flow.errors import PlanError
 from m2flow.macro.session import infrequent_gc
 from m2flow.micro.protocol.cost_terms import Costs, EngineId
 from m2flow.micro.protocol.plan import Bound, Choice, Loser, Mode
+from m2flow.planner.breakdown import advice_of, bounds_of, interval_of, parts_of, step_s, why_lost, works_of
 from m2flow.planner.dynamic_program import LENT, SPLIT, TURNS, WORTH, Limits, Solver, Tables, TooLarge, memory_price, prune_options
 from m2flow.planner.plan_tree import (
+    Budget,
     Climb,
     Node,
     Places,
     State,
-    advice_of,
-    bounds_of,
     floors_s,
     grid_of,
-    interval_of,
     least_unit,
     leaves_of,
     mode_of,
-    parts_of,
     places_of,
     seats_of,
-    step_s,
     tree_of,
     ways_in,
     ways_of,
-    why_lost,
     with_early_onload,
-    works_of,
 )
 from m2flow.planner.problem import (
     Cut,
@@ -445,6 +441,8 @@ _NEAR = 1.1
 
 _MANY_DEVICES = 32
 """Units of devices above which a grid of counts is searched."""
+_MANY_CALLS = 8
+"""Calls on devices above which no exact search is tried."""
 _MOST_DEVICES = 512
 """Units above which the first plan found is taken."""
 _MOST_CHUNKS = 4
@@ -456,6 +454,8 @@ _PACES = 7
 """Chunk sizes in the table of counts, where devices are many; otherwise all."""
 _STRUCTURES, _SEEDS, _FEW_SEEDS = 16, 4, 3
 """Structures of the table of counts that are priced, and those of which the best plan is improved (few above `_MOST_DEVICES`)."""
+_BUDGET = 2_000_000
+"""What the searches of one problem may evaluate together (`Tables.num_evaluated`)."""
 _MOST_MOVES = 8
 """Rounds of moves of single engines after the search."""
 _SLACK = 1e-3
@@ -480,6 +480,8 @@ class Found:
     is_exact: bool
     bounds: tuple[Bound, ...]
     """Bounds over all options searched."""
+    is_cut: bool = False
+    """Whether the budget of the search left out something."""
 
     @property
     def mode(self) -> Mode:
@@ -522,6 +524,7 @@ def find_plan(
     found, search_s = plans[0], time.perf_counter() - started
     not_tried = (
         *problem.graph.not_tried,
+        *([f"more changes: the search has spent its budget of {_BUDGET:,} evaluations"] if found.is_cut else []),
         *(f"a {plan.mode} plan of {plan.step_s:.4g} s, which can't be run: {error.what}" for plan, error in refused),
     )
     return msgspec.structs.replace(
@@ -584,7 +587,7 @@ def best_plans(problem: Problem, hows: Sequence[int] = (TURNS, SPLIT), *, is_alo
             lent = search.lent(found[0])
             found = [lent, *found] if lent else found
         bounds = tuple(min(alike, key=lambda bound: bound.seconds) for alike in zip(*(one.bounds for one in found), strict=True))
-        return [replace(one, bounds=bounds) for one in found]
+        return [replace(one, bounds=bounds, is_cut=search.budget.has_cut) for one in found]
 
 
 @dataclass(frozen=True)
@@ -601,6 +604,7 @@ class _Search:
     slack_s: float
     price: float
     """Of memory that is kept (`memory_price`)."""
+    budget: Budget
 
     @classmethod
     def of(cls, problem: Problem) -> _Search:
@@ -617,11 +621,12 @@ class _Search:
         slack_s = _SLACK * max(Limits(rough).path_s(), 1e-9)
         bounds = bounds_of(rough)
         prune_options(rough, slack_s)
-        return cls(problem, rough, every, bounds, units, slack_s, memory_price(rough))
+        return cls(problem, rough, every, bounds, units, slack_s, memory_price(rough), Budget(_BUDGET))
 
     @property
     def is_small(self) -> bool:
-        return self.units <= _MANY_DEVICES
+        """Whether an exact search may come to an end."""
+        return self.units <= _MANY_DEVICES and len(self.problem.graph.device_calls) <= _MANY_CALLS
 
     @property
     def lends(self) -> bool:
@@ -669,12 +674,14 @@ class _Search:
         problem, tried = self.problem, list[tuple[float, Climb, State]]()
         table = CountTable(self.every, (TURNS, SPLIT))
         for seed in (one for one in table.seeds(_STRUCTURES) if one.step_s <= _BEHIND * known_s):
-            climb = Climb(problem, seed.ways, {engine: options[0][0] for engine, options in seed.options.items()})
+            climb = Climb(problem, seed.ways, {engine: options[0][0] for engine, options in seed.options.items()}, self.budget)
             starts = [start for options in (seed.options, table.divided(seed)) for start in climb.starts(options, seed.chunks)]
             if starts and (priced := climb.priced(starts, _BEHIND * known_s)):
                 tried.append((priced[0], climb, priced[1]))
         most = _SEEDS if self.units <= _MOST_DEVICES else _FEW_SEEDS
-        for _, climb, start in sorted(tried, key=lambda one: one[0])[:most]:
+        for number, (_, climb, start) in enumerate(sorted(tried, key=lambda one: one[0])[:most]):
+            if number and self.budget.is_over():
+                return
             found = climb.climbed(np.inf, [start], dict.fromkeys(problem.pools, step_of(problem)))
             if found and (one := self._found_at(*found)):
                 yield one
@@ -691,9 +698,9 @@ class _Search:
     def climbed(self, found: Found) -> Found:
         """The best plan near a plan, in its structure, with small changes of devices, options and chunk sizes."""
         ways, leaves = ways_in(found.node), leaves_of(found.node)
-        if found.is_exact or LENT in {how for _, how in ways.values()} or not ways:
+        if found.is_exact or LENT in {how for _, how in ways.values()} or not ways or self.budget.is_over():
             return found
-        climb = Climb(self.problem, ways, {leaf.engine: leaf.option for leaf in leaves})
+        climb = Climb(self.problem, ways, {leaf.engine: leaf.option for leaf in leaves}, self.budget)
         bits = self.problem.graph.bits
         chunks = {sum(bits[name] for name in leaf.names): leaf.chunk for leaf in leaves}
         start = climb.start({leaf.engine: (leaf.option, leaf.option.num_devices) for leaf in leaves}, chunks)
@@ -703,7 +710,14 @@ class _Search:
         return one if one and one.step_s < found.step_s else found
 
     def _tables(self, hows: Sequence[int], known_s: float, most_rows: int, price: float) -> Tables:
-        return Solver(self.rough, known_s, slack_s=self.slack_s, most_rows=most_rows, hows=hows, price=price).solve()
+        return self._solved(Solver(self.rough, known_s, slack_s=self.slack_s, most_rows=most_rows, hows=hows, price=price))
+
+    def _solved(self, solver: Solver) -> Tables:
+        """Solve, within the budget or not: whether there is any left is asked before."""
+        try:
+            return solver.solve()
+        finally:
+            self.budget.spend(solver.num_evaluated)
 
     def best(self, hows: Sequence[int], known: Sequence[tuple[Found | None, Sequence[int]]] = ()) -> Found | None:
         """The best plan with these ways to combine parts; None if there is none, or none that is faster than the known ones."""
@@ -713,7 +727,7 @@ class _Search:
         before = quick
         least_s = min((one.step_s for one, its in known if one and set(its) <= set(hows)), default=np.inf)
         for rows, price in self._rows(hows, is_first=not known, is_only=least_s == np.inf):
-            if quick and rows > _MORE_ROWS:
+            if (quick and rows > _MORE_ROWS) or ((quick or least_s < np.inf) and self.budget.is_over()):
                 break
             more = self._best_near(self._tables(hows, min(least_s, quick.step_s if quick else np.inf), rows, price))
             quick = min((one for one in (quick, more) if one), key=lambda one: one.step_s, default=None)
@@ -764,17 +778,17 @@ class _Search:
 
     def in_all_chunks(self, found: Found, hows: Sequence[int]) -> Found:
         """The best plan with the same place for each engine, over all chunk sizes."""
-        if found.is_exact:
+        if found.is_exact or self.budget.is_over():
             return found
         here = found.problem.with_options(Options({leaf.engine: [leaf.option] for leaf in leaves_of(found.node)}))
-        more = _best_of(Solver(here, found.step_s, most_rows=_MORE_ROWS, hows=hows).solve(), found.bounds, is_exact=False)
+        more = _best_of(self._solved(Solver(here, found.step_s, most_rows=_MORE_ROWS, hows=hows)), found.bounds, is_exact=False)
         return more if more and more.mode == found.mode and more.step_s < found.step_s else found
 
     def polished(self, found: Found) -> Found:
         """Move one engine at a time, in the same structure, as long as that is faster: the result has no better neighbour of this kind."""
         engines = [] if found.is_exact else list(self.problem.workload.engines)
         num_moves = since = 0
-        while since < len(engines) and num_moves < _MOST_MOVES * len(engines):
+        while since < len(engines) and num_moves < _MOST_MOVES * len(engines) and not self.budget.is_over():
             moved = self._moved(found, engines[0])
             engines.append(engines.pop(0))
             found, since, num_moves = moved or found, 0 if moved else since + 1, num_moves + 1
@@ -790,16 +804,16 @@ class _Search:
         if not some:
             return None
         near = self.problem.with_options(Options({**only, engine: some}))
-        one = _best_of(Solver(near, enough_s, most_rows=_MORE_ROWS, within=within).solve(), found.bounds, is_exact=False)
+        one = _best_of(self._solved(Solver(near, enough_s, most_rows=_MORE_ROWS, within=within)), found.bounds, is_exact=False)
         return one if one and one.step_s < enough_s else None
 
     def _exact(self, quick: Found | None, hows: Sequence[int]) -> Found | None:
         """Search exactly; None if that is too much work, or nothing better is found and nothing is known."""
         full, bounds, is_all = self._full
-        if sum(map(len, full.options.of.values())) > _MOST_OPTIONS:
+        if sum(map(len, full.options.of.values())) > _MOST_OPTIONS or (quick and self.budget.is_over()):
             return None
         try:
-            tables = Solver(full, quick.step_s if quick else np.inf, most_pairs=_MOST_PAIRS, hows=hows).solve()
+            tables = self._solved(Solver(full, quick.step_s if quick else np.inf, most_pairs=_MOST_PAIRS, hows=hows))
         except TooLarge:
             return None
         return _best_of(tables, bounds, is_exact=is_all and not full.graph.not_tried)
@@ -814,7 +828,7 @@ class _Search:
     def _mixed(self, tables: Tables, known_s: float) -> Found | None:
         """The best plan that mixes turns and splits; None if there is none. Where the tables have no good one, more rows may have."""
         tables = _only(tables, lambda hows: hows == {TURNS, SPLIT})
-        if tables.steps_s.min(initial=np.inf) > _MUCH_SLOWER * known_s:
+        if tables.steps_s.min(initial=np.inf) > _MUCH_SLOWER * known_s and not self.budget.is_over():
             tables = _only(self._tables((TURNS, SPLIT), np.inf, _MORE_ROWS, self.price), lambda hows: hows == {TURNS, SPLIT})
         found = next((one for one in self._found(tables) if one.mode == "hybrid"), None)
         near = self.climbed(found) if found and not self.is_small else found
@@ -824,11 +838,13 @@ class _Search:
         """The best plan of a quick search that lends a trainer's devices to rollout; None where that is not worth it."""
         worth_s, rows = known.step_s * (1 - WORTH), _MORE_ROWS if self.is_small else _MOST_ROWS
         hows = TURNS, SPLIT, LENT
+        if self.budget.is_over():
+            return None
         if not Solver(self.rough, worth_s, slack_s=self.slack_s, most_rows=rows, hows=hows, bounds_lending=True).may_lend():
             return None
         for bounds_lending in (True, False):  # Bounds are quick, and mostly show that lending is not worth it.
             solver = Solver(self.rough, worth_s, slack_s=self.slack_s, most_rows=rows, hows=hows, bounds_lending=bounds_lending)
-            tables = _only(solver.solve(), lambda hows: LENT in hows)
+            tables = _only(self._solved(solver), lambda hows: LENT in hows)
             if tables.steps_s.min(initial=np.inf) > worth_s:
                 return None
         found = next(self._found(tables), None)

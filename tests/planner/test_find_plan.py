@@ -13,11 +13,12 @@ from m2flow.errors import PlanError
 from m2flow.micro.protocol.cost_terms import EngineId
 from m2flow.micro.protocol.plan import Bound, Choice, Part
 from m2flow.planner import search
+from m2flow.planner.breakdown import step_s
 from m2flow.planner.cost_model import ModelledCosts
 from m2flow.planner.dynamic_program import WORTH
 from m2flow.planner.explaining import explain
 from m2flow.planner.model_shapes import shape_named
-from m2flow.planner.plan_tree import leaves_of, step_s
+from m2flow.planner.plan_tree import leaves_of
 from m2flow.planner.problem import Problem
 from m2flow.planner.search import advice_of, best_plan, find_plan, grid_of
 from m2flow.planner.workload import CallLoad, Draw, Instances, Workload, extents_of

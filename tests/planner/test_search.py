@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterable
 from functools import cache
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -12,11 +14,25 @@ from every_plan import Oracle
 from random_steps import random_problem
 
 from m2flow.micro.protocol.cost_terms import EngineId
+from m2flow.planner import plan_tree, search
+from m2flow.planner.breakdown import step_s
 from m2flow.planner.dynamic_program import Memory, Solver, Tables
-from m2flow.planner.plan_tree import Leaf, leaves_of, step_s
+from m2flow.planner.plan_tree import Leaf, leaves_of
 from m2flow.planner.problem import CallGraph, Problem
-from m2flow.planner.search import best_of
+from m2flow.planner.search import best_of, find_plan
 from m2flow.planner.workload import CallLoad, Workload
+
+
+def debate(num_devices: int) -> Problem:
+    """The step of twelve calls of the benchmark of the search."""
+    place = importlib.util.spec_from_file_location("search_benchmark", Path(__file__).resolve().parents[2] / "benchmarks" / "search.py")
+    assert place is not None
+    assert place.loader is not None
+    benchmark = importlib.util.module_from_spec(place)
+    place.loader.exec_module(benchmark)
+    found = benchmark.problem(num_devices, "debate")
+    assert isinstance(found, Problem)
+    return found
 
 
 def problem_of(seed: int, num_calls: int) -> Problem:
@@ -173,3 +189,24 @@ def test_of_a_step_of_few_calls_every_cut_is_tried() -> None:
     assert len(graph.down_sets) == sum(
         all(graph.before[i] & ~done == 0 for i in range(4) if done >> i & 1) for done in range(graph.everything + 1)
     )
+
+
+def test_a_search_that_has_spent_its_budget_says_so_and_gives_the_same_plan_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = random_problem(1, num_calls=4, num_ways=2)
+    whole = find_plan(step.workload, step.lengths, step.costs, step.spec)
+    assert not any("budget" in line for line in whole.not_tried)
+    monkeypatch.setattr(search, "_BUDGET", 1)
+    first, again = (find_plan(step.workload, step.lengths, step.costs, step.spec) for _ in range(2))
+    assert "more changes: the search has spent its budget of 1 evaluations" in first.not_tried
+    assert (first.seats, first.predicted_step_s) == (again.seats, again.predicted_step_s)
+    assert first.predicted_step_s >= whole.predicted_step_s * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("num_devices", [32, 64])
+def test_twelve_calls_of_six_models_keep_to_the_budget(num_devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    spent: list[int] = []
+    spend = plan_tree.Budget.spend
+    monkeypatch.setattr(plan_tree.Budget, "spend", lambda self, num: (spent.append(num), spend(self, num))[1])
+    found = search.best_plan(debate(num_devices))
+    assert sum(spent) <= search._BUDGET + max(spent), "what begins within the budget may end beyond it"
+    assert found.is_cut

@@ -5,9 +5,9 @@ import pytest
 from m2flow.errors import PlanError
 from m2flow.micro.protocol.cost_terms import EngineId, Layout
 from m2flow.planner.cost_model import ModelledCosts
+from m2flow.planner.explaining import Allows, no_room
 from m2flow.planner.model_shapes import shape_named
 from m2flow.planner.search import find_plan
-from m2flow.planner.shortage import Allows, no_room
 from m2flow.planner.workload import CallLoad, Extent, Workload
 from m2flow.rollout_scheduling.lengths import parse_lengths
 from m2flow.spec import ClusterSpec, LayoutSpec, PinSpec, PoolSpec, RolloutSpec, TrainSpec

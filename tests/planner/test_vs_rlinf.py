@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from m2flow.planner.breakdown import step_s
 from m2flow.planner.dynamic_program import SPLIT, Limits, Solver, memory_price, prune_options
-from m2flow.planner.plan_tree import leaves_of, step_s
+from m2flow.planner.plan_tree import leaves_of
 from m2flow.planner.problem import Problem
 from m2flow.planner.search import _Search, best_plan
 from m2flow.planner.workload import DRAINS, FREE, MOVES, Times, in_turns, legal_chunks, side_by_side
