@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -63,15 +64,26 @@ def test_a_policy_gives_each_step_and_its_regret() -> None:
     assert [step["step"] for step in document["steps"]] == [0, 1]
 
 
+def test_where_nothing_tells_lengths_apart_the_study_says_so_with_what_can_be_expected() -> None:
+    told = run("--lengths", "dapo-qwen2.5-32b", "--steps", "3", "--instances", "4", "--policy", "auto", "--predictor", "learned")
+    assert told.exit_code == 0, told.output
+    assert "Nothing tells lengths apart before a step, as far as learned can learn" in told.output
+    assert "2 steps, each held out" in told.output
+    assert "Who can't tell the samples apart is expected to need" in told.output
+    assert "(regret 1.0" in told.output
+
+
 def test_all_policies_stand_in_one_table_beside_the_known_lengths() -> None:
     told = run(
         "--lengths", "lognormal:median=400,sigma=1,icc=0.9", "--groups", "16", "--instances", "3", "--policy", "all", "--earlier", "4"
     )
     assert told.exit_code == 0, told.output
-    names = [line.split()[0] for line in told.output.splitlines()[2:]]
+    names = [line.split()[0] for line in itertools.takewhile(str.strip, told.output.splitlines()[2:])]
     assert names == ["policy", "known", *POLICIES]
+    assert "siblings tells lengths apart before a step: " in told.output
     told = run("--lengths", "dapo-qwen2.5-32b", "--steps", "1", "--instances", "3", "--policy", "all", "--predictor", "oracle", "--json")
     policies = json.loads(told.output)["policies"]
+    assert policies["known lengths"]["total"]["unknown_s"] > 0
     assert policies["known lengths"]["total"]["regret"] == 1.0
     assert policies["split"]["total"]["regret"] < policies["least-loaded"]["total"]["regret"]
 
