@@ -8,7 +8,9 @@
 # gigabytes of CUDA libraries on Linux. Who offers CPU builds is pip's business: give pip the PyTorch project's CPU index, by its
 # configuration or by PIP_EXTRA_INDEX_URL, before the first `make`. Any build of the pinned version will do.
 #
-# pip compiles no modules, of which a run loads a part: Python does when it first loads one.
+# pip compiles no modules, of which a run loads a part: Python does when it first loads one, and keeps it beside the module. Where the
+# environment says that it shall keep none, as in many images of containers, each process with torch and transformers would compile 3,000
+# again, which takes two thirds of the time that it loads them: that is not passed on.
 
 PYTHON ?= python3
 ARGS ?=
@@ -25,6 +27,8 @@ SGLANG := $(VENV)-sglang
 VLLM := $(VENV)-vllm
 MEGATRON := $(VENV)-megatron
 SKIPPED := build/tests
+
+unexport PYTHONDONTWRITEBYTECODE
 
 .NOTPARALLEL:
 .PHONY: help run smollm sglang-cpu vllm-cpu megatron-cpu test lint types core rest test-all not-run fuzz bench gpu docs lock clean distclean

@@ -4,6 +4,7 @@
     --long                 random programs twenty times as many, and the tests marked `long`
     --rest-of=FILE         what `-m "not slow and not gpu and not long"` left out, and what FILE says was skipped then
     --begin-until=TIME     tests that would begin later, in Unix seconds, are skipped, and named as all that are
+    --cpu-times=FILE       what each test costs in CPU time (tests/support/cpu_times.py)
 
 The group of a test is its mark, or else its file. Under pytest-xdist (`-n 2`) whoever collects and runs the tests tells it to the
 process that reports: with each report of a test that was skipped, and at its own end.
@@ -46,11 +47,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--write-skipped", metavar="FILE", help="write a line for each test that was skipped")
     group.addoption("--long", action="store_true", help="draw twenty times as many random programs")
     group.addoption("--begin-until", metavar="TIME", type=float, default=math.inf, help="skip what would begin after this Unix time")
+    group.addoption("--cpu-times", metavar="FILE", help="write the CPU time of each phase of each test, and name the files that cost most")
     group.addoption("--rest-of", metavar="FILE", help="run what the core leaves out, and what FILE says was skipped there")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(_Account(config), "m2flow-account")
+    if config.getoption("--cpu-times"):
+        from cpu_times import CpuTimes
+
+        config.pluginmanager.register(CpuTimes(config, Path(config.getoption("--cpu-times"))), "m2flow-cpu-times")
     # How long a case takes, or to draw one, says how busy the machine is. What is drawn goes by the test alone, so that it fails for a
     # change of the code and for nothing else: not by a seed of the day, not by what failed here before, and not by constants in modules
     # that other tests have loaded.

@@ -60,12 +60,23 @@ def test_an_interpreter_that_is_too_old_or_missing_is_refused_in_words(tmp_path:
     if version != "missing":
         python.write_text(f'#!/bin/sh\n[ "$1" = --version ] && {{ echo {version}; exit; }}\nexit 1\n')
         python.chmod(0o755)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE") and name != "MFLAGS"}
-    command = ["make", f"VENV={tmp_path}/venv", f"PYTHON={python}", "test"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    done = _make(f"VENV={tmp_path}/venv", f"PYTHON={python}", "test")
     assert done.returncode != 0
     assert f"m2flow needs Python 3.11 or newer; {python} is {version}." in done.stderr
     assert not (tmp_path / "venv").exists()
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_what_make_starts_keeps_the_modules_that_it_compiled(tmp_path: Path) -> None:
+    (tmp_path / "probe").write_text("include Makefile\nprobe:\n\t@$(PYTHON) -c 'import sys; print(sys.dont_write_bytecode)'\n")
+    done = _make("-f", str(tmp_path / "probe"), f"PYTHON={sys.executable}", "probe", PYTHONDONTWRITEBYTECODE="1")
+    assert (done.stdout, done.returncode) == ("False\n", 0)
+
+
+def _make(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run make as from a shell, not from the make that runs these tests."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE") and name != "MFLAGS"}
+    return subprocess.run(["make", *arguments], cwd=ROOT, env=environment | variables, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize("num_processes", ["0", "2"])
@@ -101,3 +112,36 @@ def test_continuous_integration_runs_both_commands_in_one_make() -> None:
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
     assert re.search(r"^make .*\btest test-all$", script.read_text(), re.MULTILINE)
+
+
+SPENDING = """
+import subprocess, sys, time
+
+SPEND = "import time\\nwhile time.process_time() < 0.4: pass"
+
+def test_spends():
+    until = time.process_time() + 0.4
+    while time.process_time() < until: pass
+
+def test_starts_one_that_spends(): subprocess.run([sys.executable, "-c", SPEND], check=True)
+
+def test_sleeps(): time.sleep(0.5)
+"""
+
+
+@pytest.mark.parametrize("num_processes", ["0", "2"])
+def test_the_cpu_time_of_each_test_is_written_with_that_of_its_children(tmp_path: Path, num_processes: str) -> None:
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (tmp_path / "test_some.py").write_text(SPENDING)
+    for name in ("conftest.py", "support/cpu_times.py"):
+        shutil.copy(ROOT / "tests" / name, tmp_path)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", ".", "-n", num_processes, "--cpu-times=times.tsv"]
+    said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    assert re.search(r"\d s of CPU time; most by\n", said)
+    lines = [line.split("\t") for line in (tmp_path / "times.tsv").read_text().splitlines()]
+    assert len([line for line in lines if line[2] == "collection"]) == max(1, int(num_processes))
+    assert len(lines) == 3 * len(("setup", "call", "teardown")) + max(1, int(num_processes))
+    calls = {node.partition("::test_")[2]: float(cpu) for cpu, _, phase, node in lines if phase == "call"}
+    assert calls["spends"] >= 0.39
+    assert calls["starts_one_that_spends"] >= 0.35
+    assert calls["sleeps"] < 0.3
