@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import multiprocessing
+import os
 import shutil
 import tempfile
 import weakref
@@ -34,19 +35,26 @@ _read_written = msgspec.msgpack.Decoder(Written).decode
 Factory = Callable[[Model, EngineSettings], TrainEngine]
 _PATIENCE_S = 400.0
 """Time-out for a rank, which has to load PyTorch first, on a machine that may be busy."""
+_LOADED = ["m2flow.testing.mirrored", "m2flow.engines.distributed.fsdp"]
+"""What the process that ranks are forked from has loaded: PyTorch, transformers, and what trainers of several ranks use of them."""
 
 
 class Followers:
-    """The processes of the ranks after the first. They serve any number of engines, one after the other."""
+    """The processes of the ranks after the first. They serve any number of engines, one after the other.
+
+    They are forked from one process, which loads PyTorch when the first is made and stays. They have the environment variables of this
+    process as they are when they are made, though what is read when PyTorch is loaded was read then.
+    """
 
     def __init__(self, count: int) -> None:
         self.count = count
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_LOADED)
         self._ends: list[Connection] = []
         self._processes = []
         for _ in range(count):
             mine, theirs = context.Pipe()
-            process = context.Process(target=_serve_rank, args=(theirs,), daemon=True)
+            process = context.Process(target=_serve_rank, args=(theirs, dict(os.environ)), daemon=True)
             process.start()
             theirs.close()
             self._ends.append(mine)
@@ -70,8 +78,11 @@ class Followers:
             process.join(_PATIENCE_S)
 
 
-def _serve_rank(end: Connection) -> None:
+def _serve_rank(end: Connection, environment: Mapping[str, str]) -> None:
     """Run the process of a rank: make engines, and call their methods as told."""
+    os.environ.clear()
+    os.environ.update(environment)
+    np.random.seed()  # Or all ranks would draw the same.
     engines: dict[int, TrainEngine] = {}
     while True:
         try:

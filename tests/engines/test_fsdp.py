@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import secrets
 from collections.abc import Callable
 from contextlib import closing
@@ -454,3 +455,22 @@ def of_two(batch):  # type: ignore[no-untyped-def]
     from m2flow.samples import group_keys
 
     return shares(batch.ragged("tokens").lengths.tolist(), group_keys(batch.ids).tolist(), 2)
+
+
+def test_ranks_are_forked_from_one_process_and_have_todays_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for day in ("monday", "tuesday"):
+        monkeypatch.setenv("M2FLOW_TEST_DAY", day)
+        monkeypatch.chdir(tmp_path)
+        ranks = Followers(2)
+
+        def write(model: Model, settings: EngineSettings, day: str = day) -> None:
+            (tmp_path / f"{day} {settings.rank}").write_text(f"{os.getppid()} {os.environ['M2FLOW_TEST_DAY']} {os.getcwd()}")
+
+        ranks.tell(0, "make", write, Model("fake"), EngineSettings())
+        assert ranks.wait() == ["", ""]
+        ranks.close()
+        found += [(tmp_path / f"{day} {rank}").read_text().split() for rank in (1, 2)]
+    assert [(day, place) for _, day, place in found] == [(day, str(tmp_path)) for day in ("monday", "monday", "tuesday", "tuesday")]
+    (parent,) = {int(parent) for parent, _, _ in found}
+    assert parent != os.getpid()
