@@ -12,8 +12,9 @@ import functools
 import inspect
 import itertools
 import re
+import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 
 import click
@@ -200,7 +201,24 @@ def _default_of_field(field: dataclasses.Field[object]) -> str:
 
 def documentation(kind: type) -> dict[str, str]:
     """What stands under each field of a class."""
-    (body,) = (part.body for part in ast.parse(textwrap.dedent(inspect.getsource(kind))).body if isinstance(part, ast.ClassDef))
+    return _documentation_of(kind.__module__)[kind.__qualname__]
+
+
+@functools.cache
+def _documentation_of(module: str) -> dict[str, dict[str, str]]:
+    """What stands under the fields of each class of a module. The module is parsed once; `inspect.getsource` parses it for each class."""
+    found: dict[str, dict[str, str]] = {}
+    left = [("", ast.parse(inspect.getsource(sys.modules[module])).body)]
+    while left:
+        prefix, body = left.pop()
+        for part in body:
+            if isinstance(part, ast.ClassDef):
+                found[prefix + part.name] = _under_fields(part.body)
+                left.append((f"{prefix}{part.name}.", part.body))
+    return found
+
+
+def _under_fields(body: Sequence[ast.stmt]) -> dict[str, str]:
     found: dict[str, str] = {}
     for field, below in itertools.pairwise(body):
         names = [field.target] if isinstance(field, ast.AnnAssign) else field.targets if isinstance(field, ast.Assign) else []
