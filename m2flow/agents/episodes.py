@@ -364,6 +364,17 @@ class _Turn:
     """Where its tokens go, once the engine has it."""
 
 
+class TurnPlace(NamedTuple):
+    """Where in its episode a turn is."""
+
+    by: str
+    """Who speaks, of the rollout's `speakers`; empty: the policy."""
+    sequence: tuple[str, int]
+    """Its conversation, and how many sequences this has before the turn's."""
+    num_sampled: int
+    """Tokens that were sampled in the sequence by now."""
+
+
 @final
 class _Episode:
     """One episode, on the worker's side. What its agent calls only posts messages to that."""
@@ -556,6 +567,8 @@ class Episodes:
         self._ended: list[Generated] = []
         self._urgent: dict[int, list[asyncio.Future[None]]] = {}
         self._num_shown = 0
+        self.before_turn: Callable[[TurnPlace], None] | None = None
+        """Is called with each turn of this role's episodes before an engine is given it."""
 
     def begin(self, starts: Iterable[EpisodeStart]) -> None:
         """Begin episodes, or go on with stopped ones."""
@@ -640,6 +653,9 @@ class Episodes:
         asked, self._asked = self._asked, {}
         if not asked:
             return
+        for turn in asked.values():
+            if (before_turn := turn.episode.host.before_turn) is not None:
+                before_turn(_place_of(turn))
         try:
             self._engine.add([_request_of(turn) for turn in asked.values()])
         except M2FlowError:  # None of them was taken.
@@ -802,6 +818,15 @@ class Episodes:
             found[episode.id] = self._so_far(episode, made)
         return list(found.values())
 
+    def turn_of(self, packed: int) -> TurnPlace | None:
+        """The turn of an episode that an engine works on, with its tokens so far; None: none does."""
+        episode = self._episodes.get(packed)
+        turn = None if episode is None else episode.waiting
+        if turn is None or turn.strand is None:
+            return None
+        place = _place_of(turn)
+        return place._replace(num_sampled=turn.strand.num_sampled + turn.engine._engine.progress().get(packed, 0))
+
     def _own(self, ids: Iterable[int]) -> list[int]:
         """Those of these that are no other role's episodes, which only speak here."""
         return [packed for packed in ids if packed not in self._turns or packed in self._episodes]
@@ -841,6 +866,14 @@ class Episodes:
 def _request_of(turn: _Turn) -> Request:
     assert turn.request is not None
     return turn.request
+
+
+def _place_of(turn: _Turn) -> TurnPlace:
+    """Where a turn is that no engine has begun, or whose engine's tokens do not count."""
+    asked, strands = turn.asked, turn.episode.transcript.conversations.get(turn.asked.name, [])
+    begins = asked.begins and turn.strand is None
+    num_sampled = 0 if begins else strands[-1].num_sampled
+    return TurnPlace(asked.by, (asked.name, len(strands) - (not begins)), num_sampled + len(_request_of(turn).prefix))
 
 
 def _answer(future: asyncio.Future[Any], value: object) -> None:

@@ -266,8 +266,13 @@ class Call:
     @property
     def speakers(self) -> tuple[str, ...]:
         """Of a call on rollout engines: the roles that it samples from. Its own is the first; others may speak in its episodes."""
+        return tuple(dict.fromkeys(self.speaking.values()))
+
+    @property
+    def speaking(self) -> Mapping[str, str]:
+        """The role of each who may speak in its episodes, by the name in the rollout's `speakers`; its own is that of the empty name."""
         bounds = self.options.get("episodes")
-        return (self.role, *dict.fromkeys(role for _, role in bounds.speakers)) if isinstance(bounds, Episodes) else (self.role,)
+        return {"": self.role, **dict(bounds.speakers)} if isinstance(bounds, Episodes) else {"": self.role}
 
     def weights_of(self, role: str) -> Effect | None:
         """The versions of a role's weights that it reads; None: it reads none of them."""

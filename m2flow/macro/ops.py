@@ -495,22 +495,18 @@ class EpisodeRows(Rows):
 
 
 def speakers_of(
-    session: Session, role: str, given: Mapping[str, object] | None, staleness: int, sampling: Sampling
+    session: Session, role: str, given: Mapping[str, object] | None, sampling: Sampling
 ) -> tuple[tuple[tuple[str, str], ...], tuple[tuple[str, Sampling], ...]]:
     """Who speaks in the episodes of a role beside itself: by name the role of each, and how turns are drawn where not by `sampling`.
 
     Raises:
-        TraceError: one has no rollout engine, or is that role itself; or the weights may be of several versions. OptionError: one is drawn
-        by options that there are not.
+        TraceError: one has no rollout engine, or is that role itself. OptionError: one is drawn by options that there are not.
     """
     if given is None:
         return (), ()
     if not isinstance(given, Mapping) or not given:
         now = "Name who speaks: speakers={'opponent': rival}."
         raise TraceError(f"{role}.rollout got speakers={describe(given)}; it takes policies by name", now=now)
-    if staleness:
-        what = f"{role}.rollout with speakers= can't be stale, and it may use weights that are {staleness} versions old"
-        raise TraceError(what, now="Say rollout(..., staleness=0): then all who speak have the weights of that line.")
     found, drawn = [], []
     for name, value in given.items():
         check_text("a name of speakers=", name)

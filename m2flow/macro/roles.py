@@ -625,7 +625,7 @@ class Policy(Role):
         check_count("max_tokens", max_tokens)
         sampling = Sampling(max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, stop=as_texts(stop))
         allowed = self._session.staleness_of_generate(staleness)
-        spoken = speakers_of(self._session, self.name, speakers, allowed, sampling)
+        spoken = speakers_of(self._session, self.name, speakers, sampling)
         bounds = Episodes(max_turns, timeout_s, turn_timeout_s, history, max_conversations, *spoken)
         settings = GenerateSettings(n, sampling, staleness, allowed, 1.0, "wait", None, "recompute")
         asked = self._rows(prompts, "rollout", PROMPTS)

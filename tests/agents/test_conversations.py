@@ -33,7 +33,7 @@ from m2flow.recipe import Episodes as Bounds
 from m2flow.samples import Batch, Message, Segment, sequences_of
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, RunSettings, TrainSpec
 from m2flow.testing.fakes import FakeRollout
-from m2flow.testing.random_programs import Dice, difference_of, make_cluster, make_policies, scheduled
+from m2flow.testing.random_programs import ADVERSARIES, Dice, difference_of, make_cluster, make_policies, scheduled
 from m2flow.testing.world import run_eager, run_planned
 from m2flow.viewer.sample_pages import sample_page
 
@@ -361,6 +361,42 @@ def test_a_planned_run_of_several_conversations_equals_the_eager_one_under_rando
         eager = run_eager(self_play, options, spec, seed=number, decisions=planned.decisions or None)
         assert not eager.error
         assert difference_of(planned, eager) is None, f"case {number}: {options} {spec}"
+
+
+def test_stale_conversations_that_are_stopped_and_go_on_with_newer_weights_are_given_again_by_eager():
+    """They lie in the row by name, and were sampled in turn: so newer weights may stand before older ones there."""
+    num_mixed = 0
+    for number in (3, 5):
+        rollout = RolloutSpec(engine="fake", workers=3, max_running=3, policy=(f"{ADVERSARIES}:Adversary:seed={number}",))
+        spec, options = spec_of("split").model_copy(update={"rollout": rollout}), {"num_steps": 4, "staleness": 2}
+        planned = run_planned(self_play, options, spec, seed=number, order_seed=number)
+        assert not planned.error
+        num_mixed += sum(len({stretch.version for stretch in one.stretches}) > 1 for one in planned.decisions.values())
+        assert difference_of(planned, run_eager(self_play, options, spec, seed=number, decisions=planned.decisions)) is None
+    assert num_mixed > 2
+
+
+@agent
+async def says_nothing(chat: Chat, row: Sample) -> float:
+    if int(str(row.prompt)[:-1]) % 2:
+        raise ValueError("it gives up")
+    await chat.say(row.prompt, max_tokens=5)
+    return 1.0
+
+
+@flow(staleness=1)
+def often_silent() -> None:
+    policy = Policy("fake", optimizer=AdamW(1e-3))
+    rows = Dataset.generate(lambda rng: {"prompt": f"{rng.randrange(1000)}?"}, 1000, seed=1, name="rows")
+    for _ in steps(3):
+        episodes = policy.rollout(says_nothing, rows.take(4), n=2, max_tokens=80)
+        policy.update(episodes, episodes.reward)
+
+
+def test_stale_episodes_in_which_the_model_never_spoke_are_given_again_by_eager():
+    planned = run_planned(often_silent, {}, spec_of("split"))
+    assert any(not one.stretches for one in planned.decisions.values())
+    assert difference_of(planned, run_eager(often_silent, {}, spec_of("split"), decisions=planned.decisions)) is None
 
 
 def test_a_run_of_several_conversations_that_is_killed_and_resumed_at_any_commit_gives_the_same(tmp_path):

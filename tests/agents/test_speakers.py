@@ -31,8 +31,8 @@ from m2flow.recipe import Episodes as Bounds
 from m2flow.samples import Batch, Ragged
 from m2flow.spec import ClusterSpec, FunctionSpec, PinSpec, PoolSpec, RolloutSpec, RunSettings, TrainSpec
 from m2flow.testing.fakes import FakeRollout
-from m2flow.testing.random_programs import Dice, difference_of, make_cluster, make_policies, scheduled
-from m2flow.testing.world import run_eager, run_planned
+from m2flow.testing.random_programs import ADVERSARIES, Dice, difference_of, make_cluster, make_policies, scheduled
+from m2flow.testing.world import Answer, run_eager, run_planned
 
 pytest_plugins = ["small_runs"]
 pytestmark = pytest.mark.usefixtures("quick")
@@ -55,8 +55,8 @@ async def match(chat: Chat, row: Sample) -> dict[str, float]:
     return {"main": float(points), "other": -float(points) / 3}
 
 
-@flow
-def contest(num_steps: int = 2, batch: int = 2, n: int = 3, how: str = "grpo", alone: int = 0) -> None:
+@flow(staleness="staleness")
+def contest(num_steps: int = 2, batch: int = 2, n: int = 3, how: str = "grpo", alone: int = 0, staleness: int = 0) -> None:
     policy, rival, judge = Policy("fake", optimizer=AdamW(1e-3)), Policy("fake", name="rival"), Policy("fake", name="judge")
     rows = Dataset.generate(lambda rng: {"prompt": f"{rng.randrange(1000)}?"}, 1000, seed=1, name="rows")
     shown = Dataset.generate(lambda rng: {"prompt": f"{rng.randrange(9)}?", "target": "!"}, 1000, seed=2, name="shown")
@@ -90,13 +90,37 @@ def test_planned_equals_eager_under_random_plans_orders_and_losses(request, lose
         spec = make_cluster(dice)
         if number % 3 == 2:
             spec = scheduled(spec, make_policies(dice))
-        options = {"alone": dice.choice((0, 1)), "how": dice.choice(("grpo", "rloo", "opo")), "num_steps": 3}
+        options = {"alone": dice.choice((0, 1)), "how": dice.choice(("grpo", "rloo", "opo")), "num_steps": 3, "staleness": number % 3}
         planned = run_planned(contest, options, spec, seed=number, order_seed=dice.integer(0, 2**30), num_losses=dice.integer(0, loses))
         if planned.error.startswith(StateLost.__name__):
             continue
         eager = run_eager(contest, options, spec, seed=number, decisions=planned.decisions or None)
         assert not eager.error
         assert difference_of(planned, eager) is None, f"case {number}: {options} {spec}"
+
+
+STOPS_MUCH = SPEC.model_copy(update={"placement": "split"})
+
+
+def are_mixed(answer: Answer) -> int:
+    """Episodes in which one who speaks has several versions of its weights: they were stopped, and went on with newer ones."""
+    used = [{(stretch.by, stretch.version) for stretch in one.stretches} for one in answer.decisions.values()]
+    return sum(len(versions) > len({by for by, _ in versions}) for versions in used)
+
+
+def test_stale_episodes_that_are_stopped_go_on_with_other_weights_of_each_speaker_and_eager_gives_the_same():
+    num_mixed = num_apart = 0
+    for number in (1, 3):
+        rollout = RolloutSpec(engine="fake", workers=3, max_running=3, policy=(f"{ADVERSARIES}:Adversary:seed={number}",))
+        spec, options = STOPS_MUCH.model_copy(update={"rollout": rollout}), {"alone": 1, "num_steps": 4, "staleness": 2}
+        planned = run_planned(contest, options, spec, seed=number, order_seed=number)
+        assert not planned.error
+        num_mixed += are_mixed(planned)
+        num_apart += sum(len({stretch.version for stretch in one.stretches}) > 1 for one in planned.decisions.values())
+        eager = run_eager(contest, options, spec, seed=number, decisions=planned.decisions)
+        assert difference_of(planned, eager) is None
+    assert num_mixed
+    assert num_apart > num_mixed, "in some each speaker has one version, and they differ"
 
 
 @pytest.mark.slow
@@ -377,7 +401,6 @@ def wrong(which: str = "", staleness: int = 0) -> None:
         ({"which": "itself"}, "which plays these episodes", "chat.conversation"),
         ({"which": "none"}, "takes policies by name", "speakers="),
         ({"which": "misspelt"}, "of('rivall'): the speakers are rival", "rival"),
-        ({"staleness": 1}, "with speakers= can't be stale", "staleness=0"),
         ({"which": "option"}, "with the option 'temprature'", "'temperature'"),
         ({"which": "bound"}, "with the option 'max_tokens'", "chat.conversation"),
         ({"which": "nobody"}, "which has no rollout engine", "Pass a Policy"),

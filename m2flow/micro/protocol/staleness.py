@@ -7,6 +7,9 @@ stopped.
 
     tokens of versions 3 3 3 3 4 4    ->    (4, 3), (2, 4)
 
+The sequences of an episode lie in its row by name, whichever was sampled first, and each may be of another role's weights. So their spans
+are told apart.
+
 A generate call reads a window of versions (`m2flow.macro.graph.Effect`): the one of sequential execution, and as many older ones as the
 flow's staleness allows. The window is checked three times: by the scheduler when it dispatches a sample, by the worker when its engine
 admits one, and by the trainer when it consumes one.
@@ -15,15 +18,17 @@ admits one, and by the trainer when it consumes one.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from m2flow.errors import InternalError
 from m2flow.macro.graph import Call
 from m2flow.macro.oversampling import CARRIED, is_cut
-from m2flow.samples import Batch, SampleId
+from m2flow.samples import Batch, SampleId, Segment, records_of
 
 
 class VersionSpan(NamedTuple):
@@ -33,6 +38,10 @@ class VersionSpan(NamedTuple):
     version: int
     is_stale: bool = False
     """Whether they attended to keys and values of older weights (a stale KV cache)."""
+    sequence: tuple[str, int] = ("", 0)
+    """Of an episode of several sequences, the one that they are in: its conversation, and how many this has before it."""
+    by: str = ""
+    """Who sampled them, of the rollout's speakers; empty: the policy."""
 
 
 class Decision(NamedTuple):
@@ -54,14 +63,29 @@ Decisions = Mapping[int, Decision]
 
 def version_spans_of(samples: Batch) -> list[tuple[VersionSpan, ...]]:
     """Find the version spans of each sample's generated tokens."""
-    versions, stale = samples.ragged("versions"), samples.ragged("kv_stale")
+    versions, stale, records = samples.ragged("versions"), samples.ragged("kv_stale"), records_of(samples)
     found = []
-    for row in range(len(samples)):
-        version = np.asarray(versions.row(row), np.int32)
-        made = np.stack([version, np.asarray(stale.row(row), np.int32)], axis=1)[version >= 0]
-        edges = [0, *(np.flatnonzero(np.any(np.diff(made, axis=0), axis=1)) + 1).tolist(), len(made)]
-        found.append(tuple(VersionSpan(b - a, int(made[a, 0]), bool(made[a, 1])) for a, b in itertools.pairwise(edges) if a < b))
+    for row, record in enumerate(records):
+        version, is_stale = np.asarray(versions.row(row), np.int32), np.asarray(stale.row(row), np.int32)
+        if not (named := record.get("conversations")):
+            found.append(tuple(_spans(version, is_stale)))
+            continue
+        kinds, lengths = samples.ragged("segment_kinds").row(row), samples.ragged("segment_lengths").row(row)
+        edges = [*(np.cumsum(lengths) - lengths)[kinds == Segment.PROMPT].tolist(), len(version)]
+        number, spans = Counter[str](), list[VersionSpan]()
+        for one, (start, end) in zip(named, itertools.pairwise(edges), strict=True):
+            own = _spans(version[start:end], is_stale[start:end])
+            spans += [span._replace(sequence=(one["name"], number[one["name"]]), by=one.get("by", "")) for span in own]
+            number[one["name"]] += 1
+        found.append(tuple(spans))
     return found
+
+
+def _spans(version: npt.NDArray[np.int32], is_stale: npt.NDArray[np.int32]) -> Iterator[VersionSpan]:
+    """The spans of one sequence, by the version of each token; -1: it was not generated."""
+    made = np.stack([version, is_stale], axis=1)[version >= 0]
+    edges = [0, *(np.flatnonzero(np.any(np.diff(made, axis=0), axis=1)) + 1).tolist(), len(made)]
+    return (VersionSpan(b - a, int(made[a, 0]), bool(made[a, 1])) for a, b in itertools.pairwise(edges) if a < b)
 
 
 def given_by(call: int, ids: Sequence[int], stretches: Sequence[Sequence[VersionSpan]]) -> dict[int, Decision]:
@@ -102,19 +126,19 @@ def check_admission(call: Call, version: int, role: str = "") -> None:
 def check_given(call: Call, sample: int, stretches: Sequence[VersionSpan]) -> None:
     """Check that a sample with these spans may be in a call's result, whichever call drew it, or continue there.
 
-    Where several roles speak in an episode, the bounds are those of all of their weights.
-
     Raises:
-        InternalError: a version is outside the call's window.
+        InternalError: a version is outside the call's window for the weights of who sampled it.
     """
-    windows = [window(call, role) for role in call.speakers]
-    oldest, newest = min(first for first, _ in windows), max(last for _, last in windows)
-    used = [stretch.version for stretch in stretches]
-    if used and not oldest <= min(used) <= max(used) <= newest:
-        raise InternalError(
-            f"{call.name} at {call.site} may use versions {oldest} to {newest} of the weights, and sample {SampleId.unpack(sample)} "
-            f"has tokens of {min(used)} to {max(used)}"
-        )
+    for by in dict.fromkeys(stretch.by for stretch in stretches):
+        role = call.speaking[by]
+        oldest, newest = window(call, role)
+        used = [stretch.version for stretch in stretches if stretch.by == by]
+        if not oldest <= min(used) <= max(used) <= newest:
+            whose = f"the weights of {role}" if by else "the weights"
+            raise InternalError(
+                f"{call.name} at {call.site} may use versions {oldest} to {newest} of {whose}, and sample {SampleId.unpack(sample)} "
+                f"has tokens of {min(used)} to {max(used)}"
+            )
 
 
 def check_consumption(call: Call, samples: Batch) -> None:

@@ -9,13 +9,14 @@ versions (`replay_generation`), and old weights are kept as long as a later samp
     version spans (4, v3) (2, v4)    ->    load v3, begin; stop after 4 tokens; load v4, resume
 
 A sample of one span just runs to its end. Where the KV cache is older than the weights, these are loaded under the running sample, which
-then is generated alone: other samples change weights elsewhere. Limit: a sample with several spans costs a stop and a load of weights for
-each.
+then is generated alone: other samples change weights elsewhere. An episode with several versions of one role is played alone, too, each
+turn with the weights that it had. Limit: a sample with several spans costs a stop and a load of weights for each.
 """
 
 from __future__ import annotations
 
-import functools
+import bisect
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from typing import Protocol
 
 import numpy as np
 
+from m2flow.agents.episodes import TurnPlace
 from m2flow.channels.weights import Weight
 from m2flow.engines.contract import EngineSettings
 from m2flow.errors import InternalError, SpecError
@@ -58,9 +60,12 @@ class Asked:
 
 
 class Take(Protocol):
-    """Load a version of the weights into the rollout engine; with `under_requests`, under its running samples."""
+    """Load a version of the weights into the rollout engine of a role, by default the call's own.
 
-    def __call__(self, version: int, *, under_requests: bool = False) -> None: ...
+    With `under_requests` it is loaded under what runs there; with `between_turns` an episode may be under way, but none of its turns there.
+    """
+
+    def __call__(self, version: int, *, role: str = "", under_requests: bool = False, between_turns: bool = False) -> None: ...
 
 
 def replay_generation(
@@ -72,6 +77,8 @@ def replay_generation(
         call: the call that returns them.
         stretches: version spans of each sample. The last one extends to the sample's end.
     """
+    if "agent" in call.options:
+        return _replay_episodes(engine_host, take, call, asked, stretches)
     todo = {packed: list(stretches[packed]) for part in asked for packed in part.ids}
     parts: list[Batch] = []
     for part in asked:
@@ -118,6 +125,64 @@ def _alone(engine_host: EngineHost, take: Take, call: Call, one: Asked, stretche
         end += stretch.num_tokens
         while engine_host.num_unfinished and (is_last or engine_host.progress().get(packed, 0) < end):
             parts += [rows for _, rows in engine_host.step()]
+    return parts
+
+
+def _replay_episodes(
+    engine_host: EngineHost, take: Take, call: Call, asked: Sequence[Asked], stretches: Mapping[int, Sequence[VersionSpan]]
+) -> Batch:
+    """Play episodes by the recorded weight versions of each who speaks: together those of the same ones, alone those of several."""
+    parts: list[Batch] = []
+    for part in asked:
+        together: dict[tuple[tuple[str, int], ...], list[int]] = {}
+        for row, packed in enumerate(part.ids):
+            used = {(call.speaking[stretch.by], stretch.version) for stretch in stretches[packed]}
+            versions = {role: window(call, role)[1] for role in call.speakers} | dict(used)
+            if len(used) > len(dict(used)):
+                parts += _by_turns(engine_host, take, call, Asked(part.drawn, [packed], part.prompts.take([row])), stretches[packed])
+            else:
+                together.setdefault(tuple(sorted(versions.items())), []).append(row)
+        for key, rows in sorted(together.items()):
+            for role, version in key:
+                take(version, role=role)
+            engine_host.generate(call, [part.ids[row] for row in rows], part.prompts.take(rows), part.drawn)
+            while engine_host.num_unfinished:
+                parts += [found for _, found in engine_host.step()]
+    return Batch.concat(parts).in_order()
+
+
+def _by_turns(engine_host: EngineHost, take: Take, call: Call, one: Asked, stretches: Sequence[VersionSpan]) -> list[Batch]:
+    """Play an episode alone that was stopped, and went on with other weights: each turn has those of the record.
+
+    Within a turn they change where it was stopped then. Which conversation had its turn first does not matter.
+    """
+    (packed,) = one.ids
+    spans: dict[tuple[str, int], list[VersionSpan]] = {}
+    for stretch in stretches:
+        spans.setdefault(stretch.sequence, []).append(stretch)
+    is_named = any(stretch.sequence[0] for stretch in stretches)
+    end: int | None = None
+    """Tokens of the sequence after which other weights were loaded in the record; None: no more were."""
+
+    def before(place: TurnPlace) -> None:
+        nonlocal end
+        of = spans.get(place.sequence if is_named else ("", 0), ())
+        role, ends = call.speaking[place.by], list(itertools.accumulate(stretch.num_tokens for stretch in of))
+        at = min(bisect.bisect_right(ends, place.num_sampled), len(of) - 1)
+        end = ends[at] if 0 <= at < len(of) - 1 else None
+        take(of[at].version if of else window(call, role)[1], role=role, between_turns=True)
+
+    for role in call.speakers:
+        take(next((stretch.version for stretch in stretches if call.speaking[stretch.by] == role), window(call, role)[1]), role=role)
+    engine_host.before_turns(call.role, before)
+    parts: list[Batch] = []
+    engine_host.generate(call, one.ids, one.prompts, one.drawn)
+    while engine_host.num_unfinished:
+        parts += [rows for _, rows in engine_host.step()]
+        place = engine_host.turn_of(call.role, packed)
+        if place is not None and end is not None and place.num_sampled >= end:
+            engine_host.resume(call, engine_host.interrupt(one.ids), one.drawn)
+    engine_host.before_turns(call.role, None)
     return parts
 
 
@@ -206,27 +271,29 @@ class WeightHistory:
         Raises:
             SpecError: the record lacks a sample, or names a version that the call may not use.
         """
-        oldest, newest = window(call)
+        windows = {name: window(call, role) for name, role in call.speaking.items()}
         if self._decisions is None or not is_time_dependent(call):
-            return dict.fromkeys(ids, (VersionSpan(0, newest),))
+            return dict.fromkeys(ids, tuple(VersionSpan(0, newest, by=name) for name, (_, newest) in windows.items()))
         found: dict[int, tuple[VersionSpan, ...]] = {}
         for packed in ids:
             stretches = self._decisions[packed].stretches if packed in self._decisions else ()
-            wrong = next((stretch.version for stretch in stretches if not oldest <= stretch.version <= newest), None)
-            if not stretches or wrong is not None:
-                said = f"says version {wrong}, where it may be {oldest} to {newest}" if stretches else "has no version for it"
+            ranges = ((stretch.version, *windows.get(stretch.by, (0, -1))) for stretch in stretches)
+            wrong = next((one for one in ranges if not one[1] <= one[0] <= one[2]), None)
+            is_silent = packed in self._decisions and "agent" in call.options
+            if wrong is not None or not (stretches or is_silent):
+                said = "has no version for it" if wrong is None else "says version {}, where it may be {} to {}".format(*wrong)
                 raise SpecError(
                     f"sample {SampleId.unpack(packed)} of {call.name}: the record of decisions {said}", where=call.site.describe(), now=_NOW
                 )
             found[packed] = stretches
         return found
 
-    def take(self, role: str, version: int, *, under_requests: bool = False) -> None:
+    def take(self, role: str, version: int, *, under_requests: bool = False, between_turns: bool = False) -> None:
         """Have the role's rollout engine hold this version, perhaps from here on for what runs."""
         if role not in self._trained or version == self._held.get(role, 0):
             return
         if version == self._newest.get(role, 0):
-            self._engine_host.load_weights(role, version, None, under_requests=under_requests)
+            self._engine_host.load_weights(role, version, None, under_requests=under_requests, between_turns=between_turns)
         else:
             self._engine_host.load_kept(role, version, self._kept[role, version], under_requests=under_requests)
         self._held[role] = version
@@ -443,10 +510,12 @@ class EagerExecutor:
                 whole = self._weights.groups_of(call, len(prompts))
                 prompts, ids = prompts.take(whole), [packed for group in whole for packed in ids[group * n : group * n + n]]
             asked = [Asked(call, ids, prompts.take(np.arange(len(ids)) // n))] if ids else []
-        for role in call.speakers[1:]:
-            self._weights.take(role, window(call, role)[1])
         stretches = self._weights.stretches_of(call, [packed for part in asked for packed in part.ids])
-        result = replay_generation(self._engine_host, functools.partial(self._weights.take, call.role), call, asked, stretches)
+
+        def take(version: int, *, role: str = "", under_requests: bool = False, between_turns: bool = False) -> None:
+            self._weights.take(role or call.role, version, under_requests=under_requests, between_turns=between_turns)
+
+        result = replay_generation(self._engine_host, take, call, asked, stretches)
         if not len(result):
             return result  # It has no columns.
         sample = next(result.rows())

@@ -30,7 +30,7 @@ from typing import Any, TypeVar, final
 import msgspec
 import numpy as np
 
-from m2flow.agents.episodes import Episodes, EpisodeStart, EventLoop, Transcript
+from m2flow.agents.episodes import Episodes, EpisodeStart, EventLoop, Transcript, TurnPlace
 from m2flow.channels.channel import Statistics
 from m2flow.channels.weights import Manifest, Tied, Weight, digest
 from m2flow.channels.weights.tensors import to_wire
@@ -370,6 +370,14 @@ class EngineHost:
             self._episodes[role] = Episodes(self._engine(self._rollout, role), self._agents, self._episodes)
         return self._episodes[role]
 
+    def before_turns(self, role: str, told: Callable[[TurnPlace], None] | None) -> None:
+        """Have each turn of a role's episodes told before its engine is given it, from here on."""
+        self._speaking(role).before_turn = told
+
+    def turn_of(self, role: str, packed: int) -> TurnPlace | None:
+        """The turn of an episode that an engine works on; None: none does."""
+        return self._speaking(role).turn_of(packed)
+
     @property
     def _generators(self) -> Mapping[str, RolloutEngine | Episodes]:
         """By role: what generates its samples, its agents included."""
@@ -632,16 +640,20 @@ class EngineHost:
         return msgspec.structs.replace(manifest, probe=self._logprob_check.probe(role, version))
 
     @accounted("switch")
-    def load_weights(self, role: str, version: int, manifest: Manifest | None, *, under_requests: bool = False) -> None:
+    def load_weights(
+        self, role: str, version: int, manifest: Manifest | None, *, under_requests: bool = False, between_turns: bool = False
+    ) -> None:
         """Take a role's weights into its rollout engine, and check that they are the same, tensor by tensor, and compute the same.
 
         Args:
             manifest: of those that were published; None: from the trainer of this process.
             under_requests: what runs goes on with them, if its call may use them.
+            between_turns: whether an episode may run, of which the engine has no turn now.
         """
         engine = self._engine(self._rollout, role)
         is_spoken_to = role in self._episodes and self._episodes[role].num_unfinished > 0
-        if (is_spoken_to or any(episodes.lets_speak(role) for episodes in self._episodes.values())) and not under_requests:
+        is_heard = is_spoken_to or any(episodes.lets_speak(role) for episodes in self._episodes.values())
+        if is_heard and not under_requests and not between_turns:
             raise InternalError(f"weights of {role} were to change between two turns of an episode")
         for call in {growing.call.ordinal: growing.call for growing in self._inflight.values() if role in growing.call.speakers}.values():
             check_admission(call, version, role)
