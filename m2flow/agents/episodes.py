@@ -164,8 +164,15 @@ class Transcript:
         """Identity of the row that its agent is given, in branches and wherever it goes on too; None: its record does not say."""
 
     def branched(self, turn: int, seed: int) -> Transcript:
-        """What a branch of an episode of this seed shares, which goes on from a turn. Raises `ValueError` as `before`."""
-        found = self.before(turn)
+        """What a branch of an episode of this seed shares, which goes on from a turn. Raises `ValueError` as `before`.
+
+        Of an episode in which the model never spoke the first turn is its beginning.
+        """
+        if turn == 1 and not any(strand.tokens for strand in self.strands):
+            found = Transcript()
+            found.tools, found.kept_turns, found.point, found.row = self.tools, 0, self.point, self.row
+        else:
+            found = self.before(turn)
         found.point = BranchPoint(turn, self.rng_seed(seed))
         return found
 

@@ -147,6 +147,10 @@ def _text(analysis: Analysis, suggestions: Suggestions | None) -> list[str]:
         lines += ["", *table(classes)]
     others = ", ".join(f"{tokens:,} {ending}" for ending, tokens in analysis.other_tokens.items())
     lines += ["", f"tokens trained on: {analysis.trained_tokens:,}" + (f"; of other samples: {others}" if others else "")]
+    if analysis.shared_in_training:
+        lines.append(
+            f"shared in training: {analysis.shared_in_training:.0%} of its tokens went through the model with a sample that begins alike"
+        )
     return [*lines, f"decode step: {analysis.decode}"]
 
 

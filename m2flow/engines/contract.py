@@ -749,6 +749,10 @@ class Objective:
 PER_GROUP = "group:"
 
 
+NUM_SHARED = "shared tokens"
+"""Among what a pass sums up: its part of `Sums.num_shared_tokens`."""
+
+
 @dataclass(frozen=True)
 class Sums:
     """Sums over a micro-batch, so that no number depends on how a mini-batch was cut."""
@@ -763,6 +767,15 @@ class Sums:
     groups of the group's mean, and is averaged over groups: what a loss on groups reports. Those of `RATIO_COUNT` are counts."""
     agreement: Agreement = NO_AGREEMENT
     """With the rollout engine, over the tokens that the column `same_weights` marks; empty if the batch has no such column."""
+    num_shared_tokens: int = 0
+    """Context tokens that went through the model with another sequence, which begins alike. Depends on the cut, so no metric has it."""
+
+    @classmethod
+    def of_passes(cls, batch: Batch, num_tokens: int, sums: Mapping[str, float], agreement: Agreement) -> Sums:
+        """The sums over a micro-batch whose passes summed up these, `NUM_SHARED` among them."""
+        metrics = {name: value for name, value in sums.items() if name != NUM_SHARED}
+        num_shared = round(sums.get(NUM_SHARED, 0.0))
+        return cls(len(batch), num_tokens, len(batch.ragged("tokens").values), metrics, agreement, num_shared)
 
 
 class TrainEngine(Engine):

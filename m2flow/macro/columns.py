@@ -629,6 +629,11 @@ class BranchTurn:
     repeat: int
     """How often the program had these episodes played before: what `any` depends on, besides the episode."""
 
+    @property
+    def is_given(self) -> bool:
+        """Whether the turn is said; otherwise any will do, and of a silent episode its beginning."""
+        return self.at is not None or self.column is not None
+
     def __call__(self, rows: Batch, values: Mapping[str, object]) -> Batch:
         if not len(rows):
             return rows
@@ -641,7 +646,7 @@ class BranchTurn:
             if turn is None:
                 turn = 1 + keyed_bits(seeds[row], BRANCH_TURN, self.repeat) % max(count, 1)
             first = turn if turn > 0 else count + 1 + turn
-            if not 1 <= first <= count:
+            if not 1 <= first <= count and (count or self.is_given):
                 has = f"has turns 1 to {count}" if count else "has no whole turn"
                 now = "Filter first: episodes[episodes.num_turns >= 2].branch(at=2, ...)."
                 raise OpError(f"branch: episode {SampleId.unpack(packed)} has no turn {turn}: it {has}", now=now).about(packed)

@@ -471,7 +471,8 @@ class EpisodeRows(Rows):
         Args:
             n: branches of each episode.
             at: the first turn that is taken anew: `random`, any of the episode's, each as likely; a number from 1, or from the end, as -1;
-                or a handle with the number for each episode, such as a column of theirs.
+                or a handle with the number for each episode, such as a column of theirs. With `random` an episode in which the model
+                never spoke is played again from its beginning, and the number of those is logged (`episodes/silent_parents`).
         Returns:
             as `rollout`, and `branch_turn`, the turn.
         Raises:
@@ -595,7 +596,7 @@ def _record_played(
         is_aligned=False,
     )
     numbers = Metrics(session, counted)
-    prefix = "episodes" if role == "policy" else f"{role}/episodes"
+    prefix = _prefix(role)
     causes = [kind for kind in get_args(EpisodeFailure) if bounds.speakers or kind != "unknown_speaker"]
     log(**{f"{prefix}/{kind}": numbers[kind] for kind in ("turns", "failed", *causes)})
     whole = session.record(
@@ -616,6 +617,11 @@ def _record_played(
     return own
 
 
+def _prefix(role: str) -> str:
+    """Of the names of what is logged about a role's episodes."""
+    return "episodes" if role == "policy" else f"{role}/episodes"
+
+
 def _branched(parents: EpisodeRows, n: int, at: object) -> EpisodeRows:
     """Record the calls of a branching: the turn for each parent, and those of the branches."""
     session, what = parents.session, f"{describe(parents)}.branch"
@@ -628,6 +634,8 @@ def _branched(parents: EpisodeRows, n: int, at: object) -> EpisodeRows:
     parents.check(session, what)
     _check_branches(session, parents, what)
     maker = parents.maker
+    if isinstance(at, str):
+        log(**{f"{_prefix(maker.role)}/silent_parents": (parents.num_turns == 0).sum()})
     repeat = session.count_generation(maker.role, parents.ref.call)
     inputs = Inputs(session, what)
     rows = parents.within(at) if isinstance(at, Rows) else parents

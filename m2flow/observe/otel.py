@@ -153,6 +153,7 @@ _METRICS = {
     "generated tokens": ("m2flow.generated_tokens", "{token}", True),
     "put back for want of memory": ("m2flow.put_back_for_want_of_memory", "{sample}", True),
     "tokens found in the cache": ("m2flow.tokens_found_in_the_cache", "{token}", True),
+    "tokens shared in training": ("m2flow.tokens_shared_in_training", "{token}", True),
     "tokens/s": ("m2flow.tokens_per_s", "{token}/s", False),
     "kv tokens": ("m2flow.kv_tokens", "{token}", False),
     "kv capacity": ("m2flow.kv_capacity", "{token}", False),

@@ -40,6 +40,8 @@ Counters, by worker:
                  of SGLang
     generated tokens, tokens/s
     loss, ROLE   of a trainer: of each optimiser step
+    tokens shared in training
+                 of a trainer: tokens so far that went through the model with another sample, which begins alike
     cpu seconds, cpu cores, memory bytes, gpu use, gpu memory bytes
                  once a second; cores in use, and the use of an NVIDIA GPU from 0 to 1
     clock offset s, clock error s

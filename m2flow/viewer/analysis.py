@@ -48,7 +48,7 @@ from m2flow.micro.lowering.capabilities import rollout_capabilities
 from m2flow.micro.protocol.plan import Choice, EngineSlot, Seat, WorkerPlan
 from m2flow.micro.records.accounting import bias_of_run
 from m2flow.micro.records.audit import read_token_account
-from m2flow.micro.worker.engine_host import PEAKS
+from m2flow.micro.worker.engine_host import PEAKS, SHARED_TOKENS
 from m2flow.observe.spans import SpanName
 from m2flow.planner.planning import read_forecast
 from m2flow.planner.profiles import fit
@@ -406,6 +406,8 @@ class Analysis(msgspec.Struct):
     """Generated tokens of samples that some update trained on; each sample counts once."""
     other_tokens: dict[str, int]
     """Generated tokens of all other samples, by how they ended; `unused` includes evaluations."""
+    shared_in_training: float | None
+    """Share of the tokens in training, prompts included, that were not computed again, since samples begin alike; None: not known."""
     predicted_step_s: float | None
     """By the plan's search, or by the forecast of a plan made by rule."""
     prediction_note: str
@@ -468,6 +470,7 @@ def analysis_of(trace: RunTrace, devices: Sequence[IdleTime]) -> Analysis:
         length_bias=_length_bias(trace),
         trained_tokens=trained,
         other_tokens=others,
+        shared_in_training=_shared_in_training(trace),
         predicted_step_s=choice.predicted_step_s if choice else None,
         prediction_note=_note(trace),
         memory=memory_of(trace),
@@ -601,6 +604,16 @@ def _tokens(trace: RunTrace) -> tuple[int, dict[str, int]]:
             account = read_token_account(trace.run_dir)
             return account.trained, {**account.wasted, **({"lost": sum(account.lost.values())} if account.lost else {})}
     return 0, {}
+
+
+def _shared_in_training(trace: RunTrace) -> float | None:
+    columns = trace.columns
+    if not columns.num_spans or SpanName.TRAIN_ACCUMULATE not in columns.names.texts:
+        return None
+    passes = columns["name"] == columns.names.texts.index(SpanName.TRAIN_ACCUMULATE)
+    num_tokens = int(np.maximum(columns["num_tokens"][passes], 0).sum())
+    shared = sum(max(counter.values) for (_, name), counter in columns.counters.items() if name == SHARED_TOKENS and counter.values)
+    return shared / num_tokens if num_tokens else None
 
 
 def _length_bias(trace: RunTrace) -> list[ClassShown]:

@@ -225,6 +225,42 @@ def test_a_turn_that_an_episode_does_not_have_is_said_with_the_episode():
     assert run_planned(two, {"at": "4"}, SPEC).error == answer.error
 
 
+@agent
+async def often_silent(chat: Chat, row: Sample) -> float:
+    if int(str(row.prompt)[:-1]) % 2:
+        return -1.0
+    return len((await chat.say(str(row.prompt), max_tokens=5)).text)
+
+
+@flow
+def of_silent_ones(at: str = "random") -> None:
+    policy = Policy("fake", optimizer=AdamW(1e-3))
+    for _ in steps(1):
+        first = policy.rollout(often_silent, prompts().take(4), n=2, max_tokens=50)
+        more = first.branch(n=3, at="random" if at == "random" else int(at))
+        seen("first", first)
+        seen("more", more)
+        log(worth=more.reward.back_to(first).mean())
+        every = concat([first, more])
+        policy.update(every, every.reward)
+
+
+def test_episodes_in_which_the_model_never_spoke_are_played_again_by_branches_at_random_turns_and_are_counted():
+    planned, eager = run_planned(of_silent_ones, {}, SPEC), run_eager(of_silent_ones, {}, SPEC)
+    assert not eager.error
+    assert difference_of(planned, eager) is None
+    assert [value for _, name, value in eager.logs if name == "episodes/silent_parents"] == [4]
+    first, more = Seen.rows["first"], Seen.rows["more"]
+    is_silent = np.repeat(first.dense("num_turns") == 0, 3)
+    assert is_silent.any()
+    assert np.array_equal(more.dense("num_turns") == 0, is_silent)
+    assert np.array_equal(more.dense("reward") == -1, is_silent)
+    assert not more.ragged("tokens").lengths[is_silent].any()
+    refused = run_eager(of_silent_ones, {"at": "1"}, SPEC).error
+    assert "has no turn 1: it has no whole turn" in refused
+    assert run_planned(of_silent_ones, {"at": "1"}, SPEC).error == refused
+
+
 def test_a_branch_that_is_stopped_after_any_step_and_goes_on_elsewhere_is_the_same(loop):
     whole = host(loop)
     whole.begin(start_of(index, walker) for index in range(6))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import math
 from collections.abc import Callable
@@ -108,6 +109,17 @@ class TestEmbeddedDeterministic(TestEmbedded):
     def make(self) -> TrainEngine:
         return EmbeddedTrain(self.model, EngineSettings(deterministic=True))
 
+    def test_sums_say_how_many_tokens_were_computed_with_others(self) -> None:
+        batch, found = samples(VOCABULARY), {}
+        for shares in (True, False):
+            with started(EmbeddedTrain(self.model, EngineSettings(options={"share_prompts": shares}))) as engine:
+                found[shares] = engine.accumulate(batch, PPO)
+        packed = packing.pack_rows(batch, device="cpu", share_prompts=True)
+        assert found[True].num_shared_tokens == packed.num_shared > 0
+        assert found[False].num_shared_tokens == 0
+        assert found[True].metrics == pytest.approx(found[False].metrics, rel=1e-5)
+        assert set(found[True].metrics) == set(found[False].metrics)
+
     def test_the_order_of_rows_inside_a_micro_batch_does_not_change_a_bit(self) -> None:
         batch = samples(VOCABULARY)
         results = []
@@ -192,13 +204,60 @@ def test_a_shared_prompt_goes_through_the_linear_layers_once() -> None:
     mask = Ragged.of([[0, 0, 0, 1, 1], [0, 0, 0, 1, 1, 1], [0, 0, 0, 1]], bool)
     # Three of the prompt, then all but the last token of each response.
     assert packing.pack(make_ids(0, 1, 3), tokens, mask).num_rows == 3 + 1 + 2 + 0
-    assert packing.pack(make_ids(0, 3, 1), tokens, mask).num_rows == 4 + 5 + 3
+    assert packing.pack(make_ids(0, 1, 3), tokens, mask).num_shared == 3 + 3
+    assert packing.pack(make_ids(0, 3, 1), tokens, mask).num_rows == 3 + 1 + 2 + 0, "of three groups, as a system message"
     assert packing.pack(make_ids(0, 1, 3), tokens, mask, share_prompts=False).num_rows == 4 + 5 + 3
 
 
-def test_samples_of_a_group_with_different_prompts_share_nothing() -> None:
+def test_samples_with_different_prompts_share_what_these_begin_with() -> None:
     tokens, mask = Ragged.of([[5, 6, 8], [5, 7, 8]], np.int32), Ragged.of([[0, 0, 1], [0, 0, 1]], bool)
-    assert packing.pack(make_ids(0, 1, 2), tokens, mask).num_rows == 4
+    assert packing.pack(make_ids(0, 1, 2), tokens, mask).num_rows == 3
+    assert packing.pack(make_ids(0, 1, 2), Ragged.of([[5, 6, 8], [4, 6, 8]], np.int32), mask).num_rows == 4
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10_000), st.booleans())
+def test_each_beginning_that_sequences_have_in_common_has_one_row_for_each_of_its_tokens(seed: int, has_experts: bool) -> None:
+    rng = np.random.default_rng(seed)
+    tokens = Ragged.of([rng.integers(0, 3, rng.integers(2, 9)) for _ in range(rng.integers(1, 9))], np.int32)
+    experts = Ragged(rng.integers(0, 2, (len(tokens.values), 1, 1)).astype(np.int16), tokens.offsets) if has_experts else None
+    mask = Ragged(rng.random(len(tokens.values)) < 0.4, tokens.offsets)
+    mask.values[tokens.offsets[:-1]] = False
+    packed = packing.pack(make_ids(0, len(tokens), 1), tokens, mask, experts=experts)
+    seen: dict[tuple[bytes, ...], int] = {}
+    for start, end in itertools.pairwise(tokens.offsets.tolist()):
+        begun: tuple[bytes, ...] = ()
+        for at in range(start, end):
+            begun += (tokens.values[at].tobytes() + (b"" if experts is None else experts.values[at].tobytes()),)
+            if packed.row_of_token[at] >= 0:
+                assert packed.row_of_token[at] == seen.setdefault(begun, len(seen))
+    assert packed.num_rows == len(seen)
+
+
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_branches_and_forks_train_with_what_they_share_once_as_they_would_without(name: str) -> None:
+    """A tree: the stem is trained in the parent, and stands unmasked before what each branch said; one of them was branched itself."""
+    rng = np.random.default_rng(3)
+    stem, limb = rng.integers(2, VOCABULARY, 40), rng.integers(20, VOCABULARY, 17)
+    ends = [np.append(2 + i, rng.integers(2, VOCABULARY, size)) for i, size in enumerate((9, 12, 5, 21, 8))]
+    paths = [[stem, ends[0]], [stem, ends[1]], [stem, limb, ends[2]], [stem, limb, ends[3]], [stem, limb[:9], ends[4]]]
+    tokens = Ragged.of([np.concatenate(path) for path in paths], np.int32)
+    starts = [10, len(stem), len(stem), len(stem) + len(limb), len(stem) + 9]
+    mask = Ragged.of([np.arange(len(row)) >= start for row, start in zip(map(np.concatenate, paths), starts, strict=True)], bool)
+    ids = np.concatenate([make_ids(0, 1, 1), make_ids(1, 1, 4)])
+    _, model = two_models(name)
+    results = []
+    for shares in (True, False):
+        model.zero_grad()
+        packed = packing.pack(ids, tokens, mask, share_prompts=shares)
+        logprobs, _ = token_logprobs(packing.forward_logits(model, packed), packed.targets)
+        (logprobs * torch.linspace(-1, 2, len(logprobs))).sum().backward()
+        results.append((packed.num_rows, logprobs.detach(), gradient(model)))
+    (few, ours, of_ours), (many, theirs, of_theirs) = results
+    assert few == len(stem) + len(limb) + sum(len(end) - 1 for end in ends)
+    assert few < 0.6 * many
+    assert (ours - theirs).abs().max() <= 1e-6 * theirs.abs().max()
+    assert (of_ours - of_theirs).norm() <= 1e-6 * of_theirs.norm()
 
 
 def test_a_mask_on_the_first_token_is_refused() -> None:

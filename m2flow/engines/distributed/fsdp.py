@@ -72,6 +72,7 @@ from torch.distributed.tensor import Shard
 
 from m2flow.engines.contract import (
     NO_AGREEMENT,
+    NUM_SHARED,
     ZERO_BUBBLE,
     Agreement,
     EngineSettings,
@@ -490,7 +491,7 @@ class PipelinedTrain(FsdpTrain):
             if "same_weights" in batch:
                 reports = self._ranks.rank in self._reporters
                 agreement = self._agreed(Agreement.of_all([one.agreement for one in passes if one.weight and reports]))
-        return Sums(len(batch), int(num_masked.sum()), len(batch.ragged("tokens").values), metrics, agreement)
+        return Sums.of_passes(batch, int(num_masked.sum()), metrics, agreement)
 
     def _pass(self, batch: Batch, loss: Loss, weight: float) -> _Pass:
         top = self._top_ids(batch, loss) if TOP_LOGPROBS in loss.needs else 0
@@ -533,6 +534,7 @@ class PipelinedTrain(FsdpTrain):
         try:
             outputs = self._outputs(one.batch, one.packed, one.top)
             terms, one.metrics, one.agreement = self._terms_of(one.batch, one.loss, outputs)
+            one.metrics[NUM_SHARED] = float(one.packed.num_shared)
             return terms.sum() * one.weight
         except Exception as error:
             if self._output is None:

@@ -312,7 +312,7 @@ class RankedTrain(EmbeddedTrain):
             metrics = self._ranks.total({name: value * counted for name, value in metrics.items()})
             if "same_weights" in batch:
                 agreement = self._agreed(of_own if counted else NO_AGREEMENT)
-        return Sums(len(batch), int(num_masked.sum()), len(batch.ragged("tokens").values), metrics, agreement)
+        return Sums.of_passes(batch, int(num_masked.sum()), metrics, agreement)
 
     def _total(self, counts: Tensor) -> Tensor:
         """The sum over the ranks; of each share as often as there are ranks that see it. A rank that had no part of them may bring none."""

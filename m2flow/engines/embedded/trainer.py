@@ -7,8 +7,7 @@ Log-probabilities are those of softmax(logits / temperature), with the batch's `
 engine records them: before top-k and top-p, or with the column `sampling_mask` among the tokens that these left. They are computed in
 float32, some rows at a time (`token_logprobs`): forward keeps the logits alone, backward computes their gradient from them. Plain autograd
 would keep a log-softmax beside the logits, and two such gradients. Where logits would be many, they are computed some rows at a time too,
-again in the backward pass, and never kept (`Head`).
-The head of a critic or a reward model takes the place of the logits (`m2flow.engines.models.packing`).
+again in the backward pass, and never kept (`Head`). A critic's head takes the place of the logits (`m2flow.engines.models.packing`).
 
 Weights below float32 have float32 master weights (`m2flow.engines.models.optimizers`), which the option `masters: false` leaves out.
 
@@ -38,6 +37,7 @@ from torch import Tensor
 from m2flow.algorithms.losses import MOST_LOG_RATIO, correction_weights
 from m2flow.engines.contract import (
     NO_AGREEMENT,
+    NUM_SHARED,
     PER_GROUP,
     Agreement,
     EngineSettings,
@@ -356,7 +356,7 @@ _LOGPROB_TOKENS = 16384
 """Tokens of a forward pass without gradient. The option `logprob_tokens` overrides it."""
 OPTIONS = {
     "logprob_tokens": "Tokens of a forward pass without gradient, by default 16384.",
-    "share_prompts": "Compute a prompt that several samples share once; by default true.",
+    "share_prompts": "Compute what several samples begin with, such as their prompt, once; by default true.",
     "fp32_head": "Compute logits in float32 whatever the type of the weights, as the rollout engine's option does; by default false.",
     "head_logits": "Most logits (tokens times vocabulary) that exist at a time, by default 67108864; fewer take less memory.",
     "masters": "Step weights below float32 on float32 copies of them (4 bytes a weight), which checkpoints keep; by default true.",
@@ -453,7 +453,7 @@ class EmbeddedTrain(TrainEngine):
         if num_tokens := int(packing.num_masked(batch.ragged("loss_mask")).sum()):
             terms, metrics, agreement = self._terms(batch, objective.loss)
             terms.sum().backward()
-        return Sums(len(batch), num_tokens, len(batch.ragged("tokens").values), metrics, agreement)
+        return Sums.of_passes(batch, num_tokens, metrics, agreement)
 
     def apply(self, optimizer: Optimizer, denominator: float) -> Mapping[str, float]:
         return {**self._optimizers.step(optimizer, denominator), **self._expert_loads()}
@@ -684,7 +684,8 @@ class EmbeddedTrain(TrainEngine):
             packed = self._routers.balanced(packed, batch, loss.denominator if counts else None, self._source.balance)
         outputs = self._outputs(batch, packed, self._top_ids(batch, loss) if TOP_LOGPROBS in loss.needs else 0)
         routed = {} if self._routers is None else self._routers.counted(packed, counts=counts)
-        return self._terms_of(batch, loss, {**outputs, **routed})
+        terms, sums, agreement = self._terms_of(batch, loss, {**outputs, **routed})
+        return terms, {**sums, NUM_SHARED: float(packed.num_shared)}, agreement
 
     def _terms_of(self, batch: Batch, loss: Loss, outputs: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, float], Agreement]:
         """As `_terms`, of outputs that are there."""

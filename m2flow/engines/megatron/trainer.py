@@ -43,6 +43,7 @@ from torch import Tensor
 
 from m2flow.engines.contract import (
     NO_AGREEMENT,
+    NUM_SHARED,
     Agreement,
     EngineSettings,
     HeldCheckpoint,
@@ -245,7 +246,7 @@ class MegatronTrain(RankedTrain):
             metrics = self._summed(passes)
             if "same_weights" in batch:
                 agreement = self._agreed(Agreement.of_all([one.agreement for one in passes if one.weight]))
-        return Sums(len(batch), int(num_masked.sum()), len(batch.ragged("tokens").values), metrics, agreement)
+        return Sums.of_passes(batch, int(num_masked.sum()), metrics, agreement)
 
     def _cut(self, batch: Batch, weight: float, loss: Loss) -> list[Pass]:
         """The passes of this rank's samples, equally many on all ranks."""
@@ -330,6 +331,7 @@ class MegatronTrain(RankedTrain):
             return values.sum()
         try:
             terms, one.metrics, one.agreement = self._terms_of(one.batch, one.loss, one.outputs)
+            one.metrics[NUM_SHARED] = float(one.packed.num_shared)
             return terms.sum() * one.weight
         except Exception as error:  # The other stages wait for a gradient.
             self._failure = self._failure or error

@@ -1,11 +1,13 @@
-"""Run a micro-batch as one packed forward pass: no padding, each shared prompt once, demonstrations tokenised.
+"""Run a micro-batch as one packed forward pass: no padding, each shared beginning once, demonstrations tokenised.
 
     samples --pack--> Packed --forward_logits--> logits of the positions that predict a masked token
                              --forward_scalars-> a critic's values there; a reward model's score at the last token of each exchange
 
-The tokens of all samples lie one after the other in a single sequence [1, R] with explicit positions. Samples of one group
-whose tokens agree up to the first masked one share the rows of that prefix. Padding exists only inside attention: its rows are
-copied out to [S, L, H, D], right-padded, in a few buckets of similar length, where `is_causal` is the only mask needed.
+The tokens of all samples lie one after the other in a single sequence [1, R] with explicit positions. Samples that begin with the
+same tokens share their rows as far as that goes: a prompt, a system message, what an episode and its branches and forks have in
+common. Whether a token is under the mask does not matter there, since a row predicts for each sample its own next token. Padding
+exists only inside attention: its rows are copied out to [S, L, H, D], right-padded, in a few buckets of similar length, where
+`is_causal` is the only mask needed.
 The modelling code stays Hugging Face's; the attention function is registered with transformers' AttentionInterface.
 
 A window or a chunk is a mask [L, L] that a bucket's sequences share, where they are longer; soft caps and sinks have their scores in
@@ -15,7 +17,7 @@ memory, [S, H, L, L], as with transformers' own eager attention. What else a mod
 tokens = prompt + target + end of sequence;  loss_mask = False for the prompt, True for the rest. The cache is keyed by the texts,
 and cleared when it gets large.
 
-Limit: attention over a shared prompt is computed for each sample; only linear layers are saved there.
+Limit: attention over what is shared is computed for each sample; only linear layers are saved there.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from transformers import AttentionInterface
 
 from m2flow.engines.models.model_probe import NUM_JUDGED, Probe, Reach, explicit_attention, longest_sequence, scoring_of
 from m2flow.errors import DatasetError, EngineError
-from m2flow.samples import Batch, IdArray, Prompt, Ragged, SampleId, group_keys, sequences_of
+from m2flow.samples import Batch, IdArray, Prompt, Ragged, SampleId, sequences_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -156,6 +158,11 @@ class Packed:
     def num_rows(self) -> int:
         return int(self.input_ids.shape[1])
 
+    @property
+    def num_shared(self) -> int:
+        """Tokens that need no row of their own, since another sequence begins with the same."""
+        return int((self.row_of_token >= 0).sum()) - self.num_rows
+
 
 def pack(
     ids: IdArray, tokens: Ragged, loss_mask: Ragged, *, device: str = "cpu", share_prompts: bool = True, experts: Ragged | None = None
@@ -165,9 +172,10 @@ def pack(
     Tokens after a sample's last masked one are left out, since nothing that the loss sees depends on them.
 
     Args:
-        ids: int64 [N], packed identities; samples of one group may share their prompt's rows.
+        ids: int64 [N], packed identities, by which errors name a sample.
         tokens: int, ragged over N. loss_mask: bool, of the same lengths.
-        experts: int [tokens, layers, k], of the same lengths, -1 where unknown. A prompt is shared where its experts are the same, too.
+        experts: int [tokens, layers, k], of the same lengths, -1 where unknown. Rows are shared where their experts are the same, too.
+        share_prompts: whether samples share the rows of what they begin with.
     Returns:
         The packed micro-batch; T is the number of masked tokens, and may be 0.
     Raises:
@@ -180,18 +188,13 @@ def pack(
     if len(position_of_masked) and position_of_masked.min() == 0:
         sample = SampleId.unpack(ids[sample_of_masked[np.argmin(position_of_masked)]])
         raise EngineError(f"the loss mask of sample {sample} selects its first token, which nothing predicts")
-    # Masked positions ascend inside a sample: the first is the length of the prefix, the last that of the input.
-    prefix = np.zeros(len(ids), np.int64)
     length = np.zeros(len(ids), np.int64)
-    prefix[sample_of_masked[::-1]] = position_of_masked[::-1]
-    length[sample_of_masked] = position_of_masked
+    length[sample_of_masked] = position_of_masked  # They ascend inside a sample: the last one is the length of the input.
 
-    prefix_start, own_start, num_rows = _assign_rows(ids, tokens, prefix, length, share_prompts, experts)
     offsets = np.concatenate(([0], np.cumsum(length)))
     sample_of_input = np.repeat(np.arange(len(ids)), length)
     position = np.arange(offsets[-1]) - np.repeat(offsets[:-1], length)
-    in_prefix = position < prefix[sample_of_input]
-    row = position + np.where(in_prefix, prefix_start[sample_of_input], (own_start - prefix)[sample_of_input])
+    row, num_rows = _assign_rows(tokens, length, experts) if share_prompts else (np.arange(offsets[-1]), int(offsets[-1]))
 
     input_ids, position_ids = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)
     token_of_input = tokens.offsets[sample_of_input] + position
@@ -310,24 +313,58 @@ def check_model(model: PreTrainedModel, head: str = "lm") -> tuple[int, str]:
     return longest, rope
 
 
-def _assign_rows(
-    ids: IdArray, tokens: Ragged, prefix: IdArray, length: IdArray, share_prompts: bool, experts: Ragged | None
-) -> tuple[IdArray, IdArray, int]:
-    """Assign rows: the first of each sample's prefix, the first after it, and the number of rows."""
-    prefix_start, own_start = np.zeros(len(ids), np.int64), np.zeros(len(ids), np.int64)
-    known: dict[tuple[int, bytes, bytes], int] = {}
-    num_rows = 0
-    for i, group in enumerate(group_keys(ids).tolist()):
-        start = tokens.offsets[i]
-        routed = b"" if experts is None else experts.values[start : start + prefix[i]].tobytes()
-        key = (group, tokens.values[start : start + prefix[i]].tobytes(), routed)
-        shared = known.get(key) if share_prompts else None
-        if shared is None:
-            known[key] = shared = num_rows
-            num_rows += int(prefix[i])
-        prefix_start[i], own_start[i] = shared, num_rows
-        num_rows += int(length[i] - prefix[i])
-    return prefix_start, own_start, num_rows
+def _assign_rows(tokens: Ragged, length: IdArray, experts: Ragged | None) -> tuple[IdArray, int]:
+    """Assign a row to each input, sequence after sequence, and return how many there are.
+
+    A sequence has the rows of an earlier one as far as both begin alike: the one with which it has most in common, which is a neighbour of
+    its own in alphabetical order.
+    """
+    offsets, number = np.concatenate(([0], np.cumsum(length))), len(length)
+    letters = _letters(tokens, experts)
+    words = [letters[start : start + count] for start, count in zip(tokens.offsets[:-1].tolist(), length.tolist(), strict=True)]
+    order = sorted(range(number), key=lambda i: words[i].tobytes())
+    row, num_rows = np.zeros(offsets[-1], np.int64), 0
+    alike, of = _alike_earlier(words, order)
+    for i, (count, other) in enumerate(zip(alike, of, strict=True)):
+        start, num_own = int(offsets[i]), int(length[i]) - count
+        row[start : start + count] = row[offsets[other] : offsets[other] + count]
+        row[start + count : offsets[i + 1]] = np.arange(num_rows, num_rows + num_own)
+        num_rows += num_own
+    return row, num_rows
+
+
+def _letters(tokens: Ragged, experts: Ragged | None) -> npt.NDArray[np.void]:
+    """What must be the same of two inputs at each position: the token, and the experts that are replayed; as opaque bytes."""
+    parts = [np.ascontiguousarray(tokens.values.astype(np.int32)).view(np.uint8).reshape(-1, 4)]
+    if experts is not None:
+        flat = np.ascontiguousarray(experts.values.reshape(len(tokens.values), -1))
+        parts.append(flat.view(np.uint8).reshape(len(flat), -1))
+    joined = np.ascontiguousarray(np.concatenate(parts, axis=1))
+    return joined.view(np.dtype((np.void, joined.shape[1]))).reshape(-1)
+
+
+def _alike_earlier(words: list[npt.NDArray[np.void]], order: list[int]) -> tuple[list[int], list[int]]:
+    """How many letters each word has in common with an earlier one, at most, and which that is; `order` sorts the words."""
+    alike, of = [0] * len(words), [0] * len(words)
+    below, above = [at - 1 for at in range(len(order))], [at + 1 for at in range(len(order))]
+    place = {i: at for at, i in enumerate(order)}
+    for i in reversed(range(len(words))):  # The later ones leave, so that the neighbours of each are earlier than it.
+        at = place[i]
+        for near in (below[at], above[at]):
+            if 0 <= near < len(order) and (count := _num_alike(words[i], words[order[near]])) > alike[i]:
+                alike[i], of[i] = count, order[near]
+        if below[at] >= 0:
+            above[below[at]] = above[at]
+        if above[at] < len(order):
+            below[above[at]] = below[at]
+    return alike, of
+
+
+def _num_alike(one: npt.NDArray[np.void], other: npt.NDArray[np.void]) -> int:
+    """How many letters two words begin with alike."""
+    most = min(len(one), len(other))
+    differs = one[:most] != other[:most]
+    return int(differs.argmax()) if differs.any() else most
 
 
 def _lay_out(row: IdArray, sample_of_input: IdArray, position: IdArray, length: IdArray, num_rows: int, put: Any) -> AttentionLayout:

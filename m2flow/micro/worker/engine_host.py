@@ -273,6 +273,8 @@ class EngineHost:
         """Tokens generated here of samples that have left."""
         self._tallies: dict[int, update_semantics.UpdateTally] = {}
         self._minibatches = MiniBatches()
+        self._num_shared = 0
+        """Tokens that were trained on and did not go through the model again, since samples begin alike."""
         self._weight_syncs = WeightSyncs(worker, shared_prefix, models, weights, recorder)
         self._stop_above = weights.checks.stop_above
         of_train = settings["train"].options if "train" in settings else {}
@@ -591,6 +593,9 @@ class EngineHost:
                     raise
                 raise OpError(f"the loss {objective.loss.name} raised {error!r}", remote=traceback.format_exc()) from error
             span.set(num_tokens=sums.num_context_tokens)
+            if sums.num_shared_tokens:
+                self._num_shared += sums.num_shared_tokens
+                self._recorder.count(SHARED_TOKENS, self._num_shared)
         tally.add(sums, rows, epoch=epoch)
 
     @accounted("train")
@@ -748,6 +753,8 @@ def _digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
     return digest((name, weight) for name, weight in to_wire(tensors) if not isinstance(weight, Tied))
 
 
+SHARED_TOKENS = "tokens shared in training"
+"""Counter of the tokens in training that went through a model once for several samples, since these begin alike; but for the first."""
 PEAKS = {"host": "peak memory bytes", "GPU": "peak gpu memory bytes"}
 """Counters of the most that a process has taken so far, by where."""
 _STEP_BYTES = 1 << 20

@@ -198,6 +198,7 @@ def added(*parts: Sums) -> Sums:
         sum(part.num_context_tokens for part in parts),
         dict(metrics),
         Agreement.of_all([part.agreement for part in parts]),
+        sum(part.num_shared_tokens for part in parts),
     )
 
 
