@@ -746,6 +746,8 @@ class Episodes:
         last: Any = (of_first or said)[-1][-1] if said else {"finish": Finish.STOP, "text": ""}
         made = episode.transcript.generated(episode.id, Finish(last["finish"]), str(last["text"]), columns)
         record: Any = made.columns["episode"]
+        if speakers := episode.start.bounds.speakers:
+            record = {**record, "speakers": dict(speakers)}
         self._ended.append(replace(made, columns={**made.columns, "episode": {**record, **added}}))
 
     # What stands for the engine where samples are generated

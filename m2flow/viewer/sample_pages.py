@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
 
 import msgspec
 import numpy as np
@@ -24,7 +24,7 @@ from m2flow.errors import InternalError, SpecError
 from m2flow.micro.records.ledger import ENDINGS
 from m2flow.micro.records.sample_query import Conversation, Entry, SampleQuery
 from m2flow.observe.spans import SpanName
-from m2flow.samples import Batch, Finish, SampleId, Segment, expanded_experts, group_indices, prompt_positions
+from m2flow.samples import Batch, Finish, SampleId, Segment, expanded_experts, group_indices, prompt_positions, records_of
 from m2flow.viewer.run_trace import FUNCTION, SAMPLE, TRAIN, RunTrace, evaluation_calls
 
 if TYPE_CHECKING:
@@ -389,6 +389,20 @@ _BEFORE = 6
 
 
 @final
+class Block(msgspec.Struct):
+    """A run of an episode's tokens of one origin: a turn, or what stands before or between turns."""
+
+    start: int
+    """Place of its first token in the row."""
+    end: int
+    is_turn: bool
+    """Whether it was sampled in this episode."""
+    title: str
+    trained: str
+    """By which update, or why by none; empty: nobody trains such tokens, or nobody has yet."""
+
+
+@final
 class SamplePage(msgspec.Struct):
     """One sample with its texts, tokens, rewards and events. Lists of tokens have one entry a token."""
 
@@ -425,6 +439,8 @@ class SamplePage(msgspec.Struct):
     response_tokens: int
     conversations: list[Conversation]
     """Of an episode with several; otherwise empty."""
+    blocks: list[Block]
+    """Of an episode with several turns or conversations; otherwise empty."""
 
 
 def sample_page(run_dir: Path, call: int, prompt: int, member: int) -> SamplePage:
@@ -453,10 +469,11 @@ def sample_pages(run_dir: Path, wanted: Sequence[int]) -> Iterator[SamplePage]:
     with SampleQuery(run_dir) as query:
         for entry in query.entries(f"id IN ({', '.join(map(str, map(int, wanted)))})"):
             call, prompt, member = map(int, entry.sample.split("/"))
-            yield _page(entry, query.rows_of(SampleId(call, prompt, member).pack()), SampleId(call, prompt, member), tokenizer)
+            who = SampleId(call, prompt, member)
+            yield _page(entry, query.rows_of(who.pack()), who, tokenizer, query.updates_on(who.pack()))
 
 
-def _page(entry: Entry, row: Batch, who: SampleId, tokenizer: Tokenizer | None) -> SamplePage:
+def _page(entry: Entry, row: Batch, who: SampleId, tokenizer: Tokenizer | None, updates: Sequence[str]) -> SamplePage:
     tokens = [int(token) for token in row.ragged("tokens").values] if "tokens" in row else []
     shown = tokens[:MOST_TOKENS]
     pieces = pieces_of(tokenizer, shown) if tokenizer else [str(token) for token in shown]
@@ -488,7 +505,57 @@ def _page(entry: Entry, row: Batch, who: SampleId, tokenizer: Tokenizer | None) 
         prompt_tokens=entry.prompt_tokens,
         response_tokens=entry.response_tokens,
         conversations=entry.conversations,
+        blocks=blocks_of(row, entry, updates),
     )
+
+
+def blocks_of(row: Batch, entry: Entry, updates: Sequence[str]) -> list[Block]:
+    """Divide an episode's row by who said what, with which of these updates trained it; empty where it is one prompt and turn."""
+    if "segment_kinds" not in row:
+        return []
+    kinds = [Segment(int(kind)) for kind in row.ragged("segment_kinds").values]
+    if len(entry.conversations) < 2 and not {Segment.TOOL, Segment.SHARED} & set(kinds):
+        return []
+    tokens, record = row.ragged("tokens").values, records_of(row)[0]
+    named, roles = iter(record.get("conversations", ())), record.get("speakers", {})
+    own_role = entry.call.partition(".")[0]
+    begun: dict[str, list[int]] = {}
+    """Conversation -> where its sequences begin."""
+    blocks, ends = list[Block](), np.cumsum(row.ragged("segment_lengths").values).tolist()
+    reward_of = {one.name: one.reward for one in entry.conversations}
+    whose, role, turn = "the model", own_role, 0
+    for kind, start, end in zip(kinds, [0, *ends], ends, strict=False):
+        title, trained, common = "Tools, users, the environment", "", 0
+        match kind:
+            case Segment.PROMPT:
+                title, one = "Prompt", next(named, None)
+                if one is not None:
+                    by, before, turn = one.get("by", ""), begun.get(one["name"]) or begun.get(one["parent"], []), 0
+                    whose, role = (f"{one['name']}, by {by}" if by else one["name"]), (roles.get(by, by) if by else own_role)
+                    reward = reward_of.get(one["name"])
+                    title = f"Prompt of {whose}" + ("" if reward is None else f", reward {reward:.5g}")
+                    common = max((_num_alike(tokens, at, start, end) for at in before), default=0)
+                    begun.setdefault(one["name"], []).append(start)
+                    if common:
+                        said = one["name"] if begun[one["name"]][1:] else one["parent"]
+                        blocks.append(Block(start, start + common, False, f"What was said in {said} before", "trained there"))
+            case Segment.GENERATED | Segment.SHARED:
+                turn += 1
+                title = f"Turn {turn} of {whose}"
+                update = next((name for name in updates if name.startswith(f"{role}.")), "")
+                trained = f"trained by {update}" if update else "trained by nobody" if updates else ""
+                if kind is Segment.SHARED:
+                    title, trained = f"{title}, of the episode that this is a branch of", "trained there"
+        if end > start + common:
+            blocks.append(Block(start + common, end, kind is Segment.GENERATED, title, trained))
+    return blocks
+
+
+def _num_alike(tokens: npt.NDArray[Any], one: int, start: int, end: int) -> int:
+    """How many tokens from `start` to `end` are those from another place on."""
+    ours = tokens[start:end]
+    differs = ours != tokens[one : one + len(ours)]
+    return int(differs.argmax()) if differs.any() else len(ours)
 
 
 def pieces_of(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:

@@ -463,6 +463,41 @@ def test_samples_read_as_separate_conversations_in_the_terminal_and_in_the_viewe
         assert one.start == 0 or page.kinds[one.start - 1] != 0, "a prompt begins there"
 
 
+@agent
+async def forks(chat: Chat, row: Sample) -> float:
+    await chat.say(str(row.prompt), max_tokens=6)
+    aside = chat.fork()
+    await aside.say("aside", max_tokens=6)
+    await chat.say("on", max_tokens=6)
+    return 1.0
+
+
+@flow
+def forked() -> None:
+    policy = Policy("fake", optimizer=AdamW(1e-3))
+    for _ in steps(1):
+        episodes = policy.rollout(forks, Dataset([{"prompt": "begin"}], name="rows").take(1), n=2, max_tokens=80, max_conversations=2)
+        policy.update(episodes, episodes.reward)
+
+
+def test_the_viewer_tells_what_a_fork_goes_on_from_from_what_is_its_own(tmp_path):
+    run = SteppedRun(forked, {}, spec_of("split"), RunSettings(runs_dir=str(tmp_path / "runs")))
+    run.execute()
+    with SampleQuery(run.run_dir) as query:
+        entry = next(iter(query.entries("")))
+    page = sample_page(run.run_dir, *map(int, entry.sample.split("/")))
+    titles = [(block.title.partition(",")[0], block.trained) for block in page.blocks]
+    update = "trained by policy.update"
+    assert titles == [
+        ("Prompt of main", ""), ("Turn 1 of main", update), ("Tools", ""), ("Turn 2 of main", update),
+        ("What was said in main before", "trained there"), ("Prompt of main/1", ""), ("Turn 1 of main/1", update),
+    ]  # fmt: skip
+    shared = page.blocks[4]
+    first_two = page.blocks[1].end
+    assert (shared.end - shared.start) >= first_two
+    assert page.pieces[shared.start : shared.start + first_two] == page.pieces[:first_two]
+
+
 @pytest.mark.parametrize("more", [{"max_conversations": 2}, {"history": "fork"}, {}])
 def test_a_trainer_that_does_not_declare_that_it_reads_rows_of_several_sequences_is_refused_by_the_plan(monkeypatch, more):
     @flow

@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 
 import msgspec
@@ -26,6 +27,7 @@ from m2flow.micro.lowering.passes import lower
 from m2flow.micro.protocol import update_semantics
 from m2flow.micro.protocol.cost_terms import EngineId, Footprint, Layout
 from m2flow.micro.protocol.plan import Choice, Seat
+from m2flow.micro.records.sample_query import SampleQuery
 from m2flow.recipe import AdamW, Model, Sampling
 from m2flow.recipe import Episodes as Bounds
 from m2flow.samples import Batch, Ragged
@@ -33,6 +35,7 @@ from m2flow.spec import ClusterSpec, FunctionSpec, PinSpec, PoolSpec, RolloutSpe
 from m2flow.testing.fakes import FakeRollout
 from m2flow.testing.random_programs import ADVERSARIES, Dice, difference_of, make_cluster, make_policies, scheduled
 from m2flow.testing.world import Answer, run_eager, run_planned
+from m2flow.viewer.sample_pages import sample_page
 
 pytest_plugins = ["small_runs"]
 pytestmark = pytest.mark.usefixtures("quick")
@@ -121,6 +124,26 @@ def test_stale_episodes_that_are_stopped_go_on_with_other_weights_of_each_speake
         assert difference_of(planned, eager) is None
     assert num_mixed
     assert num_apart > num_mixed, "in some each speaker has one version, and they differ"
+
+
+def test_the_viewer_says_of_each_run_of_tokens_who_said_it_and_by_whom_it_is_trained(tmp_path):
+    run = SteppedRun(contest, {"num_steps": 1, "n": 2}, spec_of("split"), RunSettings(runs_dir=str(tmp_path / "runs")))
+    run.execute()
+    with SampleQuery(run.run_dir) as query:
+        ids = [entry.sample for entry in query.entries("ending = 'consumed'") if len(entry.conversations) == 3]
+    assert ids
+    for one in ids:
+        page = sample_page(run.run_dir, *map(int, one.split("/")))
+        assert [(block.start, block.end) for block in page.blocks] == list(pairwise([0, *(block.end for block in page.blocks)]))
+        assert page.blocks[-1].end == len(page.pieces)
+        assert [i for i, kind in enumerate(page.kinds) if kind == 1] == [i for b in page.blocks if b.is_turn for i in range(b.start, b.end)]
+        said = {block.title.partition(" of ")[2]: block.trained for block in page.blocks if block.is_turn}
+        assert said == {
+            "main": "trained by policy.update",
+            "other, by rival": "trained by rival.update",
+            "verdict, by judge": "trained by nobody",
+        }
+        assert not any(block.trained for block in page.blocks if not block.is_turn)
 
 
 @pytest.mark.slow

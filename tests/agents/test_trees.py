@@ -19,6 +19,7 @@ from m2flow.engines.contract import Generated
 from m2flow.errors import M2FlowError, StateLost, TraceError
 from m2flow.macro.ops import EpisodeRows
 from m2flow.macro.tracing import trace
+from m2flow.micro.records.sample_query import SampleQuery
 from m2flow.micro.worker.engine_host import episodes_of
 from m2flow.recipe import AdamW
 from m2flow.recipe import Episodes as Bounds
@@ -26,6 +27,7 @@ from m2flow.samples import Batch, SampleId, Segment
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, RunSettings, TrainSpec
 from m2flow.testing.random_programs import Dice, difference_of, make_cluster
 from m2flow.testing.world import Answer, run_eager, run_planned
+from m2flow.viewer.sample_pages import sample_page
 
 pytest_plugins = ["small_runs"]
 pytestmark = pytest.mark.usefixtures("quick")
@@ -259,6 +261,23 @@ def test_episodes_in_which_the_model_never_spoke_are_played_again_by_branches_at
     refused = run_eager(of_silent_ones, {"at": "1"}, SPEC).error
     assert "has no turn 1: it has no whole turn" in refused
     assert run_planned(of_silent_ones, {"at": "1"}, SPEC).error == refused
+
+
+def test_the_viewer_tells_turns_of_a_branch_from_those_of_the_episode_that_it_is_a_branch_of(tmp_path):
+    run = SteppedRun(trees, SMALL, spec_of("split"), RunSettings(runs_dir=str(tmp_path / "runs")))
+    run.execute()
+    num_shared = 0
+    with SampleQuery(run.run_dir) as query:
+        branches = [entry.sample for entry in query.entries("ending = 'consumed'") if entry.call == "policy.branch"]
+    for one in branches:
+        page = sample_page(run.run_dir, *map(int, one.split("/")))
+        turns = [block for block in page.blocks if block.title.startswith("Turn ")]
+        is_own = [block.is_turn for block in turns]
+        assert is_own == sorted(is_own), "its own are the last"
+        assert all(block.trained == ("trained by policy.update" if block.is_turn else "trained there") for block in turns)
+        assert all(("a branch of" in block.title) is not block.is_turn for block in turns)
+        num_shared += is_own.count(False)
+    assert num_shared
 
 
 def test_a_branch_that_is_stopped_after_any_step_and_goes_on_elsewhere_is_the_same(loop):

@@ -357,6 +357,11 @@ class SampleQuery:
         segment, *place = self._rows("SELECT segment, offset, size, checksum FROM samples WHERE id = ?", (packed,))[0]
         return self._row((segment, *place), packed)
 
+    def updates_on(self, packed: int) -> list[str]:
+        """The names of the calls that trained on a sample, each once: `rival.update`."""
+        asked = "SELECT DISTINCT calls.name FROM consumption JOIN calls ON calls.ordinal = update_call WHERE sample = ? ORDER BY calls.name"
+        return [name for (name,) in self._rows(asked, (packed,))]
+
     def _entry(self, packed: int, values: Sequence[Any]) -> Entry:
         known = dict(zip(COLUMNS, values, strict=True))
         del known["parts"]  # Terms of the last reward alone.

@@ -52,7 +52,7 @@ function fill(place, page, mode, advantage) {
     if (background) made.style.background = background;
     return made;
   });
-  place.replaceChildren(...(page.kinds.includes(2) || page.conversations.length ? conversation(page, parts) : parts));
+  place.replaceChildren(...(page.blocks.length ? conversation(page, parts) : parts));
   place.onpointermove = (event) => {
     const i = event.target.dataset?.i;
     if (i === undefined) return hideTip();
@@ -62,24 +62,12 @@ function fill(place, page, mode, advantage) {
   place.onpointerleave = hideTip;
 }
 
-/** A block for each turn of an episode: what the model said, and what tools, users or an environment said in between. Conversations follow
- *  each other, each from its own prompt. */
+/** A block for each turn of an episode, and for what stands between them: who said it, and by whom it is trained. */
 function conversation(page, parts) {
-  const blocks = [];
-  const begins = new Map(page.conversations.map((one) => [one.start, one]));
-  let turn = 0, whose = "the model", prompt = "Prompt";
-  for (let from = 0, to; from < parts.length; from = to) {
-    const kind = page.kinds[from], one = begins.get(from);
-    if (one) {
-      const reward = one.reward === null ? "" : `, reward ${number(one.reward, 5)}`;
-      whose = one.by ? `${one.name}, by ${one.by}` : one.name;
-      [turn, prompt] = [0, `Prompt of ${whose}${reward}`];
-    }
-    for (to = from + 1; to < parts.length && page.kinds[to] === kind && !begins.has(to); to += 1);
-    const said = kind === 1 ? `Turn ${(turn += 1)} of ${whose}` : kind === 0 ? prompt : "Tools, users, the environment";
-    blocks.push(el("div", { class: kind === 1 ? "turn generated" : "turn" }, el("h3", {}, said, el("span", { class: "quiet" }, `${count(to - from)} ${to - from === 1 ? "token" : "tokens"}`)), parts.slice(from, to)));
-  }
-  return blocks;
+  return page.blocks.filter(({ start }) => start < parts.length).map(({ start, end, is_turn: isTurn, title, trained }) =>
+    el("div", { class: isTurn ? "turn generated" : "turn" },
+      el("h3", {}, title, el("span", { class: "quiet" }, `${count(end - start)} ${end - start === 1 ? "token" : "tokens"}${trained ? `, ${trained}` : ""}`)),
+      parts.slice(start, end)));
 }
 
 /** Mixed into the background, so that text stays readable in both themes. */
