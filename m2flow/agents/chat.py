@@ -422,7 +422,8 @@ class Chat:
         self._check_whole()
         usual = self._table.stop_of.get(self.by, self._table.stop)
         texts = usual if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
-        Sampling(1, stop=texts)  # It raises here what would end the engine there.
+        if stop is not None:
+            Sampling(1, stop=texts)  # It raises here what would end the engine there.
         if max_tokens is not None and max_tokens > 0:  # With less the turn is empty.
             check_count("max_tokens", max_tokens)
         self._is_busy = True

@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import math
 import sys
 import threading
@@ -52,6 +53,7 @@ from m2flow.agents.tools import EpisodeFailed, Outcome, ToolCall
 from m2flow.engines.contract import Generated, Language, Occupancy, Request, RolloutEngine
 from m2flow.errors import InternalError, M2FlowError, PromptTooLong
 from m2flow.recipe import Episodes as Bounds
+from m2flow.recipe import Sampling
 from m2flow.samples import MAIN, Batch, Finish, Sample, SampleId, Segment, keyed_bits
 
 _PATIENCE_S = 0.01
@@ -518,12 +520,26 @@ class EventLoop:
         self.threads = ThreadPoolExecutor(_MOST_THREADS, thread_name_prefix="tool")
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(self.threads)  # asyncio's own has a few threads more than there are cores.
+        self._calls: deque[tuple[Callable[..., object], tuple[object, ...]]] = deque()
+        self._is_woken = False
         self._thread = threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True)
         self._thread.start()
 
     def call(self, function: Callable[..., object], *args: object) -> None:
-        """Have the loop call a function."""
-        self._loop.call_soon_threadsafe(function, *args)
+        """Have the loop call a function. What is asked for before the loop gets to it wakes it once."""
+        self._calls.append((function, args))
+        if not self._is_woken:
+            self._is_woken = True
+            self._loop.call_soon_threadsafe(self._call_all)
+
+    def _call_all(self) -> None:
+        self._is_woken = False  # Before the first is taken: one that comes from now on is taken below, or wakes the loop again.
+        while self._calls:
+            function, args = self._calls.popleft()
+            try:
+                function(*args)
+            except Exception as error:
+                self._loop.call_exception_handler({"message": f"{function!r} raised", "exception": error})
 
     def begin(self, episode: _Episode) -> None:
         """Begin an episode; to be called by the loop."""
@@ -598,7 +614,8 @@ class Episodes:
     def post(self, message: Callable[[], None]) -> None:
         """Have the worker's thread do something at its next step. Any thread may call this."""
         self._posted.append(message)
-        self._has_posted.set()
+        if not self._has_posted.is_set():  # It is cleared before what was posted is read.
+            self._has_posted.set()
 
     def show(self, packed: int, trace: str) -> None:
         """Print the first few errors of agents."""
@@ -618,7 +635,7 @@ class Episodes:
         seed = keyed_bits(episode.start.request.seed, path, episode.occurrences[path], *branch)
         episode.occurrences[path] += 1
         drawn = dict(episode.start.bounds.drawn_by).get(asked.by, episode.start.request.sampling)
-        sampling = replace(drawn, max_new_tokens=asked.max_new_tokens, stop=asked.stop)
+        sampling = _sampling_of(drawn, asked.max_new_tokens, asked.stop)
         turn.request = request = Request(episode.id, tuple(context), seed, sampling)
         recorded = episode.recorded.get(asked.name)
         if recorded is not None and not recorded.is_used_up:
@@ -870,6 +887,12 @@ class Episodes:
         """How full the engine is; episodes between two turns count as running."""
         found = self._engine.occupancy()
         return found._replace(num_running=found.num_running + self.num_away)
+
+
+@functools.lru_cache(maxsize=4096)
+def _sampling_of(drawn: Sampling, max_new_tokens: int, stop: tuple[str, ...]) -> Sampling:
+    """How a turn is drawn. Kept, since checking the options takes longer than all else that a turn needs here."""
+    return replace(drawn, max_new_tokens=max_new_tokens, stop=stop)
 
 
 def _request_of(turn: _Turn) -> Request:

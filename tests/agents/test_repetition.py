@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -291,3 +292,16 @@ def test_a_tool_with_effects_is_not_run_before_the_model_has_said_anything(loop)
     episodes.begin([start_of(0, hasty)])
     (made,) = played(episodes).values()
     assert made.columns["failure"] == "invalid"
+
+
+def test_the_loop_does_all_that_it_is_asked_for_in_order_also_after_what_raises(loop):
+    loop._loop.set_exception_handler(lambda *_: None)
+    found: list[int] = []
+    done = threading.Event()
+    for number in range(2000):
+        loop.call(found.append, number)
+        if not number % 100:
+            loop.call(int, "no number")
+    loop.call(done.set)
+    assert done.wait(60)
+    assert found == list(range(2000))
