@@ -224,6 +224,21 @@ def test_ranks_send_what_they_hold_of_experts_that_modules_stack_under_the_names
         assert "model.layers.3.mlp.experts.3.up_proj.weight" in [entry.name for entry in found]
 
 
+def num_group_threads() -> int:
+    """Threads of this process that are those of process groups. The kernel has names of 15 characters."""
+    names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
+    return sum("gloo" in name for name in names)
+
+
+def test_a_trainer_that_has_stopped_leaves_no_threads_of_its_groups(model: Model, followers: Followers) -> None:
+    engine = Mirrored(FsdpTrain, model, EngineSettings(options={"tp": 2}), followers)
+    engine.start()
+    step(engine, samples(VOCABULARY))
+    assert num_group_threads() > 0
+    engine.stop()
+    assert num_group_threads() == 0
+
+
 def test_a_number_of_tensor_ranks_that_can_t_be_is_refused(model: Model, followers: Followers) -> None:
     engine = Mirrored(FsdpTrain, model, EngineSettings(options={"tp": 3}), followers)
     with pytest.raises(EngineError, match="tp is 3, which does not divide 2 ranks"):

@@ -230,6 +230,7 @@ class FsdpTrain(RankedTrain):
         self._exchanges, self._is_partial = {}, False
         super().stop()
         self._mesh = None  # Its groups end with the last trainer's: one of them may be that of all ranks.
+        tensor_parallel.forget_meshes()
         self._ranks.close()
 
     def _forward(self, packed: packing.Packed) -> Tensor:

@@ -12,6 +12,7 @@ left makes a pass whose result counts nothing. How gradients add up over ranks, 
 from __future__ import annotations
 
 import datetime
+import gc
 import itertools
 import json
 import math
@@ -113,6 +114,7 @@ class Ranks:
             (self._leaving or [dist.destroy_process_group])[0]()
             self._leaving.clear()
             sys.excepthook = self._hooks.pop()
+            gc.collect()  # Modules that were spread over ranks refer to each other, and to groups.
 
     def neighbours(self, count: int) -> Any:
         """A group of neighbouring ranks: 0 to count - 1, the next, and so on. It lives until the process's last trainer is closed."""

@@ -61,7 +61,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Shard, _redistribute, debug, distribute_tensor
+from torch.distributed.tensor import Shard, _collective_utils, _redistribute, debug, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from m2flow.engines.distributed import COLWISE, ROWWISE, STACKED, STAGED, SUMMED, plan_of
@@ -75,15 +75,25 @@ _STYLES = {COLWISE: ColwiseParallel, ROWWISE: RowwiseParallel}
 
 def grid(device: str, num_ranks: int, tp: int, pp: int = 1) -> DeviceMesh:
     """Make the device mesh of all ranks, `stage` times `data` times `tensor`, with neighbours in a tensor group. Collective."""
-    _forget_meshes()
+    forget_meshes()
     return init_device_mesh(torch.device(device).type, (pp, num_ranks // (tp * pp), tp), mesh_dim_names=("stage", "data", "tensor"))
 
 
-def _forget_meshes() -> None:
-    """Make DTensor forget what it remembers by mesh: an equal mesh of a trainer that has ended has groups that are gone, or others now."""
+def forget_meshes() -> None:
+    """Make DTensor forget what it remembers by mesh.
+
+    An equal mesh of a trainer that has ended has groups that are gone, or others now. And what is remembered keeps these groups, of which
+    each has threads that wake a hundred times a second.
+    """
     _redistribute._gen_transform_infos.cache_clear()
-    for name in ("_clear_sharding_prop_cache", "_clear_python_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache"):
-        getattr(debug, name, int)()  # By release of torch.
+    _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
+    for module, name in (
+        (_redistribute, "clear_redistribute_planner_cache"),
+        (debug, "_clear_sharding_prop_cache"),
+        (debug, "_clear_python_sharding_prop_cache"),
+        (debug, "_clear_fast_path_sharding_prop_cache"),
+    ):
+        getattr(module, name, int)()  # By release of torch.
 
 
 Summed = list[tuple[torch.nn.Module, str]]
@@ -222,7 +232,7 @@ def add_up(summed: Summed, mesh: DeviceMesh) -> None:
 
 def expert_grid(device: str, num_ranks: int, count: int, pp: int = 1) -> DeviceMesh:
     """Make the device mesh of a stage's ranks, `replica` times `expert`, with `count` neighbours in an expert group. All ranks call it."""
-    _forget_meshes()
+    forget_meshes()
     sizes = (pp, num_ranks // (count * pp), count)
     mesh = init_device_mesh(torch.device(device).type, sizes, mesh_dim_names=("stage", "replica", "expert"))["replica", "expert"]
     mesh._flatten("data")  # Sums over all of them, as of norms, are then one collective.
