@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import os
@@ -230,13 +231,18 @@ def num_group_threads() -> int:
     return sum("gloo" in name for name in names)
 
 
-def test_a_trainer_that_has_stopped_leaves_no_threads_of_its_groups(model: Model, followers: Followers) -> None:
-    engine = Mirrored(FsdpTrain, model, EngineSettings(options={"tp": 2}), followers)
-    engine.start()
-    step(engine, samples(VOCABULARY))
-    assert num_group_threads() > 0
-    engine.stop()
-    assert num_group_threads() == 0
+def test_trainers_that_have_stopped_leave_no_threads_of_their_groups(model: Model, followers: Followers) -> None:
+    left = []
+    for _ in range(3):
+        engine = Mirrored(FsdpTrain, model, EngineSettings(options={"tp": 2}), followers)
+        engine.start()
+        step(engine, samples(VOCABULARY))
+        assert num_group_threads() > 0
+        engine.stop()
+        del engine
+        gc.collect()
+        left.append(num_group_threads())
+    assert left == [0, 0, 0]
 
 
 def test_a_number_of_tensor_ranks_that_can_t_be_is_refused(model: Model, followers: Followers) -> None:
