@@ -92,7 +92,7 @@ def spawn(
     environment = worker_environment(settings.threads, token, path, gpus, deterministic=settings.deterministic)
     name = rank_tag(settings.tag, settings.rank_group.rank)
     if server is not None:
-        if (forked := server.fork(settings, name, output, environment)) is not None:
+        if (forked := server.fork(settings, WORKER, name, output, environment)) is not None:
             return forked
         os.write(output if isinstance(output, int) else output.fileno(), b"[a process of its own: there is no fork server any more]\n")
     process = subprocess.Popen(

@@ -107,7 +107,7 @@ _ENGINES = (
 )
 """What is loaded before a worker with a model is forked: torch and transformers with what engines use of them."""
 WORKER = "m2flow.micro.worker.worker_process"
-"""The module whose `main` is the process of a worker or of a rank of one."""
+"""The module whose `main` is the process of a worker, and of a rank of one."""
 _LOOKS_S = 0.01
 _ANSWERS_WITHIN_S = 60.0
 """For a process of one thread, whose modules are loaded; after that it counts as stopped or hung."""
@@ -173,10 +173,13 @@ class ForkServer:
                     return
             time.sleep(_LOOKS_S)
 
-    def fork(self, settings: WorkerSettings, name: str, output: IO[bytes] | int, environment: Mapping[str, str]) -> Forked | None:
+    def fork(
+        self, settings: WorkerSettings, module: str, name: str, output: IO[bytes] | int, environment: Mapping[str, str]
+    ) -> Forked | None:
         """Fork a process; None, if this server can't any more.
 
         Args:
+            module: its `main` is called.
             output: receives what it prints.
         """
         with self._lock:
@@ -188,7 +191,7 @@ class ForkServer:
                 link, printed = self._link(_loaded_for(settings.engines)), output if isinstance(output, int) else output.fileno()
                 if not self._is_ready(link, _LOADS_WITHIN_S):
                     raise OSError("no fork server is ready")
-                return Forked(_ask_for(link, _request_for(settings, name, environment), printed))
+                return Forked(_ask_for(link, _request_for(settings, module, name, environment), printed))
             except OSError:
                 self._end()
                 return None
@@ -309,9 +312,10 @@ def _loaded_for(slots: Iterable[EngineSlot]) -> tuple[str, ...]:
     return _ENGINES if has_model(slots) else ()
 
 
-def _request_for(settings: WorkerSettings, name: str, environment: Mapping[str, str]) -> Fork:
+def _request_for(settings: WorkerSettings, module: str, name: str, environment: Mapping[str, str]) -> Fork:
     kinds = {getattr(resource, kind) for kind in dir(resource) if kind.startswith("RLIMIT_")}
     return Fork(
+        module,
         msgspec.json.encode(settings),
         name,
         os.getpid(),
@@ -373,8 +377,10 @@ def _adopting_orphans() -> Iterator[None]:
 class Fork(msgspec.Struct, frozen=True, tag=True):
     """A request to a fork server: be this process. Two descriptors come with it: what the process prints to, and where it says its pid."""
 
+    module: str
+    """The module whose `main` it calls."""
     settings: bytes
-    """Its `WorkerSettings` in JSON, handed to `main` of `WORKER`."""
+    """Its `WorkerSettings` in JSON, handed to `main`."""
     name: str
     """Shown by `ps`."""
     parent: int
@@ -521,7 +527,7 @@ def _become(request: Fork, output: int, answer: int, own_path: Sequence[str]) ->
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((nothing, 0), (output, 1), (output, 2)):
         os.dup2(source, target)
-    _show_name(request.name)
+    _show_name(request.name, request.module)
     try:
         os.write(answer, b"%d" % os.getpid())
     except OSError:
@@ -546,7 +552,7 @@ def _become(request: Fork, output: int, answer: int, own_path: Sequence[str]) ->
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()  # Or all workers would draw the same; `random` sees to it itself.
     _use_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    importlib.import_module(WORKER).main(request.settings)
+    importlib.import_module(request.module).main(request.settings)
 
 
 def _use_threads(threads: int) -> None:
@@ -560,10 +566,10 @@ def _use_threads(threads: int) -> None:
                 setter(threads)
 
 
-def _show_name(name: str) -> None:
+def _show_name(name: str, module: str) -> None:
     """Show this process as what it is, where `ps` and `/proc` look: in the memory of the arguments that its server was started with."""
     start, end = (int(word) for word in Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
-    words = [sys.executable, "-m", WORKER, "forked", name]
+    words = [sys.executable, "-m", module, "forked", name]
     if start and (room := end - start - len("\0".join([*words, ""]).encode())) >= 0:
         words[3] += " " * room
         shown = "\0".join([*words, ""]).encode()

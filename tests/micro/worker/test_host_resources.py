@@ -15,10 +15,10 @@ from m2flow.micro.worker.worker_process import ResourceClaim, read, remove, remo
 
 OWNER = """
 import sys, tempfile
-from m2flow.micro.worker import host_resources
-host_resources._directory = lambda: sys.argv[2]
+from m2flow.micro.worker import worker_process
+worker_process._directory = lambda: sys.argv[2]
 sockets = tempfile.mkdtemp(prefix="m2flow-")
-host_resources.ResourceClaim(sys.argv[1], sockets, "nowhere").open()
+worker_process.ResourceClaim(sys.argv[1], sockets, "nowhere").open()
 print(sockets, flush=True)
 sys.stdin.read()
 """
