@@ -12,6 +12,7 @@ import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import overload
 
@@ -250,17 +251,29 @@ def load_function(target: str) -> Callable[..., object]:
     return found
 
 
+class AsItStands(SourceFileLoader):
+    """Loads a user's file from its text, never from a compilation that Python has kept.
+
+    Python takes that for the text's own if length and second of change are the same: an edit within a second can go unseen.
+    """
+
+    def get_code(self, fullname: str) -> types.CodeType:
+        path = self.get_filename(fullname)
+        return self.source_to_code(self.get_data(path), path)
+
+
 def _import(path: Path) -> types.ModuleType:
     name = f"m2flow_flow_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise FlowLoadError(f"{path} is not a Python file")
+    spec.loader = loader = AsItStands(name, str(path))
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     sys.path.insert(0, str(path.parent.resolve()))  # As for a script: a flow may import what lies beside it.
     cloudpickle.register_pickle_by_value(module)  # No worker could import a module of this made-up name.
     try:
-        spec.loader.exec_module(module)
+        loader.exec_module(module)
     except SyntaxError as error:
         shown = (error.text or "").rstrip()
         raise FlowLoadError(f"syntax error: {error.msg}", where=f"{error.filename or path}:{error.lineno}  {shown.strip()}") from error

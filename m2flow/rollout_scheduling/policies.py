@@ -31,6 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from m2flow.errors import SpecError, did_you_mean
+from m2flow.macro.flow import AsItStands
 from m2flow.rollout_scheduling.decode_model import DecodeModel, FloatArray, num_steps
 from m2flow.rollout_scheduling.lengths import log_length_icc
 from m2flow.rollout_scheduling.policy import Move, SchedulingPolicy, Seen, composed
@@ -911,9 +912,10 @@ def _own(name: str) -> type[SchedulingPolicy]:
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
     if spec is None or spec.loader is None or not Path(file).is_file():
         raise SpecError(f"can't read {file}", now="Give the file that defines the policy.")
+    spec.loader = loader = AsItStands(spec.name, file)
     module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        loader.exec_module(module)
     except Exception as error:
         raise SpecError(
             f"{file} can't be imported: {type(error).__name__}: {error}", now="Give the file that defines the policy."

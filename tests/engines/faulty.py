@@ -115,7 +115,8 @@ def check_each_fault_is_an_error_on_all_and_all_go_on(
 
 
 def _said(fault: Fault) -> str:
-    words = {"shape": "must match the size"}.get(fault.way, "" if fault.error is MemoryError else "no such row")
+    raised = "" if fault.error is MemoryError else "no such row"
+    words = "(must match the size|hidden states of .*, where .* were to come)" if fault.way == "shape" else raised
     return rf"rank {fault.rank} of this trainer: {fault.said or fault.part}, {fault.way.replace('shape', 'forward')} pass: .*{words}"
 
 

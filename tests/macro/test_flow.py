@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.machinery
+import os
 import random
 import sys
 import types
@@ -352,3 +353,13 @@ def test_a_torch_that_another_thread_is_about_to_load_is_nobodys_yet(monkeypatch
     seed_everything(1)
     with randomness_kept():
         pass
+
+
+def test_a_file_that_was_edited_within_a_second_is_read_anew(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    file, docs = tmp_path / "edited.py", []
+    for text in ("one", "two"):
+        file.write_text(f"from m2flow import flow\n\n@flow\ndef edited():\n    '{text}'\n")
+        os.utime(file, (1e9, 1e9))
+        docs.append(load_flow(str(file)).doc)
+    assert docs == ["one", "two"]
