@@ -227,7 +227,7 @@ class FsdpTrain(RankedTrain):
 
     def stop(self) -> None:
         self._root = None
-        self._exchanges, self._is_partial = {}, False
+        self._exchanges, self._summed, self._is_partial = {}, [], False
         super().stop()
         self._mesh = None  # Its groups end with the last trainer's: one of them may be that of all ranks.
         tensor_parallel.forget_meshes()

@@ -419,7 +419,7 @@ class EmbeddedTrain(TrainEngine):
         return head_of(self._model, self._count("head_logits", _HEAD_LOGITS), is_exact=self._flag("fp32_head", default=False))
 
     def stop(self) -> None:
-        self._model = None
+        self._model = self._head = None
         self._optimizers = Optimizers([])
         empty_cache(self._settings.device)
 
