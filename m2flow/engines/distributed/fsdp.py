@@ -378,7 +378,8 @@ class PipelinedTrain(FsdpTrain):
         """What came in for the pass that is being computed."""
         self._output: Tensor | None = None
         """What the last stage's model made of it."""
-
+        self._is_begun = False
+        """Whether the last stage's model was run in this pass."""
         self._put_off: PutOff | None = None
         """With `schedule: zero-bubble`."""
 
@@ -538,15 +539,24 @@ class PipelinedTrain(FsdpTrain):
             one.metrics[NUM_SHARED] = float(one.packed.num_shared)
             return terms.sum() * one.weight
         except Exception as error:
-            if self._output is None:
-                raise
-            self._line.failure = self._line.failure or error
-            return self._output.float().sum() * 0.0  # The other stages wait for a gradient, and the ranks of this one for its passes.
+            return (
+                self._failed_beside(error, one).float().sum() * 0.0
+            )  # The other stages wait for a gradient, and the ranks of this one for its passes.
+
+    def _failed_beside(self, error: Exception, one: _Pass) -> Tensor:
+        """Note what failed before or after the model on the last stage; the model's output, for which the stage's ranks need each other."""
+        if self._output is None:
+            if self._is_begun:
+                raise error
+            self._output = self._root(one.packed, self._hidden, self._line.chunk)
+        self._line.failure = self._line.failure or error
+        return self._output
 
     def _take(self, hidden: Tensor | None) -> None:
-        self._hidden, self._output = hidden, None
+        self._hidden, self._output, self._is_begun = hidden, None, False
 
     def _forward(self, packed: packing.Packed) -> Tensor:
+        self._is_begun = True
         self._output = output = self._root(packed, self._hidden, self._line.chunk)
         if self._guard.error is not None:
             raise self._guard.error
@@ -593,9 +603,7 @@ class PipelinedTrain(FsdpTrain):
         try:
             outputs = self._outputs(one.batch, one.packed, one.top)
         except Exception as error:
-            if self._output is None:
-                raise
-            self._line.failure = self._line.failure or error
+            self._failed_beside(error, one)
             return None
         names = [output, *((REFERENCE_TOP_IDS, REFERENCE_TOP_LOGPROBS) if one.top else ())]
         one.numbers = np.concatenate([outputs[name].double().cpu().numpy().reshape(len(outputs[output]), -1) for name in names], 1)

@@ -499,7 +499,6 @@ class EmbeddedTrain(TrainEngine):
     def _of_tokens(self, batch: Batch, column: str, output: str, top_k: int = 0) -> Batch:
         """Compute one of the model's outputs for each masked token, 0 for others, as a ragged column; with `top_k` the likeliest too."""
         ordered = self._tokenised(batch).in_order()
-        self._sampling_mask(ordered, top_k)  # Refused by every rank, and not by the last stage's alone.
         mask = ordered.ragged("loss_mask")
         found = self._numbers(ordered, output, top_k)
         if (mixture := self._recorded(output, top_k)) is not None:
