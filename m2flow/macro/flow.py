@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import inspect
+import linecache
+import os
 import random
 import sys
 import traceback
@@ -254,11 +256,16 @@ def load_function(target: str) -> Callable[..., object]:
 class AsItStands(SourceFileLoader):
     """Loads a user's file from its text, never from a compilation that Python has kept.
 
-    Python takes that for the text's own if length and second of change are the same: an edit within a second can go unseen.
+    Python takes that for the text's own if length and second of change are the same: an edit within a second can go unseen. The lines by
+    which calls are known are of that text too: Python keeps a file's lines by its name, and a relative one means another in each directory.
     """
+
+    def __init__(self, name: str, file: str | Path) -> None:
+        super().__init__(name, os.path.abspath(file))
 
     def get_code(self, fullname: str) -> types.CodeType:
         path = self.get_filename(fullname)
+        linecache.cache.pop(path, None)
         return self.source_to_code(self.get_data(path), path)
 
 
@@ -267,7 +274,7 @@ def _import(path: Path) -> types.ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise FlowLoadError(f"{path} is not a Python file")
-    spec.loader = loader = AsItStands(name, str(path))
+    spec.loader = loader = AsItStands(name, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     sys.path.insert(0, str(path.parent.resolve()))  # As for a script: a flow may import what lies beside it.
@@ -280,7 +287,7 @@ def _import(path: Path) -> types.ModuleType:
     except FlowLoadError as error:
         raise error.located(str(path)) from error.__cause__
     except (Exception, SystemExit) as error:
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == loader.path]
         place = f"{path}:{frames[-1].lineno}  {frames[-1].line}" if frames else str(path)
         raise FlowLoadError(f"importing the flow raised {type(error).__name__}: {error}", where=place) from error
     return module

@@ -1,9 +1,10 @@
 """Where a call came from: found once a place, and right each time."""
 
+import linecache
 from pathlib import Path
 
 import m2flow
-from m2flow import Dataset, flow, steps
+from m2flow import Dataset, flow, load_flow, steps
 from m2flow.macro.graph import Site, forget_sites, owner, user_site
 from m2flow.macro.tracing import trace
 
@@ -80,3 +81,13 @@ def test_a_flow_that_an_installed_m2flow_brings_along_is_a_program_of_the_user()
     package = Path(m2flow.__file__).parent
     assert owner(str(package / "flows" / "grpo.py")) == "user"
     assert owner(str(package / "macro" / "flow.py")) == "m2flow"
+
+
+def test_the_line_of_a_call_is_that_of_the_file_that_was_loaded(monkeypatch, tmp_path):
+    program = "from m2flow import Dataset, flow\n@flow\ndef tiny():\n    Dataset([{}])  # %s\n"
+    for folder, said in [("a", "one"), ("b", "two"), ("b", "six")]:  # Another file of the relative name; an edit as long as it was before.
+        (tmp_path / folder).mkdir(exist_ok=True)
+        monkeypatch.chdir(tmp_path / folder)
+        Path("tiny.py").write_text(program % said)
+        code = load_flow("tiny.py").function.__code__
+        assert linecache.getline(code.co_filename, 4).strip() == f"Dataset([{{}}])  # {said}"
