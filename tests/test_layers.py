@@ -101,7 +101,7 @@ def _layer(module: str) -> str:
 
 DECIDERS = {
     "dispatch",
-    "gpu_borrowing",
+    "leases",
     "partial_rollouts",
     "scheduling_policy_dispatch",
     "worker_failure",

@@ -56,9 +56,9 @@ from m2flow.micro.protocol.plan import Stage, WorkerPlan
 from m2flow.micro.protocol.staleness import VersionSpan, is_time_dependent, window
 from m2flow.micro.protocol.worker_state import TaskState, stopped_at, tag_of, worker_of
 from m2flow.micro.scheduler.call_state import CallState
+from m2flow.micro.scheduler.ready_queues import MAX_QUEUED
 from m2flow.micro.scheduler.scheduler import Scheduler
 from m2flow.micro.scheduler.state import SchedulerState
-from m2flow.micro.scheduler.task_queues import MAX_QUEUED
 from m2flow.micro.worker.task_queue import Answer, TaskQueue
 from m2flow.samples import Batch, by_group, group_key
 from m2flow.spec import ClusterSpec

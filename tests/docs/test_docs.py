@@ -60,6 +60,14 @@ def test_every_path_that_a_document_names_exists(document: Path) -> None:
     assert not missing
 
 
+def test_every_module_that_the_pages_about_the_inside_name_exists() -> None:
+    pages = [ROOT / "docs" / "architecture.md", *(ROOT / "docs" / "internals").glob("*.md")]
+    there = {path.name for path in (ROOT / "m2flow").rglob("*.py")} | {path.name for path in (ROOT / "benchmarks").glob("*.py")}
+    named = {(page.name, name) for page in pages for name in re.findall(r"`(\w+\.py)`", _read(page))}
+    assert len(named) > 5
+    assert [(page, name) for page, name in sorted(named) if name not in there] == []
+
+
 @documents
 def test_every_link_of_a_document_leads_somewhere(document: Path) -> None:
     text = _read(document)

@@ -20,7 +20,7 @@ from m2flow.micro.scheduler import call_lifecycle, call_state, state, weights
 from m2flow.micro.scheduler.call_lifecycle import CallLifecycle
 from m2flow.micro.scheduler.call_state import CallState, MicroBatch, MinibatchEnd, UpdateProgress
 from m2flow.micro.scheduler.dispatch import FunctionDispatch, RolloutDispatch
-from m2flow.micro.scheduler.task_queues import Offer
+from m2flow.micro.scheduler.ready_queues import Offer
 from m2flow.micro.worker import engine_host
 from m2flow.micro.worker.engine_host import EngineHost
 from m2flow.micro.worker.worker import Worker

@@ -8,7 +8,7 @@ A lease moves as a whole, when no task is in flight on any of its workers, and i
 workers that only offload switch first, and when they have answered, those that onload something. `Lease` is pure: told what was answered,
 it says which workers to tell next.
 
-Early onload (`m2flow.micro.scheduler.gpu_borrowing`): where the plan says that there is room, engines of the next turn may onload while the
+Early onload (`m2flow.micro.scheduler.leases`): where the plan says that there is room, engines of the next turn may onload while the
 owner's last samples still run. From then on nothing more begins, until all has ended and the lease moves: to them, or back.
 
 `RowStore` has the rows of each call on a worker: its own results, and what others sent. Rows that the plan spills

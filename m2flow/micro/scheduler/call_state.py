@@ -419,7 +419,7 @@ class CallState:
     saturated: set[int] = field(init=False)
     """Places of workers that take no more rows until something of their own changes."""
     given_back: set[str] = field(init=False)
-    """Workers that get no more of its samples, since they gave back their devices (`m2flow.micro.scheduler.gpu_borrowing`)."""
+    """Workers that get no more of its samples, since they gave back their devices (`m2flow.micro.scheduler.leases`)."""
     num_whole: int = field(init=False)
     """Of an over-sampled generation: groups whose samples are all done."""
 

@@ -48,8 +48,8 @@ from m2flow.micro.protocol.update_semantics import UpdateTally
 from m2flow.micro.protocol.worker_state import WorkerState, stopped_at
 from m2flow.micro.scheduler import weights
 from m2flow.micro.scheduler.call_state import CallState, MicroBatch, MinibatchEnd, SampleBatch, task_batches
+from m2flow.micro.scheduler.ready_queues import MAX_QUEUED, Ended, Offer
 from m2flow.micro.scheduler.state import SchedulerState
-from m2flow.micro.scheduler.task_queues import MAX_QUEUED, Ended, Offer
 from m2flow.samples import group_key
 
 # ---- samples

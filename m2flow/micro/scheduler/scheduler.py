@@ -62,11 +62,11 @@ from m2flow.micro.scheduler.backpressure import Channel
 from m2flow.micro.scheduler.call_lifecycle import CallLifecycle, Wait, waits_of
 from m2flow.micro.scheduler.call_state import CallState
 from m2flow.micro.scheduler.dispatch import FunctionDispatch, RolloutDispatch, TrainDispatch
-from m2flow.micro.scheduler.gpu_borrowing import EarlyOnload, GpuBorrowing, LeaseTurns
+from m2flow.micro.scheduler.leases import EarlyOnload, GpuBorrowing, LeaseTurns
 from m2flow.micro.scheduler.partial_rollouts import time_out
+from m2flow.micro.scheduler.ready_queues import Offer
 from m2flow.micro.scheduler.scheduling_policy_dispatch import PolicyDispatches
 from m2flow.micro.scheduler.state import NOTHING, Ablation, SchedulerState
-from m2flow.micro.scheduler.task_queues import Offer
 from m2flow.micro.scheduler.worker_failure import Recovery, record_prefixes
 
 

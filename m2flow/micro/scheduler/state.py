@@ -1,8 +1,8 @@
 """The scheduler's state: one data structure of plain data, the indices over it, and the small changes that keep these in step.
 
-The deciders (`dispatch`, `gpu_borrowing`, `worker_failure` and the others that `m2flow.micro.scheduler.scheduler` composes)
+The deciders (`dispatch`, `leases`, `worker_failure` and the others that `m2flow.micro.scheduler.scheduler` composes)
 read it to decide and change it through its methods; it knows none of them. A change appends the commands that follow from it to
-`SchedulerState.commands` and notes the workers to ask again (`m2flow.micro.scheduler.task_queues`).
+`SchedulerState.commands` and notes the workers to ask again (`m2flow.micro.scheduler.ready_queues`).
 
 A generation is open until all of its samples are handed out; a generation or a trainer's call has started once it waits for nothing.
 
@@ -30,7 +30,7 @@ from m2flow.micro.protocol.plan import Plan
 from m2flow.micro.protocol.worker_state import Lease, TaskState, WorkerState, worker_of
 from m2flow.micro.scheduler.backpressure import Credits
 from m2flow.micro.scheduler.call_state import CallState
-from m2flow.micro.scheduler.task_queues import ReadyWorkers, StartQueue, Tasks
+from m2flow.micro.scheduler.ready_queues import ReadyWorkers, StartQueue, Tasks
 from m2flow.micro.scheduler.weights import EngineWeights, Versions
 from m2flow.samples import SampleId
 

@@ -21,7 +21,7 @@ from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.staleness import ANY_VERSION, window
 from m2flow.micro.protocol.worker_state import WorkerState
 from m2flow.micro.scheduler.call_state import CallState
-from m2flow.micro.scheduler.task_queues import ReadyWorkers
+from m2flow.micro.scheduler.ready_queues import ReadyWorkers
 
 
 def may_use(call_state: CallState, version: int, role: str = "") -> bool:

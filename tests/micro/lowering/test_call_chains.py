@@ -15,8 +15,8 @@ from m2flow.macro.tracing import trace
 from m2flow.micro.lowering.passes import Lowering, lower
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.events import CallAdded, Event, FromWorker, Send, Sourced, WorkerLost
+from m2flow.micro.scheduler.ready_queues import MAX_QUEUED
 from m2flow.micro.scheduler.scheduler import Scheduler
-from m2flow.micro.scheduler.task_queues import MAX_QUEUED
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
 from m2flow.testing.world import run_eager, run_planned
 

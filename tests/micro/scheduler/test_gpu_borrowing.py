@@ -23,7 +23,7 @@ from m2flow.micro.lowering.placement import seat_workers
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.cost_terms import PassCost, Switch, TrainCost
 from m2flow.micro.protocol.plan import Choice, Plan
-from m2flow.micro.scheduler.gpu_borrowing import GpuBorrowing
+from m2flow.micro.scheduler.leases import GpuBorrowing
 from m2flow.planner.dynamic_program import WORTH
 from m2flow.planner.explaining import explain
 from m2flow.planner.search import find_plan

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from m2flow import Dataset, Policy, Reward, Sample, flow, log, nll, op, steps
 from m2flow.errors import InternalError
 from m2flow.micro.protocol.events import Command, Event
+from m2flow.micro.scheduler.ready_queues import ReadyWorkers
 from m2flow.micro.scheduler.scheduler import Scheduler
-from m2flow.micro.scheduler.task_queues import ReadyWorkers
 from m2flow.spec import ChannelSpec, ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
 from m2flow.testing import world
 from m2flow.testing.program_calls import as_flow

@@ -25,9 +25,9 @@ from m2flow.micro.scheduler import weights
 from m2flow.micro.scheduler.call_lifecycle import CallLifecycle
 from m2flow.micro.scheduler.call_state import CallState, MicroBatch, UpdateProgress
 from m2flow.micro.scheduler.partial_rollouts import PartialRollouts
+from m2flow.micro.scheduler.ready_queues import ReadyWorkers, Tasks
 from m2flow.micro.scheduler.scheduler import Scheduler
 from m2flow.micro.scheduler.state import RowLocations
-from m2flow.micro.scheduler.task_queues import ReadyWorkers, Tasks
 from m2flow.micro.scheduler.weights import Versions
 from m2flow.micro.worker.task_queue import TaskQueue
 from m2flow.testing.scheduler_model import Model
