@@ -68,15 +68,19 @@ def test_every_module_that_the_pages_about_the_inside_name_exists() -> None:
     assert [(page, name) for page, name in sorted(named) if name not in there] == []
 
 
+def _anchors(document: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", _read(document), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in headings}
+
+
 @documents
 def test_every_link_of_a_document_leads_somewhere(document: Path) -> None:
-    text = _read(document)
-    headings = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in re.findall(r"^#+ (.*)$", text, re.MULTILINE)}
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
-        if target.startswith("#"):
-            assert target[1:] in headings, target
-        elif "://" not in target:
-            assert (document.parent / target).exists(), target
+    for link in re.findall(r"\]\(([^)\s]+)\)", _read(document)):
+        if "://" not in link:
+            name, _, anchor = link.partition("#")
+            target = document.parent / name if name else document
+            assert target.exists(), link
+            assert not anchor or anchor in _anchors(target), link
 
 
 @documents
