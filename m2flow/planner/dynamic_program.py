@@ -53,6 +53,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -938,8 +939,8 @@ class Pricer(Solver):
         """
         super().__init__(problem, known_s, within=within)
         self._picks = picks
-        self.plans: dict[int, IntArray] = {}
-        """Set of calls -> the plan of each row."""
+        self.plans = defaultdict[int, IntArray](lambda: np.zeros(0, np.int64))
+        """Set of calls -> the plan of each row; none where every plan was dropped."""
 
     def _picked(self, calls: int, num_options: int, num_chunks: int) -> tuple[IntArray, IntArray]:
         return self._picks[calls]

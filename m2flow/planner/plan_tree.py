@@ -132,6 +132,90 @@ def ways_in(node: Node) -> dict[int, tuple[Cut, int]]:
     return {**ways_in(node.first), **ways_in(node.second), node.cut.first | node.cut.second: (node.cut, node.how)}
 
 
+def parts_within(calls: int, ways: Mapping[int, tuple[Cut, int]]) -> list[int]:
+    """The parts of a set of calls that are combined in one way, however deep: a split within a split has no shape of its own."""
+    cut, how = ways[calls]
+    return [
+        part for side in (cut.first, cut.second) for part in (parts_within(side, ways) if side in ways and ways[side][1] == how else [side])
+    ]
+
+
+def form_of(calls: int, ways: Mapping[int, tuple[Cut, int]]) -> object:
+    """What plans have in common that differ only in the order in which their splits and turns are written."""
+    if calls not in ways:
+        return calls
+    parts = [form_of(part, ways) for part in parts_within(calls, ways)]
+    return frozenset(parts) if ways[calls][1] == SPLIT else tuple(parts)
+
+
+def restructured(problem: Problem, ways: Mapping[int, tuple[Cut, int]]) -> Iterator[dict[int, tuple[Cut, int]]]:
+    """Yield the structures next to one: two parts are combined in the other way, or three in another order."""
+    known = {_written(ways)}
+    for calls, (cut, how) in ways.items():
+        every = [{**ways, calls: (cut, TURNS + SPLIT - how)}] if how in (TURNS, SPLIT) else []
+        for inner, other in ((cut.first, cut.second), (cut.second, cut.first)):
+            if inner in ways:
+                every += _regrouped(
+                    problem, {k: v for k, v in ways.items() if k != inner}, (ways[inner][0].first, ways[inner][0].second, other)
+                )
+        for one in every:
+            if (written := _written(one)) not in known and all(_may(problem, *way) for way in one.values()):
+                known.add(written)
+                yield one
+
+
+def _written(ways: Mapping[int, tuple[Cut, int]]) -> frozenset[tuple[int, int, int]]:
+    """A structure as it is priced, which goes by the order in which its splits are written too."""
+    return frozenset((calls, cut.first, how) for calls, (cut, how) in ways.items())
+
+
+def _regrouped(problem: Problem, ways: Mapping[int, tuple[Cut, int]], parts: tuple[int, int, int]) -> Iterator[dict[int, tuple[Cut, int]]]:
+    """Yield all ways to combine three parts two at a time."""
+    whole = sum(parts)
+    for apart in parts:
+        inner = whole - apart
+        for outer in (cut for cut in problem.cuts(whole) if apart in (cut.first, cut.second)):
+            for within in (cut for cut in problem.cuts(inner) if cut.first in parts and cut.second in parts):
+                for hows in itertools.product((TURNS, SPLIT), repeat=2):
+                    yield {**ways, whole: (outer, hows[0]), inner: (within, hows[1])}
+
+
+def num_left(
+    problem: Problem, ways: Mapping[int, tuple[Cut, int]], counts: Mapping[EngineId, int], engine: EngineId, num: int, calls: int = 0
+) -> int:
+    """Devices that a structure on so many, of one pool, leaves to an engine, with so many for each of the others; below 0 if too few."""
+    calls = calls or problem.graph.everything
+    if calls not in ways:
+        return num
+    cut, how = ways[calls]
+    left = num
+    for part, other in ((cut.first, cut.second), (cut.second, cut.first)):
+        if engine in problem.graph.engines(part):
+            mine = num - _num_needed(problem, ways, counts, other) if how == SPLIT else num
+            left = min(left, num_left(problem, ways, counts, engine, mine, part))
+        elif _num_needed(problem, ways, counts, part) > num:
+            return -1
+    return left
+
+
+def _num_needed(problem: Problem, ways: Mapping[int, tuple[Cut, int]], counts: Mapping[EngineId, int], calls: int) -> int:
+    if calls not in ways:
+        (engine,) = problem.graph.engines(calls)
+        return counts[engine]
+    cut, how = ways[calls]
+    parts = [_num_needed(problem, ways, counts, part) for part in (cut.first, cut.second)]
+    return sum(parts) if how == SPLIT else max(parts)
+
+
+def _may(problem: Problem, cut: Cut, how: int) -> bool:
+    return how != SPLIT or not problem.graph.engines(cut.first) & problem.graph.engines(cut.second)
+
+
+def nearest_of(sizes: Sequence[int], size: int) -> int:
+    """The index of the size next to one."""
+    return min(range(len(sizes)), key=lambda i: abs(sizes[i] - size))
+
+
 def leaves_of(node: Node) -> list[Leaf]:
     return [node] if isinstance(node, Leaf) else leaves_of(node.first) + leaves_of(node.second)
 
@@ -551,9 +635,7 @@ class Climb:
                 return None
             same = [i for i, one in enumerate(every) if (one.is_swapped, one.max_running > 0) == (like.is_swapped, like.max_running > 0)]
             places[engine] = num, (same or [0])[0]
-        at = {
-            calls: min(range(len(self._sizes(calls))), key=lambda i: abs(self._sizes(calls)[i] - chunks[calls])) for calls in self._leaves
-        }
+        at = {calls: nearest_of(self._sizes(calls), chunks[calls]) for calls in self._leaves}
         return places, at
 
     def _sizes(self, calls: int) -> tuple[int, ...]:

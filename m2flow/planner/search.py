@@ -6,10 +6,11 @@ Structures (which parts there are, and which of them take turns or are split) co
 rows of each front (`dynamic_program`), on a grid of device counts where there are many: confined to turns, to splits, and free. Where one
 pool is planned, a table (`CountTable`) has one plan for each set of calls, chunk size and up to 64 device counts: its best structures are
 priced again without interpolation. Then each plan is improved in its structure (`Climb`): the best small change is made as long as there is
-one that helps. Where devices and calls are few, an exact search follows that drops what can't be as fast as the plan found. It is
-given up when it grows too large; the choice then says by how much a better plan might be faster, from the lower bounds. All searches
-together have a budget of evaluations (`_BUDGET`), not of seconds, so that a plan is the same on every machine: what begins when it is spent
-is left out, and the choice says so. The result is the fastest of everything that was found.
+one that helps; and the best plan also in the structures next to its own (`restructured`). Where devices and calls are few, an exact search
+follows that drops what can't be as fast as the plan found. It is given up when it grows too large; the choice then says by how much a
+better plan might be faster, from the lower bounds. All searches together have a budget of evaluations (`_BUDGET`), not of seconds, so that
+a plan is the same on every machine: what begins when it is spent is left out, and the choice says so. The result is the fastest of
+everything that was found.
 """
 
 from __future__ import annotations
@@ -37,11 +38,16 @@ from m2flow.planner.plan_tree import (
     Places,
     State,
     floors_s,
+    form_of,
     grid_of,
     least_unit,
     leaves_of,
     mode_of,
+    nearest_of,
+    num_left,
+    parts_within,
     places_of,
+    restructured,
     seats_of,
     tree_of,
     ways_in,
@@ -87,6 +93,10 @@ class Seed:
     """Engine -> an option like its own, and its device count; several if the parts of the plan disagree."""
     chunks: dict[int, int]
     """Set of calls of a leaf -> chunk size."""
+
+
+_Counts = dict[EngineId, list[tuple[Option, int]]]
+"""Of each engine, an option like its own with the number of its devices."""
 
 
 class CountTable:
@@ -144,11 +154,12 @@ class CountTable:
             seed = Seed(float(tops[_MERIT, i]), {}, {}, {})
             self._read(self._problem.graph.everything, int(tops[_ORIGIN, i]), seed)
             away = frozenset(engine for engine, ((like, _), *_) in seed.options.items() if like.is_swapped)
-            found.setdefault((_form(self._problem.graph.everything, seed.ways), away), seed)
+            found.setdefault((form_of(self._problem.graph.everything, seed.ways), away), seed)
         return list(found.values())
 
-    def divided(self, seed: Seed) -> dict[EngineId, list[tuple[Option, int]]]:
-        """The devices of the engines of a structure, of all counts, where the parts of each split take equally long; as in `Seed.options`.
+    def divided(self, seed: Seed) -> tuple[float, dict[EngineId, list[tuple[Option, int]]]]:
+        """Seconds and devices of the engines of a structure, of all counts, where the parts of each split take equally long; as in
+        `Seed.options`.
 
         A part's time falls in steps, where one pass less goes over a chunk: min_P sum_i n_i(P), with n_i(P) the least devices on which
         part i takes at most P, finds the counts at these steps, which no table of few counts has.
@@ -163,9 +174,9 @@ class CountTable:
             if calls not in seed.ways:
                 times[calls] = np.minimum.accumulate(self._curve(calls, seed, nums))
             elif seed.ways[calls][1] == TURNS:
-                times[calls] = sum((solve(part) for part in _parts_of(calls, seed.ways)), np.zeros(len(nums)))
+                times[calls] = sum((solve(part) for part in parts_within(calls, seed.ways)), np.zeros(len(nums)))
             else:
-                every = [solve(part) for part in _parts_of(calls, seed.ways)]
+                every = [solve(part) for part in parts_within(calls, seed.ways)]
                 limits = np.unique(np.concatenate(every))
                 needs = sum(1 + np.searchsorted(-one, -limits) for one in every)  # Falls with the limit.
                 times[calls] = np.append(limits, _NEVER)[np.searchsorted(-needs, -1 - np.arange(len(nums)))]
@@ -175,21 +186,22 @@ class CountTable:
             num = min(int(np.searchsorted(-times[calls], -limit_s)), len(nums) - 1)
             if calls in seed.ways:
                 is_split = seed.ways[calls][1] == SPLIT
-                for part in _parts_of(calls, seed.ways):
+                for part in parts_within(calls, seed.ways):
                     give(part, float(times[calls][num] if is_split else times[part][num]))
             else:
                 (engine,) = self._problem.graph.engines(calls)
                 found.setdefault(engine, []).append((seed.options[engine][0][0], int(nums[num])))
 
-        give(self._problem.graph.everything, float(solve(self._problem.graph.everything)[-1]))
-        return found
+        step_s = float(solve(self._problem.graph.everything)[-1])
+        give(self._problem.graph.everything, step_s)
+        return step_s, found
 
     def _curve(self, calls: int, seed: Seed, nums: IntArray) -> FloatArray:
         """Seconds of a leaf on each number of devices, in options like that of a seed and in its chunk size."""
         problem = self._problem
         (engine,) = problem.graph.engines(calls)
         like, leaf = seed.options[engine][0][0], problem.leaf(calls)
-        size, chunk = like.layout.num_replica_devices, leaf.chunks.index(seed.chunks[calls])
+        size, chunk = like.layout.num_replica_devices, nearest_of(leaf.chunks, seed.chunks[calls])
         seconds: dict[int, float] = {}
         for i, option in enumerate(problem.options.of[engine]):
             if option.layout.num_replica_devices == size and option.is_swapped == like.is_swapped:
@@ -388,22 +400,6 @@ def _interpolated(at: FloatArray, grid: FloatArray, values: FloatArray) -> Float
     return np.asarray(values[right - 1] * (1 - share) + values[np.minimum(right, len(grid) - 1)] * share)
 
 
-def _parts_of(calls: int, ways: Mapping[int, tuple[Cut, int]]) -> list[int]:
-    """The parts of a set of calls that are combined in one way, however deep: a split within a split has no shape of its own."""
-    cut, how = ways[calls]
-    return [
-        part for side in (cut.first, cut.second) for part in (_parts_of(side, ways) if side in ways and ways[side][1] == how else [side])
-    ]
-
-
-def _form(calls: int, ways: Mapping[int, tuple[Cut, int]]) -> object:
-    """What plans have in common that differ only in the order in which their splits and turns are written."""
-    if calls not in ways:
-        return calls
-    parts = [_form(part, ways) for part in _parts_of(calls, ways)]
-    return frozenset(parts) if ways[calls][1] == SPLIT else tuple(parts)
-
-
 def step_of(problem: Problem) -> int:
     """The step between the counts of a table."""
     (size,) = problem.num_devices
@@ -433,6 +429,8 @@ _MUCH_SLOWER = 1.5
 """Step time relative to the best plan beyond which refinement is not worth trying."""
 _BEHIND = 1.2
 """The same of a plan that is not improved yet."""
+_MOST_RESTRUCTURED, _BEHIND_RESTRUCTURED = 4, 1.05
+"""Changes of a plan's structure, and step time relative to the plan up to which one is improved."""
 _NEAR = 1.1
 """The same where only the best plan is asked for."""
 
@@ -667,15 +665,20 @@ class _Search:
             found += [(one, free) for one in self.seeded(known_s)]
         return found
 
+    @cached_property
+    def table(self) -> CountTable:
+        """Of a search in one pool."""
+        return CountTable(self.every, (TURNS, SPLIT))
+
     def seeded(self, known_s: float = np.inf) -> Iterator[Found]:
         """The best plans in the best structures of a table of counts, unless they begin far behind a known plan; none of several pools."""
         if len(self.problem.pools) > 1:
             return
         problem, tried = self.problem, list[tuple[float, Climb, State]]()
-        table = CountTable(self.every, (TURNS, SPLIT))
+        table = self.table
         for seed in (one for one in table.seeds(_STRUCTURES) if one.step_s <= _BEHIND * known_s):
             climb = Climb(problem, seed.ways, {engine: options[0][0] for engine, options in seed.options.items()}, self.budget)
-            starts = [start for options in (seed.options, table.divided(seed)) for start in climb.starts(options, seed.chunks)]
+            starts = [start for options in (seed.options, table.divided(seed)[1]) for start in climb.starts(options, seed.chunks)]
             if starts and (priced := climb.priced(starts, _BEHIND * known_s)):
                 tried.append((priced[0], climb, priced[1]))
         most = _SEEDS if self.units <= _MOST_DEVICES else _FEW_SEEDS
@@ -685,6 +688,48 @@ class _Search:
             found = climb.climbed(np.inf, [start], dict.fromkeys(problem.pools, step_of(problem)))
             if found and (one := self._found_at(*found)):
                 yield one
+
+    def restructured(self, found: Found) -> Found:
+        """The plan after changes of its structure, with its devices or those that a table divides, as long as one helps; in one pool."""
+        bits, ways = self.problem.graph.bits, ways_in(found.node)
+        if len(self.problem.pools) > 1 or found.is_exact or LENT in {how for _, how in ways.values()}:
+            return found
+        for _ in range(_MOST_RESTRUCTURED):
+            leaves = leaves_of(found.node)
+            like = {leaf.engine: leaf.option for leaf in leaves}
+            chunks = {sum(bits[name] for name in leaf.names): leaf.chunk for leaf in leaves}
+            own = {engine: [(option, option.num_devices)] for engine, option in like.items()}
+            best: tuple[float, Climb, State] | None = None
+            for ways in restructured(self.problem, ways_in(found.node)):
+                if self.budget.is_over():
+                    return found
+                seed = Seed(0.0, ways, own, chunks)
+                least_s, divided = self.table.divided(seed)
+                if least_s >= found.step_s:
+                    continue
+                climb = Climb(self.problem, ways, like, self.budget)
+                known_s = best[0] if best else _BEHIND_RESTRUCTURED * found.step_s
+                starts = [one for some in self._shared_out(ways, divided, own) for one in climb.starts(some, chunks)]
+                if priced := climb.priced(starts, known_s):
+                    best = priced[0], climb, priced[1]
+            if best is None:
+                return found
+            better = best[1].climbed(found.step_s * (1 - _SLACK), [best[2]], dict.fromkeys(self.problem.pools, step_of(self.problem)))
+            one = self._found_at(*better) if better else None
+            if one is None:
+                return found
+            found = one
+        return found
+
+    def _shared_out(self, ways: Mapping[int, tuple[Cut, int]], least: _Counts, own: _Counts) -> Iterator[_Counts]:
+        """Yield devices for a structure: the least, or those of before, of which one engine has what the others leave."""
+        (size,) = self.problem.num_devices
+        for base in (least, own, *({**own, engine: least[engine]} for engine in own if least[engine] != own[engine])):
+            counts = {engine: options[0][1] for engine, options in base.items()}
+            for engine, ((like, _), *_) in base.items():
+                free = num_left(self.problem, ways, counts, engine, size)
+                if free > 0:
+                    yield {**base, engine: [(like, free)]}
 
     def _found_at(self, tables: Tables, row: int) -> Found | None:
         """The plan of a row; None if it has no places."""
@@ -774,7 +819,8 @@ class _Search:
         polished = [self.polished(one) if one.step_s <= near_s or one.step_s in least_s else one for one in found.values()]
         if not self.is_small:
             polished = [self.climbed(one) if one.step_s <= near_s else one for one in polished]
-        return sorted(polished, key=lambda one: one.step_s * (1 - _ROUNDING * one.is_exact))
+        ranked = sorted(polished, key=lambda one: one.step_s * (1 - _ROUNDING * one.is_exact))
+        return [self.restructured(ranked[0]), *ranked[1:]] if ranked and not self.is_small else ranked
 
     def in_all_chunks(self, found: Found, hows: Sequence[int]) -> Found:
         """The best plan with the same place for each engine, over all chunk sizes."""

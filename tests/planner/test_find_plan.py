@@ -15,10 +15,10 @@ from m2flow.micro.protocol.plan import Bound, Choice, Part
 from m2flow.planner import search
 from m2flow.planner.breakdown import step_s
 from m2flow.planner.cost_model import ModelledCosts
-from m2flow.planner.dynamic_program import WORTH
+from m2flow.planner.dynamic_program import TURNS, WORTH
 from m2flow.planner.explaining import explain
 from m2flow.planner.model_shapes import shape_named
-from m2flow.planner.plan_tree import leaves_of
+from m2flow.planner.plan_tree import leaves_of, num_left, restructured, ways_in
 from m2flow.planner.problem import Problem
 from m2flow.planner.search import advice_of, best_plan, find_plan, grid_of
 from m2flow.planner.workload import CallLoad, Draw, Instances, Workload, extents_of
@@ -175,6 +175,7 @@ def test_between_the_counts_of_the_grid_there_are_faster_plans(num_devices: int,
     found = best_plan(modelled(num_devices, staleness=staleness, num_prompts=num_prompts))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search._Search, "climbed", lambda self, quick: quick)
+        patch.setattr(search._Search, "restructured", lambda self, quick: quick)
         patch.setattr(search._Search, "seeded", lambda self, known_s=0.0: iter(()))
         on_grid = best_plan(modelled(num_devices, staleness=staleness, num_prompts=num_prompts))
     assert found.step_s <= on_grid.step_s
@@ -237,3 +238,24 @@ def test_a_plan_that_can_not_be_run_is_passed_over_and_named() -> None:
     assert any("which can't be run: nobody can run it" in text for text in found.not_tried)
     assert "not tried: " in explain(found)
     assert not refused & {loser.what for loser in found.losers}
+
+
+def test_a_structure_is_changed_where_that_is_faster() -> None:
+    problem = modelled(64, num_prompts=512)
+    graph = problem.graph
+    found = best_plan(problem)
+    ways = ways_in(found.node)
+    near = list(restructured(problem, ways))
+    assert len(near) == len({frozenset((calls, cut.first, how) for calls, (cut, how) in one.items()) for one in near}) > 0
+    for one in near:
+        assert one != ways
+        assert graph.everything in one
+        for calls, (cut, how) in one.items():
+            assert cut.first | cut.second == calls
+            assert not cut.first & cut.second
+            assert how == TURNS or not graph.engines(cut.first) & graph.engines(cut.second)
+    counts = {leaf.engine: leaf.option.num_devices for leaf in leaves_of(found.node)}
+    for engine, num in counts.items():
+        left = num_left(problem, ways, counts, engine, 64)
+        assert left >= num
+        assert num_left(problem, ways, {**counts, engine: left}, engine, 64) == left

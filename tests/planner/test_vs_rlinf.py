@@ -36,7 +36,9 @@ def test_a_plan_is_no_slower_than_the_published_algorithm_s_and_takes_what_was_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_devices", "seed"), [(64, 5), (64, 29), (64, 32), (64, 46), (256, 6), (256, 10), (1024, 4), (1024, 15)])
+@pytest.mark.parametrize(
+    ("num_devices", "seed"), [(64, 5), (64, 29), (64, 32), (64, 46), (256, 6), (256, 10), (1024, 4), (1024, 15), (1024, 26)]
+)
 def test_many_devices_are_divided_as_finely_as_in_the_published_algorithm(num_devices: int, seed: int) -> None:
     found = compared("ppo", num_devices, seed, "draining")
     assert found is not None

@@ -4,8 +4,8 @@
 
 `Versions` knows the program's side: which call writes and reads which version, and what the trainers hold. `EngineWeights` knows the
 engines' side. An engine has one version of the weights, and a generation runs only where a version of its window is held
-(`m2flow.micro.protocol.staleness`), exactly one version unless the flow allows older ones. When an engine loads weights is decided in
-`m2flow.micro.scheduler.dispatch`, when a trainer publishes them in `m2flow.micro.scheduler.dispatch`.
+(`m2flow.micro.protocol.staleness`), exactly one version unless the flow allows older ones. When a trainer publishes weights and an engine
+loads them is decided in `m2flow.micro.scheduler.dispatch`.
 """
 
 from __future__ import annotations
