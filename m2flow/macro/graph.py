@@ -266,7 +266,7 @@ class Call:
     @property
     def speakers(self) -> tuple[str, ...]:
         """Of a call on rollout engines: the roles that it samples from. Its own is the first; others may speak in its episodes."""
-        return tuple(dict.fromkeys(self.speaking.values()))
+        return tuple(dict.fromkeys(self.speaking.values())) if "episodes" in self.options else (self.role,)
 
     @property
     def speaking(self) -> Mapping[str, str]:

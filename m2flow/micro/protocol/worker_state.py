@@ -171,8 +171,12 @@ class TaskState:
     worker: str
     engine: str
     message: m.Task
+    words: str
+    """What the worker does, for the display: the name of a call, or the kind of the task."""
     rows_left: int = 0
     """Of a generation: number of samples that run or wait there."""
+    num_judging: int = 0
+    """Of a function: number of rows that it works on."""
     preempted: set[int] = field(default_factory=set)
     """Samples that it was preempted of, which continue elsewhere."""
 

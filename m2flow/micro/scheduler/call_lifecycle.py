@@ -29,7 +29,7 @@ from typing import NamedTuple, final
 
 from m2flow.errors import M2FlowError, OpError, RunInterrupted
 from m2flow.macro.graph import TWICE, Call
-from m2flow.macro.oversampling import carries, is_cut, keeps_cache, num_wanted
+from m2flow.macro.oversampling import carries, keeps_cache, num_wanted
 from m2flow.macro.refill import Refill, RefillEnd, source_exhausted
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.events import CONTROLLER, Discarded, Dropped, Forgotten, Reject, Resolve
@@ -281,14 +281,14 @@ class CallLifecycle:
         call_state.turned_out(rows, gone)
         call_state.num_tokens.update(fresh)
         self._state.rows.made(call_state.call.ordinal, rows, worker, sent_to)
-        if "agent" in call_state.call.options:
+        if call_state.is_generation and "agent" in call_state.call.options:
             self._state.played_at.made(call_state.call.ordinal, rows, worker)
         for user in list(call_state.users.values()):
             if user.arrived(call_state.call.ordinal, rows, call_state.num_tokens):
                 self._state.rows_came(user)
         if call_state.refill is not None:
             self._end_refill(self._refills.turned_out(call_state, rows, gone))
-        elif call_state.is_generation and call_state.failure is None and is_cut(call_state.call.options):
+        elif call_state.is_cut and call_state.failure is None:
             self.cut(call_state)
         elif call_state.call.is_aligned and len(call_state.done) + len(call_state.dropped) == len(call_state.ids):
             self.complete(call_state, None)

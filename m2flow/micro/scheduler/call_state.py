@@ -428,10 +428,17 @@ class CallState:
         """How the call is run, with workers that are lost."""
         self.suspects: set[int] = set()
         """Rows that were in flight on a worker when it was lost: each is handed out alone."""
-        self.is_generation = self.call.engine == "rollout"
-        self.is_update = self.call.engine == "train" and self.call.method == "update"
-        self.is_union = self.call.options.get("gives") == "concat"
+        call = self.call
+        self.name = call.name
+        self.is_generation = call.engine == "rollout"
+        self.is_update = call.engine == "train" and call.method == "update"
+        gives = call.options.get("gives")
+        self.is_union = gives == "concat"
         """Whether its rows are those of all its inputs; otherwise they are those of the first, which the others have too."""
+        self.drops = gives == "kept"
+        """Whether it decides itself which of its rows stay."""
+        self.is_cut = self.is_generation and is_cut(call.options)
+        """Whether it ends before all of its samples do."""
         if self.is_generation:
             self.out_at, self.unsaturated, self.saturated, self.given_back, self.num_whole = {}, [], set(), set(), 0
             self._left_of_group: dict[int, int] = {}
@@ -446,7 +453,7 @@ class CallState:
     @property
     def chosen(self) -> tuple[int, ...] | None:
         """The rows of its result, where timing or a refill decided which of all its rows these are; else None."""
-        return tuple(self.result or ()) if self.call.is_gated or (self.is_generation and is_cut(self.call.options)) else None
+        return tuple(self.result or ()) if self.is_cut or self.call.is_gated else None
 
     def failed_at(self, row: int, error: M2FlowError, passed: Iterable[int]) -> None:
         """Record that a task failed at this row, after rows that succeeded. Rows after it need not be tried any more."""
@@ -535,7 +542,11 @@ class CallState:
 
     def take(self, count: int) -> list[int]:
         """Take the next ready rows, for a task."""
-        rows = [self.ready.popleft() for _ in range(min(count, len(self.ready)))]
+        if count < len(self.ready):
+            rows = [self.ready.popleft() for _ in range(count)]
+        else:
+            rows = list(self.ready)
+            self.ready.clear()
         self.num_begun += len(rows)
         return rows
 
@@ -581,12 +592,12 @@ class CallState:
         if not missing:
             self._offer([row for row in ids if row in units])
             return bool(self.ready)
-        has_more = False
+        has_more, is_packed = False, self.call.engine == "train"
         for row in ids:
             unit = units.get(row)
             if unit is None:
                 continue
-            if self.call.engine == "train":  # Packing needs them; a function's rows are counted by its worker.
+            if is_packed:  # Packing needs them; a function's rows are counted by its worker.
                 tokens[row] = max(num_tokens.get(row, 0), tokens.get(row, 0))
             missing[unit] -= 1
             if missing[unit] == 0:
@@ -644,13 +655,13 @@ class CallState:
     def prepare(self, ids: list[int], prompts: Sequence[int]) -> None:
         """Set the rows of the call: build its units or, for a generation, map rows to prompts."""
         self.ids, self.is_prepared = ids, True
-        if not self.call.drops and self.refill is None and not (self.is_generation and is_cut(self.call.options)):
+        if not self.drops and self.refill is None and not self.is_cut:
             self.result = ids
         if self.is_generation:
             n = len(self.ids) // max(len(prompts), 1)
             self._by_prompt = {p: tuple(self.ids[k * n : k * n + n]) for k, p in enumerate(prompts)}
             self._prompt_of = {row: p for p, rows in self._by_prompt.items() for row in rows}
-            if is_cut(self.call.options):
+            if self.is_cut:
                 self._count_groups()
             return
         num_inputs = 1 if self.is_union else len(self.aligned_inputs)

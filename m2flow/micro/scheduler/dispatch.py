@@ -262,7 +262,7 @@ class FunctionDispatch:
         )
 
     def _give(self, worker: WorkerState, call_state: CallState, rows: list[int]) -> None:
-        is_whole = len(rows) == len(call_state.ids) and not (call_state.call.drops or call_state.refill or call_state.has_restored)
+        is_whole = len(rows) == len(call_state.ids) and not (call_state.drops or call_state.refill or call_state.has_restored)
         call_state.whole_at = worker.name if is_whole else ""
         self._last[worker.name] = call_state
         self._state.bring_inputs(call_state, rows, worker.name)
@@ -271,7 +271,7 @@ class FunctionDispatch:
             parts = {
                 base: found for base in call_state.bases if (found := [row for row in sorted(rows) if call_state.part_of[row] == base])
             }
-        is_suspect = call_state.call.name in self._state.blamed
+        is_suspect = call_state.name in self._state.blamed
         task = m.RunFunction(
             self._state.next_task(),
             call_state.call.ordinal,

@@ -170,13 +170,14 @@ class Tasks:
 
     def start(self, worker: WorkerState, engine: str, task: m.Task, rows: int, call_state: CallState | None) -> None:
         """Add a task to a worker, on a call or on none."""
-        self._tasks[task.number] = TaskState(worker.name, engine, task, rows)
+        num_judging = len(task.ids) if type(task) is m.RunFunction and engine == "function" else 0
+        words = type(task).__name__ if call_state is None else call_state.name
+        self._tasks[task.number] = TaskState(worker.name, engine, task, words, rows, num_judging)
         worker.num_tasks[engine] += 1
         worker.num_running += rows
-        worker.num_judging += len(task.ids) if engine == "function" and isinstance(task, m.RunFunction) else 0
+        worker.num_judging += num_judging
         if worker.lease is not None:
             worker.lease.num_tasks += 1
-        words = type(task).__name__ if call_state is None else call_state.call.name
         worker.doing[words] = worker.doing.get(words, 0) + 1
         if call_state is not None:
             self._calls[task.number] = call_state
@@ -184,10 +185,9 @@ class Tasks:
             if rows:
                 call_state.out_at[worker.name] = call_state.out_at.get(worker.name, 0) + rows
 
-    def message(self, number: int) -> m.Task | None:
-        """Return the message of a task; None if the task has ended."""
-        task = self._tasks.get(number)
-        return task.message if task is not None else None
+    def get(self, number: int) -> TaskState | None:
+        """Return a task; None if it has ended."""
+        return self._tasks.get(number)
 
     def of(self, worker: str) -> list[tuple[int, TaskState]]:
         """Return a worker's tasks, the oldest first."""
@@ -216,11 +216,11 @@ class Tasks:
         worker = self._less(task, number, task.rows_left)
         del self._tasks[number]
         worker.num_tasks[task.engine] -= 1
-        worker.num_judging -= len(task.message.ids) if task.engine == "function" and isinstance(task.message, m.RunFunction) else 0
+        worker.num_judging -= task.num_judging
         if worker.lease is not None:
             worker.lease.num_tasks -= 1
         call_state = self._calls.pop(number, None)
-        _take(worker.doing, type(task.message).__name__ if call_state is None else call_state.call.name)
+        _take(worker.doing, task.words)
         if call_state is not None:
             _take(call_state.tasks_at, worker.name)
             if call_state.is_generation and worker.name not in call_state.tasks_at:

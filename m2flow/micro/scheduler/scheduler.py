@@ -123,9 +123,11 @@ class Scheduler:
         """
         state = self._state
         state.commands, self._num_noted = [], 0
+        may_give_work = False
         for event in events:
             self._take(event)
-        if any(type(event) is not Released for event in events):
+            may_give_work = may_give_work or type(event) is not Released
+        if may_give_work:
             self._give_work()
         self._calls.forget_unreachable()
         return state.commands
@@ -267,9 +269,11 @@ class Scheduler:
             call_state.carry.finished(message)
         if call_state.is_under_policy:
             self._policies.ended(call_state, message.ids, message.num_generated)
-        sent_to = self._recovery.sent_to(message.task)
+        task = state.tasks.get(message.task)
+        sent_to = self._recovery.sent_to(task.message) if task is not None else ()
         num_new = self._calls.rows_done(call_state, worker, message.ids, message.num_tokens, message.dropped, sent_to)
-        state.samples_ended(message.task, num_new)
+        if task is not None and task.rows_left:
+            state.samples_ended(message.task, num_new)
         if state.credits.is_used:
             state.credits.settle(call_state, dict(zip(message.ids, message.num_tokens, strict=True)))
             state.credits.taken(message.call, (*message.ids, *message.dropped))

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -92,6 +92,8 @@ class OpenCalls:
     def close(self, call_state: CallState) -> bool:
         """Remove a call with nothing left to hand out; False if that was known."""
         was_open = False
+        if call_state.call.engine not in ("rollout", "train"):
+            return was_open
         for role in call_state.call.speakers:
             started = self._started.get((call_state.call.engine, role), [])
             place = bisect.bisect_left(started, call_state.call.ordinal, key=_ordinal)
@@ -140,19 +142,26 @@ class RowLocations:
             owners = self._owners[call] = {}
         made = dict.fromkeys(rows, owner)
         owners.update(made)
-        for place in dict.fromkeys((owner, *sent_to)):
-            self._at(call, place).update(made)
+        places = self._places_of(call)
+        for place in (owner, *sent_to):
+            if (there := places.get(place)) is None:
+                places[place] = set(made)
+            else:
+                there.update(made)
 
-    def introduce(self, call: int, place: str) -> None:
-        """Note that a place knows the call, and must be told when to forget it."""
-        self._at(call, place)
+    def introduce(self, call: int, *new: str) -> None:
+        """Note that places know the call, and must be told when to forget it."""
+        places = self._places_of(call)
+        for place in new:
+            if place not in places:
+                places[place] = set()
 
-    def send(self, call: int, rows: Iterable[int], to: str) -> dict[str, list[int]]:
+    def send(self, call: int, rows: Collection[int], to: str) -> dict[str, list[int]]:
         """Plan the transfers that bring these rows to `to`: owner -> rows to send. They count as there from now on."""
-        there = self._at(call, to)
-        missing = [row for row in rows if row not in there]
-        if not missing:
+        there = self._places_of(call).setdefault(to, set())
+        if there.issuperset(rows):
             return {}
+        missing = [row for row in rows if row not in there]
         owners = self._owners.get(call, {})
         by_owner: dict[str, list[int]] = {}
         for row in missing:
@@ -203,14 +212,11 @@ class RowLocations:
         self._owners.pop(call, None)
         return [place for place in self._places.pop(call, {}) if place != LEDGER]
 
-    def _at(self, call: int, place: str) -> set[int]:
+    def _places_of(self, call: int) -> dict[str, set[int]]:
         places = self._places.get(call)
         if places is None:
             places = self._places[call] = {}
-        there = places.get(place)
-        if there is None:
-            there = places[place] = set()
-        return there
+        return places
 
 
 _MOST_PLAYED = 8
@@ -397,8 +403,8 @@ class SchedulerState:
         if engine == "function":
             self.functions.note(worker)
         if task.call >= 0:
-            for place in (worker.name, *map(worker_of, m.forwarded_to(task))):
-                self.rows.introduce(task.call, place)  # Also if the call fails before it is reported what was sent there.
+            # Also those that it is sent to, if the call fails before that is reported.
+            self.rows.introduce(task.call, worker.name, *map(worker_of, m.forwarded_to(task)))
         self.send(worker.name, task)  # type: ignore[arg-type]
 
     def samples_ended(self, number: int, num_rows: int) -> None:
@@ -429,14 +435,13 @@ class SchedulerState:
                 self.opened(call_state)
             self.rows_came(call_state)
 
-    def bring(self, call: int, ids: Iterable[int], to: str) -> None:
+    def bring(self, call: int, ids: Collection[int], to: str) -> None:
         """Have these rows of a call's result sent to a worker that does not have them yet."""
         for owner, rows in self.rows.send(call, ids, to).items():
             self.send(owner, m.Push(call, rows, self.workers[to].tag if to in self.workers else to))
 
-    def bring_inputs(self, call_state: CallState, ids: Iterable[int], to: str) -> None:
+    def bring_inputs(self, call_state: CallState, rows: Collection[int], to: str) -> None:
         """Have these rows of every aligned input of a call sent to a worker; inputs that are still to be made are made there."""
-        rows = list(ids)
         for needed in call_state.aligned_inputs:
             if call_state.early is not None and not self.calls[needed].is_done:
                 continue

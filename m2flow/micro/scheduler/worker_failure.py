@@ -192,9 +192,9 @@ class Recovery:
 
     # ---- lost transfers
 
-    def sent_to(self, number: int) -> Iterable[str]:
+    def sent_to(self, task: m.Task) -> Iterable[str]:
         """Find the workers that have the rows a task forwarded: of the processes that it names, those still alive."""
-        tags = m.forwarded_to(self._state.tasks.message(number))
+        tags = m.forwarded_to(task)
         if not self._state.has_losses:
             return tags
         there = [self._state.workers[worker_of(tag)] for tag in tags]
