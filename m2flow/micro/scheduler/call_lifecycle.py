@@ -135,36 +135,36 @@ class CallLifecycle:
 
     def add_call(self, call: Call, stage: Stage) -> CallState:
         """Add a call: find what it waits for, and count the input rows that are there already."""
-        calls = self._state.calls
+        state, calls = self._state, self._state.calls
         inputs = list(dict.fromkeys([ref.call for _, ref in call.inputs]))
-        needed_writers, newer_writers = self._state.versions.written_for(call) if call.reads else ([], [])
+        needed_writers, newer_writers = state.versions.written_for(call) if call.reads else ([], [])
         needs = {*inputs, *needed_writers}
         others = set(newer_writers) - needs if newer_writers else set()
         is_generation = call.engine == "rollout"
         if is_generation and call.carries_from is not None:
             others.add(call.carries_from)
         aligned = tuple([c for c in inputs if calls[c].call.is_aligned])
-        waits_for = {c for c in needs if c not in aligned and not self._state.is_done(c)}
-        call_state = CallState(call, stage, [], waits_for, aligned, frozenset(others), is_ungrouped=self._state.ablation.without_groups)
-        if self._state.has_losses:
-            remove_lost_workers(self._state, call_state)
-        calls[call.ordinal] = call_state
-        self._state.active[call.ordinal] = call_state
-        self._state.open.add(call_state)
+        waits_for = {c for c in needs.difference(aligned) if not state.is_done(c)}
+        call_state = CallState(call, stage, [], waits_for, aligned, frozenset(others), is_ungrouped=state.ablation.without_groups)
+        if state.has_losses:
+            remove_lost_workers(state, call_state)
+        calls[call.ordinal] = state.active[call.ordinal] = call_state
         for needed in inputs:
             calls[needed].users[call.ordinal] = call_state
         for needed in waits_for:
-            self._state.waiting_for.setdefault(needed, []).append(call_state)
+            state.waiting_for.setdefault(needed, []).append(call_state)
         if call.writes and call.engine == "function":
-            call_state.follows = frozenset(reader.call.ordinal for reader in self._state.versions.reads_before(call))
+            call_state.follows = frozenset(reader.call.ordinal for reader in state.versions.reads_before(call))
             for followed in call_state.follows:
-                self._state.followers.setdefault(followed, []).append(call_state)
-        self._state.versions.add(call_state, self._state.is_done)
+                state.followers.setdefault(followed, []).append(call_state)
+        if call.reads or call.writes:
+            state.versions.add(call_state, state.is_done)
         if is_generation:
-            self._state.may_keep = self._state.may_keep or keeps_cache(call.options)
+            state.open.add(call_state)
+            state.may_keep = state.may_keep or keeps_cache(call.options)
             if carries(call.options):
                 self._cut_if_active(self._partial_rollouts.added(call_state))
-        failed = [self._state.errors[c] for c in needs | others if c in self._state.errors] if self._state.errors else []
+        failed = [state.errors[c] for c in needs | others if c in state.errors] if state.errors else []
         if failed:
             root, error = min(failed, key=lambda found: found[0])
             self.fail(call_state, error, root=root)
@@ -182,9 +182,9 @@ class CallLifecycle:
         """Fix the rows of a call once those of its inputs are known, and then those of its consumers."""
         if call_state.is_prepared or call_state.is_over:
             return
-        rows_of: list[int] = []
+        calls, rows_of = self._state.calls, list[int]()
         for base in call_state.bases:
-            rows = self._rows_for(call_state, self._state.calls[base])
+            rows = self._rows_for(call_state, calls[base])
             if rows is None:
                 return
             rows_of = sorted([*rows_of, *rows]) if rows_of else rows
@@ -197,19 +197,18 @@ class CallLifecycle:
             return
         if call_state.call.is_gated:
             call_state.refill = self._refills.join(call_state, len(rows_of))
-        is_rollout = call_state.call.engine == "rollout"
-        call_state.prepare(
-            make_ids(call_state.call.ordinal, len(rows_of), call_state.num_per_prompt).tolist() if is_rollout else rows_of, rows_of
-        )
-        if is_rollout:
+        if call_state.is_generation:
+            call_state.prepare(make_ids(call_state.call.ordinal, len(rows_of), call_state.num_per_prompt).tolist(), rows_of)
             self._policies.begin(call_state)
+        else:
+            call_state.prepare(rows_of, rows_of)
         if call_state.is_update:
             is_ungrouped = self._state.ablation.without_groups
             call_state.update = progress_of(
                 call_state.call, call_state.stage, call_state.ids, by_identity=self._state.deterministic, is_ungrouped=is_ungrouped
             )
         for needed in call_state.aligned_inputs:
-            source = self._state.calls[needed]
+            source = calls[needed]
             if source.done:
                 call_state.arrived(needed, sorted(source.done), source.num_tokens)
             elif source.whole_at:
@@ -222,10 +221,11 @@ class CallLifecycle:
                 self.complete(call_state, None)
             else:
                 self._cut_if_active(call_state)
-        elif call_state.result is not None and not call_state.is_over:
+        elif call_state.users and call_state.result is not None and not call_state.is_over:
             self._prepare_consumers(call_state)
-        for report in self._recovery.prepared(call_state):
-            self.restored(report)
+        if self._state.recorded:
+            for report in self._recovery.prepared(call_state):
+                self.restored(report)
 
     def _await_inputs(self, call_state: CallState) -> None:
         """Have a call without rows wait for its inputs: no row of theirs holds it back, and it must not end before them."""
@@ -237,7 +237,7 @@ class CallLifecycle:
 
     def _rows_for(self, call_state: CallState, base: CallState) -> list[int] | None:
         """Find the rows that a call has from one of its inputs, if they are known. Calls of one refill hand on every candidate."""
-        if call_state.call.is_gated and base.refill is not None:
+        if base.refill is not None and call_state.call.is_gated:
             return base.ids if base.is_prepared else None
         return base.result
 
@@ -283,7 +283,7 @@ class CallLifecycle:
         self._state.rows.made(call_state.call.ordinal, rows, worker, sent_to)
         if call_state.is_generation and "agent" in call_state.call.options:
             self._state.played_at.made(call_state.call.ordinal, rows, worker)
-        for user in list(call_state.users.values()):
+        for user in call_state.users.values():
             if user.arrived(call_state.call.ordinal, rows, call_state.num_tokens):
                 self._state.rows_came(user)
         if call_state.refill is not None:
@@ -322,30 +322,31 @@ class CallLifecycle:
 
     def complete(self, call_state: CallState, value: object) -> None:
         """End a call with its result."""
+        state, call = self._state, call_state.call
         call_state.is_done = call_state.is_over = True
         call_state.value = value
-        self._state.versions.done(call_state.call)
-        if call_state.call.engine == "train" and call_state.call.writes:
-            self._state.engines_changed()
-        if call_state.is_update:
-            self._state.open.forget_first(call_state.call.role)
-            self._policies.trained(call_state.call.role)
+        if call.engine == "train":
+            state.versions.done(call)
+            if call.writes:
+                state.engines_changed()
+            if call_state.is_update:
+                state.open.forget_first(call.role)
+                self._policies.trained(call.role)
         if call_state.result is None:
             call_state.result = sorted(call_state.done)
-        self._state.commands.append(
-            Resolve(call_state.call.ordinal, value, call_state.chosen)
-        )  # Before the commands of calls that end because of this.
+        state.commands.append(Resolve(call.ordinal, value, call_state.chosen))  # Before the commands of calls that end because of this.
         self._leave(call_state)
-        for other in self._state.waiting_for.pop(call_state.call.ordinal, []):
-            other.waits_for.discard(call_state.call.ordinal)
+        for other in state.waiting_for.pop(call.ordinal, ()):
+            other.waits_for.discard(call.ordinal)
             self._start_if_ready(other)
             if other.carry is not None:
                 self._cut_if_active(other)
         if call_state.carry is not None:
             self._cut_if_active(self._partial_rollouts.ended(call_state))
-        self._prepare_consumers(call_state)
-        if call_state.call.ordinal in self._state.wanted:
-            self._state.wanted.discard(call_state.call.ordinal)
+        if call_state.users:
+            self._prepare_consumers(call_state)
+        if call.ordinal in state.wanted:
+            state.wanted.discard(call.ordinal)
             self.want(call_state)
 
     def task_failed(self, call_state: CallState, task: m.Task, row: int, error: M2FlowError) -> None:
@@ -454,22 +455,24 @@ class CallLifecycle:
         del self._state.calls[ordinal]
 
     def _leave(self, call_state: CallState) -> None:
-        del self._state.active[call_state.call.ordinal]
-        self._state.versions.over(call_state)
-        self._policies.over(call_state)
-        if self._state.open.close(call_state):
-            self._state.ready_workers.wake_role(*call_state.call.speakers)
-        if call_state.call.reads:
-            self._state.ready_workers.wake_trainers()
-        for follower in self._state.followers.pop(call_state.call.ordinal, []):
-            follower.follows -= {call_state.call.ordinal}
+        state, call, ordinal = self._state, call_state.call, call_state.call.ordinal
+        del state.active[ordinal]
+        if call_state.is_generation:
+            self._policies.over(call_state)
+        if call.engine != "function" and state.open.close(call_state):
+            state.ready_workers.wake_role(*call.speakers)
+        if call.reads:
+            state.versions.over(call_state)
+            state.ready_workers.wake_trainers()
+        for follower in state.followers.pop(ordinal, ()):
+            follower.follows -= {ordinal}
             self._start_if_ready(follower)
-        for _, ref in call_state.call.inputs:
-            used = self._state.calls.get(ref.call)
-            if used is not None and used.users.pop(call_state.call.ordinal, None) is not None and used.is_released and not used.users:
-                self._state.perhaps_unreachable.add(ref.call)
+        for _, ref in call.inputs:
+            used = state.calls.get(ref.call)
+            if used is not None and used.users.pop(ordinal, None) is not None and used.is_released and not used.users:
+                state.perhaps_unreachable.add(ref.call)
         if call_state.is_released:
-            self._state.perhaps_unreachable.add(call_state.call.ordinal)
+            state.perhaps_unreachable.add(ordinal)
 
     def _start_if_ready(self, call_state: CallState) -> None:
         """Start a call if its rows are known and it waits for nothing; called whenever one of these may have changed."""

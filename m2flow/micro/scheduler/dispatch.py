@@ -214,25 +214,25 @@ class FunctionDispatch:
 
     def hand_out(self) -> None:
         """Start the earliest calls with work on the workers that may take them, the least busy first."""
-        self._hand_on()
-        while (found := self._state.functions.next()) is not None:
-            self._start(*found)
-            self._hand_on()
-
-    def _hand_on(self) -> None:
-        """Give each worker whose tasks have changed the next call of its chain, unless an earlier call has work for it."""
         functions = self._state.functions
-        while (worker := functions.noted()) is not None:
-            while (following := self._following(worker)) is not None:
-                earliest = functions.first(worker)
-                if earliest is not None and earliest.call.ordinal < following.call.ordinal:
-                    break
-                self._give(worker, following, following.take_early())
+        while functions.has_changed:
+            for worker in functions.noted():
+                self._hand_on(worker)
+            if (found := functions.next()) is not None:
+                self._start(*found)
+
+    def _hand_on(self, worker: WorkerState) -> None:
+        """Give a worker whose tasks have changed the next call of its chain, unless an earlier call has work for it."""
+        while (following := self._following(worker)) is not None:
+            earliest = self._state.functions.first(worker)
+            if earliest is not None and earliest.call.ordinal < following.call.ordinal:
+                break
+            self._give(worker, following, following.take_early())
 
     def _following(self, worker: WorkerState) -> CallState | None:
         """Find the next call after the worker's last task's that may wait in its queue."""
         last = self._last.get(worker.name)
-        if last is None or worker.num_tasks["function"] >= MAX_QUEUED or self._state.has_losses:
+        if last is None or not last.users or worker.num_tasks["function"] >= MAX_QUEUED or self._state.has_losses:
             return None
         return next((user for user in last.users.values() if self._may_wait(user, worker)), None)
 

@@ -16,7 +16,7 @@ number of workers, calls or rows.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple, final
 
 from m2flow.micro.protocol import messages as m
@@ -84,43 +84,43 @@ class StartQueue:
         self._pools_of: dict[str, list[_Pool]] = {}
         self._queued: set[int] = set()
         self._noted: dict[str, WorkerState] = {}
-        self._has_changed = False
+        self.has_changed = False
+        """Whether something was noted since `next` has last found nothing."""
 
     def may_start(self, call_state: CallState) -> None:
         """Note that a call may have work now."""
         ordinal = call_state.call.ordinal
-        self._has_changed = True
+        self.has_changed = True
         if ordinal not in self._queued:
             self._queued.add(ordinal)
-            heapq.heappush(self._pool(call_state.planned.workers).calls, (ordinal, call_state))
+            heapq.heappush(self._pool(call_state).calls, (ordinal, call_state))
 
     def note(self, worker: WorkerState) -> None:
         """Note that a worker's number of tasks has changed, or that a new call takes what it makes."""
-        self._has_changed = True
+        self.has_changed = True
         self._noted[worker.name] = worker
         for pool in self._pools_of.get(worker.name, ()):
             pool.note(worker)
 
-    def noted(self) -> WorkerState | None:
-        """Pop a worker of which something was noted."""
-        return self._noted.pop(next(iter(self._noted))) if self._noted else None
+    def noted(self) -> Iterator[WorkerState]:
+        """Pop the workers of which something was noted, also while this goes on."""
+        while self._noted:
+            yield self._noted.pop(next(iter(self._noted)))
 
     def next(self) -> tuple[WorkerState, CallState] | None:
         """Find the earliest call with work for which a worker is free, and the least busy of these workers."""
-        if not self._has_changed:
-            return None
         found: tuple[WorkerState, CallState] | None = None
         for pool in self._pools.values():
             first = self._first(pool)
             if first is not None and (found is None or first.call.ordinal < found[1].call.ordinal):
                 worker = pool.least_busy()
                 found = found if worker is None else (worker, first)
-        self._has_changed = found is not None
+        self.has_changed = found is not None
         return found
 
     def share_of(self, worker: WorkerState, call_state: CallState) -> int:
         """Count the ready rows of a call with which a worker has as many to do as each of the others would; one at least."""
-        num_rows = len(call_state.ready) + self._pool(call_state.planned.workers).num_judging
+        num_rows = len(call_state.ready) + self._pool(call_state).num_judging
         return max(-(-num_rows // len(call_state.stage.workers)) - worker.num_judging, 1)
 
     def first(self, worker: WorkerState) -> CallState | None:
@@ -140,7 +140,8 @@ class StartQueue:
             self._queued.discard(heapq.heappop(pool.calls)[0])
         return pool.calls[0][1] if pool.calls else None
 
-    def _pool(self, names: tuple[str, ...]) -> _Pool:
+    def _pool(self, call_state: CallState) -> _Pool:
+        names = call_state.planned.workers
         pool = self._pools.get(names)
         if pool is None:
             workers = [self._workers[name] for name in names]

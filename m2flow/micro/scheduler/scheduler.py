@@ -267,7 +267,8 @@ class Scheduler:
         state = self._state
         if call_state.carry is not None:
             call_state.carry.finished(message)
-        if call_state.is_under_policy:
+        is_under_policy = call_state.is_under_policy
+        if is_under_policy:
             self._policies.ended(call_state, message.ids, message.num_generated)
         task = state.tasks.get(message.task)
         sent_to = self._recovery.sent_to(task.message) if task is not None else ()
@@ -277,7 +278,8 @@ class Scheduler:
         if state.credits.is_used:
             state.credits.settle(call_state, dict(zip(message.ids, message.num_tokens, strict=True)))
             state.credits.taken(message.call, (*message.ids, *message.dropped))
-        self._policies.deal(call_state)
+        if is_under_policy:
+            self._policies.deal(call_state)
         self._borrowing.ended(call_state)
         self._early_onload.look()
 
@@ -365,22 +367,23 @@ class Scheduler:
 
     def _free_room(self) -> None:
         """Release the credits of calls that have ended, and ask workers again for generations that backpressure had blocked."""
-        state = self._state
-        if self._state.credits.is_used:
-            for command in state.commands[self._num_noted :]:
-                if isinstance(command, Resolve | Reject) and command.call in state.calls:
-                    self._state.credits.over(state.calls[command.call])
-                elif isinstance(command, Forgotten):
-                    self._state.credits.forget(command.call)
-            self._num_noted = len(state.commands)
-            for call_state in self._state.credits.unblocked():
-                state.ready_workers.feed_all(call_state)
-                state.ready_workers.rows_came(call_state)
+        state, credits = self._state, self._state.credits
+        for command in state.commands[self._num_noted :]:
+            if isinstance(command, Resolve | Reject) and command.call in state.calls:
+                credits.over(state.calls[command.call])
+            elif isinstance(command, Forgotten):
+                credits.forget(command.call)
+        self._num_noted = len(state.commands)
+        for call_state in credits.unblocked():
+            state.ready_workers.feed_all(call_state)
+            state.ready_workers.rows_came(call_state)
 
     def _give_work(self) -> None:
         """Dispatch all that can run now. If no task is in flight and only a full channel or a policy holds samples back, overrule it."""
         self._ask()
-        if not self._state.tasks and self._state.credits.blocked:
+        if self._state.tasks:
+            return
+        if self._state.credits.blocked:
             self._overdraw()
         if not self._state.tasks and self._state.active and self._policies.force():
             self._ask()
@@ -400,8 +403,9 @@ class Scheduler:
 
     def _ask(self) -> None:
         """Offer work to every worker that may have something new to do; then see whether their leases should move."""
-        ready_workers = self._state.ready_workers
-        self._free_room()
+        ready_workers, credits = self._state.ready_workers, self._state.credits
+        if credits.is_used:
+            self._free_room()
         while ready_workers.has_any:  # Looking at a lease may have a policy deal samples to other workers.
             leases: dict[str, Lease] = {}
             while (worker := ready_workers.next()) is not None:
@@ -411,7 +415,7 @@ class Scheduler:
             for lease in leases.values():
                 self._turns.hand_over(lease)
         self._functions.hand_out()
-        if self._state.credits.is_used and len(self._state.commands) > self._num_noted:  # Calls without rows have ended meanwhile.
+        if credits.is_used and len(self._state.commands) > self._num_noted:  # Calls without rows have ended meanwhile.
             self._free_room()
             if self._state.ready_workers.has_any:
                 self._give_work()

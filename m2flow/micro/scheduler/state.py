@@ -60,14 +60,13 @@ class OpenCalls:
         """Role -> those with which it has spoken in episodes of one call, itself included."""
 
     def add(self, call_state: CallState) -> None:
-        """Add a new call, which may still have to wait."""
-        if call_state.call.engine == "rollout":
-            roles = call_state.call.speakers
-            for role in roles:
-                self._open.setdefault(role, {})[call_state.call.ordinal] = call_state
-                if len(roles) > 1:
-                    self._beside.setdefault(role, set()).update(roles)
-                self.forget_first(role)
+        """Add a new generation, which may still have to wait."""
+        roles = call_state.call.speakers
+        for role in roles:
+            self._open.setdefault(role, {})[call_state.call.ordinal] = call_state
+            if len(roles) > 1:
+                self._beside.setdefault(role, set()).update(roles)
+            self.forget_first(role)
 
     def reopen(self, call_state: CallState) -> None:
         """Add a call again that has samples to hand out again."""
@@ -92,8 +91,6 @@ class OpenCalls:
     def close(self, call_state: CallState) -> bool:
         """Remove a call with nothing left to hand out; False if that was known."""
         was_open = False
-        if call_state.call.engine not in ("rollout", "train"):
-            return was_open
         for role in call_state.call.speakers:
             started = self._started.get((call_state.call.engine, role), [])
             place = bisect.bisect_left(started, call_state.call.ordinal, key=_ordinal)
