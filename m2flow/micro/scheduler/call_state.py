@@ -343,7 +343,7 @@ class Carry:
 _EVERYTHING = -1
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class CallState:
     """The rows of one call and what has become of them."""
 
@@ -409,7 +409,21 @@ class CallState:
     """Of a call that was handed out whole before its rows came: the rows that have come since."""
     follows: frozenset[int] = frozenset()
     """Calls that must be over, done or failed, before it may start: they read what it overwrites."""
-    _unit_by_row: dict[int, int] = field(default_factory=dict)
+    planned: Stage = field(init=False)
+    """How the call is run, with workers that are lost."""
+    suspects: set[int] = field(default_factory=set)
+    """Rows that were in flight on a worker when it was lost: each is handed out alone."""
+
+    # Of the call, which does not change.
+    name: str = field(init=False)
+    is_generation: bool = field(init=False)
+    is_update: bool = field(init=False)
+    is_union: bool = field(init=False)
+    """Whether its rows are those of all its inputs; otherwise they are those of the first, which the others have too."""
+    drops: bool = field(init=False)
+    """Whether it decides itself which of its rows stay."""
+    is_cut: bool = field(init=False)
+    """Whether it ends before all of its samples do."""
 
     # Of a generation alone.
     out_at: dict[str, int] = field(init=False)
@@ -422,28 +436,29 @@ class CallState:
     """Workers that get no more of its samples, since they gave back their devices (`m2flow.micro.scheduler.leases`)."""
     num_whole: int = field(init=False)
     """Of an over-sampled generation: groups whose samples are all done."""
+    _left_of_group: dict[int, int] = field(init=False)
+    _by_prompt: dict[int, tuple[int, ...]] = field(init=False)
+    _prompt_of: dict[int, int] = field(init=False)
+
+    # Of other calls, once their rows are known.
+    missing: dict[int, int] = field(init=False)
+    """Unit -> number of its rows that have yet to come, of all inputs; empty where each row is ready when it comes."""
+    units: dict[int, tuple[int, ...]] = field(init=False)
+    _unit_by_row: dict[int, int] = field(default_factory=dict)
+    _minibatch_of: dict[int, int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.planned = self.stage
-        """How the call is run, with workers that are lost."""
-        self.suspects: set[int] = set()
-        """Rows that were in flight on a worker when it was lost: each is handed out alone."""
         call = self.call
+        self.planned = self.stage
         self.name = call.name
         self.is_generation = call.engine == "rollout"
         self.is_update = call.engine == "train" and call.method == "update"
         gives = call.options.get("gives")
-        self.is_union = gives == "concat"
-        """Whether its rows are those of all its inputs; otherwise they are those of the first, which the others have too."""
-        self.drops = gives == "kept"
-        """Whether it decides itself which of its rows stay."""
+        self.is_union, self.drops = gives == "concat", gives == "kept"
         self.is_cut = self.is_generation and is_cut(call.options)
-        """Whether it ends before all of its samples do."""
         if self.is_generation:
             self.out_at, self.unsaturated, self.saturated, self.given_back, self.num_whole = {}, [], set(), set(), 0
-            self._left_of_group: dict[int, int] = {}
-            self._by_prompt: dict[int, tuple[int, ...]] = {}
-            self._prompt_of: dict[int, int] = {}
+            self._left_of_group, self._by_prompt, self._prompt_of = {}, {}, {}
 
     @property
     def bases(self) -> tuple[int, ...]:
@@ -667,9 +682,9 @@ class CallState:
         num_inputs = 1 if self.is_union else len(self.aligned_inputs)
         if self.stage.unit == "sample" and not self.is_update:
             self._unit_by_row = dict(zip(ids, ids, strict=True))
-            self.missing: dict[int, int] = {}
+            self.missing = {}
             if num_inputs > 1 or self.call.engine == "train":  # Otherwise each row is ready when it comes.
-                self.units: dict[int, tuple[int, ...]] = {row: (row,) for row in ids}
+                self.units = {row: (row,) for row in ids}
                 self.missing = dict.fromkeys(ids, num_inputs)
             return
         if self.stage.unit == "minibatch" and not self.is_update:
