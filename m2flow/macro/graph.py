@@ -670,8 +670,9 @@ class Lineage:
             return frozenset({call.role})
         if isinstance(named := call.options.get("sampled_by"), str):
             return frozenset({named})
-        rows = inputs if call.options.get("gives") == "concat" else inputs[:1]
-        return frozenset(role for _, ref in rows for role in self._known[ref.call].samplers)
+        if call.options.get("gives") == "concat":
+            return frozenset(role for _, ref in inputs for role in self._known[ref.call].samplers)
+        return self._known[inputs[0][1].call].samplers if inputs else frozenset()
 
     def keep(self, needed: Iterable[int]) -> None:
         """Forget all calls but these and those that made their samples."""

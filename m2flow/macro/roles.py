@@ -693,7 +693,8 @@ class Policy(Role):
             check_comparison(advantages, responses)
         given |= self._further_columns(columns)
         check_instance("correction", correction, Correction, "correction=Correction(upper=2.0)")
-        settings = replace(settings, loss=replace(settings.loss, correction=correction or settings.loss.correction))
+        if correction is not None:
+            settings = replace(settings, loss=replace(settings.loss, correction=correction))
         replays_own = self._session.models[self.name].routing == "trainer" and isinstance(responses, Rows) and _has_samples(responses)
         if (correction is not None or replays_own) and PROXIMAL not in given:
             before = self.logprobs(responses)  # A result is dropped with its last handle, so this lives until the update is recorded.
