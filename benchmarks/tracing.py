@@ -229,7 +229,9 @@ class Planned(Timed):
             return
         if isinstance(received, m.Generate | m.RunFunction) and self._calls[received.call].is_aligned:
             num = len(received.ids)
-            said = m.Finished(received.number, received.call, received.ids, [9] * num, [4] * num, [], [0] * num, [], None, ends=True)
+            said = m.Finished(
+                received.number, received.call, received.ids, [9] * num, [4] * num, [], [0] * num, [], None, ends=True, took_us=1
+            )
             self._say(worker, said)
         else:
             self._say(worker, m.TaskDone(received.number))

@@ -222,6 +222,8 @@ class Finished(Message, frozen=True):
     """The task is done with these: no `TaskDone` follows."""
     parts: list[dict[str, float]] = []
     """The parts of each reward (`m2flow.micro.protocol.call_semantics`); empty where no function gave any."""
+    took_us: int = 0
+    """Time that a function took for all samples of the task, if these end it; 0: not known, or not to be gone by."""
 
 
 class Missing(Message, frozen=True):

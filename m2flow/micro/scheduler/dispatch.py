@@ -12,7 +12,7 @@ version; and under running samples if all of their calls may use it and allow th
 
 Rewards and ops (`FunctionDispatch`) are executed on whatever rows are ready, as soon as a process is free. A task takes what is ready up
 to the stage's chunk and does not wait for more: while it runs, the next rows gather. Of several workers none takes more than its share, so
-that rows which come all at once are not one worker's alone.
+that rows which come all at once are not one worker's alone; unless they take less time than a second task costs, by what workers report.
 
 Chained calls: a call whose input rows a worker is about to make may be sent there early, and waits for them in the worker's queue, so
 that a chain of calls on the same rows needs no round trip to the controller between one and the next. That is done only where nothing is

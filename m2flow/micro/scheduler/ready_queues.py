@@ -37,6 +37,11 @@ Offer = Callable[[], Ended | None]
 MAX_QUEUED = 2
 """Tasks that a function process has at a time: one running, and one queued to begin at once."""
 
+_QUICK_US = 1000
+"""Time of rows that are not worth a second task, whose messages alone cost controller and worker about as much."""
+_FADES = 0.9
+"""What a task counts for, as the slowest one of its function, after one more."""
+
 
 @final
 class _Pool:
@@ -84,6 +89,8 @@ class StartQueue:
         self._pools_of: dict[str, list[_Pool]] = {}
         self._queued: set[int] = set()
         self._noted: dict[str, WorkerState] = {}
+        self._row_us: dict[str, float] = {}
+        """Name of a call -> time for a row in the slowest of its last tasks."""
         self.has_changed = False
         """Whether something was noted since `next` has last found nothing."""
 
@@ -119,9 +126,20 @@ class StartQueue:
         return found
 
     def share_of(self, worker: WorkerState, call_state: CallState) -> int:
-        """Count the ready rows of a call with which a worker has as many to do as each of the others would; one at least."""
-        num_rows = len(call_state.ready) + self._pool(call_state).num_judging
+        """Count the ready rows of a call with which a worker has as many to do as each of the others would; one at least.
+
+        All of them, if that is known to be quick.
+        """
+        num_ready = len(call_state.ready)
+        if num_ready * self._row_us.get(call_state.name, _QUICK_US) < _QUICK_US:
+            return num_ready
+        num_rows = num_ready + self._pool(call_state).num_judging
         return max(-(-num_rows // len(call_state.stage.workers)) - worker.num_judging, 1)
+
+    def took(self, task: TaskState, took_us: int) -> None:
+        """Note how long a task took."""
+        row_us = took_us / max(task.num_judging, 1)
+        self._row_us[task.words] = max(row_us, _FADES * self._row_us.get(task.words, 0.0))
 
     def first(self, worker: WorkerState) -> CallState | None:
         """Find the earliest call with work that this worker may take, unless another worker for it is less busy."""

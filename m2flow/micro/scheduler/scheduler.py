@@ -275,6 +275,8 @@ class Scheduler:
         num_new = self._calls.rows_done(call_state, worker, message.ids, message.num_tokens, message.dropped, sent_to)
         if task is not None and task.rows_left:
             state.samples_ended(message.task, num_new)
+        elif task is not None and message.took_us:
+            state.functions.took(task, message.took_us)
         if state.credits.is_used:
             state.credits.settle(call_state, dict(zip(message.ids, message.num_tokens, strict=True)))
             state.credits.taken(message.call, (*message.ids, *message.dropped))

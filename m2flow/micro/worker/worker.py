@@ -292,6 +292,7 @@ def finished(
     place: tuple[str, int, int, int] | None,
     dropped: Sequence[int],
     parts: Sequence[Parts] = (),
+    took_us: int = 0,
     *,
     ends: bool,
 ) -> m.Finished:
@@ -300,6 +301,7 @@ def finished(
     Args:
         dropped: samples of the task that became no rows.
         parts: parts of each row's reward, if any has some.
+        took_us: time that the task's function took.
         ends: whether the task has no further rows.
     """
     has_texts = call.engine == "rollout" and len(rows) > 0
@@ -319,6 +321,7 @@ def finished(
         version_spans_of(rows) if is_time_dependent(call) else [],
         ends,
         list(parts),
+        took_us,
     )
 
 
@@ -675,13 +678,16 @@ class Worker:
                     left.update(ids)
                     self._deliver(task.number, call, rows, forward_to, dropped=sorted(set(ids) - set(rows.ids.tolist())), ends=False)
 
+                start_ns = now_ns()
                 result = engine_host.run_call(call, self._inputs(task), task.values, leave, self._meanwhile, is_suspect=task.is_suspect)
+                # A deterministic run has the same tasks whatever the time.
+                took_us = 0 if self.settings.deterministic else (now_ns() - start_ns) // 1000
                 if isinstance(result, Batch):
                     if len(result):
                         self._store.put(call.ordinal, without_parts(result)[0])  # The next task may need them; all else can wait.
                     dropped = sorted(set(task.ids) - left - set(result.ids.tolist()))
                     self._reports.later(
-                        task, lambda: self._deliver(task.number, call, result, forward_to, dropped=dropped, ends=True, keeps=False)
+                        task, lambda: self._deliver(task.number, call, result, forward_to, None, dropped, took_us, ends=True, keeps=False)
                     )
                     return None
                 return m.TaskDone(task.number, call_semantics.plain_value(call, result))
@@ -764,6 +770,7 @@ class Worker:
         forward_to: Iterable[str],
         place: tuple[str, int, int, int] | None = None,
         dropped: Sequence[int] = (),
+        took_us: int = 0,
         *,
         ends: bool,
         keeps: bool = True,
@@ -776,7 +783,7 @@ class Worker:
             if keeps:
                 self._store.put(call.ordinal, rows)
             self._forward(call.ordinal, rows, forward_to)
-        self._send(finished(task, call, rows, place, dropped, parts, ends=ends))
+        self._send(finished(task, call, rows, place, dropped, parts, took_us, ends=ends))
 
     def _forward(self, call: int, rows: Batch, to: Iterable[str]) -> None:
         for peer in to:

@@ -202,6 +202,36 @@ def test_a_call_that_waits_behind_another_at_a_worker_that_is_lost_waits_for_its
     assert said[1:] == [("functions-1", "further")]
 
 
+@flow
+def three_times() -> None:
+    for _ in steps(3):
+        begin(Dataset(ROWS).take(8))
+
+
+@pytest.mark.parametrize(("took_us", "then"), [(0, [4, 4]), (40, [8]), (4000, [4, 4])])
+def test_rows_are_shared_out_unless_a_task_of_the_function_was_quick(took_us, then):
+    spec = spec_of(workers=2)
+    graph, models, _ = trace(three_times, {}, steps=2)
+    plan = lower(graph, models, spec)
+    scheduler = Scheduler(plan)
+    sizes: list[int] = []
+    said: list[FromWorker] = []
+    for call, stage in zip(graph.calls, Lowering(plan, spec).stages(graph), strict=True):
+        events: list[Event] = [CallAdded(call, stage)]
+        if call.engine == "source":
+            rows = call.options["rows"].ids.tolist()
+            events.append(Sourced(call.ordinal, rows, [9] * 8))
+        for command in scheduler.handle(*events):
+            if isinstance(command, Send) and isinstance(command.message, m.RunFunction):
+                task, zeros = command.message, [0] * len(command.message.ids)
+                sizes.append(len(task.ids))
+                done = m.Finished(task.number, task.call, task.ids, zeros, zeros, [], zeros, [], None, ends=True, took_us=took_us)
+                said.append(FromWorker(command.worker, done))
+        scheduler.handle(*said)
+        said.clear()
+    assert sizes == [4, 4, *then]
+
+
 def test_what_waits_at_a_worker_that_is_lost_is_done_elsewhere(monkeypatch):
     for program in (chained, judged):
         for workers in (1, 2):
