@@ -164,7 +164,7 @@ class Lease:
         return now
 
 
-@dataclass
+@dataclass(slots=True)
 class TaskState:
     """A task in flight on a worker."""
 

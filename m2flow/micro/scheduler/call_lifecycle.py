@@ -273,7 +273,9 @@ class CallLifecycle:
             return self._partial_rollouts.finished_late(call_state, worker, ids, num_tokens, sent_to)
         if call_state.is_over:
             return 0
-        fresh = {row: tokens for row, tokens in zip(ids, num_tokens, strict=True) if row not in call_state.done}
+        fresh = dict(zip(ids, num_tokens, strict=True))
+        for known in call_state.done.intersection(fresh):
+            del fresh[known]
         gone = set(dropped) - call_state.dropped if dropped else set()
         if not (fresh or gone):
             return 0
