@@ -311,12 +311,6 @@ def test_what_can_t_be_split_is_refused_by_name_before_a_run(
         check_fsdp(Model(str(tmp_path), init="random"), options, num_ranks)
 
 
-def test_routing_is_neither_replayed_nor_balanced_over_stages(model: Model) -> None:
-    for told in (replace(model, routing="rollout"), replace(model, balance=BALANCE)):
-        with pytest.raises(EngineError, match="routing of a 'qwen3_moe' model is neither replayed nor balanced over stages"):
-            check_fsdp(told, {"ep": 2, "pp": 2}, 4)
-
-
 def test_an_engine_refuses_it_too(model: Model, followers: Followers) -> None:
     with pytest.raises(EngineError, match="ep is 3, which does not divide 2 ranks"):
         split(model, followers, ep=3).start()

@@ -148,8 +148,9 @@ def history(engine: TrainEngine, batch: Batch) -> dict[str, Any]:
     }
 
 
-def check_numbers(model: Model, options: dict[str, Any], followers: Followers) -> None:
-    batch = samples(VOCABULARY, num_prompts=5)
+def check_numbers(model: Model, options: dict[str, Any], followers: Followers, batch: Batch | None = None) -> dict[str, Any]:
+    """Compare what is said of a batch, and becomes of weights, with the embedded trainer; returns the latter's."""
+    batch = samples(VOCABULARY, num_prompts=5) if batch is None else batch
     expected = history(EmbeddedTrain(model, EngineSettings()), batch)
     found = history(Mirrored(FsdpTrain, model, EngineSettings(options=options), followers), batch)
     assert apart(found["first"], expected["first"]) == 0
@@ -163,6 +164,7 @@ def check_numbers(model: Model, options: dict[str, Any], followers: Followers) -
         assert set(found[kind]) == set(expected[kind])
         for key, value in expected[kind].items():
             assert found[kind][key] == pytest.approx(value, rel=1e-5, abs=1e-5 if kind == "sums" else 0), key
+    return expected
 
 
 @pytest.mark.parametrize(

@@ -211,8 +211,12 @@ def test_the_trainers_own_old_routing_is_replayed_after_its_weights_changed(path
     }
 
 
-def check_against_embedded(engine: TrainEngine, model: Model, batch: Batch) -> None:
-    """Compare log-probabilities, recorded experts, sums and the norm of the gradient with those of the embedded trainer."""
+def check_against_embedded(engine: TrainEngine, model: Model, batch: Batch, least: float = 0.9) -> None:
+    """Compare log-probabilities, recorded experts, sums and the norm of the gradient with those of the embedded trainer.
+
+    Args:
+        least: the share of tokens' layers that are sent to other experts than their own, at least.
+    """
     found: list[tuple[Any, ...]] = []
     for one in (EmbeddedTrain(model, CPU), engine):
         with started(one):
@@ -222,7 +226,7 @@ def check_against_embedded(engine: TrainEngine, model: Model, batch: Batch) -> N
             numbers = [applied[name] for name in ("grad_norm", "expert_load/max", "expert_load/min", "expert_load/idle")]
             experts = before.ragged(ROUTED_EXPERTS).values if ROUTED_EXPERTS in before else np.zeros(0)
             loss, rerouted = (sum(each.metrics[name] for each in sums) for name in ("loss", "rerouted"))
-            assert rerouted > 0.9 * sum(each.num_tokens for each in sums), "other_experts gives almost each token others than its own"
+            assert rerouted > least * sum(each.num_tokens for each in sums), "other_experts gives almost each token others than its own"
             found.append((before.ragged("reference_logprobs").values, loss, rerouted, numbers, experts))
     for expected, seen in zip(*found, strict=True):
         np.testing.assert_allclose(seen, expected, rtol=1e-4, atol=1e-4)

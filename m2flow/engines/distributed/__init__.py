@@ -179,10 +179,7 @@ def check_stages(config: Any, model: Model, options: Mapping[str, object], num_r
         raise EngineError(
             f"micro_batches is {passes}, which is no multiple of pp, {pp}, as vpp needs", now="Take a multiple, or leave vpp out."
         )
-    if model.routing is not None or model.balance is not None:
-        if not num_experts(config):
-            raise not_a_mixture(config.model_type)
-        what = f"routing of a {config.model_type!r} model is neither replayed nor balanced over stages"
-        raise EngineError(what, now="Leave replay_routing and balance out, or pp, or take the train engine `megatron`.")
+    if (model.routing is not None or model.balance is not None) and not num_experts(config):
+        raise not_a_mixture(config.model_type)
     if model.lora is not None:
         raise EngineError("adapters are not spread over stages", now="Leave pp out: each rank holds a part of the base anyway.")

@@ -90,6 +90,7 @@ from m2flow.engines.distributed.ranks import Box, RankedTrain, Root
 from m2flow.engines.models import lora, packing, trainer_checkpoint
 from m2flow.engines.models.hf_model import checkpoint_tensors, empty_cache, groups_of_weights, layers, matrices_of_layers
 from m2flow.engines.models.optimizers import Elsewhere, Optimizers
+from m2flow.engines.models.routing import BALANCE_LOSS, REROUTED, Z_LOSS, Mixture, beside_experts
 from m2flow.engines.models.trainer_checkpoint import local, spread_like, whole
 from m2flow.engines.registry import built_in
 from m2flow.errors import EngineError, InternalError, M2FlowError, unexpected
@@ -363,6 +364,10 @@ class _Pass:
     """What the last stage found, [T, any]; of a pass that trains nothing."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     agreement: Agreement = NO_AGREEMENT
+    chosen: Tensor | None = None
+    """Where the experts of rows are recorded, int64 [R, L, k]: those of the routers of this stage, and zeros."""
+    rerouted: Tensor | float = 0.0
+    """The sum of `REROUTED` over tokens, as far as the routers of this stage are in it."""
 
 
 class PipelinedTrain(FsdpTrain):
@@ -433,6 +438,8 @@ class PipelinedTrain(FsdpTrain):
         if not (line.has_last or (line.has_first and self._is_tied)):
             setattr(model, head_name, torch.nn.Identity())
             self._head = None
+        if self._routers is not None:
+            self._routers.keep(model)
         empty_cache(self._settings.device)
 
     def _guard_parts(self) -> None:
@@ -489,15 +496,34 @@ class PipelinedTrain(FsdpTrain):
             passes = self._together(lambda: [self._pass(part, loss, counts) for part, counts in parts])
             self._num_pending += 1
             self._run(passes, self._trained, trains=True)
-            metrics = self._ranks.total(self._sums_of([(one.metrics, one.weight) for one in passes]))
+            metrics = self._ranks.total(self._sums_of_stages(passes))
             if "same_weights" in batch:
                 reports = self._ranks.rank in self._reporters
                 agreement = self._agreed(Agreement.of_all([one.agreement for one in passes if one.weight and reports]))
         return Sums.of_passes(batch, int(num_masked.sum()), metrics, agreement)
 
     def _pass(self, batch: Batch, loss: Loss, weight: float) -> _Pass:
-        top = self._top_ids(batch, loss) if TOP_LOGPROBS in loss.needs else 0
-        return _Pass(batch, self._pack(batch), top, loss, weight)
+        top, packed = self._top_ids(batch, loss) if TOP_LOGPROBS in loss.needs else 0, self._pack(batch)
+        if self._routers is not None:
+            packed = self._routers.balanced(packed, batch, loss.denominator if weight else None, self._source.balance)
+        return _Pass(batch, packed, top, loss, weight)
+
+    def _pack(self, batch: Batch) -> packing.Packed:
+        packed = super()._pack(batch)
+        if packed.experts is None or self._routers is None:
+            return packed
+        return dataclasses.replace(packed, experts=self._routers.of_routers(packed.experts))
+
+    def _sums_of_stages(self, passes: Sequence[_Pass]) -> dict[str, float]:
+        """Sum metrics over passes. Those of the loss are on the last stage; of what routers did, each stage has a part."""
+        sums, packed = self._sums_of([(one.metrics, one.weight) for one in passes]), passes[0].packed
+        counted = [one for one in passes if one.weight and self._ranks.rank % self._tp == 0]  # Tensor ranks see the same.
+        if packed.experts is not None:
+            sums[REROUTED] = math.fsum(float(one.rerouted) * one.weight for one in counted)
+        if packed.balanced is not None:
+            losses = [(one.packed.balanced.sums(), one.weight) for one in counted if one.packed.balanced is not None]
+            sums |= {name: math.fsum(of_one[name] * weight for of_one, weight in losses) for name in (BALANCE_LOSS, Z_LOSS)}
+        return sums
 
     def _run(self, passes: Sequence[_Pass], compute: Callable[[_Pass, Tensor | None], Tensor | None], *, trains: bool) -> None:
         """Send passes through the stages. Raises on every rank what one of them raised on one."""
@@ -528,13 +554,15 @@ class PipelinedTrain(FsdpTrain):
             raise error if isinstance(error, M2FlowError) else unexpected("a pass through the stages", error)
 
     def _trained(self, one: _Pass, hidden: Tensor | None) -> Tensor:
-        self._take(hidden)
+        self._take(one, hidden)
         assert one.loss is not None
         if not self._line.is_last:
             found: Tensor = self._root(one.packed, hidden, self._line.chunk)
+            self._note_routing(one)
             return found
         try:
             outputs = self._outputs(one.batch, one.packed, one.top)
+            self._note_routing(one)
             terms, one.metrics, one.agreement = self._terms_of(one.batch, one.loss, outputs)
             one.metrics[NUM_SHARED] = float(one.packed.num_shared)
             return terms.sum() * one.weight
@@ -552,8 +580,20 @@ class PipelinedTrain(FsdpTrain):
         self._line.failure = self._line.failure or error
         return self._output
 
-    def _take(self, hidden: Tensor | None) -> None:
+    def _take(self, one: _Pass, hidden: Tensor | None) -> None:
         self._hidden, self._output, self._is_begun = hidden, None, False
+        if self._routers is not None:
+            self._routers.use(one.packed.experts, one.packed.balanced)
+
+    def _note_routing(self, one: _Pass) -> None:
+        """Keep what the routers of the chunk that was computed have chosen in this pass."""
+        if self._routers is None:
+            return
+        if one.chosen is not None:
+            self._routers.put_chosen(one.chosen)
+        if one.loss is not None:
+            routed = self._routers.counted(one.packed, counts=one.weight > 0)
+            one.rerouted = one.rerouted + routed[REROUTED].double().sum() if REROUTED in routed else 0.0
 
     def _forward(self, packed: packing.Packed) -> Tensor:
         self._is_begun = True
@@ -590,18 +630,32 @@ class PipelinedTrain(FsdpTrain):
         return self._of_runs(exchanges, "values", 0)
 
     def _of_runs(self, runs: Sequence[Batch], output: str, top_k: int) -> list[npt.NDArray[Any]]:
-        """The numbers of each run on the last stage; elsewhere nothing."""
-        passes = self._together(lambda: [_Pass(rows, self._pack(rows), top_k) for rows in runs])
+        """The numbers of each run on the last stage, with the experts that are recorded beside them; elsewhere nothing."""
+        mixture = self._recorded(output, top_k)
+        passes = self._together(lambda: [self._read_pass(rows, top_k, mixture) for rows in runs])
         self._run(passes, functools.partial(self._read, output), trains=False)
+        for one in passes:
+            if one.chosen is not None and mixture is not None:
+                self._line.total(one.chosen)
+                if one.numbers is not None:
+                    one.numbers = beside_experts(one.numbers, one.batch.ragged("loss_mask"), (one.packed, one.chosen), mixture)
         return [np.zeros(0) if one.numbers is None else one.numbers for one in passes]
 
+    def _read_pass(self, rows: Batch, top_k: int, mixture: Mixture | None) -> _Pass:
+        one = _Pass(rows, self._pack(rows), top_k)
+        if mixture is not None:
+            one.chosen = one.packed.targets.new_zeros(one.packed.num_rows, mixture.num, mixture.num_of_token)
+        return one
+
     def _read(self, output: str, one: _Pass, hidden: Tensor | None) -> Tensor | None:
-        self._take(hidden)
+        self._take(one, hidden)
         if not self._line.is_last:
             found: Tensor = self._root(one.packed, hidden, self._line.chunk)
+            self._note_routing(one)
             return found
         try:
             outputs = self._outputs(one.batch, one.packed, one.top)
+            self._note_routing(one)
         except Exception as error:
             self._failed_beside(error, one)
             return None

@@ -207,6 +207,10 @@ class Line(Generic[_P]):
         dist.broadcast(found, self.members[stage], group=self.group)
         return found
 
+    def total(self, own: Tensor) -> None:
+        """Add up whole numbers of all stages, in place. Collective."""
+        dist.all_reduce(own, group=self.group)
+
     def words_of_stages(self, words: str) -> list[str]:
         """What the rank of each stage says, in the order of stages. Collective."""
         found: list[Any] = [None] * self.count

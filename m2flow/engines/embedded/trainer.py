@@ -385,7 +385,7 @@ class EmbeddedTrain(TrainEngine):
         self._codec = load_tokenizer(self._source)
         self._model = load_model(self._source, device=self._loading_device, attention="eager")
         self._longest, self._rope = packing.check_model(self._model, self._source.head)
-        self._routers = checked_routers(self._model, self._settings.device, self._source)
+        self._routers = checked_routers(self._model, self._loading_device, self._source)
         if self._source.lora is not None:
             lora.adapt(self._model, self._source.lora, self._source.seed)
         self._head = self._replaced_head()

@@ -81,7 +81,8 @@ class Routers:
         """The losses of the next pass."""
         self._has_logits = [False] * len(found)
         """Whether a router's logits were seen since `use`."""
-        self._modules = [module for _, module in found]
+        self._modules: list[Any] = [module for _, module in found]
+        """None: its layer is on another rank."""
         self.gradient_scale = 1.0
         """What the gradient of a sum of terms is multiplied by on its way back."""
         for i, (_, module) in enumerate(found):
@@ -90,6 +91,11 @@ class Routers:
     @property
     def num(self) -> int:
         return len(self._made)
+
+    def keep(self, model: Any) -> None:
+        """Drop the routers that are no longer in the model: layers of other stages. Those that stay keep their numbers."""
+        here = set(model.modules())
+        self._modules = [module if module in here else None for module in self._modules]
 
     @property
     def mixture(self) -> Mixture:
@@ -106,12 +112,21 @@ class Routers:
             EngineError: they are of another number of layers.
         """
         if experts is not None and experts.shape[1] != self.num:
-            if experts.shape[1] != self._num_layers:
-                check_layers(experts, self.mixture)
-            experts = experts[:, self._layers]  # A server reports layers without experts, too.
+            experts = self.of_routers(experts)
         self._given, self._balanced = experts, balanced
         self._made, self._own = [None] * self.num, [None] * self.num
         self._has_logits = [False] * self.num
+
+    def of_routers(self, experts: Tensor) -> Tensor:
+        """The experts of rows, int64 [R, L, k], of those of all layers or of the layers with routers alone.
+
+        Raises:
+            EngineError: they are of another model.
+        """
+        if experts.shape[1] == self._num_layers:
+            experts = experts[:, self._layers]  # A server reports layers without experts, too.
+        check_layers(experts, self.mixture)
+        return experts
 
     def balanced(self, packed: Packed, batch: Batch, denominator: object, balance: Balance | None) -> Packed:
         """A packed micro-batch with the losses of its routers, if it shall have some; `denominator` as of `Balanced.of`."""
@@ -133,9 +148,16 @@ class Routers:
             raise EngineError(f"a router of a {self._kind!r} model makes no one choice of experts for each token", now=LEAVE_OUT)
         return torch.stack(made, 1)
 
+    def put_chosen(self, found: Tensor) -> None:
+        """Put the experts of the last pass into those of all routers, int64 [R, L, k]: of the routers that it went through here."""
+        for i, one in enumerate(self._made):
+            if one is not None:
+                found[:, i] = one
+
     def counted(self, packed: Packed, *, counts: bool) -> dict[str, Tensor]:
         """For each predicted token of the last pass, the share of routers that would have chosen other experts than those given for the row
-        that predicts it: float32 [T], as `REROUTED`, if any were given; and the losses of its sequence, if the pass has some.
+        that predicts it: float32 [T], as `REROUTED`, if any were given; and the losses of its sequence, if the pass has some. Where a pass
+        goes through some of the routers here, others add their part.
 
         Args:
             counts: take the pass into `loads`.
@@ -149,8 +171,8 @@ class Routers:
         if packed.experts is None:
             return losses
         made = [(one, own) for one, own in zip(self._made, self._own, strict=True) if one is not None and own is not None]
-        others = torch.stack([are_others(own, chosen) for chosen, own in made], 1).float().mean(1)
-        return {**losses, REROUTED: others[packed.predictors]}
+        others = sum((are_others(own, chosen).float() for chosen, own in made), torch.zeros(packed.num_rows, device=packed.targets.device))
+        return {**losses, REROUTED: others[packed.predictors] / self.num}
 
     def check(self, run: Callable[[], Tensor], balance: Balance | None = None) -> None:
         """Prove on a pass, called `run`, that choices are recorded, and that others take effect.
@@ -191,10 +213,13 @@ class Routers:
             bias[l, e] += step * sign(mean over e' of counts[l, e'] - counts[l, e])
 
         Args:
-            counts: tokens of each expert since the last step, over all ranks, [L, E]; without any token nothing moves.
+            counts: tokens of each expert since the last step, over all ranks, [L, E]; without any token nothing moves. Those of routers
+                that are elsewhere move there.
         """
         if counts.any():
             for module, own in zip(self._modules, counts, strict=True):
+                if module is None:
+                    continue
                 bias = _bias_of(module)  # Found anew: a trainer may have put another tensor in its place.
                 assert bias is not None
                 move_bias(bias, own, step)
@@ -451,13 +476,12 @@ class Balanced:
 
     def metrics(self) -> dict[str, Tensor]:
         """For each predicted token the losses of its sequence, the mean over routers, each float32 [T]; of the rows and routers here."""
-        total = torch.stack(list(self._found.values())).sum(0) / self._mixture.num
+        none = self._sequences.weights.new_zeros(2, len(self._sequences.lengths))
+        total = sum(self._found.values(), none) / self._mixture.num
         return dict(zip((BALANCE_LOSS, Z_LOSS), total[:, self._sequences.of_target], strict=True))
 
     def sums(self) -> Mapping[str, float]:
         """The sums over predicted tokens of `metrics`; 0 of a rank without routers."""
-        if not self._found:
-            return {BALANCE_LOSS: 0.0, Z_LOSS: 0.0}
         return {name: float(values.double().sum()) for name, values in self.metrics().items()}
 
     def gradient(self, held: _Logits) -> Tensor:
