@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +17,11 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from adapted_trainers import (
+    check_adapters_are_trained_sent_and_saved_as_by_the_embedded_trainer,
+    check_references_compute_from_the_policys_weights,
+    check_what_was_copied_of_a_policy_is_in_a_checkpoint,
+)
 from faulty import Fault, check_each_fault_is_an_error_on_all_and_all_go_on
 from followed import followed
 from safetensors.numpy import load_file
@@ -620,7 +627,7 @@ def test_passes_go_round_the_stages_once_for_each_chunk(count: int, chunks: int,
         ("deep", {"pp": 2, "vpp": 2, "micro_batches": 3}, 4, "micro_batches is 3, which is no multiple of pp, 2, as vpp needs"),
         ("gpt2", {"pp": 2}, 4, "the layers of a 'gpt2' model can't be spread over stages here; those of llama, qwen2, qwen3, .* can"),
         ("window", {"pp": 2}, 4, "layers of sliding_attention"),
-        ("adapted", {"pp": 2}, 4, "adapters are not spread over stages"),
+        ("adapted", {"pp": 2, "tp": 2}, 4, "adapters are not split over tensor-parallel ranks"),
     ],
 )
 def test_what_can_t_be_spread_over_stages_is_refused_by_name_before_a_run(
@@ -646,3 +653,50 @@ def test_the_planner_knows_stages_on_gpus_and_never_takes_them_on_the_cores_of_a
     assert max(found) <= shape.num_layers
     for num_ranks in (None, 2):
         assert {layout.pp for layout in thread_layouts("train", 4, 4, offers, num_ranks)} == {1}
+
+
+needs_peft = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="lora: the extra lora is not installed")
+ADAPTERS = Lora(rank=4, alpha=8)
+
+
+@needs_peft
+@pytest.mark.parametrize(
+    ("options", "recipe"),
+    [
+        ({"micro_batches": 3}, ADAPTERS),
+        ({"vpp": 2, "schedule": "zero-bubble"}, ADAPTERS),
+        ({"schedule": "zero-bubble"}, Lora(rank=4, alpha=8, targets=("q_proj", "lm_head"))),
+    ],
+    ids=str,
+)
+def test_adapters_on_stages_are_those_of_the_embedded_trainer(
+    options: dict[str, Any], recipe: Lora, followers: Followers, tmp_path: Path
+) -> None:
+    adapted = replace(write_model(tmp_path / "model", config("llama", 4)), lora=recipe)
+    check_adapters_are_trained_sent_and_saved_as_by_the_embedded_trainer(adapted, lambda: staged(adapted, followers, **options), tmp_path)
+
+
+@needs_peft
+@pytest.mark.parametrize("options", [{}, {"vpp": 2, "schedule": "zero-bubble"}], ids=str)
+def test_references_compute_from_the_weights_of_an_adapted_policy_on_stages(
+    options: dict[str, Any], deep: Model, followers: Followers, tmp_path: Path
+) -> None:
+    adapted = replace(deep, lora=ADAPTERS)
+    check_references_compute_from_the_policys_weights(adapted, staged(adapted, followers, **options), tmp_path)
+    make = functools.partial(staged, adapted, followers, **options)
+    check_what_was_copied_of_a_policy_is_in_a_checkpoint(adapted, make, tmp_path / "copied", make())
+
+
+@needs_peft
+@pytest.mark.slow
+def test_adapters_on_sharded_stages_are_those_of_the_embedded_trainer(deep: Model, tmp_path: Path) -> None:
+    adapted = replace(deep, lora=ADAPTERS)
+    with followed(3) as three:
+        for i, options in enumerate(({}, {"vpp": 2, "schedule": "zero-bubble", "spread_checkpoints": True})):
+            made = functools.partial(staged, adapted, three, **options)
+            check_adapters_are_trained_sent_and_saved_as_by_the_embedded_trainer(adapted, made, tmp_path / f"{i}")
+
+
+@needs_peft
+def test_numbers_of_adapters_on_stages_are_those_of_the_embedded_trainer(model: Model, followers: Followers) -> None:
+    check_numbers(replace(model, lora=ADAPTERS), {"pp": 2}, followers)

@@ -93,9 +93,12 @@ def check_references_compute_from_the_policys_weights(model: Model, policy: Trai
             assert said(other.logprobs(batch), then) < 1e-5
 
 
-def check_what_was_copied_of_a_policy_is_in_a_checkpoint(model: Model, make: Callable[[], TrainEngine], tmp_path: Path) -> None:
+def check_what_was_copied_of_a_policy_is_in_a_checkpoint(
+    model: Model, make: Callable[[], TrainEngine], tmp_path: Path, policy: TrainEngine | None = None
+) -> None:
+    """Args: policy: an engine that is not started; None: the embedded trainer."""
     batch = samples(VOCABULARY)
-    with started(EmbeddedTrain(model, EngineSettings())) as policy:
+    with started(policy or EmbeddedTrain(model, EngineSettings())) as policy:
         step(policy, batch)
         with started(make()) as reference:
             before = reference.logprobs(batch)

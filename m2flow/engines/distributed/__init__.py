@@ -181,5 +181,3 @@ def check_stages(config: Any, model: Model, options: Mapping[str, object], num_r
         )
     if (model.routing is not None or model.balance is not None) and not num_experts(config):
         raise not_a_mixture(config.model_type)
-    if model.lora is not None:
-        raise EngineError("adapters are not spread over stages", now="Leave pp out: each rank holds a part of the base anyway.")

@@ -667,30 +667,58 @@ class PipelinedTrain(FsdpTrain):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each tensor whole on every rank, one after the other. Collective."""
-        for name, tensor in self._whole_weights():
+        for name, tensor in self._of_stages(lora.whole_state):
             yield from checkpoint_tensors(self._frame, name, tensor)
 
-    def _whole_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """As `weights`, by the module's names."""
-        own = dict(self._own_tensors())
-        for name, like in lora.whole_state(self._frame):
-            stage = self._stage_of(name)
-            yield name, self._line.of_stage(stage, whole(own[name]).detach() if stage == self._line.stage else None, like)
+    def base(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._of_stages(functools.partial(lora.whole_state, adds=False)):
+            yield from checkpoint_tensors(self._frame, name, tensor)
 
-    def weight_forms(self) -> Sequence[WeightForm]:
+    def adapters(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._of_stages(lora.adapter_state):
+            yield lora.file_name(name), tensor
+
+    def _of_stages(self, state: Callable[..., Iterator[tuple[str, Tensor]]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield what `state` yields of the whole model, each tensor whole on every rank, from the stage that has it. Collective.
+
+        Args:
+            state: `lora.whole_state` or `lora.adapter_state`.
+        """
+        own = state(self._model, self._whole)
+        for name, like in state(self._frame):
+            stage, found = self._stage_of(name), None
+            if stage == self._line.stage:  # In the same order; what other stages have too is passed over.
+                found = next(tensor.detach() for of_own, tensor in own if of_own == name)
+            yield name, self._line.of_stage(stage, found, like)
+
+    def adapter_values(self) -> list[Tensor]:
+        return [tensor.clone() for _, tensor in self._of_stages(lora.adapter_state)]
+
+    def read_adapters(self, path: str) -> list[Tensor]:
+        found = self._together(lambda: trainer_checkpoint.read_weights(path, self._source, self._shapes))
+        return [found[name] for name, _ in lora.adapter_state(self._frame)]
+
+    def put_adapters(self, values: Sequence[Tensor]) -> None:
+        given = dict(zip((name for name, _ in lora.adapter_state(self._frame)), values, strict=True))
+        super().put_adapters([given[name] for name, _ in lora.adapter_state(self._model)])
+
+    def weight_forms(self) -> Sequence[WeightForm] | None:
+        if lora.is_adapted(self._frame):  # As of `RankedTrain`.
+            return None
         named = trainer_checkpoint.named_weights(self._frame)
         return [WeightForm(name, str(like.dtype).removeprefix("torch."), tuple(like.shape)) for name, like in named]
 
     def _held_tensors(self) -> Iterable[tuple[str, Tensor]]:
         return ((name, tensor) for name, tensor in self._own_tensors() if self._stage_of(name) == self._line.stage)
 
-    def base(self) -> Iterator[tuple[str, Tensor]]:
-        return self.weights()
-
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def copy_from(self, source: TrainEngine, share: float = 1.0) -> None:
-        own, given, waiting = dict(self._own_tensors()), iter(source.weights()), dict[str, Tensor]()
-        for name, like in lora.whole_state(self._frame):
+        if share == 1 and self._copy_adapters_only(source):
+            return
+        # Adapters add nothing yet: what they are beside is all that the other has.
+        own = {plain: tensor for name, tensor in self._own_tensors() if (plain := lora.plain_name(name))}
+        given, waiting = iter(source.weights()), dict[str, Tensor]()
+        for name, like in lora.whole_state(self._frame, adds=False):
             full = whole(own[name]).detach().clone() if name in own else None
             for part, view in checkpoint_tensors(self._frame, name, like if full is None else full):
                 while part not in waiting and (found := next(given, None)) is not None:
@@ -703,18 +731,14 @@ class PipelinedTrain(FsdpTrain):
         for _ in given:  # All ranks go to the end.
             pass
 
-    def save(self, path: str) -> None:
-        """Save in the embedded trainer's format, gathered on the first rank, or each rank its part; any layout goes on from it."""
-        if self._settings.options.get("spread_checkpoints"):
-            self._save_parts(Path(path))
-            return
-        keeps = self._ranks.rank == 0
-        weights = {name: _kept(tensor, keeps=keeps) for name, tensor in self._whole_weights()}
-        state = self._states(None)
-        self._together(lambda: trainer_checkpoint.save(path, self._frame, self._codec, state, weights, {}) if keeps else None)
-
     def held_checkpoint(self, path: str) -> HeldCheckpoint | None:
-        return None
+        if self._saves_parts:
+            return None
+        keeps = self._ranks.rank == 0
+        weights = {name: _kept(tensor, keeps=keeps) for name, tensor in self._of_stages(lora.whole_state)}
+        adapter = {name: _kept(tensor, keeps=keeps) for name, tensor in self._of_stages(lora.adapter_state)}
+        state = self._states(None)
+        return trainer_checkpoint.held(path, self._frame, self._codec, state, weights, adapter) if keeps else None
 
     def _save_parts(self, path: Path) -> None:
         parts = {trainer_checkpoint.WEIGHT + name: tensor.detach() for name, tensor in self._held_tensors()}
@@ -726,6 +750,8 @@ class PipelinedTrain(FsdpTrain):
         Args:
             parts: where sharded tensors of this rank's stage are put, and marks in their place; None: nowhere.
         """
+        if self._is_lent:
+            return self._state()
         optimizers = []
         for number, entry in enumerate(self._optimizers.state()):
             of_parameters = self._of_all_stages(self._optimizers.by_name(entry), f"state.{number}", parts)
@@ -769,7 +795,8 @@ class PipelinedTrain(FsdpTrain):
         self.discard()
         with torch.no_grad():
             for name, tensor in self._own_tensors():
-                self._set(tensor, weights[name])
+                if name in weights:  # Of a model with adapters, these alone.
+                    self._set(tensor, weights[name])
         masters = dict(zip(self._plan.names, state.get("masters") or [None] * len(self._plan.names), strict=True))
         self._optimizers.load_masters([masters[name] for name in self._optimizers.names])
         entries = [self._optimizers.renumbered(entry, self._plan.by_name(entry)) for entry in state["optimizers"]]

@@ -163,7 +163,7 @@ class Line(Generic[_P]):
     def _back(self, chunk: int, hidden: Tensor | None, output: Tensor | None, like: Tensor) -> None:
         self.chunk = chunk
         gradient = None if self.is_last else self._receive(*self._after(self._up, self._up_again), like)
-        if output is not None:
+        if output is not None and output.requires_grad:  # Nothing is trained before the first adapter.
             self._guarded(functools.partial(torch.autograd.backward, output, gradient))
         if hidden is not None:
             self._send(*self._before(self._up, self._up_again), self._zeros(like) if hidden.grad is None else hidden.grad)
@@ -252,7 +252,8 @@ class PutOff:
     ) -> None:
         self._group, self._size, self._guard, self._reduced, self._device = data.get_group(), data.size(), guard, reduced, device
         self._weights: list[dict[torch.nn.Linear, torch.nn.Parameter]] = [
-            {one: one.weight for layer in layers for one in layer.modules() if type(one) is torch.nn.Linear} for layers in chunks
+            {one: one.weight for layer in layers for one in layer.modules() if type(one) is torch.nn.Linear and one.weight.requires_grad}
+            for layers in chunks
         ]
         self._found: dict[torch.nn.Linear, tuple[Tensor, Tensor]] = {}
         for own in self._weights:
@@ -276,6 +277,8 @@ class PutOff:
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _add(self, chunk: int, found: Mapping[torch.nn.Linear, tuple[Tensor, Tensor]]) -> None:
         weights, rows = self._weights[chunk], list[Tensor]()
+        if not weights:
+            return
         for layer, weight in weights.items():
             grad = self._gradient(found.get(layer), weight)
             more = -len(grad) % self._size
