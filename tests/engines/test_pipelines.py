@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import json
+import os
+import signal
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +31,7 @@ from followed import followed
 from safetensors.numpy import load_file
 from test_scalar_heads import random_model
 from test_train_engines import SMALL, VOCABULARY, write_model
+from transformers import PreTrainedModel
 
 from m2flow.engines.contract import EngineSettings, Objective, TrainEngine
 from m2flow.engines.distributed import check_fsdp
@@ -700,3 +705,42 @@ def test_adapters_on_sharded_stages_are_those_of_the_embedded_trainer(deep: Mode
 @needs_peft
 def test_numbers_of_adapters_on_stages_are_those_of_the_embedded_trainer(model: Model, followers: Followers) -> None:
     check_numbers(replace(model, lora=ADAPTERS), {"pp": 2}, followers)
+
+
+@pytest.mark.parametrize("lora", [None, pytest.param(ADAPTERS, marks=needs_peft)], ids=["weights", "adapters"])
+def test_a_checkpoint_of_stages_is_written_in_the_background_and_who_is_killed_leaves_the_one_before(
+    lora: Lora | None, model: Model, followers: Followers, tmp_path: Path
+) -> None:
+    batch, source = samples(VOCABULARY), replace(model, lora=lora)
+    with started(staged(source, followers)) as engine:
+        engine.save(str(tmp_path / "there"))
+        first = copied(engine)
+        train(engine, batch)
+        held, saved = engine.held_checkpoint(str(tmp_path / "there")), copied(engine)
+        assert held is not None
+        train(engine, batch)
+        for number in range(3):  # Before any file is there, between files, before the manifest is written.
+            assert killed_at(number, held.write) == -signal.SIGKILL
+            engine.load(str(tmp_path / "there"))
+            assert distance(copied(engine), first) == 0
+        held.write()
+        engine.load(str(tmp_path / "there"))
+        assert distance(copied(engine), saved) == 0
+    with started(EmbeddedTrain(source, EngineSettings())) as alone:
+        alone.load(str(tmp_path / "there"))
+        assert distance(copied(alone), saved) == 0
+
+
+def killed_at(number: int, write: Callable[[], None]) -> int:
+    """Write in a process that ends as if killed at one of these calls; how it ended."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # There are threads, none of which it needs.
+        child = os.fork()
+    if not child:
+        module, name = [(PreTrainedModel, "save_pretrained"), (torch, "save"), (json, "dumps")][number]
+        setattr(module, name, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+        try:
+            write()
+        finally:
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
