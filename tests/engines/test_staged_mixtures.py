@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import importlib.util
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import transformers
+from adapted_trainers import check_adapters_are_trained_sent_and_saved_as_by_the_embedded_trainer
 from followed import followed
 from test_expert_balance import biases_of
 from test_expert_parallel import NUM_EXPERTS, config
@@ -21,8 +25,8 @@ from m2flow.engines.contract import EngineSettings, Objective
 from m2flow.engines.distributed import check_fsdp
 from m2flow.engines.distributed.fsdp import FsdpTrain
 from m2flow.engines.embedded.trainer import EmbeddedTrain
-from m2flow.errors import EngineError
-from m2flow.recipe import SGD, Balance, Loss, Model
+from m2flow.errors import EngineError, ModelError
+from m2flow.recipe import SGD, Balance, Lora, Loss, Model
 from m2flow.samples import ROUTED_EXPERTS, Batch, Ragged, compact_experts
 from m2flow.testing.mirrored import Followers, Mirrored
 from m2flow.testing.train_suite import PPO, samples, started
@@ -160,3 +164,41 @@ def test_routing_over_stages_is_allowed_before_a_run_and_refused_of_a_model_with
     for told in (Model(str(tmp_path), routing="rollout"), Model(str(tmp_path), balance=LOSSES)):
         with pytest.raises(EngineError, match="a 'qwen2' model is no mixture of experts whose routing can be replayed or balanced"):
             check_fsdp(told, {"pp": 2}, 2)
+
+
+needs_peft = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="lora: the extra lora is not installed")
+ADAPTERS = Lora(rank=4, alpha=8, targets=("q_proj", "v_proj", "gate"))
+
+
+@needs_peft
+def test_adapters_of_a_mixture_on_stages_are_those_of_the_embedded_trainer(followers: Followers, tmp_path: Path) -> None:
+    adapted = replace(write_model(tmp_path / "model", deep("qwen3_moe", 3)), lora=ADAPTERS)
+    made = functools.partial(Mirrored, FsdpTrain, adapted, EngineSettings(options={"pp": 2}), followers)
+    check_adapters_are_trained_sent_and_saved_as_by_the_embedded_trainer(adapted, made, tmp_path)
+
+
+@needs_peft
+def test_adapters_of_a_mixture_on_stages_are_trained_with_replayed_and_balanced_routing(followers: Followers, tmp_path: Path) -> None:
+    model = replace(write_model(tmp_path, deep("qwen3_moe", 4)), lora=ADAPTERS, routing="rollout", balance=LOSSES)
+    check_numbers(model, {"pp": 2, "vpp": 2, "schedule": "zero-bubble"}, followers, recorded(samples(VOCABULARY), 4))
+
+
+@needs_peft
+@pytest.mark.slow
+def test_adapters_of_a_mixture_whose_experts_are_split_within_stages_are_those_of_the_embedded_trainer(tmp_path: Path) -> None:
+    adapted = replace(write_model(tmp_path / "model", deep("qwen3_moe", 3)), lora=ADAPTERS)
+    with followed(3) as three:
+        made = functools.partial(Mirrored, FsdpTrain, adapted, EngineSettings(options={"pp": 2, "ep": 2}), three)
+        check_adapters_are_trained_sent_and_saved_as_by_the_embedded_trainer(adapted, made, tmp_path)
+
+
+@needs_peft
+@pytest.mark.parametrize(
+    ("targets", "said"),
+    [((), "peft puts adapters on stacks of experts here"), (("experts",), "adapters can't be put on experts")],
+    ids=["all", "experts"],
+)
+def test_adapters_of_experts_are_refused_by_name(targets: tuple[str, ...], said: str, followers: Followers, tmp_path: Path) -> None:
+    adapted = replace(write_model(tmp_path, config()), lora=Lora(targets=targets))
+    with pytest.warns(RuntimeWarning) if not targets else contextlib.nullcontext(), pytest.raises(ModelError, match=said):
+        Mirrored(FsdpTrain, adapted, EngineSettings(options={"pp": 2}), followers).start()
