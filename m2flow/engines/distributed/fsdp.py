@@ -27,6 +27,11 @@ stages before it (ZB-H1), so that Ws fill the wait at the end, and inputs and ou
 Every rank packs the same samples as those of its line, so it knows the shape of what comes: passes may have any lengths. Tied embeddings
 are on the first stage and the last, which add up both gradients.
 
+Of a mixture each stage replays the experts of its own layers, and what their routers chose is recorded by pass and gathered over stages.
+Losses of routers weigh what their tokens weigh in the loss, which every stage knows, and join the gradient that comes back through it; the
+last stage has those of its layers alone. Each stage moves the biases of its own routers, by the loads of all ranks. Adapters are on the
+layers of each stage, and are sent and saved as one.
+
 A loss or a part of the model that raises on one rank is heard by all when the passes are over: the others wait until then for what it is
 to send, and for its part in gathering the weights of layers. It goes on with zeros (`m2flow.engines.distributed.guard.Guard`), and the
 error names the rank, the layer and the pass, forward or backward. What was added up is then a part of what it should be: `discard` it, and
@@ -41,8 +46,9 @@ Limits:
         that do not divide, other plans and adapters are refused.
     experts: `ep`, and `tp` of mixtures, are for those whose experts transformers stacks. Others are refused before the run; with `tp`,
         `olmoe` too, whose norms inside an attention are over all heads.
-    stages: `llama`, `qwen2`, `qwen3` and those mixtures without windows, with any head, without routing replay or balance. Layers that
-        `pp` does not divide are spread unevenly, the first stages having one more. Others and adapters are refused before the run.
+    stages: `llama`, `qwen2`, `qwen3` and those mixtures without windows, with any head. Layers that `pp` does not divide are spread
+        unevenly, the first stages having one more. Others are refused before the run.
+    adapters: of what is not a stack of experts, without `tp`.
 
 Source: PyTorch FSDP2 (torch.distributed.fsdp.fully_shard); ZeRO stage 3 (Rajbhandari et al., 2020); of the others, see those modules.
 """
