@@ -545,6 +545,7 @@ class ModelledCosts(Costs):
         self._attained = next(iter(self._pools.values())).attained if self._pools else Attained()
         self._answers: dict[object, object] = {}
         self._offers = {"rollout": offered(spec.rollout.engine, "rollout"), "train": offered(spec.train.engine, "train")}
+        self._recomputes = self._offers["train"].recomputes or spec.train.options.get("recompute") is True
         self._sends_adapters = spec.weights.adapters == "alone" and adds_adapters(spec.rollout.engine)
         self._trained = {call.engine.role for call in workload.calls if call.work == "update" and call.engine is not None}
         self._samples: dict[str, int] = {}
@@ -648,8 +649,8 @@ class ModelledCosts(Costs):
             layout,
             microbatch_tokens=self._microbatch_tokens(engine.role),
             is_trained=self.is_trained(engine),
-            recomputes=self._offers["train"].recomputes,
-            bubble=bubble_share(self._spec.train.options, recomputes=self._offers["train"].recomputes),
+            recomputes=self._recomputes,
+            bubble=bubble_share(self._spec.train.options, recomputes=self._recomputes),
             has_whole_experts=self._offers["train"].keeps_experts_whole,
         )
 
@@ -676,7 +677,7 @@ class ModelledCosts(Costs):
             layout,
             self._microbatch_tokens(engine.role),
             is_trained=self.is_trained(engine),
-            recomputes=self._offers["train"].recomputes,
+            recomputes=self._recomputes,
         )
 
     @_memoised

@@ -224,6 +224,29 @@ def test_ranks_send_what_they_hold_of_experts_that_modules_stack_under_the_names
         assert "model.layers.3.mlp.experts.3.up_proj.weight" in [entry.name for entry in found]
 
 
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_layers_that_are_computed_again_keep_nothing_else_and_give_the_same_numbers(
+    recomputes: bool, model: Model, followers: Followers
+) -> None:
+    batch, found, passes = samples(VOCABULARY), [], list[bool]()
+    with started(Mirrored(FsdpTrain, model, EngineSettings(options={"recompute": recomputes}), followers)) as engine:
+        layer = engine._own._model.base_model.layers[1].mlp  # type: ignore[attr-defined]
+        layer.register_forward_pre_hook(lambda *_: passes.append(torch.is_grad_enabled()))
+        for _ in range(2):
+            step(engine, batch, LINEAR)
+        found.append(copied(engine))
+    assert passes == ([False, True] if recomputes else [True]) * 2
+    with started(EmbeddedTrain(model, EngineSettings())) as alone:
+        for _ in range(2):
+            step(alone, batch, LINEAR)
+        assert distance(found[0], copied(alone)) < 1e-5
+
+
+def test_an_option_recompute_that_is_no_answer_is_refused(model: Model, followers: Followers) -> None:
+    with pytest.raises(EngineError, match="the option recompute of the train engine 'fsdp' is 'full'"):
+        Mirrored(FsdpTrain, model, EngineSettings(options={"recompute": "full"}), followers).start()
+
+
 def num_group_threads() -> int:
     """Threads of this process that are those of process groups. The kernel has names of 15 characters."""
     names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]

@@ -187,7 +187,7 @@ def check_numbers(model: Model, options: dict[str, Any], followers: Followers, b
         ("qwen3", 3, {"pp": 2, "micro_batches": 1}),
         ("llama", 7, {"pp": 2, "vpp": 3, "micro_batches": 4}),
         ("qwen2", 3, {"pp": 2, "schedule": "zero-bubble", "micro_batches": 5}),
-        ("llama", 5, {"pp": 2, "vpp": 2, "schedule": "zero-bubble"}),
+        ("llama", 5, {"pp": 2, "vpp": 2, "schedule": "zero-bubble", "recompute": True}),
     ],
     ids=str,
 )
@@ -468,7 +468,11 @@ def test_no_collective_of_stages_waits_longer_than_the_trainers_own(model: Model
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("options", "faults"), [({}, _FAULTS), ({"schedule": "zero-bubble"}, _FAULTS[:2])], ids=["1f1b", "zero-bubble"])
+@pytest.mark.parametrize(
+    ("options", "faults"),
+    [({}, _FAULTS), ({"schedule": "zero-bubble"}, _FAULTS[:2]), ({"recompute": True}, _FAULTS)],
+    ids=["1f1b", "zero-bubble", "recompute"],
+)
 def test_a_part_of_a_sharded_stage_that_fails_is_an_error_on_all_and_all_go_on(
     options: dict[str, Any], faults: Sequence[Fault], model: Model
 ) -> None:
@@ -704,7 +708,15 @@ def test_adapters_on_sharded_stages_are_those_of_the_embedded_trainer(deep: Mode
 
 @needs_peft
 def test_numbers_of_adapters_on_stages_are_those_of_the_embedded_trainer(model: Model, followers: Followers) -> None:
-    check_numbers(replace(model, lora=ADAPTERS), {"pp": 2}, followers)
+    check_numbers(replace(model, lora=ADAPTERS), {"pp": 2, "recompute": True}, followers)
+
+
+@needs_peft
+def test_no_gradient_of_a_frozen_weight_is_put_off(model: Model, followers: Followers) -> None:
+    with started(staged(replace(model, lora=ADAPTERS), followers, schedule="zero-bubble")) as engine:
+        engine.accumulate(samples(VOCABULARY), PPO)
+        own = engine._own  # type: ignore[attr-defined]
+        assert {one.requires_grad for one in own._model.parameters() if one.grad is not None} == {True}
 
 
 @pytest.mark.parametrize("lora", [None, pytest.param(ADAPTERS, marks=needs_peft)], ids=["weights", "adapters"])

@@ -73,12 +73,15 @@ def check_routing(path: Path, name: str, num_layers: int, options: dict[str, Any
     ("name", "num_layers", "options"),
     [
         ("qwen3_moe", 3, {"pp": 2, "micro_batches": 3}),
+        ("deepseek_v3", 3, {"pp": 2, "micro_batches": 3, "recompute": True}),
         ("deepseek_v3", 5, {"pp": 2, "vpp": 2}),
-        ("qwen3_moe", 4, {"pp": 2, "vpp": 2, "schedule": "zero-bubble"}),
+        ("qwen3_moe", 4, {"pp": 2, "vpp": 2, "schedule": "zero-bubble", "recompute": True}),
+        ("qwen3_moe", 2, {"ep": 2, "recompute": True}),
+        ("qwen3_moe", 2, {"tp": 2, "recompute": True}),
     ],
     ids=str,
 )
-def test_numbers_of_stages_that_replay_and_balance_are_those_of_the_embedded_trainer(
+def test_numbers_of_layouts_that_replay_and_balance_are_those_of_the_embedded_trainer(
     name: str, num_layers: int, options: dict[str, Any], followers: Followers, tmp_path: Path
 ) -> None:
     check_routing(tmp_path, name, num_layers, options, followers)
@@ -90,7 +93,7 @@ def test_numbers_of_stages_that_replay_and_balance_are_those_of_the_embedded_tra
     [
         {"pp": 2, "ep": 2},
         {"pp": 2, "tp": 2},
-        pytest.param({"pp": 2, "vpp": 2, "ep": 2, "schedule": "zero-bubble"}, marks=pytest.mark.long),
+        pytest.param({"pp": 2, "vpp": 2, "ep": 2, "schedule": "zero-bubble", "recompute": True}, marks=pytest.mark.long),
         pytest.param({"pp": 4, "micro_batches": 2}, marks=pytest.mark.long),
         pytest.param({"pp": 2}, marks=pytest.mark.long),
     ],

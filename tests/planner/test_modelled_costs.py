@@ -489,6 +489,16 @@ def test_a_pipelines_wait_is_priced_by_the_order_of_its_stages() -> None:
     assert bubble_share(ZERO_BUBBLE, recomputes=True) == 1 / 2
 
 
+def test_layers_that_are_computed_again_keep_fewer_activations_and_take_a_pass_more() -> None:
+    plain, again = (
+        costs(device="h100", train=TrainSpec(engine="fsdp", token_budget=8192, options=options)) for options in ({}, {"recompute": True})
+    )
+    layout = Layout(dp=8, zero=3)
+    kept, fewer = (one.footprint(TRAIN, "main", layout).activations for one in (plain, again))
+    assert 0 < fewer < 0.3 * kept
+    assert 1.2 < again.train(TRAIN, "main", layout).update.token_s / plain.train(TRAIN, "main", layout).update.token_s < 1.4
+
+
 def test_stages_that_can_t_compute_in_the_order_asked_for_are_not_planned() -> None:
     def found(options: Mapping[str, object]) -> set[tuple[int, int]]:
         asked = costs(device="h100", train=TrainSpec(engine="fsdp", options=dict(options)))

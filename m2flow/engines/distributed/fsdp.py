@@ -90,7 +90,7 @@ from m2flow.engines.contract import (
     blended,
 )
 from m2flow.engines.distributed import STACKED, STAGED, check_fsdp, tensor_parallel
-from m2flow.engines.distributed.guard import Exchange, Guard, weights_of_pass
+from m2flow.engines.distributed.guard import Exchange, Guard, Recomputed, weights_of_pass
 from m2flow.engines.distributed.pipeline import Line, PutOff, layers_of_stages
 from m2flow.engines.distributed.ranks import Box, RankedTrain, Root
 from m2flow.engines.models import lora, packing, trainer_checkpoint
@@ -108,6 +108,8 @@ OPTIONS = {
     "masters": "As of the embedded trainer: float32 copies of weights below float32; by default true.",
     "cpu_offload": "Weights, gradients and optimiser in the host's memory; by default false.",
     "reshard_after_forward": "Release gathered weights after the forward pass; by default true.",
+    "recompute": "Keep what comes into layers alone, and compute them again on the way back: a third more work, less memory; by default "
+    "false.",
     "tp": "Neighbouring ranks that split the layers among them (DTensor), by default 1.",
     "ep": "Neighbouring ranks, or groups of `tp`, that split the experts of each layer among them, by default 1.",
     "pp": "Stages that the layers are spread over, by default 1. What `tp` and `pp` leave of the ranks shards each stage.",
@@ -164,6 +166,12 @@ class FsdpTrain(RankedTrain):
                 module.set_force_sum_reduction_for_comms(True)  # Gloo has no other.
         self._optimizers = self._optimizers_of(self._model)
         self._guard_parts()
+        if self._flag("recompute", default=False):
+            for layer in _layers(self._model):
+                layer.forward = functools.wraps(layer.forward, updated=())(Recomputed(layer.forward, self._remember_routing))
+
+    def _remember_routing(self) -> Callable[[], AbstractContextManager[None]]:
+        return contextlib.nullcontext if self._routers is None else self._routers.remember()
 
     def _guard_parts(self) -> None:
         """Keep the ranks together where a part of the model fails on one of them."""

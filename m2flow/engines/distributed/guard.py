@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -267,6 +267,58 @@ class _Back(torch.autograd.Function):  # type: ignore[misc]
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         held, ctx.held = ctx.held, None
         return ctx.part.back(*held, grad), None, None, None
+
+
+class Recomputed:
+    """A layer that keeps what comes in alone, and is computed again on the way back, with what ranks do together in it.
+
+    Args:
+        compute: takes hidden states first, and gives as many, or a tuple that begins with them.
+        remember: called after each forward pass -> what is entered while this pass is computed again.
+
+    Source: Chen et al. 2016, "Training deep nets with sublinear memory cost", arXiv:1604.06174.
+    """
+
+    def __init__(self, compute: Callable[..., Any], remember: Callable[[], Callable[[], AbstractContextManager[None]]]) -> None:
+        self._compute, self._remember = compute, remember
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        hidden, *more = args or (kwargs.pop("hidden_states"),)
+        if not torch.is_grad_enabled():
+            return self._compute(hidden, *more, **kwargs)
+        with torch.no_grad():
+            found = self._compute(hidden, *more, **kwargs)
+        output, *beside = found if isinstance(found, tuple) else (found,)
+        again = functools.partial(self._again, self._remember(), more, kwargs)
+        output = _Again.apply(hidden, torch.zeros((), requires_grad=True), (again, output))  # In a tuple, autograd does not see it.
+        return (output, *beside) if isinstance(found, tuple) else output
+
+    def _again(
+        self, enter: Callable[[], AbstractContextManager[None]], more: Sequence[Any], kwargs: Mapping[str, Any], hidden: Tensor
+    ) -> Tensor:
+        with torch.enable_grad(), enter():
+            found = self._compute(hidden, *more, **kwargs)
+        output: Tensor = found[0] if isinstance(found, tuple) else found
+        return output
+
+
+class _Again(torch.autograd.Function):  # type: ignore[misc]
+    """What a layer gave, and its way back through a second computation. The scalar is as in `_Back`."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, anchor: Tensor, held: tuple[Callable[[Tensor], Tensor], Tensor]) -> Tensor:
+        ctx.again, output = held
+        ctx.save_for_backward(hidden)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (hidden,) = ctx.saved_tensors
+        own = hidden.detach().requires_grad_(ctx.needs_input_grad[0])
+        output = ctx.again(own)
+        if output.requires_grad:
+            torch.autograd.backward(output, grad)
+        return own.grad, None, None
 
 
 def weights_of_pass(part: torch.nn.Module, beside: Collection[torch.nn.Module] = (), *, are_put_off: bool) -> list[torch.nn.Parameter]:

@@ -25,7 +25,8 @@ of the trainer's own old pass: Zheng et al. 2025 (GSPO), arXiv:2507.18071, secti
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -72,6 +73,8 @@ class Routers:
         self.num_of_token = 0
         """Experts of a token; known after `check`."""
         self._given: Tensor | None = None
+        self._again: list[Tensor | None] = []
+        """While a pass is computed again: what routers chose in it."""
         self._made: list[Tensor | None] = [None] * len(found)
         self._own: list[Tensor | None] = [None] * len(found)
         """What the routers would have chosen."""
@@ -127,6 +130,22 @@ class Routers:
             experts = experts[:, self._layers]  # A server reports layers without experts, too.
         check_layers(experts, self.mixture)
         return experts
+
+    def remember(self) -> Callable[[], AbstractContextManager[None]]:
+        """Keep what is set for the pass that goes through the model, and what it has chosen: to be entered while some of its layers are
+        computed again, whatever pass goes through the model by then. Rows go where they went."""
+        made, balanced = list(self._made), self._balanced
+
+        @contextmanager
+        def again() -> Iterator[None]:
+            others = self._again, self._balanced, self._made, self._own
+            self._again, self._balanced, self._made, self._own = made, balanced, [None] * self.num, [None] * self.num
+            try:
+                yield
+            finally:
+                self._again, self._balanced, self._made, self._own = others
+
+        return again
 
     def balanced(self, packed: Packed, batch: Batch, denominator: object, balance: Balance | None) -> Packed:
         """A packed micro-batch with the losses of its routers, if it shall have some; `denominator` as of `Balanced.of`."""
@@ -231,8 +250,9 @@ class Routers:
     def choice(self, i: int, scores: Tensor, found: Any) -> Any:
         """What router i gets of its top k: recorded, and with given experts in their place."""
         experts = self._own[i] = found.indices
-        if self._given is not None:
-            given = self._given[:, i].to(experts.device)
+        given = self._again[i] if self._again else None if self._given is None else self._given[:, i]
+        if given is not None:
+            given = given.to(experts.device)
             if given.shape != experts.shape:
                 raise EngineError(f"experts of {list(given.shape)} rows came for a pass of {list(experts.shape)}", now=LEAVE_OUT)
             experts = given.where((given >= 0).all(-1, keepdim=True), experts)

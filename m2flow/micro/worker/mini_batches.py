@@ -37,7 +37,8 @@ R = TypeVar("R")
 _ASKED = re.compile(r"[Tt]ried to allocate ([0-9.]+ ?(?:[KMGT]i?B|bytes))")
 _NOW = {
     "train": "Lower `train: {token_budget}` in the cluster spec (activations grow with the tokens of a micro-batch), or keep fewer of them "
-    "with `activation_checkpointing` of the engine deepspeed; for the rest more ranks (fsdp, ZeRO), or `offload_optimizer`.",
+    "with `recompute` of the engine fsdp or `activation_checkpointing` of deepspeed; for the rest more ranks (fsdp, ZeRO), or "
+    "`offload_optimizer`.",
     "rollout": "Lower `rollout: {max_running}` in the cluster spec, or the cache: option `kv_budget_bytes` of the engine embedded, "
     "`--mem-fraction-static` in the args of sglang.",
     "switch": "The engines do not fit side by side: `placement: split`, more ranks for the trainer, or a smaller cache.",
