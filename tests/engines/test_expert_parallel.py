@@ -265,7 +265,10 @@ def test_routers_are_balanced_as_on_one_rank(routing: Any, model: Model, followe
         np.testing.assert_allclose(found[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
 
 
-def test_a_part_of_a_layer_that_fails_on_one_rank_is_an_error_on_all_and_all_go_on(model: Model, followers: Followers) -> None:
+@pytest.mark.parametrize("options", [{}, pytest.param({"recompute": True}, marks=pytest.mark.slow)], ids=str)
+def test_a_part_of_a_layer_that_fails_on_one_rank_is_an_error_on_all_and_all_go_on(
+    options: dict[str, Any], model: Model, followers: Followers
+) -> None:
     """Before the rows are exchanged and after that, on the way back too."""
     faults = [
         Fault(0, "model.layers.0.self_attn.q_proj", said="model.layers.0.self_attn"),
@@ -276,7 +279,7 @@ def test_a_part_of_a_layer_that_fails_on_one_rank_is_an_error_on_all_and_all_go_
         Fault(0, "model.layers.1.mlp.experts.act_fn", "backward", said="model.layers.1.mlp.experts"),
         Fault(0, "lm_head", said="the head"),
     ]
-    check_each_fault_is_an_error_on_all_and_all_go_on(model, {"ep": 2}, followers, faults)
+    check_each_fault_is_an_error_on_all_and_all_go_on(model, {"ep": 2, **options}, followers, faults)
 
 
 def test_a_gradient_that_lacks_a_pass_is_not_applied(model: Model, followers: Followers) -> None:

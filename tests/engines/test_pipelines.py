@@ -672,9 +672,9 @@ ADAPTERS = Lora(rank=4, alpha=8)
 @pytest.mark.parametrize(
     ("options", "recipe"),
     [
-        ({"micro_batches": 3}, ADAPTERS),
+        pytest.param({"micro_batches": 3}, ADAPTERS, marks=pytest.mark.slow),
         ({"vpp": 2, "schedule": "zero-bubble"}, ADAPTERS),
-        ({"schedule": "zero-bubble"}, Lora(rank=4, alpha=8, targets=("q_proj", "lm_head"))),
+        pytest.param({"schedule": "zero-bubble"}, Lora(rank=4, alpha=8, targets=("q_proj", "lm_head")), marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -686,7 +686,7 @@ def test_adapters_on_stages_are_those_of_the_embedded_trainer(
 
 
 @needs_peft
-@pytest.mark.parametrize("options", [{}, {"vpp": 2, "schedule": "zero-bubble"}], ids=str)
+@pytest.mark.parametrize("options", [{}, pytest.param({"vpp": 2, "schedule": "zero-bubble"}, marks=pytest.mark.slow)], ids=str)
 def test_references_compute_from_the_weights_of_an_adapted_policy_on_stages(
     options: dict[str, Any], deep: Model, followers: Followers, tmp_path: Path
 ) -> None:

@@ -174,6 +174,7 @@ ADAPTERS = Lora(rank=4, alpha=8, targets=("q_proj", "v_proj", "gate"))
 
 
 @needs_peft
+@pytest.mark.slow
 def test_adapters_of_a_mixture_on_stages_are_those_of_the_embedded_trainer(followers: Followers, tmp_path: Path) -> None:
     adapted = replace(write_model(tmp_path / "model", deep("qwen3_moe", 3)), lora=ADAPTERS)
     made = functools.partial(Mirrored, FsdpTrain, adapted, EngineSettings(options={"pp": 2}), followers)

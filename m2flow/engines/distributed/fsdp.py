@@ -32,6 +32,9 @@ Losses of routers weigh what their tokens weigh in the loss, which every stage k
 last stage has those of its layers alone. Each stage moves the biases of its own routers, by the loads of all ranks. Adapters are on the
 layers of each stage, and are sent and saved as one.
 
+With `recompute` a layer keeps what comes in alone, and is computed again on the way back, where ranks do together what they did before
+(`m2flow.engines.distributed.guard.Recomputed`); rows of a mixture go where they went.
+
 A loss or a part of the model that raises on one rank is heard by all when the passes are over: the others wait until then for what it is
 to send, and for its part in gathering the weights of layers. It goes on with zeros (`m2flow.engines.distributed.guard.Guard`), and the
 error names the rank, the layer and the pass, forward or backward. What was added up is then a part of what it should be: `discard` it, and
