@@ -699,13 +699,7 @@ class Policy(Role):
         if (correction is not None or replays_own) and PROXIMAL not in given:
             before = self.logprobs(responses)  # A result is dropped with its last handle, so this lives until the update is recorded.
             given[PROXIMAL] = self._column(before, "update", NUMBERS)
-        if "advantages" in settings.loss.needs and not has_advantages:
-            raise TraceError(f"the loss {settings.loss.name} needs advantages, and this update got no rewards")
-        if "reference_logprobs" in settings.loss.needs and reference is None:
-            raise TraceError(f"the loss {settings.loss.name} needs a reference", now="Pass reference=Reference(...).")
-        if REFERENCE_TOP_LOGPROBS in settings.loss.needs and not (isinstance(reference, Rows) and "top_k" in reference.call.options):
-            now = "Pass them: update(..., reference=reference.logprobs(responses, top_k=16))."
-            raise TraceError(f"the loss {settings.loss.name} needs the reference's likeliest tokens", now=now)
+        _check_needs(settings.loss, reference, has_advantages=has_advantages)
         if isinstance(reference, Reference):
             reference = reference.logprobs(responses)
         if reference is not None:
@@ -993,3 +987,14 @@ def _scores_held(responses: Rows) -> Scores:
 
 def _reward_column(rows: Batch, values: Mapping[str, object]) -> Column:
     return rows["reward"]
+
+
+def _check_needs(loss: Loss, reference: Reference | Handle | None, *, has_advantages: bool) -> None:
+    """Raise TraceError for a loss that needs what an update was not given."""
+    if "advantages" in loss.needs and not has_advantages:
+        raise TraceError(f"the loss {loss.name} needs advantages, and this update got no rewards")
+    if "reference_logprobs" in loss.needs and reference is None:
+        raise TraceError(f"the loss {loss.name} needs a reference", now="Pass reference=Reference(...).")
+    if REFERENCE_TOP_LOGPROBS in loss.needs and not (isinstance(reference, Rows) and "top_k" in reference.call.options):
+        now = "Pass them: update(..., reference=reference.logprobs(responses, top_k=16))."
+        raise TraceError(f"the loss {loss.name} needs the reference's likeliest tokens", now=now)
