@@ -116,7 +116,7 @@ def value_of(operand: Operand | Elementwise, rows: Batch, values: Mapping[str, o
 
 
 def metric(value: object, name: str) -> object:
-    """Look a metric up by name. Of an update over no rows, every one that it does not report is a mean over nothing: nan.
+    """Look a metric up by name. Of an update without an optimiser step, every one that it does not report is a mean over nothing: nan.
 
     Raises:
         LookupError: there is none; the message says so.
@@ -125,14 +125,14 @@ def metric(value: object, name: str) -> object:
         raise LookupError(f"there is no metric {name!r}")
     if name in value:
         return value[name]
-    if is_of_no_rows(value):
+    if is_of_no_step(value):
         return math.nan
     raise LookupError(f"there is no metric {name!r}; there are {', '.join(sorted(map(str, value)))}")
 
 
-def is_of_no_rows(metrics: Mapping[str, object]) -> bool:
-    """Whether these are the metrics of an update that had nothing to train on."""
-    return metrics.get("num_sequences") == 0 and metrics.get("num_steps") == 0
+def is_of_no_step(metrics: Mapping[str, object]) -> bool:
+    """Whether these are the metrics of an update that had nothing to train on: no row, or episodes in which the model had no turn."""
+    return metrics.get("num_steps") == 0
 
 
 def whole(value: object, field: str | None) -> Scalar:

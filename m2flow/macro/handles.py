@@ -46,7 +46,7 @@ from m2flow.macro.columns import (
     Rowwise,
     TransformByKey,
     Whole,
-    is_of_no_rows,
+    is_of_no_step,
     key_text,
     numbers,
     value_of,
@@ -198,11 +198,11 @@ def _own(numbers: dict[str, float]) -> dict[str, float]:
     """Copy numbers for the user. What a trace assumes is no plain dict, and is returned as it is."""
     if type(numbers) is not dict:
         return numbers
-    return _EmptyMetrics(numbers) if is_of_no_rows(numbers) else dict(numbers)
+    return _EmptyMetrics(numbers) if is_of_no_step(numbers) else dict(numbers)
 
 
 class _EmptyMetrics(dict[str, float]):
-    """Metrics of an update over no rows: those that it does not report are nan."""
+    """Metrics of an update without an optimiser step: those that it does not report are nan."""
 
     def __missing__(self, name: str) -> float:
         return math.nan

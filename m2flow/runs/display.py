@@ -120,6 +120,8 @@ def show_summary(console: Console, flow: str, summary: Summary, tally: Tally) ->
     if summary.reward_first is not None and summary.reward_last is not None:
         rows.append(("reward", f"{summary.reward_first:.3f} -> {summary.reward_last:.3f}  {_sparkline(console, tally.rewards)}"))
     rows += logged(tally)
+    if tally.num_skipped:
+        rows.append(("skipped", f"{_count(tally.num_skipped, 'optimiser step')} without a token to train on (num_steps in metrics.jsonl)"))
     if tally.apart is not None:
         worst = f"most in step {tally.apart.step}, by {tally.apart.mean:.3g} on average"
         said = f"trainer and rollout judge the same tokens differently in {_count(tally.apart.num_updates, 'update')}; {worst}"
@@ -292,6 +294,7 @@ class Progress:
         parts += [f"update {self._update_pace.text(update, time.monotonic())}"] if update is not None else []
         parts += [f"reward {tally.rewards[-1]:.3f}"] if tally.rewards else []
         parts += [f"{name} {value}" for name, value in logged(tally)]
+        parts += [f"{_count(tally.num_skipped, 'optimiser step')} skipped"] if tally.num_skipped else []
         parts += [f"{rates[0]:,.0f} tokens/s", f"{rates[1]:,.1f} samples/s"]
         efficiency, left_s = self._efficiency.look(self._run.run_dir, time.monotonic()), self._left_s(tally)
         parts += [f"efficiency {efficiency:.0%}"] if efficiency is not None else []

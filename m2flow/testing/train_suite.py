@@ -45,6 +45,7 @@ DISTILL = Objective(
     Loss("distill_top_k", "m2flow.algorithms.losses:distill_top_k", (TOP_LOGPROBS, REFERENCE_TOP_LOGPROBS), options=(("direction", "js"),))
 )
 RECIPE = AdamW(lr=1e-2)
+WARMED = AdamW(lr=1e-2, warmup_steps=4)
 
 Weights = dict[str, npt.NDArray[Any]]
 
@@ -415,6 +416,25 @@ class TrainEngineSuite:
             assert engine.accumulate(empty, PPO).num_tokens == 0
             with pytest.raises(EngineError, match="no gradient"):
                 engine.apply(RECIPE, 1.0)
+
+    def test_a_skipped_step_leaves_weights_and_optimiser_as_they_were(self) -> None:
+        batch = samples(self.vocabulary)
+        mask = batch.ragged("loss_mask")
+        empty = batch.with_columns(loss_mask=Ragged(np.zeros_like(mask.values), mask.offsets))
+        found = []
+        for skips in (False, True):
+            with started(self.make()) as engine:
+                for _ in range(2):
+                    engine.accumulate(batch, PPO)
+                    rate = engine.apply(WARMED, 3.0)["lr"]
+                    before = copied(engine)
+                    if skips:
+                        engine.accumulate(empty, PPO)
+                        engine.discard()
+                        assert distance(copied(engine), before) == 0
+                found.append((rate, copied(engine)))
+        assert found[0][0] == found[1][0], "no rate is used up"
+        self.assert_close(found[1][1], found[0][1])
 
     def test_an_engine_leaves_the_device_and_comes_back(self) -> None:
         batch = samples(self.vocabulary)

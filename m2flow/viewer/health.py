@@ -128,7 +128,10 @@ class Rule(msgspec.Struct, frozen=True):
 
 
 RULES = {
-    "not finite": Rule("a metric is not finite", "bad", "any NaN or infinity", "docs/guide/schedule.md#alerts"),
+    "not finite": Rule(
+        "a metric is not finite", "bad", "any infinity, or NaN where an update made a step", "docs/guide/schedule.md#alerts"
+    ),
+    "nothing trained": Rule("an update trained nothing", "warn", "any step without rows or tokens to train on", "docs/guide/agents.md"),
     "gradient": Rule(
         "the gradient explodes", "bad", "grad_norm of a recent step above 10 times the median before", "docs/guide/schedule.md#alerts"
     ),
@@ -393,11 +396,21 @@ def _alert(rule: str, says: str, view: str) -> Alert:
 
 def _of_metrics(run_dir: Path) -> Iterator[Alert]:
     series = read_metrics(run_dir)
-    bad = {name: [step for step, value in points if not math.isfinite(value)] for name, points in series.items()}
+    untrained = {name: [step for step, value in points if not value] for name, points in series.items() if name.endswith("num_steps")}
+    empty = {step for steps in untrained.values() for step in steps}  # Means over nothing are NaN there.
+    bad = {
+        name: [step for step, value in points if math.isinf(value) or (math.isnan(value) and step not in empty)]
+        for name, points in series.items()
+    }
     for name, steps in bad.items():
         if steps:
             more = f" and {len(steps) - 1} more" if len(steps) > 1 else ""
             yield _alert("not finite", f"{name} in step {steps[0]}{more}", "training")
+    for name, steps in untrained.items():
+        if steps:
+            whose = name.removesuffix("num_steps").removesuffix("/") or "policy"
+            more = f" and {len(steps) - 1} more" if len(steps) > 1 else ""
+            yield _alert("nothing trained", f"an update of {whose} in step {steps[0]}{more}", "training")
 
     def values(name: str) -> list[float]:
         return [value for _, value in series.get(name, []) if math.isfinite(value)]

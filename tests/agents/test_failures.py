@@ -11,13 +11,15 @@ import pytest
 from test_episodes import SPEC
 from test_repetition import host, loop, played, start_of
 
-from m2flow import Chat, Dataset, EpisodeFailed, Policy, Sample, ToolCall, agent, flow, tool
+from m2flow import Chat, Dataset, EpisodeFailed, Policy, Sample, ToolCall, agent, flow, log, tool
 from m2flow.agents.episodes import EpisodeStart
-from m2flow.engines.contract import Generated
+from m2flow.engines.contract import Generated, Sums
 from m2flow.errors import EngineError, OptionError, TraceError
+from m2flow.micro.protocol.update_semantics import UpdateTally
 from m2flow.recipe import AdamW
 from m2flow.recipe import Episodes as Bounds
-from m2flow.samples import Finish, Segment
+from m2flow.samples import Batch, Finish, Ragged, Segment
+from m2flow.testing.random_programs import difference_of
 from m2flow.testing.world import run_eager, run_planned
 
 pytest_plugins = ["small_runs"]
@@ -253,6 +255,57 @@ def test_a_failed_episode_is_masked_raised_or_zero_and_counted_by_its_cause():
     eager, planned = run_eager(training, {"failed": "raise"}, SPEC), run_planned(training, {"failed": "raise"}, SPEC)
     assert eager.error == planned.error
     assert "failed (tool_failed): the machine is gone" in eager.error
+
+
+@agent
+async def silent_at_first(chat: Chat, row: Sample) -> float:
+    if row.prompt == "fails":
+        raise EpisodeFailed("tool_failed", "the machine is gone")
+    if row.prompt == "silent":
+        return 1.0
+    return float(len((await chat.say(str(row.prompt), max_tokens=5)).text))
+
+
+@flow
+def silences(each: int = 0, num_steps: int = 3, first: str = "silent") -> None:
+    policy = Policy("fake", optimizer=AdamW(1e-3))
+    for prompts in ([first] * 4, ["?"] * 4, ["?", "silent", "silent", "?"])[:num_steps]:
+        rows = Dataset([{"prompt": prompt} for prompt in prompts])
+        episodes = policy.rollout(silent_at_first, rows.take(4), n=2, max_tokens=20)
+        metrics = policy.update(episodes, episodes.reward, minibatch_size=each or None)
+        log(**{name: metrics[name] for name in ("loss", "grad_norm", "num_steps", "num_skipped_steps", "num_sequences")})
+
+
+@pytest.mark.parametrize(("each", "steps", "skipped"), [(0, [0, 1, 1], [1, 0, 0]), (1, [0, 4, 2], [4, 0, 2])])
+def test_a_step_in_which_no_episode_had_a_turn_trains_nothing_and_the_run_goes_on(each, steps, skipped):
+    eager, planned = run_eager(silences, {"each": each}, SPEC), run_planned(silences, {"each": each}, SPEC)
+    assert not eager.error
+    assert not planned.error
+    assert difference_of(planned, eager) is None
+
+    def logged(name: str) -> list[float]:
+        return [value for _, key, value in planned.logs if key == name]
+
+    assert logged("num_steps") == steps
+    assert logged("num_skipped_steps") == skipped
+    assert [math.isnan(value) for value in logged("loss")] == [not count for count in steps]
+    assert [math.isnan(value) for value in logged("grad_norm")] == [not count for count in steps]
+    assert logged("num_sequences") == [8, 8, 8]
+    masked, silent, trained = (
+        run_planned(silences, {"each": each, "num_steps": n, "first": first}, SPEC).weights["policy"]
+        for n, first in ((1, "fails"), (1, "silent"), (2, "silent"))
+    )
+    assert masked == silent != trained
+
+
+def test_rows_without_tokens_to_train_on_that_are_no_episodes_are_refused():
+    ids = np.arange(2, dtype=np.int64)
+    for columns, skips in (({"episode": Ragged.json([{}, {}])}, True), ({}, False)):
+        tally = UpdateTally()
+        tally.add(Sums(2, 0, 6, {}), Batch(ids, columns), epoch=0)
+        assert tally.is_to_skip is skips
+    tally.add(Sums(2, 1, 6, {}), Batch(ids, {"episode": Ragged.json([{}, {}])}), epoch=0)
+    assert not tally.is_to_skip
 
 
 def test_what_is_no_agent_is_refused_by_line():

@@ -231,6 +231,14 @@ def test_rules_hold_for_metrics_out_of_bounds_and_not_for_those_within(tmp_path:
         assert not section or section in titles, rule.page
 
 
+def test_an_update_that_trained_nothing_is_an_alert_of_its_own(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        for step, (num_steps, loss) in enumerate([(1.0, 0.5), (0.0, math.nan), (1.0, 0.4)]):
+            writer.write(step, {"loss": loss, "num_steps": num_steps})
+    (found,) = alerts_of(tmp_path, None)
+    assert (found.rule, found.level, found.says) == ("nothing trained", "warn", "an update of policy in step 1")
+
+
 def test_new_alerts_go_to_a_webhook(tmp_path: Path) -> None:
     taken: list[dict[str, str]] = []
 

@@ -220,16 +220,20 @@ class UpdateTally:
 
     def __init__(self) -> None:
         self._minibatch: list[Sums] = []
+        self._is_of_episodes = True
+        """Whether all rows of the mini-batch are of episodes."""
         self._groups: set[int] = set()
         self._num_groups = 0
         """In all mini-batches that ended, over all epochs."""
         self._sums: list[Sums] = []
         self._rewards: list[np.ndarray] = []
         self._steps: list[Mapping[str, float]] = []
+        self._num_skipped = 0
         self._losses: list[float] = []
 
     def add(self, sums: Sums, batch: Batch, *, epoch: int) -> None:
         self._minibatch.append(sums)
+        self._is_of_episodes = self._is_of_episodes and "episode" in batch
         self._groups.update(group_keys(batch.ids).tolist())
         self._sums.append(sums)
         if "reward" in batch and epoch == 0:
@@ -239,6 +243,12 @@ class UpdateTally:
     def is_stepped(self) -> bool:
         """Whether the weights have changed since the update began."""
         return bool(self._steps)
+
+    @property
+    def is_to_skip(self) -> bool:
+        """Whether the mini-batch that ends now has no token to train on, as chance may have it: its episodes ended before the model had a
+        turn. Of rows that are no episodes none can be such: the engine refuses the step."""
+        return bool(self._minibatch) and self._is_of_episodes and not any(s.num_tokens for s in self._minibatch)
 
     @property
     def last_loss(self) -> float:
@@ -273,16 +283,25 @@ class UpdateTally:
     def stepped(self, applied: Mapping[str, float], denominator: float) -> None:
         """Record the optimiser step that ends a mini-batch."""
         self._losses.append(math.fsum(s.metrics.get("loss", 0.0) for s in self._minibatch) / denominator)
+        self._steps.append(applied)
+        self._end_minibatch()
+
+    def skipped(self) -> None:
+        """Record that a mini-batch ends without an optimiser step (`is_to_skip`)."""
+        self._num_skipped += 1
+        self._end_minibatch()
+
+    def _end_minibatch(self) -> None:
         self._num_groups += len(self._groups)
         self._minibatch = []
+        self._is_of_episodes = True
         self._groups = set()
-        self._steps.append(applied)
 
     def metrics(self) -> dict[str, float]:
         """Compute the metrics of the call: means over tokens, or over groups of what a loss on groups reports, and over optimiser steps
         for the loss, `grad_norm` and `lr`.
 
-        Over no rows the loss is nan, as is any other metric that is asked for (`m2flow.macro.columns.metric`).
+        Without an optimiser step the loss is nan, as is any other metric that is asked for (`m2flow.macro.columns.metric`).
         """
         num_tokens = sum(s.num_tokens for s in self._sums)
         num_sequences = sum(s.num_sequences for s in self._sums)
@@ -297,6 +316,7 @@ class UpdateTally:
         result |= {name: float(np.mean([step[name] for step in self._steps])) for name in (self._steps[0] if self._steps else {})}
         result |= {"loss": float(np.mean(self._losses)) if self._losses else math.nan}
         result |= {"num_tokens": float(num_tokens), "num_sequences": float(num_sequences), "num_steps": float(len(self._steps))}
+        result |= {"num_skipped_steps": float(self._num_skipped)}
         result = with_effective_share(result) | ratio_quantiles(sums) | bucket_metrics(sums)
         result |= self.agreement.metrics()
         result["response_length"] = num_tokens / num_sequences if num_sequences else math.nan

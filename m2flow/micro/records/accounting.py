@@ -174,6 +174,8 @@ class Tally:
     """Last value of each logged name."""
     example: tuple[str, str] = ("", "")
     """A recent prompt and its response."""
+    num_skipped: int = 0
+    """Optimiser steps that had no token to train on, and updates without rows; since the run began or was resumed."""
     apart: Divergence | None = None
     """None if no update was above the limit."""
     step_ends: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_PACE_STEPS))
@@ -201,8 +203,8 @@ _FEW = 0.01
 
 @final
 class Alarm:
-    """Warns once if trainer and rollout engine disagree on log-probabilities, and once for each role whose weights hardly move, and for
-    each metric that leaves its bounds.
+    """Warns once if trainer and rollout engine disagree on log-probabilities, and once for each role whose weights hardly move or that has
+    nothing to train on, and for each metric that leaves its bounds.
 
     Args:
         warn_above: limit of the mean absolute difference, in nats; None: never warn.
@@ -218,10 +220,12 @@ class Alarm:
         self._has_warned = False
         self._told_of: set[str] = set()
         """Roles that have been warned about because few of their weights moved."""
+        self._told_of_skipped: set[str] = set()
 
     def hear(self, call: Call, metrics: Mapping[str, float], tally: Tally) -> None:
         """Check the metrics of an update that is over."""
         self._hear_moved(call, metrics)
+        self._hear_skipped(call, metrics, tally)
         self._hear_bounds(call, metrics)
         mean = metrics.get(MEAN, 0.0)
         if self._warn_above is None or mean <= self._warn_above:
@@ -255,6 +259,18 @@ class Alarm:
             f"step {call.step}: an optimiser step of {call.name} changes {moved:.2%} of the weights, as half precision holds them and as "
             f"engines that sample get them (learning rate {metrics['lr']:.3g}). Smaller changes gather in float32 masters; without these "
             f"(`train: {{options: {{masters: false}}}}`) they are lost. It is said once; the metric {MOVED} has every step"
+        )
+
+    def _hear_skipped(self, call: Call, metrics: Mapping[str, float], tally: Tally) -> None:
+        num_skipped = int(max(metrics.get("num_skipped_steps", 0.0), metrics.get("num_steps", 1.0) == 0))
+        tally.num_skipped += num_skipped
+        if not num_skipped or call.role in self._told_of_skipped:
+            return
+        self._told_of_skipped.add(call.role)
+        why = "no token of its episodes was sampled" if metrics.get("num_skipped_steps") else "no row was left to train on"
+        self._warn(
+            f"step {call.step}: {call.name} ({call.site}) skipped an optimiser step, since {why}; weights and optimiser stay as they "
+            "were. It is said once; the metrics num_skipped_steps and num_steps have every step, those of episodes the causes of failures"
         )
 
 

@@ -600,12 +600,18 @@ class EngineHost:
 
     @accounted("train")
     def apply(self, call: Call, *, is_last: bool) -> dict[str, float]:
-        """One optimiser step. Returns its loss; after the last of a call the call's metrics."""
+        """One optimiser step, unless a mini-batch of episodes has no token to train on: its version then has the weights of the one before.
+        Returns its loss; after the last of a call the call's metrics."""
         tally = self._tallies.setdefault(call.ordinal, update_semantics.UpdateTally())
         update_semantics.check_agreement(call, tally, self._stop_above)
         with self._recorder.span(SpanName.TRAIN_APPLY, **call_semantics.span_attributes(call), version=call.writes[0].version):
-            denominator = tally.denominator(update_semantics.objective(call).loss)
-            tally.stepped(self._engine(self._train, call.role).apply(update_semantics.optimizer(call), denominator), denominator)
+            engine = self._engine(self._train, call.role)
+            if tally.is_to_skip:
+                engine.discard()
+                tally.skipped()
+            else:
+                denominator = tally.denominator(update_semantics.objective(call).loss)
+                tally.stepped(engine.apply(update_semantics.optimizer(call), denominator), denominator)
         self._recorder.count(f"loss, {call.role}", float(tally.last_loss))
         halved = self._minibatches.stepped(call.ordinal, is_last=is_last)
         if not is_last:

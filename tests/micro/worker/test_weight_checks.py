@@ -20,7 +20,7 @@ from m2flow.engines.contract import NO_AGREEMENT, Agreement, EngineSettings, Req
 from m2flow.engines.embedded.rollout_engine import EmbeddedRollout
 from m2flow.engines.embedded.trainer import EmbeddedTrain
 from m2flow.errors import EngineError
-from m2flow.micro.protocol.update_semantics import with_same_weights, with_version_ages
+from m2flow.micro.protocol.update_semantics import UpdateTally, with_same_weights, with_version_ages
 from m2flow.micro.records.accounting import Alarm, Divergence, Tally
 from m2flow.micro.worker.weight_sync import Checks, LogprobCheck
 from m2flow.observe.metrics import read_metrics
@@ -143,6 +143,19 @@ def test_no_alarm_is_heard_below_the_threshold_or_where_nothing_was_compared() -
     Alarm(0.1, said.append).hear(call, {"loss": 3.0}, tally)
     Alarm(None, said.append).hear(call, {"rollout_diff/mean": 9.0}, tally)
     assert (said, tally.apart) == ([], None)
+
+
+def test_updates_without_anything_to_train_on_give_a_warning_once_and_are_counted() -> None:
+    said: list[str] = []
+    call: Any = SimpleNamespace(step=3, name="policy.update", role="policy", site="f.py:7")
+    alarm, tally = Alarm(None, said.append), Tally()
+    alarm.hear(call, {"num_steps": 2.0, "num_skipped_steps": 0.0}, tally)
+    assert (said, tally.num_skipped) == ([], 0)
+    alarm.hear(call, {"num_steps": 0.0, "num_skipped_steps": 2.0}, tally)
+    alarm.hear(call, UpdateTally().metrics(), tally)
+    assert tally.num_skipped == 3
+    (text,) = said
+    assert text.startswith("step 3: policy.update (f.py:7) skipped an optimiser step, since no token of its episodes was sampled")
 
 
 def test_a_metric_beyond_its_bound_gives_a_warning_once() -> None:
