@@ -588,6 +588,10 @@ class Episodes:
         self._posted: deque[Callable[[], None]] = deque()
         self._has_posted = threading.Event()
         self._ended: list[Generated] = []
+        self._num_sampled: dict[int, int] = {}
+        """Of each episode: its tokens without those of the turn that an engine works on, as far as it is not in `_changed`."""
+        self._changed: set[int] = set()
+        """Episodes whose number is to be counted anew: counting all of them in each step would take longer than the step."""
         self._urgent: dict[int, list[asyncio.Future[None]]] = {}
         self._num_shown = 0
         self.before_turn: Callable[[TurnPlace], None] | None = None
@@ -599,6 +603,7 @@ class Episodes:
             if start.request.id in self._episodes:
                 raise InternalError(f"episode {SampleId.unpack(start.request.id)} runs already")
             episode = self._episodes[start.request.id] = _Episode(start, self)
+            self._changed.add(episode.id)
             self._loop.call(self._loop.begin, episode)
 
     def engine_of(self, episode: _Episode, by: str) -> Episodes:
@@ -718,12 +723,14 @@ class Episodes:
     def _admitted(self, episode: _Episode, turn: _Turn) -> None:
         name = turn.asked.name
         turn.strand = episode.transcript.admitted(turn.asked)
+        episode.host._changed.add(episode.id)
         if name in episode.recorded and episode.recorded[name].is_used_up:
             del episode.recorded[name]
 
     def _answered(self, turn: _Turn, made: Generated, kind: Segment = Segment.GENERATED) -> None:
         assert turn.strand is not None
         turn.strand.append_turn(made, kind=kind)
+        turn.episode.host._changed.add(turn.episode.id)
         self._loop.call(_answer, turn.answer, Reply(made.tokens.tolist(), made.text, made.finish))
 
     def drop_turn(self, episode: _Episode, turn: _Turn) -> None:
@@ -736,6 +743,7 @@ class Episodes:
             for made in self._given_up([turn]).values():
                 if turn.strand is not None:
                     turn.strand.append_turn(made)
+                    self._changed.add(episode.id)
             episode.waiting = None
             self._go_on(episode)
 
@@ -755,7 +763,7 @@ class Episodes:
         episode.queued.clear()
         if episode.waiting is not None:
             self.drop_turn(episode, episode.waiting)
-        del self._episodes[episode.id]
+        self._forget(episode.id)
         self._urgent.pop(episode.id, None)
         strands = episode.transcript.strands
         said = [strand.turns for strand in strands if strand.turns]
@@ -767,6 +775,11 @@ class Episodes:
             record = {**record, "speakers": dict(speakers)}
         self._ended.append(replace(made, columns={**made.columns, "episode": {**record, **added}}))
 
+    def _forget(self, packed: int) -> _Episode:
+        self._num_sampled.pop(packed, None)
+        self._changed.discard(packed)
+        return self._episodes.pop(packed)
+
     # What stands for the engine where samples are generated
 
     @property
@@ -776,7 +789,9 @@ class Episodes:
     @property
     def num_away(self) -> int:
         """Episodes that wait for a tool, or for another's turn, or whose agent computes."""
-        return sum(episode.waiting is None or episode.waiting.engine is not self for episode in self._episodes.values())
+        here = (self._turns, self._asked)
+        num_here = sum(map(len, here)) if len(self._roles) < 2 else sum(turn.episode.host is self for of in here for turn in of.values())
+        return len(self._episodes) - num_here
 
     def step(self) -> list[Generated]:
         """Do what the agents have asked for, decode one token, and return samples and episodes that finished.
@@ -824,7 +839,7 @@ class Episodes:
     def abort(self, ids: Iterable[int]) -> list[Generated]:
         """Give up samples and episodes; these with their tokens so far, to go on from."""
         wanted = self._own(ids)
-        gone = [self._episodes.pop(packed) for packed in wanted if packed in self._episodes]
+        gone = [self._forget(packed) for packed in wanted if packed in self._episodes]
         turns = self._given_up(episode.waiting for episode in gone if episode.waiting is not None)
         found = {made.id: made for made in self._engine.abort([packed for packed in wanted if packed not in turns])}
         for episode in gone:
@@ -872,15 +887,22 @@ class Episodes:
 
     def progress(self) -> dict[int, int]:
         """Generated tokens so far of each sample and episode."""
-        of_turns = {one: one._engine.progress() for one in self._all} if self._episodes else {self: self._engine.progress()}
-        counts = {packed: count for packed, count in of_turns[self].items() if packed not in self._turns}
-        for packed, episode in self._episodes.items():
-            known, stopped, turn = episode.transcript.conversations, episode.start.stopped, episode.waiting
-            if turn is not None and turn.asked.name not in episode.recorded:
-                counts[packed] = of_turns[turn.engine].get(packed, 0)
+        for packed in self._changed:
+            episode = self._episodes[packed]
+            known, stopped = episode.transcript.conversations, episode.start.stopped
             if stopped is not None:
                 known = {**known, **{name: stopped.conversations[name] for name in episode.recorded}}
-            counts[packed] = counts.get(packed, 0) + sum(strand.num_sampled for of in known.values() for strand in of)
+            self._num_sampled[packed] = sum(strand.num_sampled for of in known.values() for strand in of)
+        self._changed.clear()
+        counts = dict(self._num_sampled)
+        for one in self._all if self._episodes else (self,):
+            for packed, count in one._engine.progress().items():
+                turn = one._turns.get(packed)
+                if turn is None:
+                    if one is self:
+                        counts[packed] = count
+                elif turn.episode.host is self and turn.asked.name not in turn.episode.recorded:
+                    counts[packed] += count
         return counts
 
     def occupancy(self) -> Occupancy:

@@ -664,7 +664,7 @@ class Policy(Role):
             correction: weigh tokens by the bounded ratio of the trainer's log-probabilities before the update to the rollout's.
         Returns:
             means over the call: `reward` (if rewards were given), `loss`, `grad_norm`, `response_length` and what the loss reports, and
-            `num_steps`. Without a row or a turn of the model there is no optimiser step (`num_skipped_steps`): they are nan, no weight moves.
+            `num_steps`. Without a row or a turn of the model there is no optimiser step (`num_skipped_steps`): they are nan.
         Raises:
             TraceError: the loss takes the samples for those of the current weights, which they need not be
             (`m2flow.macro.loss_declarations`).

@@ -129,9 +129,10 @@ def test_conversations_that_are_stopped_after_any_step_and_go_on_elsewhere_are_t
             found = {}
             for _ in range(dice.randint(1, 14)):
                 found.update({made.id: made for made in episodes.step()})
+                counts = episodes.progress()
+                assert counts == {made.id: made.num_sampled for made in episodes.snapshot(counts)}
             if found:
                 break
-            counts = episodes.progress()
             (seen,), (gone,) = episodes.snapshot([start.request.id]), episodes.abort([start.request.id])
             assert same(seen, gone)
             assert counts[start.request.id] == gone.num_sampled

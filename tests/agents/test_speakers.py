@@ -224,13 +224,14 @@ def test_episodes_of_several_speakers_that_are_stopped_after_any_step_and_go_on_
             ended: dict[int, Generated] = {}
             for _ in range(dice.randint(1, 8)):
                 ended |= stepped(found)
+                counts = episodes.progress()
+                assert counts == {made.id: made.num_sampled for made in episodes.snapshot(counts)}
             if ended:
                 break
             packed = start.request.id
             num_elsewhere += any(found[role].occupancy().num_running + found[role].occupancy().num_queued for role in ("rival", "judge"))
             assert not any(found[role].progress() or found[role].snapshot([packed]) for role in ("rival", "judge")), "it is the policy's"
             assert not found["rival"].abort([packed]), "it is not the rival's to give up"
-            counts = episodes.progress()
             (seen,), (gone,) = episodes.snapshot([packed]), episodes.abort([packed])
             assert same(seen, gone)
             assert counts[packed] == gone.num_sampled

@@ -1,0 +1,260 @@
+"""How close thousands of episodes with waiting tools come to a bound that no schedule can beat, and to the same loop in plain asyncio.
+
+    python benchmarks/agents.py [--episodes 2000] [--slots 256] [--step-ms 40] [--wait-s 1] [--rounds 1]
+
+Each episode has two to six turns of 8 to 128 tokens (geometric, mean 32), and between two turns a tool that waits for an exponential time.
+The engine takes a given time (`sides/paced.py`) and computes nothing: what a run takes beyond it is the runtime's. The bound is the
+longest of
+
+    decode   tokens / slots * step + tokens of messages * prefill, of an engine whose batch is always full and whose cache holds everything
+    chain    the longest episode, alone on the engine
+    tools    seconds of tools / slots of tools
+
+The plain loop has the same engine on a thread, the same messages, lengths and waits, and keeps no record of anything. One after the other
+in one run, each round; the time is from the first request to the last answer. Prints JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import queue
+import random
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from sides.paced import PacedRollout, registered
+
+from m2flow import Chat, Dataset, Policy, Sample, ToolCall, agent, flow, log, tool
+from m2flow.engines.contract import EngineSettings, Generated, Request
+from m2flow.observe.store import read_spans
+from m2flow.recipe import Model, Sampling
+from m2flow.runner.run import Run
+from m2flow.samples import SampleId
+from m2flow.spec import ClusterSpec, RolloutSpec, RunSettings
+from m2flow.testing.fakes import FAKE_EOS, FakeLanguage
+
+_MEAN, _LEAST, _MOST = 32, 8, 128
+_RESULT = "the result of the tool, a line of some length"
+_NUM_TOOL_SLOTS = 1000
+_tool_slots: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}
+
+
+class Step(NamedTuple):
+    """A turn, and the wait after it."""
+
+    num_tokens: int
+    wait_s: float
+
+
+def turns_of(number: int, wait_s: float) -> list[Step]:
+    """What an episode does, by its number alone."""
+    rng = random.Random(number)
+    num_turns = rng.randint(2, 6)
+    lengths = [min(max(round(rng.expovariate(1 / _MEAN)), _LEAST), _MOST) for _ in range(num_turns)]
+    return [Step(length, rng.expovariate(1 / wait_s) if at < num_turns - 1 else 0.0) for at, length in enumerate(lengths)]
+
+
+def question_of(number: int) -> str:
+    return f"question {number}: " + "what is to be done about it, and in which order? " * 3
+
+
+@tool(replay="pure", timeout_s=600)
+async def wait(seconds: float) -> str:
+    """Wait."""
+    async with _tool_slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(_NUM_TOOL_SLOTS)):
+        await asyncio.sleep(seconds)
+    return _RESULT
+
+
+@agent
+async def player(chat: Chat, row: Sample) -> float:
+    number, wait_s = (float(part) for part in str(row.work).split())
+    turns = turns_of(int(number), wait_s)
+    for at, (num_tokens, _) in enumerate(turns):
+        if at == 0:
+            await chat.say(str(row.prompt), tools=[wait], max_tokens=num_tokens)
+        else:
+            await chat.reply([ToolCall("wait", {"seconds": turns[at - 1].wait_s})], max_tokens=num_tokens)
+    return float(len(turns))
+
+
+@flow
+def episodes(num: int = 2000, wait_s: float = 1.5) -> None:
+    policy = Policy("fake")
+    rows = Dataset([{"prompt": question_of(i), "work": f"{i} {wait_s}"} for i in range(num)])
+    played = policy.rollout(player, rows.take(num), max_tokens=3000, max_turns=8)
+    log(turns=played.num_turns.mean(), episodes=played.reward.sum() / played.reward.mean())
+
+
+# ---- the same loop in plain asyncio
+
+
+class Driver:
+    """An engine on a thread of its own."""
+
+    def __init__(self, engine: PacedRollout, loop: asyncio.AbstractEventLoop) -> None:
+        self._engine, self._loop = engine, loop
+        self._asked: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
+        self._answers: dict[int, asyncio.Future[Generated]] = {}
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    async def ask(self, request: Request) -> Generated:
+        answer = self._answers[request.id] = self._loop.create_future()
+        self._asked.put(request)
+        return await answer
+
+    def close(self) -> None:
+        self._asked.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            asked = [self._asked.get()] if not self._engine.num_unfinished else []
+            while not self._asked.empty():
+                asked.append(self._asked.get())
+            if None in asked:
+                return
+            self._engine.add([request for request in asked if request is not None])
+            if done := self._engine.step():
+                self._loop.call_soon_threadsafe(self._answer, done)
+
+    def _answer(self, done: list[Generated]) -> None:
+        for made in done:
+            self._answers.pop(made.id).set_result(made)
+
+
+async def plain(engine: PacedRollout, num: int, wait_s: float) -> float:
+    """Seconds of the episodes in plain asyncio."""
+    driver, language = Driver(engine, asyncio.get_running_loop()), FakeLanguage()
+
+    async def play(number: int) -> float:
+        turns, packed = turns_of(number, wait_s), SampleId(0, number, 0).pack()
+        messages = [{"role": "user", "content": question_of(number)}]
+        context = language.encode_target(language.conversation(messages, [wait.description]))
+        for at, (num_tokens, _) in enumerate(turns):
+            if at:
+                said = await wait.function(turns[at - 1].wait_s)
+                bridge = language.conversation([{"role": "tool", "content": said}], ())
+                context = [*context, FAKE_EOS, *language.encode_target(bridge)]
+            made = await driver.ask(Request(packed, tuple(context), number * 8 + at, Sampling(num_tokens)))
+            context += made.tokens.tolist()
+        return float(len(turns))
+
+    began = time.perf_counter()
+    await asyncio.gather(*(play(number) for number in range(num)))
+    took_s = time.perf_counter() - began
+    driver.close()
+    return took_s
+
+
+# ---- through a run
+
+
+class Ran(NamedTuple):
+    """What a run took."""
+
+    episodes_s: float
+    """From the first episode's begin to the last one's end."""
+    engine: dict[str, float]
+    most_at_once: int
+
+
+def planned(options: dict[str, float | int | str | bool], num: int, wait_s: float, max_running: int, folder: Path) -> Ran:
+    """A run of the flow."""
+    told = folder / f"told-{time.time_ns()}.json"
+    spec = ClusterSpec(
+        placement="split", rollout=RolloutSpec(engine="paced", max_running=max_running, options={**options, "told": str(told)})
+    )
+    run = Run(episodes, {"num": num, "wait_s": wait_s}, spec, RunSettings(runs_dir=str(folder)))
+    run.execute()
+    spans = [span for span in read_spans(run.run_dir) if span.name == "sample"]
+    if len(spans) != num:
+        raise SystemExit(f"{len(spans)} episodes of {num} ended")
+    edges = sorted([(span.start_ns, 1) for span in spans] + [(span.end_ns, -1) for span in spans])
+    at_once = most = 0
+    for _, by in edges:
+        at_once += by
+        most = max(most, at_once)
+    took_s = (max(span.end_ns for span in spans) - min(span.start_ns for span in spans)) / 1e9
+    return Ran(took_s, json.loads(told.read_text()), most)
+
+
+def bound_of(num: int, wait_s: float, options: dict[str, float | int | str | bool]) -> dict[str, float]:
+    """The times that no schedule can beat."""
+    step_s, prefill_s = float(options["step_ms"]) / 1e3, float(options["prefill_us"]) / 1e6
+    language = FakeLanguage()
+    bridge = 1 + len(language.encode_target(language.conversation([{"role": "tool", "content": _RESULT}], ())))
+    tokens, new, longest, waits = 0, 0, 0.0, 0.0
+    for number in range(num):
+        turns = turns_of(number, wait_s)
+        first = language.conversation([{"role": "user", "content": question_of(number)}], [wait.description])
+        own_new = len(language.encode_target(first)) + (len(turns) - 1) * bridge
+        own, own_wait_s = sum(turn.num_tokens for turn in turns), sum(turn.wait_s for turn in turns)
+        tokens, new, waits = tokens + own, new + own_new, waits + own_wait_s
+        longest = max(longest, own * step_s + own_new * prefill_s + own_wait_s)
+    decode_s = tokens / int(options["slots"]) * step_s + new * prefill_s
+    return {"tokens": tokens, "decode_s": decode_s, "chain_s": longest, "tools_s": waits / _NUM_TOOL_SLOTS}
+
+
+def main() -> None:
+    """Measure, and print the numbers."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--episodes", type=int, default=2000)
+    parser.add_argument("--slots", type=int, default=256)
+    parser.add_argument("--step-ms", type=float, default=40.0)
+    parser.add_argument("--prefill-us", type=float, default=5.0)
+    parser.add_argument("--cache", type=int, default=2_000_000, help="tokens")
+    parser.add_argument("--wait-s", type=float, default=1.0, help="mean wait in a tool")
+    parser.add_argument("--max-running", type=int, help="of the cluster spec; by default all episodes")
+    parser.add_argument("--rounds", type=int, default=1)
+    args = parser.parse_args()
+    options: dict[str, float | int | str | bool] = {
+        "slots": args.slots, "step_ms": args.step_ms, "prefill_us": args.prefill_us, "cache": args.cache,
+    }  # fmt: skip
+    bound = bound_of(args.episodes, args.wait_s, options)
+    bound_s = max(bound["decode_s"], bound["chain_s"], bound["tools_s"])
+    rounds = []
+    with tempfile.TemporaryDirectory() as folder:
+        environment = registered(Path(folder))
+        os.environ.update(environment)
+        sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)
+        for _ in range(args.rounds):
+            load = os.getloadavg()[0]
+            ran = planned(options, args.episodes, args.wait_s, args.max_running or args.episodes, Path(folder))
+            engine = PacedRollout(Model("fake"), EngineSettings(options=options))
+            plain_s = asyncio.run(plain(engine, args.episodes, args.wait_s))
+            rounds.append({
+                "episodes_s": round(ran.episodes_s, 2),
+                "share_of_bound": round(bound_s / ran.episodes_s, 3),
+                "plain_s": round(plain_s, 2),
+                "plain_share_of_bound": round(bound_s / plain_s, 3),
+                "plain_over_ours": round(plain_s / ran.episodes_s, 3),
+                "most_at_once": ran.most_at_once,
+                "engine": ran.engine,
+                "plain_engine": engine.told(),
+                "load": round(load, 1),
+            })  # fmt: skip
+    hardware = {"cpu": platform.processor() or platform.machine(), "num_cpus": os.cpu_count(), "python": platform.python_version()}
+    print(json.dumps({
+        "hardware": hardware,
+        "options": vars(args),
+        "bound_s": round(bound_s, 2),
+        "bounds": {name: round(value, 2) for name, value in bound.items()},
+        "share_of_bound": statistics.median(one["share_of_bound"] for one in rounds),
+        "plain_over_ours": statistics.median(one["plain_over_ours"] for one in rounds),
+        "rounds": rounds,
+    }, indent=2))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
