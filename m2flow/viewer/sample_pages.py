@@ -1,17 +1,18 @@
 """Prepare samples for pages: all of them as columns (`samples_table`), and one with its tokens, rewards and events (`sample_page`).
 
     ledger.db, RunTrace --samples_table--> Columns [N]
-    SampleQuery, the run's tokenizer --sample_page--> SamplePage
+    SampleQuery, its speakers' tokenizers --sample_page--> SamplePage
     SampleQuery --group_page--> GroupPage: all responses to one prompt
     Columns, Wanted --selected--> positions of the samples that meet all of its limits
 
 The table reads no text, so that a hundred thousand samples are a few megabytes, which a page can sort and filter by itself. A simulated
-run has no ledger; its table comes from the trace. A token's text is decoded with the tokenizer of a checkpoint in the run directory; before
-there is one, tokens are shown as numbers.
+run has no ledger; its table comes from the trace. A token's text is decoded with the tokenizer of the role that speaks in its conversation:
+of the role's newest checkpoint in the run directory, or of the directory that its model is from. Without one, tokens are numbers.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -465,18 +466,20 @@ def sample_pages(run_dir: Path, wanted: Sequence[int]) -> Iterator[SamplePage]:
     Raises:
         SpecError: the ledger can't be read. EngineError: rows can't be read.
     """
-    tokenizer = _tokenizer(run_dir)
+    tokenizers = _Tokenizers(run_dir)
     with SampleQuery(run_dir) as query:
         for entry in query.entries(f"id IN ({', '.join(map(str, map(int, wanted)))})"):
             call, prompt, member = map(int, entry.sample.split("/"))
             who = SampleId(call, prompt, member)
-            yield _page(entry, query.rows_of(who.pack()), who, tokenizer, query.updates_on(who.pack()))
+            yield _page(entry, query.rows_of(who.pack()), who, tokenizers, query.updates_on(who.pack()))
 
 
-def _page(entry: Entry, row: Batch, who: SampleId, tokenizer: Tokenizer | None, updates: Sequence[str]) -> SamplePage:
+def _page(entry: Entry, row: Batch, who: SampleId, tokenizers: _Tokenizers, updates: Sequence[str]) -> SamplePage:
     tokens = [int(token) for token in row.ragged("tokens").values] if "tokens" in row else []
     shown = tokens[:MOST_TOKENS]
-    pieces = pieces_of(tokenizer, shown) if tokenizer else [str(token) for token in shown]
+    spoken = [(start, end, tokenizers.of(role)) for start, end, role in _spoken(row, entry, len(tokens))]
+    has_texts = any(tokenizer is not None for _, _, tokenizer in spoken)
+    pieces = [piece for start, end, tokenizer in spoken for piece in pieces_of(tokenizer, shown[start:end], are_texts=has_texts)]
     generated = _kinds(row, len(tokens)) == 1
     return SamplePage(
         call=who.call,
@@ -495,7 +498,7 @@ def _page(entry: Entry, row: Batch, who: SampleId, tokenizer: Tokenizer | None, 
         rewards=entry.rewards,
         parts=entry.parts,
         pieces=pieces,
-        has_texts=tokenizer is not None,
+        has_texts=has_texts,
         kinds=_kinds(row, len(tokens))[:MOST_TOKENS].tolist(),
         logprobs=_numbers(row, "logprobs", generated)[:MOST_TOKENS],
         versions=[None if value is None else int(value) for value in _numbers(row, "versions", generated)[:MOST_TOKENS]],
@@ -558,8 +561,30 @@ def _num_alike(tokens: npt.NDArray[Any], one: int, start: int, end: int) -> int:
     return int(differs.argmax()) if differs.any() else len(ours)
 
 
-def pieces_of(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
-    """Decode each token after those before it; a character made of several tokens belongs to the last one."""
+def _spoken(row: Batch, entry: Entry, num_tokens: int) -> list[tuple[int, int, str]]:
+    """The parts of a row by the role whose tokens they are: first token, last token + 1, role."""
+    own_role, record = entry.call.partition(".")[0], records_of(row)[0] if "episode" in row else {}
+    named, roles = record.get("conversations", ()), record.get("speakers", {})
+    if not named or "segment_kinds" not in row:
+        return [(0, num_tokens, own_role)]
+    ends = np.cumsum(row.ragged("segment_lengths").values).tolist()
+    begins = [at for at, kind in zip([0, *ends], row.ragged("segment_kinds").values.tolist(), strict=False) if kind == Segment.PROMPT]
+    by = [str(one.get("by", "")) for one in named]
+    return [
+        (start, end, roles.get(who, who) if who else own_role)
+        for start, end, who in zip(begins, [*begins[1:], num_tokens], by, strict=True)
+    ]
+
+
+def pieces_of(tokenizer: Tokenizer | None, tokens: list[int], *, are_texts: bool = True) -> list[str]:
+    """Decode each token after those before it; a character made of several tokens belongs to the last one.
+
+    Args:
+        tokenizer: None: of no known one; the pieces are numbers.
+        are_texts: other pieces beside them are texts, from which numbers are told by brackets.
+    """
+    if tokenizer is None:
+        return [f"[{token}]" if are_texts else str(token) for token in tokens]
     pieces, held = [], 0
     for at in range(len(tokens)):
         first = max(0, min(at - held, at) - _BEFORE)
@@ -575,16 +600,39 @@ def pieces_of(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
     return pieces
 
 
-def _tokenizer(run_dir: Path) -> Tokenizer | None:
-    found = sorted((run_dir / "checkpoints").glob("**/tokenizer.json"), key=lambda path: path.stat().st_mtime)
-    if not found:
-        return None
-    from tokenizers import Tokenizer
+@final
+class _Tokenizers:
+    """The tokenizers of a run's roles, each read when it is first asked for."""
 
-    try:
-        return Tokenizer.from_file(str(found[-1]))
-    except Exception:  # The library raises a bare Exception for a file that it can't read.
-        return None
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._known: dict[str, Tokenizer | None] = {}
+
+    def of(self, role: str) -> Tokenizer | None:
+        """A role's tokenizer; None: the run has none that can be read."""
+        if role not in self._known:
+            self._known[role] = self._read(role)
+        return self._known[role]
+
+    def _read(self, role: str) -> Tokenizer | None:
+        found = sorted((self._run_dir / "checkpoints").glob(f"**/{role}/tokenizer.json"), key=lambda path: path.stat().st_mtime)
+        file = found[-1] if found else self._at_source(role)
+        if file is None or not file.is_file():
+            return None
+        from tokenizers import Tokenizer
+
+        try:
+            return Tokenizer.from_file(str(file))
+        except Exception:  # The library raises a bare Exception for a file that it can't read.
+            return None
+
+    def _at_source(self, role: str) -> Path | None:
+        """Where the directory that a role's model is from has its tokenizer."""
+        try:
+            config = json.loads((self._run_dir / "config.json").read_text())
+            return Path(config["directory"], Path(config["models"][role]["path"]).expanduser(), "tokenizer.json")
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
 
 
 def _kinds(row: Batch, num_tokens: int) -> IntArray:

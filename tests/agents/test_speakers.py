@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
@@ -15,6 +17,8 @@ import pytest
 from one_thread import Images, SteppedRun, resumed
 from test_repetition import row_of, same, start_of, stopped_row
 from test_resume import spec_of
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from m2flow import Chat, Dataset, Policy, Reference, Reward, Sample, agent, by_conversation, flow, log, nll, op, steps
 from m2flow.agents.episodes import Episodes, EpisodeStart, EventLoop, Transcript
@@ -35,7 +39,7 @@ from m2flow.spec import ClusterSpec, FunctionSpec, PinSpec, PoolSpec, RolloutSpe
 from m2flow.testing.fakes import FakeRollout
 from m2flow.testing.random_programs import ADVERSARIES, Dice, difference_of, make_cluster, make_policies, scheduled
 from m2flow.testing.world import Answer, run_eager, run_planned
-from m2flow.viewer.sample_pages import sample_page
+from m2flow.viewer.sample_pages import SamplePage, sample_page
 
 pytest_plugins = ["small_runs"]
 pytestmark = pytest.mark.usefixtures("quick")
@@ -144,6 +148,40 @@ def test_the_viewer_says_of_each_run_of_tokens_who_said_it_and_by_whom_it_is_tra
             "verdict, by judge": "trained by nobody",
         }
         assert not any(block.trained for block in page.blocks if not block.is_turn)
+
+
+def test_the_viewer_decodes_what_each_said_with_its_own_tokenizer(tmp_path):
+    run = SteppedRun(contest, {"num_steps": 1, "n": 2}, spec_of("split"), RunSettings(runs_dir=str(tmp_path / "runs")))
+    run.execute()
+    with SampleQuery(run.run_dir) as query:
+        entry = next(entry for entry in query.entries("ending = 'consumed'") if len(entry.conversations) == 3)
+
+    def page() -> SamplePage:
+        return sample_page(run.run_dir, *map(int, entry.sample.split("/")))
+
+    def saved(role: str, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        Tokenizer(WordLevel({f"{role}{token}": token for token in range(300)}, unk_token=f"{role}0")).save(str(folder / "tokenizer.json"))
+
+    tokens = [int(piece) for piece in page().pieces]
+    assert not page().has_texts
+    for role in ("policy", "rival"):
+        saved(role, run.run_dir / "checkpoints" / "final" / role)
+    numbered = page()
+    assert numbered.has_texts
+    saved("judge", tmp_path / "judge")
+    config = json.loads((run.run_dir / "config.json").read_text())
+    config["models"]["judge"]["path"] = str(tmp_path / "judge")  # It is not trained, so it has no checkpoint.
+    (run.run_dir / "config.json").write_text(json.dumps(config))
+    found, role_of = page(), {"main": "policy", "other, by rival": "rival", "verdict, by judge": "judge"}
+    role = "policy"
+    for block in found.blocks:
+        role = next((role for whose, role in role_of.items() if f" of {whose}" in block.title), role)
+        shown = [piece.strip() for piece in found.pieces[block.start : block.end]]
+        assert shown == [f"{role}{token}" for token in tokens[block.start : block.end]]
+        if role == "judge":
+            assert numbered.pieces[block.start : block.end] == [f"[{token}]" for token in tokens[block.start : block.end]]
+    assert role == "judge"
 
 
 @pytest.mark.slow
