@@ -897,6 +897,8 @@ class Episodes:
         counts = dict(self._num_sampled)
         for one in self._all if self._episodes else (self,):
             for packed, count in one._engine.progress().items():
+                if not count and packed in counts:
+                    continue  # Most of many wait for their first token.
                 turn = one._turns.get(packed)
                 if turn is None:
                     if one is self:
