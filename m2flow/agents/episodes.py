@@ -37,12 +37,15 @@ import contextlib
 import functools
 import math
 import sys
+import sysconfig
 import threading
+import time
 import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -51,7 +54,7 @@ from m2flow.agents.chat import Agent, Asked, Chat, Known, Reply, Resources, Rewa
 from m2flow.agents.conversation import Conversation
 from m2flow.agents.tools import EpisodeFailed, Outcome, ToolCall
 from m2flow.engines.contract import Generated, Language, Occupancy, Request, RolloutEngine
-from m2flow.errors import InternalError, M2FlowError, PromptTooLong
+from m2flow.errors import InternalError, M2FlowError, OpError, PromptTooLong
 from m2flow.recipe import Episodes as Bounds
 from m2flow.recipe import Sampling
 from m2flow.samples import MAIN, Batch, Finish, Sample, SampleId, Segment, keyed_bits
@@ -61,6 +64,8 @@ _PATIENCE_S = 0.01
 _MOST_THREADS = 64
 _GRACE_S = 6.0
 """What an agent that runs, or a resource of one, may take to end with its worker: a server that must be killed takes four seconds."""
+_MOST_BLOCKED_S = 60.0
+"""How long code of an agent may keep the event loop while nothing else can go on: it waits for an answer that only the loop can give."""
 _MOST_SHOWN = 3
 """Failures of agents that are printed with traceback."""
 
@@ -523,6 +528,8 @@ class EventLoop:
         self._calls: deque[tuple[Callable[..., object], tuple[object, ...]]] = deque()
         self._is_woken = False
         self._thread = threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True)
+        self._asked_at: float | None = None
+        """Since when the loop has not answered `check`; None: it has."""
         self._thread.start()
 
     def call(self, function: Callable[..., object], *args: object) -> None:
@@ -540,6 +547,32 @@ class EventLoop:
                 function(*args)
             except Exception as error:
                 self._loop.call_exception_handler({"message": f"{function!r} raised", "exception": error})
+
+    def check(self) -> None:
+        """Check that the loop goes round. To be called now and then while nothing but agents can go on.
+
+        Raises:
+            OpError: code of an agent has kept it for `_MOST_BLOCKED_S`.
+        """
+        if self._asked_at is None:
+            self._asked_at = time.monotonic()
+            self.call(self._answers)
+        elif time.monotonic() - self._asked_at > _MOST_BLOCKED_S:
+            raise OpError(
+                f"an agent has blocked the event loop of all episodes for {_MOST_BLOCKED_S:g} s: {self._place()}",
+                now="Await the client's asynchronous form (AsyncOpenAI, httpx.AsyncClient), or what blocks in `asyncio.to_thread(...)`.",
+            )
+
+    def _answers(self) -> None:
+        self._asked_at = None
+
+    def _place(self) -> str:
+        """The line of a user's file that the loop's thread is in."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        lines = [(frame.f_code.co_filename, frame.f_lineno) for frame, _ in traceback.walk_stack(frame)] if frame is not None else []
+        libraries = (*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), str(Path(__file__).parents[1]), "<")
+        own = [line for line in lines if not line[0].startswith(libraries)]
+        return "{}:{}".format(*(own or lines)[0]) if lines else "its thread has ended"
 
     def begin(self, episode: _Episode) -> None:
         """Begin an episode; to be called by the loop."""
@@ -800,7 +833,8 @@ class Episodes:
         """
         self._read()
         if self._episodes and not self._ended and not any(one._engine.num_unfinished for one in self._all):
-            self._has_posted.wait(_PATIENCE_S)
+            if not self._has_posted.wait(_PATIENCE_S):
+                self._loop.check()
             self._read()
         finished = []
         for made in self._engine.step() if self._engine.num_unfinished else ():

@@ -14,7 +14,7 @@ from test_repetition import host, loop, played, start_of
 from m2flow import Chat, Dataset, EpisodeFailed, Policy, Sample, ToolCall, agent, flow, log, tool
 from m2flow.agents.episodes import EpisodeStart
 from m2flow.engines.contract import Generated, Sums
-from m2flow.errors import EngineError, OptionError, TraceError
+from m2flow.errors import EngineError, OpError, OptionError, TraceError
 from m2flow.micro.protocol.update_semantics import UpdateTally
 from m2flow.recipe import AdamW
 from m2flow.recipe import Episodes as Bounds
@@ -101,6 +101,23 @@ def test_parallel_calls_of_which_one_fails_leave_none_running(loop):
 
     assert episode(loop, body).columns["failure"] == "tool_failed"
     assert ended == ["cancelled"]
+
+
+def test_an_agent_that_blocks_the_event_loop_for_long_ends_the_run_and_its_line_is_named(loop, monkeypatch):
+    monkeypatch.setattr("m2flow.agents.episodes._MOST_BLOCKED_S", 0.3)
+
+    async def waits(chat: Chat, row: Sample) -> float:
+        await asyncio.sleep(0.6)  # That takes as long, and blocks nobody.
+        return 1.0
+
+    async def blocks(chat: Chat, row: Sample) -> float:
+        time.sleep(1.5)
+        return 1.0
+
+    assert episode(loop, waits).columns["reward"] == 1.0
+    line = blocks.__code__.co_firstlineno + 1
+    with pytest.raises(OpError, match=rf"blocked the event loop of all episodes for 0.3 s: .*test_failures.py:{line}"):
+        episode(loop, blocks)
 
 
 async def hangs(chat: Chat, row: Sample) -> float:

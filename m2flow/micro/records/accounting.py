@@ -270,7 +270,7 @@ class Alarm:
         why = "no token of its episodes was sampled" if metrics.get("num_skipped_steps") else "no row was left to train on"
         self._warn(
             f"step {call.step}: {call.name} ({call.site}) skipped an optimiser step, since {why}; weights and optimiser stay as they "
-            "were. It is said once; the metrics num_skipped_steps and num_steps have every step, those of episodes the causes of failures"
+            "were. It is said once; the metrics num_skipped_steps and num_steps have every step, `m2flow samples` how each episode failed"
         )
 
 
