@@ -570,8 +570,8 @@ class EventLoop:
         """The line of a user's file that the loop's thread is in."""
         frame = sys._current_frames().get(self._thread.ident or 0)
         lines = [(frame.f_code.co_filename, frame.f_lineno) for frame, _ in traceback.walk_stack(frame)] if frame is not None else []
-        libraries = (*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), str(Path(__file__).parents[1]), "<")
-        own = [line for line in lines if not line[0].startswith(libraries)]
+        libraries = (sysconfig.get_path("stdlib"), str(Path(__file__).parents[1]), "<")
+        own = [line for line in lines if "-packages" not in line[0] and not line[0].startswith(libraries)]
         return "{}:{}".format(*(own or lines)[0]) if lines else "its thread has ended"
 
     def begin(self, episode: _Episode) -> None:
