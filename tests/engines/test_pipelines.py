@@ -717,6 +717,17 @@ def test_no_gradient_of_a_frozen_weight_is_put_off(model: Model, followers: Foll
         engine.accumulate(samples(VOCABULARY), PPO)
         own = engine._own  # type: ignore[attr-defined]
         assert {one.requires_grad for one in own._model.parameters() if one.grad is not None} == {True}
+        engine.apply(STEP, 1.0)
+        assert all(one.grad is None for one in own._model.parameters())
+
+
+@needs_peft
+def test_a_stage_without_adapters_is_refused_by_name(followers: Followers, tmp_path: Path) -> None:
+    adapted = replace(write_model(tmp_path, config("llama")), lora=Lora(targets=("lm_head",)))
+    engine = staged(adapted, followers)
+    with pytest.raises(EngineError, match="no adapter is on a layer of stage 1 of 2, which would train nothing"):
+        engine.start()
+    engine.stop()  # Its ranks have met.
 
 
 @pytest.mark.parametrize("lora", [None, pytest.param(ADAPTERS, marks=needs_peft)], ids=["weights", "adapters"])

@@ -204,5 +204,7 @@ def test_adapters_of_a_mixture_whose_experts_are_split_within_stages_are_those_o
 )
 def test_adapters_of_experts_are_refused_by_name(targets: tuple[str, ...], said: str, followers: Followers, tmp_path: Path) -> None:
     adapted = replace(write_model(tmp_path, config()), lora=Lora(targets=targets))
+    engine = Mirrored(FsdpTrain, adapted, EngineSettings(options={"pp": 2}), followers)
     with pytest.warns(RuntimeWarning) if not targets else contextlib.nullcontext(), pytest.raises(ModelError, match=said):
-        Mirrored(FsdpTrain, adapted, EngineSettings(options={"pp": 2}), followers).start()
+        engine.start()
+    engine.stop()  # Its ranks have met.

@@ -147,7 +147,7 @@ class FsdpTrain(RankedTrain):
 
     def start(self) -> None:
         self._check_layout()
-        how = _options(self._settings.options, self._settings.device)
+        how, recomputes = _options(self._settings.options, self._settings.device), self._flag("recompute", default=False)
         self._ranks.open()
         super().start()
         self._root = self._placed()
@@ -169,7 +169,7 @@ class FsdpTrain(RankedTrain):
                 module.set_force_sum_reduction_for_comms(True)  # Gloo has no other.
         self._optimizers = self._optimizers_of(self._model)
         self._guard_parts()
-        if self._flag("recompute", default=False):
+        if recomputes:
             for layer in _layers(self._model):
                 layer.forward = functools.wraps(layer.forward, updated=())(Recomputed(layer.forward, self._remember_routing))
 
@@ -435,6 +435,7 @@ class PipelinedTrain(FsdpTrain):
         self._groups = {name: groups.get(id(one), "rest") for name, one in self._frame.named_parameters()}
         self._plan = super()._optimizers_of(self._frame)
         self._cut()
+        self._together(self._check_trained)
         own = self._layers[self._line.stage :: self._pp]
         chunks = [list(map(str, chunk)) for chunk in own]
         return Root(self._model, self._source.head, has_head=self._line.has_last, chunks=chunks, guard=self._guard)
@@ -458,6 +459,11 @@ class PipelinedTrain(FsdpTrain):
         if self._routers is not None:
             self._routers.keep(model)
         empty_cache(self._settings.device)
+
+    def _check_trained(self) -> None:
+        if not any(parameter.requires_grad for parameter in self._model.parameters()):
+            what = f"no adapter is on a layer of stage {self._line.stage + 1} of {self._pp}, which would train nothing"
+            raise EngineError(what, now="Name layers of each stage in Lora(targets=...), or take fewer stages.")
 
     def _guard_parts(self) -> None:
         super()._guard_parts()
@@ -627,6 +633,8 @@ class PipelinedTrain(FsdpTrain):
         line = self._line
         if self._is_tied and self._num_pending and (line.has_first or line.has_last):
             shared = self._model.get_input_embeddings().weight
+            if not shared.requires_grad:  # Beside adapters.
+                return
             if shared.grad is None:
                 shared.grad = torch.zeros_like(shared)
             line.summed_with(self._pp - 1 if line.has_first else 0, local(shared.grad))
