@@ -114,6 +114,7 @@ OPTIONS = {
     "recompute": "Keep what comes into layers alone, and compute them again on the way back: a third more work, less memory; by default "
     "false.",
     "tp": "Neighbouring ranks that split the layers among them (DTensor), by default 1.",
+    "cp": "Neighbouring ranks, or groups of `tp`, that split each sequence among them and gather its keys and values, by default 1.",
     "ep": "Neighbouring ranks, or groups of `tp`, that split the experts of each layer among them, by default 1.",
     "pp": "Stages that the layers are spread over, by default 1. What `tp` and `pp` leave of the ranks shards each stage.",
     "vpp": "With `pp`, chunks of layers that each stage has, in turns (interleaved 1F1B), by default 1.",
@@ -144,16 +145,26 @@ class FsdpTrain(RankedTrain):
         self._exchanges: dict[torch.nn.Module, Exchange] = {}
         """What ranks do together within layers, by the module that does it: sums over tensor ranks, and rows sent to experts."""
         self._guard = Guard(settings.rank)
+        self._context: tensor_parallel.Context | None = None
+        self._near = self._ranks
+        """With `cp`, those that have parts of the same sequences."""
 
     def start(self) -> None:
         self._check_layout()
         how, recomputes = _options(self._settings.options, self._settings.device), self._flag("recompute", default=False)
         self._ranks.open()
         super().start()
+        widths = tensor_parallel.widths_of(self._model, self._loading_device, self._tp) if self._cp > 1 else {}
         self._root = self._placed()
+        blocks: dict[torch.nn.Module, tensor_parallel.Block] = {}
         if self._tp > 1:
             self._summed, blocks = self._together(lambda: tensor_parallel.split(self._model, self._mesh))
-            self._exchanges.update(blocks)
+        if self._cp > 1:
+            self._near = self._ranks.strided(self._cp, self._tp)
+            own = set(self._model.modules())
+            self._context = tensor_parallel.Context(self._near.group, {one: width for one, width in widths.items() if one in own})
+            blocks.update(self._context.join(blocks))
+        self._exchanges.update(blocks)
         if self._mesh is not None:
             how["mesh"] = self._mesh["data"]
         else:
@@ -240,11 +251,16 @@ class FsdpTrain(RankedTrain):
         return self._settings.options.get("schedule") == ZERO_BUBBLE
 
     @property
+    def _cp(self) -> int:
+        return int(str(self._settings.options.get("cp", 1)))
+
+    @property
     def _num_alike(self) -> int:
-        return self._tp
+        return self._tp * self._cp
 
     def stop(self) -> None:
-        self._root = None
+        self._root = self._context = None
+        self._near = self._ranks
         self._exchanges, self._summed, self._is_partial = {}, [], False
         super().stop()
         self._mesh = None  # Its groups end with the last trainer's: one of them may be that of all ranks.
@@ -255,6 +271,20 @@ class FsdpTrain(RankedTrain):
         output = super()._forward(packed)
         self._guard.check()
         return output
+
+    def _pack(self, batch: Batch) -> packing.Packed:
+        packed = super()._pack(batch)
+        return packed if self._context is None else self._context.share(packed)
+
+    def _model_outputs(self, packed: packing.Packed, temperature: Tensor | None, top: Tensor | int = 0) -> dict[str, Tensor]:
+        if self._context is None:
+            return super()._model_outputs(packed, temperature, top)
+        own = self._context.share(packed) if packed.which is None else packed
+        which = own.which
+        assert which is not None
+        own_top, own_temperature = top[which] if isinstance(top, Tensor) else top, None if temperature is None else temperature[which]
+        found = self._together(lambda: super(FsdpTrain, self)._model_outputs(own, own_temperature, own_top), self._near)
+        return {name: self._context.gather(values, which) for name, values in found.items()}
 
     def _backward(self, loss: Tensor) -> None:
         try:
@@ -411,16 +441,16 @@ class PipelinedTrain(FsdpTrain):
 
     @property
     def _num_alike(self) -> int:
-        return self._tp * self._pp
+        return super()._num_alike * self._pp
 
     @property
     def _share_number(self) -> int:
-        return self._ranks.rank // self._tp % (self._ranks.count // self._num_alike)
+        return self._ranks.rank // super()._num_alike % (self._ranks.count // self._num_alike)
 
     @property
     def _reporters(self) -> Sequence[int]:
-        """The first tensor rank of each share on the last stage."""
-        return range(self._ranks.count // self._pp * (self._pp - 1), self._ranks.count, self._tp)
+        """The first rank of each share on the last stage."""
+        return range(self._ranks.count // self._pp * (self._pp - 1), self._ranks.count, super()._num_alike)
 
     def _placed(self) -> Root:
         device, count = self._settings.device, self._ranks.count

@@ -171,11 +171,29 @@ class Exchange(Protocol):
         """Take part with rows that count nothing, which look like these hidden states, [1, R, H]."""
 
 
+class Owed(Protocol):
+    """A collective in the midst of one call of a part, and one on the way back, which the other ranks make too."""
+
+    def settle(self, hidden: Tensor) -> None:
+        """Make the first, with zeros, unless it was made. The call was with these hidden states, [1, R, H]."""
+
+    def settle_back(self) -> None:
+        """Make that of the way back, with zeros, unless it was made."""
+
+
+class Midway(Protocol):
+    """What a part does together with other ranks in its midst."""
+
+    def begin(self) -> Owed:
+        """A call of the part begins."""
+
+
 class Part:
     """What a guarded module computes. Its graph is its own, so that an error on the way back ends here.
 
     Args:
         weights: its parameters, as they are when it is called.
+        midway: its collective; None: it has none.
     """
 
     def __init__(
@@ -188,9 +206,10 @@ class Part:
         is_pair: bool = False,
         width: int = 0,
         is_last: bool = False,
+        midway: Midway | None = None,
     ) -> None:
         self._guard, self._compute, self._weights, self._name = guard, compute, weights, name
-        self._is_pair, self._width, self._is_last = is_pair, width, is_last
+        self._is_pair, self._width, self._is_last, self._midway = is_pair, width, is_last, midway
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = dict(kwargs) if args else {name: value for name, value in kwargs.items() if name != "hidden_states"}
@@ -198,9 +217,12 @@ class Part:
         own, trains = hidden, torch.is_grad_enabled()
         if trains and hidden.is_floating_point():
             own = hidden.detach().requires_grad_(hidden.requires_grad)
+        owed = None if self._midway is None else self._midway.begin()
         found = self._found(own, args[1:], given, hidden)
+        if owed is not None:
+            owed.settle(hidden)
         if trains and (hidden.requires_grad or any(one.requires_grad for one in self._weights())):
-            found = self._hung(hidden, own, found)
+            found = self._hung(hidden, own, found, owed)
         elif found is None:
             found = self._zeros(hidden)
         if self._is_last:
@@ -233,19 +255,21 @@ class Part:
         """Zeros that hang on the hidden states and on the module's weights."""
         return self._hung(hidden, hidden, None)
 
-    def _hung(self, hidden: Tensor, own: Tensor, output: Tensor | None) -> Tensor:
+    def _hung(self, hidden: Tensor, own: Tensor, output: Tensor | None, owed: Owed | None = None) -> Tensor:
         given = self._zeros(hidden) if output is None else output.detach()
         # In a tuple, autograd does not see them.
-        found: Tensor = _Back.apply(hidden, torch.zeros((), requires_grad=True), self, (own, output, given))
+        found: Tensor = _Back.apply(hidden, torch.zeros((), requires_grad=True), self, (own, output, owed, given))
         return found
 
-    def back(self, own: Tensor, output: Tensor | None, grad: Tensor) -> Tensor | None:
+    def back(self, own: Tensor, output: Tensor | None, owed: Owed | None, grad: Tensor) -> Tensor | None:
         """The gradient of what came in. Weights have theirs, if only of zeros: others wait to add it to their own."""
         if output is not None and self._guard.error is None and output.requires_grad:
             try:
                 torch.autograd.backward(output, grad)
             except Exception as error:
                 self._guard.note(self._name, "backward", error)
+        if owed is not None:
+            owed.settle_back()
         if self._guard.error is not None:
             for one in self._weights():
                 if one.requires_grad and one.grad is None:
@@ -259,9 +283,9 @@ class _Back(torch.autograd.Function):  # type: ignore[misc]
     """What a part gave, with the way back through its own graph. Takes a scalar too, which has a gradient where hidden states have none."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, anchor: Tensor, part: Part, held: tuple[Tensor, Tensor | None, Tensor]) -> Tensor:
-        ctx.part, ctx.held = part, held[:2]
-        return held[2]
+    def forward(ctx: Any, hidden: Tensor, anchor: Tensor, part: Part, held: tuple[Tensor, Tensor | None, Owed | None, Tensor]) -> Tensor:
+        ctx.part, ctx.held = part, held[:3]
+        return held[3]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -11,12 +11,14 @@ left makes a pass whose result counts nothing. How gradients add up over ranks, 
 
 from __future__ import annotations
 
+import copy
 import datetime
 import gc
 import itertools
 import json
 import math
 import os
+import re
 import shutil
 import sys
 from abc import abstractmethod
@@ -56,6 +58,10 @@ from m2flow.samples import Batch, Ragged, group_keys
 
 _WAIT = datetime.timedelta(minutes=10)
 """A collective that takes longer ends its process: a rank is gone, or the ranks are not doing the same."""
+
+
+_NAMED = re.compile(re.escape(named(0)).replace("0", r"\d+", 1))
+"""How what a rank tells begins, if it is said already which one; it may have heard it from another."""
 
 
 class Ranks:
@@ -125,6 +131,14 @@ class Ranks:
         groups = [dist.new_group(list(of_one), timeout=_WAIT) for of_one in members]
         return next(group for group, of_one in zip(groups, members, strict=True) if self.rank in of_one)
 
+    def strided(self, count: int, stride: int) -> Ranks:
+        """These, with the group of so many of them that are `stride` apart, of each `count * stride` neighbours. It lives as those of
+        `neighbours`."""
+        starts = (first + i for first in range(0, self.count, count * stride) for i in range(stride))
+        found = copy.copy(self)
+        found.group = self.among([list(range(start, start + count * stride, stride)) for start in starts])
+        return found
+
     def limit(self, *groups: Any) -> None:
         """Have collectives of further groups wait no longer than those of the trainer's own."""
         for group in groups:
@@ -146,7 +160,7 @@ class Ranks:
         is_memory, words = json.loads(self.words_of(first, told))
         if error is not None:
             raise error
-        said = words if words.startswith(named(first)) else named(first) + words
+        said = words if _NAMED.match(words) else named(first) + words
         # All try a smaller micro-batch where one was out of memory.
         raise OutOfMemory(said) if is_memory else EngineError(said)
 
@@ -516,14 +530,15 @@ class RankedTrain(EmbeddedTrain):
                 result[np.concatenate(where)] = gathered[reporter].reshape(-1, width)
         return result
 
-    def _together(self, work: Callable[[], _T]) -> _T:
-        """Run something that may fail, and fail on every rank if it fails on one."""
+    def _together(self, work: Callable[[], _T], among: Ranks | None = None) -> _T:
+        """Run something that may fail, and fail on every rank, or on each of some, if it fails on one."""
+        ranks = among or self._ranks
         try:
             result = work()
         except M2FlowError as error:
-            self._ranks.agree(error)
+            ranks.agree(error)
             raise
-        self._ranks.agree(None)
+        ranks.agree(None)
         return result
 
 

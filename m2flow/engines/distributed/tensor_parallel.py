@@ -53,10 +53,11 @@ import fnmatch
 import functools
 import itertools
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -65,11 +66,15 @@ from torch.distributed.tensor import Shard, _collective_utils, _redistribute, de
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from m2flow.engines.distributed import COLWISE, ROWWISE, STACKED, STAGED, SUMMED, plan_of
-from m2flow.engines.distributed.guard import Guard, Part
+from m2flow.engines.distributed.guard import Guard, Midway, Part
 from m2flow.engines.models.optimizers import squared_norm
-from m2flow.engines.models.packing import AttentionLayout, Packed, packed_attention
+from m2flow.engines.models.packing import AttentionLayout, Packed, choose_buckets, last_hidden, pack, packed_attention
 from m2flow.errors import EngineError
+from m2flow.samples import IdArray, Ragged
 
+_all_gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., object] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""By release of torch."""
 _STYLES = {COLWISE: ColwiseParallel, ROWWISE: RowwiseParallel}
 
 
@@ -150,14 +155,17 @@ def _computed_part(layer: torch.nn.Linear, given: Tensor) -> Tensor:
 
 
 class Block:
-    """An attention or MLP whose layers are split: each tensor rank computes a part of a sum. An `Exchange` of `guard.Guard`.
+    """An attention or MLP that ranks compute together, as each tensor rank a part of a sum. An `Exchange` of `guard.Guard`.
 
     Args:
-        tensor: the mesh of those ranks.
+        tensor: the mesh of those ranks; None: there are none, and ranks have rows of their own.
     """
 
-    def __init__(self, module: torch.nn.Module, tensor: DeviceMesh) -> None:
-        self._module, self._group, compute = module, tensor.get_group(), module.forward
+    def __init__(self, module: torch.nn.Module, tensor: DeviceMesh | None) -> None:
+        self._module, compute = module, module.forward
+        self._group = None if tensor is None else tensor.get_group()
+        self.midway: Midway | None = None
+        """What context ranks do within it."""
         self.num_begun = self.num_ended = 0
         """Sums over the ranks, in forward passes."""
         self.output: Tensor | None = None
@@ -169,9 +177,9 @@ class Block:
         """Take hidden states [.., H] first, and give as many, or a tuple that begins with them. Collective, and on the way back too."""
         hidden, *more = args or (kwargs.pop("hidden_states"),)
         self.num_begun += 1
-        found = self.compute(_Spread.apply(hidden, self._group), *more, **kwargs)
+        found = self.compute(hidden if self._group is None else _Spread.apply(hidden, self._group), *more, **kwargs)
         own, *beside = found if isinstance(found, tuple) else (found,)
-        self.output = _Total.apply(own, self._group)
+        self.output = own if self._group is None else _Total.apply(own, self._group)
         self.num_ended = self.num_begun
         return (self.output, *beside) if isinstance(found, tuple) else self.output
 
@@ -180,7 +188,7 @@ class Block:
 
     def guard(self, guard: Guard, name: str, weights: Callable[[], Iterable[torch.nn.Parameter]]) -> None:
         """Have a failure of this rank's part noted: the other ranks wait to add theirs. Arguments as of `Guard.over`."""
-        self.compute = Part(guard, self.compute, weights, name, is_pair=name.endswith("attn"))
+        self.compute = Part(guard, self.compute, weights, name, is_pair=name.endswith("attn"), midway=self.midway)
 
 
 class _Spread(torch.autograd.Function):  # type: ignore[misc]
@@ -601,3 +609,236 @@ class Gathered(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return grad[ctx.which], None, None
+
+
+# ---- context parallelism: R rows of a pass, r of them here; C numbers of a row, its keys and values
+
+
+class Context:
+    """Splits the rows of passes over context ranks, for one model.
+
+    Args:
+        group: of torch.distributed, the ranks that have parts of the same sequences.
+        widths: numbers that the keys and values of a row have, by attention.
+    """
+
+    def __init__(self, group: Any, widths: Mapping[torch.nn.Module, int]) -> None:
+        self._group, self._count, self._rank = group, dist.get_world_size(group), dist.get_rank(group)
+        self._joints = {module: KeysAndValues(group, width) for module, width in widths.items()}
+
+    def share(self, packed: Packed) -> Packed:
+        """This rank's rows of a pass. Rows that fill it up attend to themselves."""
+        num_each = -(-packed.num_rows // (2 * self._count))
+        chunks = self._rank, 2 * self._count - 1 - self._rank
+        num_more = 2 * self._count * num_each - packed.num_rows
+
+        def own(rows: Tensor) -> Tensor:
+            cut = torch.nn.functional.pad(rows, (0, num_more)).split(num_each, 1)
+            return torch.cat([cut[chunk] for chunk in chunks], 1)
+
+        chunk = packed.predictors // num_each
+        which = (chunk == chunks[0]) | (chunk == chunks[1])
+        mine, is_tail = packed.predictors[which], chunk[which] >= self._count
+        return replace(
+            packed,
+            input_ids=own(packed.input_ids),
+            position_ids=own(packed.position_ids),
+            layout=replace(_layout_of(packed, chunks, num_each, self._count), exchange=self._around),
+            predictors=mine % num_each + num_each * is_tail,
+            targets=packed.targets[which],
+            which=which,
+        )
+
+    def gather(self, values: Tensor, which: Tensor) -> Tensor:
+        """Gather what each of the T tokens has from the ranks that computed it, [t, ...] to [T, ...]. Collective."""
+        found: Tensor = Gathered.apply(values, which, self._group)
+        return found
+
+    def join(self, blocks: Mapping[torch.nn.Module, Block]) -> dict[torch.nn.Module, Block]:
+        """Make blocks of attentions, or take those that they are, which then know what happens within them."""
+        found = {module: blocks.get(module) or Block(module, None) for module in self._joints}
+        for module, block in found.items():
+            block.midway = self._joints[module]
+        return found
+
+    def _around(self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, **features: Any) -> tuple[Tensor, None]:
+        """Run the attention of this rank's queries [1, H, r, D] over the keys and values of all ranks' rows; [1, r, H, D]."""
+        rows = torch.cat([heads[0].transpose(0, 1).flatten(1) for heads in (key, value)], 1)
+        width = key.shape[1] * key.shape[3]
+        gathered = self._joints[module].gathered(rows).split([width, rows.shape[1] - width], 1)
+        all_keys, all_values = (
+            of_rows.unflatten(1, (heads.shape[1], -1)).transpose(0, 1)[None]
+            for of_rows, heads in zip(gathered, (key, value), strict=True)
+        )
+        return packed_attention(module, query, all_keys, all_values, None, **features)
+
+
+class KeysAndValues:
+    """Gathers the keys and values of an attention from context ranks. A `guard.Midway`."""
+
+    def __init__(self, group: Any, width: int) -> None:
+        self._group, self._width = group, width
+        self._call: _Gathering | None = None
+
+    def begin(self) -> _Gathering:
+        self._call = _Gathering(self._group, self._width)
+        return self._call
+
+    def gathered(self, rows: Tensor) -> Tensor:
+        """Rows [r, C] of all ranks, [R, C], in the order of ranks. Collective, and on the way back too, where gradients are summed."""
+        call = self._call or self.begin()
+        self._call = None
+        found: Tensor = _AllRows.apply(rows, call)
+        return found
+
+
+class _Gathering:
+    """One call's. A `guard.Owed`."""
+
+    def __init__(self, group: Any, width: int) -> None:
+        self.group, self._width = group, width
+        self.is_made = self.is_made_back = False
+        self._like: tuple[Tensor, int]
+        """Hidden states of the call, without any, and their number."""
+
+    def forth(self, rows: Tensor) -> Tensor:
+        self.is_made = True
+        found = rows.new_empty(len(rows) * dist.get_world_size(self.group), rows.shape[1])
+        _all_gather(found, rows.contiguous(), group=self.group)
+        return found
+
+    def back(self, grad: Tensor) -> Tensor:
+        self.is_made_back = True
+        found = grad.new_empty(len(grad) // dist.get_world_size(self.group), grad.shape[1])
+        _reduce_scatter(found, grad.contiguous(), group=self.group)
+        return found
+
+    def settle(self, hidden: Tensor) -> None:
+        if not self.is_made:
+            self.forth(hidden.new_zeros(hidden.shape[1], self._width))
+        self._like = hidden.new_empty(0), hidden.shape[1]
+
+    def settle_back(self) -> None:
+        if not self.is_made_back:
+            like, num_rows = self._like
+            self.back(like.new_zeros(num_rows * dist.get_world_size(self.group), self._width))
+
+
+class _AllRows(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, call: _Gathering) -> Tensor:
+        ctx.call = call
+        return call.forth(rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.call.back(grad), None
+
+
+@dataclass(frozen=True, eq=False)
+class _Run:
+    """Neighbouring rows of this rank that belong to one sequence."""
+
+    start: int
+    """Of this rank's rows, the first."""
+    first: int
+    """Its position in the sequence."""
+    keys: IdArray
+    """Of all rows, those of the sequence up to the run's last."""
+    is_cut: bool
+    """Whether rows before it that are the sequence's own are elsewhere."""
+
+    @property
+    def length(self) -> int:
+        """Of the sequence, as far as it is seen."""
+        return len(self.keys)
+
+
+def _layout_of(packed: Packed, chunks: tuple[int, int], num_each: int, count: int) -> AttentionLayout:
+    """Where a rank's queries, and the keys that they see, lie inside attention. Sequences of a bucket begin their queries at one position.
+
+    Args:
+        chunks: which `num_each` rows of the pass the rank has, of twice as many chunks as there are ranks, `count`.
+    """
+    buckets = _bucketed(list(_runs_of(packed, chunks, num_each)))
+    sizes = [(len(runs), max(run.length for run in runs), min(run.first for run in runs)) for runs in buckets]
+    row_of_slot = np.full(sum(number * length for number, length, _ in sizes), -1, np.int64)
+    row_of_query = np.zeros(sum(number * (length - first) for number, length, first in sizes), np.int64)
+    query_of_row = np.zeros(2 * num_each, np.int64)
+    # All ranks' rows in their order: of each rank its first chunk, and its last.
+    chunk, place = np.divmod(np.arange(2 * count * num_each), num_each)
+    place += num_each * (2 * np.minimum(chunk, 2 * count - 1 - chunk) + (chunk >= count))
+    slot = query = 0
+    for runs, (_, length, first) in zip(buckets, sizes, strict=True):
+        for run in runs:
+            row_of_slot[slot : slot + run.length] = place[run.keys]
+            own = np.arange(run.start, run.start + run.length - run.first)
+            slots = np.arange(run.first, run.length) + query - first
+            row_of_query[slots], query_of_row[own] = own, slots
+            slot, query = slot + length, query + length - first
+
+    def put(values: IdArray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(packed.input_ids.device)
+
+    none = put(np.zeros(0, np.int64))
+    of_queries = tuple((number, length - first) for number, length, first in sizes)
+    queries = AttentionLayout(of_queries, put(row_of_query), put(query_of_row), none, none)
+    real = np.flatnonzero(row_of_slot >= 0)
+    slot_of_row = np.full(len(place), -1, np.int64)
+    slot_of_row[row_of_slot[real[::-1]]] = real[::-1]  # Of several slots NumPy keeps the last, which is the first one.
+    unread, further = np.flatnonzero(slot_of_row < 0), real[slot_of_row[row_of_slot[real]] != real]
+    return AttentionLayout(
+        buckets=tuple((number, length) for number, length, _ in sizes),
+        row_of_slot=put(np.maximum(row_of_slot, 0)),
+        slot_of_row=put(np.maximum(slot_of_row, 0)),
+        further_slots=put(further),
+        further_rows=put(row_of_slot[further]),
+        unread=put(unread) if len(unread) else None,
+        queries=queries,
+    )
+
+
+def _bucketed(runs: list[_Run]) -> list[list[_Run]]:
+    """Put together runs of similar length; those that have parts of their sequences alone, and those that begin within one apart."""
+    kinds = [[run for run in runs if not run.is_cut and (run.first > 0) == is_part] for is_part in (False, True)]
+    found = [[run] for run in runs if run.is_cut]
+    for kind in kinds:
+        kind.sort(key=lambda run: run.length)
+        for number, _ in choose_buckets(np.array([run.length for run in kind], np.int64)):
+            found.append(kind[:number])
+            del kind[:number]
+    return found
+
+
+def _runs_of(packed: Packed, chunks: tuple[int, int], num_each: int) -> Iterator[_Run]:
+    token = np.flatnonzero(packed.row_of_token >= 0)
+    rows, sequences = packed.row_of_token[token], packed.sequence_of_token[token]
+    # A row that several sequences share is the own one of the first.
+    home = np.unique(rows, return_index=True)[1]
+    begins = np.searchsorted(sequences, sequences[home])
+    edges = np.flatnonzero(np.diff(begins)) + 1
+    for i, chunk in enumerate(chunks):
+        start, own = chunk * num_each, (i - chunk) * num_each
+        end = start + num_each
+        last = min(end, len(home))
+        inner = edges[(edges > start) & (edges < last)].tolist()
+        for low, high in itertools.pairwise([start, *inner, last] if start < last else []):
+            is_cut = low > 0 and begins[low] == begins[low - 1]
+            yield _Run(low + own, int(home[low] - begins[low]), rows[begins[low] : home[high - 1] + 1], bool(is_cut))
+        if (more := max(start, len(home))) < end:
+            yield _Run(more + own, 0, np.arange(more, end), is_cut=False)
+
+
+def widths_of(model: Any, device: str, tp: int) -> dict[torch.nn.Module, int]:
+    """Find a model's attentions, and the numbers that keys and values of a row have on one of so many tensor ranks."""
+    found: dict[torch.nn.Module, int] = {}
+
+    def seen(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, **features: Any) -> tuple[Tensor, None]:
+        found[module] = sum(heads.shape[1] * heads.shape[3] for heads in (key, value)) // tp
+        return packed_attention(module, query, key, value, None, **features)
+
+    tokens = Ragged.of([[0, 0]], np.int32)
+    packed = pack(np.zeros(1, np.int64), tokens, Ragged.of([[False, True]], np.bool_), device=device)
+    with torch.no_grad():
+        last_hidden(model, replace(packed, layout=replace(packed.layout, exchange=seen)))
+    return found

@@ -32,9 +32,10 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface
 
-from m2flow.engines.models.model_probe import NUM_JUDGED, Probe, Reach, explicit_attention, longest_sequence, scoring_of
+from m2flow.engines.models.model_probe import NUM_JUDGED, Probe, Reach, Scoring, explicit_attention, longest_sequence, scoring_of
 from m2flow.errors import DatasetError, EngineError
 from m2flow.samples import Batch, IdArray, Prompt, Ragged, SampleId, sequences_of
 
@@ -126,8 +127,13 @@ class AttentionLayout:
     """int64 [E]: the other slots of shared rows."""
     further_rows: Tensor
     """int64 [E]: the rows that those slots read."""
+    unread: Tensor | None = None
+    """int64: rows that no slot reads, where ranks have some of the queries each. None: all are read."""
+    queries: AttentionLayout | None = None
+    """There, where this rank's own rows lie, in as many buckets; of each sequence the last slots. None: all rows have queries."""
     exchange: Callable[..., tuple[Tensor, None]] | None = None
-    """Where ranks have some of the rows each: what is called in the place of the attention, and calls it with all rows of some heads."""
+    """Where ranks have some of the rows each: what is called in the place of the attention, and calls it with all rows of some heads, or
+    with the keys and values of all rows."""
     masks: dict[tuple[Reach, int], Tensor] = field(default_factory=dict)
     """What is seen within a sequence, bool [L, L], made when a layer first needs it."""
 
@@ -153,6 +159,8 @@ class Packed:
     """int64 [tokens of all samples]: which of the sequences each belongs to, from 0."""
     balanced: Balanced | None = None
     """Of a mixture, the losses of its routers in this pass."""
+    which: Tensor | None = None
+    """Where ranks have some of the rows each, bool [T of all ranks]: the tokens that this rank's rows predict. None: all."""
 
     @property
     def num_rows(self) -> int:
@@ -161,7 +169,7 @@ class Packed:
     @property
     def num_shared(self) -> int:
         """Tokens that need no row of their own, since another sequence begins with the same."""
-        return int((self.row_of_token >= 0).sum()) - self.num_rows
+        return int((self.row_of_token >= 0).sum()) - int(self.row_of_token.max(initial=-1)) - 1
 
 
 def pack(
@@ -432,6 +440,8 @@ class _Spread(torch.autograd.Function):  # type: ignore[misc]
         rows = grad.index_select(0, layout.slot_of_row)
         if ctx.sum_slots and len(layout.further_slots):
             rows.index_add_(0, layout.further_rows, grad.index_select(0, layout.further_slots))
+        if layout.unread is not None:
+            rows.index_fill_(0, layout.unread, 0.0)
         return rows, None, None
 
 
@@ -465,43 +475,56 @@ def packed_attention(
         raise EngineError("the model was called without a packed layout; use m2flow.engines.models.packing.forward_logits")
     scoring = scoring_of(module, query, attention_mask, scaling, {"dropout": dropout, **features})
     if packed_layout.exchange is not None:
-        if scoring.sinks is not None:
-            raise EngineError("attention sinks are not shared out over ranks", now="Leave sp out.")
         return packed_layout.exchange(
             module, query, key, value, scaling=scaling, packed_layout=replace(packed_layout, exchange=None), **features
         )
-    spread = [
-        # A further slot's query makes no output, so its gradient is zero.
-        _Spread.apply(heads[0].transpose(0, 1).flatten(1), packed_layout, heads is not query)
-        for heads in (query, key, value)
-    ]
-    sizes = [num_sequences * length for num_sequences, length in packed_layout.buckets]
+    of_queries = packed_layout.queries or packed_layout
+    # A further slot's query makes no output, so its gradient is zero.
+    spread = [_Spread.apply(query[0].transpose(0, 1).flatten(1), of_queries, False)]
+    spread += [_Spread.apply(heads[0].transpose(0, 1).flatten(1), packed_layout, True) for heads in (key, value)]
+    sizes = [[count * length for count, length in layout.buckets] for layout in (of_queries, packed_layout, packed_layout)]
+    slots = [flat.split(size) for flat, size in zip(spread, sizes, strict=True)]
     outputs = []
-    for (num_sequences, length), *slots in zip(packed_layout.buckets, *(s.split(sizes) for s in spread), strict=True):
+    for (num_sequences, length), (_, num_queries), *of_bucket in zip(packed_layout.buckets, of_queries.buckets, *slots, strict=True):
         q, k, v = (
-            s.view(num_sequences, length, -1, query.shape[-1] if n < 2 else value.shape[-1]).transpose(1, 2) for n, s in enumerate(slots)
+            one.view(num_sequences, size, -1, width).transpose(1, 2)
+            for one, size, width in zip(of_bucket, (num_queries, length, length), (*[query.shape[-1]] * 2, value.shape[-1]), strict=True)
         )
         if scoring.is_plain:
-            visible = _visible(packed_layout, scoring.reach_within(length), length, q)
-            out = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=visible, is_causal=visible is None, scale=scoring.scaling, enable_gqa=k.shape[1] != q.shape[1]
-            )
+            out = _plain_attention(packed_layout, scoring, q, k, v)
         else:
             visible = _visible(packed_layout, scoring.reach or Reach("window", length), length, q)
             out = explicit_attention(q, k, v, visible, scoring)
-        outputs.append(out.transpose(1, 2).reshape(num_sequences * length, -1))
+        outputs.append(out.transpose(1, 2).reshape(num_sequences * num_queries, -1))
     slots_out = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
-    rows = _Collect.apply(slots_out, packed_layout)
+    rows = _Collect.apply(slots_out, of_queries)
     return rows.view(1, rows.shape[0], query.shape[1], value.shape[-1]), None
 
 
+def _plain_attention(layout: AttentionLayout, scoring: Scoring, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention of a bucket without soft caps and sinks: queries [S, H, Q, D] are the last Q of keys and values [S, K, L, D]."""
+    length = k.shape[2]
+    reach, is_part = scoring.reach_within(length), q.shape[2] < length
+    if reach is None and is_part and q.is_cuda:
+        visible = causal_lower_right(q.shape[2], length)  # Kernels that have no mask in memory know it.
+    else:
+        visible = _visible(layout, Reach("window", length) if reach is None and is_part else reach, length, q)
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=visible, is_causal=visible is None, scale=scoring.scaling, enable_gqa=k.shape[1] != q.shape[1]
+    )
+
+
 def _visible(layout: AttentionLayout, reach: Reach | None, length: int, like: Tensor) -> Tensor | None:
-    """Which keys each query of a sequence sees, bool [length, length]; None: all up to its own."""
+    """Which of so many keys each of the last queries of a sequence sees, bool [queries, length]; None: all up to its own.
+
+    Args:
+        like: the queries, [S, H, queries, D].
+    """
     if reach is None:
         return None
     if (reach, length) not in layout.masks:
         layout.masks[reach, length] = reach.visible(length, like.device)
-    return layout.masks[reach, length]
+    return layout.masks[reach, length][length - like.shape[2] :]
 
 
 # No mask function is registered beside it, and for such a name transformers builds no mask.
