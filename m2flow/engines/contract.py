@@ -314,7 +314,7 @@ class ParallelLayouts:
     pp: int | None = 1
     """Pipeline parallel."""
     sp: int | None = 1
-    """Sequence parallel (Ulysses)."""
+    """Sequence parallel: ranks that share each sequence, and in the attention its heads (Ulysses), or as `gathers_keys` says."""
     dp: int | None = 1
     """Replicas; of a rollout engine, instances, which any engine may have as many of as there are workers."""
     ep: int | None = 1
@@ -330,6 +330,8 @@ class ParallelLayouts:
     keeps_experts_whole: bool = False
     """A trainer spreads experts over `tp * ep` devices by their number, where others split each over `tp`; their widths are shared out
     evenly over the replicas that have the same ones."""
+    gathers_keys: bool = False
+    """Ranks that share sequences gather keys and values of all rows, where others exchange heads: these need not divide."""
     recomputes: bool = False
     """A trainer keeps only the input of each layer, and computes the rest again in the backward pass."""
 

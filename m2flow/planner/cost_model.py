@@ -123,11 +123,16 @@ def most_running(shape: ModelShape, layout: Layout, extent: Extent, memory_bytes
     return max(1, min(limit, int(free / (extent.sample * kv_token_bytes(shape, layout))))) if free > 0 else 1
 
 
-def train_footprint(shape: ModelShape, layout: Layout, tokens: float, *, is_trained: bool, recomputes: bool) -> Footprint:
+def train_footprint(
+    shape: ModelShape, layout: Layout, tokens: float, *, is_trained: bool, recomputes: bool, gathers_keys: bool = False
+) -> Footprint:
     """Memory of a trainer, for micro-batches of so many tokens.
 
     A model that is not trained (a reference) needs its weights and one layer. One that trains adapters has gradients and optimiser state
     for these alone; activations for the backward pass are as many, except for the adapters' own.
+
+    Args:
+        gathers_keys: as of `ParallelLayouts.gathers_keys`: a device then has the keys and values of all rows.
 
     Source:
         Rajbhandari et al. 2020, arXiv:1910.02054: stage 1 shards the optimiser's state, 2 the gradients too, 3 the weights too.
@@ -142,7 +147,8 @@ def train_footprint(shape: ModelShape, layout: Layout, tokens: float, *, is_trai
         weights += each * (count + more) / (group if layout.zero >= 3 else 1)
         gradients += each * trained / (group if layout.zero >= 2 else 1)
         optimizer += (_MASTER_BYTES if each < 4 else 8) * trained / (group if layout.zero >= 1 else 1)
-    activations = _activations(shape, layout, tokens / layout.sp, is_trained=is_trained, recomputes=recomputes)
+    gathered = (layout.sp - 1) * _key_width(shape) if gathers_keys else 0
+    activations = _activations(shape, layout, tokens / layout.sp, gathered, is_trained=is_trained, recomputes=recomputes)
     if not is_trained:
         return Footprint(weights=math.ceil(weights), activations=math.ceil(activations))
     host = optimizer + gradients if layout.offload else 0.0
@@ -155,10 +161,10 @@ def train_footprint(shape: ModelShape, layout: Layout, tokens: float, *, is_trai
     )
 
 
-def _activations(shape: ModelShape, layout: Layout, tokens: float, *, is_trained: bool, recomputes: bool) -> float:
-    """Bytes of a trainer's activations on a device, with the weights that ZeRO 3 gathers."""
+def _activations(shape: ModelShape, layout: Layout, tokens: float, more: int, *, is_trained: bool, recomputes: bool) -> float:
+    """Bytes of a trainer's activations on a device, with the weights that ZeRO 3 gathers; `more` of a token's in a layer, beside its own."""
     each, layers = shape.bytes_each, math.ceil(shape.num_layers / layout.pp)
-    layer = tokens * (4 * shape.hidden + _kept_width(shape) / layout.tp) * each
+    layer = tokens * (4 * shape.hidden + (_kept_width(shape) + more) / layout.tp) * each
     head = tokens * shape.vocab / layout.tp * (each + 4 * is_trained)
     kept = 0.0
     if is_trained:
@@ -175,7 +181,12 @@ def _kept_width(shape: ModelShape) -> float:
     """
     active = shape.num_experts_per_token * shape.expert_width + shape.shared_width
     width = max(shape.dense_width if shape.num_dense_layers else 0, active)
-    return shape.num_heads * (shape.head_dim + shape.value_dim) + shape.num_kv_heads * (shape.head_dim + shape.value_dim) + 4 * width
+    return shape.num_heads * (shape.head_dim + shape.value_dim) + _key_width(shape) + 4 * width
+
+
+def _key_width(shape: ModelShape) -> int:
+    """Keys and values of one token in a layer, all heads."""
+    return shape.num_split_heads * (shape.head_dim + shape.value_dim)
 
 
 def _largest_block(shape: ModelShape, ep: int) -> int:
@@ -306,18 +317,19 @@ def train_cost(
     recomputes: bool,
     bubble: float = 1.0,
     has_whole_experts: bool = False,
+    gathers_keys: bool = False,
 ) -> TrainCost:
     """The cost of a trainer: forward passes, updates and optimiser steps.
 
     Args:
-        has_whole_experts: as of `ParallelLayouts.keeps_experts_whole`.
+        has_whole_experts: as of `ParallelLayouts.keeps_experts_whole`. gathers_keys: as of `ParallelLayouts.gathers_keys`.
         bubble: as of `bubble_share`.
     """
     device = pool.device
     devices = layout.num_devices
     peak = devices * device.flops(shape.bytes_each)
     exposed = 1 - device.hidden
-    token_comm_s = exposed * _token_communication_s(shape, pool, layout, has_whole_experts=has_whole_experts)
+    token_comm_s = exposed * _token_communication_s(shape, pool, layout, has_whole_experts=has_whole_experts, gathers_keys=gathers_keys)
     vectors = shape.num_layers * shape.hidden * shape.bytes_each * pool.attained.train.traffic.value
     moved_s = vectors / (devices * pool.step_bytes_s)
     imbalance = device.imbalance(shape.routed_share if layout.ep > 1 else 0.0)
@@ -379,20 +391,22 @@ def train_constants(shape: ModelShape, pool: Pool, layout: Layout, cost: TrainCo
     }
 
 
-def _token_communication_s(shape: ModelShape, pool: Pool, layout: Layout, *, has_whole_experts: bool) -> float:
+def _token_communication_s(shape: ModelShape, pool: Pool, layout: Layout, *, has_whole_experts: bool, gathers_keys: bool) -> float:
     """Seconds of communication of a token's forward pass, for the whole trainer: replicas, stages and sequence shards work in parallel.
 
     Of a mixture with whole experts, tensor ranks share out the rows that they all have, and gather what comes back.
 
     Source:
         Shoeybi et al. 2019, arXiv:1909.08053: two all-reduces a layer. Jacobs et al. 2023, arXiv:2309.14509 (Ulysses): all-to-alls of
-        queries, keys, values and the attention output. Experts: to them and back; stages are the outermost groups of devices (Megatron-LM's
+        queries, keys, values and the attention output. Grattafiori et al. 2024, arXiv:2407.21783, section 3.3.2: an all-gather of keys and
+        values, whose gradients are reduced and scattered on the way back. Experts: to them and back; stages are the outermost groups of devices (Megatron-LM's
         `initialize_model_parallel`, order "tp-cp-ep-dp-pp"), so the experts of a stage are neighbours.
     """
     each, tp, sp, ep = shape.bytes_each, layout.tp, layout.sp, layout.ep
     heads = (shape.num_heads + shape.num_kv_heads) * (shape.head_dim + shape.value_dim)
     reduced = 4 * (tp - 1) / tp * shape.hidden * each / pool.between_bytes_s(tp)
-    exchanged = (sp - 1) / sp * heads / tp * each / pool.between_bytes_s(tp * sp)
+    moved = (sp - 1) * _key_width(shape) if gathers_keys else (sp - 1) / sp * heads
+    exchanged = moved / tp * each / pool.between_bytes_s(tp * sp)
     routed, sparse = 0.0, (shape.num_layers - shape.num_dense_layers) / shape.num_layers
     if has_whole_experts and shape.num_experts and tp * ep > 1:
         sent = 2 * (tp * ep - 1) / (tp * ep) * shape.num_experts_per_token * shape.hidden * each / tp
@@ -652,6 +666,7 @@ class ModelledCosts(Costs):
             recomputes=self._recomputes,
             bubble=bubble_share(self._spec.train.options, recomputes=self._recomputes),
             has_whole_experts=self._offers["train"].keeps_experts_whole,
+            gathers_keys=self._offers["train"].gathers_keys,
         )
 
     @_memoised
@@ -678,6 +693,7 @@ class ModelledCosts(Costs):
             self._microbatch_tokens(engine.role),
             is_trained=self.is_trained(engine),
             recomputes=self._recomputes,
+            gathers_keys=self._offers["train"].gathers_keys,
         )
 
     @_memoised

@@ -605,9 +605,10 @@ def _layouts(shape: ModelShape, offers: ParallelLayouts, kind: EngineKind, num_d
         if not shape.is_tp_legal(tp):
             continue
         for sp in _degrees(offers.sp, per_node // tp, num_devices // tp):
-            if per_node % (tp * sp) or not shape.is_sp_legal(tp * sp):
+            of_heads = tp if offers.gathers_keys else tp * sp
+            if per_node % (tp * sp) or not shape.is_sp_legal(of_heads):
                 continue
-            if offers.divides_heads and shape.num_split_heads % (tp * sp):
+            if offers.divides_heads and shape.num_split_heads % of_heads:
                 continue
             for pp in _powers(offers.pp, min(shape.num_layers, num_devices // (tp * sp))):
                 replica = tp * sp * pp

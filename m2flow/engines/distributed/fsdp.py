@@ -6,7 +6,9 @@
 How a batch is shared out is in `m2flow.engines.distributed.ranks`; this module shards the model and gathers its weights. Sums go over
 ranks in their order, so one layout always gives the same bits.
 
-With `tp` neighbouring ranks see the same samples, and split attention and MLPs among them by heads and widths. With `ep` the experts of a
+With `tp` neighbouring ranks see the same samples, and split attention and MLPs among them by heads and widths. With `cp` each has a part of
+the rows, and in the attention the keys and values of all; parameters are sharded over these ranks as over others, with `tp` each `tp`-th is
+one of them. With `ep` the experts of a
 mixture are split over neighbouring ranks first (of a stage, with `pp` too; with `tp`, over `tp * ep` of them), and each rank's are sharded
 over those that hold the same. Rows go to the ranks that have their experts, and back; all else is as without `ep`. Both are in
 `m2flow.engines.distributed.tensor_parallel`.
@@ -47,6 +49,7 @@ Limits:
     start: every rank reads the whole model once, in the memory of its host.
     tensor parallel: `tp` splits attention and MLP by the architecture's `base_model_tp_plan`; embeddings and the head stay whole. Heads
         that do not divide, other plans and adapters are refused.
+    sequences: `cp` is for any model that is computed here, with adapters, stages, `tp` and `ep`, but without routing replay or balance.
     experts: `ep`, and `tp` of mixtures, are for those whose experts transformers stacks. Others are refused before the run; with `tp`,
         `olmoe` too, whose norms inside an attention are over all heads.
     stages: `llama`, `qwen2`, `qwen3` and those mixtures without windows, with any head. Layers that `pp` does not divide are spread

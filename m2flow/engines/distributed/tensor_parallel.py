@@ -1,4 +1,5 @@
-"""Split layers, experts or sequences over a few ranks: tensor parallelism through DTensor or DeepSpeed's AutoTP, experts, and Ulysses.
+"""Split layers, experts or sequences over a few ranks: tensor parallelism through DTensor or DeepSpeed's AutoTP, experts, and sequences
+by Ulysses or by gathered keys.
 
 Tensor parallelism: ranks = data x tensor
 
@@ -41,9 +42,20 @@ every rank, as on one; a gradient goes back to the rank that computed the row, a
 samples. To DeepSpeed these are data-parallel ranks: told of a sequence group (`mpu`), it reports a norm too large by that group's size in
 stages 1 and 2. Limit: heads of one size, whose number the ranks divide.
 
+Context parallelism (`Context`), for `fsdp`:
+
+    packed rows --part_of--> this rank's rows --layers--> q of its rows; k, v --all-gather--> of all rows: packed attention
+                     one number a token <--gather-- logits of its rows <--layers-- all heads of its rows <---'
+
+A rank has two chunks of the rows, one from each end, so that one long sequence is as much work for each. Heads are not split, so any number
+of ranks will do, and windows, soft caps, sinks and keys and values of two sizes are as on one. On the way back gradients of keys and values
+are summed, and each rank has those of its rows. What ranks compute of a sequence before the attention of a layer, no other waits for; a part
+that fails on one of them gives zeros, and what it owes of the two collectives is made with zeros too (`KeysAndValues`). Limit: a layer's
+gathered keys and values are kept for its backward pass; on a CPU attention over a part of a sequence has a mask in memory.
+
 Source: Shoeybi et al. 2019, arXiv:1909.08053 (Megatron-LM), with PyTorch's DTensor; DeepSpeed 0.19, `tensor_parallel.partition_config`;
 Jacobs et al. 2023, arXiv:2309.14509 (DeepSpeed-Ulysses), with the library's `UlyssesSPAttentionHF`. Experts: Lepikhin et al. 2020,
-arXiv:2006.16668 (GShard), without its capacity.
+arXiv:2006.16668 (GShard), without its capacity. Context: Grattafiori et al. 2024, arXiv:2407.21783, section 3.3.2 (Llama 3).
 """
 
 from __future__ import annotations
@@ -627,27 +639,9 @@ class Context:
         self._joints = {module: KeysAndValues(group, width) for module, width in widths.items()}
 
     def share(self, packed: Packed) -> Packed:
-        """This rank's rows of a pass. Rows that fill it up attend to themselves."""
-        num_each = -(-packed.num_rows // (2 * self._count))
-        chunks = self._rank, 2 * self._count - 1 - self._rank
-        num_more = 2 * self._count * num_each - packed.num_rows
-
-        def own(rows: Tensor) -> Tensor:
-            cut = torch.nn.functional.pad(rows, (0, num_more)).split(num_each, 1)
-            return torch.cat([cut[chunk] for chunk in chunks], 1)
-
-        chunk = packed.predictors // num_each
-        which = (chunk == chunks[0]) | (chunk == chunks[1])
-        mine, is_tail = packed.predictors[which], chunk[which] >= self._count
-        return replace(
-            packed,
-            input_ids=own(packed.input_ids),
-            position_ids=own(packed.position_ids),
-            layout=replace(_layout_of(packed, chunks, num_each, self._count), exchange=self._around),
-            predictors=mine % num_each + num_each * is_tail,
-            targets=packed.targets[which],
-            which=which,
-        )
+        """This rank's rows of a pass, whose attention is that of all ranks."""
+        own = part_of(packed, self._rank, self._count)
+        return replace(own, layout=replace(own.layout, exchange=self._around))
 
     def gather(self, values: Tensor, which: Tensor) -> Tensor:
         """Gather what each of the T tokens has from the ranks that computed it, [t, ...] to [T, ...]. Collective."""
@@ -667,10 +661,36 @@ class Context:
         width = key.shape[1] * key.shape[3]
         gathered = self._joints[module].gathered(rows).split([width, rows.shape[1] - width], 1)
         all_keys, all_values = (
-            of_rows.unflatten(1, (heads.shape[1], -1)).transpose(0, 1)[None]
-            for of_rows, heads in zip(gathered, (key, value), strict=True)
+            of_rows.unflatten(1, (heads.shape[1], -1)).transpose(0, 1)[None] for of_rows, heads in zip(gathered, (key, value), strict=True)
         )
         return packed_attention(module, query, all_keys, all_values, None, **features)
+
+
+def part_of(packed: Packed, rank: int, count: int) -> Packed:
+    """The rows of a pass that one of several ranks has: two chunks of them, so that all have as much attention to compute.
+
+    Chunks are numbered from both ends: with 3 ranks 0 1 2 2 1 0. Rows that fill them up attend to themselves. Keys and values are those of
+    all ranks' rows, in the order of ranks.
+    """
+    num_each = -(-packed.num_rows // (2 * count))
+    chunks = rank, 2 * count - 1 - rank
+    num_more = 2 * count * num_each - packed.num_rows
+
+    def own(rows: Tensor) -> Tensor:
+        cut = torch.nn.functional.pad(rows, (0, num_more)).split(num_each, 1)
+        return torch.cat([cut[chunk] for chunk in chunks], 1)
+
+    chunk = packed.predictors // num_each
+    which = (chunk == chunks[0]) | (chunk == chunks[1])
+    return replace(
+        packed,
+        input_ids=own(packed.input_ids),
+        position_ids=own(packed.position_ids),
+        layout=_layout_of(packed, chunks, num_each, count),
+        predictors=packed.predictors[which] % num_each + num_each * (chunk[which] == chunks[1]),
+        targets=packed.targets[which],
+        which=which,
+    )
 
 
 class KeysAndValues:
