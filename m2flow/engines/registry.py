@@ -187,7 +187,7 @@ _BUILT_IN = (
                 gathers_keys=True,
             ),
         ),
-        "The embedded trainer over any number of ranks: weights, gradients and optimiser spread by FSDP2, experts, stages and sequences too.",
+        "The embedded trainer over any number of ranks: weights and states spread by FSDP2; experts, layers and sequences too.",
         ("torch", "transformers"),
         refuses="m2flow.engines.distributed:check_fsdp",
         untested="cuda with several ranks",

@@ -162,7 +162,7 @@ def train_footprint(
 
 
 def _activations(shape: ModelShape, layout: Layout, tokens: float, more: int, *, is_trained: bool, recomputes: bool) -> float:
-    """Bytes of a trainer's activations on a device, with the weights that ZeRO 3 gathers; `more` of a token's in a layer, beside its own."""
+    """Bytes of a trainer's activations on a device, with the weights that ZeRO 3 gathers; `more` numbers of a token, in each layer."""
     each, layers = shape.bytes_each, math.ceil(shape.num_layers / layout.pp)
     layer = tokens * (4 * shape.hidden + (_kept_width(shape) + more) / layout.tp) * each
     head = tokens * shape.vocab / layout.tp * (each + 4 * is_trained)
@@ -399,8 +399,8 @@ def _token_communication_s(shape: ModelShape, pool: Pool, layout: Layout, *, has
     Source:
         Shoeybi et al. 2019, arXiv:1909.08053: two all-reduces a layer. Jacobs et al. 2023, arXiv:2309.14509 (Ulysses): all-to-alls of
         queries, keys, values and the attention output. Grattafiori et al. 2024, arXiv:2407.21783, section 3.3.2: an all-gather of keys and
-        values, whose gradients are reduced and scattered on the way back. Experts: to them and back; stages are the outermost groups of devices (Megatron-LM's
-        `initialize_model_parallel`, order "tp-cp-ep-dp-pp"), so the experts of a stage are neighbours.
+        values, and a reduce-scatter of their gradients. Experts: to them and back; stages are the outermost groups of devices
+        (Megatron-LM's `initialize_model_parallel`, order "tp-cp-ep-dp-pp"), so the experts of a stage are neighbours.
     """
     each, tp, sp, ep = shape.bytes_each, layout.tp, layout.sp, layout.ep
     heads = (shape.num_heads + shape.num_kv_heads) * (shape.head_dim + shape.value_dim)

@@ -1,4 +1,4 @@
-"""The trainer `fsdp` with sequences split over ranks: the suites of train engines, and the embedded trainer's numbers on up to eight ranks."""
+"""The trainer `fsdp` with sequences split over ranks: the suites of train engines, and the embedded trainer's numbers."""
 
 from __future__ import annotations
 
@@ -38,8 +38,13 @@ from m2flow.engines.embedded.trainer import EmbeddedTrain
 from m2flow.engines.models import packing
 from m2flow.engines.models.model_probe import Reach
 from m2flow.errors import EngineError
+from m2flow.micro.protocol.cost_terms import Layout
+from m2flow.planner.cost_model import train_cost, train_footprint
+from m2flow.planner.model_shapes import ModelShape, shape_named
+from m2flow.planner.pools import legal_layouts, offered, pools_of, thread_layouts
 from m2flow.recipe import SGD, Lora, Model, Optimizer
 from m2flow.samples import Ragged
+from m2flow.spec import ClusterSpec, PoolSpec
 from m2flow.testing.mirrored import Followers, Mirrored
 from m2flow.testing.train_suite import ScalarHeadSuite, TrainEngineSuite, copied, distance, samples, started
 
@@ -233,7 +238,7 @@ class _Window(torch.nn.Module):  # type: ignore[misc]
 @pytest.mark.parametrize("has_window", [False, True])
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 def test_ranks_have_together_what_one_has(count: int, has_window: bool) -> None:
-    """Rows, predicted tokens, attention and gradients; also where there are fewer rows than chunks, and sequences that others begin with."""
+    """Rows, predicted tokens, attention and gradients; also of fewer rows than chunks, and of sequences that others begin with."""
     rng, generator = np.random.default_rng(count), torch.Generator().manual_seed(count)
     module = _Window(has_window=has_window)
     for num, longest in ((1, 2), (1, 40), (2, 3), (12, 9), (7, 30)):
@@ -281,7 +286,7 @@ def test_one_long_sequence_is_as_much_work_for_each_rank() -> None:
         for rank in range(count):
             layout = part_of(packed, rank, count).layout
             assert layout.queries is not None
-            queries = [size for size in layout.queries.buckets]
+            queries = layout.queries.buckets
             # Of Q queries, the last of L keys, the first sees L - Q + 1.
             work.append(sum(n * (q * (length - q) + q * (q + 1) / 2) for (n, length), (_, q) in zip(layout.buckets, queries, strict=True)))
         assert max(work) < 1.01 * min(work)
@@ -373,3 +378,35 @@ def test_routing_is_neither_replayed_nor_balanced_where_sequences_are_split(foll
             check_fsdp(told, {"cp": 2}, 2)
         with pytest.raises(EngineError, match="routing is neither replayed nor balanced"):
             split(told, followers).start()
+
+
+def test_the_planner_knows_split_sequences_on_gpus_and_never_takes_them_on_the_cores_of_a_host(model: Model) -> None:
+    """Also over more ranks than there are heads of keys and values, which are gathered whole."""
+    offers, shape = offered("fsdp", "train"), ModelShape.from_config(model.path)
+    assert shape.num_kv_heads == 2
+    layouts = legal_layouts(shape, offers, "train", 8, 8)
+    assert {layout.sp for layout in layouts} == {1, 2, 4, 8}
+    assert {layout.sp for layout in layouts if layout.tp == 2} == {1, 2, 4}
+    assert {layout.sp for layout in layouts if layout.pp == 2} == {1, 2, 4}
+    for num_ranks in (None, 2):
+        assert {layout.sp for layout in thread_layouts("train", 4, 4, offers, num_ranks)} == {1}
+
+
+def test_split_sequences_cost_what_gathers_their_keys_and_values_and_keep_them() -> None:
+    shape, pool = shape_named("Qwen2.5-7B"), pools_of(ClusterSpec(pools={"main": PoolSpec(device="h100")}))["main"]
+    costs, kept = {}, {}
+    for sp in (1, 2, 4):
+        layout = Layout(sp=sp, dp=8 // sp, zero=3)
+        for gathers in (False, True):
+            given: dict[str, Any] = {"is_trained": True, "recomputes": False, "gathers_keys": gathers}
+            costs[sp, gathers] = train_cost(shape, pool, layout, microbatch_tokens=32768, **given).forward.token_s
+            kept[sp, gathers] = train_footprint(shape, layout, 32768, **given).activations
+    width = shape.num_kv_heads * (shape.head_dim + shape.value_dim) * shape.bytes_each
+    exposed = (1 - pool.device.hidden) * shape.num_layers * width / pool.between_bytes_s(4)
+    # Each rank receives what the others have of a token's keys and values.
+    assert costs[4, True] - costs[1, True] == pytest.approx(exposed * 3 / 8)
+    assert costs[2, True] - costs[1, True] == pytest.approx(exposed * 1 / 8)
+    # With as few heads of keys as this that is less than to exchange the heads of queries and the output.
+    assert costs[2, True] < costs[2, False]
+    assert kept[4, False] < kept[4, True] < kept[2, True] < kept[1, True] == kept[1, False]
+    assert kept[4, True] - kept[4, False] == pytest.approx(shape.num_layers * 32768 / 4 * 3 * width, rel=0.05)

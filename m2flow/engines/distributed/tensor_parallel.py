@@ -47,11 +47,11 @@ Context parallelism (`Context`), for `fsdp`:
     packed rows --part_of--> this rank's rows --layers--> q of its rows; k, v --all-gather--> of all rows: packed attention
                      one number a token <--gather-- logits of its rows <--layers-- all heads of its rows <---'
 
-A rank has two chunks of the rows, one from each end, so that one long sequence is as much work for each. Heads are not split, so any number
-of ranks will do, and windows, soft caps, sinks and keys and values of two sizes are as on one. On the way back gradients of keys and values
-are summed, and each rank has those of its rows. What ranks compute of a sequence before the attention of a layer, no other waits for; a part
-that fails on one of them gives zeros, and what it owes of the two collectives is made with zeros too (`KeysAndValues`). Limit: a layer's
-gathered keys and values are kept for its backward pass; on a CPU attention over a part of a sequence has a mask in memory.
+A rank has two chunks of the rows, one from each end, so that one long sequence is as much work for each. Heads are not split, so any
+number of ranks will do, and windows, soft caps, sinks, and keys and values of two sizes are as on one. On the way back gradients of keys
+and values are summed, and each rank has those of its rows. An attention that fails on one rank makes both collectives all the same, with
+zeros (`KeysAndValues`). Limits: a layer's gathered keys and values are kept for its backward pass; on a CPU, and with windows, attention
+over a part of a sequence has a mask in memory.
 
 Source: Shoeybi et al. 2019, arXiv:1909.08053 (Megatron-LM), with PyTorch's DTensor; DeepSpeed 0.19, `tensor_parallel.partition_config`;
 Jacobs et al. 2023, arXiv:2309.14509 (DeepSpeed-Ulysses), with the library's `UlyssesSPAttentionHF`. Experts: Lepikhin et al. 2020,
