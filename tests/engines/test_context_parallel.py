@@ -120,6 +120,12 @@ class TestSplitSequencesAndLayers(TrainEngineSuite):
 
 
 @pytest.mark.slow
+class TestSplitSequencesOfShares(TestSplitSequencesAndLayers):
+    def make(self) -> TrainEngine:
+        return split(self.model, self.followers)
+
+
+@pytest.mark.slow
 class TestSplitSequencesOnStages(TestSplitSequencesAndLayers):
     def make(self) -> TrainEngine:
         return split(self.model, self.followers, pp=2)
@@ -132,7 +138,7 @@ class TestSplitSequencesOnStages(TestSplitSequencesAndLayers):
         ("llama", {"share_prompts": False, "head_logits": 96, "reshard_after_forward": False}),
         ("qwen3_moe", {}),
         ("qwen3_moe", {"ep": 2}),
-        ("mistral", {}),
+        ("mistral", {"cpu_offload": True}),
         pytest.param("gemma2", {}, marks=pytest.mark.slow),
         pytest.param("gpt_oss", {}, marks=pytest.mark.slow),
         pytest.param("deepseek_v3", {"ep": 2}, marks=pytest.mark.slow),
@@ -140,7 +146,7 @@ class TestSplitSequencesOnStages(TestSplitSequencesAndLayers):
     ids=str,
 )
 def test_numbers_are_those_of_the_embedded_trainer(name: str, options: dict[str, Any], followers: Followers, tmp_path: Path) -> None:
-    """Also with windows, soft caps and sinks, with heads of keys that ranks do not divide, and with latent keys and values of two sizes."""
+    """Also with windows, soft caps and sinks, and with latent keys and values of two sizes."""
     check_numbers(write_model(tmp_path, made(name)), {"cp": 2, **options}, followers)
 
 
@@ -190,6 +196,17 @@ def check_bits(model: Model, followers: Followers, **options: Any) -> None:
                 train(engine, samples(VOCABULARY))
                 found.append(copied(engine))
         assert distance(*found) == 0
+
+
+def test_passes_in_half_precision_keep_weights_in_float32(model: Model, followers: Followers) -> None:
+    found = []
+    for engine in (EmbeddedTrain(model, EngineSettings()), split(model, followers, compute_dtype="bfloat16")):
+        with started(engine):
+            first = copied(engine)
+            train(engine, samples(VOCABULARY), SGD(1.0))
+            found.append({name: array - first[name] for name, array in copied(engine).items()})
+    assert all(array.dtype == np.float32 for array in found[1].values())
+    assert 0 < distance(found[1], found[0]) < 0.3
 
 
 def test_one_layout_gives_the_same_bits_each_time(model: Model, followers: Followers) -> None:
@@ -310,6 +327,7 @@ _DENSE = [
 def test_a_part_of_a_layer_that_fails_on_one_rank_is_an_error_on_all_and_all_go_on(model: Model, followers: Followers) -> None:
     """Before keys and values are gathered and after that, on the way back too."""
     check_each_fault_is_an_error_on_all_and_all_go_on(model, {"cp": 2}, followers, _DENSE)
+    check_each_fault_is_an_error_on_all_and_all_go_on(model, {"cp": 2, "compute_dtype": "bfloat16"}, followers, _DENSE[:3])
 
 
 @pytest.mark.slow

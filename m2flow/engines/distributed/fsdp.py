@@ -166,7 +166,8 @@ class FsdpTrain(RankedTrain):
             self._near = self._ranks.strided(self._cp, self._tp)
             own = set(self._model.modules())
             self._context = tensor_parallel.Context(self._near.group, {one: width for one, width in widths.items() if one in own})
-            blocks.update(self._context.join(blocks))
+            if self._is_guarded:
+                blocks.update(self._context.join(blocks))
         self._exchanges.update(blocks)
         if self._mesh is not None:
             how["mesh"] = self._mesh["data"]
@@ -195,7 +196,7 @@ class FsdpTrain(RankedTrain):
         model, guard = self._model, self._guard
         names = {module: name for name, module in model.named_modules()}
         kind, found = model.config.get_text_config().model_type, _layers(model)
-        if kind not in (*STAGED, *STACKED):
+        if not self._is_guarded:
             return
         embeddings = model.get_input_embeddings()
         if isinstance(embeddings, torch.nn.Embedding):  # Of a stage that has them.
@@ -213,6 +214,10 @@ class FsdpTrain(RankedTrain):
             for module, exchange in own.items():
                 exchange.guard(guard, names[module], functools.partial(of_pass, module))
             guard.around(layer, names[layer], functools.partial(of_pass, layer, list(own)), list(own.values()))
+
+    @property
+    def _is_guarded(self) -> bool:
+        return self._model.config.get_text_config().model_type in (*STAGED, *STACKED)
 
     def _check_layout(self) -> None:
         check_fsdp(self._source, self._settings.options, self._ranks.count)

@@ -568,6 +568,8 @@ class Sequence:
 
     def _around(self, module: Any, query: Tensor, key: Tensor, value: Tensor, **features: Any) -> tuple[Tensor, None]:
         """Run attention between two all-to-all exchanges: query [1, H, R / ranks, D] to [1, R / ranks, H D]."""
+        if features.get("s_aux") is not None:
+            raise EngineError("attention sinks are not shared out over ranks", now="Leave sp out.")
         if self._exchange is None:
             self._exchange = self._make_exchange(
                 packed_attention,
