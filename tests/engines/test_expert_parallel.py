@@ -323,7 +323,15 @@ def test_the_planner_knows_split_experts_on_gpus_alone(model: Model) -> None:
     offers, shape = offered("fsdp", "train"), ModelShape.from_config(model.path)
     layouts = [layout for layout in legal_layouts(shape, offers, "train", 8, 8) if layout.ep > 1]
     # With tensor ranks as many whole experts each.
-    assert {(layout.ep, layout.dp, layout.tp, layout.pp) for layout in layouts} == {(8, 8, 1, 1), (4, 4, 1, 2), (4, 4, 2, 1), (2, 2, 2, 2)}
+    assert {(layout.ep, layout.dp, layout.tp, layout.pp) for layout in layouts if layout.sp == 1} == {
+        (8, 8, 1, 1),
+        (4, 4, 1, 2),
+        (4, 4, 2, 1),
+        (2, 2, 2, 2),
+    }
+    # Ranks that share out sequences have experts of their own too.
+    assert {layout.dp * layout.sp * layout.tp * layout.pp for layout in layouts} == {8}
+    assert all(layout.dp * layout.sp % layout.ep == 0 for layout in layouts)
     assert all(shape.num_experts % (layout.tp * layout.ep) == 0 for layout in legal_layouts(shape, offers, "train", 8, 8))
     # Two heads of keys and values can't be shared out over four ranks.
     assert {layout.tp for layout in legal_layouts(shape, offers, "train", 8, 8)} == {1, 2}
