@@ -15,7 +15,6 @@ import transformers
 from adapted_trainers import check_adapters_are_trained_sent_and_saved_as_by_the_embedded_trainer
 from faulty import Fault, check_a_gradient_that_lacks_a_pass_is_not_applied, check_each_fault_is_an_error_on_all_and_all_go_on
 from followed import followed
-from test_expert_balance import BALANCE
 from test_expert_parallel import config as mixture
 from test_pipelines import (
     STEP,
@@ -42,7 +41,7 @@ from m2flow.micro.protocol.cost_terms import Layout
 from m2flow.planner.cost_model import train_cost, train_footprint
 from m2flow.planner.model_shapes import ModelShape, shape_named
 from m2flow.planner.pools import legal_layouts, offered, pools_of, thread_layouts
-from m2flow.recipe import SGD, Lora, Model, Optimizer
+from m2flow.recipe import SGD, Balance, Lora, Model, Optimizer
 from m2flow.samples import Ragged
 from m2flow.spec import ClusterSpec, PoolSpec
 from m2flow.testing.mirrored import Followers, Mirrored
@@ -286,6 +285,8 @@ def test_ranks_have_together_what_one_has(count: int, has_window: bool) -> None:
             assert torch.equal(place[packed.predictors[part.which]], part.predictors + rank * num_each)
             assert torch.equal(packed.targets[part.which], part.targets)
             assert part.num_shared == packed.num_shared
+            assert part.place is not None
+            assert torch.equal(part.place, (place - rank * num_each).where(place // num_each == rank, -1))
 
 
 def _places(num_rows: int, count: int, num_each: int) -> torch.Tensor:
@@ -365,6 +366,17 @@ def test_a_part_of_four_ranks_that_fails_is_an_error_on_all_and_all_go_on(
     check_each_fault_is_an_error_on_all_and_all_go_on(write_model(tmp_path, made(name)), {"cp": 2, **options}, three, faults)
 
 
+def test_a_router_that_fails_on_one_rank_is_an_error_on_all_and_all_go_on(followers: Followers, tmp_path: Path) -> None:
+    """Ranks know together of the experts that all rows were sent to; one that failed has some rows for none."""
+    model = replace(write_model(tmp_path, mixture()), routing="rollout", balance=Balance(loss=0.5, z_loss=0.3))
+    faults = [
+        Fault(0, "model.layers.0.self_attn.o_proj", said="model.layers.0.self_attn"),
+        Fault(1, "model.layers.1.mlp.gate", said="model.layers.1"),
+        Fault(1, "model.layers.1.self_attn.o_proj", "backward", said="model.layers.1.self_attn"),
+    ]
+    check_each_fault_is_an_error_on_all_and_all_go_on(model, {"cp": 2}, followers, faults)
+
+
 def test_a_gradient_that_lacks_a_pass_is_not_applied(model: Model, followers: Followers) -> None:
     fault = Fault(1, "model.layers.1.self_attn.v_proj", "backward", said="model.layers.1.self_attn")
     check_a_gradient_that_lacks_a_pass_is_not_applied(model, {"cp": 2}, followers, fault)
@@ -394,15 +406,6 @@ def test_sinks_are_refused_where_ranks_share_out_heads() -> None:
     sequence, heads = Sequence.__new__(Sequence), torch.zeros(1, 2, 2, 4)
     with pytest.raises(EngineError, match="attention sinks are not shared out over ranks"):
         sequence._around(torch.nn.Module(), heads, heads, heads, s_aux=torch.zeros(2))
-
-
-def test_routing_is_neither_replayed_nor_balanced_where_sequences_are_split(followers: Followers, tmp_path: Path) -> None:
-    model = write_model(tmp_path, mixture())
-    for told in (replace(model, routing="rollout"), replace(model, balance=BALANCE)):
-        with pytest.raises(EngineError, match=r"routing is neither replayed nor balanced where the rows of sequences are split .*\(cp\)"):
-            check_fsdp(told, {"cp": 2}, 2)
-        with pytest.raises(EngineError, match="routing is neither replayed nor balanced"):
-            split(told, followers).start()
 
 
 def test_the_planner_knows_split_sequences_on_gpus_and_never_takes_them_on_the_cores_of_a_host(model: Model) -> None:

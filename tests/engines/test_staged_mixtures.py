@@ -1,4 +1,4 @@
-"""Mixtures of experts over the stages of the trainer `fsdp`: replayed routing, losses and biases of routers, as by the embedded trainer."""
+"""Mixtures of experts in the layouts of the trainer `fsdp`: replayed routing, losses and biases of routers, as by the embedded trainer."""
 
 from __future__ import annotations
 
@@ -78,6 +78,10 @@ def check_routing(path: Path, name: str, num_layers: int, options: dict[str, Any
         ("qwen3_moe", 4, {"pp": 2, "vpp": 2, "schedule": "zero-bubble", "recompute": True}),
         ("qwen3_moe", 2, {"ep": 2, "recompute": True}),
         ("qwen3_moe", 2, {"tp": 2, "recompute": True}),
+        ("qwen3_moe", 2, {"cp": 2}),
+        ("deepseek_v3", 3, {"cp": 2, "recompute": True}),
+        ("deepseek_v3", 2, {"cp": 2, "ep": 2}),
+        pytest.param("qwen3_moe", 2, {"cp": 2, "ep": 2, "recompute": True}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -94,12 +98,17 @@ def test_numbers_of_layouts_that_replay_and_balance_are_those_of_the_embedded_tr
         {"pp": 2, "ep": 2},
         {"pp": 2, "tp": 2},
         pytest.param({"pp": 2, "vpp": 2, "ep": 2, "schedule": "zero-bubble", "recompute": True}, marks=pytest.mark.long),
+        {"cp": 2, "pp": 2, "ep": 2, "recompute": True},
+        {"cp": 2},
+        pytest.param({"cp": 2, "pp": 2, "vpp": 2, "schedule": "zero-bubble"}, marks=pytest.mark.long),
+        pytest.param({"cp": 4, "ep": 4}, marks=pytest.mark.long),
+        pytest.param({"cp": 2, "tp": 2, "recompute": True}, marks=pytest.mark.long),
         pytest.param({"pp": 4, "micro_batches": 2}, marks=pytest.mark.long),
         pytest.param({"pp": 2}, marks=pytest.mark.long),
     ],
     ids=str,
 )
-def test_numbers_of_split_or_sharded_stages_that_replay_and_balance_are_those_of_the_embedded_trainer(
+def test_numbers_of_layouts_of_four_ranks_that_replay_and_balance_are_those_of_the_embedded_trainer(
     options: dict[str, Any], tmp_path: Path
 ) -> None:
     with followed(3) as three:
@@ -113,17 +122,31 @@ def test_numbers_of_stages_with_layers_and_experts_split_that_replay_and_balance
         check_routing(tmp_path, "qwen3_moe", 4, {"pp": 2, "tp": 2, "ep": 2, "vpp": 2}, seven)
 
 
-@pytest.mark.parametrize("options", [{"pp": 2}, {"pp": 2, "vpp": 2}], ids=str)
-def test_stages_record_what_each_has_chosen_and_replay_it_as_one(options: dict[str, Any], followers: Followers, tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [{"pp": 2}, {"pp": 2, "vpp": 2}, {"cp": 2}], ids=str)
+def test_stages_and_parts_of_sequences_record_what_each_has_chosen_and_replay_it_as_one(
+    options: dict[str, Any], followers: Followers, tmp_path: Path
+) -> None:
     model = replace(write_model(tmp_path, deep("deepseek_v3", 4)), routing="trainer")
     batch = recorded(samples(VOCABULARY, num_prompts=2, n=2), 3)
     check_against_embedded(Mirrored(FsdpTrain, model, EngineSettings(options=options), followers), model, batch, least=0.5)
 
 
-def test_biases_of_each_stage_follow_the_loads_of_its_own_layers(followers: Followers, tmp_path: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"cp": 2, "pp": 2}, {"cp": 2}], ids=str)
+def test_four_ranks_with_parts_of_sequences_record_as_one(options: dict[str, Any], tmp_path: Path) -> None:
+    model = replace(write_model(tmp_path, deep("deepseek_v3", 4)), routing="trainer")
+    batch = recorded(samples(VOCABULARY, num_prompts=2, n=2), 3)
+    with followed(3) as three:
+        check_against_embedded(Mirrored(FsdpTrain, model, EngineSettings(options=options), three), model, batch, least=0.5)
+
+
+@pytest.mark.parametrize("options", [{"pp": 2}, {"cp": 2}], ids=str)
+def test_biases_follow_the_loads_of_the_layers_of_a_stage_and_of_all_rows(
+    options: dict[str, Any], followers: Followers, tmp_path: Path
+) -> None:
     model = replace(write_model(tmp_path, deep("deepseek_v3", 3)), balance=Balance(bias_step=0.01))
     found = []
-    for engine in (EmbeddedTrain(model, EngineSettings()), Mirrored(FsdpTrain, model, EngineSettings(options={"pp": 2}), followers)):
+    for engine in (EmbeddedTrain(model, EngineSettings()), Mirrored(FsdpTrain, model, EngineSettings(options=options), followers)):
         with started(engine):
             engine.accumulate(samples(VOCABULARY), PPO)
             engine.apply(SGD(lr=1e-9), 1.0)
@@ -159,10 +182,11 @@ def test_experts_of_another_model_are_refused_by_every_rank_before_a_pass(follow
         engine.discard()
 
 
-def test_routing_over_stages_is_allowed_before_a_run_and_refused_of_a_model_without_experts(tmp_path: Path) -> None:
+def test_routing_in_layouts_is_allowed_before_a_run_and_refused_of_a_model_without_experts(tmp_path: Path) -> None:
     mixture = write_model(tmp_path, config())
     for told in (replace(mixture, routing="rollout"), replace(mixture, routing="trainer"), replace(mixture, balance=LOSSES)):
         check_fsdp(told, {"ep": 2, "pp": 2}, 4)
+        check_fsdp(told, {"ep": 2, "cp": 2}, 4)
     write_model(tmp_path, transformers.Qwen2Config(**SMALL))
     for told in (Model(str(tmp_path), routing="rollout"), Model(str(tmp_path), balance=LOSSES)):
         with pytest.raises(EngineError, match="a 'qwen2' model is no mixture of experts whose routing can be replayed or balanced"):

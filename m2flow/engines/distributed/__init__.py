@@ -36,7 +36,7 @@ def check_fsdp(model: Model, options: Mapping[str, object], num_ranks: int) -> N
             f"the option vpp of the train engine 'fsdp' is {options['vpp']!r}, without pp", now="Write pp too, or leave vpp out."
         )
     check_schedule(options)
-    check_context(model, options, num_ranks)
+    check_context(options, num_ranks)
     if options.get("pp", 1) == options.get("ep", 1) == options.get("tp", 1) == 1:
         return
     from m2flow.engines.models.model_files import config_of  # It loads transformers.
@@ -50,7 +50,7 @@ def check_fsdp(model: Model, options: Mapping[str, object], num_ranks: int) -> N
         check_stages(config, model, options, num_ranks)
 
 
-def check_context(model: Model, options: Mapping[str, object], num_ranks: int) -> None:
+def check_context(options: Mapping[str, object], num_ranks: int) -> None:
     """Check that sequences can be split over ranks as the options say. Raises `EngineError`."""
     if options.get("cp", 1) == 1:
         return
@@ -61,9 +61,6 @@ def check_context(model: Model, options: Mapping[str, object], num_ranks: int) -
     where, product = " * ".join(name for name, one in degrees.items() if one != 1), math.prod(int(str(one)) for one in degrees.values())
     if num_ranks % product:
         raise EngineError(f"{where} is {product}, which does not divide {num_ranks} ranks", now="Give train.ranks a multiple of it.")
-    if model.routing is not None or model.balance is not None:
-        what = "routing is neither replayed nor balanced where the rows of sequences are split over ranks (cp)"
-        raise EngineError(what, now="Leave replay_routing and balance out, or cp, or take the train engine `megatron`.")
 
 
 def check_schedule(options: Mapping[str, object]) -> None:

@@ -26,12 +26,10 @@ from torch.distributed.tensor import DTensor
 
 from m2flow.engines.distributed.guard import Guard
 from m2flow.engines.distributed.ranks import Ranks
-from m2flow.engines.distributed.tensor_parallel import own_weights
+from m2flow.engines.distributed.tensor_parallel import own_weights, reduce_scatter
 from m2flow.engines.models.trainer_checkpoint import local
 
 _P = TypeVar("_P")
-_reduce_scatter: Callable[..., object] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-"""Its name before torch 2.13 and since."""
 
 
 def layers_of_stages(num_layers: int, count: int) -> list[range]:
@@ -286,7 +284,7 @@ class PutOff:
         own = torch.cat(rows, 1)
         if self._size > 1:
             whole, own = own, own.new_empty(own.shape[1])
-            _reduce_scatter(own, whole.flatten(), group=self._group)
+            reduce_scatter(own, whole.flatten(), group=self._group)
         for weight, part in zip(weights.values(), own.flatten().split([one.shape[1] for one in rows]), strict=True):
             held = local(weight)
             grad = part[: held.numel()].view(held.shape).to(held)

@@ -81,11 +81,12 @@ from m2flow.engines.distributed import COLWISE, ROWWISE, STACKED, STAGED, SUMMED
 from m2flow.engines.distributed.guard import Guard, Midway, Part
 from m2flow.engines.models.optimizers import squared_norm
 from m2flow.engines.models.packing import AttentionLayout, Packed, choose_buckets, last_hidden, pack, packed_attention
+from m2flow.engines.models.routing import REROUTED
 from m2flow.errors import EngineError
 from m2flow.samples import IdArray, Ragged
 
 _all_gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Callable[..., object] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+reduce_scatter: Callable[..., object] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 """By release of torch."""
 _STYLES = {COLWISE: ColwiseParallel, ROWWISE: RowwiseParallel}
 
@@ -650,6 +651,18 @@ class Context:
         found: Tensor = Gathered.apply(values, which, self._group)
         return found
 
+    def routed(self, found: Mapping[str, Tensor], which: Tensor) -> dict[str, Tensor]:
+        """What `Routers.counted` finds, of all rows: `REROUTED` of the tokens that these predict, and losses that are parts of sums."""
+        return {name: self.gather(own, which) if name == REROUTED else _total(own, self._group) for name, own in found.items()}
+
+    def rows_of_all(self, own: Tensor, place: Tensor) -> Tensor:
+        """Gather whole numbers of rows, [r, ...] to [R, ...], which lie in places of this rank's (`Packed.place`). Collective."""
+        here = place >= 0
+        found = own.new_zeros(len(place), *own.shape[1:])
+        found[here] = own[place[here]]
+        dist.all_reduce(found, group=self._group)
+        return found
+
     def join(self, blocks: Mapping[torch.nn.Module, Block]) -> dict[torch.nn.Module, Block]:
         """Make blocks of attentions, or take those that they are, which then know what happens within them."""
         found = {module: blocks.get(module) or Block(module, None) for module in self._joints}
@@ -678,20 +691,26 @@ def part_of(packed: Packed, rank: int, count: int) -> Packed:
     chunks = rank, 2 * count - 1 - rank
     num_more = 2 * count * num_each - packed.num_rows
 
-    def own(rows: Tensor) -> Tensor:
-        cut = torch.nn.functional.pad(rows, (0, num_more)).split(num_each, 1)
+    def own(rows: Tensor, filled: int = 0) -> Tensor:
+        more = rows.new_full((1, num_more, *rows.shape[2:]), filled)
+        cut = torch.cat((rows, more), 1).split(num_each, 1)
         return torch.cat([cut[chunk] for chunk in chunks], 1)
 
-    chunk = packed.predictors // num_each
-    which = (chunk == chunks[0]) | (chunk == chunks[1])
+    row = torch.arange(packed.num_rows, device=packed.input_ids.device)
+    chunk, place = row // num_each, row % num_each
+    place = place.where(chunk == chunks[0], (place + num_each).where(chunk == chunks[1], -1))
+    predictors = place[packed.predictors]
+    which = predictors >= 0
     return replace(
         packed,
         input_ids=own(packed.input_ids),
         position_ids=own(packed.position_ids),
         layout=_layout_of(packed, chunks, num_each, count),
-        predictors=packed.predictors[which] % num_each + num_each * (chunk[which] == chunks[1]),
+        predictors=predictors[which],
         targets=packed.targets[which],
+        experts=None if packed.experts is None else own(packed.experts[None], -1)[0],
         which=which,
+        place=place,
     )
 
 
@@ -732,7 +751,7 @@ class _Gathering:
     def back(self, grad: Tensor) -> Tensor:
         self.is_made_back = True
         found = grad.new_empty(len(grad) // dist.get_world_size(self.group), grad.shape[1])
-        _reduce_scatter(found, grad.contiguous(), group=self.group)
+        reduce_scatter(found, grad.contiguous(), group=self.group)
         return found
 
     def settle(self, hidden: Tensor) -> None:

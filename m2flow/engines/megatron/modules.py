@@ -235,7 +235,10 @@ class Routing:
             given = packed.experts.new_full((size, *packed.experts.shape[1:]), -1)  # Rows that fill up are the model's own.
             known = packed.experts[start : start + size]
             given[: len(known)] = known
-        balanced = None if packed.balanced is None else packed.balanced.part(start, size, groups)
+        balanced = None
+        if packed.balanced is not None:
+            place = torch.arange(packed.num_rows, device=num_tokens.device) - start
+            balanced = packed.balanced.part(place.where(place < size, -1), groups)
         return cls(start, num_tokens[number * size : (number + 1) * size], given, balanced=balanced)
 
     def choose(self, layer: int, own: Tensor) -> Tensor:

@@ -161,6 +161,8 @@ class Packed:
     """Of a mixture, the losses of its routers in this pass."""
     which: Tensor | None = None
     """Where ranks have some of the rows each, bool [T of all ranks]: the tokens that this rank's rows predict. None: all."""
+    place: Tensor | None = None
+    """There, int64 [R of all ranks]: where each row is among this rank's, -1 where it is another's. None: all are here."""
 
     @property
     def num_rows(self) -> int:

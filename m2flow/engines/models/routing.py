@@ -258,7 +258,7 @@ class Routers:
             experts = given.where((given >= 0).all(-1, keepdim=True), experts)
             found = torch.return_types.topk((scores.gather(-1, experts), experts))
         self._made[i] = experts.detach()
-        if self._balanced is not None:
+        if self._balanced is not None and not self._again:  # Computed again, rows go where they went.
             self._balanced.choose(i, experts.detach())
         return found
 
@@ -410,10 +410,11 @@ class Sequences:
         lengths = torch.bincount(sequence, minlength=count).clamp(min=1).float()
         return cls(torch.from_numpy(packed.row_of_token[has_row]).to(device), sequence, lengths, total, of_target)
 
-    def part(self, start: int, count: int) -> Sequences:
-        """As of a rank that has these rows alone."""
-        own = (self.rows >= start) & (self.rows < start + count)
-        return replace(self, rows=self.rows[own] - start, sequence=self.sequence[own])
+    def part(self, place: Tensor) -> Sequences:
+        """As of a rank that has some rows alone; `place` as of `Packed.place`."""
+        rows = place[self.rows]
+        own = rows >= 0
+        return replace(self, rows=rows[own], sequence=self.sequence[own])
 
 
 class Balanced:
@@ -427,22 +428,27 @@ class Balanced:
     predicted tokens weigh in the loss: the total divided by the loss's denominator is a mean over these. A prompt that several samples
     share counts for each of them, as if it were not shared. f has no gradient.
 
-    A pass may have its rows on several ranks; then f is summed over them.
+    A pass may have its rows on several ranks; then f is summed over them, by each router at once (`groups`) or after the forward pass
+    (`add_up`), and metrics are those of the rows here: parts of a sum.
 
     Source: balance: Fedus et al. 2021, arXiv:2101.03961, eq. 4, times k, as transformers' `load_balancing_loss_func` for one layer and one
     sequence; means over sequences, and sigmoids: DeepSeek-AI 2024, arXiv:2412.19437, eq. 17-20, times k; z: Zoph et al. 2022,
     arXiv:2202.08906, eq. 5; biases (`Routers.move_biases`): Wang et al. 2024, arXiv:2408.15664.
 
     Args:
-        groups: process groups over which the rows are spread.
+        groups: process groups over which each router sums f.
     """
 
     def __init__(self, balance: Balance, sequences: Sequences, mixture: Mixture, groups: Sequence[Any] = ()) -> None:
         self._balance, self._sequences, self._mixture, self._groups = balance, sequences, mixture, groups
-        self._logits: dict[int, _Logits] = {}
+        self._logits: dict[int, Tensor] = {}
         """Of each router, those that its choice belongs to."""
-        self._found: dict[int, Tensor] = {}
-        """Of each router, its losses by sequence, [2, S]."""
+        self._sent: dict[int, Tensor] = {}
+        """Of each router, how many tokens of a sequence it sent to each expert, float32 [S, E]."""
+        self._fresh: list[int] = []
+        """Routers whose tokens `add_up` has not summed."""
+        self._sums: dict[int, tuple[Tensor, Tensor]] = {}
+        """Of each router, the sums over a sequence's rows here of p, [S, E], and of z, [S]."""
         self.is_sigmoid = False
         self.scale = 1.0
         """As `Routers.gradient_scale`."""
@@ -464,18 +470,19 @@ class Balanced:
         elif denominator == "groups":
             weights = 1 / np.maximum(np.asarray(batch.dense("group_lengths"), np.float64), 1)
         of_token = torch.from_numpy(np.repeat(weights, counts).astype(np.float32)).to(packed.targets.device)
-        return cls(balance, Sequences.of(packed, mask.values.astype(bool), of_token), mixture)
+        sequences = Sequences.of(packed, mask.values.astype(bool), of_token)
+        return cls(balance, sequences if packed.place is None else sequences.part(packed.place), mixture)
 
-    def part(self, start: int, count: int, groups: Sequence[Any]) -> Balanced:
-        """As of a rank that has these rows alone, and shares the others with these groups."""
-        found = Balanced(self._balance, self._sequences.part(start, count), self._mixture, groups)
+    def part(self, place: Tensor, groups: Sequence[Any]) -> Balanced:
+        """As of a rank that has some rows alone, and shares the others with these groups; `place` as of `Packed.place`."""
+        found = Balanced(self._balance, self._sequences.part(place), self._mixture, groups)
         found.is_sigmoid = self.is_sigmoid
         return found
 
     def taught(self, router: int, logits: Tensor) -> Tensor:
         """The logits [rows, E], with the gradient of the losses added to their own. `choose` must follow."""
-        self._logits[router] = held = _Logits(logits.detach())
-        found: Tensor = _Taught.apply(logits, held, self)
+        self._logits[router] = logits.detach()
+        found: Tensor = _Taught.apply(logits, router, self)
         return found
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
@@ -487,67 +494,75 @@ class Balanced:
         sent = torch.bincount(where, minlength=count * width).float()
         for group in self._groups:
             dist.all_reduce(sent, group=group)
-        held = self._logits[router]
-        held.shares = sent.view(count, width) / lengths[:, None]
-        z, probabilities = held.values(is_sigmoid=self.is_sigmoid)
-        means = torch.zeros(count, width, device=z.device).index_add_(0, sequence, probabilities[rows])
-        of_z = torch.zeros(count, device=z.device).index_add_(0, sequence, z[rows].square())
-        self._found[router] = torch.stack((width * (held.shares * means).sum(1), of_z)) / lengths
+        self._sent[router] = sent.view(count, width)
+        self._fresh.append(router)
+        z, p = self._scores(self._logits[router])
+        of_p = torch.zeros(count, width, device=z.device).index_add_(0, sequence, p[rows])
+        self._sums[router] = of_p, torch.zeros(count, device=z.device).index_add_(0, sequence, z[rows].square())
+
+    def add_up(self, group: Any) -> None:
+        """Sum f of what went through the routers since the last call over ranks that have the other rows. After a forward pass, before its
+        way back. Collective: a rank whose router failed brings zeros."""
+        found = self._sequences.weights.new_zeros(self._mixture.num, len(self._sequences.lengths), self._mixture.num_experts)
+        for router in self._fresh:
+            found[router] = self._sent[router]
+        dist.all_reduce(found, group=group)
+        for router in self._fresh:
+            self._sent[router] = found[router]
+        self._fresh.clear()
+
+    def _scores(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The square root of z, log(sum(exp(logits))), float32 [rows], and p, [rows, E]."""
+        logits = logits.float()
+        p = torch.nn.functional.normalize(logits.sigmoid(), 1.0, 1) if self.is_sigmoid else logits.softmax(1)
+        return logits.logsumexp(1), p
+
+    def _shares(self, router: int) -> Tensor:
+        """f, float32 [S, E]."""
+        return self._sent[router] / self._sequences.lengths[:, None]
 
     def metrics(self) -> dict[str, Tensor]:
         """For each predicted token the losses of its sequence, the mean over routers, each float32 [T]; of the rows and routers here."""
-        none = self._sequences.weights.new_zeros(2, len(self._sequences.lengths))
-        total = sum(self._found.values(), none) / self._mixture.num
+        lengths, width = self._sequences.lengths, self._mixture.num_experts
+        total = self._sequences.weights.new_zeros(2, len(lengths))
+        for router, (of_p, of_z) in self._sums.items():
+            total += torch.stack((width * (self._shares(router) * of_p).sum(1), of_z)) / lengths
+        total /= self._mixture.num
         return dict(zip((BALANCE_LOSS, Z_LOSS), total[:, self._sequences.of_target], strict=True))
 
     def sums(self) -> Mapping[str, float]:
         """The sums over predicted tokens of `metrics`; 0 of a rank without routers."""
         return {name: float(values.double().sum()) for name, values in self.metrics().items()}
 
-    def gradient(self, held: _Logits) -> Tensor:
+    def gradient(self, router: int, logits: Tensor) -> Tensor:
         """Of the weighted losses of one router, by its logits, float32 [rows, E]."""
-        assert held.shares is not None, "a router has logits, and chose no experts"
+        assert router in self._sent, "a router has logits, and chose no experts"
         rows, sequence, lengths = self._sequences.rows, self._sequences.sequence, self._sequences.lengths
-        z, p = held.values(is_sigmoid=self.is_sigmoid)
+        z, p = self._scores(logits)
         of_sequence = self._sequences.weights / lengths * (self.scale / self._mixture.num)
-        by_p = (of_sequence * (self._balance.loss * self._mixture.num_experts))[:, None] * held.shares
+        by_p = (of_sequence * (self._balance.loss * self._mixture.num_experts))[:, None] * self._shares(router)
         by_p = torch.zeros_like(p).index_add_(0, rows, by_p[sequence])
         by_p = by_p - (by_p * p).sum(1, keepdim=True)
         if self.is_sigmoid:
-            sigmoid = held.logits.float().sigmoid()
+            sigmoid = logits.float().sigmoid()
             found = by_p * sigmoid * (1 - sigmoid) / sigmoid.sum(1, keepdim=True)
         else:
             found = by_p * p
         if self._balance.z_loss:
             by_z = torch.zeros_like(z).index_add_(0, rows, of_sequence[sequence]) * (2 * self._balance.z_loss) * z
-            found = found + by_z[:, None] * held.logits.float().softmax(1)
+            found = found + by_z[:, None] * logits.float().softmax(1)
         return found
-
-
-@dataclass(eq=False)
-class _Logits:
-    """What one forward pass through a router computed."""
-
-    logits: Tensor
-    shares: Tensor | None = None
-    """f, float32 [S, E]."""
-
-    def values(self, *, is_sigmoid: bool) -> tuple[Tensor, Tensor]:
-        """log(sum(exp(logits))), float32 [rows], and p, [rows, E]."""
-        logits = self.logits.float()
-        p = torch.nn.functional.normalize(logits.sigmoid(), 1.0, 1) if is_sigmoid else logits.softmax(1)
-        return logits.logsumexp(1), p
 
 
 class _Taught(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, held: _Logits, balanced: Balanced) -> Tensor:
-        ctx.held, ctx.balanced = held, balanced
+    def forward(ctx: Any, logits: Tensor, router: int, balanced: Balanced) -> Tensor:
+        ctx.logits, ctx.router, ctx.balanced = logits.detach(), router, balanced
         return logits.view_as(logits)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad + ctx.balanced.gradient(ctx.held).to(grad.dtype), None, None
+        return grad + ctx.balanced.gradient(ctx.router, ctx.logits).to(grad.dtype), None, None
 
 
 def are_others(own: Tensor, chosen: Tensor) -> Tensor:
