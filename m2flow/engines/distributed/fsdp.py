@@ -102,7 +102,7 @@ from m2flow.engines.distributed.ranks import Box, RankedTrain, Root
 from m2flow.engines.models import lora, packing, trainer_checkpoint
 from m2flow.engines.models.hf_model import checkpoint_tensors, empty_cache, groups_of_weights, layers, matrices_of_layers
 from m2flow.engines.models.optimizers import Elsewhere, Optimizers
-from m2flow.engines.models.routing import BALANCE_LOSS, REROUTED, Z_LOSS, Mixture, Routers, beside_experts
+from m2flow.engines.models.routing import BALANCE_LOSS, REROUTED, Z_LOSS, Mixture, beside_experts
 from m2flow.engines.models.trainer_checkpoint import local, spread_like, whole
 from m2flow.engines.registry import built_in
 from m2flow.errors import EngineError, InternalError, M2FlowError, unexpected
@@ -164,6 +164,8 @@ class FsdpTrain(RankedTrain):
             self._summed, blocks = self._together(lambda: tensor_parallel.split(self._model, self._mesh))
         if self._cp > 1:
             self._near = self._ranks.strided(self._cp, self._tp)
+            if self._routers is not None:
+                self._routers.group = self._near.group
             own = set(self._model.modules())
             self._context = tensor_parallel.Context(self._near.group, {one: width for one, width in widths.items() if one in own})
             if self._is_guarded:
@@ -293,21 +295,6 @@ class FsdpTrain(RankedTrain):
         own_top, own_temperature = top[which] if isinstance(top, Tensor) else top, None if temperature is None else temperature[which]
         found = self._together(lambda: super(FsdpTrain, self)._model_outputs(own, own_temperature, own_top), self._near)
         return {name: self._context.gather(values, which) for name, values in found.items()}
-
-    def _routed(self, routers: Routers, packed: packing.Packed, *, counts: bool) -> dict[str, Tensor]:
-        self._add_up(packed)
-        found = super()._routed(routers, packed, counts=counts)
-        return found if self._context is None or packed.which is None else self._context.routed(found, packed.which)
-
-    def _add_up(self, packed: packing.Packed) -> None:
-        """Have the losses of the routers that a pass went through know of all rows of it. Collective with `cp`."""
-        if self._context is not None and packed.balanced is not None:
-            packed.balanced.add_up(self._near.group)
-
-    def _of_all_rows(self, chosen: Tensor, packed: packing.Packed) -> Tensor:
-        if self._context is None or packed.place is None:
-            return chosen
-        return self._context.rows_of_all(chosen, packed.place)
 
     def _backward(self, loss: Tensor) -> None:
         try:
@@ -668,7 +655,6 @@ class PipelinedTrain(FsdpTrain):
         if one.chosen is not None:
             self._routers.put_chosen(one.chosen)
         if one.loss is not None:
-            self._add_up(one.packed)
             routed = self._routers.counted(one.packed, counts=one.weight > 0)
             one.rerouted = one.rerouted + routed[REROUTED].double().sum() if REROUTED in routed else 0.0
 
@@ -714,9 +700,9 @@ class PipelinedTrain(FsdpTrain):
         passes = self._together(lambda: [self._read_pass(rows, top_k, mixture) for rows in runs])
         self._run(passes, functools.partial(self._read, output), trains=False)
         for one in passes:
-            if one.chosen is not None and mixture is not None:
+            if one.chosen is not None and mixture is not None and self._routers is not None:
                 self._line.total(one.chosen)
-                chosen = self._of_all_rows(one.chosen, one.packed)
+                chosen = self._routers.of_all_rows(one.chosen, one.packed)
                 if one.numbers is not None:
                     one.numbers = beside_experts(one.numbers, one.batch.ragged("loss_mask"), (one.packed, chosen), mixture)
         return [np.zeros(0) if one.numbers is None else one.numbers for one in passes]

@@ -81,7 +81,6 @@ from m2flow.engines.distributed import COLWISE, ROWWISE, STACKED, STAGED, SUMMED
 from m2flow.engines.distributed.guard import Guard, Midway, Part
 from m2flow.engines.models.optimizers import squared_norm
 from m2flow.engines.models.packing import AttentionLayout, Packed, choose_buckets, last_hidden, pack, packed_attention
-from m2flow.engines.models.routing import REROUTED
 from m2flow.errors import EngineError
 from m2flow.samples import IdArray, Ragged
 
@@ -649,18 +648,6 @@ class Context:
     def gather(self, values: Tensor, which: Tensor) -> Tensor:
         """Gather what each of the T tokens has from the ranks that computed it, [t, ...] to [T, ...]. Collective."""
         found: Tensor = Gathered.apply(values, which, self._group)
-        return found
-
-    def routed(self, found: Mapping[str, Tensor], which: Tensor) -> dict[str, Tensor]:
-        """What `Routers.counted` finds, of all rows: `REROUTED` of the tokens that these predict, and losses that are parts of sums."""
-        return {name: self.gather(own, which) if name == REROUTED else _total(own, self._group) for name, own in found.items()}
-
-    def rows_of_all(self, own: Tensor, place: Tensor) -> Tensor:
-        """Gather whole numbers of rows, [r, ...] to [R, ...], which lie in places of this rank's (`Packed.place`). Collective."""
-        here = place >= 0
-        found = own.new_zeros(len(place), *own.shape[1:])
-        found[here] = own[place[here]]
-        dist.all_reduce(found, group=self._group)
         return found
 
     def join(self, blocks: Mapping[torch.nn.Module, Block]) -> dict[torch.nn.Module, Block]:

@@ -530,14 +530,10 @@ class EmbeddedTrain(TrainEngine):
             if not mask.values.any():
                 return beside_experts(np.zeros((0, 1)), mask, None, mixture)
             numbers = self._outputs(part, packed, 0)[output].double().cpu().numpy()[:, None]
-            return beside_experts(numbers, mask, (packed, self._of_all_rows(self._routers.chosen(), packed)), mixture)
+            return beside_experts(numbers, mask, (packed, self._routers.chosen(packed)), mixture)
         outputs = self._outputs(part, packed, top_k)
         names = [output, *((REFERENCE_TOP_IDS, REFERENCE_TOP_LOGPROBS) if top_k else ())]
         return np.concatenate([outputs[name].double().cpu().numpy().reshape(len(outputs[output]), -1) for name in names], 1)
-
-    def _of_all_rows(self, chosen: Tensor, packed: packing.Packed) -> Tensor:
-        """The experts of all rows of a pass, [R, L, k], from those of the rows that are here. Collective where ranks have some each."""
-        return chosen
 
     @property
     def _mixture(self) -> Mixture | None:
@@ -686,13 +682,9 @@ class EmbeddedTrain(TrainEngine):
         if self._routers is not None:
             packed = self._routers.balanced(packed, batch, loss.denominator if counts else None, self._source.balance)
         outputs = self._outputs(batch, packed, self._top_ids(batch, loss) if TOP_LOGPROBS in loss.needs else 0)
-        routed = {} if self._routers is None else self._routed(self._routers, packed, counts=counts)
+        routed = {} if self._routers is None else self._routers.routed(packed, counts=counts)
         terms, sums, agreement = self._terms_of(batch, loss, {**outputs, **routed})
         return terms, {**sums, NUM_SHARED: float(packed.num_shared)}, agreement
-
-    def _routed(self, routers: Routers, packed: packing.Packed, *, counts: bool) -> dict[str, Tensor]:
-        """What routers did in the last pass, as `Routers.counted`; of all rows. Collective where ranks have some each."""
-        return routers.counted(packed, counts=counts)
 
     def _terms_of(self, batch: Batch, loss: Loss, outputs: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, float], Agreement]:
         """As `_terms`, of outputs that are there."""

@@ -86,6 +86,8 @@ class Routers:
         """Whether a router's logits were seen since `use`."""
         self._modules: list[Any] = [module for _, module in found]
         """None: its layer is on another rank."""
+        self.group: Any = None
+        """The ranks that have a pass's rows among them. None: all are here."""
         self.gradient_scale = 1.0
         """What the gradient of a sum of terms is multiplied by on its way back."""
         for i, (_, module) in enumerate(found):
@@ -156,8 +158,8 @@ class Routers:
             found.scale = self.gradient_scale
         return replace(packed, balanced=found)
 
-    def chosen(self) -> Tensor:
-        """The experts of the last pass, int64 [R, L, k].
+    def chosen(self, packed: Packed | None = None) -> Tensor:
+        """The experts of the last pass, int64 [R, L, k]; of all its rows, where ranks have some each, if it is given.
 
         Raises:
             EngineError: a router made no choice.
@@ -165,7 +167,18 @@ class Routers:
         made = [one for one in self._made if one is not None]
         if len(made) < self.num or len({one.shape for one in made}) > 1:
             raise EngineError(f"a router of a {self._kind!r} model makes no one choice of experts for each token", now=LEAVE_OUT)
-        return torch.stack(made, 1)
+        found = torch.stack(made, 1)
+        return found if packed is None else self.of_all_rows(found, packed)
+
+    def of_all_rows(self, own: Tensor, packed: Packed) -> Tensor:
+        """The experts of all rows of a pass, from those of the rows that are here. Collective where ranks have some each."""
+        if packed.place is None:
+            return own
+        here = packed.place >= 0
+        found = own.new_zeros(len(here), *own.shape[1:])
+        found[here] = own[packed.place[here]]
+        dist.all_reduce(found, group=self.group)
+        return found
 
     def put_chosen(self, found: Tensor) -> None:
         """Put the experts of the last pass into those of all routers, int64 [R, L, k]: of the routers that it went through here."""
@@ -176,11 +189,14 @@ class Routers:
     def counted(self, packed: Packed, *, counts: bool) -> dict[str, Tensor]:
         """For each predicted token of the last pass, the share of routers that would have chosen other experts than those given for the row
         that predicts it: float32 [T], as `REROUTED`, if any were given; and the losses of its sequence, if the pass has some. Where a pass
-        goes through some of the routers here, others add their part.
+        goes through some of the routers here, others add their part. Where ranks have some of the rows each, the tokens of `REROUTED` are
+        those that the rows here predict, and losses are parts of sums: `routed` has all. Collective then, if there are losses.
 
         Args:
             counts: take the pass into `loads`.
         """
+        if self._balanced is not None and self.group is not None:
+            self._balanced.add_up(self.group)
         if counts:
             num_tokens = torch.bincount(packed.predictors, minlength=packed.num_rows).float()
             for i, one in enumerate(self._made):
@@ -192,6 +208,17 @@ class Routers:
         made = [(one, own) for one, own in zip(self._made, self._own, strict=True) if one is not None and own is not None]
         others = sum((are_others(own, chosen).float() for chosen, own in made), torch.zeros(packed.num_rows, device=packed.targets.device))
         return {**losses, REROUTED: others[packed.predictors] / self.num}
+
+    def routed(self, packed: Packed, *, counts: bool) -> dict[str, Tensor]:
+        """As `counted`, of all rows of the pass on each rank that has some."""
+        found = self.counted(packed, counts=counts)
+        if packed.which is None:
+            return found
+        if (own := found.get(REROUTED)) is not None:
+            found[REROUTED] = own.new_zeros(len(packed.which)).masked_scatter_(packed.which, own)
+        for values in found.values():
+            dist.all_reduce(values, group=self.group)
+        return found
 
     def check(self, run: Callable[[], Tensor], balance: Balance | None = None) -> None:
         """Prove on a pass, called `run`, that choices are recorded, and that others take effect.
