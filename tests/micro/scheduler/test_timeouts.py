@@ -213,13 +213,15 @@ def test_on_a_virtual_clock_the_long_group_is_dropped_when_its_time_is_up():
 
 def test_worker_processes_stop_what_is_late_and_the_run_goes_on(tmp_path):
     runs = RunSettings(runs_dir=str(tmp_path))
-    planned = Run(hopeless, {}, spec(1, 128), runs).execute()
+    said: list[str] = []
+    planned = Run(hopeless, {}, spec(1, 128), runs, warn=said.append).execute()
+    assert [part for part in said if "skipped an optimiser step" in part]
     decisions = read_decisions(Path(planned.run_dir))
     assert len(decisions) == 0
     assert len(list(read_samples(Path(planned.run_dir)))) == 2
     assert planned.left_out == read_endings(Path(planned.run_dir)) == {"late": 4096}
     assert [check for check in audit(Path(planned.run_dir)).checks if not check.holds] == []
-    eager = Run(hopeless, {}, spec(1, 128), runs.model_copy(update={"eager": True}), decisions=decisions).execute()
+    eager = Run(hopeless, {}, spec(1, 128), runs.model_copy(update={"eager": True}), decisions=decisions, warn=said.append).execute()
     assert (eager.samples_sha256, eager.weights_sha256) == (planned.samples_sha256, planned.weights_sha256)
 
 
