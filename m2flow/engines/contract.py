@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -348,11 +348,13 @@ class ParallelLayouts:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What an engine can do beyond the contract of its kind."""
+    """What an engine can do beyond the contract of its kind: in the registry on one rank, with no options set; `configured` as it runs."""
 
     kind: EngineKind
     keyed_seeds: bool = True
     """The random number of a token is a function of the sample's seed and the token's position."""
+    keyed_seeds_option: str = ""
+    """Rollout: the option of the engine that gives it `keyed_seeds`, where it has them only if that is set."""
     self_paced: bool = False
     """Rollout: it decodes in processes of its own; `step` returns what has finished since, and waits a moment if nothing has."""
     weights_under_requests: bool = False
@@ -389,9 +391,19 @@ class Capabilities:
     refused_sampling: tuple[str, ...] = ()
     """Rollout: fields of `m2flow.recipe.Sampling` that must have their defaults."""
     retries_smaller: bool = False
-    """Train: after `accumulate` ran out of memory, `discard` restores its state after the last step, so smaller parts can be tried."""
+    """Train, on one rank: after `accumulate` ran out of memory, `discard` restores its state after the last step, so smaller parts can be
+    tried. Of several ranks one alone runs out of memory, and the others wait for it in a collective."""
     devices: tuple[str, ...] = ("cpu",)
     parallel_layouts: ParallelLayouts = ParallelLayouts()
+
+    def configured(self, options: Mapping[str, object], num_ranks: int = 1) -> Capabilities:
+        """Return what the engine can do with these options of its own, over this many ranks.
+
+        >>> Capabilities("rollout", keyed_seeds=False, keyed_seeds_option="seeds").configured({"seeds": True}).keyed_seeds
+        True
+        """
+        keyed_seeds = self.keyed_seeds or bool(options.get(self.keyed_seeds_option))
+        return replace(self, keyed_seeds=keyed_seeds, retries_smaller=self.retries_smaller and num_ranks == 1)
 
 
 @dataclass(frozen=True)

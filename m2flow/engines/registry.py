@@ -15,10 +15,19 @@ import importlib
 import importlib.metadata
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import cast, get_args
 
-from m2flow.engines.contract import Capabilities, EngineKind, EngineSettings, FunctionEngine, ParallelLayouts, RolloutEngine, TrainEngine
+from m2flow.engines.contract import (
+    Capabilities,
+    Engine,
+    EngineKind,
+    EngineSettings,
+    FunctionEngine,
+    ParallelLayouts,
+    RolloutEngine,
+    TrainEngine,
+)
 from m2flow.engines.installed import Product, check_compiler, check_options
 from m2flow.errors import EngineError, MissingExtra, did_you_mean
 from m2flow.recipe import OPTIMIZERS, Head, Model
@@ -32,6 +41,7 @@ class EngineInfo:
     factory: str
     """`module:class`, called with (model, settings); a function engine with (settings)."""
     capabilities: Capabilities
+    """On one rank, with no options set: `capabilities_of` has them as the engine is configured."""
     summary: str
     requires: tuple[str, ...] = ()
     """Modules that must be importable."""
@@ -125,6 +135,7 @@ _BUILT_IN = (
         Capabilities(
             "rollout",
             keyed_seeds=False,
+            keyed_seeds_option="deterministic_inference",
             self_paced=True,
             weights_under_requests=True,
             deterministic=False,
@@ -294,6 +305,18 @@ def _registered() -> tuple[EngineInfo, ...]:
     return tuple(found)
 
 
+def capabilities_of(name: str, kind: EngineKind, options: Mapping[str, object], num_ranks: int = 1) -> Capabilities | None:
+    """Return what an engine can do as it is configured: what its instance says of itself, and what plans go by.
+
+    Args:
+        options: the engine's own, from the cluster spec. num_ranks: of a trainer.
+    Returns:
+        None: no engine of this name and kind is registered.
+    """
+    info = next((info for info in engines() if (info.name, info.kind) == (name, kind)), None)
+    return info.capabilities.configured(options, num_ranks) if info is not None else None
+
+
 def engine_named(name: str, kind: EngineKind) -> EngineInfo:
     """The engine of that name and kind, whether or not it is installed. Raises `EngineError` if there is none."""
     known = [info for info in engines() if info.kind == kind]
@@ -366,7 +389,7 @@ def server_of(info: EngineInfo) -> Product | None:
 
 
 def make_rollout(name: str, model: Model, settings: EngineSettings) -> RolloutEngine:
-    return cast(RolloutEngine, _load(find_engine(name, "rollout"))(model, settings))
+    return cast(RolloutEngine, _as_registered(_load(find_engine(name, "rollout"))(model, settings), name, "rollout", settings))
 
 
 def make_train(name: str, model: Model, settings: EngineSettings) -> TrainEngine:
@@ -379,7 +402,7 @@ def make_train(name: str, model: Model, settings: EngineSettings) -> TrainEngine
         raise EngineError(f"the train engine {name!r} can't replay routing", now="See `m2flow engines`, or leave `replay_routing=` out.")
     if model.balance is not None and not info.capabilities.balances_experts:
         raise EngineError(f"the train engine {name!r} can't balance experts", now="See `m2flow engines`, or leave `balance=` out.")
-    return cast(TrainEngine, _load(info, is_ranked=settings.num_ranks > 1)(model, settings))
+    return cast(TrainEngine, _as_registered(_load(info, is_ranked=settings.num_ranks > 1)(model, settings), name, "train", settings))
 
 
 def make_function(name: str, settings: EngineSettings) -> FunctionEngine:
@@ -391,11 +414,28 @@ def _load(info: EngineInfo, *, is_ranked: bool = False):  # type: ignore[no-unty
     return getattr(importlib.import_module(module), name)
 
 
+def _as_registered(engine: Engine, name: str, kind: EngineKind, settings: EngineSettings) -> Engine:
+    """Return the engine. Raises `EngineError`: it says other capabilities of itself than plans go by."""
+    planned = capabilities_of(name, kind, settings.options, settings.num_ranks)
+    if engine.capabilities != planned:
+        wrong = [field.name for field in fields(Capabilities) if getattr(engine.capabilities, field.name) != getattr(planned, field.name)]
+        raise EngineError(
+            f"the {kind} engine {name!r} and its registration differ in {', '.join(wrong)}",
+            now="Its class has `capabilities = INFO.capabilities`, and its constructor makes them "
+            "`self.capabilities.configured(settings.options, settings.num_ranks)`.",
+        )
+    return engine
+
+
 _Row = tuple[str, Callable[[Capabilities], str]]
 
 
 def _flag(name: str) -> Callable[[Capabilities], str]:
     return lambda can: "yes" if getattr(can, name) else "no"
+
+
+def _with_option(has: bool, option: str) -> str:
+    return "yes" if has else f"with `{option}`" if option else "no"
 
 
 def _degree(name: str) -> Callable[[Capabilities], str]:
@@ -411,7 +451,7 @@ def _layout(words: Callable[[ParallelLayouts], str]) -> Callable[[Capabilities],
 
 
 _ROLLOUT: tuple[_Row, ...] = (
-    ("random numbers by sample and position", _flag("keyed_seeds")),
+    ("random numbers by sample and position", lambda can: _with_option(can.keyed_seeds, can.keyed_seeds_option)),
     ("bitwise with `--deterministic`", _flag("deterministic")),
     ('new weights under running samples (`kv="keep"`)', _flag("weights_under_requests")),
     ("takes adapters alone (`lora=`)", _flag("lora")),
@@ -434,7 +474,7 @@ _TRAIN: tuple[_Row, ...] = (
     ("replays which experts a token went to (`replay_routing=`)", _flag("routed_experts")),
     ("keeps experts evenly loaded (`balance=`)", _flag("balances_experts")),
     ("bitwise with `--deterministic`", _flag("deterministic")),
-    ("micro-batches beyond its memory are tried in halves", _flag("retries_smaller")),
+    ("micro-batches beyond its memory are tried in halves", lambda can: "on one rank" if can.retries_smaller else "no"),
     ("weights can be copied while it is off its device", _flag("readable_offloaded")),
     ("each rank sends what it holds of the weights", _flag("weight_pieces")),
     ("data parallel", _degree("dp")),

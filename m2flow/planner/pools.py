@@ -29,7 +29,7 @@ import msgspec
 import yaml
 
 from m2flow.engines.contract import ParallelLayouts
-from m2flow.engines.registry import engines
+from m2flow.engines.registry import capabilities_of, engines
 from m2flow.errors import EngineError, SpecError, did_you_mean
 from m2flow.micro.protocol.cost_terms import Constant, EngineKind, Layout
 from m2flow.planner.model_shapes import ModelShape
@@ -576,7 +576,8 @@ def offered(name: str, kind: EngineKind) -> ParallelLayouts:
 
 def adds_adapters(engine: str) -> bool:
     """Whether a rollout engine can receive adapters alone in a weight sync."""
-    return any(info.kind == "rollout" and info.name == engine and info.capabilities.lora for info in engines())
+    can = capabilities_of(engine, "rollout", {})
+    return can is not None and can.lora
 
 
 def legal_layouts(shape: ModelShape, offers: ParallelLayouts, kind: EngineKind, num_devices: int, per_node: int) -> tuple[Layout, ...]:

@@ -190,6 +190,7 @@ class FakeRollout(RolloutEngine):
     capabilities = built_in("fake", "rollout")
 
     def __init__(self, model: Model, settings: EngineSettings) -> None:
+        self.capabilities = self.capabilities.configured(settings.options, settings.num_ranks)
         self._model = model
         self._settings = settings
         self._weights: npt.NDArray[np.int64] | None = None
@@ -383,6 +384,7 @@ class FakeTrain(TrainEngine):
     capabilities = built_in("fake", "train")
 
     def __init__(self, model: Model, settings: EngineSettings) -> None:
+        self.capabilities = self.capabilities.configured(settings.options, settings.num_ranks)
         self._model = model
         self._settings = settings
         self._weights = np.zeros(0, np.int64)

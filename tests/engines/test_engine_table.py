@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import importlib
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
 import pytest
 
 from m2flow.cli.doctor import other_interpreter, usable
+from m2flow.engines.contract import EngineSettings
 from m2flow.engines.installed import overlaid_packages
 from m2flow.engines.models.hf_model import HEADS
-from m2flow.engines.registry import EngineInfo, capability_tables, engines, find_engine
-from m2flow.recipe import Head
+from m2flow.engines.registry import EngineInfo, capabilities_of, capability_tables, engines, find_engine, make_train
+from m2flow.engines.servers.inference_server import OPTIONS
+from m2flow.errors import EngineError
+from m2flow.recipe import Head, Model
 from m2flow.runs.cluster_file import load_cluster
 from m2flow.spec import ClusterSpec, RolloutSpec
+from m2flow.testing.fakes import FakeTrain
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,6 +33,37 @@ def test_the_class_of_an_engine_can_do_what_the_registry_says(info: EngineInfo) 
     module, _, name = info.factory.partition(":")
     engine = getattr(importlib.import_module(module), name)
     assert (engine.name, engine.capabilities) == (info.name, info.capabilities)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("info", BUILT_IN, ids=lambda info: f"{info.kind}-{info.name}")
+def test_an_engine_can_do_what_the_registry_says_of_it_with_its_options_and_over_its_ranks(info: EngineInfo, num_ranks: int) -> None:
+    where = info.ranked if num_ranks > 1 and info.ranked else info.factory
+    module, _, name = where.partition(":")
+    kind = getattr(importlib.import_module(module), name)
+    of_server = [{name: True} for name in (*kind.own_options, *OPTIONS)] if info.server else []
+    of_ranks = [{degree: 2} for degree in ("tp", "pp") if getattr(info.capabilities.parallel_layouts, degree) != 1]
+    for options in ({}, *of_server, *(of_ranks if num_ranks > 1 and info.kind == "train" else [])):
+        device = "cpu" if "cpu" in info.capabilities.devices else info.capabilities.devices[0]
+        settings = EngineSettings(device=device, options=options, num_ranks=num_ranks if info.kind == "train" else 1)
+        engine = kind(settings) if info.kind == "function" else kind(Model("fake"), settings)
+        assert engine.capabilities == capabilities_of(info.name, info.kind, options, settings.num_ranks), options
+
+
+def test_options_and_ranks_change_what_an_engine_can_do() -> None:
+    seeds = {"deterministic_inference": True}
+    assert not capabilities_of("sglang", "rollout", {}).keyed_seeds
+    assert capabilities_of("sglang", "rollout", seeds).keyed_seeds
+    assert not capabilities_of("vllm", "rollout", seeds).keyed_seeds
+    assert [capabilities_of("embedded", "train", {}, num).retries_smaller for num in (1, 2)] == [True, False]
+    assert capabilities_of("embeded", "train", {}) is None
+
+
+def test_an_engine_that_differs_from_its_registration_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeTrain, "capabilities", replace(FakeTrain.capabilities, retries_smaller=True))
+    with pytest.raises(EngineError, match=r"'fake' and its registration differ in retries_smaller"):
+        make_train("fake", Model("fake"), EngineSettings())
+    make_train("fake", Model("fake"), EngineSettings(num_ranks=2))  # There nobody retries.
 
 
 def test_the_heads_of_models_are_those_that_can_be_loaded() -> None:

@@ -54,6 +54,7 @@ class EmbeddedRollout(RolloutEngine):
     capabilities = built_in("embedded", "rollout")
 
     def __init__(self, model: Model, settings: EngineSettings) -> None:
+        self.capabilities = self.capabilities.configured(settings.options, settings.num_ranks)
         self._source = model
         self._settings = settings
         self._queue: deque[Job] = deque()

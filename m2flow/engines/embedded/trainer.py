@@ -371,6 +371,7 @@ class EmbeddedTrain(TrainEngine):
     capabilities = built_in("embedded", "train")
 
     def __init__(self, model: Model, settings: EngineSettings) -> None:
+        self.capabilities = self.capabilities.configured(settings.options, settings.num_ranks)
         self._source = model
         self._settings = settings
         self._loading_device = settings.device

@@ -137,6 +137,7 @@ class ServedRollout(RolloutEngine):
     """Options beyond those that all served engines have, each with its meaning."""
 
     def __init__(self, model: Model, settings: EngineSettings) -> None:
+        self.capabilities = self.capabilities.configured(settings.options, settings.num_ranks)
         self._source = model
         self._settings = settings
         self._options = ServedRolloutOptions(self.name, settings.options, self.own_options)

@@ -505,8 +505,6 @@ class SglangRollout(ServedRollout):
         self._routing: Routing | None = None
         self._has = Memory()
         self._frees = False
-        if self._options.is_set("deterministic_inference"):
-            self.capabilities = replace(SglangRollout.capabilities, keyed_seeds=True)
 
     def rest(self) -> None:
         """Release the KV cache alone, otherwise as `offload`."""

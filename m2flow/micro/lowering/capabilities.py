@@ -5,12 +5,12 @@ An engine that lacks what a call must have is an error; where a lack only makes 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
+from types import MappingProxyType
 
 from m2flow.engines.contract import Capabilities
-from m2flow.engines.registry import check_adapters, check_eight_bit, engines
+from m2flow.engines.registry import capabilities_of, check_adapters, check_eight_bit, engines
 from m2flow.errors import PlanError
 from m2flow.macro.graph import Call, MacroGraph
 from m2flow.macro.oversampling import carries, keeps_cache
@@ -22,10 +22,13 @@ from m2flow.samples import Batch
 from m2flow.spec import RolloutSpec
 
 
-@functools.cache
-def rollout_capabilities(engine: str) -> Capabilities | None:
-    """Capabilities of a rollout engine; None if no engine of this name is registered."""
-    return next((info.capabilities for info in engines() if info.kind == "rollout" and info.name == engine), None)
+def rollout_capabilities(engine: str, options: Mapping[str, object] = MappingProxyType({})) -> Capabilities | None:
+    """Capabilities of a rollout engine; None if no engine of this name is registered.
+
+    Args:
+        options: the engine's own. Of what it can do they decide `keyed_seeds` alone; who asks for anything else needs none.
+    """
+    return capabilities_of(engine, "rollout", options)
 
 
 def can_stay_resident(engine: str) -> bool:
@@ -42,12 +45,14 @@ def can_shrink_kv_cache(engine: str) -> bool:
 
 def readable_offloaded(engine: str) -> bool:
     """Whether a trainer's weights can be read while it is offloaded."""
-    return any(info.capabilities.readable_offloaded for info in engines() if info.kind == "train" and info.name == engine)
+    can = capabilities_of(engine, "train", {})
+    return can is not None and can.readable_offloaded
 
 
 def sends_pieces(engine: str) -> bool:
     """Whether each rank of a trainer knows its pieces of the weights."""
-    return any(info.capabilities.weight_pieces for info in engines() if info.kind == "train" and info.name == engine)
+    can = capabilities_of(engine, "train", {})
+    return can is not None and can.weight_pieces
 
 
 def keeps_caches(worker: WorkerPlan) -> frozenset[str]:
@@ -89,7 +94,7 @@ def check_lora(models: Mapping[str, Model], workers: Iterable[WorkerPlan]) -> No
     for worker in workers:
         for slot in worker.engines:
             if slot.kind == "train" and slot.role in models and models[slot.role].lora is not None:
-                if not any(info.capabilities.lora for info in engines() if info.kind == "train" and info.name == slot.engine):
+                if not ((trainer := capabilities_of(slot.engine, "train", {})) is not None and trainer.lora):
                     can = [info.name for info in engines() if info.kind == "train" and info.capabilities.lora]
                     raise PlanError(
                         f"{slot.role} has lora=..., and the train engine {slot.engine!r} can't train adapters",
@@ -204,8 +209,12 @@ def check_optimizers(graph: MacroGraph, workers: Iterable[WorkerPlan]) -> None:
                 )
 
 
-def notes_on_capabilities(graph: MacroGraph, workers: Iterable[WorkerPlan]) -> tuple[str, ...]:
-    """Notes for the plan: options of calls that have no effect with these engines, and what preemption costs with them."""
+def notes_on_capabilities(graph: MacroGraph, workers: Iterable[WorkerPlan], options: Mapping[str, object]) -> tuple[str, ...]:
+    """Notes for the plan: options of calls that have no effect with these engines, and what preemption costs with them.
+
+    Args:
+        options: of the rollout engines.
+    """
     notes = []
     for call in {str(call.site): call for call in graph.calls if call.engine == "rollout"}.values():
         hosts = [worker for worker in workers if any(slot.kind == "rollout" and slot.role == call.role for slot in worker.engines)]
@@ -216,7 +225,7 @@ def notes_on_capabilities(graph: MacroGraph, workers: Iterable[WorkerPlan]) -> t
                 "generate and train by turns"
             )
         engines_of = {slot.engine for worker in hosts for slot in worker.engines if slot.kind == "rollout" and slot.role == call.role}
-        unkeyed = sorted(name for name in engines_of if (can := rollout_capabilities(name)) is not None and not can.keyed_seeds)
+        unkeyed = sorted(name for name in engines_of if (can := rollout_capabilities(name, options)) is not None and not can.keyed_seeds)
         if carries(call.options) and unkeyed:
             notes.append(f"what is carried at {call.site} gets other random numbers: {', '.join(unkeyed)} does not key them by sample")
         if unkeyed and any(slot.lent_until for worker in hosts for slot in worker.engines):

@@ -334,7 +334,7 @@ def lower(
         notes=(
             *_notes_on_looks(graph, names),
             *asynchrony(graph, names),
-            *notes_on_capabilities(graph, workers),
+            *notes_on_capabilities(graph, workers, spec.rollout.options),
             *notes_on_difficulty(graph, spec.rollout),
             *(notes_on_speakers(graph) if choice is not None else ()),
         ),

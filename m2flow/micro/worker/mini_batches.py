@@ -172,9 +172,8 @@ class MiniBatches:
 
     def of(self, update: int, engine: TrainEngine, settings: EngineSettings) -> MiniBatch:
         """Return the mini-batch of an update call, by the call's ordinal."""
-        ranks, parts = settings.num_ranks, settings.parts if settings.num_ranks > 1 else 1
-        may_halve = engine.capabilities.retries_smaller and ranks == 1
-        return self._of.setdefault(update, MiniBatch(engine, may_halve=may_halve, parts=parts))
+        parts = settings.parts if settings.num_ranks > 1 else 1
+        return self._of.setdefault(update, MiniBatch(engine, may_halve=engine.capabilities.retries_smaller, parts=parts))
 
     def stepped(self, update: int, *, is_last: bool) -> dict[str, float]:
         """Note that a step is made, or was given up; return metrics of the whole call."""

@@ -119,16 +119,25 @@ def test_an_engine_that_can_not_is_never_asked_and_the_plan_says_so(monkeypatch)
     assert not any(said in note for note in lower(graph, models, SPLIT, num_steps=num_steps).notes)
     time_shared = SPLIT.model_copy(update={"placement": "time-shared", "rollout": RolloutSpec(engine="fake")})
     assert any(said in note for note in lower(graph, models, time_shared, num_steps=num_steps).notes)
-    monkeypatch.setattr(capabilities, "rollout_capabilities", lambda engine: Capabilities("rollout"))
+    monkeypatch.setattr(capabilities, "rollout_capabilities", lambda *_: Capabilities("rollout"))
     assert any(said in note for note in lower(graph, models, SPLIT, num_steps=num_steps).notes)
     assert num_stale(run_planned(keeps, OPTIONS, SPLIT)) == 0
 
 
 def test_the_plan_says_that_what_is_carried_gets_other_random_numbers_without_keyed_seeds(monkeypatch):
-    monkeypatch.setattr(capabilities, "rollout_capabilities", lambda engine: Capabilities("rollout", keyed_seeds=False))
+    monkeypatch.setattr(capabilities, "rollout_capabilities", lambda *_: Capabilities("rollout", keyed_seeds=False))
     graph, models, num_steps = trace(sorts_on, {}, steps=1, assume=0.0)
     notes = lower(graph, models, SPLIT, num_steps=num_steps).notes
     assert any("other random numbers: fake" in note for note in notes)
+
+
+def test_the_plan_knows_the_option_that_gives_an_engine_keyed_seeds() -> None:
+    graph, models, num_steps = trace(sorts_on, {}, steps=1, assume=0.0)
+    said = []
+    for options in ({}, {"deterministic_inference": True}):
+        spec = SPLIT.model_copy(update={"rollout": RolloutSpec(engine="sglang", options=options)})
+        said.append(any("other random numbers: sglang" in note for note in lower(graph, models, spec, num_steps=num_steps).notes))
+    assert said == [True, False]
 
 
 # The property is worth something.

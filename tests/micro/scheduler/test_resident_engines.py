@@ -13,6 +13,7 @@ from test_placement import choice, seat
 from test_same_answer import duet, everything
 from test_simulation import decodes
 
+from m2flow.engines import registry
 from m2flow.errors import PlanError
 from m2flow.macro.tracing import trace
 from m2flow.micro.lowering.passes import lower
@@ -105,7 +106,13 @@ def test_weights_of_a_trainer_that_is_off_its_device_are_copied_from_where_they_
 
 def test_a_trainer_that_can_not_give_them_from_there_comes_back_for_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
     eager, found = run_eager(everything, {}, SPEC), copies(monkeypatch)
-    monkeypatch.setattr(FakeTrain, "capabilities", dataclasses.replace(FakeTrain.capabilities, readable_offloaded=False))
+    cannot = dataclasses.replace(FakeTrain.capabilities, readable_offloaded=False)
+    infos = [
+        dataclasses.replace(info, capabilities=cannot) if (info.name, info.kind) == ("fake", "train") else info
+        for info in registry.engines()
+    ]
+    monkeypatch.setattr(FakeTrain, "capabilities", cannot)
+    monkeypatch.setattr(registry, "engines", lambda: infos)
     moves: list[str] = []
     for name in ("onload", "offload", "copy_from"):
         before = getattr(FakeTrain, name)
