@@ -33,12 +33,13 @@ from sides.workload import FULL, SKEWED, Workload
 
 from m2flow.macro.flow import load_flow
 from m2flow.micro.lowering.passes import lower
+from m2flow.micro.records.ledger import lengths_of_run
 from m2flow.observe.spans import Span, overlap_seconds
 from m2flow.observe.store import read_spans
 from m2flow.planner.cost_model import ModelledCosts, shapes_of
 from m2flow.planner.profiles import Profile, ProfiledCosts, read_profile
 from m2flow.planner.workload import extents_of, workload_of
-from m2flow.rollout_scheduling.lengths import Lengths, parse_lengths
+from m2flow.rollout_scheduling.lengths import Lengths
 from m2flow.runs.cluster_file import load_cluster
 from m2flow.simulator.simulation import follow_program
 from m2flow.simulator.simulation_report import simulate
@@ -159,7 +160,7 @@ def compare(name: str, a: argparse.Namespace, made: Path) -> dict[str, object]:
             loads.append(round(os.getloadavg()[0], 2))
             step_s, parts, run_dir = measured(job, cluster, made / "runs")
             drawn_s, predicted_parts = predicted(job, cluster, profile, profile.lengths(), num_draws=8)
-            replayed_s, _ = predicted(job, cluster, profile, parse_lengths(str(run_dir)))
+            replayed_s, _ = predicted(job, cluster, profile, lengths_of_run(run_dir))
             took, said, again = (statistics.median(values) for values in (step_s, drawn_s, replayed_s))
             found: dict[str, object] = {"load": loads, "measured_s": took, "predicted_s": said, "replayed_s": again}
             found |= {"ratio": said / took, "replayed_ratio": again / took, "measured_parts": parts, "predicted_parts": predicted_parts}

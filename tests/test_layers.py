@@ -37,7 +37,7 @@ NEIGHBOURS = {
     "engines": {"algorithms"},
     "agents": {"engines"},
     "environments": {"macro", "algorithms"},
-    "rollout_scheduling": {"micro", "macro"},
+    "rollout_scheduling": {"macro"},
     "micro": {"agents", "algorithms", "macro", "channels", "observe", "engines", "rollout_scheduling"},
     "planner": {"macro", "observe", "engines", "micro", "rollout_scheduling"},
     "simulator": {"macro", "channels", "observe", "engines", "micro", "rollout_scheduling", "planner"},
@@ -134,6 +134,14 @@ def test_a_file_imports_only_what_lies_below_its_layer(path: Path) -> None:
 def test_no_package_imports_itself_by_way_of_another() -> None:
     cycles = [sorted(each) for each in nx.strongly_connected_components(package_graph()) if len(each) > 1]
     assert not cycles
+
+
+def test_the_layers_have_an_order_as_allowed_and_as_imported() -> None:
+    allowed = nx.DiGraph((above, below) for above, known in NEIGHBOURS.items() for below in known)
+    tops = ((above.partition(".")[0], below.partition(".")[0]) for above, below in package_graph().edges)
+    for graph in (allowed, nx.DiGraph((above, below) for above, below in tops if above != below)):
+        cycles = [sorted(each) for each in nx.strongly_connected_components(graph) if len(each) > 1]
+        assert not cycles
 
 
 def test_no_file_imports_itself_by_way_of_another_not_even_inside_a_function() -> None:

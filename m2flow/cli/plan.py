@@ -700,6 +700,7 @@ def simulate_rollout_command(
       m2flow simulate rollout --lengths dapo-qwen2.5-32b --instances 4 --policy all
       m2flow simulate rollout --lengths lognormal:median=4000,sigma=0.8,icc=0.9 --instances 4 --policy split --earlier 8 --json
     """
+    from m2flow.micro.records.ledger import lengths_of_run
     from m2flow.rollout_scheduling.decode_model import DecodeModel
     from m2flow.rollout_scheduling.lengths import parse_lengths
     from m2flow.rollout_scheduling.study import steps_of, study_known, total
@@ -707,7 +708,7 @@ def simulate_rollout_command(
     if known_lengths == (policy is not None):
         raise click.UsageError("Say how samples are scheduled: either --known-lengths or --policy NAME.")
     model = DecodeModel(t0_s, t1_s, max_batch)
-    lengths = parse_lengths(source)
+    lengths = parse_lengths(source, lengths_of_run)
     steps = list(steps_of(lengths, num_steps, num_groups=num_groups, n=n, seed=seed, num_earlier=num_earlier, num_levels=num_levels))
     known = study_known(steps, model, num_instances, may_pause=not whole)
     results = {_KNOWN: known}

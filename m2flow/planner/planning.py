@@ -29,6 +29,7 @@ from m2flow.micro.lowering.passes import lower
 from m2flow.micro.lowering.placement import check_pins
 from m2flow.micro.protocol.cost_terms import Costs
 from m2flow.micro.protocol.plan import Choice, Plan, WorkerPlan
+from m2flow.micro.records.ledger import lengths_of_run
 from m2flow.planner.cost_model import ModelledCosts, shapes_of
 from m2flow.planner.model_shapes import ModelShape
 from m2flow.planner.profiles import Profile, ProfiledCosts, read_profile
@@ -135,7 +136,7 @@ def question_of(
     if measured is not None:
         measured.check(models, spec)
     observed = measured.lengths() if measured and measured.responses else None
-    known = parse_lengths(lengths) if isinstance(lengths, str) and lengths else lengths or observed
+    known = parse_lengths(lengths, lengths_of_run) if isinstance(lengths, str) and lengths else lengths or observed
     shapes = shapes_of(models, spec)
     found, cuts = _within_limits(known or _assumed(workload), workload, shapes, given=lengths if isinstance(lengths, str) else "")
     modelled = ModelledCosts(spec, workload, shapes, extents_of(workload, shapes, found))

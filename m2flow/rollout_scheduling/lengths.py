@@ -19,7 +19,7 @@ import json
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
@@ -28,7 +28,6 @@ import numpy as np
 import numpy.typing as npt
 
 from m2flow.errors import SpecError, did_you_mean
-from m2flow.micro.records.ledger import read_lengths
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -287,7 +286,7 @@ class Lengths(ABC):
         return StepLengths.of(self.draw_prompts(num_groups, seed, step=index, n=n), self.draw(num_groups, n, seed, step=index), step=index)
 
 
-def parse_lengths(text: str) -> Lengths:
+def parse_lengths(text: str, read_run: Callable[[Path], Lengths] | None = None) -> Lengths:
     """Parse the `--lengths` option.
 
         FILE.jsonl                      a trace: {"step": 0, "prompt_tokens": 112, "response_tokens": [450, 453]} in each line
@@ -298,6 +297,8 @@ def parse_lengths(text: str) -> Lengths:
 
     `,cap=8192` behind a trace or a run truncates it there.
 
+    Args:
+        read_run: reads the lengths of a run directory (`m2flow.micro.records.ledger.lengths_of_run`); None: no runs are taken.
     Raises:
         SpecError: there is nothing of that name, or it is wrong; with the line.
     """
@@ -305,26 +306,26 @@ def parse_lengths(text: str) -> Lengths:
     kind, colon, options = text.partition(":")
     if colon and kind in KINDS:
         return parse(kind, options)
-    found = _recorded(text)
+    found = _recorded(text, read_run)
     if found is not None:
         return found
     base, _, cap = text.rpartition(",cap=")
-    found = _recorded(base) if base and cap.isdecimal() and int(cap) else None
+    found = _recorded(base, read_run) if base and cap.isdecimal() and int(cap) else None
     if found is not None:
         return found.cut_at(int(cap))
     kinds, shipped = ", ".join(f"{kind}:..." for kind in KINDS), ", ".join(sorted(path.stem for path in TRACES.glob("*.jsonl")))
     raise SpecError(
-        f"no lengths {text!r}: neither a file, nor a run, nor a distribution",
-        now=f"Give a trace (JSON lines), a run directory, {kinds}, or one of {shipped}.",
+        f"no lengths {text!r}: neither a file, {'nor a run, ' * (read_run is not None)}nor a distribution",
+        now=f"Give a trace (JSON lines), {'a run directory, ' * (read_run is not None)}{kinds}, or one of {shipped}.",
     )
 
 
-def _recorded(text: str) -> Lengths | None:
+def _recorded(text: str, read_run: Callable[[Path], Lengths] | None) -> Lengths | None:
     """Read a run, a file or a built-in trace; None if there is none of that name."""
 
     path = Path(text)
-    if (path / "ledger.db").is_file():
-        return from_run(path)
+    if read_run is not None and (path / "ledger.db").is_file():
+        return read_run(path)
     if path.is_file():
         return read_trace(path)
     shipped = {found.stem: found for found in sorted(TRACES.glob("*.jsonl"))}
@@ -671,30 +672,6 @@ def read_trace(path: Path, cap: int | None = None) -> Measured:
         cap = longest if times > 1 else None
     cut = [group >= cap if cap is not None else np.zeros(len(group), bool) for group in groups]
     return Measured(path.stem, steps, prompts, groups, cut=cut, cap=cap)
-
-
-def from_run(run_dir: Path) -> Measured:
-    """Read the lengths that a run generated, filtered and over-sampled ones too; aborted and truncated ones are censored.
-
-    Raises:
-        SpecError: it has no ledger, or no samples.
-    """
-    rows: dict[tuple[int, int], list[tuple[int, int, int, bool]]] = {}
-    for call, prompt, step, num_prompt, num_generated, is_cut in read_lengths(run_dir):
-        rows.setdefault((call, prompt), []).append((step, num_prompt, max(num_generated, 1), is_cut))
-    if not rows:
-        raise SpecError(f"the run {run_dir} generated nothing", now="Give a run that has made at least one step.")
-    groups = [np.array([row[2] for row in group], np.int64) for group in rows.values()]
-    cut = [np.array([row[3] for row in group], bool) for group in rows.values()]
-    caps = [int(group[flags].max()) for group, flags in zip(groups, cut, strict=True) if flags.any()]
-    return Measured(
-        run_dir.name,
-        [group[0][0] for group in rows.values()],
-        [group[0][1] for group in rows.values()],
-        groups,
-        cut=cut,
-        cap=max(caps, default=None),
-    )
 
 
 def _group_of(line: str, where: str) -> tuple[int, int, list[int]]:

@@ -61,7 +61,7 @@ from m2flow.micro.records.accounting import Alarm, Tally
 from m2flow.micro.records.checkpoints import clear_leftovers
 from m2flow.micro.records.flow_record import read_record
 from m2flow.micro.records.journal import Journal
-from m2flow.micro.records.ledger import read_endings, read_num_failed, samples_digest
+from m2flow.micro.records.ledger import lengths_of_run, read_endings, read_num_failed, samples_digest
 from m2flow.micro.records.plan_file import check_edited
 from m2flow.micro.records.provenance import resolved_of
 from m2flow.micro.records.resume import DONE, ResumeState, read_mendable, read_resume_state
@@ -88,7 +88,6 @@ from m2flow.planner.measuring import measured_so_far
 from m2flow.planner.planning import Forecast, find_models, forecast, is_searched, question_of, write_forecast
 from m2flow.planner.profiles import read_profile
 from m2flow.recipe import Model
-from m2flow.rollout_scheduling.lengths import parse_lengths
 from m2flow.simulator.machines import paced
 from m2flow.spec import ClusterSpec, RunSettings
 
@@ -601,7 +600,7 @@ class Run:
         def choose(spec: ClusterSpec) -> Choice:
             if self.settings.deterministic and plan.choice is not None:
                 spec = bits_kept(plan.choice, spec, device_of(self.spec))
-            return question_of(graph, self._models, spec, lengths=parse_lengths(str(self.run_dir)), profile=profile).choose()
+            return question_of(graph, self._models, spec, lengths=lengths_of_run(self.run_dir), profile=profile).choose()
 
         return choose
 

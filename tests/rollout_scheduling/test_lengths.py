@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from m2flow.errors import SpecError
-from m2flow.micro.records.ledger import Ledger
+from m2flow.micro.records.ledger import Ledger, lengths_of_run
 from m2flow.rollout_scheduling.lengths import (
     TRACES,
     Lengths,
@@ -223,7 +223,7 @@ def test_lengths_of_a_run_are_those_of_its_ledger_and_what_was_cut_counts_as_cut
         ids = [SampleId(4 * step, 2, index).pack() for index in range(2)]
         ledger.samples_done(step, ids, [10 + tokens for tokens in generated], generated, finish, ("a", 0, 0, 0))
     ledger.close()
-    found = parse_lengths(str(tmp_path))
+    found = parse_lengths(str(tmp_path), lengths_of_run)
     assert isinstance(found, Measured)
     assert (found.num_steps(), found.num_cut, found.cap) == (2, 2, 9)
     assert (found.step(0).responses.tolist(), found.step(1).prompts.tolist()) == ([5, 9], [10])
@@ -235,7 +235,7 @@ def test_a_run_that_generated_nothing_is_refused(tmp_path: Path) -> None:
     ledger.open()
     ledger.close()
     with pytest.raises(SpecError, match="generated nothing"):
-        parse_lengths(str(tmp_path))
+        parse_lengths(str(tmp_path), lengths_of_run)
 
 
 def test_the_traces_that_come_along_are_packaged() -> None:

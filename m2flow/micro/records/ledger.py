@@ -33,12 +33,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from m2flow.errors import InternalError, naming_host_errors
+from m2flow.errors import InternalError, SpecError, naming_host_errors
 from m2flow.macro.graph import Call
 from m2flow.micro.protocol.staleness import Decision, Decisions, VersionSpan
 from m2flow.micro.records.accounting import Class, bias_of
 from m2flow.micro.records.rundir import reading_ledger
 from m2flow.micro.records.segments import Place, read_segment
+from m2flow.rollout_scheduling.lengths import Measured
 from m2flow.samples import Batch, Finish, SampleId, Segment
 
 ENDINGS = ("consumed", "dropped", "filtered", "expired", "failed", "unused")
@@ -404,6 +405,30 @@ def read_lengths(run_dir: Path) -> Iterator[tuple[int, int, int, int, int, bool]
         for *numbers, finish in db.execute(rows):
             call, prompt, step, num_prompt, num_generated = numbers
             yield call, prompt, step, num_prompt, num_generated, finish != Finish.STOP
+
+
+def lengths_of_run(run_dir: Path) -> Measured:
+    """Read the lengths that a run generated, filtered and over-sampled ones too; aborted and truncated ones are censored.
+
+    Raises:
+        SpecError: it has no ledger, or no samples.
+    """
+    rows: dict[tuple[int, int], list[tuple[int, int, int, bool]]] = {}
+    for call, prompt, step, num_prompt, num_generated, is_cut in read_lengths(run_dir):
+        rows.setdefault((call, prompt), []).append((step, num_prompt, max(num_generated, 1), is_cut))
+    if not rows:
+        raise SpecError(f"the run {run_dir} generated nothing", now="Give a run that has made at least one step.")
+    groups = [np.array([row[2] for row in group], np.int64) for group in rows.values()]
+    cut = [np.array([row[3] for row in group], bool) for group in rows.values()]
+    caps = [int(group[flags].max()) for group, flags in zip(groups, cut, strict=True) if flags.any()]
+    return Measured(
+        run_dir.name,
+        [group[0][0] for group in rows.values()],
+        [group[0][1] for group in rows.values()],
+        groups,
+        cut=cut,
+        cap=max(caps, default=None),
+    )
 
 
 @dataclass(frozen=True)
