@@ -693,7 +693,8 @@ class RolloutEngine(Engine):
             under_requests: running requests go on between two tokens with their KV cache; tokens from here on are `kv_stale`. The
                 engine may compute a cache anew instead; then they are not. Without it no request may be running.
         Raises:
-            EngineError: weights are missing or do not fit; or requests are running without `under_requests`.
+            EngineError: weights are missing or do not fit; or requests are running, without `under_requests` or in an engine that does
+                not declare `weights_under_requests`.
         Source:
             Piché et al. 2025, PipelineRL, arXiv:2509.19128: in-flight weight updates.
         """

@@ -427,6 +427,22 @@ def check_weights_may_change_under_running_requests_that_allow_it(factory: Facto
     assert_same_samples({begun_after.id: begun_after}, {begun_after.id: after[begun_after.id]})
 
 
+def check_weights_change_under_running_requests_only_where_that_is_declared(factory: Factory) -> None:
+    """An engine that does not declare `weights_under_requests` refuses them, and its requests go on with the weights that they have."""
+    with started(factory) as engine:
+        if engine.capabilities.weights_under_requests:
+            return
+        requests = group_requests(LONG if engine.capabilities.self_paced else GREEDY)
+        held = list(engine.weights())
+        engine.add(requests)
+        engine.step()
+        with raises(EngineError):
+            engine.load_weights(held, 1, under_requests=True)
+        assert engine.version == 0
+        done = drain(engine)
+    assert len(done) == len(requests) and all((sample.versions == 0).all() for sample in done.values())
+
+
 def check_what_goes_on_from_a_stale_cache_reads_it_again(factory: Factory) -> None:
     request = make_request(0, 0, GREEDY)
     with started(factory) as engine:
