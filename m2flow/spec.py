@@ -155,10 +155,14 @@ class ChannelSpec(_Strict):
     full, they do too, and are counted."""
 
 
+WeightTransport = Literal["shared memory", "cuda ipc", "broadcast", "tcp", "file"]
+"""The ways of weights between processes: the names of `m2flow.channels.weights.TRANSPORTS`, which says what each can do."""
+
+
 class WeightsSpec(_Strict):
     """How new weights reach the engines that sample."""
 
-    transport: Literal["auto", "shared memory", "cuda ipc", "broadcast", "tcp", "file"] = "auto"
+    transport: Literal["auto", WeightTransport] = "auto"
     """Between processes; inside one it is a copy. `auto`: what the plan finds cheapest on one host, and between hosts `tcp`, m2flow's own
     connections, encrypted with the cluster's key. `broadcast` is faster and neither encrypted nor authenticated; `file` goes over storage;
     `cuda ipc` lends them on the trainer's GPU. These three only where they are asked for."""

@@ -13,6 +13,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
@@ -24,10 +26,23 @@ from device_files import file_memory
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
+from pydantic import ValidationError
 
 from m2flow.channels.codec import DTYPES
 from m2flow.channels.process_groups import open_store, split_address
-from m2flow.channels.weights import TRANSPORTS, Manifest, Publisher, RawBits, Subscriber, Tied, Weight, WeightOptions, device
+from m2flow.channels.weights import (
+    TRANSPORTS,
+    Manifest,
+    Publisher,
+    RawBits,
+    SharedWeights,
+    Subscriber,
+    Tied,
+    Transport,
+    Weight,
+    WeightOptions,
+    device,
+)
 from m2flow.channels.weights import shared_segment as shared_memory
 from m2flow.channels.weights.broadcast import BroadcastReceiver, BroadcastServer, Offer
 from m2flow.channels.weights.device import CudaIpc
@@ -36,9 +51,10 @@ from m2flow.channels.weights.streams import StreamReceiver, StreamServer
 from m2flow.channels.weights.tensors import bytes_of, checksum, from_wire, mark_tied, to_wire
 from m2flow.channels.weights.weight_files import open_file, remove_files
 from m2flow.channels.zeromq import Keys, new_keys
-from m2flow.errors import BrokenChannel, ChannelClosed, ChannelError, DecodeError, InternalError, SpecError
-from m2flow.micro.protocol.plan import SyncTransport
-from m2flow.spec import WeightsSpec
+from m2flow.errors import BrokenChannel, ChannelClosed, ChannelError, DecodeError, InternalError, PlanError, SpecError
+from m2flow.micro.lowering.passes import plan_syncs
+from m2flow.micro.protocol.plan import EngineSlot, SyncTransport, WeightSync, WorkerPlan
+from m2flow.spec import ClusterSpec, WeightsSpec
 
 PATIENCE_S = 60.0
 
@@ -208,6 +224,70 @@ def test_specs_and_plans_name_the_transports_of_the_table() -> None:
     named = set(get_args(WeightsSpec.model_fields["transport"].annotation))
     assert named == {*TRANSPORTS, "auto"}
     assert set(get_args(SyncTransport)) == {*TRANSPORTS, "same process"}
+
+
+@pytest.mark.parametrize("transport", sorted(TRANSPORTS))
+def test_a_transport_says_of_itself_what_its_ends_do(transport: str, tmp_path: Path) -> None:
+    kind = TRANSPORTS[transport]
+    with closing(kind.stage("m2flow-test-policy")) as stage:
+        assert type(stage) is kind.stage_class
+        assert stage.takes_pieces is kind.takes_pieces
+    sender = kind.sender("m2flow-test-policy", WeightOptions(transports=(transport,), directory=str(tmp_path)))
+    assert (sender is not None) is kind.sends_changes is not kind.is_in_place
+    if sender is not None:
+        sender.close()
+
+
+def test_a_spec_for_several_hosts_is_refused_where_shared_memory_is_named_and_offered_what_crosses_hosts() -> None:
+    crossing = [name for name, kind in TRANSPORTS.items() if kind.crosses_hosts]
+    with pytest.raises(ValidationError) as refused:
+        ClusterSpec(launcher="ray", weights=WeightsSpec(transport="shared memory"))
+    assert all(f"'{name}'" in str(refused.value) for name in crossing)
+    assert [ClusterSpec(launcher="ray", weights=WeightsSpec(transport=name)).weights.transport for name in crossing] == crossing
+
+
+@dataclass
+class Lacking(Transport):
+    """A transport that plans know nothing of but what it says."""
+
+    needs_gpu: bool = False
+    takes_adapters: bool = True
+    crosses_hosts: bool = True
+    is_in_place: bool = False
+    stage_class = SharedWeights
+
+    def stage(self, name: str) -> SharedWeights:
+        raise NotImplementedError
+
+    sender = receiver = stage  # type: ignore[assignment]
+
+
+class Whole(SharedWeights):  # type: ignore[misc]
+    takes_pieces = False
+
+
+def planned(kind: Transport, monkeypatch: pytest.MonkeyPatch, changes: str = "auto", **how: Any) -> WeightSync:
+    """The sync that is planned where `file` is this transport."""
+    monkeypatch.setitem(TRANSPORTS, "file", kind)
+    train = WorkerPlan("train-0", "cpu", 1, (EngineSlot("policy", "train", "fsdp"),), ranks=2)
+    rollout = WorkerPlan("rollout-0", "cpu", 1, (EngineSlot("policy", "rollout", "embedded"),))
+    (sync,) = plan_syncs((train, rollout), WeightsSpec.model_validate({"transport": "file", "changes": changes}), **how)
+    return sync
+
+
+def test_a_plan_goes_by_what_a_transport_says_of_itself_and_not_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert planned(Lacking(), monkeypatch, alone=["policy"]).sends == "adapters"
+    assert planned(Lacking(takes_adapters=False), monkeypatch, alone=["policy"]).sends == "weights"
+    assert planned(Lacking(), monkeypatch).why.endswith("each of 2 ranks sends what it holds")
+    monkeypatch.setattr(Lacking, "stage_class", Whole)
+    assert planned(Lacking(), monkeypatch).why.endswith("gathered from 2 ranks")
+    monkeypatch.undo()
+    assert planned(Lacking(), monkeypatch, changes="always").why.endswith("gathered from 2 ranks, to compare with the version before")
+    assert planned(Lacking(is_in_place=True), monkeypatch, changes="always").why.endswith("each of 2 ranks sends what it holds")
+    assert "one host" not in planned(Lacking(), monkeypatch, is_one_host=False).why
+    assert "needs both on one host" in planned(Lacking(crosses_hosts=False), monkeypatch, is_one_host=False).why
+    with pytest.raises(PlanError, match="by file, and train-0 has no GPU"):
+        planned(Lacking(needs_gpu=True), monkeypatch)
 
 
 @pytest.mark.parametrize("transport", sorted(TRANSPORTS))

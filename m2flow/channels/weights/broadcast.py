@@ -63,6 +63,9 @@ _read_answer = msgspec.msgpack.Decoder(_Answer).decode
 class Broadcast(Transport):
     """Receivers that ask together get one broadcast."""
 
+    stage_class = SharedWeights
+    crosses_hosts = True
+
     def stage(self, name: str) -> SharedWeights:
         return SharedWeights(name)
 

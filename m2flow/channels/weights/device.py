@@ -274,7 +274,10 @@ class CudaIpc(Transport):
         open_memory: opens a device's memory.
     """
 
+    stage_class = DeviceWeights
     is_in_place = True
+    needs_gpu = True
+    takes_adapters = False
 
     def __init__(self, open_memory: OpenMemory = CudaMemory) -> None:
         self._open_memory = open_memory

@@ -63,22 +63,6 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{5,180}")
 
 
 @final
-class SharedMemory(Transport):
-    """Receivers on the same host map the segment that a version is staged in."""
-
-    is_in_place = True
-
-    def stage(self, name: str) -> SharedWeights:
-        return SharedWeights(name)
-
-    def sender(self, name: str, options: WeightOptions) -> None:
-        return None
-
-    def receiver(self, worker: str, options: WeightOptions) -> SharedWeightsReader:
-        return SharedWeightsReader()
-
-
-@final
 class SharedWeights(Stage):
     """Owns and writes one segment. The name starts with the prefix that `remove_segments` is given. One thread."""
 
@@ -183,6 +167,23 @@ class SharedWeights(Stage):
                 f"{_directory()} has no room for weights of {size / 1e6:,.0f} MB ({room.f_bavail * room.f_frsize / 1e6:,.0f} MB are free)",
                 now="Free some, or make it larger (in Docker: --shm-size).",
             ) from None
+
+
+@final
+class SharedMemory(Transport):
+    """Receivers on the same host map the segment that a version is staged in."""
+
+    stage_class = SharedWeights
+    is_in_place = True
+
+    def stage(self, name: str) -> SharedWeights:
+        return SharedWeights(name)
+
+    def sender(self, name: str, options: WeightOptions) -> None:
+        return None
+
+    def receiver(self, worker: str, options: WeightOptions) -> SharedWeightsReader:
+        return SharedWeightsReader()
 
 
 def _summed(entries: Sequence[TensorEntry], written: Sequence[Written], body: npt.NDArray[np.uint8]) -> Iterator[TensorEntry]:

@@ -61,6 +61,9 @@ _read_answer = msgspec.msgpack.Decoder(_Answer).decode
 class Streams(Transport):
     """Each receiver gets a stream of its own over the cluster's own connections."""
 
+    stage_class = SharedWeights
+    crosses_hosts = True
+
     def stage(self, name: str) -> SharedWeights:
         return SharedWeights(name)
 

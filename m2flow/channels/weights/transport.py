@@ -5,8 +5,11 @@
 
 A `Transport` names the stage that it needs and makes its two ends. In place, receivers map the stage itself, and there is no sender: shared
 memory, CUDA IPC. The others have one that sends what is staged, whole or as changes, to receivers that ask. Each vendor is one module;
-`publication.TRANSPORTS` is the table of them, and the plan chooses by name. Publisher and subscriber know this interface alone. A copy
-inside one process needs no transport.
+`publication.TRANSPORTS` is the table of them, and the plan chooses by name. Publisher and subscriber know this interface alone, and
+lowering asks it what a transport can do. A copy inside one process needs no transport.
+
+What a vendor's own server offers for weights is no transport of this table but that engine's business: `m2flow.engines.servers.sglang` has
+its `WeightTransfer` (on a GPU by CUDA IPC handles of SGLang's), which begins where these end, in the process of the rollout engine.
 """
 
 from __future__ import annotations
@@ -180,10 +183,28 @@ class Receiver(ABC):
 
 
 class Transport(ABC):
-    """Makes both ends of one way of weights between processes."""
+    """Makes both ends of one way of weights between processes, and says what it can do."""
 
+    stage_class: type[Stage]
+    """What `stage` makes."""
     is_in_place: bool = False
     """Receivers map the stage itself, so what they read can be read again."""
+    crosses_hosts: bool = False
+    """The two processes may be on different hosts."""
+    needs_gpu: bool = False
+    """Both processes must have a GPU."""
+    takes_adapters: bool = True
+    """The adapters of a model can go without the weights that they are added to."""
+
+    @property
+    def takes_pieces(self) -> bool:
+        """Whether each rank of a trainer can send what it holds."""
+        return self.stage_class.takes_pieces
+
+    @property
+    def sends_changes(self) -> bool:
+        """Whether it can send what changed since the version before: then the stage is compared, and one process writes it."""
+        return not self.is_in_place
 
     @abstractmethod
     def stage(self, name: str) -> Stage:

@@ -57,6 +57,9 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{5,200}")
 class Files(Transport):
     """Receivers read what the trainer writes to a directory that both reach."""
 
+    stage_class = SharedWeights
+    crosses_hosts = True
+
     def stage(self, name: str) -> SharedWeights:
         return SharedWeights(name)
 

@@ -50,6 +50,7 @@ from typing import Literal
 
 import msgspec
 
+from m2flow.channels.weights import TRANSPORTS
 from m2flow.engines.contract import ParallelLayouts
 from m2flow.engines.registry import engines
 from m2flow.errors import InternalError, PlanError
@@ -207,13 +208,6 @@ def plan_syncs(
     ]
     trainers = {worker.name: worker for worker in workers}
     devices = {worker.name: worker.device for worker in workers}
-    for role, source, target in pairs:
-        for name in (source, target):
-            if spec.transport == "cuda ipc" and source != target and not devices[name].startswith("cuda"):
-                raise PlanError(
-                    f"the weights of {role} go from {source} to {target} by cuda ipc, and {name} has no GPU (it has {devices[name]})",
-                    now="Take another transport in the cluster spec: weights: {transport: auto}.",
-                )
     others = Counter((role, source) for role, source, target in pairs if source != target)
     syncs = []
     for role, source, target in pairs:
@@ -221,15 +215,33 @@ def plan_syncs(
         transport, why = choose_transport(
             spec, is_same_process=is_same_process, is_same_host=is_one_host, num_receivers=others[role, source]
         )
+        way = None if transport == "same process" else TRANSPORTS[transport]
+        for name in (source, target):
+            if way is not None and way.needs_gpu and not devices[name].startswith("cuda"):
+                raise PlanError(
+                    f"the weights of {role} go from {source} to {target} by {transport}, and {name} has no GPU (it has {devices[name]})",
+                    now="Take another transport in the cluster spec: weights: {transport: auto}.",
+                )
+        if way is not None and not way.crosses_hosts and not is_one_host:
+            why += "; it needs both on one host"
         sends: Literal["weights", "adapters"] = "weights"
-        if role in alone and not is_same_process and transport != "cuda ipc":
+        if role in alone and way is not None and way.takes_adapters:
             sends = "adapters"
         elif (num_ranks := trainers[source].ranks) > 1:
             engine = next(slot.engine for slot in trainers[source].engines if slot.kind == "train" and slot.role == role)
-            is_spread = sends_pieces(engine) and role not in adapted and transport not in ("same process", "cuda ipc")
-            why += f"; each of {num_ranks} ranks sends what it holds" if is_spread else f"; gathered from {num_ranks} ranks"
+            is_spread = sends_pieces(engine) and role not in adapted and way is not None and way.takes_pieces
+            is_compared = way is not None and way.sends_changes and spec.changes == "always"
+            why += f"; {_who_sends(num_ranks, is_spread=is_spread, is_compared=is_compared)}"
         syncs.append(WeightSync(role, source, target, transport, why, sends))
     return tuple(syncs)
+
+
+def _who_sends(num_ranks: int, *, is_spread: bool, is_compared: bool) -> str:
+    if not is_spread:
+        return f"gathered from {num_ranks} ranks"
+    if is_compared:
+        return f"gathered from {num_ranks} ranks, to compare with the version before"
+    return f"each of {num_ranks} ranks sends what it holds"
 
 
 def choose_transport(

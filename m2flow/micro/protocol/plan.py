@@ -21,6 +21,7 @@ import msgspec
 
 from m2flow.errors import PlanError
 from m2flow.micro.protocol.cost_terms import Constant, EngineId, Footprint, Layout
+from m2flow.spec import WeightTransport
 
 Mode = Literal["time-shared", "split", "hybrid"]
 
@@ -141,7 +142,7 @@ class Choice(msgspec.Struct, frozen=True):
         return self.lower_bound_s / self.predicted_step_s if self.predicted_step_s else 1.0
 
 
-SyncTransport = Literal["same process", "shared memory", "cuda ipc", "broadcast", "tcp", "file"]
+SyncTransport = Literal["same process", WeightTransport]
 
 
 class EngineSlot(msgspec.Struct, frozen=True):
