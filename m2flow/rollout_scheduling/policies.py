@@ -11,9 +11,12 @@
 A user's policy is a subclass of `m2flow.rollout_scheduling.policy.SchedulingPolicy`; FILE.py:CLASS names it wherever a name is expected.
 
 Each class says in its docstring whether it is a published baseline, or on which real trace it wins; the numbers are in
-`benchmarks/results/rollout-policies.md`. Round-robin and least-loaded are within 0.2% of each other on both real traces (DAPO, video). With
-known lengths `split` has a regret of at most 0.5% there; with what predictors know of them (icc 0.05 and 0.1), longest-first and probe are
-within 1% of least-loaded.
+`benchmarks/results/rollout-policies.md`. Two are kept that are neither: `RoundRobin`, which the routers of inference servers have and
+others are compared with; and `Auto`, which schedules nothing itself but chooses among the others, so that a user need not.
+
+Round-robin and least-loaded are within 0.2% of each other on both real traces (DAPO, video). With known lengths `split`
+has a regret of at most 0.5% there; with what predictors know of them (icc 0.05 and 0.1), longest-first and probe are within 1% of
+least-loaded.
 """
 
 from __future__ import annotations
@@ -89,7 +92,8 @@ class LeastLoaded(SchedulingPolicy):
 class RoundRobin(Queued):
     """Distribute samples over the instances in turn, each to a queue of its instance, fixed from the start.
 
-    Baseline by common practice, without a paper; kept for comparison. It wins on no real trace.
+    No published baseline, and it wins on no real trace. Kept because routers of inference servers have it (`round_robin` of SGLang's
+    gateway, of vLLM's router and of its production stack): it is what the gain of another policy is measured from by their users.
     """
 
     name = "round-robin"
@@ -528,8 +532,10 @@ class Auto(SchedulingPolicy):
 
     No published baseline: StreamRL (arXiv 2504.15930) and Seer (arXiv 2511.14617) have one policy for every workload. It wins on no real
     trace, since nothing tells the lengths there, and loses on none: it is first-come there (DAPO with four instances: a regret of 1.157;
-    nobody who can't tell samples apart can be expected below 1.036). Where labels or earlier epochs tell lengths it takes up to half of
-    the loss away; in three of 29 settings of the study, with an icc of 0.5, it is up to 2 points behind first-come.
+    nobody who can't tell samples apart can be expected below 1.036). Kept because it has no schedule of its own: it chooses one of three
+    that have a source, for users who can't know which fits, and is the default where prompts have a column of difficulty. Where labels or
+    earlier epochs tell lengths it takes up to half of the loss away; in three of 29 settings of the study, with an icc of 0.5, it is up to
+    2 points behind first-come.
     """
 
     name = "auto"

@@ -108,7 +108,9 @@ def test_a_simulated_run_gathers_its_tail_and_ends_no_later_than_it_may(monkeypa
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_every_policy_says_whether_it_is_a_baseline_or_where_it_wins(name: str) -> None:
+def test_every_policy_says_whether_it_is_a_baseline_or_where_it_wins_or_why_it_is_kept(name: str) -> None:
     said = POLICIES[name].__doc__ or ""
-    assert re.search(r"[Bb]aseline|[Ww]ins on", said), said
+    has_source = re.search(r"^ *(Published baseline: |Baseline after )|\bwins on (?!no )", said, re.MULTILINE) is not None
+    assert has_source is (name not in ("round-robin", "auto")), said
+    assert has_source is ("Kept because " not in said), said
     assert len(said.splitlines()) < 30
