@@ -46,6 +46,7 @@ class CrampedRollout(EmbeddedRollout):
     """The embedded engine, in that room."""
 
     name = "cramped"
+    capabilities = Capabilities("rollout", weights_under_requests=True, probes=True)
 
     def step(self) -> list[Generated]:
         with Room(int(os.environ["M2FLOW_TEST_CRAMPED"]), lambda: self.memory().kv):
@@ -67,7 +68,7 @@ class CrampedTrain(EmbeddedTrain):  # type: ignore[misc]
 CRAMPED = EngineInfo(
     "cramped",
     "cramped:CrampedRollout",
-    Capabilities("rollout", weights_under_requests=True, probes=True),
+    CrampedRollout.capabilities,
     "The embedded engine with little room for keys and values.",
 )
 CRAMPED_TRAIN = EngineInfo("cramped-train", "cramped:CrampedTrain", EmbeddedTrain.capabilities, "The embedded trainer with little room.")
