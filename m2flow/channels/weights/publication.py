@@ -19,7 +19,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from m2flow.channels.weights.broadcast import Broadcast
 from m2flow.channels.weights.device import CudaIpc
@@ -29,8 +29,10 @@ from m2flow.channels.weights.streams import Streams
 from m2flow.channels.weights.tensors import Weight
 from m2flow.channels.weights.transport import Bytes, Held, Offer, Receiver, Sender, Spread, Stage, Transport, WeightOptions
 from m2flow.channels.weights.weight_files import Files
-from m2flow.channels.zeromq import Keys
 from m2flow.errors import InternalError
+
+if TYPE_CHECKING:
+    from m2flow.channels.zeromq import Keys
 
 TRANSPORTS: dict[str, Transport] = {
     "shared memory": SharedMemory(),

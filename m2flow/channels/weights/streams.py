@@ -17,7 +17,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import final
+from typing import TYPE_CHECKING, final
 
 import msgspec
 import numpy as np
@@ -25,8 +25,10 @@ import numpy as np
 from m2flow.channels.weights.payload import BUCKET_BYTES, Content, Manifest, receive_buckets
 from m2flow.channels.weights.shared_segment import SharedWeights
 from m2flow.channels.weights.transport import Bytes, Offer, Sender, ServerReceiver, Transport, WeightOptions
-from m2flow.channels.zeromq import Keys, LinkDialer, LinkListener
 from m2flow.errors import BrokenChannel, ChannelError, DecodeError
+
+if TYPE_CHECKING:
+    from m2flow.channels.zeromq import Keys
 
 _PIECE_BYTES = 1 << 20
 _PIECES_AHEAD = 8
@@ -84,6 +86,8 @@ class StreamServer(Sender):
     """
 
     def __init__(self, *, host: str = "127.0.0.1", keys: Keys | None = None) -> None:
+        from m2flow.channels.zeromq import LinkListener  # Plans read the table of transports, and need no ZeroMQ.
+
         self._token = secrets.token_hex(16)
         self._listener = LinkListener(self._token, f"tcp:{host}", keys=keys)
         self._offer: Offer | None = None
@@ -191,6 +195,8 @@ class _Connection:
         self._address, _, token = address.partition(" ")
         if not self._address.startswith("tcp://") or not token:
             raise DecodeError(f"weights from {address[:100]!r}")
+        from m2flow.channels.zeromq import LinkDialer
+
         self._timeout_s = timeout_s
         self._link = LinkDialer(timeout_s=timeout_s, keys=keys)
         self._link.open(self._address, f"{name}/{secrets.token_hex(8)}", token)

@@ -17,7 +17,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, final
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, final
 
 import numpy as np
 import numpy.typing as npt
@@ -38,8 +38,10 @@ from m2flow.channels.weights.payload import (
     updated,
 )
 from m2flow.channels.weights.tensors import Weight, bytes_of, checksum
-from m2flow.channels.zeromq import Keys
 from m2flow.errors import BrokenChannel, ChannelError, DecodeError, InternalError
+
+if TYPE_CHECKING:
+    from m2flow.channels.zeromq import Keys
 
 Bytes = npt.NDArray[np.uint8]
 _ATTEMPTS = 3
