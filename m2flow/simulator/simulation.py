@@ -14,12 +14,12 @@ Idle causes. `causes_of` names the cause of idleness for devices that generate a
 Devices with the same workers are one cell. A cell works, switches, loads weights, or is idle for a cause that holds for all idle devices of
 its kind at that moment, so each cause is summed up once for all, and a cell's share is a difference of two sums.
 
-    tail        (rollout) has no sample left, while others still generate; (train) waits for them
-    rollout     (train) waits for samples while every instance generates
-    staleness   (rollout) may not begin the next step before training is done
-    reward      waits for rewards or ops
-    barrier     waits for a program that waits for a value, or for other devices of its kind
-    credits     the memory for samples of steps under way is used up
+    tail          (rollout) has no sample left, while others still generate; (train) waits for them
+    rollout       (train) waits for samples while every instance generates
+    staleness     (rollout) may not begin the next step before training is done
+    reward        waits for rewards or ops
+    barrier       waits for a program that waits for a value, or for other devices of its kind
+    backpressure  the memory for samples of steps under way is used up
     switch, sync, unused, failed
 """
 
@@ -295,13 +295,13 @@ def causes_of(doing: Doing) -> dict[str, str]:
         return {"rollout": "reward", "train": "reward"}
     if doing.switches:
         return {"rollout": "switch", "train": "switch"}
-    waits = "credits" if doing.lacks_memory else "barrier"
+    waits = "backpressure" if doing.lacks_memory else "barrier"
     return {"rollout": waits, "train": waits}
 
 
 State = Literal["work", "switch", "sync"]
 STATES: tuple[State, ...] = ("work", "switch", "sync")
-CAUSES = ("tail", "rollout", "staleness", "reward", "barrier", "credits", "switch", "sync", "unused", "failed")
+CAUSES = ("tail", "rollout", "staleness", "reward", "barrier", "backpressure", "switch", "sync", "unused", "failed")
 
 
 @dataclass(eq=False)

@@ -77,7 +77,7 @@ class Columns(msgspec.Struct):
     """(reward - mean of its group) / standard deviation of its group, for groups of two or more."""
     evaluates: list[int]
     """1: of an evaluation, which trains nothing; 0 otherwise."""
-    lives: dict[str, list[tuple[int, int, int, int]]]
+    spans: dict[str, list[tuple[int, int, int, int]]]
     """Position of a sample that ran more than once (aborted, moved, resumed) -> start, end, worker and version of each time."""
     workers: list[str]
     finishes: list[str]
@@ -139,7 +139,7 @@ def samples_table(run_dir: Path, trace: RunTrace) -> Columns:
         staleness=behind,
         advantage=_advantages(ids, reward),
         evaluates=np.isin(ids >> _CALL_SHIFT, sorted(evaluation_calls(trace.calls.by_ordinal))).astype(np.int64).tolist(),
-        lives=_repeated_spans(trace, ids),
+        spans=_repeated_spans(trace, ids),
         workers=list(trace.columns.workers.texts),
         finishes=FINISHES,
         endings=list(ENDINGS),

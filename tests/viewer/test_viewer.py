@@ -25,8 +25,10 @@ from viewed import HOSTILE, make_run, make_traced, served
 from m2flow.cli.main import cli
 from m2flow.observe.spans import Recorder
 from m2flow.samples import SampleId
+from m2flow.simulator.simulation import Doing, causes_of
 from m2flow.viewer.analysis import StepAnalysis
 from m2flow.viewer.comparison import series_of_steps
+from m2flow.viewer.run_trace import CAUSES
 from m2flow.viewer.serving import ASSETS, Folder, application, write_page
 
 
@@ -295,7 +297,17 @@ def test_two_runs_are_compared_and_a_third_is_not_there(runs: Path) -> None:
             assert answer.status == 404, body
 
 
-def test_a_sample_that_ran_twice_has_both_of_its_lives(tmp_path: Path) -> None:
+def test_the_page_and_the_guide_explain_each_cause_of_idle_time_by_its_name() -> None:
+    lacking = causes_of(Doing(0, 1, False, False, False, False, lacks_memory=True))
+    assert set(lacking.values()) == {"backpressure"}
+    drawn = ASSETS["palette.js"].read_text().partition("const CAUSES = {")[2].partition("\n};")[0]
+    assert set(re.findall(r"^  (\w+): \{ colour", drawn, re.MULTILINE)) == set(CAUSES)
+    table = (Path(__file__).parents[2] / "docs" / "guide" / "schedule.md").read_text().partition("## Causes of idle time")[2]
+    said = {name for line in table.splitlines() if line.startswith("| `") for name in re.findall(r"`(\w+)`", line.split("|")[1])}
+    assert said == set(CAUSES) - {"unused", "failed"}
+
+
+def test_a_sample_that_ran_twice_has_both_of_its_spans(tmp_path: Path) -> None:
     recorders = [Recorder("rollout-0"), Recorder("rollout-1")]
     moved, stayed = SampleId(0, 0, 0).pack(), SampleId(0, 0, 1).pack()
     for at, (recorder, start) in enumerate(zip(recorders, (0, 5), strict=True)):
@@ -309,7 +321,7 @@ def test_a_sample_that_ran_twice_has_both_of_its_lives(tmp_path: Path) -> None:
     with served(tmp_path) as address:
         table = ask(address, "/api/runs/run/samples")
         at = next(i for i, member in enumerate(table["member"]) if member == 0)
-        assert table["lives"] == {str(at): [[0, 4000, 0, 0], [5000, 9000, 1, 1]]}
+        assert table["spans"] == {str(at): [[0, 4000, 0, 0], [5000, 9000, 1, 1]]}
 
 
 def test_health_shows_the_room_of_channels_and_the_course_of_counters(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ const CAUSES = {
   staleness: { colour: "c4", mark: "rising", means: "the next generation may not begin before training is done" },
   reward: { colour: "c2", mark: "grid", means: "waits for rewards or ops" },
   barrier: { colour: "faint", mark: "level", means: "waits for the program, or for other devices of its kind" },
-  credits: { colour: "c6", mark: "grid", means: "the room for samples under way is used up" },
+  backpressure: { colour: "c6", mark: "grid", means: "the room for samples under way is used up" },
   switch: { colour: "machinery", mark: "rising", means: "another engine takes the device" },
   sync: { colour: "version", mark: "diagonal", means: "weights are on their way" },
   unused: { colour: "wait", mark: "dots", means: "nobody has this device" },

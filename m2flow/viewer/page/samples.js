@@ -154,11 +154,11 @@ export class SamplesView {
       plain("tokens", this.isGrouped ? "mean tokens" : "tokens", 92, compact, { bar: "tokens" }),
       this.summary.has_ledger ? { key: "prompt_text", name: "prompt", width: this.textWidths()[0], isLeft: true, isText: 0, value: (i) => i } : null,
       this.summary.has_ledger ? { key: "response_text", name: this.isGrouped ? "first response" : "response", width: this.textWidths()[1], isLeft: true, isText: 1, value: (i) => i } : null,
-      { key: "start", name: "life in its step", width: LEAST_LIFE, isLeft: true, isLife: true, value: (i) => data.start[i] },
+      { key: "start", name: "span in its step", width: LEAST_LIFE, isLeft: true, isLife: true, value: (i) => data.start[i] },
       this.isGrouped ? null : plain("version", "version", 66, (value) => (value < 0 ? "" : count(value))),
       plain("staleness", "staleness", 76, count),
       plain("wait", "waited", 82, micros),
-      this.isGrouped || !Object.keys(data.lives).length ? null : { key: "lives", name: "lives", width: 54, value: (i) => data.lives[i]?.length ?? 1, show: count },
+      this.isGrouped || !Object.keys(data.spans).length ? null : { key: "spans", name: "spans", width: 54, value: (i) => data.spans[i]?.length ?? 1, show: count },
       plain("updates", "updates", 68, count),
       { key: "finish", name: "finish", width: 62, isLeft: true, value: (i) => data.finish[i], show: (value) => data.finishes[value] ?? "" },
       { key: "ending", name: "ending", width: 94, isLeft: true, value: (i) => data.ending[i], show: (value) => data.endings[value] ?? "" },
@@ -262,11 +262,11 @@ export class SamplesView {
 
   /** Lives take the room that the other columns leave. */
   spread() {
-    const lives = this.shown.find((column) => column.isLife);
-    const others = this.shown.reduce((sum, column) => sum + column.width, 0) - lives.width;
+    const span = this.shown.find((column) => column.isLife);
+    const others = this.shown.reduce((sum, column) => sum + column.width, 0) - span.width;
     const width = Math.min(Math.max(this.table.clientWidth - others, LEAST_LIFE), MOST_LIFE);
-    if (width === lives.width) return;
-    lives.width = width;
+    if (width === span.width) return;
+    span.width = width;
     this.header();
   }
 
@@ -330,7 +330,7 @@ export class SamplesView {
     }, 60);
   }
 
-  /** A sample's life beside its step: admitted to its last token, scored, trained on. */
+  /** A sample's span beside its step: admitted to its last token, scored, trained on. */
   life(i, width) {
     const { data, summary } = this;
     const canvas = el("canvas", { "aria-hidden": "true" });
@@ -340,7 +340,7 @@ export class SamplesView {
     const step = summary.marks.steps.find(([number_]) => number_ === data.step[i]);
     const starts = members.map((one) => data.start[one]).filter((one) => one !== null);
     if (!starts.length) return canvas;
-    for (const one of members) for (const [start] of data.lives[one] ?? []) starts.push(start);
+    for (const one of members) for (const [start] of data.spans[one] ?? []) starts.push(start);
     const from = Math.min(...starts, step ? step[1] : Infinity);
     const to = Math.max(step ? step[2] : 0, ...members.map((one) => Math.max(data.trained[one] ?? 0, data.end[one] ?? 0)));
     const x = (us) => ((us - from) / (to - from || 1)) * (width - 4) + 2;
@@ -352,13 +352,13 @@ export class SamplesView {
     members.forEach((one, at) => {
       const top = 3 + at * ((height - 6) / members.length) + (members.length === 1 ? 3 : 0);
       if (data.start[one] === null) return;
-      // A bar for each life, in the colour of the version that it began with; where one was cut short, a mark.
-      const lives = data.lives[one] ?? [[data.start[one], data.end[one], data.worker[one], data.version[one]]];
-      lives.forEach(([start, end, , version], number) => {
+      // A bar for each span, in the colour of the version that it began with; where one was cut short, a mark.
+      const spans = data.spans[one] ?? [[data.start[one], data.end[one], data.worker[one], data.version[one]]];
+      spans.forEach(([start, end, , version], number) => {
         context.fillStyle = version < 0 ? ofKind(kinds, Math.max(kind, 0)).fill : colour(`c${version % 8}`);
         context.fillRect(x(start), top, Math.max(x(end) - x(start), 1.5), tall);
         context.fillStyle = colour("bad");
-        if (number + 1 < lives.length) context.fillRect(x(end) - 1, top - 2, 2, tall + 4);
+        if (number + 1 < spans.length) context.fillRect(x(end) - 1, top - 2, 2, tall + 4);
       });
       if (data.trained[one] !== null) {
         context.fillStyle = colour("wait");

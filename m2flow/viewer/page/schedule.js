@@ -369,7 +369,7 @@ export class ScheduleView {
       if (data?.idle && number === 0) return seek(data.idle, "idle", 0);
     }
     if (lane.wait && within(lane.wait)) return seek(data?.wait?.[0], "wait", 0);
-    for (const [number, slot] of lane.lives.entries()) if (within(slot)) return seek(data?.life?.[number], "life", number);
+    for (const [number, slot] of lane.spans.entries()) if (within(slot)) return seek(data?.life?.[number], "life", number);
     if (lane.running && within(lane.running) && data?.running.length) {
       const i = Math.round(((at - data.from) / (data.to - data.from)) * (data.running.length - 1));
       return { lane: lane.at, part: "running", value: data.running[Math.min(Math.max(i, 0), data.running.length - 1)], at };

@@ -1,4 +1,4 @@
-// The schedule on a canvas: bars, idle time, lives, marks. Reads what it is given and draws it; keeps nothing.
+// The schedule on a canvas: bars, idle time, spans, marks. Reads what it is given and draws it; keeps nothing.
 
 import { clock, compact, marks, percent } from "m2flow/format.js";
 import { colour, kindOf, ofCause, ofKind } from "m2flow/palette.js";
@@ -74,7 +74,7 @@ function drawLane(context, scene, lane, x, scale, styles) {
   lane.work.forEach(([top, tall], row) => bars(context, scene, data.work[row], styles, x, top, tall, true));
   if (lane.wait) (data.wait ?? []).slice(0, 1).forEach((row) => bars(context, scene, row, styles, x, lane.wait[0], lane.wait[1], false));
   if (lane.running && data.running.length) drawRunning(context, scene, lane, data, x);
-  lane.lives.forEach(([top, tall], row) => data.life?.[row] && bars(context, scene, data.life[row], styles, x, top, tall, false));
+  lane.spans.forEach(([top, tall], row) => data.life?.[row] && bars(context, scene, data.life[row], styles, x, top, tall, false));
   context.restore();
 }
 
@@ -258,7 +258,7 @@ function drawOver(context, scene, x) {
 /** Where a bar that was pointed at stands now. */
 function place(scene, { lane: at, part, row, bar }) {
   const lane = scene.layout.lanes.find((one) => one.at === at && one.kind === "lane");
-  const slot = { work: lane?.work[row], wait: lane?.wait, life: lane?.lives[row], idle: lane?.work[0] }[part];
+  const slot = { work: lane?.work[row], wait: lane?.wait, life: lane?.spans[row], idle: lane?.work[0] }[part];
   return slot && { top: slot[0], tall: slot[1], start: bar.s, duration: bar.d };
 }
 

@@ -33,7 +33,7 @@ function lay(summary, expanded, growth) {
     y += PLAN + GAP;
   }
   summary.lanes.forEach((lane, at) => {
-    const found = { kind: "lane", at, name: lane.name, lane, top: y, work: [], lives: [] };
+    const found = { kind: "lane", at, name: lane.name, lane, top: y, work: [], spans: [] };
     const numWork = Math.max(lane.num_rows.work, lane.device ? 1 : 0);
     for (let row = 0; row < numWork; row++) {
       found.work.push([y, row ? MORE - 2 : work]);
@@ -51,7 +51,7 @@ function lay(summary, expanded, growth) {
         const number = Math.min(lane.num_rows.life, MOST_LIVES);
         const tall = Math.min(Math.max((LIVES * growth) / number, LEAST_LIFE), LIFE);
         for (let row = 0; row < number; row++) {
-          found.lives.push([y, tall > 3 ? tall - 1 : tall]);
+          found.spans.push([y, tall > 3 ? tall - 1 : tall]);
           y += tall;
         }
       }
