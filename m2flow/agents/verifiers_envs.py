@@ -13,7 +13,7 @@ environment's configuration says of temperature is not looked at; its bounds of 
 
 A worker holds each environment once, with the tool servers that its episodes share, for as long as the worker's event loop runs.
 
-Seats. Each agent of a multi-agent environment has a conversation of its name, with its own reward. One that the environment declares not
+Agents. Each agent of a multi-agent environment has a conversation of its name, with its own reward. One that the environment declares not
 trainable needs a speaker of the rollout (`speakers=`), or an endpoint of its own in the environment's configuration.
 
 Whatever breaks is a failure of the episode, never a reward of 0: an error that verifiers records, a stage that took too long, a reward
@@ -113,10 +113,10 @@ def verifiers_agent(
     """
     wanted = _Wanted(_as_json(environment, runtime), tuple(sorted((speakers or {}).items())))
     env = _environment(wanted.config)
-    seats = _seats(env.config)
-    if unknown := [name for name in wanted.by if name not in seats]:
-        raise OptionError(f"speakers names {unknown[0]!r:.60}, and the agents of the environment are {', '.join(seats)}")
-    retried = [name for name, one in (("env", env.config), *seats.items()) if one.retries.max_retries or one.retries.rules]
+    agents = _agents_of(env.config)
+    if unknown := [name for name in wanted.by if name not in agents]:
+        raise OptionError(f"speakers names {unknown[0]!r:.60}, and the agents of the environment are {', '.join(agents)}")
+    retried = [name for name, one in (("env", env.config), *agents.items()) if one.retries.max_retries or one.retries.rules]
     if retried:
         raise OptionError(
             f"{retried[0]}.retries is set, and what the model said in an attempt that is given up can't be taken back",
@@ -157,9 +157,9 @@ def _as_json(environment: object, runtime: object = None) -> str:
     found = dict(environment)
     if runtime is not None:
         named = {"type": runtime} if isinstance(runtime, str) else runtime
-        for seat in _seats(_resolved(found)):
-            own = found.get(seat)
-            found[seat] = {"runtime": named, **(own if isinstance(own, Mapping) else {})}
+        for agent in _agents_of(_resolved(found)):
+            own = found.get(agent)
+            found[agent] = {"runtime": named, **(own if isinstance(own, Mapping) else {})}
     try:
         return json.dumps(found, sort_keys=True)
     except (TypeError, ValueError) as error:
@@ -197,7 +197,7 @@ def _environment(config: str) -> Any:
         raise OptionError(f"verifiers can't make the environment {resolved.env_id!r}: {error}") from None
 
 
-def _seats(config: Any) -> dict[str, Any]:
+def _agents_of(config: Any) -> dict[str, Any]:
     """The agents of an environment: by name the configuration of each."""
     kind = _library().AgentConfig
     return {name: value for name, value in config if isinstance(value, kind)}
@@ -269,12 +269,12 @@ async def _played(wanted: _Wanted, chat: Chat, row: Any) -> dict[str, float] | N
     library = _library()
     client = library.EvalClientConfig(base_url=address.base_url, api_key_var=_NO_KEY)
     async with address.episode() as serve:
-        seats = _Seats(chat, wanted.by, env.config, serve)
-        episode = await env.run_episode(task, library.ModelContext(model=MODEL, client=client), on_trace=seats.take)
-        if seats.failure is not None:
-            raise seats.failure
+        agents = _AgentConversations(chat, wanted.by, env.config, serve)
+        episode = await env.run_episode(task, library.ModelContext(model=MODEL, client=client), on_trace=agents.take)
+        if agents.failure is not None:
+            raise agents.failure
         _check(env, episode)  # In here: what fails waits for no turn that is under way.
-    return seats.rewards(episode.traces)
+    return agents.rewards(episode.traces)
 
 
 def _task_of(env: Any, row: Any) -> Any:
@@ -287,13 +287,13 @@ def _task_of(env: Any, row: Any) -> Any:
 
 
 @final
-class _Seats:
+class _AgentConversations:
     """The conversations of an episode's agents. Those that the policy plays are trained, each by the reward of its own trace."""
 
     def __init__(self, chat: Chat, by: Mapping[str, str], config: Any, serve: Callable[[str, Chat], None]) -> None:
         self._chat = chat
         self._by = by
-        self._configs = _seats(config)
+        self._configs = _agents_of(config)
         self._serve = serve
         self._names: dict[str, str] = {}
         """Of traces, by id: the conversation of each."""
@@ -302,30 +302,30 @@ class _Seats:
 
     def take(self, trace: Any) -> None:
         """Give a trace that begins its conversation."""
-        seat, config = trace.agent.name, self._configs.get(trace.agent.name)
+        agent, config = trace.agent.name, self._configs.get(trace.agent.name)
         if config is not None and config.client is not None:
             return  # It speaks with another endpoint.
-        if not trace.agent.trainable and seat not in self._by:
+        if not trace.agent.trainable and agent not in self._by:
             self.failure = EpisodeFailed(
                 "unknown_speaker",
-                f"the environment has an agent {seat!r} that is not to be trained; let another policy play it: verifiers_agent(..., "
-                f"speakers={{{seat!r}: 'other'}}), and rollout(..., speakers={{'other': its_policy}})",
+                f"the environment has an agent {agent!r} that is not to be trained; let another policy play it: verifiers_agent(..., "
+                f"speakers={{{agent!r}: 'other'}}), and rollout(..., speakers={{'other': its_policy}})",
             )
             raise self.failure
         try:
-            made = self._conversation(seat)
+            made = self._conversation(agent)
         except EpisodeFailed as failure:
             self.failure = failure
             raise
         self._names[trace.id] = made.name
         self._serve(trace.id, made)
 
-    def _conversation(self, seat: str) -> Chat:
-        number = self._num[seat] = self._num.get(seat, 0) + 1
-        if len(self._configs) == 1 and number == 1 and seat not in self._by:
+    def _conversation(self, agent: str) -> Chat:
+        number = self._num[agent] = self._num.get(agent, 0) + 1
+        if len(self._configs) == 1 and number == 1 and agent not in self._by:
             return self._chat
-        name = f"agent-{seat}" if seat in (MAIN, "reward") else seat
-        return self._chat.conversation(name if number == 1 else f"{name}-{number}", by=self._by.get(seat, ""))
+        name = f"agent-{agent}" if agent in (MAIN, "reward") else agent
+        return self._chat.conversation(name if number == 1 else f"{name}-{number}", by=self._by.get(agent, ""))
 
     def rewards(self, traces: Sequence[Any]) -> dict[str, float] | None:
         """What the agent returns: the reward with its parts, or one for each conversation; None: the environment gives none."""

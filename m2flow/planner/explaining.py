@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from m2flow.errors import DoesNotFit
 from m2flow.micro.protocol.cost_terms import Costs, EngineId, Footprint, Layout
-from m2flow.micro.protocol.plan import Choice, Part, Plan, Seat, Stage, WorkerPlan, in_columns
+from m2flow.micro.protocol.plan import Choice, Part, Placement, Plan, Stage, WorkerPlan, in_columns
 from m2flow.planner.pools import PLANNED, device_list
 from m2flow.spec import ClusterSpec, PoolSpec
 
@@ -34,14 +34,14 @@ def explain(choice: Choice, *, has_terms: bool = False, details: str | None = No
             the KV caches.
     """
     lines = [f"placement of {choice.flow} on {choice.cluster}: {choice.mode}"]
-    lines += in_columns([_seat_row(seat) for seat in choice.seats])
+    lines += in_columns([_placement_row(placement) for placement in choice.placements])
     lines += ["", *step_lines(choice), *work_lines(choice)]
     lines += ["", *cache_lines(choice), *memory_lines(choice)] if details == "full" else []
     lines += ["", *why_lines(choice), ""] if details and choice.losers else []
     whole = choice.predicted_step_s or 1.0
     for loser in choice.losers:
         more = (loser.predicted_step_s / whole - 1) if choice.predicted_step_s else 0.0
-        on = f" on {loser.num_devices} devices" if loser.num_devices != num_devices(choice.seats) else ""
+        on = f" on {loser.num_devices} devices" if loser.num_devices != num_devices(choice.placements) else ""
         lines.append(f"instead: {loser.what}{on}, {seconds(loser.predicted_step_s)} ({more:+.0%}): {loser.why}")
     for constraint, cost in choice.constraints_cost_s.items():
         lines.append(f"constraint: {constraint} costs {seconds(cost)} a step" if cost > 0 else f"constraint: {constraint} costs nothing")
@@ -89,7 +89,7 @@ def work_lines(choice: Choice) -> list[str]:
                 f"{work.bandwidth:.0%}" if work.bandwidth else "-",
             )
         )
-    num = num_devices(choice.seats)
+    num = num_devices(choice.placements)
     cost = f"cost: {num} devices x {seconds(choice.predicted_step_s)} = {num * choice.predicted_step_s / 3600:.3g} device-hours a step"
     return [*in_columns(rows), cost]
 
@@ -110,17 +110,17 @@ def memory_lines(choice: Choice) -> list[str]:
     """Memory on a device of each engine by class of tensor, in GiB."""
     names = ("weights", "gradients", "optimizer", "activations", "kv")
     rows: list[tuple[str, ...]] = [("GiB on a device", *names, "sum", "between its calls")]
-    for seat in {seat.engine: seat for seat in choice.seats}.values():
-        parts = (f"{getattr(seat.footprint, name) / _GIB:.1f}" for name in names)
-        stays = "offloaded" if seat.is_swapped else f"{seat.footprint.kept_bytes / _GIB:.1f}"
-        rows.append((str(seat.engine), *parts, f"{seat.footprint.device_bytes / _GIB:.1f}", stays))
+    for placement in {placement.engine: placement for placement in choice.placements}.values():
+        parts = (f"{getattr(placement.footprint, name) / _GIB:.1f}" for name in names)
+        stays = "offloaded" if placement.is_swapped else f"{placement.footprint.kept_bytes / _GIB:.1f}"
+        rows.append((str(placement.engine), *parts, f"{placement.footprint.device_bytes / _GIB:.1f}", stays))
     return in_columns(rows)
 
 
 def why_lines(choice: Choice) -> list[str]:
     """Compare the best plan of each mode term by term: seconds on the critical path."""
     plans: list[tuple[str, tuple[Part, ...], float, int]] = [
-        (choice.mode, choice.parts, choice.predicted_step_s, num_devices(choice.seats))
+        (choice.mode, choice.parts, choice.predicted_step_s, num_devices(choice.placements))
     ]
     plans += [(loser.what, loser.parts, loser.predicted_step_s, loser.num_devices) for loser in choice.losers]
     terms: dict[str, list[float]] = {}
@@ -146,9 +146,9 @@ def _or_dash(value: float) -> str:
     return seconds(value) if value else "-"
 
 
-def num_devices(seats: tuple[Seat, ...]) -> int:
-    """The devices that seats use, each counted once."""
-    return len({(seat.pool, device) for seat in seats for device in seat.devices})
+def num_devices(placements: tuple[Placement, ...]) -> int:
+    """The devices that placements use, each counted once."""
+    return len({(placement.pool, device) for placement in placements for device in placement.devices})
 
 
 def count(value: float) -> str:
@@ -165,14 +165,14 @@ def count(value: float) -> str:
 
 def as_document(choice: Choice) -> dict[str, object]:
     """Make the `m2flow plan --json` document of a placement, by call."""
-    by_call = {call: seat for seat in choice.seats for call in seat.calls}
+    by_call = {call: placement for placement in choice.placements for call in placement.calls}
     return {
         "works": [
             {name: getattr(work, name) for name in work.__struct_fields__}
             | {"tokens_per_s_per_device": work.tokens / work.seconds / work.num_devices if work.seconds else 0.0}
             for work in choice.works
         ],
-        "device_hours_a_step": num_devices(choice.seats) * choice.predicted_step_s / 3600,
+        "device_hours_a_step": num_devices(choice.placements) * choice.predicted_step_s / 3600,
         "predicted_step_s": choice.predicted_step_s,
         "interval_s": list(choice.interval_s),
         "lower_bound_s": choice.lower_bound_s,
@@ -180,14 +180,14 @@ def as_document(choice: Choice) -> dict[str, object]:
         "mode": choice.mode,
         "placement": {
             call: {
-                "devices": [f"{seat.pool or 'local'}:{i}" for i in seat.devices],
-                "layout": {name: getattr(seat.layout, name) for name in ("tp", "pp", "sp", "dp", "ep", "zero", "offload")},
-                "mode": seat.mode,
+                "devices": [f"{placement.pool or 'local'}:{i}" for i in placement.devices],
+                "layout": {name: getattr(placement.layout, name) for name in ("tp", "pp", "sp", "dp", "ep", "zero", "offload")},
+                "mode": placement.mode,
             }
-            for call, seat in by_call.items()
+            for call, placement in by_call.items()
         },
-        "chunks": {call: seat.chunk for call, seat in by_call.items()},
-        "memory_gib": {str(seat.engine): round(seat.footprint.device_bytes / _GIB, 3) for seat in choice.seats},
+        "chunks": {call: placement.chunk for call, placement in by_call.items()},
+        "memory_gib": {str(placement.engine): round(placement.footprint.device_bytes / _GIB, 3) for placement in choice.placements},
         "switches": [{"what": part.what, "seconds": part.seconds} for part in choice.parts if part.what.startswith("switch")],
         "parts_s": {part.what: part.seconds for part in choice.parts},
         "bounds_s": {bound.name: bound.seconds for bound in choice.bounds},
@@ -213,28 +213,28 @@ def seconds(value: float) -> str:
     return f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} us"
 
 
-def where(seat: Seat) -> str:
-    """Format a seat's devices: `h100[0:48]`."""
-    return f"{seat.pool or 'this machine'}[{seat.first_device}:{seat.devices.stop}]"
+def where(placement: Placement) -> str:
+    """Format a placement's devices: `h100[0:48]`."""
+    return f"{placement.pool or 'this machine'}[{placement.first_device}:{placement.devices.stop}]"
 
 
-def _seat_row(seat: Seat) -> tuple[str, ...]:
-    gib = f"{seat.footprint.device_bytes / _GIB:.3g} GiB a device"
+def _placement_row(placement: Placement) -> tuple[str, ...]:
+    gib = f"{placement.footprint.device_bytes / _GIB:.3g} GiB a device"
     return (
-        ", ".join(seat.calls),
-        where(seat),
-        str(seat.layout),
-        f"{seat.chunk} sample{'s' * (seat.chunk > 1)} at a time" if seat.chunk else "",
+        ", ".join(placement.calls),
+        where(placement),
+        str(placement.layout),
+        f"{placement.chunk} sample{'s' * (placement.chunk > 1)} at a time" if placement.chunk else "",
         gib,
-        _lease(seat),
+        _lease(placement),
     )
 
 
-def _lease(seat: Seat) -> str:
-    if seat.lent_until:
-        return f"some devices lent ({seat.lease}), until {seat.lent_until * 100:.3g}% of its samples have ended"
-    comes = f", comes when {seat.onload_at:.0%} of the samples have ended" if seat.onload_at else ""
-    return f"takes turns ({seat.lease}){comes}" if seat.lease else ""
+def _lease(placement: Placement) -> str:
+    if placement.lent_until:
+        return f"some devices lent ({placement.lease}), until {placement.lent_until * 100:.3g}% of its samples have ended"
+    comes = f", comes when {placement.onload_at:.0%} of the samples have ended" if placement.onload_at else ""
+    return f"takes turns ({placement.lease}){comes}" if placement.lease else ""
 
 
 def _bound(choice: Choice) -> str:
@@ -278,7 +278,7 @@ def _choices(one: Choice, other: Choice) -> list[str]:
         lines.append(f"predicted step: {seconds(one.predicted_step_s)} -> {seconds(other.predicted_step_s)} ({change:+.1%})")
     lines += _changes("part", *({p.what: seconds(p.seconds) for p in c.parts} for c in (one, other)))
     lines += _changes("bound", *({b.name: seconds(b.seconds) for b in c.bounds} for c in (one, other)))
-    places = [{call: f"{where(s)} {s.layout}, {s.mode}, chunk {s.chunk}" for s in c.seats for call in s.calls} for c in (one, other)]
+    places = [{call: f"{where(s)} {s.layout}, {s.mode}, chunk {s.chunk}" for s in c.placements for call in s.calls} for c in (one, other)]
     return lines + _changes("place", *places)
 
 

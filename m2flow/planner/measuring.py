@@ -534,7 +534,11 @@ def measured_so_far(
 
 def _engines(run: Measurement, worker: WorkerPlan, hop_s: float) -> list[MeasuredEngine]:
     seen, found = run.observed, []
-    pools = {(seat.engine.role, seat.engine.kind): seat.pool for seat in run.plan.choice.seats} if run.plan.choice else {}
+    pools = (
+        {(placement.engine.role, placement.engine.kind): placement.pool for placement in run.plan.choice.placements}
+        if run.plan.choice
+        else {}
+    )
     for slot in worker.engines:
         if slot.kind == "function":
             continue

@@ -1,6 +1,6 @@
 """Read a plan back from the search's tables as a tree, give its engines their devices, and change it within its structure.
 
-    Tables, row --tree_of--> Node --places_of--> first device of each engine --seats_of--> Seats with their leases
+    Tables, row --tree_of--> Node --places_of--> first device of each engine --placements_of--> Placements with their leases
     structure, options, chunk sizes --Climb--> better ones
 
 Every node is priced again by the formulas of `problem`, one plan instead of thousands; `breakdown` says what its time is the sum of.
@@ -34,7 +34,7 @@ import numpy as np
 from m2flow.micro.lowering.capabilities import can_shrink_kv_cache
 from m2flow.micro.lowering.placement import share_a_process
 from m2flow.micro.protocol.cost_terms import EngineId
-from m2flow.micro.protocol.plan import Mode, Seat
+from m2flow.micro.protocol.plan import Mode, Placement
 from m2flow.planner.dynamic_program import LENT, NUM_HOWS, SPLIT, TURNS, Pricer, Tables, lent_times
 from m2flow.planner.problem import (
     Cut,
@@ -401,13 +401,13 @@ def _divided(block: Block, left: Mapping[str, int], right: Mapping[str, int]) ->
         )
 
 
-def seats_of(node: Node, places: Places) -> tuple[Seat, ...]:
-    """The seats of a plan, in the order of its calls."""
+def placements_of(node: Node, places: Places) -> tuple[Placement, ...]:
+    """The placements of a plan, in the order of its calls."""
     leaves = leaves_of(node)
     lent = lent_of(node)
     leases = _leases({leaf.engine: (leaf.option.pool, places[leaf.engine], leaf.option.num_devices) for leaf in leaves})
     return tuple(
-        Seat(
+        Placement(
             engine=leaf.engine,
             calls=tuple(name for name in leaf.names if name != outside_call(leaf.engine)),
             pool=leaf.option.pool,
@@ -439,12 +439,12 @@ def _overlap(a: tuple[str, int, int], b: tuple[str, int, int]) -> bool:
     return a[0] == b[0] and a[1] < b[1] + b[2] and b[1] < a[1] + a[2]
 
 
-def mode_of(seats: Sequence[Seat]) -> Mode:
+def mode_of(placements: Sequence[Placement]) -> Mode:
     """The mode by placement: all engines on common devices, none, or a mixture."""
-    engines = {seat.engine: (seat.pool, seat.first_device, seat.num_devices) for seat in seats}
+    engines = {placement.engine: (placement.pool, placement.first_device, placement.num_devices) for placement in placements}
     pairs = [(a, b) for a in engines for b in engines if a < b]
     num_shared = sum(_overlap(engines[a], engines[b]) for a, b in pairs)
-    if num_shared == len(pairs) and not any(seat.lent_until for seat in seats):
+    if num_shared == len(pairs) and not any(placement.lent_until for placement in placements):
         return "time-shared"
     return "hybrid" if num_shared else "split"
 
@@ -457,23 +457,28 @@ _FULL = 0.95
 """The share of a device's memory that may be in use during an early onload."""
 
 
-def with_early_onload(problem: Problem, seats: tuple[Seat, ...]) -> tuple[Seat, ...]:
-    """Set on trainers' seats the share of ended samples at which they are onloaded."""
+def with_early_onload(problem: Problem, placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
+    """Set on trainers' placements the share of ended samples at which they are onloaded."""
     if not can_shrink_kv_cache(problem.spec.rollout.engine):
-        return seats
+        return placements
     found = []
-    for seat in seats:
-        others = [other for other in seats if other.lease == seat.lease and other is not seat]
-        if seat.lease and seat.engine.kind == "train" and seat.is_swapped and [other.engine.kind for other in others] == ["rollout"]:
+    for placement in placements:
+        others = [other for other in placements if other.lease == placement.lease and other is not placement]
+        if (
+            placement.lease
+            and placement.engine.kind == "train"
+            and placement.is_swapped
+            and [other.engine.kind for other in others] == ["rollout"]
+        ):
             (rollout,) = others
-            has_one_process = rollout.layout.dp == 1 and rollout.devices == seat.devices
-            if not rollout.lent_until and not has_one_process and not share_a_process(rollout, seat, problem.spec):
-                seat = msgspec.structs.replace(seat, onload_at=_share(problem, rollout, seat))
-        found.append(seat)
+            has_one_process = rollout.layout.dp == 1 and rollout.devices == placement.devices
+            if not rollout.lent_until and not has_one_process and not share_a_process(rollout, placement, problem.spec):
+                placement = msgspec.structs.replace(placement, onload_at=_share(problem, rollout, placement))
+        found.append(placement)
     return tuple(found)
 
 
-def _share(problem: Problem, rollout: Seat, trainer: Seat) -> float:
+def _share(problem: Problem, rollout: Placement, trainer: Placement) -> float:
     """The least share of ended samples at which the trainer fits; 0 if it does not before the end."""
     generations = [call for call in problem.workload.calls if call.work == "generate" and call.engine == rollout.engine]
     room = _FULL * problem.costs.device_bytes(rollout.pool) - trainer.footprint.kept_bytes

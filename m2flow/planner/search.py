@@ -46,9 +46,9 @@ from m2flow.planner.plan_tree import (
     nearest_of,
     num_left,
     parts_within,
+    placements_of,
     places_of,
     restructured,
-    seats_of,
     tree_of,
     ways_in,
     ways_of,
@@ -483,7 +483,7 @@ class Found:
 
     @property
     def mode(self) -> Mode:
-        return mode_of(seats_of(self.node, self.places))
+        return mode_of(placements_of(self.node, self.places))
 
 
 def find_plan(
@@ -537,13 +537,13 @@ def find_plan(
 def _choice(found: Found) -> Choice:
     """Describe a plan by itself, not compared with others."""
     problem = found.problem
-    seats, parts = with_early_onload(problem, seats_of(found.node, found.places)), parts_of(problem, found.node)
+    placements, parts = with_early_onload(problem, placements_of(found.node, found.places)), parts_of(problem, found.node)
     gap_s = 0.0 if found.is_exact else max(0.0, found.step_s - max((bound.seconds for bound in found.bounds), default=0.0))
     return Choice(
         flow=problem.workload.flow,
         cluster=problem.spec.name,
-        mode=mode_of(seats),
-        seats=seats,
+        mode=mode_of(placements),
+        placements=placements,
         predicted_step_s=found.step_s,
         parts=parts,
         bounds=found.bounds,
@@ -650,10 +650,10 @@ class _Search:
         known = set[tuple[object, ...]]()
         for hows, tables in every.items():
             one = _best_of(tables, self.bounds, is_exact=False)
-            seat = _seats_key(one) if one else ()
-            if one and not self.is_small and seat not in known and not (is_alone and one.step_s > _NEAR * known_s):
+            placement = _placements_key(one) if one else ()
+            if one and not self.is_small and placement not in known and not (is_alone and one.step_s > _NEAR * known_s):
                 one = self.climbed(one)
-            known.add(seat)
+            known.add(placement)
             found.append((one, hows))
         if not is_alone:
             found.append((self._mixed(every[free], known_s), free))
@@ -808,7 +808,7 @@ class _Search:
         found: dict[tuple[Mode, float], Found] = {}
         done = set[tuple[object, ...]]()
         for one, hows in some:
-            places = _seats_key(one)
+            places = _placements_key(one)
             is_new, done = places not in done, done | {places}
             better = self.in_all_chunks(one, hows) if one.step_s <= near_s and is_new else one
             known = found.setdefault((better.mode, better.step_s), better)
@@ -907,7 +907,7 @@ class _Search:
                 yield Found(tables.problem, node, places, step_s(tables.problem, node), False, self.bounds)
 
 
-def _seats_key(found: Found) -> tuple[object, ...]:
+def _placements_key(found: Found) -> tuple[object, ...]:
     return found.mode, frozenset((leaf.engine, leaf.option) for leaf in leaves_of(found.node))
 
 
@@ -968,7 +968,7 @@ def _losers(plans: Sequence[Found]) -> list[Loser]:
             rival.step_s,
             why_lost(best.problem, best.node, rival.problem, rival.node),
             parts_of(rival.problem, rival.node),
-            len({(seat.pool, device) for seat in seats_of(rival.node, rival.places) for device in seat.devices}),
+            len({(placement.pool, device) for placement in placements_of(rival.node, rival.places) for device in placement.devices}),
         )
         for mode, rival in rivals.items()
     ]

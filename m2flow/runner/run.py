@@ -353,7 +353,7 @@ class Run:
     def prepare(self) -> Plan:
         """Trace the first steps and lower them to a plan. Runs no engine; makes no directory.
 
-        The search seats the calls that it is shown: for it the flow is followed past the values that it waits for, to the outcomes with
+        The search places the calls that it is shown: for it the flow is followed past the values that it waits for, to the outcomes with
         the most calls. The rules of `split` and `time-shared` leave room for what nobody knows.
         """
         with prints_muted():  # The flow prints when it runs.

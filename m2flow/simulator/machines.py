@@ -3,7 +3,7 @@
     Plan, Costs --machines_of--> Machine for each worker
     Plan, ClusterSpec, Costs --with_paces--> Plan with a Pace for each sampled role --> the scheduler's policies
 
-A worker of a searched plan is on the devices of its seats. A worker of a plan by rule is on this machine, whose devices are cores: as
+A worker of a searched plan is on the devices of its placements. A worker of a plan by rule is on this machine, whose devices are cores: as
 many as it has threads; workers that take turns share theirs. A run and its simulation give a policy the same numbers. Limit: one pace for
 a role, that of its slowest instance.
 """
@@ -21,7 +21,7 @@ from m2flow.errors import M2FlowError, PlanError
 from m2flow.macro.graph import MacroGraph
 from m2flow.micro.lowering.capabilities import readable_offloaded
 from m2flow.micro.protocol.cost_terms import Costs, DecodeCost, EngineId, EngineKind, Footprint, Layout, TrainCost
-from m2flow.micro.protocol.plan import Pace, Plan, Seat, WorkerPlan
+from m2flow.micro.protocol.plan import Pace, Placement, Plan, WorkerPlan
 from m2flow.planner.planning import question_of
 from m2flow.spec import ClusterSpec
 
@@ -127,37 +127,44 @@ def machines_of(plan: Plan, spec: ClusterSpec, costs: Costs) -> dict[str, Machin
     """The machine of each worker.
 
     Raises:
-        PlanError: a worker of a searched plan sits where the search has seated no such engine.
+        PlanError: a worker of a searched plan is where the search has placed no such engine.
     """
     places = _places(plan, spec)
-    seats = {worker.name: _seats(plan, worker, places[worker.name]) if worker.name in places else [] for worker in plan.workers}
-    trained: dict[str, tuple[str, Seat]] = {
-        seat.engine.role: (worker, seat) for worker, found in seats.items() for seat in found if seat.engine.kind == "train"
+    placements = {worker.name: _placements(plan, worker, places[worker.name]) if worker.name in places else [] for worker in plan.workers}
+    trained: dict[str, tuple[str, Placement]] = {
+        placement.engine.role: (worker, placement)
+        for worker, found in placements.items()
+        for placement in found
+        if placement.engine.kind == "train"
     }
     leases = {worker.name: worker.lease for worker in plan.workers}
     machines = {}
     for worker in plan.workers:
-        found = seats[worker.name]
+        found = placements[worker.name]
         hosted = []
         slots = {(slot.role, slot.kind): slot for slot in worker.engines}
-        for seat in found:
-            footprint = seat.footprint if plan.choice is not None else costs.footprint(seat.engine, seat.pool, seat.layout)
-            switch = costs.switch(seat.engine, seat.pool, footprint)
-            slot = slots[seat.engine.role, seat.engine.kind]
+        for placement in found:
+            footprint = (
+                placement.footprint if plan.choice is not None else costs.footprint(placement.engine, placement.pool, placement.layout)
+            )
+            switch = costs.switch(placement.engine, placement.pool, footprint)
+            slot = slots[placement.engine.role, placement.engine.kind]
             is_resident = slot.stays or not worker.lease or (plan.choice is None and switch.is_resident)
             rebuild_s = switch.rebuild_s if worker.lease else 0.0
             leave_s, come_s = (0.0, rebuild_s) if is_resident else (switch.leave_s, switch.come_s)
             gives_s, gives_bytes = leave_s + come_s, footprint.kept_bytes
             if readable_offloaded(slot.engine):
-                gives_s, gives_bytes = costs.switch(seat.engine, seat.pool, Footprint(weights=footprint.weights)).come_s, 0
-            hosted.append(Hosted(seat.engine, seat.layout, footprint, leave_s, come_s, is_resident, slot.takes_turn, gives_s, gives_bytes))
+                gives_s, gives_bytes = costs.switch(placement.engine, placement.pool, Footprint(weights=footprint.weights)).come_s, 0
+            hosted.append(
+                Hosted(placement.engine, placement.layout, footprint, leave_s, come_s, is_resident, slot.takes_turn, gives_s, gives_bytes)
+            )
         syncs = {}
-        for seat in found:
-            role = seat.engine.role
-            if seat.engine.kind == "rollout" and role in trained:
+        for placement in found:
+            role = placement.engine.role
+            if placement.engine.kind == "rollout" and role in trained:
                 trainer, source = trained[role]
                 is_same = trainer == worker.name or (bool(worker.lease) and worker.lease == leases[trainer])
-                sync_s = costs.sync_s(role, (source.pool, source.layout), (seat.pool, seat.layout), is_same_devices=is_same)
+                sync_s = costs.sync_s(role, (source.pool, source.layout), (placement.pool, placement.layout), is_same_devices=is_same)
                 syncs[role] = sync_s + costs.rest_s() * (role == next(iter(trained)))  # Once a step, as in the search.
         machines[worker.name] = Machine(
             worker.name,
@@ -171,25 +178,30 @@ def machines_of(plan: Plan, spec: ClusterSpec, costs: Costs) -> dict[str, Machin
     return machines
 
 
-def _seats(plan: Plan, worker: WorkerPlan, place: Place) -> list[Seat]:
-    """The seats of a worker's engines, but for those that only speak in others' episodes."""
+def _placements(plan: Plan, worker: WorkerPlan, place: Place) -> list[Placement]:
+    """The placements of a worker's engines, but for those that only speak in others' episodes."""
     engines = [EngineId(slot.role, slot.kind) for slot in worker.engines if slot.kind != "function"]
-    seats = [_seat(plan, worker, place, engine) for engine in engines]
-    samples = any(seat is not None and seat.engine.kind == "rollout" for seat in seats)
-    for engine, seat in zip(engines, seats, strict=True):
-        if seat is None and not (samples and engine.kind == "rollout"):
-            raise PlanError(f"the worker {worker.name} on {worker.device} has {engine}, for which the plan's search has no seat there")
-    return [seat for seat in seats if seat is not None]
+    placements = [_placement(plan, worker, place, engine) for engine in engines]
+    samples = any(placement is not None and placement.engine.kind == "rollout" for placement in placements)
+    for engine, placement in zip(engines, placements, strict=True):
+        if placement is None and not (samples and engine.kind == "rollout"):
+            raise PlanError(
+                f"the worker {worker.name} on {worker.device} has {engine}, which the plan's search has not placed there",
+                now="The plan's workers and its search are of different plans: make the plan anew (m2flow plan), and simulate that.",
+            )
+    return [placement for placement in placements if placement is not None]
 
 
-def _seat(plan: Plan, worker: WorkerPlan, place: Place, engine: EngineId) -> Seat | None:
+def _placement(plan: Plan, worker: WorkerPlan, place: Place, engine: EngineId) -> Placement | None:
     if plan.choice is None:
         layout = Layout(tp=worker.threads, dp=worker.ranks if engine.kind == "train" else 1)
-        return Seat(engine, (), "", place.first, layout.num_devices, layout, 0, Footprint(), worker.lease)
-    for seat in plan.choice.seats:
-        inside = not place.pool or (seat.pool == place.pool and seat.first_device <= place.first and place.stop <= seat.devices.stop)
-        if seat.engine == engine and inside:
-            return seat
+        return Placement(engine, (), "", place.first, layout.num_devices, layout, 0, Footprint(), worker.lease)
+    for placement in plan.choice.placements:
+        inside = not place.pool or (
+            placement.pool == place.pool and placement.first_device <= place.first and place.stop <= placement.devices.stop
+        )
+        if placement.engine == engine and inside:
+            return placement
     return None
 
 

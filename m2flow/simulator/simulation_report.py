@@ -12,7 +12,7 @@ Bounds of a period:
 
 A period counts what lies within its ends: the tokens in between of a sample that began earlier or goes on later, and the share of the time
 of a task. So the first four hold with any staleness; the last only if a step's samples are generated and trained in it. Fixed costs of
-micro-batches, switches, syncs and hops are left out, so no bound is above what some schedule on these seats can reach.
+micro-batches, switches, syncs and hops are left out, so no bound is above what some schedule on these placements can reach.
 
 A step lasts from the end of the step before it to the end of its last call. With staleness, or with carried samples, steps overlap: the
 numbers of a step are then those of the work done between these ends, and the names of its bounds say so (`..._between_releases`). A

@@ -372,8 +372,8 @@ Kind = Literal["plain", "raising", "timed", "catching", "referring"]
 KINDS: tuple[Kind, ...] = ("plain", "raising", "timed", "catching", "referring")
 """Programs without errors, with functions that raise on some samples, whose result depends on time, which catch errors and go on, and
 which make references anew while they run."""
-Seats = Literal["apart", "lent", "ahead"]
-_SEATS: tuple[Seats, ...] = ("apart", "apart", "lent", "ahead")
+DeviceSharing = Literal["apart", "lent", "ahead"]
+_DEVICE_SHARINGS: tuple[DeviceSharing, ...] = ("apart", "apart", "lent", "ahead")
 
 
 _MAKERS: Mapping[Kind, Callable[[Draws], p.Program]] = {
@@ -393,7 +393,7 @@ class Case:
     spec: ClusterSpec
     order_seed: int
     by_identity: bool = False
-    seats: Seats = "apart"
+    device_sharing: DeviceSharing = "apart"
     """In a split plan: `lent`, the trainer lends its devices to all rollout workers but one; `ahead`, it loads onto those of all while
     samples run."""
     share: float = 0.0
@@ -409,17 +409,17 @@ class Case:
                 self.spec,
                 order_seed=self.order_seed,
                 by_identity=self.by_identity,
-                seated=self._seated,
+                placed=self._placed,
                 num_losses=self.num_losses,
             )
         except Exception:
             return traceback.format_exc()
 
-    def _seated(self, plan: Plan) -> Plan:
+    def _placed(self, plan: Plan) -> Plan:
         names = [f"rollout-{i}" for i in range(self.spec.rollout.workers)]
-        if self.spec.placement != "split" or self.seats == "apart" or (self.seats == "lent" and len(names) < 2):
+        if self.spec.placement != "split" or self.device_sharing == "apart" or (self.device_sharing == "lent" and len(names) < 2):
             return plan
-        if self.seats == "lent":
+        if self.device_sharing == "lent":
             return beside_the_trainer(*names[1:], rollout={"lent_until": self.share})(plan)
         return beside_the_trainer(*names, train={"onload_at": self.share})(plan)
 
@@ -452,7 +452,7 @@ def drawn_case(draws: Draws, kind: Kind, *, is_tight: bool = False, loses: bool 
         spec,
         order_seed=draws.integer(0, 2**30),
         by_identity=draws.choice((False, True)),
-        seats=draws.choice(_SEATS),
+        device_sharing=draws.choice(_DEVICE_SHARINGS),
         share=draws.choice((0.01, 0.3, 0.8)),
         num_losses=draws.integer(1, 3) if loses else 0,
     )
@@ -479,7 +479,7 @@ def _smaller(case: Case) -> Iterator[Case]:
     for name in ("after", "before", "body"):
         for block in _without_one(getattr(program, name)):
             yield dataclasses.replace(case, program=dataclasses.replace(program, **{name: block}))  # type: ignore[arg-type]
-    plainer: dict[str, Any] = {"num_losses": 0, "seats": "apart", "share": 0.0, "by_identity": False}
+    plainer: dict[str, Any] = {"num_losses": 0, "device_sharing": "apart", "share": 0.0, "by_identity": False}
     for name, value in plainer.items():
         if getattr(case, name) != value:
             yield dataclasses.replace(case, **{name: value})
@@ -507,7 +507,7 @@ def _without_one(block: tuple[p.Statement, ...]) -> Iterator[tuple[p.Statement, 
 def beside_the_trainer(*names: str, **fields: Mapping[str, object]) -> Callable[[Plan], Plan]:
     """Place these rollout workers of a split plan on the trainer's devices; the others keep their own. `fields` of slots, by their kind."""
 
-    def seated(plan: Plan) -> Plan:
+    def placed(plan: Plan) -> Plan:
         workers = []
         for worker in plan.workers:
             if worker.name in (*names, "train-0"):
@@ -516,7 +516,7 @@ def beside_the_trainer(*names: str, **fields: Mapping[str, object]) -> Callable[
             workers.append(worker)
         return msgspec.structs.replace(plan, workers=tuple(workers)).verify()
 
-    return seated
+    return placed
 
 
 def difference(
@@ -526,17 +526,17 @@ def difference(
     order_seed: int,
     seed: int = 0,
     by_identity: bool = False,
-    seated: Callable[[Plan], Plan] = lambda plan: plan,
+    placed: Callable[[Plan], Plan] = lambda plan: plan,
     num_losses: int = 0,
 ) -> str | None:
     """Run a program planned and eager, and describe what differs, or return None.
 
-    The eager run is given what time decided in the planned run. In the planned run `seated` may change which workers share devices, and
+    The eager run is given what time decided in the planned run. In the planned run `placed` may change which workers share devices, and
     `num_losses` workers die; if one dies with state that no other has, there is nothing to compare.
     """
     account = Account()
     flow = as_flow(program, account)
-    planned = run_planned(flow, {}, spec, seed=seed, order_seed=order_seed, deterministic=by_identity, seated=seated, num_losses=num_losses)
+    planned = run_planned(flow, {}, spec, seed=seed, order_seed=order_seed, deterministic=by_identity, placed=placed, num_losses=num_losses)
     if num_losses and planned.error.startswith(StateLost.__name__):
         return None
     wrong, lags, caught = account.wrong(planned), list(account.lags), list(account.caught)

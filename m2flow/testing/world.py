@@ -552,7 +552,7 @@ def run_planned(
     deterministic: bool = False,
     save_to: Path | None = None,
     around: Callable[[Backend], Backend] = _same_backend,
-    seated: Callable[[Plan], Plan] = _same_plan,
+    placed: Callable[[Plan], Plan] = _same_plan,
     num_losses: int = 0,
     flush_tokens: int = 3,
     run_dir: Path | None = None,
@@ -560,7 +560,7 @@ def run_planned(
 ) -> Answer:
     """Run a flow by the plan of a spec, with the interleaving of `order_seed`.
 
-    Trained models are saved under `save_to`. The flow calls the backend that `around` makes of the world: a recorder, a replay. `seated`
+    Trained models are saved under `save_to`. The flow calls the backend that `around` makes of the world: a recorder, a replay. `placed`
     may change the plan's placement. `num_losses` workers are lost during the run and restarted; then running samples are recorded every
     `flush_tokens`, and ledger and segments are in `run_dir`. `is_recorded` also makes a ledger where none is lost: episodes write their
     tools down.
@@ -568,7 +568,7 @@ def run_planned(
     graph, models, num_steps = trace(flow, options, seed=seed, assume=0.0)
     copies = copies_made(flow, options, num_steps=num_steps, seed=seed)
     models = {**copies.models, **models}
-    plan = seated(lower(graph, models, spec, deterministic=deterministic, copies=copies.sources))
+    plan = placed(lower(graph, models, spec, deterministic=deterministic, copies=copies.sources))
     with tempfile.TemporaryDirectory() as directory:
         place = str(run_dir or directory)
 

@@ -45,7 +45,7 @@ import numpy.typing as npt
 
 from m2flow.errors import SpecError
 from m2flow.micro.lowering.capabilities import rollout_capabilities
-from m2flow.micro.protocol.plan import Choice, EngineSlot, Seat, WorkerPlan
+from m2flow.micro.protocol.plan import Choice, EngineSlot, Placement, WorkerPlan
 from m2flow.micro.records.accounting import bias_of_run
 from m2flow.micro.records.audit import read_token_account
 from m2flow.micro.worker.engine_host import PEAKS, SHARED_TOKENS
@@ -284,28 +284,30 @@ def memory_of(trace: RunTrace) -> list[WorkerMemory]:
 
 def predicted_bytes(worker: WorkerPlan, choice: Choice) -> int | None:
     """Predict what the engines of a process need at once: those that work in a turn, and what the others keep on the device meanwhile."""
-    seats: list[tuple[EngineSlot, Seat]] = []
+    placements: list[tuple[EngineSlot, Placement]] = []
     for slot in worker.engines:
         if slot.kind == "function":
             continue
-        seat = next((seat for seat in choice.seats if (seat.engine.role, seat.engine.kind) == (slot.role, slot.kind)), None)
+        placement = next(
+            (placement for placement in choice.placements if (placement.engine.role, placement.engine.kind) == (slot.role, slot.kind)), None
+        )
         can = rollout_capabilities(slot.engine) if slot.kind == "rollout" else None
-        if seat is None or (can is not None and can.self_paced):
+        if placement is None or (can is not None and can.self_paced):
             return None
-        seats.append((slot, seat))
-    turns = {slot.takes_turn: None for slot, _ in seats}
-    return max((sum(_bytes(slot, seat, turn, worker.device) for slot, seat in seats) for turn in turns), default=None)
+        placements.append((slot, placement))
+    turns = {slot.takes_turn: None for slot, _ in placements}
+    return max((sum(_bytes(slot, placement, turn, worker.device) for slot, placement in placements) for turn in turns), default=None)
 
 
-def _bytes(slot: EngineSlot, seat: Seat, turn: str, device: str) -> int:
+def _bytes(slot: EngineSlot, placement: Placement, turn: str, device: str) -> int:
     """Return the memory of an engine in one process during a turn: on one GPU, or on all cores of a CPU."""
-    need = seat.footprint
+    need = placement.footprint
     if device.startswith("cpu"):
         works = need.device_bytes + need.host
-        return (works if slot.takes_turn == turn else need.kept_bytes) * seat.layout.tp * seat.layout.pp
+        return (works if slot.takes_turn == turn else need.kept_bytes) * placement.layout.tp * placement.layout.pp
     if slot.takes_turn == turn:
         return need.device_bytes
-    return 0 if seat.is_swapped else need.kept_bytes
+    return 0 if placement.is_swapped else need.kept_bytes
 
 
 # ---- the analysis of a run

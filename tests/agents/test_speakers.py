@@ -30,7 +30,7 @@ from m2flow.macro.tracing import trace
 from m2flow.micro.lowering.passes import lower
 from m2flow.micro.protocol import update_semantics
 from m2flow.micro.protocol.cost_terms import EngineId, Footprint, Layout
-from m2flow.micro.protocol.plan import Choice, Seat
+from m2flow.micro.protocol.plan import Choice, Placement
 from m2flow.micro.records.sample_query import SampleQuery
 from m2flow.recipe import AdamW, Model, Sampling
 from m2flow.recipe import Episodes as Bounds
@@ -500,16 +500,20 @@ def test_engines_of_those_who_speak_in_an_episode_share_its_process():
 POOLS = {"big": PoolSpec(device="h100", devices_per_node=4)}
 
 
-def seat(role: str, kind: str, first: int, num: int, layout: Layout) -> Seat:
+def placement(role: str, kind: str, first: int, num: int, layout: Layout) -> Placement:
     engine = EngineId(role, kind)  # type: ignore[arg-type]
-    return Seat(engine, (f"{role}.{kind}",), "big", first, num, layout, 0, Footprint())
+    return Placement(engine, (f"{role}.{kind}",), "big", first, num, layout, 0, Footprint())
 
 
-def test_a_searched_placement_seats_speakers_beside_the_episodes_and_a_pin_that_keeps_them_apart_is_refused():
+def test_a_search_places_speakers_beside_the_episodes_and_a_pin_that_keeps_them_apart_is_refused():
     graph, models, _ = trace(contest, {})
     spec = ClusterSpec(pools=POOLS, rollout=SPEC.rollout, train=SPEC.train)
-    seats = (seat("policy", "rollout", 0, 2, Layout(dp=2)), seat("policy", "train", 2, 1, Layout()), seat("rival", "train", 3, 1, Layout()))
-    choice = Choice("contest", "here", "split", seats, 1.0, (), (), True, 0.0, "", (), 0.0, {}, {})
+    placements = (
+        placement("policy", "rollout", 0, 2, Layout(dp=2)),
+        placement("policy", "train", 2, 1, Layout()),
+        placement("rival", "train", 3, 1, Layout()),
+    )
+    choice = Choice("contest", "here", "split", placements, 1.0, (), (), True, 0.0, "", (), 0.0, {}, {})
     plan = lower(graph, models, spec, choice=choice)
     hosts = [worker for worker in plan.workers if any(slot.kind == "rollout" for slot in worker.engines)]
     assert [{slot.role for slot in worker.engines} for worker in hosts] == [set(VERSIONS)] * 2

@@ -434,14 +434,14 @@ def of_a_column() -> None:
 
 def test_what_can_not_be_branched_is_refused_before_the_run_with_what_to_do():
     @agent
-    async def seated(chat: Chat, row: Sample, desk: Desk) -> float:
+    async def with_desk(chat: Chat, row: Sample, desk: Desk) -> float:
         return 0.0
 
     assert "other policies speak in them: opponent" in refused(speakers={})
     assert "max_conversations=1" in refused(max_conversations=2)
     assert "history='append'" in refused(history="fork")
     assert "rollout(..., staleness=0)" in refused(staleness=1)
-    assert "Desk, which can't be brought to where it was" in refused(played=seated)
+    assert "Desk, which can't be brought to where it was" in refused(played=with_desk)
     assert "Branch those of each" in refused(at="two rollouts")
     with pytest.raises(TraceError, match="they have a column 'branch_turn' already"):
         trace(of_a_column, {})

@@ -363,7 +363,7 @@ def waits_first():
 
 
 @pytest.mark.parametrize("branches", [True, False])
-def test_by_search_a_run_has_seats_for_what_comes_after_a_wait(tmp_path, branches):
+def test_by_search_a_run_has_placements_for_what_comes_after_a_wait(tmp_path, branches):
     said = plan_of_waits_first(tmp_path, branches, "auto")
     assert "policy: rollout (fake) stays, teacher: train (fake) stays" in said
     assert "note: m2flow run" not in said

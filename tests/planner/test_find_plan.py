@@ -87,7 +87,7 @@ def test_what_is_called_exact_is_the_best_and_no_bound_is_above_it(seed: int) ->
             best_plan(problem)
         return
     choice = choice_of(problem)
-    if any(seat.lent_until for seat in choice.seats):  # Of plans that lend devices the best is not sure to be found.
+    if any(placement.lent_until for placement in choice.placements):  # Of plans that lend devices the best is not sure to be found.
         assert not choice.is_exact
         assert choice.predicted_step_s <= best * (1 - WORTH)
         choice = choice_of(without_lending(problem))
@@ -114,8 +114,12 @@ def test_no_plan_of_a_larger_step_is_below_a_bound(seed: int) -> None:
 @pytest.mark.parametrize("num_devices", [8, 256])
 def test_a_choice_says_who_runs_where_and_what_limits_it(num_devices: int) -> None:
     choice = at(num_devices)
-    assert {call for seat in choice.seats for call in seat.calls} == {"policy.generate", "reference.logprobs", "policy.update"}
-    assert all(seat.first_device >= 0 and seat.devices[-1] < num_devices for seat in choice.seats)
+    assert {call for placement in choice.placements for call in placement.calls} == {
+        "policy.generate",
+        "reference.logprobs",
+        "policy.update",
+    }
+    assert all(placement.first_device >= 0 and placement.devices[-1] < num_devices for placement in choice.placements)
     assert choice.advice
     assert {loser.what for loser in choice.losers} == {"time-shared", "split", "hybrid"} - {choice.mode}
     assert all(loser.why for loser in choice.losers)
@@ -147,9 +151,9 @@ def test_a_faster_device_is_not_slower() -> None:
 def test_a_pin_holds_and_its_cost_is_shown() -> None:
     pin = {"policy.rollout": PinSpec(num_devices=2, layout=LayoutSpec(tp=2)), "reference": PinSpec(devices=(4, 8))}
     choice = choice_of(modelled(8, pin=pin))
-    seats = {str(seat.engine): seat for seat in choice.seats}
-    assert (seats["policy.rollout"].num_devices, seats["policy.rollout"].layout.tp) == (2, 2)
-    assert (seats["reference.train"].first_device, seats["reference.train"].num_devices) == (4, 4)
+    placements = {str(placement.engine): placement for placement in choice.placements}
+    assert (placements["policy.rollout"].num_devices, placements["policy.rollout"].layout.tp) == (2, 2)
+    assert (placements["reference.train"].first_device, placements["reference.train"].num_devices) == (4, 4)
     assert choice.constraints_cost_s.keys() == {"pin policy.rollout", "pin reference"}
     assert choice.constraints_cost_s["pin policy.rollout"] > 0
     assert choice.predicted_step_s >= at(8).predicted_step_s
@@ -189,7 +193,7 @@ def test_between_the_counts_of_the_grid_there_are_faster_plans(num_devices: int,
 
 def test_what_is_pinned_stays_so_between_the_counts_of_the_grid() -> None:
     found = choice_of(modelled(64, staleness=1, pin={"policy.train": PinSpec(num_devices=16)}))
-    assert [seat.num_devices for seat in found.seats if seat.engine == TRAINER] == [16]
+    assert [placement.num_devices for placement in found.placements if placement.engine == TRAINER] == [16]
 
 
 def test_the_k_longest_bound_is_that_of_the_rollout_study() -> None:
@@ -207,22 +211,22 @@ def test_a_rollout_of_few_samples_is_released_as_its_groups_end() -> None:
 
 def test_a_pin_off_the_grid_of_device_counts_is_a_point_of_it() -> None:
     choice = choice_of(modelled(64, pin={"policy.rollout": PinSpec(num_devices=24), "policy.train": PinSpec(devices=(3, 43))}))
-    seats = {str(seat.engine): seat for seat in choice.seats}
-    assert seats["policy.rollout"].num_devices == 24
-    assert (seats["policy.train"].first_device, seats["policy.train"].num_devices) == (3, 40)
+    placements = {str(placement.engine): placement for placement in choice.placements}
+    assert placements["policy.rollout"].num_devices == 24
+    assert (placements["policy.train"].first_device, placements["policy.train"].num_devices) == (3, 40)
 
 
 def test_a_pinned_layout_off_the_grid_is_a_point_of_it() -> None:
     choice = choice_of(modelled(64, pin={"policy.rollout": PinSpec(layout=LayoutSpec(dp=3, tp=2))}))
-    (seat,) = (seat for seat in choice.seats if seat.engine == POLICY)
-    assert (seat.layout.dp, seat.layout.tp) == (3, 2)
+    (placement,) = (placement for placement in choice.placements if placement.engine == POLICY)
+    assert (placement.layout.dp, placement.layout.tp) == (3, 2)
 
 
 def test_a_pin_of_a_kind_is_of_every_engine_of_it_and_a_narrower_one_comes_first() -> None:
     choice = choice_of(modelled(8, pin={"train": PinSpec(devices=(4, 8)), "reference": PinSpec(devices=(6, 8))}))
-    seats = {str(seat.engine): list(seat.devices) for seat in choice.seats}
-    assert seats["policy.train"] == [4, 5, 6, 7]
-    assert seats["reference.train"] == [6, 7]
+    placements = {str(placement.engine): list(placement.devices) for placement in choice.placements}
+    assert placements["policy.train"] == [4, 5, 6, 7]
+    assert placements["reference.train"] == [6, 7]
 
 
 def test_a_plan_that_can_not_be_run_is_passed_over_and_named() -> None:

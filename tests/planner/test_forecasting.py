@@ -95,9 +95,9 @@ def test_processes_that_share_cores_are_foreseen_as_if_they_did_not_and_it_is_sa
     for found in (tight, roomy):
         assert "by a model of the hardware" in found.note
         assert found.choice is not None
-        seats = {seat.engine.kind: seat for seat in found.choice.seats}
-        assert (seats["rollout"].layout.dp, seats["rollout"].layout.tp, seats["rollout"].num_devices) == (2, 2, 4)
-        assert seats["train"].num_devices == 1
+        placements = {placement.engine.kind: placement for placement in found.choice.placements}
+        assert (placements["rollout"].layout.dp, placements["rollout"].layout.tp, placements["rollout"].num_devices) == (2, 2, 4)
+        assert placements["train"].num_devices == 1
 
 
 def test_ranks_have_the_devices_that_the_spec_gives_them() -> None:
@@ -105,7 +105,7 @@ def test_ranks_have_the_devices_that_the_spec_gives_them() -> None:
     graph, models, _ = trace(hostile, {"num_steps": 1})
     choice = forecast(lower(graph, models, spec, num_steps=1), spec, partial(question_of, graph, models)).choice
     assert choice is not None
-    (train,) = (seat for seat in choice.seats if seat.engine.kind == "train")
+    (train,) = (placement for placement in choice.placements if placement.engine.kind == "train")
     assert (train.layout.dp, train.num_devices) == (3, 3)
 
 

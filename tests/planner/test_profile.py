@@ -225,7 +225,7 @@ def test_a_trace_gives_back_the_constants_that_made_it(tmp_path: Path) -> None:
 
 def test_a_run_that_goes_on_is_measured_in_the_pools_of_its_plan_once_its_engines_have_worked(tmp_path: Path) -> None:
     choice = simple()
-    plan, pool = msgspec.structs.replace(PLAN, choice=choice), choice.seats[0].pool
+    plan, pool = msgspec.structs.replace(PLAN, choice=choice), choice.placements[0].pool
     (tmp_path / "begun").mkdir()
     begun = Ledger(tmp_path / "begun" / "ledger.db")
     begun.open()

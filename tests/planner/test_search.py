@@ -198,7 +198,7 @@ def test_a_search_that_has_spent_its_budget_says_so_and_gives_the_same_plan_agai
     monkeypatch.setattr(search, "_BUDGET", 1)
     first, again = (find_plan(step.workload, step.lengths, step.costs, step.spec) for _ in range(2))
     assert "more changes: the search has spent its budget of 1 evaluations" in first.not_tried
-    assert (first.seats, first.predicted_step_s) == (again.seats, again.predicted_step_s)
+    assert (first.placements, first.predicted_step_s) == (again.placements, again.predicted_step_s)
     assert first.predicted_step_s >= whole.predicted_step_s * (1 - 1e-9)
 
 

@@ -62,18 +62,18 @@ def sorts() -> None:
         policy.update(responses, verifier.score(responses), loss=ppo_clip(), optimizer=AdamW(1e-3), minibatch_size=3)
 
 
-def run_of(tmp_path: Path, seated: Callable[[Plan], Plan] | None = None) -> tuple[Run, Summary]:
+def run_of(tmp_path: Path, placed: Callable[[Plan], Plan] | None = None) -> tuple[Run, Summary]:
     graph, models, num_steps = trace(sorts, {})
     plan = lower(graph, models, SPEC, num_steps=num_steps, deterministic=True)
-    pinned = seated(plan) if seated is not None else None
+    pinned = placed(plan) if placed is not None else None
     run = Run(sorts, {}, SPEC, RunSettings(runs_dir=str(tmp_path), deterministic=True), pinned=pinned)
     return run, run.execute()
 
 
-def run_in_which(sees: Callable[[Sequence[Span]], object], tmp_path: Path, seated: Callable[[Plan], Plan], bits: tuple[str, str]) -> Run:
+def run_in_which(sees: Callable[[Sequence[Span]], object], tmp_path: Path, placed: Callable[[Plan], Plan], bits: tuple[str, str]) -> Run:
     """Runs until something is seen in one: what is under way when devices change hands is a matter of moments. All have the bits."""
     for number in range(NUM_RUNS):
-        run, summary = run_of(tmp_path / str(number), seated)
+        run, summary = run_of(tmp_path / str(number), placed)
         assert (summary.samples_sha256, summary.weights_sha256) == bits
         if sees(read_spans(run.run_dir)):
             return run

@@ -270,7 +270,7 @@ WRONG = {
         ),
         scheduled(split_spec(2, 64, 20, 1, max_samples=5), ("round-robin",), "earlier-steps"),
         order_seed=987969023,
-        seats="lent",
+        device_sharing="lent",
         share=0.3,
         num_losses=2,
     ),
@@ -385,7 +385,7 @@ def test_a_case_that_differs_is_made_shorter_while_it_does(monkeypatch):
     smaller = shrunk(case)
     assert list(smaller.program.statements()) == asked(smaller)
     assert len(asked(smaller)) == 2
-    assert (smaller.num_losses, smaller.seats, smaller.program.num_steps, smaller.program.staleness) == (0, "apart", 0, 0)
+    assert (smaller.num_losses, smaller.device_sharing, smaller.program.num_steps, smaller.program.staleness) == (0, "apart", 0, 0)
 
 
 def asked(case: Case) -> list[object]:

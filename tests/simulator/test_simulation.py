@@ -74,13 +74,13 @@ def test_a_shorter_sample_leaves_the_others_faster():
 TRAINING = TrainCost(NOTHING, PassCost(0.0, 0.5, 0.0), 3.0)
 
 
-@pytest.mark.parametrize("seated", ["one process", "a lease of several"])
-def test_taking_turns_is_a_sum(seated):
+@pytest.mark.parametrize("placed", ["one process", "a lease of several"])
+def test_taking_turns_is_a_sum(placed):
     costs = PlainCosts(decodes(), TRAINING, switching=Switch(2.0, 5.0), syncing_s=11.0)
-    spec = cluster("time-shared") if seated == "one process" else cluster("split", instances=2)
-    change = (lambda plan: plan) if seated == "one process" else leased
-    result = ran(plain, costs, Given([[10]], prompt=2), spec, options={"batch": 2, "n": 1, "num_steps": 2}, num_steps=2, seated=change)
-    rollout_s = 10 * (T0 + 2 * T1) if seated == "one process" else 10 * (T0 + T1)
+    spec = cluster("time-shared") if placed == "one process" else cluster("split", instances=2)
+    change = (lambda plan: plan) if placed == "one process" else leased
+    result = ran(plain, costs, Given([[10]], prompt=2), spec, options={"batch": 2, "n": 1, "num_steps": 2}, num_steps=2, placed=change)
+    rollout_s = 10 * (T0 + 2 * T1) if placed == "one process" else 10 * (T0 + T1)
     train_s = 2 * 12 * 0.5 + 3.0
     assert result.makespans == [rollout_s + 7.0 + train_s, 7.0 + 11.0 + rollout_s + 7.0 + train_s]
 
@@ -109,9 +109,9 @@ def test_knowing_lengths_lets_the_longest_begin_first():
     def knowing(plan: Plan) -> Plan:
         return msgspec.structs.replace(plan, policies=("lpt",), predictor="oracle")
 
-    def made(seated: Callable[[Plan], Plan]) -> list[float]:
+    def made(placed: Callable[[Plan], Plan]) -> list[float]:
         costs, lengths = PlainCosts(decoding=decodes(max_running=1)), Given([[4], [4], [4], [12]])
-        return ran(plain, costs, lengths, cluster(instances=2, max_running=1), options={"batch": 4, "n": 1}, seated=seated).makespans
+        return ran(plain, costs, lengths, cluster(instances=2, max_running=1), options={"batch": 4, "n": 1}, placed=placed).makespans
 
     assert made(lambda plan: plan) == [16 * (T0 + T1)]
     assert made(knowing) == [12 * (T0 + T1)]
@@ -191,16 +191,16 @@ def runs(draw):
         max_running=draw(st.sampled_from([1, 4, 100])),
         token_budget=draw(st.sampled_from([1, 300, 10_000])),
     )
-    seated = leased if spec.placement == "split" and draw(st.booleans()) else lambda plan: plan
+    placed = leased if spec.placement == "split" and draw(st.booleans()) else lambda plan: plan
     options = {"batch": draw(st.integers(1, 5)), "n": draw(st.integers(1, 3)), "lag": draw(st.integers(0, 2)), "num_steps": 3}
-    return costs, Given(groups, prompt=draw(st.integers(0, 50))), spec, options, seated
+    return costs, Given(groups, prompt=draw(st.integers(0, 50))), spec, options, placed
 
 
 @some
 @given(runs())
 def test_no_makespan_is_below_a_bound_and_every_device_second_is_counted_once(run):
-    costs, lengths, spec, options, seated = run
-    result = ran(stale, costs, lengths, spec, options=options, num_steps=3, seated=seated)
+    costs, lengths, spec, options, placed = run
+    result = ran(stale, costs, lengths, spec, options=options, num_steps=3, placed=placed)
     for period in result.history.periods:
         assert sum(period.seconds.values()) == pytest.approx(period.makespan_s * result.history.num_devices)
     for step in result.report.steps:
@@ -213,8 +213,8 @@ def test_no_makespan_is_below_a_bound_and_every_device_second_is_counted_once(ru
 @some
 @given(runs())
 def test_two_runs_of_the_same_are_equal_to_the_last_bit(run):
-    costs, lengths, spec, options, seated = run
-    first, second = (ran(stale, costs, lengths, spec, options=options, num_steps=3, seated=seated) for _ in range(2))
+    costs, lengths, spec, options, placed = run
+    first, second = (ran(stale, costs, lengths, spec, options=options, num_steps=3, placed=placed) for _ in range(2))
     assert first.report.steps == second.report.steps
     assert [(d.worker, d.task, d.start_s, d.end_s) for d in first.history.done_tasks] == [
         (d.worker, d.task, d.start_s, d.end_s) for d in second.history.done_tasks

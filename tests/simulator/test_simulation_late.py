@@ -102,7 +102,7 @@ def test_carried_runs_end_and_keep_to_the_bounds_on_every_draw(seed, instances, 
         num_steps=4,
         options={"num_steps": 4, "batch": 6},
         seed=seed,
-        seated=leased if is_leased else lambda plan: plan,
+        placed=leased if is_leased else lambda plan: plan,
     )
     given = [sum(step.staleness.values()) for step in result.report.steps]
     assert all(count >= 10 and count % 2 == 0 for count in given)

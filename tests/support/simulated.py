@@ -131,14 +131,14 @@ def ran(
     options: Mapping[str, object] | None = None,
     num_steps: int = 1,
     seed: int = 0,
-    seated: Callable[[Plan], Plan] = lambda plan: plan,
+    placed: Callable[[Plan], Plan] = lambda plan: plan,
     kept: Mapping[str, float] | None = None,
     failures: Sequence[Failure] = (),
     without_groups: bool = False,
 ) -> Ran:
     options = dict(options or {})
     program = follow_program(of, options, steps=num_steps, seed=seed)
-    plan = seated(lower(program.graph, program.models, spec))
+    plan = placed(lower(program.graph, program.models, spec))
     machines = machines_of(plan, spec, costs)
     simulated = simulate(program, plan, spec, costs, lengths, seed=seed, kept=kept, failures=failures, without_groups=without_groups)
     overlaps = program.staleness > 0

@@ -14,7 +14,7 @@ from observed_run import record_run, store_run
 
 from m2flow.cli.main import cli
 from m2flow.micro.protocol.cost_terms import EngineId, Footprint, Layout
-from m2flow.micro.protocol.plan import Choice, EngineSlot, Seat, WorkerPlan
+from m2flow.micro.protocol.plan import Choice, EngineSlot, Placement, WorkerPlan
 from m2flow.micro.worker.engine_host import PEAKS, EngineHost, Gauges
 from m2flow.micro.worker.mini_batches import peak_bytes
 from m2flow.observe.spans import Recorder
@@ -28,11 +28,11 @@ SLOTS = (EngineSlot("policy", "rollout", "embedded"), EngineSlot("policy", "trai
 
 
 def choice(*, tp: int = 1, is_swapped: bool = False) -> Choice:
-    seats = tuple(
-        Seat(EngineId("policy", kind), (), "", 0, tp, Layout(tp=tp), 1, need, "device-0", "time-shared", is_swapped)  # type: ignore[arg-type]
+    placements = tuple(
+        Placement(EngineId("policy", kind), (), "", 0, tp, Layout(tp=tp), 1, need, "device-0", "time-shared", is_swapped)  # type: ignore[arg-type]
         for kind, need in (("rollout", ROLLOUT), ("train", TRAIN))
     )
-    return Choice("f", "here", "time-shared", seats, 1.0, (), (), True, 0.0, "", (), 0.0, {}, {})
+    return Choice("f", "here", "time-shared", placements, 1.0, (), (), True, 0.0, "", (), 0.0, {}, {})
 
 
 def test_the_plan_counts_who_works_in_a_turn_and_what_the_others_keep_meanwhile() -> None:

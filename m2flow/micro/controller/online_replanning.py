@@ -71,8 +71,8 @@ class Hysteresis:
 
     def other_shares(self, comparison: Comparison) -> dict[str, float]:
         """Return the shares that apply from now on, if they have changed; else nothing."""
-        seats = {seat.engine.role: seat for seat in comparison.here.seats if seat.engine.kind == "rollout"}
-        found = {role: seats[role].lent_until or 1.0 for role in self.shares if role in seats}
+        placements = {placement.engine.role: placement for placement in comparison.here.placements if placement.engine.kind == "rollout"}
+        found = {role: placements[role].lent_until or 1.0 for role in self.shares if role in placements}
         self._seen_shares = [*self._seen_shares, found][-_IN_A_ROW:]
         is_sure = len(self._seen_shares) == _IN_A_ROW and all(seen == found for seen in self._seen_shares)
         if not is_sure or not found or all(self.shares[role] == share for role, share in found.items()):
@@ -153,10 +153,12 @@ class OnlineReplanning:
 def pinned_to(choice: Choice, spec: ClusterSpec) -> ClusterSpec:
     """Pin a cluster spec to the placement of a choice, with only chunk sizes and borrow thresholds left open."""
     pins = {}
-    for seat in choice.seats:
-        degrees = {name: getattr(seat.layout, name) for name in ("tp", "pp", "sp", "dp", "ep", "zero")}
-        devices = (seat.first_device, seat.devices.stop)
-        pins[str(seat.engine)] = PinSpec(pool=seat.pool or None, devices=devices, layout=LayoutSpec(**degrees), offload=seat.layout.offload)
+    for placement in choice.placements:
+        degrees = {name: getattr(placement.layout, name) for name in ("tp", "pp", "sp", "dp", "ep", "zero")}
+        devices = (placement.first_device, placement.devices.stop)
+        pins[str(placement.engine)] = PinSpec(
+            pool=placement.pool or None, devices=devices, layout=LayoutSpec(**degrees), offload=placement.layout.offload
+        )
     return spec.model_copy(update={"pin": pins})
 
 
@@ -167,9 +169,9 @@ def bits_kept(choice: Choice, spec: ClusterSpec, device: str) -> ClusterSpec:
     engine has one.
     """
     pins = dict(spec.pin)
-    for seat in choice.seats:
-        names = ("pp", "sp", "ep", *(("tp",) if device != "cpu" else ()), *(("dp", "zero") if seat.engine.kind == "train" else ()))
-        degrees = {name: getattr(seat.layout, name) for name in names}
-        given = pins.get(str(seat.engine), PinSpec())
-        pins[str(seat.engine)] = given.model_copy(update={"layout": given.layout.model_copy(update=degrees)})
+    for placement in choice.placements:
+        names = ("pp", "sp", "ep", *(("tp",) if device != "cpu" else ()), *(("dp", "zero") if placement.engine.kind == "train" else ()))
+        degrees = {name: getattr(placement.layout, name) for name in names}
+        given = pins.get(str(placement.engine), PinSpec())
+        pins[str(placement.engine)] = given.model_copy(update={"layout": given.layout.model_copy(update=degrees)})
     return spec.model_copy(update={"pin": pins})

@@ -31,7 +31,7 @@ is larger than the budget gets a micro-batch of its own. `cut` is that rule in t
 arrival.
 
 Ranks. On this machine the spec's `train.ranks` says how many a trainer has, since cores can be threads of one rank as well as ranks; in a
-pool each device of the trainer's seat is a rank. All ranks are one worker to the plan and the scheduler.
+pool each device of the trainer's placement is a rank. All ranks are one worker to the plan and the scheduler.
 
 Weight syncs. The transport is the cheapest one, unless the spec names one: within a process one copy; between processes of a host a copy in
 and one out for each receiver, at the speed of memory; to other hosts m2flow's own connections, which are encrypted. A broadcast, in which
@@ -82,11 +82,11 @@ from m2flow.micro.lowering.placement import (
     place_workers,
     places,
     resize,
-    seat_sizes,
-    seat_workers,
     sizes_of,
+    sizes_of_choice,
     with_speakers,
     with_weight_copies,
+    workers_of_choice,
 )
 from m2flow.micro.lowering.routing import check_deadlock_freedom, limit, route, with_pinned_capacities, with_rooms
 from m2flow.micro.protocol.plan import Choice, Mode, Plan, Route, Stage, SwitchPlan, SyncTransport, WeightSync, WorkerPlan
@@ -309,7 +309,7 @@ def lower(
     else:
         workers = with_weight_copies(_workers(graph, models, spec, choice, deterministic=deterministic), copies or {})
     if choice is not None and pinned is None:
-        sizes, mode = seat_sizes(choice, pack(legal_stages(first), spec)), choice.mode
+        sizes, mode = sizes_of_choice(choice, pack(legal_stages(first), spec)), choice.mode
     check_ranks(workers)
     check_degrees(workers, spec.weights)
     routes, stages = _stages(first, workers, spec, sizes)
@@ -362,7 +362,7 @@ def _workers(
 ) -> tuple[WorkerPlan, ...]:
     """Place the workers as the search has chosen, or by the rule of the spec's `placement`."""
     if choice is not None:
-        return with_speakers(seat_workers(choice, spec, device_of(spec), deterministic=deterministic), graph, spec)
+        return with_speakers(workers_of_choice(choice, spec, device_of(spec), deterministic=deterministic), graph, spec)
     return place_workers(graph, models, spec, deterministic=deterministic)
 
 

@@ -2,7 +2,7 @@
 
     Stages --chunking--> Stages with `chunk`
     Stages, ClusterSpec --place_workers--> WorkerPlans        by the rule of the spec's `placement`
-    Choice --seat_workers--> WorkerPlans                      as the search for a plan found
+    Choice --workers_of_choice--> WorkerPlans                      as the search for a plan found
     Stages, WorkerPlans --place_stages--> Stages with a place
 
 Chunks. A rollout engine gets as many samples as decode together well; a function gets a few tens, so that its results can flow on while
@@ -13,13 +13,13 @@ workers only generate. Split (disaggregated): rollout workers and one trainer ru
 either way, since they may hang, block or be slow without touching a device. If the trace ended because the program needs a value, the
 calls after it are unknown: each model then gets both kinds of engine, except references, critics and reward models, which are not sampled.
 
-By search. A rollout seat of n replicas is n workers; a trainer is one worker, however many devices it has, since its ranks work as one.
+By search. A rollout engine of n replicas is n workers; a trainer is one worker, however many devices it has: its ranks work as one.
 Engines of one kind on the same devices in the same layout share a worker. An engine that generates and one that trains share a worker
 too if they take turns with a single device, so that samples and weights need not leave the process; on more devices they are processes of
 their own, which take turns by the lease. All engines of a kind have one turn, unless their devices can't hold them at once.
 
 Episodes in which several roles speak run in one process, beside the rollout engines of all of them: by rule every rollout worker has
-those of all roles; by search each seat of the role whose episodes they are also has the others' engines (`with_speakers`). Limit: the
+those of all roles; by search each placement of the role whose episodes they are also has the others' engines (`with_speakers`). Limit: the
 search counts neither the memory nor the time of these.
 
 Degrees of parallelism (`EngineSlot.tp`, `.pp`, `.ep`) become arguments of the inference server. By rule the spec pins them
@@ -41,7 +41,7 @@ from m2flow.errors import PlanError, SpecError, did_you_mean
 from m2flow.macro.graph import Call, MacroGraph
 from m2flow.micro.lowering.capabilities import can_stay_resident
 from m2flow.micro.protocol.cost_terms import EngineId
-from m2flow.micro.protocol.plan import Choice, EngineSlot, Seat, Stage, WorkerPlan
+from m2flow.micro.protocol.plan import Choice, EngineSlot, Placement, Stage, WorkerPlan
 from m2flow.recipe import Model
 from m2flow.spec import ClusterSpec, WeightsSpec
 
@@ -55,11 +55,11 @@ def pinned_degrees(slot: EngineSlot, spec: ClusterSpec) -> EngineSlot:
     return msgspec.structs.replace(slot, **{name: degree for name, degree in found.items() if degree})
 
 
-def seated_degrees(slot: EngineSlot, seat: Seat, spec: ClusterSpec) -> EngineSlot:
-    """A rollout engine with the degrees of its seat."""
+def degrees_as_placed(slot: EngineSlot, placement: Placement, spec: ClusterSpec) -> EngineSlot:
+    """A rollout engine with the degrees of its placement."""
     if not spec.pools:
         return slot
-    return msgspec.structs.replace(slot, **{name: getattr(seat.layout, name) for name in _NAMES})
+    return msgspec.structs.replace(slot, **{name: getattr(placement.layout, name) for name in _NAMES})
 
 
 def check_degrees(workers: Iterable[WorkerPlan], weights: WeightsSpec) -> None:
@@ -179,7 +179,7 @@ def with_speakers(workers: tuple[WorkerPlan, ...], graph: MacroGraph, spec: Clus
                 f"pin.{name} keeps the rollout engines of {call.role} and {other} apart, and {other} speaks in the episodes of {call.name} "
                 f"at {call.site}",
                 where=spec.where("pin", name),
-                now="These engines are seated together: pin both alike, or neither.",
+                now="These engines are placed together: pin both alike, or neither.",
             )
         beside = {}
         for worker in workers:
@@ -303,31 +303,39 @@ _Place = tuple[str, int, int]
 """(pool, first device, one past the last device)."""
 
 
-def seat_workers(choice: Choice, spec: ClusterSpec, device: str, *, deterministic: bool = False) -> tuple[WorkerPlan, ...]:
+def workers_of_choice(choice: Choice, spec: ClusterSpec, device: str, *, deterministic: bool = False) -> tuple[WorkerPlan, ...]:
     """The workers of a searched placement, and those for functions.
 
     Args:
         device: what a device of this machine is called where the spec has no pools (`cpu`, `cuda:0`).
-        deterministic: engines on cores of this machine have one thread, however many cores the seat has.
+        deterministic: engines on cores of this machine have one thread, however many cores the placement has.
     Raises:
-        PlanError: two seats have a device in common and take no turns with it.
+        PlanError: two placements have a device in common and take no turns with it.
     """
-    _check_overlaps(choice.seats)
+    _check_overlaps(choice.placements)
     slots: dict[tuple[str, _Place, str], list[EngineSlot]] = {}
     threads: dict[_Place, int] = {}
     of_trainer: dict[_Place, int] = {}  # In a pool one rank for each device; on this machine as many as the layout has replicas.
-    turns = _turns(choice.seats)
-    for seat in choice.seats:
-        engine = spec.rollout.engine if seat.engine.kind == "rollout" else spec.train.engine
-        for place in _replicas(seat):
-            stays = bool(seat.lease) and not seat.is_swapped and (seat.engine.kind == "train" or can_stay_resident(engine))
-            lease = seat.lease if _shares(seat, place, choice.seats) else ""
-            turn, stays = (turns.get(seat.engine, ""), stays) if lease else ("", False)
-            slot = EngineSlot(seat.engine.role, seat.engine.kind, engine, turn, stays, seat.lent_until if lease else 0.0, seat.onload_at)
-            laid = seated_degrees(slot, seat, spec) if seat.engine.kind == "rollout" else slot
-            slots.setdefault((seat.engine.kind, place, lease), []).append(laid)
-            if seat.engine.kind == "train":
-                of_trainer[place] = place[2] - place[1] if spec.pools else seat.layout.dp
+    turns = _turns(choice.placements)
+    for placement in choice.placements:
+        engine = spec.rollout.engine if placement.engine.kind == "rollout" else spec.train.engine
+        for place in _replicas(placement):
+            stays = bool(placement.lease) and not placement.is_swapped and (placement.engine.kind == "train" or can_stay_resident(engine))
+            lease = placement.lease if _shares(placement, place, choice.placements) else ""
+            turn, stays = (turns.get(placement.engine, ""), stays) if lease else ("", False)
+            slot = EngineSlot(
+                placement.engine.role,
+                placement.engine.kind,
+                engine,
+                turn,
+                stays,
+                placement.lent_until if lease else 0.0,
+                placement.onload_at,
+            )
+            laid = degrees_as_placed(slot, placement, spec) if placement.engine.kind == "rollout" else slot
+            slots.setdefault((placement.engine.kind, place, lease), []).append(laid)
+            if placement.engine.kind == "train":
+                of_trainer[place] = place[2] - place[1] if spec.pools else placement.layout.dp
             threads[place] = place[2] - place[1] if device == "cpu" and not spec.pools and not deterministic else 1
     workers = []
     count = {"rollout": 0, "train": 0, "device": 0}
@@ -353,56 +361,58 @@ def _has_one_process(place: _Place, spec: ClusterSpec) -> bool:
     return place[2] - place[1] == 1 or not spec.pools
 
 
-def share_a_process(rollout: Seat, trainer: Seat, spec: ClusterSpec) -> bool:
-    """Whether a rollout replica and the trainer share a process, which does one thing at a time, if the two seats take turns."""
+def share_a_process(rollout: Placement, trainer: Placement, spec: ClusterSpec) -> bool:
+    """Whether a rollout replica and the trainer share a process, which does one thing at a time, if the two placements take turns."""
     place = trainer.pool, trainer.first_device, trainer.devices.stop
     return place in _replicas(rollout) and _has_one_process(place, spec)
 
 
-def _shares(seat: Seat, place: _Place, seats: tuple[Seat, ...]) -> bool:
+def _shares(placement: Placement, place: _Place, placements: tuple[Placement, ...]) -> bool:
     """Whether a replica takes turns with a trainer; of a rollout engine that borrows devices, only the replicas on these do."""
-    if not seat.lent_until:
-        return bool(seat.lease)
-    others = (other for other in seats if other.engine != seat.engine and other.lease == seat.lease and other.pool == place[0])
+    if not placement.lent_until:
+        return bool(placement.lease)
+    others = (
+        other for other in placements if other.engine != placement.engine and other.lease == placement.lease and other.pool == place[0]
+    )
     return any(other.first_device < place[2] and place[1] < other.devices.stop for other in others)
 
 
-def _turns(seats: tuple[Seat, ...]) -> dict[EngineId, str]:
+def _turns(placements: tuple[Placement, ...]) -> dict[EngineId, str]:
     """Name turns for engines that don't fit on their devices together with all others of their kind and lease; the others get none."""
-    alike: dict[tuple[str, str], dict[EngineId, Seat]] = {}
-    for seat in seats:
-        if seat.lease:
-            alike.setdefault((seat.lease, seat.engine.kind), {})[seat.engine] = seat
+    alike: dict[tuple[str, str], dict[EngineId, Placement]] = {}
+    for placement in placements:
+        if placement.lease:
+            alike.setdefault((placement.lease, placement.engine.kind), {})[placement.engine] = placement
     found = {}
-    for (_, kind), seat_of in alike.items():
-        groups: list[list[Seat]] = []
-        for seat in seat_of.values():
-            group = next((group for group in groups if all(_may_share_a_turn(seat, other) for other in group)), None)
-            groups += [[seat]] if group is None else []
+    for (_, kind), placement_of in alike.items():
+        groups: list[list[Placement]] = []
+        for placement in placement_of.values():
+            group = next((group for group in groups if all(_may_share_a_turn(placement, other) for other in group)), None)
+            groups += [[placement]] if group is None else []
             if group is not None:
-                group.append(seat)
+                group.append(placement)
         for group in groups if len(groups) > 1 else ():
-            found.update({seat.engine: f"{kind} {', '.join(other.engine.role for other in group)}" for seat in group})
+            found.update({placement.engine: f"{kind} {', '.join(other.engine.role for other in group)}" for placement in group})
     return found
 
 
-def _may_share_a_turn(one: Seat, other: Seat) -> bool:
-    """Whether two seats fit into one turn: they have no common device, or are in one process and the devices hold both."""
+def _may_share_a_turn(one: Placement, other: Placement) -> bool:
+    """Whether two placements fit into one turn: they have no common device, or are in one process and the devices hold both."""
     is_apart = one.pool != other.pool or one.devices.stop <= other.first_device or other.devices.stop <= one.first_device
     return is_apart or (_replicas(one) == _replicas(other) and not one.is_swapped and not other.is_swapped)
 
 
-def seat_sizes(choice: Choice, stages: tuple[Stage, ...]) -> dict[str, Sizes]:
-    """Sizes of calls as the search chose them. How many samples decode together is the limit of an engine, not of a seat."""
-    chunks = {call.partition("@")[0]: seat.chunk for seat in choice.seats for call in seat.calls if seat.chunk}
+def sizes_of_choice(choice: Choice, stages: tuple[Stage, ...]) -> dict[str, Sizes]:
+    """Sizes of calls as the search chose them. How many samples decode together is the limit of an engine, not of a placement."""
+    chunks = {call.partition("@")[0]: placement.chunk for placement in choice.placements for call in placement.calls if placement.chunk}
     return {s.call: Sizes(chunks[s.call], s.token_budget) for s in stages if s.engine != "rollout" and s.call in chunks}
 
 
-def _replicas(seat: Seat) -> list[_Place]:
-    if seat.engine.kind == "train":
-        return [(seat.pool, seat.first_device, seat.devices.stop)]
-    size = seat.num_devices // seat.layout.dp
-    return [(seat.pool, first, first + size) for first in range(seat.first_device, seat.devices.stop, size)]
+def _replicas(placement: Placement) -> list[_Place]:
+    if placement.engine.kind == "train":
+        return [(placement.pool, placement.first_device, placement.devices.stop)]
+    size = placement.num_devices // placement.layout.dp
+    return [(placement.pool, first, first + size) for first in range(placement.first_device, placement.devices.stop, size)]
 
 
 def _device_name(place: _Place, spec: ClusterSpec, device: str) -> str:
@@ -412,9 +422,9 @@ def _device_name(place: _Place, spec: ClusterSpec, device: str) -> str:
     return f"{pool}[{first}]" if stop == first + 1 else f"{pool}[{first}:{stop}]"
 
 
-def _check_overlaps(seats: tuple[Seat, ...]) -> None:
-    for i, one in enumerate(seats):
-        for other in seats[i + 1 :]:
+def _check_overlaps(placements: tuple[Placement, ...]) -> None:
+    for i, one in enumerate(placements):
+        for other in placements[i + 1 :]:
             common = range(max(one.first_device, other.first_device), min(one.devices.stop, other.devices.stop))
             if one.pool != other.pool or not common or one.engine.kind == other.engine.kind:
                 continue

@@ -26,7 +26,7 @@ from m2flow.spec import WeightTransport
 Mode = Literal["time-shared", "split", "hybrid"]
 
 
-class Seat(msgspec.Struct, frozen=True):
+class Placement(msgspec.Struct, frozen=True):
     """The placement of an engine, for some calls of the step: `num_devices` of a pool, from `first_device` on."""
 
     engine: EngineId
@@ -39,7 +39,7 @@ class Seat(msgspec.Struct, frozen=True):
     """Samples that it hands on at a time."""
     footprint: Footprint
     lease: str = ""
-    """Seats with the same lease take turns on their devices; empty if the devices are not shared."""
+    """Placements with the same lease take turns on their devices; empty if the devices are not shared."""
     mode: Literal["time-shared", "split"] = "split"
     is_swapped: bool = False
     """Whether it is offloaded to the host's memory between its calls, so that its devices are free for others."""
@@ -112,7 +112,7 @@ class Choice(msgspec.Struct, frozen=True):
     flow: str
     cluster: str
     mode: Mode
-    seats: tuple[Seat, ...]
+    placements: tuple[Placement, ...] = msgspec.field(name="seats")
     predicted_step_s: float
     parts: tuple[Part, ...]
     bounds: tuple[Bound, ...]

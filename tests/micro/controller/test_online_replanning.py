@@ -1,4 +1,4 @@
-"""A run's plan is looked at again with the answers that came: what is lent changes at once, other seats are advised, both with
+"""A run's plan is looked at again with the answers that came: what is lent changes at once, other placements are advised, both with
 hysteresis."""
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Noted:
 
 def lending(share: float, step_s: float = 10.0) -> Choice:
     choice = simple()
-    seats = tuple(msgspec.structs.replace(s, lent_until=share if s.lent_until else 0.0) for s in choice.seats)
-    return msgspec.structs.replace(choice, seats=seats, predicted_step_s=step_s)
+    placements = tuple(msgspec.structs.replace(s, lent_until=share if s.lent_until else 0.0) for s in choice.placements)
+    return msgspec.structs.replace(choice, placements=placements, predicted_step_s=step_s)
 
 
 def test_a_share_changes_when_two_looks_in_a_row_say_the_same() -> None:
@@ -52,12 +52,14 @@ def test_another_plan_is_told_of_once_and_only_where_it_saves_a_tenth_twice_in_a
     assert told == [False, False, False, False, True, False, False]
 
 
-def test_the_seats_of_a_choice_pinned_are_found_again() -> None:
+def test_the_placements_of_a_choice_pinned_are_found_again() -> None:
     problem = modelled(8)
     choice = choice_of(problem)
     spec = pinned_to(choice, problem.spec)
     again = choice_of(type(problem)(problem.workload, problem.lengths, problem.costs, spec))
-    assert {(seat.engine, seat.devices, seat.layout) for seat in again.seats} == {(s.engine, s.devices, s.layout) for s in choice.seats}
+    assert {(placement.engine, placement.devices, placement.layout) for placement in again.placements} == {
+        (s.engine, s.devices, s.layout) for s in choice.placements
+    }
     assert again.predicted_step_s == pytest.approx(choice.predicted_step_s)
 
 
@@ -69,7 +71,7 @@ def test_a_deterministic_run_is_offered_only_plans_that_sum_in_its_order() -> No
         return choice_of(type(problem)(problem.workload, problem.lengths, problem.costs, spec))
 
     def sums(choice: Choice) -> set[tuple[str, int, int, int]]:
-        return {(str(s.engine), s.layout.tp, s.layout.pp, s.layout.dp) for s in choice.seats if s.engine.kind == "train"}
+        return {(str(s.engine), s.layout.tp, s.layout.pp, s.layout.dp) for s in choice.placements if s.engine.kind == "train"}
 
     here = best(problem.spec.model_copy(update={"pin": {"policy.train": PinSpec(layout=LayoutSpec(tp=2, dp=1, pp=1))}}))
     assert sums(here) != sums(best(problem.spec))
@@ -126,4 +128,4 @@ def test_shares_that_change_in_a_run_change_no_answer(order_seed: int, monkeypat
 
     eager = run_eager(plain, {"batch": 4}, split())
     monkeypatch.setattr(Scheduler, "handle", relent)
-    assert run_planned(plain, {"batch": 4}, split(), order_seed=order_seed, seated=lent(0.5, "rollout-0")) == eager
+    assert run_planned(plain, {"batch": 4}, split(), order_seed=order_seed, placed=lent(0.5, "rollout-0")) == eager

@@ -11,9 +11,9 @@ from m2flow.engines.contract import EngineSettings
 from m2flow.errors import PlanError
 from m2flow.macro.tracing import trace
 from m2flow.micro.lowering.passes import lower
-from m2flow.micro.lowering.placement import seat_workers
+from m2flow.micro.lowering.placement import workers_of_choice
 from m2flow.micro.protocol.cost_terms import EngineId, Footprint, Layout
-from m2flow.micro.protocol.plan import Choice, EngineSlot, Plan, Seat
+from m2flow.micro.protocol.plan import Choice, EngineSlot, Placement, Plan
 from m2flow.micro.worker.engine_host import EngineHost
 from m2flow.observe.spans import Recorder
 from m2flow.recipe import Model
@@ -65,9 +65,9 @@ def test_an_engine_without_a_server_is_not_given_a_way_into_it() -> None:
 
 def test_a_search_lays_out_engines_in_pools_and_counts_threads_on_cores() -> None:
     def of(spec: ClusterSpec, pool: str) -> list[int]:
-        seat = Seat(EngineId("policy", "rollout"), ("policy.generate",), pool, 0, 4, Layout(tp=2, dp=2), 0, Footprint())
-        choice = Choice("plain", "here", "split", (seat,), 1.0, (), (), True, 0.0, "", (), 0.0, {}, {})
-        return [slot.tp for worker in seat_workers(choice, spec, "cpu") for slot in worker.engines if slot.kind == "rollout"]
+        placement = Placement(EngineId("policy", "rollout"), ("policy.generate",), pool, 0, 4, Layout(tp=2, dp=2), 0, Footprint())
+        choice = Choice("plain", "here", "split", (placement,), 1.0, (), (), True, 0.0, "", (), 0.0, {}, {})
+        return [slot.tp for worker in workers_of_choice(choice, spec, "cpu") for slot in worker.engines if slot.kind == "rollout"]
 
     assert of(ClusterSpec(rollout=RolloutSpec(engine="sglang"), pools={"h100": PoolSpec(device="h100")}), "h100") == [2, 2]
     assert of(ClusterSpec(rollout=RolloutSpec(engine="sglang"), device="cpu", cores=4), "") == [1, 1]

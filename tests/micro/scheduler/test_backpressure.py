@@ -212,8 +212,8 @@ def test_a_plan_in_which_a_lease_closes_the_ring_is_refused_with_the_lease():
 def test_a_plan_in_which_a_lease_closes_the_ring_comes_to_a_halt_when_it_is_forced():
     spec = spec_of(max_samples=4)
     spilling = plan_of(compares, spec, pinned=leased(plan_of(compares, spec)))
-    assert run_planned(compares, {}, spec, order_seed=1, seated=lambda plan: spilling).error == ""
-    assert "nothing moves any more" in run_planned(compares, {}, spec, order_seed=1, seated=lambda plan: forced(spilling)).error
+    assert run_planned(compares, {}, spec, order_seed=1, placed=lambda plan: spilling).error == ""
+    assert "nothing moves any more" in run_planned(compares, {}, spec, order_seed=1, placed=lambda plan: forced(spilling)).error
 
 
 @pytest.mark.parametrize("program", [gathers, streams], ids=["a batch op", "an update"])
@@ -222,14 +222,14 @@ def test_a_plan_that_is_refused_does_come_to_a_halt_when_it_is_forced(program, r
     spec = spec_of(max_samples=4, rollouts=rollouts)
     assert any(is_below_need(route) for route in forced(plan_of(program, spec)).routes)
     assert run_planned(program, {}, spec, order_seed=1).error == ""
-    assert "nothing moves any more" in run_planned(program, {}, spec, order_seed=1, seated=forced).error
+    assert "nothing moves any more" in run_planned(program, {}, spec, order_seed=1, placed=forced).error
 
 
 def test_the_watchdog_names_the_ring_of_a_run_that_was_forced_into_a_halt(monkeypatch):
     seen: list[Scheduler] = []
     handle = Scheduler.handle
     monkeypatch.setattr(Scheduler, "handle", lambda self, *events: (seen.append(self), handle(self, *events))[1])
-    run_planned(gathers, {}, spec_of(max_samples=4), order_seed=1, seated=forced)
+    run_planned(gathers, {}, spec_of(max_samples=4), order_seed=1, placed=forced)
     watchdog, waits = Watchdog(patience_s=3.0), seen[-1].waits()
     assert watchdog.look(waits, 100.0) is None
     assert watchdog.look(waits, 102.9) is None

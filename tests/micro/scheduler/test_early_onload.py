@@ -21,7 +21,7 @@ from m2flow.errors import PlanError
 from m2flow.macro.flow import Flow
 from m2flow.macro.tracing import trace
 from m2flow.micro.lowering.passes import lower
-from m2flow.micro.lowering.placement import seat_workers
+from m2flow.micro.lowering.placement import workers_of_choice
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.cost_terms import Footprint, PassCost, Switch, TrainCost
 from m2flow.micro.protocol.plan import Choice, Plan, check_early_onload
@@ -62,7 +62,7 @@ def came(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_what_comes_ahead_gives_the_eager_answer(of: Flow, share: float, came: list[str]) -> None:
     eager = run_eager(of, {"batch": 4}, split())
     for order_seed in range(2):
-        planned = run_planned(of, {"batch": 4}, split(2, 64), order_seed=order_seed, seated=ahead(share, "rollout-0", "rollout-1"))
+        planned = run_planned(of, {"batch": 4}, split(2, 64), order_seed=order_seed, placed=ahead(share, "rollout-0", "rollout-1"))
         assert difference_of(planned, eager) is None
     assert set(came) <= {"train"}
     assert came or share == 0.9 or of is failing
@@ -72,7 +72,7 @@ def test_what_comes_ahead_gives_the_eager_answer(of: Flow, share: float, came: l
 @given(programs(), st.integers(1, 3), st.sampled_from([0.01, 0.3, 0.7, 1.0]), st.integers(0, 2**30), st.booleans())
 def test_a_random_program_gives_the_same_with_what_comes_ahead(program, num_rollout, share, order_seed, by_identity):
     spec, names = split(num_rollout, 64), ["rollout-0", "rollout-2", "rollout-1"][:num_rollout]
-    planned = run_planned(as_flow(program), {}, spec, order_seed=order_seed, deterministic=by_identity, seated=ahead(share, *names))
+    planned = run_planned(as_flow(program), {}, spec, order_seed=order_seed, deterministic=by_identity, placed=ahead(share, *names))
     assert difference_of(planned, run_eager(as_flow(program), {}, spec)) is None
 
 
@@ -80,8 +80,8 @@ def test_a_random_program_gives_the_same_with_what_comes_ahead(program, num_roll
 def test_workers_that_are_lost_meanwhile_change_nothing(order_seed: int, came: list[str]) -> None:
     spec = split(3, 64)
     eager = run_eager(plain, {"batch": 4}, spec)
-    seated = ahead(0.2, "rollout-0", "rollout-1", "rollout-2")
-    assert run_planned(plain, {"batch": 4}, spec, order_seed=order_seed, seated=seated, num_losses=2).weights == eager.weights
+    placed = ahead(0.2, "rollout-0", "rollout-1", "rollout-2")
+    assert run_planned(plain, {"batch": 4}, spec, order_seed=order_seed, placed=placed, num_losses=2).weights == eager.weights
 
 
 def a_lease() -> Lease:
@@ -130,14 +130,14 @@ def test_if_all_who_had_to_leave_are_lost_the_lease_has_moved_at_once() -> None:
     assert (lease.move("train"), lease.turn) == ((), "train")
 
 
-def simulated(seated: Callable[[Plan], Plan]) -> tuple[float, float]:
+def simulated(placed: Callable[[Plan], Plan]) -> tuple[float, float]:
     """Seconds of a step of which one sample is long, and bytes on the device at most."""
     costs = PlainCosts(
         decodes(), TrainCost(NOTHING, PassCost(0.0, 0.1, 0.0), 2.0), switching=Switch(1.0, 5.0), bytes_of=Footprint(weights=10, kv=3)
     )
     lengths = Given([[10, 12], [8, 14], [9, 11], [10, 60]], prompt=2)
     options = {"batch": 4, "n": 2, "num_steps": 2}
-    found = ran(simulated_flow, costs, lengths, cluster(token_budget=30), options=options, num_steps=2, seated=seated)
+    found = ran(simulated_flow, costs, lengths, cluster(token_budget=30), options=options, num_steps=2, placed=placed)
     switches = [done for done in found.history.done_tasks if isinstance(done.task, m.Switch) and done.worker == "train-0"]
     assert {done.task.to for done in switches} == {"train", "rollout"}
     return found.makespans[1], found.history.periods[1].peak_bytes
@@ -197,20 +197,20 @@ def searched(
 def test_the_search_has_a_trainer_come_as_soon_as_there_is_room_where_it_has_to_leave() -> None:
     large = partial(searched, "Qwen3-8B", 4)
     choice = large()
-    (train,) = (seat for seat in choice.seats if seat.engine.kind == "train")
+    (train,) = (placement for placement in choice.placements if placement.engine.kind == "train")
     assert train.is_swapped
     assert 0.5 < train.onload_at < 1
     assert "comes when" in explain(choice)
-    comes = {w.name: [s.onload_at for s in w.engines] for w in seat_workers(choice, ClusterSpec(), "cuda:0") if w.lease}
+    comes = {w.name: [s.onload_at for s in w.engines] for w in workers_of_choice(choice, ClusterSpec(), "cuda:0") if w.lease}
     assert comes.pop("train-0") == [train.onload_at]
     assert set(comes) == {f"rollout-{number}" for number in range(len(comes))}
     assert not any(early for shares in comes.values() for early in shares)
-    assert not any(seat.onload_at for seat in large(engine="sglang").seats), "its cache has one size"
-    assert not any(seat.onload_at or seat.is_swapped for seat in searched(max_running=256).seats), "both fit, and stay"
+    assert not any(placement.onload_at for placement in large(engine="sglang").placements), "its cache has one size"
+    assert not any(placement.onload_at or placement.is_swapped for placement in searched(max_running=256).placements), "both fit, and stay"
 
 
 def test_a_trainer_in_the_process_of_one_of_several_instances_does_not_come_beside_it() -> None:
     pins = {"rollout": PinSpec(devices=(0, 2), layout=LayoutSpec(dp=2)), "train": PinSpec(devices=(0, 1))}
     choice = searched(pin=pins)
-    assert [seat.is_swapped for seat in choice.seats if seat.engine.kind == "train"] == [True]
-    check_early_onload(seat_workers(choice, ClusterSpec(pools={"main": PoolSpec(device="h100", devices_per_node=2)}), "cuda:0"))
+    assert [placement.is_swapped for placement in choice.placements if placement.engine.kind == "train"] == [True]
+    check_early_onload(workers_of_choice(choice, ClusterSpec(pools={"main": PoolSpec(device="h100", devices_per_node=2)}), "cuda:0"))

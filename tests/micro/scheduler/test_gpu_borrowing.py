@@ -19,7 +19,7 @@ from m2flow.errors import PlanError
 from m2flow.macro.flow import Flow
 from m2flow.macro.tracing import trace
 from m2flow.micro.lowering.passes import lower
-from m2flow.micro.lowering.placement import seat_workers
+from m2flow.micro.lowering.placement import workers_of_choice
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.cost_terms import PassCost, Switch, TrainCost
 from m2flow.micro.protocol.plan import Choice, Plan
@@ -74,7 +74,7 @@ def given_back(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_what_is_lent_and_given_back_gives_the_eager_answer(of: Flow, until: float, given_back: list[str]) -> None:
     eager = run_eager(of, {"batch": 4}, split())
     for order_seed in range(2):
-        planned = run_planned(of, {"batch": 4}, split(), order_seed=order_seed, seated=lent(until, "rollout-0"))
+        planned = run_planned(of, {"batch": 4}, split(), order_seed=order_seed, placed=lent(until, "rollout-0"))
         assert difference_of(planned, eager) is None
     assert set(given_back) == {"rollout-0"} or until == 0.9 or of is failing
 
@@ -84,7 +84,7 @@ def test_so_it_does_under_a_policy(policy: str, given_back: list[str]) -> None:
     spec = split(3, policy=(policy,))
     eager = run_eager(plain, {"batch": 4}, spec)
     for order_seed in range(2):
-        assert run_planned(plain, {"batch": 4}, spec, order_seed=order_seed, seated=lent(0.3, "rollout-1", "rollout-2")) == eager
+        assert run_planned(plain, {"batch": 4}, spec, order_seed=order_seed, placed=lent(0.3, "rollout-1", "rollout-2")) == eager
     assert given_back
 
 
@@ -92,8 +92,8 @@ def test_so_it_does_under_a_policy(policy: str, given_back: list[str]) -> None:
 @given(programs(), st.integers(2, 3), st.sampled_from([0.01, 0.3, 0.7, 1.0]), st.integers(0, 2**30), st.booleans())
 def test_a_random_program_gives_the_same_on_lent_devices(program, num_rollout, until, order_seed, by_identity):
     spec, names = split(num_rollout), ["rollout-0", "rollout-2"][: num_rollout - 1]
-    seated = lent(until, *names)
-    planned = run_planned(as_flow(program), {}, spec, order_seed=order_seed, deterministic=by_identity, seated=seated)
+    placed = lent(until, *names)
+    planned = run_planned(as_flow(program), {}, spec, order_seed=order_seed, deterministic=by_identity, placed=placed)
     assert difference_of(planned, run_eager(as_flow(program), {}, spec)) is None
 
 
@@ -101,16 +101,16 @@ def test_a_random_program_gives_the_same_on_lent_devices(program, num_rollout, u
 def test_workers_that_are_lost_meanwhile_change_nothing(order_seed: int) -> None:
     spec = split(3)
     eager = run_eager(plain, {"batch": 4}, spec)
-    answer = run_planned(plain, {"batch": 4}, spec, order_seed=order_seed, seated=lent(0.3, "rollout-0"), num_losses=2)
+    answer = run_planned(plain, {"batch": 4}, spec, order_seed=order_seed, placed=lent(0.3, "rollout-0"), num_losses=2)
     assert answer.weights == eager.weights
 
 
-def simulated(seated: Callable[[Plan], Plan], instances: int = 2) -> tuple[float, list[str], int]:
+def simulated(placed: Callable[[Plan], Plan], instances: int = 2) -> tuple[float, list[str], int]:
     """Seconds of the second of two steps, the turns that the trainer's devices have had by then, and samples that had two workers."""
     costs = PlainCosts(decodes(), TrainCost(NOTHING, PassCost(0.0, 0.1, 0.0), 2.0), switching=Switch(1.0, 1.0))
     lengths = Given([[10, 12], [8, 14], [9, 11], [10, 60]], prompt=2)
     options = {"batch": 4, "n": 2, "num_steps": 2}
-    found = ran(simulated_flow, costs, lengths, cluster(instances=instances, token_budget=30), options=options, num_steps=2, seated=seated)
+    found = ran(simulated_flow, costs, lengths, cluster(instances=instances, token_budget=30), options=options, num_steps=2, placed=placed)
     turns = [done.task.to for done in found.history.done_tasks if isinstance(done.task, m.Switch) and done.worker == "train-0"]
     homes = [run.id for runs in found.history.sample_runs.values() for run in runs]
     return found.makespans[1], turns, len(homes) - len(set(homes))
@@ -149,7 +149,7 @@ def simple(lend: str = "auto", *, staleness: int = 0) -> Choice:
 
 def test_the_search_lends_where_that_is_predicted_to_be_shorter_and_says_what_by() -> None:
     choice, without = simple(), simple("never")
-    rollout, train = choice.seats
+    rollout, train = choice.placements
     assert choice.mode == "hybrid"
     assert 0 < rollout.lent_until < 1
     assert set(train.devices) < set(rollout.devices)
@@ -162,12 +162,14 @@ def test_the_search_lends_where_that_is_predicted_to_be_shorter_and_says_what_by
 
 
 def test_nothing_is_lent_where_steps_overlap() -> None:
-    assert not any(seat.lent_until for seat in simple(staleness=1).seats)
+    assert not any(placement.lent_until for placement in simple(staleness=1).placements)
 
 
 def test_of_a_rollout_with_lent_devices_only_those_instances_take_turns() -> None:
     choice = simple()
-    workers = seat_workers(choice, ClusterSpec(pools={"main": PoolSpec(device="h100")}, rollout=RolloutSpec(engine="sglang")), "cuda:0")
+    workers = workers_of_choice(
+        choice, ClusterSpec(pools={"main": PoolSpec(device="h100")}, rollout=RolloutSpec(engine="sglang")), "cuda:0"
+    )
     rollouts = {w.name: (bool(w.lease), w.engines[0].lent_until > 0) for w in workers if w.engines[0].kind == "rollout"}
     assert set(rollouts.values()) == {(True, True), (False, False)}
     (trainer,) = (w for w in workers if w.engines[0].kind == "train")

@@ -10,7 +10,7 @@ import pytest
 from cost_tables import NOTHING, PlainCosts
 from simulated import Given, cluster, ran
 from test_critics import ppo
-from test_placement import choice, seat
+from test_placement import choice, placement
 from test_same_answer import duet, everything
 from test_simulation import decodes
 
@@ -18,10 +18,10 @@ from m2flow.errors import PlanError
 from m2flow.macro.flow import Flow
 from m2flow.macro.tracing import trace
 from m2flow.micro.lowering.passes import lower
-from m2flow.micro.lowering.placement import seat_workers
+from m2flow.micro.lowering.placement import workers_of_choice
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.cost_terms import EngineId, Layout, PassCost, Switch, TrainCost
-from m2flow.micro.protocol.plan import EngineSlot, Plan, Seat, WorkerPlan
+from m2flow.micro.protocol.plan import EngineSlot, Placement, Plan, WorkerPlan
 from m2flow.micro.protocol.worker_state import Lease
 from m2flow.micro.worker.engine_host import EngineHost
 from m2flow.spec import ClusterSpec, PoolSpec, RolloutSpec, TrainSpec
@@ -51,7 +51,7 @@ def all_apart(plan: Plan) -> Plan:
 def in_processes_of_their_own(of: Flow) -> Callable[[Plan], Plan]:
     """Each engine is alone in its process, all under one lease."""
 
-    def seated(plan: Plan) -> Plan:
+    def placed(plan: Plan) -> Plan:
         workers = []
         for worker in map(own_turns, plan.workers):
             if not worker.lease:
@@ -64,19 +64,19 @@ def in_processes_of_their_own(of: Flow) -> Callable[[Plan], Plan]:
         graph, models, _ = trace(of, {}, steps=1)
         return lower(graph, models, SPEC, pinned=msgspec.structs.replace(plan, workers=tuple(workers)))
 
-    return seated
+    return placed
 
 
 @pytest.mark.parametrize("order_seed", [0, 3, 8])
-@pytest.mark.parametrize("seated", [in_one_process, all_apart])
+@pytest.mark.parametrize("placed", [in_one_process, all_apart])
 @pytest.mark.parametrize("of", [ppo, duet, everything], ids=lambda of: of.name)
-def test_engines_that_take_turns_give_the_eager_answer(of: Flow, seated: Callable[[Plan], Plan], order_seed: int) -> None:
-    assert run_planned(of, {}, SPEC, order_seed=order_seed, seated=seated) == run_eager(of, {}, SPEC)
+def test_engines_that_take_turns_give_the_eager_answer(of: Flow, placed: Callable[[Plan], Plan], order_seed: int) -> None:
+    assert run_planned(of, {}, SPEC, order_seed=order_seed, placed=placed) == run_eager(of, {}, SPEC)
 
 
 @pytest.mark.parametrize("order_seed", [1, 2])
 def test_so_do_trainers_in_processes_of_their_own(order_seed: int) -> None:
-    assert run_planned(duet, {}, SPEC, order_seed=order_seed, seated=in_processes_of_their_own(duet)) == run_eager(duet, {}, SPEC)
+    assert run_planned(duet, {}, SPEC, order_seed=order_seed, placed=in_processes_of_their_own(duet)) == run_eager(duet, {}, SPEC)
 
 
 def test_no_two_trainers_are_on_the_devices_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +96,7 @@ def test_no_two_trainers_are_on_the_devices_at_once(monkeypatch: pytest.MonkeyPa
     counted("start", there.append)
     counted("onload", there.append)
     counted("offload", lambda engine: there.remove(engine) if engine in there else None)
-    assert run_planned(duet, {}, SPEC, order_seed=4, seated=in_one_process).error == ""
+    assert run_planned(duet, {}, SPEC, order_seed=4, placed=in_one_process).error == ""
     assert max(most) == 1
     assert sum(a < b for a, b in itertools.pairwise(most)) > 2, "they came and went"
 
@@ -118,8 +118,8 @@ def test_the_simulator_takes_turns_as_the_run_does() -> None:
     costs = PlainCosts(decodes(), TRAINING, switching=Switch(2.0, 5.0))
     options = {"batch": 2, "n": 2, "num_steps": 1}
 
-    def made(seated: Callable[[Plan], Plan]) -> tuple[list[str], float]:
-        result = ran(duet, costs, Given([[10]], prompt=2), cluster("time-shared"), options=options, seated=seated)
+    def made(placed: Callable[[Plan], Plan]) -> tuple[list[str], float]:
+        result = ran(duet, costs, Given([[10]], prompt=2), cluster("time-shared"), options=options, placed=placed)
         return [done.task.to for done in result.history.done_tasks if isinstance(done.task, m.Switch)], result.makespans[0]
 
     (together, together_s), (apart, apart_s) = made(lambda plan: plan), made(in_one_process)
@@ -134,35 +134,35 @@ def _trainers(plan: Plan) -> list[EngineSlot]:
 POLICY, CRITIC, SAMPLES = EngineId("policy", "train"), EngineId("critic", "train"), EngineId("policy", "rollout")
 
 
-def turns_of(*seats: Seat, kind: str = "train") -> Mapping[str, tuple[str, bool]]:
-    workers = seat_workers(choice(*seats), EIGHT, "cuda:0")
+def turns_of(*placements: Placement, kind: str = "train") -> Mapping[str, tuple[str, bool]]:
+    workers = workers_of_choice(choice(*placements), EIGHT, "cuda:0")
     return {s.role: (s.takes_turn, s.stays) for worker in workers for s in worker.engines if s.kind == kind}
 
 
-def swapped(*arguments: object) -> Seat:
-    return msgspec.structs.replace(seat(*arguments), is_swapped=True)  # type: ignore[arg-type]
+def swapped(*arguments: object) -> Placement:
+    return msgspec.structs.replace(placement(*arguments), is_swapped=True)  # type: ignore[arg-type]
 
 
 def test_trainers_share_a_turn_only_where_the_devices_hold_them_both() -> None:
     whole, half = Layout(dp=8), Layout(dp=4)
-    generates = seat(SAMPLES, 0, 8, Layout(tp=4, dp=2), "L")
-    both_stay = turns_of(generates, seat(POLICY, 0, 8, whole, "L"), seat(CRITIC, 0, 8, whole, "L"))
+    generates = placement(SAMPLES, 0, 8, Layout(tp=4, dp=2), "L")
+    both_stay = turns_of(generates, placement(POLICY, 0, 8, whole, "L"), placement(CRITIC, 0, 8, whole, "L"))
     assert both_stay == {"policy": ("train", True), "critic": ("train", True)}
-    one_leaves = turns_of(generates, seat(POLICY, 0, 8, whole, "L"), swapped(CRITIC, 0, 8, whole, "L"))
+    one_leaves = turns_of(generates, placement(POLICY, 0, 8, whole, "L"), swapped(CRITIC, 0, 8, whole, "L"))
     assert one_leaves == {"policy": ("train policy", True), "critic": ("train critic", False)}
     side_by_side = turns_of(generates, swapped(POLICY, 0, 4, half, "L"), swapped(CRITIC, 4, 4, half, "L"))
     assert side_by_side == {"policy": ("train", False), "critic": ("train", False)}
-    over_each_other = turns_of(generates, seat(POLICY, 0, 8, whole, "L"), seat(CRITIC, 4, 4, half, "L"))
+    over_each_other = turns_of(generates, placement(POLICY, 0, 8, whole, "L"), placement(CRITIC, 4, 4, half, "L"))
     assert over_each_other == {"policy": ("train policy", True), "critic": ("train critic", True)}
 
 
 def test_so_do_engines_that_generate() -> None:
     judge, layout = EngineId("judge", "rollout"), Layout(tp=4, dp=2)
-    alike = turns_of(seat(SAMPLES, 0, 8, layout, "L"), seat(judge, 0, 8, layout, "L"), kind="rollout")
+    alike = turns_of(placement(SAMPLES, 0, 8, layout, "L"), placement(judge, 0, 8, layout, "L"), kind="rollout")
     assert alike == {"policy": ("rollout", True), "judge": ("rollout", True)}
-    in_other_layouts = turns_of(seat(SAMPLES, 0, 8, layout, "L"), seat(judge, 0, 8, Layout(dp=8), "L"), kind="rollout")
+    in_other_layouts = turns_of(placement(SAMPLES, 0, 8, layout, "L"), placement(judge, 0, 8, Layout(dp=8), "L"), kind="rollout")
     assert in_other_layouts == {"policy": ("rollout policy", True), "judge": ("rollout judge", True)}
-    leaves = turns_of(swapped(SAMPLES, 0, 8, layout, "L"), seat(POLICY, 0, 8, Layout(dp=8), "L"), kind="rollout")
+    leaves = turns_of(swapped(SAMPLES, 0, 8, layout, "L"), placement(POLICY, 0, 8, Layout(dp=8), "L"), kind="rollout")
     assert leaves == {"policy": ("rollout", False)}
 
 
@@ -186,4 +186,4 @@ def test_a_trainer_that_is_not_put_away_is_noticed(monkeypatch: pytest.MonkeyPat
                 self._train[slot.role].offload()
 
     monkeypatch.setattr(EngineHost, "switch", all_trainers)
-    assert "off its device" in run_planned(duet, {}, SPEC, order_seed=4, seated=in_one_process).error
+    assert "off its device" in run_planned(duet, {}, SPEC, order_seed=4, placed=in_one_process).error

@@ -20,16 +20,16 @@ few = settings(max_examples=25, deadline=None, suppress_health_check=[HealthChec
 KIND_OF = {"rollout": (m.Generate, m.LoadWeights), "train": (m.RunFunction, m.Accumulate, m.Apply, m.CopyWeights, m.PublishWeights)}
 
 
-def seats(*leases_of_rollout: str, train: str = "a") -> Callable[[Plan], Plan]:
+def placements(*leases_of_rollout: str, train: str = "a") -> Callable[[Plan], Plan]:
     """The workers of a split plan under leases: one for each rollout worker, and one for the trainer; empty is none."""
 
-    def seated(plan: Plan) -> Plan:
+    def placed(plan: Plan) -> Plan:
         names = {f"rollout-{i}": lease for i, lease in enumerate(leases_of_rollout)} | {"train-0": train}
         return msgspec.structs.replace(
             plan, workers=tuple(msgspec.structs.replace(w, lease=names.get(w.name, "")) for w in plan.workers)
         ).verify()
 
-    return seated
+    return placed
 
 
 def split(num_rollout: int, max_running: int = 3, token_budget: int = 30) -> ClusterSpec:
@@ -43,20 +43,20 @@ def split(num_rollout: int, max_running: int = 3, token_budget: int = 30) -> Clu
     )
 
 
-SEATINGS = {
-    "two instances and the trainer": seats("a", "a"),
-    "three instances and the trainer": seats("a", "a", "a"),
-    "one instance has devices of its own": seats("a", "", "a"),
-    "all instances have": seats("", "", train=""),
-    "a second set of devices has no trainer": seats("a", "b"),
+SHARINGS = {
+    "two instances and the trainer": placements("a", "a"),
+    "three instances and the trainer": placements("a", "a", "a"),
+    "one instance has devices of its own": placements("a", "", "a"),
+    "all instances have": placements("", "", train=""),
+    "a second set of devices has no trainer": placements("a", "b"),
 }
 
 
 class LeaseRig(Rig):
     """Holds every task against the turns of the whole lease, and not of one worker."""
 
-    def __init__(self, cluster: ClusterSpec, seed: int, seated: Callable[[Plan], Plan]) -> None:
-        super().__init__(cluster, seed, seated=seated)
+    def __init__(self, cluster: ClusterSpec, seed: int, placed: Callable[[Plan], Plan]) -> None:
+        super().__init__(cluster, seed, placed=placed)
         self.lease_of = {w.name: w.lease for w in self.plan.workers if w.lease}
         self.kinds = {w.name: {slot.kind for slot in w.engines} for w in self.plan.workers}
         self.resident = {name: {"rollout"} & self.kinds[name] for name in self.lease_of}
@@ -83,14 +83,14 @@ class LeaseRig(Rig):
 
 
 @few
-@given(st.sampled_from(list(SEATINGS)), st.integers(0, 2**30), st.sampled_from([1, 3, 64]), st.sampled_from([1, 30, 4096]))
-def test_engines_work_only_while_their_kind_has_the_devices_in_every_order(seating, seed, max_running, token_budget):
-    seated = SEATINGS[seating]
-    rig = LeaseRig(split(3, max_running, token_budget), seed, seated)
+@given(st.sampled_from(list(SHARINGS)), st.integers(0, 2**30), st.sampled_from([1, 3, 64]), st.sampled_from([1, 30, 4096]))
+def test_engines_work_only_while_their_kind_has_the_devices_in_every_order(sharing, seed, max_running, token_budget):
+    placed = SHARINGS[sharing]
+    rig = LeaseRig(split(3, max_running, token_budget), seed, placed)
     rig.run()
     assert rig.scheduler.is_idle, rig.scheduler.waiting()
     assert rig.resolved == set(rig.calls)
-    assert bool(rig.num_moves) == ("trainer" in seating or "own" in seating)
+    assert bool(rig.num_moves) == ("trainer" in sharing or "own" in sharing)
 
 
 def test_one_lease_of_one_worker_with_both_kinds_moves_in_one_turn():
@@ -117,11 +117,11 @@ def test_those_that_leave_have_left_before_anything_comes():
     assert lease.switched("train-0") == ("rollout-0", "both", "rollout-1")
 
 
-@pytest.mark.parametrize("seating", list(SEATINGS))
+@pytest.mark.parametrize("sharing", list(SHARINGS))
 @pytest.mark.parametrize("flow", [plain, everything, duet], ids=lambda flow: flow.name)
-def test_workers_that_share_a_lease_give_the_eager_answer(flow, seating):
+def test_workers_that_share_a_lease_give_the_eager_answer(flow, sharing):
     spec = split(3)
-    assert run_planned(flow, {}, spec, order_seed=5, seated=SEATINGS[seating]) == run_eager(flow, {}, spec)
+    assert run_planned(flow, {}, spec, order_seed=5, placed=SHARINGS[sharing]) == run_eager(flow, {}, spec)
 
 
 # Seeded bugs.
@@ -158,7 +158,7 @@ def test_a_lease_that_moves_wrongly_is_seen(bug, monkeypatch):
 
     def run_some() -> None:
         for seed in range(20):
-            LeaseRig(split(3), seed, SEATINGS["three instances and the trainer"]).run()
+            LeaseRig(split(3), seed, SHARINGS["three instances and the trainer"]).run()
 
     with pytest.raises(AssertionError):
         run_some()

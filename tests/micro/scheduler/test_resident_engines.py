@@ -9,7 +9,7 @@ import pytest
 from cost_tables import NOTHING, PlainCosts
 from simulated import Given, cluster, ran
 from test_lease_turns import EIGHT, SPEC, all_apart
-from test_placement import choice, seat
+from test_placement import choice, placement
 from test_same_answer import duet, everything
 from test_simulation import decodes
 
@@ -17,7 +17,7 @@ from m2flow.engines import registry
 from m2flow.errors import PlanError
 from m2flow.macro.tracing import trace
 from m2flow.micro.lowering.passes import lower
-from m2flow.micro.lowering.placement import seat_workers
+from m2flow.micro.lowering.placement import workers_of_choice
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.cost_terms import EngineId, Footprint, Layout, PassCost, Switch, TrainCost
 from m2flow.micro.protocol.plan import Plan
@@ -45,7 +45,7 @@ def test_a_rollout_engine_that_stays_rests_and_is_never_put_away(monkeypatch: py
     for name in ("offload", "rest"):
         before = getattr(FakeRollout, name)
         monkeypatch.setattr(FakeRollout, name, lambda self, name=name, before=before: (done.append(name), before(self)))
-    assert run_planned(duet, {}, SPEC, order_seed=order_seed, seated=staying) == eager
+    assert run_planned(duet, {}, SPEC, order_seed=order_seed, placed=staying) == eager
     assert set(done) == {"rest"}
     done.clear()
     assert run_planned(duet, {}, SPEC, order_seed=order_seed) == eager
@@ -53,12 +53,13 @@ def test_a_rollout_engine_that_stays_rests_and_is_never_put_away(monkeypatch: py
 
 
 def test_a_plan_says_that_a_rollout_engine_stays_only_if_its_engine_can() -> None:
-    seats = choice(
-        seat(EngineId("policy", "rollout"), 0, 8, Layout(tp=4, dp=2), "L"), seat(EngineId("policy", "train"), 0, 8, Layout(dp=8), "L")
+    placements = choice(
+        placement(EngineId("policy", "rollout"), 0, 8, Layout(tp=4, dp=2), "L"),
+        placement(EngineId("policy", "train"), 0, 8, Layout(dp=8), "L"),
     )
     for engine, can in (("sglang", True), ("nobody knows it", False)):
         spec = EIGHT.model_copy(update={"rollout": RolloutSpec(engine=engine)})
-        workers = seat_workers(seats, spec, "cuda:0")
+        workers = workers_of_choice(placements, spec, "cuda:0")
         assert {slot.stays for worker in workers for slot in worker.engines if slot.kind == "rollout"} == {can}
         assert {slot.stays for worker in workers for slot in worker.engines if slot.kind == "train"} == {True}
 
@@ -100,7 +101,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 def test_weights_of_a_trainer_that_is_off_its_device_are_copied_from_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     eager, found = run_eager(everything, {}, SPEC), copies(monkeypatch)
-    assert run_planned(everything, {}, SPEC, order_seed=3, seated=all_apart) == eager
+    assert run_planned(everything, {}, SPEC, order_seed=3, placed=all_apart) == eager
     assert found == [True]
 
 
@@ -117,7 +118,7 @@ def test_a_trainer_that_can_not_give_them_from_there_comes_back_for_as_long(monk
     for name in ("onload", "offload", "copy_from"):
         before = getattr(FakeTrain, name)
         monkeypatch.setattr(FakeTrain, name, lambda *who, name=name, before=before: (moves.append(name), before(*who)))
-    assert run_planned(everything, {}, SPEC, order_seed=3, seated=all_apart) == eager
+    assert run_planned(everything, {}, SPEC, order_seed=3, placed=all_apart) == eager
     assert found == [False]
     at = moves.index("copy_from")
     assert moves[at - 1 : at + 2] == ["onload", "copy_from", "offload"]
@@ -130,7 +131,7 @@ def test_the_simulator_counts_the_way_of_the_weights_or_of_all_that_comes_back(e
     )
     spec = cluster("time-shared")
     spec = spec.model_copy(update={"train": spec.train.model_copy(update={"engine": engine})})
-    result = ran(everything, costs, Given([[10]], prompt=2), spec, options={"num_steps": 1}, seated=all_apart)
+    result = ran(everything, costs, Given([[10]], prompt=2), spec, options={"num_steps": 1}, placed=all_apart)
     (copy,) = (done for done in result.history.done_tasks if isinstance(done.task, m.CopyWeights))
     assert copy.end_s - copy.start_s == pytest.approx(seconds)
     assert result.history.periods[0].peak_bytes == peak_gib * GIB  # What comes before the first step.

@@ -92,10 +92,10 @@ class Rig:
         *,
         repeats: bool = False,
         fails: tuple[int, ...] = (),
-        seated: Callable[[Plan], Plan] = lambda plan: plan,
+        placed: Callable[[Plan], Plan] = lambda plan: plan,
     ) -> None:
         graph, models, _ = trace(program, {}, steps=2)
-        self.plan = seated(lower(graph, models, cluster))
+        self.plan = placed(lower(graph, models, cluster))
         self.calls: dict[int, Call] = {call.ordinal: call for call in graph.calls}
         self.stages: dict[int, Stage] = dict(zip(self.calls, Lowering(self.plan, cluster).stages(graph), strict=True))
         self.scheduler = Scheduler(self.plan)
