@@ -90,7 +90,7 @@ class Snapshot:
 
 @final
 @dataclass(frozen=True)
-class Probe:
+class TierSupport:
     """What a machine can do for a tier."""
 
     works: bool
@@ -411,16 +411,16 @@ class _Box:
         self._names = itertools.count(1)
 
     @classmethod
-    def probe(cls, tier: Tier = "box") -> Probe:
+    def probe(cls, tier: Tier = "box") -> TierSupport:
         """Try a tier on this machine: an interpreter is started and a program in it asked what it can reach."""
         try:
             if tier == "monty":
                 _monty_pool()
-                return Probe(True)
+                return TierSupport(True)
             zygote = _zygote(_Kind(tier, False, (), PROGRAM, sys.executable))
         except EngineError as error:
-            return Probe(False, error.what)
-        return Probe(True, memory_group=zygote.memory_group)
+            return TierSupport(False, error.what)
+        return TierSupport(True, memory_group=zygote.memory_group)
 
     def _open(self) -> None:
         if self._connection is not None or self._monty is not None:

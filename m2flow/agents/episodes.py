@@ -16,7 +16,7 @@ on what else runs, and a turn that is asked for again gives the same tokens.
 Conversations. The tokens of each lie together in the row (`Strand`), in the order of their names, so nothing depends on which was first. Of
 one episode an engine has one turn at a time; those that are asked for meanwhile wait, and other episodes fill its batch.
 
-Speakers. A turn of another role goes to that role's engine in this process, beside what it has of its own: the plan placements the rollout
+Speakers. A turn of another role goes to that role's engine in this process, beside what it has of its own: the plan places the rollout
 engines of all who speak in an episode together (`m2flow.micro.lowering.placement`). The episode stays one sample, and its row has what each
 of them said.
 

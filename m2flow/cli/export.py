@@ -26,7 +26,7 @@ from m2flow.errors import OptionError, SpecError
 from m2flow.recipe import Dtype
 
 if TYPE_CHECKING:
-    from m2flow.micro.records.checkpoints import Part
+    from m2flow.micro.records.checkpoints import CheckpointPart
 
 # ---- export
 
@@ -241,7 +241,7 @@ _LOADED_BY = {
 }
 
 
-def _card(run_dir: Path, part: Part, kind: str) -> str:
+def _card(run_dir: Path, part: CheckpointPart, kind: str) -> str:
     """The model card: what the run's records say of how the model came to be. No path of this machine is in it."""
     config, plan, origin = _json_of(run_dir / "config.json"), _json_of(run_dir / "plan.json"), _origin(run_dir, part.role)
     rows = {
@@ -278,7 +278,7 @@ def _card_data(origin: Mapping[str, str], kind: str) -> str:
     return str(data.to_yaml())
 
 
-def _last_values(run_dir: Path, part: Part) -> dict[str, float]:
+def _last_values(run_dir: Path, part: CheckpointPart) -> dict[str, float]:
     """What the flow logged last, up to the checkpoint: rewards, accuracies, evaluations; no sizes and times."""
     from m2flow.observe.metrics import read_metrics
 

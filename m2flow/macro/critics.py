@@ -26,9 +26,9 @@ from m2flow.macro.roles import (
     RESPONSES,
     REWARDS,
     ROWS,
+    BuiltInRole,
     InputKind,
     Policy,
-    Role,
     UpdateSettings,
     check_columns,
 )
@@ -37,7 +37,7 @@ from m2flow.recipe import AdamW, Loss, Model, Optimizer, check_number, check_opt
 from m2flow.samples import Batch, Column
 
 
-class RewardModel(Role):
+class RewardModel(BuiltInRole):
     """A model that scores a whole response: a Hugging Face sequence-classification model with one label.
 
     Args:
@@ -81,7 +81,7 @@ class RewardModel(Role):
         return Scores(self._session, call)
 
 
-class Critic(Role):
+class Critic(BuiltInRole):
     """A model with a value head: before each token it estimates the reward still to come.
 
     Args:

@@ -121,7 +121,7 @@ NUMBERS = InputKind(
 )
 
 
-class Role:
+class BuiltInRole:
     """Base of the built-in roles: a name in the flow, and a session."""
 
     def __init__(self, name: str, kind: str) -> None:
@@ -398,7 +398,7 @@ def _check_given_prompts(late: str, draws: Draws) -> None:
         raise OptionError("late='defer' goes with prompts that generate draws itself: a long round draws none", now=now)
 
 
-class Policy(Role):
+class Policy(BuiltInRole):
     """A language model that is sampled from and trained.
 
     Args:
@@ -734,7 +734,7 @@ class Policy(Role):
         return self._of_tokens(responses, "logprobs", "reference_logprobs", top_k)
 
 
-class Reference(Role):
+class Reference(BuiltInRole):
     """A frozen model, for log-probabilities to compare with: where a policy started, or a teacher.
 
     Args:
@@ -803,7 +803,7 @@ _TIMEOUT_S = 60.0
 """What a sample's reward may take, where the flow does not say."""
 
 
-class Reward(Role):
+class Reward(BuiltInRole):
     """A user's function that judges one sample: `fn(sample) -> float`, plain or async.
 
     Args:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 import numpy as np
 
-from m2flow.micro.protocol.plan import Bound, CallWork, Part
+from m2flow.micro.protocol.plan import Bound, CallWork, TimeTerm
 from m2flow.planner.dynamic_program import LENT, Limits
 from m2flow.planner.plan_tree import Leaf, Node, Pair, leaf_names, leaves_of
 from m2flow.planner.problem import (
@@ -43,27 +43,27 @@ def step_s(problem: Problem, node: Node) -> float:
     return float(sum(part.seconds for part in parts_of(problem, node) if part.on_critical_path))
 
 
-def parts_of(problem: Problem, node: Node) -> tuple[Part, ...]:
+def parts_of(problem: Problem, node: Node) -> tuple[TimeTerm, ...]:
     """List the summands of the predicted time, then the parts off the critical path."""
     staleness = problem.workload.staleness
     path = _merged(_whole(problem, node))
     total = sum(part.seconds for part in path) / (staleness + 1)
     if staleness:
-        path = [Part(f"{part.what} / {staleness + 1} steps under way", part.seconds / (staleness + 1)) for part in path]
+        path = [TimeTerm(f"{part.what} / {staleness + 1} steps under way", part.seconds / (staleness + 1)) for part in path]
         held = _merged(_busy(problem, node))
         ends = [
-            Part(name, function.total)
+            TimeTerm(name, function.total)
             for name, function in problem.functions.items()
             if name in (*problem.graph.leading_functions, *problem.graph.trailing_functions)
         ]
         held = max([held, *([part] for part in ends)], key=lambda parts: sum(part.seconds for part in parts))
         path = held if sum(part.seconds for part in held) > total else path
     named = {part.what.split(" / ")[0] for part in path}
-    beside = [Part(_called(leaf), float(leaf.times.total), False) for leaf in leaves_of(node) if _called(leaf) not in named]
+    beside = [TimeTerm(_called(leaf), float(leaf.times.total), False) for leaf in leaves_of(node) if _called(leaf) not in named]
     return tuple(part for part in (*path, *beside) if part.seconds > 0)
 
 
-def _whole(problem: Problem, node: Node) -> Iterator[Part]:
+def _whole(problem: Problem, node: Node) -> Iterator[TimeTerm]:
     """Summands of the whole step, with leading and trailing functions."""
     graph = problem.graph
     fed = through_functions(zero_times(), graph.leading_functions, problem.calls, problem.functions)
@@ -74,15 +74,15 @@ def _whole(problem: Problem, node: Node) -> Iterator[Part]:
     step = Times(node.times.first, np.asarray(total), *node.times.all[2:])
     end = float(through_functions(step, graph.trailing_functions, problem.calls, problem.functions).total)
     before = total - sum(part.seconds for part in path)
-    yield from [Part(", ".join(graph.leading_functions), before)] if before > 0 else []
+    yield from [TimeTerm(", ".join(graph.leading_functions), before)] if before > 0 else []
     yield from path
-    yield from [Part(", ".join(graph.trailing_functions), end - total)] if end > total else []
+    yield from [TimeTerm(", ".join(graph.trailing_functions), end - total)] if end > total else []
 
 
-def _path(problem: Problem, node: Node, which: str, weight: float = 1.0) -> Iterator[Part]:
+def _path(problem: Problem, node: Node, which: str, weight: float = 1.0) -> Iterator[TimeTerm]:
     """Summands of the first, total or last time of a part, each times `weight`."""
     if isinstance(node, Leaf):
-        yield from (Part(part.what, part.seconds * weight) for part in _leaf_path(node, which))
+        yield from (TimeTerm(part.what, part.seconds * weight) for part in _leaf_path(node, which))
         return
     a, b = node.first, node.second
     value, of_a, of_b = _way(problem, node, which)
@@ -90,26 +90,26 @@ def _path(problem: Problem, node: Node, which: str, weight: float = 1.0) -> Iter
         yield from _path(problem, a, what, weight * share)
     between = value - sum(share * float(getattr(part.times, what)) for part, of in ((a, of_a), (b, of_b)) for what, share in of)
     if between > 1e-9 * value:
-        yield Part(_between(node), between * weight)
+        yield TimeTerm(_between(node), between * weight)
     for what, share in of_b:
         yield from _path(problem, b, what, weight * share)
     if which != "first":
-        yield from (Part(part.what, part.seconds * weight) for part in _sync_parts(problem, node))
+        yield from (TimeTerm(part.what, part.seconds * weight) for part in _sync_parts(problem, node))
 
 
-def _merged(parts: Iterable[Part]) -> list[Part]:
+def _merged(parts: Iterable[TimeTerm]) -> list[TimeTerm]:
     """The same summands, each once."""
     seconds: dict[str, float] = {}
     for part in parts:
         seconds[part.what] = seconds.get(part.what, 0.0) + part.seconds
-    return [Part(what, each) for what, each in seconds.items()]
+    return [TimeTerm(what, each) for what, each in seconds.items()]
 
 
-def _sync_parts(problem: Problem, node: Pair) -> Iterator[Part]:
+def _sync_parts(problem: Problem, node: Pair) -> Iterator[TimeTerm]:
     for sync, seconds in node.syncs:
         rest_s = problem.rest_s(sync)
-        yield from [Part(f"weight sync of {sync.role}", seconds - rest_s)] if seconds > rest_s else []
-        yield from [Part(REST, rest_s)] if rest_s else []
+        yield from [TimeTerm(f"weight sync of {sync.role}", seconds - rest_s)] if seconds > rest_s else []
+        yield from [TimeTerm(REST, rest_s)] if rest_s else []
 
 
 REST = "between the calls"
@@ -224,21 +224,21 @@ def _cause(problem: Problem, node: Pair, which: str) -> str:
     return "total" if float(getattr(blind, which)) >= float(getattr(node.fed, which)) * (1 - 1e-12) else "first"
 
 
-def _leaf_path(leaf: Leaf, which: str) -> Iterator[Part]:
+def _leaf_path(leaf: Leaf, which: str) -> Iterator[TimeTerm]:
     seconds, option = float(getattr(leaf.times, which)), leaf.option
     come = option.come_s if which != "last" else 0.0
     leave = option.leave_s if which != "first" else 0.0
     what = f"switch to {leaf.engine}" if option.is_swapped else f"cache and graphs of {leaf.engine} rebuilt"
-    yield from [Part(what, come)] if come else []
-    yield Part(_called(leaf), seconds - come - leave)
-    yield from [Part(f"switch from {leaf.engine}", leave)] if leave else []
+    yield from [TimeTerm(what, come)] if come else []
+    yield TimeTerm(_called(leaf), seconds - come - leave)
+    yield from [TimeTerm(f"switch from {leaf.engine}", leave)] if leave else []
 
 
 def _called(leaf: Leaf) -> str:
     return ", ".join(leaf.names)
 
 
-def _busy(problem: Problem, node: Node) -> Iterator[Part]:
+def _busy(problem: Problem, node: Node) -> Iterator[TimeTerm]:
     """Summands of the busy time of the busiest devices in each step."""
     if isinstance(node, Leaf):
         yield from _leaf_path(node, "total")
@@ -254,8 +254,8 @@ def _busy(problem: Problem, node: Node) -> Iterator[Part]:
         elif a >= fed:
             yield from _busy(problem, node.first)
         else:
-            yield Part(", ".join(node.cut.functions), fed)
-        yield from [Part("both at work on one host", more)] if more > 0 else []
+            yield TimeTerm(", ".join(node.cut.functions), fed)
+        yield from [TimeTerm("both at work on one host", more)] if more > 0 else []
         yield from _sync_parts(problem, node)
 
 
@@ -288,7 +288,7 @@ def bounds_of(problem: Problem) -> tuple[Bound, ...]:
     return tuple(Bound(name, float(seconds)) for name, seconds in found)
 
 
-def works_of(problem: Problem, node: Node, parts: Sequence[Part]) -> Iterator[CallWork]:
+def works_of(problem: Problem, node: Node, parts: Sequence[TimeTerm]) -> Iterator[CallWork]:
     """The work of each call, and how much of it is on the critical path; calls of one part share that in proportion."""
     exposed: dict[str, float] = {}
     for part in parts:
@@ -338,7 +338,7 @@ def _work_of(problem: Problem, leaf: Leaf, call: CallLoad, seconds: float, expos
     )
 
 
-def interval_of(problem: Problem, parts: Sequence[Part]) -> tuple[float, float]:
+def interval_of(problem: Problem, parts: Sequence[TimeTerm]) -> tuple[float, float]:
     """The interval of the step time: what each kind of work on the critical path may take, kinds being independent of each other."""
     seconds: dict[str, float] = {}
     for part in parts:
@@ -352,7 +352,7 @@ def interval_of(problem: Problem, parts: Sequence[Part]) -> tuple[float, float]:
     return whole - math.sqrt(below), whole + math.sqrt(above)
 
 
-def _kind_of(problem: Problem, part: Part) -> str:
+def _kind_of(problem: Problem, part: TimeTerm) -> str:
     """The kind of work of a part, as `Costs.spread` takes it."""
     name = part.what.split(" / ")[0].split(", ")[0]
     if name in problem.calls:
@@ -362,7 +362,7 @@ def _kind_of(problem: Problem, part: Part) -> str:
     return next((kind for kind, word in (("sync", "sync"), ("switch", "switch"), ("switch", "rebuilt")) if word in name), "")
 
 
-def advice_of(problem: Problem, node: Node, parts: Sequence[Part], bounds: Sequence[Bound]) -> str:
+def advice_of(problem: Problem, node: Node, parts: Sequence[TimeTerm], bounds: Sequence[Bound]) -> str:
     """Describe what limits the step and what would help."""
     step_s = sum(part.seconds for part in parts if part.on_critical_path)
     by_name = {bound.name: bound.seconds for bound in bounds}
@@ -420,7 +420,7 @@ def _change(ours: float, theirs: float) -> str:
     return f"takes {theirs:.3g} s instead of {ours:.3g} s" if theirs else f"({ours:.3g} s) is off the critical path"
 
 
-def _seconds(parts: Iterable[Part]) -> dict[str, float]:
+def _seconds(parts: Iterable[TimeTerm]) -> dict[str, float]:
     found: dict[str, float] = {}
     for part in parts:
         if part.on_critical_path:

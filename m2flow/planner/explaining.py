@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from m2flow.errors import DoesNotFit
 from m2flow.micro.protocol.cost_terms import Costs, EngineId, Footprint, Layout
-from m2flow.micro.protocol.plan import Choice, Part, Placement, Plan, Stage, WorkerPlan, in_columns
+from m2flow.micro.protocol.plan import Choice, Placement, Plan, Stage, TimeTerm, WorkerPlan, in_columns
 from m2flow.planner.pools import PLANNED, device_list
 from m2flow.spec import ClusterSpec, PoolSpec
 
@@ -119,7 +119,7 @@ def memory_lines(choice: Choice) -> list[str]:
 
 def why_lines(choice: Choice) -> list[str]:
     """Compare the best plan of each mode term by term: seconds on the critical path."""
-    plans: list[tuple[str, tuple[Part, ...], float, int]] = [
+    plans: list[tuple[str, tuple[TimeTerm, ...], float, int]] = [
         (choice.mode, choice.parts, choice.predicted_step_s, num_devices(choice.placements))
     ]
     plans += [(loser.what, loser.parts, loser.predicted_step_s, loser.num_devices) for loser in choice.losers]

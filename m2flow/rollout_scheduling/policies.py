@@ -320,7 +320,7 @@ GATE = 0.3
 """The least intraclass correlation of log length that justifies probing, by the lower end of its 95% interval."""
 
 
-class Probe(SchedulingPolicy):
+class ProbeFirst(SchedulingPolicy):
     """Start one sample of each group first, then groups by the longest sample that has ended.
 
     A group of which no sample has ended counts as the longest. That pays only if the members of a group are alike, so it starts with the
@@ -815,7 +815,7 @@ POLICIES: Mapping[str, type[SchedulingPolicy]] = {
         LongestFirst,
         ShortestFirst,
         OldestFirst,
-        Probe,
+        ProbeFirst,
         AdaptiveConcurrency,
         Admission,
         Repack,

@@ -91,8 +91,8 @@ class Machine:
 
     def switch_s(self, turn: str, to: str) -> float:
         """Seconds to offload the engines of one turn and onload those of another."""
-        leaving = sum(hosted.leave_s for hosted in self.engines if hosted.turn == turn)
-        return leaving + sum(hosted.come_s for hosted in self.engines if hosted.turn == to)
+        offload_s = sum(hosted.leave_s for hosted in self.engines if hosted.turn == turn)
+        return offload_s + sum(hosted.come_s for hosted in self.engines if hosted.turn == to)
 
     @property
     def all_bytes(self) -> int:

@@ -61,10 +61,10 @@ from m2flow.micro.protocol.events import (
     Dropped,
     Expired,
     FromWorker,
-    Given,
     Late,
     Released,
     Send,
+    TakenOver,
     TimedOut,
     Wanted,
     WorkerLost,
@@ -80,7 +80,7 @@ from m2flow.rollout_scheduling.policies import report_every
 from m2flow.samples import Batch, SampleId
 from m2flow.simulator.machines import Machine, kinds
 from m2flow.simulator.sample_lengths import Drawn
-from m2flow.simulator.virtual_worker import Clock, Kind, Paces, Rows, SampleRun, Slowdown, VirtualWorker, undisturbed
+from m2flow.simulator.virtual_worker import Clock, Kind, Paces, RowTimes, SampleRun, Slowdown, VirtualWorker, undisturbed
 from m2flow.spec import ClusterSpec
 
 # ---- the program
@@ -448,12 +448,12 @@ class _Records(Records):
 
 
 _NO_ROWS = Batch(np.zeros(0, np.int64))
-"""Rows without contents: where they are and since when is `Rows`'."""
+"""Rows without contents: where they are and since when is `RowTimes`'."""
 
 
 @final
 class _RowsHere:
-    """The rows of datasets, by time and place (`Rows`)."""
+    """The rows of datasets, by time and place (`RowTimes`)."""
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
@@ -572,7 +572,7 @@ class Simulation:
         self.clock = Clock()
         self.drawn = drawn
         pools = {name: machine.pool for name, machine in machines.items()}
-        self.rows = Rows(lambda num_bytes, source, target: hop_s(num_bytes, pools.get(source, ""), pools.get(target, "")))
+        self.rows = RowTimes(lambda num_bytes, source, target: hop_s(num_bytes, pools.get(source, ""), pools.get(target, "")))
         self._program = program
         self._machines = machines
         self._function_cost = function_cost
@@ -667,8 +667,8 @@ class Simulation:
         worker = worker_of(process)
         return self._workers[worker].is_lost or tag_of(worker, self._incarnations[worker]) != process
 
-    def keep(self, ids: Iterable[int], stretches: Iterable[tuple[VersionSpan, ...]]) -> None:
-        self._kept.update(zip(ids, stretches, strict=True))
+    def keep(self, ids: Iterable[int], version_spans: Iterable[tuple[VersionSpan, ...]]) -> None:
+        self._kept.update(zip(ids, version_spans, strict=True))
 
     def say(self, worker: str, message: m.WorkerReport) -> None:
         if self._message_s:
@@ -796,7 +796,7 @@ class Simulation:
                 self._wasted.update(row for row in self._versions if _is_beyond(row, ordinal, last))
             case Dropped(_, ids) | Late(_, ids):
                 self._wasted.update(ids)
-            case Given(ordinal, ids):
+            case TakenOver(ordinal, ids):
                 self._wasted.difference_update(ids)
                 self._given.update(dict.fromkeys(ids, ordinal))
             case Expired(_, ids):

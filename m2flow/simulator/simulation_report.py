@@ -103,7 +103,7 @@ _ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)
-class Span:
+class TimeWindow:
     """A stretch of virtual time, with each worker's count of decode turns at both ends."""
 
     start_s: float
@@ -112,7 +112,7 @@ class Span:
     turns_after: Mapping[str, float]
 
 
-def span_bounds(history: History, machines: Mapping[str, Machine], span: Span, *, is_self_contained: bool) -> dict[str, float]:
+def span_bounds(history: History, machines: Mapping[str, Machine], span: TimeWindow, *, is_self_contained: bool) -> dict[str, float]:
     """The lower bounds of a span in seconds, by name.
 
     Args:
@@ -189,7 +189,7 @@ def _of_update(
         found["critical_path"] = max(found.get("critical_path", 0.0), release_s + left_s + update.end_s)
 
 
-def _updates(done_tasks: Sequence[DoneTask], history: History, machines: Mapping[str, Machine], span: Span) -> list[_Update]:
+def _updates(done_tasks: Sequence[DoneTask], history: History, machines: Mapping[str, Machine], span: TimeWindow) -> list[_Update]:
     """The updates whose work lies in a span, each for one epoch."""
     rows: dict[int, list[int]] = {}
     costs: dict[int, TrainCost] = {}
@@ -212,7 +212,7 @@ def _whole(run: SampleRun, before: float, after: float) -> int:
     return int(run.tokens_until(after) - run.tokens_until(before) + _ROUNDING)
 
 
-def _decode_device_s(pieces: Mapping[str, Sequence[tuple[SampleRun, int]]], machines: Mapping[str, Machine], span: Span) -> float:
+def _decode_device_s(pieces: Mapping[str, Sequence[tuple[SampleRun, int]]], machines: Mapping[str, Machine], span: TimeWindow) -> float:
     """Device seconds of decoding at the best rate, and of prefill that began in the span."""
     total = 0.0
     for name, found in pieces.items():
@@ -223,7 +223,7 @@ def _decode_device_s(pieces: Mapping[str, Sequence[tuple[SampleRun, int]]], mach
     return total
 
 
-def _train_device_s(done_tasks: Sequence[DoneTask], history: History, machines: Mapping[str, Machine], span: Span) -> float:
+def _train_device_s(done_tasks: Sequence[DoneTask], history: History, machines: Mapping[str, Machine], span: TimeWindow) -> float:
     total = 0.0
     for done in done_tasks:
         if done.call is None or done.call.engine != "train":
@@ -331,7 +331,7 @@ def totals_of(report: Report, history: History, machines: Mapping[str, Machine],
     inside = [at for at, period in enumerate(periods) if period.step >= 0] or list(range(len(periods)))
     first, last = periods[inside[0]], periods[inside[-1]]
     before = periods[inside[0] - 1].turns if inside[0] else {}
-    span = Span(first.start_s, last.end_s, before, last.turns)
+    span = TimeWindow(first.start_s, last.end_s, before, last.turns)
     bounds = span_bounds(history, machines, span, is_self_contained=not overlaps and len(inside) == 1)
     makespan_s = span.end_s - span.start_s
     _check("the run", makespan_s, bounds)
@@ -348,7 +348,7 @@ def totals_of(report: Report, history: History, machines: Mapping[str, Machine],
 
 
 def _step(history: History, machines: Mapping[str, Machine], period: Period, before: Period | None, *, overlaps: bool) -> StepReport:
-    span = Span(period.start_s, period.end_s, before.turns if before else {}, period.turns)
+    span = TimeWindow(period.start_s, period.end_s, before.turns if before else {}, period.turns)
     bounds = span_bounds(history, machines, span, is_self_contained=not overlaps)
     _check(f"step {period.step}", period.makespan_s, bounds)
     staleness: Counter[int] = Counter()

@@ -70,7 +70,7 @@ ROW_BYTES = 32
 
 
 @final
-class Rows:
+class RowTimes:
     """The times from which rows are available, by call, worker and identity."""
 
     def __init__(self, hop_s: Hop) -> None:
@@ -198,7 +198,7 @@ class SampleRun:
     is_over: bool = False
     """Whether it has ended or been given up."""
 
-    def stretches(self, num_tokens: int) -> tuple[VersionSpan, ...]:
+    def version_spans(self, num_tokens: int) -> tuple[VersionSpan, ...]:
         """The version spans of all its tokens, if `num_tokens` of these were made here."""
         *earlier, last = self.before or (VersionSpan(0, self.version),)
         if last.version == self.version:
@@ -215,7 +215,7 @@ class SampleRun:
 
 def report_of(role: str, runs: Sequence[SampleRun], turns: float, kv_capacity: int) -> m.Load:
     """The load report of an engine at this count of turns."""
-    tokens = [int(run.tokens_until(turns)) + sum(stretch.num_tokens for stretch in run.before) for run in runs]
+    tokens = [int(run.tokens_until(turns)) + sum(version_span.num_tokens for version_span in run.before) for run in runs]
     running = [run.begun >= 0 for run in runs]
     held = sum(run.prefill_tokens + count for run, count, is_running in zip(runs, tokens, running, strict=True) if is_running)
     return m.Load(role, sum(running), len(runs) - sum(running), held, kv_capacity, [run.id for run in runs], tokens)
@@ -347,7 +347,7 @@ class Surroundings(Protocol):
     """What a virtual worker needs from the simulation."""
 
     clock: Clock
-    rows: Rows
+    rows: RowTimes
     drawn: Drawn
 
     def call(self, ordinal: int) -> Call: ...
@@ -372,7 +372,7 @@ class Surroundings(Protocol):
     def is_lost(self, process: str) -> bool:
         """Whether this process of a worker is gone; another one may have taken its place."""
 
-    def keep(self, ids: Iterable[int], stretches: Iterable[tuple[VersionSpan, ...]]) -> None:
+    def keep(self, ids: Iterable[int], version_spans: Iterable[tuple[VersionSpan, ...]]) -> None:
         """Note samples that were stopped and may go on."""
 
     def generating(self, worker: str, num_runs: int) -> None:
@@ -444,7 +444,7 @@ class VirtualWorker:
         for run in self._running.values():
             run.num_kept = int(run.tokens_until(turns)) // every_tokens * every_tokens
             if run.num_kept:
-                found.setdefault(run.call, []).append((run.id, run.stretches(run.num_kept)))
+                found.setdefault(run.call, []).append((run.id, run.version_spans(run.num_kept)))
         return [m.Flushed(call, *self._kept(call, samples), ("", 0, 0, 0)) for call, samples in found.items()]
 
     def lose(self) -> None:
@@ -590,7 +590,7 @@ class VirtualWorker:
         forward_to: Iterable[str],
         num_tokens: list[int],
         dropped: Sequence[int] = (),
-        stretches: Sequence[tuple[VersionSpan, ...]] = (),
+        version_spans: Sequence[tuple[VersionSpan, ...]] = (),
         num_generated: Sequence[int] = (),
     ) -> None:
         around = self._around
@@ -602,7 +602,7 @@ class VirtualWorker:
                 around.rows.send(call, ids, self.name, worker_of(place), now_s, lambda row: has_tokens[row])
         blank = [0] * len(ids)
         generated = list(num_generated) or blank
-        around.say(self.name, m.Finished(number, call, ids, num_tokens, generated, [], blank, [], None, list(dropped), list(stretches)))
+        around.say(self.name, m.Finished(number, call, ids, num_tokens, generated, [], blank, [], None, list(dropped), list(version_spans)))
 
     # ---- generation
 
@@ -615,7 +615,7 @@ class VirtualWorker:
             prefill = around.drawn.prompt_tokens(row) if group_key(row) != last_group else 0  # Siblings share the KV cache of their prompt.
             last_group = group_key(row)
             before = around.stopped(row) if task.aborted_by >= 0 else ()
-            had = sum(stretch.num_tokens for stretch in before)
+            had = sum(version_span.num_tokens for version_span in before)
             left = max(around.drawn.response_tokens(row) - had, 1)
             run = SampleRun(row, role, task.call, task.number, left, prefill + had, around.clock.now_s)
             run.version, run.before = self._held.get(role, 0), before
@@ -669,31 +669,31 @@ class VirtualWorker:
 
     def _hand_over(self) -> None:
         """Report finished samples, which takes the process some time."""
-        leaving, self._finished = [run for run in self._finished if self._has(run)], []
-        if not leaving or self.is_lost:
+        finished, self._finished = [run for run in self._finished if self._has(run)], []
+        if not finished or self.is_lost:
             return
-        clock, costs = self._around.clock, [self.machine.decode[run.role] for run in leaving]
+        clock, costs = self._around.clock, [self.machine.decode[run.role] for run in finished]
         self._left_s = clock.now_s
         takes_s = max(cost.handover_s for cost in costs) + sum(cost.leave_s for cost in costs)
         if not takes_s:
-            self._leave(leaving)
+            self._leave(finished)
             return
         self.decoding.hold(takes_s, clock.now_s)
         self._set_alarm()
-        clock.at(clock.now_s + takes_s, lambda: self._leave(leaving))
+        clock.at(clock.now_s + takes_s, lambda: self._leave(finished))
 
-    def _leave(self, leaving: Iterable[SampleRun]) -> None:
+    def _leave(self, finished: Iterable[SampleRun]) -> None:
         around = self._around
-        runs = [run for run in leaving if self._has(run)]  # Others were given up in the meantime.
+        runs = [run for run in finished if self._has(run)]  # Others were given up in the meantime.
         for task, positions, ends in self._tasks.finished(run.id for run in runs):
             part = [runs[position] for position in positions]
             ids = [run.id for run in part]
             for row in ids:
                 del self._running[row]
             around.generating(self.name, -len(ids))
-            stretches = [run.stretches(run.num_tokens) for run in part] if is_time_dependent(around.call(task.call)) else []
+            version_spans = [run.version_spans(run.num_tokens) for run in part] if is_time_dependent(around.call(task.call)) else []
             num_tokens, generated = [around.num_tokens(row) for row in ids], [around.drawn.response_tokens(row) for row in ids]
-            self._report(task.number, task.call, ids, task.forward_to, num_tokens, stretches=stretches, num_generated=generated)
+            self._report(task.number, task.call, ids, task.forward_to, num_tokens, version_spans=version_spans, num_generated=generated)
             if ends:
                 around.say(self.name, m.TaskDone(task.number))
 
@@ -739,7 +739,7 @@ class VirtualWorker:
     def preempt(self, call: int, ids: list[int]) -> m.Aborted | None:
         around, turns = self._around, self.decoding.turns_at(self._around.clock.now_s)
         runs = [self._running.pop(row) for row in ids]
-        found = [(run.id, run.stretches(int(run.tokens_until(turns)))) for run in runs if run.tokens_until(turns) >= 1 or run.before]
+        found = [(run.id, run.version_spans(int(run.tokens_until(turns)))) for run in runs if run.tokens_until(turns) >= 1 or run.before]
         self.decoding.give_up(runs, around.clock.now_s)
         around.generating(self.name, -len(runs))
         self._set_alarm()
@@ -757,7 +757,7 @@ class VirtualWorker:
             kept = [run for run in runs if run.tokens_until(turns) >= 1 or run.before]
             for run in kept:
                 del self._running[run.id]
-                found.append((run.id, run.stretches(int(run.tokens_until(turns)))))
+                found.append((run.id, run.version_spans(int(run.tokens_until(turns)))))
             self.decoding.give_up(kept, now_s)
             around.generating(self.name, -len(kept))
         return m.Aborted(call, *self._kept(call, found), ("", 0, 0, 0)) if found else None
@@ -787,8 +787,8 @@ class VirtualWorker:
     ) -> tuple[list[int], list[int], list[int], list[tuple[VersionSpan, ...]]]:
         """Keep stopped samples that may go on: identities, all tokens, generated tokens, and version spans."""
         around = self._around
-        ids, stretches = [row for row, _ in samples], [of for _, of in samples]
-        around.keep(ids, stretches)
+        ids, version_spans = [row for row, _ in samples], [of for _, of in samples]
+        around.keep(ids, version_spans)
         around.rows.made(stopped_at(call), ids, self.name, around.clock.now_s)
-        generated = [sum(stretch.num_tokens for stretch in of) for of in stretches]
-        return ids, [around.drawn.prompt_tokens(row) + count for row, count in zip(ids, generated, strict=True)], generated, stretches
+        generated = [sum(version_span.num_tokens for version_span in of) for of in version_spans]
+        return ids, [around.drawn.prompt_tokens(row) + count for row, count in zip(ids, generated, strict=True)], generated, version_spans

@@ -51,7 +51,7 @@ from m2flow.micro.controller.controller_core import (
 )
 from m2flow.micro.lowering.passes import Lowering, lower
 from m2flow.micro.protocol import messages as m
-from m2flow.micro.protocol.events import CONTROLLER, LEDGER, Dropped, Event, Given, Late, Released, Send, Wanted, WorkerLost
+from m2flow.micro.protocol.events import CONTROLLER, LEDGER, Dropped, Event, Late, Released, Send, TakenOver, Wanted, WorkerLost
 from m2flow.micro.protocol.plan import Stage, WorkerPlan
 from m2flow.micro.protocol.staleness import VersionSpan, is_time_dependent, window
 from m2flow.micro.protocol.worker_state import TaskState, stopped_at, tag_of, worker_of
@@ -76,11 +76,11 @@ class _Sample:
     """A sample that a worker generates."""
 
     task: m.Generate
-    stretches: list[VersionSpan]
+    version_spans: list[VersionSpan]
 
     @property
     def num_generated(self) -> int:
-        return sum(stretch.num_tokens for stretch in self.stretches)
+        return sum(version_span.num_tokens for version_span in self.version_spans)
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Parcel:
     sender: str
     """The sending process."""
     rows: tuple[Row, ...]
-    stretches: Mapping[int, tuple[VersionSpan, ...]] = field(default_factory=dict)
+    version_spans: Mapping[int, tuple[VersionSpan, ...]] = field(default_factory=dict)
     """Version spans of samples that were stopped."""
 
 
@@ -207,7 +207,7 @@ class FakeWorker:
         while self.coming:
             parcel = self.coming.popleft()
             self._rows_here.put(parcel.rows, parcel.sender)
-            self._stopped.update(parcel.stretches)
+            self._stopped.update(parcel.version_spans)
         while self.inbox:
             message = self.inbox.popleft()
             if isinstance(message, m.Task):
@@ -272,11 +272,11 @@ class FakeWorker:
         if not ids:
             return None
         stopped = [self._growing.pop(packed) for packed in ids]
-        stretches = [tuple(sample.stretches) for sample in stopped]
-        self._stopped.update(zip(ids, stretches, strict=True))
+        version_spans = [tuple(sample.version_spans) for sample in stopped]
+        self._stopped.update(zip(ids, version_spans, strict=True))
         self._rows_here.put([(stopped_at(call), packed) for packed in ids], self.tag)
         numbers = [sample.num_generated for sample in stopped]
-        return m.Aborted(call, list(ids), [9 + n for n in numbers], numbers, stretches, ("x", 0, 0, 0))
+        return m.Aborted(call, list(ids), [9 + n for n in numbers], numbers, version_spans, ("x", 0, 0, 0))
 
     def give_up(self, call: int) -> None:
         self._growing = {packed: s for packed, s in self._growing.items() if s.task.call != call}
@@ -320,22 +320,22 @@ class FakeWorker:
         done: list[int] = []
         for packed, sample in self._growing.items():
             version = self.held[self._calls[sample.task.call].role]
-            last = sample.stretches[-1] if sample.stretches else VersionSpan(0, version)
+            last = sample.version_spans[-1] if sample.version_spans else VersionSpan(0, version)
             count = rng.randrange(3)
             if last.version == version:
-                sample.stretches[-1:] = [last._replace(num_tokens=last.num_tokens + count)] if last.num_tokens + count else []
+                sample.version_spans[-1:] = [last._replace(num_tokens=last.num_tokens + count)] if last.num_tokens + count else []
             elif count:
-                sample.stretches.append(VersionSpan(count, version, is_stale=True))
+                sample.version_spans.append(VersionSpan(count, version, is_stale=True))
             if sample.num_generated and rng.random() < 0.3:
                 done.append(packed)
         for task, positions, ends in self._tasks.finished(done):
             rows = [done[position] for position in positions]
             samples = [self._growing.pop(packed) for packed in rows]
             assert all(sample.task is task for sample in samples), "samples are reported for another task"
-            stretches = [tuple(sample.stretches) for sample in samples] if is_time_dependent(self._calls[task.call]) else []
+            version_spans = [tuple(sample.version_spans) for sample in samples] if is_time_dependent(self._calls[task.call]) else []
             self._deliver(task.call, rows, task.forward_to)
             numbers = [sample.num_generated for sample in samples]
-            self._finished(task.number, task.call, rows, [9 + n for n in numbers], stretches=stretches, ends=ends)
+            self._finished(task.number, task.call, rows, [9 + n for n in numbers], version_spans=version_spans, ends=ends)
 
     def _do(self, task: m.Task, rng: random.Random) -> None:
         if task.number in self.fails:
@@ -410,7 +410,7 @@ class FakeWorker:
         for packed in task.ids:
             assert packed not in self._growing, "a sample is generated twice at once"
             before = list(self._stopped[packed]) if task.aborted_by >= 0 else []
-            assert all(oldest <= stretch.version <= newest for stretch in before), "a sample goes on from tokens that are too old"
+            assert all(oldest <= version_span.version <= newest for version_span in before), "a sample goes on from tokens that are too old"
             self._growing[packed] = _Sample(task, before)
         self._begun.add(task.number)
         self._tasks.began(task)
@@ -443,12 +443,14 @@ class FakeWorker:
         rows: Sequence[int],
         num_tokens: Sequence[int],
         *,
-        stretches: Sequence[tuple[VersionSpan, ...]] = (),
+        version_spans: Sequence[tuple[VersionSpan, ...]] = (),
         dropped: Sequence[int] = (),
         ends: bool,
     ) -> None:
         finish, generated = [0] * len(rows), [tokens - 9 for tokens in num_tokens]
-        said = m.Finished(number, call, list(rows), list(num_tokens), generated, [], finish, [], None, list(dropped), list(stretches), ends)
+        said = m.Finished(
+            number, call, list(rows), list(num_tokens), generated, [], finish, [], None, list(dropped), list(version_spans), ends
+        )
         self.say(said)
 
 
@@ -719,7 +721,7 @@ class Model:
             fake = speaking[pick % len(speaking)]
             said = fake.said.popleft()
             if isinstance(said, m.Aborted):
-                self._stopped.update(zip(said.ids, said.stretches, strict=True))
+                self._stopped.update(zip(said.ids, said.version_spans, strict=True))
             if not isinstance(said, m.Missing):
                 self._said.append((fake.name, said))
             self._input(self.core.heard, fake.name, said)
@@ -888,7 +890,7 @@ class Model:
                     self._rows_here.pop(call, None)
                 case Dropped(_, ids) | Late(_, ids):
                     self._left_out.update(ids)
-                case Given(_, ids):
+                case TakenOver(_, ids):
                     self._left_out.difference_update(ids)
                 case _:
                     pass

@@ -50,7 +50,7 @@ from m2flow.micro.controller.journal_records import JournalRecords
 from m2flow.micro.lowering.passes import Lowering, lower
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.call_semantics import call_body
-from m2flow.micro.protocol.events import CONTROLLER, Discarded, Dropped, Given, Late, Released, Send, TimedOut, Wanted, WorkerLost
+from m2flow.micro.protocol.events import CONTROLLER, Discarded, Dropped, Late, Released, Send, TakenOver, TimedOut, Wanted, WorkerLost
 from m2flow.micro.protocol.plan import Plan, WorkerPlan
 from m2flow.micro.protocol.staleness import Decisions, given_by
 from m2flow.micro.records.flow_record import FlowLog, Logged
@@ -270,7 +270,7 @@ class World(Backend):
         self._segment: list[Call] = []
         self._values: dict[int, object] = {}
         self._delivered: dict[int, Batch] = {}
-        self._settling = FirstError()
+        self._first_error = FirstError()
         self._logbook = FlowLog(self, lambda step, name, number: self.answer.logs.append((step, name, number)))
         self._logged: list[tuple[int, int]] = []
         self._released: list[int] = []
@@ -308,16 +308,16 @@ class World(Backend):
     def submit(self, call: Call) -> None:
         self._lowering.check(call)
         self._calls[call.ordinal] = call
-        self._settling.added(call)
+        self._first_error.added(call)
         self._bodies[call.ordinal] = call_body(call)
         self._segment.append(call)
 
     def value(self, ordinal: int) -> object:
         self._flush()
-        self._turn_until(lambda: ordinal in self._values or self._settling.of(ordinal) is not None)
-        error = self._settling.of(ordinal)
+        self._turn_until(lambda: ordinal in self._values or self._first_error.of(ordinal) is not None)
+        error = self._first_error.of(ordinal)
         if error is not None:
-            self._settling.raised(ordinal)
+            self._first_error.raised(ordinal)
             raise error
         if not self._calls[ordinal].is_aligned:
             return self._values[ordinal]
@@ -329,11 +329,11 @@ class World(Backend):
         pass
 
     def log(self, step: int, values: Mapping[str, tuple[int, str | None] | float]) -> None:
-        before, num_calls, where = self._settling.num_ended, self._settling.num_added, user_site().describe()
+        before, num_calls, where = self._first_error.num_ended, self._first_error.num_added, user_site().describe()
         for name, source in values.items():
             self._logbook.add(Logged(step, name, source, before, num_calls, where))
             self._logged += [(source[0], before)] if not isinstance(source, float) else []
-        self._logged += [(ordinal, before) for ordinal in self._settling.open_effects]
+        self._logged += [(ordinal, before) for ordinal in self._first_error.open_effects]
 
     def release(self, ordinal: int) -> None:
         self._released.append(ordinal)
@@ -343,17 +343,17 @@ class World(Backend):
         with randomness_kept():
             for _ in range(self._order.randrange(20)):
                 self._turn()
-        self._settling.step_ended()
-        self._turn_until(lambda: not self._settling.has_failed or self._settling.first is not None)
+        self._first_error.step_ended()
+        self._turn_until(lambda: not self._first_error.has_failed or self._first_error.first is not None)
         self._raise_first()
 
     def raise_due(self) -> None:
         self._flush()
-        settling = self._settling
-        self._turn_until(lambda: all(settling.has_ended(call) or settling.has_failed_before(before) for call, before in self._logged))
-        self._turn_until(lambda: self._settling.is_due_known)
-        if self._settling.due is not None:
-            raise self._settling.due
+        first_error = self._first_error
+        self._turn_until(lambda: all(first_error.has_ended(call) or first_error.has_failed_before(before) for call, before in self._logged))
+        self._turn_until(lambda: self._first_error.is_due_known)
+        if self._first_error.due is not None:
+            raise self._first_error.due
 
     def finish(self) -> None:
         self._flush()
@@ -366,16 +366,16 @@ class World(Backend):
         return ordinal in self._values
 
     def has_failed(self, ordinal: int) -> bool:
-        return self._settling.has_failed_at(ordinal)
+        return self._first_error.has_failed_at(ordinal)
 
     def are_well(self, num_calls: int) -> bool:
-        return self._settling.are_well(num_calls)
+        return self._first_error.are_well(num_calls)
 
     def are_effects_over(self, num_calls: int) -> bool:
-        return self._settling.are_effects_over(num_calls)
+        return self._first_error.are_effects_over(num_calls)
 
     def has_lost_effect(self, num_calls: int) -> bool:
-        return self._settling.has_lost_effect(num_calls)
+        return self._first_error.has_lost_effect(num_calls)
 
     def number(self, ordinal: int, name: str | None) -> float:
         return number_of(self._values[ordinal], name)
@@ -394,8 +394,8 @@ class World(Backend):
         self.answer.forget(self._failed)
 
     def _raise_first(self) -> None:
-        if self._settling.first is not None:
-            raise self._settling.first
+        if self._first_error.first is not None:
+            raise self._first_error.first
 
     def _flush(self) -> None:
         calls, self._segment = self._segment, []
@@ -482,8 +482,8 @@ class World(Backend):
                 self.answer.samples.update(samples_of(rows))
             if message.values:
                 self.answer.rewarded(message.call, message.ids, message.values, message.parts)
-            if message.stretches:
-                self.answer.decisions |= given_by(message.call, message.ids, message.stretches)
+            if message.version_spans:
+                self.answer.decisions |= given_by(message.call, message.ids, message.version_spans)
 
     def _input(self, take: Callable[..., list[Effect]], *what: object) -> None:
         """Hand an input to the core, and carry out its effects."""
@@ -512,16 +512,16 @@ class World(Backend):
                     self._discarded[call] = last
                 case Dropped(_, ids) | Late(_, ids):
                     self._dropped.update(ids)
-                case Given(call, ids):
+                case TakenOver(call, ids):
                     self._dropped.difference_update(ids)
                     self.answer.decisions |= {packed: self.answer.decisions[packed]._replace(call=call) for packed in ids}
                 case Resolved(done, value):
                     self._values[done.ordinal] = value
-                    self._settling.done(done.ordinal)
+                    self._first_error.done(done.ordinal)
                     self._logbook.call_ended(done.ordinal)
                     self._logbook.write_due()
                 case Rejected(failed, error, root):
-                    self._settling.failed(failed, root, error)
+                    self._first_error.failed(failed, root, error)
                     self._failed.update((*failed.under_refill, failed.ordinal))
                     self._logbook.call_ended(failed.ordinal)
                     self._logbook.write_due()

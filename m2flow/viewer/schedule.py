@@ -33,7 +33,7 @@ IntArray = npt.NDArray[np.int64]
 
 
 @final
-class Rows:
+class IntervalRows:
     """Rows of disjoint intervals, given by their positions."""
 
     def __init__(self) -> None:
@@ -230,7 +230,7 @@ class Schedule:
 
     def _forget(self) -> None:
         self._laid = 0
-        self._rows: dict[tuple[int, int], Rows] = {}
+        self._rows: dict[tuple[int, int], IntervalRows] = {}
         self._sample_spans: dict[int, tuple[IntArray, IntArray]] = {}
         self._order: list[int] = []
 
@@ -247,7 +247,7 @@ class Schedule:
         for lane in np.unique(worker[new]).tolist():
             for kind in range(len(PARTS)):
                 mine = new[(worker[new] == lane) & (part[new] == kind)]
-                self._rows.setdefault((lane, kind), Rows()).add(mine, start[mine], end[mine])
+                self._rows.setdefault((lane, kind), IntervalRows()).add(mine, start[mine], end[mine])
             sample_spans = (worker == lane) & (part == 2)
             self._sample_spans[lane] = np.sort(start[sample_spans]), np.sort(end[sample_spans])
         self._laid = columns.num_spans

@@ -372,7 +372,7 @@ def test_stale_conversations_that_are_stopped_and_go_on_with_newer_weights_are_g
         spec, options = spec_of("split").model_copy(update={"rollout": rollout}), {"num_steps": 4, "staleness": 2}
         planned = run_planned(self_play, options, spec, seed=number, order_seed=number)
         assert not planned.error
-        num_mixed += sum(len({stretch.version for stretch in one.stretches}) > 1 for one in planned.decisions.values())
+        num_mixed += sum(len({version_span.version for version_span in one.version_spans}) > 1 for one in planned.decisions.values())
         assert difference_of(planned, run_eager(self_play, options, spec, seed=number, decisions=planned.decisions)) is None
     assert num_mixed > 2
 
@@ -396,7 +396,7 @@ def often_silent() -> None:
 
 def test_stale_episodes_in_which_the_model_never_spoke_are_given_again_by_eager():
     planned = run_planned(often_silent, {}, spec_of("split"))
-    assert any(not one.stretches for one in planned.decisions.values())
+    assert any(not one.version_spans for one in planned.decisions.values())
     assert difference_of(planned, run_eager(often_silent, {}, spec_of("split"), decisions=planned.decisions)) is None
 
 

@@ -111,7 +111,7 @@ STOPS_MUCH = SPEC.model_copy(update={"placement": "split"})
 
 def are_mixed(answer: Answer) -> int:
     """Episodes in which one who speaks has several versions of its weights: they were stopped, and went on with newer ones."""
-    used = [{(stretch.by, stretch.version) for stretch in one.stretches} for one in answer.decisions.values()]
+    used = [{(version_span.by, version_span.version) for version_span in one.version_spans} for one in answer.decisions.values()]
     return sum(len(versions) > len({by for by, _ in versions}) for versions in used)
 
 
@@ -123,7 +123,7 @@ def test_stale_episodes_that_are_stopped_go_on_with_other_weights_of_each_speake
         planned = run_planned(contest, options, spec, seed=number, order_seed=number)
         assert not planned.error
         num_mixed += are_mixed(planned)
-        num_apart += sum(len({stretch.version for stretch in one.stretches}) > 1 for one in planned.decisions.values())
+        num_apart += sum(len({version_span.version for version_span in one.version_spans}) > 1 for one in planned.decisions.values())
         eager = run_eager(contest, options, spec, seed=number, decisions=planned.decisions)
         assert difference_of(planned, eager) is None
     assert num_mixed

@@ -13,7 +13,7 @@ from tiny_models import save_config
 from m2flow.engines.contract import EngineSettings, Generated, Request
 from m2flow.engines.embedded.rollout_engine import EmbeddedRollout
 from m2flow.engines.models.hf_model import load_model
-from m2flow.engines.models.model_probe import NUM_JUDGED, Probe
+from m2flow.engines.models.model_probe import NUM_JUDGED, ModelProbe
 from m2flow.errors import EngineError, ModelError, PromptTooLong
 from m2flow.recipe import Model, Sampling
 from m2flow.samples import Finish, SampleId, make_ids
@@ -245,7 +245,7 @@ def test_a_window_that_the_config_names_and_no_layer_shows_is_refused(tmp_path: 
 def test_a_wrong_window_shows_in_half_precision_too(tmp_path: Path) -> None:
     path = save_config("Mistral", tmp_path, sliding_window=8)
     model = load_model(Model(path, init="random", dtype="bfloat16"), device="cpu", attention="eager")
-    probe = Probe(model, "the engine", 64, lambda tokens: model(input_ids=tokens, use_cache=False).logits)
+    probe = ModelProbe(model, "the engine", 64, lambda tokens: model(input_ids=tokens, use_cache=False).logits)
     probe.judge(probe.wanted)
     model.config.sliding_window = 64
     with torch.no_grad():

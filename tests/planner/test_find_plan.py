@@ -11,7 +11,7 @@ from test_search import best_s, problem_of
 
 from m2flow.errors import PlanError
 from m2flow.micro.protocol.cost_terms import EngineId
-from m2flow.micro.protocol.plan import Bound, Choice, Part
+from m2flow.micro.protocol.plan import Bound, Choice, TimeTerm
 from m2flow.planner import search
 from m2flow.planner.breakdown import step_s
 from m2flow.planner.cost_model import ModelledCosts
@@ -133,10 +133,10 @@ def test_where_the_longest_sample_decides_the_advice_says_so() -> None:
 
 def test_where_training_decides_no_advice_is_about_samples() -> None:
     found = best_plan(modelled(16))
-    parts = Part("policy.generate", 2.0), Part("policy.update", 8.0)
+    parts = TimeTerm("policy.generate", 2.0), TimeTerm("policy.update", 8.0)
     bounds = (Bound("longest sample", 9.0),)  # With what must come after it.
     assert advice_of(found.problem, found.node, parts, bounds).startswith("policy.update takes 80% of the step")
-    assert "waste" in advice_of(found.problem, found.node, (Part("policy.generate", 9.5), Part("policy.update", 0.5)), bounds)
+    assert "waste" in advice_of(found.problem, found.node, (TimeTerm("policy.generate", 9.5), TimeTerm("policy.update", 0.5)), bounds)
 
 
 def test_longer_samples_never_make_a_bound_smaller() -> None:

@@ -13,7 +13,7 @@ from m2flow import Dataset, Policy, Reward, flow, steps
 from m2flow.cli.main import cli
 from m2flow.macro.tracing import trace
 from m2flow.micro.lowering.passes import lower
-from m2flow.micro.protocol.plan import Choice, Part
+from m2flow.micro.protocol.plan import Choice, TimeTerm
 from m2flow.planner.planning import Forecast, forecast, question_of, read_forecast, write_forecast
 from m2flow.runner.run import Run
 from m2flow.spec import ClusterSpec, RolloutSpec, RunSettings, TrainSpec
@@ -136,12 +136,12 @@ def test_each_part_of_a_plan_meets_the_stages_that_it_is_about() -> None:
         return StepAnalysis(0, 0, 1.0, {}, None, {}, 0.0, 0.0, path, 0, {})
 
     parts = (
-        Part("policy.generate@7, policy.generate@9 / 2 steps under way", 5.0),
-        Part("switch to train", 0.1),
-        Part("policy.update", 3.0),
-        Part("switch to rollout", 0.2),
-        Part("weight sync of policy", 0.4),
-        Part("judge.score", 9.0, on_critical_path=False),
+        TimeTerm("policy.generate@7, policy.generate@9 / 2 steps under way", 5.0),
+        TimeTerm("switch to train", 0.1),
+        TimeTerm("policy.update", 3.0),
+        TimeTerm("switch to rollout", 0.2),
+        TimeTerm("weight sync of policy", 0.4),
+        TimeTerm("judge.score", 9.0, on_critical_path=False),
     )
     choice = Choice("f", "c", "split", (), 8.7, parts, (), True, 0.0, "", (), 0.0, {}, {})
     path = [share("policy.generate", "f.py:7", 3.0), *first[1:]]

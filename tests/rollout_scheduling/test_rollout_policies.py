@@ -25,7 +25,7 @@ from m2flow.rollout_scheduling.policies import (
     LeastLoaded,
     LongestFirst,
     OldestFirst,
-    Probe,
+    ProbeFirst,
     RoundRobin,
     Split,
     make_policy,
@@ -213,7 +213,7 @@ def _seen(step: StepLengths, earlier: Sequence[Sequence[int]] = ()) -> Seen:
 def test_probing_begins_only_when_the_correlation_that_was_measured_justifies_it() -> None:
     for icc, is_open in ((0.0, False), (0.9, True)):
         lengths = parse_lengths(f"lognormal:median=400,sigma=0.8,icc={icc}")
-        policy = Probe()
+        policy = ProbeFirst()
         assert not policy.is_open
         for step in steps_of(lengths, 1, num_groups=40, n=4, seed=0):
             play(step.samples, policy, DecodeModel(), 2)
@@ -221,7 +221,7 @@ def test_probing_begins_only_when_the_correlation_that_was_measured_justifies_it
 
 
 def test_a_probe_of_each_group_goes_first_and_the_longest_group_next() -> None:
-    probe = Probe()
+    probe = ProbeFirst()
     policy = composed([probe])
     play(_groups([[10 * g + 1, 10 * g + 2] for g in range(1, 9)]), policy, MODEL, 2)
     assert probe.is_open

@@ -159,6 +159,6 @@ def test_a_run_that_carries_equals_the_eager_one_that_is_given_its_record(flow, 
     planned = run_planned(flow, {}, cluster, deterministic=True, order_seed=1)
     assert any(decision.call != SampleId.unpack(packed).call for packed, decision in planned.decisions.items())
     # Where rollout has workers of its own, they go on with what they hold while the new weights are published.
-    assert placement == "split" or any(len(decision.stretches) > 1 for decision in planned.decisions.values())
+    assert placement == "split" or any(len(decision.version_spans) > 1 for decision in planned.decisions.values())
     assert planned.error == ""
     assert run_eager(flow, {}, cluster, deterministic=True, decisions=planned.decisions) == planned

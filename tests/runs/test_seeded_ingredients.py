@@ -95,7 +95,9 @@ def an_engine_samples_with_what_it_holds(patch: Patch) -> None:
 
 def a_version_is_noted_one_too_new(patch: Patch) -> None:
     def newer(rows: Batch) -> list[tuple[VersionSpan, ...]]:
-        return [tuple(stretch._replace(version=stretch.version + 1) for stretch in sample) for sample in version_spans_of(rows)]
+        return [
+            tuple(version_span._replace(version=version_span.version + 1) for version_span in sample) for sample in version_spans_of(rows)
+        ]
 
     patch.setattr(worker, "version_spans_of", newer)
 

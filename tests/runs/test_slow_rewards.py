@@ -79,7 +79,7 @@ def test_what_is_done_leaves_before_the_task_ends_and_each_row_once(monkeypatch:
     left: list[tuple[list[int], list[int]]] = []
     # Of this call only results above 1 stay.
     rows_of = lambda part, results: part.take([i for i, result in enumerate(results) if result > 1])  # noqa: E731
-    task = function_tasks.Leaving(rows_of, samples, lambda ids, rows: left.append((ids, rows.ids.tolist())))
+    task = function_tasks.StreamedResults(rows_of, samples, lambda ids, rows: left.append((ids, rows.ids.tolist())))
     ids = samples.ids.tolist()
     for position, result in ((3, 5), (1, 0), (2, 7)):
         task.done(position, result)
@@ -90,6 +90,6 @@ def test_what_is_done_leaves_before_the_task_ends_and_each_row_once(monkeypatch:
 def test_a_quick_task_is_reported_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(function_tasks, "_EVERY_NS", 3600 * 10**9)
     samples = Batch(make_ids(1, 2, 1), {"text": Ragged.texts(["a", "b"])})
-    task = function_tasks.Leaving(lambda part, results: part, samples, lambda ids, rows: pytest.fail("nothing is slow here"))
+    task = function_tasks.StreamedResults(lambda part, results: part, samples, lambda ids, rows: pytest.fail("nothing is slow here"))
     task.done(0, 1.0)
     assert not task.has_left

@@ -28,7 +28,7 @@ def dropping(num_steps: int = 2, batch: int = 5) -> None:
 
 
 @flow(staleness=2)
-def carrying(num_steps: int = 4, batch: int = 5) -> None:
+def takes_over(num_steps: int = 4, batch: int = 5) -> None:
     policy, reward = Policy("fake"), Reward(zero)
     prompts = Dataset([{"prompt": "a"}] * batch)
     for _ in steps(num_steps):
@@ -74,13 +74,13 @@ def test_ending_steps_early_is_offered_with_what_is_thrown_away_and_what_is_trai
     said = price_of(early, as_it_was)
     assert said == "the price: 20% of the generated tokens are thrown away, trained responses are 83% shorter, since the longest end last"
     assert price_of(as_it_was, as_it_was) == "the price: nothing in the simulated steps"
-    carried = ran(carrying, COSTS, lengths, cluster(max_running=12), num_steps=4, options={"num_steps": 4}).report.steps
+    carried = ran(takes_over, COSTS, lengths, cluster(max_running=12), num_steps=4, options={"num_steps": 4}).report.steps
     assert "of the trained samples are of older weights" in price_of(carried, as_it_was)
 
 
 def test_what_is_carried_goes_on_from_its_tokens_and_is_generated_once():
     lengths = Given([[10, 10], [10, 10], [500, 20], [10, 10], [10, 10]])
-    result = ran(carrying, COSTS, lengths, cluster(max_running=12), num_steps=4, options={"num_steps": 4})
+    result = ran(takes_over, COSTS, lengths, cluster(max_running=12), num_steps=4, options={"num_steps": 4})
     assert any(isinstance(done.task, m.Accumulate) for done in result.history.done_tasks)
     again = [run for runs in result.history.sample_runs.values() for run in runs if run.before]
     assert again, "nobody went on from earlier tokens"
@@ -95,7 +95,7 @@ def test_what_is_carried_goes_on_from_its_tokens_and_is_generated_once():
 def test_carried_runs_end_and_keep_to_the_bounds_on_every_draw(seed, instances, is_leased):
     lengths = parse_lengths("lognormal:median=60,sigma=1.0,prompt=8")
     result = ran(
-        carrying,
+        takes_over,
         COSTS,
         lengths,
         cluster(instances=instances, max_running=8),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from observed_run import record_run, store_run
 
 from m2flow.observe.store import TraceColumns, TraceStore, read_spans
-from m2flow.viewer.schedule import Rows, Window, bars_in, running_at
+from m2flow.viewer.schedule import IntervalRows, Window, bars_in, running_at
 
 _Pairs = st.lists(st.tuples(st.integers(0, 500), st.integers(0, 60)), max_size=60)
 
@@ -78,7 +78,7 @@ def test_reading_in_small_parts_gives_the_same(tmp_path: Path) -> None:
 def test_rows_hold_every_interval_once_in_order_and_disjoint(pairs: list[tuple[int, int]], cut: int) -> None:
     start = np.array([a for a, _ in pairs], np.int64)
     end = start + np.array([d for _, d in pairs], np.int64)
-    rows = Rows()
+    rows = IntervalRows()
     for part in (np.arange(len(pairs))[:cut], np.arange(len(pairs))[cut:]):
         rows.add(part, start[part], end[part])
     found = [rows.row(number) for number in range(len(rows))]

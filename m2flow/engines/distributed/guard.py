@@ -2,9 +2,9 @@
 
     a rank:  part --raises--> noted by rank, layer and pass; zeros from then on --every collective as ever--> the end of the pass: all hear
 
-A part computes in a graph of its own (`Part`), without collectives. Where a layer has some inside (`Exchange`: rows sent to experts, sums
-over tensor ranks), what fails between its parts is answered with zeros too, and the exchanges that are still to come are made with rows
-that count nothing.
+A part computes in a graph of its own (`GuardedPart`), without collectives. Where a layer has some inside (`Exchange`: rows sent to
+experts, sums over tensor ranks), what fails between its parts is answered with zeros too, and the exchanges that are still to come
+are made with rows that count nothing.
 
 Ranks that wait for each other between passes alone need none of this: a pass that raises ends there, and `Course` says where it was.
 """
@@ -101,7 +101,7 @@ class Guard:
             width: of an embedding, H: it takes numbers of tokens.
         """
         compute, weights = module.forward, weights or module.parameters
-        part = Part(self, compute, weights, name, is_pair=is_pair, width=width, is_last=is_last)
+        part = GuardedPart(self, compute, weights, name, is_pair=is_pair, width=width, is_last=is_last)
         module.forward = functools.wraps(compute)(part)
 
     def around(
@@ -115,7 +115,7 @@ class Guard:
                 count nothing.
         """
         compute = layer.forward
-        part = Part(self, compute, weights, name)
+        part = GuardedPart(self, compute, weights, name)
 
         @functools.wraps(compute)
         def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -188,7 +188,7 @@ class Midway(Protocol):
         """A call of the part begins."""
 
 
-class Part:
+class GuardedPart:
     """What a guarded module computes. Its graph is its own, so that an error on the way back ends here.
 
     Args:
@@ -283,7 +283,9 @@ class _Back(torch.autograd.Function):  # type: ignore[misc]
     """What a part gave, with the way back through its own graph. Takes a scalar too, which has a gradient where hidden states have none."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, anchor: Tensor, part: Part, held: tuple[Tensor, Tensor | None, Owed | None, Tensor]) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, anchor: Tensor, part: GuardedPart, held: tuple[Tensor, Tensor | None, Owed | None, Tensor]
+    ) -> Tensor:
         ctx.part, ctx.held = part, held[:3]
         return held[3]
 

@@ -45,7 +45,7 @@ from m2flow.engines.contract import (
     WeightPiece,
     blended,
 )
-from m2flow.engines.distributed.guard import Course, Guard, Part, named
+from m2flow.engines.distributed.guard import Course, Guard, GuardedPart, named
 from m2flow.engines.embedded.trainer import EmbeddedTrain
 from m2flow.engines.installed import keep_gloo_here
 from m2flow.engines.models import lora, packing, trainer_checkpoint
@@ -672,7 +672,7 @@ class Root(torch.nn.Module):  # type: ignore[misc]
                 raise
             guard.note("the head", "forward", error)
             heads = [module for name, module in self.model.named_children() if name != self.model.base_model_prefix]
-            return Part(guard, self._computed, torch.nn.ModuleList(heads).parameters, "the head").stand_in(guard.last)
+            return GuardedPart(guard, self._computed, torch.nn.ModuleList(heads).parameters, "the head").stand_in(guard.last)
 
     def _computed(self, packed: packing.Packed, hidden: Tensor | None, chunk: int) -> Tensor:
         if self._chunks is None or len(self._chunks) == 1:

@@ -78,7 +78,7 @@ from torch.distributed.tensor import Shard, _collective_utils, _redistribute, de
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from m2flow.engines.distributed import COLWISE, ROWWISE, STACKED, STAGED, SUMMED, plan_of
-from m2flow.engines.distributed.guard import Guard, Midway, Part
+from m2flow.engines.distributed.guard import Guard, GuardedPart, Midway
 from m2flow.engines.models.optimizers import squared_norm
 from m2flow.engines.models.packing import AttentionLayout, Packed, choose_buckets, last_hidden, pack, packed_attention
 from m2flow.errors import EngineError
@@ -200,7 +200,7 @@ class Block:
 
     def guard(self, guard: Guard, name: str, weights: Callable[[], Iterable[torch.nn.Parameter]]) -> None:
         """Have a failure of this rank's part noted: the other ranks wait to add theirs. Arguments as of `Guard.over`."""
-        self.compute = Part(guard, self.compute, weights, name, is_pair=name.endswith("attn"), midway=self.midway)
+        self.compute = GuardedPart(guard, self.compute, weights, name, is_pair=name.endswith("attn"), midway=self.midway)
 
 
 class _Spread(torch.autograd.Function):  # type: ignore[misc]
@@ -302,7 +302,7 @@ class OwnExperts:
 
     def guard(self, guard: Guard, name: str, weights: Callable[[], Iterable[torch.nn.Parameter]]) -> None:
         """Have a failure of this rank's experts noted: the other ranks wait for what they make of their rows."""
-        self.compute = Part(guard, self._computed, weights, name)
+        self.compute = GuardedPart(guard, self._computed, weights, name)
 
     def _computed(self, rows: Tensor, experts: Tensor) -> Tensor:
         """Compute rows [S, H] by the experts of these numbers, int64 [S], each by one."""

@@ -40,7 +40,7 @@ from transformers.pytorch_utils import Conv1D
 from m2flow.engines.contract import bytes_on
 from m2flow.engines.models import lora
 from m2flow.engines.models.hf_model import checkpoint_tensors, hold_in, load_model, num_experts
-from m2flow.engines.models.model_probe import NUM_JUDGED, Probe, Reach, Scoring, explicit_attention, longest_sequence, scoring_of
+from m2flow.engines.models.model_probe import NUM_JUDGED, ModelProbe, Reach, Scoring, explicit_attention, longest_sequence, scoring_of
 from m2flow.engines.models.packing import LEAVE_OUT, exact_linear
 from m2flow.engines.models.routing import Routers
 from m2flow.engines.models.trainer_checkpoint import named_weights
@@ -836,7 +836,7 @@ class SlotModel:
                 f"{kind} has {rope} rotary embeddings, which change with the longest sequence of a batch",
                 now=f"Set the engine's option `max_context` to {longest} or less." if longest else "",
             )
-        probe = Probe(module, "the embedded engine", self.max_context, lambda tokens: module(input_ids=tokens, use_cache=False).logits)
+        probe = ModelProbe(module, "the embedded engine", self.max_context, lambda tokens: module(input_ids=tokens, use_cache=False).logits)
         cache = SlotCache()
         layers = [attention.layer_idx for attention in probe.attentions]
         with probe.explained():

@@ -144,7 +144,7 @@ class Groups:
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class ShareOfRows:
     """A rank's share of a micro-batch, in the place of `PackedSeqParams`: Megatron hands it down to every attention, also when a layer is
     recomputed."""
 

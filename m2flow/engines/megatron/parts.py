@@ -45,7 +45,7 @@ class Held:
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class SteppedPart:
     """What this rank steps of a parameter."""
 
     held: Held
@@ -83,7 +83,7 @@ class Parts:
         on_host: bool = False,
     ) -> None:
         self._all_ranks, self._is_spread, self._buffers, self._on_host = all_ranks, is_spread, buffers, on_host
-        self._staged: dict[Part, Tensor] = {}
+        self._staged: dict[SteppedPart, Tensor] = {}
         """On the host, where gradients come to; from the first step on."""
         self._names = {id(one.parameter): name for name, one in held.items()}
         self._held = held
@@ -111,13 +111,13 @@ class Parts:
                 if low < high:
                     yield held, low - start, high - start, buffer.grad_data[low:high]
 
-    def _made(self, held: Held, start: int, end: int, gradient: Tensor) -> Part:
+    def _made(self, held: Held, start: int, end: int, gradient: Tensor) -> SteppedPart:
         view = held.parameter.detach().view(-1)[start:end]
         if self._on_host:
-            return Part(held, start, end, view, gradient, _in_host_memory(view).copy_(view))
-        return Part(held, start, end, view, gradient, view if view.dtype == torch.float32 else view.float())
+            return SteppedPart(held, start, end, view, gradient, _in_host_memory(view).copy_(view))
+        return SteppedPart(held, start, end, view, gradient, view if view.dtype == torch.float32 else view.float())
 
-    def _is_counted(self, part: Part) -> bool:
+    def _is_counted(self, part: SteppedPart) -> bool:
         """Whether the norm counts it here. In stage 1 ranks of the group have other ranges each."""
         return part.held.counts and (self._is_spread or dist.get_rank(part.held.group) == 0)
 
@@ -161,7 +161,7 @@ class Parts:
         num_rounded = self._total(torch.tensor(float(sum(before.numel() for _, before in rounded))))
         return norm, {**self.client.by_group, MOVED: float(moved / num_rounded)}
 
-    def _brought(self, part: Part) -> Tensor:
+    def _brought(self, part: SteppedPart) -> Tensor:
         """The gradient of a part where it is stepped."""
         if not self._on_host:
             return part.gradient
@@ -181,9 +181,9 @@ class Parts:
 
     # What a checkpoint has
 
-    def gathered(self, of: Callable[[Part], Tensor]) -> Callable[[str, Tensor], Tensor]:
+    def gathered(self, of: Callable[[SteppedPart], Tensor]) -> Callable[[str, Tensor], Tensor]:
         """A function of a parameter's name that gives what `of` gives for its parts, together and in its shape. Collective."""
-        by_name: dict[str, list[Part]] = {}
+        by_name: dict[str, list[SteppedPart]] = {}
         for part in self.parts:
             by_name.setdefault(self._names[id(part.held.parameter)], []).append(part)
 
@@ -221,10 +221,10 @@ class Parts:
             if part.is_rounded and self._name(part) in values:
                 part.stepped.copy_(self._cut(part, values))
 
-    def _name(self, part: Part) -> str:
+    def _name(self, part: SteppedPart) -> str:
         return self._names[id(part.held.parameter)]
 
-    def _cut(self, part: Part, values: Mapping[str, Tensor]) -> Tensor:
+    def _cut(self, part: SteppedPart, values: Mapping[str, Tensor]) -> Tensor:
         found = values[self._name(part)].reshape(-1)[part.start : part.end]
         return found.to(part.stepped.device, torch.float32, copy=True)
 

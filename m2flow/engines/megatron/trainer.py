@@ -59,7 +59,7 @@ from m2flow.engines.contract import (
 from m2flow.engines.distributed.ranks import RankedTrain
 from m2flow.engines.megatron import modules
 from m2flow.engines.megatron.layout import check_adapters, check_model, check_ranks, has_bias, is_latent, mixture_of, read
-from m2flow.engines.megatron.library import Built, Groups, Rows
+from m2flow.engines.megatron.library import Built, Groups, ShareOfRows
 from m2flow.engines.megatron.modules import Latent, Routing
 from m2flow.engines.megatron.names import SCALAR_HEAD, Weights, check_names, layer_of, places, with_adapters
 from m2flow.engines.megatron.parts import Held, Parts
@@ -289,9 +289,9 @@ class MegatronTrain(RankedTrain):
         assert self._built is not None
         self._failure = None
 
-        def step(one: Pass) -> tuple[Rows, Any]:
+        def step(one: Pass) -> tuple[ShareOfRows, Any]:
             self._current = one
-            return Rows(one.share, one.routing), lambda output: self._loss(one, output)
+            return ShareOfRows(one.share, one.routing), lambda output: self._loss(one, output)
 
         self._built.run(step, passes, forward_only=forward_only)
         self._together(self._raise_failure)

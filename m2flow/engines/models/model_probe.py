@@ -1,7 +1,7 @@
 """Learn what a transformers model asks of its attention, and probe every engine that runs one before its first batch.
 
     model, loaded eager --learn--> of each attention: all earlier tokens, a sliding window, or a chunk    (`reach_of`)
-                        --plain--> logits of a few sequences, each alone, by transformers' own code       (`Probe`)
+                        --plain--> logits of a few sequences, each alone, by transformers' own code       (`ModelProbe`)
     the same sequences, several in one pass, by the engine --judge--> equal, or `EngineError`
 
 A mask is not guessed from names in a config: the model builds one, once, with transformers' mask functions, and it is compared position by
@@ -165,7 +165,7 @@ def longest_sequence(config: Any) -> tuple[int, str]:
 
 
 @final
-class Probe:
+class ModelProbe:
     """A few sequences with the logits of transformers' own code for each alone. Prepares the model for a registered attention.
 
     Args:

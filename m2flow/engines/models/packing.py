@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface
 
-from m2flow.engines.models.model_probe import NUM_JUDGED, Probe, Reach, Scoring, explicit_attention, longest_sequence, scoring_of
+from m2flow.engines.models.model_probe import NUM_JUDGED, ModelProbe, Reach, Scoring, explicit_attention, longest_sequence, scoring_of
 from m2flow.errors import DatasetError, EngineError
 from m2flow.samples import Batch, IdArray, Prompt, Ragged, SampleId, sequences_of
 
@@ -310,7 +310,7 @@ def check_model(model: PreTrainedModel, head: str = "lm") -> tuple[int, str]:
     longest, rope = longest_sequence(model.config)
     if not longest:
         raise EngineError(f"{type(model).__name__} has {rope} rotary embeddings, which change with the longest sequence of a batch")
-    probe = Probe(model, "the embedded trainer", longest, plain)
+    probe = ModelProbe(model, "the embedded trainer", longest, plain)
     # A token more of each, which nothing reads: what would predict it is judged too.
     tokens = Ragged.of([[*row.tolist(), 0] for row in probe.sequences], np.int32)
     mask = Ragged.of([np.arange(len(row) + 1) > len(row) - NUM_JUDGED for row in probe.sequences], np.bool_)

@@ -73,7 +73,7 @@ from m2flow.engines.servers.inference_server import (
     Running,
     ServedRolloutOptions,
     ServerClient,
-    Span,
+    TokenSpan,
     error_summary,
 )
 from m2flow.engines.servers.served_rollout import ServedRollout, read_tensors
@@ -345,7 +345,7 @@ def _first_line(error: BaseException) -> str:
 class _Meta(msgspec.Struct, frozen=True):
     finish_reason: FinishReason | None = None
     output_token_logprobs: list[tuple[float | None, int, str | None]] = []
-    weight_versions: list[Span] = []
+    weight_versions: list[TokenSpan] = []
     routed_experts: str | None = None
     cached_tokens: int | None = None
     num_retractions: int | None = None

@@ -37,7 +37,7 @@ import torch
 from m2flow.engines.installed import VLLM, gpus_from
 from m2flow.engines.models.requests import Job
 from m2flow.engines.registry import built_in
-from m2flow.engines.servers.inference_server import Dialect, FinishReason, Heard, Launch, Span, error_summary
+from m2flow.engines.servers.inference_server import Dialect, FinishReason, Heard, Launch, TokenSpan, error_summary
 from m2flow.engines.servers.served_rollout import ServedRollout, load_config, read_tensors, shapes_in, write_tensors
 from m2flow.errors import EngineError
 from m2flow.samples import SampleId
@@ -58,7 +58,7 @@ class _Choice(msgspec.Struct, frozen=True):
     token_ids: list[int] | None = None
     logprobs: _Logprobs | None = None
     finish_reason: str | None = None
-    weight_versions: list[Span] | None = None
+    weight_versions: list[TokenSpan] | None = None
 
 
 class _Chunk(msgspec.Struct, frozen=True):

@@ -201,7 +201,7 @@ class Controller:
         if self._thread.is_alive():
             self._waker.send(b"")
             self._thread.join()
-        self._launcher.stop(self._supervisor.leaving)
+        self._launcher.stop(self._supervisor.exiting)
         self._waker.close()
         self._listener.close()
         self._inbox.close()

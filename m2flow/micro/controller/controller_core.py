@@ -49,7 +49,6 @@ from m2flow.micro.protocol.events import (
     Expired,
     Forgotten,
     FromWorker,
-    Given,
     Late,
     Recalled,
     Reject,
@@ -59,6 +58,7 @@ from m2flow.micro.protocol.events import (
     Send,
     Sourced,
     Stopping,
+    TakenOver,
     TimedOut,
     Wanted,
     WorkerJoined,
@@ -266,7 +266,7 @@ class Consumed(msgspec.Struct, frozen=True):
     ids: list[int]
 
 
-SampleDecision = Discarded | Dropped | Late | Given | Expired
+SampleDecision = Discarded | Dropped | Late | TakenOver | Expired
 """Commands that only say what becomes of samples."""
 Effect = (
     Send
@@ -339,7 +339,7 @@ class Records:
         raise InternalError(f"rows of call {push.call} are asked for, and nothing was written down")
 
 
-class Rows(Protocol):
+class ControllerRows(Protocol):
     """The rows of datasets and of recalled calls that the controller itself has (`RowStore`)."""
 
     def put(self, call: int, batch: Batch, sender: str = "") -> None: ...
@@ -368,7 +368,7 @@ class ControllerCore:
     Every input may raise an `M2FlowError`: the run can't go on.
     """
 
-    def __init__(self, plan: Plan, scheduler: Scheduler, records: Records, timeouts: Timeouts, rows: Rows | None = None) -> None:
+    def __init__(self, plan: Plan, scheduler: Scheduler, records: Records, timeouts: Timeouts, rows: ControllerRows | None = None) -> None:
         self.scheduler = scheduler
         self.now_s = 0.0
         """Time of the inputs, by any clock. The owner sets it."""
@@ -378,7 +378,7 @@ class ControllerCore:
         self._plan = plan
         self._records = records
         self._timeouts = timeouts
-        self._rows: Rows = RowStore() if rows is None else rows
+        self._rows: ControllerRows = RowStore() if rows is None else rows
         self._pending: list[Event] = []
         """Events of posts that the scheduler has not been given yet."""
         self._bodies: dict[int, bytes] = {}
@@ -674,7 +674,7 @@ class ControllerCore:
                 if not rejected.stays_open:
                     self._records.call_failed(rejected.call, error)
                 effects.append(rejected)
-            case Discarded() | Dropped() | Late() | Given() | Expired():
+            case Discarded() | Dropped() | Late() | TakenOver() | Expired():
                 self._records.decided(command)
                 effects.append(command)
             case CheckpointBegun() | CheckpointSaved():

@@ -24,7 +24,7 @@ from m2flow.micro.controller.controller_core import Records, SampleDecision, Unr
 from m2flow.micro.protocol import call_semantics
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.call_semantics import gives_reward
-from m2flow.micro.protocol.events import Discarded, Dropped, Expired, Given, Late, Restored
+from m2flow.micro.protocol.events import Discarded, Dropped, Expired, Late, Restored, TakenOver
 from m2flow.micro.protocol.plan import Stage
 from m2flow.micro.protocol.staleness import given_by, is_time_dependent, version_spans_of
 from m2flow.micro.records.accounting import read_meter
@@ -101,8 +101,8 @@ class CrashRecovery:
             return m.GivenUp(found.call, ids, [int(count) for count in rows.dense("num_generated")])
         total, made = call_semantics.num_tokens_of(rows), call_semantics.num_generated_of(rows)
         if found.kind is Kind.FINISHED:
-            stretches = version_spans_of(rows) if call is not None and is_time_dependent(call) else []
-            return m.Finished(-1, found.call, ids, total, made, [], call_semantics.finish_of(rows), [], found.place, [], stretches)
+            version_spans = version_spans_of(rows) if call is not None and is_time_dependent(call) else []
+            return m.Finished(-1, found.call, ids, total, made, [], call_semantics.finish_of(rows), [], found.place, [], version_spans)
         kind = m.Flushed if found.kind is Kind.RUNNING else m.Aborted
         return kind(found.call, ids, total, made, version_spans_of(rows), found.place)
 
@@ -151,10 +151,10 @@ class JournalRecords(Records):
             case m.Finished() if call is not None:
                 self._finished(call, message)
             case m.Aborted() if call is not None:
-                numbers = (message.num_tokens, message.num_generated, message.stretches, message.segment)
+                numbers = (message.num_tokens, message.num_generated, message.version_spans, message.segment)
                 self._journal.samples_stopped(call, message.ids, *numbers)
             case m.Flushed() if call is not None:
-                numbers = (message.num_tokens, message.num_generated, message.stretches, message.segment)
+                numbers = (message.num_tokens, message.num_generated, message.version_spans, message.segment)
                 self._journal.samples_flushed(message.call, message.ids, *numbers)
             case _ if any(message.num_generated):  # Its call was given up and forgotten before this came.
                 self._journal.samples_given_up(message.call, message.ids, message.num_generated)
@@ -180,7 +180,7 @@ class JournalRecords(Records):
                 self._journal.dropped(call, ids)
             case Late(_, ids):
                 self._journal.late(call, ids)
-            case Given(_, ids):
+            case TakenOver(_, ids):
                 self._journal.given(call, ids)
             case Expired(_, ids):
                 self._journal.expired(call, ids)
@@ -220,5 +220,5 @@ class JournalRecords(Records):
             self._journal.rewarded(call, message.ids, message.values, message.parts)
         if message.dropped:
             self._journal.filtered(call, message.dropped)
-        if message.stretches:
-            self._journal.decided(call, given_by(call.ordinal, message.ids, message.stretches))
+        if message.version_spans:
+            self._journal.decided(call, given_by(call.ordinal, message.ids, message.version_spans))

@@ -336,8 +336,8 @@ class Launcher(ABC):
         return ()
 
     @abstractmethod
-    def stop(self, leaving: Iterable[str], *, patience_s: float = 5.0) -> None:
-        """Wait for the `leaving` workers to end, kill all that do not, and remove what they may have left. May be called twice."""
+    def stop(self, exiting: Iterable[str], *, patience_s: float = 5.0) -> None:
+        """Wait for the `exiting` workers to end, kill all that do not, and remove what they may have left. May be called twice."""
 
     @property
     def _weights_directory(self) -> str:
@@ -482,9 +482,9 @@ class LocalLauncher(Launcher):
     def log_path(self, worker: str) -> Path:
         return self.log_of(worker, self._processes[worker].rank if worker in self._processes else 0)
 
-    def stop(self, leaving: Iterable[str], *, patience_s: float = 5.0) -> None:
+    def stop(self, exiting: Iterable[str], *, patience_s: float = 5.0) -> None:
         deadline = time.monotonic() + patience_s
-        waits_for = set(leaving) & self._processes.keys()
+        waits_for = set(exiting) & self._processes.keys()
         while waits_for - self.ended().keys() and time.monotonic() < deadline:
             time.sleep(0.01)
         for worker in self._processes:

@@ -575,9 +575,9 @@ class RayLauncher(Launcher):
         hosted = self._hosted.get(worker)
         return self.log_of(worker, hosted.rank if hosted is not None else 0)
 
-    def stop(self, leaving: Iterable[str], *, patience_s: float = 5.0) -> None:
+    def stop(self, exiting: Iterable[str], *, patience_s: float = 5.0) -> None:
         deadline = time.monotonic() + patience_s
-        waits_for = set(leaving)
+        waits_for = set(exiting)
         with contextlib.suppress(M2FlowError):
             while waits_for - self.ended().keys() and time.monotonic() < deadline:
                 time.sleep(0.02)

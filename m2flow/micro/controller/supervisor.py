@@ -587,13 +587,13 @@ class Supervisor:
         most = len(there) if self._samples_elsewhere else max(0, len(there) - 1)
         if -change > most:
             raise SpecError(f"{most} rollout workers can leave this run, not {-change}", now="Somebody must be left to generate.")
-        leaving = there[change:]
+        removed = there[change:]
         effects: list[Effect] = []
-        for worker in leaving:
+        for worker in removed:
             self._leaving.add(worker)
             effects += self._died(worker, "was told to leave", is_hung=True, may_return=False)
             self._launcher.give_back(worker)
-        return effects, f"{', '.join(leaving)} left; what they were at goes on elsewhere"
+        return effects, f"{', '.join(removed)} left; what they were at goes on elsewhere"
 
     def why(self, error: M2FlowError) -> M2FlowError:
         """Explain a broken link: the error of the worker that has died, if one has, else the error itself."""
@@ -667,7 +667,7 @@ class Supervisor:
         return bool(set(self._core.up) - self._gone - self._launcher.ended().keys())
 
     @property
-    def leaving(self) -> set[str]:
+    def exiting(self) -> set[str]:
         """Workers that have said goodbye and end by themselves; the others are to be killed."""
         return self._gone
 

@@ -201,7 +201,7 @@ class Late(msgspec.Struct, frozen=True):
     ids: tuple[int, ...]
 
 
-class Given(msgspec.Struct, frozen=True):
+class TakenOver(msgspec.Struct, frozen=True):
     """A call's result has these samples that earlier calls of its line had left."""
 
     call: int
@@ -238,4 +238,4 @@ class CheckpointFailed(msgspec.Struct, frozen=True):
     error: ErrorRecord
 
 
-Command = Send | Resolve | Reject | Forgotten | Discarded | Dropped | Late | Given | Expired | CheckpointBegun | CheckpointSaved
+Command = Send | Resolve | Reject | Forgotten | Discarded | Dropped | Late | TakenOver | Expired | CheckpointBegun | CheckpointSaved

@@ -216,7 +216,7 @@ class Finished(Message, frozen=True):
     """File, offset, size and CRC-32 of the record that holds them."""
     dropped: list[int] = []
     """Samples of the task that the call left out of its result."""
-    stretches: list[tuple[VersionSpan, ...]] = []
+    version_spans: list[tuple[VersionSpan, ...]] = []
     """The version spans of each sample, where it depends on timing which weights generated it; else empty."""
     ends: bool = False
     """The task is done with these: no `TaskDone` follows."""
@@ -240,7 +240,7 @@ class Aborted(Message, frozen=True):
     ids: list[int]
     num_tokens: list[int]
     num_generated: list[int]
-    stretches: list[tuple[VersionSpan, ...]]
+    version_spans: list[tuple[VersionSpan, ...]]
     segment: tuple[str, int, int, int]
 
 
@@ -274,7 +274,7 @@ class Flushed(Message, frozen=True):
     ids: list[int]
     num_tokens: list[int]
     num_generated: list[int]
-    stretches: list[tuple[VersionSpan, ...]]
+    version_spans: list[tuple[VersionSpan, ...]]
     segment: tuple[str, int, int, int]
 
 

@@ -55,7 +55,7 @@ class Placement(msgspec.Struct, frozen=True):
         return range(self.first_device, self.first_device + self.num_devices)
 
 
-class Part(msgspec.Struct, frozen=True):
+class TimeTerm(msgspec.Struct, frozen=True):
     """One term of the predicted step time."""
 
     what: str
@@ -78,7 +78,7 @@ class Loser(msgspec.Struct, frozen=True):
     what: str
     predicted_step_s: float
     why: str
-    parts: tuple[Part, ...] = ()
+    parts: tuple[TimeTerm, ...] = ()
     """The terms of its predicted step time."""
     num_devices: int = 0
     """The devices that it uses."""
@@ -114,7 +114,7 @@ class Choice(msgspec.Struct, frozen=True):
     mode: Mode
     placements: tuple[Placement, ...] = msgspec.field(name="seats")
     predicted_step_s: float
-    parts: tuple[Part, ...]
+    parts: tuple[TimeTerm, ...]
     bounds: tuple[Bound, ...]
     is_exact: bool
     """Whether no plan is better by the cost model; otherwise one may be by up to `gap_s`."""

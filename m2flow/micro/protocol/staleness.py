@@ -49,12 +49,12 @@ class Decision(NamedTuple):
 
     call: int
     """The call whose result it is in, which is not always the one that drew it."""
-    stretches: tuple[VersionSpan, ...]
+    version_spans: tuple[VersionSpan, ...]
 
     @property
     def oldest(self) -> int:
         """Return the oldest version among its tokens."""
-        return min(stretch.version for stretch in self.stretches)
+        return min(version_span.version for version_span in self.version_spans)
 
 
 Decisions = Mapping[int, Decision]
@@ -88,9 +88,9 @@ def _spans(version: npt.NDArray[np.int32], is_stale: npt.NDArray[np.int32]) -> I
     return (VersionSpan(b - a, int(made[a, 0]), bool(made[a, 1])) for a, b in itertools.pairwise(edges) if a < b)
 
 
-def given_by(call: int, ids: Sequence[int], stretches: Sequence[Sequence[VersionSpan]]) -> dict[int, Decision]:
+def given_by(call: int, ids: Sequence[int], version_spans: Sequence[Sequence[VersionSpan]]) -> dict[int, Decision]:
     """Make the decisions about the samples of one call's result."""
-    return {packed: Decision(call, tuple(of)) for packed, of in zip(ids, stretches, strict=True)}
+    return {packed: Decision(call, tuple(of)) for packed, of in zip(ids, version_spans, strict=True)}
 
 
 ANY_VERSION = 2**31 - 1
@@ -123,16 +123,16 @@ def check_admission(call: Call, version: int, role: str = "") -> None:
         raise InternalError(f"{call.name} at {call.site} may use versions {oldest} to {newest} of {whose}, and the engine holds {version}")
 
 
-def check_given(call: Call, sample: int, stretches: Sequence[VersionSpan]) -> None:
+def check_given(call: Call, sample: int, version_spans: Sequence[VersionSpan]) -> None:
     """Check that a sample with these spans may be in a call's result, whichever call drew it, or continue there.
 
     Raises:
         InternalError: a version is outside the call's window for the weights of who sampled it.
     """
-    for by in dict.fromkeys(stretch.by for stretch in stretches):
+    for by in dict.fromkeys(version_span.by for version_span in version_spans):
         role = call.speaking[by]
         oldest, newest = window(call, role)
-        used = [stretch.version for stretch in stretches if stretch.by == by]
+        used = [version_span.version for version_span in version_spans if version_span.by == by]
         if not oldest <= min(used) <= max(used) <= newest:
             whose = f"the weights of {role}" if by else "the weights"
             raise InternalError(

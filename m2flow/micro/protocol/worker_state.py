@@ -102,12 +102,12 @@ class Lease:
         there, is_ahead = self._onloaded_early, self.early_turn == to
         self.early_turn, self._onloaded_early, self._shrinking = "", set(), set()
         if to == self.owner:
-            coming, leaving = [], [worker for worker in of if worker in there]
+            onloading, offloading = [], [worker for worker in of if worker in there]
         else:
-            coming = [worker for worker in of if to in of[worker] and not (is_ahead and worker in there)]
+            onloading = [worker for worker in of if to in of[worker] and not (is_ahead and worker in there)]
             leaves = {worker for worker in of if self.owner in of[worker] and to not in of[worker]}
-            leaving = [worker for worker in of if worker in leaves or (worker in there and not is_ahead and worker not in coming)]
-        return self._switch(tuple(leaving), tuple(coming))
+            offloading = [worker for worker in of if worker in leaves or (worker in there and not is_ahead and worker not in onloading)]
+        return self._switch(tuple(offloading), tuple(onloading))
 
     def _switch(self, first: tuple[str, ...], then: tuple[str, ...]) -> Sequence[str]:
         first, self._switching_next = (first, then) if first else (then, ())
@@ -131,9 +131,9 @@ class Lease:
         self._shrinking.discard(worker)
         if self._shrinking:
             return ()
-        coming = tuple(name for name, turns in self._of_worker.items() if self.early_turn in turns and self.owner not in turns)
-        self._onloaded_early = set(coming)
-        return coming
+        onloading = tuple(name for name, turns in self._of_worker.items() if self.early_turn in turns and self.owner not in turns)
+        self._onloaded_early = set(onloading)
+        return onloading
 
     @property
     def moving_to(self) -> str:

@@ -279,7 +279,7 @@ class Alarm:
 
 CLASSES = ("sampled", "trained", "carried", "dropped", "truncated", "stale")
 
-_stretches = msgspec.msgpack.Decoder(tuple[VersionSpan, ...]).decode
+_version_spans = msgspec.msgpack.Decoder(tuple[VersionSpan, ...]).decode
 _MOST_NAMED = 500
 """Parameters of one SQL statement."""
 
@@ -348,7 +348,7 @@ def _bias(db: sqlite3.Connection, updates: Iterable[tuple[int, int]]) -> dict[st
         ids["trained"] |= trained
         version = _version_of(db, ordinal)
         for row, body in _pairs(db, "SELECT sample, stretches FROM decisions WHERE sample IN ({})", trained):
-            if min((stretch.version for stretch in _stretches(body)), default=version) < version:
+            if min((version_span.version for version_span in _version_spans(body)), default=version) < version:
                 ids["stale"].add(row)
         for call in now or drawn_by:
             _add_call(db, call, ids)

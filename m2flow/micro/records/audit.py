@@ -463,8 +463,8 @@ def _row_is_sound(facts: Facts, packed: int, sample: SampleFact, row: Batch) -> 
     if not np.all(np.isfinite(logprobs[made])) or np.any(logprobs[made] > 1e-3):
         yield f"sample {named(packed)} has log-probabilities that are none"
     decision = facts.decisions.get(packed)
-    if decision is not None and sample.finish != Finish.ABORT and decision.stretches != version_spans_of(row)[0]:
-        yield f"sample {named(packed)} was decided to be {decision.stretches}, and is {version_spans_of(row)[0]}"
+    if decision is not None and sample.finish != Finish.ABORT and decision.version_spans != version_spans_of(row)[0]:
+        yield f"sample {named(packed)} was decided to be {decision.version_spans}, and is {version_spans_of(row)[0]}"
 
 
 def versions_are_within_the_bound(facts: Facts, versions: Mapping[int, tuple[int, int]]) -> Iterator[str]:

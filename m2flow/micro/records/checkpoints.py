@@ -287,7 +287,7 @@ FINAL = "final"
 # ---- export
 
 
-class Part(msgspec.Struct, frozen=True):
+class CheckpointPart(msgspec.Struct, frozen=True):
     """One role's part of a checkpoint that is whole."""
 
     path: Path
@@ -298,7 +298,7 @@ class Part(msgspec.Struct, frozen=True):
     """Digest of the weights as the trainer held them; empty if the checkpoint has none."""
 
 
-def find_part(run_dir: Path, step: int | None, role: str | None) -> Part:
+def find_part(run_dir: Path, step: int | None, role: str | None) -> CheckpointPart:
     """Find a role's part of a checkpoint.
 
     Args:
@@ -324,10 +324,10 @@ def find_part(run_dir: Path, step: int | None, role: str | None) -> Part:
         raise SpecError(f"{run_dir} {what}", now=now)
     found = read(steps[step])
     name = _role(role, sorted(found.parts), trained_roles(run_dir), steps[step])
-    return Part(Path(found.parts[name]), name, f"step {step}", found.point.digests.get(name, ""))
+    return CheckpointPart(Path(found.parts[name]), name, f"step {step}", found.point.digests.get(name, ""))
 
 
-def export_part(part: Part, out: Path, shard_size: str | None = None) -> str:
+def export_part(part: CheckpointPart, out: Path, shard_size: str | None = None) -> str:
     """Write the model as transformers loads it, in files of at most this size, and return the digest of its weights.
 
     Raises:
@@ -347,7 +347,7 @@ def export_part(part: Part, out: Path, shard_size: str | None = None) -> str:
     return found
 
 
-def export_part_gguf(part: Part, out: Path, dtype: str | None = None) -> Path:
+def export_part_gguf(part: CheckpointPart, out: Path, dtype: str | None = None) -> Path:
     """Write the model as one GGUF file in a directory, and return the file.
 
     Args:
@@ -365,7 +365,7 @@ def export_part_gguf(part: Part, out: Path, dtype: str | None = None) -> Path:
     return out / f"{name}.gguf"
 
 
-def export_part_adapters(part: Part, out: Path) -> Path:
+def export_part_adapters(part: CheckpointPart, out: Path) -> Path:
     """Write the adapters alone, and return the directory of the model that they belong to.
 
     Raises:
@@ -376,13 +376,13 @@ def export_part_adapters(part: Part, out: Path) -> Path:
     return export_adapters(part.path, out)
 
 
-def _of_final(final: Path, role: str | None, trained: set[str]) -> Part:
+def _of_final(final: Path, role: str | None, trained: set[str]) -> CheckpointPart:
     from m2flow.engines.models.trainer_checkpoint import verify
 
     name = _role(role, sorted(path.name for path in final.iterdir() if path.is_dir()), trained, final)
     if (final / name / "config.json").exists():
         verify(final / name)
-    return Part(final / name, name, FINAL, "")
+    return CheckpointPart(final / name, name, FINAL, "")
 
 
 def trained_roles(run_dir: Path) -> set[str]:

@@ -116,8 +116,8 @@ class Journal:
         """What an earlier attempt left of a call that goes on now; None: nothing."""
         found = None if self._resumption is None else self._resumption.of(call, stage)
         for message in found.finished if found is not None else ():
-            if message.stretches:
-                self.decided(call, given_by(call.ordinal, message.ids, message.stretches))
+            if message.version_spans:
+                self.decided(call, given_by(call.ordinal, message.ids, message.version_spans))
             if call.engine == "rollout" and not self._is_known(call):
                 self.tally.num_samples += len(message.ids)
                 self.tally.num_tokens += sum(message.num_generated)
@@ -226,12 +226,12 @@ class Journal:
         ids: Sequence[int],
         num_tokens: Sequence[int],
         num_generated: Sequence[int],
-        stretches: Sequence[Sequence[VersionSpan]],
+        version_spans: Sequence[Sequence[VersionSpan]],
         place: Place,
     ) -> None:
         """Record the prefixes of samples that a call left unfinished."""
         self._ledger.samples_done(call.step, ids, num_tokens, num_generated, [Finish.ABORT] * len(ids), place)
-        self._ledger.flushed(call.ordinal, ids, num_tokens, num_generated, stretches, place)
+        self._ledger.flushed(call.ordinal, ids, num_tokens, num_generated, version_spans, place)
 
     def samples_flushed(
         self,
@@ -239,11 +239,11 @@ class Journal:
         ids: Sequence[int],
         num_tokens: Sequence[int],
         num_generated: Sequence[int],
-        stretches: Sequence[Sequence[VersionSpan]],
+        version_spans: Sequence[Sequence[VersionSpan]],
         place: Place,
     ) -> None:
         """Record the prefixes of samples in flight, which are gone on from if their worker is lost."""
-        self._ledger.flushed(call, ids, num_tokens, num_generated, stretches, place)
+        self._ledger.flushed(call, ids, num_tokens, num_generated, version_spans, place)
 
     def samples_went_on(self, call: int, ids: Sequence[int], had: Sequence[int], worker: str) -> None:
         """Record that samples go on from so many tokens each, on this worker."""

@@ -202,11 +202,11 @@ class Ledger:
         ids: Sequence[int],
         num_tokens: Sequence[int],
         num_generated: Sequence[int],
-        stretches: Sequence[Sequence[VersionSpan]],
+        version_spans: Sequence[Sequence[VersionSpan]],
         place: Place,
     ) -> None:
         """Add prefixes of unfinished samples; the newest of each counts."""
-        told = zip(ids, num_tokens, num_generated, stretches, strict=True)
+        told = zip(ids, num_tokens, num_generated, version_spans, strict=True)
         records = [(packed, call, total, made, _encode(tuple(of)), *place) for packed, total, made, of in told]
         self._many("INSERT OR REPLACE INTO prefixes VALUES (?,?,?,?,?,?,?,?,?)", records)
 
@@ -262,7 +262,7 @@ class Ledger:
 
     def decided(self, decisions: Decisions) -> None:
         """Record which call gave each sample and which weights generated it, where that depended on time."""
-        records = [(packed, one.call, _encode(one.stretches)) for packed, one in decisions.items()]
+        records = [(packed, one.call, _encode(one.version_spans)) for packed, one in decisions.items()]
         self._many("INSERT OR REPLACE INTO decisions VALUES (?,?,?)", records)
 
     def consumed(self, update_call: int, epoch: int, ids: Iterable[int]) -> None:
@@ -390,7 +390,7 @@ def read_decisions(run_dir: Path) -> dict[int, Decision]:
     """
     with reading_ledger(run_dir, "decisions") as db:
         found = db.execute("SELECT sample, call, stretches FROM decisions WHERE sample NOT IN (SELECT sample FROM dropped)")
-        return {sample: Decision(call, _decode(stretches)) for sample, call, stretches in found}
+        return {sample: Decision(call, _decode(version_spans)) for sample, call, version_spans in found}
 
 
 def read_lengths(run_dir: Path) -> Iterator[tuple[int, int, int, int, int, bool]]:

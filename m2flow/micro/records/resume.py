@@ -268,7 +268,9 @@ class Resumption:
             numbers = call_semantics.num_tokens_of(rows), call_semantics.num_generated_of(rows)
             flushed.append(m.Flushed(call.ordinal, rows.ids.tolist(), *numbers, version_spans_of(rows), place))
         for message in flushed:  # Some were stopped, and are known by that alone.
-            self._ledger.flushed(call.ordinal, message.ids, message.num_tokens, message.num_generated, message.stretches, message.segment)
+            self._ledger.flushed(
+                call.ordinal, message.ids, message.num_tokens, message.num_generated, message.version_spans, message.segment
+            )
         return finished, flushed
 
     def _read(self, samples: Iterable[tuple[int, Place]]) -> list[tuple[Place, Batch]]:
@@ -332,8 +334,8 @@ def _place(columns: Sequence[object]) -> Place:
 
 def _finished(call: Call, rows: Batch, place: Place) -> m.Finished:
     total, made, finish = call_semantics.num_tokens_of(rows), call_semantics.num_generated_of(rows), call_semantics.finish_of(rows)
-    stretches = version_spans_of(rows) if is_time_dependent(call) else []
-    return m.Finished(-1, call.ordinal, rows.ids.tolist(), total, made, [], finish, [], place, [], stretches)
+    version_spans = version_spans_of(rows) if is_time_dependent(call) else []
+    return m.Finished(-1, call.ordinal, rows.ids.tolist(), total, made, [], finish, [], place, [], version_spans)
 
 
 # ---- how far the run had come

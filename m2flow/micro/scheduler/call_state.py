@@ -66,8 +66,8 @@ class SampleBatch(NamedTuple):
 
 def prefixes_in(message: m.Flushed | m.Aborted) -> dict[int, Prefix]:
     """Read the prefixes from a worker's report of samples that it has written to the ledger."""
-    told = zip(message.ids, message.stretches, message.num_generated, strict=True)
-    return {packed: Prefix(message.call, min(stretch.version for stretch in of), count) for packed, of, count in told}
+    told = zip(message.ids, message.version_spans, message.num_generated, strict=True)
+    return {packed: Prefix(message.call, min(version_span.version for version_span in of), count) for packed, of, count in told}
 
 
 def task_batches(ordinal: int, prefixes: Mapping[int, Prefix], rows: Sequence[int], *, carries: bool) -> Iterator[SampleBatch]:
@@ -329,8 +329,8 @@ class Carry:
 
     def finished(self, message: m.Finished) -> None:
         """Record the oldest version of samples that have finished, before or after the call's end."""
-        for row, stretches in zip(message.ids, message.stretches, strict=True):
-            self.oldest[row] = min(stretch.version for stretch in stretches)
+        for row, version_spans in zip(message.ids, message.version_spans, strict=True):
+            self.oldest[row] = min(version_span.version for version_span in version_spans)
 
     def requeued(self, rows: Iterable[int], prefixes: Mapping[int, Prefix]) -> None:
         """Reset the versions of samples that no worker has any more: they continue from their prefixes, or begin anew."""

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, final
 from m2flow.macro.graph import Call
 from m2flow.macro.oversampling import num_late, timeout_of
 from m2flow.micro.protocol import messages as m
-from m2flow.micro.protocol.events import CONTROLLER, LEDGER, Expired, Given, Late, Recalled, TimedOut
+from m2flow.micro.protocol.events import CONTROLLER, LEDGER, Expired, Late, Recalled, TakenOver, TimedOut
 from m2flow.micro.protocol.staleness import window
 from m2flow.micro.protocol.worker_state import worker_of
 from m2flow.micro.scheduler.call_state import Carry
@@ -123,11 +123,11 @@ class PartialRollouts:
         """Add a call with partial rollouts; return the call that it takes over from: how old that one may leave samples is known now."""
         if call_state.call.ordinal in self._state.recalled:
             call_state.carry = Carry(None)
-            self._state.carrying.append(call_state)
+            self._state.partial_rollouts.append(call_state)
             return None
         previous = call_state.call.carries_from
         call_state.carry = Carry(previous if previous in self._state.calls else None)
-        self._state.carrying.append(call_state)
+        self._state.partial_rollouts.append(call_state)
         if previous is None or call_state.carry.previous is None:
             return None
         self._state.taken_over_by[previous] = call_state
@@ -193,7 +193,7 @@ class PartialRollouts:
         own = call_state.call.ordinal
         self._state.commands += [
             Late(own, carry.late),
-            Given(own, tuple(row for row in result if SampleId.unpack(row).call != own)),
+            TakenOver(own, tuple(row for row in result if SampleId.unpack(row).call != own)),
         ]
         return result
 
@@ -210,7 +210,7 @@ class PartialRollouts:
     def needed(self) -> set[int]:
         """Find the calls that must not be forgotten: samples in flight were drawn or stopped by them, or answer their rows."""
         found: set[int] = set()
-        for call_state in self._state.carrying:
+        for call_state in self._state.partial_rollouts:
             assert call_state.carry is not None
             found |= self._involved(call_state, call_state.carry.late if call_state.is_over else call_state.ids)
         return found
@@ -278,8 +278,8 @@ class PartialRollouts:
             state.rows.made(ordinal, rows, owner, map(worker_of, call_state.stage.forward_to))
 
     def _close(self, call_state: CallState) -> None:
-        if call_state in self._state.carrying:
-            self._state.carrying.remove(call_state)
+        if call_state in self._state.partial_rollouts:
+            self._state.partial_rollouts.remove(call_state)
             self._state.perhaps_unreachable.update(self._involved(call_state, call_state.ids))
 
     def _involved(self, call_state: CallState, rows: Iterable[int]) -> set[int]:

@@ -285,7 +285,7 @@ class SchedulerState:
         """Generate call of a refill -> its samples that can't be generated."""
         self.taken_over_by: dict[int, CallState] = {}
         """Call with partial rollouts -> the call that takes over from it."""
-        self.carrying: list[CallState] = []
+        self.partial_rollouts: list[CallState] = []
         """Calls with partial rollouts that are unfinished, or whose late samples nobody has taken over."""
         self.recalled: dict[int, Recalled] = {}
         """Calls with partial rollouts, about to be added, that were over before the run was resumed."""

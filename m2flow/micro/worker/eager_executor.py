@@ -69,21 +69,21 @@ class Take(Protocol):
 
 
 def replay_generation(
-    engine_host: EngineHost, take: Take, call: Call, asked: Sequence[Asked], stretches: Mapping[int, Sequence[VersionSpan]]
+    engine_host: EngineHost, take: Take, call: Call, asked: Sequence[Asked], version_spans: Mapping[int, Sequence[VersionSpan]]
 ) -> Batch:
     """Generate samples by the recorded weight versions; return their rows in the order of identity.
 
     Args:
         call: the call that returns them.
-        stretches: version spans of each sample. The last one extends to the sample's end.
+        version_spans: version spans of each sample. The last one extends to the sample's end.
     """
     if "agent" in call.options:
-        return _replay_episodes(engine_host, take, call, asked, stretches)
-    todo = {packed: list(stretches[packed]) for part in asked for packed in part.ids}
+        return _replay_episodes(engine_host, take, call, asked, version_spans)
+    todo = {packed: list(version_spans[packed]) for part in asked for packed in part.ids}
     parts: list[Batch] = []
     for part in asked:
         for row, packed in enumerate(part.ids):
-            if any(stretch.is_stale for stretch in todo[packed]):
+            if any(version_span.is_stale for version_span in todo[packed]):
                 parts += _alone(engine_host, take, call, Asked(part.drawn, [packed], part.prompts.take([row])), todo.pop(packed))
     stopped: dict[int, Batch] = {}
     while todo:
@@ -105,41 +105,41 @@ def replay_generation(
     return Batch.concat(parts).in_order()
 
 
-def _alone(engine_host: EngineHost, take: Take, call: Call, one: Asked, stretches: Sequence[VersionSpan]) -> list[Batch]:
+def _alone(engine_host: EngineHost, take: Take, call: Call, one: Asked, version_spans: Sequence[VersionSpan]) -> list[Batch]:
     """Generate a sample whose KV cache was older than its weights: these change under it where they did in the record."""
     (packed,) = one.ids
     parts: list[Batch] = []
     stopped: dict[int, Batch] = {}
     end = 0
-    for number, stretch in enumerate(stretches):
-        is_last = number == len(stretches) - 1
+    for number, version_span in enumerate(version_spans):
+        is_last = number == len(version_spans) - 1
         if number and not engine_host.num_unfinished:
             break  # Another machine's last bits: it has ended earlier than in the record.
-        if stretch.is_stale:
-            take(stretch.version, under_requests=True)
+        if version_span.is_stale:
+            take(version_span.version, under_requests=True)
         else:
             if number:
                 stopped[packed] = engine_host.interrupt([packed])
-            take(stretch.version)
-            _begin(engine_host, call, one, {packed: stretch}, stopped)
-        end += stretch.num_tokens
+            take(version_span.version)
+            _begin(engine_host, call, one, {packed: version_span}, stopped)
+        end += version_span.num_tokens
         while engine_host.num_unfinished and (is_last or engine_host.progress().get(packed, 0) < end):
             parts += [rows for _, rows in engine_host.step()]
     return parts
 
 
 def _replay_episodes(
-    engine_host: EngineHost, take: Take, call: Call, asked: Sequence[Asked], stretches: Mapping[int, Sequence[VersionSpan]]
+    engine_host: EngineHost, take: Take, call: Call, asked: Sequence[Asked], version_spans: Mapping[int, Sequence[VersionSpan]]
 ) -> Batch:
     """Play episodes by the recorded weight versions of each who speaks: together those of the same ones, alone those of several."""
     parts: list[Batch] = []
     for part in asked:
         together: dict[tuple[tuple[str, int], ...], list[int]] = {}
         for row, packed in enumerate(part.ids):
-            used = {(call.speaking[stretch.by], stretch.version) for stretch in stretches[packed]}
+            used = {(call.speaking[version_span.by], version_span.version) for version_span in version_spans[packed]}
             versions = {role: window(call, role)[1] for role in call.speakers} | dict(used)
             if len(used) > len(dict(used)):
-                parts += _by_turns(engine_host, take, call, Asked(part.drawn, [packed], part.prompts.take([row])), stretches[packed])
+                parts += _by_turns(engine_host, take, call, Asked(part.drawn, [packed], part.prompts.take([row])), version_spans[packed])
             else:
                 together.setdefault(tuple(sorted(versions.items())), []).append(row)
         for key, rows in sorted(together.items()):
@@ -151,29 +151,32 @@ def _replay_episodes(
     return Batch.concat(parts).in_order()
 
 
-def _by_turns(engine_host: EngineHost, take: Take, call: Call, one: Asked, stretches: Sequence[VersionSpan]) -> list[Batch]:
+def _by_turns(engine_host: EngineHost, take: Take, call: Call, one: Asked, version_spans: Sequence[VersionSpan]) -> list[Batch]:
     """Play an episode alone that was stopped, and went on with other weights: each turn has those of the record.
 
     Within a turn they change where it was stopped then. Which conversation had its turn first does not matter.
     """
     (packed,) = one.ids
     spans: dict[tuple[str, int], list[VersionSpan]] = {}
-    for stretch in stretches:
-        spans.setdefault(stretch.sequence, []).append(stretch)
-    is_named = any(stretch.sequence[0] for stretch in stretches)
+    for version_span in version_spans:
+        spans.setdefault(version_span.sequence, []).append(version_span)
+    is_named = any(version_span.sequence[0] for version_span in version_spans)
     end: int | None = None
     """Tokens of the sequence after which other weights were loaded in the record; None: no more were."""
 
     def before(place: TurnPlace) -> None:
         nonlocal end
         of = spans.get(place.sequence if is_named else ("", 0), ())
-        role, ends = call.speaking[place.by], list(itertools.accumulate(stretch.num_tokens for stretch in of))
+        role, ends = call.speaking[place.by], list(itertools.accumulate(version_span.num_tokens for version_span in of))
         at = min(bisect.bisect_right(ends, place.num_sampled), len(of) - 1)
         end = ends[at] if 0 <= at < len(of) - 1 else None
         take(of[at].version if of else window(call, role)[1], role=role, between_turns=True)
 
     for role in call.speakers:
-        take(next((stretch.version for stretch in stretches if call.speaking[stretch.by] == role), window(call, role)[1]), role=role)
+        take(
+            next((version_span.version for version_span in version_spans if call.speaking[version_span.by] == role), window(call, role)[1]),
+            role=role,
+        )
     engine_host.before_turns(call.role, before)
     parts: list[Batch] = []
     engine_host.generate(call, one.ids, one.prompts, one.drawn)
@@ -218,9 +221,9 @@ class WeightHistory:
         self._decisions = decisions
         self._last_use: dict[int, int] = {}
         """Version -> the last call of the record with a sample of it, whoever's version that is."""
-        for call, stretches in (decisions or {}).values():
-            for stretch in stretches:
-                self._last_use[stretch.version] = max(self._last_use.get(stretch.version, -1), call)
+        for call, version_spans in (decisions or {}).values():
+            for version_span in version_spans:
+                self._last_use[version_span.version] = max(self._last_use.get(version_span.version, -1), call)
         self._held: dict[str, int] = {}
         self._newest = dict(restored)
         self._kept: dict[tuple[str, int], list[tuple[str, Weight]]] = {}
@@ -265,7 +268,7 @@ class WeightHistory:
             )
         return found
 
-    def stretches_of(self, call: Call, ids: Sequence[int]) -> dict[int, tuple[VersionSpan, ...]]:
+    def version_spans_of_samples(self, call: Call, ids: Sequence[int]) -> dict[int, tuple[VersionSpan, ...]]:
         """How each of a generate call's samples is to be made.
 
         Raises:
@@ -276,16 +279,16 @@ class WeightHistory:
             return dict.fromkeys(ids, tuple(VersionSpan(0, newest, by=name) for name, (_, newest) in windows.items()))
         found: dict[int, tuple[VersionSpan, ...]] = {}
         for packed in ids:
-            stretches = self._decisions[packed].stretches if packed in self._decisions else ()
-            ranges = ((stretch.version, *windows.get(stretch.by, (0, -1))) for stretch in stretches)
+            version_spans = self._decisions[packed].version_spans if packed in self._decisions else ()
+            ranges = ((version_span.version, *windows.get(version_span.by, (0, -1))) for version_span in version_spans)
             wrong = next((one for one in ranges if not one[1] <= one[0] <= one[2]), None)
             is_silent = packed in self._decisions and "agent" in call.options
-            if wrong is not None or not (stretches or is_silent):
+            if wrong is not None or not (version_spans or is_silent):
                 said = "has no version for it" if wrong is None else "says version {}, where it may be {} to {}".format(*wrong)
                 raise SpecError(
                     f"sample {SampleId.unpack(packed)} of {call.name}: the record of decisions {said}", where=call.site.describe(), now=_NOW
                 )
-            found[packed] = stretches
+            found[packed] = version_spans
         return found
 
     def take(self, role: str, version: int, *, under_requests: bool = False, between_turns: bool = False) -> None:
@@ -510,12 +513,12 @@ class EagerExecutor:
                 whole = self._weights.groups_of(call, len(prompts))
                 prompts, ids = prompts.take(whole), [packed for group in whole for packed in ids[group * n : group * n + n]]
             asked = [Asked(call, ids, prompts.take(np.arange(len(ids)) // n))] if ids else []
-        stretches = self._weights.stretches_of(call, [packed for part in asked for packed in part.ids])
+        version_spans = self._weights.version_spans_of_samples(call, [packed for part in asked for packed in part.ids])
 
         def take(version: int, *, role: str = "", under_requests: bool = False, between_turns: bool = False) -> None:
             self._weights.take(role or call.role, version, under_requests=under_requests, between_turns=between_turns)
 
-        result = replay_generation(self._engine_host, take, call, asked, stretches)
+        result = replay_generation(self._engine_host, take, call, asked, version_spans)
         if not len(result):
             return result  # It has no columns.
         sample = next(result.rows())

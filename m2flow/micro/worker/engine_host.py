@@ -338,8 +338,8 @@ class EngineHost:
 
     def resume(self, call: Call, stopped: Batch, drawn: Call, waited_us: int = 0) -> None:
         """Queue samples that resume from the tokens in these rows."""
-        for packed, stretches in zip(stopped.ids.tolist(), version_spans_of(stopped), strict=True):
-            check_given(call, packed, stretches)
+        for packed, version_spans in zip(stopped.ids.tolist(), version_spans_of(stopped), strict=True):
+            check_given(call, packed, version_spans)
         self._begin(call, drawn, call_semantics.continuations(drawn, stopped), stopped, waited_us)
 
     def _begin(self, call: Call, drawn: Call, requests: Sequence[Request], prompts: Batch, waited_us: int) -> None:

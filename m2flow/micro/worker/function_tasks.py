@@ -45,7 +45,7 @@ _EVERY_NS = 500_000_000
 
 
 @final
-class Leaving:
+class StreamedResults:
     """Hand on the rows of one task's finished samples while it runs. Its units are samples."""
 
     def __init__(self, rows_of: Callable[[Batch, Sequence[object]], Batch], samples: Batch, leave: Leave) -> None:
@@ -285,10 +285,10 @@ class Functions:
         if "arguments" in call.options:
             function = arguments = Arguments(call, function, inputs, values, self._run_seed)
             rows = arguments.rows
-        leaving = None
+        stream = None
         if leave is not None and call.is_aligned and call.granularity is Granularity.SAMPLE:
             rows = rows.in_order()
-            leaving = Leaving(lambda part, results: call_semantics.function_rows(call, part, results), rows, leave)
+            stream = StreamedResults(lambda part, results: call_semantics.function_rows(call, part, results), rows, leave)
         try:
             results = self.engine.call(
                 call_semantics.checked(call, _in_trace(self._trace, function), took_ns),
@@ -297,7 +297,7 @@ class Functions:
                 size=size,
                 timeout_s=timeout_s,
                 in_turn=bool(call.writes),
-                on_done=leaving.done if leaving is not None else None,
+                on_done=stream.done if stream is not None else None,
                 meanwhile=meanwhile,
                 isolation=self._isolation(call, arguments, values, is_suspect=is_suspect),
                 on_failure=functools.partial(self._counted, call) if call.options.get("on_error") is not None else None,
@@ -306,8 +306,8 @@ class Functions:
             raise call_semantics.function_error(call, error) from error
         if not call.is_aligned:
             return results[0]
-        if leaving is not None and leaving.has_left:
-            return leaving.rest(results)
+        if stream is not None and stream.has_left:
+            return stream.rest(results)
         return call_semantics.function_rows(call, rows, results)
 
     def _isolation(self, call: Call, arguments: Arguments | None, values: Mapping[str, object], *, is_suspect: bool) -> Isolation | None:

@@ -85,7 +85,7 @@ class Do(RankCommand, frozen=True):
     method: Plain
 
 
-class Accumulate(RankCommand, frozen=True):
+class AccumulateCommand(RankCommand, frozen=True):
     """Add up the gradient of a micro-batch, which follows."""
 
     role: str
@@ -93,7 +93,7 @@ class Accumulate(RankCommand, frozen=True):
     """cloudpickle of a `Loss`; empty: the last one."""
 
 
-class Apply(RankCommand, frozen=True):
+class ApplyCommand(RankCommand, frozen=True):
     """One optimiser step."""
 
     role: str
@@ -135,7 +135,7 @@ class WritePieces(RankCommand, frozen=True):
     bucket_bytes: int
 
 
-class Heard(RankCommand, frozen=True):
+class Acknowledge(RankCommand, frozen=True):
     """Acknowledge an answer with an error."""
 
 
@@ -149,7 +149,7 @@ class Here(RankCommand, frozen=True):
     rank: int
 
 
-class Answer(RankCommand, frozen=True):
+class RankAnswer(RankCommand, frozen=True):
     """Answer a command: done, or the error."""
 
     error: ErrorRecord | None = None
@@ -157,10 +157,10 @@ class Answer(RankCommand, frozen=True):
     """Of `WritePieces`."""
 
 
-Said = Do | Accumulate | Apply | Compute | CopyFrom | File | WritePieces | Heard | End
+Said = Do | AccumulateCommand | ApplyCommand | Compute | CopyFrom | File | WritePieces | Acknowledge | End
 _encode = msgspec.msgpack.Encoder().encode
 _said: msgspec.msgpack.Decoder[Said] = msgspec.msgpack.Decoder(Said)
-_answer: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+_answer: msgspec.msgpack.Decoder[RankAnswer] = msgspec.msgpack.Decoder(RankAnswer)
 _here: msgspec.msgpack.Decoder[Here] = msgspec.msgpack.Decoder(Here)
 
 
@@ -289,7 +289,7 @@ class RankGroup:
                     self._written[rank] = answer.written
                 if answer.error is not None:
                     failures[rank] = answer.error
-                    say(link, Heard())
+                    say(link, Acknowledge())
                     deadline = deadline if deadline is not None else time.monotonic() + GRACE_S
         return failures
 
@@ -368,11 +368,11 @@ class RankGroupTrain(TrainEngine):
         is_new = objective.loss is not self._last_loss
         body = cloudpickle.dumps(objective.loss) if is_new else b""
         self._last_loss = objective.loss
-        return self._group.together(Accumulate(self._role, body), lambda: accumulate_share(self._own, batch, objective), batch)
+        return self._group.together(AccumulateCommand(self._role, body), lambda: accumulate_share(self._own, batch, objective), batch)
 
     def apply(self, optimizer: Optimizer, denominator: float) -> Mapping[str, float]:
         body = cloudpickle.dumps(optimizer)
-        return self._group.together(Apply(self._role, body, denominator), lambda: self._own.apply(optimizer, denominator))
+        return self._group.together(ApplyCommand(self._role, body, denominator), lambda: self._own.apply(optimizer, denominator))
 
     def discard(self) -> None:
         self._group.together(Do(self._role, "discard"), self._own.discard)

@@ -381,14 +381,14 @@ class ProgressLog:
         """Release a call's rows."""
         self._rows.release([call])
 
-    def measure(self, engine_host: EngineHost, leaving: Iterable[Batch] = ()) -> None:
+    def measure(self, engine_host: EngineHost, finished: Iterable[Batch] = ()) -> None:
         """Write all token counts to the meter, with those of samples that leave and are not written yet. Called after each decode step, and
         when samples have left."""
         if self._meter is None:
             self._meter = TokenMeter(self._segments.path.with_suffix(".meter"))
         total, counts = engine_host.tokens()
         self._counts = dict(counts)
-        for rows in leaving:
+        for rows in finished:
             counts.update(zip(rows.ids.tolist(), call_semantics.num_generated_of(rows), strict=True))
         self._meter.write(total, counts)
 

@@ -62,16 +62,16 @@ from m2flow.micro.worker.engine_host import lender_of
 from m2flow.micro.worker.fork_server import TOKEN_VARIABLE
 from m2flow.micro.worker.rank_group import (
     GRACE_S,
-    Accumulate,
-    Answer,
-    Apply,
+    AccumulateCommand,
+    Acknowledge,
+    ApplyCommand,
     Compute,
     CopyFrom,
     Do,
     End,
     File,
-    Heard,
     Here,
+    RankAnswer,
     RankGroup,
     Said,
     WritePieces,
@@ -420,21 +420,21 @@ class Rank:
             EOFError: rank 0 is gone.
         """
         while not isinstance(word := heard(self._link), End):
-            rows = decode_batch(self._link.recv_bytes()) if isinstance(word, Accumulate | Compute) else None
+            rows = decode_batch(self._link.recv_bytes()) if isinstance(word, AccumulateCommand | Compute) else None
             try:
                 written = self._do(word, rows)
             except Exception as error:
                 known = error if isinstance(error, M2FlowError) else unexpected(getattr(word, "method", type(word).__name__), error)
-                say(self._link, Answer(known.to_record()))
+                say(self._link, RankAnswer(known.to_record()))
                 if not self._link.poll(GRACE_S):
                     when_unheard(known)
-                if not isinstance(heard(self._link), Heard):
+                if not isinstance(heard(self._link), Acknowledge):
                     raise InternalError("rank 0 goes on after an error that it has not heard") from error
             else:
-                say(self._link, Answer(written=written))
+                say(self._link, RankAnswer(written=written))
 
     def _do(self, word: Said, rows: Batch | None) -> Written | None:
-        assert not isinstance(word, Heard | End)
+        assert not isinstance(word, Acknowledge | End)
         engine = self._engines[word.role]
         match word:
             case Do(method="weights" | "adapters" | "base" as method):
@@ -442,12 +442,12 @@ class Rank:
                     pass
             case Do(method=method):
                 getattr(engine, method)()
-            case Accumulate(role=role, loss=loss):
+            case AccumulateCommand(role=role, loss=loss):
                 assert rows is not None
                 if loss:
                     self._losses[role] = pickle.loads(loss)
                 accumulate_share(engine, rows, Objective(self._losses[role]))
-            case Apply(optimizer=optimizer, denominator=denominator):
+            case ApplyCommand(optimizer=optimizer, denominator=denominator):
                 engine.apply(pickle.loads(optimizer), denominator)
             case Compute(method=computed, top_k=top_k):
                 assert rows is not None

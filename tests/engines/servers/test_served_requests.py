@@ -9,7 +9,7 @@ import pytest
 
 from m2flow.engines.contract import StopTexts
 from m2flow.engines.models.requests import Job
-from m2flow.engines.servers.inference_server import Requests, Running, Span, extended
+from m2flow.engines.servers.inference_server import Requests, Running, TokenSpan, extended
 from m2flow.errors import EngineError
 from m2flow.recipe import Sampling
 from m2flow.samples import Finish
@@ -74,7 +74,7 @@ def test_only_those_that_are_asked_for_leave() -> None:
 
 def test_tokens_without_a_version_are_refused() -> None:
     with pytest.raises(EngineError, match="of 2 tokens of sample"):
-        extended(running(0, 4, 5), [Span("3", 0, 1)])
+        extended(running(0, 4, 5), [TokenSpan("3", 0, 1)])
 
 
 def spelled(number: int, stop: str, *tokens: int) -> Running:
@@ -88,7 +88,7 @@ def test_what_a_server_makes_beyond_a_stop_text_is_dropped_with_its_versions() -
     one.take_in([4, 3, 4], [-1.0, -2.0, -3.0])
     one.take_in([7], [-4.0])
     assert (one.is_stopped, one.num_dropped) == (True, 3)
-    whole = extended(one, [Span("5", 0, 1), Span("6", 1, 4)])
+    whole = extended(one, [TokenSpan("5", 0, 1), TokenSpan("6", 1, 4)])
     assert (whole.tokens.tolist(), whole.versions.tolist(), whole.logprobs.tolist()) == ([0, 3, 4], [0, 0, 5], [-1.0, -1.0, -1.0])
     assert whole.stop_texts is not None
     assert whole.stop_texts.shorten(whole.tokens) == "a"

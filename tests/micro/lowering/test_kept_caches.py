@@ -71,14 +71,14 @@ def check(options: dict[str, object], answer: Answer) -> None:
         call = calls[decision.call]
         assert decision.call == SampleId.unpack(packed).call
         used = [version for version in answer.samples[packed][1] if version >= 0]
-        assert [version for stretch in decision.stretches for version in [stretch.version] * stretch.num_tokens] == used
+        assert [version for version_span in decision.version_spans for version in [version_span.version] * version_span.num_tokens] == used
         assert call.reads[0].first <= min(used) <= max(used) <= call.reads[0].version
-        assert [stretch.is_stale for stretch in decision.stretches] == [False] + [True] * (len(decision.stretches) - 1)
-        assert len(decision.stretches) == 1 or call.options["kv"] == "keep"
+        assert [version_span.is_stale for version_span in decision.version_spans] == [False] + [True] * (len(decision.version_spans) - 1)
+        assert len(decision.version_spans) == 1 or call.options["kv"] == "keep"
 
 
 def num_stale(answer: Answer) -> int:
-    return sum(stretch.is_stale for decision in answer.decisions.values() for stretch in decision.stretches)
+    return sum(version_span.is_stale for decision in answer.decisions.values() for version_span in decision.version_spans)
 
 
 @some
@@ -146,12 +146,14 @@ def test_the_plan_knows_the_option_that_gives_an_engine_keyed_seeds() -> None:
 def the_cache_is_read_again_by_eager(patch: pytest.MonkeyPatch) -> None:
     """It stops the sample where weights changed under it."""
     patch.setattr(
-        eager_executor, "_alone", lambda engine_host, take, call, one, stretches: [_stopping(engine_host, take, call, one, stretches)]
+        eager_executor,
+        "_alone",
+        lambda engine_host, take, call, one, version_spans: [_stopping(engine_host, take, call, one, version_spans)],
     )
 
 
-def _stopping(engine_host: object, take: object, call: object, one: object, stretches: object) -> object:
-    plain = [stretch._replace(is_stale=False) for stretch in stretches]
+def _stopping(engine_host: object, take: object, call: object, one: object, version_spans: object) -> object:
+    plain = [version_span._replace(is_stale=False) for version_span in version_spans]
     return eager_executor.replay_generation(engine_host, take, call, [one], {one.ids[0]: plain})
 
 

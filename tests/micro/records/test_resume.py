@@ -121,7 +121,7 @@ class Memory(Role):
 
 
 @flow(staleness=1)
-def carrying(num_steps: int = 4) -> None:
+def takes_over(num_steps: int = 4) -> None:
     """Late samples go on in the next step, and generation is ahead of training."""
     policy, judge, prompts = Policy("fake"), Reward(digits), Dataset(ROWS)
     for _ in steps(num_steps):
@@ -178,7 +178,7 @@ def test_a_run_that_is_killed_after_some_event_ends_as_one_that_was_not(tmp_path
 
 
 @pytest.mark.parametrize("how", ["eager", "split"])
-@pytest.mark.parametrize("program", [carrying, ahead], ids=lambda program: program.name)
+@pytest.mark.parametrize("program", [takes_over, ahead], ids=lambda program: program.name)
 def test_where_time_decides_a_resumed_run_keeps_every_rule_and_trains_on_each_sample_once(tmp_path, monkeypatch, program, how):
     commit_every(monkeypatch, 0.0)
     check_lawful(program, spec_of("split"), settings_of(how, tmp_path), tmp_path)

@@ -1,4 +1,4 @@
-"""A lease that several workers share: it moves as a whole, the leaving ones first, and changes no answer."""
+"""A lease that several workers share: it moves as a whole, first those that offload, and changes no answer."""
 
 from collections.abc import Callable
 

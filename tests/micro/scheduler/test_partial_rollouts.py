@@ -131,10 +131,10 @@ def check(program: Flow, options: Options, answer: Answer) -> None:
         assert giver.ordinal >= drawn.ordinal
         _, versions = answer.samples[packed]
         used = [version for version in versions if version >= 0]
-        assert sum(stretch.num_tokens for stretch in decision.stretches) == len(used)
+        assert sum(version_span.num_tokens for version_span in decision.version_spans) == len(used)
         assert giver.reads[0].first <= min(used) <= max(used) <= giver.reads[0].version
         assert giver.reads[0].version - min(used) <= options["lag"]
-        assert options.get("kv") == "keep" or not any(stretch.is_stale for stretch in decision.stretches)
+        assert options.get("kv") == "keep" or not any(version_span.is_stale for version_span in decision.version_spans)
         given_by.setdefault(group_key(packed), set()).add(decision.call)
     assert all(len(givers) == 1 for givers in given_by.values())
     assert len(answer.consumed) == len(set(answer.consumed))
@@ -180,9 +180,9 @@ def test_the_pool_is_stationary_and_what_goes_on_has_tokens_of_several_versions(
         assert all(0 <= total - 6 * turn <= 1 for turn, total in enumerate(itertools.accumulate(later), start=1))
         carried = [one for packed, one in answer.decisions.items() if one.call != SampleId.unpack(packed).call]
         assert len(carried) >= 4 * 2
-        mixed += [one.stretches for one in carried if len(one.stretches) > 1]
+        mixed += [one.version_spans for one in carried if len(one.version_spans) > 1]
     assert given.count([4, 6, 6, 6, 6]) >= 3
-    assert any(stretches[0].version < stretches[-1].version for stretches in mixed)
+    assert any(version_spans[0].version < version_spans[-1].version for version_spans in mixed)
 
 
 def test_eager_alone_carries_the_last_groups_and_repeats_itself_from_its_record():
