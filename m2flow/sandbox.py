@@ -514,29 +514,29 @@ class BlockingSandbox(_Box):
         self._close()
 
     def run(self, code: str, stdin: str | bytes = "", *, fresh: bool = False) -> Result:
-        """As `Sandbox.run`."""
+        """Run code in the box, as `Sandbox.run` does."""
         if self._monty is not None:
             return self._monty.run(code)
         return self._drive(self._run_steps("python" if fresh else "turn", code, stdin))  # type: ignore[no-any-return]
 
     def shell(self, command: str, stdin: str | bytes = "") -> Result:
-        """As `Sandbox.shell`."""
+        """Run a shell command in the box, as `Sandbox.shell` does."""
         return self._drive(self._run_steps("shell", command, stdin))  # type: ignore[no-any-return]
 
     def write(self, path: str, data: bytes) -> None:
-        """As `Sandbox.write`."""
+        """Write a file in the box, as `Sandbox.write` does."""
         self._drive(self._file_steps("write", path, data))
 
     def read(self, path: str) -> bytes:
-        """As `Sandbox.read`."""
+        """Read a file of the box, as `Sandbox.read` does."""
         return self._drive(self._file_steps("read", path, b""))  # type: ignore[no-any-return]
 
     def snapshot(self) -> Snapshot:
-        """As `Sandbox.snapshot`."""
+        """Take a snapshot of the box, as `Sandbox.snapshot` does."""
         return self._monty.snapshot() if self._monty is not None else self._drive(self._snapshot_steps())
 
     def restore(self, snapshot: Snapshot) -> None:
-        """As `Sandbox.restore`."""
+        """Restore a snapshot, as `Sandbox.restore` does."""
         if self._monty is not None:
             self._monty.restore(snapshot)
         else:

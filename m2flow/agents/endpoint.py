@@ -142,7 +142,7 @@ class Asked(pydantic.BaseModel):
 
     @property
     def shown_tools(self) -> list[dict[str, object]]:
-        """As chat templates get them."""
+        """Return the tools in the form that chat templates take."""
         return [] if self.tool_choice == "none" else [tool.model_dump() for tool in self.tools or ()]
 
 

@@ -903,7 +903,7 @@ class Episodes:
         return place._replace(num_sampled=turn.strand.num_sampled + turn.engine._engine.progress().get(packed, 0))
 
     def _own(self, ids: Iterable[int]) -> list[int]:
-        """Those of these that are no other role's episodes, which only speak here."""
+        """Return the ids of this role's own episodes; those of other roles only speak here."""
         return [packed for packed in ids if packed not in self._turns or packed in self._episodes]
 
     def _so_far(self, episode: _Episode, turn: Generated | None) -> Generated:

@@ -265,7 +265,7 @@ class Call:
 
     @property
     def speakers(self) -> tuple[str, ...]:
-        """Of a call on rollout engines: the roles that it samples from. Its own is the first; others may speak in its episodes."""
+        """The roles that a call on rollout engines samples from. Its own is the first; others may speak in its episodes."""
         return tuple(dict.fromkeys(self.speaking.values())) if "episodes" in self.options else (self.role,)
 
     @property
@@ -292,7 +292,7 @@ class Call:
 
     @property
     def under_refill(self) -> tuple[int, ...]:
-        """Of the call that keeps a refill's groups: the calls that made its candidates. Their results count only if this call succeeds."""
+        """The calls that made the candidates of a call that keeps a refill's groups. Their results count only if this call succeeds."""
         return tuple([ref.call for _, ref in self.inputs]) if self.is_gated and self.drops else ()
 
     @property

@@ -618,7 +618,7 @@ def _record_played(
 
 
 def _prefix(role: str) -> str:
-    """Of the names of what is logged about a role's episodes."""
+    """The prefix of the names of what is logged about a role's episodes."""
     return "episodes" if role == "policy" else f"{role}/episodes"
 
 

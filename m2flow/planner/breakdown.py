@@ -155,7 +155,7 @@ def _unlinked(problem: Problem, node: Pair, which: str) -> _Way:
 
 
 def _streaming(problem: Problem, node: Pair, which: str) -> _Way:
-    """Of linked parts that are split."""
+    """Find the critical path through linked parts that are split."""
     a, b, fed = node.first.times, node.second.times, node.fed
     grain = float(max(fed.grain, b.grain))
     start, end = float(start_of(fed, np.asarray(grain))), float(end_of(b, np.asarray(grain)))
@@ -182,7 +182,7 @@ def _streaming(problem: Problem, node: Pair, which: str) -> _Way:
 
 
 def _taking_turns(problem: Problem, node: Pair, which: str) -> _Way:
-    """Of linked parts on the same devices, chunk by chunk or one after the other."""
+    """Find the critical path through linked parts on the same devices, chunk by chunk or one after the other."""
     a, b, fed = node.first.times, node.second.times, node.fed
     grain = float(max(fed.grain, b.grain))
     start, end = float(start_of(fed, np.asarray(grain))), float(end_of(b, np.asarray(grain)))

@@ -713,7 +713,7 @@ class Solver:
         return Front(values, ties, work, np.stack([codes, a - starts[0], b - starts[1]])).where(fits)
 
     def _may_do(self, calls: int, a: IntArray, b: IntArray, is_turns: BoolArray, need: FloatArray) -> BoolArray:
-        """As `_is_promising`, by the least time that each pair can take: both parts in turns, the longer one of a split."""
+        """Whether pairs are promising by the least time that each can take: both parts in turns, the longer one of a split."""
         if self._known_s == np.inf or LENT in self._hows or self.problem.workload.staleness:
             return np.ones(len(a), np.bool_)
         total = self._rows.values[self._num_pools + 1]
@@ -839,7 +839,7 @@ class Solver:
         return np.asarray(fits & is_a[:, None] & is_b)
 
     def _lent_times(self, cut: Cut, ia: IntArray, ib: IntArray, fed: Times) -> FloatArray:
-        """As `_pair_times`, of pairs of leaves that lend devices."""
+        """Compute `_pair_times` of pairs of leaves that lend devices."""
         a, b = self._fronts[cut.first], self._fronts[cut.second]
         of_a, of_b = self._read(a), self._read(b)
         (first,), (second,) = (self.problem.graph.engines(side) for side in (cut.first, cut.second))

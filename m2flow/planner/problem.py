@@ -841,7 +841,7 @@ class Problem:
         return self._cuts[calls]
 
     def facts(self, engine: EngineId) -> FloatArray:
-        """Of each option of an engine: the index of its pool, its devices, bytes kept, at work and on the host, whether it is swapped."""
+        """Tabulate an engine's options: the index of the pool, devices, bytes kept, at work and on the host, whether it is swapped."""
         if engine not in self.options.facts:
             index = {pool: i for i, pool in enumerate(self.pools)}
             each = [

@@ -673,7 +673,7 @@ class ProfiledCosts(Costs):
         return 0.0 if self.profile.turn_s else self.modelled.rest_s()
 
     def spread(self, work: str) -> tuple[float, float]:
-        """Of what was measured 10% either way; of what is modelled the model's."""
+        """Return the spread of a time: 10% either way of what was measured, and the model's of what is modelled."""
         is_measured = {
             "generate": any(one.decode for one in self.profile.engines),
             "forward": any(one.forward for one in self.profile.engines),

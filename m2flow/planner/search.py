@@ -667,7 +667,7 @@ class _Search:
 
     @cached_property
     def table(self) -> CountTable:
-        """Of a search in one pool."""
+        """The count table of a search in one pool."""
         return CountTable(self.every, (TURNS, SPLIT))
 
     def seeded(self, known_s: float = np.inf) -> Iterator[Found]:

@@ -640,7 +640,7 @@ class Learned(Predictor):
         return totals
 
     def quantiles(self, shares: Sequence[float]) -> FloatArray:
-        """As in the base class, given all that is known now: a sample that has ended has its length in all quantiles."""
+        """Return the quantiles given all that is known now: a sample that has ended has its length in all of them."""
         totals = self._so_far() if self._is_fitted else np.ones(len(self._groups))
         found = np.repeat(totals[None], len(shares), axis=0)
         if not self._is_fitted:

@@ -360,7 +360,7 @@ def _generated(sequence: _Sequence, finish: Finish | None, model: Model) -> Gene
 
 
 def _masks(tokens: Sequence[int]) -> Masks:
-    """As if each token had been drawn from itself and the next one."""
+    """Return masks as if each token had been drawn from itself and the next one."""
     return [np.array([token, token + 1], np.int32) for token in tokens]
 
 
@@ -408,7 +408,7 @@ class FakeTrain(TrainEngine):
         self._is_away = True
 
     def copy_from(self, source: TrainEngine, share: float = 1.0) -> None:
-        """Of integers a share is a combination of its own that tells own, other and share apart."""
+        """Copy weights; a share of integers is a combination that tells own, other and share apart."""
         if share == 1:
             super().copy_from(source)
             return
@@ -471,7 +471,7 @@ class FakeTrain(TrainEngine):
         return found.with_columns(**{ROUTED_EXPERTS: Ragged(fake_experts(tokens.values.tolist(), int(self._weights[0])), tokens.offsets)})
 
     def top_logprobs(self, batch: Batch, top_k: int) -> Batch:
-        """As likeliest tokens, those that follow a token's own id; the distribution of these and the rest is made of its `logprobs`."""
+        """Return the ids after a token's own as the likeliest; the distribution of these and the rest is made of its `logprobs`."""
         if SAMPLING_MASK in batch:
             raise EngineError("these samples have a sampling mask, which a fake does not compare by")
         found = self.logprobs(batch)

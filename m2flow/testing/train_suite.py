@@ -185,7 +185,7 @@ class TrainEngineSuite:
             assert distance(copied(one), copied(other)) == 0
 
     def test_what_its_ranks_hold_of_the_weights_is_what_is_gathered(self) -> None:
-        """Of a trainer of several ranks that says which pieces each rank has: together, in the types that receivers want."""
+        """A trainer of several ranks that says which pieces each rank has gives all of them, in the types that receivers want."""
         with started(self.make()) as engine:
             spread = engine.spread(1 << 14) if isinstance(engine, Mirrored) else None
             if isinstance(engine, Mirrored):

@@ -171,7 +171,7 @@ class Line(Generic[_P]):
         return (again if self.has_first else near), (self.stage - 1) % self.count
 
     def _after(self, near: Any, again: Any) -> tuple[Any, int]:
-        """As `_before`, of the chunk that is after it."""
+        """The group and stage of the chunk after the one that is computed here; `again`: that between the last stage and the first."""
         return (again if self.has_last else near), (self.stage + 1) % self.count
 
     def _guarded(self, work: Callable[[], Tensor | None]) -> Tensor | None:
@@ -295,7 +295,7 @@ class PutOff:
                 local(weight.grad).add_(grad)
 
     def _gradient(self, found: tuple[Tensor, Tensor] | None, weight: Tensor) -> Tensor:
-        """That of this rank's part of a weight, [outputs, inputs], of its rows; zeros where the way back came to nothing."""
+        """The gradient of this rank's part of a weight, [outputs, inputs], from its rows; zeros if the backward pass gave none."""
         if found is not None and self._guard.error is None:
             try:
                 given, grad = (one.flatten(0, -2) for one in found)

@@ -387,7 +387,7 @@ class RankedTrain(EmbeddedTrain):
                     yield WeightPiece(part, *found)
 
     def _held_tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """Those of the model's tensors that this rank sends some of, by the module's names."""
+        """Yield the model's tensors of which this rank sends a part, by the module's names."""
         return self._own_tensors()
 
     def _box(self, tensor: Tensor) -> Box:

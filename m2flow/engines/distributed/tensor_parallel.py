@@ -339,7 +339,7 @@ def _shared_out(own: OwnExperts, group: Any, alike: Any, hidden: Tensor, experts
 
 
 def _sent_around(own: OwnExperts, group: Any, hidden: Tensor, experts: Tensor, gates: Tensor) -> Tensor:
-    """As `_shared_out`, of rows that no other rank has."""
+    """Compute `_shared_out` for rows that no other rank has."""
     count, num_each = dist.get_world_size(group), experts.shape[1]
     order = torch.argsort(experts.flatten(), stable=True)
     sizes = torch.bincount(experts.flatten(), minlength=count * own.num)
@@ -778,7 +778,7 @@ class _Run:
 
     @property
     def length(self) -> int:
-        """Of the sequence, as far as it is seen."""
+        """The length of the sequence, as far as it is seen."""
         return len(self.keys)
 
 

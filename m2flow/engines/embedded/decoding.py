@@ -115,7 +115,7 @@ def draw_recorded(
     shifted: Tensor | None,
     recorded: Sequence[int],
 ) -> tuple[Tensor, Tensor, Masks]:
-    """As `draw`; and for each of the `recorded` rows what its token was drawn from, among which its log-probability then is.
+    """Draw as `draw` does, and return the tokens that each `recorded` row was drawn from, among which its log-probability is.
 
     A greedy row, and one that could have become any token, have none. Nor has one with more than `_MOST_LEFT` tokens left: it counts as
     drawn from all of them, for the trainer too.

@@ -253,7 +253,7 @@ class DecodePass:
 
 @final
 class DevicePass:
-    """As `DecodePass`, with positions that the device alone knows: no shape depends on them, so that a CUDA graph can hold the pass.
+    """A `DecodePass` whose positions are on the device alone: no shape depends on them, so that a CUDA graph can hold the pass.
 
     Plain attention in half precision is FlashAttention's (Dao 2023, arXiv:2307.08691) as torch has it, which reads of each slot what it
     holds; any other reads `seen` tokens of each.

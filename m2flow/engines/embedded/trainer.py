@@ -109,7 +109,7 @@ def token_logprobs(logits: Tensor, targets: Tensor, temperature: Tensor | None =
 
 
 def logprobs_at(logits: Tensor, targets: Tensor, temperature: Tensor | None, top_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As `token_logprobs`, and the log-probabilities of further tokens and of all that are not among those, together.
+    """Compute `token_logprobs`, the log-probabilities of further tokens, and that of all the rest together.
 
     Args:
         top_ids: int64 [T, K], different tokens of a row, fewer than the vocabulary.
@@ -538,7 +538,7 @@ class EmbeddedTrain(TrainEngine):
 
     @property
     def _mixture(self) -> Mixture | None:
-        """That of a model whose routing is replayed."""
+        """The mixture of a model whose routing is replayed; None: it is not."""
         return None if self._routers is None or self._source.routing is None else self._routers.mixture
 
     def _recorded(self, output: str, top_k: int) -> Mixture | None:
@@ -688,7 +688,7 @@ class EmbeddedTrain(TrainEngine):
         return terms, {**sums, NUM_SHARED: float(packed.num_shared)}, agreement
 
     def _terms_of(self, batch: Batch, loss: Loss, outputs: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, float], Agreement]:
-        """As `_terms`, of outputs that are there."""
+        """Compute the loss terms of a micro-batch from outputs that are there."""
         terms, reported = _evaluate(loss, self._inputs(batch, loss, outputs))
         _check_terms(loss, terms, num_tokens := int(packing.num_masked(batch.ragged("loss_mask")).sum()))
         if loss.denominator == "groups":

@@ -298,7 +298,7 @@ def has_bias(config: Any) -> bool:
 
 
 def shared_width(config: Any) -> int:
-    """Of the experts that every token goes to, together."""
+    """The width of the shared experts, to which every token goes, together."""
     return int(config.moe_intermediate_size) * int(config.n_shared_experts)
 
 

@@ -95,7 +95,7 @@ class Latent:
 
     @classmethod
     def of(cls, model: Any) -> Latent:
-        """Of a model of transformers, as it computes it."""
+        """Read the latent attention of a transformers model from its configuration."""
         config, attention = model.config, model.base_model.layers[0].self_attn
         return cls(
             config.q_lora_rank,
@@ -218,7 +218,7 @@ class Routing:
 
     @classmethod
     def of(cls, packed: Packed, share: Share, mixture: Mixture, part: tuple[int, int], groups: Sequence[Any] = ()) -> Routing:
-        """Of a share's rows.
+        """Route the rows of a share to the experts that were recorded for them.
 
         Args:
             part: which of how many parts tensor ranks split them into. groups: those over which all rows are split.
@@ -512,7 +512,7 @@ class Switch:
 
 
 class Adapters(torch.nn.Module):  # type: ignore[misc]
-    """Of one matrix, as a submodule of it.
+    """The adapters of one matrix, as a submodule of it.
 
     Args:
         scales: by the checkpoint's names of the weights that have an adapter.

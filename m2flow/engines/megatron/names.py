@@ -200,7 +200,7 @@ class Weights:
 
     @property
     def trained(self) -> dict[str, Tensor]:
-        """Those of `own` that have gradients."""
+        """The tensors of `own` that have gradients."""
         return {name: parameter for name, parameter in self.own.items() if self.places[name].is_trained}
 
     def local(self, tensors: Mapping[str, Tensor], *, is_all: bool = False) -> Iterator[tuple[str, Tensor]]:
@@ -222,7 +222,7 @@ class Weights:
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def merged(self, *, adds: bool) -> Iterator[tuple[str, Tensor]]:
-        """As `whole`, of the weights without adapters or, with `adds`, with what these add to them."""
+        """Yield what `whole` does, of the weights without adapters or, with `adds`, with what these add to them."""
         beside = {name: tensor.clone() for name, tensor in self.whole(is_trained=True)} if self.scales and adds else {}
         for name, tensor in self.whole(is_trained=False if self.scales else None):
             if name in self.scales and adds:

@@ -555,7 +555,7 @@ class MegatronTrain(RankedTrain):
         return {prefix + name: pieces for name, pieces in found.items()}
 
     def _located(self, name: str, part: Tensor) -> Iterator[tuple[str, list[int], Tensor]]:
-        """As `Weights.pieces`, by the names of transformers' modules, which stack experts."""
+        """Yield `Weights.pieces` by the names of transformers' modules, which stack experts."""
         for one, start, piece in self._weights.pieces(name, part):
             module, view = self._places[one]
             place = np.array(np.unravel_index(view.storage_offset(), self._held_shapes[module]), np.int64)
@@ -570,7 +570,7 @@ class MegatronTrain(RankedTrain):
 
     @property
     def _held_shapes(self) -> dict[str, torch.Size]:
-        """Of all that a checkpoint has of the weights, by the names of transformers' modules: parameters, and biases of routers."""
+        """The shapes of all weights that a checkpoint has, by the names of transformers' modules: parameters, and biases of routers."""
         return self._trained | self._biases
 
     @property

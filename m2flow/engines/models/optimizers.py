@@ -236,7 +236,7 @@ class Optimizers:
 
     @property
     def names(self) -> list[str]:
-        """Of the parameters, in the order of `masters`."""
+        """The names of the parameters, in the order of `masters`."""
         return self._names
 
     def tensors(self) -> Iterator[Tensor]:

@@ -355,7 +355,7 @@ def _bias_of(router: Any) -> Tensor | None:
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def move_bias(bias: Tensor, counts: Tensor, step: float) -> None:
-    """As `Routers.move_biases`, of one router, whose experts had so many tokens, [E]."""
+    """Move the bias of one router as `Routers.move_biases` does; `counts` are its experts' tokens, [E]."""
     counts = counts.double()
     bias.add_((counts.mean() - counts).sign().view_as(bias).to(bias), alpha=step)
 
@@ -424,7 +424,7 @@ class Sequences:
 
     @classmethod
     def of(cls, packed: Packed, mask: npt.NDArray[np.bool_], weights: Tensor) -> Sequences:
-        """Of a packed micro-batch.
+        """Find the sequences of a packed micro-batch.
 
         Args:
             mask: of the tokens of all samples, those that are predicted. weights: of these in the loss, float32 [T].
@@ -438,7 +438,7 @@ class Sequences:
         return cls(torch.from_numpy(packed.row_of_token[has_row]).to(device), sequence, lengths, total, of_target)
 
     def part(self, place: Tensor) -> Sequences:
-        """As of a rank that has some rows alone; `place` as of `Packed.place`."""
+        """Return the sequences as a rank sees them that has some rows alone; `place` is as in `Packed.place`."""
         rows = place[self.rows]
         own = rows >= 0
         return replace(self, rows=rows[own], sequence=self.sequence[own])
@@ -482,7 +482,7 @@ class Balanced:
 
     @classmethod
     def of(cls, balance: Balance, packed: Packed, batch: Batch, denominator: object, mixture: Mixture) -> Balanced | None:
-        """Of a packed micro-batch. None: `balance` has no losses.
+        """Make the losses of a packed micro-batch's routers. None: `balance` has no losses.
 
         Args:
             denominator: of the loss (`m2flow.recipe.Loss`), by which tokens weigh what they do in it. None: they weigh nothing.
@@ -501,7 +501,8 @@ class Balanced:
         return cls(balance, sequences if packed.place is None else sequences.part(packed.place), mixture)
 
     def part(self, place: Tensor, groups: Sequence[Any]) -> Balanced:
-        """As of a rank that has some rows alone, and shares the others with these groups; `place` as of `Packed.place`."""
+        """Return the losses as a rank computes them that has some rows alone, and shares the others with these groups; `place` is as in
+        `Packed.place`."""
         found = Balanced(self._balance, self._sequences.part(place), self._mixture, groups)
         found.is_sigmoid = self.is_sigmoid
         return found
@@ -562,7 +563,7 @@ class Balanced:
         return {name: float(values.double().sum()) for name, values in self.metrics().items()}
 
     def gradient(self, router: int, logits: Tensor) -> Tensor:
-        """Of the weighted losses of one router, by its logits, float32 [rows, E]."""
+        """Return the gradient of one router's weighted losses by its logits, float32 [rows, E]."""
         assert router in self._sent, "a router has logits, and chose no experts"
         rows, sequence, lengths = self._sequences.rows, self._sequences.sequence, self._sequences.lengths
         z, p = self._scores(logits)

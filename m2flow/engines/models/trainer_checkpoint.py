@@ -112,7 +112,7 @@ class Pieces:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the whole tensor."""
+        """The shape of the whole tensor."""
         return self._shape
 
     def piece(self, start: torch.Size) -> Tensor:
@@ -128,7 +128,7 @@ class _SavePlanner(dcp.DefaultSavePlanner):  # type: ignore[misc]
 
 
 class _LoadPlanner(dcp.DefaultLoadPlanner):  # type: ignore[misc]
-    """As `_SavePlanner`, of what is read: the library's own leaves out what is no tensor."""
+    """The planner of what is read, like `_SavePlanner`: the library's own leaves out what is no tensor."""
 
     def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
         super().set_up_planner({}, metadata, is_coordinator)
@@ -272,7 +272,7 @@ def held(
     weights: Mapping[str, Tensor] | None = None,
     adapter: Mapping[str, Tensor] | None = None,
 ) -> HeldCheckpoint:
-    """As `save`, later, of what these tensors are now. Weights that are given, and the state then, are nobody else's; others are copied."""
+    """Hold these tensors as they are now, to `save` them later. Given weights, and their state, belong to it; others are copied."""
     if weights is None:
         adapter = dict(lora.adapter_state(model)) if lora.is_adapted(model) else None
         state, weights, adapter = _on_host((dict(state), dict(lora.whole_state(model)), adapter), {}, copy=True)
@@ -360,7 +360,7 @@ def read_weights(path: str, source: Model, shapes: Mapping[str, torch.Size]) -> 
 
 
 def marked_state(path: str, device: str) -> dict[str, Any]:
-    """As `read_state`, with marks for the tensors that are in the parts."""
+    """Read what `read_state` does, with marks for the tensors that are in the parts."""
     file = Path(path) / _STATE
     try:
         state: dict[str, Any] = torch.load(file, map_location=device, weights_only=True)

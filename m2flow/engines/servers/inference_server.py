@@ -502,7 +502,7 @@ class ServerClient:
         return asyncio.run_coroutine_threadsafe(self._called(path, body, timeout_s), self._loop)
 
     def begin_abort(self, rids: list[str]) -> None:
-        """As `abort`, without waiting until the server has answered, or minding if it does not."""
+        """Abort without waiting until the server has answered, and ignore it if it does not."""
         asyncio.run_coroutine_threadsafe(self._aborted(rids), self._loop)
 
     def abort(self, rids: list[str]) -> None:

@@ -251,7 +251,7 @@ class AllSaved(msgspec.Struct, frozen=True):
 
 
 class LossSettled(msgspec.Struct, frozen=True):
-    """Of what a lost worker has sent nothing is in doubt any more, and the scheduler knows of its loss; a new process may replace it."""
+    """Nothing that a lost worker has sent is in doubt any more, and the scheduler knows of its loss; a new process may replace it."""
 
     worker: str
     unreported: tuple[m.Finished | m.Aborted | m.Flushed, ...]

@@ -476,7 +476,7 @@ class EagerExecutor:
 
     @property
     def versions(self) -> dict[str, int]:
-        """Of the weights of each role that was trained or copied to."""
+        """The weight version of each role that was trained or copied to."""
         return dict(self._versions)
 
     def save(self, path: Path) -> dict[str, str]:

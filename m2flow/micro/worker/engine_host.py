@@ -500,7 +500,7 @@ class EngineHost:
         return ((role, engine.occupancy(), engine.version) for role, engine in engines.items())
 
     def occupancy(self) -> dict[str, tuple[Occupancy, dict[int, int]]]:
-        """Of each role that generates: how full its engine is, and tokens so far of each sample there."""
+        """Return, for each role that generates, how full its engine is, and the tokens so far of each sample there."""
         return {role: (engine.occupancy(), dict(engine.progress())) for role, engine in self._generators.items() if engine.num_unfinished}
 
     def snapshot(self, ids: Iterable[int]) -> list[tuple[Call, Batch]]:

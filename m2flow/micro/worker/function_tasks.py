@@ -117,7 +117,7 @@ class Arguments:
         return self._function(*args, **kwargs)
 
     def of(self, rows: Batch) -> dict[str, Batch]:
-        """Of each input what belongs to these rows: what these arguments can be made of elsewhere."""
+        """Return the part of each input that belongs to these rows, of which the same arguments can be made elsewhere."""
         places = [self._place[packed] for packed in rows.ids.tolist()]
         return {name: batch.take(places) for name, batch in self._inputs.items()}
 
@@ -159,7 +159,7 @@ class Arguments:
         return found
 
     def _seed(self, unit: Sample | list[Sample]) -> int:
-        """Of the run, the op, how often it had these samples before, and who the unit's samples are: by the draw that they came from."""
+        """Derive the seed from the run, the op, how often it had these samples before, and the draws that the unit's samples came from."""
         samples = unit if isinstance(unit, list) else [unit]
         who = [str(s["seed"] if "seed" in self.rows else s.id.pack()) + f".{s.id.index}" for s in samples]
         return keyed_bits(self._run_seed, self._call.name, self._call.options["repeat"], ",".join(who))

@@ -99,7 +99,7 @@ class Checks(msgspec.Struct, frozen=True):
 
 @final
 class LogprobCheck:
-    """Of one process.
+    """Check that the engines of one process that loaded weights give the log-probabilities of the trainer that made them.
 
     Args:
         published: roles whose trained weights other processes load.
