@@ -112,7 +112,10 @@ class RegexMatch(SampleReward):
         try:
             re.compile(self.pattern)
         except re.error as error:
-            raise OptionError(f"RegexMatch: {self.pattern!r} is no regular expression: {error}") from None
+            raise OptionError(
+                f"RegexMatch: {self.pattern!r} is no regular expression: {error}",
+                now="Mend the pattern; `re.compile` shows the same error.",
+            ) from None
 
     def __call__(self, sample: Sample) -> float:
         expected = None if self.answer is None else _final(getattr(sample, self.answer))  # A row without it is an error, whatever the text.
@@ -282,7 +285,10 @@ class JsonSchema(SampleReward):
         try:
             validators.validator_for(self.schema).check_schema(self.schema)
         except SchemaError as error:
-            raise OptionError(f"JsonSchema: the schema is none: {error.message}") from None
+            raise OptionError(
+                f"JsonSchema: the schema is none: {error.message}",
+                now="Mend the schema where it says; it follows JSON Schema draft 2020-12.",
+            ) from None
 
     def __call__(self, sample: Sample) -> float:
         try:

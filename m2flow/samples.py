@@ -305,7 +305,10 @@ def column_of(rows: Sequence[object], name: str = "") -> Column:
             return np.asarray(rows, np.float64)
         return Ragged.json(rows)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise DatasetError(f"column {name!r} has values that are neither numbers, texts nor JSON: {error}") from None
+        raise DatasetError(
+            f"column {name!r} has values that are neither numbers, texts nor JSON: {error}",
+            now="Turn them into one of these before they go into the dataset.",
+        ) from None
 
 
 class Batch(msgspec.Struct, frozen=True, eq=False):

@@ -424,7 +424,7 @@ class _Box:
 
     def _open(self) -> None:
         if self._connection is not None or self._monty is not None:
-            raise OptionError("this sandbox is open already")
+            raise OptionError("this sandbox is open already", now="Close it first, or make another one.")
         if self.tier == "monty":
             self._monty = _Monty(self.limits)
             return
@@ -486,7 +486,10 @@ class _Box:
 
     def _restore_steps(self, snapshot: Snapshot) -> _Steps:
         if snapshot.tier != self.tier or snapshot.box != self._box:
-            raise OptionError(f"a snapshot of another box can't be restored in this one: {self.tier!r} keeps variables in its processes")
+            raise OptionError(
+                f"a snapshot of another box can't be restored in this one: {self.tier!r} keeps variables in its processes",
+                now="Restore it in the box that it was taken of.",
+            )
         yield from self._file_steps("unpack", "", snapshot.data)
         yield {"op": "restore", "name": snapshot.name}, b"", b""
 
@@ -548,7 +551,10 @@ class BlockingSandbox(_Box):
 
     def _drive(self, steps: _Steps) -> Any:
         if self.tier == "monty":
-            raise OptionError("the tier 'monty' has no shell, files or processes; it runs Python alone")
+            raise OptionError(
+                "the tier 'monty' has no shell, files or processes; it runs Python alone",
+                now="Take tier='box' for a shell, files and processes.",
+            )
         connection = self._opened()
         try:
             head, first, second = next(steps)
@@ -644,7 +650,10 @@ class Sandbox(_Box):
 
     async def _drive(self, steps: _Steps) -> Any:
         if self.tier == "monty":
-            raise OptionError("the tier 'monty' has no shell, files or processes; it runs Python alone")
+            raise OptionError(
+                "the tier 'monty' has no shell, files or processes; it runs Python alone",
+                now="Take tier='box' for a shell, files and processes.",
+            )
         async with self._turns:
             try:
                 request = next(steps)
@@ -764,7 +773,10 @@ class _Monty:
 
     def restore(self, snapshot: Snapshot) -> None:
         if snapshot.tier != "monty":
-            raise OptionError(f"a snapshot of the tier {snapshot.tier!r} can't be restored in the tier 'monty'")
+            raise OptionError(
+                f"a snapshot of the tier {snapshot.tier!r} can't be restored in the tier 'monty'",
+                now="Restore it in a box of the tier that it was taken in.",
+            )
         self._start(snapshot.data)
 
     def close(self) -> None:

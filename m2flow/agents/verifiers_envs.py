@@ -81,7 +81,7 @@ def verifiers_rows(environment: str | Mapping[str, object], *, limit: int | None
             raise DatasetError(f"{where} is another one once it was JSON", now="Let its fields be what JSON can say.")
         rows.append({"prompt": task.data.prompt_text, _TASK: text})
     if not rows:
-        raise DatasetError(f"{named} has no tasks")
+        raise DatasetError(f"{named} has no tasks", now="Give another split or configuration of the environment.")
     return rows
 
 
@@ -184,7 +184,10 @@ def _resolved(config: Mapping[str, object]) -> Any:
     except ModuleNotFoundError as error:
         raise OptionError(f"verifiers has no such environment: {error}", now="Install its package in the workers' environment.") from None
     except (ValueError, TypeError, AttributeError) as error:
-        raise OptionError(f"verifiers refuses the environment's configuration: {error}") from None
+        raise OptionError(
+            f"verifiers refuses the environment's configuration: {error}",
+            now="Mend the field that it names; the environment's README lists its fields.",
+        ) from None
 
 
 def _environment(config: str) -> Any:
@@ -194,7 +197,10 @@ def _environment(config: str) -> Any:
     try:
         return _library().load_environment(resolved)
     except (ValueError, TypeError, AttributeError, ModuleNotFoundError) as error:
-        raise OptionError(f"verifiers can't make the environment {resolved.env_id!r}: {error}") from None
+        raise OptionError(
+            f"verifiers can't make the environment {resolved.env_id!r}: {error}",
+            now="Install the environment's package, and try it alone with `vf-eval`.",
+        ) from None
 
 
 def _agents_of(config: Any) -> dict[str, Any]:

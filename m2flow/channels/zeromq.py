@@ -83,7 +83,10 @@ def write_keys(path: Path, keys: Keys) -> None:
     except FileExistsError:
         raise SpecError(f"{path} exists already", now="Its holders could not talk to holders of a new key. Remove it first.") from None
     except OSError as error:
-        raise SpecError(f"can't write the key {path}: {error.strerror}") from None
+        raise SpecError(
+            f"can't write the key {path}: {error.strerror}",
+            now="Give the run a directory that you may write to (--runs-dir), or free space there.",
+        ) from None
 
 
 def read_keys(path: Path) -> Keys:

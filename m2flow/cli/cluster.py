@@ -225,7 +225,9 @@ def scale_command(run: str, change: str, runs_dir: Path, patience_s: float) -> N
     state = state_of(run_dir)
     if state.ended_s is not None and not is_held(run_dir):  # If the lock is held, the run is being resumed at this moment.
         if state.name == "done":
-            raise SpecError(f"the run in {run_dir} is over")
+            raise SpecError(
+                f"the run in {run_dir} is over", now="Only a run that goes on can change its workers: begin another one with m2flow run."
+            )
         now = f"`m2flow run --resume {run_dir}` takes it up again, with its spec's workers."
         raise SpecError(f"the run in {run_dir} has stopped: {state.reason}", now=now)
     if state.name == "simulated":

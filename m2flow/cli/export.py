@@ -185,7 +185,9 @@ def _key_in(file: Path) -> str:
     try:
         key = file.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise OptionError(f"the key can't be read from {file}: {error}") from None
+        raise OptionError(
+            f"the key can't be read from {file}: {error}", now="Give a file that you may read, whose content is the key alone."
+        ) from None
     if len(key) < _LEAST_KEY:
         raise OptionError(f"the key in {file} has {len(key)} characters", now=f"Use {_LEAST_KEY} or more that nobody can guess.")
     return key

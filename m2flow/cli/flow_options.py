@@ -100,7 +100,7 @@ class FlowCommand(click.Command):
         for text in ctx.params.pop("assignments"):
             name, value = _assigned(flow, text)
             if name in given:
-                raise OptionError(f"{name} is given twice: as an option, and by --set {text}")
+                raise OptionError(f"{name} is given twice: as an option, and by --set {text}", now="Leave one of them out.")
             given[name] = value
         return given
 

@@ -288,7 +288,9 @@ def _draw(path: FlowPath, file: Path, suffix: str) -> None:
         if not write_with_graphviz(path.graph, file):
             write_picture(place(path.graph, [(look.num_calls, look.observation) for look in path.looks]), file)
     except OSError as error:
-        raise OptionError(f"can't write {file}: {error.strerror}") from error
+        raise OptionError(
+            f"can't write {file}: {error.strerror}", now="Give another file, in a directory that you may write to."
+        ) from error
 
 
 def _differences_from_run(

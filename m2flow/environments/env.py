@@ -88,15 +88,23 @@ class GymEnv(Env):
         try:
             self._env: Any = gymnasium.make(task, **options)
         except gymnasium.error.DependencyNotInstalled as error:
-            raise MissingExtra(f"the environment {task!r} needs more than Gymnasium: {error}") from None
+            raise MissingExtra(
+                f"the environment {task!r} needs more than Gymnasium: {error}",
+                now="Install what it names (often an extra of Gymnasium's: pip install 'gymnasium[...]').",
+            ) from None
         except ImportError as error:
             raise MissingExtra(f"the environment {task!r} needs the package {error.name}", now=f"Run: pip install {error.name}.") from None
         except gymnasium.error.Error as error:
-            raise OptionError(f"Gymnasium has no environment {task!r}: {error}") from None
+            raise OptionError(
+                f"Gymnasium has no environment {task!r}: {error}", now="`gymnasium.pprint_registry()` lists those that are installed."
+            ) from None
         seen, taken = self._env.observation_space, self._env.action_space
         boxes = gymnasium.spaces.Box
         if not isinstance(seen, boxes) or len(seen.shape) not in (1, 3) or not isinstance(taken, boxes | gymnasium.spaces.Discrete):
-            raise OptionError(f"{task!r} has observations {seen} and actions {taken}; known are vectors, pictures, and one of several")
+            raise OptionError(
+                f"{task!r} has observations {seen} and actions {taken}; known are vectors, pictures, and one of several",
+                now="Wrap it in Gymnasium's wrappers (FlattenObservation, for one) so that it has these.",
+            )
         is_discrete = isinstance(taken, gymnasium.spaces.Discrete)
         self._first = int(taken.start) if is_discrete else 0
         self.spaces = Spaces(tuple(seen.shape), len(seen.shape) == 3, int(taken.n) if is_discrete else 0, tuple(taken.shape or ()))
@@ -190,7 +198,10 @@ class Vector:
         """
         episodes = json.loads(record)
         if len(episodes) != len(self.envs):
-            raise OptionError(f"a record of {len(episodes)} environments can't be gone on with by {len(self.envs)}")
+            raise OptionError(
+                f"a record of {len(episodes)} environments can't be gone on with by {len(self.envs)}",
+                now="Make as many environments as the record has.",
+            )
         observations = []
         for i, (env, past) in enumerate(zip(self.envs, episodes, strict=True)):
             seen = np.asarray(env.reset(self._seed_of(i, past["number"])))

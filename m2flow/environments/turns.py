@@ -196,7 +196,10 @@ def _made(make: str | Callable[..., Any], options: Mapping[str, Any]) -> Any:
     except FailedToImport as error:
         raise MissingExtra(f"the environment {make!r} needs more than PettingZoo: {error.__cause__}", now=str(error)) from None
     except PettingZooRegistryError as error:
-        raise OptionError(f"PettingZoo has no environment {make!r}: {error}") from None
+        raise OptionError(
+            f"PettingZoo has no environment {make!r}: {error}",
+            now="Give the module and version as PettingZoo writes them, such as 'classic/tictactoe_v3'.",
+        ) from None
 
 
 # ---- playing

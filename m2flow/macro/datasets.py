@@ -84,7 +84,10 @@ def _answers(row: Row, what: str) -> tuple[str, str]:
         messages = [message_of(one) for one in said] if isinstance(said, list | tuple) else said
         answer = said_last(messages)
         if messages in (None, [], ()) or not isinstance(answer, str):
-            raise DatasetError(f"the {name!r} of {what} is neither a text nor messages: {said!r:.60}")
+            raise DatasetError(
+                f"the {name!r} of {what} is neither a text nor messages: {said!r:.60}",
+                now="Make it a text, or a list of messages: {'role': ..., 'content': ...}.",
+            )
         if isinstance(messages, list) and messages[:-1] not in ([], before):
             now = "Both answers of a pair have one beginning."
             raise DatasetError(f"the {name!r} of {what} answers another conversation than its prompt", now=now)
@@ -299,7 +302,10 @@ class Dataset:
             if type(row) is dict and row.keys() == usual:
                 continue
             if not isinstance(row, Mapping) or not all(isinstance(key, str) for key in row):
-                raise DatasetError(f"{place(i)} is no mapping of names to values: {row!r:.60}")
+                raise DatasetError(
+                    f"{place(i)} is no mapping of names to values: {row!r:.60}",
+                    now="Make each row a mapping, such as {'prompt': 'What is 2 + 2?', 'answer': '4'}.",
+                )
         rows = with_prompts(rows, place)
         keys = set(rows[0])
         if keys & TAKEN:
@@ -309,7 +315,8 @@ class Dataset:
         for i, row in enumerate(rows):
             if (row.keys() if type(row) is dict else set(row)) != keys:
                 raise DatasetError(
-                    f"{place(i)} has the columns {sorted(row)}, {'row 0' if places is None else place(0)} has {sorted(keys)}"
+                    f"{place(i)} has the columns {sorted(row)}, {'row 0' if places is None else place(0)} has {sorted(keys)}",
+                    now="Give all rows the same columns; where a value is missing, say None.",
                 )
             prompt = row.get("prompt")
             if not isinstance(prompt, str | list | tuple):
@@ -489,7 +496,10 @@ class Dataset:
         try:
             entries = list(reasoning_gym.create_dataset(task, size=size, seed=seed, **options))
         except (AssertionError, TypeError, ValueError) as error:
-            raise DatasetError(f"reasoning-gym makes no {task!r} with {options}: {error}") from None
+            raise DatasetError(
+                f"reasoning-gym makes no {task!r} with {options}: {error}",
+                now="`reasoning_gym.factory.DATASETS` lists its tasks; options are those of the task's configuration.",
+            ) from None
         rows = [{"prompt": entry["question"], "answer": str(entry["answer"]), "entry": entry} for entry in entries]
         return cls(rows, name=name or task, shuffle=shuffle, curriculum=curriculum)
 
@@ -555,7 +565,10 @@ class Dataset:
         if index >= count:
             raise OptionError(f"the dataset {self.name!r} has no shard {index} of {count}", now=f"Count shards from 0 to {count - 1}.")
         if index >= len(self):
-            raise DatasetError(f"the dataset {self.name!r} has {len(self)} rows, and none in shard {index} of {count}")
+            raise DatasetError(
+                f"the dataset {self.name!r} has {len(self)} rows, and none in shard {index} of {count}",
+                now="Take fewer shards than there are rows.",
+            )
         return self._part(range(index, len(self), count), f"{self.name}-{index}of{count}")
 
     def within(self, policy: Policy, max_prompt_tokens: int, *, too_long: TooLong = "error") -> Dataset:
@@ -643,7 +656,9 @@ class Dataset:
         for weight in weights:
             check_number("each of weights", weight, above=0)
         if len(weights) != len(datasets):
-            raise DatasetError(f"Dataset.mix got {len(datasets)} datasets and {len(weights)} weights")
+            raise DatasetError(
+                f"Dataset.mix got {len(datasets)} datasets and {len(weights)} weights", now="Give one weight for each dataset."
+            )
         first = set(datasets[0]._columns)
         for one in datasets:
             if set(one._columns) != first:
@@ -713,7 +728,10 @@ class Dataset:
         if not is_count(size) or not is_count(epochs):
             raise DatasetError(f"batches({size!r}, epochs={epochs!r}) of the dataset {self.name!r}: both are whole numbers, 1 or more")
         if size > self._num_rows:
-            raise DatasetError(f"a batch of {size} rows from the dataset {self.name!r}, which has {self._num_rows}")
+            raise DatasetError(
+                f"a batch of {size} rows from the dataset {self.name!r}, which has {self._num_rows}",
+                now="Take a smaller batch, or add rows.",
+            )
         session = self._join()
         for _ in session.iterate(epochs * self._num_rows // size):
             yield self.take(size)
@@ -743,7 +761,10 @@ class Dataset:
                 f"{what}: the dataset has no curriculum of what was seen", now="Write Dataset(rows, curriculum=function_of_row_and_seen)."
             )
         if not isinstance(responses, Rows) or responses.column is not None or ROW not in (responses.fields or {ROW}):
-            raise TraceError(f"{what} needs responses to rows of this dataset, and got {describe(responses)}")
+            raise TraceError(
+                f"{what} needs responses to rows of this dataset, and got {describe(responses)}",
+                now="Pass what policy.generate(...) gave for rows of this dataset.",
+            )
         if not isinstance(values, Rows) or values.column is None:
             raise TraceError(f"{what} needs one number for each response, and got {describe(values)}", now="Pass rewards.")
         check_count("lag", lag, least=0)

@@ -129,7 +129,10 @@ def _levels(rows: Iterable[Row], curriculum: Any, name: str) -> list[float] | No
 
 def _level(level: object, row: int, name: str) -> float:
     if not is_number(level):
-        raise DatasetError(f"the curriculum of the dataset {name!r} goes by numbers, and row {row} has {level!r:.60}")
+        raise DatasetError(
+            f"the curriculum of the dataset {name!r} goes by numbers, and row {row} has {level!r:.60}",
+            now="Give each row a number in that column, or a function of a row that returns one.",
+        )
     assert isinstance(level, int | float)
     return level
 

@@ -77,7 +77,7 @@ def evaluate(
     _check(policy, dataset, score, n, metrics)
     check_number("right", right)
     if answer is not None and not callable(answer):
-        raise OptionError(f"answer={answer!r:.60} is no function of a sample")
+        raise OptionError(f"answer={answer!r:.60} is no function of a sample", now="Give a function such as lambda sample: sample.text.")
     check_text("name", name)
     unknown = next((key for key in sampling if key not in inspect.signature(Policy.generate).parameters), None)
     if unknown is not None:
@@ -126,7 +126,10 @@ def _check(policy: object, dataset: object, score: object, n: int, metrics: Sequ
         if found is None:
             raise OptionError(f"metrics: {metric!r} is none; known are avg, pass@K and maj@K, such as pass@8")
         if found[2] and int(found[2]) > n:
-            raise OptionError(f"metrics: {metric} needs n={found[2]} responses to a prompt, and n is {n}")
+            raise OptionError(
+                f"metrics: {metric} needs n={found[2]} responses to a prompt, and n is {n}",
+                now="Give evaluate(n=...) at least that many, or a smaller K.",
+            )
 
 
 def final_answer(sample: Sample) -> str:

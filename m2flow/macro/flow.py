@@ -98,11 +98,16 @@ class Flow:
         try:
             hints = typing.get_type_hints(self.function)
         except (NameError, TypeError, SyntaxError) as error:
-            raise FlowLoadError(f"an annotation of the flow {self.name} can't be read: {error}") from None
+            raise FlowLoadError(
+                f"an annotation of the flow {self.name} can't be read: {error}", now="Import what the annotation names, or take it away."
+            ) from None
         found = []
         for name, parameter in inspect.signature(self.function).parameters.items():
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
-                raise FlowLoadError(f"the flow {self.name} has {parameter}; its options must be named parameters")
+                raise FlowLoadError(
+                    f"the flow {self.name} has {parameter}; its options must be named parameters",
+                    now="Name each option in the signature, in place of *args and **kwargs.",
+                )
             default = parameter.default
             guess = str if default in (parameter.empty, None) else type(default)
             found.append(Parameter(name, hints.get(name, guess), default))
@@ -142,7 +147,10 @@ class Flow:
         known = {parameter.name for parameter in self.parameters}
         missing = [parameter.name for parameter in self.parameters if parameter.is_required and parameter.name not in options]
         if missing:
-            raise OptionError(f"the flow {self.name} needs a value for {', '.join(missing)}")
+            raise OptionError(
+                f"the flow {self.name} needs a value for {', '.join(missing)}",
+                now="Give it as --NAME VALUE, or a default in the flow's signature.",
+            )
         for name in options:
             if name not in known:
                 raise OptionError(f"the flow {self.name} has no option {name!r}; it has {', '.join(sorted(known)) or 'none'}")
@@ -185,14 +193,20 @@ def flow(function: Callable[..., object] | None = None, /, *, staleness: int | s
 
 def _flow(function: Callable[..., object], staleness: int | str) -> Flow:
     if not callable(function):
-        raise FlowLoadError(f"@flow got a {type(function).__name__} instead of a function")
+        raise FlowLoadError(f"@flow got a {type(function).__name__} instead of a function", now="Write @flow above a function.")
     if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        raise FlowLoadError(f"the flow {function.__name__} is async or has a yield; a flow is a plain function")
+        raise FlowLoadError(
+            f"the flow {function.__name__} is async or has a yield; a flow is a plain function",
+            now="Write it with `def`, without yield: the run makes its calls concurrent.",
+        )
     made = Flow(function, staleness)
     if not isinstance(staleness, str):
         made.staleness_for({})
     elif staleness not in inspect.signature(function).parameters:
-        raise FlowLoadError(f"the flow {function.__name__} has no parameter {staleness!r} to take its staleness from")
+        raise FlowLoadError(
+            f"the flow {function.__name__} has no parameter {staleness!r} to take its staleness from",
+            now="Add the parameter to the flow's signature, or give @flow a number.",
+        )
     return made
 
 
@@ -231,13 +245,15 @@ def load_function(target: str) -> Callable[..., object]:
         raise FlowLoadError(f"{target!r} names no function", now="Give FILE.py:FUNCTION, or package.module:FUNCTION.")
     if place.endswith(".py"):
         if not Path(place).is_file():
-            raise FlowLoadError(f"there is no file {place}")
+            raise FlowLoadError(f"there is no file {place}", now="Check the path; it is relative to the working directory.")
         module = _import(Path(place))
     else:
         try:
             module = importlib.import_module(place)
         except ImportError as error:
-            raise FlowLoadError(f"the module {place} can't be imported: {error}") from error
+            raise FlowLoadError(
+                f"the module {place} can't be imported: {error}", now="Check the module's name, and that it is installed or in PYTHONPATH."
+            ) from error
     found: object = getattr(module, name, None)
     if isinstance(found, type):
         try:
@@ -273,7 +289,7 @@ def _import(path: Path) -> types.ModuleType:
     name = f"m2flow_flow_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise FlowLoadError(f"{path} is not a Python file")
+        raise FlowLoadError(f"{path} is not a Python file", now="Give a file that ends in .py, as FILE.py or FILE.py:FLOW.")
     spec.loader = loader = AsItStands(name, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
@@ -283,7 +299,11 @@ def _import(path: Path) -> types.ModuleType:
         loader.exec_module(module)
     except SyntaxError as error:
         shown = (error.text or "").rstrip()
-        raise FlowLoadError(f"syntax error: {error.msg}", where=f"{error.filename or path}:{error.lineno}  {shown.strip()}") from error
+        raise FlowLoadError(
+            f"syntax error: {error.msg}",
+            where=f"{error.filename or path}:{error.lineno}  {shown.strip()}",
+            now="Mend that line; `python FILE` shows the same error.",
+        ) from error
     except FlowLoadError as error:
         raise error.located(str(path)) from error.__cause__
     except (Exception, SystemExit) as error:

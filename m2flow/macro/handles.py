@@ -103,7 +103,10 @@ class Handle:
     def check(self, session: Session, what: str) -> Ref:
         """This handle as an input of a call in that session."""
         if self._session is not session:
-            raise TraceError(f"{what} got a handle of another flow: {self!r}")
+            raise TraceError(
+                f"{what} got a handle of another flow: {self!r}",
+                now="Use handles of this flow's calls; values of other flows go in as options.",
+            )
         return Ref(self._call.ordinal)
 
     def observe(self, why: str) -> object:
@@ -448,7 +451,10 @@ def restricted(rows: Rows, to: Rows) -> Rows:
 def averaged_by_prompt(grades: Rows, prompts: Rows) -> Rows:
     """Average grades of generated samples over each of the prompts that they were generated from."""
     if not isinstance(prompts, Handle):
-        raise TraceError(f"back_to got {describe(prompts)}; it takes the rows that these were generated from")
+        raise TraceError(
+            f"back_to got {describe(prompts)}; it takes the rows that these were generated from",
+            now="Pass the rows that policy.generate got.",
+        )
     session = grades.session
     makers = session.lineage.makers(grades.ref.call)
     asked = makers[0].input("prompts") if len(makers) == 1 else None

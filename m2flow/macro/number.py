@@ -593,7 +593,10 @@ class Number(Operators["Number"]):
         value = self._of.observe(why)
         if self._name is not None:
             if not isinstance(value, dict):
-                raise TraceError(f"there is no {self._name!r} in {self._of!r}: its value is {value!r:.60}")
+                raise TraceError(
+                    f"there is no {self._name!r} in {self._of!r}: its value is {value!r:.60}",
+                    now="Ask for a metric of a call that returns several.",
+                )
             try:
                 value = metric(value, self._name)
             except LookupError as error:

@@ -233,7 +233,10 @@ def _bind(
             bound, free = signature.bind(*args, **kwargs), {}  # `rng` was given by position.
         except TypeError:
             shown = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
-            raise TraceError(f"{name}{inspect.Signature(shown)} can't be called like this: {error}") from None
+            raise TraceError(
+                f"{name}{inspect.Signature(shown)} can't be called like this: {error}",
+                now="Pass its arguments as its signature above says.",
+            ) from None
     found: list[tuple[str, bool, object]] = []
     is_beyond_rng = False
     for parameter, value in bound.arguments.items():
@@ -852,7 +855,11 @@ class _RoleType(type):
         try:
             inspect.signature(inspect.getattr_static(cls, "__init__")).bind(None, *args, **kwargs)
         except TypeError as error:
-            raise TraceError(f"{cls.__name__}(...) can't be made like this: {error}", where=user_site().describe()) from None
+            raise TraceError(
+                f"{cls.__name__}(...) can't be made like this: {error}",
+                where=user_site().describe(),
+                now="Pass its arguments as its __init__ says.",
+            ) from None
         known.add(name)
         return RoleInFlow(cls, session, name, functools.partial(_make, cls, *args, **kwargs))
 

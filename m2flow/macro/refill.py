@@ -57,7 +57,7 @@ def pass_rate_between(low: float, high: float, *, right: float = 0.5) -> Keep:
     check_number("high", high, low=0, high=1)
     check_number("right", right)
     if low > high:
-        raise OptionError(f"low is {low} and high {high}; no group passes")
+        raise OptionError(f"low is {low} and high {high}; no group passes", now="Give low below high.")
     return _PassRate(low, high, right)
 
 

@@ -91,11 +91,14 @@ def _taken_apart(row: Row, column: str, what: str) -> Row:
     messages = check_prompt([message_of(one) for one in given] if isinstance(given, list | tuple) else given, what)
     rest = {key: value for key, value in row.items() if key != column}
     if isinstance(messages, str):
-        raise DatasetError(f"{what} is a text, where row 0 has a list of messages")
+        raise DatasetError(f"{what} is a text, where row 0 has a list of messages", now="Make all prompts texts, or all lists of messages.")
     if messages[-1]["role"] != "assistant" or "target" in row:
         return {**rest, "prompt": list(messages)}
     if len(messages) == 1:
-        raise DatasetError(f"{what} has only a message of the assistant, and nothing that it answers")
+        raise DatasetError(
+            f"{what} has only a message of the assistant, and nothing that it answers",
+            now="Put the user's message before it, or leave the row out.",
+        )
     return {**rest, "prompt": list(messages[:-1]), "target": said_last(messages)}
 
 
@@ -207,7 +210,9 @@ class Csv(RowFile):
                     if values:
                         yield at, reader.line_num, self._row(values, self.place(reader.line_num))
             except (csv.Error, UnicodeDecodeError) as error:
-                raise DatasetError(f"{self.path}:{reader.line_num} is no CSV: {error}") from None
+                raise DatasetError(
+                    f"{self.path}:{reader.line_num} is no CSV: {error}", now="Mend that line, or save the file as .jsonl."
+                ) from None
 
     def read(self, where: Sequence[tuple[int, int]]) -> list[Row]:
         found = []
@@ -219,7 +224,10 @@ class Csv(RowFile):
 
     def _row(self, values: list[str], place: str) -> Row:
         if len(values) != len(self._names):
-            raise DatasetError(f"{place} has {'more' if len(values) > len(self._names) else 'fewer'} values than the first line has names")
+            raise DatasetError(
+                f"{place} has {'more' if len(values) > len(self._names) else 'fewer'} values than the first line has names",
+                now="Mend that line; quote values that have commas in them.",
+            )
         return dict(zip(self._names, values, strict=True))
 
 
@@ -255,7 +263,10 @@ class Parquet(RowFile):
             with parquet.ParquetFile(self.path) as file:
                 yield file
         except ArrowException as error:
-            raise DatasetError(f"{self.path} is no Parquet file: {error}") from None
+            raise DatasetError(
+                f"{self.path} is no Parquet file: {error}",
+                now="Check that the file is whole; other formats go by their ending (.jsonl, .csv).",
+            ) from None
 
     def scan(self) -> Iterator[tuple[int, int, Row]]:
         with self._opened() as file:
@@ -332,7 +343,9 @@ class _Mapping:
     def apply(self, row: Row, place: str) -> Row:
         """A row under our names. Raises DatasetError, with its place."""
         if not self.is_given and row.keys() != self.keys:
-            raise DatasetError(f"{place} has the columns {sorted(row)}, and {self.first} has {sorted(self.keys)}")
+            raise DatasetError(
+                f"{place} has the columns {sorted(row)}, and {self.first} has {sorted(self.keys)}", now="Give all rows the same columns."
+            )
         made: dict[str, object] = {}
         for ours, theirs in self.columns.items():
             if callable(theirs):
@@ -344,7 +357,7 @@ class _Mapping:
                     f"{place} has no column {theirs!r}; it has {', '.join(sorted(row))}", now=did_you_mean(theirs, list(row), "")
                 )
         if "prompt" in made and not (isinstance(made["prompt"], str | list) and made["prompt"]):
-            raise DatasetError(f"{place} has no prompt: {made['prompt']!r:.60}")
+            raise DatasetError(f"{place} has no prompt: {made['prompt']!r:.60}", now="Fill the prompt in, or leave the row out.")
         return made
 
 
@@ -436,7 +449,10 @@ class RowsOnDisk(StoredRows):
     def _check(self, row: Row, place: str) -> None:
         prompt = row.get("prompt")
         if not isinstance(prompt, str | list):
-            raise DatasetError(f"{place} has no text or messages as its prompt: {prompt!r:.60}")
+            raise DatasetError(
+                f"{place} has no text or messages as its prompt: {prompt!r:.60}",
+                now="Make it a text, or a list of messages, or leave the row out.",
+            )
         check_prompt(prompt, f"the prompt of {place}")
         if self._witnesses and row.keys() != self._witnesses.keys():
             now = "Give prompts and demonstrations as two datasets."
@@ -585,7 +601,10 @@ def files_of_split(folder: Path, repo: str, split: str, config: str | None) -> l
     chosen = next((kind for kind in kinds if kind), [])
     if not chosen:
         listed = ", ".join(str(path.relative_to(folder)) for path in files[:20]) or "no file of rows"
-        raise DatasetError(f"the dataset {repo!r} has no split {split!r}" + (f" of {config!r}" if config else "") + f"; it has {listed}")
+        raise DatasetError(
+            f"the dataset {repo!r} has no split {split!r}" + (f" of {config!r}" if config else "") + f"; it has {listed}",
+            now="Give split= one of these.",
+        )
     folders = sorted({path.parent.name for path in chosen})
     if len(folders) > 1:
         raise DatasetError(

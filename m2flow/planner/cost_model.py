@@ -752,7 +752,7 @@ class ModelledCosts(Costs):
         return self._attained.train.rest_s.value
 
     def spread(self, work: str) -> tuple[float, float]:
-        """Return the spread of `Costs` by the intervals of the numbers in use; neutral ones are exact, as wide as an estimate."""
+        """Return the spread of `Costs` by the intervals of the numbers in use; neutral ones, though exact, are as wide as an estimate."""
         rollout, train = self._attained.rollout, self._attained.train
         has_experts = any(shape.num_experts for shape in self._shapes.values())
         of: dict[str, list[Estimate]] = {

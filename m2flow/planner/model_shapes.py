@@ -386,7 +386,9 @@ def _read(file: Path) -> Mapping[str, object]:
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{file} is not JSON: {error}", now="Restore the file.") from None
     if not isinstance(config, dict):
-        raise ModelError(f"{file} is no config.json of a model: it is no mapping")
+        raise ModelError(
+            f"{file} is no config.json of a model: it is no mapping", now="Give the directory of a model that transformers can load."
+        )
     return config
 
 
@@ -404,7 +406,9 @@ class _Fields:
             if value is None:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 0 or (value == 0 and default is None):
-                raise ModelError(f"{self._name}: {name} is {value!r:.40}; it must be a positive whole number")
+                raise ModelError(
+                    f"{self._name}: {name} is {value!r:.40}; it must be a positive whole number", now="Mend it in the model's config.json."
+                )
             return value
         if default is None:
             close = difflib.get_close_matches(names[0], self._config, 1)

@@ -262,7 +262,10 @@ def read_prediction(run_dir: Path, plan: Plan | None) -> Choice | None:
 def _choice(question: Question) -> Choice:
     missing = [str(engine) for engine in question.workload.engines if str(engine) not in question.spec.pin]
     if missing:
-        raise PlanError(f"the plan has no process for {', '.join(missing)}")
+        raise PlanError(
+            f"the plan has no process for {', '.join(missing)}",
+            now="Say `placement: auto` in the cluster spec, or pin these engines, and plan again.",
+        )
     return find_plan(question.workload, question.lengths, question.costs, question.spec, is_alone=True)
 
 
@@ -280,7 +283,10 @@ def _with_room(spec: ClusterSpec, pins: Mapping[str, PinSpec], used: int) -> Clu
 def _pins(plan: Plan, spec: ClusterSpec) -> tuple[dict[str, PinSpec], int]:
     """Pin each engine to the devices of its workers, placed next to each other; also returns their number."""
     if spec.pools:
-        raise PlanError("the plan's cluster has pools, and nobody searched for a place in them")
+        raise PlanError(
+            "the plan's cluster has pools, and nobody searched for a place in them",
+            now="Say `placement: auto` in the cluster spec and plan again: in pools, places are searched for.",
+        )
     ((name, pool),) = spec.planned_pools.items()
     at, places = 0, dict[str, list[tuple[WorkerPlan, int, int]]]()
     for worker in plan.workers:

@@ -213,9 +213,11 @@ def _sections(file: Path) -> list[tuple[str, str, dict[str, _Value]]]:
     try:
         root = yaml.compose(file.read_text(), yaml.SafeLoader)
     except OSError as error:
-        raise SpecError(f"the device list {file} can't be read: {error.strerror}") from None
+        raise SpecError(
+            f"the device list {file} can't be read: {error.strerror}", now="Check the path and the rights of the file."
+        ) from None
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise SpecError(f"not YAML: {error}", where=str(file)) from None
+        raise SpecError(f"not YAML: {error}", where=str(file), now="Mend that line; lists and mappings are indented by spaces.") from None
     found = []
     for section, node, line in _items(root, file, "a device list is a mapping, with `devices:`"):
         _known(section, {"defaults", "devices"}, f"{file}:{line}")
@@ -250,10 +252,16 @@ def _checked(name: str, node: yaml.Node, source: str, where: str, file: Path) ->
     if name in ("title", "like") or (name == "shares_host_memory" and isinstance(value, bool)):
         return _Value(str(value).lower() if name == "like" else value if isinstance(value, bool) else str(value), source, where)
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _MOST:
-        raise SpecError(f"{name}: {value!r:.40} is no number", where=where)
+        raise SpecError(
+            f"{name}: {value!r:.40} is no number", where=where, now="Check the number and the unit of that line against the data sheet."
+        )
     lowest_ok = value >= 0 if (name.endswith("_s") and not name.endswith("gb_s")) or name == "hidden" else value > 0
     if not lowest_ok or (name in _FRACTIONS and value > 1):
-        raise SpecError(f"{name} is {value}; it must be {'a fraction of 1' if name in _FRACTIONS else 'positive'}", where=where)
+        raise SpecError(
+            f"{name} is {value}; it must be {'a fraction of 1' if name in _FRACTIONS else 'positive'}",
+            where=where,
+            now="Check the number and the unit of that line against the data sheet.",
+        )
     return _Value(float(value), source, where)
 
 
@@ -401,7 +409,9 @@ def read_overrides(file: Path) -> Overrides:
         found = yaml.safe_load(file.read_text())
         return msgspec.convert((found or {}).get("attained", {}), Overrides)
     except OSError as error:
-        raise SpecError(f"the costs file {file} can't be read: {error.strerror}") from None
+        raise SpecError(
+            f"the costs file {file} can't be read: {error.strerror}", now="Check the path and the rights of the file."
+        ) from None
     except (yaml.YAMLError, ValueError, AttributeError) as error:
         raise SpecError(f"{file}: {error}", now="An entry is like `wake_s: {value: 2, low: 1, high: 4, source: measured}`.") from None
 

@@ -514,7 +514,9 @@ def _by_hand(file: Path) -> Profile:
         given = yaml.safe_load(file.read_text()) or {}
         found = msgspec.convert(given, Profile)
     except OSError as error:
-        raise SpecError(f"the costs file {file} can't be read: {error.strerror}") from None
+        raise SpecError(
+            f"the costs file {file} can't be read: {error.strerror}", now="Check the path, or measure anew with m2flow profile."
+        ) from None
     except (yaml.YAMLError, ValueError) as error:
         raise SpecError(f"{file} is no file of costs: {error}", now="m2flow/planner/profiles.py shows its form.") from None
     unknown = list(_unknown(given, msgspec.to_builtins(found), ""))

@@ -143,7 +143,10 @@ def workload_of(graph: MacroGraph, spec: ClusterSpec, *, draws_per_group: float 
     alike = Counter(shapes.values())
     step = max(steps, key=lambda number: (bool(kept[number]), alike[shapes[number]], len(kept[number]), -number))
     if not kept[step]:
-        raise TraceError(f"a step of {graph.flow} has nothing to plan: it neither generates, nor updates, nor calls a function")
+        raise TraceError(
+            f"a step of {graph.flow} has nothing to plan: it neither generates, nor updates, nor calls a function",
+            now="Plan a flow that calls policy.generate, update or a function in its loop.",
+        )
     loads = _Step(graph, steps[step], spec, draws_per_group).loads()
     inside = {load.engine for load in loads}
     others = [engine for call in graph.calls if not _is_free(call) and (engine := _engine(call)) is not None and engine not in inside]

@@ -119,12 +119,17 @@ def _starts(call: Call, row: Batch, sample: str, turn: int, num: int) -> list[Ep
     (request,) = call_semantics.continuations(call, row)
     (start,) = episodes_of(call, [request], row, is_stopped=True)
     if start.bounds.speakers:
-        raise OptionError(f"episode {sample} has several speakers: {', '.join(name for name, _ in start.bounds.speakers)}")
+        raise OptionError(
+            f"episode {sample} has several speakers: {', '.join(name for name, _ in start.bounds.speakers)}",
+            now="Branch an episode in which the policy alone speaks.",
+        )
     assert start.stopped is not None
     try:
         kept = [start.stopped.before(turn) for _ in range(num)]
     except ValueError as error:
-        raise OptionError(f"episode {sample} has no branch at turn {turn}: {error}") from None
+        raise OptionError(
+            f"episode {sample} has no branch at turn {turn}: {error}", now="Give a turn of the episode, as `m2flow samples` shows them."
+        ) from None
     of = SampleId.unpack(request.id)
     fresh = replace(request, prefix=(), prefix_logprobs=(), prefix_versions=(), prefix_kv_stale=(), prefix_masks=())
     return [

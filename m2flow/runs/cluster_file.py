@@ -41,18 +41,20 @@ def load_cluster(path: str | Path) -> ClusterSpec:
     except OSError as error:
         raise SpecError(f"the cluster spec {path} can't be read: {error.strerror}", now="`ls clusters/` shows the examples.") from None
     except UnicodeDecodeError as error:
-        raise SpecError(f"not YAML: {error}", where=str(path)) from None
+        raise SpecError(f"not YAML: {error}", where=str(path), now="Mend that line; lists and mappings are indented by spaces.") from None
     try:
         root = yaml.compose(text)
         data = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise SpecError(f"not YAML: {error}", where=str(path)) from None
+        raise SpecError(f"not YAML: {error}", where=str(path), now="Mend that line; lists and mappings are indented by spaces.") from None
     except RecursionError:
         raise SpecError("it is nested too deeply to be read", where=str(path), now="No field needs more than five levels.") from None
     except ValueError as error:  # A date or a number that does not exist.
         raise _unreadable(root, error, str(path)) from None
     if not isinstance(data, dict):
-        raise SpecError("a cluster spec is a mapping, like `placement: split`", where=str(path))
+        raise SpecError(
+            "a cluster spec is a mapping, like `placement: split`", where=str(path), now="`m2flow cluster init` writes one to begin with."
+        )
     _refuse_duplicate_keys(root, str(path))
     try:
         spec = ClusterSpec.model_validate(data)
@@ -100,7 +102,7 @@ def _unreadable(root: yaml.Node | None, error: ValueError, path: str) -> SpecErr
                 return SpecError(f"{shown} can't be read: {why}", where=f"{path}:{node.start_mark.line + 1}:{node.start_mark.column + 1}")
         elif node is not None:
             waiting += [inner for part in node.value for inner in (part if isinstance(part, tuple) else (part,))]
-    return SpecError(f"not YAML: {error}", where=path)
+    return SpecError(f"not YAML: {error}", where=path, now="Mend that line; lists and mappings are indented by spaces.")
 
 
 def _wrong(what: str, now: str, names: list[str], path: str | Path, place: tuple[int, int]) -> SpecError:

@@ -350,7 +350,7 @@ def options_of(flow: Flow, options: Mapping[str, object] | None, flow_options: M
     """
     twice = sorted(set(options or ()) & set(flow_options))
     if twice:
-        raise OptionError(f"{twice[0]} is given twice: as an argument, and in options=")
+        raise OptionError(f"{twice[0]} is given twice: as an argument, and in options=", now="Leave one of them out.")
     given = {**(options or {}), **flow_options}
     names = [parameter.name for parameter in flow.parameters]
     for name in given:
@@ -431,7 +431,10 @@ def resumed_options(flow: Flow, written: Mapping[str, object]) -> dict[str, obje
     known = {parameter.name: parameter for parameter in flow.parameters}
     lost = [name for name in written if name not in known]
     if lost:
-        raise OptionError(f"the run was made with {lost[0]}={written[lost[0]]}, and the flow {flow.name} has no such parameter any more")
+        raise OptionError(
+            f"the run was made with {lost[0]}={written[lost[0]]}, and the flow {flow.name} has no such parameter any more",
+            now="Put the parameter back, or begin a new run.",
+        )
     return {name: option_from_text(value, known[name].type) for name, value in written.items()}
 
 

@@ -80,7 +80,10 @@ def compare(scenario: Scenario, tell: Callable[[str], object] = lambda text: Non
         tell(f"staleness {staleness}: looking for plans of each placement")
         plans = loosened.plans()
         if not plans:
-            raise PlanError(f"no plan of {scenario.program.flow} fits {scenario.spec.name}")
+            raise PlanError(
+                f"no plan of {scenario.program.flow} fits {scenario.spec.name}",
+                now="Give the cluster more devices or memory, or the flow a smaller model or batch; `m2flow plan` says what does not fit.",
+            )
         outcomes = dict[str, Outcome]()
         for mode, plan in plans.items():
             tell(f"staleness {staleness}: simulating {mode}")
@@ -369,4 +372,6 @@ def draw(points: list[Point], title: str, path: Path) -> None:
         try:
             figure.savefig(path, metadata={"Software": None})
         except OSError as error:
-            raise SpecError(f"can't write {path}: {error.strerror}") from None
+            raise SpecError(
+                f"can't write {path}: {error.strerror}", now="Give another file, in a directory that you may write to."
+            ) from None

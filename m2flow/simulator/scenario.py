@@ -292,7 +292,9 @@ def write_run(directory: Path, scenario: Scenario, outcome: Outcome, *, flow_fil
             raise SpecError(f"{directory} is not empty", now="Give --out a new directory.")
         _write(directory, scenario, outcome, flow_file, options)
     except OSError as error:
-        raise SpecError(f"can't write the simulated run to {directory}: {error.strerror}") from error
+        raise SpecError(
+            f"can't write the simulated run to {directory}: {error.strerror}", now="Give another directory, one that you may write to."
+        ) from error
 
 
 def _write(directory: Path, scenario: Scenario, outcome: Outcome, flow_file: str, options: Mapping[str, object]) -> None:

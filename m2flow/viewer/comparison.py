@@ -716,7 +716,7 @@ def compare(ones: Sequence[Path], others: Sequence[Path]) -> RunComparison:
         OptionError: a side has no run. SpecError: one is no run's directory.
     """
     if not ones or not others:
-        raise OptionError("a comparison needs a run on each side")
+        raise OptionError("a comparison needs a run on each side", now="Give each side the directory of a run.")
     return RunComparison(ones, others, asked_differently(ones, others), learned(ones, others))
 
 

@@ -351,7 +351,7 @@ def group_page(run_dir: Path, call: int, prompt: int, *, evaluates: bool = False
     with SampleQuery(run_dir) as query:
         entries = list(query.entries(f"id >= {first} AND id < {last}", limit=MOST_MEMBERS))
     if not entries:
-        raise SpecError(f"there is no group {call}/{prompt} in {run_dir.name}")
+        raise SpecError(f"there is no group {call}/{prompt} in {run_dir.name}", now="`m2flow samples RUN` lists those that there are.")
     ids = np.array([SampleId(call, prompt, entry.member).pack() for entry in entries], np.int64)
     advantages = _advantages(ids, [entry.reward for entry in entries])
     members = []
@@ -456,7 +456,9 @@ def sample_page(run_dir: Path, call: int, prompt: int, member: int) -> SamplePag
         wanted = []
     page = next(sample_pages(run_dir, wanted), None)
     if page is None:
-        raise SpecError(f"there is no sample {call}/{prompt}/{member} in {run_dir.name}")
+        raise SpecError(
+            f"there is no sample {call}/{prompt}/{member} in {run_dir.name}", now="`m2flow samples RUN` lists those that there are."
+        )
     return page
 
 

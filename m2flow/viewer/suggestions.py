@@ -124,7 +124,10 @@ def suggestions_of(
         staleness = scenario.program.staleness
         now = next((row for row in rows if (row.placement, row.staleness) == (plan.mode, staleness)), None)
         if now is None:
-            raise SpecError(f"the plan of {run_dir} is {plan.mode}, which can't be simulated on {config.cluster.name}")
+            raise SpecError(
+                f"the plan of {run_dir} is {plan.mode}, which can't be simulated on {config.cluster.name}",
+                now="Simulate with the cluster spec that the run had.",
+            )
         measured_s = sum(makespans_s[:num_steps]) / num_steps if makespans_s else None
         took = Took(now.step_s, measured_s or now.step_s)
         found = [_of_row(row, now, took) for row in rows if not any(_does_as_well(other, row, now) for other in rows) and (row is not now)]

@@ -117,9 +117,14 @@ def recompute_layers(model: Any) -> None:
     config = model.config.get_text_config()
     dropout = [name for name in dir(config) if ("dropout" in name or "pdrop" in name) and isinstance(getattr(config, name), float)]
     if any(getattr(config, name) for name in dropout):
-        raise ModelError(f"activation checkpointing needs a model without dropout, and this one has {', '.join(dropout)}")
+        raise ModelError(
+            f"activation checkpointing needs a model without dropout, and this one has {', '.join(dropout)}",
+            now="Set these to 0 in the model's config.json, or leave activation checkpointing out of train.options.",
+        )
     if not getattr(model, "supports_gradient_checkpointing", False):
-        raise ModelError(f"a {config.model_type!r} model has no activation checkpointing")
+        raise ModelError(
+            f"a {config.model_type!r} model has no activation checkpointing", now="Leave activation checkpointing out of train.options."
+        )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Transformers 6 will have another name for it.
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

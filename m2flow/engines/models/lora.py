@@ -196,7 +196,10 @@ def read_adapter(directory: Path, shapes: Mapping[str, torch.Size]) -> dict[str,
         raise ModelError(f"the adapter in {directory} can't be read: {error}", now="Use an earlier checkpoint.") from error
     expected = {file_name(name): name for name in shapes if _adapter_name(name)}
     if {name: t.shape for name, t in tensors.items()} != {file: shapes[name] for file, name in expected.items()}:
-        raise ModelError(f"the adapter in {directory} is of other layers or of another rank than the flow's `lora=`")
+        raise ModelError(
+            f"the adapter in {directory} is of other layers or of another rank than the flow's `lora=`",
+            now="Give the flow the `lora=` that the adapter was trained with, or a checkpoint of this one.",
+        )
     return {expected[name]: tensor for name, tensor in tensors.items()}
 
 

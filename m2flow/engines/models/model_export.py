@@ -115,7 +115,10 @@ def _written_whole(directory: Path, weights: dict[str, Tensor], shard_size: str)
         model = getattr(transformers, config.architectures[0])(config)
     model.to(next(iter(weights.values())).dtype)  # Of which transformers takes what it writes as the type of the weights.
     if set(weights) - set(model.state_dict()):
-        raise ModelError(f"{directory} has weights that a {config.model_type!r} model has not")
+        raise ModelError(
+            f"{directory} has weights that a {config.model_type!r} model has not",
+            now="Export with the release of m2flow and transformers that trained it.",
+        )
     model.save_pretrained(str(directory), state_dict=weights, max_shard_size=shard_size)
 
 

@@ -83,7 +83,10 @@ class Demonstrations:
         if found is None:
             prompt_ids = self.codec.encode_prompt(prompt)
             if not prompt_ids:
-                raise DatasetError(f"the prompt of demonstration {SampleId.unpack(sample)} has no tokens: {prompt!r}")
+                raise DatasetError(
+                    f"the prompt of demonstration {SampleId.unpack(sample)} has no tokens: {prompt!r}",
+                    now="Leave such rows out of the dataset.",
+                )
             ids = [*prompt_ids, *self.codec.encode_target(target), self.codec.eos_id]
             found = (np.array(ids, np.int32), len(prompt_ids))
             if self._num_remembered + len(ids) > _MAX_REMEMBERED_TOKENS:

@@ -178,7 +178,10 @@ def read_pieces(path: str, wanted: Mapping[str, Pieces]) -> None:
     with _reading(Path(path) / _PARTS) as (reader, known):
         wrong = [name for name, pieces in wanted.items() if name not in known or known[name].size != pieces.shape]
         if wrong:
-            raise ModelError(f"the checkpoint {path} is of another model: it has {wrong[0]} not, or in another shape")
+            raise ModelError(
+                f"the checkpoint {path} is of another model: it has {wrong[0]} not, or in another shape",
+                now="Give the model that the checkpoint was made with, or another checkpoint.",
+            )
         dcp.load(dict(wanted), storage_reader=reader, planner=_LoadPlanner(), no_dist=True)
 
 
@@ -355,7 +358,10 @@ def read_weights(path: str, source: Model, shapes: Mapping[str, torch.Size]) -> 
     else:
         loaded = load_model(replace(source, path=path, init="pretrained"), device="cpu", attention="eager").state_dict()
     if {name: tensor.shape for name, tensor in loaded.items()} != dict(shapes):
-        raise ModelError(f"the checkpoint {path} is of a model of other shapes than {source.path}")
+        raise ModelError(
+            f"the checkpoint {path} is of a model of other shapes than {source.path}",
+            now="Give the model that the checkpoint was made with, or another checkpoint.",
+        )
     return loaded
 
 
@@ -365,7 +371,9 @@ def marked_state(path: str, device: str) -> dict[str, Any]:
     try:
         state: dict[str, Any] = torch.load(file, map_location=device, weights_only=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise ModelError(f"{file} can't be read: {error}") from error
+        raise ModelError(
+            f"{file} can't be read: {error}", now="Use an earlier checkpoint, or one whose files were copied whole."
+        ) from error
     return state
 
 

@@ -350,9 +350,17 @@ class RayCluster:
             cause = error.cause
             if isinstance(cause, M2FlowError):
                 raise cause from None
-            raise WorkerError(f"could not be started: {_first_line(cause)}", remote=str(error)) from None
+            raise WorkerError(
+                f"could not be started: {_first_line(cause)}",
+                remote=str(error),
+                now="See `ray status` and the node's log; m2flow must be installed there in the same version.",
+            ) from None
         except self._ray.exceptions.RayError as error:
-            raise WorkerError(f"is gone with its Ray actor ({type(error).__name__}: {_first_line(error)})", remote=str(error)) from None
+            raise WorkerError(
+                f"is gone with its Ray actor ({type(error).__name__}: {_first_line(error)})",
+                remote=str(error),
+                now="Ray's log of that node says why (often its memory ran out, or it is gone). `m2flow run --resume` goes on.",
+            ) from None
 
     def end(self, agent: Any) -> None:
         """Kill an actor, whatever it is doing."""
@@ -653,7 +661,10 @@ class RayLauncher(Launcher):
         except M2FlowError as error:
             self._failure = error
         except Exception as error:  # The cluster itself is gone; Ray has many errors for that.
-            self._failure = WorkerError(f"the connection to the Ray cluster broke: {error!r}")
+            self._failure = WorkerError(
+                f"the connection to the Ray cluster broke: {error!r}",
+                now="Check with `ray status` that the cluster is up; then `m2flow run --resume` goes on with the run.",
+            )
 
     def _answered(self, hosted: _Hosted) -> None:
         reference, hosted.pending = hosted.pending, None

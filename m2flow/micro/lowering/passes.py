@@ -164,7 +164,7 @@ def check_ranks(workers: Iterable[WorkerPlan]) -> None:
     known = {info.name: most_ranks(info.capabilities.parallel_layouts) for info in engines() if info.kind == "train"}
     for worker in workers:
         if worker.ranks < 1:
-            raise PlanError(f"{worker.name} has {worker.ranks} ranks; it must be 1 or more")
+            raise PlanError(f"{worker.name} has {worker.ranks} ranks; it must be 1 or more", now="Set `train: {ranks: ...}` to 1 or more.")
         slots = [slot for slot in worker.engines if slot.kind == "train"]
         if worker.ranks > 1 and not slots:
             raise PlanError(f"{worker.name} has {worker.ranks} ranks and trains nothing", now="Only trainers have several.")

@@ -227,7 +227,10 @@ def _sampling(call: Call, rows: Batch, row: int) -> Sampling:
     try:
         return replace(sampling, temperature=value, temperature_of="")
     except OptionError as error:
-        raise DatasetError(f"{call.name} takes temperatures from the column {sampling.temperature_of!r}: {error.what}") from None
+        raise DatasetError(
+            f"{call.name} takes temperatures from the column {sampling.temperature_of!r}: {error.what}",
+            now="Put a number above 0, or 0 for greedy, in that column of each row.",
+        ) from None
 
 
 def function_of(call: Call) -> Callable[..., object]:

@@ -202,7 +202,10 @@ def read_record(run_dir: Path) -> RunRecord:
                 for kind in ("call", "look", "log")
             }
     except sqlite3.OperationalError as error:
-        raise SpecError(f"the run in {run_dir} has no record of its flow: {error}") from None
+        raise SpecError(
+            f"the run in {run_dir} has no record of its flow: {error}",
+            now="It ended before its first call, or its directory is not whole: begin it anew.",
+        ) from None
     return RunRecord(
         run_dir,
         [_read_call_record(body) for body in bodies["call"]],

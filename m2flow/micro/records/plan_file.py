@@ -160,7 +160,7 @@ def write_plan_file(path: Path, plan: Plan, origin: Origin | None = None) -> Non
     try:
         path.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
     except OSError as error:
-        raise SpecError(f"can't write {path}: {error.strerror}") from None
+        raise SpecError(f"can't write {path}: {error.strerror}", now="Give another file, in a directory that you may write to.") from None
 
 
 def check_edited(plan: Plan, fresh: Plan, spec: ClusterSpec) -> None:
@@ -190,12 +190,18 @@ def check_edited(plan: Plan, fresh: Plan, spec: ClusterSpec) -> None:
                     now="That can't be chosen: another value would change the answer. Put it back.",
                 )
         if old.chunk < 0 or old.token_budget < 0 or (old.engine in ("rollout", "function") and old.chunk < 1):
-            raise PlanError(f"{old.call}: chunk {old.chunk} and token_budget {old.token_budget} must be 1 or more")
+            raise PlanError(
+                f"{old.call}: chunk {old.chunk} and token_budget {old.token_budget} must be 1 or more",
+                now="Mend these numbers in the plan file.",
+            )
     for worker in plan.workers:
         if worker.threads < 1:
-            raise PlanError(f"{worker.name} has {worker.threads} threads; it must be 1 or more")
+            raise PlanError(f"{worker.name} has {worker.threads} threads; it must be 1 or more", now="Mend that number in the plan file.")
         kinds = {slot.kind for slot in worker.engines}
         if worker.device == "cpu" and "function" not in kinds and worker.threads > spec.num_cores:
-            raise PlanError(f"{worker.name} has {worker.threads} threads, and the machine {spec.num_cores} cores")
+            raise PlanError(
+                f"{worker.name} has {worker.threads} threads, and the machine {spec.num_cores} cores",
+                now="Give it fewer threads in the plan file, or say `cores:` in the cluster spec.",
+            )
         if {"rollout", "train"} <= kinds and not worker.lease:
             raise PlanError(f"{worker.name} generates and trains and has no lease", now="Give it one, any name, so that they take turns.")

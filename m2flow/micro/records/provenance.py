@@ -291,5 +291,8 @@ def read_configuration(run_dir: Path) -> dict[str, Any]:
     try:
         found = json.loads((run_dir / "config.json").read_text())
     except (OSError, ValueError) as error:
-        raise SpecError(f"{run_dir / 'config.json'} does not say what the run was: {error}") from None
+        raise SpecError(
+            f"{run_dir / 'config.json'} does not say what the run was: {error}",
+            now="The directory is not whole: copy the run anew, or take another run.",
+        ) from None
     return dict(found)

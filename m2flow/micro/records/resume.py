@@ -423,7 +423,10 @@ def read_resume_state(run_dir: Path, warn: Callable[[str], None]) -> ResumeState
         with reading_ledger(run_dir) as db:
             attempts = db.execute("SELECT number, reason FROM attempts ORDER BY number").fetchall()
             if attempts and attempts[-1][1] == DONE:
-                raise SpecError(f"the run in {run_dir} has come to its end: there is nothing to resume")
+                raise SpecError(
+                    f"the run in {run_dir} has come to its end: there is nothing to resume",
+                    now="`m2flow view` shows it; `m2flow run` begins another one.",
+                )
             _check_segments(db, run_dir)
             roots = _roots(db, record)
             num_calls, num_looks = _well(db, record, roots)

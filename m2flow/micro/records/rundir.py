@@ -116,7 +116,9 @@ def create_run_dir(runs_dir: str, flow: str) -> Path:
         for name in ("segments", "logs", "checkpoints", "trace"):
             (path / name).mkdir()
         return path
-    raise SpecError(f"can't find a free name for a run of {flow} in {runs_dir}")
+    raise SpecError(
+        f"can't find a free name for a run of {flow} in {runs_dir}", now="Move old runs away, or give another place with --runs-dir."
+    )
 
 
 _MARK = "config.json"
@@ -573,7 +575,10 @@ def _here(run_dir: Path) -> _Here | None:
     except FileNotFoundError:
         return None
     except (OSError, msgspec.MsgspecError) as error:
-        raise SpecError(f"{run_dir / _HERE} can't be read: {error}") from None
+        raise SpecError(
+            f"{run_dir / _HERE} can't be read: {error}",
+            now="Check the rights of the file and its disk; if no process of the run is left, remove the file.",
+        ) from None
 
 
 def _read_owner(there: Path) -> _Owner:

@@ -475,7 +475,9 @@ def export(entries: Iterator[Entry], path: Path) -> int:
                 number += 1
         return number
     except OSError as error:
-        raise SpecError(f"can't write {path}: {error.strerror or error}") from None
+        raise SpecError(
+            f"can't write {path}: {error.strerror or error}", now="Give another file, in a directory that you may write to."
+        ) from None
 
 
 def _as_lists(entry: Entry) -> dict[str, object]:

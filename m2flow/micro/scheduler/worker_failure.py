@@ -272,7 +272,11 @@ def remove_lost_workers(state: SchedulerState, call_state: CallState) -> None:
     if call_state.is_over or not planned or call_state.stage.workers or any(state.workers[name].returns for name in planned):
         return
     lost = ", ".join(planned)
-    raise WorkerError(f"the worker {lost} is lost, and no other can run {call_state.call.name}", where=call_state.call.site.describe())
+    raise WorkerError(
+        f"the worker {lost} is lost, and no other can run {call_state.call.name}",
+        where=call_state.call.site.describe(),
+        now="`m2flow run --resume` goes on from the last checkpoint; its log (logs/) says why it ended.",
+    )
 
 
 def _without_lost_workers(state: SchedulerState, stage: Stage) -> Stage:
