@@ -520,7 +520,7 @@ def test_a_search_places_speakers_beside_the_episodes_and_a_pin_that_keeps_them_
     assert {(sync.role, sync.target) for sync in plan.syncs} == {(role, w.name) for role in ("policy", "rival") for w in hosts}
     assert any("rival speaks in the episodes of policy.rollout" in note and "neither its memory" in note for note in plan.notes)
     apart = spec.model_copy(update={"pin": {"rival.rollout": PinSpec(num_devices=1)}})
-    with pytest.raises(SpecError, match=r"pin.rival.rollout keeps the rollout engines of policy and rival apart"):
+    with pytest.raises(SpecError, match=r"pin\.rival\.rollout .*policy and rival apart"):
         lower(graph, models, apart, choice=choice)
 
 

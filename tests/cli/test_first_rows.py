@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from message_parts import lacks
 
 from m2flow.cli.main import cli
 from m2flow.runner import first_rows
@@ -116,7 +117,7 @@ def test_raw_texts_for_a_model_with_a_chat_template_are_called_so(tmp_path: Path
     body, chat = "policy.update(responses, responses.length * 1.0)", DIGITS.parent / "chat"
     messages = '[{"prompt": [{"role": "user", "content": "12="}]}] * 2'
     raw = said(plan(tmp_path, body, model=chat))
-    assert raw[1] == "policy.generate: they are sent as raw texts; Policy(..., chat=True) writes them in the model's chat template"
+    assert not lacks(raw[1], "policy.generate", "raw texts", "chat=True", "chat template")
     assert len(raw) == 2
     assert len(said(plan(tmp_path, body, model=chat, policy="chat=True"))) == 1
     assert len(said(plan(tmp_path, body, model=chat, rows=messages))) == 1
@@ -165,7 +166,7 @@ def test_a_function_that_does_not_come_back_is_killed(tmp_path: Path, monkeypatc
     monkeypatch.setattr(first_rows, "_EACH_S", 0.5)
     functions = "def hangs(sample):\n    while True:\n        pass"
     found = said(plan(tmp_path, "log(a=Reward(hangs).score(responses).mean())", functions))
-    assert found[-1] == "hangs.score: took longer than 0.5 s; what comes after it was not tried"
+    assert not lacks(found[-1], "hangs.score", "0.5 s", "not tried")
 
 
 def test_a_row_that_the_template_refuses_or_that_is_too_long_is_named(tmp_path: Path) -> None:

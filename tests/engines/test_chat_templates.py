@@ -78,7 +78,7 @@ def test_messages_are_the_tokens_of_apply_chat_template(family: str, tmp_path: P
         assert tokenizer.decode(expected) == codec.prompt_text(messages)
         assert expected.count(tokenizer.bos_token_id) == ("bos_token" in template)
         if family == "gemma":
-            with pytest.raises(DatasetError, match="the chat template refuses the messages: TemplateError: System role not supported"):
+            with pytest.raises(DatasetError, match=r"chat template .*TemplateError: System role"):
                 with_tools.encode_prompt(messages)
             continue
         theirs = [{"role": "system", "content": "Be brief."}, *messages]
@@ -125,5 +125,5 @@ def test_messages_without_a_template_and_messages_that_are_none_are_refused(tmp_
     with pytest.raises(DatasetError, match="message 0 of the prompt has the content 3"):
         codec.encode_prompt([{"role": "user", "content": 3}])
     shown = [{"type": "text", "text": "What is it?"}, {"type": "image_url", "image_url": {"url": "data:"}}]
-    with pytest.raises(DatasetError, match="message 0 of the prompt has a part of the type 'image_url'; models here read texts alone"):
+    with pytest.raises(DatasetError, match=r"message 0 .*'image_url'.* texts alone"):
         codec.encode_prompt([{"role": "user", "content": shown}])

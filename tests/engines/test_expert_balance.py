@@ -314,7 +314,7 @@ def test_a_run_reports_losses_and_loads_and_sends_biases_to_the_rollout_engine(d
 
 def test_a_plan_with_an_engine_that_balances_nothing_is_refused(deepseek: str) -> None:
     spec = ClusterSpec(device="cpu", rollout=RolloutSpec(engine="fake"), train=TrainSpec(engine="fake"))
-    with pytest.raises(PlanError, match="policy has balance=, and the train engine 'fake' can't balance experts") as caught:
+    with pytest.raises(PlanError, match=r"policy has balance=.*'fake' can't balance") as caught:
         Run(balancing(deepseek, []), {}, spec, RunSettings()).prepare()
     assert "megatron" in str(caught.value)
     with pytest.raises(EngineError, match="can't balance experts"):
@@ -323,9 +323,9 @@ def test_a_plan_with_an_engine_that_balances_nothing_is_refused(deepseek: str) -
 
 def test_what_has_no_place_for_it_is_refused_by_name(path: str, tmp_path: Path) -> None:
     dense = save_config("Qwen3", tmp_path / "dense", head_dim=8)
-    with pytest.raises(EngineError, match="a 'qwen3' model is no mixture of experts whose routing can be replayed or balanced"):
+    with pytest.raises(EngineError, match="'qwen3' model is no mixture"):
         EmbeddedTrain(Model(dense, "random", balance=BALANCE), CPU).start()
-    with pytest.raises(EngineError, match="a 'qwen3' model is no mixture of experts whose routing can be replayed or balanced"):
+    with pytest.raises(EngineError, match="'qwen3' model is no mixture"):
         check_fsdp(Model(dense, "random", balance=BALANCE), {"pp": 2}, 2)
     engine = EmbeddedTrain(Model(path, "random", balance=Balance(bias_step=1e-3)), CPU)
     if "Deepseek" not in path:

@@ -17,6 +17,7 @@ from typing import TypeVar
 
 import psutil
 import pytest
+from message_parts import lacks
 
 from m2flow import Dataset, Policy, Reward, Role, Sample, call, flow, nll, op, steps
 from m2flow.engines.process_pool import ChildDied, ChildTimedOut, ProcessPool, Task
@@ -196,7 +197,7 @@ def not_counted() -> None:
 @MODES
 def test_without_a_reward_to_count_the_earliest_sample_is_an_error(run: Callable[..., Answer]) -> None:
     answer = run(not_counted, {}, FAKES)
-    assert answer.error == "RewardError: the reward function fails_in_many_ways took longer than 1 s on sample p1/0"
+    assert not lacks(answer.error, "RewardError: ", "fails_in_many_ways", "longer than 1 s", "sample p1/0")
 
 
 class Strict(Role):

@@ -725,7 +725,7 @@ def test_no_gradient_of_a_frozen_weight_is_put_off(model: Model, followers: Foll
 def test_a_stage_without_adapters_is_refused_by_name(followers: Followers, tmp_path: Path) -> None:
     adapted = replace(write_model(tmp_path, config("llama")), lora=Lora(targets=("lm_head",)))
     engine = staged(adapted, followers)
-    with pytest.raises(EngineError, match="no adapter is on a layer of stage 1 of 2, which would train nothing"):
+    with pytest.raises(EngineError, match=r"no adapter .* stage 1 of 2"):
         engine.start()
     engine.stop()  # Its ranks have met.
 

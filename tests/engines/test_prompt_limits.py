@@ -47,9 +47,9 @@ def prompts(graph: MacroGraph) -> list[object]:
 
 
 def test_a_prompt_that_is_too_long_is_an_error_with_its_row(path: str) -> None:
-    with pytest.raises(DatasetError, match="the prompt of row 1 of the dataset 'dataset' has 9 tokens, and max_prompt_tokens is 8"):
+    with pytest.raises(DatasetError, match=r"row 1 .*'dataset' has 9 tokens.* is 8"):
         graph_of(path, ROWS)
-    with pytest.raises(DatasetError, match="all 1 prompts of the dataset 'dataset' have more than 8 tokens"):
+    with pytest.raises(DatasetError, match=r"all 1 prompts .*'dataset'.* more than 8 tokens"):
         graph_of(path, ROWS[1:2], too_long="drop")
     with pytest.raises(OptionError, match="policy=policy"):
         trace(Flow(lambda: Dataset(ROWS, max_prompt_tokens=8).all()), {}, steps=1, seed=0)
@@ -66,7 +66,7 @@ def test_the_plan_says_which_rows_were_left_out_or_shortened(path: str) -> None:
 
 def test_what_the_template_writes_counts_and_stays(path: str) -> None:
     question = [{"role": "user", "content": "a" * 30}]
-    with pytest.raises(DatasetError, match="the prompt of row 0 of the dataset 'dataset' can't be shortened to 8 tokens"):
+    with pytest.raises(DatasetError, match=r"row 0 .*'dataset' can't be shortened to 8 tokens"):
         graph_of(path, [{"prompt": question}], too_long="truncate-left")
     codec = load_tokenizer(Model(path))
     shorter = codec.shortened([{"role": "system", "content": "b"}, *question], 42, in_middle=False)

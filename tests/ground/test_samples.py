@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from message_parts import lacks
 
 from m2flow.errors import DatasetError, InternalError
 from m2flow.samples import MAX_GROUP, Batch, Finish, Ragged, Sample, SampleId, column_of, group_keys, make_ids
@@ -151,6 +152,6 @@ def test_a_misspelt_attribute_of_a_sample_is_told_what_there_is():
     sample = Sample(Batch(make_ids(0, 1), {"prompt": Ragged.texts(["a"]), "answer": np.array([1])}), 0)
     with pytest.raises(AttributeError) as caught:
         _ = sample.anwser
-    assert str(caught.value) == "the sample has no 'anwser'; it has answer, prompt, id, num_tokens, finish, messages, prompt_text"
+    assert not lacks(str(caught.value), "no 'anwser'", "answer, prompt, id, num_tokens, finish, messages, prompt_text")
     assert not hasattr(sample, "__deepcopy__")
     assert not hasattr(Sample(Batch(make_ids(0, 1)), 0), "prompt_text")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from message_parts import lacks
 
 from m2flow import Dataset, Policy, Reward, Rows, Sample, Scores, flow, log, op, steps
 from m2flow.errors import FlowError
@@ -162,11 +163,12 @@ def test_of_a_calls_failing_samples_the_earliest_is_named_whichever_came_first()
         policy, prompts = Policy("fake"), Dataset([{"prompt": f"{i}="} for i in range(9)], shuffle=False)
         Reward(judged).score(policy.generate(prompts.take(9), n=2, max_new_tokens=30))
 
-    assert run_eager(fails, {}, SPEC).error == "RewardError: the reward judged returned nan on sample p1/0"
+    eager = run_eager(fails, {}, SPEC)
+    assert not lacks(eager.error, "RewardError: ", "judged", "nan", "sample p1/0")
     for chunk in (1, 3, 64):
         spec = SPEC.model_copy(update={"functions": FunctionSpec(workers=3, chunk=chunk)})
         for order_seed in range(8):
-            assert run_planned(fails, {}, spec, order_seed=order_seed).error == "RewardError: the reward judged returned nan on sample p1/0"
+            assert run_planned(fails, {}, spec, order_seed=order_seed).error == eager.error
 
 
 def test_an_error_has_the_line_the_helpers_on_the_way_the_sample_and_the_users_frames():
@@ -202,7 +204,7 @@ def test_an_engine_that_is_first_needed_in_a_later_step_is_refused_where_the_cal
                 right.generate(rows, max_new_tokens=3)
 
     eager, planned = run_eager(later, {}, SPEC), run_planned(later, {}, SPEC)
-    assert eager.error == "PlanError: no worker has a rollout engine for right, which right.generate needs"
+    assert not lacks(eager.error, "PlanError: ", "no worker", "rollout engine for right", "right.generate")
     assert "right.generate(rows" in eager.where
     assert (planned.error, planned.where) == (eager.error, eager.where)
 
@@ -218,7 +220,7 @@ def test_of_the_samples_that_an_update_can_not_take_the_earliest_is_named():
         policy.update(responses, op()(numbers)(responses), minibatch_size=6)
 
     eager = run_eager(fails, {}, SPEC)
-    assert eager.error == "RewardError: policy.update got the reward nan for sample p2/0; rewards must be finite"
+    assert not lacks(eager.error, "RewardError: ", "policy.update", "nan", "sample p2/0", "finite")
     spec = SPEC.model_copy(update={"train": TrainSpec(engine="fake", token_budget=20)})
     for order_seed in range(8):
         planned = run_planned(fails, {}, spec, order_seed=order_seed)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from message_parts import lacks
 
 from m2flow import Dataset, Flow, Policy, Reference, Reward, Sample, flow, load_flow, op, ppo_clip, steps
 from m2flow.errors import FlowError, FlowLoadError, OptionError, TraceError
@@ -51,34 +52,34 @@ def test_of_several_flows_one_is_chosen_by_name_and_one_of_two_names_counts_once
     assert load_flow(f"{path}:two").name == "two"
     with pytest.raises(FlowLoadError) as caught:
         load_flow(str(path))
-    assert str(caught.value) == f"{path} has 2 flows: one, two\n  Choose one: {path}:one"
+    assert not lacks(str(caught.value), f"{path} has 2 flows", "one, two", "\n", f"{path}:one")
     with pytest.raises(FlowLoadError) as caught:
         load_flow(f"{path}:three")
-    assert str(caught.value) == f"{path} has no flow 'three'; it has one, two"
+    assert not lacks(str(caught.value), str(path), "no flow 'three'", "one, two")
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "parts"),
     [
-        ("x = 1\n", "{path} has no flow\n  Decorate its loop with @flow (from m2flow import flow)."),
-        ("def f(:\n", "{path}:1  def f(:\n  syntax error: invalid syntax"),
+        ("x = 1\n", ["{path} has no flow", "\n", "@flow", "from m2flow import flow"]),
+        ("def f(:\n", ["{path}:1  def f(:\n", "invalid syntax", "\n", "python FILE"]),
         (
             "import os\nos.nothing\n",
-            "{path}:2  os.nothing\n  importing the flow raised AttributeError: module 'os' has no attribute 'nothing'",
+            ["{path}:2  os.nothing\n", "importing the flow raised AttributeError", "'nothing'"],
         ),
-        ("import sys\nsys.exit(3)\n", "{path}:2  sys.exit(3)\n  importing the flow raised SystemExit: 3"),
+        ("import sys\nsys.exit(3)\n", ["{path}:2  sys.exit(3)\n", "importing the flow raised SystemExit: 3"]),
         (
             "from m2flow import flow\n@flow\nasync def f(): pass\n",
-            "{path}\n  the flow f is async or has a yield; a flow is a plain function",
+            ["{path}\n", "flow f is async", "\n", "`def`"],
         ),
     ],
 )
-def test_a_file_that_is_no_flow_is_told_what_where_and_what_now(tmp_path, text, message):
+def test_a_file_that_is_no_flow_is_told_what_where_and_what_now(tmp_path, text, parts):
     path = tmp_path / "some.py"
     path.write_text(text)
     with pytest.raises(FlowLoadError) as caught:
         load_flow(str(path))
-    assert str(caught.value) == message.format(path=path)
+    assert not lacks(str(caught.value), *(part.replace("{path}", str(path)) for part in parts))
 
 
 def test_a_missing_file_and_a_file_of_another_kind_are_refused(tmp_path):

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from message_parts import lacks
 
 from m2flow import AdamW, Dataset, Flow, Policy, Reward, flow, log, steps
 from m2flow.errors import FlowError, OptionError
@@ -85,15 +86,16 @@ def test_the_rate_that_is_trained_with_is_that_of_the_flows_step(run):
 
 
 def test_the_plan_tells_the_course_of_the_rate_and_where_it_is_0_too_early():
-    assert told(AdamW(1.0, schedule="linear", total_steps=4)) == (
-        "at most 1 | linear to 0 at 4 optimiser steps; 1 -> 0.75 -> 0.25 -> 0 -> 0 at 0, 1/4, 1/2, 3/4 and the end of 8; "
-        "the last 4 of them train nothing: total_steps counts the optimiser's steps, with steps_of='flow' the flow's"
-    )
-    assert told(AdamW(1.0, schedule="linear", warmup_steps=2)) == (
-        "at most 1 | 2 steps of the flow of warm-up, then linear to 0 at 4 steps of the flow; "
-        "0.5 -> 0.5 -> 1 -> 1 -> 0.5 at 0, 1/4, 1/2, 3/4 and the end of 4"
-    )
-    assert told(AdamW(1.0, warmup_steps=4), num_steps=100, traced=2) == "at most 1 | 4 optimiser steps of warm-up, then constant"
+    early = told(AdamW(1.0, schedule="linear", total_steps=4))
+    assert not lacks(early, "at most 1 |", "linear to 0 at 4 optimiser steps", "; 1 -> 0.75 -> 0.25 -> 0 -> 0 at", "end of 8")
+    assert not lacks(early, "the last 4 of them train nothing", "total_steps", "steps_of='flow'")
+    warm = told(AdamW(1.0, schedule="linear", warmup_steps=2))
+    assert not lacks(warm, "at most 1 |", "2 steps of the flow of warm-up", "linear to 0 at 4 steps of the flow")
+    assert not lacks(warm, "; 0.5 -> 0.5 -> 1 -> 1 -> 0.5 at", "end of 4")
+    assert "train nothing" not in warm
+    constant = told(AdamW(1.0, warmup_steps=4), num_steps=100, traced=2)
+    assert not lacks(constant, "at most 1 |", "4 optimiser steps of warm-up", "constant")
+    assert "->" not in constant
 
 
 def test_a_schedule_by_the_flows_steps_needs_a_loop_longer_than_its_warm_up():

@@ -362,7 +362,7 @@ def test_every_constant_has_a_unit_and_a_source() -> None:
     found = costs().constants()
     assert found["policy.rollout.main.step_s"].source.startswith("modelled: 14.1 GB of weights / (1 x 0.7 x 4800 GB/s)")
     assert found["main.memory_gb_s"].source == "NVIDIA H200 data sheet"
-    assert found["rule.score.latency_s"].source == "modelled: estimate: a rule that checks a text"
+    assert found["rule.score.latency_s"].source.startswith("modelled: estimate: a rule")
     for name, constant in found.items():
         assert constant.source, name
         assert constant.unit, name

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import campaign
 import pytest
+from message_parts import lacks
 
 from m2flow.spec import ChannelSpec, ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
 from m2flow.testing import programs, random_programs
@@ -360,11 +361,12 @@ def test_a_difference_is_told_in_words():
     planned, eager = run_planned(as_flow(otherwise), {}, SPEC), run_eager(as_flow(trained), {}, SPEC)
     assert str(difference_of(planned, eager)).startswith("weights: planned 1 with {'policy_0': ")
     planned.consumed *= 2
-    assert difference_of(planned, eager) == "planned: a sample was trained on twice in an epoch"
+    twice = difference_of(planned, eager)
+    assert not lacks(str(twice), "planned: ", "trained on twice")
     planned.error = "OpError: no"
-    assert difference_of(planned, planned) == "planned: a sample was trained on twice in an epoch"
+    assert difference_of(planned, planned) == twice
     planned.consumed = []
-    assert difference_of(planned, eager) == "planned ended with 'OpError: no', eager with 'no error'"
+    assert not lacks(str(difference_of(planned, eager)), "planned", "'OpError: no'", "eager", "'no error'")
 
 
 def test_a_case_is_made_again_by_its_text_and_its_seed():

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from disturbing import run, same, undisturbed
+from message_parts import lacks
 
 from m2flow.micro.controller.supervisor import Autoscaler
 from m2flow.spec import ClusterSpec, RolloutSpec
@@ -56,7 +57,7 @@ def test_a_change_says_what_was_seen_and_what_is_expected() -> None:
         replanning.saw(float(second), generates=True, trains=False)
         change = replanning.decide(float(second), num_workers=1, num_spare=1, start_s=2.0)
     assert change is not None
-    assert change.why == "generation alone took 100% of the last 1 s; with 2 rollout workers the run is predicted to take 50% less time"
+    assert not lacks(change.why, "generation", "100% of the last 1 s", "2 rollout workers", "50% less time")
 
 
 def test_who_asks_for_it_has_somebody_spare() -> None:

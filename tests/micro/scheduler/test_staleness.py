@@ -8,6 +8,7 @@ import contextlib
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from message_parts import lacks
 
 from m2flow import Dataset, Flow, Policy, Reference, Reward, Sample, flow, log, nll, op, ppo_clip, steps
 from m2flow.errors import RewardError
@@ -257,7 +258,7 @@ def test_weights_are_not_published_in_the_middle_of_an_update(monkeypatch):
 def test_a_record_of_another_run_is_refused_by_sample():
     record = run_planned(PLAIN, {"lag": 2}, SPLIT).decisions
     later = run_eager(PLAIN, {"lag": 2, "num_steps": 5}, SPLIT, decisions=record)
-    assert later.error == "SpecError: sample p0/0 of policy.generate: the record of decisions has no version for it"
+    assert not lacks(later.error, "SpecError: ", "sample p0/0 of policy.generate", "record of decisions has no version")
     far = {packed: Decision(decision.call, (VersionSpan(12, 0),)) for packed, decision in record.items()}
     assert "says version 0, where it may be 1 to 3" in run_eager(PLAIN, {"lag": 2}, SPLIT, decisions=far).error
 
