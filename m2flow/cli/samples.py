@@ -1,5 +1,9 @@
-"""Implement `m2flow samples`: query a run's samples, with prompts, responses, rewards and events, or write them to a file; and
-`m2flow rescore`: judge them by another reward function."""
+"""Implement `m2flow samples`, `rescore` and `branch`: query the samples of a run, score them anew, or continue episodes otherwise.
+
+samples   query them, with prompts, responses, rewards and events, or write them to a file
+rescore   judge them by another reward function
+branch    generate an episode anew from one of its turns on
+"""
 
 from __future__ import annotations
 
