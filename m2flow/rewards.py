@@ -486,7 +486,9 @@ class UnitTests(SampleReward):
     def __call__(self, sample: Sample) -> float:
         checks = self._checks(fenced(str(sample.text), "python", "py", "python3"), sample)
         if not checks:
-            raise OpError(f"UnitTests: the column {self.test!r} has no test")
+            raise OpError(
+                f"UnitTests: the column {self.test!r} has no test", now="Fill the column in, or leave such rows out of the dataset."
+            )
         return float(all(check() for check in checks)) if self.all_or_nothing else sum(check() for check in checks) / len(checks)
 
     def _checks(self, code: str, sample: Sample) -> list[Callable[[], bool]]:
@@ -643,7 +645,10 @@ class LlmJudge(SampleReward):
         try:
             said = str(reply["choices"][0]["message"]["content"])
         except (KeyError, IndexError, TypeError):
-            raise OpError(f"the judge at {url} gave no message: {reply!r:.200}") from None
+            raise OpError(
+                f"the judge at {url} gave no message: {reply!r:.200}",
+                now="Check the judge's address and model: it must speak OpenAI's chat API.",
+            ) from None
         return self.verdict(said)
 
     def asked(self, sample: Sample) -> dict[str, Any]:
@@ -720,7 +725,7 @@ def _post(url: str, body: Mapping[str, object], headers: Mapping[str, str], retr
         except urllib.error.HTTPError as error:
             why, asked_s = f"status {error.code}: {error.read(200).decode(errors='replace')}", error.headers.get("Retry-After", "")
             if error.code not in _RETRIED:
-                raise OpError(f"{url} refused: {why}") from None
+                raise OpError(f"{url} refused: {why}", now="Check the request's model and key, and the server's limits.") from None
             pause_s = min(float(asked_s), _LONGEST_PAUSE_S) if re.fullmatch(r"\d+(\.\d+)?", asked_s) else pause_s
         except (OSError, ValueError) as error:
             why = f"{type(error).__name__}: {error}"
@@ -776,5 +781,5 @@ class WeightedSum:
 def _number(name: str, found: object) -> float:
     value = found.get("reward") if isinstance(found, Mapping) else getattr(found, "reward", found)
     if not isinstance(value, int | float):
-        raise OpError(f"the part {name} of a sum gave {found!r:.60}, which is no number")
+        raise OpError(f"the part {name} of a sum gave {found!r:.60}, which is no number", now="Have each part return a number.")
     return float(value)

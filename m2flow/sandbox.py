@@ -436,9 +436,11 @@ class _Box:
             connection.settimeout(_START_S)
             told = _receive(connection)[0]
             if "missing" in told:
-                raise EngineError(f"a sandbox can't be made: {told['missing']}")
+                raise EngineError(f"a sandbox can't be made: {told['missing']}", now="Install what is missing, or take another tier.")
         except OSError as error:
-            raise EngineError(f"a sandbox did not come up in {_START_S:.0f} s: {error}") from None
+            raise EngineError(
+                f"a sandbox did not come up in {_START_S:.0f} s: {error}", now="The machine may be overloaded: run fewer sandboxes at once."
+            ) from None
         except EngineError:
             connection.close()
             raise

@@ -128,7 +128,10 @@ def maxrl(rewards: Tensor, group_sizes: Sequence[int] | None = None) -> Tensor:
     centred, sizes = _centre(rewards, group_sizes)
     flat = rewards.detach().flatten().double()
     if bool((flat < 0).any()):
-        raise RewardError(f"maxrl: a reward is {float(flat.min()):g}; it divides by the mean of a group, so none may be negative")
+        raise RewardError(
+            f"maxrl: a reward is {float(flat.min()):g}; it divides by the mean of a group, so none may be negative",
+            now="Add a constant to the rewards, or take advantages='grpo'.",
+        )
     mean = _group_sums(flat / _spread(sizes, sizes), sizes)
     return (centred / _spread(torch.where(mean > 0, mean, 1.0), sizes)).to(rewards.dtype).view_as(rewards)
 
@@ -360,7 +363,10 @@ def _centre(rewards: Tensor, group_sizes: Sequence[int] | None) -> tuple[Tensor,
 def _check_finite(rewards: Tensor) -> None:
     bad = torch.nonzero(~rewards.isfinite())
     if len(bad):
-        raise RewardError(f"reward {int(bad[0])} of {len(rewards)} is {float(rewards[bad[0]])}; rewards must be finite")
+        raise RewardError(
+            f"reward {int(bad[0])} of {len(rewards)} is {float(rewards[bad[0]])}; rewards must be finite",
+            now="Have the reward return a finite number, or raise an error to leave the sample out.",
+        )
 
 
 def _group_sums(values: Tensor, sizes: Tensor) -> Tensor:
@@ -511,7 +517,10 @@ def _in_float32(wide: npt.NDArray[np.float64], sample: npt.NDArray[np.int64]) ->
     beyond = np.flatnonzero(~(np.abs(wide) <= np.finfo(np.float32).max))
     if len(beyond):
         at = beyond[0]
-        raise RewardError(f"the advantage of sample {sample[at]} of {sample[-1] + 1} is {wide[at]:.3g}, which no float32 holds")
+        raise RewardError(
+            f"the advantage of sample {sample[at]} of {sample[-1] + 1} is {wide[at]:.3g}, which no float32 holds",
+            now="Scale the rewards down.",
+        )
     return np.asarray(wide, np.float32)
 
 

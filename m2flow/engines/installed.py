@@ -398,7 +398,10 @@ def gpus_from(device: str, count: int, seen: str, *, whose: str) -> list[str]:
     first = int(device.partition(":")[2] or 0)
     names = [name.strip() for name in seen.split(",")] if seen else [str(number) for number in range(first + count)]
     if first + count > len(names):
-        raise EngineError(f"{whose} from {device} on, and of GPUs there are {len(names)} (CUDA_VISIBLE_DEVICES={seen})")
+        raise EngineError(
+            f"{whose} from {device} on, and of GPUs there are {len(names)} (CUDA_VISIBLE_DEVICES={seen})",
+            now="Ask for fewer devices in the cluster spec, or show more in CUDA_VISIBLE_DEVICES.",
+        )
     return names[first : first + count]
 
 

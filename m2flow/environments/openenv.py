@@ -135,11 +135,13 @@ class OpenEnv:
             await self.close()  # The next `reset` connects anew.
             raise EngineError(f"{self._url} {how}: {type(error).__name__}: {error}", now="Look whether the server is up.") from error
         except ValueError as error:
-            raise EngineError(f"{self._url} answered what is no JSON: {error}") from error
+            raise EngineError(
+                f"{self._url} answered what is no JSON: {error}", now="Check that the address is that of an OpenEnv server of this release."
+            ) from error
         kind, data = answer.get("type"), answer.get("data") or {}
         if kind == "error" and data.get("code") == "CAPACITY_REACHED":
             raise _Full
         if kind != "observation":
             said = f"{data.get('code', kind)}: {data.get('message', answer)!s:.200} {data.get('errors', '')!s:.300}".rstrip()
-            raise EngineError(f"{self._url} answered to {message['type']} with an error, {said}")
+            raise EngineError(f"{self._url} answered to {message['type']} with an error, {said}", now="The environment's own log says why.")
         return dict(data)

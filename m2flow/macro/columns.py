@@ -150,7 +150,7 @@ def whole(value: object, field: str | None) -> Scalar:
         return value
     if isinstance(value, bool | int | float | np.number | np.bool_):
         return float(value)
-    raise OpError(f"a {type(value).__name__} is no number to calculate with")
+    raise OpError(f"a {type(value).__name__} is no number to calculate with", now="Take a number of it before you calculate.")
 
 
 def scalar(operation: str, *operands: Scalar) -> Scalar:
@@ -162,7 +162,7 @@ def scalar(operation: str, *operands: Scalar) -> Scalar:
         return (operands[0] == operands[1]) is (operation == "equal")
     for operand in operands:
         if isinstance(operand, str):
-            raise OpError(f"{operation} got the text {operand!r:.60}; it takes numbers")
+            raise OpError(f"{operation} got the text {operand!r:.60}; it takes numbers", now="Turn the values into numbers before.")
     if operation in _LOGIC:
         return bool(_LOGIC[operation](*operands))
     result = _apply(operation, [np.float64(operand) for operand in operands])
@@ -227,7 +227,7 @@ def _from_json(column: Ragged, wanted_by: str, rows: Batch) -> Column:
         of = value if isinstance(value, list) else [value]
         if isinstance(value, list) != isinstance(found[0], list) or not all(isinstance(part, bool | int | float) for part in of):
             shown = f"{value!r:.60} on sample {SampleId.unpack(int(rows.ids[i]))}"
-            raise OpError(f"{wanted_by} got {shown}; it takes numbers")
+            raise OpError(f"{wanted_by} got {shown}; it takes numbers", now="Turn the values into numbers before.")
     if not any(isinstance(value, list) for value in found):
         return column_of(found)
     rows_of = [value for value in found if isinstance(value, list)]

@@ -248,7 +248,10 @@ class OnGroup:
     def __call__(self, samples: Sequence[Sample]) -> list[bool]:
         answer = self.function(list(samples) if self.column is None else [sample[self.column] for sample in samples])
         if not isinstance(answer, bool):
-            raise OpError(f"the function returned {answer!r:.60}, which is neither True nor False")
+            raise OpError(
+                f"the function returned {answer!r:.60}, which is neither True nor False",
+                now="Have the function return a comparison, or bool(...).",
+            )
         return [answer] * len(samples)
 
 

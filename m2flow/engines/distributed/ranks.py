@@ -108,7 +108,10 @@ class Ranks:
         try:
             dist.init_process_group(backend, rank=self.rank, world_size=self.count, timeout=_WAIT, **where)
         except (RuntimeError, ValueError, OSError) as error:
-            raise EngineError(f"rank {self.rank} of {self.count} did not meet the others at {self._rendezvous}: {error}") from error
+            raise EngineError(
+                f"rank {self.rank} of {self.count} did not meet the others at {self._rendezvous}: {error}",
+                now="The log of the rank that is missing (logs/) says why it did not come.",
+            ) from error
 
     def close(self) -> None:
         if self not in self._open:
@@ -423,7 +426,10 @@ class RankedTrain(EmbeddedTrain):
         exchanges = Batch(ordered.ids, {"tokens": tokens, "loss_mask": mask})
         scores = self._spread(ordered, tokens, mask, lambda runs: self._scored([exchanges.take(rows) for rows in runs]))[:, 0]
         if not np.isfinite(scores).all():
-            raise EngineError(f"the reward model {self._source.path} gave a score that is not finite")
+            raise EngineError(
+                f"the reward model {self._source.path} gave a score that is not finite",
+                now="Check the reward model's weights and dtype; bfloat16 or float32 hold more than float16.",
+            )
         return Batch(ordered.ids, {"reward": scores}).select(batch.ids)
 
     def _scored(self, exchanges: Sequence[Batch]) -> list[npt.NDArray[Any]]:

@@ -45,7 +45,10 @@ class Constraint:
         if not sampling.is_constrained:
             return None
         if not codec.eos_ids:
-            raise EngineError("a constraint ends a response by an end-of-sequence token, and the tokenizer has none")
+            raise EngineError(
+                "a constraint ends a response by an end-of-sequence token, and the tokenizer has none",
+                now="Set eos_token in the tokenizer, or leave the constraint out.",
+            )
         try:
             from llguidance import LLMatcher
         except ImportError:
@@ -58,7 +61,10 @@ class Constraint:
             problem = str(error)
         if problem:
             option = next(name for name in ("regex", "json_schema", "grammar") if getattr(sampling, name))
-            raise EngineError(f"{option}={getattr(sampling, option)!r:.80} can't be read: {problem.strip().splitlines()[0]}")
+            raise EngineError(
+                f"{option}={getattr(sampling, option)!r:.80} can't be read: {problem.strip().splitlines()[0]}",
+                now="Mend the schema, grammar or pattern where it says.",
+            )
         return cls(matcher, vocab_size)
 
     def allowed(self, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
@@ -181,4 +187,7 @@ def _tokenizer_of(codec: TextCodec, vocab_size: int) -> Any:
     try:
         return from_tokenizer(codec.fast, n_vocab=vocab_size, eos_token=sorted(codec.eos_ids))
     except ValueError as error:
-        raise EngineError(f"constraints need a fast tokenizer that llguidance reads: {error}") from None
+        raise EngineError(
+            f"constraints need a fast tokenizer that llguidance reads: {error}",
+            now="Take a model with a tokenizer.json, or leave the constraint out.",
+        ) from None

@@ -200,7 +200,9 @@ def pack(
     position_of_masked = np.flatnonzero(flat_mask) - tokens.offsets[sample_of_masked]
     if len(position_of_masked) and position_of_masked.min() == 0:
         sample = SampleId.unpack(ids[sample_of_masked[np.argmin(position_of_masked)]])
-        raise EngineError(f"the loss mask of sample {sample} selects its first token, which nothing predicts")
+        raise EngineError(
+            f"the loss mask of sample {sample} selects its first token, which nothing predicts", now="Begin the mask with a 0."
+        )
     length = np.zeros(len(ids), np.int64)
     length[sample_of_masked] = position_of_masked  # They ascend inside a sample: the last one is the length of the input.
 
@@ -583,7 +585,10 @@ def scored_tokens(codec: TextCodec, batch: Batch, max_tokens: int) -> tuple[Ragg
     """
     for name in ("prompt", "text"):
         if name not in batch:
-            raise EngineError(f"a reward model scores `prompt` and `text`, and the batch has {', '.join(sorted(batch.columns))}")
+            raise EngineError(
+                f"a reward model scores `prompt` and `text`, and the batch has {', '.join(sorted(batch.columns))}",
+                now="Score what policy.generate gave, with its prompts.",
+            )
     prompts, texts = batch.ragged("prompt"), batch.ragged("text")
     rows = [codec.encode_exchange(cast(Prompt, prompts.item(i)), str(texts.item(i))) for i in range(len(batch))]
     for packed, row in zip(batch.ids.tolist(), rows, strict=True):

@@ -107,7 +107,10 @@ def job_of(request: Request, codec: TextCodec, encoded: Encoded, *, vocab_size: 
             f"{len(request.prefix_versions)} versions, for max_new_tokens={num_new}"
         )
     if sampling.logit_bias and max(token for token, _ in sampling.logit_bias) >= vocab_size:
-        raise EngineError(f"sample {who}: logit_bias has a token outside of 0..{vocab_size - 1}")
+        raise EngineError(
+            f"sample {who}: logit_bias has a token outside of 0..{vocab_size - 1}",
+            now="Give logit_bias token ids of this model's vocabulary.",
+        )
     stops = sorted(
         (frozenset() if sampling.ignore_eos else codec.eos_ids) | set(sampling.stop_token_ids) | codec.special_among(sampling.stop)
     )

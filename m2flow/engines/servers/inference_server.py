@@ -82,7 +82,10 @@ def free_ports(number: int) -> list[int]:
             with contextlib.suppress(OSError):
                 probe.bind(("", port))
                 found.append(port)
-    raise EngineError(f"of the ports {_FIRST} to {last} only {len(found)} are free, and a server needs {number}")
+    raise EngineError(
+        f"of the ports {_FIRST} to {last} only {len(found)} are free, and a server needs {number}",
+        now="Stop servers that nobody uses, or give each run a machine of its own.",
+    )
 
 
 def _last() -> int:
@@ -551,9 +554,15 @@ class ServerClient:
             sent = self._http.get(path, timeout=timeout_s) if body is None else self._http.post(path, json=dict(body), timeout=timeout_s)
             answer = await sent
         except httpx2.HTTPError as error:
-            raise EngineError(f"the {self._dialect.product} server did not answer {path}: {str(error) or type(error).__name__}") from None
+            raise EngineError(
+                f"the {self._dialect.product} server did not answer {path}: {str(error) or type(error).__name__}",
+                now="The server's log in the run's logs/ says why.",
+            ) from None
         if answer.status_code != httpx2.codes.OK:
-            raise EngineError(f"the {self._dialect.product} server refused {path}: {error_summary(answer.content)}")
+            raise EngineError(
+                f"the {self._dialect.product} server refused {path}: {error_summary(answer.content)}",
+                now="The server's log in the run's logs/ says why.",
+            )
         try:
             return msgspec.json.decode(answer.content) if answer.content else None
         except msgspec.DecodeError:

@@ -89,7 +89,10 @@ def write_tensors(directory: Path, like: Path, shapes: Shapes, tensors: Iterable
             tensor = torch.as_tensor(given).detach().to("cpu")
             if name not in shapes or tuple(tensor.shape) != shapes[name] or name in where:
                 expected = f"{list(shapes[name])}" if name in shapes else "no such tensor"
-                raise EngineError(f"weights that do not fit: {name} is {list(tensor.shape)}, expected {expected}")
+                raise EngineError(
+                    f"weights that do not fit: {name} is {list(tensor.shape)}, expected {expected}",
+                    now="Serve the model that is trained: the same path, or the same shapes.",
+                )
             where[name] = ""
             # A copy: what is given may be gone when the next is taken.
             part[name] = tensor.to(dtype if tensor.is_floating_point() else tensor.dtype, copy=True).contiguous()
@@ -492,7 +495,10 @@ class ServedRollout(RolloutEngine):
             except EngineError as error:
                 if self._server is not None:
                     self._server.end_hung()
-                raise EngineError(f"the {self.product} server has said nothing for {2 * self._hung_after_s:g} s: {error.what}") from error
+                raise EngineError(
+                    f"the {self.product} server has said nothing for {2 * self._hung_after_s:g} s: {error.what}",
+                    now="The server's log in the run's logs/ says what it does.",
+                ) from error
             self._heard_s = time.monotonic()
 
     def _take_in(self, heard: Heard) -> None:
@@ -560,7 +566,10 @@ class ServedRollout(RolloutEngine):
         deadline, again_s = time.monotonic() + _ABORT_WAIT_S, 0.0
         while left := [rid for rid in rids if rid in self._requests.running]:
             if time.monotonic() > deadline:
-                raise EngineError(f"the {self.product} server did not abort {len(left)} requests in {_ABORT_WAIT_S:g} s")
+                raise EngineError(
+                    f"the {self.product} server did not abort {len(left)} requests in {_ABORT_WAIT_S:g} s",
+                    now="The server's log in the run's logs/ says what it does.",
+                )
             if time.monotonic() >= again_s:  # A request may come to the server after the word that ends it.
                 self._started().abort(left)
                 again_s = time.monotonic() + _ABORT_AGAIN_S

@@ -116,7 +116,10 @@ class WeightTransfer(ABC):
 
     def _taken(self, answer: Any, version: int) -> None:
         if not answer.get("success"):
-            raise EngineError(f"the SGLang server did not take the weights of version {version}: {answer.get('message')}")
+            raise EngineError(
+                f"the SGLang server did not take the weights of version {version}: {answer.get('message')}",
+                now="The server's log in the run's logs/ says why; `weights: {transport: ...}` names other ways.",
+            )
 
     @contextlib.contextmanager
     def _session(self) -> Iterator[None]:
@@ -228,7 +231,10 @@ class BroadcastTransfer(WeightTransfer):
                     break
             work.wait()
         except RuntimeError as error:
-            raise EngineError(f"a broadcast of weights to the SGLang server broke off: {_first_line(error)}") from None
+            raise EngineError(
+                f"a broadcast of weights to the SGLang server broke off: {_first_line(error)}",
+                now="The server's log in the run's logs/ says why.",
+            ) from None
 
     def _join_group(self) -> None:
         host = _host_towards(self._client.url)
@@ -257,7 +263,10 @@ class BroadcastTransfer(WeightTransfer):
             self._taken(asked.result(), 0)
         except (RuntimeError, EngineError) as error:
             self._group = self._store = None
-            raise EngineError(f"no group came about with the SGLang server at {self._client.url}: {_first_line(error)}") from None
+            raise EngineError(
+                f"no group came about with the SGLang server at {self._client.url}: {_first_line(error)}",
+                now="Check that the server reaches the trainer's host (`weights: {host: ...}`), and its log in logs/.",
+            ) from None
 
 
 def choose_transfer(wanted: str, url: str, pipeline_stages: int) -> Way:

@@ -275,7 +275,10 @@ class UpdateTally:
         try:
             value = float(loss.denominator(counts))
         except Exception as error:
-            raise OpError(f"the denominator of the loss {loss.name} raised {type(error).__name__} on {counts}: {error}") from error
+            raise OpError(
+                f"the denominator of the loss {loss.name} raised {type(error).__name__} on {counts}: {error}",
+                now="Mend the loss's denominator, which gets the counts of a mini-batch.",
+            ) from error
         if not (math.isfinite(value) and value > 0):
             raise OpError(f"the denominator of the loss {loss.name} is {value} for {counts}", now="It must be a positive number.")
         return value

@@ -425,7 +425,10 @@ class SampleQuery:
         try:
             return read_segment(self._run_dir / "segments", place)
         except OSError as error:
-            raise EngineError(f"the segment {place[0]} of {self._run_dir} can't be read: {error.strerror}") from None
+            raise EngineError(
+                f"the segment {place[0]} of {self._run_dir} can't be read: {error.strerror}",
+                now="Check the run's directory: the file was moved, or its rights do not let you read it.",
+            ) from None
 
     def _rows(self, statement: str, values: Sequence[object] = ()) -> list[tuple[Any, ...]]:
         try:

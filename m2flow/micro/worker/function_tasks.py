@@ -137,7 +137,10 @@ class Arguments:
                 if argument.field is not None:
                     if not isinstance(value, Mapping) or argument.field not in value:
                         has = ", ".join(sorted(map(str, value))) if isinstance(value, Mapping) else repr(value)
-                        raise OpError(f"there is no {argument.field!r} for {argument.parameter}; there is {has}")
+                        raise OpError(
+                            f"there is no {argument.field!r} for {argument.parameter}; there is {has}",
+                            now="Ask for a column that the rows have.",
+                        )
                     value = value[argument.field]
                 return dict(value) if isinstance(value, dict) else value
             case "constant":
@@ -215,7 +218,10 @@ class Instances:
                 try:
                     self._made[key] = call_semantics.function_of(call)()
                 except Exception as error:
-                    raise OpError(f"the role {key[0]} can't be made: {type(error).__name__}: {error}") from error
+                    raise OpError(
+                        f"the role {key[0]} can't be made: {type(error).__name__}: {error}",
+                        now="Mend the role's __init__, which runs on a worker.",
+                    ) from error
             return self._made[key]
 
 
