@@ -241,9 +241,7 @@ class ChatTemplate:
             try:
                 template = Path(template).expanduser().read_text()
             except (OSError, UnicodeDecodeError) as error:
-                raise OptionError(
-                    f"chat_template={str(template)!r} can't be read: {error}", now="Give a template's text, or the path of a readable file."
-                ) from None
+                raise OptionError(f"chat_template={str(template)!r} can't be read: {error}", now="Give a readable file.") from None
         if arguments is not None and not (isinstance(arguments, Mapping) and all(isinstance(key, str) for key in arguments)):
             raise OptionError(
                 f"chat_template_kwargs is {arguments!r:.60}; it must map names to values",
@@ -562,10 +560,7 @@ class _Scheduled:
         check_number("lr", self.lr, low=0)
         check_number("weight_decay", self.weight_decay, low=0)
         if self.lr * self.weight_decay > 1:
-            raise OptionError(
-                f"lr * weight_decay is {self.lr * self.weight_decay:g}; above 1 a step turns the signs of all weights",
-                now="Lower lr or weight_decay.",
-            )
+            raise OptionError(f"lr * weight_decay is {self.lr * self.weight_decay:g}; above 1 a step turns the signs of all weights")
         check_number("max_grad_norm", self.max_grad_norm, low=0)
         check_count("warmup_steps", self.warmup_steps, least=0)
         check_count("total_steps", self.total_steps, least=0)
@@ -595,10 +590,7 @@ class _Scheduled:
         """
         total_steps = self.total_steps or (0 if self.schedule == "constant" else num_steps)
         if self.schedule != "constant" and total_steps <= self.warmup_steps:
-            raise OptionError(
-                f"warmup_steps is {self.warmup_steps}, and the loop that the schedule is for has {num_steps} steps",
-                now="Give fewer warm-up steps than the loop has.",
-            )
+            raise OptionError(f"warmup_steps is {self.warmup_steps}, and the loop that the schedule is for has {num_steps} steps")
         found: Self = replace(cast(Any, self), total_steps=total_steps, steps_of="flow")
         return found
 

@@ -818,9 +818,7 @@ def decoupled_ppo(
         share = version_ages / (version_ages + 1)
         proximal_logprobs = (behaviour_logprobs + share * (logprobs - behaviour_logprobs)).detach()
     if proximal_logprobs is None:
-        raise OptionError(
-            f"proximal is {proximal!r}, and what it needs is not given", now="Pass what the docstring of the loss names for it."
-        )
+        raise OptionError(f"proximal is {proximal!r}, and what it needs is not given", now="The loss's docstring names that.")
     check_shapes(logprobs=logprobs, behaviour_logprobs=behaviour_logprobs, proximal_logprobs=proximal_logprobs, advantages=advantages)
     ratio = _ratio(logprobs, proximal_logprobs)
     weight = _ratio(proximal_logprobs, behaviour_logprobs).detach().clamp(max=max_weight)
@@ -911,9 +909,7 @@ def clip_cov(
     """
     check_shapes(logprobs=logprobs, behaviour_logprobs=behaviour_logprobs, advantages=advantages, random_numbers=random_numbers)
     if cov_low > cov_high:
-        raise OptionError(
-            f"cov_low is {cov_low}, above cov_high ({cov_high}): no token lies between them", now="Give cov_low below cov_high."
-        )
+        raise OptionError(f"cov_low is {cov_low}, above cov_high ({cov_high}): no token lies between them", now="Lower cov_low.")
     covariance = _covariance(logprobs, advantages, group_ids)
     terms, clipped = _clipped_surrogate(_ratio(logprobs, behaviour_logprobs), advantages, eps_low, eps_high)
     may_stop = (covariance > cov_low) & (covariance < cov_high) & ~clipped

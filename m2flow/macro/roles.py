@@ -269,10 +269,7 @@ class BuiltInRole:
         for need in loss.needs:
             if need in foreign:
                 whose = "a language model's, and this is a critic" if head == "value" else "a critic's: Critic(...).update"
-                raise TraceError(
-                    f"the loss {loss.name} needs {need!r}, which are {whose}",
-                    now="Take a loss of the other kind, or the other role's update.",
-                )
+                raise TraceError(f"the loss {loss.name} needs {need!r}, which are {whose}", now="Take a loss for this role.")
             is_given = need in given or need in COMPUTED or need in ("advantages", "reference_logprobs", REFERENCE_TOP_LOGPROBS)
             if not is_given and fields is not None and ("versions" if need == VERSION_AGES else need) not in fields:
                 raise TraceError(
@@ -832,9 +829,7 @@ class Reward(BuiltInRole):
         on_error: Literal["raise"] | float = "raise",
     ) -> None:
         if not callable(function):
-            raise TraceError(
-                f"Reward needs a function, got {type(function).__name__}", now="Write Reward(function), or Reward(rewards.ExactMatch())."
-            )
+            raise TraceError(f"Reward needs a function, got {type(function).__name__}", now="Pass a function of a sample.")
         check_of_one_sample(function)
         super().__init__(str(getattr(function, "__name__", "reward")) if name is None else name, "Reward")
         check_seconds("timeout_s", timeout_s)
@@ -997,9 +992,7 @@ def _reward_column(rows: Batch, values: Mapping[str, object]) -> Column:
 def _check_needs(loss: Loss, reference: Reference | Handle | None, *, has_advantages: bool) -> None:
     """Raise TraceError for a loss that needs what an update was not given."""
     if "advantages" in loss.needs and not has_advantages:
-        raise TraceError(
-            f"the loss {loss.name} needs advantages, and this update got no rewards", now="Pass rewards= or advantages= to the update."
-        )
+        raise TraceError(f"the loss {loss.name} needs advantages, and this update got no rewards", now="Pass rewards=.")
     if "reference_logprobs" in loss.needs and reference is None:
         raise TraceError(f"the loss {loss.name} needs a reference", now="Pass reference=Reference(...).")
     if REFERENCE_TOP_LOGPROBS in loss.needs and not (isinstance(reference, Rows) and "top_k" in reference.call.options):

@@ -448,9 +448,7 @@ class FakeWorker:
         ends: bool,
     ) -> None:
         finish, generated = [0] * len(rows), [tokens - 9 for tokens in num_tokens]
-        said = m.Finished(
-            number, call, list(rows), list(num_tokens), generated, [], finish, [], None, list(dropped), list(version_spans), ends
-        )
+        said = m.Finished(number, call, [*rows], [*num_tokens], generated, [], finish, [], None, [*dropped], [*version_spans], ends)
         self.say(said)
 
 

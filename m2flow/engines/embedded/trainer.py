@@ -494,10 +494,7 @@ class EmbeddedTrain(TrainEngine):
             with torch.no_grad():
                 scores[rows] = self._forward(packed).double().cpu().numpy()
         if not np.isfinite(scores).all():
-            raise EngineError(
-                f"the reward model {self._source.path} gave a score that is not finite",
-                now="Check the reward model's weights and dtype; bfloat16 or float32 hold more than float16.",
-            )
+            raise EngineError(f"the reward model {self._source.path} gave a score that is not finite", now="Take a wider dtype.")
         return Batch(ordered.ids, {"reward": scores}).select(batch.ids)
 
     def _of_tokens(self, batch: Batch, column: str, output: str, top_k: int = 0) -> Batch:
@@ -778,10 +775,7 @@ class EmbeddedTrain(TrainEngine):
             if name in outputs:
                 inputs[name] = outputs[name]
             elif any(name in given for given in HEAD_OUTPUTS.values()):
-                raise EngineError(
-                    f"the loss {loss.name} needs {name}, which a model with a {self._source.head} head does not give",
-                    now="Take a loss for this head: value losses for a critic, policy losses for a language model.",
-                )
+                raise EngineError(f"the loss {loss.name} needs {name}, which a model with a {self._source.head} head does not give")
             elif name == "sequence_lengths":
                 counts = packing.num_masked(batch.ragged("loss_mask"))
                 inputs[name] = self._put(np.repeat(counts.astype(np.float32), counts))
@@ -897,10 +891,7 @@ def _function(loss: Loss) -> Callable[..., Any]:
     try:
         function: Callable[..., Any] = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise EngineError(
-            f"the loss {loss.name} can't be imported from {loss.function!r}: {error}",
-            now="Give function='module:name' of a module that workers can import.",
-        ) from error
+        raise EngineError(f"the loss {loss.name} can't be imported from {loss.function!r}: {error}") from error
     return function
 
 
@@ -919,10 +910,7 @@ def _check_terms(loss: Loss, terms: Any, num_tokens: int) -> None:
 def _per_token(loss: Loss, name: str, value: Any, num_tokens: int) -> Tensor:
     if not isinstance(value, Tensor) or value.shape != (num_tokens,):
         shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        raise OpError(
-            f"the loss {loss.name} must return one number a token, [{num_tokens}]; {name} is {shape}",
-            now="Return one number for each token, unsummed: the mean is taken over the mini-batch.",
-        )
+        raise OpError(f"the loss {loss.name} must return one number a token, [{num_tokens}]; {name} is {shape}")
     return value
 
 
