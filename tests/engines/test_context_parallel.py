@@ -32,7 +32,7 @@ from test_train_engines import SMALL, VOCABULARY, write_model
 from m2flow.engines.contract import EngineSettings, TrainEngine
 from m2flow.engines.distributed import check_fsdp
 from m2flow.engines.distributed.fsdp import FsdpTrain
-from m2flow.engines.distributed.tensor_parallel import Sequence, part_of
+from m2flow.engines.distributed.model_parallel import Sequence, part_of
 from m2flow.engines.embedded.trainer import EmbeddedTrain
 from m2flow.engines.models import packing
 from m2flow.engines.models.model_probe import Reach

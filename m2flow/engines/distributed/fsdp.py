@@ -11,7 +11,7 @@ the rows, and in the attention the keys and values of all; parameters are sharde
 one of them. With `ep` the experts of a
 mixture are split over neighbouring ranks first (of a stage, with `pp` too; with `tp`, over `tp * ep` of them), and each rank's are sharded
 over those that hold the same. Rows go to the ranks that have their experts, and back; all else is as without `ep`. Both are in
-`m2flow.engines.distributed.tensor_parallel`.
+`m2flow.engines.distributed.model_parallel`.
 
 With `pp` the layers are spread over stages first (`m2flow.engines.distributed.pipeline`), and each stage is sharded over its own ranks.
 With `vpp` too, each rank has so many chunks of layers, and passes go round the ranks as often (interleaved 1F1B): the wait for the first
@@ -95,7 +95,7 @@ from m2flow.engines.contract import (
     WeightForm,
     blended,
 )
-from m2flow.engines.distributed import STACKED, STAGED, check_fsdp, tensor_parallel
+from m2flow.engines.distributed import STACKED, STAGED, check_fsdp, model_parallel
 from m2flow.engines.distributed.guard import Exchange, Guard, Recomputed, weights_of_pass
 from m2flow.engines.distributed.pipeline import Line, PutOff, layers_of_stages
 from m2flow.engines.distributed.ranks import Box, RankedTrain, Root
@@ -144,11 +144,11 @@ class FsdpTrain(RankedTrain):
         super().__init__(model, settings)
         self._mesh: DeviceMesh | None = None
         """With tensor parallelism or stages: stages x data ranks x tensor ranks."""
-        self._summed: tensor_parallel.Summed = []
+        self._summed: model_parallel.Summed = []
         self._exchanges: dict[torch.nn.Module, Exchange] = {}
         """What ranks do together within layers, by the module that does it: sums over tensor ranks, and rows sent to experts."""
         self._guard = Guard(settings.rank)
-        self._context: tensor_parallel.Context | None = None
+        self._context: model_parallel.Context | None = None
         self._near = self._ranks
         """With `cp`, those that have parts of the same sequences."""
 
@@ -157,17 +157,17 @@ class FsdpTrain(RankedTrain):
         how, recomputes = _options(self._settings.options, self._settings.device), self._flag("recompute", default=False)
         self._ranks.open()
         super().start()
-        widths = tensor_parallel.widths_of(self._model, self._loading_device, self._tp) if self._cp > 1 else {}
+        widths = model_parallel.widths_of(self._model, self._loading_device, self._tp) if self._cp > 1 else {}
         self._root = self._placed()
-        blocks: dict[torch.nn.Module, tensor_parallel.Block] = {}
+        blocks: dict[torch.nn.Module, model_parallel.Block] = {}
         if self._tp > 1:
-            self._summed, blocks = self._together(lambda: tensor_parallel.split(self._model, self._mesh))
+            self._summed, blocks = self._together(lambda: model_parallel.split(self._model, self._mesh))
         if self._cp > 1:
             self._near = self._ranks.strided(self._cp, self._tp)
             if self._routers is not None:
                 self._routers.group = self._near.group
             own = set(self._model.modules())
-            self._context = tensor_parallel.Context(self._near.group, {one: width for one, width in widths.items() if one in own})
+            self._context = model_parallel.Context(self._near.group, {one: width for one, width in widths.items() if one in own})
             if self._is_guarded:
                 blocks.update(self._context.join(blocks))
         self._exchanges.update(blocks)
@@ -227,16 +227,16 @@ class FsdpTrain(RankedTrain):
     def _placed(self) -> Root:
         """Set the mesh, and make the module around what this rank's stage has of the model."""
         if self._tp > 1:
-            self._mesh = tensor_parallel.grid(self._settings.device, self._ranks.count, self._tp)
+            self._mesh = model_parallel.grid(self._settings.device, self._ranks.count, self._tp)
             self._ranks.limit(*self._mesh.get_all_groups())
         return Root(self._model, self._source.head, guard=self._guard)
 
     def _shard_experts(self, how: Mapping[str, Any]) -> None:
         """Split experts over the ranks of expert groups, and shard what each has over those that have the same."""
-        mesh = tensor_parallel.expert_grid(self._settings.device, self._ranks.count, self._ep * self._tp, self._pp)
+        mesh = model_parallel.expert_grid(self._settings.device, self._ranks.count, self._ep * self._tp, self._pp)
         self._ranks.limit(*mesh.get_all_groups())
         alike = self._mesh["tensor"].get_group() if self._mesh is not None and self._tp > 1 else None
-        experts = self._together(lambda: tensor_parallel.split_experts(self._model, mesh, alike))
+        experts = self._together(lambda: model_parallel.split_experts(self._model, mesh, alike))
         self._exchanges.update(experts)
         how = {**how, "mesh": mesh["replica"]}
         how["mp_policy"] = dataclasses.replace(how["mp_policy"], cast_forward_inputs=False)  # Gates keep the router's type.
@@ -274,7 +274,7 @@ class FsdpTrain(RankedTrain):
         self._exchanges, self._summed, self._is_partial = {}, [], False
         super().stop()
         self._mesh = None  # Its groups end with the last trainer's: one of them may be that of all ranks.
-        tensor_parallel.forget_meshes()
+        model_parallel.forget_meshes()
         self._ranks.close()
 
     def _forward(self, packed: packing.Packed) -> Tensor:
@@ -306,7 +306,7 @@ class FsdpTrain(RankedTrain):
 
     def _sum_gradients(self) -> None:
         if self._mesh is not None and self._summed:
-            tensor_parallel.add_up(self._summed, self._mesh)
+            model_parallel.add_up(self._summed, self._mesh)
 
     def _whole(self, tensor: Tensor) -> AbstractContextManager[Tensor]:
         return contextlib.nullcontext(whole(tensor).detach())
@@ -464,7 +464,7 @@ class PipelinedTrain(FsdpTrain):
 
     def _placed(self) -> Root:
         device, count = self._settings.device, self._ranks.count
-        self._mesh = tensor_parallel.grid(device, count, self._tp, self._pp)
+        self._mesh = model_parallel.grid(device, count, self._tp, self._pp)
         self._ranks.limit(*self._mesh.get_all_groups())
         self._line = Line(self._ranks, self._mesh["stage"].get_group(), device, chunks=self._vpp, spreads=count > self._pp)
         self._layers = layers_of_stages(self._model.config.num_hidden_layers, self._pp * self._vpp)

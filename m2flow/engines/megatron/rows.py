@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from m2flow.engines.distributed.tensor_parallel import Gathered, with_rows
+from m2flow.engines.distributed.model_parallel import Gathered, with_rows
 from m2flow.engines.models.packing import AttentionLayout, Packed, packed_attention
 
 
