@@ -104,18 +104,33 @@ DECIDERS = {
     "leases",
     "partial_rollouts",
     "scheduling_policy_dispatch",
+    "weights",
     "worker_failure",
 }
 """Modules of the scheduler that decide, besides `call_lifecycle`, which asks some of them, and `scheduler`, which composes them."""
+
+PARTS_OF_THE_STATE = {"Versions", "EngineWeights", "Policies"}
+"""Classes of these modules that decide nothing, and that the state is made of."""
 
 
 def test_the_schedulers_deciders_know_the_state_and_not_each_other():
     folder = PACKAGE / "micro" / "scheduler"
     for path in folder.glob("*.py"):
-        known = {name.rpartition(".")[2] for name in _imports(path) if name.startswith("m2flow.micro.scheduler")}
-        allowed = {"scheduler": DECIDERS | {"call_lifecycle"}, "call_lifecycle": DECIDERS}
+        known = {
+            module
+            for node in ast.walk(_tree(path))
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("m2flow.micro.scheduler")
+            for alias in node.names
+            if alias.name not in PARTS_OF_THE_STATE and (module := _scheduler_module(node, alias))
+        }
+        allowed = {"scheduler": DECIDERS | {"call_lifecycle"}, "call_lifecycle": DECIDERS, "dispatch": {"weights"}}
         wrong = known & (DECIDERS | {"call_lifecycle"}) - allowed.get(path.stem, set())
         assert not wrong, f"{path.name} imports {sorted(wrong)}"
+
+
+def _scheduler_module(node: ast.ImportFrom, alias: ast.alias) -> str:
+    """The module of the scheduler that `from ... import ...` names, without its package."""
+    return alias.name if node.module == "m2flow.micro.scheduler" else (node.module or "").rpartition(".")[2]
 
 
 @pytest.mark.parametrize("path", _modules(), ids=lambda path: str(path.relative_to(PACKAGE)))

@@ -19,8 +19,9 @@ from m2flow.micro.protocol.worker_state import RowStore
 from m2flow.micro.scheduler import call_lifecycle, call_state, state, weights
 from m2flow.micro.scheduler.call_lifecycle import CallLifecycle
 from m2flow.micro.scheduler.call_state import CallState, MicroBatch, MinibatchEnd, UpdateProgress
-from m2flow.micro.scheduler.dispatch import FunctionDispatch, RolloutDispatch
+from m2flow.micro.scheduler.dispatch import FunctionDispatch
 from m2flow.micro.scheduler.ready_queues import Offer
+from m2flow.micro.scheduler.weights import WeightSync
 from m2flow.micro.worker import engine_host
 from m2flow.micro.worker.engine_host import EngineHost
 from m2flow.micro.worker.worker import Worker
@@ -203,17 +204,17 @@ def a_sync_brings_no_weights(patch: Patch) -> None:
 
 
 def a_sync_before_the_engine_is_drained(patch: Patch) -> None:
-    offer = RolloutDispatch._load_offer
+    offer = WeightSync.load_offer
 
-    def at_once(self: RolloutDispatch, worker: worker_state.WorkerState, role: str, version: int) -> Offer | None:
+    def at_once(self: WeightSync, worker: worker_state.WorkerState, role: str, first: CallState) -> Offer | None:
         if "LoadWeights" in worker.doing:
             return None
         num_tasks, worker.num_tasks["rollout"] = worker.num_tasks["rollout"], 0
-        found = offer(self, worker, role, version)
+        found = offer(self, worker, role, first)
         worker.num_tasks["rollout"] = num_tasks
         return found
 
-    patch.setattr(RolloutDispatch, "_load_offer", at_once)
+    patch.setattr(WeightSync, "load_offer", at_once)
 
 
 def stale_weights_are_good_enough(patch: Patch) -> None:

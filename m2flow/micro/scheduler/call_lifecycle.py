@@ -23,7 +23,6 @@ can continue.
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple, final
 
@@ -122,14 +121,12 @@ class Refills:
 class CallLifecycle:
     """Adds, starts, ends, fails and forgets calls."""
 
-    def __init__(self, state: SchedulerState, policies: PolicyDispatches, recovery: Recovery) -> None:
+    def __init__(self, state: SchedulerState) -> None:
         self._state = state
-        self._policies = policies
-        self._recovery = recovery
+        self._policies = PolicyDispatches(state)
+        self._recovery = Recovery(state)
         self._partial_rollouts = PartialRollouts(state)
         self._refills = Refills(state)
-        self._empty: deque[CallState] = deque()
-        """Calls without rows that are about to end."""
 
     # ---- beginning
 
@@ -486,13 +483,14 @@ class CallLifecycle:
 
     def _end_empty(self, call_state: CallState) -> None:
         """End a call without rows that waits for nothing. One may let the next one end; a queue keeps a chain of them from recursing."""
-        self._empty.append(call_state)
-        if len(self._empty) > 1:
+        empty = self._state.empty_calls
+        empty.append(call_state)
+        if len(empty) > 1:
             return
-        while self._empty:
-            if not self._empty[0].is_over:
-                self.complete(self._empty[0], None)
-            self._empty.popleft()
+        while empty:
+            if not empty[0].is_over:
+                self.complete(empty[0], None)
+            empty.popleft()
 
     # ---- ends that others decide
 

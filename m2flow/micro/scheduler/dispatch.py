@@ -1,14 +1,14 @@
 """Dispatch tasks to engines: samples to rollout engines, rows to functions, micro-batches and what else trains to trainers.
 
-Samples (`RolloutDispatch`) go to rollout engines where a version of the weights is held, or loaded first, that their call may use, and
-where the call's scheduling policy says (`m2flow.micro.scheduler.scheduling_policy_dispatch`). Without one they are shared out evenly over
-the call's workers, whole groups together where there is room, so that a prompt is prefilled once. Of branches of episodes a worker takes
-first those whose parents it has played, since its engine may have their tokens in its cache.
+Samples (`RolloutDispatch`) go to rollout engines where a version of the weights is held that their call may use, and where the call's
+scheduling policy says (`m2flow.micro.scheduler.scheduling_policy_dispatch`). Without one they are shared out evenly over the call's
+workers, whole groups together where there is room, so that a prompt is prefilled once. Of branches of episodes a worker takes first those
+whose parents it has played, since its engine may have their tokens in its cache.
 
 Where several roles speak in the episodes of a call, these go where the engines of all of them hold versions that the call may use.
 
-An engine loads the newest version that the trainer has when nothing runs on it and the earliest call with samples left may use that
-version; and under running samples if all of their calls may use it and allow that (`kv="keep"`), and the engine can.
+Before it gets other work, an engine loads weights and a trainer publishes them, if `WeightSync` (`m2flow.micro.scheduler.weights`) has
+an offer.
 
 Rewards and ops (`FunctionDispatch`) are executed on whatever rows are ready, as soon as a process is free. A task takes what is ready up
 to the stage's chunk and does not wait for more: while it runs, the next rows gather. Of several workers none takes more than its share, so
@@ -19,10 +19,10 @@ that a chain of calls on the same rows needs no round trip to the controller bet
 lost by it: both calls are one task each, nobody else could begin any of the second one's rows before, and no other call waits for the
 same input. After a worker was lost it is not done any more.
 
-Training (`TrainDispatch`) is micro-batches as groups come in, optimiser steps, log-probabilities, weights to publish, and checkpoints. One
-worker trains a role. Its updates go in program order, each from the weights that the one before it left. A step that would replace weights
-waits until every earlier reader of them has had them: the rollout engines have loaded them, or hold older ones that suffice, and
-log-probabilities and copies are done.
+Training (`TrainDispatch`) is micro-batches as groups come in, optimiser steps, log-probabilities, and checkpoints. One worker trains a
+role. Its updates go in program order, each from the weights that the one before it left. A step that would replace weights waits until
+every earlier reader of them has had them: the rollout engines have loaded them, or hold older ones that suffice, and log-probabilities
+and copies are done.
 
 A checkpoint has each role at one point in program order, though trainers reach it at different times:
 
@@ -36,20 +36,17 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol, final
+from collections.abc import Iterable, Sequence
 
 from m2flow.macro.graph import Call, Granularity
 from m2flow.macro.oversampling import keeps_cache
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.update_semantics import UpdateTally
 from m2flow.micro.protocol.worker_state import WorkerState, stopped_at
-from m2flow.micro.scheduler import weights
 from m2flow.micro.scheduler.call_state import CallState, MicroBatch, MinibatchEnd, SampleBatch, task_batches
 from m2flow.micro.scheduler.ready_queues import MAX_QUEUED, Ended, Offer
 from m2flow.micro.scheduler.state import SchedulerState
+from m2flow.micro.scheduler.weights import WeightSync
 from m2flow.samples import group_key
 
 # ---- samples
@@ -59,20 +56,12 @@ _MOST_SEEN = 512
 """Ready branches among which a worker finds those whose parents it has played."""
 
 
-class Policies(Protocol):
-    """Says which samples of a generation under a scheduling policy a worker gets now."""
-
-    def has_samples_for(self, call_state: CallState, worker: WorkerState) -> bool: ...
-
-    def take(self, call_state: CallState, worker: WorkerState, most: int) -> list[int]: ...
-
-
 class RolloutDispatch:
     """Dispatches samples and weight loads to rollout engines."""
 
-    def __init__(self, state: SchedulerState, policies: Policies) -> None:
+    def __init__(self, state: SchedulerState) -> None:
         self._state = state
-        self._policies = policies
+        self._weights = WeightSync(state)
 
     def offer(self, worker: WorkerState, roles: Sequence[str]) -> Offer | None:
         """Find the next task for this worker's rollout engines of these roles."""
@@ -86,16 +75,13 @@ class RolloutDispatch:
         if self._state.engine_weights.is_loading(worker, role):
             return None
         first = self._state.first_generation(role)
-        under = self._load_under_offer(worker, role, first)
+        under = self._weights.load_under_offer(worker, role, first)
         if under is not None or first is None:
             return under
         if self._state.has_given_back(worker, first):
             return None
-        held = worker.held.get(role, 0)
-        newest = self._state.engine_weights.loadable(worker, role, first)
-        if not weights.may_use(first, held, role) or (newest > held and not worker.num_tasks["rollout"]):
-            is_sure = first.is_prepared and not first.waits_for
-            return self._load_offer(worker, role, newest) if newest > held and is_sure else None
+        if self._weights.is_to_load(worker, role, first):
+            return self._weights.load_offer(worker, role, first)
         if not self._state.engine_weights.holds_for(worker, first):
             return None  # Another role that speaks in it is to load first, when nothing runs here.
         for call_state in self._state.open.started("rollout", role):
@@ -105,7 +91,7 @@ class RolloutDispatch:
                 continue
             if call_state.is_under_policy:
                 room = min(call_state.stage.chunk - worker.num_running, call_state.num_may_begin)
-                if room > 0 and self._policies.has_samples_for(call_state, worker):
+                if room > 0 and self._has_samples_for(worker, call_state):
                     return lambda call_state=call_state, room=room: self._give_by_policy(worker, call_state, room)  # type: ignore[misc]
             else:
                 quota = self._quota(worker, call_state)
@@ -113,39 +99,21 @@ class RolloutDispatch:
                     return lambda call_state=call_state, quota=quota: self._give_in_order(worker, call_state, quota)  # type: ignore[misc]
         return None
 
-    def _load_under_offer(self, worker: WorkerState, role: str, first: CallState | None) -> Offer | None:
-        """Find new weights to load under an engine's running samples: all of their calls may use them and allow that (`kv="keep"`)."""
-        state = self._state
-        may_keep = state.may_keep and role in worker.keeps_caches and worker.num_running
-        version = state.engine_weights.offered(worker, role) if may_keep else None
-        if version is None or version <= worker.held.get(role, 0):
-            return None
-        running = state.running(role, worker.name)
-        if not running or not all(weights.takes_under(call_state, version, role) for call_state in running):
-            return None
-        if first and not weights.may_use(first, version, role):
-            return None
-        return lambda: self._load(worker, role, version, under_requests=True)
-
-    def _load_offer(self, worker: WorkerState, role: str, version: int) -> Offer | None:
-        """Offer to load a version into an engine on which nothing runs."""
-        return None if worker.num_tasks["rollout"] else lambda: self._load(worker, role, version)
-
-    def _load(self, worker: WorkerState, role: str, version: int, *, under_requests: bool = False) -> None:
-        state = self._state
-        manifest = state.engine_weights.manifest(worker, role)
-        state.engine_weights.loading(worker, role, version, manifest)
-        state.engines_changed()
-        state.start(worker, "rollout", m.LoadWeights(state.next_task(), -1, role, version, manifest, under_requests))
-
     def _quota(self, worker: WorkerState, call_state: CallState) -> int:
         """Count the samples of a call that this worker may take now: its even share of what is left, if there is room."""
         room = call_state.stage.chunk - worker.num_running
         quota = min(room, call_state.num_may_begin, call_state.share - call_state.out_at.get(worker.name, 0))
         return self._state.credits.num_may_begin(call_state, worker.name, quota)
 
+    def _has_samples_for(self, worker: WorkerState, call_state: CallState) -> bool:
+        """Ask a generation's policy for samples for this worker. Other workers that it assigned some to are woken."""
+        dispatch = self._state.policies.of_call[call_state.call.ordinal]
+        found = dispatch.has_samples_for(worker)
+        self._state.ready_workers.wake_all(other for other in dispatch.dealt_to() if other is not worker)
+        return found
+
     def _give_by_policy(self, worker: WorkerState, call_state: CallState, room: int) -> None:
-        rows = self._policies.take(call_state, worker, room)
+        rows = self._state.policies.of_call[call_state.call.ordinal].take(worker, room)
         call_state.num_begun += len(rows)
         self._state.handed_out(call_state)
         self._begin(worker, call_state, rows)
@@ -204,8 +172,6 @@ class FunctionDispatch:
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
-        self._last: dict[str, CallState] = {}
-        """Worker -> call of its last task."""
 
     def offer(self, worker: WorkerState, roles: Sequence[str]) -> Offer | None:
         """Find the next task for this worker."""
@@ -231,7 +197,7 @@ class FunctionDispatch:
 
     def _following(self, worker: WorkerState) -> CallState | None:
         """Find the next call after the worker's last task's that may wait in its queue."""
-        last = self._last.get(worker.name)
+        last = self._state.last_function_calls.get(worker.name)
         if last is None or not last.users or worker.num_tasks["function"] >= MAX_QUEUED or self._state.has_losses:
             return None
         return next((user for user in last.users.values() if self._may_wait(user, worker)), None)
@@ -264,7 +230,7 @@ class FunctionDispatch:
     def _give(self, worker: WorkerState, call_state: CallState, rows: list[int]) -> None:
         is_whole = len(rows) == len(call_state.ids) and not (call_state.drops or call_state.refill or call_state.has_restored)
         call_state.whole_at = worker.name if is_whole else ""
-        self._last[worker.name] = call_state
+        self._state.last_function_calls[worker.name] = call_state
         self._state.bring_inputs(call_state, rows, worker.name)
         values, parts = self._state.values_for(call_state), {}
         if call_state.is_union:
@@ -312,57 +278,6 @@ def _comes_at_once(call_state: CallState) -> bool:
 # ---- training
 
 
-@dataclass(frozen=True)
-class PendingSave:
-    """One role's part of a checkpoint that is yet to be saved."""
-
-    step: int
-    version: int
-    """The version of the weights to save."""
-    path: str
-    behind: bool
-    """Whether it may be written while training goes on."""
-
-
-@final
-class Saves:
-    """The checkpoint parts that are yet to be saved, by role, the oldest first."""
-
-    def __init__(self) -> None:
-        self._due: dict[str, deque[PendingSave]] = {}
-        self._running: dict[int, tuple[str, PendingSave]] = {}
-        """Task -> role and the part that it saves."""
-
-    def add(self, step: int, directory: str, versions: Mapping[str, int], *, behind: bool) -> None:
-        """Add a checkpoint: these roles are to save these versions."""
-        for role, version in versions.items():
-            self._due.setdefault(role, deque()).append(PendingSave(step, version, f"{directory}/{role}", behind))
-
-    def drop(self) -> None:
-        """Drop what has not begun: the versions that it waits for will never come."""
-        self._due.clear()
-
-    def first(self, role: str) -> PendingSave | None:
-        """Return what a role has to save next."""
-        due = self._due.get(role)
-        return due[0] if due else None
-
-    def holds(self, call: Call) -> bool:
-        """Whether a write of weights would replace what has yet to be saved."""
-        due = self.first(call.role)
-        return due is not None and any(effect.version > due.version for effect in call.writes)
-
-    def begin(self, role: str, number: int) -> m.Save:
-        """Create the task that saves the role's next part."""
-        due = self._due[role].popleft()
-        self._running[number] = role, due
-        return m.Save(number, -1, role, due.path, seals=True, step=due.step if due.behind else -1)
-
-    def done(self, number: int) -> tuple[str, PendingSave] | None:
-        """Return the role and the part that a task has saved; None for any other task."""
-        return self._running.pop(number, None)
-
-
 _MAX_QUEUED = 2
 """Tasks that a trainer has at a time: one running, and one queued to begin at once."""
 
@@ -372,13 +287,13 @@ class TrainDispatch:
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
-        self.saves = Saves()
+        self._weights = WeightSync(state)
 
     def offer(self, worker: WorkerState, roles: Sequence[str]) -> Offer | None:
         """Find the next task for this worker's train engines of these roles."""
         if worker.num_tasks["train"] >= _MAX_QUEUED:
             return None
-        publish = self._publish_offer(worker, roles)
+        publish = self._weights.publish_offer(worker, roles)
         if publish is not None:
             return publish
         save = self._save_offer(worker, roles)
@@ -390,49 +305,16 @@ class TrainDispatch:
                 return found
         return None
 
-    def _publish_offer(self, worker: WorkerState, roles: Sequence[str]) -> Offer | None:
-        """Find weights of these roles that this worker's trainers should publish, since rollout engines of other workers wait for them.
-
-        Nobody may still load what was published before: the new weights overwrite the old ones in shared memory.
-        """
-        state = self._state
-        for role in roles:
-            if not state.ready_workers.has_others("rollout", role, worker):
-                continue
-            version = self._awaited(role)
-            if version is None or not state.engine_weights.may_publish(role, version):
-                continue
-            if state.engine_weights.oldest(role, but=worker) >= version:
-                continue
-            return lambda role=role, version=version: self._publish(worker, role, version)  # type: ignore[misc]
-        return None
-
-    def _awaited(self, role: str) -> int | None:
-        """Find the trainer's version, if the earliest generate call with samples left may use it, or running samples may take it."""
-        state = self._state
-        first, trained = state.first_generation(role), state.versions.trained(role)
-        if not trained:  # None: an update is under way; 0: every engine begins with these.
-            return None
-        if first is not None and not first.waits_for and first.is_prepared and weights.may_use(first, trained, role):
-            return trained
-        may_keep = state.may_keep and any(role in worker.keeps_caches for worker in state.ready_workers.hosts("rollout", role))
-        return trained if may_keep and any(weights.takes_under(call_state, trained, role) for call_state in state.running(role)) else None
-
-    def _publish(self, worker: WorkerState, role: str, version: int) -> None:
-        self._state.engine_weights.publishing(role)
-        self._state.engines_changed()
-        self._state.start(worker, "train", m.PublishWeights(self._state.next_task(), -1, role, version))
-
     def _save_offer(self, worker: WorkerState, roles: Sequence[str]) -> Offer | None:
         """Find a checkpoint part of a version that this worker holds now."""
         for role in roles:
-            due = self.saves.first(role)
+            due = self._state.saves.first(role)
             if due is not None and self._state.versions.trained(role) == due.version:
                 return lambda role=role: self._save(worker, role)  # type: ignore[misc]
         return None
 
     def _save(self, worker: WorkerState, role: str) -> None:
-        self._state.start(worker, "train", self.saves.begin(role, self._state.next_task()))
+        self._state.start(worker, "train", self._state.saves.begin(role, self._state.next_task()))
 
     def _started(self, roles: Sequence[str]) -> Iterable[CallState]:
         """Iterate over the calls of these roles that wait for nothing, in program order."""
@@ -458,7 +340,7 @@ class TrainDispatch:
 
     def _may_step(self, call_state: CallState) -> bool:
         """Whether every earlier reader of the weights that the update replaces has had them, and so has a due checkpoint."""
-        if self.saves.holds(call_state.call):
+        if self._state.saves.holds(call_state.call):
             return False
         for reader in self._state.versions.reads_before(call_state.call):
             if reader.call.engine != "rollout" or self._state.engine_weights.needs_loading(reader, call_state.call.role):
@@ -467,7 +349,7 @@ class TrainDispatch:
 
     def _may_copy_into(self, call_state: CallState) -> bool:
         """Whether nothing needs the weights that a copy replaces any more: log-probabilities by an older reference, a checkpoint."""
-        return not self.saves.holds(call_state.call) and next(self._state.versions.reads_before(call_state.call), None) is None
+        return not self._state.saves.holds(call_state.call) and next(self._state.versions.reads_before(call_state.call), None) is None
 
     def _update(self, worker: WorkerState, call_state: CallState, step: MicroBatch | MinibatchEnd) -> None:
         assert call_state.update is not None

@@ -25,7 +25,6 @@ from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.worker_state import ROLLOUT, Lease, WorkerState, kind_of
 
 if TYPE_CHECKING:
-    from m2flow.micro.protocol.plan import Plan
     from m2flow.micro.scheduler.call_state import CallState
     from m2flow.micro.scheduler.state import SchedulerState
 
@@ -106,8 +105,6 @@ class GpuBorrowing:
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
-        self.num_moved = 0
-        """Samples that were preempted to continue elsewhere."""
 
     def set_until(self, shares: Mapping[tuple[str, str], float]) -> None:
         """Change the shares, by (worker, role), at which engines give devices back; at 0 they get no sample."""
@@ -156,7 +153,7 @@ class GpuBorrowing:
         tasks = [task for _, task in state.tasks.of(name) if task.message.call == call and isinstance(task.message, m.Generate)]
         rows = [row for task in tasks for row in task.rows if row not in call_state.done and row not in call_state.dropped]
         if rows:
-            self.num_moved += len(rows)
+            state.num_given_back += len(rows)
             state.send(name, m.Preempt(call, rows))
         state.ready_workers.feed_all(call_state)
         state.ready_workers.rows_came(call_state)
@@ -167,15 +164,12 @@ class GpuBorrowing:
 class EarlyOnload:
     """Has trainers onload while the last samples still run on the same devices."""
 
-    def __init__(self, state: SchedulerState, plan: Plan) -> None:
+    def __init__(self, state: SchedulerState) -> None:
         self._state = state
-        self._shares = {
-            worker.lease: (slot.takes_turn, slot.onload_at) for worker in plan.workers for slot in worker.engines if slot.onload_at
-        }
 
     def look(self) -> None:
         """Begin the early onload on each lease for which it is time: its rollout workers shrink their KV caches first."""
-        for name, (turn, share) in self._shares.items():
+        for name, (turn, share) in self._state.onload_at.items():
             lease = self._state.leases[name]
             if self._is_time(lease, turn, share):
                 for worker in lease.onload_early(turn):

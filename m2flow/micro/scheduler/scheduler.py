@@ -5,16 +5,19 @@
 The controller feeds it what has happened; the simulator and tests feed it what might happen. It decides order, place and time and nothing
 else, within what the plan allows for each call (`m2flow.micro.protocol.plan`).
 
-The state is one data structure (`m2flow.micro.scheduler.state`). Deciders read and change it. They do not know each other, save that the
-lifecycle of calls asks those that have a say in it. This module alone composes them and passes each event through them, in this order:
+The state is one data structure (`m2flow.micro.scheduler.state`), and everything that changes is in it. Deciders read and change it, and
+append their commands there, in one order over all of them. They do not know each other, save that the lifecycle of calls asks those that
+have a say in it, and that rollout and training ask for weights to load and publish. This module alone composes them and passes each event
+through them, in this order:
 
     take the event
         what it says of calls and rows       CallLifecycle, Recovery, PolicyDispatches, Credits, time_out
-        what it says of weights, saves       SchedulerState, TrainDispatch.saves
+        what it says of weights, saves       EngineWeights, WeightSync, Saves
         whether devices are due              GpuBorrowing, EarlyOnload, LeaseTurns
     give work
         generations that have room now       Credits
-        each worker that may want some       RolloutDispatch, TrainDispatch, FunctionDispatch, in the turn of its lease
+        each worker that may want some       RolloutDispatch, TrainDispatch, FunctionDispatch, in the turn of its lease;
+                                             the first two ask WeightSync first
         each lease that is idle              LeaseTurns
         function processes                   FunctionDispatch
     forget calls                             CallLifecycle
@@ -67,6 +70,7 @@ from m2flow.micro.scheduler.partial_rollouts import time_out
 from m2flow.micro.scheduler.ready_queues import Offer
 from m2flow.micro.scheduler.scheduling_policy_dispatch import PolicyDispatches
 from m2flow.micro.scheduler.state import NOTHING, Ablation, SchedulerState
+from m2flow.micro.scheduler.weights import WeightSync
 from m2flow.micro.scheduler.worker_failure import Recovery, record_prefixes
 
 
@@ -98,15 +102,14 @@ class Scheduler:
         self._state = SchedulerState(
             plan, deterministic=deterministic, restored=restored or {}, max_attempts=max_attempts, ablation=ablation
         )
-        self._num_noted = 0
-        """Commands of the current event that `Credits` has been told of."""
-        self._policies = PolicyDispatches(self._state, plan)
+        self._policies = PolicyDispatches(self._state)
         self._recovery = Recovery(self._state)
-        self._calls = CallLifecycle(self._state, self._policies, self._recovery)
+        self._calls = CallLifecycle(self._state)
         self._borrowing = GpuBorrowing(self._state)
-        self._early_onload = EarlyOnload(self._state, plan)
+        self._early_onload = EarlyOnload(self._state)
         self._turns = LeaseTurns(self._state, self._has_work)
-        self._rollout = RolloutDispatch(self._state, self._policies)
+        self._weights = WeightSync(self._state)
+        self._rollout = RolloutDispatch(self._state)
         self._train = TrainDispatch(self._state)
         self._functions = FunctionDispatch(self._state)
         self._dispatches: dict[str, Dispatch] = {"rollout": self._rollout, "train": self._train, "function": self._functions}
@@ -122,7 +125,7 @@ class Scheduler:
                 that no other can replace (`m2flow.micro.scheduler.worker_failure`).
         """
         state = self._state
-        state.commands, self._num_noted = [], 0
+        state.commands, state.num_commands_credited = [], 0
         may_give_work = False
         for event in events:
             self._take(event)
@@ -319,15 +322,15 @@ class Scheduler:
                     self._calls.complete(call_state, done.result)
             case m.PublishWeights(role=role, version=version):
                 assert done.manifest is not None
-                state.weights_published(role, version, done.manifest)
+                self._weights.published(role, version, done.manifest)
             case m.LoadWeights():
-                state.weights_loaded(worker, task)
+                state.engine_weights.loaded(worker, task)
             case m.Switch(to=to):
                 self._turns.switched(worker, to)
             case m.ShrinkKVCache():
                 self._turns.shrunk_cache(worker)
             case m.Save():
-                saved = self._train.saves.done(task.number)
+                saved = self._state.saves.done(task.number)
                 if saved is not None and done.result is not None:
                     state.commands.append(CheckpointSaved(saved[1].step, saved[0], str(done.result)))
             case _:
@@ -337,8 +340,8 @@ class Scheduler:
         versions = self._state.versions.known() if event.versions is None else event.versions
         changed = {role: version for role, version in versions.items() if event.known.get(role) != version}
         if event.versions is not None:  # The run has stopped, and this is its last checkpoint.
-            self._train.saves.drop()
-        self._train.saves.add(event.step, event.directory, changed, behind=event.behind)
+            self._state.saves.drop()
+        self._state.saves.add(event.step, event.directory, changed, behind=event.behind)
         self._state.commands.append(CheckpointBegun(event.step, versions))
         self._state.ready_workers.wake_trainers()
 
@@ -370,12 +373,12 @@ class Scheduler:
     def _free_room(self) -> None:
         """Release the credits of calls that have ended, and ask workers again for generations that backpressure had blocked."""
         state, credits = self._state, self._state.credits
-        for command in state.commands[self._num_noted :]:
+        for command in state.commands[state.num_commands_credited :]:
             if isinstance(command, Resolve | Reject) and command.call in state.calls:
                 credits.over(state.calls[command.call])
             elif isinstance(command, Forgotten):
                 credits.forget(command.call)
-        self._num_noted = len(state.commands)
+        state.num_commands_credited = len(state.commands)
         for call_state in credits.unblocked():
             state.ready_workers.feed_all(call_state)
             state.ready_workers.rows_came(call_state)
@@ -417,7 +420,7 @@ class Scheduler:
             for lease in leases.values():
                 self._turns.hand_over(lease)
         self._functions.hand_out()
-        if credits.is_used and len(self._state.commands) > self._num_noted:  # Calls without rows have ended meanwhile.
+        if credits.is_used and len(self._state.commands) > self._state.num_commands_credited:  # Calls without rows have ended meanwhile.
             self._free_room()
             if self._state.ready_workers.has_any:
                 self._give_work()

@@ -1,6 +1,6 @@
 """Dispatch a generation's samples as a scheduling policy says: the live side of `m2flow.rollout_scheduling.policy`.
 
-    plan.policies --PolicyDispatches--> a PolicyDispatch for each generate call, or none: first come, first served, whole groups together
+    plan --Policies, PolicyDispatches--> a PolicyDispatch for each generate call, or none: first come, first served, whole groups together
     ready rows --PolicyDispatch--> policy --> queues: what each worker gets next, when it can take it
 
 The policy is asked as in the study: the instance with the fewest samples first, one sample at a time, so that samples which start
@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Protocol, final
 
 import numpy as np
 
@@ -38,12 +38,38 @@ from m2flow.samples import Batch, Ragged, SampleId, group_key
 
 if TYPE_CHECKING:
     from m2flow.micro.protocol.plan import Plan
-    from m2flow.micro.scheduler.state import SchedulerState
+    from m2flow.micro.scheduler.backpressure import Credits
+    from m2flow.micro.scheduler.ready_queues import ReadyWorkers, Tasks
+    from m2flow.micro.scheduler.weights import Versions
 
 _LEAST_STEP_S = 1e-9
 """Least step time of a decode model; a measured one may be 0, which the model does not allow."""
 _FEW = 64
 """With more instances than this, those that a policy left out are not all asked again whenever a sample ends or begins."""
+
+
+class PolicyState(Protocol):
+    """What this module needs of `SchedulerState`, which has a `Policies` and so is not imported here."""
+
+    workers: dict[str, WorkerState]
+    calls: dict[int, CallState]
+    tasks: Tasks
+    ready_workers: ReadyWorkers
+    versions: Versions
+    credits: Credits
+    policies: Policies
+    num_changes: int
+
+    @property
+    def known_lengths(self) -> Callable[[int], int] | None: ...
+
+    def is_away(self, worker: WorkerState, call_state: CallState) -> bool: ...
+
+    def send(self, worker: str, message: m.ToWorker) -> None: ...
+
+    def samples_ended(self, number: int, num_rows: int) -> None: ...
+
+    def requeue(self, call_state: CallState, rows: list[int], *, has_more: bool = False) -> None: ...
 
 
 @final
@@ -52,7 +78,7 @@ class PolicyDispatch:
 
     def __init__(
         self,
-        state: SchedulerState,
+        state: PolicyState,
         call_state: CallState,
         policy: SchedulingPolicy,
         earlier: Mapping[int, Sequence[int]],
@@ -303,7 +329,7 @@ class PolicyDispatch:
         if call_state.carry is not None:
             seen.oldest = {self._index[row]: version for row, version in call_state.carry.oldest.items() if row in self._index}
         seen.lost, seen.reports, seen.has_reports = self._lost, self._reports, self.policy.needs_reports
-        lengths = self._state.ablation.lengths
+        lengths = self._state.known_lengths
         seen.known = None if lengths is None else [lengths(row) for row in self._rows]
         seen.tokens_so_far = lambda sample: self._tokens.get(self._rows[sample], 0)
         wanted = call_state.refill.count if call_state.refill is not None else len(members)
@@ -418,83 +444,83 @@ _ANSWERS_KEPT = 16
 
 
 @final
-class PolicyDispatches:
-    """Creates and keeps the policy dispatch of each generate call of a run."""
+class Policies:
+    """The scheduling policies of a run: which the plan names, which serve a generation or are free, and what answers they have seen."""
 
-    def __init__(self, state: SchedulerState, plan: Plan) -> None:
+    def __init__(self, plan: Plan) -> None:
         """
         Raises:
             SpecError: there is no such policy or predictor.
         """
-        self._state = state
-        self._names = () if plan.policies in ((), (FIRST_COME,)) else plan.policies
-        self._predictor = plan.predictor
-        self._difficulty = plan.difficulty
-        self._paces = {pace.role: pace for pace in plan.paces}
-        self._free: dict[str, list[SchedulingPolicy]] = {}
-        self._dispatches: dict[int, PolicyDispatch] = {}
-        self._earlier: dict[tuple[str, str], list[int]] = {}
+        self.names = () if plan.policies in ((), (FIRST_COME,)) else plan.policies
+        """None: first come, first served."""
+        self.predictor = plan.predictor
+        self.difficulty = plan.difficulty
+        self.paces = {pace.role: pace for pace in plan.paces}
+        self.of_call: dict[int, PolicyDispatch] = {}
+        """Generate call -> its policy and queues, from when its rows are known until it is over."""
+        self.free: dict[str, list[SchedulingPolicy]] = {}
+        """Role -> policies that serve no call now, with what they have learned."""
+        self.earlier: dict[tuple[str, str], list[int]] = {}
         """Role and prompt -> lengths of its answers."""
-        if self._names:
-            make_policies(self._names, plan.predictor)  # Refuses wrong names at the start.
+        if self.names:
+            make_policies(self.names, plan.predictor)  # Refuses wrong names at the start.
+
+
+@final
+class PolicyDispatches:
+    """Creates and ends the policy dispatches of generate calls, and tells them what has happened."""
+
+    def __init__(self, state: PolicyState) -> None:
+        self._state = state
+        self._policies = state.policies
 
     def begin(self, call_state: CallState) -> None:
         """Create the policy dispatch of a generation whose rows are known now."""
-        if not self._names:
+        if not self._policies.names:
             return
         role = call_state.call.role
-        free = self._free.setdefault(role, [])
-        policy = free.pop() if free else make_policies(self._names, self._predictor)
+        free = self._policies.free.setdefault(role, [])
+        policy = free.pop() if free else make_policies(self._policies.names, self._policies.predictor)
         call_state.ready = Ready()
-        texts = self._said(call_state, "prompt") if self._earlier else {}
-        earlier = {row: self._earlier.get((role, text), ()) for row, text in texts.items()}
-        difficulties = self._said(call_state, self._difficulty) if self._difficulty else {}
-        dispatch = PolicyDispatch(self._state, call_state, policy, earlier, self._paces.get(role), difficulties)
-        self._dispatches[call_state.call.ordinal] = dispatch
+        texts = self._said(call_state, "prompt") if self._policies.earlier else {}
+        earlier = {row: self._policies.earlier.get((role, text), ()) for row, text in texts.items()}
+        difficulties = self._said(call_state, self._policies.difficulty) if self._policies.difficulty else {}
+        dispatch = PolicyDispatch(self._state, call_state, policy, earlier, self._policies.paces.get(role), difficulties)
+        self._policies.of_call[call_state.call.ordinal] = dispatch
 
     def over(self, call_state: CallState) -> None:
         """End a generation that is done or failed, and remember the lengths of its answers."""
-        dispatch = self._dispatches.pop(call_state.call.ordinal, None)
+        dispatch = self._policies.of_call.pop(call_state.call.ordinal, None)
         if dispatch is None:
             return
         dispatch.over()
-        self._free[call_state.call.role].append(dispatch.policy)
+        self._policies.free[call_state.call.role].append(dispatch.policy)
         texts = self._said(call_state, "prompt")
         for row, length in dispatch.lengths.items():
             text = texts.get(call_state.prompt_of(row))
             if text is not None:
-                known = self._earlier.setdefault((call_state.call.role, text), [])
+                known = self._policies.earlier.setdefault((call_state.call.role, text), [])
                 known.append(length)
                 del known[:-_ANSWERS_KEPT]
 
-    def has_samples_for(self, call_state: CallState, worker: WorkerState) -> bool:
-        """Ask a generation's policy for samples for this worker. Other workers that it assigned some to are woken."""
-        dispatch = self._dispatches[call_state.call.ordinal]
-        found = dispatch.has_samples_for(worker)
-        self._state.ready_workers.wake_all(other for other in dispatch.dealt_to() if other is not worker)
-        return found
-
-    def take(self, call_state: CallState, worker: WorkerState, most: int) -> list[int]:
-        """Take this worker's next samples of a generation."""
-        return self._dispatches[call_state.call.ordinal].take(worker, most)
-
     def ended(self, call_state: CallState, ids: Iterable[int], lengths: Iterable[int]) -> None:
         """Record that samples of a call are done, and how many tokens each has generated."""
-        dispatch = self._dispatches.get(call_state.call.ordinal)
+        dispatch = self._policies.of_call.get(call_state.call.ordinal)
         if dispatch is not None:
             for row, length in zip(ids, lengths, strict=True):
                 dispatch.ended(row, length)
 
     def gave_up(self, call_state: CallState) -> None:
         """Drop a generation's late samples."""
-        dispatch = self._dispatches.get(call_state.call.ordinal)
+        dispatch = self._policies.of_call.get(call_state.call.ordinal)
         if dispatch is not None:
             dispatch.gave_up(call_state.dropped)
 
     def reported(self, worker: str, message: m.Load) -> None:
         """Record an engine's load, and preempt samples that policies want to move."""
         load = Load(message.num_running, message.num_queued, message.kv_used, message.kv_capacity)
-        for dispatch in self._dispatches.values():
+        for dispatch in self._policies.of_call.values():
             if dispatch.call_state.call.role == message.role:
                 dispatch.reported(worker, load, zip(message.ids, message.num_tokens, strict=True))
                 for name, rows in dispatch.moves().items():
@@ -512,7 +538,7 @@ class PolicyDispatches:
                 continue
             if call_state.carry is not None:
                 call_state.carry.requeued([row], call_state.prefixes)
-            dispatch = self._dispatches.get(message.call)
+            dispatch = self._policies.of_call.get(message.call)
             to = dispatch.preempted(row) if dispatch is not None else None
             if to is None:
                 state.requeue(call_state, [row])
@@ -522,23 +548,23 @@ class PolicyDispatches:
                 state.ready_workers.wake(to)
 
     def lost(self, worker: str) -> None:
-        for dispatch in self._dispatches.values():
+        for dispatch in self._policies.of_call.values():
             dispatch.lost(worker)
 
     def trained(self, role: str) -> None:
         """Ask the role's workers again, since a policy may have waited for the new version of the weights."""
-        if self._names:
+        if self._policies.names:
             self._state.ready_workers.wake_role(role)
 
     def deal(self, call_state: CallState) -> None:
         """Assign more samples of a generation of which some have ended."""
-        dispatch = self._dispatches.get(call_state.call.ordinal)
+        dispatch = self._policies.of_call.get(call_state.call.ordinal)
         if dispatch is not None and call_state.has_rows_to_begin:
             self._state.ready_workers.wake_all(dispatch.deal())
 
     def force(self) -> bool:
         """Overrule policies that hold samples back, since no task is in flight; return whether one did."""
-        held = [p for p in self._dispatches.values() if p.call_state.has_rows_to_begin and p.force()]
+        held = [p for p in self._policies.of_call.values() if p.call_state.has_rows_to_begin and p.force()]
         for dispatch in held:
             self._state.ready_workers.wake_role(dispatch.call_state.call.role)
         return bool(held)

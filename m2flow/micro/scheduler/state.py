@@ -1,8 +1,19 @@
-"""The scheduler's state: one data structure of plain data, the indices over it, and the small changes that keep these in step.
+"""The scheduler's state: one data structure, the indices over it, and the small changes that keep these in step.
 
-The deciders (`dispatch`, `leases`, `worker_failure` and the others that `m2flow.micro.scheduler.scheduler` composes)
-read it to decide and change it through its methods; it knows none of them. A change appends the commands that follow from it to
-`SchedulerState.commands` and notes the workers to ask again (`m2flow.micro.scheduler.ready_queues`).
+The deciders (`dispatch`, `leases`, `worker_failure` and the others that `m2flow.micro.scheduler.scheduler` composes) read it to decide and
+change it through its methods. A decider has nothing else that changes, so whoever asks one makes one, from the state alone.
+
+Commands: a decider appends what it has decided to `SchedulerState.commands`, and so does a change of the state from which commands follow.
+They are not returned, since hosts carry them out in one order over all deciders, in which they were decided: rows are sent before the task
+that needs them, a call is resolved before the calls that end because of it, and what depends on a failed call is rejected before it. One
+decision is made in the middle of another (a call's end ends others, which abort tasks), so lists that are returned would have to be spliced
+at the places from which they were asked for. `Scheduler.handle` returns the list. A change also notes the workers to ask again
+(`m2flow.micro.scheduler.ready_queues`).
+
+Parts with rules of their own are objects that the state has: weights (`Versions`, `EngineWeights`), room (`Credits`), tasks, queues, and
+the scheduling policies (`policies`). Of these, each generation under a policy has a `PolicyDispatch`, with the policy's view of its samples
+and a queue for each worker. It stays one object beside its call, not fields of `CallState`, since its fields mean something only
+together and to the policy, which is a user's object too and outlives the call; and most runs have none.
 
 A generation is open until all of its samples are handed out; a generation or a trainer's call has started once it waits for nothing.
 
@@ -15,13 +26,13 @@ the rungs of `m2flow.simulator.ablation`.
 from __future__ import annotations
 
 import bisect
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
-from m2flow.channels.weights import Manifest
 from m2flow.errors import M2FlowError
+from m2flow.macro.graph import Call
 from m2flow.macro.refill import Refill
 from m2flow.micro.lowering.capabilities import keeps_caches
 from m2flow.micro.protocol import messages as m
@@ -31,6 +42,7 @@ from m2flow.micro.protocol.worker_state import Lease, TaskState, WorkerState, wo
 from m2flow.micro.scheduler.backpressure import Credits
 from m2flow.micro.scheduler.call_state import CallState
 from m2flow.micro.scheduler.ready_queues import ReadyWorkers, StartQueue, Tasks
+from m2flow.micro.scheduler.scheduling_policy_dispatch import Policies
 from m2flow.micro.scheduler.weights import EngineWeights, Versions
 from m2flow.samples import SampleId
 
@@ -238,6 +250,59 @@ class PlayedAt:
         return self._places.get(SampleId.unpack(row).call, {}).get(row, "")
 
 
+@dataclass(frozen=True)
+class PendingSave:
+    """One role's part of a checkpoint that is yet to be saved."""
+
+    step: int
+    version: int
+    """The version of the weights to save."""
+    path: str
+    behind: bool
+    """Whether it may be written while training goes on."""
+
+
+@final
+class Saves:
+    """The checkpoint parts that are yet to be saved, by role, the oldest first."""
+
+    def __init__(self) -> None:
+        self._due: dict[str, deque[PendingSave]] = {}
+        """Role -> parts that have not begun."""
+        self._running: dict[int, tuple[str, PendingSave]] = {}
+        """Task -> role and the part that it saves."""
+
+    def add(self, step: int, directory: str, versions: Mapping[str, int], *, behind: bool) -> None:
+        """Add a checkpoint: these roles are to save these versions."""
+        for role, version in versions.items():
+            self._due.setdefault(role, deque()).append(PendingSave(step, version, f"{directory}/{role}", behind))
+
+    def drop(self) -> None:
+        """Drop what has not begun: the versions that it waits for will never come."""
+        self._due.clear()
+
+    def first(self, role: str) -> PendingSave | None:
+        """Return what a role has to save next."""
+        due = self._due.get(role)
+        return due[0] if due else None
+
+    def holds(self, call: Call) -> bool:
+        """Whether a write of weights would replace what has yet to be saved."""
+        due = self.first(call.role)
+        return due is not None and any(effect.version > due.version for effect in call.writes)
+
+    def begin(self, role: str, number: int) -> m.Save:
+        """Create the task that saves the role's next part."""
+        due = self._due[role].popleft()
+        self._running[number] = role, due
+        return m.Save(number, -1, role, due.path, seals=True, step=due.step if due.behind else -1)
+
+    def done(self, number: int) -> tuple[str, PendingSave] | None:
+        """Return the role and the part that a task has saved; None for any other task."""
+        return self._running.pop(number, None)
+
+
+@final
 class SchedulerState:
     """All state of a scheduler, and the commands that the current event has led to so far."""
 
@@ -260,6 +325,9 @@ class SchedulerState:
         """Some generation lets weights change under its running samples (`kv="keep"`)."""
         self.ready_workers = ReadyWorkers(self.workers)
         self.commands: list[Command] = []
+        """Commands of the current event, in the order in which they were decided."""
+        self.num_commands_credited = 0
+        """Commands of the current event that `credits` has been told of."""
         self.versions = Versions(restored)
         self.engine_weights = EngineWeights(self.versions, self.ready_workers)
         self.rows = RowLocations()
@@ -267,6 +335,10 @@ class SchedulerState:
         self.credits = Credits(self.calls)
         self.lent_until = _lent_until(plan)
         """Role -> worker -> share of a generation's samples that have ended when it gives borrowed devices back."""
+        self.onload_at = {w.lease: (slot.takes_turn, slot.onload_at) for w in plan.workers for slot in w.engines if slot.onload_at}
+        """Lease -> turn of a trainer that onloads early, and share of the samples that have ended then."""
+        self.num_given_back = 0
+        """Samples that were preempted on borrowed devices to continue elsewhere."""
         self.errors: dict[int, tuple[int, M2FlowError]] = {}
         """Failed call -> the call that caused it, and its error."""
         self.wanted: set[int] = set()
@@ -298,6 +370,12 @@ class SchedulerState:
         self.blamed: set[str] = set()
         """Names of calls on functions that were running when their worker was lost."""
         self.functions = StartQueue(self.workers)
+        self.last_function_calls: dict[str, CallState] = {}
+        """Worker -> call of its last task on a function."""
+        self.empty_calls: deque[CallState] = deque()
+        """Calls without rows that are about to end, in order."""
+        self.saves = Saves()
+        self.policies = Policies(plan)
         self.num_changes = 0
         """Incremented whenever the set of workers that can run a generation may have changed."""
 
@@ -369,23 +447,6 @@ class SchedulerState:
         calls = [found for found in self.active.values() if found.call.engine == "rollout" and role in found.call.speakers]
         return [found for found in calls if (found.tasks_at if worker is None else worker in found.tasks_at)]
 
-    def weights_published(self, role: str, version: int, manifest: Manifest) -> None:
-        """Note that a trainer has published weights: engines may load them."""
-        self.engine_weights.published(role, version, manifest)
-        self.engines_changed()
-        self.ready_workers.wake_role(role)
-
-    def weights_loaded(self, worker: WorkerState, task: m.LoadWeights) -> None:
-        """Note that an engine has loaded weights: its trainer may have waited for that."""
-        self.engine_weights.loaded(worker, task)
-        self.ready_workers.wake_trainers(task.role)
-
-    def weights_lost(self, worker: WorkerState) -> None:
-        """Note that a worker is lost: no trainer waits for its engines."""
-        self.engine_weights.lost(worker)
-        for role in worker.roles["rollout"]:
-            self.ready_workers.wake_trainers(role)
-
     # ---- tasks and rows
 
     def send(self, worker: str, message: m.ToWorker) -> None:
@@ -420,6 +481,11 @@ class SchedulerState:
             if task.engine != "function" or worker.lease is not None:
                 self.ready_workers.wake(worker)
         return task
+
+    @property
+    def known_lengths(self) -> Callable[[int], int] | None:
+        """Row -> tokens that it will generate; None in a real run."""
+        return self.ablation.lengths
 
     # ---- requeueing, and moving rows
 

@@ -4,15 +4,20 @@
 
 `Versions` knows the program's side: which call writes and reads which version, and what the trainers hold. `EngineWeights` knows the
 engines' side. An engine has one version of the weights, and a generation runs only where a version of its window is held
-(`m2flow.micro.protocol.staleness`), exactly one version unless the flow allows older ones. When a trainer publishes weights and an engine
-loads them is decided in `m2flow.micro.scheduler.dispatch`.
+(`m2flow.micro.protocol.staleness`), exactly one version unless the flow allows older ones.
+
+`WeightSync` decides when a version moves; `TrainDispatch` and `RolloutDispatch` (`m2flow.micro.scheduler.dispatch`) ask it for an offer
+before they look for other work. A trainer publishes its version when engines of other workers hold older ones, the earliest generation
+with samples left may use it, and nobody loads what was published before. An engine loads the newest version that it can get when nothing
+runs on it and that generation may use it; and under running samples if all of their calls may use it and allow that (`kv="keep"`), and
+the engine can.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple, final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol, final
 
 from m2flow.channels.weights import Manifest
 from m2flow.macro.graph import Call, Effect
@@ -21,7 +26,7 @@ from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.staleness import ANY_VERSION, window
 from m2flow.micro.protocol.worker_state import WorkerState
 from m2flow.micro.scheduler.call_state import CallState
-from m2flow.micro.scheduler.ready_queues import ReadyWorkers
+from m2flow.micro.scheduler.ready_queues import Offer, ReadyWorkers
 
 
 def may_use(call_state: CallState, version: int, role: str = "") -> bool:
@@ -225,10 +230,11 @@ class EngineWeights:
         self._loading[worker.name, role] = version
 
     def loaded(self, worker: WorkerState, task: m.LoadWeights) -> None:
-        """Record that an engine holds what it was told to load."""
+        """Record that an engine holds what it was told to load. Its trainer may have waited for that."""
         self._holds(worker, task.role, task.version)
         self._loading.pop((worker.name, task.role), None)
         self.unloaded(task)
+        self._ready_workers.wake_trainers(task.role)
 
     def unloaded(self, task: m.LoadWeights) -> None:
         """Record that a load has ended, or will not happen."""
@@ -236,10 +242,11 @@ class EngineWeights:
             self._num_loads[task.role] -= 1
 
     def lost(self, worker: WorkerState) -> None:
-        """Remove a lost worker: nobody waits for it to load weights."""
+        """Remove a lost worker: no trainer waits for its engines to load weights."""
         for role in worker.roles["rollout"]:
             self._holds(worker, role, ANY_VERSION)
             self._loading.pop((worker.name, role), None)
+            self._ready_workers.wake_trainers(role)
 
     def joined(self, worker: WorkerState) -> None:
         """Take in a restarted worker, which holds the weights that the run began with."""
@@ -258,3 +265,109 @@ class EngineWeights:
             del held[before]
         held[version] += 1
         worker.held[role] = version
+
+
+class SyncState(Protocol):
+    """What `WeightSync` needs of `SchedulerState`, which has a `Versions` and an `EngineWeights` and so is not imported here."""
+
+    versions: Versions
+    engine_weights: EngineWeights
+    ready_workers: ReadyWorkers
+    may_keep: bool
+
+    def first_generation(self, role: str) -> CallState | None: ...
+
+    def running(self, role: str, worker: str | None = None) -> list[CallState]: ...
+
+    def engines_changed(self) -> None: ...
+
+    def next_task(self) -> int: ...
+
+    def start(self, worker: WorkerState, engine: str, task: m.Task, rows: int = 0) -> None: ...
+
+
+@final
+class WeightSync:
+    """Decides when a trainer publishes weights, and when a rollout engine loads them."""
+
+    def __init__(self, state: SyncState) -> None:
+        self._state = state
+
+    # ---- publishing
+
+    def publish_offer(self, worker: WorkerState, roles: Sequence[str]) -> Offer | None:
+        """Find weights of these roles that this worker's trainers should publish, since rollout engines of other workers wait for them.
+
+        Nobody may still load what was published before: the new weights overwrite the old ones in shared memory.
+        """
+        state = self._state
+        for role in roles:
+            if not state.ready_workers.has_others("rollout", role, worker):
+                continue
+            version = self._awaited(role)
+            if version is None or not state.engine_weights.may_publish(role, version):
+                continue
+            if state.engine_weights.oldest(role, but=worker) >= version:
+                continue
+            return lambda role=role, version=version: self._publish(worker, role, version)  # type: ignore[misc]
+        return None
+
+    def _awaited(self, role: str) -> int | None:
+        """Find the trainer's version, if the earliest generate call with samples left may use it, or running samples may take it."""
+        state = self._state
+        first, trained = state.first_generation(role), state.versions.trained(role)
+        if not trained:  # None: an update is under way; 0: every engine begins with these.
+            return None
+        if first is not None and not first.waits_for and first.is_prepared and may_use(first, trained, role):
+            return trained
+        may_keep = state.may_keep and any(role in worker.keeps_caches for worker in state.ready_workers.hosts("rollout", role))
+        return trained if may_keep and any(takes_under(call_state, trained, role) for call_state in state.running(role)) else None
+
+    def _publish(self, worker: WorkerState, role: str, version: int) -> None:
+        self._state.engine_weights.publishing(role)
+        self._state.engines_changed()
+        self._state.start(worker, "train", m.PublishWeights(self._state.next_task(), -1, role, version))
+
+    def published(self, role: str, version: int, manifest: Manifest) -> None:
+        """Take in that a trainer has published weights: engines may load them."""
+        self._state.engine_weights.published(role, version, manifest)
+        self._state.engines_changed()
+        self._state.ready_workers.wake_role(role)
+
+    # ---- loading
+
+    def load_under_offer(self, worker: WorkerState, role: str, first: CallState | None) -> Offer | None:
+        """Find new weights to load under an engine's running samples: all of their calls may use them and allow that (`kv="keep"`)."""
+        state = self._state
+        may_keep = state.may_keep and role in worker.keeps_caches and worker.num_running
+        version = state.engine_weights.offered(worker, role) if may_keep else None
+        if version is None or version <= worker.held.get(role, 0):
+            return None
+        running = state.running(role, worker.name)
+        if not running or not all(takes_under(call_state, version, role) for call_state in running):
+            return None
+        if first and not may_use(first, version, role):
+            return None
+        return lambda: self._load(worker, role, version, under_requests=True)
+
+    def is_to_load(self, worker: WorkerState, role: str, first: CallState) -> bool:
+        """Whether an engine is to load before it gets samples: it has no version for the earliest call, or idles and can get a newer."""
+        held = worker.held.get(role, 0)
+        if not may_use(first, held, role):
+            return True
+        return not worker.num_tasks["rollout"] and self._state.engine_weights.loadable(worker, role, first) > held
+
+    def load_offer(self, worker: WorkerState, role: str, first: CallState) -> Offer | None:
+        """Find the newest version for the earliest call to load into an idle engine, once the call's rows are known and it can start."""
+        version = self._state.engine_weights.loadable(worker, role, first)
+        is_newer, is_sure = version > worker.held.get(role, 0), first.is_prepared and not first.waits_for
+        if not (is_newer and is_sure) or worker.num_tasks["rollout"]:
+            return None
+        return lambda: self._load(worker, role, version)
+
+    def _load(self, worker: WorkerState, role: str, version: int, *, under_requests: bool = False) -> None:
+        state = self._state
+        manifest = state.engine_weights.manifest(worker, role)
+        state.engine_weights.loading(worker, role, version, manifest)
+        state.engines_changed()
+        state.start(worker, "rollout", m.LoadWeights(state.next_task(), -1, role, version, manifest, under_requests))

@@ -159,7 +159,7 @@ class Recovery:
             StateLost: it had weights that a generation still needs.
         """
         state, worker = self._state, self._state.workers[event.worker]
-        state.weights_lost(worker)
+        state.engine_weights.lost(worker)
         for place, rows in event.missing.items():
             self.send_again(place, rows)
         for call_state in state.active.values():

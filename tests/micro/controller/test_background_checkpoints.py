@@ -17,7 +17,7 @@ from m2flow.micro.controller.checkpoint_coordinator import CheckpointCoordinator
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.records import checkpoints
 from m2flow.micro.records.checkpoints import PartWriter
-from m2flow.micro.scheduler.dispatch import Saves
+from m2flow.micro.scheduler.state import Saves
 from m2flow.recipe import Counts
 from m2flow.runner.run import Run, Summary
 from m2flow.spec import ClusterSpec, RolloutSpec, RunSettings, TrainSpec

@@ -12,7 +12,7 @@ from m2flow.macro.graph import Call, Effect, Granularity, Site
 from m2flow.micro.controller.checkpoint_coordinator import CheckpointCoordinator, ProgramPoint
 from m2flow.micro.records import checkpoints
 from m2flow.micro.records.checkpoints import Point
-from m2flow.micro.scheduler.dispatch import Saves
+from m2flow.micro.scheduler.state import Saves
 from m2flow.spec import RunSettings
 
 

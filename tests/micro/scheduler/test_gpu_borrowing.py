@@ -61,9 +61,9 @@ def given_back(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     before = GpuBorrowing._give_back
 
     def noted(self: GpuBorrowing, state: object, name: str) -> None:
-        had = self.num_moved
+        had = self._state.num_given_back
         before(self, state, name)  # type: ignore[arg-type]
-        found.extend([name] * (self.num_moved - had))
+        found.extend([name] * (self._state.num_given_back - had))
 
     monkeypatch.setattr(GpuBorrowing, "_give_back", noted)
     return found

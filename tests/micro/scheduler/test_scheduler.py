@@ -348,6 +348,23 @@ def test_a_failed_task_fails_its_call_and_exactly_what_depends_on_it(cluster, se
     assert rig.forgotten == set(rig.calls) - set(rig.rejected)  # An earlier failure might still have reached those.
 
 
+def test_everything_that_changes_is_in_the_state_and_deciders_have_nothing_besides():
+    graph, models, _ = trace(program, {})
+    scheduler = Scheduler(lower(graph, models, ClusterSpec(device="cpu", cores=2, rollout=RolloutSpec(engine="fake"))))
+    state = scheduler._state
+    parts = [state, *vars(state).values()]
+    todo: list[object] = [value for name, value in vars(scheduler).items() if not name.startswith("_dispatches")]
+    seen = 0
+    while todo:
+        found = todo.pop()
+        if any(found is part for part in parts) or callable(found):
+            continue
+        assert type(found).__module__.startswith("m2flow.micro.scheduler."), f"a decider has {found!r}"
+        todo += vars(found).values()
+        seen += 1
+    assert seen >= 10, "the deciders, and those that they ask"
+
+
 def first(rig: Rig, method: str, role: str = "") -> int:
     return next(o for o, c in rig.calls.items() if c.method == method and role in c.role)
 
