@@ -57,7 +57,7 @@ _MOST_SEEN = 512
 
 
 class RolloutDispatch:
-    """Dispatches samples and weight loads to rollout engines."""
+    """Dispatches samples to rollout engines, which load weights first where they have to."""
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
