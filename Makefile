@@ -82,7 +82,7 @@ not-run:
 	@if [ ! -e $(SKIPPED)/rest.tsv ]; then cut -f1 $(SKIPPED)/core.tsv 2>/dev/null | sort -u; echo "did not run: rest (stopped before it)"; \
 	elif [ -s $(SKIPPED)/rest.tsv ]; then cut -f1 $(SKIPPED)/rest.tsv | sort -u; else echo "every group of tests ran"; fi
 
-# The tests always draw the same programs; these are new ones each time. What it prints of a difference can be pasted into tests/runs/test_random_programs.py.
+# The tests always draw the same programs; these are new ones each time. What it prints of a difference can be pasted into tests/integration/test_random_programs.py.
 fuzz: $(VENV)/.installed ## Random programs with new seeds, planned and eager, for MINUTES=30. SEED=... makes those of a seed again.
 	@OMP_NUM_THREADS=1 $(BIN)/python tests/support/campaign.py --minutes $(MINUTES) --jobs $(JOBS) $(if $(SEED),--seed $(SEED))
 

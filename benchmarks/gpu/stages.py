@@ -198,7 +198,7 @@ def environment(device: str) -> Found:
 
 def tests(device: str) -> Found:
     """Run the tests that need a GPU, or without one those of weights on a device that run anywhere."""
-    chosen = ["-m", "gpu"] if device != "cpu" else ["tests/channels/test_device_weights.py", "-m", "not gpu"]
+    chosen = ["-m", "gpu"] if device != "cpu" else ["tests/channels/weights/test_device_weights.py", "-m", "not gpu"]
     if importlib.util.find_spec("pytest") is None:
         return Found({"tests": "pytest is not installed"})
     spread = ["-n", str(min(6, os.cpu_count() or 1))] if importlib.util.find_spec("xdist") and device != "cpu" else []

@@ -237,7 +237,7 @@ OTHERS = {
     "traceparent": "has no option",
     "AdamW.rate, AdamW.in_loop, AdamW8bit.rate, AdamW8bit.in_loop, Muon.rate, Muon.in_loop, SGD.rate, SGD.in_loop": "ours",
     "Dataset.return_rest": "of a refill",
-    "Dataset.within": "needs a tokenizer: tests/engines/test_prompt_limits.py",
+    "Dataset.within": "needs a tokenizer: tests/engines/models/test_prompt_limits.py",
     "Dataset.jsonl, Dataset.csv, Dataset.parquet, Dataset.hf, Dataset.reasoning_gym": "need files: tests/macro/test_dataset_files.py",
     "EpisodeRows, EpisodeRows.of": "what a rollout gives: tests/agents/test_speakers.py",
     "Reward.judge": "ours",

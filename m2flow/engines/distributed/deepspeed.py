@@ -10,7 +10,7 @@ the boundary of gradient accumulation (`managed_gradient_accumulation: false`): 
 are the recipe's (`m2flow.engines.models.optimizers`). A checkpoint is the embedded trainer's: any trainer goes on from it, over any
 number of ranks and in any stage, so the library's own format, bound to both, is not needed. It has no optimiser but AdamW.
 
-Where release 0.19.8 deviates from its documentation or from the other trainers (`tests/engines/test_deepspeed.py` tests each):
+Where release 0.19.8 deviates from its documentation or from the other trainers (`tests/engines/distributed/test_deepspeed.py` tests each):
 
 - It averages gradients over ranks and wants to know the last micro-batch in advance: sums are accumulated, and the plan ends a mini-batch.
 - It fixes clipping and learning rate at the start: a recipe's AdamW is passed as a client optimiser that clips, with moments, rate and

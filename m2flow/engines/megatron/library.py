@@ -6,7 +6,7 @@
 All that imports the library is here. Layers are its local specification: column and row parallel matrices, router and experts are
 Megatron's, norms and attention those of `m2flow.engines.megatron.rows` and `modules`, which need neither Transformer Engine nor Apex.
 
-Where release 0.16.1 deviates from what one expects (`tests/engines/test_megatron.py` tests each):
+Where release 0.16.1 deviates from what one expects (`tests/engines/megatron/test_megatron.py` tests each):
 
 - `perform_initialization=False` leaves split weights unmarked, and the library's norm of the gradient then counts them wrongly: who has
   which part is known here by name (`m2flow.engines.megatron.parts`).

@@ -15,8 +15,8 @@ all experts of a layer: `experts.gate_up_proj` [E, 2 I, H] and `experts.down_pro
 expert. `checkpoint_tensors` returns views, so weights are loaded by the same names: a copy into a view is a copy into the stack. Fused
 tensors of a serving engine (QKV, gate and up) are that engine's concern: it takes checkpoints' names as well.
 
-Limit: the architectures in `EXPERTS`, each compared with what transformers itself saves (`tests/engines/test_checkpoint_names.py`). Other
-mixtures keep the module's own names.
+Limit: the architectures in `EXPERTS`, each compared with what transformers itself saves (`tests/engines/models/test_checkpoint_names.py`).
+Other mixtures keep the module's own names.
 
 Shapes: E experts, I their width, H hidden.
 """

@@ -1,4 +1,4 @@
-"""The suite of train engines, for the trainer `megatron` in one layout. `tests/engines/test_megatron.py` runs it in an interpreter with
+"""The suite of train engines, for the trainer `megatron` in one layout. `test_megatron.py` runs it in an interpreter with
 megatron-core, with the layout in the environment: `M2FLOW_TEST_RANKS`, and `M2FLOW_TEST_LAYOUT` as JSON."""
 
 from __future__ import annotations

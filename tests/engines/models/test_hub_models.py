@@ -18,7 +18,7 @@ import pytest
 from m2flow.errors import ModelError
 from m2flow.recipe import Model, hub_directory, is_of_hub, missing_files
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 DIGITS = ROOT / "flows" / "models" / "digits"
 COMMIT, OLDER = "a" * 40, "b" * 40
 

@@ -98,7 +98,7 @@ def test_a_trainer_that_was_started_again_is_read_from_its_new_buffers(tmp_path)
 
 
 def test_another_process_reads_weights_through_handles_version_after_version(tmp_path):
-    command = [sys.executable, str(Path(__file__).parents[1] / "support" / "device_files.py")]
+    command = [sys.executable, str(Path(__file__).parents[2] / "support" / "device_files.py")]
     with (
         contextlib.closing(DeviceWeights(file_memory(tmp_path))) as weights,
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other,

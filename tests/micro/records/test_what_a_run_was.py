@@ -23,7 +23,7 @@ from m2flow.observe.metrics import MetricsWriter, parameters_of
 from m2flow.runner.run import Run
 from m2flow.spec import LAPTOP, ClusterSpec, RunSettings
 
-FLOWS = Path(__file__).resolve().parents[2] / "flows"
+FLOWS = Path(__file__).resolve().parents[3] / "flows"
 
 FLOW = """
 from pathlib import Path

@@ -30,7 +30,7 @@ from m2flow.planner.model_shapes import ModelShape
 from m2flow.planner.pools import legal_layouts, offered
 from m2flow.recipe import Balance, Lora, Model
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PYTHON = os.environ.get("M2FLOW_MEGATRON_PYTHON", str(ROOT / ".venv-megatron" / "bin" / "python"))
 NEEDS_MEGATRON = pytest.mark.skipif(not Path(PYTHON).exists(), reason="megatron: needs .venv-megatron: make megatron-cpu")
 
@@ -38,7 +38,7 @@ NEEDS_MEGATRON = pytest.mark.skipif(not Path(PYTHON).exists(), reason="megatron:
 def inside(file: str, num_ranks: int, layout: dict[str, object] | None = None) -> None:
     """Run a file of tests where the CPU passes for a GPU."""
     given = {"M2FLOW_TEST_RANKS": str(num_ranks), "M2FLOW_TEST_LAYOUT": json.dumps(layout or {}), "OMP_NUM_THREADS": "1"}
-    arguments = ["-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", str(Path(__file__).parent / "megatron" / file)]
+    arguments = ["-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", str(Path(__file__).parent / file)]
     done = subprocess.run(
         [PYTHON, *arguments], cwd=ROOT, env={**os.environ, **given}, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False
     )

@@ -34,7 +34,7 @@ from m2flow.channels.weights import (
 from m2flow.channels.weights import shared_segment as shared_memory
 from m2flow.errors import ChannelClosed, ChannelError, DecodeError, SpecError
 
-_PEER = str(Path(__file__).parents[1] / "support" / "weights_peer.py")
+_PEER = str(Path(__file__).parents[2] / "support" / "weights_peer.py")
 
 tensor_dicts = st.dictionaries(
     st.text(max_size=10),

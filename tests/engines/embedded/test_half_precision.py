@@ -29,7 +29,7 @@ NEEDS_DEEPSPEED = [
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="the extra `deepspeed` is not installed"),
 ]
-DIGITS = Path(__file__).resolve().parents[2] / "flows" / "models" / "digits"
+DIGITS = Path(__file__).resolve().parents[3] / "flows" / "models" / "digits"
 
 
 @flow

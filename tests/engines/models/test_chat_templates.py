@@ -40,7 +40,7 @@ TEMPLATES = {
     "{% endfor %}{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}",
 }
 """Small templates with what those of eight families do to a conversation, and one that reads parts."""
-VENDORS = {path.stem: path.read_text() for path in (Path(__file__).resolve().parents[1] / "expected" / "templates").glob("*.jinja")}
+VENDORS = {path.stem: path.read_text() for path in (Path(__file__).resolve().parents[2] / "expected" / "templates").glob("*.jinja")}
 """The templates of eight models as their vendors publish them."""
 
 QUESTION = {"role": "user", "content": " What is 2 + 2? \u00e9\n"}
