@@ -159,7 +159,7 @@ def restructured(problem: Problem, ways: Mapping[int, tuple[Cut, int]]) -> Itera
                     problem, {k: v for k, v in ways.items() if k != inner}, (ways[inner][0].first, ways[inner][0].second, other)
                 )
         for one in every:
-            if (written := _written(one)) not in known and all(_may(problem, *way) for way in one.values()):
+            if (written := _written(one)) not in known and all(how != SPLIT or problem.may_split(cut) for cut, how in one.values()):
                 known.add(written)
                 yield one
 
@@ -205,10 +205,6 @@ def _num_needed(problem: Problem, ways: Mapping[int, tuple[Cut, int]], counts: M
     cut, how = ways[calls]
     parts = [_num_needed(problem, ways, counts, part) for part in (cut.first, cut.second)]
     return sum(parts) if how == SPLIT else max(parts)
-
-
-def _may(problem: Problem, cut: Cut, how: int) -> bool:
-    return how != SPLIT or not problem.graph.engines(cut.first) & problem.graph.engines(cut.second)
 
 
 def nearest_of(sizes: Sequence[int], size: int) -> int:

@@ -840,6 +840,10 @@ class Problem:
             self._cuts[calls] = tuple(self.graph.cuts(calls))
         return self._cuts[calls]
 
+    def may_split(self, cut: Cut) -> bool:
+        """Whether both parts may be on devices of their own: calls of one engine are on the same ones."""
+        return not self.graph.engines(cut.first) & self.graph.engines(cut.second)
+
     def facts(self, engine: EngineId) -> FloatArray:
         """Tabulate an engine's options: the index of the pool, devices, bytes kept, at work and on the host, whether it is swapped."""
         if engine not in self.options.facts:

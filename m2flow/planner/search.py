@@ -34,6 +34,7 @@ from m2flow.planner.dynamic_program import LENT, SPLIT, TURNS, WORTH, Limits, So
 from m2flow.planner.plan_tree import (
     Budget,
     Climb,
+    Leaf,
     Node,
     Places,
     State,
@@ -691,13 +692,13 @@ class _Search:
 
     def restructured(self, found: Found) -> Found:
         """The plan after changes of its structure, with its devices or those that a table divides, as long as one helps; in one pool."""
-        bits, ways = self.problem.graph.bits, ways_in(found.node)
+        ways = ways_in(found.node)
         if len(self.problem.pools) > 1 or found.is_exact or LENT in {how for _, how in ways.values()}:
             return found
         for _ in range(_MOST_RESTRUCTURED):
             leaves = leaves_of(found.node)
             like = {leaf.engine: leaf.option for leaf in leaves}
-            chunks = {sum(bits[name] for name in leaf.names): leaf.chunk for leaf in leaves}
+            chunks = self._chunks_in(leaves)
             own = {engine: [(option, option.num_devices)] for engine, option in like.items()}
             best: tuple[float, Climb, State] | None = None
             for ways in restructured(self.problem, ways_in(found.node)):
@@ -731,6 +732,11 @@ class _Search:
                 if free > 0:
                     yield {**base, engine: [(like, free)]}
 
+    def _chunks_in(self, leaves: Sequence[Leaf]) -> dict[int, int]:
+        """Set of calls of each leaf -> its chunk size."""
+        bits = self.problem.graph.bits
+        return {sum(bits[name] for name in leaf.names): leaf.chunk for leaf in leaves}
+
     def _found_at(self, tables: Tables, row: int) -> Found | None:
         """The plan of a row; None if it has no places."""
         node = tree_of(tables, row)
@@ -746,8 +752,7 @@ class _Search:
         if found.is_exact or LENT in {how for _, how in ways.values()} or not ways or self.budget.is_over():
             return found
         climb = Climb(self.problem, ways, {leaf.engine: leaf.option for leaf in leaves}, self.budget)
-        bits = self.problem.graph.bits
-        chunks = {sum(bits[name] for name in leaf.names): leaf.chunk for leaf in leaves}
+        chunks = self._chunks_in(leaves)
         start = climb.start({leaf.engine: (leaf.option, leaf.option.num_devices) for leaf in leaves}, chunks)
         reach = {pool: least_unit(self.problem, pool) * max(1, self.units // _MOST_COUNTS) for pool in self.problem.pools}
         better = climb.climbed(np.inf, [start], reach) if start else None

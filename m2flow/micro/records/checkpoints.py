@@ -28,6 +28,7 @@ import msgspec
 from m2flow.errors import M2FlowError, ModelError, SpecError, naming_host_errors, unexpected
 from m2flow.micro.records.flow_record import read_record
 
+_DAMAGED_NOW = "Use an earlier checkpoint, or one whose files were copied whole."
 _SEAL, _POINT = "m2flow_seal.json", "point.json"
 _BLOCK = 1 << 20
 _NAME = "step-*"
@@ -196,11 +197,9 @@ def read(path: Path) -> Checkpoint:
     try:
         written = _read_written((path / _POINT).read_bytes())
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ModelError(
-            f"{path / _POINT} can't be read ({error})", now="Use an earlier checkpoint, or one whose files were copied whole."
-        ) from None
+        raise ModelError(f"{path / _POINT} can't be read ({error})", now=_DAMAGED_NOW) from None
     if _checksum(written.point) != written.checksum:
-        raise ModelError(f"{path / _POINT} is not what was written", now="Use an earlier checkpoint, or one whose files were copied whole.")
+        raise ModelError(f"{path / _POINT} is not what was written", now=_DAMAGED_NOW)
     for role, checksum in written.point.seals.items():
         _check(path / role, checksum)
     return Checkpoint(path.resolve(), written.point)
@@ -226,20 +225,16 @@ def _check(part: Path, checksum: int) -> None:
     try:
         body = (part / _SEAL).read_bytes()
         if zlib.crc32(body) != checksum:
-            raise ModelError(
-                f"{part / _SEAL} is not what was written", now="Use an earlier checkpoint, or one whose files were copied whole."
-            )
+            raise ModelError(f"{part / _SEAL} is not what was written", now=_DAMAGED_NOW)
         files: Mapping[str, Sequence[int]] = _read_sealed(body).files
         for name, (size, crc) in files.items():
             if (part / name).stat().st_size != size or _crc(part / name) != crc:
                 raise ModelError(
                     f"{part / name} is not what was written: its size or checksum differs",
-                    now="Use an earlier checkpoint, or one whose files were copied whole.",
+                    now=_DAMAGED_NOW,
                 )
     except (OSError, msgspec.MsgspecError) as error:
-        raise ModelError(
-            f"{part} can't be read ({error})", now="Use an earlier checkpoint, or one whose files were copied whole."
-        ) from None
+        raise ModelError(f"{part} can't be read ({error})", now=_DAMAGED_NOW) from None
 
 
 def _name(step: int) -> str:
