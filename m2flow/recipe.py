@@ -282,11 +282,11 @@ class Model:
     """Nothing in the flow ever changes its weights."""
     template: ChatTemplate = ChatTemplate()
     revision: str | None = field(default=None, metadata=LATER)
-    """Of a model of the hub: a branch, tag or commit; None: its main branch, as far as the cache has none."""
+    """Branch, tag or commit of a model of the hub; None: its main branch, as far as the cache has none."""
     routing: Routing | None = field(default=None, metadata=LATER)
-    """Of a mixture of experts: whose choice of experts a trainer replays."""
+    """Whose choice of experts the trainer of a mixture replays."""
     balance: Balance | None = field(default=None, metadata=LATER)
-    """Of a mixture of experts: what keeps them evenly loaded in updates."""
+    """What keeps the experts of a mixture evenly loaded in updates."""
 
     def __post_init__(self) -> None:
         check_instance("balance", self.balance, Balance, "Balance(loss=1e-3)")
@@ -405,7 +405,7 @@ class Episodes:
     speakers: tuple[tuple[str, str], ...] = field(default=(), metadata=LATER)
     """Others that speak in the episodes: the name by which the agent knows each, and its role."""
     drawn_by: tuple[tuple[str, Sampling], ...] = field(default=(), metadata=LATER)
-    """Of those whose turns are not drawn as the rollout's: the name, and how they are."""
+    """Name of each speaker whose turns are not drawn as the rollout's, and how they are."""
 
     def __post_init__(self) -> None:
         check_count("max_turns", self.max_turns)
@@ -970,8 +970,8 @@ class Loss:
     function: str | object
     """`module:name`, or a callable."""
     needs: tuple[str, ...]
-    """Of `logprobs`, `entropy`, `top_logprobs` ([T, K + 1]) and `values` of a critic, all with gradient, `behaviour_logprobs`,
-    `reference_logprobs`, `reference_top_logprobs` (of a reference with `top_k`), `advantages`, `sequence_lengths` (of the sample that the
+    """Names of the tensors that it reads: of `logprobs`, `entropy`, `top_logprobs` ([T, K + 1]) and `values` of a critic, all with
+    gradient, `behaviour_logprobs`, `reference_logprobs`, `reference_top_logprobs` (of a reference with `top_k`), `advantages`, `sequence_lengths` (of the sample that the
     token belongs to), `sequence_ids` (which sample of the tensors that is, from 0), `group_ids` (which group that is, from 0; a loss that
     needs them gets whole groups), `random_numbers` (from 0 to 1, by the token's sample and its place in that alone), and the names of
     per-token or per-sample columns."""

@@ -69,7 +69,7 @@ class Segment(enum.IntEnum):
     GENERATED = 1
     TOOL = 2
     SHARED = 3
-    """Of a branch of an episode: what the model said in another sample, which this one goes on from. That one has its log-probabilities."""
+    """What the model said in another sample, which this branch of an episode goes on from. That one has its log-probabilities."""
 
 
 class Finish(enum.IntEnum):

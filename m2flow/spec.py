@@ -167,16 +167,16 @@ class WeightsSpec(_Strict):
     connections, encrypted with the cluster's key. `broadcast` is faster and neither encrypted nor authenticated; `file` goes over storage;
     `cuda ipc` lends them on the trainer's GPU. These three only where they are asked for."""
     directory: str = ""
-    """Of `file`: one that all workers reach; by default in the run's directory."""
+    """Where `file` writes: a directory that all workers reach; by default in the run's directory."""
     host: str = "127.0.0.1"
-    """Of `broadcast` and `tcp`: the IPv4 address that trainers listen at; on Ray, each node's own."""
+    """IPv4 address that trainers listen at, for `broadcast` and `tcp`; on Ray, each node's own."""
     changes: Literal["auto", "never", "always"] = "auto"
     """Send only values that changed, over `broadcast`, `tcp` and `file`: where it is measured to take less time, never, or always."""
     adapters: Literal["alone", "added"] = "alone"
-    """Of a policy with `lora=`: send the adapters alone, to rollout engines of other processes that can add them (not by `cuda ipc`); or
-    whole weights, with them added. `added` saves those engines the host's memory for a copy of the layers that are adapted."""
+    """What is sent of a policy with `lora=`: the adapters alone, to rollout engines of other processes that can add them (not by
+    `cuda ipc`); or whole weights, with them added. `added` saves those engines the host's memory for a copy of the layers that are adapted."""
     bucket_mib: int = Field(default=16, ge=1, le=1024)
-    """Of `broadcast`, `tcp` and `file`: each side has two buffers of this size."""
+    """Size of each of the two buffers that either side has, for `broadcast`, `tcp` and `file`."""
     into_server: Literal["auto", "files", "tensors", "group"] = "auto"
     """From a worker into the server that it samples with (SGLang): `files` in memory, which the server reads; `tensors` in shared memory or
     on the GPU, which it maps; a `group` of processes, by Gloo or NCCL. `auto`: files on this host, a group elsewhere."""
@@ -236,17 +236,17 @@ class PoolSpec(_Strict):
     nodes: int = Field(default=1, ge=1, le=_MOST_DEVICES)
     """Hosts."""
     devices_per_node: int = Field(default=8, ge=1, le=_MOST_DEVICES)
-    """Of one host; an engine whose parallel layout needs fast links stays within it."""
+    """Devices of one host; an engine whose parallel layout needs fast links stays within it."""
     memory_gib: float | None = Field(default=None, gt=0, le=_MOST_GIB)
-    """Of each device; by default what the device list says."""
+    """Memory of each device; by default what the device list says."""
     host_memory_gib: float | None = Field(default=None, gt=0, le=_MOST_GIB)
-    """Of each node, for what engines offload; by default what the device list says."""
+    """Host memory of each node, for what engines offload; by default what the device list says."""
     host_link_gb_s: float | None = Field(default=None, gt=0, le=_MOST_GB_S)
     """Between each device and its node's memory (PCIe), in each direction, 10^9 bytes a second; by default what the device list says."""
     link_gb_s: float | None = Field(default=None, gt=0, le=_MOST_GB_S)
     """Between the devices of a node (NVLink, or PCIe without it), in each direction, 10^9 bytes a second; by default the device list's."""
     network_gb_s: float | None = Field(default=None, gt=0, le=_MOST_GB_S)
-    """Of a node to the others, in each direction, 10^9 bytes a second; by default what the device list says."""
+    """Bandwidth of a node to the others, in each direction, 10^9 bytes a second; by default what the device list says."""
 
     @property
     def num_devices(self) -> int:
@@ -310,7 +310,7 @@ class ClusterSpec(_Strict):
     launcher: Literal["local", "ray"] = "local"
     """What starts the workers. `local`: child processes of the controller. `ray`: a Ray cluster; they talk to each other by TCP."""
     ray: RaySpec = RaySpec()
-    """Of `launcher: ray`: which cluster, and what goes to it."""
+    """Which cluster `launcher: ray` uses, and what goes to it."""
     device: str = "auto"
     """`cpu`, `cuda:0`, or `auto`: the first GPU if there is one."""
     cores: int | None = Field(default=None, ge=1, le=_MOST_PROCESSES)

@@ -115,7 +115,7 @@ class Asked(NamedTuple):
     """A turn that the model is to take."""
 
     name: str
-    """Of the conversation."""
+    """The conversation's name."""
     ids: Sequence[int]
     """What comes before the turn: since the one before it, or all, where a sequence begins."""
     begins: bool
@@ -192,11 +192,11 @@ class Table:
     speakers: Sequence[str] = ()
     """Who may speak beside the policy."""
     stop_of: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Of speakers with sampling options of their own: what ends their turns, in place of `stop`."""
+    """What ends the turns of speakers with sampling options of their own, in place of `stop`."""
     parents: dict[str, str] = field(default_factory=lambda: {MAIN: ""})
-    """Of each conversation, the one that it was forked from; empty: none."""
+    """Conversation -> the one that it was forked from; empty: none."""
     by: dict[str, str] = field(default_factory=lambda: {MAIN: ""})
-    """Of each conversation, who speaks in it; empty: the policy."""
+    """Conversation -> who speaks in it; empty: the policy."""
     begun: set[str] = field(default_factory=set)
     """Conversations in which the model was asked for a turn."""
     has_old_resources: bool = False
@@ -520,12 +520,12 @@ class Rewards(NamedTuple):
     """What an agent returned."""
 
     reward: float | None
-    """Of the episode; None: it is judged later. Where conversations have their own, the mean of those that the policy's go by."""
+    """The episode's reward; None: it is judged later. Where conversations have their own, the mean of those that the policy's go by."""
     parts: Mapping[str, float]
     of: Mapping[str, float]
     """By the names that the agent gave; empty: the episode has one reward."""
     names: Mapping[str, str]
-    """Of each conversation in which the model spoke, which of these it goes by."""
+    """Conversation in which the model spoke -> the entry of these rewards that it goes by."""
 
 
 def reward_of(value: object, table: Table) -> Rewards:

@@ -79,7 +79,7 @@ class Strand:
 
     def __init__(self, name: str, prompt_text: str | None = None, parent: str = "", by: str = "") -> None:
         self.name = name
-        """Of the conversation."""
+        """The conversation's name."""
         self.prompt_text = prompt_text
         self.parent = parent
         """The conversation that its prompt is from; empty: none."""
@@ -92,7 +92,7 @@ class Strand:
         self.segments: list[tuple[Segment, int]] = []
         """The first is the prompt."""
         self.turns: list[dict[str, object]] = []
-        """Of each generated segment: finish and text."""
+        """Finish and text of each generated segment."""
 
     @property
     def num_sampled(self) -> int:
@@ -145,7 +145,7 @@ class BranchPoint(NamedTuple):
     turn: int
     """The first that is its own, from 1."""
     rng_seed: int
-    """Of `chat.rng`, which goes on as in the parent: the seed of the episode that begins the line of parents."""
+    """The seed of `chat.rng`, which goes on as in the parent: that of the episode that begins the line of parents."""
 
 
 def _place(name: str) -> tuple[object, ...]:
@@ -164,9 +164,9 @@ class Transcript:
         self.tools: dict[str, dict[str, object]] = {}
         """Key of a tool call -> what it was and what it gave."""
         self.kept_turns: int | None = None
-        """Of the record of a branch: the turns after which the episode goes another way, so what tools gave later is not known."""
+        """Turns of a branch's record after which the episode goes another way, so what tools gave later is not known."""
         self.point: BranchPoint | None = None
-        """Of a branch, where it left its parent."""
+        """Where a branch left its parent."""
         self.row: int | None = None
         """Identity of the row that its agent is given, in branches and wherever it goes on too; None: its record does not say."""
 
@@ -361,7 +361,7 @@ class EpisodeStart:
     bounds: Bounds
     stopped: Transcript | None = None
     branch: str = ""
-    """Of an episode that goes another way than its record: a word that its turns' random numbers depend on, too."""
+    """A word that the random numbers of turns depend on, too, where an episode goes another way than its record."""
 
 
 @dataclass(eq=False)
@@ -372,7 +372,7 @@ class _Turn:
     asked: Asked
     answer: asyncio.Future[Reply | None]
     engine: Episodes
-    """Of who speaks: its engine takes the turn."""
+    """The engine of who speaks, which takes the turn."""
     request: Request | None = None
     strand: Strand | None = None
     """Where its tokens go, once the engine has it."""
@@ -404,7 +404,7 @@ class _Episode:
         self.known_tools = dict(start.stopped.tools) if start.stopped is not None else {}
         self.kept_turns = start.stopped.kept_turns if start.stopped is not None else None
         self.used_tools: dict[str, dict[str, object]] = {}
-        """Of a branch: what its agent has asked for of the record."""
+        """What a branch's agent has asked for of the record."""
         if start.stopped is not None and self.kept_turns is None:
             self.transcript.tools = dict(self.known_tools)
         self.transcript.point = start.stopped.point if start.stopped is not None else None
@@ -622,7 +622,7 @@ class Episodes:
         self._has_posted = threading.Event()
         self._ended: list[Generated] = []
         self._num_sampled: dict[int, int] = {}
-        """Of each episode: its tokens without those of the turn that an engine works on, as far as it is not in `_changed`."""
+        """Episode -> its tokens without those of the turn that an engine works on, as far as it is not in `_changed`."""
         self._changed: set[int] = set()
         """Episodes whose number is to be counted anew: counting all of them in each step would take longer than the step."""
         self._urgent: dict[int, list[asyncio.Future[None]]] = {}

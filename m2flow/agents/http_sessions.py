@@ -160,7 +160,7 @@ class _Line:
     """Its messages, each as `_compared`."""
     is_busy: bool = False
     num_turns: int = 0
-    """Of the chat, after the last of its client's."""
+    """Turns of the chat, after the last of its client's."""
     is_full: bool = False
     """What was said last did not fit into it."""
 

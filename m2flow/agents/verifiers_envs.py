@@ -302,7 +302,7 @@ class _AgentConversations:
         self._configs = _agents_of(config)
         self._serve = serve
         self._names: dict[str, str] = {}
-        """Of traces, by id: the conversation of each."""
+        """Trace id -> its conversation."""
         self._num: dict[str, int] = {}
         self.failure: EpisodeFailed | None = None
 

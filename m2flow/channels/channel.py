@@ -58,9 +58,9 @@ class Statistics:
     num_bytes: int = 0
     """In frames and buffers, headers included."""
     num_shared_bytes: int = 0
-    """Of these, lent in shared memory."""
+    """The part of them that is lent in shared memory."""
     num_pair_bytes: int = 0
-    """Of these, over torch.distributed."""
+    """The part of them that goes over torch.distributed."""
     num_unshared: int = 0
     """Parcels that were to be lent, and were sent as they are, because the pool was full."""
     wait_s: float = 0.0

@@ -74,7 +74,7 @@ class _ColumnHeader(msgspec.Struct, array_like=True, frozen=True, forbid_unknown
     kind: Literal["dense", "numbers", "text", "json"]
     dtype: Dtype
     shape: tuple[int, ...]
-    """Of the values."""
+    """Shape of the values."""
 
 
 class _Header(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):

@@ -98,7 +98,7 @@ class Arena:
         """Buffer -> the peer that it is lent to."""
         self._unused: list[int] = []
         self.num_bytes = 0
-        """Of all buffers, lent or free."""
+        """Bytes of all buffers, lent or free."""
 
     def lend(self, arrays: Sequence[memoryview], to: str) -> Loan | None:
         """Copy arrays into a buffer for a peer to borrow. None: the pool, or shared memory, is full."""

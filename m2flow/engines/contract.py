@@ -139,7 +139,7 @@ class Agreement:
 
     num_tokens: int = 0
     total: float = 0.0
-    """Of the absolute differences, in nats."""
+    """Sum of the absolute differences, in nats."""
     largest: float = 0.0
     total_k3: float = 0.0
 
@@ -481,7 +481,7 @@ class Request:
     prefix_kv_stale: tuple[bool, ...] = ()
     """Empty: none was. Passed through only: a prefix is prefilled again, so later tokens see a cache of the weights held."""
     prompt_text: str | None = None
-    """Of a prompt in token ids that a chat template made: its text, passed through."""
+    """Text of a prompt in token ids that a chat template made, passed through."""
     prefix_masks: tuple[int, ...] = ()
     """With `sampling.sampling_mask`: what the prefix was drawn from, as `m2flow.samples.packed_masks` has it."""
 
@@ -501,14 +501,14 @@ class Generated:
     text: str
     """The generated tokens as text, without special tokens."""
     routed_experts: npt.NDArray[np.int16] | npt.NDArray[np.uint8] | None = None
-    """Of a mixture, where the engine reports it: experts of each token of prompt and response, [T, layers, experts of a token], as
+    """Experts of each token of prompt and response, [T, layers, experts of a token], where the engine of a mixture reports them, as
     `m2flow.samples.compact_experts` has them. Unknown are those of the last token, which no layer has seen."""
     prompt_text: str | None = None
     """The prompt as the chat template made it; None where none did."""
     segments: tuple[tuple[Segment, int], ...] = ()
-    """Of an episode: the runs of tokens after the prompt, each with its number of tokens. Empty: all of them were generated."""
+    """Runs of an episode's tokens after the prompt, each with its number of tokens. Empty: all of them were generated."""
     columns: Mapping[str, object] = field(default_factory=dict)
-    """Of an episode: what it adds to its row, by name."""
+    """Column -> what an episode adds to its row."""
     sampling_mask: npt.NDArray[np.int32] | None = None
     """With `sampling.sampling_mask`: what each token was drawn from (`m2flow.samples.packed_masks`), and `logprobs` are among those."""
 
@@ -747,7 +747,7 @@ class WeightPiece(NamedTuple):
     start: tuple[int, ...]
     """Where the box begins in each dimension."""
     values: Tensor
-    """Of as many dimensions."""
+    """Values, of as many dimensions."""
 
 
 Advantage = Callable[[npt.NDArray[np.float32], Batch], npt.NDArray[np.float32]]

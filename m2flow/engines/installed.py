@@ -227,7 +227,7 @@ class Installed:
     """Empty: it has none."""
     abilities: tuple[str, ...] = ()
     lacking: tuple[str, ...] = ()
-    """Of what is needed."""
+    """What is needed and missing."""
 
 
 def installed(product: Product, python: str) -> Installed:

@@ -66,7 +66,7 @@ class Spaces:
     """Shape: [F] of numbers, or [H, W, C] of a picture."""
     is_picture: bool
     num_actions: int
-    """Of discrete actions; 0: they are continuous."""
+    """Number of discrete actions; 0: they are continuous."""
     action: tuple[int, ...] = ()
     """Shape of continuous actions."""
 

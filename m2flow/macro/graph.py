@@ -145,7 +145,7 @@ class Effect(msgspec.Struct, frozen=True, eq=False):
     version: int
     """The one that sequential execution has there."""
     oldest: int | None = None
-    """Of a read that may be stale: the oldest version that will do; any from here to `version` may be read."""
+    """Oldest version that a read that may be stale will do with; any from here to `version` may be read."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Effect) and (self.resource, self.version) == (other.resource, other.version)

@@ -336,7 +336,7 @@ class Option(msgspec.Struct, frozen=True):
     leave_s: float = 0.0
     come_s: float = 0.0
     max_running: int = 0
-    """Of a rollout engine with a smaller KV cache than there is room for: the samples that it holds; 0: as many as fit."""
+    """Samples that the KV cache of a rollout engine holds where it is smaller than there is room for; 0: as many as fit."""
 
     @classmethod
     def of(cls, pool: str, layout: Layout, footprint: Footprint, max_running: int = 0) -> Option:

@@ -602,7 +602,7 @@ class _Search:
     units: int
     slack_s: float
     price: float
-    """Of memory that is kept (`memory_price`)."""
+    """Price of memory that is kept (`memory_price`)."""
     budget: Budget
 
     @classmethod

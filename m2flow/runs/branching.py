@@ -53,9 +53,9 @@ class Branched:
     """Several ways that an episode went on from one of its turns."""
 
     reward: float | None
-    """Of the episode."""
+    """The episode's reward."""
     num_turns: int
-    """Of the episode."""
+    """Turns of the episode."""
     weights: str
     """Which the branches were made with."""
     branches: tuple[Branch, ...]

@@ -191,7 +191,7 @@ class Summed:
     num_higher: int
     num_lower: int
     mean_new: float
-    """Of the samples that had no reward before; nan without any."""
+    """Mean reward of the samples that had none before; nan without any."""
     correlation: float | None
     """Pearson's; None where one of the two is the same for all."""
 

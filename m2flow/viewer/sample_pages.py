@@ -439,9 +439,9 @@ class SamplePage(msgspec.Struct):
     prompt_tokens: int
     response_tokens: int
     conversations: list[Conversation]
-    """Of an episode with several; otherwise empty."""
+    """Conversations of an episode with several; otherwise empty."""
     blocks: list[Block]
-    """Of an episode with several turns or conversations; otherwise empty."""
+    """Blocks of an episode with several turns or conversations; otherwise empty."""
 
 
 def sample_page(run_dir: Path, call: int, prompt: int, member: int) -> SamplePage:

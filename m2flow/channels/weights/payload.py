@@ -65,7 +65,7 @@ class TensorEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     offset: int
     """Bytes from the start."""
     checksum: int
-    """Of its bytes (`m2flow.channels.weights.tensors`)."""
+    """Checksum of its bytes (`m2flow.channels.weights.tensors`)."""
 
     @property
     def num_bytes(self) -> int:
@@ -82,7 +82,7 @@ class Change(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     num: int
     """Values that changed."""
     offset: int
-    """Of its part in the body."""
+    """Offset of its part in the body."""
 
 
 class Content(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -92,9 +92,9 @@ class Content(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     base: int
     """The version that it changes; -1: it is whole."""
     num_bytes: int
-    """Of the body."""
+    """Bytes of the body."""
     tensors: tuple[TensorEntry, ...]
-    """Of the whole model, with the checksums that it then has."""
+    """Tensors of the whole model, with the checksums that it then has."""
     tied: tuple[tuple[str, str], ...] = ()
     """Further names: the name, and which tensor it names."""
     changes: tuple[Change, ...] = ()
@@ -113,7 +113,7 @@ class DeviceLoan(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     device: str
     buffers: tuple[DeviceBuffer, ...]
     places: tuple[tuple[int, int], ...]
-    """Of each tensor: the buffer, and its offset there."""
+    """Buffer of each tensor, and its offset there."""
 
 
 class Probe(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -122,7 +122,7 @@ class Probe(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     version: int
     tokens: list[list[int]]
     logprobs: list[list[float]]
-    """Of each token but the first."""
+    """Log-probability of each token but the first."""
     tolerance: float
     """Mean absolute difference that the receiver may have, in nats."""
 

@@ -53,7 +53,7 @@ class _Answer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     content: Content | None = None
     """Answers the first ask; None: there is no such version."""
     size: int = -1
-    """Of the piece that follows; -1: there is no such version."""
+    """Bytes of the piece that follows; -1: there is no such version."""
 
 
 _read_answer = msgspec.msgpack.Decoder(_Answer).decode

@@ -134,7 +134,7 @@ class Sender(ABC):
     """Sends one role's staged versions to receivers that ask. All methods are called from one thread."""
 
     bytes_per_s: float = 0.0
-    """Of the last whole model; 0: not known yet."""
+    """Bandwidth of the last whole model; 0: not known yet."""
 
     @abstractmethod
     def open(self) -> str:

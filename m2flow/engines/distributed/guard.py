@@ -162,7 +162,7 @@ class Exchange(Protocol):
     num_ended: int
     """In forward passes."""
     output: Tensor | None
-    """Of the last one."""
+    """Output of the last one."""
 
     def guard(self, guard: Guard, name: str, weights: Callable[[], Iterable[torch.nn.Parameter]]) -> None:
         """Guard what this rank computes between its collectives. Arguments as of `Guard.over`."""

@@ -768,11 +768,11 @@ class _Run:
     """Neighbouring rows of this rank that belong to one sequence."""
 
     start: int
-    """Of this rank's rows, the first."""
+    """First of this rank's rows."""
     first: int
     """Its position in the sequence."""
     keys: IdArray
-    """Of all rows, those of the sequence up to the run's last."""
+    """Keys of all rows: those of the sequence up to the run's last."""
     is_cut: bool
     """Whether rows before it that are the sequence's own are elsewhere."""
 

@@ -377,7 +377,7 @@ class EmbeddedTrain(TrainEngine):
         self._loading_device = settings.device
         self._model: Any = None
         self._routers: Routers | None = None
-        """Of a model whose routing is replayed or balanced."""
+        """Routers of a model whose routing is replayed or balanced."""
         self._is_lent = False
 
     def start(self) -> None:

@@ -150,7 +150,7 @@ class ShareOfRows:
 
     share: Share
     routing: Routing | None = None
-    """Of a mixture of experts."""
+    """Routing of a mixture of experts."""
     qkv_format: str = "sbhd"
     """Rows, sequences, heads, size: not the format of cumulative lengths."""
     cp_group: None = None
@@ -337,7 +337,7 @@ class Built:
         )
         self.parameters = {name: parameter for part in parts for name, parameter in self._named(part).items()}
         self.biases = {name: bias for part in parts for name, bias in self._biases(part).items()}
-        """Of this rank's routers, by the names of the whole model; the buffers that they are."""
+        """Biases of this rank's routers, by the names of the whole model; the buffers that they are."""
         self.chunks = [
             core().distributed.DistributedDataParallel(self.config, how, part, disable_bucketing=i > 0) for i, part in enumerate(parts)
         ]

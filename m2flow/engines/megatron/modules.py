@@ -91,7 +91,7 @@ class Latent:
     is_interleaved: bool
     """Pairs that are rotated lie next to each other, and not in the two halves."""
     eps: float
-    """Of the norms of latents."""
+    """Epsilon of the norms of latents."""
 
     @classmethod
     def of(cls, model: Any) -> Latent:
@@ -204,7 +204,7 @@ class Routing:
     """The experts of a rank's rows of one pass. Of the rows of its context-parallel rank these are a part where tensor ranks split them."""
 
     start: int
-    """Of all rows, the first."""
+    """First row, of all rows."""
     num_tokens: Tensor
     """float32 [rows]: how many predicted tokens each predicts."""
     given: Tensor | None
@@ -280,7 +280,7 @@ class Replay:
     def __init__(self, router: int, limit: Limit | None) -> None:
         self._router, self._limit = router, limit
         self.routing: Routing | None = None
-        """Of the pass that is being computed."""
+        """Routing of the pass that is being computed."""
 
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, default_compute_topk: Callable[..., Any]

@@ -178,7 +178,7 @@ class Weights:
     own: Mapping[str, Tensor]
     """By the names of `places`, biases of routers among them."""
     shapes: Mapping[str, torch.Size]
-    """Of the checkpoint's tensors, by their names."""
+    """Shapes of the checkpoint's tensors, by their names."""
     tensor_group: Any
     expert_group: Any
     all_ranks: Any

@@ -53,9 +53,9 @@ class SteppedPart:
     end: int
     """Its range in the flat parameter."""
     view: Tensor
-    """Of the weights, flat."""
+    """View of the weights, flat."""
     gradient: Tensor
-    """Of the library's buffer, flat float32."""
+    """View of the library's gradient buffer, flat float32."""
     stepped: Tensor
     """The view, or its float32 copy, on the device or the host."""
 

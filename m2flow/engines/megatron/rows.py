@@ -30,13 +30,13 @@ class Share:
     """A context-parallel rank's part of a packed micro-batch."""
 
     start: int
-    """Of all rows, its first."""
+    """First row, of all rows."""
     input_ids: Tensor
     """int64 [1, R / cp]"""
     positions: Tensor
     """int64 [R / cp]"""
     layout: AttentionLayout
-    """Of all rows."""
+    """Layout of all rows."""
     which: Tensor
     """bool [T]: the tokens that its rows predict."""
     predictors: Tensor

@@ -102,7 +102,7 @@ class Pass:
     mask: SamplingMask | None = None
     """What the tokens were drawn from, which `top` then has."""
     routing: Routing | None = None
-    """Of a mixture of experts."""
+    """Routing of a mixture of experts."""
     outputs: dict[str, Tensor] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     agreement: Agreement = NO_AGREEMENT
@@ -132,9 +132,9 @@ class MegatronTrain(RankedTrain):
         self._away: list[tuple[Any, Tensor]] = []
         """Storages that are off the device, with what was in them."""
         self._experts: Mixture | None = None
-        """Of a mixture of experts."""
+        """The experts, where the model is a mixture."""
         self._loads = Loads()
-        """Of its experts, by this rank's tokens since the last step."""
+        """Loads of its experts, by this rank's tokens since the last step."""
 
     @property
     def _num_alike(self) -> int:

@@ -46,7 +46,7 @@ class Elsewhere:
     """What ranks that hold other weights of the same model have, where each steps its own."""
 
     names: Collection[str]
-    """Of all weights of the model."""
+    """Names of all weights of the model."""
     repeated: Collection[str]
     """Names of weights that are here and counted by another rank: a head that is tied to embeddings elsewhere."""
     total: Callable[[Mapping[str, float]], dict[str, float]]
@@ -498,7 +498,7 @@ class RecipeAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         self.groups: Sequence[str] = ()
         """Groups of weights, in the same order on all ranks."""
         self.by_group: dict[str, float] = {}
-        """Of the last step, what `log_layers` asks for."""
+        """What `log_layers` asks for, of the last step."""
         self.moments: dict[AdamW, dict[Tensor, tuple[Tensor, Tensor]]] = {}
         """By recipe, then by part: float32, of the part's shape."""
         self.num_steps: dict[AdamW, int] = {}

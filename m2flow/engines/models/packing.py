@@ -161,7 +161,7 @@ class Packed:
     sequence_of_token: IdArray = field(default_factory=lambda: np.zeros(0, np.int64))
     """int64 [tokens of all samples]: which of the sequences each belongs to, from 0."""
     balanced: Balanced | None = None
-    """Of a mixture, the losses of its routers in this pass."""
+    """Losses of a mixture's routers in this pass."""
     which: Tensor | None = None
     """Where ranks have some of the rows each, bool [T of all ranks]: the tokens that this rank's rows predict. None: all."""
     place: Tensor | None = None

@@ -79,7 +79,7 @@ class Routers:
         self._own: list[Tensor | None] = [None] * len(found)
         """What the routers would have chosen."""
         self.loads = Loads()
-        """Of predicted tokens since the last step."""
+        """Loads by predicted tokens since the last step."""
         self._balanced: Balanced | None = None
         """The losses of the next pass."""
         self._has_logits = [False] * len(found)
@@ -469,13 +469,13 @@ class Balanced:
     def __init__(self, balance: Balance, sequences: Sequences, mixture: Mixture, groups: Sequence[Any] = ()) -> None:
         self._balance, self._sequences, self._mixture, self._groups = balance, sequences, mixture, groups
         self._logits: dict[int, Tensor] = {}
-        """Of each router, those that its choice belongs to."""
+        """Router -> logits that its choice belongs to."""
         self._sent: dict[int, Tensor] = {}
-        """Of each router, how many tokens of a sequence it sent to each expert, float32 [S, E]."""
+        """Router -> how many tokens of a sequence it sent to each expert, float32 [S, E]."""
         self._fresh: list[int] = []
         """Routers whose tokens `add_up` has not summed."""
         self._sums: dict[int, tuple[Tensor, Tensor]] = {}
-        """Of each router, the sums over a sequence's rows here of p, [S, E], and of z, [S]."""
+        """Router -> sums over a sequence's rows here of p, [S, E], and of z, [S]."""
         self.is_sigmoid = False
         self.scale = 1.0
         """As `Routers.gradient_scale`."""

@@ -185,7 +185,7 @@ class Switch(msgspec.Struct, frozen=True):
     kept_bytes: int = 0
     """Bytes that it keeps on each device while it is away: contexts, communication buffers, captured graphs."""
     rebuild_s: float = 0.0
-    """Of a server that stays while others work on its devices: the time to rebuild the cache and the graphs that it gave up for them."""
+    """Time in which a server that stays while others work on its devices rebuilds the cache and the graphs that it gave up for them."""
 
 
 class Arithmetic(msgspec.Struct, frozen=True):
@@ -200,7 +200,7 @@ class Arithmetic(msgspec.Struct, frozen=True):
     token_bytes: float
     """Bytes of a token's KV cache, of all devices of an instance together."""
     peak_flops: float
-    """Of one device, a second."""
+    """FLOP/s of one device."""
     bytes_s: float
     """Peak memory bandwidth of one device."""
 

@@ -29,7 +29,7 @@ class Define(Message, frozen=True):
 
     call: int
     body: bytes
-    """Of a `m2flow.macro.graph.Call`, by `m2flow.micro.protocol.call_semantics`."""
+    """The `m2flow.macro.graph.Call`, encoded by `m2flow.micro.protocol.call_semantics`."""
 
 
 class Peers(Message, frozen=True):
@@ -72,7 +72,7 @@ class RunFunction(Task, frozen=True):
     values: dict[str, dict[str, float] | float | str | None] = {}
     """The inputs that are whole values, by name."""
     parts: dict[int, list[int]] = {}
-    """Of a union: input -> rows to take from it."""
+    """Input of a union -> rows to take from it."""
     is_suspect: bool = False
     """Whether a worker was lost while it ran this function, which then runs in child processes where that is allowed."""
 
@@ -133,7 +133,7 @@ class Save(Task, frozen=True):
     seals: bool = False
     """Whether it is part of a checkpoint (`m2flow.micro.records.checkpoints`)."""
     step: int = -1
-    """Of the checkpoint, if its part may be written after the task (`PartWritten`); the task then has no result. -1: at once."""
+    """Step of the checkpoint, if its part may be written after the task (`PartWritten`); the task then has no result. -1: at once."""
 
 
 class Push(Message, frozen=True):
@@ -211,7 +211,7 @@ class Finished(Message, frozen=True):
     """The reward of each sample; empty where a call gives none."""
     finish: list[int]
     texts: list[str]
-    """Of the first sample only, for the display."""
+    """Texts of the first sample only, for the display."""
     segment: tuple[str, int, int, int] | None
     """File, offset, size and CRC-32 of the record that holds them."""
     dropped: list[int] = []
@@ -311,7 +311,7 @@ class PartWritten(Message, frozen=True):
     step: int
     role: str
     digest: str = ""
-    """Of its weights."""
+    """Digest of its weights."""
     error: ErrorRecord | None = None
 
 

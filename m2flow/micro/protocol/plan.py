@@ -45,10 +45,10 @@ class Placement(msgspec.Struct, frozen=True):
     """Whether it is offloaded to the host's memory between its calls, so that its devices are free for others."""
 
     lent_until: float = 0.0
-    """Of a rollout engine that borrows devices of a trainer: the share of its samples that have ended when it gives them back."""
+    """Share of its samples that have ended when a rollout engine gives back the devices that it borrows of a trainer."""
 
     onload_at: float = msgspec.field(default=0.0, name="comes_at")
-    """Of a swapped trainer: the share of the samples before it that have ended when it onloads, while others still run. 0: all."""
+    """Share of the samples before it that have ended when a swapped trainer onloads, while others still run. 0: all."""
 
     @property
     def devices(self) -> range:
@@ -164,7 +164,7 @@ class EngineSlot(msgspec.Struct, frozen=True):
     """Under a lease, of a trainer that offloads: the share of a generation's samples that have ended when it onloads again, while the
     others still run. 0: when none runs."""
     tp: int = 1
-    """Of each instance of a rollout engine: tensor parallel degree; `pp` and `ep`: pipeline and expert parallel degrees."""
+    """Tensor parallel degree of each instance of a rollout engine; `pp` and `ep`: pipeline and expert parallel degrees."""
     pp: int = 1
     ep: int = 1
 
@@ -184,7 +184,7 @@ class WorkerPlan(msgspec.Struct, frozen=True):
     lease: str = ""
     """The lease by which its engines share its devices with others in turns; empty if they don't."""
     ranks: int = 1
-    """Of its trainer: processes that hold one model together, each on its own device, or with its own threads."""
+    """Processes of its trainer that hold one model together, each on its own device, or with its own threads."""
     is_spare: bool = False
     """Whether it is absent when the run begins, and may join later (`m2flow cluster scale`)."""
 
@@ -222,13 +222,13 @@ class Stage(msgspec.Struct, frozen=True):
     chunk: int = 0
     """Most samples in a task. 0: as many as the packing takes."""
     token_budget: int = 0
-    """Of a train engine's call: tokens up to which a micro-batch is filled. 0 elsewhere."""
+    """Tokens up to which a train engine fills a micro-batch. 0 elsewhere."""
     forward_to: tuple[str, ...] = ()
     """Workers to which each row is sent as soon as it is done."""
     rooms: tuple[Room, ...] = ()
-    """Of a generation: the limits on rows in flight to each worker that they are sent to, where there are any."""
+    """Limits on a generation's rows in flight to each worker that they are sent to, where there are any."""
     spills: bool = False
-    """Of a generation whose rows don't fit: they stay in the segment file of the worker that made them until a task needs them."""
+    """Whether a generation's rows don't fit and so stay in the segment file of the worker that made them until a task needs them."""
     state: str = ""
     """The role whose state it reads or writes, which is on one worker; empty if the call has none."""
 
@@ -249,7 +249,7 @@ class Route(msgspec.Struct, frozen=True):
     capacity_bytes: int = 0
     """Most bytes in flight; 0: no limit is within reach."""
     needs: int = 0
-    """Of a generation: samples that the consumer must be able to hold at once."""
+    """Samples of a generation that the consumer must be able to hold at once."""
     needs_bytes: int = 0
     """The same in bytes, each sample as long as it may be."""
     is_whole: bool = False
@@ -276,7 +276,7 @@ class SwitchPlan(msgspec.Struct, frozen=True):
     lease: str
     worker: str
     turns: tuple[str, ...] = ("rollout", "train")
-    """Of all engines under this lease."""
+    """Turns of all engines under this lease, in order."""
 
 
 class Pace(msgspec.Struct, frozen=True):

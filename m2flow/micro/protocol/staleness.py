@@ -39,7 +39,7 @@ class VersionSpan(NamedTuple):
     is_stale: bool = False
     """Whether they attended to keys and values of older weights (a stale KV cache)."""
     sequence: tuple[str, int] = ("", 0)
-    """Of an episode of several sequences, the one that they are in: its conversation, and how many this has before it."""
+    """Which sequence of an episode of several they are in: its conversation, and how many this has before it."""
     by: str = ""
     """Who sampled them, of the rollout's speakers; empty: the policy."""
 

@@ -212,7 +212,7 @@ class UpdateSteps(NamedTuple):
     """Optimiser steps that are over, of so many in all."""
     of: int
     loss: float
-    """Of the last one; nan before the first."""
+    """Loss of the last one; nan before the first."""
 
 
 class UpdateTally:

@@ -174,9 +174,9 @@ class TaskState:
     words: str
     """What the worker does, for the display: the name of a call, or the kind of the task."""
     rows_left: int = 0
-    """Of a generation: number of samples that run or wait there."""
+    """Samples of a generation that run or wait there."""
     num_judging: int = 0
-    """Of a function: number of rows that it works on."""
+    """Rows that a function works on."""
     preempted: set[int] = field(default_factory=set)
     """Samples that it was preempted of, which continue elsewhere."""
 

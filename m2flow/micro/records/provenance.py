@@ -189,7 +189,7 @@ class Difference(msgspec.Struct):
     """The value in the first run; empty: it has none."""
     other: str
     lines: list[str] = []
-    """Of a source file: its unified diff."""
+    """Unified diff of a source file, by lines."""
 
     def __str__(self) -> str:
         place = dict(_SECTIONS).get(self.kind)

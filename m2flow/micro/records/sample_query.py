@@ -114,7 +114,7 @@ class Entry:
     life: list[str]
     """The history of the sample, in order."""
     conversations: list[Conversation]
-    """Of an episode with several; otherwise empty."""
+    """Conversations of an episode with several; otherwise empty."""
 
 
 @dataclass(frozen=True)

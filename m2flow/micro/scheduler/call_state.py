@@ -185,7 +185,7 @@ class UpdateProgress:
         self.num_stepped = 0
         """Optimiser steps that are over."""
         self.loss = math.nan
-        """Of the last one."""
+        """Loss of the last one."""
         self._lay_out([list(groups[i : i + size]) for i in range(0, len(groups), size)])
 
     def _lay_out(self, minibatches: list[list[Group]]) -> None:
@@ -364,7 +364,7 @@ class CallState:
     refill: Refill | None = None
     """Shared by the calls of a refill: they work on all candidates, and their result is what it keeps."""
     part_of: dict[int, int] = field(default_factory=dict)
-    """Of a union: row -> the input that gives it.
+    """Row of a union -> the input that gives it.
 
     Another input may have it too: a late sample that it left to the next call of its line.
     """
@@ -398,15 +398,15 @@ class CallState:
     has_restored: bool = False
     """Some of its rows were made by an earlier process of the run."""
     prefixes: dict[int, Prefix] = field(default_factory=dict)
-    """Of a generation: sample -> the newest tokens that it can continue from."""
+    """Sample of a generation -> the newest tokens that it can continue from."""
     carry: Carry | None = None
-    """Of a generation with partial rollouts: its late samples continue in the next call of its line."""
+    """The carry of a generation with partial rollouts: its late samples continue in the next call of its line."""
     _unsettled: set[int] | None = None
     """Rows before the earliest failure that may still fail."""
     whole_at: str = ""
-    """Of a call on functions: the worker that was given all its rows as one task, and so will have the whole result."""
+    """Worker that was given all rows of a call on functions as one task, and so will have the whole result."""
     early: list[int] | None = None
-    """Of a call that was handed out whole before its rows came: the rows that have come since."""
+    """Rows that have come since to a call that was handed out whole before its rows came."""
     follows: frozenset[int] = frozenset()
     """Calls that must be over, done or failed, before it may start: they read what it overwrites."""
     planned: Stage = field(init=False)
@@ -435,7 +435,7 @@ class CallState:
     given_back: set[str] = field(init=False)
     """Workers that get no more of its samples, since they gave back their devices (`m2flow.micro.scheduler.leases`)."""
     num_whole: int = field(init=False)
-    """Of an over-sampled generation: groups whose samples are all done."""
+    """Groups of an over-sampled generation whose samples are all done."""
     _left_of_group: dict[int, int] = field(init=False)
     _by_prompt: dict[int, tuple[int, ...]] = field(init=False)
     _prompt_of: dict[int, int] = field(init=False)

@@ -256,7 +256,7 @@ class EngineHost:
         """Role -> its rollout engine with its episodes, if it has had any or has spoken in others'."""
         self._agents: EventLoop | None = None
         self.parts = PartWriter()
-        """Of checkpoints, written while the engines go on."""
+        """Writer of checkpoints' parts, while the engines go on."""
         self.writes_episodes = False
         """Whether `episodes_to_write` is asked, so that agents wait for it."""
         self._tool_wait_ns = 0

@@ -102,7 +102,7 @@ class Arguments:
         first = next(iter(inputs.values()), Batch(np.zeros(0, np.int64)))
         base = first.in_order().frozen()
         self.rows = base
-        """Of the input that says which samples the call works on, in the order of identity."""
+        """Rows of the input that says which samples the call works on, in the order of identity."""
         self._inputs = {
             name: other.select(base.ids).frozen() if len(base) and other is not first else base for name, other in inputs.items()
         }

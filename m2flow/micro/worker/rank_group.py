@@ -108,7 +108,7 @@ class Compute(RankCommand, frozen=True):
     role: str
     method: Computed
     top_k: int = 0
-    """Of `top_logprobs`."""
+    """The `top_k` of `top_logprobs`."""
 
 
 class CopyFrom(RankCommand, frozen=True):
@@ -154,7 +154,7 @@ class RankAnswer(RankCommand, frozen=True):
 
     error: ErrorRecord | None = None
     written: Written | None = None
-    """Of `WritePieces`."""
+    """What `WritePieces` wrote."""
 
 
 Said = Do | AccumulateCommand | ApplyCommand | Compute | CopyFrom | File | WritePieces | Acknowledge | End

@@ -90,7 +90,7 @@ class RowsNeeded(NamedTuple):
     """Their call, or the key of its stopped samples (`m2flow.micro.protocol.worker_state.stopped_at`)."""
     ids: Sequence[int]
     num_generated: Sequence[int] | None = None
-    """Of stopped samples: the generated tokens that each must have, since an older row of it may be here."""
+    """Generated tokens that each stopped sample must have, since an older row of it may be here."""
 
 
 def rows_needed(task: m.Task, call_of: Callable[[int], Call]) -> list[RowsNeeded]:
