@@ -971,10 +971,10 @@ class Loss:
     """`module:name`, or a callable."""
     needs: tuple[str, ...]
     """Names of the tensors that it reads: of `logprobs`, `entropy`, `top_logprobs` ([T, K + 1]) and `values` of a critic, all with
-    gradient, `behaviour_logprobs`, `reference_logprobs`, `reference_top_logprobs` (of a reference with `top_k`), `advantages`, `sequence_lengths` (of the sample that the
-    token belongs to), `sequence_ids` (which sample of the tensors that is, from 0), `group_ids` (which group that is, from 0; a loss that
-    needs them gets whole groups), `random_numbers` (from 0 to 1, by the token's sample and its place in that alone), and the names of
-    per-token or per-sample columns."""
+    gradient, `behaviour_logprobs`, `reference_logprobs`, `reference_top_logprobs` (of a reference with `top_k`), `advantages`,
+    `sequence_lengths` (of the sample that the token belongs to), `sequence_ids` (which sample of the tensors that is, from 0), `group_ids`
+    (which group that is, from 0; a loss that needs them gets whole groups), `random_numbers` (from 0 to 1, by the token's sample and its
+    place in that alone), and of per-token or per-sample columns."""
     denominator: Denominator | Callable[[Counts], float] = "tokens"
     """What the sum over a mini-batch is divided by: a count, or a function of the counts of the whole mini-batch."""
     options: tuple[tuple[str, float | int | str | bool], ...] = field(default=())

@@ -174,7 +174,7 @@ class WeightsSpec(_Strict):
     """Send only values that changed, over `broadcast`, `tcp` and `file`: where it is measured to take less time, never, or always."""
     adapters: Literal["alone", "added"] = "alone"
     """What is sent of a policy with `lora=`: the adapters alone, to rollout engines of other processes that can add them (not by
-    `cuda ipc`); or whole weights, with them added. `added` saves those engines the host's memory for a copy of the layers that are adapted."""
+    `cuda ipc`); or whole weights, with them added, which saves those engines the host's memory for a copy of the adapted layers."""
     bucket_mib: int = Field(default=16, ge=1, le=1024)
     """Size of each of the two buffers that either side has, for `broadcast`, `tcp` and `file`."""
     into_server: Literal["auto", "files", "tensors", "group"] = "auto"
