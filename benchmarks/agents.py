@@ -3,21 +3,26 @@
     python benchmarks/agents.py [--episodes 2000] [--slots 256] [--step-ms 40] [--wait-s 1] [--rounds 1]
 
 Each episode has two to six turns of 8 to 128 tokens (geometric, mean 32), and between two turns a tool that waits for an exponential time.
-The engine takes a given time (`sides/paced.py`) and computes nothing: what a run takes beyond it is the runtime's. The bound is the
-longest of
+The engine takes a given time, as an inference server does (`sides/paced.py`), and computes nothing: what a run takes beyond it is the
+runtime's. The bound is the longest of
 
     decode   tokens / slots * step + tokens of messages * prefill, of an engine whose batch is always full and whose cache holds everything
     chain    the longest episode, alone on the engine
     tools    seconds of tools / slots of tools
 
-The plain loop has the same engine on a thread, the same messages, lengths and waits, and keeps no record of anything. One after the other
-in one run, each round; the time is from the first request to the last answer. Prints JSON.
+To reach it one must know how long each episode will be. `orders` has what runs without any cost of their own would take: with turns in the
+order in which they come (`first come`), those of episodes with the fewest turns so far first (`fewest turns`), and, which nobody can know,
+those of episodes with the longest rest first (`longest rest`). The plain loop has the same engine on a thread, the same messages, lengths
+and waits, and keeps no record of anything. One after the other in one run, each round; the time is from the first request to the last
+answer. Prints JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import heapq
+import itertools
 import json
 import os
 import platform
@@ -28,6 +33,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -116,6 +122,7 @@ class Driver:
     def close(self) -> None:
         self._asked.put(None)
         self._thread.join()
+        self._engine.stop()
 
     def _run(self) -> None:
         while True:
@@ -189,21 +196,73 @@ def planned(options: dict[str, float | int | str | bool], num: int, wait_s: floa
     return Ran(took_s, json.loads(told.read_text()), most)
 
 
+def new_tokens() -> tuple[Callable[[int], int], int]:
+    """Tokens of an episode's first prompt, by its number, and of what each tool's result adds."""
+    language = FakeLanguage()
+
+    def first(number: int) -> int:
+        return len(language.encode_target(language.conversation([{"role": "user", "content": question_of(number)}], [wait.description])))
+
+    return first, 1 + len(language.encode_target(language.conversation([{"role": "tool", "content": _RESULT}], ())))
+
+
 def bound_of(num: int, wait_s: float, options: dict[str, float | int | str | bool]) -> dict[str, float]:
     """The times that no schedule can beat."""
     step_s, prefill_s = float(options["step_ms"]) / 1e3, float(options["prefill_us"]) / 1e6
-    language = FakeLanguage()
-    bridge = 1 + len(language.encode_target(language.conversation([{"role": "tool", "content": _RESULT}], ())))
+    first, bridge = new_tokens()
     tokens, new, longest, waits = 0, 0, 0.0, 0.0
     for number in range(num):
         turns = turns_of(number, wait_s)
-        first = language.conversation([{"role": "user", "content": question_of(number)}], [wait.description])
-        own_new = len(language.encode_target(first)) + (len(turns) - 1) * bridge
+        own_new = first(number) + (len(turns) - 1) * bridge
         own, own_wait_s = sum(turn.num_tokens for turn in turns), sum(turn.wait_s for turn in turns)
         tokens, new, waits = tokens + own, new + own_new, waits + own_wait_s
         longest = max(longest, own * step_s + own_new * prefill_s + own_wait_s)
     decode_s = tokens / int(options["slots"]) * step_s + new * prefill_s
     return {"tokens": tokens, "decode_s": decode_s, "chain_s": longest, "tools_s": waits / _NUM_TOOL_SLOTS}
+
+
+def orders(num: int, wait_s: float, options: dict[str, float | int | str | bool]) -> dict[str, float]:
+    """Seconds of the episodes by the order in which their turns enter the batch, where nothing but the engine takes time."""
+    step_s, prefill_s, slots = float(options["step_ms"]) / 1e3, float(options["prefill_us"]) / 1e6, int(options["slots"])
+    played = [turns_of(number, wait_s) for number in range(num)]
+    rest_s = [[sum(turn.num_tokens * step_s + turn.wait_s for turn in turns[at:]) for at in range(len(turns))] for turns in played]
+    first, bridge = new_tokens()
+    firsts = [first(number) for number in range(num)]
+
+    def takes_s(rank: Callable[[int, int], float]) -> float:
+        arrivals = itertools.count()
+        waiting = [(rank(number, 0), next(arrivals), number, 0) for number in range(num)]
+        heapq.heapify(waiting)
+        running: list[tuple[int, int, int]] = []  # The step after which a turn is over, its episode, and which turn it is.
+        away: list[tuple[float, int, int]] = []  # When a turn comes.
+        now_s, num_steps, num_left = 0.0, 0, num
+        while num_left:
+            while away and away[0][0] <= now_s:
+                _, number, at = heapq.heappop(away)
+                heapq.heappush(waiting, (rank(number, at), next(arrivals), number, at))
+            num_new = 0
+            while waiting and len(running) < slots:
+                _, _, number, at = heapq.heappop(waiting)
+                heapq.heappush(running, (num_steps + played[number][at].num_tokens, number, at))
+                num_new += bridge if at else firsts[number]
+            if not running:
+                now_s = away[0][0]
+                continue
+            now_s, num_steps = now_s + step_s + num_new * prefill_s, num_steps + 1
+            while running and running[0][0] <= num_steps:
+                _, number, at = heapq.heappop(running)
+                if at + 1 == len(played[number]):
+                    num_left -= 1
+                else:
+                    heapq.heappush(away, (now_s + played[number][at].wait_s, number, at + 1))
+        return now_s
+
+    ranks: dict[str, Callable[[int, int], float]] = {
+        "first come": lambda number, at: 0.0,
+        "fewest turns": lambda number, at: at,
+        "longest rest": lambda number, at: -rest_s[number][at],
+    }
+    return {name: round(takes_s(rank), 2) for name, rank in ranks.items()}
 
 
 def main() -> None:
@@ -223,6 +282,7 @@ def main() -> None:
     }  # fmt: skip
     bound = bound_of(args.episodes, args.wait_s, options)
     bound_s = max(bound["decode_s"], bound["chain_s"], bound["tools_s"])
+    by_order = orders(args.episodes, args.wait_s, options)
     rounds = []
     with tempfile.TemporaryDirectory() as folder:
         environment = registered(Path(folder))
@@ -236,6 +296,7 @@ def main() -> None:
             rounds.append({
                 "episodes_s": round(ran.episodes_s, 2),
                 "share_of_bound": round(bound_s / ran.episodes_s, 3),
+                "share_of_first_come": round(by_order["first come"] / ran.episodes_s, 3),
                 "plain_s": round(plain_s, 2),
                 "plain_share_of_bound": round(bound_s / plain_s, 3),
                 "plain_over_ours": round(plain_s / ran.episodes_s, 3),
@@ -250,7 +311,9 @@ def main() -> None:
         "options": vars(args),
         "bound_s": round(bound_s, 2),
         "bounds": {name: round(value, 2) for name, value in bound.items()},
+        "orders": by_order,
         "share_of_bound": statistics.median(one["share_of_bound"] for one in rounds),
+        "share_of_first_come": statistics.median(one["share_of_first_come"] for one in rounds),
         "plain_over_ours": statistics.median(one["plain_over_ours"] for one in rounds),
         "rounds": rounds,
     }, indent=2))  # fmt: skip
