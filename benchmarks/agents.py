@@ -161,6 +161,7 @@ async def plain(engine: PacedRollout, num: int, wait_s: float) -> float:
     await asyncio.gather(*(play(number) for number in range(num)))
     took_s = time.perf_counter() - began
     driver.close()
+    _tool_slots.clear()  # The next run pickles this module's agent, and an event loop is not for others.
     return took_s
 
 
