@@ -1,11 +1,12 @@
 """Seconds of a step: predicted from a profile, and measured, time-shared and split.
 
-    python benchmarks/prediction.py [--rounds 3] [--steps 8] [--workloads main full skewed]
+    python benchmarks/prediction.py [--rounds 3] [--steps 8] [--workloads grpo full skewed]
 
-`main` is flows/grpo.py as it is; `full` and `skewed` are those of `benchmarks/vs_trl.py`. In each round `m2flow profile` measures the
-workload, the simulator runs its steps on the virtual clock with the profile's constants, and `m2flow run` makes them: the main job's
-first steps, evaluations left out by the median. Lengths in the simulator are drawn from the answers that the profile saw, for several
-runs of other draws; `replayed` has those that the run then made, which tells errors of costs from errors of lengths.
+`grpo`, `ppo` and `dapo` are the flows of these names as they are; `full` and `skewed` are those of `benchmarks/vs_trl.py`. Each round has a
+seed of its own. In each `m2flow profile` measures the workload, the simulator runs its steps on the virtual clock with the profile's
+constants, and `m2flow run` makes them: the flow's first steps, evaluations left out by the median. Lengths in the simulator are drawn from
+the answers that the profile saw, for several runs of other draws; `replayed` has those that the run then made, which tells errors of costs
+from errors of lengths.
 
 Prints one JSON object; ratios are predicted over measured, of medians over the steps, the range over the rounds. `parts` are seconds a
 step, on average. The profile and the runs must find the same machine, so nothing else should run: `load` is what did before each.
@@ -46,6 +47,7 @@ from m2flow.simulator.simulation_report import simulate
 
 _ROOT = Path(__file__).parent.parent
 _PLACEMENTS = {"time-shared": "placement: time-shared", "split": "placement: split\ntrain: {token_budget: 2048}"}
+_FLOWS = ("grpo", "ppo", "dapo")
 _WARMUP = 2
 Numbers = dict[str, float]
 
@@ -65,8 +67,8 @@ class Job:
 
 
 def job_of(name: str, folder: Path, num_steps: int) -> Job:
-    if name == "main":
-        return Job(name, _ROOT / "flows" / "grpo.py", {"num_steps": num_steps})
+    if name in _FLOWS:
+        return Job(name, _ROOT / "flows" / f"{name}.py", {"num_steps": num_steps})
     workload: Workload = {"full": FULL, "skewed": SKEWED}[name]
     workload.write(folder, num_steps)
     options: dict[str, object] = {"model": str(folder), "prompts": str(folder / "prompts.txt"), "num_steps": num_steps}
@@ -82,9 +84,11 @@ def m2flow(*arguments: str) -> str:
     return done.stdout
 
 
-def measured(job: Job, cluster: Path, runs: Path) -> tuple[list[float], Numbers, Path]:
+def measured(job: Job, cluster: Path, runs: Path, seed: int) -> tuple[list[float], Numbers, Path]:
     """Seconds of each counted step, from the end of an update to the end of the next, and of what was done in them."""
-    said = m2flow("run", str(job.flow), "--cluster", str(cluster), "--runs-dir", str(runs), "--json", "--quiet", *job.arguments)
+    said = m2flow(
+        "run", str(job.flow), "--cluster", str(cluster), "--runs-dir", str(runs), "--json", "--quiet", "--seed", str(seed), *job.arguments
+    )
     run_dir = Path(json.loads(said.splitlines()[-1])["run_dir"])
     spans = read_spans(run_dir)
     last: dict[int, int] = {}
@@ -150,15 +154,25 @@ def compare(name: str, a: argparse.Namespace, made: Path) -> dict[str, object]:
         clusters[placement] = made / f"{placement}.yaml"
         clusters[placement].write_text(f"device: cpu\ncores: {a.threads}\n{text}\n")
     rounds: dict[str, list[dict[str, object]]] = {placement: [] for placement in a.placements}
-    for _ in range(a.rounds):
+    for seed in range(a.rounds):
         for placement in a.placements:
             cluster, file = clusters[placement], made / "profile.json"
             loads = [round(os.getloadavg()[0], 2)]
-            options = ["--runs-dir", str(made / "probes"), "--out", str(file), "--seconds", str(a.seconds), "--only-this-placement"]
+            options = [
+                "--runs-dir",
+                str(made / "probes"),
+                "--out",
+                str(file),
+                "--seconds",
+                str(a.seconds),
+                "--only-this-placement",
+                "--seed",
+                str(seed),
+            ]
             m2flow("profile", str(job.flow), "--cluster", str(cluster), *options, *profile_job.arguments)
             profile = read_profile(file)
             loads.append(round(os.getloadavg()[0], 2))
-            step_s, parts, run_dir = measured(job, cluster, made / "runs")
+            step_s, parts, run_dir = measured(job, cluster, made / "runs", seed)
             drawn_s, predicted_parts = predicted(job, cluster, profile, profile.lengths(), num_draws=8)
             replayed_s, _ = predicted(job, cluster, profile, lengths_of_run(run_dir))
             took, said, again = (statistics.median(values) for values in (step_s, drawn_s, replayed_s))
@@ -185,7 +199,7 @@ def _rounded(value):  # type: ignore[no-untyped-def]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workloads", nargs="+", choices=["main", "full", "skewed"], default=["main", "full", "skewed"])
+    parser.add_argument("--workloads", nargs="+", choices=[*_FLOWS, "full", "skewed"], default=["grpo", "full", "skewed"])
     parser.add_argument("--placements", nargs="+", choices=list(_PLACEMENTS), default=list(_PLACEMENTS))
     parser.add_argument("--threads", type=int, default=2, help="CPU cores")
     parser.add_argument("--rounds", type=int, default=3)

@@ -109,7 +109,7 @@ def refill(policy: Policy, source: Dataset, settings: GenerateSettings, draws: D
         granularity=Granularity.GROUP,
         inputs={"samples": responses.ref, "reward": rewards.ref},
         options={
-            "function": _Keep(keep),
+            "function": KeptBy(keep),
             "timeout_s": score.timeout_s,
             "column": "value",
             "gives": "kept",
@@ -124,8 +124,8 @@ def refill(policy: Policy, source: Dataset, settings: GenerateSettings, draws: D
     return rows
 
 
-class _Keep:
-    """Call the user's function on a group; its answer counts for each sample of the group."""
+class KeptBy:
+    """Calls the user's function on a group; its answer counts for each sample of the group."""
 
     def __init__(self, keep: Keep) -> None:
         self.keep = keep

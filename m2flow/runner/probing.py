@@ -6,6 +6,9 @@ Every constant is so measured where it counts: in the plan's processes, with the
 too. The first steps are the flow's own (one to warm up, then one with its own lengths); in the others the number of prompts and the
 tokens of each response are set, so that small and large batches, short and long contexts are seen. What the flow does before its loop is
 cut to a few mini-batches in all runs but the first; with it the responses of the first steps are those of the real run.
+
+Responses of set lengths are wrong answers, and those of a model that was not trained before its loop may all be: a refill
+(`generate(count=..., keep=...)`) would end without the groups that it needs. From there on it keeps every group.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from pathlib import Path
 from m2flow.errors import SpecError
 from m2flow.macro.flow import Flow
 from m2flow.macro.graph import Call, MacroGraph
+from m2flow.macro.refill import KeptBy
 from m2flow.macro.replay import BackendWrapper, prints_muted
 from m2flow.macro.session import Backend
 from m2flow.macro.tracing import trace
@@ -88,6 +92,8 @@ class ProbeBackend(BackendWrapper):
         """The step whose calls come when the first step is over, and with it what lies before the loop."""
         self._step = -1
         self._round = Round()
+        self._is_distorted = False
+        """The policy has been given responses of set lengths, and may have been trained on them."""
         self.started_s = time.monotonic()
         """When the workers were ready, by `time.monotonic`."""
         self._timed_s = float("inf")
@@ -114,10 +120,22 @@ class ProbeBackend(BackendWrapper):
         if isinstance(rows, Batch):
             num = self._cut.get(call.ordinal, len(rows)) if call.step < 0 else max(1, round(len(rows) * self._round.share))
             return _with(call, rows=rows.take(range(num))) if num < len(rows) else call
+        if "refill" in call.options and call.step >= 0:
+            call = self._refilled(call)
         if isinstance(sampling, Sampling) and call.step >= 0 and self._round.length is not None:
             tokens = max(1, round(min(sampling.max_new_tokens, _LONGEST) * self._round.length))
             return _with(call, sampling=dataclasses.replace(sampling, max_new_tokens=tokens, min_new_tokens=tokens))
         return call
+
+    def _refilled(self, call: Call) -> Call:
+        """Scale what a refill needs as its candidates are, and have it keep every group where the policy's answers can't be relied on."""
+        count, share = call.options["refill"], self._round.share
+        assert isinstance(count, int)
+        if share < 1.0:
+            call = _with(call, refill=max(1, round(count * share)))
+        self._is_distorted |= not self._round.is_natural
+        keeps_all = call.method == "" and (self._is_distorted or bool(self._cut))
+        return _with(call, function=KeptBy(_every_group)) if keeps_all else call
 
 
 def measure(
@@ -214,6 +232,10 @@ def setup_rows(graph: MacroGraph) -> dict[int, int]:
 
 def _has_both(graph: MacroGraph) -> bool:
     return {"rollout", "train"} <= {call.engine for call in graph.calls}
+
+
+def _every_group(group: object) -> bool:
+    return True
 
 
 def _with(call: Call, **options: object) -> Call:

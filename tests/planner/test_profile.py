@@ -1,7 +1,9 @@
 """Profiles: constants come back out of the times that they made, and what is no profile is refused. No test measures time."""
 
+import contextlib
 import json
 import random
+import sqlite3
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -388,6 +390,26 @@ def test_profile_measures_a_flow_on_fakes_in_both_placements_and_writes_it_down(
     assert measured.decode is not None
     assert before.decode is not None
     assert (measured.decode.sample_s, measured.decode.quality) == (before.decode.sample_s, before.decode.quality)
+
+
+def test_a_flow_that_keeps_groups_by_their_answers_is_measured_too(tmp_path: Path) -> None:
+    kept = """
+def differ(group):
+    return len({len(sample.text) for sample in group}) > 1
+
+@flow"""
+    generate = "responses = policy.generate(prompts, n=4, max_new_tokens=16, count=8, score=reward, keep=differ)"
+    text = FLOW.replace("\n@flow", kept).replace("responses = policy.generate(prompts.take(8), n=4, max_new_tokens=16)", generate)
+    (tmp_path / "tiny.py").write_text(text.replace("reward.score(responses)", "responses.reward").replace("range(500)", "range(5000)"))
+    spec = tmp_path / "spec.yaml"
+    spec.write_text("device: cpu\ncores: 2\nrollout: {engine: fake}\ntrain: {engine: fake, token_budget: 128}\n")
+    arguments = ["profile", str(tmp_path / "tiny.py"), "--cluster", str(spec), "--runs-dir", str(tmp_path / "runs")]
+    done = CliRunner().invoke(cli, [*arguments, "--seconds", "1000"])
+    assert done.exit_code == 0, done.output
+    for run in sorted((tmp_path / "runs").iterdir()):
+        with contextlib.closing(sqlite3.connect(run / "ledger.db")) as ledger:
+            trained = ledger.execute("SELECT COUNT(*) FROM consumption GROUP BY update_call ORDER BY update_call").fetchall()
+        assert [count for (count,) in trained] == [4 * max(1, round(8 * planned.share)) for planned in ROUNDS]
 
 
 def test_profile_says_what_is_wrong_with_a_run_that_it_can_t_use(tmp_path: Path) -> None:
