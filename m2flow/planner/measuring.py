@@ -16,9 +16,10 @@ factor of its own, fitted alternately with the constants, from steps that overla
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
@@ -26,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from m2flow.micro.protocol.plan import Plan, WorkerPlan
-from m2flow.micro.records.ledger import read_token_counts
+from m2flow.micro.records.ledger import read_refills, read_token_counts
 from m2flow.observe.spans import Span, SpanName, sample_of, samples_of
 from m2flow.observe.store import read_spans
 from m2flow.planner.profiles import (
@@ -225,6 +226,8 @@ class Observed:
     """Bytes of parcels, and seconds to send them."""
     groups: list[tuple[int, list[int]]]
     """(prompt tokens, response tokens) of each group, of the steps with the flow's own lengths."""
+    refills: tuple[int, int] = (0, 0)
+    """Groups that refills judged and kept, in the steps before the first whose lengths were set."""
 
     @classmethod
     def of_run(cls, run_dir: Path, *, natural_steps: Iterable[int] | None = None, last_bytes: int | None = None) -> Observed:
@@ -242,7 +245,9 @@ class Observed:
         first = min((step for step in steps if step >= 0), default=-1)
         reader = _Reader(spans, counts, warm_up=first if len({step for step in steps if step >= 0}) > 1 else -2)
         natural = None if natural_steps is None else set(natural_steps)
-        return reader.read([(packed, num) for packed, num in counts.items() if natural is None or num[0] in natural])
+        own_steps = math.inf if natural is None else next(step for step in itertools.count() if step not in natural)
+        found = reader.read([(packed, num) for packed, num in counts.items() if natural is None or num[0] in natural])
+        return replace(found, refills=read_refills(run_dir, own_steps))
 
 
 class _Reader:
@@ -502,6 +507,7 @@ def profile_of(flow: str, models: Mapping[str, Model], runs: Sequence[Measuremen
     (_, byte_s), _ = fit(np.stack([np.ones(len(num_bytes)), num_bytes], 1), send_s)
     # Of the first run that has any: in others, work before the loop may be cut short, and responses are another policy's.
     groups = next((run.observed.groups for run in runs if run.observed.groups), [])[:_MOST_GROUPS]
+    num_judged, num_kept = next((run.observed.refills for run in runs if run.observed.refills[1]), (0, 0))
     return Profile(
         flow=flow,
         made=now_text(),
@@ -518,6 +524,7 @@ def profile_of(flow: str, models: Mapping[str, Model], runs: Sequence[Measuremen
         prompts=tuple(prompt for prompt, _ in groups),
         responses=tuple(tuple(answers) for _, answers in groups),
         icc=float(log_length_icc([answers for _, answers in groups]).icc),
+        draws_per_group=num_judged / num_kept if num_kept else 0.0,
         load=round(load, 2),
     )
 

@@ -27,7 +27,7 @@ from m2flow.errors import M2FlowError, PlanError, SpecError
 from m2flow.macro.graph import MacroGraph
 from m2flow.micro.lowering.passes import lower
 from m2flow.micro.lowering.placement import check_pins
-from m2flow.micro.protocol.cost_terms import Costs
+from m2flow.micro.protocol.cost_terms import DRAWS_PER_GROUP, Costs
 from m2flow.micro.protocol.plan import Choice, Plan, WorkerPlan
 from m2flow.micro.records.ledger import lengths_of_run
 from m2flow.planner.cost_model import ModelledCosts, shapes_of
@@ -128,13 +128,14 @@ def question_of(
         SpecError: lengths or a profile that can't be used. ModelError: nothing says how large a model is.
     """
     check_pins(graph, models, spec)
-    workload = workload_of(graph, spec)
     measured = read_profile(profile) if isinstance(profile, Path) else profile
     if spec.costs:  # What the cluster's own file says holds where nothing else was measured.
         given = read_profile(Path(spec.costs))
         measured = given.updated(measured) if measured else given
     if measured is not None:
         measured.check(models, spec)
+    draws = measured.draws_per_group if measured else 0.0
+    workload = workload_of(graph, spec, draws_per_group=draws or DRAWS_PER_GROUP)
     observed = measured.lengths() if measured and measured.responses else None
     known = parse_lengths(lengths, lengths_of_run) if isinstance(lengths, str) and lengths else lengths or observed
     shapes = shapes_of(models, spec)

@@ -350,6 +350,8 @@ class Profile(msgspec.Struct, frozen=True):
     """Tokens of the responses to each of them."""
     icc: float = 0.0
     """Intraclass correlation of the log lengths of responses to one prompt."""
+    draws_per_group: float = 0.0
+    """Prompts that the flow's refills (`generate(count=..., keep=...)`) drew for each group that they kept; 0: there was none."""
     load: float = 0.0
     """Load average of the machine when the measurement began."""
     version: int = VERSION
@@ -381,6 +383,7 @@ class Profile(msgspec.Struct, frozen=True):
             byte_s=newer.byte_s or self.byte_s,
             turn_s=newer.turn_s or self.turn_s,
             startup_s=newer.startup_s or self.startup_s,
+            draws_per_group=newer.draws_per_group or self.draws_per_group,
         )
 
     def function(self, call: str) -> MeasuredFunction | None:
@@ -471,6 +474,8 @@ class Profile(msgspec.Struct, frozen=True):
         found["hop_s"] = Constant(self.hop_s, "s", "measured: median pause between a task's end and the start of what waited for it")
         found["turn_s"] = Constant(self.turn_s, "s", "measured: mean pause between steps, beyond hop_s")
         found["byte_s"] = Constant(self.byte_s, "s/byte", "measured: parcels of samples, by size")
+        if self.draws_per_group:
+            found["draws_per_group"] = Constant(self.draws_per_group, "", "measured: groups judged for each that a refill kept")
         found["startup_s"] = Constant(self.startup_s, "s", "measured: until the workers were ready")
         return found
 
@@ -634,6 +639,9 @@ class ProfiledCosts(Costs):
     def function(self, call: str) -> FunctionCost:
         found = self.profile.function(call.partition("@")[0])
         return self.modelled.function(call) if found is None else FunctionCost(found.quantiles_s, found.concurrency, found.task_s)
+
+    def draws_per_group(self) -> float:
+        return self.profile.draws_per_group or self.modelled.draws_per_group()
 
     def footprint(self, engine: EngineId, pool: str, layout: Layout) -> Footprint:
         return self.modelled.footprint(engine, pool, layout)

@@ -34,19 +34,12 @@ import numpy.typing as npt
 from m2flow.errors import SpecError, TraceError, did_you_mean
 from m2flow.macro.graph import Call, MacroGraph
 from m2flow.micro.lowering.passes import accumulation_unit, legal_stages
-from m2flow.micro.protocol.cost_terms import EngineId, FunctionCost
+from m2flow.micro.protocol.cost_terms import DRAWS_PER_GROUP, EngineId, FunctionCost
 from m2flow.planner.model_shapes import ModelShape
 from m2flow.recipe import Sampling
 from m2flow.rollout_scheduling.lengths import Lengths
 from m2flow.samples import Batch
 from m2flow.spec import ClusterSpec
-
-DRAWS_PER_GROUP = 2.0
-"""Prompts that a refill is expected to draw for each group that it keeps. An assumption; a run's own count should replace it.
-
-Source:
-    verl's synchronous DAPO trainer requests two for each missing group (`replay_buffer.py`).
-"""
 
 Work = Literal["generate", "forward", "update", "function"]
 

@@ -191,6 +191,9 @@ class Relaxed(Costs):
     def slowdown(self, engine: EngineKind, beside: Literal["rollout", "train", "function"]) -> float:
         return self._costs.slowdown(engine, beside)
 
+    def draws_per_group(self) -> float:
+        return self._costs.draws_per_group()
+
     def spread(self, work: str) -> tuple[float, float]:
         return self._costs.spread(work)
 

@@ -95,12 +95,14 @@ class Drawn:
         seed: int,
         *,
         kept: Mapping[str, float] | None = None,
+        draws_per_group: float = 1.0,
         trained: frozenset[str] = frozenset(),
         limit: int = 0,
     ) -> None:
         """
         Args:
-            kept: share of units that a filter or a refill keeps, by role or call name; all by default.
+            kept: share of units that a filter or a refill keeps, by role or call name; by default a filter keeps all.
+            draws_per_group: how many groups a refill judges for each that it keeps, where `kept` says nothing.
             trained: roles that the program trains.
             limit: the largest `max_new_tokens` of all calls.
         """
@@ -109,6 +111,7 @@ class Drawn:
         self._stops = not trained or (lengths.longest is not None and lengths.longest <= limit)
         self._seed = seed
         self._kept = kept or {}
+        self._share_of_refills = 1.0 / draws_per_group
         self._rounds = Rounds()
         self._by_call: dict[int, tuple[IntArray, IntArray]] = {}
         self._num_of_step: dict[int, int] = {}
@@ -173,8 +176,8 @@ class Drawn:
         return [row for unit in units if self.is_kept(call, unit) for row in unit] if known is None else known
 
     def is_kept(self, call: Call, unit: Sequence[int]) -> bool:
-        """Whether a filter or a refill keeps this unit, by the assumed share; by default it does."""
-        share = self._kept.get(call.role, self._kept.get(call.name, 1.0))
+        """Whether a filter or a refill keeps this unit, by the assumed share."""
+        share = self._kept.get(call.role, self._kept.get(call.name, self._share_of_refills if call.is_gated else 1.0))
         return self.uniform("kept", call.role, min(unit, default=0)) < share
 
     def forget(self, call: int) -> None:

@@ -69,7 +69,8 @@ def simulate(
     """Run a program's steps on a virtual clock.
 
     Args:
-        kept: share of units that a filter or a refill keeps, by role or call name; all by default.
+        kept: share of units that a filter or a refill keeps, by role or call name; by default a filter keeps all, and a refill as many as
+            the costs say.
         without_groups: samples do not wait for their siblings, which no run could do.
     Raises:
         M2FlowError: a call of it fails.
@@ -78,7 +79,7 @@ def simulate(
     trained = frozenset(call.role for call in program.graph.calls if call.method == "update")
     plan = with_paces(plan, spec, costs)
     limits = [sampling.max_new_tokens for call in program.graph.calls if isinstance(sampling := call.options.get("sampling"), Sampling)]
-    drawn = Drawn(lengths, seed, kept=kept, trained=trained, limit=max(limits, default=0))
+    drawn = Drawn(lengths, seed, kept=kept, draws_per_group=costs.draws_per_group(), trained=trained, limit=max(limits, default=0))
     simulation = Simulation(
         program,
         plan,

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import random
 import sqlite3
 from collections.abc import Mapping
@@ -28,6 +29,7 @@ from m2flow.micro.records.ledger import Ledger, read_lengths
 from m2flow.observe.spans import Recorder
 from m2flow.observe.store import TraceStore
 from m2flow.planner.measuring import Measurement, Observed, measured_so_far, profile_of
+from m2flow.planner.planning import question_of
 from m2flow.planner.profiles import (
     Machine,
     MeasuredDecode,
@@ -43,6 +45,7 @@ from m2flow.planner.profiles import (
 )
 from m2flow.recipe import Model, Sampling
 from m2flow.runner.probing import ROUNDS, ProbeBackend, setup_rows
+from m2flow.runs.cluster_file import load_cluster
 from m2flow.samples import Batch, Finish, SampleId
 from m2flow.spec import ClusterSpec, PoolSpec, RolloutSpec
 
@@ -395,7 +398,7 @@ def test_profile_measures_a_flow_on_fakes_in_both_placements_and_writes_it_down(
 def test_a_flow_that_keeps_groups_by_their_answers_is_measured_too(tmp_path: Path) -> None:
     kept = """
 def differ(group):
-    return len({len(sample.text) for sample in group}) > 1
+    return int(group[0].prompt) % 2 == 0 and len({len(sample.text) for sample in group}) > 1
 
 @flow"""
     generate = "responses = policy.generate(prompts, n=4, max_new_tokens=16, count=8, score=reward, keep=differ)"
@@ -403,9 +406,16 @@ def differ(group):
     (tmp_path / "tiny.py").write_text(text.replace("reward.score(responses)", "responses.reward").replace("range(500)", "range(5000)"))
     spec = tmp_path / "spec.yaml"
     spec.write_text("device: cpu\ncores: 2\nrollout: {engine: fake}\ntrain: {engine: fake, token_budget: 128}\n")
-    arguments = ["profile", str(tmp_path / "tiny.py"), "--cluster", str(spec), "--runs-dir", str(tmp_path / "runs")]
+    out = tmp_path / "tiny.json"
+    arguments = ["profile", str(tmp_path / "tiny.py"), "--cluster", str(spec), "--runs-dir", str(tmp_path / "runs"), "--out", str(out)]
     done = CliRunner().invoke(cli, [*arguments, "--seconds", "1000"])
     assert done.exit_code == 0, done.output
+    draws = read_profile(out).draws_per_group
+    assert 31 / 16 <= draws <= 40 / 16  # Each other prompt, and seldom four answers of one length, before the first step of set lengths.
+    graph, models, _ = trace(load_flow(str(tmp_path / "tiny.py")), {}, steps=3)
+    question = question_of(graph, models, load_cluster(spec), profile=out)
+    assert question.workload.call("policy.generate").num_prompts == math.ceil(8 * draws)
+    assert question.costs.draws_per_group() == draws
     for run in sorted((tmp_path / "runs").iterdir()):
         with contextlib.closing(sqlite3.connect(run / "ledger.db")) as ledger:
             trained = ledger.execute("SELECT COUNT(*) FROM consumption GROUP BY update_call ORDER BY update_call").fetchall()

@@ -115,8 +115,10 @@ def test_carried_runs_end_and_keep_to_the_bounds_on_every_draw(seed, instances, 
 
 def test_a_refill_draws_more_where_less_is_kept():
     lengths = parse_lengths("lognormal:median=30,sigma=0.5")
-    all_kept = ran(refilling, COSTS, lengths, cluster(), num_steps=2)
+    all_kept = ran(refilling, COSTS, lengths, cluster(), num_steps=2, kept={"keep": 1.0})
     half_kept = ran(refilling, COSTS, lengths, cluster(), num_steps=2, kept={"keep": 0.5})
+    by_default = ran(refilling, COSTS, lengths, cluster(), num_steps=2)
+    assert by_default.makespans == half_kept.makespans  # What the planner expects, too.
     for result in (all_kept, half_kept):
         assert [sum(step.staleness.values()) for step in result.report.steps] == [8, 8]
     assert sum(step.wasted_tokens for step in all_kept.report.steps) == 0

@@ -205,6 +205,14 @@ class Arithmetic(msgspec.Struct, frozen=True):
     """Peak memory bandwidth of one device."""
 
 
+DRAWS_PER_GROUP = 2.0
+"""Prompts that a refill is expected to draw for each group that it keeps, where no run has counted them. An assumption.
+
+Source:
+    verl's synchronous DAPO trainer requests two for each missing group (`replay_buffer.py`).
+"""
+
+
 class Costs(ABC):
     """Answers every question about time and memory of one flow on one cluster. `pool` is a name of `ClusterSpec.pools`."""
 
@@ -268,6 +276,10 @@ class Costs(ABC):
     def rest_s(self) -> float:
         """Return the time of a step that belongs to none of its calls: the program, metrics, moving its data. 0 where nobody knows it."""
         return 0.0
+
+    def draws_per_group(self) -> float:
+        """Return how many prompts a refill draws for each group that it keeps, 1 or more."""
+        return DRAWS_PER_GROUP
 
     def spread(self, work: str) -> tuple[float, float]:
         """Return factors between which the time of a kind of work is believed to lie, predicted time being 1.

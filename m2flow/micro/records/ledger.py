@@ -479,6 +479,24 @@ def read_token_counts(run_dir: Path) -> dict[int, tuple[int, int, int]]:
         return {packed: (step, num_prompt, num_generated) for packed, step, num_prompt, num_generated in rows}
 
 
+def read_refills(run_dir: Path, before: float) -> tuple[int, int]:
+    """How many groups the refills of a run's first steps judged, up to the last that each needed, and how many of these they kept.
+
+    Args:
+        before: the first step that does not count.
+    Raises:
+        SpecError: the directory has no ledger.
+    """
+    with reading_ledger(run_dir, "samples") as db:
+        judged = db.execute(
+            "SELECT last_prompt + 1, (SELECT COUNT(DISTINCT prompt) FROM filtered JOIN samples ON samples.id = filtered.sample"
+            " WHERE samples.call = discarded.call AND prompt <= last_prompt)"
+            " FROM discarded JOIN calls ON calls.ordinal = discarded.call WHERE step < ?",
+            (before,),
+        ).fetchall()
+    return sum(num for num, _ in judged), sum(num - num_rejected for num, num_rejected in judged)
+
+
 def samples_digest(run_dir: Path) -> str:
     """SHA-256 over every sample: identity, token ids, prompt and response masks, rewards; in the order of identity. Samples of a failed
     generation are left out, since how many it made depends on the plan.
