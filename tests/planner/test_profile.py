@@ -413,7 +413,7 @@ def differ(group):
     draws = read_profile(out).draws_per_group
     assert 31 / 16 <= draws <= 40 / 16  # Each other prompt, and seldom four answers of one length, before the first step of set lengths.
     graph, models, _ = trace(load_flow(str(tmp_path / "tiny.py")), {}, steps=3)
-    question = question_of(graph, models, load_cluster(spec), profile=out)
+    question = question_of(graph, models, load_cluster(spec).model_copy(update={"shapes": {"policy": "Qwen2.5-0.5B"}}), profile=out)
     assert question.workload.call("policy.generate").num_prompts == math.ceil(8 * draws)
     assert question.costs.draws_per_group() == draws
     for run in sorted((tmp_path / "runs").iterdir()):
