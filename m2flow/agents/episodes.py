@@ -950,7 +950,7 @@ class Episodes:
 @functools.lru_cache(maxsize=4096)
 def _sampling_of(drawn: Sampling, max_new_tokens: int, stop: tuple[str, ...]) -> Sampling:
     """How a turn is drawn. Kept, since checking the options takes longer than all else that a turn needs here."""
-    return replace(drawn, max_new_tokens=max_new_tokens, stop=stop)
+    return replace(drawn, max_new_tokens=max_new_tokens, min_new_tokens=min(drawn.min_new_tokens, max_new_tokens), stop=stop)
 
 
 def _request_of(turn: _Turn) -> Request:

@@ -8,7 +8,8 @@ tokens of each response are set, so that small and large batches, short and long
 cut to a few mini-batches in all runs but the first; with it the responses of the first steps are those of the real run.
 
 Responses of set lengths are wrong answers, and those of a model that was not trained before its loop may all be: a refill
-(`generate(count=..., keep=...)`) would end without the groups that it needs. From there on it keeps every group.
+(`generate(count=..., keep=...)`) would end without the groups that it needs. From there on it keeps every group. Turns of episodes have the
+lengths that their agents ask for.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ class ProbeBackend(BackendWrapper):
             return _with(call, rows=rows.take(range(num))) if num < len(rows) else call
         if "refill" in call.options and call.step >= 0:
             call = self._refilled(call)
-        if isinstance(sampling, Sampling) and call.step >= 0 and self._round.length is not None:
+        if isinstance(sampling, Sampling) and call.step >= 0 and self._round.length is not None and "episodes" not in call.options:
             tokens = max(1, round(min(sampling.max_new_tokens, _LONGEST) * self._round.length))
             return _with(call, sampling=dataclasses.replace(sampling, max_new_tokens=tokens, min_new_tokens=tokens))
         return call

@@ -422,6 +422,27 @@ def differ(group):
         assert [count for (count,) in trained] == [4 * max(1, round(8 * planned.share)) for planned in ROUNDS]
 
 
+def test_a_flow_with_agents_is_measured_at_the_lengths_of_their_turns(tmp_path: Path) -> None:
+    kept = """
+@agent
+async def shy(chat, row):
+    said = [(await chat.say(row.prompt, max_tokens=limit)).text for limit in (1, 2)]
+    return float(len(said[1]))
+
+@flow"""
+    text = FLOW.replace("\n@flow", kept).replace("flow, steps", "agent, flow, steps")
+    text = text.replace(
+        "policy.generate(prompts.take(8), n=4, max_new_tokens=16)", "policy.rollout(shy, prompts.take(8), n=4, max_tokens=16)"
+    )
+    (tmp_path / "tiny.py").write_text(text.replace("reward.score(responses)", "responses.reward"))
+    spec, out = tmp_path / "spec.yaml", tmp_path / "tiny.json"
+    spec.write_text("device: cpu\ncores: 2\nrollout: {engine: fake}\ntrain: {engine: fake, token_budget: 128}\n")
+    arguments = ["profile", str(tmp_path / "tiny.py"), "--cluster", str(spec), "--runs-dir", str(tmp_path / "runs"), "--out", str(out)]
+    done = CliRunner().invoke(cli, [*arguments, "--seconds", "1000", "--only-this-placement"])
+    assert done.exit_code == 0, done.output
+    assert {count for answers in read_profile(out).responses for count in answers} <= {2, 3}
+
+
 def test_profile_says_what_is_wrong_with_a_run_that_it_can_t_use(tmp_path: Path) -> None:
     (tmp_path / "tiny.py").write_text(FLOW)
     done = CliRunner().invoke(cli, ["profile", str(tmp_path / "tiny.py"), "--from", str(tmp_path)])
