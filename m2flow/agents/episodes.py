@@ -43,7 +43,7 @@ import time
 import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, final
@@ -52,7 +52,7 @@ import numpy as np
 
 from m2flow.agents.chat import Agent, Asked, Chat, Known, Reply, Resources, Rewards, Table, reward_of
 from m2flow.agents.conversation import Conversation
-from m2flow.agents.tools import EpisodeFailed, Outcome, ToolCall
+from m2flow.agents.tools import EpisodeFailed, Outcome, Threads, ToolCall
 from m2flow.engines.contract import Generated, Language, Occupancy, Request, RolloutEngine
 from m2flow.errors import InternalError, M2FlowError, OpError, PromptTooLong
 from m2flow.recipe import Episodes as Bounds
@@ -61,7 +61,8 @@ from m2flow.samples import MAIN, Batch, Finish, Sample, SampleId, Segment, keyed
 
 _PATIENCE_S = 0.01
 """Longest that a step waits for agents where the engine has nothing to do."""
-_MOST_THREADS = 64
+_MOST_THREADS, _MOST_GIVEN_UP = 64, 512
+"""Plain functions of agents that run at once; and those that were given up and have not ended, above which the next ones fail."""
 _GRACE_S = 6.0
 """What an agent that runs, or a resource of one, may take to end with its worker: a server that must be killed takes four seconds."""
 _MOST_BLOCKED_S = 60.0
@@ -522,7 +523,7 @@ class EventLoop:
     """The event loop of a process's episodes, on a thread of its own."""
 
     def __init__(self) -> None:
-        self.threads = ThreadPoolExecutor(_MOST_THREADS, thread_name_prefix="tool")
+        self.threads = Threads(_MOST_THREADS, _MOST_GIVEN_UP)
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(self.threads)  # asyncio's own has a few threads more than there are cores.
         self._calls: deque[tuple[Callable[..., object], tuple[object, ...]]] = deque()

@@ -12,7 +12,8 @@ What goes wrong, and whose business it is:
     the function raises, takes too long  a text for the model, or with `on_error="fail"` the end of the episode, which then has no reward
     it raises an error of m2flow         the end of the episode: a dead sandbox is no fault of the model's
 
-A plain function runs on a thread, where a time limit only abandons it; what computes for long, or may hang, belongs into a sandbox.
+A plain function runs on a thread (`Threads`), where a time limit, which begins when it does, only abandons it: it takes no place from
+others. What computes for long, or may hang, belongs into a sandbox.
 
 Calls are read in the form of the model's family; the raw text stays with the turn.
 
@@ -30,19 +31,22 @@ Source:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import inspect
 import json
 import re
+import threading
 import typing
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, final, get_args, overload
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, final, get_args, overload
 
 import pydantic
 
-from m2flow.errors import M2FlowError, OptionError
+from m2flow.errors import M2FlowError, OpError, OptionError
 from m2flow.recipe import EpisodeFailure, check_choice, check_count, check_seconds, check_text
 
 # ---- tools
@@ -141,15 +145,13 @@ class Tool:
             EpisodeFailed: it failed, and that is the end of the episode.
         """
         call: Callable[[], Any] = functools.partial(self.function, **arguments, **resources)
-        limit = asyncio.timeout(self.timeout_s)
+        is_async = inspect.iscoroutinefunction(self.function)
+        limit = asyncio.timeout(self.timeout_s if is_async else None)  # Of a plain function it begins when a thread does.
         try:
             async with limit:
-                if inspect.iscoroutinefunction(self.function):
-                    result = await call()
-                else:
-                    result = await asyncio.get_running_loop().run_in_executor(threads, call)
-                    if inspect.isawaitable(result):
-                        result = await result
+                result = await (call() if is_async else self._on_thread(call, limit, threads))
+                if inspect.isawaitable(result):
+                    result = await result
         except M2FlowError as error:
             raise EpisodeFailed("tool_failed", f"the tool {self.name} failed: {type(error).__name__}: {error}") from error
         except EpisodeFailed:
@@ -161,6 +163,131 @@ class Tool:
                 raise EpisodeFailed("tool_failed", f"the tool {self.name}: {said}") from error
             return Outcome(shortened(f"Error: {said}", self.max_chars), is_error=True)
         return Outcome(shortened(result if isinstance(result, str) else _written(result), self.max_chars))
+
+    async def _on_thread(self, call: Callable[[], Any], limit: asyncio.Timeout, threads: Executor) -> Any:
+        loop = asyncio.get_running_loop()
+
+        def begin_limit() -> None:
+            with contextlib.suppress(RuntimeError):  # The call has ended already.
+                limit.reschedule(None if self.timeout_s is None else loop.time() + self.timeout_s)
+
+        def begun() -> Any:
+            with contextlib.suppress(RuntimeError):  # The loop is closed: nobody waits any longer.
+                loop.call_soon_threadsafe(begin_limit)
+            return call()
+
+        return await loop.run_in_executor(threads, begun)
+
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+@final
+class Threads(ThreadPoolExecutor):
+    """Threads for functions of which some may never end. One that nobody waits for any longer takes no place from the others.
+
+    Args:
+        most: functions at once, without those that were given up.
+        most_given_up: with so many that still run, nothing more is begun: what calls fails, in place of waiting in vain.
+
+    An event loop takes no other executor than a `ThreadPoolExecutor`; of that nothing is used here.
+    """
+
+    def __init__(self, most: int, most_given_up: int) -> None:
+        super().__init__(most)
+        self._most, self._most_given_up = most, most_given_up
+        self._change = threading.Condition()
+        self._waiting: deque[tuple[_Awaited, Callable[[], Any]]] = deque()
+        self._num_idle = self._num_threads = self._num_given_up = 0
+        self._is_shut = False
+
+    def submit(self, fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
+        """Have a thread call the function.
+
+        Raises:
+            OpError: too many that were given up run still.
+        """
+        with self._change:
+            if self._is_shut:
+                raise RuntimeError("the threads have been shut down")
+            if self._num_given_up >= self._most_given_up:
+                raise OpError(
+                    f"{self._num_given_up} calls of plain functions that took too long still run",
+                    now="Write the tool as an async function, give what it waits for a time-out, or run it in a sandbox.",
+                )
+            future = _Awaited(self._given_up)
+            self._waiting.append((future, functools.partial(fn, *args, **kwargs)))
+            self._have_taken()
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Begin nothing more. What runs is not waited for: it may never end."""
+        with self._change:
+            self._is_shut = True
+            left = [future for future, _ in self._waiting] if cancel_futures else []
+            self._change.notify_all()
+        for future in left:
+            future.cancel()
+
+    def _have_taken(self) -> None:
+        if self._num_idle >= len(self._waiting):
+            self._change.notify()
+        elif self._num_threads < self._most:
+            self._num_threads += 1
+            threading.Thread(target=self._work, name="tool", daemon=True).start()
+
+    def _given_up(self) -> None:
+        with self._change:
+            self._num_given_up += 1
+            self._num_threads -= 1
+            if self._waiting:
+                self._have_taken()
+
+    def _work(self) -> None:
+        while True:
+            with self._change:
+                self._num_idle += 1
+                while not self._waiting and not self._is_shut:
+                    self._change.wait()
+                self._num_idle -= 1
+                if not self._waiting:
+                    self._num_threads -= 1
+                    return
+                future, call = self._waiting.popleft()
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                result = call()
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+            if future.was_given_up:
+                with self._change:
+                    self._num_given_up -= 1
+                return
+            del future, call
+
+
+@final
+class _Awaited(Future[Any]):
+    """What comes of a call; says so when it is cancelled while it runs."""
+
+    def __init__(self, given_up: Callable[[], None]) -> None:
+        super().__init__()
+        self._given_up = given_up
+        self.was_given_up = False
+
+    def cancel(self) -> bool:
+        if super().cancel():
+            return True
+        with self._condition:
+            is_first = not self.done() and not self.was_given_up
+            self.was_given_up |= is_first
+        if is_first:
+            self._given_up()
+        return False
 
 
 @functools.lru_cache(maxsize=256)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
+import threading
 import time
 
 import numpy as np
@@ -12,7 +14,7 @@ from test_episodes import SPEC
 from test_repetition import host, loop, played, start_of
 
 from m2flow import Chat, Dataset, EpisodeFailed, Policy, Sample, ToolCall, agent, flow, log, tool
-from m2flow.agents.episodes import EpisodeStart
+from m2flow.agents.episodes import EpisodeStart, EventLoop
 from m2flow.engines.contract import Generated, Sums
 from m2flow.errors import EngineError, OpError, OptionError, TraceError
 from m2flow.micro.protocol.update_semantics import UpdateTally
@@ -80,6 +82,57 @@ def test_a_tools_error_is_a_text_for_the_model_or_the_end_of_the_episode_as_decl
     assert math.isnan(found.columns["reward"]) if how else found.columns["reward"] == 1.0
     assert all(text.startswith("Error: ") for text in said)
     assert bool(said) is not bool(how)
+
+
+@tool(replay="pure", timeout_s=0.02)
+def stuck(seconds: float) -> str:
+    """Come to no end in time."""
+    time.sleep(seconds)
+    return ""
+
+
+@tool(replay="pure", timeout_s=2)
+def quick() -> str:
+    """Answer at once."""
+    return "here"
+
+
+def test_plain_tools_that_hang_take_no_place_from_others_and_too_many_are_a_failure(monkeypatch):
+    monkeypatch.setattr("m2flow.agents.episodes._MOST_THREADS", 2)
+    monkeypatch.setattr("m2flow.agents.episodes._MOST_GIVEN_UP", 4, raising=False)
+    said: list[list[str]] = []
+
+    async def body(chat: Chat, row: Sample) -> float:
+        await chat.say("?", tools=[stuck, quick], max_tokens=3)
+        calls = [ToolCall("stuck", {"seconds": 8.0})] * 3
+        said.append([one.text for one in [*await chat.run(calls), *await chat.run([ToolCall("quick", {})])]])
+        return 1.0
+
+    with contextlib.closing(EventLoop()) as made:
+        failures = [episode(made, body).columns["failure"] for _ in range(2)]
+    assert failures == ["", "tool_failed"]
+    assert said == [["Error: timed out after 0.02 s"] * 3 + ["here"]]
+    assert all(thread.daemon for thread in threading.enumerate() if thread.name.startswith("tool")), "a program would not end before them"
+
+
+def test_the_time_limit_of_a_plain_tool_begins_when_it_does(monkeypatch):
+    monkeypatch.setattr("m2flow.agents.episodes._MOST_THREADS", 1)
+    said: list[str] = []
+
+    @tool(replay="pure", timeout_s=0.5)
+    def slow() -> str:
+        """Take a while."""
+        time.sleep(0.2)
+        return "done"
+
+    async def body(chat: Chat, row: Sample) -> float:
+        await chat.say("?", tools=[slow], max_tokens=3)
+        said.extend(one.text for one in await chat.run([ToolCall("slow", {})] * 5))
+        return 1.0
+
+    with contextlib.closing(EventLoop()) as made:
+        episode(made, body)
+    assert said == ["done"] * 5
 
 
 def test_parallel_calls_of_which_one_fails_leave_none_running(loop):
