@@ -119,8 +119,10 @@ class ProbeBackend(BackendWrapper):
     def _sized(self, call: Call) -> Call:
         rows, sampling = call.options.get("rows"), call.options.get("sampling")
         if isinstance(rows, Batch):
-            num = self._cut.get(call.ordinal, len(rows)) if call.step < 0 else max(1, round(len(rows) * self._round.share))
-            return _with(call, rows=rows.take(range(num))) if num < len(rows) else call
+            starts = [start for start, _ in rows.group_bounds()]  # Pairs of answers stay together.
+            share = self._round.share if call.step >= 0 else self._cut.get(call.ordinal, len(rows)) / max(len(rows), 1)
+            num = max(1, round(len(starts) * share))
+            return _with(call, rows=rows.take(range(starts[num]))) if num < len(starts) else call
         if "refill" in call.options and call.step >= 0:
             call = self._refilled(call)
         if isinstance(sampling, Sampling) and call.step >= 0 and self._round.length is not None and "episodes" not in call.options:

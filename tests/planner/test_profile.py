@@ -422,6 +422,28 @@ def differ(group):
         assert [count for (count,) in trained] == [4 * max(1, round(8 * planned.share)) for planned in ROUNDS]
 
 
+def test_a_probe_of_fewer_rows_keeps_pairs_together(tmp_path: Path) -> None:
+    pairs = "Dataset([{'prompt': 'a', 'target': 'b', 'rejected': 'c'}] * 500).pairs()"
+    text = (
+        FLOW.replace('Dataset([{"prompt": str(i)} for i in range(500)])', pairs)
+        .replace("Policy,", "Policy, Reference,")
+        .replace("flow, steps", "dpo, flow, steps")
+    )
+    text = text.replace("responses = policy.generate(prompts.take(8), n=4, max_new_tokens=16)", "pass")
+    text = text.replace("reward = Reward(good)", "reference = Reference(policy)")
+    text = text.replace(
+        "policy.update(responses, reward.score(responses))", "policy.update(prompts.take(8), loss=dpo(), reference=reference)"
+    )
+    (tmp_path / "tiny.py").write_text(text)
+    graph, _, _ = trace(load_flow(str(tmp_path / "tiny.py")), {}, steps=len(ROUNDS))
+    taking = Taking()
+    probe = ProbeBackend(taking, ROUNDS, {}, budget_s=1e9)
+    for call in graph.calls:
+        probe.submit(call)
+    counts = [len(rows) for call in taking.calls if isinstance(rows := call.options.get("rows"), Batch)]
+    assert counts == [2 * max(1, round(8 * planned.share)) for planned in ROUNDS]
+
+
 def test_a_flow_with_agents_is_measured_at_the_lengths_of_their_turns(tmp_path: Path) -> None:
     kept = """
 @agent
