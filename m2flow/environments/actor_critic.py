@@ -21,14 +21,15 @@ import base64
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, final
 
 import numpy as np
 import numpy.typing as npt
 
 from m2flow.algorithms.gae import gae
-from m2flow.environments.env import Array, GymEnv, Spaces, Vector
+from m2flow.environments.env import Array, Env, Spaces, Vector, made
+from m2flow.errors import OptionError
 from m2flow.macro.ops import Role, call, op
 from m2flow.recipe import AdamW, check_count, check_number
 
@@ -159,22 +160,24 @@ def _one_thread() -> Iterator[None]:
 
 @final
 class Simulator(Role):
-    """Environments of one task, stepped side by side by an actor.
+    """Environments of one task, stepped one after the other by an actor that sees them as one batch.
+
+    Several simulators play at once, in as many workers as the cluster has for functions; see `side_by_side`.
 
     Args:
-        task: the name of an environment of Gymnasium.
+        task: the name of an environment of Gymnasium, or what makes an `Env` that has `spaces`.
         count: how many. seed: of their episodes.
         hidden: of the actor, as of the `ActorCritic` that learns.
     """
 
-    def __init__(self, task: str, count: int = 16, seed: int = 0, hidden: tuple[int, ...] = (64, 64)) -> None:
+    def __init__(self, task: str | Callable[[], Env], count: int = 16, seed: int = 0, hidden: tuple[int, ...] = (64, 64)) -> None:
         check_count("count", count)
         self._task, self._count, self._seed, self._hidden = task, count, seed, tuple(hidden)
         self._alive: dict[str, Vector] = {}
         self._returns: dict[str, npt.NDArray[np.float64]] = {}
 
     def _fresh(self) -> Vector:
-        return Vector(lambda: GymEnv(self._task), self._count, self._seed)
+        return Vector(lambda: made(self._task)[0], self._count, self._seed)
 
     @call(granularity="batch")
     def start(self) -> str:
@@ -203,9 +206,8 @@ class Simulator(Role):
 
         before, texts = unpack(played)
         vector = self._going_on(texts[_WORLD])
-        env = vector.envs[0]
-        assert isinstance(env, GymEnv)
-        spaces = env.spaces
+        spaces = vector.envs[0].spaces
+        assert spaces is not None
         model = build(spaces, self._hidden, 0)
         _load(model, unpack(learned)[0])
         seen, actions, steps = [vector.observations], [], []
@@ -248,7 +250,7 @@ class ActorCritic(Role):
 
     def __init__(
         self,
-        task: str,
+        task: str | Callable[[], Env],
         hidden: tuple[int, ...] = (64, 64),
         seed: int = 0,
         optimizer: AdamW | None = None,
@@ -263,8 +265,8 @@ class ActorCritic(Role):
         check_count("epochs", epochs)
         check_count("minibatch_size", minibatch_size)
         check_number("gamma", gamma, above=0)
-        env = GymEnv(task)
-        self._spaces, self._hidden, self._seed = env.spaces, tuple(hidden), seed
+        env, self._spaces = made(task)
+        self._hidden, self._seed = tuple(hidden), seed
         self._optimizer = optimizer or AdamW(1e-3, max_grad_norm=0.5)
         env.close()
         self._epochs, self._minibatch_size, self._gamma, self._lam = epochs, minibatch_size, gamma, lam
@@ -373,6 +375,24 @@ def piece_advantages(
     worth = np.where(ends & ~terminated, gamma * values.T[:, 1:], 0.0)
     lengths = np.diff(np.flatnonzero(ends[real]), prepend=-1)
     return gae((rows["rewards"].T + worth)[real], values.T[:, :-1][real], lengths, gamma=gamma, lam=lam)
+
+
+@op(granularity="batch")
+def side_by_side(*played: str) -> str:
+    """What several simulators of one task played in as many steps, as one piece for `ActorCritic.learn` and `episode_return`.
+
+        played = [simulator.play(past, learned, horizon=64) for simulator, past in zip(simulators, played)]
+        learned = learner.learn(learned, side_by_side(*played))
+
+    Raises:
+        OptionError: they played different numbers of steps.
+    """
+    pieces = [unpack(one)[0] for one in played]
+    horizons = sorted({len(piece["rewards"]) for piece in pieces})
+    if len(horizons) != 1:
+        raise OptionError(f"the simulators played {horizons} steps", now="Give all the same horizon.")
+    ends = {"running", "returns"}
+    return pack({name: np.concatenate([piece[name] for piece in pieces], axis=0 if name in ends else 1) for name in pieces[0]})
 
 
 @op(granularity="batch")

@@ -38,8 +38,24 @@ class Step(NamedTuple):
     """The episode was cut off: it would have gone on, so what it was worth is estimated."""
 
 
+@dataclass(frozen=True)
+class Spaces:
+    """What an environment shows and takes."""
+
+    observation: tuple[int, ...]
+    """Shape: [F] of numbers, or [H, W, C] of a picture."""
+    is_picture: bool
+    num_actions: int
+    """Number of discrete actions; 0: they are continuous."""
+    action: tuple[int, ...] = ()
+    """Shape of continuous actions."""
+
+
 class Env(ABC):
     """A world that is acted in, one episode after the other."""
+
+    spaces: Spaces | None = None
+    """What it shows and takes, where that is arrays. `Simulator` and `ActorCritic` ask for it."""
 
     @abstractmethod
     def reset(self, seed: int, row: Mapping[str, object] | None = None) -> str | Array:
@@ -58,17 +74,19 @@ class Env(ABC):
         """Free what it holds."""
 
 
-@dataclass(frozen=True)
-class Spaces:
-    """What an environment shows and takes."""
+def made(task: str | Callable[[], Env]) -> tuple[Env, Spaces]:
+    """Make an environment: one of Gymnasium by its name, or what a function or a class gives.
 
-    observation: tuple[int, ...]
-    """Shape: [F] of numbers, or [H, W, C] of a picture."""
-    is_picture: bool
-    num_actions: int
-    """Number of discrete actions; 0: they are continuous."""
-    action: tuple[int, ...] = ()
-    """Shape of continuous actions."""
+    Raises:
+        MissingExtra, OptionError: as `GymEnv`. OptionError: it does not say what it shows and takes.
+    """
+    env: Env = GymEnv(task) if isinstance(task, str) else task()
+    if not isinstance(env, Env) or env.spaces is None:
+        raise OptionError(
+            f"{task!r} made {env!r:.60}, which does not say what it shows and takes",
+            now="Subclass m2flow.environments.env.Env and set `spaces`, such as Spaces((4,), False, 2).",
+        )
+    return env, env.spaces
 
 
 @final

@@ -17,10 +17,22 @@ import numpy as np
 import pytest
 from fake_clusters import SPLIT
 
-from m2flow.environments.actor_critic import ActorCritic, Simulator, as_input, build, pack, piece_advantages, unpack
+from m2flow import AdamW, flow, log, steps
+from m2flow.environments.actor_critic import (
+    ActorCritic,
+    Simulator,
+    as_input,
+    build,
+    episode_return,
+    pack,
+    piece_advantages,
+    side_by_side,
+    unpack,
+)
 from m2flow.environments.env import Env, GymEnv, Spaces, Step, Vector
 from m2flow.errors import EngineError, MissingExtra, OptionError
 from m2flow.macro.flow import load_flow
+from m2flow.spec import FunctionSpec
 from m2flow.testing.world import run_eager, run_planned
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -170,6 +182,66 @@ def test_tasks_that_are_none_or_of_unknown_spaces_are_refused() -> None:
         GymEnv("NoSuch-v1")
     with pytest.raises(OptionError, match="known are vectors"):
         GymEnv("FrozenLake-v1")
+
+
+class Track(Env):
+    """Step right, or fall back to the start; the episode ends at the end of the track, or after 12 steps."""
+
+    spaces = Spaces((2,), False, 2)
+
+    def __init__(self, length: int = 3) -> None:
+        self._length, self._at, self._num_steps = length, 0, 0
+
+    def reset(self, seed: int, row: Mapping[str, object] | None = None) -> np.ndarray:
+        self._at, self._num_steps = seed % 2, 0
+        return self._shows()
+
+    def step(self, action: Any) -> Step:
+        self._at, self._num_steps = self._at + 1 if int(action) else 0, self._num_steps + 1
+        is_there = self._at >= self._length
+        return Step(self._shows(), float(is_there), is_there, self._num_steps >= 12 and not is_there)
+
+    def _shows(self) -> np.ndarray:
+        return np.array([self._at / self._length, 1.0], np.float32)
+
+
+@flow
+def two_simulators(num_steps: int = 12) -> None:
+    learner = ActorCritic(Track, optimizer=AdamW(1e-2), hidden=(16,), epochs=4)
+    simulators = [Simulator(Track, count=4, seed=seed, hidden=(16,), name=f"simulator_{seed}") for seed in (1, 2)]
+    learned, played = learner.start(), [simulator.start() for simulator in simulators]
+    for _ in steps(num_steps):
+        played = [simulator.play(past, learned, horizon=16) for simulator, past in zip(simulators, played, strict=True)]
+        both = side_by_side(*played)
+        learned = learner.learn(learned, both)
+        log(episode_return=episode_return(both))
+
+
+def test_several_simulators_of_an_environment_of_ones_own_play_for_one_learner() -> None:
+    eager = run_eager(two_simulators, {}, SPLIT)
+    assert eager.error == "", eager.error
+    assert run_planned(two_simulators, {}, SPLIT.model_copy(update={"functions": FunctionSpec(workers=2)}), order_seed=3) == eager
+    returns = [value for _, name, value in eager.logs if name == "episode_return"]
+    assert returns[-1] > 0.95 > returns[0]
+
+
+def test_pieces_of_several_simulators_have_the_environments_of_all() -> None:
+    first, second = (_made(Simulator, Track, count=count, seed=count) for count in (2, 3))
+    learned = _made(ActorCritic, Track).start()
+    pieces = [each.play(each.start(), learned, 5, np.random.default_rng(0)) for each in (first, second)]
+    join = side_by_side.__wrapped__  # type: ignore[attr-defined]
+    both, alone = unpack(join(*pieces))[0], [unpack(piece)[0] for piece in pieces]
+    assert both["rewards"].shape == (5, 5)
+    assert both["seen"].shape == (6, 5, 2)
+    np.testing.assert_array_equal(both["actions"], np.concatenate([piece["actions"] for piece in alone], axis=1))
+    with pytest.raises(OptionError, match="simulators played"):
+        join(pieces[0], second.play(pieces[1], learned, 4, np.random.default_rng(0)))
+
+
+def test_an_environment_that_does_not_say_what_it_shows_is_refused() -> None:
+    with pytest.raises(OptionError, match="does not say what it shows") as refused:
+        _made(ActorCritic, Corridor)
+    assert "spaces" in refused.value.now
 
 
 def test_planned_and_eager_runs_of_the_flow_agree_to_the_bit() -> None:
