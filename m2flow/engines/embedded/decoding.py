@@ -38,8 +38,7 @@ import torch
 from torch import Tensor
 
 from m2flow.engines.embedded.slot_model import SlotCache, SlotModel, rounded_rows
-from m2flow.engines.models.constraints import forbidden_by
-from m2flow.engines.models.requests import Job
+from m2flow.engines.models.requests import Job, forbidden_by
 from m2flow.errors import EngineError, OutOfMemory
 from m2flow.recipe import Sampling
 from m2flow.samples import Finish, Masks, SampleId

@@ -54,7 +54,6 @@ from m2flow.engines.contract import (
 )
 from m2flow.engines.embedded.decoding import uniforms
 from m2flow.engines.models import lora, packing, trainer_checkpoint
-from m2flow.engines.models.constraints import SamplingMask
 from m2flow.engines.models.hf_model import (
     checkpoint_tensors,
     empty_cache,
@@ -67,6 +66,7 @@ from m2flow.engines.models.hf_model import (
 from m2flow.engines.models.model_files import load_tokenizer
 from m2flow.engines.models.optimizers import Optimizers
 from m2flow.engines.models.packing import Demonstrations
+from m2flow.engines.models.requests import SamplingMask
 from m2flow.engines.models.routing import OF_TOKENS, Mixture, Routers, beside_experts, checked_routers, column_of, experts_of
 from m2flow.engines.models.trainer_checkpoint import spread_like
 from m2flow.engines.registry import built_in

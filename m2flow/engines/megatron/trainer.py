@@ -65,12 +65,12 @@ from m2flow.engines.megatron.names import SCALAR_HEAD, Weights, check_names, lay
 from m2flow.engines.megatron.parts import Held, Parts
 from m2flow.engines.megatron.rows import Share, gathered
 from m2flow.engines.models import lora, packing, trainer_checkpoint
-from m2flow.engines.models.constraints import SamplingMask
 from m2flow.engines.models.hf_model import checkpoint_tensors, empty_cache, keep_freed_memory, load_model, use_threads
 from m2flow.engines.models.model_files import config_of, load_tokenizer
 from m2flow.engines.models.model_probe import longest_sequence
 from m2flow.engines.models.optimizers import MOMENTS, packed_state, unpacked_state
 from m2flow.engines.models.packing import Demonstrations
+from m2flow.engines.models.requests import SamplingMask
 from m2flow.engines.models.routing import BALANCE_LOSS, REROUTED, Z_LOSS, Balanced, Loads, Mixture, beside_experts, load_metrics, move_bias
 from m2flow.engines.models.trainer_checkpoint import Pieces
 from m2flow.engines.registry import built_in
