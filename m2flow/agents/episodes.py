@@ -16,9 +16,8 @@ on what else runs, and a turn that is asked for again gives the same tokens.
 Conversations. The tokens of each lie together in the row (`Strand`), in the order of their names, so nothing depends on which was first. Of
 one episode an engine has one turn at a time; those that are asked for meanwhile wait, and other episodes fill its batch.
 
-Speakers. A turn of another role goes to that role's engine in this process, beside what it has of its own: the plan places the rollout
-engines of all who speak in an episode together (`m2flow.micro.lowering.placement`). The episode stays one sample, and its row has what each
-of them said.
+Speakers. A turn of another role goes to that role's engine, in this process beside what it has of its own, or in another one
+(`m2flow.agents.remote_speakers`). The episode stays one sample, and its row has what each of them said.
 
 Repetition. A stopped episode's row has its tokens, and the record of its turns and tool calls (the column `episode`). It goes on from there
 anywhere: the agent is called again, what it asks is answered from the row as long as that has an answer, and a turn that was cut off
@@ -52,6 +51,7 @@ import numpy as np
 
 from m2flow.agents.chat import Agent, Asked, Chat, Known, Reply, Resources, Rewards, Table, reward_of
 from m2flow.agents.conversation import Conversation
+from m2flow.agents.remote_speakers import RemoteSpeaker
 from m2flow.agents.tools import EpisodeFailed, Outcome, Threads, ToolCall
 from m2flow.engines.contract import Generated, Language, Occupancy, Request, RolloutEngine
 from m2flow.errors import InternalError, M2FlowError, OpError, PromptTooLong
@@ -61,6 +61,8 @@ from m2flow.samples import MAIN, Batch, Finish, Sample, SampleId, Segment, keyed
 
 _PATIENCE_S = 0.01
 """Longest that a step waits for agents where the engine has nothing to do."""
+_PATIENCE_FOR_SPEAKERS_S = 0.001
+"""The same where a speaker in another process has its turn."""
 _MOST_THREADS, _MOST_GIVEN_UP = 64, 512
 """Plain functions of agents that run at once; and those that were given up and have not ended, above which the next ones fail."""
 _GRACE_S = 6.0
@@ -604,7 +606,7 @@ class EventLoop:
 class Episodes:
     """A rollout engine together with the episodes of its role. What is no episode goes to the engine as it is."""
 
-    def __init__(self, engine: RolloutEngine, loop: EventLoop, roles: Mapping[str, Episodes] | None = None) -> None:
+    def __init__(self, engine: RolloutEngine | RemoteSpeaker, loop: EventLoop, roles: Mapping[str, Episodes] | None = None) -> None:
         """
         Args:
             roles: those of the process by role, this one included. Those that speak in its episodes must be there when these begin.
@@ -612,6 +614,7 @@ class Episodes:
         self.language: Language = engine.language()
         self.threads = loop.threads
         self._engine = engine
+        self._is_remote = isinstance(engine, RemoteSpeaker)
         self._loop = loop
         self._roles = {} if roles is None else roles
         self._episodes: dict[int, _Episode] = {}
@@ -732,18 +735,22 @@ class Episodes:
         try:
             self._engine.add([_request_of(turn)])
         except M2FlowError as error:
-            turn.episode.waiting = None
-            if isinstance(error, PromptTooLong):
-                self._loop.call(_answer, turn.answer, None)
-            else:
-                self._loop.call(_fail, turn.answer, EpisodeFailed("invalid", error.what))
-            self._go_on(turn.episode)
+            self._refused(turn, error)
         else:
             self._taken(turn)
 
+    def _refused(self, turn: _Turn, error: M2FlowError) -> None:
+        turn.episode.waiting = None
+        if isinstance(error, PromptTooLong):
+            self._loop.call(_answer, turn.answer, None)
+        else:
+            self._loop.call(_fail, turn.answer, EpisodeFailed("invalid", error.what))
+        self._go_on(turn.episode)
+
     def _taken(self, turn: _Turn) -> None:
         self._turns[turn.episode.id] = turn
-        self._admitted(turn.episode, turn)
+        if not self._is_remote:  # Whether it fits is known with the answer: until then it is not in the transcript.
+            self._admitted(turn.episode, turn)
 
     def _given_up(self, turns: Iterable[_Turn]) -> dict[int, Generated]:
         """Take turns back from their engines; by episode what there is of each, of those that an engine had."""
@@ -833,8 +840,9 @@ class Episodes:
         Waits a moment where no engine has anything to do and no agent has asked for anything.
         """
         self._read()
-        if self._episodes and not self._ended and not any(one._engine.num_unfinished for one in self._all):
-            if not self._has_posted.wait(_PATIENCE_S):
+        if self._episodes and not self._ended and not any(one._engine.num_unfinished for one in self._all if not one._is_remote):
+            is_away = any(one._turns for one in self._all if one._is_remote)
+            if not self._has_posted.wait(_PATIENCE_FOR_SPEAKERS_S if is_away else _PATIENCE_S) and not is_away:
                 self._loop.check()
             self._read()
         finished = []
@@ -844,8 +852,12 @@ class Episodes:
                 finished.append(made)
                 continue
             turn.episode.waiting = None
+            if turn.strand is None:
+                self._admitted(turn.episode, turn)
             self._answered(turn, made)
             self._go_on(turn.episode)
+        for packed, error in self._engine.refused() if isinstance(self._engine, RemoteSpeaker) else ():
+            self._refused(self._turns.pop(packed), error)
         self._ask()
         finished += self._ended
         self._ended = []

@@ -348,7 +348,7 @@ def lower(
             *asynchrony(graph, names),
             *notes_on_capabilities(graph, workers, spec.rollout.options),
             *notes_on_difficulty(graph, spec.rollout),
-            *(notes_on_speakers(graph) if choice is not None else ()),
+            *(notes_on_speakers(graph, spec) if choice is not None else ()),
         ),
         choice=choice,
         policies=policies_of(spec.rollout),

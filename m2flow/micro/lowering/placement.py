@@ -18,9 +18,11 @@ Engines of one kind on the same devices in the same layout share a worker. An en
 too if they take turns with a single device, so that samples and weights need not leave the process; on more devices they are processes of
 their own, which take turns by the lease. All engines of a kind have one turn, unless their devices can't hold them at once.
 
-Episodes in which several roles speak run in one process, beside the rollout engines of all of them: by rule every rollout worker has
-those of all roles; by search each placement of the role whose episodes they are also has the others' engines (`with_speakers`). Limit: the
-search counts neither the memory nor the time of these.
+Episodes in which several roles speak run beside the rollout engines of all of them: by rule every rollout worker has those of all roles; by
+search each placement of the role whose episodes they are also has the others' engines (`with_speakers`). Limit: the search counts neither
+the memory nor the time of these. A speaker that is pinned otherwise than the role whose episodes they are (`is_apart`) has workers of its
+own: by rule as many as it has devices in the pin, by search where its turns, as a generation of its own, are best placed. Its turns are
+asked for over channels (`m2flow.agents.remote_speakers`).
 
 Degrees of parallelism (`EngineSlot.tp`, `.pp`, `.ep`) become arguments of the inference server. By rule the spec pins them
 (`pin: {policy.rollout: {layout: {tp: 2}}}`); a search chooses them. If it searched the cores of this machine, degrees are threads of a
@@ -42,6 +44,7 @@ from m2flow.macro.graph import Call, MacroGraph
 from m2flow.micro.lowering.capabilities import can_stay_resident
 from m2flow.micro.protocol.cost_terms import EngineId
 from m2flow.micro.protocol.plan import Choice, EngineSlot, Placement, Stage, WorkerPlan
+from m2flow.micro.protocol.worker_state import ROLLOUT
 from m2flow.recipe import Model
 from m2flow.spec import ClusterSpec, WeightsSpec
 
@@ -138,13 +141,15 @@ def place_workers(graph: MacroGraph, models: Mapping[str, Model], spec: ClusterS
     copied = {str(call.options["source"]) for call in graph.calls if call.method == "copy_of"}
     trained = [role for role in models if is_partial or role in copied or _has(graph, role, "train")]
     sampled = [role for role, model in models.items() if (is_partial and model.is_policy) or _has(graph, role, "rollout")]
-    rollout = tuple(pinned_degrees(EngineSlot(role, "rollout", spec.rollout.engine), spec) for role in sampled)
+    alone = {role: num for role, num in _alone(graph, spec).items() if role in sampled}
+    slots = {role: pinned_degrees(EngineSlot(role, "rollout", spec.rollout.engine), spec) for role in sampled}
+    rollout = tuple(slot for role, slot in slots.items() if role not in alone)
     train = tuple(EngineSlot(role, "train", spec.train.engine) for role in trained)
     device = device_of(spec)
     is_shared = spec.placement == "time-shared"
     ranks = (spec.train.ranks or 1) if train else 1
     # Time-shared: only rank 0 shares its process with a rollout engine.
-    num_device_workers = spec.rollout.workers + (ranks - 1 if is_shared or not train else ranks)
+    num_device_workers = spec.rollout.workers + sum(map(len, alone.values())) + (ranks - 1 if is_shared or not train else ranks)
     share = max(1, spec.num_cores // max(num_device_workers, 1))
     threads = (1, 1) if deterministic else (spec.rollout.threads or share, spec.train.threads or share)
 
@@ -156,9 +161,32 @@ def place_workers(graph: MacroGraph, models: Mapping[str, Model], spec: ClusterS
     else:
         workers += [_sampling(i, device, threads[0], rollout, spec) for i in range(spec.rollout.workers + spec.rollout.spare) if rollout]
         workers += [WorkerPlan("train-0", device, threads[1], train, ranks=ranks)] if train else []
+    number = spec.rollout.workers + spec.rollout.spare
+    for role, devices in alone.items():
+        workers += [WorkerPlan(f"rollout-{number + i}", device, threads[0], (slots[role],)) for i, device in enumerate(devices)]
+        number += len(devices)
     functions = (EngineSlot("*", "function", "python"),)
     workers += [WorkerPlan(f"functions-{i}", "cpu", 1, functions) for i in range(spec.functions.workers)]
     return tuple(workers)
+
+
+def is_apart(role: str, other: str, spec: ClusterSpec) -> bool:
+    """Whether the spec pins the rollout engine of one that speaks in a role's episodes otherwise than this role's."""
+    return spec.pin_of(other, "rollout") != spec.pin_of(role, "rollout")
+
+
+def _alone(graph: MacroGraph, spec: ClusterSpec) -> dict[str, list[str]]:
+    """By rule: the devices of each role that speaks in others' episodes from workers of its own, one for each worker."""
+    device, found = device_of(spec), dict[str, list[str]]()
+    for call, other in _spoken(graph):
+        pin, own = spec.pin_of(other, "rollout"), spec.pin_of(call.role, "rollout")
+        if (pin.devices, pin.num_devices) == (own.devices, own.num_devices):
+            continue
+        if pin.devices is not None:
+            found[other] = [f"cuda:{i}" if device.startswith("cuda") else device for i in range(*pin.devices)]
+        elif pin.num_devices is not None:
+            found[other] = [device] * pin.num_devices
+    return found
 
 
 def _sampling(number: int, device: str, threads: int, slots: tuple[EngineSlot, ...], spec: ClusterSpec) -> WorkerPlan:
@@ -169,18 +197,24 @@ def _sampling(number: int, device: str, threads: int, slots: tuple[EngineSlot, .
 def with_speakers(workers: tuple[WorkerPlan, ...], graph: MacroGraph, spec: ClusterSpec) -> tuple[WorkerPlan, ...]:
     """Add to the workers of a rollout the engines of those that speak in its episodes, as it is laid out there.
 
+    Those that are pinned apart have been placed by the search.
+
     Raises:
-        SpecError: the spec pins an engine of one that speaks, which can't be elsewhere.
+        SpecError: one that is pinned apart has no place.
     """
     for call, other in _spoken(graph):
-        if spec.pin_of(other, "rollout") != spec.pin_of(call.role, "rollout"):
-            name = next((name for name in (f"{other}.rollout", other, f"{call.role}.rollout", call.role) if name in spec.pin), "rollout")
-            raise SpecError(
-                f"pin.{name} keeps the rollout engines of {call.role} and {other} apart, and {other} speaks in the episodes of {call.name} "
-                f"at {call.site}",
-                where=spec.where("pin", name),
-                now="These engines are placed together: pin both alike, or neither.",
-            )
+        if is_apart(call.role, other, spec):
+            if not any((slot.role, slot.kind) == (other, "rollout") for worker in workers for slot in worker.engines):
+                name = next(
+                    (name for name in (f"{other}.rollout", other, f"{call.role}.rollout", call.role) if name in spec.pin), "rollout"
+                )
+                raise SpecError(
+                    f"pin.{name} keeps the rollout engines of {call.role} and {other} apart, {other} speaks in the episodes of {call.name} "
+                    f"at {call.site}, and the plan's choice has no place for it",
+                    where=spec.where("pin", name),
+                    now="Plan again with this spec, or pin both alike.",
+                )
+            continue
         beside = {}
         for worker in workers:
             slots = {slot.role: slot for slot in worker.engines if slot.kind == "rollout"}
@@ -190,13 +224,18 @@ def with_speakers(workers: tuple[WorkerPlan, ...], graph: MacroGraph, spec: Clus
     return workers
 
 
-def notes_on_speakers(graph: MacroGraph) -> tuple[str, ...]:
-    """What a searched plan leaves out of account: the engines of those that speak in others' episodes."""
-    return tuple(
-        f"{other} speaks in the episodes of {call.name} at {call.site}: its rollout engine shares the processes of {call.role}'s, and the "
-        "search counts neither its memory nor its time"
-        for call, other in _spoken(graph)
-    )
+def notes_on_speakers(graph: MacroGraph, spec: ClusterSpec) -> tuple[str, ...]:
+    """What a searched plan takes the engines to be of those that speak in others' episodes."""
+    notes = []
+    for call, other in _spoken(graph):
+        speaks = f"{other} speaks in the episodes of {call.name} at {call.site}"
+        if is_apart(call.role, other, spec):
+            notes.append(f"{speaks}: its turns are counted as a generation beside them, as long as they may be")
+        else:
+            notes.append(
+                f"{speaks}: its rollout engine shares the processes of {call.role}'s, and the search counts neither its memory nor its time"
+            )
+    return tuple(notes)
 
 
 def _spoken(graph: MacroGraph) -> Iterable[tuple[Call, str]]:
@@ -235,16 +274,35 @@ class Places(NamedTuple):
     engines: frozenset[tuple[str, str]]
     """(role, kind) of every engine."""
     apart: frozenset[tuple[str, str]]
-    """Two roles of which some worker has a rollout engine of the first and none, in the same turn, of the second."""
+    """Two roles of which the second can't speak in episodes of the first on some worker: its engine there has another turn, or there is
+    none, and those in other processes have turns of which none is sure to come at the same time."""
 
 
 def places(workers: Iterable[WorkerPlan]) -> Places:
     """The places of these workers' engines."""
     workers = list(workers)
-    rollout = [{(slot.role, slot.takes_turn) for slot in worker.engines if slot.kind == "rollout"} for worker in workers]
-    roles = {role for found in rollout for role, _ in found}
-    apart = {(role, other) for found in rollout for role, turn in found for other in roles if (other, turn) not in found}
+    rollout = [(w.lease, {slot.role: slot.takes_turn for slot in w.engines if slot.kind == "rollout"}) for w in workers]
+    of_role: dict[str, set[tuple[str, str]]] = {}
+    for lease, turns in rollout:
+        for role, turn in turns.items():
+            of_role.setdefault(role, set()).add((lease, turn))
+    apart = {
+        (role, other)
+        for lease, turns in rollout
+        for role, turn in turns.items()
+        for other, others in of_role.items()
+        if turns.get(other, turn) != turn or not (other in turns or any(_may_be_heard(lease, turn, *one) for one in others))
+    }
     return Places(frozenset((slot.role, slot.kind) for worker in workers for slot in worker.engines), frozenset(apart))
+
+
+def _may_be_heard(lease: str, turn: str, of_speaker: str, its_turn: str) -> bool:
+    """Whether an engine may speak in episodes that are run elsewhere: by lease and turn of both.
+
+    Under one lease both must have the same turn; under another the speaker must have the one that all rollout engines share, since engines
+    with turns of their own would make room for each other and wait.
+    """
+    return not of_speaker or (turn == its_turn if lease == of_speaker else its_turn == ROLLOUT)
 
 
 def check_place(call: Call, hosted: Places) -> None:
@@ -263,9 +321,9 @@ def check_place(call: Call, hosted: Places) -> None:
         if call.engine == "rollout" and (call.role, role) in hosted.apart:
             raise PlanError(
                 f"{role} speaks in the episodes of {call.name}, and a worker with a rollout engine of {call.role} has none of {role} that "
-                "works in the same turn",
+                "works in the same turn, nor is there one elsewhere that can",
                 where=call.site.describe(),
-                now="Each worker that runs these episodes needs the engines of all who speak in them; let m2flow place them.",
+                now="It needs the engines of all who speak in them beside it, or on devices of their own; let m2flow place them.",
             )
 
 

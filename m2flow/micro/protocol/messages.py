@@ -62,6 +62,9 @@ class Generate(Task, frozen=True):
     """Keep finished samples in the segment file only, since they may wait for long."""
     waited_us: int = 0
     """Time from the making of the call to the sending of this task; for the record."""
+    speakers: dict[str, list[str]] = {}
+    """Of episodes: role whose rollout engine the worker lacks -> the processes that take its turns, each those of some of the samples
+    (`m2flow.micro.protocol.worker_state.instance_of`)."""
 
 
 class RunFunction(Task, frozen=True):
@@ -157,6 +160,8 @@ class Preempt(Message, frozen=True):
 
     call: int
     ids: list[int]
+    waits: bool = False
+    """Those that have not begun, or can't be stopped now, are stopped as soon as they can be."""
 
 
 class Reassign(Message, frozen=True):

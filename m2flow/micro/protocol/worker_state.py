@@ -24,7 +24,7 @@ from typing import Literal, final
 import numpy as np
 
 from m2flow.micro.protocol import messages as m
-from m2flow.samples import Batch
+from m2flow.samples import Batch, keyed_bits
 
 # ---- workers, tasks, leases
 
@@ -177,6 +177,8 @@ class TaskState:
     """Samples of a generation that run or wait there."""
     num_judging: int = 0
     """Rows that a function works on."""
+    speakers: set[str] = field(default_factory=set)
+    """Other workers whose engines speak in its episodes."""
     preempted: set[int] = field(default_factory=set)
     """Samples that it was preempted of, which continue elsewhere."""
 
@@ -206,6 +208,8 @@ class WorkerState:
     """Samples that generate here, of all roles."""
     num_judging: int = 0
     """Rows of its tasks on functions."""
+    num_guests: int = 0
+    """Tasks of other workers in whose episodes its engines speak."""
     held: dict[str, int] = field(default_factory=dict)
     """Role -> version of the weights in its rollout engine here."""
     doing: dict[str, int] = field(default_factory=dict)
@@ -217,6 +221,15 @@ class WorkerState:
     """How often it was restarted."""
     states: set[str] = field(default_factory=set)
     """User roles whose state is here."""
+
+    @property
+    def is_generating(self) -> bool:
+        """Whether its rollout engines have tasks, or speak in episodes of others'."""
+        return bool(self.num_tasks["rollout"] or self.num_guests)
+
+    def has_turn(self, role: str) -> bool:
+        """Whether a role's rollout engine here may work now."""
+        return self.lease is None or role in self.roles_at(self.lease.turn, ROLLOUT)
 
     def roles_at(self, turn: str | None, kind: str) -> tuple[str, ...]:
         """Return the roles whose engine of a kind may work here in a turn of the lease; all if there is no lease."""
@@ -237,6 +250,11 @@ def tag_of(worker: str, incarnation: int) -> str:
     ('rollout-0', 'rollout-0~2')
     """
     return f"{worker}~{incarnation}" if incarnation else worker
+
+
+def instance_of(packed: int, tags: Sequence[str]) -> str:
+    """Choose of the processes with a speaker's engine the one that takes all turns of an episode, so that its context is there."""
+    return tags[keyed_bits(packed, "speaker") % len(tags)]
 
 
 def worker_of(tag: str) -> str:
@@ -277,6 +295,11 @@ _MOST_FORGOTTEN = 10_000
 def stopped_at(call: int) -> int:
     """Return the key of the rows of samples that a generation left unfinished; its result goes by its ordinal."""
     return -1 - call
+
+
+TURNS_ASKED, TURNS_ANSWERED = -(2**62), -(2**62) + 1
+"""In place of a call, in parcels that bring no rows of one: turns of episodes that a speaker's worker is asked for, and what came of them
+(`m2flow.agents.remote_speakers`)."""
 
 
 class RowStore:

@@ -5,7 +5,9 @@ scheduling policy says (`m2flow.micro.scheduler.scheduling_policy_dispatch`). Wi
 workers, whole groups together where there is room, so that a prompt is prefilled once. Of branches of episodes a worker takes first those
 whose parents it has played, since its engine may have their tokens in its cache.
 
-Where several roles speak in the episodes of a call, these go where the engines of all of them hold versions that the call may use.
+Where several roles speak in the episodes of a call, these go where the engines of all of them hold versions that the call may use. Roles
+whose engines the worker lacks speak from others (`Generate.speakers`): while the task is in flight these load no weights, and keep their
+turn, as if they had it themselves.
 
 Before it gets other work, an engine loads weights and a trainer publishes them, if `WeightSync` (`m2flow.micro.scheduler.weights`) has
 an offer.
@@ -46,7 +48,7 @@ from m2flow.micro.protocol.worker_state import WorkerState, stopped_at
 from m2flow.micro.scheduler.call_state import CallState, MicroBatch, MinibatchEnd, SampleBatch, task_batches
 from m2flow.micro.scheduler.ready_queues import MAX_QUEUED, Ended, Offer
 from m2flow.micro.scheduler.state import SchedulerState
-from m2flow.micro.scheduler.weights import WeightSync
+from m2flow.micro.scheduler.weights import WeightSync, may_use
 from m2flow.samples import group_key
 
 # ---- samples
@@ -82,7 +84,7 @@ class RolloutDispatch:
             return None
         if self._weights.is_to_load(worker, role, first):
             return self._weights.load_offer(worker, role, first)
-        if not self._state.engine_weights.holds_for(worker, first):
+        if first.call.role in worker.roles["rollout"] and not self._state.engine_weights.holds_for(worker, first):
             return None  # Another role that speaks in it is to load first, when nothing runs here.
         for call_state in self._state.open.started("rollout", role):
             if not call_state.ready or not self._state.engine_weights.holds_for(worker, call_state):
@@ -98,6 +100,14 @@ class RolloutDispatch:
                 if quota > 0:
                     return lambda call_state=call_state, quota=quota: self._give_in_order(worker, call_state, quota)  # type: ignore[misc]
         return None
+
+    def is_awaited(self, worker: WorkerState, roles: Sequence[str]) -> bool:
+        """Whether samples of another worker wait until these roles may speak from this one."""
+        return any(
+            call_state.ready and call_state.call.role not in worker.roles["rollout"] and may_use(call_state, worker.held.get(role, 0), role)
+            for role in roles
+            for call_state in self._state.open.started("rollout", role)
+        )
 
     def _quota(self, worker: WorkerState, call_state: CallState) -> int:
         """Count the samples of a call that this worker may take now: its even share of what is left, if there is room."""
@@ -158,7 +168,11 @@ class RolloutDispatch:
             self._state.credits.taken(drawn, prompts)
         state.rows.introduce(drawn, worker.name)
         forward_to, spills = list(call_state.stage.forward_to), call_state.stage.spills
-        task = m.Generate(state.next_task(), call_state.call.ordinal, rows, prompts, forward_to, drawn, stopped_by, had, spills)
+        elsewhere = [role for role in call_state.call.speakers if role not in worker.roles["rollout"]]
+        speakers = {role: [other.tag for other in state.engine_weights.speakers(call_state, role)] for role in elsewhere}
+        task = m.Generate(
+            state.next_task(), call_state.call.ordinal, rows, prompts, forward_to, drawn, stopped_by, had, spills, speakers=speakers
+        )
         state.start(worker, "rollout", task, rows=len(rows))
         if keeps_cache(call_state.call.options):
             state.ready_workers.wake_trainers(call_state.call.role)  # Its samples may take newer weights while they run.

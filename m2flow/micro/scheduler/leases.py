@@ -92,7 +92,9 @@ class LeaseTurns:
                 self._tell((worker.name,), to)
 
     def _wake(self, lease: Lease) -> None:
-        self._state.ready_workers.wake_all(self._state.workers[name] for name in lease.workers)
+        for name in lease.workers:
+            self._state.ready_workers.wake(self._state.workers[name])
+            self._state.speaks_again(self._state.workers[name])
 
     def _tell(self, workers: Iterable[str], to: str) -> None:
         for name in workers:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple, final
 
 from m2flow.micro.protocol import messages as m
-from m2flow.micro.protocol.worker_state import TaskState, WorkerState
+from m2flow.micro.protocol.worker_state import TaskState, WorkerState, worker_of
 from m2flow.micro.scheduler.call_state import CallState
 
 
@@ -198,6 +198,10 @@ class Tasks:
         if worker.lease is not None:
             worker.lease.num_tasks += 1
         worker.doing[words] = worker.doing.get(words, 0) + 1
+        if type(task) is m.Generate and task.speakers:
+            self._tasks[task.number].speakers = {worker_of(tag) for tags in task.speakers.values() for tag in tags}
+            for name in self._tasks[task.number].speakers:
+                self._has_guests(name, 1)
         if call_state is not None:
             self._calls[task.number] = call_state
             call_state.tasks_at[worker.name] = call_state.tasks_at.get(worker.name, 0) + 1
@@ -238,6 +242,8 @@ class Tasks:
         worker.num_judging -= task.num_judging
         if worker.lease is not None:
             worker.lease.num_tasks -= 1
+        for name in task.speakers:
+            self._has_guests(name, -1)
         call_state = self._calls.pop(number, None)
         _take(worker.doing, task.words)
         if call_state is not None:
@@ -245,6 +251,21 @@ class Tasks:
             if call_state.is_generation and worker.name not in call_state.tasks_at:
                 call_state.out_at.pop(worker.name, None)
         return task
+
+    def spoken_by(self, worker: str) -> list[tuple[int, TaskState]]:
+        """Return the tasks of other workers in whose episodes this one's engines speak, the oldest first."""
+        return [(number, task) for number, task in self._tasks.items() if worker in task.speakers]
+
+    def speaker_lost(self, number: int, worker: str) -> None:
+        """Note that a worker does not speak in a task's episodes any more."""
+        self._tasks[number].speakers.discard(worker)
+        self._has_guests(worker, -1)
+
+    def _has_guests(self, name: str, by: int) -> None:
+        worker = self._workers[name]
+        worker.num_guests += by
+        if worker.lease is not None:
+            worker.lease.num_tasks += by
 
     def _less(self, task: TaskState, number: int, num_rows: int) -> WorkerState:
         worker = self._workers[task.worker]

@@ -60,7 +60,7 @@ from m2flow.micro.protocol.events import (
 )
 from m2flow.micro.protocol.plan import Plan
 from m2flow.micro.protocol.update_semantics import UpdateSteps
-from m2flow.micro.protocol.worker_state import Lease, TaskState, WorkerState, kind_of
+from m2flow.micro.protocol.worker_state import ROLLOUT, Lease, TaskState, WorkerState, kind_of
 from m2flow.micro.scheduler.backpressure import Channel
 from m2flow.micro.scheduler.call_lifecycle import CallLifecycle, Wait, waits_of
 from m2flow.micro.scheduler.call_state import CallState
@@ -325,6 +325,7 @@ class Scheduler:
                 self._weights.published(role, version, done.manifest)
             case m.LoadWeights():
                 state.engine_weights.loaded(worker, task)
+                state.speaks_again(worker)
             case m.Switch(to=to):
                 self._turns.switched(worker, to)
             case m.ShrinkKVCache():
@@ -449,4 +450,6 @@ class Scheduler:
         """Whether a worker would have a task in a turn of its lease."""
         kind = kind_of(turn)
         roles = worker.roles_at(turn, kind)
+        if roles and turn == ROLLOUT and self._rollout.is_awaited(worker, roles):
+            return True
         return bool(roles) and self._dispatches[kind].offer(worker, roles) is not None

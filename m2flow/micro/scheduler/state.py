@@ -118,6 +118,10 @@ class OpenCalls:
         for one in self._beside.get(role, (role,)):
             self._first.pop(one, None)
 
+    def beside(self, role: str) -> Iterable[str]:
+        """The roles with which one has spoken in episodes of one call."""
+        return self._beside.get(role, ())
+
     def started(self, kind: str, role: str) -> Sequence[CallState]:
         """Return a role's calls of one kind of engine that wait for nothing, in program order."""
         return self._started.get((kind, role), ())
@@ -402,6 +406,8 @@ class SchedulerState:
             self.ready_workers.wake_trainers(call_state.call.role)
         elif call_state.call.engine == "rollout":
             self.ready_workers.rows_came(call_state)
+            for role in call_state.call.speakers[1:]:  # Their devices may be another turn's.
+                self.ready_workers.wake_all(worker for worker in self.ready_workers.hosts("rollout", role) if worker.lease is not None)
 
     def hand_out(self, call_state: CallState, count: int) -> list[int]:
         """Take the next rows of a call for a task."""
@@ -413,6 +419,11 @@ class SchedulerState:
         """Close a generation whose last rows are handed out."""
         if call_state.call.engine == "rollout" and call_state.is_all_begun and self.open.close(call_state):
             self.ready_workers.wake_role(*call_state.call.speakers)
+
+    def speaks_again(self, worker: WorkerState) -> None:
+        """Ask the workers again in whose episodes a worker's engines speak: these have their turn, or other weights."""
+        for role in worker.roles["rollout"]:
+            self.ready_workers.wake_role(*self.open.beside(role))
 
     def engines_changed(self) -> None:
         """Note that the set of workers that can run a generation may have changed."""
@@ -445,7 +456,10 @@ class SchedulerState:
     def running(self, role: str, worker: str | None = None) -> list[CallState]:
         """List the role's generations with tasks in flight, on any worker or on this one."""
         calls = [found for found in self.active.values() if found.call.engine == "rollout" and role in found.call.speakers]
-        return [found for found in calls if (found.tasks_at if worker is None else worker in found.tasks_at)]
+        if worker is None:
+            return [found for found in calls if found.tasks_at]
+        heard = {task.message.call for _, task in self.tasks.spoken_by(worker)} if self.workers[worker].num_guests else ()
+        return [found for found in calls if worker in found.tasks_at or found.call.ordinal in heard]
 
     # ---- tasks and rows
 
@@ -480,6 +494,7 @@ class SchedulerState:
                 self.functions.note(worker)
             if task.engine != "function" or worker.lease is not None:
                 self.ready_workers.wake(worker)
+            self.ready_workers.wake_all(self.workers[name] for name in task.speakers)
         return task
 
     @property

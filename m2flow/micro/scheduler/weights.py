@@ -24,7 +24,7 @@ from m2flow.macro.graph import Call, Effect
 from m2flow.macro.oversampling import keeps_cache
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.staleness import ANY_VERSION, window
-from m2flow.micro.protocol.worker_state import WorkerState
+from m2flow.micro.protocol.worker_state import ROLLOUT, WorkerState
 from m2flow.micro.scheduler.call_state import CallState
 from m2flow.micro.scheduler.ready_queues import Offer, ReadyWorkers
 
@@ -175,10 +175,21 @@ class EngineWeights:
         return found if found is not None and found > held and may_use(first, found, role) else held
 
     def holds_for(self, worker: WorkerState, call_state: CallState) -> bool:
-        """Whether this worker's engines hold versions that a generation may use, of all who speak."""
-        return all(
-            may_use(call_state, worker.held.get(role, 0), role) and not self.is_loading(worker, role) for role in call_state.call.speakers
+        """Whether this worker can run samples of a generation: its engines hold versions that this may use, and so do those of other
+        workers that speak in its episodes."""
+        here = worker.roles[ROLLOUT]
+        return call_state.call.role in here and all(
+            self._holds_for(worker, call_state, role) if role in here else bool(self.speakers(call_state, role))
+            for role in call_state.call.speakers
         )
+
+    def _holds_for(self, worker: WorkerState, call_state: CallState, role: str) -> bool:
+        return may_use(call_state, worker.held.get(role, 0), role) and not self.is_loading(worker, role)
+
+    def speakers(self, call_state: CallState, role: str) -> list[WorkerState]:
+        """Find the workers whose engine of a role may speak now in episodes of a generation that others run."""
+        hosts = self._ready_workers.hosts(ROLLOUT, role)
+        return [worker for worker in hosts if not worker.is_lost and worker.has_turn(role) and self._holds_for(worker, call_state, role)]
 
     def manifest(self, worker: WorkerState, role: str) -> Manifest | None:
         """Return the manifest of the published weights; None for a worker that has the trainer itself."""
@@ -190,8 +201,18 @@ class EngineWeights:
         return not (is_current or role in self._publishing or self._num_loads.get(role))
 
     def can_have(self, worker: WorkerState, call_state: CallState) -> bool:
-        """Whether this worker's engines hold or are loading versions that a generation may use, or will be able to load them."""
-        return all(self._can_have(worker, call_state, role) for role in call_state.call.speakers)
+        """Whether this worker's engines hold or are loading versions that a generation may use, or will be able to load them; and so do
+        those of some other worker, of each role that speaks in its episodes and is not here."""
+        return all(
+            self._can_have(worker, call_state, role)
+            if role in worker.roles[ROLLOUT]
+            else any(self._can_have(other, call_state, role) for other in self._hosts_to_come(role))
+            for role in call_state.call.speakers
+        )
+
+    def _hosts_to_come(self, role: str) -> list[WorkerState]:
+        """The workers with a role's rollout engine that are there, or will be again."""
+        return [worker for worker in self._ready_workers.hosts(ROLLOUT, role) if worker.returns or not worker.is_lost]
 
     def _can_have(self, worker: WorkerState, call_state: CallState, role: str) -> bool:
         oldest, newest = window(call_state.call, role)
@@ -204,8 +225,7 @@ class EngineWeights:
 
     def has_version_for(self, call_state: CallState) -> bool:
         """Whether some engine holds, or will be able to load, a version that a generation may use."""
-        hosts = self._ready_workers.hosts("rollout", call_state.call.role)
-        return any(self.can_have(worker, call_state) for worker in hosts if worker.returns or not worker.is_lost)
+        return any(self.can_have(worker, call_state) for worker in self._hosts_to_come(call_state.call.role))
 
     def needs_loading(self, reader: CallState, role: str) -> bool:
         """Whether some rollout engine of a role still has to load weights before it can run this call."""
@@ -339,7 +359,7 @@ class WeightSync:
     def load_under_offer(self, worker: WorkerState, role: str, first: CallState | None) -> Offer | None:
         """Find new weights to load under an engine's running samples: all of their calls may use them and allow that (`kv="keep"`)."""
         state = self._state
-        may_keep = state.may_keep and role in worker.keeps_caches and worker.num_running
+        may_keep = state.may_keep and role in worker.keeps_caches and (worker.num_running or worker.num_guests)
         version = state.engine_weights.offered(worker, role) if may_keep else None
         if version is None or version <= worker.held.get(role, 0):
             return None
@@ -355,13 +375,13 @@ class WeightSync:
         held = worker.held.get(role, 0)
         if not may_use(first, held, role):
             return True
-        return not worker.num_tasks["rollout"] and self._state.engine_weights.loadable(worker, role, first) > held
+        return not worker.is_generating and self._state.engine_weights.loadable(worker, role, first) > held
 
     def load_offer(self, worker: WorkerState, role: str, first: CallState) -> Offer | None:
         """Find the newest version for the earliest call to load into an idle engine, once the call's rows are known and it can start."""
         version = self._state.engine_weights.loadable(worker, role, first)
         is_newer, is_sure = version > worker.held.get(role, 0), first.is_prepared and not first.waits_for
-        if not (is_newer and is_sure) or worker.num_tasks["rollout"]:
+        if not (is_newer and is_sure) or worker.is_generating:
             return None
         return lambda: self._load(worker, role, version)
 

@@ -27,7 +27,7 @@ from m2flow.errors import StateLost, WorkerError
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.events import CONTROLLER, LEDGER, Restored, WorkerLost
 from m2flow.micro.protocol.plan import Stage
-from m2flow.micro.protocol.worker_state import stopped_at, worker_of
+from m2flow.micro.protocol.worker_state import instance_of, stopped_at, worker_of
 from m2flow.micro.scheduler.call_state import prefixes_in
 from m2flow.samples import SampleId
 
@@ -132,6 +132,7 @@ class Recovery:
         for call_state in state.calls.values():
             if name in call_state.planned.workers or name in call_state.planned.forward_to:
                 remove_lost_workers(state, call_state)
+        _check_speakers(state, worker)
         if not was_lost:
             state.engines_changed()
         return not was_lost
@@ -147,10 +148,23 @@ class Recovery:
             self.never_came(rows, place)
         state.rows.lost(name)  # Before tasks end: whoever takes them over must know where rows are.
         for task in _suspected_tasks(state, name):
-            _count_losses(state, task, event)
+            _count_losses(state, task, event, task.rows)
         for number, task in state.tasks.of(name):
             _requeue_task(state, number, task)
             yield task.message
+        for number, task in state.tasks.spoken_by(name):
+            self._silenced(number, task, event)
+
+    def _silenced(self, number: int, task: TaskState, event: WorkerLost) -> None:
+        """Have the samples of a task go on elsewhere in whose episodes a lost worker was to speak."""
+        state, message = self._state, task.message
+        assert isinstance(message, m.Generate)
+        tag = state.workers[event.worker].tag
+        heard = [tags for tags in message.speakers.values() if tag in tags]
+        rows = [row for row in task.rows if any(instance_of(row, tags) == tag for tags in heard)]
+        _count_losses(state, task, event, rows)
+        state.send(task.worker, m.Preempt(message.call, rows, waits=True))
+        state.tasks.speaker_lost(number, event.worker)
 
     def replace(self, event: WorkerLost) -> None:
         """Have others take over from a lost worker: its rows are sent again, and all are asked again.
@@ -279,6 +293,20 @@ def remove_lost_workers(state: SchedulerState, call_state: CallState) -> None:
     )
 
 
+def _check_speakers(state: SchedulerState, worker: WorkerState) -> None:
+    """Raise `WorkerError` if a role of a lost worker speaks in episodes of others, and nobody is left to host it."""
+    for role in worker.roles["rollout"]:
+        if any(other.returns or not other.is_lost for other in state.ready_workers.hosts("rollout", role)):
+            continue
+        for call_state in state.active.values():
+            if call_state.is_generation and role in call_state.call.speakers[1:] and not call_state.is_over:
+                raise WorkerError(
+                    f"the worker {worker.name} is lost, and no other can speak as {role} in the episodes of {call_state.call.name}",
+                    where=call_state.call.site.describe(),
+                    now="`m2flow run --resume` goes on from the last checkpoint; its log (logs/) says why it ended.",
+                )
+
+
 def _without_lost_workers(state: SchedulerState, stage: Stage) -> Stage:
     """Copy a stage without lost workers; rows are forwarded to the current processes of the others."""
     there = [state.workers[name] for name in stage.forward_to if not state.workers[name].is_lost]
@@ -296,8 +324,8 @@ def _suspected_tasks(state: SchedulerState, name: str) -> list[TaskState]:
     return [task for number, task in tasks if isinstance(task.message, m.Generate) or number == first]
 
 
-def _count_losses(state: SchedulerState, task: TaskState, event: WorkerLost) -> None:
-    """Count one more worker lost with each row of a task.
+def _count_losses(state: SchedulerState, task: TaskState, event: WorkerLost, lost: Iterable[int]) -> None:
+    """Count one more worker lost with each of these rows of a task.
 
     Raises:
         WorkerError: there were too many for a row.
@@ -306,7 +334,7 @@ def _count_losses(state: SchedulerState, task: TaskState, event: WorkerLost) -> 
     if call_state is None or call_state.is_over:
         return
     assert isinstance(task.message, m.Generate | m.RunFunction)
-    rows = [row for row in task.rows if row not in call_state.done and row not in call_state.dropped]
+    rows = [row for row in lost if row not in call_state.done and row not in call_state.dropped]
     call_state.suspects.update(rows)
     if call_state.call.engine == "function":
         state.blamed.add(call_state.call.name)

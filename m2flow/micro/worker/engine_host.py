@@ -23,7 +23,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar, final
 
@@ -31,6 +31,7 @@ import msgspec
 import numpy as np
 
 from m2flow.agents.episodes import Episodes, EpisodeStart, EventLoop, Transcript, TurnPlace
+from m2flow.agents.remote_speakers import Guests, RemoteSpeaker, Window
 from m2flow.channels.channel import Statistics
 from m2flow.channels.weights import Manifest, Tied, Weight, digest
 from m2flow.channels.weights.tensors import to_wire
@@ -41,8 +42,8 @@ from m2flow.macro.capture import Snapshot, forget_copies
 from m2flow.macro.graph import GENERATED, Call, is_of_user
 from m2flow.micro.protocol import call_semantics, update_semantics
 from m2flow.micro.protocol.plan import EngineSlot
-from m2flow.micro.protocol.staleness import check_admission, check_given, version_spans_of
-from m2flow.micro.protocol.worker_state import ROLLOUT
+from m2flow.micro.protocol.staleness import check_admission, check_given, version_spans_of, window
+from m2flow.micro.protocol.worker_state import ROLLOUT, instance_of
 from m2flow.micro.records.checkpoints import PartWriter, seal
 from m2flow.micro.worker.function_tasks import Functions, Leave
 from m2flow.micro.worker.mini_batches import MiniBatches, accounted, peak_bytes
@@ -142,6 +143,8 @@ class InflightSample:
     """Tokens that it had when it was queued."""
     waited_us: int
     """Queueing time before it was sent here, in microseconds."""
+    speakers: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Of an episode: role that speaks from other processes -> these."""
 
 
 def rows_of(generated: Sequence[Generated], growing: Sequence[InflightSample]) -> Batch:
@@ -205,6 +208,8 @@ def _alike(slot: EngineSlot, slots: Sequence[EngineSlot]) -> list[EngineSlot]:
 
 
 E = TypeVar("E")
+_Speakers = Mapping[str, Sequence[str]]
+_NONE: _Speakers = {}
 
 
 class EngineHost:
@@ -255,12 +260,16 @@ class EngineHost:
         self._episodes: dict[str, Episodes] = {}
         """Role -> its rollout engine with its episodes, if it has had any or has spoken in others'."""
         self._agents: EventLoop | None = None
+        self._elsewhere: dict[str, RemoteSpeaker] = {}
+        """Role that speaks here and has its rollout engines in other processes."""
+        self._guests = Guests(lambda role: self._engine(self._rollout, role), self._why_it_can_not_speak)
         self.parts = PartWriter()
         """Writer of checkpoints' parts, while the engines go on."""
         self.writes_episodes = False
         """Whether `episodes_to_write` is asked, so that agents wait for it."""
         self._tool_wait_ns = 0
         """Since when the engines have had nothing to do but to wait for agents; 0: they have."""
+        self._waits_for = ""
         self._train: dict[str, TrainEngine] = {}
         self._functions: Functions | None = None
         self._inflight: dict[int, InflightSample] = {}
@@ -331,22 +340,34 @@ class EngineHost:
     def num_unfinished(self) -> int:
         return len(self._inflight)
 
-    def generate(self, call: Call, ids: Sequence[int], prompts: Batch, drawn: Call | None = None, waited_us: int = 0) -> None:
-        """Queue samples; row i of `prompts` is the prompt of sample i. An earlier call may have drawn them, and left them to this one."""
-        drawn = drawn or call
-        self._begin(call, drawn, call_semantics.requests(drawn, ids, prompts, self._run_seed), prompts, waited_us)
+    @property
+    def is_generating(self) -> bool:
+        """Whether there is something to do in `step` or to send (`take_turns`): samples, or turns of others' episodes."""
+        return bool(self._inflight) or len(self._guests) > 0 or self._guests.has_answers
 
-    def resume(self, call: Call, stopped: Batch, drawn: Call, waited_us: int = 0) -> None:
-        """Queue samples that resume from the tokens in these rows."""
+    def generate(
+        self, call: Call, ids: Sequence[int], prompts: Batch, drawn: Call | None = None, waited_us: int = 0, speakers: _Speakers = _NONE
+    ) -> None:
+        """Queue samples; row i of `prompts` is the prompt of sample i. An earlier call may have drawn them, and left them to this one.
+
+        Args:
+            speakers: of episodes: role that speaks from other processes -> these.
+        """
+        drawn = drawn or call
+        self._begin(call, drawn, call_semantics.requests(drawn, ids, prompts, self._run_seed), prompts, waited_us, speakers)
+
+    def resume(self, call: Call, stopped: Batch, drawn: Call, waited_us: int = 0, speakers: _Speakers = _NONE) -> None:
+        """Queue samples that resume from the tokens in these rows. `speakers` as in `generate`."""
         for packed, version_spans in zip(stopped.ids.tolist(), version_spans_of(stopped), strict=True):
             check_given(call, packed, version_spans)
-        self._begin(call, drawn, call_semantics.continuations(drawn, stopped), stopped, waited_us)
+        self._begin(call, drawn, call_semantics.continuations(drawn, stopped), stopped, waited_us, speakers)
 
-    def _begin(self, call: Call, drawn: Call, requests: Sequence[Request], prompts: Batch, waited_us: int) -> None:
+    def _begin(self, call: Call, drawn: Call, requests: Sequence[Request], prompts: Batch, waited_us: int, speakers: _Speakers) -> None:
         engine = self._engine(self._rollout, call.role)
         check_admission(call, engine.version)
         for role in call.speakers[1:]:
-            check_admission(call, self._engine(self._rollout, role).version, role)
+            if role not in speakers:
+                check_admission(call, self._engine(self._rollout, role).version, role)
         had = [len(r.prefix) for r in requests]
         if "agent" in drawn.options:
             is_stopped = "segment_kinds" in prompts and "episode" in prompts and any(had)
@@ -360,7 +381,7 @@ class EngineHost:
             add(engine, requests)
         start, prompts = now_ns(), prompts.without(_MADE_ANEW)
         for row, r in enumerate(requests):
-            self._inflight[r.id] = InflightSample(call, drawn, prompts, row, r.seed, start, had[row], waited_us)
+            self._inflight[r.id] = InflightSample(call, drawn, prompts, row, r.seed, start, had[row], waited_us, speakers)
         self._sample_spans.began({r.id: count for r, count in zip(requests, had, strict=True)})
         self._draining.given(call.role)
         self._had += sum(had)
@@ -369,8 +390,52 @@ class EngineHost:
         """A role's rollout engine with its episodes."""
         if role not in self._episodes:
             self._agents = self._agents or EventLoop()
-            self._episodes[role] = Episodes(self._engine(self._rollout, role), self._agents, self._episodes)
+            engine = self._rollout[role] if role in self._rollout else self._speaker_elsewhere(role)
+            self._episodes[role] = Episodes(engine, self._agents, self._episodes)
         return self._episodes[role]
+
+    # Speakers in other processes, and turns of others' episodes
+
+    def _speaker_elsewhere(self, role: str) -> RemoteSpeaker:
+        name = next(slot.engine for slot in self._slots if slot.kind == "rollout")
+        language = make_rollout(name, self._models[role], self._settings["rollout"]).language()
+
+        def place_of(packed: int) -> str:
+            return instance_of(packed, self._inflight[packed].speakers[role])
+
+        self._elsewhere[role] = RemoteSpeaker(role, language, place_of, lambda packed: Window(*window(self._inflight[packed].call, role)))
+        return self._elsewhere[role]
+
+    def _why_it_can_not_speak(self, role: str, may_use: Window) -> str:
+        engine, slot = self._engine(self._rollout, role), self._slot("rollout", role)
+        if self._takes_turns and slot.takes_turn != self._turn:
+            return f"its engine is not on its devices, which are {self._turn}'s"
+        version = engine.version
+        return (
+            ""
+            if may_use.oldest <= version <= may_use.newest
+            else f"its engine has version {version}, not {may_use.oldest} to {may_use.newest}"
+        )
+
+    def turns_asked(self, sender: str, rows: Batch) -> None:
+        """Take in turns that another process asks for, and those that it gives up."""
+        self._guests.take(sender, rows)
+
+    def turns_answered(self, rows: Batch) -> None:
+        """Take in what came of turns that were asked for."""
+        for row in range(len(rows)):
+            record: Any = rows.ragged("turn").item(row)
+            if record["role"] in self._elsewhere:
+                self._elsewhere[record["role"]].answered(rows, row, record)
+
+    def take_turns(self) -> tuple[list[tuple[str, Batch]], list[tuple[str, Batch]]]:
+        """The turns to ask other processes for, or to give up there; and those to answer: each with the process."""
+        asked = [one for speaker in self._elsewhere.values() for one in speaker.take_asked()]
+        return asked, self._guests.take_answers() if self._guests.has_answers else []
+
+    def peer_lost(self, sender: str) -> None:
+        """Give up what another process had asked for."""
+        self._guests.lost(sender)
 
     def before_turns(self, role: str, told: Callable[[TurnPlace], None] | None) -> None:
         """Have each turn of a role's episodes told before its engine is given it, from here on."""
@@ -397,10 +462,12 @@ class EngineHost:
     def step(self) -> list[tuple[Call, Batch]]:
         """Decode one token of everything that runs; the rows that leave now, by call."""
         for role, generator in self._generators.items():
-            if generator.num_unfinished:
+            if role not in self._rollout:
+                generator.step()
+            elif generator.num_unfinished:
                 engine = self._rollout[role]
                 start, num_running = now_ns(), engine.num_unfinished
-                finished = generator.step()
+                finished = self._guests.keep(generator.step())
                 end = now_ns()
                 if num_running:
                     self._sample_spans.stepped(role, start, end, num_running, engine.version)
@@ -409,7 +476,7 @@ class EngineHost:
                 self._draining.left(role, engine, end, num_ended=len(finished))
         if self._episodes and not self.writes_episodes:
             self.episodes_written(self.episodes_to_write())
-        is_last = len(self._finished) == len(self._inflight)
+        is_last = len(self._finished) == len(self._inflight) and not len(self._guests)
         if is_last:
             self._sample_spans.flush()
         if not self._finished or not (is_last or now_ns() - self._left_ns >= self._gather_ns):
@@ -424,9 +491,11 @@ class EngineHost:
     def _waits_for_agents(self, start_ns: int, end_ns: int, *, is_waiting: bool) -> None:
         """Record the time in which an engine had nothing to do but to wait for agents and their tools, as few spans."""
         if is_waiting:
-            self._tool_wait_ns = self._tool_wait_ns or start_ns
+            if not self._tool_wait_ns:
+                is_away = any(speaker.num_unfinished for speaker in self._elsewhere.values())
+                self._tool_wait_ns, self._waits_for = start_ns, "speakers elsewhere" if is_away else "agents and tools"
         elif self._tool_wait_ns:
-            self._recorder.add(SpanName.WAIT, self._tool_wait_ns, start_ns, label="for agents and tools")
+            self._recorder.add(SpanName.WAIT, self._tool_wait_ns, start_ns, label=f"for {self._waits_for}")
             self._tool_wait_ns = 0
 
     def abort(self, call: int) -> dict[int, int]:
@@ -447,7 +516,8 @@ class EngineHost:
         found = []
         for role, generator in self._generators.items():
             gone = generator.abort(ids)
-            self._draining.left(role, self._rollout[role], now_ns(), num_stopped=len(gone))
+            if role in self._rollout:
+                self._draining.left(role, self._rollout[role], now_ns(), num_stopped=len(gone))
             found += gone
         return found
 
@@ -492,7 +562,8 @@ class EngineHost:
 
     def progress(self) -> dict[int, int]:
         """Tokens so far of each sample that generates."""
-        return {packed: count for engine in self._generators.values() for packed, count in engine.progress().items()}
+        found = {packed: count for engine in self._generators.values() for packed, count in engine.progress().items()}
+        return {packed: count for packed, count in found.items() if packed not in self._guests} if len(self._guests) else found
 
     def gauges(self) -> Iterator[tuple[str, Occupancy, int]]:
         """Each role that can generate, how full its engine is, and the version of its weights; after the end, none."""
@@ -501,7 +572,11 @@ class EngineHost:
 
     def occupancy(self) -> dict[str, tuple[Occupancy, dict[int, int]]]:
         """Return, for each role that generates, how full its engine is, and the tokens so far of each sample there."""
-        return {role: (engine.occupancy(), dict(engine.progress())) for role, engine in self._generators.items() if engine.num_unfinished}
+        return {
+            role: (engine.occupancy(), {packed: count for packed, count in engine.progress().items() if packed not in self._guests})
+            for role, engine in self._generators.items()
+            if engine.num_unfinished and role in self._rollout
+        }
 
     def snapshot(self, ids: Iterable[int]) -> list[tuple[Call, Batch]]:
         """The rows of these samples as they are by now, by call. They go on; what has finished is passed over."""
@@ -662,6 +737,8 @@ class EngineHost:
             between_turns: whether an episode may run, of which the engine has no turn now.
         """
         engine = self._engine(self._rollout, role)
+        if not under_requests:
+            self._guests.send_away("its engine gets other weights", role)
         is_spoken_to = role in self._episodes and self._episodes[role].num_unfinished > 0
         is_heard = is_spoken_to or any(episodes.lets_speak(role) for episodes in self._episodes.values())
         if is_heard and not under_requests and not between_turns:
@@ -688,6 +765,7 @@ class EngineHost:
         for slot, _ in self._of_turn(self._turn):
             if slot.kind == "rollout":
                 self._draining.over(slot.role)
+                self._guests.send_away("its engine leaves its devices", slot.role)
         with self._recorder.span(SpanName.SWITCH, label=f"to {to}"):
             for slot, engine in self._of_turn(self._turn):
                 offload(self._recorder, slot, engine)

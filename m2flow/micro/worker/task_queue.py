@@ -20,7 +20,8 @@ aborted leave their task one by one, and the task ends when none is left.
 Abort. First samples that have finished by now are reported, then, if the call keeps its samples, those with tokens (`Aborted`), and all
 others are given up. The call's generations end in the order in which they began, then its waiting tasks in their order, as `TaskDone`.
 
-Preemption. Samples that are not here, of another call or finished are left out: they end, or have ended, as usual.
+Preemption. Samples that are not here, of another call or finished are left out: they end, or have ended, as usual. If it waits, so is each
+that waits to begin or can't be stopped now, until it can be.
 """
 
 from __future__ import annotations
@@ -150,6 +151,8 @@ class TaskQueue:
         self._generations: dict[int, _Generation] = {}
         self._task_of: dict[int, int] = {}
         """Sample that a generate task has here -> the task."""
+        self._leaving: dict[int, int] = {}
+        """Sample that is to be preempted as soon as it can be -> its call."""
 
     # ---- messages
 
@@ -166,6 +169,8 @@ class TaskQueue:
         """Process all queued messages in order."""
         while self._heard:
             self._take(self._heard.popleft())
+        if self._leaving:
+            self._preempt_leaving()
 
     def read_during_function(self) -> None:
         """Process queued messages while a user's function runs: up to the first that could concern what runs."""
@@ -198,7 +203,8 @@ class TaskQueue:
             case m.Reassign(call=call, drawn=drawn, ids=ids, forward_to=forward_to):
                 executor.adopt(call, drawn, ids)
                 executor.push(call, ids, forward_to)
-            case m.Preempt(call=call, ids=ids):
+            case m.Preempt(call=call, ids=ids, waits=waits):
+                self._leaving.update(dict.fromkeys(ids, call) if waits else {})
                 self._preempt(call, ids)
             case m.Abort(call=call, keeps=keeps):
                 self._abort(call, keeps=keeps)
@@ -218,6 +224,13 @@ class TaskQueue:
         for number in tasks:
             if self._leaves(number, 1):
                 executor.say(m.TaskDone(number))
+
+    def _preempt_leaving(self) -> None:
+        """Preempt what can be by now of the samples for which that waits. Those that have ended are forgotten."""
+        for call in dict.fromkeys(self._leaving.values()):
+            self._preempt(call, [packed for packed, of in self._leaving.items() if of == call])
+        waiting = {packed for task in self._waiting if isinstance(task, m.Generate) for packed in task.ids}
+        self._leaving = {packed: call for packed, call in self._leaving.items() if packed in self._task_of or packed in waiting}
 
     def _abort(self, call: int, *, keeps: bool) -> None:
         executor = self._executor

@@ -55,7 +55,7 @@ from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.call_semantics import Parts, call_of, without_parts
 from m2flow.micro.protocol.plan import EngineSlot
 from m2flow.micro.protocol.staleness import is_time_dependent, version_spans_of
-from m2flow.micro.protocol.worker_state import RowStore, stopped_at, tag_of, worker_of
+from m2flow.micro.protocol.worker_state import TURNS_ANSWERED, TURNS_ASKED, RowStore, stopped_at, tag_of, worker_of
 from m2flow.micro.records.accounting import TokenMeter
 from m2flow.micro.records.segments import Kind, Place, Scratch, SegmentWriter, read_segment, scratch_name
 from m2flow.micro.worker.engine_host import EngineHost, Gauges
@@ -486,7 +486,7 @@ class Worker:
     @property
     def has_work(self) -> bool:
         """Whether `turn` would do more than receive."""
-        return self.engine_host.num_unfinished > 0 or self._reports.are_due or self._next_is_ready()
+        return self.engine_host.is_generating or self._reports.are_due or self._next_is_ready()
 
     def turn(self) -> None:
         """Receive what has arrived, decode one token of everything that generates, and do one task."""
@@ -494,9 +494,10 @@ class Worker:
         if not self._reads_meanwhile():
             self._receive()
             self._tasks.read()
-        if self.engine_host.num_unfinished:
+        if self.engine_host.is_generating:
             self._idle_spans.works()
             self._decode()
+        self._send_turns()
         self._report_load()
         self._report_parts()
         if self._next_is_ready():
@@ -509,7 +510,7 @@ class Worker:
 
     def _reads_meanwhile(self) -> bool:
         """Whether the next task can begin at once, and there is time for all else while it runs (`_meanwhile`)."""
-        task = None if self._tasks.has_heard or self.engine_host.num_unfinished else self._tasks.first
+        task = None if self._tasks.has_heard or self.engine_host.is_generating else self._tasks.first
         return isinstance(task, m.RunFunction) and self._calls[task.call].engine == "function" and self._next_is_ready()
 
     def _next_is_ready(self) -> bool:
@@ -523,7 +524,13 @@ class Worker:
     def _receive(self) -> None:
         """Take in rows that peers have sent, and queue the controller's messages."""
         for parcel in self._inbox.take():
-            if self._peers.counts(parcel):
+            if not self._peers.counts(parcel):
+                continue
+            if parcel.call == TURNS_ASKED:
+                self.engine_host.turns_asked(parcel.sender, parcel.batch)
+            elif parcel.call == TURNS_ANSWERED:
+                self.engine_host.turns_answered(parcel.batch)
+            else:
                 self._store.put(parcel.call, parcel.batch, parcel.sender)
         if news := self._inbox.dropped.news():
             print(f"{self.settings.name} {news}", flush=True)
@@ -537,7 +544,7 @@ class Worker:
 
     def _report_load(self) -> None:
         """Say how full the engines are, every so many turns of decoding."""
-        if not self.settings.report_every or not self.engine_host.num_unfinished:
+        if not self.settings.report_every or not self.engine_host.is_generating:
             return
         self._num_turns += 1
         if self._num_turns % self.settings.report_every == 0:
@@ -593,6 +600,7 @@ class Worker:
 
     def disconnect(self, lost: m.PeerLost) -> Mapping[int, list[int]]:
         self._peers.sever(lost.peer)
+        self.engine_host.peer_lost(lost.peer)
         return self._store.drop_sent_by(lost.peer, lost.rows)
 
     def push(self, call: int, ids: list[int], to: Sequence[str]) -> None:
@@ -736,10 +744,12 @@ class Worker:
     def _generate(self, task: m.Generate) -> None:
         call, drawn = self._calls[task.call], self._calls[task.drawn_by]
         if task.aborted_by >= 0:
-            self.engine_host.resume(call, self._store.get(stopped_at(task.aborted_by), task.ids), drawn, task.waited_us)
+            stopped = self._store.get(stopped_at(task.aborted_by), task.ids)
+            self.engine_host.resume(call, stopped, drawn, task.waited_us, task.speakers)
             self._progress_log.began(task.ids, task.had)
         else:
-            self.engine_host.generate(call, task.ids, self._store.get(prompts_of(drawn), task.prompts), drawn, task.waited_us)
+            prompts = self._store.get(prompts_of(drawn), task.prompts)
+            self.engine_host.generate(call, task.ids, prompts, drawn, task.waited_us, task.speakers)
         self._tasks.began(task)
 
     def _decode(self) -> None:
@@ -752,6 +762,16 @@ class Worker:
             self._progress_log.measure(self.engine_host)
         for call, rows, place in self._progress_log.due(self.engine_host):
             self._send(m.Flushed(call.ordinal, rows.ids.tolist(), *call_semantics.lengths_of(rows), version_spans_of(rows), place))
+
+    def _send_turns(self) -> None:
+        """Ask other workers for turns of episodes here, and answer what they have asked for. A dead one gets nothing: its samples are
+        preempted here, or were lost with it."""
+        asked, answered = self.engine_host.take_turns()
+        for key, parts in ((TURNS_ASKED, asked), (TURNS_ANSWERED, answered)):
+            for peer, rows in parts:
+                start = now_ns()
+                if self._peers.send(peer, Parcel(key, rows, self.settings.tag)):
+                    self.recorder.add(SpanName.SEND, start, now_ns(), num_samples=len(rows), num_bytes=rows.num_bytes, label=peer)
 
     def _generated(self, call: Call, rows: Batch) -> None:
         """Samples are done: write them down, hand them on, and say so; end their tasks."""
