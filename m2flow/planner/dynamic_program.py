@@ -599,7 +599,7 @@ class Solver:
             return False
         if how == TURNS and self._hows == (SPLIT,):
             return graph.engines(cut.first) <= graph.engines(cut.second) or graph.engines(cut.second) <= graph.engines(cut.first)
-        return how == TURNS or self.problem.may_split(cut)
+        return self.problem.may_take_turns(cut) if how == TURNS else self.problem.may_split(cut)
 
     def _nothing(self) -> Front:
         num = self._num_pools + _NUM_TIMES + self.memory.width

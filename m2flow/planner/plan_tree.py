@@ -159,7 +159,8 @@ def restructured(problem: Problem, ways: Mapping[int, tuple[Cut, int]]) -> Itera
                     problem, {k: v for k, v in ways.items() if k != inner}, (ways[inner][0].first, ways[inner][0].second, other)
                 )
         for one in every:
-            if (written := _written(one)) not in known and all(how != SPLIT or problem.may_split(cut) for cut, how in one.values()):
+            may = {SPLIT: problem.may_split, TURNS: problem.may_take_turns}
+            if (written := _written(one)) not in known and all(how not in may or may[how](cut) for cut, how in one.values()):
                 known.add(written)
                 yield one
 

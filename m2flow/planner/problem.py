@@ -126,9 +126,8 @@ class CallGraph:
     function_calls: tuple[CallLoad, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        calls = self.workload.calls
-        object.__setattr__(self, "device_calls", tuple(call for call in calls if call.engine is not None))
-        object.__setattr__(self, "function_calls", tuple(call for call in calls if call.engine is None))
+        for name, is_function in (("device_calls", False), ("function_calls", True)):
+            object.__setattr__(self, name, tuple(call for call in self.workload.calls if (call.engine is None) == is_function))
 
     @property
     def everything(self) -> int:
@@ -149,6 +148,11 @@ class CallGraph:
     @cached_property
     def bits(self) -> dict[str, int]:
         return {call.name: 1 << i for i, call in enumerate(self.device_calls)}
+
+    @cached_property
+    def at_once(self) -> list[int]:
+        """Pairs of calls that run at the same time: a rollout, and one who speaks in its episodes."""
+        return [self.bits[call.name] | self.bits[call.beside] for call in self.device_calls if call.beside]
 
     @cached_property
     def _through(self) -> dict[str, int]:
@@ -843,6 +847,10 @@ class Problem:
     def may_split(self, cut: Cut) -> bool:
         """Whether both parts may be on devices of their own: calls of one engine are on the same ones."""
         return not self.graph.engines(cut.first) & self.graph.engines(cut.second)
+
+    def may_take_turns(self, cut: Cut) -> bool:
+        """Whether both parts may take turns with devices: not a rollout and one who speaks in its episodes."""
+        return not any(cut.first & both and cut.second & both for both in self.graph.at_once)
 
     def facts(self, engine: EngineId) -> FloatArray:
         """Tabulate an engine's options: the index of the pool, devices, bytes kept, at work and on the host, whether it is swapped."""

@@ -15,6 +15,9 @@ straight lines, so a release is given by the line from (0, l) to (last chunk, T)
 it promises, and for a convex release (a long tail, all samples running from the start) nothing is lost.
 
 Given lengths are those of the models that the step trains; other models (a judge) are assumed to use all that they are allowed to.
+
+Turns of a speaker that is pinned apart (`m2flow.micro.lowering.placement.is_apart`) are a generation beside the rollout: what needs the
+episodes waits for both. Limit: that one waits for the other between two turns is not counted.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ import numpy.typing as npt
 from m2flow.errors import SpecError, TraceError, did_you_mean
 from m2flow.macro.graph import Call, MacroGraph
 from m2flow.micro.lowering.passes import accumulation_unit, legal_stages
+from m2flow.micro.lowering.placement import is_apart
 from m2flow.micro.protocol.cost_terms import DRAWS_PER_GROUP, EngineId, FunctionCost
 from m2flow.planner.model_shapes import ModelShape
 from m2flow.recipe import Sampling
@@ -69,6 +73,8 @@ class CallLoad(msgspec.Struct, frozen=True):
     """The token limit of a generate call."""
     prompt_bytes: float = 0.0
     """Mean size of the prompts' texts, of a generate call on a dataset."""
+    beside: str = ""
+    """Of turns in the episodes of another call, by a speaker on devices of its own: that call, with which it takes no turns on devices."""
 
     @property
     def num_samples(self) -> int:
@@ -142,7 +148,9 @@ def workload_of(graph: MacroGraph, spec: ClusterSpec, *, draws_per_group: float 
         )
     loads = _Step(graph, steps[step], spec, draws_per_group).loads()
     inside = {load.engine for load in loads}
-    others = [engine for call in graph.calls if not _is_free(call) and (engine := _engine(call)) is not None and engine not in inside]
+    timed = [call for call in graph.calls if not _is_free(call)]
+    every = [engine for call in timed for engine in (_engine(call), *_engines_apart(call, spec))]
+    others = [engine for engine in every if engine is not None and engine not in inside]
     return Workload(graph.flow, loads, graph.staleness, tuple(dict.fromkeys(others)), max(step, 0), alike[shapes[step]], len(steps))
 
 
@@ -171,6 +179,12 @@ def _engine(call: Call) -> EngineId | None:
     return EngineId(call.role, call.engine) if call.engine in ("rollout", "train") else None
 
 
+def _engines_apart(call: Call, spec: ClusterSpec) -> list[EngineId]:
+    """The engines of those who speak in a call's episodes from devices of their own."""
+    speakers = call.speakers[1:] if call.engine == "rollout" else ()
+    return [EngineId(role, "rollout") for role in speakers if is_apart(call.role, role, spec)]
+
+
 class _Step:
     """Converts the calls of one step, contracting free ones."""
 
@@ -188,7 +202,17 @@ class _Step:
     def loads(self) -> tuple[CallLoad, ...]:
         timed = [call for call in self._step if not _is_free(call)]
         names = self._names(timed)
-        return tuple(self._load(call, names) for call in timed)
+        loads = [load for call in timed for load in self._with_speakers(call, self._load(call, names))]
+        beside = {load.name: [one.name for one in loads if one.beside == load.name] for load in loads}
+        return tuple(
+            msgspec.structs.replace(load, after=(*load.after, *(name for before in load.after for name in beside[before])))
+            for load in loads
+        )
+
+    def _with_speakers(self, call: Call, load: CallLoad) -> list[CallLoad]:
+        """A call, and the turns in its episodes of those who have devices of their own."""
+        apart = _engines_apart(call, self._spec)
+        return [load, *(msgspec.structs.replace(load, name=f"{load.name} by {e.role}", engine=e, beside=load.name) for e in apart)]
 
     def _load(self, call: Call, names: dict[int, str]) -> CallLoad:
         stage = self._stages[call.ordinal]
