@@ -720,7 +720,8 @@ class RolloutEngine(Engine):
         raise EngineError(f"the rollout engine {self.name!r} takes no adapters alone")
 
     def language(self) -> Language:
-        """The tokenizer and chat template of the model, for episodes. Raises `EngineError`: it has none here."""
+        """The tokenizer and chat template of the model, for episodes; also of an engine that is not started, where the model speaks from
+        another process. Raises `EngineError`: it has none here."""
         raise EngineError(f"the rollout engine {self.name!r} holds no conversations", now="Use policy.generate, or another rollout engine.")
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:

@@ -842,6 +842,14 @@ def check_deterministic_samples_are_bitwise_a_function_of_identity(factory: Fact
     assert_same_samples(together, trickled, is_bitwise=True)
 
 
+def check_its_language_is_known_before_it_starts(factory: Factory) -> None:
+    """A process that plays episodes has no engine of a model that speaks in them from another one."""
+    engine = factory(EngineSettings())
+    text = engine.language().decode(engine.language().encode_prompt(PROMPTS[1]))
+    with started(factory) as running:
+        assert running.language().decode(running.language().encode_prompt(PROMPTS[1])) == text
+
+
 def check_given_tokens_are_judged_without_a_trace(factory: Factory) -> None:
     sequences = [[3, 4, 5, 6, 7, 8, 9], [5, 3], [4, 4, 4, 4, 4, 4, 4, 4, 4]]
     with started(factory) as engine:

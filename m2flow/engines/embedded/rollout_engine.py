@@ -237,7 +237,7 @@ class EmbeddedRollout(RolloutEngine):
         return self._started()[0].added.base()
 
     def language(self) -> TextCodec:
-        return self._started()[1]
+        return load_tokenizer(self._source) if self._codec is None else self._codec
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
         model = self._started()[0]

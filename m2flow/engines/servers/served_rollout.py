@@ -14,6 +14,7 @@ Limits: one weight set; the server must see this host's files.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import logging
@@ -248,7 +249,6 @@ class ServedRollout(RolloutEngine):
 
     def start(self) -> None:
         self._options.check()
-        self._codec = load_tokenizer(self._source)
         self._guarded = PrivateDirectory(f"m2flow-{self.name}-", self._options.weights_place)
         self._place = self._guarded.open()
         self._held = self._directory()
@@ -365,8 +365,11 @@ class ServedRollout(RolloutEngine):
         return read_tensors(self._held)
 
     def language(self) -> TextCodec:
-        self._started()
         return self._codec
+
+    @functools.cached_property
+    def _codec(self) -> TextCodec:
+        return load_tokenizer(self._source)
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Compute them by the server itself, whose weights are not those of its files until it has read them."""
