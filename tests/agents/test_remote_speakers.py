@@ -2,23 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal
+import asyncio
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Literal
 
 import msgspec
 import pytest
-from test_speakers import SPEC, contest
+from one_thread import Images, SteppedRun, resumed
+from test_repetition import row_of, same, stopped_row
+from test_resume import spec_of
+from test_speakers import SPEC, VERSIONS, begun, contest, hosts
 
-from m2flow.errors import PlanError, StateLost
+from m2flow import Chat, Dataset, Policy, Sample, agent, flow, steps
+from m2flow.agents.episodes import Episodes, EpisodeStart, EventLoop, Transcript
+from m2flow.agents.remote_speakers import Guests, RemoteSpeaker, Window
+from m2flow.channels.channel import Parcel
+from m2flow.channels.codec import decode, encode
+from m2flow.engines.contract import EngineSettings, Generated
+from m2flow.errors import InternalError, PlanError, StateLost, WorkerError
+from m2flow.macro.columns import Said
 from m2flow.macro.tracing import trace
 from m2flow.micro.lowering.passes import lower
+from m2flow.micro.protocol.events import CallAdded, WorkerLost
 from m2flow.micro.protocol.plan import EngineSlot, Plan, WorkerPlan
-from m2flow.spec import ClusterSpec, PinSpec
+from m2flow.micro.protocol.worker_state import TaskState
+from m2flow.micro.records.sample_query import SampleQuery
+from m2flow.micro.scheduler.scheduler import Scheduler
+from m2flow.micro.scheduler.worker_failure import Recovery
+from m2flow.recipe import AdamW, Model, Sampling
+from m2flow.samples import Batch
+from m2flow.spec import ClusterSpec, PinSpec, RunSettings
+from m2flow.testing import world
+from m2flow.testing.fakes import FAKE_CONTEXT, FakeLanguage, FakeRollout
 from m2flow.testing.random_programs import Dice, difference_of, make_cluster, make_policies, scheduled
-from m2flow.testing.world import run_eager, run_planned
+from m2flow.testing.world import WorkerFailures, run_eager, run_planned
+from m2flow.viewer.sample_pages import sample_page
 
 pytest_plugins = ["small_runs"]
 pytestmark = pytest.mark.usefixtures("quick")
+
+
+@pytest.fixture
+def loop() -> Iterator[EventLoop]:
+    made = EventLoop()
+    yield made
+    made.close()
+
 
 JUDGE_APART = {"judge.rollout": PinSpec(num_devices=1)}
 BOTH_APART = {**JUDGE_APART, "rival.rollout": PinSpec(num_devices=2)}
@@ -106,3 +137,284 @@ def test_a_plan_in_which_speakers_would_never_have_a_turn_together_is_refused():
         workers = (TWO_LEASES[0], own_turn, *TWO_LEASES[2:])
         with pytest.raises(PlanError, match="has none of rival that works in the same turn, nor is there one elsewhere that can"):
             lower(graph, models, SPEC, pinned=msgspec.structs.replace(plan, workers=workers))
+
+
+# ---- the two sides of a turn
+
+
+class TwoProcesses:
+    """Episodes of a policy in one process, and the engine of a rival that speaks in them in another; what is sent goes as bytes."""
+
+    def __init__(self, loop: EventLoop, *, version: int = 5) -> None:
+        self.rival = FakeRollout(Model("rival"), EngineSettings())
+        self.rival.start()
+        self.rival._version = version
+        self.fault = ""
+        self.guests = Guests(lambda role: self.rival, lambda role, window: self.fault)
+        self.speaker = RemoteSpeaker("rival", FakeLanguage(), lambda packed: "there", lambda packed: Window(0, 9))
+        self.here: dict[str, Episodes] = {}
+        policy = FakeRollout(Model("policy"), EngineSettings())
+        policy.start()
+        policy._version = VERSIONS["policy"]
+        self.here["policy"] = Episodes(policy, loop, self.here)
+        self.here["rival"] = Episodes(self.speaker, loop, self.here)
+        self.num_asked = 0
+
+    @property
+    def episodes(self) -> Episodes:
+        return self.here["policy"]
+
+    def ask(self) -> None:
+        for place, rows in self.speaker.take_asked():
+            assert place == "there"
+            self.num_asked += len(rows)
+            self.guests.take("here", sent(rows))
+
+    def answer(self) -> None:
+        assert not self.guests.keep(self.rival.step())
+        for place, rows in self.guests.take_answers():
+            assert place == "here"
+            for row in range(len(rows)):
+                record = rows.ragged("turn").item(row)
+                self.speaker.answered(sent(rows), row, record)  # type: ignore[arg-type]
+
+    def turn(self) -> dict[int, Generated]:
+        made = [one for host in self.here.values() for one in host.step()]
+        self.ask()
+        self.answer()
+        return {one.id: one for one in made}
+
+    def play(self, *starts: EpisodeStart) -> dict[int, Generated]:
+        self.episodes.begin(starts)
+        ended: dict[int, Generated] = {}
+        while self.episodes.num_unfinished:
+            ended |= self.turn()
+        return ended
+
+    def until(self, is_met: Callable[[], bool]) -> None:
+        while not is_met():
+            assert not self.turn()
+
+
+def sent(rows: Batch) -> Batch:
+    return decode(encode(Parcel(-1, rows, "here"))).batch
+
+
+def beginning(index: int, played: object, stopped: Transcript | None = None, **more: float) -> EpisodeStart:
+    start = begun(index, played, stopped)
+    start = replace(start, request=replace(start.request, sampling=Sampling(3 * FAKE_CONTEXT)))
+    return replace(start, bounds=replace(start.bounds, speakers=(("rival", "rival"),), **more))
+
+
+@agent
+async def duet(chat: Chat, row: Sample) -> float:
+    other, said = chat.conversation("other", by="rival"), str(row.prompt)
+    for number in range(3):
+        heard, aside = await asyncio.gather(other.say(f"{said} {number}", max_tokens=12), chat.say(f"think {number}", max_tokens=3))
+        said = heard.text[:5] + aside.text
+    return float(len(said))
+
+
+def expected_of(loop: EventLoop, index: int, played: object = duet) -> Generated:
+    """The same episode with both engines in one process."""
+    found = hosts(loop)
+    found["policy"].begin([beginning(index, played)])
+    while found["policy"].num_unfinished:
+        for host in found.values():
+            for made in host.step() if host.num_unfinished else ():
+                return made
+    raise AssertionError("it did not end")
+
+
+def test_an_episode_is_the_same_wherever_its_speaker_is_and_wherever_it_is_stopped(loop):
+    dice, num_away = random.Random(3), 0
+    for index in range(8):
+        expected, stopped = expected_of(loop, index), None
+        for _ in range(200):
+            pair = TwoProcesses(loop)
+            pair.episodes.begin([beginning(index, duet, stopped)])
+            ended: dict[int, Generated] = {}
+            for _ in range(dice.randint(3, 25)):
+                ended |= pair.turn()
+                counts = pair.episodes.progress()
+                assert counts == {made.id: made.num_sampled for made in pair.episodes.snapshot(counts)}
+            if ended:
+                break
+            num_away += pair.rival.num_unfinished
+            (seen,), (gone,) = pair.episodes.snapshot([expected.id]), pair.episodes.abort([expected.id])
+            assert same(seen, gone)
+            pair.ask()
+            assert not pair.rival.num_unfinished, "a turn that nobody waits for is given up"
+            assert not len(pair.guests)
+            stopped = stopped_row(gone) if gone.num_sampled else None
+        assert same(ended[expected.id], expected), index
+    assert num_away > 3, "some were stopped in the rival's turn"
+
+
+def test_what_a_remote_speaker_said_has_the_versions_of_its_own_weights(loop):
+    pair = TwoProcesses(loop, version=7)
+    (made,) = pair.play(beginning(0, duet)).values()
+    row = row_of(made)
+    for speaker, version in (("", VERSIONS["policy"]), ("rival", 7)):
+        own = Said(speaker)(row, {})
+        assert set(own.ragged("versions").row(0)[own.ragged("loss_mask").row(0)].tolist()) == {version}
+
+
+def test_what_the_record_has_is_not_asked_for_again(loop):
+    pair = TwoProcesses(loop)
+    pair.episodes.begin([beginning(0, duet)])
+    packed = next(iter(pair.episodes.progress()))
+    said = pair.episodes._episodes[packed].transcript.conversations
+    pair.until(lambda: len(said.get("other", [])) == 1 and len(said["other"][0].turns) == 2)
+    (gone,) = pair.episodes.abort([packed])
+    again = TwoProcesses(loop)
+    (made,) = again.play(beginning(0, duet, stopped_row(gone))).values()
+    assert same(made, expected_of(loop, 0))
+    assert again.num_asked == 1
+
+
+def test_a_turn_that_takes_too_long_is_given_up_where_it_is_played(loop):
+    pair = TwoProcesses(loop)
+    pair.episodes.begin([beginning(0, duet, turn_timeout_s=0.2)])
+    pair.until(lambda: pair.rival.num_unfinished > 0)
+    ended: dict[int, Generated] = {}
+    while not ended:  # The other process has stopped to work.
+        ended = {made.id: made for made in pair.episodes.step()}
+        pair.ask()
+    assert next(iter(ended.values())).columns["failure"] == "turn_timed_out"
+    assert not pair.rival.num_unfinished
+
+
+@agent
+async def lengthy(chat: Chat, row: Sample) -> float:
+    other = chat.conversation("other", by="rival")
+    turns = [await other.say("so", max_tokens=3), await other.say("x" * FAKE_CONTEXT), await other.say("then", max_tokens=3)]
+    assert [turn.num_tokens > 0 for turn in turns] == [True, False, True]
+    return float(turns[1].is_cut)
+
+
+def test_a_message_that_does_not_fit_a_remote_speaker_s_context_is_an_empty_turn_that_was_cut_off(loop):
+    (made,) = TwoProcesses(loop).play(beginning(0, lengthy)).values()
+    assert (made.columns["failure"], made.columns["reward"]) == ("", 1.0)
+    assert same(made, expected_of(loop, 0, lengthy))
+    assert b"xxx" not in bytes(max(token - 3, 0) for token in made.tokens)
+
+
+def test_an_answer_to_a_turn_that_was_given_up_is_ignored_and_one_that_should_have_been_played_is_a_mistake(loop):
+    pair = TwoProcesses(loop)
+    pair.episodes.begin([beginning(0, duet)])
+    pair.until(lambda: pair.rival.num_unfinished > 0)
+    packed = next(iter(pair.episodes.progress()))
+    pair.episodes.abort([packed])
+    pair.guests.send_away("its engine gets other weights")
+    pair.answer()
+    pair.fault = "its engine has version 3"
+    pair.episodes.begin([beginning(0, duet)])
+    with pytest.raises(InternalError, match="a turn of rival in p0/0 could not be played: its engine has version 3"):
+        pair.until(lambda: False)
+
+
+def test_turns_of_a_process_that_is_gone_are_given_up(loop):
+    pair = TwoProcesses(loop)
+    pair.episodes.begin(beginning(index, duet) for index in range(4))
+    pair.until(lambda: pair.rival.num_unfinished == 4)
+    pair.guests.lost("another")
+    assert pair.rival.num_unfinished == 4
+    pair.guests.lost("here")
+    assert not pair.rival.num_unfinished
+
+
+# ---- losses, the record, and what is shown of it
+
+
+@agent
+async def judged(chat: Chat, row: Sample) -> float:
+    verdict = chat.conversation("verdict", by="judge")
+    said = (await chat.say(row.prompt, max_tokens=6)).text
+    return float(sum(map(ord, (await verdict.say(f"good? {said}", max_tokens=20)).text)) % 7)
+
+
+@flow
+def scored(num_steps: int = 2) -> None:
+    policy, judge = Policy("fake", optimizer=AdamW(1e-3)), Policy("fake", name="judge")
+    rows = Dataset.generate(lambda rng: {"prompt": f"{rng.randrange(1000)}?"}, 1000, seed=1, name="rows")
+    for _ in steps(num_steps):
+        played = policy.rollout(judged, rows.take(4), n=4, max_tokens=40, speakers={"judge": judge})
+        policy.update(played, played.reward)
+
+
+class Deaths(WorkerFailures):
+    """Has one worker die, in the middle of the run."""
+
+    victim = "rollout-1"
+
+    def next_dead(self, candidates: Sequence[str]) -> str | None:
+        return super().next_dead([name for name in candidates if name == self.victim])
+
+
+def test_episodes_whose_speaker_is_lost_are_played_on_when_it_is_back(monkeypatch):
+    silenced = []
+    noted = Recovery._silenced
+
+    def note(self: Recovery, number: int, task: TaskState, event: WorkerLost) -> None:
+        silenced.append(event.worker)
+        noted(self, number, task, event)
+
+    monkeypatch.setattr(world, "WorkerFailures", Deaths)
+    monkeypatch.setattr(Recovery, "_silenced", note)
+    spec = apart(pins=JUDGE_APART)
+    eager = run_eager(scored, {}, spec)
+    for seed in range(6):
+        planned = run_planned(scored, {}, spec, order_seed=seed, num_losses=1)
+        assert not planned.error, planned.error
+        assert difference_of(planned, eager) is None, seed
+    assert set(silenced) == {"rollout-1"}
+
+
+def test_a_run_whose_only_speaker_does_not_come_back_ends_with_its_name():
+    graph, models, _ = trace(scored, {})
+    plan = lower(graph, models, apart(pins=JUDGE_APART))
+    scheduler = Scheduler(plan)
+    for call, stage in zip(graph.calls, plan.stages, strict=False):
+        scheduler.handle(CallAdded(call, stage))
+    with pytest.raises(
+        WorkerError, match=r"the worker rollout-1 is lost, and no other can speak as judge in the episodes of policy\.rollout"
+    ):
+        scheduler.handle(WorkerLost("rollout-1"))
+
+
+def apart_on_disk(placement: str = "split") -> ClusterSpec:
+    return apart(spec_of(placement), placement=placement, pins=JUDGE_APART)
+
+
+def test_a_run_with_a_remote_speaker_that_is_killed_and_resumed_gives_the_same_and_asks_for_no_recorded_turn_again(tmp_path, monkeypatch):
+    spec, settings = apart_on_disk(), RunSettings(runs_dir=str(tmp_path / "runs"))
+    images = Images(tmp_path / "images")
+    images.run = SteppedRun(scored, {}, spec, settings, hook=images.take)
+    expected = images.run.execute()
+    asked: list[int] = []
+    begins = Guests._begin
+
+    def note(self: Guests, *arguments: Any) -> None:
+        asked.append(1)
+        begins(self, *arguments)
+
+    monkeypatch.setattr(Guests, "_begin", note)
+    counts = []
+    for image in (images.paths[0], images.paths[len(images.paths) // 2], images.paths[-2]):
+        asked.clear()
+        found = resumed(scored, {}, spec, settings, image)
+        assert (found.samples_sha256, found.weights_sha256) == (expected.samples_sha256, expected.weights_sha256)
+        counts.append(len(asked))
+    assert counts[0] == 32, "16 episodes in each of 2 steps"
+    assert counts[0] > counts[1] > counts[2]
+
+
+def test_the_viewer_shows_what_a_remote_speaker_said(tmp_path):
+    run = SteppedRun(scored, {"num_steps": 1}, apart_on_disk(), RunSettings(runs_dir=str(tmp_path / "runs")))
+    run.execute()
+    with SampleQuery(run.run_dir) as query:
+        entry = next(iter(query.entries("ending = 'consumed'")))
+    page = sample_page(run.run_dir, *map(int, entry.sample.split("/")))
+    said = {block.title.partition(" of ")[2]: block.trained for block in page.blocks if block.is_turn}
+    assert said == {"main": "trained by policy.update", "verdict, by judge": "trained by nobody"}
