@@ -20,6 +20,7 @@ from m2flow.cli.help import documentation, first_line
 from m2flow.errors import ErrorRecord
 from m2flow.micro.protocol import messages
 from m2flow.micro.protocol.staleness import VersionSpan
+from m2flow.micro.protocol.worker_state import TURNS_ANSWERED, TURNS_ASKED
 from m2flow.observe.spans import SpanBlock
 
 LINKS = {
@@ -38,7 +39,8 @@ that has its default. Numbers outside MessagePack are little-endian.
 
 ## Parcels
 
-Rows of one call's result, from worker to worker: a ZeroMQ message of frames.
+Rows of one call's result, from worker to worker: a ZeroMQ message of frames. A parcel whose `call` is {TURNS_ASKED} asks for turns
+of episodes, a row each, and one of {TURNS_ANSWERED} has what came of them (`m2flow.agents.remote_speakers`).
 
 | bytes of the first frame | |
 |---|---|

@@ -278,7 +278,7 @@ class PinSpec(_Strict):
     devices: tuple[int, int] | None = None
     """The first device of the pool and the one after the last: [0, 8] are the first eight."""
     num_devices: int | None = Field(default=None, ge=1, le=_MOST_DEVICES)
-    """How many it has; which ones is open."""
+    """How many it has; which ones is open. Without a search: of a role that speaks in others' episodes, processes of its own."""
     layout: LayoutSpec = LayoutSpec()
     """Its parallel layout."""
     offload: bool | None = None

@@ -483,15 +483,16 @@ def recount(scheduler: Scheduler, fakes: Mapping[str, FakeWorker], at_controller
 
 def _recount_tasks(scheduler_state: SchedulerState, tasks: Mapping[int, TaskState]) -> None:
     of: Counter[tuple[str, str]] = Counter((task.worker, task.engine) for task in tasks.values())
-    running, of_lease = Counter(task.worker for task in tasks.values() for _ in range(task.rows_left)), Counter[str]()
+    running = Counter(task.worker for task in tasks.values() for _ in range(task.rows_left))
     judging = Counter(task.worker for task in tasks.values() if task.engine == "function" for _ in task.rows)
-    for task in tasks.values():
-        lease = scheduler_state.workers[task.worker].lease
-        of_lease[lease.name if lease is not None else ""] += 1
+    guests = Counter(name for task in tasks.values() for name in task.speakers)
+    at = [scheduler_state.workers[name].lease for task in tasks.values() for name in (task.worker, *task.speakers)]
+    of_lease = Counter(lease.name for lease in at if lease is not None)
     for worker in scheduler_state.workers.values():
         for engine, count in worker.num_tasks.items():
             assert count == of[worker.name, engine], f"{worker.name} has {of[worker.name, engine]} {engine} tasks, not {count}"
         assert worker.num_running == running[worker.name], f"{running[worker.name]} samples run on {worker.name}, not {worker.num_running}"
+        assert worker.num_guests == guests[worker.name], f"{worker.name} speaks in {guests[worker.name]} tasks, not {worker.num_guests}"
         assert worker.num_judging == judging[worker.name], f"{worker.name} judges {judging[worker.name]} rows, not {worker.num_judging}"
         assert sum(worker.doing.values()) == sum(worker.num_tasks.values()), f"what {worker.name} does"
     for lease in scheduler_state.leases.values():
