@@ -434,7 +434,7 @@ def may_be_lent(problem: Problem, cut: Cut) -> bool:
     first, second = graph.members(cut.first), graph.members(cut.second)
     kinds = {call.engine.kind for call in second if call.engine is not None}
     engines = graph.engines(cut.second)
-    return len(first) == 1 and first[0].work == "generate" and kinds == {"train"} and len(engines) == 1
+    return len(first) == 1 and first[0].work == "generate" and not first[0].beside and kinds == {"train"} and len(engines) == 1
 
 
 def lent_times(

@@ -31,12 +31,13 @@ from m2flow.micro.protocol.worker_state import TaskState
 from m2flow.micro.records.sample_query import SampleQuery
 from m2flow.micro.scheduler.scheduler import Scheduler
 from m2flow.micro.scheduler.worker_failure import Recovery
+from m2flow.planner.planning import question_of
 from m2flow.recipe import AdamW, Model, Sampling
 from m2flow.samples import Batch
-from m2flow.spec import ClusterSpec, PinSpec, RunSettings
+from m2flow.spec import ClusterSpec, PinSpec, PoolSpec, RunSettings
 from m2flow.testing import world
 from m2flow.testing.fakes import FAKE_CONTEXT, FakeLanguage, FakeRollout
-from m2flow.testing.random_programs import Dice, difference_of, make_cluster, make_policies, scheduled
+from m2flow.testing.random_programs import Dice, difference_of, make_cluster, make_policies, make_tight_cluster, scheduled
 from m2flow.testing.world import WorkerFailures, run_eager, run_planned
 from m2flow.viewer.sample_pages import sample_page
 
@@ -112,18 +113,20 @@ ONE_LEASE = (
 """All devices are generation's or training's together."""
 
 
-def pinned_to(workers: tuple[WorkerPlan, ...], options: dict[str, object]) -> Callable[[Plan], Plan]:
+def pinned_to(workers: tuple[WorkerPlan, ...], options: dict[str, object], spec: ClusterSpec) -> Callable[[Plan], Plan]:
     graph, models, _ = trace(contest, options)
-    return lambda plan: lower(graph, models, SPEC, pinned=msgspec.structs.replace(plan, workers=workers))
+    return lambda plan: lower(graph, models, spec, pinned=msgspec.structs.replace(plan, workers=workers))
 
 
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("workers", [TWO_LEASES, ONE_LEASE], ids=["two leases", "one lease"])
 def test_speakers_on_devices_that_engines_take_turns_with_have_their_turn_while_episodes_run(request, workers):
     for number in range(40 if request.config.getoption("--long") else 3):
-        options = {"alone": number % 2, "num_steps": 3, "staleness": number % 3}
-        planned = run_planned(contest, options, SPEC, seed=number, order_seed=number, placed=pinned_to(workers, options))
-        eager = run_eager(contest, options, SPEC, seed=number, decisions=planned.decisions or None)
+        options: dict[str, object] = {"alone": number % 2, "num_steps": 3, "staleness": number % 3}
+        dice = Dice(f"leases, {number}")
+        spec = SPEC.model_copy(update={"channels": make_tight_cluster(dice).channels, "rollout": make_cluster(dice).rollout})
+        planned = run_planned(contest, options, spec, seed=number, order_seed=number, placed=pinned_to(workers, options, spec))
+        eager = run_eager(contest, options, spec, seed=number, decisions=planned.decisions or None)
         assert not planned.error, planned.error
         assert not eager.error, eager.error
         assert difference_of(planned, eager) is None, f"case {number}"
@@ -137,6 +140,38 @@ def test_a_plan_in_which_speakers_would_never_have_a_turn_together_is_refused():
         workers = (TWO_LEASES[0], own_turn, *TWO_LEASES[2:])
         with pytest.raises(PlanError, match="has none of rival that works in the same turn, nor is there one elsewhere that can"):
             lower(graph, models, SPEC, pinned=msgspec.structs.replace(plan, workers=workers))
+
+
+def test_a_pin_gives_a_speaker_workers_of_its_own_and_on_gpus_the_pinned_ones():
+    graph, models, _ = trace(contest, {})
+    for device, devices in (("cpu", ["cpu", "cpu"]), ("cuda:0", ["cuda:2", "cuda:3"])):
+        spec = SPEC.model_copy(update={"device": device, "placement": "split", "pin": {"judge.rollout": PinSpec(devices=(2, 4))}})
+        workers = lower(graph, models, spec).workers
+        hosts = {worker.name: worker.device for worker in workers if any(slot.role == "judge" for slot in worker.engines)}
+        assert hosts == {"rollout-1": devices[0], "rollout-2": devices[1]}
+        assert [slot.role for slot in workers[0].engines] == ["policy", "rival"]
+
+
+POOLS = {"big": PoolSpec(device="h100", devices_per_node=8)}
+SHAPES = {"policy": "Qwen2.5-1.5B", "rival": "Qwen2.5-1.5B", "judge": "Qwen2.5-7B"}
+
+
+@pytest.mark.parametrize("pins", [JUDGE_APART, {"judge.rollout": PinSpec(devices=(6, 8))}, BOTH_APART])
+def test_a_search_places_what_is_pinned_apart_beside_the_rollout_and_counts_its_turns(pins):
+    graph, models, _ = trace(contest, {"batch": 16, "n": 8})
+    spec = ClusterSpec(pools=POOLS, shapes=SHAPES, pin=pins)
+    choice = question_of(graph, models, spec).choose()
+    found = {str(placement.engine): placement for placement in choice.placements}
+    for name, pin in pins.items():
+        assert pin.num_devices in (None, found[name].num_devices)
+        assert pin.devices in (None, (found[name].first_device, found[name].devices.stop))
+        assert found[name].calls == (f"policy.rollout by {name.partition('.')[0]}",)
+        assert not set(found[name].devices) & set(found["policy.rollout"].devices), "they are needed at the same time"
+    plan = lower(graph, models, spec, choice=choice)
+    hosts = [{slot.role for slot in worker.engines if slot.kind == "rollout"} for worker in plan.workers]
+    assert not any("policy" in roles and name.partition(".")[0] in roles for roles in hosts for name in pins)
+    assert "policy.rollout by judge" in str(choice)
+    assert any("judge speaks in the episodes of policy.rollout" in note and "a generation beside them" in note for note in plan.notes)
 
 
 # ---- the two sides of a turn
