@@ -45,3 +45,13 @@ def test_a_worker_that_is_stopped_is_missed_killed_and_replaced(tmp_path, name, 
     said, lost = disturbed(tmp_path / "runs", ["fake", limit], name, 20_000, lambda process: process.suspend())
     assert re.match(rf"{how} \d+ s", lost.what)
     assert same(said, undisturbed("fake"))
+
+
+@pytest.mark.parametrize(("name", "num_bytes"), [("rollout-1", 1), *[pytest.param(f"rollout-{i}", 40_000, marks=SLOW) for i in (0, 1)]])
+def test_a_run_goes_on_whose_speaker_on_devices_of_its_own_is_killed_or_whose_episodes_are(tmp_path, name, num_bytes):
+    arguments = ["fake", 'flow="spoken"', "rollouts=1", 'pin={"rival.rollout": {"num_devices": 1}}']
+    said, _ = disturbed(tmp_path / "runs", arguments, name, num_bytes, lambda process: process.kill())
+    assert said.get("error") is None
+    assert [incident[1:3] for incident in said["incidents"]] == [["lost", name], ["started again", name]]
+    assert same(said, undisturbed(*arguments))
+    assert same(said, undisturbed("fake", 'flow="spoken"', "rollouts=1")), "nor does it matter where who speaks is"

@@ -5,6 +5,7 @@ happens to its workers, they have time to come back. (A reward that waited would
 one's rows, and so from being missed.)
 """
 
+import asyncio
 import contextlib
 import json
 import os
@@ -14,7 +15,7 @@ import time
 import urllib.request
 from pathlib import Path
 
-from m2flow import Dataset, Policy, Reward, Sample, flow, op, steps
+from m2flow import Chat, Dataset, Policy, Reward, Sample, agent, by_conversation, flow, op, steps
 from m2flow.errors import M2FlowError
 from m2flow.macro.session import Backend
 from m2flow.micro.records.ledger import read_incidents
@@ -63,6 +64,29 @@ def scored(model: str = "fake", num_steps: int = 4) -> None:
         policy.update(responses, advantages=judge.score(responses) + ranks(responses), minibatch_size=4)
 
 
+@agent
+async def debate(chat: Chat, row: Sample) -> dict[str, float]:
+    rival = chat.conversation("other", by="rival")
+    said = str(row.prompt)
+    for _ in range(3):
+        said = (await rival.say((await chat.say(said, max_tokens=6)).text, max_tokens=6)).text
+        await asyncio.sleep(0.01)
+    return {"main": float(len(said)), "other": -float(len(said))}
+
+
+@flow
+def spoken(model: str = "fake", num_steps: int = 4) -> None:
+    """Two policies learn, of which one speaks from a process of its own."""
+    policy, rival = Policy(model), Policy(model, name="rival")
+    prompts = Dataset([{"prompt": f"{i}="} for i in range(32)])
+    for step in steps(num_steps):
+        wait_if_held(step)
+        games = policy.rollout(debate, prompts.take(8), n=4, max_tokens=80, speakers={"rival": rival})
+        policy.update(games, games.reward, advantages=by_conversation())
+        theirs = games.of("rival")
+        rival.update(theirs, theirs.reward, advantages=by_conversation())
+
+
 def main(runs_dir: str, model: str, *arguments: str) -> None:
     engine = "fake" if model == "fake" else "embedded"
     given = {name: json.loads(value) for name, _, value in (argument.partition("=") for argument in arguments)}
@@ -89,10 +113,12 @@ def main(runs_dir: str, model: str, *arguments: str) -> None:
         channels=ChannelSpec(host=given.pop("host", "127.0.0.1")),
         storage=StorageSpec.model_validate(given.pop("storage", {})),
         weights=WeightsSpec(transport=given.pop("transport", "auto"), changes="always"),
+        pin=given.pop("pin", {}),
     )
     options = {name: given.pop(name) for name in ("num_steps",) if name in given}
+    played = {"scored": scored, "spoken": spoken}[given.pop("flow", "scored")]
     settings = RunSettings(runs_dir=runs_dir, heartbeat_s=0.1, restart_wait_s=0.05, deterministic=engine != "fake", **given)
-    run = Run(scored, {"model": model, **options}, spec, settings, flow_file=__file__, around=up)
+    run = Run(played, {"model": model, **options}, spec, settings, flow_file=__file__, around=up)
     said: dict[str, object] = {}
     try:
         summary = run.execute()

@@ -166,6 +166,26 @@ def test_preempted_samples_leave_their_task_and_finished_ones_and_those_of_other
     assert worker.running == {13: 5}
 
 
+def test_a_preemption_that_waits_takes_samples_when_they_have_begun_or_can_be_stopped_and_no_later_task_of_them():
+    worker = Samples()
+    worker.tell(generate(1, [10, 11]), generate(2, [12, 13]))
+    worker.start()
+    held = worker.running.pop(10), worker.running.pop(11)  # Neither can be stopped now, and 11 ends before it can be.
+    worker.tell(m.Preempt(1, [10, 11, 12], waits=True))
+    assert worker.said == []
+    worker.start()
+    worker.running |= {10: held[0]}
+    worker.tell()
+    assert worker.said == [m.Preempted(1, [10, 12], [1, 2])]
+    worker.running |= {11: held[1]}
+    worker.finish(11)
+    worker.tell(generate(3, [10, 12]))
+    worker.start()
+    worker.tell()
+    assert worker.said[1:] == [("finished", 1, [11], True)]
+    assert worker.running == {13: 1, 10: 1, 12: 1}
+
+
 def test_an_abort_reports_what_has_finished_then_what_is_kept_then_ends_each_task_once():
     worker = Samples()
     worker.tell(generate(1, [10, 11, 12]), generate(2, [13]), generate(3, [14], call=5))
