@@ -19,7 +19,7 @@ played: that was given up before the engine's weights or turn changed, and is ig
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, final
 
 import msgspec
@@ -48,6 +48,9 @@ class Fault(NamedTuple):
 
 _TOKENS: Mapping[str, type] = {"tokens": np.int32, "logprobs": np.float32, "versions": np.int32, "kv_stale": np.bool_}
 """Columns of generated tokens: of a turn that is asked for, those that it goes on from."""
+
+
+_read_sampling = msgspec.json.Decoder(Sampling).decode
 
 
 def _batch(ids: Sequence[int], tokens: Sequence[Sequence[Any]], texts: Sequence[str], records: Sequence[object], **more: Ragged) -> Batch:
@@ -87,7 +90,7 @@ class RemoteSpeaker:
         for request in requests:
             self._num_asked += 1
             self._asked[request.id] = self._num_asked, request
-            how = {"seed": request.seed, "sampling": asdict(request.sampling), "window": self._window_of(request.id)}
+            how = {"seed": request.seed, "sampling": msgspec.json.encode(request.sampling).decode(), "window": self._window_of(request.id)}
             self._tell(self._num_asked, request, how)
 
     def abort(self, ids: Iterable[int]) -> list[Generated]:
@@ -220,7 +223,7 @@ class Guests:
         self._num_ids += 1
         own = -self._num_ids
         context = tuple(rows.ragged("context").row(row).tolist())
-        request = Request(own, context, record["seed"], msgspec.convert(record["sampling"], Sampling), *prefix)
+        request = Request(own, context, record["seed"], _read_sampling(record["sampling"]), *prefix)
         try:
             self._engine_of(guest.role).add([request])
         except M2FlowError as error:

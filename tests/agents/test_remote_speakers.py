@@ -20,7 +20,7 @@ from m2flow.agents.episodes import Episodes, EpisodeStart, EventLoop, Transcript
 from m2flow.agents.remote_speakers import Guests, RemoteSpeaker, Window
 from m2flow.channels.channel import Parcel
 from m2flow.channels.codec import decode, encode
-from m2flow.engines.contract import EngineSettings, Generated
+from m2flow.engines.contract import EngineSettings, Generated, Request
 from m2flow.errors import InternalError, PlanError, StateLost, WorkerError
 from m2flow.macro.columns import Said
 from m2flow.macro.tracing import trace
@@ -293,6 +293,21 @@ def test_what_a_remote_speaker_said_has_the_versions_of_its_own_weights(loop):
     for speaker, version in (("", VERSIONS["policy"]), ("rival", 7)):
         own = Said(speaker)(row, {})
         assert set(own.ragged("versions").row(0)[own.ragged("loss_mask").row(0)].tolist()) == {version}
+
+
+def test_a_remote_speaker_s_turns_are_drawn_by_its_own_options(loop, monkeypatch):
+    pair, drawn = TwoProcesses(loop), list[Sampling]()
+    add = pair.rival.add
+
+    def note(requests: Sequence[Request]) -> None:
+        drawn.extend(one.sampling for one in requests)
+        add(requests)
+
+    monkeypatch.setattr(pair.rival, "add", note)
+    own = Sampling(100, temperature=0.5, top_k=3, stop=("so", "\N{SNOWMAN}"), logit_bias=((7, -2.5),), min_p=0.1, stop_token_ids=(5, 9))
+    start = beginning(0, duet)
+    pair.play(replace(start, bounds=replace(start.bounds, drawn_by=(("rival", own),))))
+    assert drawn == [replace(own, max_new_tokens=12)] * 3
 
 
 def test_what_the_record_has_is_not_asked_for_again(loop):
