@@ -162,8 +162,9 @@ class Recovery:
         tag = state.workers[event.worker].tag
         heard = [tags for tags in message.speakers.values() if tag in tags]
         rows = [row for row in task.rows if any(instance_of(row, tags) == tag for tags in heard)]
-        _count_losses(state, task, event, rows)
-        state.send(task.worker, m.Preempt(message.call, rows, waits=True))
+        if rows:
+            _count_losses(state, task, event, rows)
+            state.send(task.worker, m.Preempt(message.call, rows, waits=True))
         state.tasks.speaker_lost(number, event.worker)
 
     def replace(self, event: WorkerLost) -> None:
