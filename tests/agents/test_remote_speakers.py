@@ -170,6 +170,16 @@ def test_a_pin_gives_a_speaker_workers_of_its_own_and_on_gpus_the_pinned_ones():
         assert [slot.role for slot in workers[0].engines] == ["policy", "rival"]
 
 
+@pytest.mark.parametrize("pins", [{"policy.rollout": PinSpec(num_devices=1)}, {"rollout": PinSpec(num_devices=1)}])
+def test_a_pin_of_another_role_does_not_part_a_speaker_from_the_episodes(pins):
+    graph, models, _ = trace(contest, {})
+    workers = lower(graph, models, apart(pins=pins)).workers
+    assert {slot.role for slot in workers[0].engines} == {"policy", "rival", "judge"}
+    searched = ClusterSpec(pools=POOLS, shapes=SHAPES, pin=pins)
+    plan = lower(graph, models, searched, choice=question_of(graph, models, searched).choose())
+    assert {slot.role for slot in plan.workers[0].engines if slot.kind == "rollout"} == {"policy", "rival", "judge"}
+
+
 POOLS = {"big": PoolSpec(device="h100", devices_per_node=8)}
 SHAPES = {"policy": "Qwen2.5-1.5B", "rival": "Qwen2.5-1.5B", "judge": "Qwen2.5-7B"}
 

@@ -171,16 +171,17 @@ def place_workers(graph: MacroGraph, models: Mapping[str, Model], spec: ClusterS
 
 
 def is_apart(role: str, other: str, spec: ClusterSpec) -> bool:
-    """Whether the spec pins the rollout engine of one that speaks in a role's episodes otherwise than this role's."""
-    return spec.pin_of(other, "rollout") != spec.pin_of(role, "rollout")
+    """Whether the spec pins, by name, the rollout engine of one that speaks in a role's episodes otherwise than this role's."""
+    is_named = other in spec.pin or f"{other}.rollout" in spec.pin
+    return is_named and spec.pin_of(other, "rollout") != spec.pin_of(role, "rollout")
 
 
 def _alone(graph: MacroGraph, spec: ClusterSpec) -> dict[str, list[str]]:
     """By rule: the devices of each role that speaks in others' episodes from workers of its own, one for each worker."""
     device, found = device_of(spec), dict[str, list[str]]()
     for call, other in _spoken(graph):
-        pin, own = spec.pin_of(other, "rollout"), spec.pin_of(call.role, "rollout")
-        if (pin.devices, pin.num_devices) == (own.devices, own.num_devices):
+        pin = spec.pin_of(other, "rollout")
+        if not is_apart(call.role, other, spec):
             continue
         if pin.devices is not None:
             found[other] = [f"cuda:{i}" if device.startswith("cuda") else device for i in range(*pin.devices)]
@@ -203,17 +204,16 @@ def with_speakers(workers: tuple[WorkerPlan, ...], graph: MacroGraph, spec: Clus
         SpecError: one that is pinned apart has no place.
     """
     for call, other in _spoken(graph):
-        if is_apart(call.role, other, spec):
-            if not any((slot.role, slot.kind) == (other, "rollout") for worker in workers for slot in worker.engines):
-                name = next(
-                    (name for name in (f"{other}.rollout", other, f"{call.role}.rollout", call.role) if name in spec.pin), "rollout"
-                )
-                raise SpecError(
-                    f"pin.{name} keeps the rollout engines of {call.role} and {other} apart, {other} speaks in the episodes of {call.name} "
-                    f"at {call.site}, and the plan's choice has no place for it",
-                    where=spec.where("pin", name),
-                    now="Plan again with this spec, or pin both alike.",
-                )
+        has_own = any((slot.role, slot.kind) == (other, "rollout") for worker in workers for slot in worker.engines)
+        if is_apart(call.role, other, spec) and not has_own:
+            name = f"{other}.rollout" if f"{other}.rollout" in spec.pin else other
+            raise SpecError(
+                f"pin.{name} keeps the rollout engines of {call.role} and {other} apart, {other} speaks in the episodes of {call.name} at "
+                f"{call.site}, and the plan's choice has no place for it",
+                where=spec.where("pin", name),
+                now="Plan again with this spec, or pin both alike.",
+            )
+        if has_own and (is_apart(call.role, other, spec) or is_apart(other, call.role, spec)):
             continue
         beside = {}
         for worker in workers:
