@@ -53,8 +53,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -188,6 +187,10 @@ _MEMORY_SLACK = 1 / 8
 """Slack in memory, as a share of all of it, in searches that have slack in time."""
 
 
+Own = Callable[[EngineId, IntArray], FloatArray]
+"""The memory of an engine with calls on both sides of some pairs, by their indices: [3, pools, pairs]."""
+
+
 @dataclass(frozen=True)
 class Memory:
     """Memory of rows, [3 (kept, most, host), pools, 1 + placed engines, rows]. Set 0 are the devices of no open placed engine."""
@@ -210,13 +213,12 @@ class Memory:
         found[:, facts[0].astype(np.int64), self._set_of(engine, calls), np.arange(num)] = facts[2:5]
         return found
 
-    def join(self, cuts: Sequence[Cut], which: IntArray, a: FloatArray, b: FloatArray, ties: IntArray, num_turns: int) -> FloatArray:
-        """Memory of pairs of parts, of which the first `num_turns` take turns. `cuts[which]` is the cut of each; `ties` are those before
-        closing."""
+    def join(self, cuts: Sequence[Cut], which: IntArray, a: FloatArray, b: FloatArray, own: Own, num_turns: int) -> FloatArray:
+        """Memory of pairs of parts, of which the first `num_turns` take turns. `cuts[which]` is the cut of each."""
         found = np.empty_like(a)
         np.maximum(a[..., num_turns:], b[..., num_turns:], out=found[..., num_turns:])
         if num_turns:
-            self._turns(cuts, which[:num_turns], a[..., :num_turns], b[..., :num_turns], ties[:, :num_turns], found[..., :num_turns])
+            self._turns(cuts, which[:num_turns], a[..., :num_turns], b[..., :num_turns], own, found[..., :num_turns])
         self._close(cuts[0].first | cuts[0].second, found)
         return found
 
@@ -281,7 +283,7 @@ class Memory:
         kept, host = (float(sum(facts[i] for facts in least)) for i in (KEPT, HOST))
         return kept, max((kept + float(facts[MOST] - facts[KEPT]) for facts in least), default=0.0), host
 
-    def _turns(self, cuts: Sequence[Cut], which: IntArray, a: FloatArray, b: FloatArray, ties: IntArray, found: FloatArray) -> None:
+    def _turns(self, cuts: Sequence[Cut], which: IntArray, a: FloatArray, b: FloatArray, own: Own, found: FloatArray) -> None:
         _stack(a[:, :, 0], b[:, :, 0], found[:, :, 0])
         for i, engine in enumerate(self.problem.placed, 1):
             of_a = np.array([self._set_of(engine, cut.first) == i for cut in cuts])
@@ -292,19 +294,19 @@ class Memory:
             in_a, in_b = of_a[which], of_b[which]
             one = np.where(in_a, a[:, :, i], a.max(axis=2)), np.where(in_b, b[:, :, i], b.max(axis=2))
             _stack(*one, found[:, :, i])
-            both = np.flatnonzero(in_a & in_b) if (of_a & of_b).any() else ()
-            if len(both):
-                found[:, :, i, both] = np.maximum(found[:, :, i, both] - self._own(engine, ties[:, both]), 0)
+            if (of_a & of_b).any():
+                both: IntArray = np.flatnonzero(in_a & in_b)
+                found[:, :, i, both] = np.maximum(found[:, :, i, both] - own(engine, both), 0)
             found[:, :, i] *= in_a | in_b
 
-    def _own(self, engine: EngineId, ties: IntArray) -> FloatArray:
-        """The memory of an engine that both sides have counted, [3, pools, rows]."""
+    def own(self, engine: EngineId, options: IntArray) -> FloatArray:
+        """The memory of options of an engine that both sides of a pair have counted, [3, pools, options]."""
         if engine not in self._kept:
             facts = self.problem.facts(engine)
             table = np.zeros((3, len(self.problem.pools), facts.shape[1]))
             table[:, facts[0].astype(np.int64), np.arange(facts.shape[1])] = facts[[2, 2, 4]]
             self._kept[engine] = table
-        return self._kept[engine][..., ties[self.problem.tied.index(engine)]]
+        return self._kept[engine][..., options]
 
     @cached_property
     def _kept(self) -> dict[EngineId, FloatArray]:
@@ -620,13 +622,12 @@ class Solver:
             return self._nothing()
         leaf, facts = problem.leaf(calls), problem.facts(engine)
         self._chunks[calls] = leaf.chunks
-        which, chunk = self._picked(calls, *leaf.times.shape[:2])
+        which, chunk = _grid(*leaf.times.shape[:2])
         times = leaf.times[which, chunk].T
         bytes_, work = self.memory.leaf(engine, facts, calls), times[1] * facts[1, which]
         useful = self._useful(facts) & self.memory.fits(calls, bytes_)
         self.memory.settle(calls, bytes_)
         keep = np.flatnonzero(self._is_promising(calls, times[1], times[1], work, facts[1, which]) & useful[which])
-        self._keep_picked(calls, keep)
         which, times, work = which[keep], times[:, keep], work[keep]
         values = np.zeros((self._num_pools + _NUM_TIMES + self.memory.width, len(which)))
         values[facts[0, which].astype(np.int64), np.arange(len(which))] = facts[1, which]
@@ -639,13 +640,6 @@ class Solver:
         if engine in problem.tied and problem.is_open(engine, calls):
             ties[problem.tied.index(engine)] = which
         return self._pruned(calls, Front(values, ties, work, np.stack([np.full(len(which), -1), which, chunk[keep]])))
-
-    def _picked(self, calls: int, num_options: int, num_chunks: int) -> tuple[IntArray, IntArray]:
-        """The option and the chunk size of each row of a leaf: all with all."""
-        return _grid(num_options, num_chunks)
-
-    def _keep_picked(self, calls: int, keep: IntArray) -> None:
-        """Told of those that are not dropped at once."""
 
     def _useful(self, facts: FloatArray) -> BoolArray:
         """Whether each option can be of use: in turns none that leaves no room to others, in splits none that makes room for them."""
@@ -703,7 +697,9 @@ class Solver:
         ties = self._ties(some, self._rows.ties.take(a, 1), self._rows.ties.take(b, 1), which)
         self._add_syncs(some, ties, which, times)
         of_a, of_b = (every[self._bytes].take(side, 1).reshape(*self.memory.shape, len(a)) for side in (a, b))
-        bytes_ = self.memory.join(cuts, which, of_a, of_b, ties, num_turns)
+        bytes_ = self.memory.join(
+            cuts, which, of_a, of_b, lambda engine, both: self.memory.own(engine, ties[self.problem.tied.index(engine), both]), num_turns
+        )
         fits = self.memory.fits(calls, bytes_) & self._is_promising(calls, times[1], times[3], work, need.sum(axis=0))
         self.memory.settle(calls, bytes_)
         ties[self._closed(calls)] = UNKNOWN
@@ -924,42 +920,6 @@ class Solver:
     def _objective(self, whole: Times) -> FloatArray:
         staleness = self.problem.workload.staleness
         return whole.total if not staleness else np.maximum(whole.busy, whole.total / (staleness + 1))
-
-
-class Pricer(Solver):
-    """Prices given plans of one structure, all at once: row i of each part is that of plan i, and no two plans are compared."""
-
-    def __init__(
-        self, problem: Problem, known_s: float, within: Mapping[int, tuple[Cut, int]], picks: Mapping[int, tuple[IntArray, IntArray]]
-    ) -> None:
-        """
-        Args:
-            known_s: plans that can't be as fast are dropped.
-            picks: set of calls of a leaf -> index of the option, and of the chunk size, of each plan.
-        """
-        super().__init__(problem, known_s, within=within)
-        self._picks = picks
-        self.plans = defaultdict[int, IntArray](lambda: np.zeros(0, np.int64))
-        """Set of calls -> the plan of each row; none where every plan was dropped."""
-
-    def _picked(self, calls: int, num_options: int, num_chunks: int) -> tuple[IntArray, IntArray]:
-        return self._picks[calls]
-
-    def _keep_picked(self, calls: int, keep: IntArray) -> None:
-        self.plans[calls] = keep
-
-    def _pruned(self, calls: int, front: Front) -> Front:
-        return front
-
-    def _add(self, calls: int, front: Front) -> None:
-        super()._add(calls, front)
-        if self._cuts[calls]:
-            self.plans[calls] = self.plans[self._cuts[calls][0].first][front.origin[1]]
-
-    def _pairs(self, some: Sequence[tuple[int, Cut, int]]) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-        ((_, cut, _),) = some
-        _, a, b = np.intersect1d(self.plans[cut.first], self.plans[cut.second], assume_unique=True, return_indices=True)
-        return a + self._starts[cut.first], b + self._starts[cut.second], a + self._fed(cut), np.zeros(len(a), np.int64)
 
 
 def option_of(problem: Problem, engine: EngineId, row: IntArray) -> Option:

@@ -35,15 +35,19 @@ from m2flow.micro.lowering.capabilities import can_shrink_kv_cache
 from m2flow.micro.lowering.placement import share_a_process
 from m2flow.micro.protocol.cost_terms import EngineId
 from m2flow.micro.protocol.plan import Mode, Placement
-from m2flow.planner.dynamic_program import LENT, NUM_HOWS, SPLIT, TURNS, Pricer, Tables, lent_times
+from m2flow.planner.dynamic_program import HOST, KEPT, LENT, MOST, NUM_HOWS, SPLIT, TURNS, Memory, Own, Tables, lent_times
 from m2flow.planner.problem import (
+    TIMES,
     Cut,
     FloatArray,
+    IntArray,
     Option,
     Options,
     Problem,
     Sync,
     chunks_of,
+    drains,
+    facts_of,
     options_near,
     outside_call,
     pin_of,
@@ -51,6 +55,7 @@ from m2flow.planner.problem import (
 )
 from m2flow.planner.workload import (
     DRAINS,
+    MOVES,
     Times,
     end_of,
     in_turns,
@@ -229,16 +234,19 @@ def _node(tables: Tables, calls: int, row: int) -> Node:
     problem = tables.problem
     kind, left, right = (int(number) for number in tables.fronts[calls].origin[:, row])
     if kind < 0:
-        members = problem.graph.members(calls)
-        engine = members[0].engine
-        assert engine is not None
-        option, chunk = problem.options.of[engine][left], tables.chunks[calls][right]
-        leaf = problem.leaf(calls)
-        first, total, last = leaf.times[left, right]
-        times = Times(first, total, last, total, leaf.grains[right], np.asarray(rigid_of(members, option)))
-        return Leaf(engine, tuple(call.name for call in members), option, chunk, times)
+        return leaf_of(problem, calls, left, right)
     cut, how = tables.cuts[calls][kind // NUM_HOWS], kind % NUM_HOWS
     return pair_of(problem, cut, _node(tables, cut.first, left), _node(tables, cut.second, right), how)
+
+
+def leaf_of(problem: Problem, calls: int, option: int, chunk: int) -> Leaf:
+    """Some calls of one engine, in one of its options and chunk sizes, by their indices."""
+    members, leaf = problem.graph.members(calls), problem.leaf(calls)
+    (engine,) = problem.graph.engines(calls)
+    chosen = problem.options.of[engine][option]
+    first, total, last = leaf.times[option, chunk]
+    times = Times(first, total, last, total, leaf.grains[chunk], np.asarray(rigid_of(members, chosen)))
+    return Leaf(engine, tuple(call.name for call in members), chosen, leaf.chunks[chunk], times)
 
 
 def pair_of(problem: Problem, cut: Cut, first: Node, second: Node, how: int) -> Pair:
@@ -270,7 +278,11 @@ def pair_of(problem: Problem, cut: Cut, first: Node, second: Node, how: int) -> 
 def floors_s(problem: Problem, node: Node) -> FloatArray:
     """Lower bounds on the step time of a plan of the same structure, for each of the options that one engine has in `problem`; all others
     have one. Chunk sizes are the best for each of l, T and d, and slowdowns are left out."""
-    whole = _least_times(problem, node)
+    return step_s_of(problem, _least_times(problem, node))
+
+
+def step_s_of(problem: Problem, whole: Times) -> FloatArray:
+    """Step times by those of all calls on devices: with the functions before and after them."""
     fed = through_functions(zero_times(), problem.graph.leading_functions, problem.calls, problem.functions)
     total = np.maximum(fed.first + whole.total, fed.total + end_of(whole, whole.grain))
     step = Times(whole.first, total, whole.last, np.maximum(whole.busy, fed.busy), whole.grain, whole.rigid)
@@ -550,6 +562,154 @@ class Budget:
         return self.left <= 0
 
 
+class Book:
+    """Options next to plans with their facts and times, each computed once for all climbs of a search. A row is an option's index in it.
+
+    Engines that cost the same share their options.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self._rows: dict[tuple[object, ...], range] = {}
+        self._options: dict[EngineId, list[Option]] = {}
+        self._facts: dict[EngineId, FloatArray] = {}
+        self._times: dict[int, FloatArray] = {}
+        self._grains: dict[int, FloatArray] = {}
+        self._syncs: dict[tuple[str, bool], dict[int, float]] = {}
+        self._chunks: dict[int, tuple[int, ...]] = {}
+        is_free = {engine: pin_of(engine, problem.spec) == PinSpec() for engine in problem.workload.engines}
+        likes = {engine: problem.costs.like(engine) for engine in is_free}
+        self._like = {engine: like if is_free[engine] and is_free.get(like) else engine for engine, like in likes.items()}
+
+    def rows(self, engine: EngineId, like: Option, num: int) -> range:
+        """The options of an engine on so many devices, in the layout of the replicas of an option."""
+        layout, of = like.layout, self._like[engine]
+        key = of, like.pool, layout.tp, layout.pp, layout.sp, layout.ep, num
+        if key not in self._rows:
+            problem, every = self.problem, self._options.setdefault(of, [])
+            start, near = len(every), {of: (like.pool, layout, (num,))}
+            every += options_near(near, problem.costs, problem.spec, num_engines=len(problem.workload.engines)).of[of]
+            self._rows[key] = range(start, len(every))
+        return self._rows[key]
+
+    def option(self, engine: EngineId, row: int) -> Option:
+        return self._options[self._like[engine]][row]
+
+    def facts(self, engine: EngineId) -> FloatArray:
+        """Of all rows, as `Problem.facts`."""
+        of = self._like[engine]
+        known, every = self._facts.get(of, np.zeros((6, 0))), self._options[of]
+        if known.shape[1] < len(every):
+            known = self._facts[of] = np.concatenate([known, facts_of(every[known.shape[1] :], self.problem.pools)], axis=1)
+        return known
+
+    def chunks(self, calls: int) -> tuple[int, ...]:
+        """The chunk sizes of a leaf."""
+        if calls not in self._chunks:
+            self._chunks[calls] = chunks_of(self.problem.graph.members(calls))
+        return self._chunks[calls]
+
+    def times(self, calls: int, rows: IntArray, chunks: IntArray) -> Times:
+        """Times of a leaf in pairs of an option and a chunk size, by their indices."""
+        members = self.problem.graph.members(calls)
+        (engine,) = self.problem.graph.engines(calls)
+        every = self._options[self._like[engine]]
+        known = self._times.get(calls, np.zeros((0, len(self.chunks(calls)), TIMES)))
+        if len(known) < len(every):
+            known = self._times[calls] = np.concatenate([known, np.full((len(every) - len(known), *known.shape[1:]), np.nan)])
+        missing = np.unique(rows[np.isnan(known[rows, 0, 0])])
+        if len(missing):
+            made = self.problem.times_of(calls, [every[row] for row in missing.tolist()])
+            known[missing], self._grains[calls] = made.times, made.grains
+        first, total, last = known[rows, chunks].T
+        is_swapped = self.facts(engine)[5, rows]
+        rigid = DRAINS if drains(members) else MOVES if any(call.work == "generate" for call in members) else is_swapped * MOVES
+        return Times(first, total, last, total, self._grains[calls][chunks], np.broadcast_to(np.asarray(rigid), is_swapped.shape))
+
+    def sync_s(self, sync: Sync, sources: IntArray, targets: IntArray, *, is_turns: bool) -> FloatArray:
+        """Seconds of a weight sync between pairs of rows."""
+        known = self._syncs.setdefault((sync.role, is_turns), {})
+        pairs, which = np.unique(sources << 32 | targets, return_inverse=True)
+        found = []
+        for pair in pairs.tolist():
+            if pair not in known:
+                ends = self.option(sync.source, pair >> 32), self.option(sync.target, pair & 0xFFFFFFFF)
+                known[pair] = self.problem.sync_s(sync, *ends, is_turns=is_turns)
+            found.append(known[pair])
+        return np.array(found)[which]
+
+
+class Pricer:
+    """Prices plans of one structure, all at once."""
+
+    def __init__(self, book: Book, ways: Mapping[int, tuple[Cut, int]]) -> None:
+        self._book, self._ways, self._problem = book, dict(ways), book.problem
+        self._everything = self._problem.graph.everything
+        self._memory = Memory(self._problem)
+        parts = {part for cut, _ in ways.values() for part in (cut.first, cut.second)} | {self._everything}
+        self.leaves = {calls: next(iter(self._problem.graph.engines(calls))) for calls in sorted(parts - ways.keys())}
+        syncs = self._problem.syncs
+        self._met = {calls: [sync for sync in syncs if sync.meets(cut)] for calls, (cut, _) in ways.items()}
+        self._slow = {calls: self._problem.slowdowns(cut) for calls, (cut, how) in ways.items() if how == SPLIT}
+
+    def need(self, nums: Mapping[EngineId, IntArray], calls: int = 0) -> IntArray:
+        """Devices that plans need of the pool of which the engines have so many."""
+        calls = calls or self._everything
+        if calls in self.leaves:
+            return nums[self.leaves[calls]]
+        cut, how = self._ways[calls]
+        a, b = self.need(nums, cut.first), self.need(nums, cut.second)
+        return a + b if how == SPLIT else np.maximum(a, b)
+
+    def steps_s(self, rows: Mapping[EngineId, IntArray], chunks: Mapping[int, IntArray]) -> FloatArray:
+        """Step times of plans, by the row of each engine's option and the index of each leaf's chunk size; infinite without the memory."""
+        problem = self._problem
+        whole, memory = self._part(self._everything, rows, chunks)
+        room, host = problem.room[:, :, None, None]
+        fits = ((memory[KEPT] <= room) & (memory[MOST] <= room) & (memory[HOST] <= host)).all(axis=(0, 1))
+        return np.where(fits, step_s_of(problem, whole), np.inf)
+
+    def _part(self, calls: int, rows: Mapping[EngineId, IntArray], chunks: Mapping[int, IntArray]) -> tuple[Times, FloatArray]:
+        """Times and memory of a part of plans."""
+        problem, book = self._problem, self._book
+        if calls in self.leaves:
+            engine = self.leaves[calls]
+            facts = book.facts(engine)[:, rows[engine]]
+            return book.times(calls, rows[engine], chunks[calls]), self._memory.leaf(engine, facts, calls)
+        cut, how = self._ways[calls]
+        (a, of_a), (b, of_b) = (self._part(part, rows, chunks) for part in (cut.first, cut.second))
+        fed = through_functions(a, cut.functions, problem.calls, problem.functions)
+        if how == TURNS:
+            times = in_turns(a, fed, b, is_linked=cut.is_linked, waits=cut.waits)
+        else:
+            times = side_by_side(a, fed, b, is_linked=cut.is_linked, waits=cut.waits, slowdowns=self._slow[calls])
+        for sync in self._met[calls]:
+            times = times.later(book.sync_s(sync, rows[sync.source], rows[sync.target], is_turns=how == TURNS))
+        num = len(times.total)
+        return times, self._memory.join([cut], np.zeros(num, np.int64), of_a, of_b, self._own(rows), num * (how == TURNS))
+
+    def _own(self, rows: Mapping[EngineId, IntArray]) -> Own:
+        def own(engine: EngineId, which: IntArray) -> FloatArray:
+            facts = self._book.facts(engine)[:, rows[engine][which]]
+            found = np.zeros((3, len(self._problem.pools), len(which)))
+            found[:, facts[0].astype(np.int64), np.arange(len(which))] = facts[[2, 2, 4]]
+            return found
+
+        return own
+
+    def plan(self, options: Mapping[EngineId, Option], chunks: Mapping[int, int]) -> tuple[Problem, Node]:
+        """A plan, with a problem that has only its options."""
+        problem = self._problem.with_options(Options({engine: [option] for engine, option in options.items()}))
+
+        def made(calls: int) -> Node:
+            if calls in self.leaves:
+                return leaf_of(problem, calls, 0, chunks[calls])
+            cut, how = self._ways[calls]
+            return pair_of(problem, cut, made(cut.first), made(cut.second), how)
+
+        return problem, made(self._everything)
+
+
 class Climb:
     """Local search among plans of one structure: the best of all small changes is made, as long as that is faster.
 
@@ -560,27 +720,24 @@ class Climb:
     """
 
     def __init__(
-        self, problem: Problem, ways: Mapping[int, tuple[Cut, int]], like: Mapping[EngineId, Option], budget: Budget | None = None
+        self, book: Book, ways: Mapping[int, tuple[Cut, int]], like: Mapping[EngineId, Option], budget: Budget | None = None
     ) -> None:
-        self._problem, self._ways, self._like, self._budget = problem, dict(ways), dict(like), budget or Budget()
-        parts = {part for cut, _ in ways.values() for part in (cut.first, cut.second)} | {problem.graph.everything}
-        self._leaves = sorted(parts - ways.keys())
-        self._engine_of = {calls: next(iter(problem.graph.engines(calls))) for calls in self._leaves}
-        self._known: dict[tuple[EngineId, int], list[Option]] = {}
-        self._chunks: dict[int, tuple[int, ...]] = {}
+        self._book, self._like, self._budget = book, dict(like), budget or Budget()
+        self._problem, self._pricer = book.problem, Pricer(book, ways)
+        self._leaves = self._pricer.leaves
+        self._num_pairs = len(ways)
+        self._sizes = dict(zip(self._problem.pools, self._problem.num_devices, strict=True))
+        self._known: dict[tuple[EngineId, int], range] = {}
 
-    def _options(self, engine: EngineId, num: int) -> list[Option]:
+    def _rows(self, engine: EngineId, num: int) -> range:
         """The options of an engine on so many devices, in the layout of its replicas."""
         if (engine, num) not in self._known:
-            like = self._like[engine]
-            problem = self._problem
-            near = {engine: (like.pool, like.layout, (num,))}
-            self._known[engine, num] = options_near(near, problem.costs, problem.spec, num_engines=len(problem.workload.engines)).of[engine]
+            self._known[engine, num] = self._book.rows(engine, self._like[engine], num)
         return self._known[engine, num]
 
-    def climbed(self, step_s: float, starts: list[State], reach: Mapping[str, int]) -> tuple[Tables, int] | None:
-        """The best plan found from these, with its row in the tables; None if none is faster than `step_s`."""
-        best: tuple[float, State, Tables, int] | None = None
+    def climbed(self, step_s: float, starts: list[State], reach: Mapping[str, int]) -> tuple[float, State] | None:
+        """The best plan found from these, with its step time; None if none is faster than `step_s`."""
+        best: tuple[float, State] | None = None
         states, left = starts, dict(reach)
         for _ in range(_MOST_CHANGES):
             if best and self._budget.is_over():
@@ -595,31 +752,33 @@ class Climb:
                     break
                 left = {pool: step // 2 // (unit := least_unit(self._problem, pool)) * unit for pool, step in left.items()}
             states = list(self._changes(best[1], left) if any(left.values()) else self._rounded(best[1]))
-        return best[2:] if best else None
+        return best
 
-    def priced(self, states: list[State], known_s: float = np.inf) -> tuple[float, State, Tables, int] | None:
+    def priced(self, states: list[State], known_s: float = np.inf) -> tuple[float, State] | None:
         """The fastest of these plans, if it is faster than known."""
-        problem = self._problem
-        of: dict[EngineId, list[Option]] = {}
-        index: dict[tuple[EngineId, int, int], int] = {}
-        for engine in self._like:
-            of[engine] = []
-            for num in dict.fromkeys(state[0][engine][0] for state in states):
-                index.update(((engine, num, i), len(of[engine]) + i) for i in range(len(self._options(engine, num))))
-                of[engine] += self._options(engine, num)
-        near = problem.with_options(Options(of))
-        picks = {}
-        for calls in self._leaves:
-            engine = self._engine_of[calls]
-            which = np.array([index[(engine, *state[0][engine])] for state in states])
-            picks[calls] = which, np.array([state[1][calls] for state in states])
-        pricer = Pricer(near, known_s, self._ways, picks)
-        tables = pricer.solve()
-        self._budget.spend(tables.num_evaluated)
-        if not len(tables.steps_s) or tables.steps_s.min() >= known_s:
+        self._budget.spend(self._num_pairs * (len(states) + 512))
+        states = self._possible(states)
+        if not states:
             return None
-        row = int(tables.steps_s.argmin())
-        return float(tables.steps_s[row]), states[pricer.plans[problem.graph.everything][row]], tables, row
+        places, chunks = zip(*states, strict=True)
+        rows = {engine: np.array([self._rows(engine, one[engine][0])[one[engine][1]] for one in places]) for engine in self._like}
+        steps_s = self._pricer.steps_s(rows, {calls: np.array([one[calls] for one in chunks]) for calls in self._leaves})
+        best = int(steps_s.argmin())
+        return (float(steps_s[best]), states[best]) if steps_s[best] < known_s else None
+
+    def _possible(self, states: list[State]) -> list[State]:
+        """Those for which there are enough devices, and which are in options that there are."""
+        legal = np.ones(len(states), np.bool_)
+        every = {engine: np.array([places[engine][0] for places, _ in states]) for engine in self._like}
+        for pool, size in self._sizes.items():
+            legal &= self._pricer.need({e: num * (self._like[e].pool == pool) for e, num in every.items()}) <= size
+        some = [state for state, is_legal in zip(states, legal.tolist(), strict=True) if is_legal]
+        return [state for state in some if all(variant < len(self._rows(engine, num)) for engine, (num, variant) in state[0].items())]
+
+    def plan(self, state: State) -> tuple[Problem, Node]:
+        """A plan, with a problem that has only its options."""
+        places, chunks = state
+        return self._pricer.plan({e: self._book.option(e, self._rows(e, num)[variant]) for e, (num, variant) in places.items()}, chunks)
 
     def starts(self, options: Mapping[EngineId, Sequence[tuple[Option, int]]], chunks: Mapping[int, int]) -> Iterator[State]:
         """Yield plans with options like these; where the leaves of an engine have several counts, with some combinations of these."""
@@ -631,20 +790,14 @@ class Climb:
         """The plan with options like these on these counts; None if an engine has none there."""
         places = {}
         for engine, (like, num) in options.items():
-            num = num if self._options(engine, num) else like.num_devices  # A pin may allow no other.
-            every = self._options(engine, num)
+            num = num if self._rows(engine, num) else like.num_devices  # A pin may allow no other.
+            every = [self._book.option(engine, row) for row in self._rows(engine, num)]
             if not every:
                 return None
             same = [i for i, one in enumerate(every) if (one.is_swapped, one.max_running > 0) == (like.is_swapped, like.max_running > 0)]
             places[engine] = num, (same or [0])[0]
-        at = {calls: nearest_of(self._sizes(calls), chunks[calls]) for calls in self._leaves}
+        at = {calls: nearest_of(self._book.chunks(calls), chunks[calls]) for calls in self._leaves}
         return places, at
-
-    def _sizes(self, calls: int) -> tuple[int, ...]:
-        """The chunk sizes of a leaf."""
-        if calls not in self._chunks:
-            self._chunks[calls] = chunks_of(self._problem.graph.members(calls))
-        return self._chunks[calls]
 
     def _changes(self, state: State, reach: Mapping[str, int]) -> Iterator[State]:
         places, chunks = state
@@ -657,11 +810,11 @@ class Climb:
                         if other != engine and (both := self._moved(moved, other, -more)):
                             yield both, chunks
             num, mine = places[engine]
-            for i in range(len(self._options(engine, num))):
+            for i in range(len(self._rows(engine, num))):
                 if i != mine:
                     yield {**places, engine: (num, i)}, chunks
         for step in (1, -1):
-            moves = {calls: at + step for calls, at in chunks.items() if 0 <= at + step < len(self._sizes(calls))}
+            moves = {calls: at + step for calls, at in chunks.items() if 0 <= at + step < len(self._book.chunks(calls))}
             yield from ((places, {**chunks, calls: at}) for calls, at in moves.items())
             if len(moves) > 1:
                 yield places, {**chunks, **moves}
@@ -685,9 +838,9 @@ class Climb:
         """How many devices more or fewer an engine needs for a pass less or more over a chunk, and how many it does not need."""
         num, size = state[0][engine][0], self._like[engine].layout.num_replica_devices
         found = set[int]()
-        for calls in (calls for calls in self._leaves if self._engine_of[calls] == engine):
+        for calls in (calls for calls, its in self._leaves.items() if its == engine):
             for call in (call for call in self._problem.graph.members(calls) if call.num_samples and call.work != "generate"):
-                chunk = min(self._sizes(calls)[state[1][calls]], call.num_samples)
+                chunk = min(self._book.chunks(calls)[state[1][calls]], call.num_samples)
                 chunk = min(chunk, max(1, call.num_samples // num_minibatches(call))) if call.work == "update" else chunk
                 passes = -(-chunk // (num // size))
                 found |= {-(-chunk // more) * size - num for more in (passes - 1, passes, passes + 1) if more > 0}
@@ -697,8 +850,7 @@ class Climb:
         num, variant = places[engine]
         size = self._like[engine].layout.num_replica_devices
         num = (num + (max(more, size) if more > 0 else min(more, -size))) // size * size
-        most = dict(zip(self._problem.pools, self._problem.num_devices, strict=True))[self._like[engine].pool]
-        if not 0 < num <= most or variant >= len(self._options(engine, num)):
+        if not 0 < num <= self._sizes[self._like[engine].pool]:
             return None
         return {**places, engine: (num, variant)}
 

@@ -452,6 +452,13 @@ def _add_unfit(found: Options, engine: EngineId, pool: str, num_devices: int, co
     ]
 
 
+def facts_of(options: Sequence[Option], pools: Sequence[str]) -> FloatArray:
+    """Tabulate options: the index of the pool, devices, bytes kept, at work and on the host, whether it is swapped, [6, options]."""
+    index = {pool: i for i, pool in enumerate(pools)}
+    each = [(index[o.pool], o.num_devices, o.kept_bytes, o.device_bytes, o.host_bytes, o.is_swapped) for o in options]
+    return np.array(each, np.float64).reshape(-1, 6).T.copy()
+
+
 def pin_of(engine: EngineId, spec: ClusterSpec) -> PinSpec:
     """The spec's pin of an engine."""
     is_pinned = spec.pin and not spec.pin.keys().isdisjoint((engine.kind, engine.role, str(engine)))
@@ -794,6 +801,8 @@ class Problem:
     _cuts: dict[int, tuple[Cut, ...]] = field(default_factory=dict)
     _known_times: dict[int, dict[Option, tuple[LeafTimes, FloatArray]]] = field(default_factory=dict)
     """Calls -> option -> what it was computed with, and its own times, [chunks, 3]."""
+    _times_by_work: dict[object, dict[Option, tuple[LeafTimes, FloatArray]]] = field(default_factory=dict)
+    """The same by what the calls do."""
     _syncs_s: dict[tuple[str, str, Layout, str, Layout, bool], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -853,33 +862,38 @@ class Problem:
         return not any(cut.first & both and cut.second & both for both in self.graph.at_once)
 
     def facts(self, engine: EngineId) -> FloatArray:
-        """Tabulate an engine's options: the index of the pool, devices, bytes kept, at work and on the host, whether it is swapped."""
+        """`facts_of` an engine's options."""
         if engine not in self.options.facts:
-            index = {pool: i for i, pool in enumerate(self.pools)}
-            each = [
-                (index[o.pool], o.num_devices, o.kept_bytes, o.device_bytes, o.host_bytes, o.is_swapped) for o in self.options.of[engine]
-            ]
-            self.options.facts[engine] = np.array(each, np.float64).reshape(-1, 6).T.copy()
+            self.options.facts[engine] = facts_of(self.options.of[engine], self.pools)
         return self.options.facts[engine]
 
     def leaf(self, calls: int) -> LeafTimes:
-        """Times of an engine's calls, for all of its options; each option's are computed once, for all problems of one origin."""
+        """Times of an engine's calls, for all of its options."""
         if calls not in self._leaves:
-            members = self.graph.members(calls)
-            engine = members[0].engine
-            assert engine is not None
-            options, known = self.options.of[engine], self._known_times.setdefault(calls, {})
-            new = [option for option in options if option not in known]
-            if new or not known:
-                made = leaf_times(members, new, self.costs, self.batches, self.graph.shown(calls))
-                known.update((option, (made, each)) for option, each in zip(new, made.times, strict=True))
-            made = next((made for made, _ in known.values()), LeafTimes((1,), np.zeros((0, 1, TIMES)), np.ones(1)))
-            chunks = made.chunks
+            (engine,) = self.graph.engines(calls)
+            made = self.times_of(calls, self.options.of[engine])
             step = self.chunk_step if self.most_chunks else 1
-            wanted = list(range(len(chunks) - 1, -1, -step))[: self.most_chunks or None][::-1]
-            times = np.array([known[option][1] for option in options]).reshape(len(options), -1, TIMES)
-            self._leaves[calls] = LeafTimes(tuple(chunks[i] for i in wanted), times[:, wanted], made.grains[wanted])
+            wanted = list(range(len(made.chunks) - 1, -1, -step))[: self.most_chunks or None][::-1]
+            self._leaves[calls] = LeafTimes(tuple(made.chunks[i] for i in wanted), made.times[:, wanted], made.grains[wanted])
         return self._leaves[calls]
+
+    def times_of(self, calls: int, options: Sequence[Option]) -> LeafTimes:
+        """Times in all chunk sizes. Each option's are computed once, for all problems of one origin and all calls that cost the same."""
+        members = self.graph.members(calls)
+        engine = members[0].engine
+        assert engine is not None
+        if calls not in self._known_times:
+            work = tuple((msgspec.structs.replace(call, name="", engine=None, after=()), id(self.batches[call.name])) for call in members)
+            alike = self.costs.like(engine), work, self.graph.shown(calls)
+            self._known_times[calls] = self._times_by_work.setdefault(alike, {})
+        known = self._known_times[calls]
+        new = [option for option in options if option not in known]
+        if new or not known:
+            made = leaf_times(members, new, self.costs, self.batches, self.graph.shown(calls))
+            known.update((option, (made, each)) for option, each in zip(new, made.times, strict=True))
+        made = next((made for made, _ in known.values()), LeafTimes((1,), np.zeros((0, 1, TIMES)), np.ones(1)))
+        times = np.array([known[option][1] for option in options]).reshape(len(options), -1, TIMES)
+        return LeafTimes(made.chunks, times, made.grains)
 
     def keep(self, rows: Mapping[EngineId, Sequence[int]]) -> None:
         """Keep only these options of each engine."""

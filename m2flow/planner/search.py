@@ -32,6 +32,7 @@ from m2flow.micro.protocol.plan import Bound, Choice, Loser, Mode
 from m2flow.planner.breakdown import advice_of, bounds_of, interval_of, parts_of, step_s, why_lost, works_of
 from m2flow.planner.dynamic_program import LENT, SPLIT, TURNS, WORTH, Limits, Solver, Tables, TooLarge, memory_price, prune_options
 from m2flow.planner.plan_tree import (
+    Book,
     Budget,
     Climb,
     Leaf,
@@ -667,6 +668,11 @@ class _Search:
         return found
 
     @cached_property
+    def book(self) -> Book:
+        """The options that climbs have tried."""
+        return Book(self.problem)
+
+    @cached_property
     def table(self) -> CountTable:
         """The count table of a search in one pool."""
         return CountTable(self.every, (TURNS, SPLIT))
@@ -678,7 +684,7 @@ class _Search:
         problem, tried = self.problem, list[tuple[float, Climb, State]]()
         table = self.table
         for seed in (one for one in table.seeds(_STRUCTURES) if one.step_s <= _BEHIND * known_s):
-            climb = Climb(problem, seed.ways, {engine: options[0][0] for engine, options in seed.options.items()}, self.budget)
+            climb = Climb(self.book, seed.ways, {engine: options[0][0] for engine, options in seed.options.items()}, self.budget)
             starts = [start for options in (seed.options, table.divided(seed)[1]) for start in climb.starts(options, seed.chunks)]
             if starts and (priced := climb.priced(starts, _BEHIND * known_s)):
                 tried.append((priced[0], climb, priced[1]))
@@ -687,7 +693,7 @@ class _Search:
             if number and self.budget.is_over():
                 return
             found = climb.climbed(np.inf, [start], dict.fromkeys(problem.pools, step_of(problem)))
-            if found and (one := self._found_at(*found)):
+            if found and (one := self._found_at(climb, found[1])):
                 yield one
 
     def restructured(self, found: Found) -> Found:
@@ -708,7 +714,7 @@ class _Search:
                 least_s, divided = self.table.divided(seed)
                 if least_s >= found.step_s:
                     continue
-                climb = Climb(self.problem, ways, like, self.budget)
+                climb = Climb(self.book, ways, like, self.budget)
                 known_s = best[0] if best else _BEHIND_RESTRUCTURED * found.step_s
                 starts = [one for some in self._shared_out(ways, divided, own) for one in climb.starts(some, chunks)]
                 if priced := climb.priced(starts, known_s):
@@ -716,7 +722,7 @@ class _Search:
             if best is None:
                 return found
             better = best[1].climbed(found.step_s * (1 - _SLACK), [best[2]], dict.fromkeys(self.problem.pools, step_of(self.problem)))
-            one = self._found_at(*better) if better else None
+            one = self._found_at(best[1], better[1]) if better else None
             if one is None:
                 return found
             found = one
@@ -737,26 +743,26 @@ class _Search:
         bits = self.problem.graph.bits
         return {sum(bits[name] for name in leaf.names): leaf.chunk for leaf in leaves}
 
-    def _found_at(self, tables: Tables, row: int) -> Found | None:
-        """The plan of a row; None if it has no places."""
-        node = tree_of(tables, row)
-        places = places_of(tables.problem, node)
+    def _found_at(self, climb: Climb, state: State) -> Found | None:
+        """The plan of a climb; None if it has no places."""
+        problem, node = climb.plan(state)
+        places = places_of(problem, node)
         if places is None:
             return None
-        bounds = tuple(min(pair, key=lambda bound: bound.seconds) for pair in zip(self.bounds, bounds_of(tables.problem), strict=True))
-        return Found(tables.problem, node, places, step_s(tables.problem, node), False, bounds)
+        bounds = tuple(min(pair, key=lambda bound: bound.seconds) for pair in zip(self.bounds, bounds_of(problem), strict=True))
+        return Found(problem, node, places, step_s(problem, node), False, bounds)
 
     def climbed(self, found: Found) -> Found:
         """The best plan near a plan, in its structure, with small changes of devices, options and chunk sizes."""
         ways, leaves = ways_in(found.node), leaves_of(found.node)
         if found.is_exact or LENT in {how for _, how in ways.values()} or not ways or self.budget.is_over():
             return found
-        climb = Climb(self.problem, ways, {leaf.engine: leaf.option for leaf in leaves}, self.budget)
+        climb = Climb(self.book, ways, {leaf.engine: leaf.option for leaf in leaves}, self.budget)
         chunks = self._chunks_in(leaves)
         start = climb.start({leaf.engine: (leaf.option, leaf.option.num_devices) for leaf in leaves}, chunks)
         reach = {pool: least_unit(self.problem, pool) * max(1, self.units // _MOST_COUNTS) for pool in self.problem.pools}
         better = climb.climbed(np.inf, [start], reach) if start else None
-        one = self._found_at(*better) if better else None
+        one = self._found_at(climb, better[1]) if better else None
         return one if one and one.step_s < found.step_s else found
 
     def _tables(self, hows: Sequence[int], known_s: float, most_rows: int, price: float) -> Tables:
