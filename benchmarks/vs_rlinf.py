@@ -60,7 +60,7 @@ from m2flow.planner.dynamic_program import SPLIT
 from m2flow.planner.plan_tree import Leaf, Node
 from m2flow.planner.problem import Cut, Option, Problem, call_times
 from m2flow.planner.search import best_plan
-from m2flow.planner.workload import CallLoad, Workload, legal_chunks
+from m2flow.planner.workload import BatchTimes, CallLoad, Instances, Workload, legal_chunks
 from m2flow.spec import ClusterSpec, PoolSpec
 
 FloatArray = npt.NDArray[np.float64]
@@ -185,10 +185,19 @@ class OneToken:
         return np.zeros(num_groups, np.int64)
 
 
+class EvenPace(BatchTimes):
+    """A generation that hands on as many samples in each second, whatever the number of its replicas."""
+
+    def first_chunks_s(self, ways: Instances, groups_in_chunk: Sequence[int]) -> FloatArray:
+        return np.zeros((len(ways.num), len(groups_in_chunk)))
+
+
 def problem_of(step: str, num_devices: int, seed: int) -> Problem:
     calls = STEPS[step]
     pools = {"main": PoolSpec(device="any", nodes=max(1, num_devices // 8), devices_per_node=8)}
-    return Problem(Workload(step, calls), OneToken(), Drawn(calls, seed), ClusterSpec(pools=pools))
+    found = Problem(Workload(step, calls), OneToken(), Drawn(calls, seed), ClusterSpec(pools=pools))
+    found.batches = dict.fromkeys(found.calls, EvenPace(calls[0], OneToken()))
+    return found
 
 
 # ---- plans as both searches make them, and their execution

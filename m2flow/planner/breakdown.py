@@ -30,6 +30,7 @@ from m2flow.planner.workload import (
     CallLoad,
     Times,
     end_of,
+    more_last,
     start_of,
     through_functions,
     zero_times,
@@ -161,8 +162,9 @@ def _streaming(problem: Problem, node: Pair, which: str) -> _Way:
     start, end = float(start_of(fed, np.asarray(grain))), float(end_of(b, np.asarray(grain)))
     begun, ended = _started(problem, node, grain), _ended(b, grain)
     if which == "last":
-        less = [("total", grain)]
-        value = float(fed.last + b.last) + grain * float(min(a.total, b.total))
+        share = float(more_last(np.asarray(grain)))
+        less = [("total", share)]
+        value = float(fed.last + b.last) + share * float(min(a.total, b.total))
         is_a = bool(a.total <= b.total)
         return value, [("last", 1.0), *(less if is_a else [])], [("last", 1.0), *([] if is_a else less)]
     slow_a, slow_b = ((factor - 1) * float(min(a.total, b.total)) for factor in problem.slowdowns(node.cut))

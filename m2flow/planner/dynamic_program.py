@@ -79,6 +79,7 @@ from m2flow.planner.problem import (
 )
 from m2flow.planner.workload import (
     DRAINS,
+    CallLoad,
     LentRollout,
     Times,
     best_lending,
@@ -112,16 +113,10 @@ class Limits:
     def _least(self) -> FloatArray:
         """The least time of each call to its first chunk, T, time after its last input, and device-seconds, over its options and chunks."""
         problem = self._problem
-        found = []
-        for call in problem.graph.device_calls:
-            assert call.engine is not None
-            options = problem.options.of[call.engine]
-            leaf = problem.leaf(problem.graph.bits[call.name])
-            first, total, last = np.moveaxis(leaf.times, 2, 0)
-            work = total * np.array([option.num_devices for option in options])[:, None]
-            last = np.minimum(total, last + leaf.grains * total)
-            found.append([(first + leaf.grains * (total - first)).min(), total.min(), last.min(), work.min()])
-        return np.array(found)
+        known, key = problem.options.least, (problem.most_chunks, problem.chunk_step)
+        if key not in known:
+            known[key] = np.array([_least_of(problem, call) for call in problem.graph.device_calls])
+        return known[key]
 
     @cached_property
     def _head(self) -> list[float]:
@@ -178,6 +173,15 @@ class Limits:
             left = sum(self._problem.num_devices) - need
             least = np.maximum(least, np.divide(others, left, out=np.full(len(need), np.inf), where=left > 0))
         return np.maximum(least, (work + rest) / sum(self._problem.num_devices)) if self._counts_work else np.asarray(least)
+
+
+def _least_of(problem: Problem, call: CallLoad) -> tuple[float, ...]:
+    assert call.engine is not None
+    leaf, nums = problem.leaf(problem.graph.bits[call.name]), problem.facts(call.engine)[1]
+    first, total, last = np.moveaxis(leaf.times, 2, 0)
+    last = np.minimum(total, last + leaf.grains * total)
+    every = first + leaf.grains * (total - first), total, last, total * nums[:, None]
+    return tuple(float(value.min()) for value in every)
 
 
 # ---- memory of parts
@@ -634,7 +638,7 @@ class Solver:
         values[self._times][:3] = times
         values[self._times][3] = times[1] * bool(problem.workload.staleness)
         values[self._times][4] = leaf.grains[chunk[keep]]
-        values[self._times][5] = np.array([rigid_of(members, option) for option in options])[which]
+        values[self._times][5] = rigid_of(members, facts[5])[which]
         values[self._bytes] = bytes_.reshape(self.memory.width, -1)[:, which]
         ties = np.full((self._num_ties, len(which)), UNKNOWN)
         if engine in problem.tied and problem.is_open(engine, calls):

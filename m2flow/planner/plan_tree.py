@@ -46,20 +46,18 @@ from m2flow.planner.problem import (
     Problem,
     Sync,
     chunks_of,
-    drains,
     facts_of,
     options_near,
-    outside_call,
     pin_of,
     rigid_of,
 )
 from m2flow.planner.workload import (
     DRAINS,
-    MOVES,
     Times,
     end_of,
     in_turns,
     num_minibatches,
+    outside_call,
     side_by_side,
     through_functions,
     zero_times,
@@ -245,7 +243,7 @@ def leaf_of(problem: Problem, calls: int, option: int, chunk: int) -> Leaf:
     (engine,) = problem.graph.engines(calls)
     chosen = problem.options.of[engine][option]
     first, total, last = leaf.times[option, chunk]
-    times = Times(first, total, last, total, leaf.grains[chunk], np.asarray(rigid_of(members, chosen)))
+    times = Times(first, total, last, total, leaf.grains[chunk], rigid_of(members, np.asarray(chosen.is_swapped, np.float64)))
     return Leaf(engine, tuple(call.name for call in members), chosen, leaf.chunks[chunk], times)
 
 
@@ -295,7 +293,7 @@ def _least_times(problem: Problem, node: Node) -> Times:
     if isinstance(node, Leaf):
         leaf, calls = problem.leaf(sum(problem.graph.bits[name] for name in node.names)), [problem.calls[name] for name in node.names]
         first, total, last = leaf.times.min(axis=1).T
-        rigid = np.array([rigid_of(calls, option) for option in problem.options.of[node.engine]])
+        rigid = rigid_of(calls, problem.facts(node.engine)[5])
         return Times(first, total, last, total, np.full_like(total, leaf.grains.min()), rigid)
     a, b, cut = _least_times(problem, node.first), _least_times(problem, node.second), node.cut
     fed = through_functions(a, cut.functions, problem.calls, problem.functions)
@@ -507,6 +505,9 @@ def _share(problem: Problem, rollout: Placement, trainer: Placement) -> float:
 
 # ---- counts to try
 
+MOST_COUNTS = 64
+"""Device counts of a table of all parts."""
+
 
 def pinned_counts(pin: PinSpec, size: int) -> list[int]:
     """Device counts that a pin leaves its engine in a pool of that size, where it restricts them: its own count, or multiples of the
@@ -522,6 +523,22 @@ def pinned_counts(pin: PinSpec, size: int) -> list[int]:
 def least_unit(problem: Problem, pool: str) -> int:
     """The fewest devices of a pool that an engine can be given."""
     return min((unit for engine in problem.workload.engines if (unit := problem.costs.unit(engine, pool))), default=1)
+
+
+def num_units_of(problem: Problem) -> int:
+    """Devices of all pools, in the least units of any engine."""
+    num = 0
+    for pool, size in zip(problem.pools, problem.num_devices, strict=True):
+        units = [unit for engine in problem.workload.engines if (unit := problem.costs.unit(engine, pool))]
+        num += size // min(units, default=size)
+    return num
+
+
+def step_of(problem: Problem) -> int:
+    """The step between the counts of a table."""
+    (size,) = problem.num_devices
+    unit = least_unit(problem, problem.pools[0])
+    return -(-size // unit // MOST_COUNTS) * unit
 
 
 def grid_of(problem: Problem) -> dict[str, Sequence[int]]:
@@ -622,9 +639,7 @@ class Book:
             made = self.problem.times_of(calls, [every[row] for row in missing.tolist()])
             known[missing], self._grains[calls] = made.times, made.grains
         first, total, last = known[rows, chunks].T
-        is_swapped = self.facts(engine)[5, rows]
-        rigid = DRAINS if drains(members) else MOVES if any(call.work == "generate" for call in members) else is_swapped * MOVES
-        return Times(first, total, last, total, self._grains[calls][chunks], np.broadcast_to(np.asarray(rigid), is_swapped.shape))
+        return Times(first, total, last, total, self._grains[calls][chunks], rigid_of(members, self.facts(engine)[5, rows]))
 
     def sync_s(self, sync: Sync, sources: IntArray, targets: IntArray, *, is_turns: bool) -> FloatArray:
         """Seconds of a weight sync between pairs of rows."""

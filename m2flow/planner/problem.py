@@ -29,7 +29,7 @@ call's unit times powers of two, and the whole batch.
 With A before B, A' for A with the functions between them, g the larger grain of both, s = l' + g (T' - l') when the first such chunk of A'
 is out, and d = min(TB, eB + g TB) the time of B after the last one:
 
-    split, linked       l = min(s, l' + d) + lB     T = max(s + TB, T' + d)             e = e' + eB + g min(TA, TB)
+    split, linked       l = min(s, l' + d) + lB     T = max(s + TB, T' + d)             e = e' + eB + g (1 - g) min(TA, TB)
     split, unlinked     l = max(lA, lB)             T = max(TA, TB)                     e = max(eA, eB)
     turns               l = max(TA, s) + lB         T = max(max(TA, s) + TB, T' + d)    e = eA + TB
     alternating         the same                    the same                            e = e' + eB
@@ -89,6 +89,7 @@ from m2flow.planner.workload import (
     function_times,
     legal_chunks,
     num_minibatches,
+    outside_call,
 )
 from m2flow.spec import ClusterSpec, PinSpec
 
@@ -364,6 +365,8 @@ class Options:
     unfit: dict[EngineId, list[Option]] = field(default_factory=dict)
     facts: dict[EngineId, FloatArray] = field(default_factory=dict)
     """Cache of `Problem.facts`."""
+    least: dict[object, FloatArray] = field(default_factory=dict)
+    """Cache of `dynamic_program.Limits`."""
 
 
 def options_of(engines: Sequence[EngineId], costs: Costs, spec: ClusterSpec, counts: dict[str, Sequence[int]] | None = None) -> Options:
@@ -616,11 +619,11 @@ def _passes(
     return np.stack([total, total, total - pass_s / num_minibatches(call)], axis=-1)
 
 
-def rigid_of(calls: Sequence[CallLoad], option: Option) -> float:
-    """How a leaf may share its devices with others."""
+def rigid_of(calls: Sequence[CallLoad], is_swapped: FloatArray) -> FloatArray:
+    """How a leaf may share its devices with others, in options that are swapped (1) or stay (0)."""
     if drains(calls):
-        return DRAINS
-    return MOVES if option.is_swapped or any(call.work == "generate" for call in calls) else FREE
+        return np.full_like(is_swapped, DRAINS)
+    return np.full_like(is_swapped, MOVES) if any(call.work == "generate" for call in calls) else np.where(is_swapped > 0, MOVES, FREE)
 
 
 FloatArray = npt.NDArray[np.float64]
@@ -754,11 +757,6 @@ def _not_dominated_by_kept(dominates: npt.NDArray[np.bool_]) -> IntArray:
     return np.array(kept, np.int64)
 
 
-def outside_call(engine: EngineId) -> str:
-    """The name of the placeholder call of an engine that only other steps need."""
-    return f"{engine} in other steps"
-
-
 @dataclass(frozen=True)
 class Sync:
     """The weight syncs of a role, from its trainer to its rollout engine."""
@@ -799,10 +797,8 @@ class Problem:
     """Cache of `dynamic_program`: rollouts with lent devices."""
     _leaves: dict[int, LeafTimes] = field(default_factory=dict)
     _cuts: dict[int, tuple[Cut, ...]] = field(default_factory=dict)
-    _known_times: dict[int, dict[Option, tuple[LeafTimes, FloatArray]]] = field(default_factory=dict)
-    """Calls -> option -> what it was computed with, and its own times, [chunks, 3]."""
-    _times_by_work: dict[object, dict[Option, tuple[LeafTimes, FloatArray]]] = field(default_factory=dict)
-    """The same by what the calls do."""
+    _known_times: dict[object, dict[Option, tuple[LeafTimes, FloatArray]]] = field(default_factory=dict)
+    """Calls, or what they do -> option -> what it was computed with, and its own times, [chunks, 3]."""
     _syncs_s: dict[tuple[str, str, Layout, str, Layout, bool], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -884,8 +880,7 @@ class Problem:
         assert engine is not None
         if calls not in self._known_times:
             work = tuple((msgspec.structs.replace(call, name="", engine=None, after=()), id(self.batches[call.name])) for call in members)
-            alike = self.costs.like(engine), work, self.graph.shown(calls)
-            self._known_times[calls] = self._times_by_work.setdefault(alike, {})
+            self._known_times[calls] = self._known_times.setdefault((self.costs.like(engine), work, self.graph.shown(calls)), {})
         known = self._known_times[calls]
         new = [option for option in options if option not in known]
         if new or not known:

@@ -32,6 +32,7 @@ from m2flow.micro.protocol.plan import Bound, Choice, Loser, Mode
 from m2flow.planner.breakdown import advice_of, bounds_of, interval_of, parts_of, step_s, why_lost, works_of
 from m2flow.planner.dynamic_program import LENT, SPLIT, TURNS, WORTH, Limits, Solver, Tables, TooLarge, memory_price, prune_options
 from m2flow.planner.plan_tree import (
+    MOST_COUNTS,
     Book,
     Budget,
     Climb,
@@ -47,10 +48,12 @@ from m2flow.planner.plan_tree import (
     mode_of,
     nearest_of,
     num_left,
+    num_units_of,
     parts_within,
     placements_of,
     places_of,
     restructured,
+    step_of,
     tree_of,
     ways_in,
     ways_of,
@@ -70,8 +73,6 @@ from m2flow.spec import ClusterSpec
 
 # ---- structures from a table of device counts
 
-_MOST_COUNTS = 64
-"""Device counts of the table."""
 _MOST_BETWEEN, _MOST_UNITS = 16, 2048
 """Counts that are looked at between two of the table, and counts among which the devices of a structure are divided."""
 _NEVER = 1e18
@@ -141,6 +142,8 @@ class CountTable:
         self._price = memory_price(problem) / 2
         self._rows: dict[int, FloatArray] = {}
         """Set of calls -> [values, memories, paces + 1, counts]."""
+        self._curves: dict[tuple[int, int, bool, int], FloatArray] = {}
+        """Calls, devices of a replica, whether it is swapped, index of the chunk size -> `_curve`."""
 
     def seeds(self, most: int) -> list[Seed]:
         """The best structures, at most so many."""
@@ -174,7 +177,7 @@ class CountTable:
 
         def solve(calls: int) -> FloatArray:
             if calls not in seed.ways:
-                times[calls] = np.minimum.accumulate(self._curve(calls, seed, nums))
+                times[calls] = self._curve(calls, seed, nums)
             elif seed.ways[calls][1] == TURNS:
                 times[calls] = sum((solve(part) for part in parts_within(calls, seed.ways)), np.zeros(len(nums)))
             else:
@@ -199,14 +202,20 @@ class CountTable:
         return step_s, found
 
     def _curve(self, calls: int, seed: Seed, nums: IntArray) -> FloatArray:
-        """Seconds of a leaf on each number of devices, in options like that of a seed and in its chunk size."""
-        problem = self._problem
-        (engine,) = problem.graph.engines(calls)
-        like, leaf = seed.options[engine][0][0], problem.leaf(calls)
-        size, chunk = like.layout.num_replica_devices, nearest_of(leaf.chunks, seed.chunks[calls])
+        """Seconds of a leaf on each number of devices, in options like that of a seed and in its chunk size; none is faster with fewer."""
+        (engine,) = self._problem.graph.engines(calls)
+        like, leaf = seed.options[engine][0][0], self._problem.leaf(calls)
+        key = calls, like.layout.num_replica_devices, like.is_swapped, nearest_of(leaf.chunks, seed.chunks[calls])
+        if key not in self._curves:
+            self._curves[key] = np.minimum.accumulate(self._interpolated_curve(*key, nums))
+        return self._curves[key]
+
+    def _interpolated_curve(self, calls: int, size: int, is_swapped: bool, chunk: int, nums: IntArray) -> FloatArray:
+        (engine,) = self._problem.graph.engines(calls)
+        leaf = self._problem.leaf(calls)
         seconds: dict[int, float] = {}
-        for i, option in enumerate(problem.options.of[engine]):
-            if option.layout.num_replica_devices == size and option.is_swapped == like.is_swapped:
+        for i, option in enumerate(self._problem.options.of[engine]):
+            if option.layout.num_replica_devices == size and option.is_swapped == is_swapped:
                 seconds[option.num_devices] = min(seconds.get(option.num_devices, _NEVER), float(leaf.times[i, chunk, 1]))
         grid, chunks, full = np.array(sorted(seconds)), np.array([float(leaf.chunks[chunk])]), nums // size
         per = np.array([seconds[num] for num in grid]) / self._rounding(calls, chunks, grid / size)
@@ -262,7 +271,7 @@ class CountTable:
         problem = self._problem
         (engine,) = problem.graph.engines(calls)
         leaf, facts, options = problem.leaf(calls), problem.facts(engine), problem.options.of[engine]
-        rigid = np.array([rigid_of(problem.graph.members(calls), option) for option in options])
+        rigid = rigid_of(problem.graph.members(calls), facts[5])
         values = np.full((_NUM_VALUES, *self._shape), _NEVER)
         grid, num = np.unique(facts[1]), len(self._counts)
         fine = self._counts[:, None] + self._between
@@ -402,13 +411,6 @@ def _interpolated(at: FloatArray, grid: FloatArray, values: FloatArray) -> Float
     return np.asarray(values[right - 1] * (1 - share) + values[np.minimum(right, len(grid) - 1)] * share)
 
 
-def step_of(problem: Problem) -> int:
-    """The step between the counts of a table."""
-    (size,) = problem.num_devices
-    unit = least_unit(problem, problem.pools[0])
-    return -(-size // unit // _MOST_COUNTS) * unit
-
-
 def _evenly(a: FloatArray, b: FloatArray) -> tuple[IntArray, IntArray]:
     """Indices of the counts of both parts of a split, where these take about equally long: [..., counts] -> [4, ..., counts] each.
 
@@ -454,6 +456,8 @@ _PACES = 7
 """Chunk sizes in the table of counts, where devices are many; otherwise all."""
 _STRUCTURES, _SEEDS, _FEW_SEEDS = 16, 4, 3
 """Structures of the table of counts that are priced, and those of which the best plan is improved (few above `_MOST_DEVICES`)."""
+_MOST_PACED = 1
+"""Chunk sizes up and down from those of a structure of the table at which its devices are divided too."""
 _BUDGET = 2_000_000
 """What the searches of one problem may evaluate together (`Tables.num_evaluated`)."""
 _MOST_MOVES = 8
@@ -612,7 +616,7 @@ class _Search:
         Raises:
             PlanError: some engine fits nowhere.
         """
-        units = _num_units(problem)
+        units = num_units_of(problem)
         grid = None if units <= _MANY_DEVICES else grid_of(problem)
         rough = problem.on_grid(grid, _MOST_CHUNKS)
         rough.check()
@@ -685,7 +689,8 @@ class _Search:
         table = self.table
         for seed in (one for one in table.seeds(_STRUCTURES) if one.step_s <= _BEHIND * known_s):
             climb = Climb(self.book, seed.ways, {engine: options[0][0] for engine, options in seed.options.items()}, self.budget)
-            starts = [start for options in (seed.options, table.divided(seed)[1]) for start in climb.starts(options, seed.chunks)]
+            ways_to_start = [(seed.options, seed.chunks), *((table.divided(one)[1], one.chunks) for one in self._paced(seed))]
+            starts = [start for options, chunks in ways_to_start for start in climb.starts(options, chunks)]
             if starts and (priced := climb.priced(starts, _BEHIND * known_s)):
                 tried.append((priced[0], climb, priced[1]))
         most = _SEEDS if self.units <= _MOST_DEVICES else _FEW_SEEDS
@@ -695,6 +700,15 @@ class _Search:
             found = climb.climbed(np.inf, [start], dict.fromkeys(problem.pools, step_of(problem)))
             if found and (one := self._found_at(climb, found[1])):
                 yield one
+
+    def _paced(self, seed: Seed) -> Iterator[Seed]:
+        """Yield a structure at its own pace, and with all chunks up to `_MOST_PACED` sizes coarser or finer."""
+        for step in range(-_MOST_PACED, _MOST_PACED + 1):
+            chunks = {}
+            for calls, size in seed.chunks.items():
+                sizes = self.book.chunks(calls)
+                chunks[calls] = sizes[min(max(nearest_of(sizes, size) + step, 0), len(sizes) - 1)]
+            yield replace(seed, chunks=chunks)
 
     def restructured(self, found: Found) -> Found:
         """The plan after changes of its structure, with its devices or those that a table divides, as long as one helps; in one pool."""
@@ -712,10 +726,10 @@ class _Search:
                     return found
                 seed = Seed(0.0, ways, own, chunks)
                 least_s, divided = self.table.divided(seed)
-                if least_s >= found.step_s:
+                known_s = best[0] if best else _BEHIND_RESTRUCTURED * found.step_s
+                if least_s >= min(known_s, found.step_s):
                     continue
                 climb = Climb(self.book, ways, like, self.budget)
-                known_s = best[0] if best else _BEHIND_RESTRUCTURED * found.step_s
                 starts = [one for some in self._shared_out(ways, divided, own) for one in climb.starts(some, chunks)]
                 if priced := climb.priced(starts, known_s):
                     best = priced[0], climb, priced[1]
@@ -760,7 +774,7 @@ class _Search:
         climb = Climb(self.book, ways, {leaf.engine: leaf.option for leaf in leaves}, self.budget)
         chunks = self._chunks_in(leaves)
         start = climb.start({leaf.engine: (leaf.option, leaf.option.num_devices) for leaf in leaves}, chunks)
-        reach = {pool: least_unit(self.problem, pool) * max(1, self.units // _MOST_COUNTS) for pool in self.problem.pools}
+        reach = {pool: least_unit(self.problem, pool) * max(1, self.units // MOST_COUNTS) for pool in self.problem.pools}
         better = climb.climbed(np.inf, [start], reach) if start else None
         one = self._found_at(climb, better[1]) if better else None
         return one if one and one.step_s < found.step_s else found
@@ -956,15 +970,6 @@ def _first_placed(tables: Tables) -> tuple[Node, Places, float] | None:
         if places is not None:
             return node, places, float(tables.steps_s[row] - tables.steps_s.min())
     return None
-
-
-def _num_units(problem: Problem) -> int:
-    """Devices of all pools, in the least units of any engine."""
-    num = 0
-    for pool, size in zip(problem.pools, problem.num_devices, strict=True):
-        units = [unit for engine in problem.workload.engines if (unit := problem.costs.unit(engine, pool))]
-        num += size // min(units, default=size)
-    return num
 
 
 def _losers(plans: Sequence[Found]) -> list[Loser]:

@@ -98,6 +98,11 @@ def _unit(call: CallLoad) -> int:
     return 1 if call.unit == "sample" else call.num_per_prompt
 
 
+def outside_call(engine: EngineId) -> str:
+    """The name of the placeholder call of an engine that only other steps need."""
+    return f"{engine} in other steps"
+
+
 def num_minibatches(call: CallLoad) -> int:
     return max(1, call.num_optimizer_steps // max(1, call.num_epochs))
 
@@ -402,14 +407,19 @@ class Draw:
         """Seconds of prefill; a group's prompt is prefilled once."""
         return np.asarray(float(self.prompts.sum()) / ways.num * ways.prefill_token_s)
 
+    @cached_property
+    def _together(self) -> tuple[FloatArray, FloatArray]:
+        """Tokens of each group's longest response, and of all responses so far where all are decoded together, [P] each."""
+        groups, lengths = self.responses.max(axis=1).astype(np.float64), self._ascending.astype(np.float64)
+        below = np.searchsorted(lengths, groups, side="right")
+        return groups, np.concatenate([[0.0], np.cumsum(lengths)])[below] + groups * (len(lengths) - below)
+
     def releases_s(self, ways: Instances) -> FloatArray:
         """Release times of the first, second, ... group, [ways, P], ascending; the last is at `seconds`."""
-        groups, lengths = self.responses.max(axis=1).astype(np.float64), self._ascending.astype(np.float64)
-        tokens, num = float(lengths.sum()), len(lengths)
+        groups, done_together = self._together
+        tokens, num = float(self._ascending.sum()), len(self._ascending)
         queued = np.maximum(0.0, np.arange(len(groups))[None, :] / len(groups) - ways.slots[:, None] / num)
         ends = queued * tokens / ways.slots[:, None] + groups[None, :]
-        below = np.searchsorted(lengths, groups, side="right")
-        done_together = np.concatenate([[0.0], np.cumsum(lengths)])[below] + groups * (num - below)
         done_in_waves = np.minimum(ends * ways.slots[:, None], tokens)
         done = np.where((ways.slots >= num)[:, None], done_together[None, :], done_in_waves)
         seconds = np.sort(ways.step_s[:, None] * ends + ways.sample_s[:, None] * done / ways.num[:, None], axis=1)
@@ -480,10 +490,16 @@ def _chord(releases_s: FloatArray, step: int) -> FloatArray:
     last = releases_s[:, -1]
     if step >= num:
         return np.zeros_like(last)
+    at, share = _chord_points(num, step)
+    return np.asarray(((releases_s[:, at] - last[:, None] * share) / (1 - share)).max(axis=1).clip(0.0, last))
+
+
+@functools.lru_cache(maxsize=256)
+def _chord_points(num: int, step: int) -> tuple[IntArray, FloatArray]:
+    """Indices of the groups that complete chunks of `step` groups, at most `_MOST_POINTS`, and their shares of the batch; not the last."""
     at = np.append(np.arange(step - 1, num - 1, step), num - 1)
-    at = at[_spread(len(at))]
-    share = (at[:-1] + 1) / num
-    return np.asarray(((releases_s[:, at[:-1]] - last[:, None] * share) / (1 - share)).max(axis=1).clip(0.0, last))
+    at = at[_spread(len(at))][:-1]
+    return at, (at + 1) / num
 
 
 @functools.lru_cache(maxsize=256)
@@ -547,6 +563,15 @@ def end_of(b: Times, grain: FloatArray) -> FloatArray:
     return np.asarray(np.minimum(b.total, b.last + grain * b.total))
 
 
+def more_last(grain: FloatArray) -> FloatArray:
+    """G (1 - g): of the shorter one of two linked parts, what a last share takes beside the share of both together, T >= TA + g TB.
+
+    From a half on it stays that of a half, so that it does not fall; a part that hands on all at once has all to do after its last input.
+    """
+    part = np.minimum(grain, 0.5)
+    return np.asarray(part * (1 - part))
+
+
 def side_by_side(a: Times, fed: Times, b: Times, *, is_linked: bool, waits: bool, slowdowns: tuple[Factor, Factor] = (1.0, 1.0)) -> Times:
     """Times of A and B on disjoint devices. `fed` are the times of B's input: A with the functions after it.
 
@@ -567,7 +592,7 @@ def side_by_side(a: Times, fed: Times, b: Times, *, is_linked: bool, waits: bool
     total = np.maximum(start + b.total + more_b, fed.total + more_a + end)
     drained = np.minimum(fed.total + b.first, total)
     first = np.where(b.rigid == DRAINS, drained, np.minimum(start, fed.first + end) + b.first)
-    return Times(first, total, fed.last + b.last + grain * np.minimum(a.total, b.total), busy, grain, rigid)
+    return Times(first, total, fed.last + b.last + more_last(grain) * np.minimum(a.total, b.total), busy, grain, rigid)
 
 
 def in_turns(a: Times, fed: Times, b: Times, *, is_linked: bool, waits: bool) -> Times:

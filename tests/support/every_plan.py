@@ -226,7 +226,7 @@ class Oracle:
         slow_a, slow_b = self._slower(a, b)
         whole = np.maximum(begin + b.T + slow_b, T + slow_a + end)
         first = np.where(b.rigid == 2, np.minimum(T + b.l, whole), np.minimum(begin, l + end) + b.l)
-        last = e + b.e + g * np.minimum(a.T, b.T)
+        last = e + b.e + np.where(g < 0.5, g - g * g, 0.25) * np.minimum(a.T, b.T)
         return first, whole, last, np.maximum(busy + slow_a, b.busy + slow_b), g, np.maximum(np.maximum(a.rigid, b.rigid), 1)
 
     def _slower(self, a: Price, b: Price) -> tuple[np.ndarray, np.ndarray]:
