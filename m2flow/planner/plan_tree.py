@@ -184,6 +184,9 @@ def _regrouped(problem: Problem, ways: Mapping[int, tuple[Cut, int]], parts: tup
                     yield {**ways, whole: (outer, hows[0]), inner: (within, hows[1])}
 
 
+_HALVINGS = 8
+
+
 def num_left(
     problem: Problem, ways: Mapping[int, tuple[Cut, int]], counts: Mapping[EngineId, int], engine: EngineId, num: int, calls: int = 0
 ) -> int:
@@ -209,6 +212,21 @@ def _num_needed(problem: Problem, ways: Mapping[int, tuple[Cut, int]], counts: M
     cut, how = ways[calls]
     parts = [_num_needed(problem, ways, counts, part) for part in (cut.first, cut.second)]
     return sum(parts) if how == SPLIT else max(parts)
+
+
+def scaled_up(
+    problem: Problem, ways: Mapping[int, tuple[Cut, int]], counts: Mapping[EngineId, int], units: Mapping[EngineId, int], size: int
+) -> dict[EngineId, int]:
+    """Device counts of which those of some engines, by their units, are as many times as large as `size` devices allow."""
+    low, high, found = 1.0, size / sum(counts[engine] for engine in units), dict(counts)
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        more = {**counts, **{engine: int(counts[engine] * middle) // unit * unit for engine, unit in units.items()}}
+        if _num_needed(problem, ways, more, problem.graph.everything) <= size:
+            low, found = middle, more
+        else:
+            high = middle
+    return found
 
 
 def nearest_of(sizes: Sequence[int], size: int) -> int:
@@ -725,11 +743,20 @@ class Pricer:
         return problem, made(self._everything)
 
 
+def _stage_of(problem: Problem, calls: int) -> int:
+    """The number of calls on devices that come one after the other before the last of some."""
+    found: list[int] = []
+    for i, needs in enumerate(problem.graph.direct):
+        found.append(1 + max((found[j] for j in range(i) if needs >> j & 1), default=-1))
+    return max(stage for i, stage in enumerate(found) if calls >> i & 1)
+
+
 class Climb:
     """Local search among plans of one structure: the best of all small changes is made, as long as that is faster.
 
     Changes: an engine gets a step more or fewer devices, or passes a step on to another engine; it gets another option on its devices
-    (swapped or resident, a smaller cache); a leaf has the next finer or coarser chunks, or all leaves have. The step halves when no
+    (swapped or resident, a smaller cache); a leaf has the next finer or coarser chunks, or all leaves have, or all up to some stage of the
+    step, or all after it. The step halves when no
     change helps, down to the unit of the engines. Last come counts with one pass more or fewer over a chunk. All changes are priced at
     once (`Pricer`).
     """
@@ -743,6 +770,11 @@ class Climb:
         self._num_pairs = len(ways)
         self._sizes = dict(zip(self._problem.pools, self._problem.num_devices, strict=True))
         self._known: dict[tuple[EngineId, int], range] = {}
+        stage = {calls: _stage_of(self._problem, calls) for calls in self._leaves}
+        last = max(stage.values())
+        runs = [range(last + 1), *(run for i in range(last) for run in (range(i + 1), range(i + 1, last + 1)))]
+        self._runs = [{calls for calls in self._leaves if stage[calls] in run} for run in runs]
+        """Leaves whose chunks change together."""
 
     def _rows(self, engine: EngineId, num: int) -> range:
         """The options of an engine on so many devices, in the layout of its replicas."""
@@ -831,8 +863,10 @@ class Climb:
         for step in (1, -1):
             moves = {calls: at + step for calls, at in chunks.items() if 0 <= at + step < len(self._book.chunks(calls))}
             yield from ((places, {**chunks, calls: at}) for calls, at in moves.items())
-            if len(moves) > 1:
-                yield places, {**chunks, **moves}
+            for some in self._runs:
+                together = {calls: at for calls, at in moves.items() if calls in some}
+                if len(together) > 1:
+                    yield places, {**chunks, **together}
 
     def _rounded(self, state: State) -> Iterator[State]:
         """Yield plans in which an engine has the next count with one pass more or fewer over a chunk, and another makes up for it."""

@@ -53,6 +53,7 @@ from m2flow.planner.plan_tree import (
     placements_of,
     places_of,
     restructured,
+    scaled_up,
     step_of,
     tree_of,
     ways_in,
@@ -162,9 +163,9 @@ class CountTable:
             found.setdefault((form_of(self._problem.graph.everything, seed.ways), away), seed)
         return list(found.values())
 
-    def divided(self, seed: Seed) -> tuple[float, dict[EngineId, list[tuple[Option, int]]]]:
+    def divided(self, seed: Seed, over: float = 0.0) -> tuple[float, dict[EngineId, list[tuple[Option, int]]]]:
         """Seconds and devices of the engines of a structure, of all counts, where the parts of each split take equally long; as in
-        `Seed.options`.
+        `Seed.options`. With `over`, the devices that suffice for so much more than this time, which leaves some.
 
         A part's time falls in steps, where one pass less goes over a chunk: min_P sum_i n_i(P), with n_i(P) the least devices on which
         part i takes at most P, finds the counts at these steps, which no table of few counts has.
@@ -198,7 +199,7 @@ class CountTable:
                 found.setdefault(engine, []).append((seed.options[engine][0][0], int(nums[num])))
 
         step_s = float(solve(self._problem.graph.everything)[-1])
-        give(self._problem.graph.everything, step_s)
+        give(self._problem.graph.everything, step_s * (1 + over))
         return step_s, found
 
     def _curve(self, calls: int, seed: Seed, nums: IntArray) -> FloatArray:
@@ -456,8 +457,8 @@ _PACES = 7
 """Chunk sizes in the table of counts, where devices are many; otherwise all."""
 _STRUCTURES, _SEEDS, _FEW_SEEDS = 16, 4, 3
 """Structures of the table of counts that are priced, and those of which the best plan is improved (few above `_MOST_DEVICES`)."""
-_MOST_PACED = 1
-"""Chunk sizes up and down from those of a structure of the table at which its devices are divided too."""
+_MOST_NEXT, _OVER = 2, (0.0, 0.1)
+"""Changed structures that are improved, and by how much parts may take longer where one part is to have the devices that this saves."""
 _BUDGET = 2_000_000
 """What the searches of one problem may evaluate together (`Tables.num_evaluated`)."""
 _MOST_MOVES = 8
@@ -701,14 +702,17 @@ class _Search:
             if found and (one := self._found_at(climb, found[1])):
                 yield one
 
-    def _paced(self, seed: Seed) -> Iterator[Seed]:
-        """Yield a structure at its own pace, and with all chunks up to `_MOST_PACED` sizes coarser or finer."""
-        for step in range(-_MOST_PACED, _MOST_PACED + 1):
+    def _paced(self, seed: Seed) -> list[Seed]:
+        """A structure at its own pace, with all chunks one size coarser or finer, and with all as large as one of its own."""
+        every = [list(seed.chunks.values()), *([size] * len(seed.chunks) for size in dict.fromkeys(seed.chunks.values()))]
+        found = dict[tuple[int, ...], Seed]()
+        for wanted, step in itertools.product(every, (0, 1, -1)):
             chunks = {}
-            for calls, size in seed.chunks.items():
+            for calls, size in zip(seed.chunks, wanted, strict=True):
                 sizes = self.book.chunks(calls)
                 chunks[calls] = sizes[min(max(nearest_of(sizes, size) + step, 0), len(sizes) - 1)]
-            yield replace(seed, chunks=chunks)
+            found.setdefault(tuple(chunks.values()), replace(seed, chunks=chunks))
+        return list(found.values())
 
     def restructured(self, found: Found) -> Found:
         """The plan after changes of its structure, with its devices or those that a table divides, as long as one helps; in one pool."""
@@ -716,41 +720,55 @@ class _Search:
         if len(self.problem.pools) > 1 or found.is_exact or LENT in {how for _, how in ways.values()}:
             return found
         for _ in range(_MOST_RESTRUCTURED):
-            leaves = leaves_of(found.node)
-            like = {leaf.engine: leaf.option for leaf in leaves}
-            chunks = self._chunks_in(leaves)
-            own = {engine: [(option, option.num_devices)] for engine, option in like.items()}
-            best: tuple[float, Climb, State] | None = None
-            for ways in restructured(self.problem, ways_in(found.node)):
-                if self.budget.is_over():
-                    return found
-                seed = Seed(0.0, ways, own, chunks)
-                least_s, divided = self.table.divided(seed)
-                known_s = best[0] if best else _BEHIND_RESTRUCTURED * found.step_s
-                if least_s >= min(known_s, found.step_s):
-                    continue
-                climb = Climb(self.book, ways, like, self.budget)
-                starts = [one for some in self._shared_out(ways, divided, own) for one in climb.starts(some, chunks)]
-                if priced := climb.priced(starts, known_s):
-                    best = priced[0], climb, priced[1]
-            if best is None:
-                return found
-            better = best[1].climbed(found.step_s * (1 - _SLACK), [best[2]], dict.fromkeys(self.problem.pools, step_of(self.problem)))
-            one = self._found_at(best[1], better[1]) if better else None
-            if one is None:
+            better = None
+            for known_s, climb, start in self._neighbours(found)[:_MOST_NEXT]:
+                if known_s < np.inf and (
+                    climbed := climb.climbed(np.inf, [start], dict.fromkeys(self.problem.pools, step_of(self.problem)))
+                ):
+                    better = min((one for one in (better, (*climbed, climb)) if one), key=lambda one: one[0])
+            if better is None or better[0] >= found.step_s * (1 - _SLACK) or (one := self._found_at(better[2], better[1])) is None:
                 return found
             found = one
         return found
 
-    def _shared_out(self, ways: Mapping[int, tuple[Cut, int]], least: _Counts, own: _Counts) -> Iterator[_Counts]:
-        """Yield devices for a structure: the least, or those of before, of which one engine has what the others leave."""
+    def _neighbours(self, found: Found) -> list[tuple[float, Climb, State]]:
+        """The best plan in the structure of a plan with its devices divided anew, and in each one next to it, unless far behind."""
+        leaves, near = leaves_of(found.node), list[tuple[float, Climb, State]]()
+        like, chunks = {leaf.engine: leaf.option for leaf in leaves}, self._chunks_in(leaves)
+        own = {engine: [(option, option.num_devices)] for engine, option in like.items()}
+        for ways in (ways_in(found.node), *restructured(self.problem, ways_in(found.node))):
+            if self.budget.is_over():
+                break
+            climb, seed = Climb(self.book, ways, like, self.budget), Seed(0.0, ways, own, chunks)
+            starts = list[State]()
+            if ways == ways_in(found.node):
+                for one, over in itertools.product(self._paced(seed), _OVER):
+                    least = self.table.divided(one, over)[1]
+                    starts += [start for some in self._shared_out(ways, least) for start in climb.starts(some, one.chunks)]
+            elif (divided := self.table.divided(seed))[0] < found.step_s:
+                starts = [one for some in self._shared_out(ways, divided[1], own) for one in climb.starts(some, chunks)]
+            priced = climb.priced(starts, _BEHIND_RESTRUCTURED * found.step_s) if starts else None
+            if priced and abs(priced[0] - found.step_s) > _ROUNDING * found.step_s:  # Else it is the plan in another order.
+                near.append((priced[0], climb, priced[1]))
+        return sorted(near, key=lambda one: one[0])
+
+    def _shared_out(self, ways: Mapping[int, tuple[Cut, int]], least: _Counts, own: _Counts | None = None) -> Iterator[_Counts]:
+        """Yield devices for a structure: the least, or those of before, of which one engine has what the others leave, or several of the
+        smallest have it in proportion."""
         (size,) = self.problem.num_devices
-        for base in (least, own, *({**own, engine: least[engine]} for engine in own if least[engine] != own[engine])):
+        mixed = ({**own, engine: least[engine]} for engine in own if least[engine] != own[engine]) if own else ()
+        for base in (least, *([own] if own else []), *mixed):
             counts = {engine: options[0][1] for engine, options in base.items()}
             for engine, ((like, _), *_) in base.items():
                 free = num_left(self.problem, ways, counts, engine, size)
                 if free > 0:
                     yield {**base, engine: [(like, free)]}
+        units = {engine: options[0][0].layout.num_replica_devices for engine, options in least.items()}
+        counts = {engine: options[0][1] for engine, options in least.items()}
+        smallest = sorted(counts, key=counts.__getitem__)
+        for num in range(2, len(smallest) + 1):
+            more = scaled_up(self.problem, ways, counts, {engine: units[engine] for engine in smallest[:num]}, size)
+            yield {engine: [(least[engine][0][0], count)] for engine, count in more.items()}
 
     def _chunks_in(self, leaves: Sequence[Leaf]) -> dict[int, int]:
         """Set of calls of each leaf -> its chunk size."""
