@@ -574,6 +574,31 @@ def grid_of(problem: Problem) -> dict[str, Sequence[int]]:
     return found
 
 
+def interpolated(at: FloatArray, grid: FloatArray, values: FloatArray) -> FloatArray:
+    """Linear between the points of a grid, constant beyond: [grid, ...] -> [*at.shape, ...]."""
+    right = np.clip(np.searchsorted(grid, at), 1, max(1, len(grid) - 1))
+    low, high = grid[right - 1], grid[np.minimum(right, len(grid) - 1)]
+    share = np.clip((at - low) / np.maximum(high - low, 1e-12), 0.0, 1.0)
+    share = share.reshape(*at.shape, *[1] * (values.ndim - 1))
+    return np.asarray(values[right - 1] * (1 - share) + values[np.minimum(right, len(grid) - 1)] * share)
+
+
+def evenly(a: FloatArray, b: FloatArray) -> tuple[IntArray, IntArray]:
+    """Indices of the counts of both parts of a split, where these take about equally long: [..., counts] -> [4, ..., counts] each.
+
+    Counts are 1 + their index. Indices below 0 are possible; these splits do not exist.
+    """
+    num = np.arange(a.shape[-1])
+    start = np.arange(0, a.size, len(num)).reshape(*a.shape[:-1], 1)
+    low, high = np.zeros(a.shape, np.int64), np.broadcast_to(np.maximum(num - 1, 0), a.shape).copy()
+    for _ in range(len(num).bit_length()):
+        middle = (low + high) // 2
+        longer = a.take(start + middle) > b.take(start + np.maximum(num - 1 - middle, 0))
+        low, high = np.where(longer, np.minimum(middle + 1, high), low), np.where(longer, high, middle)
+    left = np.stack([low - 1, low, np.minimum(low + 1, num[-1]), np.broadcast_to(num // 2, low.shape)])
+    return left, num - 1 - left
+
+
 # ---- small changes of a plan
 
 _MOST_CHANGES = 60

@@ -63,7 +63,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations, pairwise
 from typing import TypeVar
@@ -887,8 +887,7 @@ class Problem:
             made = leaf_times(members, new, self.costs, self.batches, self.graph.shown(calls))
             known.update((option, (made, each)) for option, each in zip(new, made.times, strict=True))
         made = next((made for made, _ in known.values()), LeafTimes((1,), np.zeros((0, 1, TIMES)), np.ones(1)))
-        times = np.array([known[option][1] for option in options]).reshape(len(options), -1, TIMES)
-        return LeafTimes(made.chunks, times, made.grains)
+        return replace(made, times=np.array([known[option][1] for option in options]).reshape(len(options), -1, TIMES))
 
     def keep(self, rows: Mapping[EngineId, Sequence[int]]) -> None:
         """Keep only these options of each engine."""

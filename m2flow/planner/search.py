@@ -40,9 +40,11 @@ from m2flow.planner.plan_tree import (
     Node,
     Places,
     State,
+    evenly,
     floors_s,
     form_of,
     grid_of,
+    interpolated,
     least_unit,
     leaves_of,
     mode_of,
@@ -292,7 +294,7 @@ class CountTable:
             at = best[below].T
             times = np.log(np.maximum(leaf.times[best, chunks] / full[best, chunks][..., None], 1e-12))
             here = values[:, memory, :-1]
-            every = np.exp(_interpolated(np.log(fine), np.log(grid), times)).transpose(3, 2, 0, 1)
+            every = np.exp(interpolated(np.log(fine), np.log(grid), times)).transpose(3, 2, 0, 1)
             every = every * (share * self._rounding(calls, chunk_sizes[chunks][:, None, None], fine / sizes[at][..., None]))
             every[..., (fine < grid[0]) | (fine > self._counts[-1] + self.step)] = _NEVER
             nearest = every[1].argmin(axis=-1)[None, ..., None]
@@ -329,7 +331,7 @@ class CountTable:
 
     def _split(self, some: list[tuple[int, int, Cut, int]]) -> FloatArray:
         a, fed, b = self._parts(some)
-        left, right = _evenly(a[1], b[1])
+        left, right = evenly(a[1], b[1])
         start = np.arange(0, a[0].size, len(self._counts)).reshape(*a.shape[1:-1], 1)
         of_a, of_fed, of_b = (
             part.reshape(_NUM_VALUES, -1).take(start + np.maximum(at, 0), axis=1) for part, at in ((a, left), (fed, left), (b, right))
@@ -401,31 +403,6 @@ def _least(values: FloatArray, merit: FloatArray, axis: int = 1) -> FloatArray:
     for i in range(1, len(every)):
         np.copyto(found, every[i], where=best == i)
     return np.asarray(found)
-
-
-def _interpolated(at: FloatArray, grid: FloatArray, values: FloatArray) -> FloatArray:
-    """Linear between the points of a grid, constant beyond: [grid, ...] -> [*at.shape, ...]."""
-    right = np.clip(np.searchsorted(grid, at), 1, max(1, len(grid) - 1))
-    low, high = grid[right - 1], grid[np.minimum(right, len(grid) - 1)]
-    share = np.clip((at - low) / np.maximum(high - low, 1e-12), 0.0, 1.0)
-    share = share.reshape(*at.shape, *[1] * (values.ndim - 1))
-    return np.asarray(values[right - 1] * (1 - share) + values[np.minimum(right, len(grid) - 1)] * share)
-
-
-def _evenly(a: FloatArray, b: FloatArray) -> tuple[IntArray, IntArray]:
-    """Indices of the counts of both parts of a split, where these take about equally long: [..., counts] -> [4, ..., counts] each.
-
-    Counts are 1 + their index. Indices below 0 are possible; these splits do not exist.
-    """
-    num = np.arange(a.shape[-1])
-    start = np.arange(0, a.size, len(num)).reshape(*a.shape[:-1], 1)
-    low, high = np.zeros(a.shape, np.int64), np.broadcast_to(np.maximum(num - 1, 0), a.shape).copy()
-    for _ in range(len(num).bit_length()):
-        middle = (low + high) // 2
-        longer = a.take(start + middle) > b.take(start + np.maximum(num - 1 - middle, 0))
-        low, high = np.where(longer, np.minimum(middle + 1, high), low), np.where(longer, high, middle)
-    left = np.stack([low - 1, low, np.minimum(low + 1, num[-1]), np.broadcast_to(num // 2, low.shape)])
-    return left, num - 1 - left
 
 
 # ---- refinement between the counts of the grid

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from random_steps import random_problem
 
 from m2flow.planner.breakdown import step_s
 from m2flow.planner.dynamic_program import SPLIT, Limits, Solver, memory_price, prune_options
-from m2flow.planner.plan_tree import leaves_of
+from m2flow.planner.plan_tree import Book, Climb, leaves_of, tree_of, ways_in
 from m2flow.planner.problem import Problem
 from m2flow.planner.search import _Search, best_plan
 from m2flow.planner.workload import DRAINS, FREE, MOVES, Times, in_turns, legal_chunks, side_by_side
@@ -37,7 +38,10 @@ def test_a_plan_is_no_slower_than_the_published_algorithm_s_and_takes_what_was_p
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("num_devices", "seed"), [(64, 5), (64, 29), (64, 32), (64, 46), (256, 6), (256, 10), (1024, 4), (1024, 15), (1024, 26)]
+    ("num_devices", "seed"),
+    [(64, seed) for seed in (5, 29, 32, 46)]
+    + [(256, seed) for seed in (6, 10)]
+    + [(1024, seed) for seed in (4, 5, 11, 15, 26, 28, 33, 35, 39)],
 )
 def test_many_devices_are_divided_as_finely_as_in_the_published_algorithm(num_devices: int, seed: int) -> None:
     found = compared("ppo", num_devices, seed, "draining")
@@ -60,6 +64,32 @@ def test_plans_priced_together_cost_what_each_tree_says() -> None:
         assert {leaf.engine for leaf in leaves_of(found.node)} == set(problem.workload.engines)
 
 
+@pytest.mark.parametrize("seed", range(0, 60, 3))
+def test_a_change_of_a_plan_costs_what_its_tree_says_and_fits_where_a_search_of_it_finds_it(seed: int) -> None:
+    problem = random_problem(
+        seed, num_calls=3 + seed % 2, num_ways=2, num_pools=1 + seed % 5 // 4, staleness=seed % 3 if seed % 4 == 0 else 0
+    )
+    tables = Solver(problem).solve() if all(problem.options.of.values()) else None
+    if tables is None or not len(tables.steps_s):
+        return
+    node = tree_of(tables, int(tables.steps_s.argmin()))
+    ways, leaves = ways_in(node), leaves_of(node)
+    climb = Climb(Book(problem), ways, {leaf.engine: leaf.option for leaf in leaves})
+    bits = problem.graph.bits
+    chunks = {sum(bits[name] for name in leaf.names): leaf.chunk for leaf in leaves}
+    start = climb.start({leaf.engine: (leaf.option, leaf.option.num_devices) for leaf in leaves}, chunks)
+    assert start is not None
+    for state in [start, *climb._changes(start, dict.fromkeys(problem.pools, 1))]:
+        priced = climb.priced([state])
+        if not climb._possible([state]):
+            assert priced is None
+            continue
+        near, tree = climb.plan(state)
+        fits = len(Solver(near, within=ways).solve().steps_s) > 0
+        assert (priced is not None) == fits
+        assert priced is None or priced[0] == pytest.approx(step_s(near, tree))
+
+
 def times(total: float, grain: float, rigid: float = MOVES, first: float = 0.0) -> Times:
     return Times(*(np.asarray(value) for value in (first, total, 0.0, 0.0, grain, rigid)))
 
@@ -73,6 +103,22 @@ def test_a_stage_waits_for_the_coarser_chunk_of_both(coarse: int, fine: int) -> 
     stages = [Stage(call, 8, chunk, total * chunk / num) for call, chunk, total in ((generate, coarse, 30.0), (forward, fine, 20.0))]
     a, b = times(30.0, coarse / num), times(20.0, fine / num)
     assert float(side_by_side(a, a, b, is_linked=True, waits=False).total) == pytest.approx(played(Both("split", *stages)))
+
+
+@pytest.mark.parametrize("totals", [(30.0, 20.0, 25.0), (20.0, 30.0, 25.0), (20.0, 25.0, 30.0)])
+@pytest.mark.parametrize("chunk", [64, 256, 1024, 2048])
+def test_three_stages_take_what_is_played_however_they_are_joined(chunk: int, totals: tuple[float, float, float]) -> None:
+    calls = problem_of("chain", 64, 0).graph.device_calls
+    num = calls[0].num_samples
+    stages = [Stage(call, 8, chunk, total * chunk / num) for call, total in zip(calls, totals, strict=True)]
+    a, b, c = (times(total, chunk / num) for total in totals)
+
+    def joined(first: Times, second: Times) -> Times:
+        return side_by_side(first, first, second, is_linked=True, waits=False)
+
+    expected = played(Both("split", stages[0], Both("split", *stages[1:])))
+    assert float(joined(joined(a, b), c).total) == pytest.approx(expected)
+    assert float(joined(a, joined(b, c)).total) == pytest.approx(expected)
 
 
 def test_trainers_that_stay_alternate_and_so_only_a_chunk_of_each_is_left_after_the_last_sample() -> None:
