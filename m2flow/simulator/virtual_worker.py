@@ -406,6 +406,8 @@ class VirtualWorker:
         """Seconds left of the current task at full speed, as of `_since_s`, when its pace last changed."""
         self._since_s = 0.0
         self._pace = 1.0
+        self._begun_s = 0.0
+        """When the current task began."""
         self._num_begun = 0
         self._running: dict[int, SampleRun] = {}
         """Samples that it has and that have not been reported as finished."""
@@ -488,6 +490,7 @@ class VirtualWorker:
             around.started(self.name, task, seconds)
             self.decoding.hold(seconds, clock.now_s)
             self._set_alarm()
+            self._begun_s = clock.now_s
             self._left_to_do_s, self._since_s, self._pace = seconds, clock.now_s, around.pace(self.name, self._kind(task))
             self._set_end()
 
@@ -579,7 +582,11 @@ class VirtualWorker:
         ids = around.drawn.left(call, self._units(call, task.ids)) if call.drops else task.ids
         dropped = sorted(set(task.ids) - set(ids))
         has_tokens = call.options.get("gives") in ("rows", "kept", "concat")
-        self._report(task.number, task.call, ids, task.forward_to, [around.num_tokens(row) if has_tokens else 1 for row in ids], dropped)
+        num_tokens = [around.num_tokens(row) if has_tokens else 1 for row in ids]
+        took_us = 0
+        if call.engine == "function" and around.function_cost(call) is not None:
+            took_us = max(1, round((around.clock.now_s - self._begun_s) * 1e6))  # 0 would say that it is not known.
+        self._report(task.number, task.call, ids, task.forward_to, num_tokens, dropped, took_us=took_us)
         return None
 
     def _report(
@@ -592,6 +599,7 @@ class VirtualWorker:
         dropped: Sequence[int] = (),
         version_spans: Sequence[tuple[VersionSpan, ...]] = (),
         num_generated: Sequence[int] = (),
+        took_us: int = 0,
     ) -> None:
         around = self._around
         now_s = around.clock.now_s
@@ -602,7 +610,10 @@ class VirtualWorker:
                 around.rows.send(call, ids, self.name, worker_of(place), now_s, lambda row: has_tokens[row])
         blank = [0] * len(ids)
         generated = list(num_generated) or blank
-        around.say(self.name, m.Finished(number, call, ids, num_tokens, generated, [], blank, [], None, list(dropped), list(version_spans)))
+        spans = list(version_spans)
+        around.say(
+            self.name, m.Finished(number, call, ids, num_tokens, generated, [], blank, [], None, list(dropped), spans, took_us=took_us)
+        )
 
     # ---- generation
 

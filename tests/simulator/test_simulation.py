@@ -141,6 +141,17 @@ def test_two_processes_for_rewards_share_the_work(chunk):
     assert result.makespans == [10 * (T0 + 6 * T1) + 3 * 4.0]
 
 
+@pytest.mark.parametrize(("latency_s", "num_workers"), [(1e-5, 1), (4.0, 2)])
+def test_rows_are_shared_out_unless_the_tasks_before_were_quick_as_in_a_run(latency_s, num_workers):
+    costs = PlainCosts(decodes(), functions={"zero.score": FunctionCost((latency_s,))})
+    result = ran(plain, costs, Given([[10]]), cluster(functions=2), options={"batch": 1, "n": 6, "num_steps": 3}, num_steps=3)
+    calls = result.history.calls
+    scored = [(calls[done.task.call].step, done.worker) for done in result.history.done_tasks if done.task.call in calls]
+    scored = [(step, worker) for step, worker in scored if worker.startswith("functions")]
+    assert len({worker for step, worker in scored if step == 0}) == 2  # Nothing is known yet.
+    assert all(len({worker for step, worker in scored if step == later}) == num_workers for later in (1, 2))
+
+
 def test_what_is_not_taken_away_from_costs_stays():
     """Messages and neighbours that cost nothing once another mechanism is taken away would be its gain."""
     asked = {name for name in vars(Costs) if not name.startswith("_")} - {"for_spec"}
