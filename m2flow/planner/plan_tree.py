@@ -603,6 +603,8 @@ def evenly(a: FloatArray, b: FloatArray) -> tuple[IntArray, IntArray]:
 
 _MOST_CHANGES = 60
 """Most changes of a plan in a climb."""
+_EACH = 128
+"""What a pair of parts counts for in the budget each time that plans are priced, beside one for each plan."""
 
 
 class Budget:
@@ -828,7 +830,7 @@ class Climb:
 
     def priced(self, states: list[State], known_s: float = np.inf) -> tuple[float, State] | None:
         """The fastest of these plans, if it is faster than known."""
-        self._budget.spend(self._num_pairs * (len(states) + 512))
+        self._budget.spend(self._num_pairs * (len(states) + _EACH))
         states = self._possible(states)
         if not states:
             return None

@@ -446,9 +446,8 @@ _ROUNDING = 1e-9
 """Relative difference up to which two plans are equal; the one known to be optimal is taken."""
 _NEARLY = 1.02
 """Step time relative to the best plan up to which better chunk sizes may make a plan the best."""
-_MOST_PAIRS = 1e6
-_MOST_OPTIONS = 100
-"""Most pairs of rows, and options of all engines, in an exact search: some seconds."""
+_MOST_PAIRS, _MOST_OPTIONS, _RESERVE = 1e6, 100, 400_000
+"""Most pairs of rows, and options of all engines, in an exact search: some seconds; and what it leaves of the budget to others."""
 
 
 @dataclass(frozen=True)
@@ -703,7 +702,7 @@ class _Search:
                     climbed := climb.climbed(np.inf, [start], dict.fromkeys(self.problem.pools, step_of(self.problem)))
                 ):
                     better = min((one for one in (better, (*climbed, climb)) if one), key=lambda one: one[0])
-            if better is None or better[0] >= found.step_s * (1 - _SLACK) or (one := self._found_at(better[2], better[1])) is None:
+            if better is None or better[0] >= found.step_s * (1 - 1e-6) or (one := self._found_at(better[2], better[1])) is None:
                 return found
             found = one
         return found
@@ -878,8 +877,9 @@ class _Search:
         full, bounds, is_all = self._full
         if sum(map(len, full.options.of.values())) > _MOST_OPTIONS or (quick and self.budget.is_over()):
             return None
+        most_pairs = min(_MOST_PAIRS, self.budget.left - _RESERVE) if quick else _MOST_PAIRS
         try:
-            tables = self._solved(Solver(full, quick.step_s if quick else np.inf, most_pairs=_MOST_PAIRS, hows=hows))
+            tables = self._solved(Solver(full, quick.step_s if quick else np.inf, most_pairs=most_pairs, hows=hows))
         except TooLarge:
             return None
         return _best_of(tables, bounds, is_exact=is_all and not full.graph.not_tried)
