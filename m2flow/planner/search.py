@@ -6,7 +6,8 @@ Structures (which parts there are, and which of them take turns or are split) co
 rows of each front (`dynamic_program`), on a grid of device counts where there are many: confined to turns, to splits, and free. Where one
 pool is planned, a table (`CountTable`) has one plan for each set of calls, chunk size and up to 64 device counts: its best structures are
 priced again without interpolation. Then each plan is improved in its structure (`Climb`): the best small change is made as long as there is
-one that helps; and the best plan also in the structures next to its own (`restructured`). Where devices and calls are few, an exact search
+one that helps; and the best plan also in the structures next to its own, and in its own with the devices divided anew for other chunk sizes
+(`restructured`). Where devices and calls are few, an exact search
 follows that drops what can't be as fast as the plan found. It is given up when it grows too large; the choice then says by how much a
 better plan might be faster, from the lower bounds. All searches together have a budget of evaluations (`_BUDGET`), not of seconds, so that
 a plan is the same on every machine: what begins when it is spent is left out, and the choice says so. The result is the fastest of
