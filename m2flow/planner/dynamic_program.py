@@ -74,7 +74,6 @@ from m2flow.planner.problem import (
     instances,
     pruned,
     rigid_of,
-    spread,
     undominated,
 )
 from m2flow.planner.workload import (
@@ -330,6 +329,22 @@ class Memory:
             return 0
         mine = problem.calls_of(engine)
         return 1 + problem.placed.index(engine) if mine & calls and mine & ~calls else 0
+
+
+def _spread(groups: IntArray, merit: FloatArray, most: int) -> IntArray:
+    """At most so many rows: the best of each group (the least merit), then the second best of each, and so on."""
+    if len(groups) <= most:
+        return np.arange(len(groups))
+    order = np.lexsort((merit, groups))
+    grouped = groups[order]
+    is_first = np.ones(len(order), np.bool_)
+    np.not_equal(grouped[1:], grouped[:-1], out=is_first[1:])
+    start = np.flatnonzero(is_first)
+    if len(start) >= most:
+        best = order[start]
+        return np.asarray(np.sort(best[np.argsort(merit[best], kind="stable")[:most]]))
+    rank = np.arange(len(order)) - start[np.cumsum(is_first) - 1]
+    return np.asarray(np.sort(order[np.lexsort((merit[order], rank))[:most]]))
 
 
 def _any(flags: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
@@ -816,7 +831,7 @@ class Solver:
         devices = front.values[: self._num_pools].astype(np.int64)
         groups = codes(np.concatenate([devices, front.ties[self._compared], quarter[None]]))
         merit = self.limits.of_rows(calls, times[1], times[3], front.work, devices.sum(axis=0).astype(np.float64)) + self._price * kept
-        return front.take(spread(groups, merit, most))
+        return front.take(_spread(groups, merit, most))
 
     def _is_promising(self, calls: int, total: FloatArray, busy: FloatArray, work: FloatArray, need: FloatArray) -> BoolArray:
         """Whether each row may be part of a plan as fast as the known one."""

@@ -693,22 +693,6 @@ def undominated(every: FloatArray, kinds: IntArray, slack: FloatArray | float = 
     return np.asarray(np.sort(order[_undominated_rows(values.take(order, 1), kinds[order], room)]))
 
 
-def spread(groups: IntArray, merit: FloatArray, most: int) -> IntArray:
-    """At most so many rows: the best of each group (the least merit), then the second best of each, and so on."""
-    if len(groups) <= most:
-        return np.arange(len(groups))
-    order = np.lexsort((merit, groups))
-    grouped = groups[order]
-    is_first = np.ones(len(order), np.bool_)
-    np.not_equal(grouped[1:], grouped[:-1], out=is_first[1:])
-    start = np.flatnonzero(is_first)
-    if len(start) >= most:
-        best = order[start]
-        return np.asarray(np.sort(best[np.argsort(merit[best], kind="stable")[:most]]))
-    rank = np.arange(len(order)) - start[np.cumsum(is_first) - 1]
-    return np.asarray(np.sort(order[np.lexsort((merit[order], rank))[:most]]))
-
-
 def codes(ties: IntArray) -> IntArray:
     """Encode each row of ties, [ties, rows], as one number."""
     code = np.zeros(ties.shape[1], np.int64)
