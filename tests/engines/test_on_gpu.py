@@ -11,10 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_decode_graphs import KINDS, generated
-from test_rollout_engines import embedded
-from test_train_engines import CONFIGS, VOCABULARY, write_model
-from tiny_models import save_config
+from embedded_rollouts import KINDS, embedded, generated
+from tiny_models import CONFIGS, VOCABULARY, save_config, write_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from m2flow.engines.contract import EngineSettings, RolloutEngine, TrainEngine

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from embedded_rollouts import embedded, model_folder
 from tiny_models import save_config
 
 from m2flow.engines.contract import EngineSettings, Request, RolloutEngine
@@ -16,15 +15,6 @@ from m2flow.engines.embedded.rollout_engine import EmbeddedRollout
 from m2flow.recipe import Model
 from m2flow.testing.fakes import FakeRollout
 from m2flow.testing.rollout_suite import ROLLOUT_CHECKS, Factory, check_stop_tokens_end_a_sample_but_not_before_its_minimum
-
-
-@functools.cache
-def model_folder() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-
-
-def embedded(settings: EngineSettings) -> RolloutEngine:
-    return EmbeddedRollout(Model(save_config("Qwen2", Path(model_folder().name)), init="random"), settings)
 
 
 def fake(settings: EngineSettings) -> RolloutEngine:

@@ -17,7 +17,7 @@ import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tiny_models import CONFIGS, SMALL, VOCABULARY, write_model
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -41,41 +41,6 @@ from m2flow.testing.fakes import FakeTrain
 from m2flow.testing.train_suite import DISTILL, LINEAR, PPO, RECIPE, TrainEngineSuite, copied, cut, distance, samples, started
 
 NEEDS_TORCHAO = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
-VOCABULARY = 32
-SMALL = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "max_position_embeddings": 256,
-    "bos_token_id": None,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-}
-CONFIGS: dict[str, Callable[[], Any]] = {
-    "qwen2": lambda: transformers.Qwen2Config(**SMALL, num_key_value_heads=2, tie_word_embeddings=True),
-    "llama": lambda: transformers.LlamaConfig(**SMALL, num_key_value_heads=4),
-    "qwen3": lambda: transformers.Qwen3Config(**SMALL, num_key_value_heads=1, head_dim=16),
-    "mistral": lambda: transformers.MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=None),
-    "window": lambda: transformers.MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=5),
-    "softcap": lambda: transformers.Gemma2Config(**SMALL, num_key_value_heads=2, head_dim=8, sliding_window=5, attn_logit_softcapping=0.5),
-    "sinks": lambda: transformers.GptOssConfig(
-        **SMALL, num_key_value_heads=2, head_dim=8, sliding_window=5, num_local_experts=2, num_experts_per_tok=1
-    ),
-}
-
-
-def write_model(path: Path, config: Any) -> Model:
-    """A random model with a tokenizer of one token a character."""
-    config.save_pretrained(path)
-    vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", *"0123456789+-*/=()., abcdefgh"])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
-    fast.save_pretrained(path)
-    return Model(str(path), init="random", seed=3)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
-from test_train_engines import CONFIGS, VOCABULARY, write_model
+from tiny_models import CONFIGS, VOCABULARY, write_model
 
 from m2flow import Lora
 from m2flow.engines.contract import EngineSettings, TrainEngine

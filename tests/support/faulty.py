@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from test_train_engines import VOCABULARY
+from tiny_models import VOCABULARY
 
 from m2flow.engines.contract import EngineSettings, TrainEngine
 from m2flow.engines.distributed.fsdp import FsdpTrain

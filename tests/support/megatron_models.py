@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import transformers
-from test_train_engines import SMALL, write_model
+from tiny_models import SMALL, write_model
 
 from m2flow.engines.models.hf_model import HEADS, load_model
 from m2flow.recipe import Head, Model

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import transformers
 import yaml
-from test_train_engines import SMALL, write_model
+from tiny_models import SMALL, write_model
 
 from m2flow.engines.contract import EngineSettings, Generated, Request
 from m2flow.engines.embedded.rollout_engine import EmbeddedRollout

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_train_engines import CONFIGS, write_model
+from tiny_models import CONFIGS, write_model
 
 from m2flow.engines.contract import EngineSettings
 from m2flow.engines.servers.served_rollout import ServedRollout

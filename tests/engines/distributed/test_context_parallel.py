@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -14,20 +13,18 @@ import torch
 import transformers
 from adapted_trainers import check_adapters_are_trained_sent_and_saved_as_by_the_embedded_trainer
 from faulty import Fault, check_a_gradient_that_lacks_a_pass_is_not_applied, check_each_fault_is_an_error_on_all_and_all_go_on
-from followed import followed
-from test_expert_parallel import config as mixture
-from test_pipelines import (
+from tiny_models import SMALL, VOCABULARY, dense_config, mixture_config, write_model
+from trainer_layouts import (
     STEP,
+    LayoutHeadSuite,
+    LayoutSuite,
     check_a_loss_that_raises,
     check_each_goes_on_from_the_one_before,
     check_it_goes_on_alone,
     check_numbers,
+    check_pieces,
     train,
 )
-from test_pipelines import config as dense
-from test_scalar_heads import random_model
-from test_tensor_parallel import check_pieces
-from test_train_engines import SMALL, VOCABULARY, write_model
 
 from m2flow.engines.contract import EngineSettings, TrainEngine
 from m2flow.engines.distributed import check_fsdp
@@ -45,24 +42,12 @@ from m2flow.recipe import SGD, Balance, Lora, Model, Optimizer
 from m2flow.samples import Ragged
 from m2flow.spec import ClusterSpec, PoolSpec
 from m2flow.testing.mirrored import Followers, Mirrored
-from m2flow.testing.train_suite import ScalarHeadSuite, TrainEngineSuite, copied, distance, samples, started
-
-
-@pytest.fixture(scope="module")
-def followers() -> Iterator[Followers]:
-    with followed(1) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[Followers]:
-    with followed(3) as found:
-        yield found
+from m2flow.testing.train_suite import copied, distance, samples, started
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return write_model(tmp_path_factory.mktemp("qwen2"), dense("qwen2"))
+    return write_model(tmp_path_factory.mktemp("qwen2"), dense_config("qwen2"))
 
 
 def made(name: str) -> Any:
@@ -82,52 +67,36 @@ def made(name: str) -> Any:
     }
     if name in kinds:
         return kinds[name]()
-    return mixture(name) if name in ("qwen3_moe", "deepseek_v3") else dense(name)
+    return mixture_config(name) if name in ("qwen3_moe", "deepseek_v3") else dense_config(name)
 
 
 def split(model: Model, followers: Followers, **options: Any) -> TrainEngine:
     return Mirrored(FsdpTrain, model, EngineSettings(options={"cp": 2, **options}), followers)
 
 
-class TestSplitSequences(TrainEngineSuite):
-    @pytest.fixture(autouse=True)
-    def _take(self, model: Model, followers: Followers) -> None:
-        self.model, self.followers = model, followers
-
-    def make(self) -> TrainEngine:
-        return split(self.model, self.followers)
+class TestSplitSequences(LayoutSuite):
+    options: ClassVar = {"cp": 2}
 
 
 @pytest.mark.slow
-class TestHeadsOnSplitSequences(ScalarHeadSuite):
-    @pytest.fixture(autouse=True)
-    def _take(self, model: Model, followers: Followers) -> None:
-        self.path, self.followers = Path(model.path), followers
-
-    def make(self, head: str) -> TrainEngine:
-        return split(random_model(self.path, head), self.followers)
+class TestHeadsOnSplitSequences(LayoutHeadSuite):
+    options: ClassVar = {"cp": 2}
 
 
 @pytest.mark.slow
-class TestSplitSequencesAndLayers(TrainEngineSuite):
-    @pytest.fixture(autouse=True)
-    def _take(self, model: Model, three: Followers) -> None:
-        self.model, self.followers = model, three
-
-    def make(self) -> TrainEngine:
-        return split(self.model, self.followers, tp=2)
+class TestSplitSequencesAndLayers(LayoutSuite):
+    others = "three"
+    options: ClassVar = {"cp": 2, "tp": 2}
 
 
 @pytest.mark.slow
 class TestSplitSequencesOfShares(TestSplitSequencesAndLayers):
-    def make(self) -> TrainEngine:
-        return split(self.model, self.followers)
+    options: ClassVar = {"cp": 2}
 
 
 @pytest.mark.slow
 class TestSplitSequencesOnStages(TestSplitSequencesAndLayers):
-    def make(self) -> TrainEngine:
-        return split(self.model, self.followers, pp=2)
+    options: ClassVar = {"cp": 2, "pp": 2}
 
 
 @pytest.mark.parametrize(
@@ -221,7 +190,7 @@ def test_one_layout_of_four_ranks_gives_the_same_bits_each_time(options: dict[st
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"tp": 2}, {"pp": 2}, {"ep": 4}], ids=str)
 def test_each_number_of_a_weight_is_sent_by_one_rank(options: dict[str, Any], three: Followers, tmp_path: Path) -> None:
-    model = write_model(tmp_path, mixture())
+    model = write_model(tmp_path, mixture_config())
     check_pieces(model, split(model, three, **options))
 
 
@@ -368,7 +337,7 @@ def test_a_part_of_four_ranks_that_fails_is_an_error_on_all_and_all_go_on(
 
 def test_a_router_that_fails_on_one_rank_is_an_error_on_all_and_all_go_on(followers: Followers, tmp_path: Path) -> None:
     """Ranks know together of the experts that all rows were sent to; one that failed has some rows for none."""
-    model = replace(write_model(tmp_path, mixture()), routing="rollout", balance=Balance(loss=0.5, z_loss=0.3))
+    model = replace(write_model(tmp_path, mixture_config()), routing="rollout", balance=Balance(loss=0.5, z_loss=0.3))
     faults = [
         Fault(0, "model.layers.0.self_attn.o_proj", said="model.layers.0.self_attn"),
         Fault(1, "model.layers.1.mlp.gate", said="model.layers.1"),
@@ -396,7 +365,7 @@ def test_a_gradient_that_lacks_a_pass_is_not_applied(model: Model, followers: Fo
     ],
 )
 def test_what_can_t_be_split_is_refused_by_name_before_a_run(options: dict[str, Any], num_ranks: int, said: str, tmp_path: Path) -> None:
-    mixture().save_pretrained(tmp_path)
+    mixture_config().save_pretrained(tmp_path)
     with pytest.raises(EngineError, match=said):
         check_fsdp(Model(str(tmp_path), init="random"), options, num_ranks)
 

@@ -19,8 +19,7 @@ from adapted_trainers import (
     check_references_compute_from_the_policys_weights,
     check_what_was_copied_of_a_policy_is_in_a_checkpoint,
 )
-from test_scalar_heads import random_model
-from test_train_engines import CONFIGS, SMALL, VOCABULARY, write_model
+from tiny_models import CONFIGS, SMALL, VOCABULARY, random_model, write_model
 
 from m2flow.engines.contract import EngineSettings, TrainEngine
 from m2flow.engines.distributed import model_parallel
@@ -45,7 +44,6 @@ from m2flow.testing.train_suite import (
     started,
 )
 
-pytest_plugins = ["two_ranks"]  # The fixtures `model` and `followers`.
 ABOVE_ROUNDING = replace(RECIPE, eps=1e-6)
 """The gradient of a key's bias is nearly 0, and with a smaller `eps` Adam divides what rounding leaves of it by itself."""
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -15,12 +14,20 @@ import transformers
 from adapted_trainers import check_adapters_are_trained_sent_and_saved_as_by_the_embedded_trainer
 from faulty import Fault, check_a_gradient_that_lacks_a_pass_is_not_applied, check_each_fault_is_an_error_on_all_and_all_go_on
 from followed import followed
+from mixture_routing import BALANCE, balance_history
 from safetensors.numpy import load_file
-from test_expert_balance import BALANCE
-from test_expert_balance import history as history_of_balance
-from test_pipelines import STEP, apart, check_each_goes_on_from_the_one_before, check_it_goes_on_alone, check_numbers, train
-from test_scalar_heads import random_model
-from test_train_engines import SMALL, VOCABULARY, write_model
+from tiny_models import NUM_EXPERTS, VOCABULARY, mixture_config, write_model
+from trainer_layouts import (
+    STEP,
+    LayoutHeadSuite,
+    LayoutSuite,
+    apart,
+    check_each_goes_on_from_the_one_before,
+    check_experts_that_no_row_goes_to,
+    check_it_goes_on_alone,
+    check_numbers,
+    train,
+)
 
 from m2flow.engines.contract import EngineSettings, TrainEngine
 from m2flow.engines.distributed import STACKED, check_fsdp
@@ -31,52 +38,13 @@ from m2flow.errors import EngineError
 from m2flow.planner.model_shapes import ModelShape
 from m2flow.planner.pools import legal_layouts, offered, thread_layouts
 from m2flow.recipe import SGD, Lora, Model, Muon, Optimizer
-from m2flow.samples import ROUTED_EXPERTS, Ragged, compact_experts
 from m2flow.testing.mirrored import Followers, Mirrored
-from m2flow.testing.train_suite import ScalarHeadSuite, TrainEngineSuite, copied, distance, samples, started
-
-NUM_EXPERTS = 8
-_SIZES: dict[str, Any] = {**SMALL, "num_key_value_heads": 2, "tie_word_embeddings": False}
-_ROUTED: dict[str, Any] = {"num_experts": NUM_EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-_LATENT: dict[str, Any] = {
-    **_SIZES,
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 8,
-    "q_lora_rank": 8,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 4,
-    "v_head_dim": 8,
-    "n_routed_experts": NUM_EXPERTS,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-    "first_k_dense_replace": 1,
-}
-
-
-def config(name: str = "qwen3_moe") -> Any:
-    kinds: dict[str, Any] = {
-        "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**_SIZES, **_ROUTED, head_dim=16, norm_topk_prob=True),
-        "qwen2_moe": lambda: transformers.Qwen2MoeConfig(**_SIZES, **_ROUTED, shared_expert_intermediate_size=16),
-        "mixtral": lambda: transformers.MixtralConfig(**_SIZES, num_local_experts=4, sliding_window=None),
-        "olmoe": lambda: transformers.OlmoeConfig(**_SIZES, num_experts=NUM_EXPERTS, num_experts_per_tok=2),
-        "deepseek_v2": lambda: transformers.DeepseekV2Config(**_LATENT, n_group=None, topk_group=None, topk_method="greedy"),
-        "deepseek_v3": lambda: transformers.DeepseekV3Config(**_LATENT, n_group=4, topk_group=2),
-        "glm4_moe": lambda: transformers.Glm4MoeConfig(
-            **_SIZES, head_dim=16, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, first_k_dense_replace=1
-        ),
-    }
-    return kinds[name]()
-
-
-@pytest.fixture(scope="module")
-def followers() -> Iterator[Followers]:
-    with followed(1) as found:
-        yield found
+from m2flow.testing.train_suite import copied, distance, samples, started
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return write_model(tmp_path_factory.mktemp("qwen3_moe"), config())
+    return write_model(tmp_path_factory.mktemp("qwen3_moe"), mixture_config())
 
 
 def split(model: Model, followers: Followers, **options: Any) -> TrainEngine:
@@ -84,23 +52,13 @@ def split(model: Model, followers: Followers, **options: Any) -> TrainEngine:
 
 
 @pytest.mark.slow
-class TestExperts(TrainEngineSuite):
-    @pytest.fixture(autouse=True)
-    def _take(self, model: Model, followers: Followers) -> None:
-        self.model, self.followers = model, followers
-
-    def make(self) -> TrainEngine:
-        return split(self.model, self.followers)
+class TestExperts(LayoutSuite):
+    options: ClassVar = {"ep": 2}
 
 
 @pytest.mark.slow
-class TestHeadsOfMixtures(ScalarHeadSuite):
-    @pytest.fixture(autouse=True)
-    def _take(self, model: Model, followers: Followers) -> None:
-        self.path, self.followers = Path(model.path), followers
-
-    def make(self, head: str) -> TrainEngine:
-        return split(random_model(self.path, head), self.followers)
+class TestHeadsOfMixtures(LayoutHeadSuite):
+    options: ClassVar = {"ep": 2}
 
 
 @pytest.mark.parametrize(
@@ -113,7 +71,7 @@ def test_numbers_on_two_ranks_are_those_of_the_embedded_trainer(options: dict[st
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(STACKED) - {"qwen3_moe"}))
 def test_numbers_of_other_mixtures_are_those_of_the_embedded_trainer(name: str, followers: Followers, tmp_path: Path) -> None:
-    check_numbers(write_model(tmp_path, config(name)), {"ep": 2}, followers)
+    check_numbers(write_model(tmp_path, mixture_config(name)), {"ep": 2}, followers)
 
 
 def test_what_is_split_has_names_in_checkpoints() -> None:
@@ -123,13 +81,7 @@ def test_what_is_split_has_names_in_checkpoints() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(STACKED) - {"qwen3_moe"}))
 def test_numbers_of_mixtures_on_stages_are_those_of_the_embedded_trainer(name: str, followers: Followers, tmp_path: Path) -> None:
-    check_numbers(write_model(tmp_path, config(name)), {"pp": 2}, followers)
-
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[Followers]:
-    with followed(3) as found:
-        yield found
+    check_numbers(write_model(tmp_path, mixture_config(name)), {"pp": 2}, followers)
 
 
 @pytest.mark.slow
@@ -161,7 +113,7 @@ def test_a_part_of_a_stage_with_split_experts_that_fails_is_an_error_on_all_and_
 @pytest.mark.long
 def test_experts_split_within_stages_in_every_order_have_the_numbers_of_the_embedded_trainer(tmp_path: Path) -> None:
     """Two ranks of each of two stages share out each expert's weights; stages with two chunks."""
-    deep = config()
+    deep = mixture_config()
     deep.num_hidden_layers = 4
     model = write_model(tmp_path, deep)
     with followed(7) as seven:
@@ -181,7 +133,7 @@ def test_numbers_on_four_ranks_are_those_of_the_embedded_trainer(ep: int, model:
 
 @pytest.mark.parametrize("options", [{"ep": 2}, {"ep": 1, "pp": 2}], ids=str)
 def test_weights_are_those_of_the_checkpoint_that_was_loaded(options: dict[str, Any], followers: Followers, tmp_path: Path) -> None:
-    drawn = write_model(tmp_path, config())
+    drawn = write_model(tmp_path, mixture_config())
     load_model(drawn, device="cpu", attention="eager").save_pretrained(tmp_path)
     with started(split(replace(drawn, init="pretrained"), followers, **options)) as engine:
         found = copied(engine)
@@ -226,30 +178,10 @@ def test_passes_in_half_precision_keep_weights_in_float32(model: Model, follower
     assert 0 < distance(found[1], found[0]) < 0.3
 
 
-def check_experts_that_no_row_goes_to(model: Model, engine: TrainEngine) -> None:
-    """All rows go to the first two experts, which are on the first rank."""
-    batch = samples(VOCABULARY)
-    tokens = batch.ragged("tokens")
-    experts = np.broadcast_to(np.arange(2), (len(tokens.values), 2, 2))
-    batch = batch.with_columns(**{ROUTED_EXPERTS: Ragged(compact_experts(experts, NUM_EXPERTS), tokens.offsets)})
-    found = []
-    for one in (EmbeddedTrain(replace(model, routing="rollout"), EngineSettings()), engine):
-        with started(one):
-            first = copied(one)
-            metrics = train(one, batch)
-            found.append((metrics, copied(one)))
-    assert found[1][0] == pytest.approx(found[0][0], rel=1e-5)
-    assert found[0][0]["expert_load/idle"] == 1 - 2 / NUM_EXPERTS
-    assert apart(found[1][1], found[0][1]) < 1e-6
-    idle = [name for name in first if f".experts.{NUM_EXPERTS - 1}." in name]
-    assert idle
-    assert all(np.array_equal(found[1][1][name], first[name]) for name in idle)
-
-
 @pytest.mark.parametrize("experts", ["eager", "grouped_mm"])
 def test_experts_that_no_row_goes_to_have_a_gradient_of_zeros(experts: str, followers: Followers, tmp_path: Path) -> None:
     """Also by code of the model that computes nothing without rows: ranks with the same experts wait for each other's gradients."""
-    model = replace(write_model(tmp_path, config()), routing="rollout")
+    model = replace(write_model(tmp_path, mixture_config()), routing="rollout")
     file = tmp_path / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "experts_implementation": experts}))
     assert load_model(model, device="cpu", attention="eager").config._experts_implementation == experts
@@ -260,7 +192,7 @@ def test_experts_that_no_row_goes_to_have_a_gradient_of_zeros(experts: str, foll
 def test_routers_are_balanced_as_on_one_rank(routing: Any, model: Model, followers: Followers) -> None:
     balanced = replace(model, balance=BALANCE, routing=routing)
     batch = samples(VOCABULARY)
-    expected, found = (history_of_balance(one, batch) for one in (EmbeddedTrain(balanced, EngineSettings()), split(balanced, followers)))
+    expected, found = (balance_history(one, batch) for one in (EmbeddedTrain(balanced, EngineSettings()), split(balanced, followers)))
     for name, value in expected.items():
         np.testing.assert_allclose(found[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
 
@@ -309,7 +241,7 @@ def test_adapters_of_a_mixture_are_those_of_the_embedded_trainer(model: Model, f
 def test_what_can_t_be_split_is_refused_by_name_before_a_run(
     name: str, options: dict[str, Any], num_ranks: int, said: str, tmp_path: Path
 ) -> None:
-    (transformers.GPT2Config() if name == "gpt2" else config(name)).save_pretrained(tmp_path)
+    (transformers.GPT2Config() if name == "gpt2" else mixture_config(name)).save_pretrained(tmp_path)
     with pytest.raises(EngineError, match=said):
         check_fsdp(Model(str(tmp_path), init="random"), options, num_ranks)
 

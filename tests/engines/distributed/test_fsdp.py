@@ -26,8 +26,7 @@ from faulty import Fault, check_a_gradient_that_lacks_a_pass_is_not_applied, che
 from hypothesis import given
 from hypothesis import strategies as st
 from megatron_models import small
-from test_scalar_heads import random_model
-from test_train_engines import CONFIGS, SMALL, VOCABULARY, write_model
+from tiny_models import CONFIGS, SMALL, VOCABULARY, random_model, write_model
 
 from m2flow.channels.weights import SharedWeights
 from m2flow.channels.weights.tensors import to_wire
@@ -54,8 +53,6 @@ from m2flow.testing.train_suite import (
     samples,
     started,
 )
-
-pytest_plugins = ["two_ranks"]  # The fixtures `model` and `followers`.
 
 
 class TestFsdp(TrainEngineSuite):

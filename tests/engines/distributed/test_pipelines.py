@@ -9,15 +9,14 @@ import os
 import signal
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from queue import Queue
-from typing import Any
+from typing import Any, ClassVar
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -29,11 +28,21 @@ from adapted_trainers import (
 from faulty import Fault, check_each_fault_is_an_error_on_all_and_all_go_on
 from followed import followed
 from safetensors.numpy import load_file
-from test_scalar_heads import random_model
-from test_train_engines import SMALL, VOCABULARY, write_model
+from tiny_models import DENSE, VOCABULARY, dense_config, random_model, write_model
+from trainer_layouts import (
+    STEP,
+    LayoutHeadSuite,
+    LayoutSuite,
+    apart,
+    check_a_loss_that_raises,
+    check_each_goes_on_from_the_one_before,
+    check_it_goes_on_alone,
+    check_numbers,
+    train,
+)
 from transformers import PreTrainedModel
 
-from m2flow.engines.contract import EngineSettings, Objective, TrainEngine
+from m2flow.engines.contract import EngineSettings, TrainEngine
 from m2flow.engines.distributed import check_fsdp
 from m2flow.engines.distributed.fsdp import FsdpTrain, PipelinedTrain
 from m2flow.engines.distributed.guard import Guard
@@ -45,138 +54,48 @@ from m2flow.engines.registry import engine_named
 from m2flow.errors import EngineError, InternalError
 from m2flow.planner.model_shapes import ModelShape
 from m2flow.planner.pools import legal_layouts, offered, thread_layouts
-from m2flow.recipe import SGD, AdamW, Dtype, Lora, Loss, Model, Muon, Optimizer, WeightGroup
-from m2flow.samples import Batch
+from m2flow.recipe import SGD, AdamW, Dtype, Lora, Model, Muon, Optimizer, WeightGroup
 from m2flow.testing.mirrored import Followers, Mirrored
-from m2flow.testing.train_suite import DISTILL, LINEAR, PPO, ScalarHeadSuite, TrainEngineSuite, copied, distance, samples, started
-
-_SIZES: dict[str, Any] = {**SMALL, "num_key_value_heads": 2}
-STEP = AdamW(lr=1e-3, eps=1e-3)
-"""Its eps keeps a step from being as long for a gradient that is nothing but rounding."""
-
-
-def config(name: str, num_layers: int = 3) -> Any:
-    sizes = {**_SIZES, "num_hidden_layers": num_layers}
-    if name == "llama":
-        return transformers.LlamaConfig(**sizes, tie_word_embeddings=False)
-    if name == "qwen3":
-        return transformers.Qwen3Config(**sizes, head_dim=16, tie_word_embeddings=True)
-    return transformers.Qwen2Config(**sizes, tie_word_embeddings=True)
-
-
-@pytest.fixture(scope="module")
-def followers() -> Iterator[Followers]:
-    with followed(1) as found:
-        yield found
+from m2flow.testing.train_suite import PPO, copied, distance, samples, started
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     """A head that is the embeddings, on the other stage; three layers, which two stages do not divide."""
-    return write_model(tmp_path_factory.mktemp("qwen2"), config("qwen2"))
+    return write_model(tmp_path_factory.mktemp("qwen2"), dense_config("qwen2"))
 
 
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return write_model(tmp_path_factory.mktemp("deep"), config("qwen2", 5))
+    return write_model(tmp_path_factory.mktemp("deep"), dense_config("qwen2", 5))
 
 
 def staged(model: Model, followers: Followers, **options: Any) -> TrainEngine:
     return Mirrored(FsdpTrain, model, EngineSettings(options={"pp": 2, **options}), followers)
 
 
-class TestStages(TrainEngineSuite):
-    @pytest.fixture(autouse=True)
-    def _take(self, model: Model, followers: Followers) -> None:
-        self.model, self.followers = model, followers
-
-    def make(self) -> TrainEngine:
-        return staged(self.model, self.followers)
+class TestStages(LayoutSuite):
+    options: ClassVar = {"pp": 2}
 
 
 @pytest.mark.slow
-class TestChunks(TrainEngineSuite):
+class TestChunks(LayoutSuite):
     """Each stage has two chunks of a layer or two, and passes go round twice."""
 
-    @pytest.fixture(autouse=True)
-    def _take(self, deep: Model, followers: Followers) -> None:
-        self.model, self.followers = deep, followers
+    options: ClassVar = {"pp": 2, "vpp": 2}
 
-    def make(self) -> TrainEngine:
-        return staged(self.model, self.followers, vpp=2)
+    @pytest.fixture(autouse=True)
+    def _take_five_layers(self, _take: None, deep: Model) -> None:
+        self.model = deep
 
 
 @pytest.mark.slow
 class TestWithoutBubble(TestStages):
-    def make(self) -> TrainEngine:
-        return staged(self.model, self.followers, schedule="zero-bubble")
+    options: ClassVar = {"pp": 2, "schedule": "zero-bubble"}
 
 
-class TestHeadsOnStages(ScalarHeadSuite):
-    @pytest.fixture(autouse=True)
-    def _take(self, model: Model, followers: Followers) -> None:
-        self.path, self.followers = Path(model.path), followers
-
-    def make(self, head: str) -> TrainEngine:
-        return staged(random_model(self.path, head), self.followers)
-
-
-def apart(found: Mapping[str, Any], expected: Mapping[str, Any]) -> float:
-    """The largest difference; a NaN is one."""
-    assert set(found) == set(expected)
-    differences = [np.abs(found[name].astype(np.float64) - expected[name]) for name in expected]
-    assert all(np.isfinite(one).all() for one in differences)
-    return max(float(one.max()) for one in differences)
-
-
-def train(engine: TrainEngine, batch: Batch, recipe: Optimizer = STEP) -> Mapping[str, float]:
-    for first in range(0, len(batch), 7):
-        engine.accumulate(batch.take(np.arange(first, min(first + 7, len(batch)))), PPO)
-    return engine.apply(recipe, float(len(batch)))
-
-
-def history(engine: TrainEngine, batch: Batch) -> dict[str, Any]:
-    """What an engine says of a batch, and what becomes of its weights."""
-    with started(engine):
-        first = copied(engine)
-        logprobs = np.asarray(engine.logprobs(batch).ragged("reference_logprobs").values)
-        top = engine.top_logprobs(batch, 3)
-        likeliest = np.asarray(top.ragged("reference_top_logprobs").values)
-        sums = [engine.accumulate(batch.take(rows), PPO) for rows in (np.arange(9), np.arange(9, len(batch)))]
-        metrics = engine.apply(replace(LINEAR, log_layers=True), 7.0)
-        moved = copied(engine)
-        engine.accumulate(batch.join(top), DISTILL)
-        engine.discard()
-        clipped = [train(engine, batch, replace(STEP, max_grad_norm=0.01)) for _ in range(2)]
-        last = copied(engine)
-    return {
-        "first": first,
-        "logprobs": {"": logprobs},
-        "top": {"": likeliest},
-        "sums": {f"{i}/{name}": value for i, one in enumerate(sums) for name, value in one.metrics.items()},
-        "metrics": {**metrics, **{f"{i}/{name}": value for i, one in enumerate(clipped) for name, value in one.items()}},
-        "gradients": {name: first[name] - moved[name] for name in first},
-        "steps": {name: last[name] - moved[name] for name in first},
-    }
-
-
-def check_numbers(model: Model, options: dict[str, Any], followers: Followers, batch: Batch | None = None) -> dict[str, Any]:
-    """Compare what is said of a batch, and becomes of weights, with the embedded trainer; returns the latter's."""
-    batch = samples(VOCABULARY, num_prompts=5) if batch is None else batch
-    expected = history(EmbeddedTrain(model, EngineSettings()), batch)
-    found = history(Mirrored(FsdpTrain, model, EngineSettings(options=options), followers), batch)
-    assert apart(found["first"], expected["first"]) == 0
-    assert apart(found["logprobs"], expected["logprobs"]) < 1e-5
-    assert apart(found["top"], expected["top"]) < 1e-5
-    # LINEAR's eps is far above the gradient: a step is nearly proportional to it.
-    largest = max(float(np.abs(one).max()) for one in expected["gradients"].values())
-    assert apart(found["gradients"], expected["gradients"]) < 1e-5 * largest
-    assert apart(found["steps"], expected["steps"]) < 1e-6
-    for kind in ("sums", "metrics"):
-        assert set(found[kind]) == set(expected[kind])
-        for key, value in expected[kind].items():
-            assert found[kind][key] == pytest.approx(value, rel=1e-5, abs=1e-5 if kind == "sums" else 0), key
-    return expected
+class TestHeadsOnStages(LayoutHeadSuite):
+    options: ClassVar = {"pp": 2}
 
 
 @pytest.mark.parametrize(
@@ -194,7 +113,7 @@ def check_numbers(model: Model, options: dict[str, Any], followers: Followers, b
 def test_numbers_on_two_stages_are_those_of_the_embedded_trainer(
     name: str, num_layers: int, options: dict[str, Any], followers: Followers, tmp_path: Path
 ) -> None:
-    check_numbers(write_model(tmp_path, config(name, num_layers)), options, followers)
+    check_numbers(write_model(tmp_path, dense_config(name, num_layers)), options, followers)
 
 
 _SHARDED: list[tuple[str, int, dict[str, Any]]] = [("qwen2", 3, {"pp": 2})]
@@ -218,7 +137,7 @@ def test_numbers_on_four_ranks_are_those_of_the_embedded_trainer(layouts: list[t
     """Stages that are sharded over ranks, or split over them; more stages than passes, and fewer."""
     with followed(3) as followers:
         for i, (name, num_layers, options) in enumerate(layouts):
-            model = write_model(tmp_path / f"{i}", config(name, num_layers))
+            model = write_model(tmp_path / f"{i}", dense_config(name, num_layers))
             check_numbers(model, options, followers)
             for is_spread in (False, True):
                 check_it_goes_on_alone(model, {**options, "spread_checkpoints": is_spread}, followers, tmp_path / f"{i} {is_spread}")
@@ -244,24 +163,6 @@ def test_gradients_that_are_put_off_are_those_that_are_not(options: dict[str, An
     assert apart(*found) < 1e-6
 
 
-def check_it_goes_on_alone(model: Model, options: dict[str, Any], followers: Followers, path: Path) -> None:
-    weights = []
-    with started(Mirrored(FsdpTrain, model, EngineSettings(options=options), followers)) as engine:
-        train(engine, samples(VOCABULARY))
-        engine.save(str(path))
-        train(engine, samples(VOCABULARY))
-        weights.append(copied(engine))
-        engine.load(str(path))
-        train(engine, samples(VOCABULARY))
-        weights.append(copied(engine))
-    with started(EmbeddedTrain(model, EngineSettings())) as alone:
-        alone.load(str(path))
-        train(alone, samples(VOCABULARY))
-        weights.append(copied(alone))
-    assert distance(weights[1], weights[0]) == 0
-    assert apart(weights[2], weights[0]) < 1e-6
-
-
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_one_layout_gives_the_same_bits_each_time(deterministic: bool, model: Model, followers: Followers) -> None:
     found = []
@@ -275,7 +176,7 @@ def test_one_layout_gives_the_same_bits_each_time(deterministic: bool, model: Mo
 
 @pytest.mark.parametrize("name", ["qwen2", "llama"])
 def test_weights_are_those_of_the_checkpoint_that_was_loaded(name: str, followers: Followers, tmp_path: Path) -> None:
-    drawn = write_model(tmp_path, config(name))
+    drawn = write_model(tmp_path, dense_config(name))
     load_model(drawn, device="cpu", attention="eager").save_pretrained(tmp_path)
     with started(staged(replace(drawn, init="pretrained"), followers)) as engine:
         found = copied(engine)
@@ -300,23 +201,6 @@ def test_a_checkpoint_goes_on_with_any_number_of_chunks(deep: Model, followers: 
     parts = staged(deep, followers, vpp=2, spread_checkpoints=True)
     others = [staged(deep, followers, vpp=2), staged(deep, followers), parts, EmbeddedTrain(deep, EngineSettings())]
     check_each_goes_on_from_the_one_before(STEP, deep, others, tmp_path)
-
-
-def check_each_goes_on_from_the_one_before(recipe: Optimizer, model: Model, engines: Sequence[TrainEngine], path: Path) -> None:
-    batch = samples(VOCABULARY)
-    with started(EmbeddedTrain(model, EngineSettings())) as engine:
-        weights = []
-        for _ in engines:
-            train(engine, batch, recipe)
-            weights.append(copied(engine))
-    for turn, other in enumerate(engines):
-        with started(other):
-            if turn:
-                other.load(str(path / f"{turn - 1}"))
-            train(other, batch, recipe)
-            # Muon's iterations raise the rounding of small singular values.
-            assert apart(copied(other), weights[turn]) < (1e-4 if isinstance(recipe, Muon) else 1e-6)
-            other.save(str(path / f"{turn}"))
 
 
 def test_masters_and_moments_of_all_stages_are_in_a_checkpoint(model: Model, followers: Followers, tmp_path: Path) -> None:
@@ -374,35 +258,6 @@ def test_the_whole_model_is_in_the_memory_of_the_host_before_it_is_spread(model:
     engine = FsdpTrain(model, EngineSettings(device="cuda:0", options={"pp": 2}))
     EmbeddedTrain.start(engine)
     assert {str(held.device) for held in engine._model.parameters()} == {"cpu"}
-
-
-def lost(logprobs, weight):  # type: ignore[no-untyped-def]
-    if (weight == 0).any():
-        raise ZeroDivisionError("no weight")
-    return logprobs * weight
-
-
-def check_a_loss_that_raises(model: Model, options: dict[str, Any], followers: Followers, said: str) -> None:
-    batch, weight = samples(VOCABULARY), np.ones(12, np.float32)
-    weight[5] = 0  # One of several passes, on one of the ranks of a stage.
-    objective = Objective(Loss("lost", lost, ("logprobs", "weight")))
-    settings = EngineSettings(options=options)
-    with started(Mirrored(FsdpTrain, model, settings, followers)) as engine:
-        with pytest.raises(EngineError, match=f"{said}the loss lost raised ZeroDivisionError: no weight"):
-            engine.accumulate(batch.with_columns(weight=weight), objective)
-        before = copied(engine)
-        with pytest.raises(EngineError, match="the gradient lacks a micro-batch that failed"):
-            engine.apply(STEP, 1.0)
-        assert distance(copied(engine), before) == 0
-        engine.accumulate(batch, PPO)
-        with pytest.raises(EngineError, match=f"{said}.*weight"):
-            engine.accumulate(batch, objective)
-        engine.discard()
-        train(engine, batch)
-        found = copied(engine)
-    with started(Mirrored(FsdpTrain, model, settings, followers)) as engine:
-        train(engine, batch)
-        assert distance(copied(engine), found) == 0
 
 
 def test_a_loss_that_raises_on_the_last_stage_is_an_error_on_all_and_all_go_on(model: Model, followers: Followers) -> None:
@@ -487,7 +342,7 @@ def test_a_critic_on_stages_takes_the_policys_weights_and_keeps_its_head(
 ) -> None:
     if is_mixture:
         routed = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-        model = write_model(tmp_path, transformers.Qwen3MoeConfig(**_SIZES, **routed, head_dim=16))
+        model = write_model(tmp_path, transformers.Qwen3MoeConfig(**DENSE, **routed, head_dim=16))
     critic_model = random_model(Path(model.path), "value")
     policy, critic = staged(model, followers), staged(critic_model, followers)
     with started(policy), started(critic):
@@ -642,11 +497,11 @@ def test_passes_go_round_the_stages_once_for_each_chunk(count: int, chunks: int,
 def test_what_can_t_be_spread_over_stages_is_refused_by_name_before_a_run(
     name: str, options: dict[str, Any], num_ranks: int, said: str, tmp_path: Path
 ) -> None:
-    made = config("qwen2", 4 if name == "deep" else 3)
+    made = dense_config("qwen2", 4 if name == "deep" else 3)
     if name == "gpt2":
         made = transformers.GPT2Config()
     elif name == "window":
-        made = transformers.Qwen2Config(**_SIZES, use_sliding_window=True, sliding_window=5, max_window_layers=1)
+        made = transformers.Qwen2Config(**DENSE, use_sliding_window=True, sliding_window=5, max_window_layers=1)
     made.save_pretrained(tmp_path)
     model = Model(str(tmp_path), init="random", lora=Lora() if name == "adapted" else None)
     assert engine_named("fsdp", "train").refuses.endswith(check_fsdp.__name__)
@@ -681,7 +536,7 @@ ADAPTERS = Lora(rank=4, alpha=8)
 def test_adapters_on_stages_are_those_of_the_embedded_trainer(
     options: dict[str, Any], recipe: Lora, followers: Followers, tmp_path: Path
 ) -> None:
-    adapted = replace(write_model(tmp_path / "model", config("llama", 4)), lora=recipe)
+    adapted = replace(write_model(tmp_path / "model", dense_config("llama", 4)), lora=recipe)
     check_adapters_are_trained_sent_and_saved_as_by_the_embedded_trainer(adapted, lambda: staged(adapted, followers, **options), tmp_path)
 
 
@@ -723,7 +578,7 @@ def test_no_gradient_of_a_frozen_weight_is_put_off(model: Model, followers: Foll
 
 @needs_peft
 def test_a_stage_without_adapters_is_refused_by_name(followers: Followers, tmp_path: Path) -> None:
-    adapted = replace(write_model(tmp_path, config("llama")), lora=Lora(targets=("lm_head",)))
+    adapted = replace(write_model(tmp_path, dense_config("llama")), lora=Lora(targets=("lm_head",)))
     engine = staged(adapted, followers)
     with pytest.raises(EngineError, match=r"no adapter .* stage 1 of 2"):
         engine.start()

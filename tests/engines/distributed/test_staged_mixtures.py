@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,9 @@ import pytest
 import transformers
 from adapted_trainers import check_adapters_are_trained_sent_and_saved_as_by_the_embedded_trainer
 from followed import followed
-from test_expert_balance import biases_of
-from test_expert_parallel import NUM_EXPERTS, config
-from test_pipelines import check_numbers
-from test_routing_replay import check_against_embedded
-from test_train_engines import SMALL, VOCABULARY, write_model
+from mixture_routing import biases_of, check_routing_against_embedded
+from tiny_models import NUM_EXPERTS, SMALL, VOCABULARY, mixture_config, write_model
+from trainer_layouts import check_numbers
 
 from m2flow.engines.contract import EngineSettings, Objective
 from m2flow.engines.distributed import check_fsdp
@@ -34,14 +31,8 @@ from m2flow.testing.train_suite import PPO, samples, started
 LOSSES = Balance(loss=0.5, z_loss=0.3)
 
 
-@pytest.fixture(scope="module")
-def followers() -> Iterator[Followers]:
-    with followed(1) as found:
-        yield found
-
-
 def deep(name: str, num_layers: int) -> Any:
-    found = config(name)
+    found = mixture_config(name)
     found.num_hidden_layers = num_layers
     return found
 
@@ -128,7 +119,7 @@ def test_stages_and_parts_of_sequences_record_what_each_has_chosen_and_replay_it
 ) -> None:
     model = replace(write_model(tmp_path, deep("deepseek_v3", 4)), routing="trainer")
     batch = recorded(samples(VOCABULARY, num_prompts=2, n=2), 3)
-    check_against_embedded(Mirrored(FsdpTrain, model, EngineSettings(options=options), followers), model, batch, least=0.5)
+    check_routing_against_embedded(Mirrored(FsdpTrain, model, EngineSettings(options=options), followers), model, batch, least=0.5)
 
 
 @pytest.mark.slow
@@ -137,7 +128,7 @@ def test_four_ranks_with_parts_of_sequences_record_as_one(options: dict[str, Any
     model = replace(write_model(tmp_path, deep("deepseek_v3", 4)), routing="trainer")
     batch = recorded(samples(VOCABULARY, num_prompts=2, n=2), 3)
     with followed(3) as three:
-        check_against_embedded(Mirrored(FsdpTrain, model, EngineSettings(options=options), three), model, batch, least=0.5)
+        check_routing_against_embedded(Mirrored(FsdpTrain, model, EngineSettings(options=options), three), model, batch, least=0.5)
 
 
 @pytest.mark.parametrize("options", [{"pp": 2}, {"cp": 2}], ids=str)
@@ -161,7 +152,7 @@ def test_biases_follow_the_loads_of_the_layers_of_a_stage_and_of_all_rows(
 
 def test_losses_of_routers_do_not_depend_on_the_number_of_passes(followers: Followers, tmp_path: Path) -> None:
     """Whether a pass has tokens or only keeps the ranks together."""
-    model, found = replace(write_model(tmp_path, config()), balance=LOSSES), []
+    model, found = replace(write_model(tmp_path, mixture_config()), balance=LOSSES), []
     batch = samples(VOCABULARY, num_prompts=1, n=2)
     for passes in (1, 5):
         with started(Mirrored(FsdpTrain, model, EngineSettings(options={"pp": 2, "micro_batches": passes}), followers)) as engine:
@@ -173,7 +164,7 @@ def test_losses_of_routers_do_not_depend_on_the_number_of_passes(followers: Foll
 
 
 def test_experts_of_another_model_are_refused_by_every_rank_before_a_pass(followers: Followers, tmp_path: Path) -> None:
-    model = replace(write_model(tmp_path, config()), routing="rollout")
+    model = replace(write_model(tmp_path, mixture_config()), routing="rollout")
     batch = samples(VOCABULARY)
     with started(Mirrored(FsdpTrain, model, EngineSettings(options={"pp": 2}), followers)) as engine:
         with pytest.raises(EngineError, match="2 experts in 5 layers came for a model with 2 at 2 routers"):
@@ -183,7 +174,7 @@ def test_experts_of_another_model_are_refused_by_every_rank_before_a_pass(follow
 
 
 def test_routing_in_layouts_is_allowed_before_a_run_and_refused_of_a_model_without_experts(tmp_path: Path) -> None:
-    mixture = write_model(tmp_path, config())
+    mixture = write_model(tmp_path, mixture_config())
     for told in (replace(mixture, routing="rollout"), replace(mixture, routing="trainer"), replace(mixture, balance=LOSSES)):
         check_fsdp(told, {"ep": 2, "pp": 2}, 4)
         check_fsdp(told, {"ep": 2, "cp": 2}, 4)
@@ -227,7 +218,7 @@ def test_adapters_of_a_mixture_whose_experts_are_split_within_stages_are_those_o
     ids=["all", "experts"],
 )
 def test_adapters_of_experts_are_refused_by_name(targets: tuple[str, ...], said: str, followers: Followers, tmp_path: Path) -> None:
-    adapted = replace(write_model(tmp_path, config()), lora=Lora(targets=targets))
+    adapted = replace(write_model(tmp_path, mixture_config()), lora=Lora(targets=targets))
     engine = Mirrored(FsdpTrain, adapted, EngineSettings(options={"pp": 2}), followers)
     with pytest.warns(RuntimeWarning) if not targets else contextlib.nullcontext(), pytest.raises(ModelError, match=said):
         engine.start()

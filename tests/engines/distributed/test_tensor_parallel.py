@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import transformers
 from faulty import Fault, check_a_gradient_that_lacks_a_pass_is_not_applied, check_each_fault_is_an_error_on_all_and_all_go_on
 from followed import followed
-from test_expert_balance import BALANCE
-from test_expert_balance import history as history_of_balance
-from test_expert_parallel import check_experts_that_no_row_goes_to
-from test_expert_parallel import config as mixture
-from test_pipelines import STEP, check_each_goes_on_from_the_one_before, check_it_goes_on_alone, check_numbers, train
-from test_pipelines import config as dense
-from test_scalar_heads import random_model
-from test_train_engines import VOCABULARY, write_model
+from mixture_routing import BALANCE, balance_history
+from tiny_models import VOCABULARY, dense_config, mixture_config, write_model
+from trainer_layouts import (
+    STEP,
+    LayoutHeadSuite,
+    LayoutSuite,
+    check_each_goes_on_from_the_one_before,
+    check_experts_that_no_row_goes_to,
+    check_it_goes_on_alone,
+    check_numbers,
+    check_pieces,
+    train,
+)
 
-from m2flow.channels.weights import SharedWeights
-from m2flow.channels.weights.tensors import to_wire
 from m2flow.engines.contract import EngineSettings, TrainEngine
 from m2flow.engines.distributed import STACKED, check_fsdp
 from m2flow.engines.distributed.fsdp import FsdpTrain
@@ -32,7 +32,7 @@ from m2flow.engines.embedded.trainer import EmbeddedTrain
 from m2flow.errors import EngineError
 from m2flow.recipe import SGD, Lora, Model, Optimizer
 from m2flow.testing.mirrored import Followers, Mirrored
-from m2flow.testing.train_suite import ScalarHeadSuite, TrainEngineSuite, copied, distance, samples, started
+from m2flow.testing.train_suite import copied, distance, samples, started
 
 SPLIT = sorted(set(STACKED) - {"olmoe"})
 """Mixtures whose attention is split by heads."""
@@ -43,24 +43,12 @@ def made(name: str) -> Any:
     kind, _, num_layers = name.partition("-")
     if kind == "gpt2":
         return transformers.GPT2Config()
-    return mixture(kind) if kind in STACKED else dense(kind, int(num_layers or 3))
-
-
-@pytest.fixture(scope="module")
-def followers() -> Iterator[Followers]:
-    with followed(1) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[Followers]:
-    with followed(3) as found:
-        yield found
+    return mixture_config(kind) if kind in STACKED else dense_config(kind, int(num_layers or 3))
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return write_model(tmp_path_factory.mktemp("qwen3_moe"), mixture())
+    return write_model(tmp_path_factory.mktemp("qwen3_moe"), mixture_config())
 
 
 def split(model: Model, followers: Followers, **options: Any) -> TrainEngine:
@@ -68,41 +56,26 @@ def split(model: Model, followers: Followers, **options: Any) -> TrainEngine:
 
 
 @pytest.mark.slow
-class TestSplitMixture(TrainEngineSuite):
-    @pytest.fixture(autouse=True)
-    def _take(self, model: Model, followers: Followers) -> None:
-        self.model, self.followers = model, followers
-
-    def make(self) -> TrainEngine:
-        return split(self.model, self.followers)
+class TestSplitMixture(LayoutSuite):
+    options: ClassVar = {"tp": 2}
 
 
 @pytest.mark.slow
-class TestHeadsOfSplitMixtures(ScalarHeadSuite):
-    @pytest.fixture(autouse=True)
-    def _take(self, model: Model, followers: Followers) -> None:
-        self.path, self.followers = Path(model.path), followers
-
-    def make(self, head: str) -> TrainEngine:
-        return split(random_model(self.path, head), self.followers)
+class TestHeadsOfSplitMixtures(LayoutHeadSuite):
+    options: ClassVar = {"tp": 2}
 
 
 @pytest.mark.slow
-class TestSplitLayersAndExperts(TrainEngineSuite):
+class TestSplitLayersAndExperts(LayoutSuite):
     """Four ranks have a layer's experts; two of them each of its other parts."""
 
-    @pytest.fixture(autouse=True)
-    def _take(self, model: Model, three: Followers) -> None:
-        self.model, self.followers = model, three
-
-    def make(self) -> TrainEngine:
-        return split(self.model, self.followers, ep=2)
+    others = "three"
+    options: ClassVar = {"tp": 2, "ep": 2}
 
 
 @pytest.mark.slow
 class TestSplitStagesWithoutBubble(TestSplitLayersAndExperts):
-    def make(self) -> TrainEngine:
-        return split(self.model, self.followers, pp=2, schedule="zero-bubble")
+    options: ClassVar = {"tp": 2, "pp": 2, "schedule": "zero-bubble"}
 
 
 @pytest.mark.parametrize(
@@ -116,11 +89,11 @@ class TestSplitStagesWithoutBubble(TestSplitLayersAndExperts):
 def test_numbers_of_split_mixtures_are_those_of_the_embedded_trainer(
     name: str, options: dict[str, Any], followers: Followers, tmp_path: Path
 ) -> None:
-    check_numbers(write_model(tmp_path, mixture(name)), {"tp": 2, **options}, followers)
+    check_numbers(write_model(tmp_path, mixture_config(name)), {"tp": 2, **options}, followers)
 
 
 def test_biases_of_what_is_summed_over_ranks_are_added_once(followers: Followers, tmp_path: Path) -> None:
-    config = dense("llama")
+    config = dense_config("llama")
     config.attention_bias = config.mlp_bias = True
     check_numbers(write_model(tmp_path, config), {"tp": 2}, followers)
 
@@ -165,7 +138,7 @@ def test_experts_of_a_split_mixture_that_no_row_goes_to(model: Model, three: Fol
 def test_routers_of_a_split_mixture_are_balanced_as_on_one_rank(routing: Any, model: Model, followers: Followers) -> None:
     balanced = replace(model, balance=BALANCE, routing=routing)
     batch = samples(VOCABULARY)
-    expected, found = (history_of_balance(one, batch) for one in (EmbeddedTrain(balanced, EngineSettings()), split(balanced, followers)))
+    expected, found = (balance_history(one, batch) for one in (EmbeddedTrain(balanced, EngineSettings()), split(balanced, followers)))
     for name, value in expected.items():
         np.testing.assert_allclose(found[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
 
@@ -202,18 +175,6 @@ def test_one_layout_gives_the_same_bits_each_time(model: Model, followers: Follo
 @pytest.mark.parametrize("options", [{"ep": 2}, {"pp": 2, "schedule": "zero-bubble"}], ids=str)
 def test_one_layout_of_four_ranks_gives_the_same_bits_each_time(options: dict[str, Any], model: Model, three: Followers) -> None:
     check_bits(model, three, **options)
-
-
-def check_pieces(model: Model, engine: TrainEngine) -> None:
-    with started(engine):
-        assert isinstance(engine, Mirrored)
-        pieces = engine.spread(1 << 12)
-        assert pieces is not None
-        gathered = list(to_wire(engine.weights()))
-        with closing(SharedWeights(f"m2flow-test-{secrets.token_hex(4)}")) as stage:
-            found = stage.write_spread(pieces).tensors
-            assert found == stage.write(gathered).tensors
-        assert "model.layers.1.mlp.experts.7.up_proj.weight" in [entry.name for entry in found]
 
 
 def test_ranks_send_what_they_hold_of_split_layers_and_experts(model: Model, followers: Followers) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from embedded_rollouts import KINDS, generated
 from tiny_models import save_config
 
 from m2flow.engines.contract import EngineSettings, Request
@@ -17,13 +18,6 @@ from m2flow.engines.embedded.rollout_engine import EmbeddedRollout
 from m2flow.engines.embedded.slot_model import DecodeGraphs, SlotCache, SlotModel, as_rows, rounded_rows
 from m2flow.recipe import Model, Sampling
 from m2flow.samples import make_ids
-
-KINDS: dict[str, dict[str, Any]] = {
-    "Qwen2": {},
-    "Mistral": {"sliding_window": 5},
-    "Gemma2": {"initializer_range": 0.1, "sliding_window": 6, "head_dim": 8, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0},
-    "GptOss": {"sliding_window": 8, "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1},
-}
 
 
 class Again:
@@ -102,18 +96,6 @@ def test_a_slots_keys_lie_where_flash_attention_reads_them() -> None:
 def test_sums_by_products_are_those_along_rows() -> None:
     values = torch.rand(3, 1000, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(cumulated_by_products(values), values.cumsum(-1, dtype=torch.float64), atol=1e-9, rtol=0)
-
-
-def generated(engine: EmbeddedRollout) -> dict[int, Any]:
-    """Samples of unequal lengths, of which some come while others run."""
-    ids = make_ids(0, 12, 1)
-    requests = [Request(int(i), (2 + k % 9, 3, 4 + k % 5), k, Sampling(5 + 3 * (k % 7), temperature=1.0)) for k, i in enumerate(ids)]
-    engine.add(requests[:7])
-    found = [sample for _ in range(4) for sample in engine.step()]
-    engine.add(requests[7:])
-    while engine.num_unfinished:
-        found += engine.step()
-    return {sample.id: sample for sample in found}
 
 
 def test_an_engine_generates_the_same_with_graphs_and_frees_them_with_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

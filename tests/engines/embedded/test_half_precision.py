@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_train_engines import VOCABULARY
+from tiny_models import VOCABULARY
 from torch import Tensor
 
 from m2flow import AdamW, Batch, Dataset, Policy, Reward, flow, steps
@@ -22,8 +22,6 @@ from m2flow.spec import ClusterSpec, RunSettings
 from m2flow.testing.mirrored import Followers, Mirrored
 from m2flow.testing.train_suite import PPO, samples, started
 from m2flow.testing.world import run_planned
-
-pytest_plugins = ["two_ranks"]  # The fixtures `model` and `followers`.
 
 NEEDS_DEEPSPEED = [
     pytest.mark.slow,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from test_train_engines import CONFIGS, VOCABULARY, write_model
+from tiny_models import CONFIGS, VOCABULARY, random_model, write_model
 
 from m2flow.engines.contract import EngineSettings, TrainEngine
 from m2flow.engines.embedded.trainer import EmbeddedTrain
@@ -30,10 +30,6 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path: Path = tmp_path_factory.mktemp("qwen2")
     write_model(path, CONFIGS["qwen2"]())
     return path
-
-
-def random_model(directory: Path, head: str) -> Model:
-    return Model(str(directory), "random", 3, head=head)  # type: ignore[arg-type]
 
 
 class TestFake(ScalarHeadSuite):

@@ -13,7 +13,7 @@ import torch
 import transformers
 from adapted_trainers import adapted_model
 from click.testing import CliRunner, Result
-from test_lora import RECIPE
+from lora_models import RECIPE
 
 from m2flow import Dataset, Flow, Lora, Policy, Reward, Sample, flow, steps
 from m2flow.cli.main import cli

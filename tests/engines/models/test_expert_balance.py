@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from test_routing_replay import MIXTURES
+from mixture_routing import BALANCE, MIXTURES, NLL, balance_history, biases_of
 from tiny_models import save_config
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
@@ -23,18 +23,15 @@ from m2flow.engines.models.hf_model import load_model
 from m2flow.engines.models.routing import BALANCE_LOSS, Z_LOSS
 from m2flow.engines.registry import make_train
 from m2flow.errors import EngineError, OptionError, PlanError
-from m2flow.recipe import SGD, AdamW, Balance, Denominator, Lora, Loss, Model, Optimizer, Routing
+from m2flow.recipe import SGD, AdamW, Balance, Denominator, Lora, Loss, Model, Routing
 from m2flow.runner.run import Run
 from m2flow.samples import ROUTED_EXPERTS, Batch, Ragged, SampleId, compact_experts
 from m2flow.spec import ClusterSpec, RolloutSpec, RunSettings, TrainSpec
 from m2flow.testing.mirrored import Followers, Mirrored
-from m2flow.testing.train_suite import copied, started
+from m2flow.testing.train_suite import started
 
 CPU = EngineSettings()
-BALANCE = Balance(loss=0.5, z_loss=0.3)
 KINDS = {**MIXTURES, "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2}}
-PLAIN = SGD(lr=0.5)
-NLL = Loss("nll", "m2flow.algorithms.losses:nll", ("logprobs",))
 
 
 def mean_of_sequences(*, logprobs: torch.Tensor, sequence_lengths: torch.Tensor) -> torch.Tensor:
@@ -50,13 +47,6 @@ LOSSES: dict[str, Loss] = {
     "sequences": Loss("mean_of_sequences", mean_of_sequences, ("logprobs", "sequence_lengths"), "sequences"),
     "groups": Loss("plain", plain, ("logprobs",), "groups"),
 }
-
-
-@pytest.fixture(scope="module")
-def followers() -> Iterator[Followers]:
-    found = Followers(1)
-    yield found
-    found.close()
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -180,20 +170,10 @@ def test_experts_that_are_replayed_are_those_that_tokens_are_sent_to(path: str) 
 def test_ranks_of_shards_or_replicas_balance_as_one(kind: Any, routing: Routing | None, path: str, followers: Followers) -> None:
     batch = batch_of(5, 2)
     source = Model(path, "random", balance=BALANCE, routing=routing)
-    found = [history(engine, batch) for engine in (EmbeddedTrain(source, CPU), Mirrored(kind, source, CPU, followers))]
+    found = [balance_history(engine, batch) for engine in (EmbeddedTrain(source, CPU), Mirrored(kind, source, CPU, followers))]
     assert found[0].keys() == found[1].keys()
     for name, value in found[0].items():
         np.testing.assert_allclose(found[1][name], value, rtol=1e-5, atol=1e-6, err_msg=name)
-
-
-def history(engine: TrainEngine, batch: Batch, optimizer: Optimizer = PLAIN) -> dict[str, Any]:
-    """Metrics of a step of two micro-batches, one of which is a sample alone, and the weights after it."""
-    with started(engine):
-        sums = [engine.accumulate(batch.take(rows), Objective(NLL)) for rows in (np.arange(1), np.arange(1, len(batch)))]
-        applied = engine.apply(optimizer, float(sum(one.num_tokens for one in sums)))
-        weights = copied(engine)
-    metrics = {name: sum(one.metrics[name] for one in sums) for name in ("loss", BALANCE_LOSS, Z_LOSS)}
-    return {**metrics, **applied, **weights}
 
 
 @pytest.mark.slow
@@ -207,7 +187,7 @@ def test_ranks_of_deepspeed_balance_as_one(zero: int, recomputes: bool, path: st
     source = Model(path, "random", balance=Balance(loss=0.5, z_loss=0.3, bias_step=bias_step))
     settings = EngineSettings(options={"zero": zero, "activation_checkpointing": recomputes})
     engines = (EmbeddedTrain(source, CPU), Mirrored(DeepSpeedTrain, source, settings, followers))
-    found = [history(engine, batch, optimizer=AdamW(1e-3, eps=1e-3)) for engine in engines]
+    found = [balance_history(engine, batch, optimizer=AdamW(1e-3, eps=1e-3)) for engine in engines]
     assert found[0].keys() == found[1].keys()
     for name, value in found[0].items():
         np.testing.assert_allclose(found[1][name], value, rtol=1e-5, atol=2e-6, err_msg=name)
@@ -266,10 +246,6 @@ def test_biases_of_a_model_in_half_precision_move_by_steps_that_would_be_lost_in
         moved = {round(abs(float(value) - 0.9), 6) for one in biases.values() for value in one.flatten()}
         assert 0.001 in moved
         assert moved <= {0.0, 0.001}
-
-
-def biases_of(engine: TrainEngine) -> dict[str, Any]:
-    return {name: value for name, value in copied(engine).items() if name.endswith("e_score_correction_bias")}
 
 
 def history_of_biases(engine: TrainEngine, batch: Batch) -> dict[str, Any]:

@@ -9,44 +9,26 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from test_train_engines import CONFIGS, write_model
+from lora_models import copied, sorting, started, trained
+from tiny_models import CONFIGS, write_model
 
-from m2flow import Dataset, Flow, Lora, Policy, Reward, Sample, flow, steps
+from m2flow import Lora
 from m2flow.engines.contract import EngineSettings
 from m2flow.engines.embedded.rollout_engine import EmbeddedRollout
-from m2flow.engines.embedded.trainer import EmbeddedTrain
 from m2flow.engines.models.hf_model import load_model
 from m2flow.engines.registry import make_train
 from m2flow.errors import EngineError, ModelError, OptionError, PlanError
-from m2flow.recipe import AdamW, Model
+from m2flow.recipe import Model
 from m2flow.runner.run import Run
 from m2flow.spec import ClusterSpec, RolloutSpec, RunSettings, TrainSpec
-from m2flow.testing.train_suite import PPO, samples
+from m2flow.testing.train_suite import samples
 
 needs_peft = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="lora: the extra lora is not installed")
-RECIPE = AdamW(lr=1e-2)
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Model:
     return replace(write_model(tmp_path / "model", CONFIGS["qwen2"]()), lora=Lora(rank=4, alpha=8))
-
-
-def started(model: Model) -> EmbeddedTrain:
-    engine = EmbeddedTrain(model, EngineSettings(deterministic=True))
-    engine.start()
-    return engine
-
-
-def trained(engine: EmbeddedTrain, num_steps: int = 3) -> EmbeddedTrain:
-    for _ in range(num_steps):
-        sums = engine.accumulate(samples(32), PPO)
-        engine.apply(RECIPE, sums.num_tokens)
-    return engine
-
-
-def copied(engine: EmbeddedTrain) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in engine.weights()}
 
 
 @needs_peft
@@ -167,21 +149,6 @@ def test_adapters_on_stacks_of_experts_are_refused_before_anything_is_trained(tm
         started(replace(mixture, lora=Lora(rank=2)))
     assert "q_proj" in str(caught.value)
     started(replace(mixture, lora=Lora(rank=2, targets=("q_proj", "o_proj"))))
-
-
-def sorting(path: str) -> Flow:
-    def judged(sample: Sample) -> float:
-        return len(str(sample.text)) % 3 / 3
-
-    @flow
-    def adapters() -> None:
-        policy = Policy(path, init="random", lora=Lora(rank=2))
-        prompts = Dataset([{"prompt": f"{i}+{i}="} for i in range(6)])
-        for _ in steps(2):
-            responses = policy.generate(prompts.take(3), n=2, max_new_tokens=5)
-            policy.update(responses, Reward(judged).score(responses), optimizer=RECIPE)
-
-    return adapters
 
 
 @needs_peft

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from mixture_routing import CPU, MIXTURES, check_routing_against_embedded
 from tiny_models import save_config
 
-from m2flow.engines.contract import EngineSettings, Generated, Objective, Request, TrainEngine
+from m2flow.engines.contract import EngineSettings, Generated, Objective, Request
 from m2flow.engines.distributed.fsdp import FsdpTrain
 from m2flow.engines.distributed.ranks import ReplicatedTrain
 from m2flow.engines.embedded.rollout_engine import EmbeddedRollout
@@ -23,34 +23,7 @@ from m2flow.samples import ROUTED_EXPERTS, Batch, Ragged, SampleId, compact_expe
 from m2flow.testing.mirrored import Followers, Mirrored
 from m2flow.testing.train_suite import started
 
-MIXTURES: dict[str, dict[str, Any]] = {
-    "Qwen3Moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8, "norm_topk_prob": True},
-    "DeepseekV3": {
-        "moe_intermediate_size": 16,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 2,
-        "n_group": 4,
-        "topk_group": 2,
-        "first_k_dense_replace": 1,
-        "num_hidden_layers": 3,
-        "q_lora_rank": 8,
-        "kv_lora_rank": 8,
-        "qk_rope_head_dim": 4,
-        "qk_nope_head_dim": 4,
-        "v_head_dim": 8,
-        "num_key_value_heads": 4,
-    },
-}
-NLL = Loss("nll", "m2flow.algorithms.losses:nll", ("logprobs",))
 LIKELIHOOD = Loss("likelihood", lambda *, logprobs: -logprobs, ("logprobs",))
-CPU = EngineSettings()
-
-
-@pytest.fixture(scope="module")
-def followers() -> Iterator[Followers]:
-    found = Followers(1)
-    yield found
-    found.close()
 
 
 @pytest.fixture(scope="module", params=MIXTURES)
@@ -211,27 +184,6 @@ def test_the_trainers_own_old_routing_is_replayed_after_its_weights_changed(path
     }
 
 
-def check_against_embedded(engine: TrainEngine, model: Model, batch: Batch, least: float = 0.9) -> None:
-    """Compare log-probabilities, recorded experts, sums and the norm of the gradient with those of the embedded trainer.
-
-    Args:
-        least: the share of tokens' layers that are sent to other experts than their own, at least.
-    """
-    found: list[tuple[Any, ...]] = []
-    for one in (EmbeddedTrain(model, CPU), engine):
-        with started(one):
-            before = one.logprobs(batch)
-            sums = [one.accumulate(batch.take(np.array(rows)), Objective(NLL)) for rows in ((0, 1), (2, 3))]
-            applied = one.apply(AdamW(lr=1e-3), 10.0)
-            numbers = [applied[name] for name in ("grad_norm", "expert_load/max", "expert_load/min", "expert_load/idle")]
-            experts = before.ragged(ROUTED_EXPERTS).values if ROUTED_EXPERTS in before else np.zeros(0)
-            loss, rerouted = (sum(each.metrics[name] for each in sums) for name in ("loss", "rerouted"))
-            assert rerouted > least * sum(each.num_tokens for each in sums), "other_experts gives almost each token others than its own"
-            found.append((before.ragged("reference_logprobs").values, loss, rerouted, numbers, experts))
-    for expected, seen in zip(*found, strict=True):
-        np.testing.assert_allclose(seen, expected, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize(
     ("kind", "routing", "ep"),
     [
@@ -245,7 +197,7 @@ def check_against_embedded(engine: TrainEngine, model: Model, batch: Batch, leas
 def test_ranks_of_shards_or_replicas_replay_and_record_as_one(kind: Any, routing: Any, ep: int, path: str, followers: Followers) -> None:
     batch = other_experts(rows_of(sampled(path, trainer(path))))
     model, settings = Model(path, "random", routing=routing), replace(CPU, options={"ep": ep} if ep > 1 else {})
-    check_against_embedded(Mirrored(kind, model, settings, followers), model, batch)
+    check_routing_against_embedded(Mirrored(kind, model, settings, followers), model, batch)
 
 
 def test_a_rank_whose_samples_have_no_masked_tokens_does_as_the_others(path: str, followers: Followers) -> None:
@@ -272,7 +224,7 @@ def test_ranks_of_deepspeed_replay_and_record_as_one(zero: int, recomputes: bool
     batch = other_experts(rows_of(sampled(path, trainer(path))))
     model = Model(path, "random", routing="trainer" if recomputes else "rollout")
     settings = EngineSettings(options={"zero": zero, "activation_checkpointing": recomputes})
-    check_against_embedded(Mirrored(DeepSpeedTrain, model, settings, followers), model, batch)
+    check_routing_against_embedded(Mirrored(DeepSpeedTrain, model, settings, followers), model, batch)
 
 
 def test_a_model_without_routers_is_refused_by_name(tmp_path: Path) -> None:

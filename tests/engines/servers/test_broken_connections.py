@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from answering import Answering
-from test_train_engines import CONFIGS, write_model
+from tiny_models import CONFIGS, write_model
 
 from m2flow.engines.contract import EngineSettings, RolloutEngine
 from m2flow.engines.servers.sglang import SglangRollout

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from started_with import engine_with, started_with
-from test_train_engines import CONFIGS, write_model
+from tiny_models import CONFIGS, write_model
 
 from m2flow import Dataset, Policy, Reward, Sample, flow
 from m2flow.engines.contract import EngineSettings

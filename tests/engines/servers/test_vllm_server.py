@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from started_with import started_with
-from test_train_engines import CONFIGS, write_model
+from tiny_models import CONFIGS, write_model
 
 from m2flow.cli.doctor import other_interpreter
 from m2flow.engines.contract import EngineSettings

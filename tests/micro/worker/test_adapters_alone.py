@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 from adapted_trainers import adapted_model
-from test_lora import copied, sorting, started, trained
+from lora_models import copied, sorting, started, trained
 
 from m2flow import Lora
 from m2flow.engines.contract import EngineSettings

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 from disturbing import disturbed, same, undisturbed
+from mixture_routing import MIXTURES
 from safetensors.torch import load_file
 from test_oom_split import LR, learns
-from test_routing_replay import MIXTURES
 from tiny_models import save_config
 
 from m2flow import AdamW, Balance, Dataset, Lora, Policy, Reference, Reward, Sample, flow, log, ppo_clip, steps
